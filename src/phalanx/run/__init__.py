@@ -1,0 +1,1 @@
+"""What the user writes: one typed, validated description of a run."""

@@ -1,0 +1,50 @@
+"""What makes two starts the same run: every field that can reach the bits of the weights.
+
+Fields marked ``FLEET`` in ``phalanx.run.spec`` are left out: how many ranks there are, how the model is
+sharded over them and how often it is saved is the fleet's business. ``train.loss_chunk`` and
+``runtime.threads`` are in, because they decide in which order numbers are added.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from phalanx.run.read import field_types
+from phalanx.run.spec import RunSpec
+
+
+def run_owned(spec: RunSpec) -> dict[str, object]:
+    """Every field that belongs to the run, by dotted path."""
+    # The preset's name says nothing that the resolved fields do not.
+    return {path: value for path, value in _walk(spec, "") if path != "model.preset"}
+
+
+def _walk(section: Any, prefix: str) -> Iterator[tuple[str, object]]:
+    owners = field_types(type(section))
+    for item in fields(section):
+        value = getattr(section, item.name)
+        path = f"{prefix}{item.name}"
+        if is_dataclass(value):
+            yield from _walk(value, f"{path}.")
+        elif not owners[item.name].fleet_owned:
+            yield path, value
+
+
+def identity(spec: RunSpec) -> str:
+    """SHA-256 (hex) over the run's own fields, the same for every fleet that the run is computed on."""
+    canonical = json.dumps(run_owned(spec), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def differences(one: RunSpec, other: RunSpec) -> list[str]:
+    """One line for each of the run's own fields in which two runs differ."""
+    left, right = run_owned(one), run_owned(other)
+    return [
+        f"{path}: {left.get(path)!r} != {right.get(path)!r}"
+        for path in sorted(left.keys() | right.keys())
+        if left.get(path) != right.get(path)
+    ]

@@ -1,0 +1,34 @@
+"""What can be wrong with a run file, as values: a path, what was found, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake."""
+
+    path: str
+    """Dotted path of the field, such as ``optimizer.lr``; empty for the file as a whole."""
+    found: str
+    """What is wrong."""
+    remedy: str
+    """What is allowed, or what to change."""
+    also: tuple[str, ...] = ()
+    """Other fields that the rule looks at."""
+
+    def __str__(self) -> str:
+        return f"{self.path or 'file'}: {self.found} ({self.remedy})"
+
+
+class RunFileError(ValueError):
+    """A run file with everything that is wrong with it."""
+
+    def __init__(self, path: Path, problems: Sequence[Problem]) -> None:
+        self.path = path
+        self.problems = tuple(problems)
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__(f"{path}: {count}\n" + "\n".join(f"  {problem}" for problem in problems))
