@@ -1,0 +1,48 @@
+"""Initial weights that no layout can change.
+
+Each element is a function of the seed, the parameter's name and the element's flat index in the whole parameter
+(see ``phalanx.model.random_bits``), so a rank fills just the box that it holds. Matrices are normal with
+``init_std``; those that write into the residual stream are smaller by sqrt(2 layers), as in GPT-2; gains start at
+one and biases at zero.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from phalanx.model.random_bits import normal, stream_key
+from phalanx.model.shape import Parameter
+from phalanx.run.spec import ModelSpec
+
+_CHUNK = 1 << 20  # elements filled at once, so that the int64 temporaries stay small
+
+
+def flat_indices(global_shape: tuple[int, ...], offset: tuple[int, ...], box: tuple[int, ...]) -> Tensor:
+    """The index, in the flattened whole, of every element of a box in it: int64, of shape ``box``."""
+    index = torch.zeros((), dtype=torch.int64)
+    for dim, (start, length) in enumerate(zip(offset, box, strict=True)):
+        stride = math.prod(global_shape[dim + 1 :])
+        index = index.unsqueeze(-1) + torch.arange(start, start + length, dtype=torch.int64) * stride
+    return index.expand(box)
+
+
+def deviation(parameter: Parameter, spec: ModelSpec) -> float:
+    """The standard deviation with which a matrix starts."""
+    return spec.init_std / math.sqrt(2 * spec.layers) if parameter.kind == "output" else spec.init_std
+
+
+@torch.no_grad()
+def fill(out: Tensor, parameter: Parameter, offset: tuple[int, ...], spec: ModelSpec, seed: int) -> None:
+    """Writes the initial values of the box at ``offset`` of ``parameter`` into ``out`` (its shape is the box's)."""
+    if parameter.kind in ("norm", "bias"):
+        out.fill_(1.0 if parameter.kind == "norm" else 0.0)
+        return
+    key, scale = stream_key(seed, parameter.name), deviation(parameter, spec)
+    rows_at_once = max(1, _CHUNK // max(1, math.prod(out.shape[1:])))
+    for row in range(0, out.shape[0], rows_at_once):
+        piece = out[row : row + rows_at_once]
+        index = flat_indices(parameter.shape, (offset[0] + row, *offset[1:]), tuple(piece.shape))
+        piece.copy_(normal(key, index.to(out.device)) * scale)
