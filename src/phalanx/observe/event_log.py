@@ -1,0 +1,162 @@
+"""The file of a run's events: appended to by each attempt, read by everybody else.
+
+A line is one ``write`` on a file opened for appending, so what was appended survives a kill of the
+process. A kill in the middle of it leaves at most one torn line: the next writer closes that line
+first, and readers report it and go on. Readers need no lock and may come while the run writes.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from phalanx.observe.events import Body, Event, Torn, Unknown, decode, encode
+
+
+class EventLogError(Exception):
+    """The event file cannot be read or written; the message names it and says what to do."""
+
+
+# --- writing ------------------------------------------------------------------------------------
+
+
+class EventLog:
+    """Appends the events of one attempt. One process of a run holds one; threads may share it.
+
+    Nothing is buffered: what ``append`` returned from survives a kill of the process. It is not
+    synced to the disk, so a power cut may cost the last seconds of events (never of weights).
+    """
+
+    def __init__(self, path: Path, attempt: int, clock: Callable[[], float] = time.time) -> None:
+        self.path, self.attempt, self._clock = path, attempt, clock
+        try:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise EventLogError(
+                f"cannot open {path} for appending: {error.strerror}; "
+                "give the run a directory that exists and that you may write to"
+            ) from error
+        self._torn = not _ends_whole(self._descriptor)
+
+    def append(self, body: Body) -> Event:
+        """Write one event and return it, stamped with the time and the attempt.
+
+        Raises EventLogError if it cannot be written whole, as on a full disk; the file stays readable.
+        """
+        event = Event(self._clock(), self.attempt, body)
+        line = (b"\n" if self._torn else b"") + encode(event)
+        try:
+            written = os.write(self._descriptor, line)
+        except OSError as error:
+            self._torn = True
+            raise EventLogError(
+                f"cannot append to {self.path}: {error.strerror}; what was written before is intact. "
+                "Free space (or fix the mount) and start the run again: it goes on from its last checkpoint"
+            ) from error
+        self._torn = written != len(line)
+        if self._torn:
+            raise EventLogError(
+                f"only {written} of {len(line)} bytes went into {self.path}: the disk is full. Free space and "
+                "start the run again: it goes on from its last checkpoint"
+            )
+        return event
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _ends_whole(descriptor: int) -> bool:
+    size = os.fstat(descriptor).st_size
+    return size == 0 or os.pread(descriptor, 1, size - 1) == b"\n"
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """All events in the file, in the order written. An unfinished last line is left out.
+
+    Raises EventLogError if there is no such file.
+    """
+    return follow(path, stop=lambda: True, poll_s=0.0)
+
+
+def follow(path: Path, stop: Callable[[], bool], poll_s: float = 0.2) -> Iterator[Event]:
+    """The events in the file, then those appended to it, until ``stop()`` and nothing new is there.
+
+    The file may not exist yet: it is waited for. ``stop`` is asked before each look at the file, at most
+    every ``poll_s`` seconds once all is read. Raises EventLogError if the file is missing at the end, or shrinks.
+    """
+    position, rest, number, last = 0, b"", 0, Event(0.0, 0, Unknown("", {}))
+    while True:
+        stopping = stop()  # asked before reading: what was written before it came true is not lost
+        block = _read_from(path, position, missing_is_error=stopping)
+        position += len(block)
+        *whole, rest = (rest + block).split(b"\n")
+        if stopping and not block and rest:
+            whole, rest = _complete(rest), b""
+        for line in whole:
+            number += 1
+            if line.strip():
+                last = _decode_or_torn(line, number, last)
+                yield last
+        if not block:
+            if stopping:
+                return
+            time.sleep(poll_s)
+
+
+def _complete(rest: bytes) -> list[bytes]:
+    """A last line without its newline counts if it is whole; a prefix of an object never parses."""
+    try:
+        decode(rest)
+    except ValueError:
+        return []
+    return [rest]
+
+
+def _decode_or_torn(line: bytes, number: int, last: Event) -> Event:
+    try:
+        return decode(line)
+    except (ValueError, RecursionError):
+        return Event(last.t, last.attempt, Torn(number, line[:200].decode(errors="replace")))
+
+
+def _read_from(path: Path, position: int, *, missing_is_error: bool, block_bytes: int = 1 << 22) -> bytes:
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < position:
+                raise EventLogError(
+                    f"{path} shrank from {position} to {size} bytes while being read: it is only ever "
+                    "appended to, so something else wrote it; open it again"
+                )
+            file.seek(position)
+            return file.read(block_bytes)
+    except FileNotFoundError as error:
+        if not missing_is_error and position == 0:
+            return b""
+        raise EventLogError(
+            f"there is no event file {path}; is it the directory of a run that has started?"
+        ) from error
+    except OSError as error:
+        raise EventLogError(f"cannot read {path}: {error.strerror}") from error
+
+
+def next_attempt(path: Path) -> int:
+    """The number for the next attempt at the run whose events are in ``path``: 0 if there are none."""
+    if not path.exists():
+        return 0
+    return max((event.attempt + 1 for event in read_events(path)), default=0)

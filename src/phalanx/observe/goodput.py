@@ -1,0 +1,245 @@
+"""Goodput: the share of the time a run held its machines that its final weights are made of.
+
+A pure function of the run's events, over all attempts. Each attempt's ledger says where its time went;
+the events say what became of the steps:
+
+* ``committed``: a durable checkpoint of the surviving line covers the step, or the run finished.
+* ``pending``: done, not yet covered; a crash now would cost it.
+* ``discarded.rollback``: done, lost in a crash, done again.
+* ``discarded.nonfinite``: done, then skipped because a number was not finite.
+
+The time between two attempts (queueing, a person asleep) is held by nobody: it is reported as ``gap``.
+Everything is in integer nanoseconds, so that the parts sum to the whole exactly. The definition follows
+ml-goodput-measurement (productive step time over elapsed time); the outcome of a step is decided after
+the fact, as in ByteRobust's effective training time ratio (arXiv:2509.16293).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from phalanx.observe.events import CheckpointSaved, Event, Finished, NonFinite, Restored, Step
+from phalanx.observe.ledger import NS_PER_S, Bucket, add, format_ledger
+from phalanx.observe.throughput import format_duration
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Where the time of a run went. Wall time of the rank that wrote the events; nanoseconds.
+
+    The buckets sum to ``held_ns`` exactly, the four outcomes to the ``step.*`` buckets.
+    """
+
+    buckets_ns: Mapping[str, int]
+    committed_ns: int
+    pending_ns: int
+    rollback_ns: int
+    nonfinite_ns: int
+    gap_ns: int
+    attempts: int
+
+    @property
+    def held_ns(self) -> int:
+        return sum(self.buckets_ns.values())
+
+    @property
+    def goodput(self) -> float:
+        """Committed step time over held time, 0 to 1; 0 for a run that has held nothing."""
+        return self.committed_ns / self.held_ns if self.held_ns else 0.0
+
+    @property
+    def goodput_if_kept(self) -> float:
+        """The same with pending steps counted as kept: what a running job shows."""
+        return (self.committed_ns + self.pending_ns) / self.held_ns if self.held_ns else 0.0
+
+
+def goodput(events: Iterable[Event]) -> Goodput:
+    """The goodput of a run from its events, in any order of attempts but each attempt in its own.
+
+    Steps without a ledger count with their ``step_s``, times the steps since the last event; the rest
+    of such an attempt is unattributed.
+    """
+    attempts: dict[int, list[Event]] = {}
+    for event in events:
+        attempts.setdefault(event.attempt, []).append(event)
+    accounts = [_account(own) for _, own in sorted(attempts.items())]
+    line = _Line()
+    for account in accounts:
+        line.live_through(account)
+    committed, pending = _cut(line.pieces, line.durable_step)
+    return Goodput(
+        buckets_ns=add(account.buckets_ns for account in accounts),
+        committed_ns=_duration_ns(committed),
+        pending_ns=_duration_ns(pending),
+        rollback_ns=line.rollback_ns,
+        nonfinite_ns=line.nonfinite_ns,
+        gap_ns=sum(max(0, after.start_ns - before.end_ns) for before, after in pairwise(accounts)),
+        attempts=len(accounts),
+    )
+
+
+# --- the time of one attempt --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Account:
+    """One attempt: when it began and ended (unix nanoseconds), and where the time between went."""
+
+    events: Sequence[Event]
+    step_loop_ns: Sequence[int | None]
+    """Beside each event: the time in the step loop so far, where the event tells it."""
+    start_ns: int
+    end_ns: int
+    buckets_ns: Mapping[str, int]
+
+
+def _account(events: list[Event]) -> _Account:
+    """The attempt's last ledger is its account; what came after that is unattributed."""
+    end_ns = max(_ns(event.t) for event in events)
+    entries = [(_ns(event.t), ledger) for event in events if (ledger := _ledger(event))]
+    if not entries:
+        return _account_from_step_times(events, end_ns)
+    at_ns, ledger = entries[-1]
+    buckets = {name: _ns(seconds) for name, seconds in ledger.items()}
+    return _Account(
+        events=events,
+        step_loop_ns=[_step_loop_ns(_ledger(event)) for event in events],
+        start_ns=at_ns - sum(buckets.values()),
+        end_ns=end_ns,
+        buckets_ns=_with_rest(buckets, end_ns - at_ns),
+    )
+
+
+def _account_from_step_times(events: list[Event], end_ns: int) -> _Account:
+    step_loop_ns: list[int | None] = []
+    done_ns, cursor = 0, 0
+    for event in events:
+        if isinstance(event.body, Restored):
+            cursor = event.body.step
+        if isinstance(event.body, Step):
+            done_ns += _ns(event.body.step_s) * max(1, event.body.step - cursor)
+            cursor = event.body.step
+        step_loop_ns.append(done_ns if isinstance(event.body, Step) else None)
+    start_ns = min(_ns(event.t) for event in events)
+    rest_ns = end_ns - start_ns - done_ns
+    return _Account(
+        events, step_loop_ns, start_ns, end_ns, _with_rest({Bucket.STEP_COMPUTE.value: done_ns}, rest_ns)
+    )
+
+
+def _ledger(event: Event) -> Mapping[str, float]:
+    return event.body.ledger if isinstance(event.body, Step) else {}
+
+
+def _step_loop_ns(ledger: Mapping[str, float]) -> int | None:
+    if not ledger:
+        return None
+    return sum(_ns(seconds) for name, seconds in ledger.items() if name.startswith("step."))
+
+
+def _with_rest(buckets: Mapping[str, int], rest_ns: int) -> dict[str, int]:
+    # A wall clock that was set back makes the rest negative; time held cannot be.
+    return add([buckets, {Bucket.UNATTRIBUTED.value: rest_ns}]) if rest_ns > 0 else add([buckets])
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * NS_PER_S)
+
+
+# --- what became of the steps -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Steps ``first`` to ``last`` inclusive, and the time they took."""
+
+    first: int
+    last: int
+    duration_ns: int
+
+
+@dataclass
+class _Line:
+    """The steps that the present weights descend from, as far as the events were read."""
+
+    pieces: list[_Piece] = field(default_factory=list)
+    durable_step: int = 0
+    rollback_ns: int = 0
+    nonfinite_ns: int = 0
+
+    def live_through(self, account: _Account) -> None:
+        """An attempt goes on from the step it restored, or from 0 if it restored none."""
+        cursor, seen_ns, skipped = 0, 0, 0
+        for event, step_loop_ns in zip(account.events, account.step_loop_ns, strict=True):
+            match event.body:
+                case Restored(step=step):
+                    self._go_back_to(step)
+                    cursor = step
+                case NonFinite(skipped=True):
+                    skipped += 1
+                case CheckpointSaved(step=step):
+                    self.durable_step = max(self.durable_step, step)
+                case Finished():
+                    self.durable_step = max(self.durable_step, cursor)
+                case Step(step=step) if step_loop_ns is not None:
+                    cursor = min(cursor, step - 1)
+                    self._go_back_to(cursor)
+                    self._do(cursor + 1, step, step_loop_ns - seen_ns, skipped)
+                    cursor, seen_ns, skipped = step, step_loop_ns, 0
+
+    def _do(self, first: int, last: int, duration_ns: int, skipped: int) -> None:
+        steps = last - first + 1
+        nonfinite_ns = duration_ns * min(skipped, steps) // steps
+        self.nonfinite_ns += nonfinite_ns
+        self.pieces.append(_Piece(first, last, duration_ns - nonfinite_ns))
+
+    def _go_back_to(self, step: int) -> None:
+        if not self.pieces or self.pieces[-1].last <= step:
+            return
+        self.pieces, lost = _cut(self.pieces, step)
+        self.rollback_ns += _duration_ns(lost)
+        self.durable_step = min(self.durable_step, step)
+
+
+def _cut(pieces: Sequence[_Piece], step: int) -> tuple[list[_Piece], list[_Piece]]:
+    """The pieces up to ``step`` and those after it; one that spans it is divided by its steps."""
+    before = [piece for piece in pieces if piece.last <= step]
+    after = [piece for piece in pieces if piece.first > step]
+    for piece in pieces:
+        if piece.first <= step < piece.last:
+            done = step - piece.first + 1
+            done_ns = piece.duration_ns * done // (piece.last - piece.first + 1)
+            before.append(_Piece(piece.first, step, done_ns))
+            after.insert(0, _Piece(step + 1, piece.last, piece.duration_ns - done_ns))
+    return before, after
+
+
+def _duration_ns(pieces: Sequence[_Piece]) -> int:
+    return sum(piece.duration_ns for piece in pieces)
+
+
+# --- for people ---------------------------------------------------------------------------------
+
+
+def format_goodput(result: Goodput) -> str:
+    """The report as plain text: the headline, the ledger, what became of the steps."""
+    seconds = {name: value / NS_PER_S for name, value in result.buckets_ns.items()}
+    outcomes = {
+        "committed": result.committed_ns,
+        "pending": result.pending_ns,
+        "discarded.rollback": result.rollback_ns,
+        "discarded.nonfinite": result.nonfinite_ns,
+    }
+    lines = [
+        f"goodput {100 * result.goodput:.1f} %  ({100 * result.goodput_if_kept:.1f} % with steps that no "
+        "checkpoint covers yet)",
+        f"held {format_duration(result.held_ns / NS_PER_S)} in {result.attempts} "
+        f"attempt{'' if result.attempts == 1 else 's'}, {format_duration(result.gap_ns / NS_PER_S)} between "
+        "them",
+        "",
+        format_ledger(seconds),
+        "",
+        "of the time in steps",
+        format_ledger({name: value / NS_PER_S for name, value in outcomes.items()}),
+    ]
+    return "\n".join(lines)
