@@ -1,0 +1,28 @@
+"""What can go wrong between text on a disk and tokens in a batch.
+
+Each message names the file or value at fault and says what to do about it, so that a caller has only to print it.
+"""
+
+
+class DataError(Exception):
+    """Anything wrong with text, tokenizer or prepared dataset; catch this to catch them all."""
+
+
+class CorpusError(DataError):
+    """The text asked for is missing, unreadable, not UTF-8, or changed while it was read."""
+
+
+class TokenizerError(DataError):
+    """A tokenizer file is missing, damaged, or of a kind that cannot be used."""
+
+
+class DatasetError(DataError):
+    """A prepared dataset is missing, damaged, of another version, or too small for what is asked of it."""
+
+
+class DatasetExistsError(DatasetError):
+    """The output directory already holds something else; nothing in it was touched."""
+
+
+class NoRoomError(DatasetError):
+    """The disk, the quota or the file-size limit was reached while writing; what was half written is removed."""

@@ -1,0 +1,170 @@
+"""``index.json``: what a prepared dataset says about itself.
+
+It lies beside the token shards and holds everything needed to open them without reading them: dtype, counts and
+checksums of each shard, how much text they stand for, the tokenizer, and how the dataset was made. Its fingerprint is
+a SHA-256 over the token streams and the tokenizer: two datasets with one fingerprint train the same weights, however
+each is cut into shards.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.data.errors import DatasetError
+
+INDEX_FILE = "index.json"
+VERSION = 1
+TRAIN = "train"
+HELD_OUT = "held_out"
+SPLITS = (TRAIN, HELD_OUT)
+_ITEM_BYTES = {"uint16": 2, "uint32": 4}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One flat file of little-endian token ids."""
+
+    file: str
+    """Name within the dataset's directory."""
+    tokens: int
+    xxh3_128: str
+    """Checksum of the whole file, in hex."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """One of the two token streams of a dataset, in its shards."""
+
+    shards: tuple[Shard, ...]
+    documents: int
+    text_bytes: int
+    """UTF-8 bytes of text that the tokens stand for."""
+    sha256: str
+    """Digest of the token stream, all shards joined, in hex."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in self.shards)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a dataset was made from; the same recipe gives the same dataset."""
+
+    source_sha256: str
+    """Digest of the names and texts of all documents, in order."""
+    tokenizer: str
+    """"bytes", "bpe", or "file:" and the fingerprint of the tokenizer given."""
+    vocab_size: int | None
+    """As asked for; the tokenizer's own may be smaller."""
+    held_out_fraction: float
+    shard_tokens: int
+
+
+@dataclass(frozen=True)
+class DatasetIndex:
+    """The content of ``index.json``."""
+
+    dtype: str
+    """"uint16" or "uint32", little-endian."""
+    vocab_size: int
+    tokenizer_kind: str
+    tokenizer_fingerprint: str
+    train: Split
+    held_out: Split
+    held_out_xz_bits_per_byte: float | None
+    """What ``xz -9`` makes of the held-out text; None where there is none."""
+    recipe: Recipe
+
+    @property
+    def item_bytes(self) -> int:
+        return _ITEM_BYTES[self.dtype]
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256, in hex, over the token streams and the tokenizer."""
+        parts = (
+            str(VERSION),
+            self.dtype,
+            self.tokenizer_fingerprint,
+            self.train.sha256,
+            self.held_out.sha256,
+        )
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def split(self, name: str) -> Split:
+        """The split called "train" or "held_out". Raises ``DatasetError`` for another name."""
+        if name not in SPLITS:
+            raise DatasetError(f"no split is called {name!r}; a dataset has {' and '.join(SPLITS)}")
+        return self.train if name == TRAIN else self.held_out
+
+    def to_json(self) -> str:
+        """The text of ``index.json``."""
+        return (
+            json.dumps({"version": VERSION, "fingerprint": self.fingerprint, **asdict(self)}, indent=1) + "\n"
+        )
+
+
+def dtype_for(vocab_size: int) -> str:
+    """The smallest of the two dtypes that holds every token id below ``vocab_size``."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+def read_index(directory: Path) -> DatasetIndex:
+    """Read ``directory/index.json`` and check that it is whole and of this version. Raises ``DatasetError``."""
+    path = directory / INDEX_FILE
+    try:
+        text = path.read_bytes().decode()
+    except FileNotFoundError as error:
+        what = (
+            f"{directory} holds no {INDEX_FILE}"
+            if directory.is_dir()
+            else f"there is no directory {directory}"
+        )
+        raise DatasetError(f"{what}; prepare the dataset there, or correct the path") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise DatasetError(
+            f"cannot read {path}: {error}; copy the dataset again, or prepare it anew"
+        ) from error
+    return parse_index(text, path)
+
+
+def parse_index(text: str, path: Path) -> DatasetIndex:
+    """The index whose JSON ``text`` is; ``path`` is for messages. Raises ``DatasetError``."""
+    try:
+        content: Mapping[str, Any] = json.loads(text)
+        version = content["version"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise _damaged(path, error) from error
+    if version != VERSION:
+        raise DatasetError(
+            f"{path} has version {version!r} of the dataset format, this Phalanx reads version {VERSION}; prepare the "
+            "dataset anew, or use the release that made it"
+        )
+    try:
+        index = _index_from(content)
+    except (ValueError, TypeError, KeyError) as error:
+        raise _damaged(path, error) from error
+    if content.get("fingerprint") != index.fingerprint:
+        raise DatasetError(
+            f"{path} was changed: its content has fingerprint {index.fingerprint}, it says {content.get('fingerprint')}"
+            "; copy the dataset again, or prepare it anew"
+        )
+    return index
+
+
+def _index_from(content: Mapping[str, Any]) -> DatasetIndex:
+    fields = {name: value for name, value in content.items() if name not in ("version", "fingerprint")}
+    if fields["dtype"] not in _ITEM_BYTES:
+        raise ValueError(f"dtype {fields['dtype']!r} is neither uint16 nor uint32")
+    for name in SPLITS:
+        shards = tuple(Shard(**shard) for shard in fields[name]["shards"])
+        fields[name] = Split(**{**fields[name], "shards": shards})
+    return DatasetIndex(**{**fields, "recipe": Recipe(**fields["recipe"])})
+
+
+def _damaged(path: Path, error: Exception) -> DatasetError:
+    return DatasetError(f"{path} is damaged ({error!r}); copy the dataset again, or prepare it anew")

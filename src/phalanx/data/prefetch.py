@@ -1,0 +1,91 @@
+"""Computing the next batches while the present one trains.
+
+One background thread makes batches in the order asked for and keeps at most ``depth`` of them ready. Being one
+thread, it cannot change the order; what it raises is raised in the consumer, at the batch that it belongs to.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+Batch = TypeVar("Batch")
+
+
+class Prefetch(Generic[Batch]):
+    """Iterates over ``make(number)`` for each of ``numbers``, made up to ``depth`` ahead.
+
+    Use it in a ``with`` statement, or call ``close``, so that the thread ends; after that, and after an exception,
+    iteration stops. One consumer at a time.
+    """
+
+    def __init__(self, make: Callable[[int], Batch], numbers: Iterable[int], *, depth: int = 2) -> None:
+        if depth < 1:
+            raise ValueError(f"depth = {depth} is not positive")
+        self._make = make
+        self._numbers = iter(numbers)
+        self._depth = depth
+        self._ready: deque[Batch] = deque()
+        self._error: BaseException | None = None
+        self._finished = False
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._finished or self._closed)
+            if self._ready and not self._closed:
+                batch = self._ready.popleft()
+                self._changed.notify_all()
+                return batch
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+        raise StopIteration
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drop what is ready and wait for the thread, which ends after the batch that it is making. May be repeated."""
+        with self._changed:
+            self._closed = True
+            self._ready.clear()
+            self._error = None
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            for number in self._numbers:
+                if not self._wait_for_room():
+                    return
+                self._put(self._make(number))
+        except BaseException as error:  # whatever it is, the consumer must see it rather than wait for ever
+            self._error = error
+        finally:
+            with self._changed:
+                self._finished = True
+                self._changed.notify_all()
+
+    def _wait_for_room(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
+            return not self._closed
+
+    def _put(self, batch: Batch) -> None:
+        with self._changed:
+            if not self._closed:
+                self._ready.append(batch)
+                self._changed.notify_all()

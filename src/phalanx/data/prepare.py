@@ -1,0 +1,303 @@
+"""Turn documents into a dataset: tokenizer, token shards, and an index that describes them.
+
+The documents are gone through once to learn what they are, once to train a tokenizer if that is asked for, and once
+to encode; at no time are more than a few megabytes of them, or of their tokens, in memory. Which split a document
+belongs to follows from a hash of its name alone, so that it stays there when others are added.
+
+The dataset is written under another name and renamed when it is whole. Preparing the same again finds it there and
+uses it; preparing another where one lies is refused.
+"""
+
+import errno
+import hashlib
+import lzma
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from phalanx.data.corpus import Document
+from phalanx.data.errors import CorpusError, DataError, DatasetError, DatasetExistsError, NoRoomError
+from phalanx.data.index import HELD_OUT, TRAIN, DatasetIndex, Recipe, Split, dtype_for, read_index
+from phalanx.data.shards import ShardWriter, TokenShards, commit
+from phalanx.data.tokenizer import (
+    BpeTokenizer,
+    BytesTokenizer,
+    Tokenizer,
+    bpe_from_file,
+    load_tokenizer,
+    train_bpe,
+)
+
+DEFAULT_BPE_VOCAB_SIZE = 32_768
+DEFAULT_SHARD_TOKENS = 1 << 28
+_BATCH_CHARACTERS = 1 << 21
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+OnProgress = Callable[[str, int, int], None]
+"""Called with (stage, documents done, documents in all); 0 in all while they are still being counted."""
+
+
+@dataclass(frozen=True)
+class PreparedInfo:
+    """A dataset that lies ready."""
+
+    directory: Path
+    index: DatasetIndex
+    reused: bool
+    """True if it was there already."""
+
+    @property
+    def fingerprint(self) -> str:
+        return self.index.fingerprint
+
+    @property
+    def vocab_size(self) -> int:
+        return self.index.vocab_size
+
+    @property
+    def held_out_xz_bits_per_byte(self) -> float | None:
+        return self.index.held_out_xz_bits_per_byte
+
+
+def prepare(
+    documents: Iterable[Document],
+    out: Path,
+    *,
+    tokenizer: str | Path = "bpe",
+    vocab_size: int | None = None,
+    held_out_fraction: float = 0.05,
+    shard_tokens: int = DEFAULT_SHARD_TOKENS,
+    on_progress: OnProgress | None = None,
+) -> PreparedInfo:
+    """Write the dataset of ``documents`` to ``out``, or find it there.
+
+    ``documents`` must give the same when gone through again: a list or ``TextFiles``, not a generator. ``tokenizer``
+    is "bpe" (trained on the training split, with ``vocab_size`` tokens at most, 32,768 if None), "bytes", or the path
+    of a byte-level ``tokenizer.json``; for the last two ``vocab_size`` is None or what theirs is. Held-out text is
+    also put through ``xz -9``, which takes about 700 MB of memory at most.
+
+    Raises ``CorpusError`` (documents unfit or changing), ``TokenizerError``, ``DatasetExistsError`` (``out`` holds
+    something else, untouched), ``NoRoomError`` (disk full, nothing left behind), and ``DatasetError``.
+    """
+    if not 0 <= held_out_fraction < 1:
+        raise DatasetError(f"held_out_fraction = {held_out_fraction} is not in [0, 1)")
+    source = _Source(documents, held_out_fraction, on_progress)
+    given = _given_tokenizer(tokenizer)
+    if given is not None and vocab_size not in (None, given.vocab_size):
+        raise DatasetError(
+            f"vocab_size = {vocab_size}, but the tokenizer given has {given.vocab_size}; leave it out"
+        )
+    if given is None and vocab_size is None:
+        vocab_size = DEFAULT_BPE_VOCAB_SIZE
+    recipe = Recipe(source.sha256, _describe(given), vocab_size, held_out_fraction, shard_tokens)
+    found = _find(out, recipe)
+    if found is not None:
+        return found
+    return _write(source, out, recipe, given)
+
+
+def split_of(name: str, held_out_fraction: float) -> str:
+    """The split, "train" or "held_out", of a document called ``name``: a hash of the name decides."""
+    place = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") / 2**64
+    return HELD_OUT if place < held_out_fraction else TRAIN
+
+
+class _Source:
+    """The documents with text in them, which must be the same each time that they are gone through."""
+
+    def __init__(
+        self, documents: Iterable[Document], held_out_fraction: float, on_progress: OnProgress | None
+    ) -> None:
+        if iter(documents) is documents:
+            raise CorpusError(
+                "documents are gone through several times: give a list or TextFiles, not a generator"
+            )
+        self._documents = documents
+        self._fraction = held_out_fraction
+        self._on_progress = on_progress
+        self.total = 0
+        self.sha256 = ""
+        splits = set()
+        for split, _, _ in self.read("read"):
+            splits.add(split)
+        wanted = {TRAIN, HELD_OUT} if held_out_fraction > 0 else {TRAIN}
+        if splits != wanted:
+            raise CorpusError(
+                f"of {self.total} documents with text, none is in {' or '.join(sorted(wanted - splits))} with "
+                f"held_out_fraction = {held_out_fraction}; give more documents (a smaller document_bytes cuts files "
+                "into more), or another fraction"
+            )
+
+    def read(self, stage: str) -> Iterator[tuple[str, str, bytes]]:
+        """(split, text, text in UTF-8) of each document. Raises ``CorpusError`` if they are not those of the first time."""
+        digest = hashlib.sha256()
+        done = 0
+        for document in self._documents:
+            if not document.text:
+                continue
+            name, text = _utf8(document.name, document.name), _utf8(document.text, document.name)
+            digest.update(len(name).to_bytes(8, "little") + name + len(text).to_bytes(8, "little"))
+            digest.update(text)
+            yield split_of(document.name, self._fraction), document.text, text
+            done += 1
+            if self._on_progress is not None:
+                self._on_progress(stage, done, self.total)
+        if self.sha256 not in ("", digest.hexdigest()):
+            raise CorpusError("the documents changed while they were being prepared; prepare them again")
+        self.total, self.sha256 = done, digest.hexdigest()
+
+    def train_texts(self) -> Iterator[str]:
+        return (text for split, text, _ in self.read("train tokenizer") if split == TRAIN)
+
+
+class _SplitEncoder:
+    """Encodes one split's documents in batches into its shards, and counts."""
+
+    def __init__(self, writer: ShardWriter, tokenizer: Tokenizer) -> None:
+        self._writer = writer
+        self._tokenizer = tokenizer
+        self._batch: list[str] = []
+        self._batch_characters = 0
+        self._documents = 0
+        self._text_bytes = 0
+
+    def add(self, text: str, text_bytes: int) -> None:
+        self._batch.append(text)
+        self._batch_characters += len(text)
+        self._documents += 1
+        self._text_bytes += text_bytes
+        if self._batch_characters >= _BATCH_CHARACTERS:
+            self._flush()
+
+    def close(self) -> Split:
+        self._flush()
+        written = self._writer.close()
+        return Split(written.shards, self._documents, self._text_bytes, written.sha256)
+
+    def _flush(self) -> None:
+        end = np.array([self._tokenizer.end_of_document], dtype=np.uint32)
+        pieces = [piece for ids in self._tokenizer.encode_batch(self._batch) for piece in (ids, end)]
+        if pieces:
+            self._writer.append(np.concatenate(pieces))
+        self._batch, self._batch_characters = [], 0
+
+
+def _write(source: _Source, out: Path, recipe: Recipe, given: Tokenizer | None) -> PreparedInfo:
+    partial = out.parent / f".{out.name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        partial.mkdir(parents=True)
+        tokenizer = given or train_bpe(
+            source.train_texts(), vocab_size=recipe.vocab_size or DEFAULT_BPE_VOCAB_SIZE
+        )
+        tokenizer.save(partial)
+        index = _encode(source, partial, recipe, tokenizer)
+        return _commit(partial, out, index)
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            raise NoRoomError(
+                f"no room to write {out} ({error.strerror}): make room there, or choose a directory on another disk; "
+                "what was half written is removed"
+            ) from error
+        raise DatasetError(f"cannot write {out}: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _encode(source: _Source, partial: Path, recipe: Recipe, tokenizer: Tokenizer) -> DatasetIndex:
+    dtype = dtype_for(tokenizer.vocab_size)
+    xz = lzma.LZMACompressor(preset=9)
+    xz_bytes = 0
+    with (
+        ShardWriter(partial, TRAIN, dtype=dtype, shard_tokens=recipe.shard_tokens) as train,
+        ShardWriter(partial, HELD_OUT, dtype=dtype, shard_tokens=recipe.shard_tokens) as held_out,
+    ):
+        encoders = {TRAIN: _SplitEncoder(train, tokenizer), HELD_OUT: _SplitEncoder(held_out, tokenizer)}
+        for split, text, utf8 in source.read("encode"):
+            encoders[split].add(text, len(utf8))
+            if split == HELD_OUT:
+                xz_bytes += len(xz.compress(utf8))
+        splits = {name: encoder.close() for name, encoder in encoders.items()}
+    xz_bytes += len(xz.flush())
+    held_out_bytes = splits[HELD_OUT].text_bytes
+    return DatasetIndex(
+        dtype=dtype,
+        vocab_size=tokenizer.vocab_size,
+        tokenizer_kind=tokenizer.kind,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        train=splits[TRAIN],
+        held_out=splits[HELD_OUT],
+        held_out_xz_bits_per_byte=8 * xz_bytes / held_out_bytes if held_out_bytes else None,
+        recipe=recipe,
+    )
+
+
+def _commit(partial: Path, out: Path, index: DatasetIndex) -> PreparedInfo:
+    try:
+        commit(partial, out, index)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        # Another process prepared there in the meantime: the same, or else this raises.
+        found = _find(out, index.recipe)
+        if found is None:
+            raise
+        return found
+    return PreparedInfo(out, index, reused=False)
+
+
+def _find(out: Path, recipe: Recipe) -> PreparedInfo | None:
+    """The dataset in ``out`` if it is of this recipe, None if there is nothing; raises if there is something else."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return None
+    try:
+        index = read_index(out)
+    except DatasetError as error:
+        raise DatasetExistsError(
+            f"{out} exists and is not a dataset that can be used ({error}); choose another directory, or remove it"
+        ) from error
+    if index.recipe != recipe:
+        raise DatasetExistsError(
+            f"{out} already holds another dataset ({_differences(index.recipe, recipe)}); choose another directory, "
+            "or remove that one"
+        )
+    try:
+        load_tokenizer(out)
+        for split in (TRAIN, HELD_OUT):
+            TokenShards.open(out, split)
+    except DataError as error:
+        raise DatasetExistsError(
+            f"{out} holds this dataset, damaged ({error}); mend it, or remove the directory and prepare again"
+        ) from error
+    return PreparedInfo(out, index, reused=True)
+
+
+def _differences(found: Recipe, wanted: Recipe) -> str:
+    pairs = ((name, getattr(found, name), getattr(wanted, name)) for name in Recipe.__dataclass_fields__)
+    return ", ".join(f"{name} {there!r}, not {here!r}" for name, there, here in pairs if there != here)
+
+
+def _given_tokenizer(choice: str | Path) -> Tokenizer | None:
+    """The tokenizer that need not be trained, or None."""
+    if choice == "bpe":
+        return None
+    return BytesTokenizer() if choice == "bytes" else bpe_from_file(Path(choice))
+
+
+def _describe(given: Tokenizer | None) -> str:
+    if isinstance(given, BpeTokenizer):
+        return f"file:{given.fingerprint}"
+    return "bytes" if given is not None else "bpe"
+
+
+def _utf8(text: str, name: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise CorpusError(
+            f"document {name!a} cannot be written as UTF-8: {error}; mend or leave it out"
+        ) from error

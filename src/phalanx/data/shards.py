@@ -1,0 +1,291 @@
+"""Token shards: a split's token stream in flat files, read through memory maps and written once.
+
+A shard holds little-endian token ids and nothing else, so that any tool can read it; counts and checksums are in
+``index.json`` beside it. Opening checks every file's size, which finds a copy cut short; ``verify`` reads everything,
+which finds a flipped bit. A dataset is written into a directory of another name, forced to disk, and takes its own
+name in one rename: under its name it is whole or not there.
+"""
+
+import contextlib
+import hashlib
+import mmap
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from phalanx.data.errors import DatasetError
+from phalanx.data.index import INDEX_FILE, SPLITS, DatasetIndex, Shard, read_index
+
+# Each map holds a file descriptor, of which many systems give a process 1,024; trillions of tokens have more shards.
+MAX_OPEN_MAPS = 256
+_READ_BYTES = 8 << 20
+
+TokenArray = NDArray[np.unsignedinteger[Any]]
+
+
+class TokenShards:
+    """The token stream of one split, as if in one array. Threads may share it."""
+
+    def __init__(self, directory: Path, split: str, index: DatasetIndex) -> None:
+        shards = index.split(split).shards
+        self.directory = directory
+        self.dtype = np.dtype(index.dtype).newbyteorder("<")
+        self._shards = shards
+        self._starts = np.cumsum([0, *(shard.tokens for shard in shards)], dtype=np.int64)
+        self._maps: OrderedDict[int, _MappedShard] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(cls, directory: Path, split: str) -> Self:
+        """Open the split "train" or "held_out", checking each file's size; no token is read.
+
+        Raises ``DatasetError`` if a shard is missing or of another size.
+        """
+        index = read_index(directory)
+        for shard in index.split(split).shards:
+            _check_size(directory, shard, index.item_bytes)
+        return cls(directory, split, index)
+
+    @property
+    def tokens(self) -> int:
+        return int(self._starts[-1])
+
+    def read(self, start: int, stop: int) -> TokenArray:
+        """Tokens ``start`` to ``stop`` as stored (uint16 or uint32); a read-only view where they lie in one shard.
+
+        Raises ``IndexError`` for a stretch that is not within the stream.
+        """
+        if not 0 <= start <= stop <= self.tokens:
+            raise IndexError(f"tokens {start}..{stop} are not within the {self.tokens} of {self.directory}")
+        number = int(np.searchsorted(self._starts, start, side="right")) - 1
+        pieces: list[TokenArray] = []
+        while start < stop:
+            offset, end = start - int(self._starts[number]), min(stop, int(self._starts[number + 1]))
+            pieces.append(self._map(number).tokens[offset : offset + end - start])
+            start, number = end, number + 1
+        if len(pieces) == 1:
+            return pieces[0]
+        return np.concatenate([np.empty(0, dtype=self.dtype), *pieces])
+
+    def gather(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+        """``length`` tokens from each of ``starts``; shape (len(starts), length), int64."""
+        if starts.size and (starts.min() < 0 or starts.max() + length > self.tokens):
+            raise IndexError(
+                f"{length} tokens from {starts.min()}..{starts.max()} are not within the {self.tokens}"
+            )
+        out = np.empty((len(starts), length), dtype=np.int64)
+        if out.size == 0:
+            return out
+        numbers = np.searchsorted(self._starts, starts, side="right") - 1
+        maps = {number: self._map(number) for number in np.unique(numbers).tolist()}
+        places = list(zip(numbers.tolist(), (starts - self._starts[numbers]).tolist(), strict=True))
+        # Left to page faults, each sample waits for the disk alone, and drags in a hundred times its size around it.
+        for number, offset in places:
+            maps[number].announce(offset, length)
+        for row, (number, offset) in enumerate(places):
+            tokens = maps[number].tokens[offset : offset + length]
+            if len(tokens) < length:
+                start = int(starts[row])
+                tokens = self.read(start, start + length)
+            out[row] = tokens
+        return out
+
+    def _map(self, number: int) -> "_MappedShard":
+        with self._lock:
+            mapped = self._maps.get(number)
+            if mapped is None:
+                mapped = self._maps[number] = _map_shard(self.directory, self._shards[number], self.dtype)
+                if len(self._maps) > MAX_OPEN_MAPS:
+                    self._maps.popitem(last=False)
+            return mapped
+
+
+@dataclass(frozen=True)
+class _MappedShard:
+    mapping: mmap.mmap
+    tokens: TokenArray
+
+    def announce(self, offset: int, count: int) -> None:
+        """Have the system begin to read these tokens, and return at once."""
+        start_bytes = offset * self.tokens.itemsize
+        page_start_bytes = start_bytes - start_bytes % mmap.PAGESIZE
+        stop_bytes = min(start_bytes + count * self.tokens.itemsize, len(self.mapping))
+        self.mapping.madvise(mmap.MADV_WILLNEED, page_start_bytes, stop_bytes - page_start_bytes)
+
+
+@dataclass(frozen=True)
+class WrittenSplit:
+    """The shards of a split that has been written, and the digest of its stream."""
+
+    shards: tuple[Shard, ...]
+    sha256: str
+
+
+class ShardWriter:
+    """Cuts a token stream into shards of ``shard_tokens`` in ``directory``; ``close`` makes them durable.
+
+    As a context manager it leaves no file open, and closes nothing for you: without ``close`` there is no split.
+    """
+
+    def __init__(self, directory: Path, split: str, *, dtype: str, shard_tokens: int) -> None:
+        if shard_tokens < 1:
+            raise DatasetError(f"shard_tokens = {shard_tokens} is not positive")
+        self._directory = directory
+        self._split = split
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        self._shard_tokens = shard_tokens
+        self._shards: list[Shard] = []
+        self._stream_digest = hashlib.sha256()
+        self._open: _OpenShard | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        if self._open is not None:
+            self._open.abandon()
+
+    def append(self, tokens: NDArray[Any]) -> None:
+        """Write token ids (1-D, any integer dtype; each must fit the stored dtype) at the stream's end."""
+        tokens = tokens.astype(self._dtype)
+        self._stream_digest.update(tokens.data)
+        while tokens.size:
+            if self._open is None:
+                self._open = _OpenShard(self._directory / f"{self._split}-{len(self._shards):05d}.bin")
+            room = self._shard_tokens - self._open.tokens
+            self._open.write(tokens[:room])
+            tokens = tokens[room:]
+            if self._open.tokens == self._shard_tokens:
+                self._finish_shard()
+
+    def close(self) -> WrittenSplit:
+        """Finish the last shard."""
+        self._finish_shard()
+        return WrittenSplit(tuple(self._shards), self._stream_digest.hexdigest())
+
+    def _finish_shard(self) -> None:
+        if self._open is not None:
+            self._shards.append(self._open.finish())
+            self._open = None
+
+
+class _OpenShard:
+    """The shard being written."""
+
+    def __init__(self, path: Path) -> None:
+        self.tokens = 0
+        self._path = path
+        self._file = path.open("xb", buffering=1 << 20)
+        self._checksum = xxhash.xxh3_128()
+
+    def write(self, tokens: TokenArray) -> None:
+        self._file.write(tokens.data)
+        self._checksum.update(tokens.data)
+        self.tokens += len(tokens)
+
+    def finish(self) -> Shard:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return Shard(self._path.name, self.tokens, self._checksum.hexdigest())
+
+    def abandon(self) -> None:
+        # Closing flushes what is buffered, which fails anew on a full disk; the file is closed all the same.
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+def commit(partial: Path, directory: Path, index: DatasetIndex) -> None:
+    """Write the index of the shards in ``partial``, force all to disk, and give it the name ``directory``.
+
+    Raises ``OSError`` (ENOTEMPTY or EEXIST) if ``directory`` exists and is not empty; then nothing has changed there.
+    """
+    (partial / INDEX_FILE).write_bytes(index.to_json().encode())
+    for path in partial.iterdir():
+        _fsync(path)
+    _fsync(partial)
+    partial.rename(directory)
+    _fsync(directory.parent)
+
+
+def verify(directory: Path, *, on_progress: Callable[[str, int, int], None] | None = None) -> None:
+    """Read every shard of the dataset and compare it with its checksum.
+
+    ``on_progress`` is called with (shard file, shards done, shards in all). Raises ``DatasetError`` that names every
+    bad shard.
+    """
+    index = read_index(directory)
+    shards = [(name, shard) for name in SPLITS for shard in index.split(name).shards]
+    digests = {name: hashlib.sha256() for name in SPLITS}
+    bad: list[str] = []
+    for done, (name, shard) in enumerate(shards, start=1):
+        _check_size(directory, shard, index.item_bytes)
+        if _checksum(directory / shard.file, digests[name].update) != shard.xxh3_128:
+            bad.append(shard.file)
+        if on_progress is not None:
+            on_progress(shard.file, done, len(shards))
+    if bad:
+        raise DatasetError(
+            f"{directory}: not what was written: {', '.join(bad)}; copy these files again from an intact copy, or "
+            "prepare the dataset anew"
+        )
+    for name in SPLITS:
+        if digests[name].hexdigest() != index.split(name).sha256:
+            raise DatasetError(
+                f"{directory}: the {name} shards are not those of the fingerprint; prepare it anew"
+            )
+
+
+def _check_size(directory: Path, shard: Shard, item_bytes: int) -> None:
+    path, expected_bytes = directory / shard.file, shard.tokens * item_bytes
+    try:
+        found_bytes = path.stat().st_size
+    except OSError as error:
+        raise DatasetError(
+            f"cannot open {path}: {error.strerror}; copy it again, or prepare the dataset anew"
+        ) from error
+    if found_bytes != expected_bytes:
+        raise DatasetError(
+            f"{path} has {found_bytes} bytes instead of {expected_bytes}; copy it again from an intact copy, or "
+            "prepare the dataset anew"
+        )
+
+
+def _map_shard(directory: Path, shard: Shard, dtype: np.dtype[Any]) -> "_MappedShard":
+    _check_size(directory, shard, dtype.itemsize)
+    with (directory / shard.file).open("rb") as file:
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return _MappedShard(mapping, np.frombuffer(mapping, dtype=dtype))
+
+
+def _checksum(path: Path, also: Callable[[bytes], None]) -> str:
+    checksum = xxhash.xxh3_128()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(_READ_BYTES):
+                checksum.update(block)
+                also(block)
+    except OSError as error:
+        raise DatasetError(
+            f"cannot read {path}: {error}; copy it again, or prepare the dataset anew"
+        ) from error
+    return checksum.hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,317 @@
+"""Text to token ids and back, losing nothing.
+
+Two kinds, one interface. ``BytesTokenizer`` makes each byte of UTF-8 a token: nothing to train, fit for tests and tiny
+models. ``BpeTokenizer`` is byte-level byte-pair encoding (Sennrich et al. 2016; on bytes, Radford et al. 2019) by
+Hugging Face's ``tokenizers``, trained here or loaded from any byte-level ``tokenizer.json``.
+
+Both know how many bytes of text each token stands for: a loss in bits per byte can be compared between tokenizers,
+and with a general compressor, where a loss per token cannot. A document's text never yields the end-of-document
+token, even where it spells its name. Saved, both are a Hugging Face ``tokenizer.json`` and ``tokenizer_config.json``.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as HfTokenizer
+
+from phalanx.data.errors import TokenizerError
+
+END_OF_DOCUMENT = "<|endoftext|>"
+BYTES_VOCAB_SIZE = 257
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+
+# The split of GPT-4's tokenizer (also Llama 3's): words with the space before them, up to three digits, punctuation.
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_COMMON_END_TOKENS = (
+    END_OF_DOCUMENT,
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|im_end|>",
+    "<|end▁of▁sentence|>",
+)
+# In normal form C, so that tokenizers which normalise (Qwen's) pass; spells an end token, as scraped text does.
+_PROBE = "It's naïve:\tx  ==   1234567\r\n\n  日本語 👩‍🚀 \x00\x7f <|endoftext|></s> end "
+
+
+class Tokenizer(Protocol):
+    """What the data pipeline asks of a tokenizer."""
+
+    @property
+    def kind(self) -> str: ...  # "bytes" or "bpe"
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def end_of_document(self) -> int: ...
+    @property
+    def fingerprint(self) -> str: ...  # sha256, in hex, of all that decides how text is encoded
+    @property
+    def byte_lengths(
+        self,
+    ) -> NDArray[np.int64]: ...  # (vocab_size,): bytes of text per token; 0 for special tokens
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``, without an end-of-document token."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        """As ``encode`` for each text, on all cores where the kind allows it."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text; special tokens are left out, and bytes that end amid a character become U+FFFD."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write ``tokenizer.json`` and ``tokenizer_config.json``, which ``load_tokenizer`` reads."""
+        ...
+
+
+@dataclass(frozen=True)
+class BytesTokenizer:
+    """Each byte of UTF-8 is the token of its value; 256 ends a document."""
+
+    kind: str = field(default="bytes", init=False)
+    vocab_size: int = field(default=BYTES_VOCAB_SIZE, init=False)
+    end_of_document: int = field(default=256, init=False)
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(b"phalanx bytes tokenizer, end of document 256").hexdigest()
+
+    @property
+    def byte_lengths(self) -> NDArray[np.int64]:
+        lengths = np.ones(self.vocab_size, dtype=np.int64)
+        lengths[self.end_of_document] = 0
+        return lengths
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        _require_known_ids(ids, self.vocab_size)
+        return bytes(token for token in ids if token != self.end_of_document).decode(errors="replace")
+
+    def save(self, directory: Path) -> None:
+        # As a BPE without merges, other people's tools can load it too.
+        byte_of_char = _byte_of_char()
+        hf = HfTokenizer(models.BPE(vocab=byte_of_char, merges=[]))
+        hf.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        hf.decoder = decoders.ByteLevel()
+        hf.add_special_tokens([AddedToken(END_OF_DOCUMENT, special=True, normalized=False)])
+        _save(directory, hf.to_str(), END_OF_DOCUMENT, self.kind)
+
+
+@dataclass(frozen=True)
+class BpeTokenizer:
+    """A byte-level BPE held as the text of its ``tokenizer.json``; build it with ``train_bpe`` or ``from_file``."""
+
+    serialized: str = field(repr=False)
+    end_token: str
+    kind: str = field(default="bpe", init=False)
+    end_of_document: int = field(init=False, compare=False)
+    _hf: HfTokenizer = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Raises ``TokenizerError`` if this is no byte-level tokenizer or does not give text back as it was."""
+        hf = _parse(self.serialized)
+        end_of_document = hf.token_to_id(self.end_token)
+        if end_of_document is None:
+            raise TokenizerError(f"the tokenizer has no token {self.end_token!r} to end documents with")
+        object.__setattr__(self, "_hf", hf)
+        object.__setattr__(self, "end_of_document", end_of_document)
+        if end_of_document in self.encode(self.end_token):
+            raise TokenizerError(
+                f"text that spells {self.end_token!r} would end its document: mark that token as special, or name "
+                f'another as "eos_token" in {CONFIG_FILE}'
+            )
+        lengths = self.byte_lengths
+        ids = self.encode(_PROBE)
+        if self.decode(ids) != _PROBE or lengths[ids].sum() != len(_PROBE.encode()):
+            raise TokenizerError(
+                f"the tokenizer turns {_PROBE!r} into {self.decode(ids)!r}; only byte-level BPE, which gives every "
+                "text back as it was, can be used: choose such a tokenizer.json, or train one ('bpe')"
+            )
+
+    @cached_property
+    def vocab_size(self) -> int:
+        return max(self._hf.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(f"{self.end_token}\0{self.serialized}".encode()).hexdigest()
+
+    @cached_property
+    def byte_lengths(self) -> NDArray[np.int64]:
+        # Each character of a byte-level token is one byte; an added token is itself, and a special one no text at all.
+        lengths = np.zeros(self.vocab_size, dtype=np.int64)
+        for token, number in self._hf.get_vocab(with_added_tokens=False).items():
+            lengths[number] = len(token)
+        for number, added in self._hf.get_added_tokens_decoder().items():
+            lengths[number] = 0 if added.special else len(added.content.encode())
+        lengths[self.end_of_document] = 0
+        lengths.flags.writeable = False
+        return lengths
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._hf.encode(text, add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        encodings = self._hf.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        _require_known_ids(ids, self.vocab_size)
+        return str(self._hf.decode(list(ids), skip_special_tokens=True))
+
+    def save(self, directory: Path) -> None:
+        _save(directory, self.serialized, self.end_token, self.kind)
+
+
+def train_bpe(texts: Iterable[str], *, vocab_size: int) -> BpeTokenizer:
+    """Learn a byte-level BPE of at most ``vocab_size`` tokens (fewer if the text has too few distinct pairs).
+
+    The same texts give the same tokenizer, whatever the number of threads. Memory grows with the number of distinct
+    words only. ``vocab_size`` counts the 256 bytes and the end-of-document token, hence is at least 257.
+    """
+    if vocab_size < BYTES_VOCAB_SIZE:
+        raise TokenizerError(
+            f"vocab_size = {vocab_size} is too small: 256 bytes and the end-of-document token need {BYTES_VOCAB_SIZE}"
+        )
+    hf = HfTokenizer(models.BPE())
+    words = pre_tokenizers.Split(Regex(_WORDS), "isolated")
+    hf.pre_tokenizer = pre_tokenizers.Sequence(
+        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    hf.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[AddedToken(END_OF_DOCUMENT, special=True, normalized=False)],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    hf.train_from_iterator(texts, trainer)
+    return BpeTokenizer(hf.to_str(), END_OF_DOCUMENT)
+
+
+def bpe_from_file(path: Path) -> BpeTokenizer:
+    """Load a ``tokenizer.json``, or the one in a model's directory.
+
+    The token that ends documents is the ``eos_token`` of the ``tokenizer_config.json`` beside it, or else the first
+    well-known name that the tokenizer has. Raises ``TokenizerError``.
+    """
+    file = path / TOKENIZER_FILE if path.is_dir() else path
+    serialized = _read_text(file)
+    end_token = _read_config(file.parent).get("eos_token")
+    if isinstance(end_token, dict):
+        end_token = end_token.get("content")
+    if end_token is None:
+        end_token = _guess_end_token(serialized, file)
+    try:
+        return BpeTokenizer(serialized, str(end_token))
+    except TokenizerError as error:
+        raise TokenizerError(f"{file}: {error}") from error
+
+
+def load_tokenizer(directory: Path) -> Tokenizer:
+    """The tokenizer saved in ``directory``. Raises ``TokenizerError``."""
+    if _read_config(directory).get("phalanx_kind") == "bytes":
+        return BytesTokenizer()
+    return bpe_from_file(directory)
+
+
+def _parse(serialized: str) -> HfTokenizer:
+    try:
+        hf = HfTokenizer.from_str(serialized)
+    except Exception as error:  # the library raises bare Exception for a file that it cannot parse
+        raise TokenizerError(f"not a tokenizer.json that can be read: {error}") from error
+    model = json.loads(serialized)["model"]
+    vocab = model["vocab"]
+    if (
+        model.get("type", "BPE") != "BPE"
+        or not isinstance(vocab, dict)
+        or not vocab.keys() >= _byte_of_char().keys()
+    ):
+        raise TokenizerError(
+            "not a byte-level BPE, the only sort that can spell every text: choose such a tokenizer.json, or train "
+            "one ('bpe')"
+        )
+    # A tokenizer saved from training often cuts or pads to a length, and would silently drop text.
+    hf.no_truncation()
+    hf.no_padding()
+    hf.encode_special_tokens = True
+    return hf
+
+
+def _guess_end_token(serialized: str, file: Path) -> str:
+    hf = _parse(serialized)
+    for token in _COMMON_END_TOKENS:
+        if hf.token_to_id(token) is not None:
+            return token
+    special = [added.content for added in hf.get_added_tokens_decoder().values() if added.special]
+    raise TokenizerError(
+        f'{file}: which token ends a document? Name it as "eos_token" in a {CONFIG_FILE} beside the file; '
+        f"its special tokens are {special[:10]}"
+    )
+
+
+def _byte_of_char() -> dict[str, int]:
+    """Byte-level BPE's spelling of bytes: printable ones as themselves, the others from U+0100 on, in order."""
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _require_known_ids(ids: Sequence[int], vocab_size: int) -> None:
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"token id {token} is outside the vocabulary of {vocab_size}")
+
+
+def _save(directory: Path, serialized: str, end_token: str, kind: str) -> None:
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end_token, "phalanx_kind": kind}
+    (directory / TOKENIZER_FILE).write_bytes(serialized.encode())
+    (directory / CONFIG_FILE).write_bytes((json.dumps(config, indent=2) + "\n").encode())
+
+
+def _read_config(directory: Path) -> dict[str, object]:
+    file = directory / CONFIG_FILE
+    if not file.exists():
+        return {}
+    try:
+        config = json.loads(_read_text(file))
+    except json.JSONDecodeError as error:
+        raise TokenizerError(f"{file} is damaged: {error}; copy it again from where it came") from error
+    return dict(config)
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_bytes().decode()
+    except OSError as error:
+        raise TokenizerError(
+            f"cannot read {file}: {error.strerror}; give a tokenizer.json or its directory"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise TokenizerError(
+            f"{file} is not UTF-8 text: {error}; copy it again from where it came"
+        ) from error
