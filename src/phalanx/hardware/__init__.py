@@ -1,0 +1,1 @@
+"""What hardware can do: sourced facts about accelerators, and the measured peak of the machine at hand."""

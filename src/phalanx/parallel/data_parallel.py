@@ -1,0 +1,321 @@
+"""Spreads a plain model over a data-parallel mesh and drives its gradients through a step.
+
+Three ways of holding the model, one interface:
+
+- ``Sharded``: FSDP2 (``fully_shard``), ZeRO-3 or, with weights kept after forward, ZeRO-2; replicas of the shards
+  make it hybrid. Also used unsharded when compute runs in a narrower format than the master weights, because
+  FSDP2 makes the narrow copy.
+- ``Whole``: every rank holds the module as it is. No FSDP: nothing to gather, nothing to copy.
+
+The caller loops over ``rounds()``; for each it calls ``begin(round)``, runs forward and backward of the slot's
+micro-batches, and calls ``end(round)``; after the last round ``gradients()`` holds this rank's share of the sum.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from phalanx.parallel.comm_clock import CommClock
+from phalanx.parallel.mesh import DataMesh
+from phalanx.parallel.reduction import Step, TimedAllGather, TreeReducer, TreeReduceScatter, exchange
+from phalanx.parallel.slots import Deal, SlotTree
+from phalanx.run.spec import RunSpec
+
+_BUCKET_ELEMENTS = 8 << 20  # of one exchange between replicas: 32 MiB in fp32, enough to fill any link
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of a step: what every shard rank of this replica computes at the same time."""
+
+    slots: tuple[int | None, ...]
+    slot: int
+    """What this rank computes: its own slot, or when it has none, a neighbour's, whose result is dropped."""
+    counts: bool
+    """Whether this rank's result counts."""
+    last: bool
+
+
+def rounds_of(deal: Deal, replica: int, shard_rank: int) -> list[Round]:
+    """The rounds of one rank.
+
+    A rank without a slot computes the first slot of its round again: the collectives inside forward and backward
+    need it, and the time is idle anyhow.
+    """
+    dealt = deal.rounds(replica)
+    rounds = []
+    for number, slots in enumerate(dealt):
+        mine = slots[shard_rank]
+        stand_in = next(slot for slot in slots if slot is not None)
+        last = number == len(dealt) - 1
+        rounds.append(Round(slots, stand_in if mine is None else mine, mine is not None, last))
+    return rounds
+
+
+class DataParallel(Protocol):
+    """A model spread over the data-parallel mesh."""
+
+    mesh: DataMesh
+    module: nn.Module
+    clock: CommClock
+    """Time that the rank stood still in collectives."""
+
+    @abstractmethod
+    def begin(self, current: Round) -> None:
+        """Before the forward pass of a round's first micro-batch."""
+
+    @abstractmethod
+    def before_backward(self, *, last_micro_batch: bool) -> None:
+        """Before each backward pass; the slot's gradient is complete after its last micro-batch."""
+
+    @abstractmethod
+    def end(self, current: Round) -> None:
+        """After a round's last backward pass."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Forgets all gradients, of a finished step or of one that was broken off."""
+
+    @abstractmethod
+    def loss_weight(self, current: Round) -> float:
+        """By what a rank multiplies its loss: 0 where a result that does not count would be added."""
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a parameter or gradient, as a plain tensor that shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shares(module: nn.Module) -> dict[str, Tensor]:
+    """What this rank holds of every parameter, by name; plain tensors that share the parameters' memory."""
+    return {name: local(parameter.detach()) for name, parameter in module.named_parameters()}
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    """What this rank holds of every gradient, by name. Raises ``RuntimeError`` if a parameter has none."""
+    found = {}
+    for name, parameter in module.named_parameters():
+        if parameter.grad is None:
+            raise RuntimeError(f"{name} got no gradient: every parameter must take part in the loss")
+        found[name] = local(parameter.grad)
+    return found
+
+
+def spread(module: nn.Module, mesh: DataMesh, spec: RunSpec) -> DataParallel:
+    """Spreads ``module`` (on the meta device) over ``mesh`` as ``spec.parallel`` and ``spec.precision`` say.
+
+    Afterwards every rank has memory for what it holds of the parameters, but nothing in it: a fill or a restore
+    follows.
+    """
+    deal, clock = mesh.deal(spec.train.slots), CommClock(blocking=mesh.device.type == "cpu")
+    reproducible = spec.train.reduction == "reproducible"
+    narrow = spec.precision.compute == "bf16"
+    if mesh.shard_ranks == 1 and not narrow:
+        module.to_empty(device=mesh.device)
+        return WholeByTree(module, mesh, clock, deal) if reproducible else WholeFast(module, mesh, clock)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if narrow else None,
+        reduce_dtype=torch.float32,
+        # The rotary tables are computed in fp32; the model casts where it wants to.
+        cast_forward_inputs=False,
+    )
+    fsdp_mesh = mesh.shard_mesh if reproducible or mesh.replicas == 1 else mesh.mesh
+    reshard = spec.parallel.sharding == "zero3"
+    blocks = cast(nn.ModuleList, module.get_submodule("blocks"))
+    for block in blocks:
+        fully_shard(block, mesh=fsdp_mesh, reshard_after_forward=reshard, mp_policy=policy)
+    # The root's weights (embedding, head) are needed again at the start of backward: keep them.
+    fully_shard(module, mesh=fsdp_mesh, reshard_after_forward=False, mp_policy=policy)
+    module.to_empty(device=mesh.device)
+    if clock.blocking:
+        for part in _fsdp_modules(module):
+            part.set_custom_all_gather(TimedAllGather(clock))
+    if reproducible:
+        return ShardedByTree(cast(FSDPModule, module), mesh, clock, deal)
+    return ShardedFast(cast(FSDPModule, module), mesh, clock, keep_weights=not reshard)
+
+
+def _fsdp_modules(root: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in root.modules() if isinstance(module, FSDPModule))
+
+
+class ShardedByTree(DataParallel):
+    """FSDP2 with gradients summed in tree order."""
+
+    def __init__(self, root: FSDPModule, mesh: DataMesh, clock: CommClock, deal: Deal) -> None:
+        self.module, self.mesh, self.clock = cast(nn.Module, root), mesh, clock
+        self._root, self._step = root, Step()
+        self._reducers = []
+        for module in _fsdp_modules(self.module):
+            reducer = TreeReducer(mesh, deal, self._step)
+            self._reducers.append(reducer)
+            if mesh.shard_ranks > 1:
+                module.set_custom_reduce_scatter(TreeReduceScatter(reducer, clock))
+            else:
+                # FSDP2 skips the reduce-scatter of a single rank, but calls this hook with the gradient.
+                module.set_all_reduce_hook(_tree_hook(reducer))
+
+    def begin(self, current: Round) -> None:
+        self._step.round_slots, self._step.last_round = current.slots, current.last
+
+    def before_backward(self, *, last_micro_batch: bool) -> None:
+        self._root.set_requires_gradient_sync(last_micro_batch)
+
+    def end(self, current: Round) -> None:
+        if not current.last:
+            # The trees hold this round's gradients; what FSDP would accumulate means nothing yet.
+            self.module.zero_grad(set_to_none=True)
+
+    def abandon(self) -> None:
+        self.module.zero_grad(set_to_none=True)
+        for reducer in self._reducers:
+            reducer.clear()
+
+    def loss_weight(self, current: Round) -> float:  # noqa: ARG002  the tree ignores what does not count
+        return 1.0
+
+
+def _tree_hook(reducer: TreeReducer) -> Callable[[Tensor], None]:
+    def hook(gradient: Tensor) -> None:
+        # FSDP2 makes parameters' gradients from this buffer afterwards, so the tree needs its own copy.
+        reducer.push([gradient.clone()])
+        if reducer.step.last_round:
+            reducer.finish(gradient)
+
+    return hook
+
+
+class ShardedFast(DataParallel):
+    """FSDP2 as PyTorch does it: gradients added in whatever order the library likes."""
+
+    def __init__(self, root: FSDPModule, mesh: DataMesh, clock: CommClock, *, keep_weights: bool) -> None:
+        self.module, self.mesh, self.clock = cast(nn.Module, root), mesh, clock
+        self._root, self._keep_weights = root, keep_weights
+        self._last_round = False
+        for module in _fsdp_modules(self.module):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+    def begin(self, current: Round) -> None:
+        self._last_round = current.last
+
+    def before_backward(self, *, last_micro_batch: bool) -> None:
+        # ZeRO-2 keeps whole gradients until the end of the step; ZeRO-3 shares them out after every slot.
+        self._root.set_requires_gradient_sync(
+            last_micro_batch and (self._last_round or not self._keep_weights)
+        )
+        self._root.set_requires_all_reduce(self._last_round)
+
+    def end(self, current: Round) -> None:
+        pass
+
+    def abandon(self) -> None:
+        self.module.zero_grad(set_to_none=True)
+
+    def loss_weight(self, current: Round) -> float:
+        return 1.0 if current.counts else 0.0
+
+
+class WholeByTree(DataParallel):
+    """The whole module on every rank, gradients summed in tree order."""
+
+    def __init__(self, module: nn.Module, mesh: DataMesh, clock: CommClock, deal: Deal) -> None:
+        self.module, self.mesh, self.clock, self._deal = module, mesh, clock, deal
+        self._trees: dict[nn.Parameter, SlotTree[Tensor]] = {
+            parameter: SlotTree(deal.slots, lambda left, right: left.add_(right))
+            for parameter in module.parameters()
+        }
+
+    def begin(self, current: Round) -> None:
+        pass
+
+    def before_backward(self, *, last_micro_batch: bool) -> None:
+        pass
+
+    def end(self, current: Round) -> None:
+        for parameter, tree in self._trees.items():
+            if parameter.grad is None:
+                continue
+            tree.push(current.slot, parameter.grad)
+            parameter.grad = None
+        if current.last:
+            self._finish()
+
+    def _finish(self) -> None:
+        if self.mesh.replicas == 1:
+            for parameter, tree in self._trees.items():
+                parameter.grad = tree.take_root()
+            return
+        nodes = self._deal.forest(self.mesh.replica)
+        for bucket in _buckets(list(self._trees)):
+            tree = SlotTree(self._deal.slots, lambda left, right: left.add_(right))
+            for node in nodes:
+                flat = torch.cat([self._trees[parameter].nodes.pop(node).reshape(-1) for parameter in bucket])
+                tree.nodes[node] = flat
+            total = bucket[0].new_empty(sum(parameter.numel() for parameter in bucket))
+            with self.clock.measure():
+                exchange(tree, self._deal, self.mesh, total)
+            _hand_out(total, bucket)
+
+    def abandon(self) -> None:
+        self.module.zero_grad(set_to_none=True)
+        for tree in self._trees.values():
+            tree.nodes.clear()
+
+    def loss_weight(self, current: Round) -> float:  # noqa: ARG002  every round of a lone rank counts
+        return 1.0
+
+
+class WholeFast(DataParallel):
+    """The whole module on every rank, gradients accumulated in place and summed by all-reduce."""
+
+    def __init__(self, module: nn.Module, mesh: DataMesh, clock: CommClock) -> None:
+        self.module, self.mesh, self.clock = module, mesh, clock
+
+    def begin(self, current: Round) -> None:
+        pass
+
+    def before_backward(self, *, last_micro_batch: bool) -> None:
+        pass
+
+    def end(self, current: Round) -> None:
+        if not current.last or self.mesh.replicas == 1:
+            return
+        for bucket in _buckets(list(self.module.parameters())):
+            flat = torch.cat([cast(Tensor, parameter.grad).reshape(-1) for parameter in bucket])
+            with self.clock.measure():
+                dist.all_reduce(flat, group=self.mesh.replicate_group)
+            _hand_out(flat, bucket)
+
+    def abandon(self) -> None:
+        self.module.zero_grad(set_to_none=True)
+
+    def loss_weight(self, current: Round) -> float:
+        return 1.0 if current.counts else 0.0
+
+
+def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    bucket: list[nn.Parameter] = []
+    for parameter in parameters:
+        bucket.append(parameter)
+        if sum(p.numel() for p in bucket) >= _BUCKET_ELEMENTS:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket
+
+
+def _hand_out(flat: Tensor, bucket: list[nn.Parameter]) -> None:
+    """Makes the pieces of ``flat`` the gradients of the parameters that it was put together from."""
+    pieces = torch.split(flat, [parameter.numel() for parameter in bucket])
+    for parameter, piece in zip(bucket, pieces, strict=True):
+        parameter.grad = piece.view_as(parameter)

@@ -1,0 +1,107 @@
+"""Slots: the pieces of a global batch, who computes them, and the tree in which their gradients are added.
+
+A batch is divided into slots by the run file. Floating-point addition is not associative, so if each rank summed
+its own slots and the ranks' sums were then added, the result would depend on the number of ranks. Here slot
+gradients are the leaves of one binary tree over the slot index, and every addition is a node of that tree:
+``node(level + 1, i) = node(level, 2 i) + node(level, 2 i + 1)``. Whoever computes which slot, in whatever order they
+arrive, the same additions are made. A node without a right sibling (the number of slots is no power of two) moves
+up unchanged.
+
+Everything here is a function on integers; ``SlotTree`` is the one mutable thing, and it does not care what it adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+Node = tuple[int, int]
+"""A node of the tree: (level, index); level 0 is the slots themselves."""
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Which slots a rank computes, round by round.
+
+    The ranks of one replica (those that share one copy of the weights) work in rounds: in each round every one of
+    them computes one slot, and their gradients are exchanged. The replicas' slots are contiguous, so that a replica
+    can add nearly all of its own before anything crosses to another.
+    """
+
+    slots: int
+    replicas: int
+    shard_ranks: int
+
+    def slots_of_replica(self, replica: int) -> range:
+        """The contiguous slots of one replica; sizes differ by at most one."""
+        return range(
+            replica * self.slots // self.replicas,
+            (replica + 1) * self.slots // self.replicas,
+        )
+
+    def rounds(self, replica: int) -> list[tuple[int | None, ...]]:
+        """For each round, the slot of each shard rank; ``None`` where the slots have run out."""
+        mine = self.slots_of_replica(replica)
+        width = self.shard_ranks
+        return [
+            tuple(mine[first + i] if first + i < len(mine) else None for i in range(width))
+            for first in range(0, len(mine), width)
+        ]
+
+    def forest(self, replica: int) -> list[Node]:
+        """The nodes that a replica is left with after adding all it can of its own slots, from left to right."""
+        tree: SlotTree[None] = SlotTree(self.slots, lambda _left, _right: None)
+        for slot in self.slots_of_replica(replica):
+            tree.push(slot, None)
+        return sorted(tree.nodes, key=lambda node: node[1] << node[0])
+
+
+@dataclass
+class SlotTree(Generic[T]):
+    """Adds up slots as they arrive, in the order that the tree fixes.
+
+    Args:
+        slots: Number of leaves.
+        add: ``add(left, right)``; may reuse the memory of ``left``.
+    """
+
+    slots: int
+    add: Callable[[T, T], T]
+    nodes: dict[Node, T] = field(default_factory=dict)
+
+    def push(self, slot: int, value: T) -> None:
+        """Takes in one slot's value."""
+        if not 0 <= slot < self.slots:
+            raise ValueError(f"slot {slot} is outside 0..{self.slots - 1}")
+        self.push_node((0, slot), value)
+
+    def push_node(self, node: Node, value: T) -> None:
+        """Takes in a node that was added up elsewhere, and adds whatever can be added now."""
+        if node in self.nodes:
+            raise ValueError(f"node {node} was given twice")
+        while node != self.root_node:
+            level, index = node
+            sibling = (level, index ^ 1)
+            if index % 2 == 0 and (index + 1) << level >= self.slots:
+                pass  # there is no right sibling: the node moves up as it is
+            elif sibling in self.nodes:
+                other = self.nodes.pop(sibling)
+                value = self.add(value, other) if index % 2 == 0 else self.add(other, value)
+            else:
+                break
+            node = (level + 1, index // 2)
+        self.nodes[node] = value
+
+    @property
+    def root_node(self) -> Node:
+        """The node that is the sum of all slots."""
+        return ((self.slots - 1).bit_length(), 0)
+
+    def take_root(self) -> T:
+        """The sum of all slots; the tree is empty afterwards. Raises ``ValueError`` while slots are missing."""
+        if set(self.nodes) != {self.root_node}:
+            raise ValueError(f"slots are missing: the tree of {self.slots} holds nodes {sorted(self.nodes)}")
+        return self.nodes.pop(self.root_node)

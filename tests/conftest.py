@@ -1,0 +1,24 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+from hypothesis import HealthCheck, settings
+from ranks import Ranks
+
+# A loaded machine is no reason to fail: examples are bounded in number, never in time.
+settings.register_profile("phalanx", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("phalanx")
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Real processes that form a gloo process group for each job (see ``ranks.Ranks``)."""
+    pool = Ranks()
+    yield pool
+    pool.close()

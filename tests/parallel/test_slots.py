@@ -1,0 +1,108 @@
+"""The tree in which slots are added, and how slots are dealt."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.parallel.data_parallel import rounds_of
+from phalanx.parallel.slots import Deal, SlotTree
+
+slots_counts = st.integers(1, 40)
+
+
+def written_out(low: int, level: int, slots: int) -> str:
+    """The sum that the tree stands for, by recursion from the top: an independent definition."""
+    if low >= slots:
+        return ""
+    if level == 0:
+        return str(low)
+    left, right = written_out(low, level - 1, slots), written_out(low + (1 << level - 1), level - 1, slots)
+    return f"({left}+{right})" if right else left
+
+
+def text_tree(slots: int) -> SlotTree[str]:
+    return SlotTree(slots, lambda left, right: f"({left}+{right})")
+
+
+@given(slots_counts, st.randoms())
+def test_slots_are_added_in_the_same_tree_in_whatever_order_they_arrive(
+    slots: int, shuffler: random.Random
+) -> None:
+    order = list(range(slots))
+    shuffler.shuffle(order)
+    tree = text_tree(slots)
+    for slot in order:
+        tree.push(slot, str(slot))
+    assert tree.take_root() == written_out(0, (slots - 1).bit_length(), slots)
+
+
+@given(slots_counts, st.integers(1, 9), st.integers(1, 5))
+def test_the_sum_is_the_same_however_slots_are_dealt_over_replicas(
+    slots: int, replicas: int, shard_ranks: int
+) -> None:
+    deal = Deal(slots, replicas, shard_ranks)
+    whole = text_tree(slots)
+    for replica in range(replicas):
+        own = text_tree(slots)
+        for slot in deal.slots_of_replica(replica):
+            own.push(slot, str(slot))
+        assert sorted(own.nodes) == sorted(deal.forest(replica))
+        for node, value in own.nodes.items():
+            whole.push_node(node, value)
+    assert whole.take_root() == written_out(0, (slots - 1).bit_length(), slots)
+
+
+@given(slots_counts, st.integers(1, 9), st.integers(1, 5))
+def test_every_slot_is_computed_exactly_once_and_counts_once(
+    slots: int, replicas: int, shard_ranks: int
+) -> None:
+    deal = Deal(slots, replicas, shard_ranks)
+    counted = [
+        current.slot
+        for replica in range(replicas)
+        for shard_rank in range(shard_ranks)
+        for current in rounds_of(deal, replica, shard_rank)
+        if current.counts
+    ]
+    assert sorted(counted) == list(range(slots))
+
+
+@given(slots_counts, st.integers(1, 9), st.integers(1, 5))
+def test_the_ranks_of_a_replica_always_have_equally_many_rounds(
+    slots: int, replicas: int, shard_ranks: int
+) -> None:
+    deal = Deal(slots, replicas, shard_ranks)
+    for replica in range(replicas):
+        rounds = [rounds_of(deal, replica, shard_rank) for shard_rank in range(shard_ranks)]
+        assert len({len(own) for own in rounds}) == 1
+        assert all(own[-1].last and not any(r.last for r in own[:-1]) for own in rounds if own)
+
+
+@given(st.integers(0, 5), st.integers(0, 5))
+def test_a_replica_whose_slots_fill_a_subtree_has_one_sum_to_send(log_slots: int, log_replicas: int) -> None:
+    slots, replicas = 1 << max(log_slots, log_replicas), 1 << log_replicas
+    assert all(len(Deal(slots, replicas, 1).forest(replica)) == 1 for replica in range(replicas))
+
+
+def test_a_sum_is_refused_while_slots_are_missing() -> None:
+    tree = text_tree(4)
+    tree.push(0, "0")
+    tree.push(3, "3")
+    with pytest.raises(ValueError, match="slots are missing"):
+        tree.take_root()
+
+
+def test_a_slot_given_twice_is_refused() -> None:
+    tree = text_tree(4)
+    tree.push(2, "2")
+    with pytest.raises(ValueError, match="twice"):
+        tree.push(2, "2")
+
+
+def test_a_slot_out_of_range_is_refused() -> None:
+    with pytest.raises(ValueError, match="outside"):
+        text_tree(4).push(4, "4")

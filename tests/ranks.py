@@ -1,0 +1,87 @@
+"""Real ranks for tests: a few processes that are started once and form a new process group for each job.
+
+Starting a process and importing torch takes seconds; forming a gloo group takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 180.0
+
+
+def _serve(connection: Connection) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    from phalanx.parallel.rendezvous import Place, join, leave
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            rank, ranks, meeting_point, function, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            join(Place(rank, ranks, rank, meeting_point, "phalanx"), torch.device("cpu"), 60.0)
+            connection.send((True, function(*args)))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
+        finally:
+            leave()
+
+
+class Ranks:
+    """A pool of processes; ``run`` lets the first few of them be the ranks of a process group."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def run(self, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What ``function(*args)`` returns on each of ``ranks`` ranks; raises if it fails on any."""
+        while len(self._workers) < ranks:
+            self._start_one()
+        with tempfile.TemporaryDirectory() as folder:
+            meeting_point = (Path(folder) / "store").as_uri()
+            for rank in range(ranks):
+                self._workers[rank][1].send((rank, ranks, meeting_point, function, args))
+            results = [self._receive(rank) for rank in range(ranks)]
+        failures = [f"rank {rank}:\n{value}" for rank, (good, value) in enumerate(results) if not good]
+        if failures:
+            raise AssertionError("\n".join(failures))
+        return [value for _, value in results]
+
+    def _receive(self, rank: int) -> tuple[bool, Any]:
+        process, connection = self._workers[rank]
+        if not connection.poll(TIMEOUT_S):
+            self.close()
+            raise TimeoutError(f"rank {rank} did not answer within {TIMEOUT_S} s")
+        try:
+            good, value = connection.recv()
+        except EOFError:
+            self.close()
+            raise RuntimeError(f"rank {rank} died with exit code {process.exitcode}") from None
+        return bool(good), value
+
+    def _start_one(self) -> None:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        self._workers.append((process, ours))
+
+    def close(self) -> None:
+        """Ends all processes."""
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+            process.join()
+        self._workers.clear()
