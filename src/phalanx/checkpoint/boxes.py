@@ -1,0 +1,138 @@
+"""Boxes: rectangular parts of named tensors, the one unit in which checkpoints are described.
+
+A rank of a sharded job holds, of each tensor, a box: an offset into the full tensor and a shape. Whatever moves or
+stores tensors (a file, a peer's memory, another layout after a restart) speaks of boxes, so that resharding is the
+intersection of boxes and nothing else. This is the geometry only: no torch, no bytes.
+"""
+
+import math
+from dataclasses import dataclass
+
+Extent = tuple[int, ...]
+
+# Bytes per element, by the name that `str(torch.dtype)` gives without its "torch." prefix.
+ITEMSIZE: dict[str, int] = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float8_e8m0fnu": 1,
+    "uint16": 2,
+    "int16": 2,
+    "float16": 2,
+    "bfloat16": 2,
+    "uint32": 4,
+    "int32": 4,
+    "float32": 4,
+    "uint64": 8,
+    "int64": 8,
+    "float64": 8,
+    "complex64": 8,
+}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Box:
+    """The part of tensor `name` that begins at `offset` and extends over `shape`, in elements.
+
+    A scalar has shape (), an empty box (a rank that holds no rows) a 0 in its shape. Raises ValueError where the
+    box does not lie within `global_shape` or the dtype is unknown.
+    """
+
+    name: str
+    dtype: str
+    global_shape: Extent
+    offset: Extent
+    shape: Extent
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEMSIZE:
+            raise ValueError(
+                f"{self.name}: dtype {self.dtype!r} cannot be stored; known: {', '.join(ITEMSIZE)}"
+            )
+        if not len(self.global_shape) == len(self.offset) == len(self.shape):
+            raise ValueError(
+                f"{self}: global shape, offset and shape must have the same number of dimensions"
+            )
+        for whole, start, size in zip(self.global_shape, self.offset, self.shape, strict=True):
+            if start < 0 or size < 0 or start + size > whole:
+                raise ValueError(f"{self}: lies outside the tensor of shape {self.global_shape}")
+
+    def __str__(self) -> str:
+        return self.name if self.is_whole else f"{self.name}[{self.subscript}]"
+
+    @property
+    def subscript(self) -> str:
+        """The box as one would index the full tensor: `128:256,0:64`."""
+        ends = zip(self.offset, self.shape, strict=True)
+        return ",".join(f"{start}:{start + size}" for start, size in ends)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the box is the full tensor."""
+        return self.shape == self.global_shape
+
+    def part(self, offset: Extent, shape: Extent) -> "Box":
+        """Another box of the same tensor."""
+        return Box(self.name, self.dtype, self.global_shape, offset, shape)
+
+    def rows(self, start: int, stop: int) -> "Box":
+        """Rows `start:stop` of this box, counted from its own first row."""
+        return self.part((self.offset[0] + start, *self.offset[1:]), (stop - start, *self.shape[1:]))
+
+    def intersection(self, other: "Box") -> "Box | None":
+        """The elements in both boxes of one tensor, or None where there are none."""
+        starts = tuple(map(max, self.offset, other.offset))
+        stops = (
+            min(a + m, b + n)
+            for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        )
+        shape = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+        if any(size <= 0 for size in shape):
+            return None
+        return self.part(starts, shape)
+
+    def contains(self, other: "Box") -> bool:
+        """Whether every element of `other` lies in this box."""
+        if self.name != other.name or other.numel == 0:
+            return self.name == other.name
+        return self.intersection(other) == other
+
+    def slices_in(self, outer: "Box") -> tuple[slice, ...]:
+        """Where this box lies in an array that holds `outer`."""
+        starts = (a - b for a, b in zip(self.offset, outer.offset, strict=True))
+        return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
+
+    def minus(self, other: "Box") -> "list[Box]":
+        """The elements of this box that are not in `other`, as disjoint boxes (at most two per dimension)."""
+        cut = self.intersection(other)
+        if cut is None:
+            return [self] if self.numel else []
+        rest: list[Box] = []
+        offset, shape = list(self.offset), list(self.shape)
+        for dim, (start, size) in enumerate(zip(cut.offset, cut.shape, strict=True)):
+            before, after = start - offset[dim], offset[dim] + shape[dim] - (start + size)
+            for begin, length in ((offset[dim], before), (start + size, after)):
+                if length:
+                    piece_offset = (*offset[:dim], begin, *offset[dim + 1 :])
+                    rest.append(self.part(piece_offset, (*shape[:dim], length, *shape[dim + 1 :])))
+            offset[dim], shape[dim] = start, size
+        return rest
+
+
+def whole(name: str, dtype: str, shape: Extent) -> Box:
+    """The box that is the full tensor."""
+    return Box(name, dtype, shape, (0,) * len(shape), shape)

@@ -1,0 +1,88 @@
+"""Saves checkpoints in forked children, kills each at a random moment, and checks what is left.
+
+Run as a program of its own, `crash_program.py FOLDER KILLS SEED`: it forks before any thread exists. Exits non-zero
+where a kill lost a committed step, left a damaged one, or made one visible that does not verify.
+"""
+
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from phalanx.checkpoint.disk import DiskTier
+from phalanx.checkpoint.restore import candidates, restore
+from phalanx.checkpoint.retention import Retention
+from phalanx.checkpoint.saver import AsyncSaver
+from phalanx.checkpoint.state import shards_of
+from phalanx.checkpoint.verify import verify
+
+RANKS = 2
+
+
+def state(step: int) -> dict[str, torch.Tensor]:
+    return {f"model/w{i}": torch.full((1 << 16,), float(step)) for i in range(4)}
+
+
+def save_forever(root: Path, attempt: int, first: int, told: int) -> None:
+    tier = DiskTier(root, block_bytes=64 << 10)
+    keep = Retention(keep_last=3)
+    savers = [AsyncSaver(tier, r, RANKS, r, RANKS, attempt, retention=keep) for r in range(RANKS)]
+    for step in range(first, first + 10_000):
+        for saver in savers:
+            saver.save(step, shards_of(state(step)), {"step": step})
+        for saver in savers:
+            saver.wait()
+        for outcome in savers[0].poll():
+            assert outcome.status == "committed", outcome
+            os.write(told, outcome.step.to_bytes(4, "little"))
+
+
+def killed_child(root: Path, attempt: int, first: int, delay_s: float, after_commit: bool) -> int:
+    """The last step that a child had reported as committed when it was killed, or 0."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        save_forever(root, attempt, first, writer)
+    os.close(writer)
+    # On a busy machine too, half of the kills come after a commit, in the middle of what follows it.
+    reported = os.read(reader, 4) if after_commit else b""
+    time.sleep(delay_s)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with os.fdopen(reader, "rb") as pipe:
+        reported += pipe.read()
+    return int.from_bytes(reported[-4:], "little")
+
+
+def check(root: Path, last: int, before: list[int]) -> None:
+    steps = candidates(DiskTier(root))
+    assert not last or steps, "a committed step is lost"
+    assert verify(root) == [] if steps else True
+    newest = steps[0] if steps else 0
+    assert newest >= max(last, *before, 0), f"committed up to {max(last, *before)}, found {steps}"
+    assert newest <= max(last, *before) + 1, "a step is visible that no save had time to make"
+    for step in steps:
+        loaded = state(-1)
+        assert restore(DiskTier(root), step, shards_of(loaded)) == {"step": step}
+        assert all(tensor.eq(step).all() for tensor in loaded.values()), "a mixture of two steps"
+
+
+def main() -> None:
+    root, kills, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    rng = random.Random(seed)
+    torch.set_num_threads(1)
+    committed = 0
+    for attempt in range(kills):
+        before = candidates(DiskTier(root))
+        last = killed_child(root, attempt, committed + 1, rng.uniform(0.0, 0.1), bool(attempt % 2))
+        check(root, last, before or [0])
+        committed = max([0, *candidates(DiskTier(root))])
+    print(f"{kills} kills, {committed} steps committed")
+
+
+if __name__ == "__main__":
+    main()
