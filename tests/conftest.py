@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings
+
 from ranks import Ranks
 
 # A loaded machine is no reason to fail: examples are bounded in number, never in time.

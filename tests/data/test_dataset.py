@@ -85,6 +85,16 @@ def test_bytes_of_held_out_text_are_those_of_the_targets(run_data: RunData) -> N
     assert run_data.held_out_bytes(np.array([0])).tolist() == [5]
 
 
+def test_bytes_of_text_are_counted_for_any_number_of_samples(tmp_path: Path) -> None:
+    held_out = np.where(np.arange(2000) % 3 == 0, 256, 65)
+    write_dataset(tmp_path / "set", PLACES, held_out=held_out, vocab_size=1000)
+    data = RunData(tmp_path / "set", 2, seed=0)
+    indices = np.arange(data.held_out_len)[::-1]
+    expected = [int((held_out[2 * j + 1 : 2 * j + 3] != 256).sum()) for j in indices]
+    assert data.held_out_bytes(indices).tolist() == expected
+    assert len(expected) == 999
+
+
 def test_fingerprint_and_tokenizer_are_the_datasets(run_data: RunData) -> None:
     assert run_data.fingerprint == run_data.index.fingerprint
     assert run_data.tokenizer.decode(run_data.held_out_samples(0, 1)[0].tolist()) == "BCDEF"

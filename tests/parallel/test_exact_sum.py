@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -9,10 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import Ranks
 from torch import Tensor
 
 from phalanx.parallel.exact_sum import extracted_sums, extraction_constants, largest
+from ranks import Ranks
 
 CPU = torch.device("cpu")
 numbers = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**60), max_value=2.0**60)
@@ -24,7 +25,7 @@ def sums_in_pieces(values: Tensor, cuts: list[int]) -> list[float]:
     """The extracted sums as several ranks would compute and add them."""
     constants = extraction_constants(largest([values], CPU).item(), values.numel())
     bounds = sorted({0, values.numel(), *(cut % (values.numel() + 1) for cut in cuts)})
-    parts = [values[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    parts = [values[a:b] for a, b in itertools.pairwise(bounds)]
     total = torch.zeros(2, dtype=torch.float64)
     for part in reversed(parts):
         total += extracted_sums([part], constants, CPU)

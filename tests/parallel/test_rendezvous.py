@@ -15,7 +15,13 @@ def test_a_process_started_by_nobody_has_no_place() -> None:
 
 
 def test_torchrun_gives_rank_and_address() -> None:
-    environ = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "1234"}
+    environ = {
+        "RANK": "3",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "node1",
+        "MASTER_PORT": "1234",
+    }
     assert place_of(environ) == Place(3, 8, 1, "tcp://node1:1234", "torchrun")
 
 

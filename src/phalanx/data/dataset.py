@@ -17,6 +17,9 @@ from phalanx.data.order import SampleOrder
 from phalanx.data.shards import TokenShards
 from phalanx.data.tokenizer import Tokenizer, load_tokenizer
 
+# A whole held-out split may be counted in one call, and as int64 it can be larger than memory.
+_COUNTED_AT_ONCE = 256
+
 
 class PackedDataset:
     """A token stream as sequences of ``seq_len`` inputs and their targets; what is left at the end is not used."""
@@ -95,6 +98,9 @@ class RunData:
 
     def held_out_bytes(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Bytes of text that the targets of each of these held-out samples stand for; shape (len(indices),), int64."""
-        targets = self._held_out.samples(indices)[:, 1:]
-        lengths: NDArray[np.int64] = self.tokenizer.byte_lengths[targets].sum(axis=1, dtype=np.int64)
+        lengths = np.empty(len(indices), dtype=np.int64)
+        byte_lengths = self.tokenizer.byte_lengths
+        for start in range(0, len(indices), _COUNTED_AT_ONCE):
+            block = slice(start, start + _COUNTED_AT_ONCE)
+            lengths[block] = byte_lengths[self._held_out.samples(indices[block])[:, 1:]].sum(axis=1)
         return lengths

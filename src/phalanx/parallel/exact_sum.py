@@ -19,14 +19,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_CHUNK = 1 << 15  # elements worked on at once: the fp64 temporaries then stay in a CPU core's cache
-_GPU_CHUNK = 1 << 26
+_CPU_CHUNK = 1 << 15  # elements worked on at once: the fp64 temporaries then stay in a core's cache
+_GPU_CHUNK = 1 << 24
 
 
 def largest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """The largest magnitude in ``tensors``: 0-dim fp64; infinite if anything is infinite or not a number."""
-    peaks = [torch.linalg.vector_norm(t, ord=math.inf) for t in tensors if t.numel()]
-    peak = torch.stack(peaks).max().double() if peaks else torch.zeros((), dtype=torch.float64, device=device)
+    ends = [end for tensor in tensors if tensor.numel() for end in torch.aminmax(tensor)]
+    peak = (
+        torch.stack(ends).abs().max().double()
+        if ends
+        else torch.zeros((), dtype=torch.float64, device=device)
+    )
     return torch.nan_to_num(peak, nan=math.inf, posinf=math.inf)
 
 
@@ -47,15 +51,16 @@ def extraction_constants(peak: float, count: int) -> tuple[float, float]:
 @torch.no_grad()
 def extracted_sums(tensors: Iterable[Tensor], constants: tuple[float, float], device: torch.device) -> Tensor:
     """The exact sums of both pieces of every element's square: ``(2,)``, fp64."""
+    chunk = _CPU_CHUNK if device.type == "cpu" else _GPU_CHUNK
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    chunk = _CHUNK if device.type == "cpu" else _GPU_CHUNK
+    rest_buffer = torch.empty(chunk, dtype=torch.float64, device=device)
+    part_buffer = torch.empty_like(rest_buffer)
     for tensor in tensors:
         for piece in torch.split(tensor.reshape(-1), chunk):
-            rest = piece.double()  # a square of an fp32 number has 48 bits: exact
-            rest.mul_(rest)
+            rest, part = rest_buffer[: piece.numel()], part_buffer[: piece.numel()]
+            rest.copy_(piece).mul_(rest)  # a square of an fp32 number has 48 bits: exact in fp64
             for fold, constant in enumerate(constants):
-                part = rest + constant
-                part.sub_(constant)
+                torch.add(rest, constant, out=part).sub_(constant)
                 sums[fold] += part.sum()
                 rest.sub_(part)
     return sums

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from phalanx.run.problems import Problem
-from phalanx.run.spec import ModelSpec, RunSpec, ScheduleSpec, TrainSpec
+from phalanx.run.spec import ModelSpec, RunSpec, TrainSpec
 
 
 def check(spec: RunSpec) -> list[Problem]:
     """Everything in ``spec`` that cannot be, each with the fields concerned."""
-    return [*_model(spec.model), *_train(spec.train), *_schedule(spec.schedule, spec.train), *_parallel(spec)]
+    return [*_model(spec.model), *_train(spec.train), *_parallel(spec)]
 
 
 def _model(model: ModelSpec) -> Iterator[Problem]:
@@ -65,16 +65,6 @@ def _train(train: TrainSpec) -> Iterator[Problem]:
             f"a slot of {per_slot} sequences cannot be divided into micro-batches of {train.micro_batch_size}",
             f"{_divisors_near(per_slot, train.micro_batch_size)} divide {per_slot}",
             ("train.slots", "train.batch_size"),
-        )
-
-
-def _schedule(schedule: ScheduleSpec, train: TrainSpec) -> Iterator[Problem]:
-    if schedule.warmup_steps > train.steps:
-        yield Problem(
-            "schedule.warmup_steps",
-            f"a warm-up of {schedule.warmup_steps} steps is longer than the run of {train.steps}",
-            f"at most train.steps = {train.steps}",
-            ("train.steps",),
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
+import sys
 import tomllib
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,10 +38,7 @@ class FieldType:
 
 def field_types(section: type) -> dict[str, FieldType]:
     """Each field of a section with its plain type, its bound and its owner."""
-    return {
-        name: _take_apart(hint)
-        for name, hint in get_type_hints(section, include_extras=True).items()
-    }
+    return {name: _take_apart(hint) for name, hint in get_type_hints(section, include_extras=True).items()}
 
 
 def _take_apart(hint: Any) -> FieldType:
@@ -67,6 +64,9 @@ def read_run(path: Path, presets: Mapping[str, ModelSpec], overrides: Sequence[s
         raise RunFileError(
             path, [Problem("", f"{path} is a directory", "give the path of a run file")]
         ) from None
+    except OSError as error:
+        found = f"cannot be read: {error.strerror}"
+        raise RunFileError(path, [Problem("", found, "give the path of a file that you may read")]) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RunFileError(path, [Problem("", f"not valid TOML: {error}", "see https://toml.io")]) from None
     problems: list[Problem] = []
@@ -150,7 +150,8 @@ def _scalar(kind: Any, raw: object, where: str, problems: list[Problem]) -> obje
     if kind is int and isinstance(raw, int) and not isinstance(raw, bool):
         return raw
     if kind is float and isinstance(raw, int | float) and not isinstance(raw, bool):
-        if math.isfinite(raw):
+        # A whole number can be too large to be a float at all.
+        if abs(raw) <= sys.float_info.max:
             return float(raw)
         return _ill_typed(where, raw, "a finite number", problems)
     if kind is str and isinstance(raw, str):

@@ -1,0 +1,76 @@
+"""``phalanx``: the commands, loaded only when they are called.
+
+``phalanx --help`` must answer at once, so nothing heavier than click is imported here; each command lives in a module
+of its own name, which is imported when the command is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import click
+
+import phalanx
+
+_COMMANDS = {
+    "train": "Train a run on this machine, or as a rank of torchrun or srun.",
+    "data": "Prepare and check token shards.",
+    "generate": "Text from a checkpoint.",
+    "show": "Parameters, FLOPs per token and state bytes of a run's model.",
+    "hash": "SHA-256 of all weights of a run or checkpoint.",
+    "checkpoint": "List, verify and export checkpoints.",
+    "export": "Write a run's weights for other software.",
+    "import": "Read a Hugging Face model into a run directory.",
+    "goodput": "Where every second of a run went.",
+    "watch": "Look at a run while it goes on, or afterwards.",
+    "spec": "Every field of a run file, with its default and meaning.",
+}
+
+
+class _Lazy(click.Group):
+    """A group whose commands are imported on use."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in _COMMANDS:
+            return None
+        module = importlib.import_module(f"phalanx.cli.{cmd_name}_command")
+        command: click.Command = module.command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
+
+
+@click.command(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(phalanx.__version__, prog_name="phalanx")
+def phalanx_command() -> None:
+    """Phalanx trains very large transformers as one logical job on any fleet.
+
+    The bits belong to the run, not to the fleet: the weights at the end have the same hash on any number of ranks, and
+    across any interruption.
+
+    \b
+      phalanx train configs/quickstart.toml
+      phalanx train configs/quickstart.toml --ranks 3 --set optimizer.lr=3e-4
+      phalanx show configs/llama3-405b.toml
+    """
+
+
+def main() -> None:
+    """Runs the command line; errors that a user can act on are printed without a traceback."""
+    try:
+        phalanx_command(standalone_mode=False)
+    except click.exceptions.Exit as ending:
+        sys.exit(ending.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(0)

@@ -1,0 +1,169 @@
+"""Starts a run's ranks on this machine, watches them, and leaves nothing behind.
+
+Each rank is a process in a session of its own, so that Ctrl-C reaches only the launcher, which passes on one SIGTERM
+and lets the ranks save. If a rank dies the others are ended too (they hang in a collective). If the launcher itself
+is killed, the kernel kills the ranks with it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from phalanx.train.run_directory import OpenRun
+from phalanx.train.worker import EXIT_STOPPED
+
+_POLL_S = 0.1
+_GRACE_S = 10.0
+"""How long the other ranks may take to notice that one has died."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the ranks of a run ended."""
+
+    status: str
+    """"finished", "stopped" or "failed"."""
+    failed_rank: int | None = None
+    exit_code: int = 0
+    message: str = ""
+    """What the failed rank last printed."""
+
+
+def run_locally(run: OpenRun, ranks: int, while_running: Callable[[Callable[[], bool]], None]) -> Ending:
+    """Runs all ranks to their end.
+
+    Args:
+        run: The opened run directory.
+        ranks: How many to start.
+        while_running: Called once with a function that tells whether the ranks have ended; returns after they have
+            (it shows the run's progress meanwhile).
+    """
+    with tempfile.TemporaryDirectory(prefix="phalanx-") as folder:
+        meeting_point = (Path(folder) / "meeting-point").as_uri()
+        processes = [_start(run, rank, ranks, meeting_point) for rank in range(ranks)]
+        try:
+            with _passing_on_signals(processes):
+                watcher = _Watcher(processes)
+                while_running(watcher.ended)
+                watcher.wait()
+        finally:
+            _end(processes)
+    return _ending(run, processes, watcher.first_failure)
+
+
+def _start(run: OpenRun, rank: int, ranks: int, meeting_point: str) -> subprocess.Popen[bytes]:
+    environment = {
+        **os.environ,
+        "PHALANX_RANK": str(rank),
+        "PHALANX_RANKS": str(ranks),
+        "PHALANX_MEETING_POINT": meeting_point,
+        "OMP_NUM_THREADS": str(run.spec.runtime.threads),
+    }
+    log = run.directory.log(run.attempt, rank)
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "phalanx.train.worker",
+                str(run.directory.path),
+                "--attempt",
+                str(run.attempt),
+            ],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=[run.lock_fd],  # the directory stays taken until the last rank has ended
+        )
+
+
+class _Watcher:
+    """Looks at the ranks now and then; ends the others when one has failed."""
+
+    def __init__(self, processes: list[subprocess.Popen[bytes]]) -> None:
+        self._processes = processes
+        self._deadline_s: float | None = None
+        self.first_failure: int | None = None
+
+    def ended(self) -> bool:
+        """Whether all ranks have ended."""
+        codes = [process.poll() for process in self._processes]
+        if self.first_failure is None:
+            failed = [rank for rank, code in enumerate(codes) if code not in (None, 0, EXIT_STOPPED)]
+            if failed:
+                self.first_failure = _culprit(failed, codes)
+                self._deadline_s = time.monotonic() + _GRACE_S
+        if self._deadline_s is not None and time.monotonic() > self._deadline_s:
+            _end(self._processes)
+        return None not in codes
+
+    def wait(self) -> None:
+        """Until all ranks have ended."""
+        while not self.ended():
+            time.sleep(_POLL_S)
+
+
+def _culprit(failed: list[int], codes: list[int | None]) -> int:
+    """The rank that most likely failed first: one killed by a signal rather than one that lost its peer."""
+    return min(failed, key=lambda rank: (codes[rank] or 0) > 0)
+
+
+@contextmanager
+def _passing_on_signals(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Ctrl-C and SIGTERM become one SIGTERM to every rank; a second Ctrl-C ends them at once."""
+    asked = 0
+
+    def pass_on(_number: int, _frame: FrameType | None) -> None:
+        nonlocal asked
+        asked += 1
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM if asked == 1 else signal.SIGKILL)
+
+    before = [(number, signal.signal(number, pass_on)) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+    for process in processes:
+        process.wait()
+
+
+def _ending(run: OpenRun, processes: list[subprocess.Popen[bytes]], culprit: int | None) -> Ending:
+    codes = [process.returncode for process in processes]
+    if all(code == 0 for code in codes):
+        return Ending("finished")
+    if culprit is None:
+        return Ending("stopped", exit_code=EXIT_STOPPED)
+    log = run.directory.log(run.attempt, culprit)
+    return Ending("failed", culprit, codes[culprit], _last_words(log, codes[culprit]))
+
+
+def _last_words(log: Path, code: int) -> str:
+    """What to tell the user of a rank's end: its own error line if it wrote one, else the tail of its log."""
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    lines = log.read_text(errors="replace").splitlines()
+    for number, line in enumerate(lines):
+        if line.startswith("error: "):
+            return "\n".join([line.removeprefix("error: "), *lines[number + 1 :]])
+    return "\n".join([f"ended with exit code {code}; the end of {log}:", *lines[-15:]])

@@ -1,0 +1,203 @@
+"""Text from a checkpoint: restore the weights alone, fill the cache with the prompt, then decode token by token.
+
+Decoding keeps each layer's keys and values (`phalanx.model.cache`), so a token costs one pass over the weights instead
+of one over the whole text. Sampling is temperature, then the `top_k` likeliest tokens, then the smallest set of them
+that holds `top_p` of the probability (nucleus sampling, Holtzman et al., arXiv 1904.09751). Random numbers come from
+one CPU generator, so that a seed gives the same text wherever the logits are the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from phalanx.checkpoint.boxes import whole
+from phalanx.checkpoint.digest import WEIGHTS
+from phalanx.checkpoint.disk import DiskTier
+from phalanx.checkpoint.errors import CorruptError, MissingFileError, NoSuchStepError, StorageError
+from phalanx.checkpoint.restore import candidates, restore
+from phalanx.checkpoint.state import Shard
+from phalanx.data.tokenizer import Tokenizer, load_tokenizer
+from phalanx.model.cache import empty_cache
+from phalanx.model.shape import resolve
+from phalanx.model.transformer import Transformer, logits
+from phalanx.run.spec import ModelSpec
+from phalanx.train.run_directory import RunDirectory, RunDirectoryError, read_resolved
+
+_log = logging.getLogger(__name__)
+
+
+def load_model(
+    run_dir: Path,
+    step: int | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Transformer, ModelSpec]:
+    """The model of a run with the weights of `step`, or of the newest step that can be read.
+
+    Reads `run.toml` and `checkpoints/`; of a checkpoint, nothing but the weights (fp32 there, `dtype` here). Without
+    `step`, a damaged checkpoint is passed over with a warning. Raises RunDirectoryError where the run
+    has no checkpoint, NoSuchStepError, and what `restore` raises.
+    """
+    spec = resolve(read_resolved(RunDirectory(run_dir)).model)
+    if not spec.vocab_size:
+        raise RunDirectoryError(
+            f"{run_dir / 'run.toml'}: model.vocab_size is 0; give a run directory, whose run.toml has it filled in"
+        )
+    if not (run_dir / "checkpoints").is_dir():
+        raise RunDirectoryError(
+            f"{run_dir}: has no folder checkpoints; give the directory of a run that saved"
+        )
+    tier = DiskTier(run_dir / "checkpoints")
+    with torch.device("meta"):
+        model = Transformer(spec)
+    model = model.to(dtype).to_empty(device=device).requires_grad_(False).eval()
+    if step is not None:
+        _restore_weights(tier, step, model)
+    else:
+        _restore_newest(tier, model)
+    return model, spec
+
+
+def _restore_newest(tier: DiskTier, model: Transformer) -> None:
+    steps = candidates(tier)
+    if not steps:
+        raise RunDirectoryError(f"{tier.root}: no checkpoint is committed; let the run save one first")
+    for step in steps:
+        try:
+            return _restore_weights(tier, step, model)
+        except (CorruptError, MissingFileError, StorageError, NoSuchStepError) as error:
+            _log.warning("step %d cannot be read and is passed over: %s", step, error)
+    raise RunDirectoryError(f"{tier.root}: none of the steps {steps} can be read; see the warnings above")
+
+
+def _restore_weights(tier: DiskTier, step: int, model: Transformer) -> None:
+    # The boxes say what is held, fp32; copying into the model's own tensors converts and moves to its device.
+    shards = [
+        Shard(whole(WEIGHTS + name, "float32", tuple(parameter.shape)), parameter)
+        for name, parameter in model.named_parameters()
+    ]
+    restore(tier, step, shards)
+
+
+def load_run_tokenizer(run_dir: Path) -> Tokenizer:
+    """The tokenizer of a run: the copy in its directory, else the one of its dataset. Raises TokenizerError."""
+    own = run_dir / "tokenizer"
+    return load_tokenizer(own if own.is_dir() else Path(read_resolved(RunDirectory(run_dir)).data.path))
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a prompt; an empty one begins as a document does, behind the end of the one before."""
+    return tokenizer.encode(text) or [tokenizer.end_of_document]
+
+
+def generate(
+    model: Transformer,
+    prompt_ids: Sequence[int],
+    *,
+    tokens: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop: Collection[int] = (),
+    context: int = 0,
+) -> Iterator[int]:
+    """Up to `tokens` ids that continue the prompt; ends before the first id in `stop`.
+
+    `temperature` 0 takes the likeliest token; `top_k` 0 and `top_p` 1 leave all tokens in. `context` is the most
+    tokens, prompt included, that may be held at once; 0 sets no limit. Memory: the cache of prompt and `tokens`.
+    Raises ValueError at once for an empty prompt, unknown ids, numbers out of range, or too long a text.
+    """
+    vocab_size = model.spec.vocab_size
+    _require_prompt(prompt_ids, vocab_size)
+    _require_sampling(temperature, top_k, top_p)
+    length = len(prompt_ids) + tokens
+    if tokens < 1:
+        raise ValueError(f"tokens = {tokens}: ask for at least one")
+    if context and length > context:
+        raise ValueError(
+            f"a prompt of {len(prompt_ids)} tokens and {tokens} new ones do not fit into a context of {context}: "
+            "shorten the prompt, or ask for fewer tokens"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    return _decode(model, list(prompt_ids), length, (temperature, top_k, top_p), generator, frozenset(stop))
+
+
+def _require_prompt(prompt_ids: Sequence[int], vocab_size: int) -> None:
+    if not prompt_ids:
+        raise ValueError("the prompt is empty: begin with the end-of-document token, as encode_prompt does")
+    unknown = [token for token in prompt_ids if not 0 <= token < vocab_size]
+    if unknown:
+        raise ValueError(
+            f"token id {unknown[0]} is outside the model's vocabulary of {vocab_size}: encode the prompt with the "
+            "run's own tokenizer"
+        )
+
+
+def _require_sampling(temperature: float, top_k: int, top_p: float) -> None:
+    if not temperature >= 0:
+        raise ValueError(f"temperature = {temperature}: at least 0")
+    if top_k < 0:
+        raise ValueError(f"top_k = {top_k}: at least 0, which leaves all tokens in")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p = {top_p}: above 0 and at most 1, which leaves all tokens in")
+
+
+def _decode(
+    model: Transformer,
+    prompt_ids: list[int],
+    length: int,
+    sampling: tuple[float, int, float],
+    generator: torch.Generator,
+    stop: frozenset[int],
+) -> Iterator[int]:
+    weight = model.embedding.weight
+    cache = empty_cache(model.spec, 1, length, weight.device, weight.dtype)
+    new = prompt_ids
+    for _ in range(length - len(prompt_ids)):
+        # Not around the loop: a generator would leave the mode switched on for whoever consumes it.
+        with torch.no_grad():
+            ids = torch.tensor([new], device=weight.device)
+            scores = model(ids, readout=_last_logits, cache=cache)[0, 0]
+        token = choose(scores, *sampling, generator)
+        if token in stop:
+            return
+        yield token
+        new = [token]
+
+
+def _last_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    return logits(hidden[:, -1:], weight)
+
+
+def choose(scores: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> int:
+    """A token id drawn from logits `(vocab,)` of any dtype and device; `generator` is a CPU one."""
+    if temperature == 0 or top_k == 1:
+        return int(scores.argmax())
+    probabilities, ids = nucleus(scores, temperature, top_k, top_p)
+    return int(ids[torch.multinomial(probabilities, 1, generator=generator)])
+
+
+def nucleus(scores: Tensor, temperature: float, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
+    """The tokens left to choose from: probabilities (fp64, falling, sum 1) and ids, on the CPU.
+
+    The cut by `top_p` keeps the token that reaches the threshold, and so at least one.
+    """
+    scores = scores.double().cpu()
+    if top_k:
+        kept, ids = scores.topk(min(top_k, len(scores)))
+    else:
+        kept, ids = scores.sort(descending=True, stable=True)
+    # Less the largest first: a tiny temperature then cannot overflow.
+    probabilities = ((kept - kept[0]) / temperature).softmax(dim=0)
+    if top_p == 1:  # The sum of what comes before a token may round to one.
+        return probabilities, ids
+    before = probabilities.cumsum(dim=0) - probabilities
+    left = int((before < top_p).count_nonzero())
+    return probabilities[:left] / probabilities[:left].sum(), ids[:left]

@@ -1,0 +1,1 @@
+"""The step, the loop around it, and what a run leaves behind."""

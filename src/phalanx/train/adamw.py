@@ -1,0 +1,109 @@
+"""AdamW (Loshchilov and Hutter, arXiv 1711.05101) whose result for an element depends on nothing but that element.
+
+Kernels that compute several operations at once may fuse a multiply and an add into one rounding in their vector loop
+and not in the scalar loop that handles the tail, or the other way round. Which elements are in the tail depends on
+where a shard ends, and so on the number of ranks. Here every operation is a single one (a product, a sum, a root, a
+quotient), which IEEE 754 rounds in one way only. To make up for the passes over memory, a CPU works on pieces that stay
+in its cache; a GPU takes all tensors in one launch per operation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.model.shape import Parameter
+from phalanx.parallel.data_parallel import local
+from phalanx.run.spec import OptimizerSpec
+
+_CPU_CHUNK = 1 << 15  # elements: six fp32 arrays of them fit into a core's second-level cache
+
+
+def decays(parameter: Parameter, spec: OptimizerSpec) -> bool:
+    """Whether weight decay applies to a parameter."""
+    if parameter.kind in ("norm", "bias"):
+        return spec.decay_norms
+    return spec.decay_embeddings if parameter.kind == "embedding" else True
+
+
+@dataclass
+class AdamW:
+    """The moments of every parameter, and the update.
+
+    ``exp_avg`` and ``exp_avg_sq`` map parameter names to fp32 tensors laid out as the parameters are (a DTensor's
+    moments are DTensors).
+    """
+
+    spec: OptimizerSpec
+    parameters: Mapping[str, nn.Parameter]
+    kinds: Mapping[str, Parameter]
+    exp_avg: dict[str, Tensor] = field(init=False)
+    exp_avg_sq: dict[str, Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.exp_avg = {name: torch.zeros_like(p, requires_grad=False) for name, p in self.parameters.items()}
+        self.exp_avg_sq = {
+            name: torch.zeros_like(p, requires_grad=False) for name, p in self.parameters.items()
+        }
+
+    @torch.no_grad()
+    def step(self, number: int, lr: float, gradient_scale: float) -> None:
+        """Applies update ``number`` (from 1) with the gradients that the parameters hold, times ``gradient_scale``."""
+        for decay in (True, False):
+            names = [name for name in self.parameters if decays(self.kinds[name], self.spec) == decay]
+            factor = 1.0 - lr * self.spec.weight_decay if decay else 1.0
+            for weights, grads, means, squares in self._pieces(names):
+                _update(weights, grads, means, squares, self.spec, number, lr, gradient_scale, factor)
+
+    def _pieces(self, names: list[str]) -> Iterator[tuple[list[Tensor], ...]]:
+        """Weights, gradients and both moments, in pieces of a size that suits the device."""
+        rows: list[tuple[Tensor, ...]] = []
+        for name in names:
+            parameter = self.parameters[name]
+            if parameter.grad is None:
+                raise RuntimeError(f"{name} has no gradient to step with")
+            tensors = (parameter, parameter.grad, self.exp_avg[name], self.exp_avg_sq[name])
+            flat = [local(tensor.detach()).reshape(-1) for tensor in tensors]
+            if flat[0].numel() == 0:
+                continue  # this rank holds no rows of it
+            if flat[0].device.type == "cpu":
+                for piece in zip(*(torch.split(tensor, _CPU_CHUNK) for tensor in flat), strict=True):
+                    yield tuple([tensor] for tensor in piece)
+            else:
+                rows.append(tuple(flat))
+        if rows:
+            yield tuple(list(column) for column in zip(*rows, strict=True))
+
+
+def _update(
+    weights: list[Tensor],
+    grads: list[Tensor],
+    means: list[Tensor],
+    squares: list[Tensor],
+    spec: OptimizerSpec,
+    number: int,
+    lr: float,
+    gradient_scale: float,
+    decay_factor: float,
+) -> None:
+    """One AdamW update, each line a single rounding of every element."""
+    grads = list(torch._foreach_mul(grads, gradient_scale))
+    torch._foreach_mul_(means, spec.beta1)
+    torch._foreach_add_(means, torch._foreach_mul(grads, 1.0 - spec.beta1))
+    torch._foreach_mul_(squares, spec.beta2)
+    torch._foreach_mul_(grads, grads)
+    torch._foreach_mul_(grads, 1.0 - spec.beta2)
+    torch._foreach_add_(squares, grads)
+    # m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps), with the two corrections applied as scalars.
+    roots = list(torch._foreach_sqrt(squares))
+    torch._foreach_div_(roots, math.sqrt(1.0 - spec.beta2**number))
+    torch._foreach_add_(roots, spec.eps)
+    change = list(torch._foreach_div(means, roots))
+    torch._foreach_mul_(change, lr / (1.0 - spec.beta1**number))
+    if decay_factor != 1.0:
+        torch._foreach_mul_(weights, decay_factor)
+    torch._foreach_sub_(weights, change)

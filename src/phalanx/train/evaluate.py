@@ -1,0 +1,55 @@
+"""The loss on held-out text, the same number on any fleet.
+
+The held-out sequences are cut into batches of a fixed shape, dealt to the ranks in turn; each batch's loss is computed
+by one rank and the losses are added in the order of batches.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from phalanx.data.dataset import RunData
+from phalanx.parallel.data_parallel import DataParallel
+from phalanx.run.spec import RunSpec
+from phalanx.train.loss import summed_cross_entropy
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What came of an evaluation."""
+
+    loss: float
+    """Mean cross-entropy in nats a token."""
+    bits_per_byte: float
+    """Bits needed for a byte of the text, as a compressor counts."""
+
+
+@torch.no_grad()
+def evaluate(model: DataParallel, data: RunData, spec: RunSpec) -> Evaluation | None:
+    """The loss on the first ``evaluation.sequences`` held-out sequences; ``None`` if there are none."""
+    sequences = min(spec.evaluation.sequences, data.held_out_len)
+    if sequences == 0:
+        return None
+    mesh = model.mesh
+    size = spec.train.micro_batch_size or spec.train.batch_size // spec.train.slots
+    batches = -(-sequences // size)
+    losses = torch.zeros(batches, dtype=torch.float64, device=mesh.device)
+    for turn in range(-(-batches // mesh.ranks)):
+        batch = turn * mesh.ranks + mesh.rank
+        # A rank without a batch repeats the first, since the forward pass gathers weights from everybody.
+        first = (batch if batch < batches else 0) * size
+        samples = torch.from_numpy(data.held_out_samples(first, min(size, sequences - first))).to(mesh.device)
+        readout = partial(summed_cross_entropy, targets=samples[:, 1:], chunk=spec.train.loss_chunk)
+        loss = model.module(samples[:, :-1], readout)
+        if batch < batches:
+            losses[batch] = loss.double()
+    dist.all_reduce(losses)
+    nats = math.fsum(losses.tolist())
+    text_bytes = int(data.held_out_bytes(np.arange(sequences)).sum())
+    return Evaluation(nats / (sequences * spec.train.seq_len), nats / math.log(2) / max(1, text_bytes))

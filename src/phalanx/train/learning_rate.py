@@ -1,0 +1,28 @@
+"""The learning rate at each step, as a multiple of its peak."""
+
+from __future__ import annotations
+
+import math
+
+from phalanx.run.spec import ScheduleSpec
+
+
+def multiplier(schedule: ScheduleSpec, step: int, steps: int) -> float:
+    """What the peak is multiplied with at ``step`` (from 1 to ``steps``).
+
+    All kinds warm up linearly, reaching the peak at step ``warmup_steps``. Then "cosine" falls to the floor along half
+    a cosine, reached at the last step; "wsd" stays at the peak until the last ``decay_fraction`` of the run, where it
+    falls linearly; "constant" stays.
+    """
+    if step <= schedule.warmup_steps:
+        return step / schedule.warmup_steps
+    if schedule.kind == "constant":
+        return 1.0
+    begin = schedule.warmup_steps
+    if schedule.kind == "wsd":
+        begin = max(begin, steps - round(schedule.decay_fraction * steps))
+    if step <= begin:
+        return 1.0
+    progress = (step - begin) / max(1, steps - begin)
+    shape = (1 + math.cos(math.pi * progress)) / 2 if schedule.kind == "cosine" else 1 - progress
+    return schedule.floor + (1 - schedule.floor) * shape

@@ -1,0 +1,293 @@
+"""The training loop: from wherever the run is to its last step, or to a request to stop.
+
+It can be read from top to bottom; what a step is stands in ``phalanx.train.step``.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from phalanx.data.prefetch import Prefetch
+from phalanx.model.counts import count
+from phalanx.observe.events import Evaluated, Finished, NonFinite, Restored, RunStarted, Step, Stopped
+from phalanx.observe.ledger import Bucket
+from phalanx.observe.records import environment_record
+from phalanx.observe.throughput import typical
+from phalanx.train.assemble import Training
+from phalanx.train.evaluate import Evaluation, evaluate
+from phalanx.train.state import weights_sha256
+from phalanx.train.step import Stepper, StepReport
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or the gradient was infinite or not a number, and the run is to stop at that."""
+
+
+class UnsavedError(RuntimeError):
+    """The run came to its end, but its last state could not be saved."""
+
+
+@dataclass
+class Progress:
+    """How far the run is. All of it goes into checkpoints."""
+
+    step: int = 0
+    tokens: int = 0
+    updates: int = 0
+    skipped_in_a_row: int = 0
+    loss: float | None = None
+    """Of the last step whose loss was finite."""
+
+
+def train(training: Training) -> dict[str, Any] | None:
+    """Trains to the last step and returns the result; ``None`` if the run was asked to stop before.
+
+    Raises:
+        NonFiniteError: As ``train.on_nonfinite`` or ``train.max_skipped`` says.
+        UnsavedError: The last checkpoint failed; the run can be started again from an older one.
+    """
+    spec, ledger = training.spec, training.ledger
+    progress = _begin(training)
+    recent_s: list[float] = []
+    with _prefetch(training, progress.step) as batches:
+        stepper = Stepper(
+            spec=spec,
+            model=training.model,
+            optimizer=training.optimizer,
+            parameter_count=training.parameter_count,
+            rounds=training.rounds,
+            batches=batches,
+            ledger=ledger,
+            updates=progress.updates,
+            before_update=training.saver.fence,
+        )
+        ledger.switch(Bucket.STEP_HOST_GAP)
+        while progress.step < spec.train.steps:
+            begin = time.perf_counter()
+            report = stepper.run(progress.step + 1, stop_requested=training.stop.made)
+            recent_s.append(time.perf_counter() - begin)
+            _advance(training, progress, report, stepper.updates)
+            _log_step(training, progress, report, recent_s)
+            last = progress.step == spec.train.steps
+            if not last and _due(progress.step, spec.evaluation.every_steps):
+                _evaluate(training, progress.step)
+            if not last and (report.stop_requested or _due(progress.step, spec.checkpoint.every_steps)):
+                _save(training, progress)
+            training.reporter.saved(
+                training.saver.poll(), training.stalls_s, str(training.directory.checkpoints)
+            )
+            if report.stop_requested and not last:
+                _stopped(training, progress)
+                return None
+    return _finished(training, progress, recent_s)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _begin(training: Training) -> Progress:
+    """Says what starts, and from where."""
+    spec, restored, reporter = training.spec, training.restored, training.reporter
+    reporter.emit(
+        RunStarted(
+            run=str(training.directory.path),
+            steps=spec.train.steps,
+            ranks=training.mesh.ranks,
+            device=str(training.mesh.device.type),
+            parameters=training.parameter_count,
+            peak_flops_per_s=training.peak.flops_per_s,
+            peak_source=training.peak.source,
+            xz_bits_per_byte=training.data.index.held_out_xz_bits_per_byte,
+            environment={**environment_record(), "data_fingerprint": training.data.fingerprint},
+        )
+    )
+    if restored is None:
+        return Progress()
+    for line in restored.passed_over:
+        reporter.warn(f"passed over a damaged checkpoint: {line}")
+    reporter.emit(Restored(restored.step, str(training.directory.checkpoints)))
+    extra = restored.extra
+    return Progress(
+        restored.step, extra["tokens"], extra["updates"], extra["skipped_in_a_row"], extra["loss"]
+    )
+
+
+def _prefetch(training: Training, done_steps: int) -> Prefetch[NDArray[np.int64]]:
+    """This rank's slots, round after round and step after step, each made while the one before is computed."""
+    train, rounds = training.spec.train, training.rounds
+    per_slot = train.batch_size // train.slots
+
+    def samples(number: int) -> NDArray[np.int64]:
+        step, turn = divmod(number, len(rounds))
+        return training.data.train_samples(step * train.batch_size + rounds[turn].slot * per_slot, per_slot)
+
+    return Prefetch(samples, range(done_steps * len(rounds), train.steps * len(rounds)))
+
+
+def _advance(training: Training, progress: Progress, report: StepReport, updates: int) -> None:
+    """Takes note of a step; one that was not finite is skipped or ends the run."""
+    if not report.applied:
+        _nonfinite(training, progress, report)
+    progress.step += 1
+    progress.tokens += report.tokens
+    progress.updates = updates
+    progress.loss = report.loss if math.isfinite(report.loss) else progress.loss
+    progress.skipped_in_a_row = 0 if report.applied else progress.skipped_in_a_row + 1
+
+
+def _nonfinite(training: Training, progress: Progress, report: StepReport) -> None:
+    train = training.spec.train
+    skip = train.on_nonfinite == "skip" and progress.skipped_in_a_row + 1 < train.max_skipped
+    first = ", ".join(report.nonfinite[:3]) + (
+        f" and {len(report.nonfinite) - 3} more" * (len(report.nonfinite) > 3)
+    )
+    what = f"loss {report.loss:g}, gradient norm {report.grad_norm:g}: not finite are {first}"
+    training.reporter.emit(NonFinite(progress.step + 1, what, skipped=skip))
+    if skip:
+        return
+    _save(training, progress)
+    _settle(training)
+    remedy = (
+        f"{train.max_skipped} steps in a row were skipped; lower optimizer.lr or lengthen schedule.warmup_steps"
+        if train.on_nonfinite == "skip"
+        else 'lower optimizer.lr, lengthen schedule.warmup_steps, or set train.on_nonfinite = "skip"'
+    )
+    raise NonFiniteError(
+        f"step {progress.step + 1}: {what}; the weights are those of step {progress.step}, and saved. {remedy}"
+    )
+
+
+def _log_step(training: Training, progress: Progress, report: StepReport, recent_s: list[float]) -> None:
+    spec = training.spec
+    if progress.step % spec.observe.log_every_steps and progress.step != spec.train.steps:
+        return
+    step_s = typical(recent_s[-spec.observe.log_every_steps :]) or recent_s[-1]
+    tokens_per_s = report.tokens / step_s
+    seconds = training.ledger.seconds()
+    in_steps = sum(value for name, value in seconds.items() if name.startswith("step."))
+    training.reporter.emit(
+        Step(
+            step=progress.step,
+            steps=spec.train.steps,
+            loss=report.loss,
+            grad_norm=report.grad_norm,
+            lr=report.lr,
+            tokens=progress.tokens,
+            tokens_per_s=tokens_per_s,
+            step_s=step_s,
+            mfu=_mfu(training, tokens_per_s),
+            goodput=in_steps / sum(seconds.values()),
+            ledger=seconds,
+            peak_memory_bytes=_peak_memory_bytes(training),
+        )
+    )
+
+
+def _mfu(training: Training, tokens_per_s: float) -> float:
+    flops = count(training.spec.model, training.spec.train.seq_len).flops_per_token
+    return flops * tokens_per_s / training.peak.flops_per_s
+
+
+def _peak_memory_bytes(training: Training) -> int:
+    if training.mesh.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(training.mesh.device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _evaluate(training: Training, step: int) -> Evaluation | None:
+    with training.ledger.bucket(Bucket.EVAL):
+        begin = time.perf_counter()
+        evaluation = evaluate(training.model, training.data, training.spec)
+        seconds = time.perf_counter() - begin
+    if evaluation is not None:
+        training.reporter.emit(Evaluated(step, evaluation.loss, evaluation.bits_per_byte, seconds))
+    return evaluation
+
+
+def _save(training: Training, progress: Progress, weights: str | None = None) -> None:
+    """Hands the state to the saver; training waits for one memory copy."""
+    extra = {
+        **vars(progress),
+        "next_sample": progress.step * training.spec.train.batch_size,
+        "seed": training.spec.runtime.seed,
+        "data_fingerprint": training.data.fingerprint,
+    }
+    with training.ledger.bucket(Bucket.CKPT_BLOCKING):
+        receipt = training.saver.save(progress.step, training.shards, extra, weights_sha256=weights)
+    training.stalls_s[progress.step] = receipt.stall_s
+
+
+def _settle(training: Training) -> bool:
+    """Waits until all saves have ended; whether the last of them is durable, as rank 0 knows."""
+    with training.ledger.bucket(Bucket.CKPT_BLOCKING):
+        training.saver.wait()
+        outcomes = training.saver.poll()
+        training.reporter.saved(outcomes, training.stalls_s, str(training.directory.checkpoints))
+        good = [all(outcome.status != "failed" for outcome in outcomes[-1:])]
+        dist.broadcast_object_list(good, src=0)
+    return good[0]
+
+
+def _stopped(training: Training, progress: Progress) -> None:
+    training.ledger.switch(Bucket.STOP)
+    saved = _settle(training)
+    reason = training.stop.signal_name or "another rank was asked to stop"
+    kept = f"step {progress.step} is saved" if saved else "the last checkpoint failed, an older one is kept"
+    training.reporter.emit(Stopped(progress.step, f"{reason}; {kept}"))
+
+
+def _finished(training: Training, progress: Progress, recent_s: list[float]) -> dict[str, Any]:
+    """The last evaluation, hash and checkpoint, and the result that one compares."""
+    evaluation = _evaluate(training, progress.step)
+    training.ledger.switch(Bucket.STOP)
+    weights = weights_sha256(training.model.module, training.mesh)
+    _save(training, progress, weights)
+    if not _settle(training):
+        raise UnsavedError(
+            f"all {progress.step} steps are done, but the last checkpoint could not be saved; make room and start "
+            "again: the run goes on from the newest one"
+        )
+    training.ledger.switch(Bucket.STEP_HOST_GAP)
+    result = _result(training, progress, recent_s, evaluation, weights)
+    if training.mesh.rank == 0:
+        training.directory.write_result(result)
+    training.reporter.emit(Finished(result))
+    return result
+
+
+def _result(
+    training: Training,
+    progress: Progress,
+    recent_s: list[float],
+    evaluation: Evaluation | None,
+    weights: str,
+) -> dict[str, Any]:
+    step_s = typical(recent_s, len(recent_s))
+    tokens_per_s = progress.tokens / progress.step / step_s if step_s else None
+    return {
+        "run_dir": str(training.directory.path),
+        "step": progress.step,
+        "loss": progress.loss,
+        "tokens": progress.tokens,
+        "tokens_per_s": tokens_per_s,
+        "mfu": _mfu(training, tokens_per_s) if tokens_per_s else None,
+        "peak_flops_per_s": training.peak.flops_per_s,
+        "peak_source": training.peak.source,
+        "held_out_loss": evaluation.loss if evaluation else None,
+        "bits_per_byte": evaluation.bits_per_byte if evaluation else None,
+        "xz_bits_per_byte": training.data.index.held_out_xz_bits_per_byte,
+        "ranks": training.mesh.ranks,
+        "weights_sha256": weights,
+    }

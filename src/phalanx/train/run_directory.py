@@ -1,0 +1,234 @@
+"""The folder that a run leaves behind, and whose it is.
+
+    runs/quickstart-1f3a9c04/
+        run.toml          the resolved run file: what was asked for, with nothing left to a default
+        record.json       the run's identity and its data's fingerprint
+        events.jsonl      all that happened; the display and the curve are drawn from it
+        checkpoints/      committed steps
+        tokenizer/        a copy of the tokenizer, so that the folder can generate text by itself
+        logs/             what each rank printed
+        loss.svg, result.json
+
+By default the folder is named after the run and its identity, so that two runs can never meet in one folder: an
+unfinished run goes on where it was, a finished one is left alone and the next start gets a fresh folder. A folder
+that is named explicitly is only ever continued by the run that it belongs to.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import socket
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import tomli_w
+
+from phalanx.observe.event_log import next_attempt
+from phalanx.run.identity import differences, identity
+from phalanx.run.read import spec_from_table, to_table
+from phalanx.run.spec import RunSpec
+
+
+class RunDirectoryError(RuntimeError):
+    """The run directory cannot be used; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Names of what lies in a run directory."""
+
+    path: Path
+
+    @property
+    def run_file(self) -> Path:
+        """The resolved run file."""
+        return self.path / "run.toml"
+
+    @property
+    def record(self) -> Path:
+        """Identity and data fingerprint."""
+        return self.path / "record.json"
+
+    @property
+    def events(self) -> Path:
+        """The event stream."""
+        return self.path / "events.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The root of the disk tier."""
+        return self.path / "checkpoints"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The copy of the tokenizer."""
+        return self.path / "tokenizer"
+
+    @property
+    def curve(self) -> Path:
+        """The loss curve."""
+        return self.path / "loss.svg"
+
+    @property
+    def result(self) -> Path:
+        """The final result; it exists once the run is complete."""
+        return self.path / "result.json"
+
+    def log(self, attempt: int, rank: int) -> Path:
+        """What one rank printed during one attempt."""
+        return self.path / "logs" / f"attempt-{attempt:03d}-rank-{rank:05d}.log"
+
+    def finished_result(self) -> dict[str, Any] | None:
+        """The result of a complete run, or ``None``."""
+        if not self.result.exists():
+            return None
+        return cast(dict[str, Any], json.loads(self.result.read_text()))
+
+    def write_result(self, result: dict[str, Any]) -> None:
+        """Marks the run complete."""
+        _replace(self.result, json.dumps(result, indent=1) + "\n")
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """A run directory that this start may write to, for as long as the lock is held."""
+
+    directory: RunDirectory
+    spec: RunSpec
+    attempt: int
+    lock_fd: int
+    """Held by every process of this start; the lock is gone when the last of them has ended."""
+
+
+def run_key(spec: RunSpec, fingerprint: str) -> str:
+    """The identity of a run together with its data: 64 hexadecimal digits."""
+    return hashlib.sha256(f"{identity(spec)} {fingerprint}".encode()).hexdigest()
+
+
+def _candidates(spec: RunSpec, fingerprint: str) -> Iterator[Path]:
+    base = Path("runs") / f"{spec.name}-{run_key(spec, fingerprint)[:8]}"
+    yield base
+    number = 2
+    while True:
+        yield base.with_name(f"{base.name}-{number}")
+        number += 1
+
+
+def choose(spec: RunSpec, fingerprint: str) -> RunDirectory:
+    """The directory of a run: the one it names, or the first by its identity that is not finished."""
+    if spec.run_dir:
+        return RunDirectory(Path(spec.run_dir))
+    unfinished = (path for path in _candidates(spec, fingerprint) if not RunDirectory(path).result.exists())
+    return RunDirectory(next(unfinished))
+
+
+def open_run(spec: RunSpec, fingerprint: str, tokenizer_folder: Path) -> OpenRun:
+    """Takes the run's directory for this start, making it on the first.
+
+    Args:
+        spec: The resolved run.
+        fingerprint: Of the data that the run is trained on.
+        tokenizer_folder: Where the files of its tokenizer are copied from.
+
+    Raises:
+        RunDirectoryError: It belongs to another run, is in use, or cannot be written.
+    """
+    directory = choose(spec, fingerprint)
+    try:
+        directory.path.mkdir(parents=True, exist_ok=True)
+        lock_fd = _lock(directory.path / "lock")
+        _check_owner(directory, spec, fingerprint)
+        (directory.path / "logs").mkdir(exist_ok=True)
+        _replace(directory.run_file, tomli_w.dumps(to_table(spec)))
+        _replace(
+            directory.record,
+            json.dumps({"identity": identity(spec), "data_fingerprint": fingerprint}, indent=1) + "\n",
+        )
+        _copy_tokenizer(tokenizer_folder, directory.tokenizer)
+    except OSError as error:
+        raise RunDirectoryError(f"run directory {directory.path}: {_explain(error)}") from error
+    return OpenRun(directory, spec, next_attempt(directory.events), lock_fd)
+
+
+def _explain(error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "the disk is full; free some space and start again: whatever was saved before is intact"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"{error.strerror}; give another place with --set run_dir=..."
+    return str(error)
+
+
+def _lock(path: Path) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
+        os.close(fd)
+        raise RunDirectoryError(
+            f"run directory {path.parent} is being trained by {holder}; wait for it, or give another "
+            "with --set run_dir=..."
+        ) from None
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    return fd
+
+
+def _check_owner(directory: RunDirectory, spec: RunSpec, fingerprint: str) -> None:
+    if not directory.record.exists():
+        strangers = {entry.name for entry in directory.path.iterdir()} - {"lock"}
+        if strangers:
+            raise RunDirectoryError(
+                f"{directory.path} is not a run directory but holds {', '.join(sorted(strangers)[:3])}; "
+                "give an empty or new one with --set run_dir=..."
+            )
+        return
+    record = json.loads(directory.record.read_text())
+    remedy = "give another run directory with --set run_dir=..., or undo the change"
+    if record["identity"] != identity(spec):
+        found = differences(read_resolved(directory), spec)
+        raise RunDirectoryError(
+            f"run directory {directory.path} belongs to another run; {remedy}:\n"
+            + "\n".join(f"  {line}" for line in found)
+        )
+    if record["data_fingerprint"] != fingerprint:
+        raise RunDirectoryError(
+            f"run directory {directory.path} was trained on other data "
+            f"({record['data_fingerprint'][:12]}, not {fingerprint[:12]}); {remedy}"
+        )
+
+
+def read_resolved(directory: RunDirectory) -> RunSpec:
+    """The resolved run of a run directory. Raises ``RunDirectoryError`` if there is none or it is damaged."""
+    try:
+        table = tomllib.loads(directory.run_file.read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise RunDirectoryError(f"{directory.path} is not a run directory: {error}") from error
+    spec, problems = spec_from_table({**table, "model": {**table.get("model", {}), "preset": ""}}, {})
+    if spec is None:
+        raise RunDirectoryError(f"{directory.run_file} is damaged: {'; '.join(map(str, problems))}")
+    return spec
+
+
+def _copy_tokenizer(source: Path, target: Path) -> None:
+    target.mkdir(exist_ok=True)
+    for file in source.glob("tokenizer*.json"):
+        shutil.copyfile(file, target / file.name)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a small file so that a crash leaves either the old or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

@@ -1,0 +1,160 @@
+"""One optimiser step: every slot's gradient, their sum, its norm, the update.
+
+Everything that is summed over ranks here is summed in a way that does not show how many there were: gradients in tree
+order (``phalanx.parallel``), the gradient's norm by exact addition, losses slot by slot in the order of slots.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from phalanx.observe.ledger import Bucket, Ledger
+from phalanx.parallel import exact_sum
+from phalanx.parallel.data_parallel import DataParallel, Round, gradients
+from phalanx.run.spec import RunSpec
+from phalanx.train.adamw import AdamW
+from phalanx.train.learning_rate import multiplier
+from phalanx.train.loss import IGNORE, summed_cross_entropy
+
+Batches = Iterator[NDArray[np.int64]]
+"""The samples ``(sequences, seq_len + 1)`` of each of this rank's rounds, step after step."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What came of a step."""
+
+    loss: float
+    """Mean cross-entropy of the batch, in nats a token."""
+    grad_norm: float
+    """Before clipping; infinite if anything was infinite or not a number."""
+    tokens: int
+    lr: float
+    applied: bool
+    """Whether the weights were changed: not if the loss or the gradient was not finite."""
+    stop_requested: bool
+    """Whether any rank was asked to stop."""
+    nonfinite: tuple[str, ...] = ()
+    """Where the step was not applied: which slots or parameters were to blame, as this rank sees it."""
+
+
+@dataclass
+class Stepper:
+    """Runs steps of one run on one rank."""
+
+    spec: RunSpec
+    model: DataParallel
+    optimizer: AdamW
+    parameter_count: int
+    rounds: list[Round]
+    """What this rank computes in each step."""
+    batches: Batches
+    ledger: Ledger
+    updates: int = 0
+    """Updates applied so far; what Adam's bias correction counts."""
+    before_update: Callable[[], None] = lambda: None
+    """Called before weights change; a checkpoint may still be reading them."""
+
+    def __post_init__(self) -> None:
+        self._device = self.model.mesh.device
+        train = self.spec.train
+        # A slot's loss is scaled by what it holds when nothing is masked: a constant of the run, so that its
+        # gradient does not wait for the batch's token count. The rest of the factor comes after the sum.
+        self._slot_tokens = train.batch_size // train.slots * train.seq_len
+
+    def run(self, number: int, *, stop_requested: bool) -> StepReport:
+        """Step ``number``, from 1. On every rank of the mesh, in step."""
+        losses, tokens = self._slots()
+        with self.ledger.bucket(Bucket.COMM_EXPOSED_DP):
+            loss, count, stop = self._sum_up(losses, tokens, stop_requested)
+            norm = self._gradient_norm(self._slot_tokens / count)
+        lr = self.spec.optimizer.lr * multiplier(self.spec.schedule, number, self.spec.train.steps)
+        applied = math.isfinite(loss) and math.isfinite(norm)
+        blamed = () if applied else self._to_blame(losses)
+        if applied:
+            with self.ledger.bucket(Bucket.STEP_OPTIMIZER):
+                self.before_update()
+                self.updates += 1
+                self.optimizer.step(self.updates, lr, self._slot_tokens / count * self._clipping(norm))
+        self.model.abandon()
+        return StepReport(loss, norm, count, lr, applied, stop, blamed)
+
+    def _slots(self) -> tuple[Tensor, Tensor]:
+        """Forward and backward of this rank's slots: each slot's summed loss and tokens, zero for others' slots."""
+        losses = torch.zeros(self.spec.train.slots, dtype=torch.float64, device=self._device)
+        tokens = torch.zeros(self.spec.train.slots, dtype=torch.float64, device=self._device)
+        for current in self.rounds:
+            with self.ledger.bucket(Bucket.STEP_DATA_WAIT):
+                samples = torch.from_numpy(next(self.batches))
+            with self.ledger.bucket(Bucket.STEP_COMPUTE):
+                loss, count = self._slot(current, samples.to(self._device, non_blocking=True))
+                if current.counts:
+                    losses[current.slot], tokens[current.slot] = loss.double(), count
+                # On a CPU, collectives ran inside forward and backward; they were no computing.
+                waited_ns = self.model.clock.take_ns()
+            self.ledger.reassign(Bucket.STEP_COMPUTE, Bucket.COMM_EXPOSED_DP, waited_ns)
+        return losses, tokens
+
+    def _slot(self, current: Round, samples: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient of one slot, micro-batch by micro-batch: its summed loss and its number of targets."""
+        size = self.spec.train.micro_batch_size or len(samples)
+        micro_batches = torch.split(samples, size)
+        self.model.begin(current)
+        total = torch.zeros((), device=self._device)
+        count = torch.zeros((), dtype=torch.int64, device=self._device)
+        for position, micro_batch in enumerate(micro_batches):
+            targets = micro_batch[:, 1:]
+            readout = partial(summed_cross_entropy, targets=targets, chunk=self.spec.train.loss_chunk)
+            loss = self.model.module(micro_batch[:, :-1], readout)
+            self.model.before_backward(last_micro_batch=position == len(micro_batches) - 1)
+            (loss * (self.model.loss_weight(current) / self._slot_tokens)).backward()
+            total += loss.detach()
+            count += (targets != IGNORE).sum()
+        self.model.end(current)
+        return total, count
+
+    def _sum_up(self, losses: Tensor, tokens: Tensor, stop_requested: bool) -> tuple[float, int, bool]:
+        """Mean loss and token count of the batch, and whether anybody was asked to stop."""
+        stop = torch.full((1,), float(stop_requested), dtype=torch.float64, device=self._device)
+        everything = torch.cat((losses, tokens, stop))
+        # Each number comes from one rank and is zero on all others, so this sum rounds nothing.
+        dist.all_reduce(everything)
+        *values, stops = everything.tolist()
+        slots = self.spec.train.slots
+        count = round(math.fsum(values[slots:]))
+        return math.fsum(values[:slots]) / count if _finite(values) else math.nan, count, stops > 0
+
+    def _gradient_norm(self, scale: float) -> float:
+        held = list(gradients(self.model.module).values())
+        group = self.model.mesh.shard_group
+        return exact_sum.norm(held, self.parameter_count, self._device, group) * scale
+
+    def _clipping(self, norm: float) -> float:
+        limit = self.spec.optimizer.clip_norm
+        return min(1.0, limit / norm) if limit and norm else 1.0
+
+    def _to_blame(self, losses: Tensor) -> tuple[str, ...]:
+        """Which slots' losses and which parameters' gradients are not finite, on any rank."""
+        mine = [
+            f"loss of slot {slot}" for slot, loss in enumerate(losses.tolist()) if not math.isfinite(loss)
+        ]
+        for name, gradient in gradients(self.model.module).items():
+            bad = int((~torch.isfinite(gradient)).sum())
+            if bad:
+                mine.append(f"gradient of {name} ({bad} of {gradient.numel()} elements)")
+        everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everywhere, mine)
+        return tuple(dict.fromkeys(line for lines in everywhere for line in lines))
+
+
+def _finite(values: list[float]) -> bool:
+    return all(math.isfinite(value) for value in values)

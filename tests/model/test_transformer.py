@@ -1,0 +1,115 @@
+"""The model and its cache: causal, independent of the batch, and the same in one piece or in many."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from model.initialised import initialised
+from phalanx.model.cache import empty_cache
+from phalanx.model.shape import resolve
+from phalanx.model.transformer import Transformer
+from phalanx.run.spec import ModelSpec
+
+SMALL = ModelSpec(layers=2, dim=32, heads=4, kv_heads=2, vocab_size=40, init_std=0.3)
+SPECS = {
+    "llama": SMALL,
+    "tied, qk norm": replace(SMALL, tie_embeddings=True, qk_norm=True),
+    "gpt": replace(SMALL, ffn="gelu", kv_heads=4, attention_bias=True, ffn_bias=True),
+}
+each_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+
+
+def tokens(batch: int, seq: int) -> Tensor:
+    return torch.randint(SMALL.vocab_size, (batch, seq), generator=torch.Generator().manual_seed(batch * seq))
+
+
+@each_spec
+def test_a_token_changes_nothing_before_it(spec: ModelSpec) -> None:
+    model, text = initialised(spec), tokens(1, 20)
+    before = model(text)
+    text[0, 12] = (text[0, 12] + 1) % SMALL.vocab_size
+    after = model(text)
+    torch.testing.assert_close(after[:, :12], before[:, :12])
+    assert ((after - before)[0, 12:].abs().amax(dim=-1) > 1e-3).all()
+
+
+@each_spec
+def test_sequences_of_a_batch_do_not_see_each_other(spec: ModelSpec) -> None:
+    model, text = initialised(spec), tokens(3, 15)
+    alone = torch.cat([model(text[row : row + 1]) for row in range(3)])
+    torch.testing.assert_close(model(text), alone, rtol=1e-4, atol=1e-5)
+
+
+@each_spec
+def test_order_matters(spec: ModelSpec) -> None:
+    model = initialised(spec)
+    one, other = model(torch.tensor([[1, 2, 3]])), model(torch.tensor([[2, 1, 3]]))
+    assert (one[0, -1] - other[0, -1]).abs().max() > 1e-3
+
+
+@each_spec
+@given(pieces=st.lists(st.integers(1, 9), min_size=1, max_size=6))
+@settings(max_examples=15)
+def test_a_text_through_the_cache_in_any_pieces_gives_the_logits_of_the_whole(
+    spec: ModelSpec, pieces: list[int]
+) -> None:
+    model, text = initialised(spec), tokens(2, sum(pieces))
+    cache = empty_cache(model.spec, 2, sum(pieces), torch.device("cpu"))
+    parts = [model(part, cache=cache) for part in text.split(pieces, dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), model(text), rtol=1e-3, atol=1e-4)
+    assert {layer.length for layer in cache} == {sum(pieces)}
+
+
+def test_the_readout_is_given_the_last_hidden_states_and_the_output_projection() -> None:
+    for spec in SPECS.values():
+        model = initialised(spec)
+        seen: list[Tensor] = []
+
+        def readout(hidden: Tensor, weight: Tensor, seen: list[Tensor] = seen) -> Tensor:
+            seen.extend((hidden, weight))
+            return hidden.sum()
+
+        assert model(tokens(2, 5), readout).shape == ()
+        hidden, weight = seen
+        assert hidden.shape == (2, 5, spec.dim)
+        expected = (
+            model.embedding.weight if spec.tie_embeddings else dict(model.named_parameters())["head.weight"]
+        )
+        assert weight is expected
+
+
+def test_a_model_on_the_meta_device_has_no_data() -> None:
+    with torch.device("meta"):
+        model = Transformer(resolve(SMALL))
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_cache_returns_all_that_was_stored_in_order() -> None:
+    (layer, *_) = empty_cache(resolve(SMALL), 2, 6, torch.device("cpu"))
+    keys, values = torch.randn(2, 2, 2, 6, 8).unbind()
+    for start, stop in ((0, 3), (3, 4), (4, 6)):
+        held = layer.append(keys[:, :, start:stop], values[:, :, start:stop])
+        assert torch.equal(held[0], keys[:, :, :stop])
+        assert torch.equal(held[1], values[:, :, :stop])
+
+
+def test_a_full_cache_refuses_more_and_keeps_what_it_has() -> None:
+    (layer, *_) = empty_cache(resolve(SMALL), 1, 4, torch.device("cpu"))
+    layer.append(torch.ones(1, 2, 3, 8), torch.ones(1, 2, 3, 8))
+    with pytest.raises(ValueError, match="the cache holds 4 tokens, and 5 were asked for"):
+        layer.append(torch.zeros(1, 2, 2, 8), torch.zeros(1, 2, 2, 8))
+    assert layer.length == 3
+
+
+def test_layers_have_caches_of_their_own_in_the_format_asked_for() -> None:
+    cache = empty_cache(resolve(SMALL), 1, 4, torch.device("cpu"), torch.bfloat16)
+    assert len(cache) == SMALL.layers
+    one = torch.ones(1, 2, 1, 8, dtype=torch.bfloat16)
+    assert cache[0].append(one, one)[0].dtype == torch.bfloat16
+    assert [layer.length for layer in cache] == [1, 0]

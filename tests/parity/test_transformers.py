@@ -1,0 +1,104 @@
+"""The model against `transformers`: the same weights give the same logits and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from parity.hf_models import CONFIGS, hf_model, our_model, random_tokens
+from phalanx.checkpoint.huggingface_config import hf_config_of, hf_name, parameter_name, spec_of
+from phalanx.model.cache import empty_cache
+from phalanx.model.counts import count
+from phalanx.model.presets import PRESETS
+from phalanx.model.shape import parameters, resolve
+
+TOLERANCE = 1e-5  # relative to the largest element
+
+each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+
+
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@each_config
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_logits_are_those_of_transformers(config: Any, attention: str) -> None:
+    theirs = hf_model(config, attention=attention)
+    ours = our_model(theirs)
+    tokens = random_tokens(ours.spec, batch=2, seq=96)
+    with torch.no_grad():
+        assert difference(ours(tokens), theirs(tokens).logits) < TOLERANCE
+
+
+@each_config
+def test_every_gradient_is_that_of_transformers(config: Any) -> None:
+    theirs = hf_model(config)
+    ours = our_model(theirs)
+    tokens = random_tokens(ours.spec, batch=2, seq=33)
+    cross_entropy(theirs(tokens[:, :-1]).logits, tokens[:, 1:]).backward()
+    cross_entropy(ours(tokens[:, :-1]), tokens[:, 1:]).backward()
+    expected = {parameter_name(name): parameter.grad for name, parameter in theirs.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        assert parameter.grad is not None
+        # A bias of the keys shifts every score alike: its gradient is rounding noise around zero.
+        scale = expected[name.replace(".bias", ".weight")].abs().max()
+        assert float((parameter.grad - expected[name]).abs().max() / scale) < TOLERANCE, name
+
+
+@each_config
+def test_decoding_with_the_cache_gives_the_logits_of_transformers(config: Any) -> None:
+    theirs = hf_model(config)
+    ours = our_model(theirs)
+    tokens = random_tokens(ours.spec, batch=2, seq=24)
+    cache = empty_cache(ours.spec, 2, 24, torch.device("cpu"))
+    with torch.no_grad():
+        pieces = [ours(piece, cache=cache) for piece in tokens.split([13, 1, 1, 5, 4], dim=1)]
+        assert difference(torch.cat(pieces, dim=1), theirs(tokens).logits) < TOLERANCE
+
+
+@each_config
+def test_weights_go_there_and_back_bit_for_bit(config: Any) -> None:
+    theirs = hf_model(config)
+    ours = our_model(theirs)
+    back = hf_model(config, seed=1)
+    back.load_state_dict({hf_name(name): value for name, value in ours.named_parameters()}, strict=False)
+    for (name, first), (_, second) in zip(theirs.named_parameters(), back.named_parameters(), strict=True):
+        assert torch.equal(first, second), name
+
+
+@each_config
+def test_parameters_are_those_of_transformers_with_the_same_shapes(config: Any) -> None:
+    theirs = {name: tuple(value.shape) for name, value in hf_model(config).named_parameters()}
+    spec = spec_of(config.to_dict())
+    assert {hf_name(parameter.name): parameter.shape for parameter in parameters(spec)} == theirs
+
+
+@each_config
+def test_a_config_that_is_read_and_written_describes_the_same_model(config: Any) -> None:
+    spec = spec_of(config.to_dict())
+    assert spec_of(hf_config_of(spec)) == spec
+    again = type(config).from_dict(hf_config_of(spec, max_seq_len=config.max_position_embeddings)).to_dict()
+    original = config.to_dict()
+    ignored = {"architectures", "dtype"}  # of a model that was built, not of a configuration
+    assert {k: v for k, v in again.items() if k not in ignored} == {
+        k: v for k, v in original.items() if k not in ignored
+    }
+
+
+@pytest.mark.parametrize("preset", [name for name, spec in PRESETS.items() if spec.ffn == "swiglu"])
+def test_a_preset_is_a_model_of_transformers_with_as_many_parameters(preset: str) -> None:
+    spec = resolve(PRESETS[preset], vocab_size=4096)
+    config = AutoConfig.for_model(**hf_config_of(spec))
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(config)
+    assert sum(parameter.numel() for parameter in theirs.parameters()) == count(spec, 1).parameters

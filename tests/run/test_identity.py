@@ -1,0 +1,140 @@
+"""What makes two starts the same run: every field of the run, none of the fleet."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+from hypothesis import given, settings
+
+from phalanx.model.presets import PRESETS
+from phalanx.run.identity import differences, identity, run_owned
+from phalanx.run.read import FieldType, field_types
+from phalanx.run.spec import RopeScalingSpec, RunSpec
+from run.specs import run_specs
+
+BASE = dataclasses.replace(
+    RunSpec(), model=dataclasses.replace(RunSpec().model, rope_scaling=RopeScalingSpec(), vocab_size=512)
+)
+
+
+def leaves(section: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldType, Any]]:
+    """Every field of a run with its path, its type and its value."""
+    known = field_types(type(section))
+    for item in fields(section):
+        value = getattr(section, item.name)
+        if is_dataclass(value):
+            yield from leaves(value, (*prefix, item.name))
+        else:
+            yield (*prefix, item.name), known[item.name], value
+
+
+def another(kind: Any, value: Any) -> Any:
+    """A value of the same type that differs."""
+    if get_origin(kind) is Literal:
+        return next((option for option in get_args(kind) if option != value), None)
+    if get_origin(kind) is tuple:
+        return (*value, "another")
+    return {
+        bool: lambda v: not v,
+        int: lambda v: v + 1,
+        float: lambda v: v * 1.5 + 0.1,
+        str: lambda v: v + "x",
+    }[kind](value)
+
+
+def changed(section: Any, path: tuple[str, ...], value: Any) -> Any:
+    head, *rest = path
+    inner = changed(getattr(section, head), tuple(rest), value) if rest else value
+    return dataclasses.replace(section, **{head: inner})
+
+
+ALL = {".".join(path): (path, kind, value) for path, kind, value in leaves(BASE)}
+# A type with one value only cannot be changed; today that is the name of the only optimiser.
+CHANGEABLE = {name: entry for name, entry in ALL.items() if another(entry[1].plain, entry[2]) is not None}
+RUN_FIELDS = [
+    name for name, entry in CHANGEABLE.items() if not entry[1].fleet_owned and name != "model.preset"
+]
+FLEET_FIELDS = [name for name, entry in CHANGEABLE.items() if entry[1].fleet_owned]
+
+
+def with_another(name: str) -> RunSpec:
+    path, kind, value = ALL[name]
+    spec: RunSpec = changed(BASE, path, another(kind.plain, value))
+    assert spec != BASE
+    return spec
+
+
+def test_nothing_escapes_the_two_lists() -> None:
+    assert set(ALL) - set(RUN_FIELDS) - set(FLEET_FIELDS) == {"model.preset", "optimizer.name"}
+
+
+@pytest.mark.parametrize("name", RUN_FIELDS)
+def test_every_field_of_the_run_is_part_of_its_identity(name: str) -> None:
+    other = with_another(name)
+    assert identity(other) != identity(BASE)
+    assert [line.split(":")[0] for line in differences(BASE, other)] == [name]
+
+
+@pytest.mark.parametrize("name", FLEET_FIELDS)
+def test_no_field_of_the_fleet_is_part_of_a_runs_identity(name: str) -> None:
+    other = with_another(name)
+    assert identity(other) == identity(BASE)
+    assert differences(BASE, other) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["parallel.ranks", "parallel.sharding", "parallel.shard_ranks", "checkpoint.every_steps", "data.path"],
+)
+def test_how_the_run_is_computed_and_kept_belongs_to_the_fleet(name: str) -> None:
+    assert name in FLEET_FIELDS
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "train.slots",
+        "train.micro_batch_size",
+        "train.loss_chunk",
+        "runtime.threads",
+        "runtime.seed",
+        "model.init_std",
+    ],
+)
+def test_whatever_reaches_the_bits_belongs_to_the_run(name: str) -> None:
+    assert name in RUN_FIELDS
+
+
+def test_the_name_of_a_preset_says_nothing_that_its_fields_do_not() -> None:
+    preset = PRESETS["llama3-8b"]
+    named, unnamed = (
+        dataclasses.replace(BASE, model=model) for model in (preset, dataclasses.replace(preset, preset=""))
+    )
+    assert identity(named) == identity(unnamed)
+
+
+def test_a_difference_shows_both_values() -> None:
+    assert differences(BASE, with_another("train.steps")) == ["train.steps: 100 != 101"]
+
+
+def test_stretching_that_is_there_or_not_is_a_difference() -> None:
+    without = dataclasses.replace(BASE, model=dataclasses.replace(BASE.model, rope_scaling=None))
+    assert identity(without) != identity(BASE)
+    assert any(line.startswith("model.rope_scaling.factor") for line in differences(without, BASE))
+
+
+@given(run_specs(), run_specs())
+@settings(max_examples=50)
+def test_identities_are_equal_exactly_when_nothing_differs(one: RunSpec, other: RunSpec) -> None:
+    assert (identity(one) == identity(other)) == (differences(one, other) == [])
+    assert (identity(one) == identity(other)) == (run_owned(one) == run_owned(other))
+    assert identity(one) == identity(dataclasses.replace(one))
+
+
+def test_an_identity_is_a_sha256_in_hex() -> None:
+    assert len(identity(BASE)) == 64
+    int(identity(BASE), 16)

@@ -1,0 +1,273 @@
+"""The reader of run files: everything that is wrong is said at once, and nothing is read that was not written."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.model.presets import PRESETS
+from phalanx.model.shape import resolve
+from phalanx.run.check import check
+from phalanx.run.problems import Problem, RunFileError
+from phalanx.run.read import read_run, replace_at, spec_from_table, to_table
+from phalanx.run.spec import ModelSpec, RunSpec
+from run.specs import run_specs
+
+
+def problems_of(text: str, *overrides: str, folder: Path) -> dict[str, Problem]:
+    path = folder / "run.toml"
+    path.write_text(text)
+    with pytest.raises(RunFileError) as caught:
+        read_run(path, PRESETS, overrides)
+    return {problem.path: problem for problem in caught.value.problems}
+
+
+def read(text: str, *overrides: str, folder: Path) -> RunSpec:
+    path = folder / "run.toml"
+    path.write_text(text)
+    return read_run(path, PRESETS, overrides)
+
+
+# What is read
+
+
+def test_an_empty_file_is_the_default_run(tmp_path: Path) -> None:
+    assert read("", folder=tmp_path) == RunSpec()
+
+
+@given(run_specs())
+@settings(max_examples=100)
+def test_a_run_that_is_written_as_toml_reads_back_equal(spec: RunSpec) -> None:
+    table = tomllib.loads(tomli_w.dumps(to_table(spec)))
+    again, problems = spec_from_table(table, PRESETS)
+    # What a drawn run breaks are rules between fields; each field by itself reads back.
+    assert problems == check(spec)
+    assert again == (None if problems else spec)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_read_as_its_fields(name: str, tmp_path: Path) -> None:
+    assert read(f'[model]\npreset = "{name}"', folder=tmp_path).model == PRESETS[name]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_resolved_preset_that_is_written_as_toml_reads_back_equal(name: str, tmp_path: Path) -> None:
+    model = resolve(PRESETS[name], vocab_size=512)
+    assert read(tomli_w.dumps({"model": to_table(model)}), folder=tmp_path).model == model
+
+
+def test_fields_beside_a_preset_override_it(tmp_path: Path) -> None:
+    model = read('[model]\npreset = "llama3-8b"\nlayers = 2\n', folder=tmp_path).model
+    assert model == dataclasses.replace(PRESETS["llama3-8b"], layers=2)
+
+
+def test_a_whole_number_is_read_as_a_float_where_a_float_belongs(tmp_path: Path) -> None:
+    lr = read("[optimizer]\nlr = 1", folder=tmp_path).optimizer.lr
+    assert lr == 1.0
+    assert isinstance(lr, float)
+
+
+def test_a_single_string_is_read_as_a_list_of_one(tmp_path: Path) -> None:
+    assert read('[data]\ncorpus = "a.txt"', folder=tmp_path).data.corpus == ("a.txt",)
+
+
+# Overrides
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "name", "value"),
+    [
+        ("optimizer.lr=3e-4", "optimizer", "lr", 3e-4),
+        ("train.steps = 70", "train", "steps", 70),
+        ("runtime.compile=true", "runtime", "compile", True),
+        ("parallel.sharding=zero2", "parallel", "sharding", "zero2"),
+        ('parallel.sharding="zero2"', "parallel", "sharding", "zero2"),
+        ("data.path=/some/folder", "data", "path", "/some/folder"),
+        ('data.corpus=["a", "b"]', "data", "corpus", ("a", "b")),
+        ("sample.prompt=", "sample", "prompt", ""),
+        ("sample.prompt=a=b", "sample", "prompt", "a=b"),
+    ],
+)
+def test_an_override_sets_one_field(
+    override: str, section: str, name: str, value: object, tmp_path: Path
+) -> None:
+    spec = read("", override, folder=tmp_path)
+    assert getattr(getattr(spec, section), name) == value
+    assert replace_at(RunSpec(), f"{section}.{name}", value) == spec
+
+
+def test_an_override_wins_over_the_file_and_a_later_one_over_an_earlier(tmp_path: Path) -> None:
+    spec = read("[train]\nsteps = 50\nseq_len = 64", "train.steps=60", "train.steps=70", folder=tmp_path)
+    assert (spec.train.steps, spec.train.seq_len) == (70, 64)
+
+
+def test_an_override_may_name_a_preset_or_a_nested_field(tmp_path: Path) -> None:
+    spec = read("", "model.preset=llama3-8b", "model.rope_scaling.factor=2", folder=tmp_path)
+    assert spec.model.layers == 32
+    assert spec.model.rope_scaling is not None
+    assert spec.model.rope_scaling.factor == 2.0
+
+
+def test_an_override_without_an_equals_sign_is_explained(tmp_path: Path) -> None:
+    problem = problems_of("", "train.steps", folder=tmp_path)["train.steps"]
+    assert "section.field=value" in problem.found
+
+
+def test_an_override_of_something_that_is_not_a_table_is_explained(tmp_path: Path) -> None:
+    problem = problems_of("name = 'x'", "name.first=3", folder=tmp_path)["name.first"]
+    assert "name is not a table" in problem.found
+
+
+def test_a_wrong_override_is_reported_like_a_wrong_field(tmp_path: Path) -> None:
+    problem = problems_of("", "optimizer.learning_rat=1", "train.steps=0", folder=tmp_path)
+    assert set(problem) == {"optimizer.learning_rat", "train.steps"}
+
+
+# What is refused
+
+
+def test_three_mistakes_are_reported_at_once_with_path_range_and_nearest_name(tmp_path: Path) -> None:
+    text = """
+    [optimizer]
+    lr = -1.0
+    [trian]
+    steps = 3
+    [parallel]
+    sharding = "zero4"
+    """
+    found = problems_of(text, folder=tmp_path)
+    assert set(found) == {"optimizer.lr", "trian", "parallel.sharding"}
+    assert found["optimizer.lr"].found == "-1.0 is out of range"
+    assert found["optimizer.lr"].remedy == "must be above 0"
+    assert found["trian"].remedy == "did you mean train?"
+    assert "'none', 'zero2', 'zero3'" in found["parallel.sharding"].remedy
+    assert "did you mean 'zero" in found["parallel.sharding"].remedy
+
+
+def test_the_message_names_the_file_and_every_problem(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("[train]\nsteps = 0\nseqlen = 3\n")
+    with pytest.raises(RunFileError) as caught:
+        read_run(path, PRESETS)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"{path}: 2 problems"
+    assert lines[1:] == [
+        "  train.steps: 0 is out of range (must be at least 1)",
+        "  train.seqlen: there is no such field (did you mean seq_len?)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "found", "remedy"),
+    [
+        ("[train]\nsteps = 1.5", "train.steps", "1.5 is not a whole number", "must be a whole number"),
+        ("[train]\nsteps = true", "train.steps", "True is not", "a whole number"),
+        ("[train]\nsteps = '9'", "train.steps", "'9' is not", "a whole number"),
+        ("[optimizer]\nlr = inf", "optimizer.lr", "inf is not", "a finite number"),
+        ("[optimizer]\nlr = nan", "optimizer.lr", "nan is not", "a finite number"),
+        (f"[optimizer]\nlr = 1{'0' * 400}", "optimizer.lr", "is not", "a finite number"),
+        ("[optimizer]\nlr = false", "optimizer.lr", "False is not", "a number"),
+        ("[runtime]\ncompile = 1", "runtime.compile", "1 is not", "true or false"),
+        ("name = 3", "name", "3 is not", 'a string in "quotes"'),
+        ("[data]\ncorpus = 3", "data.corpus", "3 is not", "a list"),
+        ("[data]\ncorpus = ['a', 3]", "data.corpus[1]", "3 is not", "a string"),
+        ("[observe]\nsinks = ['wand']", "observe.sinks[0]", "'wand' is not known", "did you mean 'wandb'?"),
+        ("train = 3", "train", "3 is not", "a table [train]"),
+        ("[model]\nrope_scaling = true", "model.rope_scaling", "True is not", "a table [model.rope_scaling]"),
+        (
+            "[model.rope_scaling]\nfacto = 1",
+            "model.rope_scaling.facto",
+            "no such field",
+            "did you mean factor?",
+        ),
+        ("[optimizer]\nbeta1 = 1.0", "optimizer.beta1", "1.0 is out of range", "at least 0 and below 1"),
+        (
+            "[model]\npreset = 'llama3-9b'",
+            "model.preset",
+            "'llama3-9b' is not known",
+            "did you mean 'llama3-8b'?",
+        ),
+        ("[model]\npreset = 8", "model.preset", "8 is not known", "one of 'toy-4m'"),
+        ("zzz = 1", "zzz", "no such field", "known here: checkpoint, data"),
+    ],
+)
+def test_a_mistake_is_explained(text: str, path: str, found: str, remedy: str, tmp_path: Path) -> None:
+    problems = problems_of(text, folder=tmp_path)
+    assert set(problems) == {path}
+    assert found in problems[path].found
+    assert remedy in problems[path].remedy
+
+
+def test_a_rule_is_not_reported_on_top_of_the_mistake_that_broke_it(tmp_path: Path) -> None:
+    # The misread batch size falls back to its default, of which 7 slots would not be a divisor.
+    assert set(problems_of("[train]\nbatch_size = 'x'\nslots = 7", folder=tmp_path)) == {"train.batch_size"}
+
+
+def test_rules_between_fields_are_reported_together_with_other_mistakes(tmp_path: Path) -> None:
+    found = problems_of("[train]\nbatch_size = 32\nslots = 7\n[optimizer]\nlr = 0", folder=tmp_path)
+    assert set(found) == {"train.slots", "optimizer.lr"}
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunFileError, match="there is no file"):
+        read_run(tmp_path / "gone.toml", PRESETS)
+
+
+def test_a_directory_is_not_a_run_file(tmp_path: Path) -> None:
+    with pytest.raises(RunFileError, match="is a directory"):
+        read_run(tmp_path, PRESETS)
+
+
+def test_a_path_through_a_file_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("")
+    with pytest.raises(RunFileError, match="cannot be read: Not a directory"):
+        read_run(tmp_path / "run.toml" / "run.toml", PRESETS)
+
+
+@pytest.mark.parametrize("data", [b"[train\nsteps = 3", b"steps = ", b"\xff\xfe\x00"])
+def test_what_is_not_toml_is_explained(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_bytes(data)
+    with pytest.raises(RunFileError, match="not valid TOML"):
+        read_run(tmp_path / "run.toml", PRESETS)
+
+
+json_values: Any = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+fields = st.sampled_from(
+    [
+        f"{section}.{name}"
+        for section, table in to_table(RunSpec()).items()
+        if isinstance(table, dict)
+        for name in table
+    ]
+)
+
+
+@given(st.dictionaries(fields, json_values, min_size=1, max_size=4))
+@settings(max_examples=200)
+def test_whatever_stands_in_a_field_is_read_or_reported_and_never_raises(values: dict[str, object]) -> None:
+    table: dict[str, Any] = {}
+    for path, value in values.items():
+        section, name = path.split(".")
+        table.setdefault(section, {})[name] = value
+    spec, problems = spec_from_table(table, PRESETS)
+    assert (spec is None) == bool(problems)
+    for problem in problems:
+        assert problem.path
+        assert problem.found
+        assert problem.remedy
+
+
+def test_a_model_section_alone_can_be_written_and_read(tmp_path: Path) -> None:
+    model = ModelSpec(layers=3, vocab_size=99)
+    assert read(tomli_w.dumps({"model": to_table(model)}), folder=tmp_path).model == model

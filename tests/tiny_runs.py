@@ -1,0 +1,130 @@
+"""Tiny runs for tests: a model of a few thousand weights on a corpus of a few thousand tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from phalanx.data.corpus import Document
+from phalanx.data.index import read_index
+from phalanx.data.prepare import prepare
+from phalanx.run.spec import (
+    CheckpointSpec,
+    DataSpec,
+    EvalSpec,
+    ModelSpec,
+    OptimizerSpec,
+    ParallelSpec,
+    RunSpec,
+    RuntimeSpec,
+    ScheduleSpec,
+    TrainSpec,
+)
+from phalanx.train.prepare import resolve
+
+TINY_MODEL = ModelSpec(layers=2, dim=32, heads=4, kv_heads=2, ffn_dim=64, tie_embeddings=True)
+
+
+def make_dataset(folder: Path) -> Path:
+    """A prepared dataset of byte tokens: pseudo-random words, the same every time."""
+    words = [hashlib.sha256(str(n).encode()).hexdigest()[: 2 + n % 5] for n in range(400)]
+    documents = [
+        Document(f"document-{n}", " ".join(words[(n * 7 + i * i) % 400] for i in range(120)))
+        for n in range(60)
+    ]
+    prepare(documents, folder, tokenizer="bytes", held_out_fraction=0.1)
+    return folder
+
+
+def tiny_run(dataset: Path, run_dir: Path, steps: int = 6, **train: Any) -> RunSpec:
+    """A resolved run on ``dataset`` that clips, decays, evaluates and saves."""
+    spec = RunSpec(
+        name="tiny",
+        run_dir=str(run_dir),
+        model=TINY_MODEL,
+        data=DataSpec(path=str(dataset)),
+        train=TrainSpec(
+            steps=steps, batch_size=16, seq_len=24, slots=8, micro_batch_size=1, loss_chunk=16, **train
+        ),
+        optimizer=OptimizerSpec(lr=1e-2, weight_decay=0.1, clip_norm=0.5),
+        schedule=ScheduleSpec(warmup_steps=2),
+        runtime=RuntimeSpec(device="cpu", seed=3),
+        checkpoint=CheckpointSpec(every_steps=2, keep_last=3),
+        evaluation=EvalSpec(every_steps=2, sequences=5),
+    )
+    return resolve(spec, read_index(dataset), Path("tiny.toml"))
+
+
+def on_layout(spec: RunSpec, sharding: str, shard_ranks: int) -> RunSpec:
+    """The same run, held differently by the fleet."""
+    parallel = ParallelSpec(sharding=sharding, shard_ranks=shard_ranks)  # type: ignore[arg-type]
+    return dataclasses.replace(spec, parallel=parallel)
+
+
+def train_on_this_rank(spec: RunSpec, stop_before_step: int | None = None) -> dict[str, Any] | None:
+    """Runs ``spec`` as one rank of the current process group, in its run directory; as a worker process does.
+
+    ``stop_before_step`` breaks the run off without saving, as a crash would: whatever is not durable is lost.
+    """
+    import os
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    from phalanx.observe.event_log import EventLog, next_attempt
+    from phalanx.observe.ledger import Ledger
+    from phalanx.train.assemble import assemble
+    from phalanx.train.interrupt import StopRequest
+    from phalanx.train.loop import train
+    from phalanx.train.reporter import Reporter
+    from phalanx.train.run_directory import RunDirectory, open_run
+
+    opened: list[Any] = [None]
+    lock_fd = -1
+    if dist.get_rank() == 0:
+        run = open_run(spec, read_index(Path(spec.data.path)).fingerprint, Path(spec.data.path))
+        lock_fd = run.lock_fd
+        opened = [next_attempt(run.directory.events)]
+    dist.broadcast_object_list(opened, src=0)
+    directory = RunDirectory(Path(spec.run_dir))
+    reporter = Reporter(EventLog(directory.events, opened[0]) if dist.get_rank() == 0 else None)
+    device = torch.device("cpu")
+    ledger = Ledger(time.monotonic_ns())
+    training = assemble(spec, directory, opened[0], device, reporter, ledger, StopRequest())
+    if stop_before_step is not None:
+        training.model = Crashing(training.model, stop_before_step, len(training.rounds), training)
+    try:
+        return train(training)
+    except BrokenOffError:
+        training.saver.wait()
+        return None
+    finally:
+        training.saver.close()
+        reporter.close()
+        if lock_fd >= 0:
+            os.close(lock_fd)
+
+
+class BrokenOffError(Exception):
+    """Raised where a crash is simulated."""
+
+
+class Crashing:
+    """A spread model that fails in the middle of a step; everything else it passes on."""
+
+    def __init__(self, model: Any, step: int, rounds: int, training: Any) -> None:
+        restored = training.restored.step if training.restored else 0
+        self._model, self._left = model, (step - 1 - restored) * rounds
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def begin(self, current: Any) -> None:
+        """Fails when the step's first round begins."""
+        self._left -= 1
+        if self._left < 0:
+            raise BrokenOffError
+        self._model.begin(current)

@@ -1,0 +1,125 @@
+"""The promise: the bits belong to the run, not to the fleet.
+
+Every run here clips its gradients, decays its weights, evaluates and accumulates micro-batches within slots, and
+8 slots do not divide evenly over 3 or 5 ranks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from phalanx.checkpoint.digest import digest_checkpoint
+from phalanx.checkpoint.disk import DiskTier
+from phalanx.parallel.slots import SlotTree
+from ranks import Ranks
+from tiny_runs import on_layout, tiny_run, train_on_this_rank
+
+LAYOUTS = [
+    (ranks, sharding, shard_ranks)
+    for ranks in (1, 2, 3, 4, 5)
+    for sharding, shard_ranks in (("zero3", 0), ("zero2", 0), ("none", 0))
+] + [(4, "zero3", 2), (4, "zero2", 2)]
+layouts = st.sampled_from(LAYOUTS)
+
+
+@pytest.fixture(scope="module")
+def reference(ranks: Ranks, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The undisturbed run on one rank."""
+    run_dir = tmp_path_factory.mktemp("reference") / "run"
+    result = ranks.run(1, train_on_this_rank, tiny_run(dataset, run_dir))[0]
+    assert isinstance(result, dict)
+    return result
+
+
+def same(result: dict[str, Any] | None, reference: dict[str, Any]) -> bool:
+    """Whether weights, training loss and held-out loss agree in every bit."""
+    assert result is not None
+    return all(
+        result[key] == reference[key] for key in ("weights_sha256", "loss", "held_out_loss", "bits_per_byte")
+    )
+
+
+@given(layout=layouts)
+@settings(max_examples=6, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+def test_any_layout_gives_the_same_weights_and_losses(
+    layout: tuple[int, str, int],
+    ranks: Ranks,
+    dataset: Path,
+    reference: dict[str, Any],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    count, sharding, shard_ranks = layout
+    spec = on_layout(tiny_run(dataset, tmp_path_factory.mktemp("run") / "run"), sharding, shard_ranks)
+    assert all(same(result, reference) for result in ranks.run(count, train_on_this_rank, spec))
+
+
+@given(first=layouts, second=layouts, broken_off_at=st.integers(1, 6))
+@settings(max_examples=5, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+def test_a_run_broken_off_anywhere_goes_on_with_the_same_weights_on_another_fleet(
+    first: tuple[int, str, int],
+    second: tuple[int, str, int],
+    broken_off_at: int,
+    ranks: Ranks,
+    dataset: Path,
+    reference: dict[str, Any],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    spec = tiny_run(dataset, tmp_path_factory.mktemp("run") / "run")
+    ranks.run(first[0], train_on_this_rank, on_layout(spec, *first[1:]), broken_off_at)
+    results = ranks.run(second[0], train_on_this_rank, on_layout(spec, *second[1:]))
+    assert all(same(result, reference) for result in results)
+
+
+def test_the_hash_on_disk_is_the_hash_that_training_reports(
+    ranks: Ranks, dataset: Path, reference: dict[str, Any], tmp_path: Path
+) -> None:
+    ranks.run(3, train_on_this_rank, tiny_run(dataset, tmp_path / "run"))
+    tier = DiskTier(tmp_path / "run" / "checkpoints")
+    assert digest_checkpoint(tier, tier.steps()[-1]) == reference["weights_sha256"]
+
+
+def train_with_slots_added_in_order_of_arrival(spec: Any) -> Any:
+    """As ``train_on_this_rank``, but a slot's gradient is added to whatever sum there is already."""
+    push_node, push, take_root = SlotTree.push_node, SlotTree.push, SlotTree.take_root
+
+    def arrive(self: Any, _node: Any, value: Any) -> None:
+        if self.nodes:
+            ((_, held),) = list(self.nodes.items())
+            self.nodes.clear()
+            value = self.add(held, value)
+        self.nodes[self.root_node] = value
+
+    SlotTree.push = lambda self, _slot, value: arrive(self, None, value)  # type: ignore[assignment,method-assign]
+    SlotTree.push_node = arrive  # type: ignore[method-assign]
+    try:
+        return train_on_this_rank(spec)
+    finally:
+        SlotTree.push_node, SlotTree.push, SlotTree.take_root = push_node, push, take_root  # type: ignore[method-assign]
+
+
+def test_another_order_of_summation_would_be_noticed(
+    ranks: Ranks, dataset: Path, reference: dict[str, Any], tmp_path: Path
+) -> None:
+    result = ranks.run(2, train_with_slots_added_in_order_of_arrival, tiny_run(dataset, tmp_path / "run"))[0]
+    assert result["loss"] == pytest.approx(reference["loss"], rel=1e-3)  # as good a sum, but
+    assert result["weights_sha256"] != reference["weights_sha256"]
+
+
+def test_the_fast_reduction_trains_as_well_without_the_promise(
+    ranks: Ranks, dataset: Path, reference: dict[str, Any], tmp_path: Path
+) -> None:
+    for count, sharding, shard_ranks in [
+        (1, "none", 0),
+        (3, "zero3", 0),
+        (3, "zero2", 0),
+        (4, "zero3", 2),
+        (3, "none", 0),
+    ]:
+        run = tiny_run(dataset, tmp_path / f"{count}{sharding}{shard_ranks}", reduction="fast")
+        result = ranks.run(count, train_on_this_rank, on_layout(run, sharding, shard_ranks))[0]
+        assert result["loss"] == pytest.approx(reference["loss"], rel=1e-3)
