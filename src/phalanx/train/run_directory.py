@@ -23,6 +23,7 @@ import json
 import os
 import shutil
 import socket
+import time
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ from phalanx.observe.event_log import next_attempt
 from phalanx.run.identity import differences, identity
 from phalanx.run.read import spec_from_table, to_table
 from phalanx.run.spec import RunSpec
+
+_PATIENCE_S = 3.0
 
 
 class RunDirectoryError(RuntimeError):
@@ -168,18 +171,30 @@ def _explain(error: OSError) -> str:
 
 def _lock(path: Path) -> int:
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not _taken(fd):
         holder = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
         os.close(fd)
         raise RunDirectoryError(
             f"run directory {path.parent} is being trained by {holder}; wait for it, or give another "
             "with --set run_dir=..."
-        ) from None
+        )
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return fd
+
+
+def _taken(fd: int) -> bool:
+    """Takes the lock; waits a little, since the ranks of a launcher just killed are still being ended."""
+    deadline_s = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(0.05)
+        else:
+            return True
 
 
 def _check_owner(directory: RunDirectory, spec: RunSpec, fingerprint: str) -> None:

@@ -1,0 +1,285 @@
+"""How fast is a training step, beside its peers and beside what the machine can multiply?
+
+One run, on one machine, everything interleaved, medians of paired ratios (machines are noisy; a ratio of two
+neighbours in time is not):
+
+(a) our step over the same model in a bare PyTorch loop (``F.cross_entropy``, ``clip_grad_norm_``, ``torch.optim.AdamW``);
+(b) our step over ``transformers``' Llama of the same shape in the same bare loop;
+(c) the FLOP/s that our step achieves (attention counted causally) over the machine's matrix-multiply peak;
+(d) at two ranks, the reproducible reduction over the fast one, with ZeRO-3, ZeRO-2 and plain replication.
+
+    python bench/step.py
+    python bench/step.py --rounds 9 --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from phalanx.hardware.matmul_peak import measure_matmul_flops
+from phalanx.model.counts import count
+from phalanx.model.presets import PRESETS
+from phalanx.model.shape import parameters, resolve
+from phalanx.model.transformer import Transformer
+from phalanx.observe.ledger import Ledger
+from phalanx.parallel.data_parallel import rounds_of, spread
+from phalanx.parallel.mesh import build_mesh
+from phalanx.parallel.rendezvous import Place, join, leave
+from phalanx.run.spec import ParallelSpec, PrecisionSpec, RunSpec, RuntimeSpec, ScheduleSpec, TrainSpec
+from phalanx.train.adamw import AdamW
+from phalanx.train.assemble import make_deterministic
+from phalanx.train.state import fill_initial
+from phalanx.train.step import Stepper
+
+Step = Callable[[], None]
+CPU = torch.device("cpu")
+
+
+def spec_for(arguments: argparse.Namespace, threads: int, **train: Any) -> RunSpec:
+    """The run that is measured: fp32 on a CPU, one micro-batch of one sequence per slot."""
+    return RunSpec(
+        model=resolve(PRESETS[arguments.preset], 16_384),
+        train=TrainSpec(
+            steps=1000,
+            batch_size=arguments.batch,
+            slots=arguments.batch,
+            seq_len=arguments.seq_len,
+            micro_batch_size=1,
+            **train,
+        ),
+        schedule=ScheduleSpec(kind="constant", warmup_steps=0),
+        precision=PrecisionSpec(compute="fp32"),
+        runtime=RuntimeSpec(device="cpu", threads=threads, compile=arguments.compile),
+    )
+
+
+def random_samples(spec: RunSpec, count_: int) -> NDArray[np.int64]:
+    """Token ids in the shape of a batch: speed does not depend on what they say."""
+    generator = np.random.default_rng(0)
+    return generator.integers(0, spec.model.vocab_size, (count_, spec.train.seq_len + 1), dtype=np.int64)
+
+
+def build_stepper(spec: RunSpec, device: torch.device) -> tuple[Stepper, Step]:
+    """What runs our steps on the ranks of the default process group, and a function that runs the next one."""
+    mesh = build_mesh(spec, dist.get_world_size(), device)
+    with torch.device("meta"):
+        module = Transformer(spec.model)
+    if spec.runtime.compile:
+        for block in module.blocks:
+            block.compile()
+    model = spread(module, mesh, spec)
+    kinds = {parameter.name: parameter for parameter in parameters(spec.model)}
+    fill_initial(module, kinds, spec)
+    rounds = rounds_of(mesh.deal(spec.train.slots), mesh.replica, mesh.shard_rank)
+    samples = random_samples(spec, spec.train.batch_size)
+    per_slot = spec.train.batch_size // spec.train.slots
+
+    def batches() -> Iterator[NDArray[np.int64]]:
+        while True:
+            for current in rounds:
+                yield samples[current.slot * per_slot : (current.slot + 1) * per_slot]
+
+    stepper = Stepper(
+        spec=spec,
+        model=model,
+        optimizer=AdamW(spec.optimizer, dict(module.named_parameters()), kinds),
+        parameter_count=sum(parameter.numel for parameter in kinds.values()),
+        rounds=rounds,
+        batches=batches(),
+        ledger=Ledger(),
+    )
+    number = 0
+
+    def step() -> None:
+        nonlocal number
+        number += 1
+        stepper.run(number, stop_requested=False)
+
+    return stepper, step
+
+
+def bare_step(spec: RunSpec, module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Step:
+    """A step as one writes it without a framework."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    samples = torch.from_numpy(random_samples(spec, spec.train.batch_size))
+
+    def step() -> None:
+        for sample in samples.split(1):
+            logits = forward(sample[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1), sample[:, 1:].flatten())
+            (loss / len(samples)).backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def same_model_bare(spec: RunSpec) -> Step:
+    """Our own module, filled alike, in a bare loop."""
+    module = Transformer(spec.model)
+    fill_initial(module, {parameter.name: parameter for parameter in parameters(spec.model)}, spec)
+    if spec.runtime.compile:
+        for block in module.blocks:
+            block.compile()
+    return bare_step(spec, module, module)
+
+
+def transformers_bare(spec: RunSpec) -> Step:
+    """Hugging Face's Llama of the same shape, in a bare loop."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = spec.model
+    config = LlamaConfig(
+        vocab_size=model.vocab_size,
+        hidden_size=model.dim,
+        intermediate_size=model.ffn_dim,
+        num_hidden_layers=model.layers,
+        num_attention_heads=model.heads,
+        num_key_value_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        max_position_embeddings=spec.train.seq_len,
+        tie_word_embeddings=model.tie_embeddings,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    module = LlamaForCausalLM(config)
+    if spec.runtime.compile:
+        for block in module.model.layers:
+            block.compile()
+    return bare_step(spec, module, lambda tokens: module(tokens).logits)
+
+
+def seconds_of(step: Step, device: torch.device = CPU) -> float:
+    """Wall time of one call, everything on the device included."""
+    begin = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin
+
+
+def one_rank(arguments: argparse.Namespace) -> dict[str, Any]:
+    """(a), (b) and (c)."""
+    spec = spec_for(arguments, arguments.threads)
+    make_deterministic(spec, CPU)
+    with tempfile.TemporaryDirectory() as folder:
+        join(Place(0, 1, 0, (Path(folder) / "store").as_uri(), "phalanx"), CPU, 60.0)
+        ours, bare, hugging = build_stepper(spec, CPU)[1], same_model_bare(spec), transformers_bare(spec)
+        for step in (ours, bare, hugging):
+            step()
+        rows = []
+        for _ in range(arguments.rounds):
+            peak = measure_matmul_flops(CPU, torch.float32)
+            times = [seconds_of(step) for step in (ours, bare, hugging)]
+            peak = max(peak, measure_matmul_flops(CPU, torch.float32))
+            rows.append((*times, peak))
+        leave()
+    tokens = spec.train.batch_size * spec.train.seq_len
+    flops = count(spec.model, spec.train.seq_len).flops_per_token_causal * tokens
+    median = statistics.median
+    return {
+        "tokens_per_s": median(tokens / row[0] for row in rows),
+        "over_bare_loop": median(row[1] / row[0] for row in rows),
+        "over_transformers": median(row[2] / row[0] for row in rows),
+        "over_matmul_peak": median(flops / row[0] / row[3] for row in rows),
+        "bare_loop_over_matmul_peak": median(flops / row[1] / row[3] for row in rows),
+        "matmul_peak_flops_per_s": median(row[3] for row in rows),
+    }
+
+
+def _two_ranks_worker(rank: int, meeting_point: str, arguments: argparse.Namespace, results: Any) -> None:
+    join(Place(rank, 2, rank, meeting_point, "phalanx"), CPU, 60.0)
+    found = {}
+    for sharding in ("zero3", "zero2", "none"):
+        spec = spec_for(arguments, 1)
+        spec = dataclasses.replace(spec, parallel=ParallelSpec(sharding=sharding))  # type: ignore[arg-type]
+        make_deterministic(spec, CPU)
+        fast_train = dataclasses.replace(spec.train, reduction="fast")
+        both = (spec, dataclasses.replace(spec, train=fast_train))
+        steps = [build_stepper(one, CPU)[1] for one in both]
+        for step in steps:
+            step()
+        ratios = []
+        for _ in range(arguments.rounds):
+            reproducible_s, fast_s = (seconds_of(step) for step in steps)
+            ratios.append(fast_s / reproducible_s)
+        found[f"reproducible_over_fast_{sharding}"] = statistics.median(ratios)
+    if rank == 0:
+        results.put(found)
+    leave()
+
+
+def two_ranks(arguments: argparse.Namespace) -> dict[str, Any]:
+    """(d)."""
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        point = (Path(folder) / "store").as_uri()
+        workers = [
+            context.Process(target=_two_ranks_worker, args=(rank, point, arguments, results))
+            for rank in range(2)
+        ]
+        for worker in workers:
+            worker.start()
+        found: dict[str, Any] = results.get(timeout=3600)
+        for worker in workers:
+            worker.join()
+    return found
+
+
+GOALS = {
+    "over_bare_loop": 0.97,
+    "over_transformers": 1.0,
+    "over_matmul_peak": 0.6,
+    "reproducible_over_fast_zero3": 0.95,
+    "reproducible_over_fast_zero2": 0.95,
+    "reproducible_over_fast_none": 0.95,
+}
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--preset", default="llama-100m", choices=sorted(PRESETS))
+    parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=4, help="sequences per step")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2, help="of the single rank in (a) to (c)")
+    parser.add_argument("--compile", action="store_true", help="compile the blocks of all contenders")
+    parser.add_argument("--only", choices=["one-rank", "two-ranks"])
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    found: dict[str, Any] = {}
+    if arguments.only != "two-ranks":
+        found |= one_rank(arguments)
+    if arguments.only != "one-rank":
+        found |= two_ranks(arguments)
+    if arguments.json:
+        print(json.dumps(found))
+        return
+    for name, value in found.items():
+        goal = f"   goal {GOALS[name]}" if name in GOALS else ""
+        print(f"{name:34} {value:12,.3f}{goal}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Faults against real processes: whatever is killed, the weights at the end are those of the undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from phalanx_process import ENVIRONMENT, alive, children, last_json, run, start, steps_done, wait_until
+
+FLEETS = [
+    ["--ranks", "1"],
+    ["--ranks", "2"],
+    ["--ranks", "3", "--set", "parallel.sharding=zero2"],
+    ["--ranks", "3", "--set", "parallel.sharding=none"],
+    ["--ranks", "4", "--set", "parallel.shard_ranks=2"],
+    ["--ranks", "5"],
+]
+
+
+def hash_after_kill(run_file: Path, folder: Path, seed: int, victim: str) -> str:
+    """The final hash of a run whose launcher or one of whose ranks got SIGKILL at a random step."""
+    chance = random.Random(seed)
+    command = ["train", str(run_file), "--run-dir", str(folder / "run")]
+    process = start([*command, *chance.choice(FLEETS)], folder)
+    at_step = chance.randint(1, 18)
+    wait_until(lambda: steps_done(folder / "run") >= at_step, process)
+    ranks = children(process.pid)
+    os.kill(process.pid if victim == "launcher" else chance.choice(ranks), signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    if victim == "rank":
+        assert "was killed by SIGKILL" in err
+        assert "phalanx train" in err  # what to do next
+    deadline = time.monotonic() + 10
+    while any(alive(pid) for pid in ranks):  # the kernel kills them, but not in the same instant
+        assert time.monotonic() < deadline, "a rank outlived the launcher"
+    return str(last_json(run([*command, *chance.choice(FLEETS), "--json"], folder))["weights_sha256"])
+
+
+@pytest.mark.parametrize(("seed", "victim"), [(0, "launcher"), (1, "rank")])
+def test_after_sigkill_the_run_goes_on_to_the_same_weights(
+    seed: int, victim: str, run_file: Path, undisturbed: str, tmp_path: Path
+) -> None:
+    assert hash_after_kill(run_file, tmp_path, seed, victim) == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 14))
+@pytest.mark.parametrize("victim", ["launcher", "rank"])
+def test_after_sigkill_at_many_moments_the_run_goes_on_to_the_same_weights(
+    seed: int, victim: str, run_file: Path, undisturbed: str, tmp_path: Path
+) -> None:
+    assert hash_after_kill(run_file, tmp_path, seed, victim) == undisturbed
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_stop_it_saves_the_step_it_is_at_and_says_how_to_go_on(
+    number: signal.Signals, run_file: Path, undisturbed: str, tmp_path: Path
+) -> None:
+    command = [
+        "train",
+        str(run_file),
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--set",
+        "checkpoint.every_steps=1000",
+    ]
+    process = start([*command, "--ranks", "2"], tmp_path)
+    wait_until(lambda: steps_done(tmp_path / "run") >= 2, process)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert "to go on: phalanx train" in out
+    (saved,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    assert int(saved.name.removeprefix("step-")) >= steps_done(tmp_path / "run") - 1
+    done = run([*command, "--ranks", "3", "--json"], tmp_path)
+    assert last_json(done)["weights_sha256"] == undisturbed
+
+
+def test_under_torchrun_it_is_the_same_run(run_file: Path, undisturbed: str, tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    done = subprocess.run(
+        [*torchrun, "-m", "phalanx", "train", str(run_file), "--json"],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert last_json(done)["weights_sha256"] == undisturbed

@@ -1,0 +1,194 @@
+"""The commands as a user sees them."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.cli.main import _COMMANDS
+from phalanx_process import ENVIRONMENT, last_json, run
+
+Result = dict[str, Any]
+
+
+@pytest.mark.parametrize("name", _COMMANDS)
+def test_every_command_explains_itself_with_examples(name: str, folder: Path) -> None:
+    done = run([name, "--help"], folder)
+    assert done.returncode == 0
+    subcommands = name in ("data", "checkpoint")
+    assert subcommands or f"phalanx {name}" in done.stdout
+
+
+def test_training_prints_one_json_object_on_its_last_line(result: Result) -> None:
+    assert {"run_dir", "step", "loss", "tokens_per_s", "mfu", "weights_sha256"} <= result.keys()
+    assert result["step"] == 6
+
+
+def test_the_hash_from_disk_is_the_one_that_training_printed(folder: Path, result: Result) -> None:
+    for place in (
+        result["run_dir"],
+        f"{result['run_dir']}/checkpoints",
+        f"{result['run_dir']}/checkpoints/step-00000006",
+    ):
+        assert (
+            last_json(run(["hash", str(place), "--json"], folder))["weights_sha256"]
+            == result["weights_sha256"]
+        )
+
+
+def test_a_finished_run_started_again_gets_a_folder_of_its_own_and_the_same_weights(
+    folder: Path, result: Result
+) -> None:
+    again = last_json(run(["train", "tiny.toml", "--ranks", "3", "--set", "train.steps=6", "--json"], folder))
+    assert again["run_dir"] == f"{result['run_dir']}-2"
+    assert again["weights_sha256"] == result["weights_sha256"]
+
+
+def test_a_finished_run_in_a_named_folder_is_not_trained_again(folder: Path, result: Result) -> None:
+    command = ["train", "tiny.toml", "--set", "train.steps=6", "--run-dir", str(result["run_dir"]), "--json"]
+    done = run(command, folder)
+    assert "nothing to do" in done.stderr
+    assert last_json(done)["weights_sha256"] == result["weights_sha256"]
+
+
+def test_a_folder_of_another_run_is_refused_with_what_differs(folder: Path, result: Result) -> None:
+    command = ["train", "tiny.toml", "--set", "train.steps=6", "--run-dir", str(result["run_dir"])]
+    done = run([*command, "--set", "optimizer.lr=0.5"], folder)
+    assert done.returncode == 1
+    assert "belongs to another run" in done.stderr
+    assert "optimizer.lr: 0.01 != 0.5" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_three_mistakes_in_a_run_file_are_three_lines(folder: Path) -> None:
+    bad = folder / "bad.toml"
+    bad.write_text('[train]\nstepz = 5\nslots = 7\n[optimizer]\nlr = "fast"\n')
+    done = run(["train", "bad.toml"], folder)
+    assert done.returncode == 1
+    assert "bad.toml: 3 problems" in done.stderr
+    assert "train.stepz: there is no such field (did you mean steps?)" in done.stderr
+    assert "optimizer.lr: 'fast' is not a number" in done.stderr
+    assert "train.slots: a batch of 32 sequences cannot be divided into 7 equal slots" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_more_ranks_than_slots_is_a_mistake_that_says_so(folder: Path) -> None:
+    done = run(["train", "tiny.toml", "--ranks", "9"], folder)
+    assert done.returncode == 1
+    assert "9 ranks for 8 slots" in done.stderr
+
+
+def test_data_that_is_not_there_is_named_with_the_command_that_makes_it(folder: Path) -> None:
+    done = run(["train", "tiny.toml", "--set", "data.path=nowhere"], folder)
+    assert done.returncode == 1
+    assert "phalanx data prepare TEXT... --out nowhere" in done.stderr
+
+
+def test_data_is_prepared_from_text_and_verified(folder: Path) -> None:
+    texts = folder / "texts"
+    texts.mkdir()
+    for n in range(30):
+        (texts / f"{n}.txt").write_text(f"text number {n}, and again {n * n}\n" * 50)
+    done = run(["data", "prepare", "texts", "--out", "prepared", "--vocab-size", "300", "--json"], folder)
+    facts = last_json(done)
+    assert facts["train_tokens"] > 0
+    assert facts["vocab_size"] <= 300
+    assert run(["data", "verify", "prepared"], folder).returncode == 0
+    (shard,) = (folder / "prepared").glob("train*.bin")
+    content = bytearray(shard.read_bytes())
+    content[3] ^= 1
+    shard.write_bytes(content)
+    done = run(["data", "verify", "prepared"], folder)
+    assert done.returncode == 1
+    assert shard.name in done.stderr
+
+
+def test_text_is_generated_and_the_same_for_a_seed(folder: Path, result: Result) -> None:
+    command = ["generate", str(result["run_dir"]), "--prompt", "a", "--tokens", "20", "--json"]
+    first, second = last_json(run(command, folder)), last_json(run(command, folder))
+    assert first == second
+    assert first["prompt"] == "a"
+
+
+def test_checkpoints_are_listed_and_verified_and_a_flipped_byte_is_found(folder: Path) -> None:
+    run_dir = last_json(
+        run(["train", "tiny.toml", "--ranks", "1", "--set", "train.steps=3", "--json"], folder)
+    )["run_dir"]
+    listed = last_json(run(["checkpoint", "list", run_dir, "--json"], folder))["checkpoints"]
+    assert [row["step"] for row in listed] == [3]
+    assert run(["checkpoint", "verify", run_dir], folder).returncode == 0
+    file = folder / listed[0]["path"] / "rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 2
+    file.write_bytes(content)
+    done = run(["checkpoint", "verify", run_dir], folder)
+    assert done.returncode == 1
+    assert "rank-00000.safetensors" in done.stdout
+    assert run(["hash", run_dir], folder).returncode == 1
+
+
+def test_weights_go_to_hugging_face_and_back_unchanged(folder: Path, result: Result) -> None:
+    assert run(["export", str(result["run_dir"]), "--to", "hf", "exported"], folder).returncode == 0
+    imported = last_json(run(["import", "exported", "--out", "imported", "--json"], folder))
+    assert imported["weights_sha256"] == result["weights_sha256"]
+    nearly_still = ["--set", "train.steps=1", "--set", "optimizer.lr=1e-30"]
+    command = ["train", "tiny.toml", *nearly_still, "--set", "checkpoint.init_from=imported", "--json"]
+    started = last_json(run(command, folder))
+    assert started["held_out_loss"] == pytest.approx(result["held_out_loss"], rel=1e-5)
+
+
+def test_weights_go_to_pytorchs_distributed_checkpoint(folder: Path, result: Result) -> None:
+    done = run(["checkpoint", "export", str(result["run_dir"]), "--to", "dcp", "as-dcp"], folder)
+    assert done.returncode == 0, done.stderr
+    assert (folder / "as-dcp" / ".metadata").exists()
+
+
+def test_goodput_and_watch_are_drawn_from_the_events(folder: Path, result: Result) -> None:
+    found = last_json(run(["goodput", str(result["run_dir"]), "--json"], folder))
+    assert sum(found["buckets_ns"].values()) == found["held_ns"]
+    shown = run(["watch", str(result["run_dir"]), "--once"], folder)
+    assert "step 6/6" in shown.stdout
+
+
+def test_a_model_is_shown_without_building_it(folder: Path) -> None:
+    (folder / "big.toml").write_text('[model]\npreset = "llama3-405b"\n')
+    facts = last_json(run(["show", "big.toml", "--json"], folder))
+    assert facts["parameters"] == 405_853_388_800
+
+
+def test_the_reference_shows_every_field_of_a_section(folder: Path) -> None:
+    shown = run(["spec", "optimizer"], folder).stdout
+    assert "lr = 0.001" in shown
+    assert "Peak learning rate." in shown
+
+
+def test_a_path_that_is_no_run_is_named(folder: Path) -> None:
+    for command in ("hash", "goodput", "generate"):
+        done = run([command, "nothing-here"], folder)
+        assert done.returncode != 0
+        assert "nothing-here" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_a_port_in_use_is_named_with_what_to_change(folder: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+        done = subprocess.run(
+            [sys.executable, "-m", "phalanx", "train", "tiny.toml"],
+            cwd=folder,
+            env={**ENVIRONMENT, **rank, "MASTER_PORT": str(taken.getsockname()[1])},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert "in use by another program: set MASTER_PORT" in done.stderr
+    assert "Traceback" not in done.stderr

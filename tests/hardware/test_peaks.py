@@ -1,0 +1,60 @@
+"""Peaks: by data sheet where the accelerator is known, measured where it is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx.hardware.accelerators import ACCELERATORS, accelerator_named
+from phalanx.hardware.detect import gpu_count
+from phalanx.hardware.matmul_peak import measure_matmul_flops
+
+
+@pytest.mark.parametrize(
+    ("reported", "name"),
+    [
+        ("NVIDIA H200", "H200 SXM"),
+        ("NVIDIA H100 80GB HBM3", "H100 SXM"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+    ],
+)
+def test_a_drivers_name_finds_its_accelerator(reported: str, name: str) -> None:
+    found = accelerator_named(reported)
+    assert found is not None
+    assert found.name == name
+
+
+def test_an_unknown_accelerator_is_not_guessed() -> None:
+    assert accelerator_named("NVIDIA GeForce RTX 9090") is None
+
+
+def test_every_rate_has_a_source() -> None:
+    assert all(entry.source for entry in ACCELERATORS.values())
+
+
+def test_the_measured_peak_is_above_what_a_product_reaches_with_checks_around_it() -> None:
+    peak = measure_matmul_flops(torch.device("cpu"), torch.float32, budget_s=0.1)
+    assert 1e8 < peak < 1e15
+
+
+def test_gpus_hidden_from_the_process_are_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx.hardware.detect.metadata.version", lambda _name: "2.13.0+cu130")
+    for bus in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / bus).mkdir()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpu_count(tmp_path) == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert gpu_count(tmp_path) == 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert gpu_count(tmp_path) == 0
+
+
+def test_a_cpu_build_of_torch_has_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.hardware.detect.metadata.version", lambda _name: "2.13.0+cpu")
+    (tmp_path / "0000:01:00.0").mkdir()
+    assert gpu_count(tmp_path) == 0
