@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.model.cache import LayerCache
+from phalanx.model.norm import RMSNorm
 from phalanx.model.rotary import rotate, rotation
 from phalanx.run.spec import ModelSpec
 
@@ -40,8 +41,8 @@ class Attention(nn.Module):
         self.key = nn.Linear(spec.dim, keys, bias=bias)
         self.value = nn.Linear(spec.dim, keys, bias=bias)
         self.output = nn.Linear(queries, spec.dim, bias=bias)
-        self.query_norm = nn.RMSNorm(spec.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
-        self.key_norm = nn.RMSNorm(spec.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
+        self.query_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
+        self.key_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None) -> Tensor:
         """``(b, s, d)`` to ``(b, s, d)``; with a cache, ``x`` is the continuation of what the cache holds."""
@@ -59,16 +60,13 @@ class Attention(nn.Module):
         return self.output(mixed.transpose(1, 2).reshape(batch, seq, self.heads * self.head_dim))  # type: ignore[no-any-return]
 
     def _mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if self.kv_heads != self.heads:
-            # Written out rather than left to ``enable_gqa``, for which the CPU has only a slow kernel.
-            group = self.heads // self.kv_heads
-            key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+        grouped = self.kv_heads != self.heads
         if query.shape[2] == key.shape[2]:
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
         # A continuation of n tokens after c cached ones: query i sees keys up to c + i.
         seen = key.shape[2] - query.shape[2]
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(seen)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
 
 
 class FeedForward(nn.Module):
@@ -91,9 +89,9 @@ class Block(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
+        self.attention_norm = RMSNorm(spec.dim, spec.norm_eps)
         self.attention = Attention(spec)
-        self.ffn_norm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
+        self.ffn_norm = RMSNorm(spec.dim, spec.norm_eps)
         self.ffn = FeedForward(spec)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None) -> Tensor:
@@ -111,7 +109,7 @@ class Transformer(nn.Module):
         self.spec = spec
         self.embedding = nn.Embedding(spec.vocab_size, spec.dim)
         self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.layers))
-        self.norm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
+        self.norm = RMSNorm(spec.dim, spec.norm_eps)
         self.head = None if spec.tie_embeddings else nn.Linear(spec.dim, spec.vocab_size, bias=False)
 
     def forward(

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_CPU_CHUNK = 1 << 15  # elements worked on at once: the fp64 temporaries then stay in a core's cache
+# Elements worked on at once, per thread: the fp64 temporaries then stay in a core's cache.
+_CPU_CHUNK = 1 << 15
 _GPU_CHUNK = 1 << 24
 
 
@@ -51,7 +52,7 @@ def extraction_constants(peak: float, count: int) -> tuple[float, float]:
 @torch.no_grad()
 def extracted_sums(tensors: Iterable[Tensor], constants: tuple[float, float], device: torch.device) -> Tensor:
     """The exact sums of both pieces of every element's square: ``(2,)``, fp64."""
-    chunk = _CPU_CHUNK if device.type == "cpu" else _GPU_CHUNK
+    chunk = _CPU_CHUNK * torch.get_num_threads() if device.type == "cpu" else _GPU_CHUNK
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     rest_buffer = torch.empty(chunk, dtype=torch.float64, device=device)
     part_buffer = torch.empty_like(rest_buffer)

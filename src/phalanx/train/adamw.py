@@ -20,7 +20,7 @@ from phalanx.model.shape import Parameter
 from phalanx.parallel.data_parallel import local
 from phalanx.run.spec import OptimizerSpec
 
-_CPU_CHUNK = 1 << 15  # elements: six fp32 arrays of them fit into a core's second-level cache
+_CPU_CHUNK = 1 << 15  # elements per thread: six fp32 arrays of them fit into a core's second-level cache
 
 
 def decays(parameter: Parameter, spec: OptimizerSpec) -> bool:
@@ -62,6 +62,7 @@ class AdamW:
     def _pieces(self, names: list[str]) -> Iterator[tuple[list[Tensor], ...]]:
         """Weights, gradients and both moments, in pieces of a size that suits the device."""
         rows: list[tuple[Tensor, ...]] = []
+        chunk = _CPU_CHUNK * torch.get_num_threads()
         for name in names:
             parameter = self.parameters[name]
             if parameter.grad is None:
@@ -71,7 +72,7 @@ class AdamW:
             if flat[0].numel() == 0:
                 continue  # this rank holds no rows of it
             if flat[0].device.type == "cpu":
-                for piece in zip(*(torch.split(tensor, _CPU_CHUNK) for tensor in flat), strict=True):
+                for piece in zip(*(torch.split(tensor, chunk) for tensor in flat), strict=True):
                     yield tuple([tensor] for tensor in piece)
             else:
                 rows.append(tuple(flat))

@@ -26,9 +26,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         wants_gradient = hidden.requires_grad or weight.requires_grad
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if wants_gradient else None
-        grad_weight = (
-            torch.zeros_like(weight, dtype=torch.float32) if wants_gradient else None
-        )  # fp32: it sums over chunks
+        # fp32, because it sums over chunks.
+        grad_weight = torch.empty_like(weight, dtype=torch.float32) if wants_gradient else None
         for begin in range(0, hidden.shape[0], chunk):
             rows, wanted = hidden[begin : begin + chunk], targets[begin : begin + chunk]
             scores, losses = _scores_and_losses(rows, weight, wanted)
@@ -36,24 +35,30 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if grad_hidden is not None and grad_weight is not None:
                 slope = _slope(scores, wanted).to(hidden.dtype)
                 torch.mm(slope, weight, out=grad_hidden[begin : begin + chunk])
-                if slope.dtype == torch.float32:
-                    grad_weight.addmm_(slope.t(), rows)
-                else:
-                    grad_weight += slope.t() @ rows
+                _accumulate(grad_weight, slope, rows, first=begin == 0)
         if grad_hidden is not None and grad_weight is not None:
             ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
+            ctx.used = False
         return loss
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        factor = upstream[0]
-        return (
-            grad_hidden * factor.to(grad_hidden.dtype),
-            grad_weight * factor.to(grad_weight.dtype),
-            None,
-            None,
-        )
+        if ctx.used:
+            raise RuntimeError("this loss's gradients were handed out already: it can be differentiated once")
+        ctx.used = True
+        # In place: as large as the projection itself, a copy would be the most expensive line here.
+        grad_hidden, grad_weight = (saved.mul_(upstream[0].to(saved.dtype)) for saved in ctx.saved_tensors)
+        return grad_hidden, grad_weight, None, None
+
+
+def _accumulate(total: Tensor, slope: Tensor, rows: Tensor, *, first: bool) -> None:
+    """Adds ``slope^T rows`` ``(vocab, dim)`` to ``total``, fp32; the first time it need not be read."""
+    if slope.dtype == torch.float32:
+        torch.addmm(total, slope.t(), rows, beta=0 if first else 1, out=total)
+    elif first:
+        total.copy_(slope.t() @ rows)
+    else:
+        total += slope.t() @ rows
 
 
 def _scores_and_losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

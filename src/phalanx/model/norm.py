@@ -1,0 +1,54 @@
+"""RMSNorm (Zhang and Sennrich, arXiv 1910.07467): ``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension.
+
+On a GPU, and wherever code is compiled, PyTorch fuses this into one kernel. An eager CPU runs it as a dozen passes over
+memory forward and backward, which is a twentieth of a step's time in a small model; ``_EagerRMSNorm`` writes the same
+mathematics in five and six.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class _EagerRMSNorm(torch.autograd.Function):
+    """For fp32 on a CPU. ``x`` ``(..., d)``, ``weight`` ``(d,)``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        inverse = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        scaled: Tensor = (x * inverse).mul_(weight)
+        return scaled
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, inverse = ctx.saved_tensors
+        gradient = upstream[0].contiguous()
+        unit = x * inverse
+        product = gradient * unit
+        rows = product.view(-1, x.shape[-1])
+        grad_weight = rows.sum(0)
+        # The part of the gradient along x changes nothing, since the norm takes lengths away.
+        along = torch.mv(rows, weight).div_(x.shape[-1]).view_as(inverse)
+        grad_x = torch.mul(gradient, weight, out=product)
+        return grad_x.sub_(unit.mul_(along)).mul_(inverse), grad_weight, None
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation with a gain; weights are named as in ``torch.nn.RMSNorm``."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(..., dim)`` to the same shape and dtype."""
+        if x.device.type == "cpu" and x.dtype == torch.float32 and not torch.compiler.is_compiling():
+            return cast(Tensor, _EagerRMSNorm.apply(x.contiguous(), self.weight, self.eps))  # type: ignore[no-untyped-call]
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
