@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.observe.event_log import read_events
+from phalanx.observe.events import Restored
 from phalanx_process import ENVIRONMENT, alive, children, last_json, run, start, steps_done, wait_until
 
 FLEETS = [
@@ -29,7 +31,7 @@ def hash_after_kill(run_file: Path, folder: Path, seed: int, victim: str) -> str
     chance = random.Random(seed)
     command = ["train", str(run_file), "--run-dir", str(folder / "run")]
     process = start([*command, *chance.choice(FLEETS)], folder)
-    at_step = chance.randint(1, 18)
+    at_step = chance.randint(4, 18)  # after the first checkpoint is due
     wait_until(lambda: steps_done(folder / "run") >= at_step, process)
     ranks = children(process.pid)
     os.kill(process.pid if victim == "launcher" else chance.choice(ranks), signal.SIGKILL)
@@ -40,7 +42,13 @@ def hash_after_kill(run_file: Path, folder: Path, seed: int, victim: str) -> str
     deadline = time.monotonic() + 10
     while any(alive(pid) for pid in ranks):  # the kernel kills them, but not in the same instant
         assert time.monotonic() < deadline, "a rank outlived the launcher"
-    return str(last_json(run([*command, *chance.choice(FLEETS), "--json"], folder))["weights_sha256"])
+    saved = any((folder / "run" / "checkpoints").glob("step-*"))
+    result = last_json(run([*command, *chance.choice(FLEETS), "--json"], folder))
+    events = [event.body for event in read_events(folder / "run" / "events.jsonl")]
+    assert any(isinstance(body, Restored) for body in events) == saved, (
+        "it began anew although there was a checkpoint"
+    )
+    return str(result["weights_sha256"])
 
 
 @pytest.mark.parametrize(("seed", "victim"), [(0, "launcher"), (1, "rank")])
@@ -81,6 +89,14 @@ def test_asked_to_stop_it_saves_the_step_it_is_at_and_says_how_to_go_on(
     assert int(saved.name.removeprefix("step-")) >= steps_done(tmp_path / "run") - 1
     done = run([*command, "--ranks", "3", "--json"], tmp_path)
     assert last_json(done)["weights_sha256"] == undisturbed
+
+
+def test_asked_to_stop_before_it_has_begun_it_stops_as_well(run_file: Path, tmp_path: Path) -> None:
+    process = start(["train", str(run_file), "--run-dir", str(tmp_path / "run"), "--ranks", "2"], tmp_path)
+    wait_until(lambda: len(children(process.pid)) == 2, process)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 75
 
 
 def test_under_torchrun_it_is_the_same_run(run_file: Path, undisturbed: str, tmp_path: Path) -> None:

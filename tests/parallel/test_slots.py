@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.parallel.data_parallel import rounds_of
+from phalanx.parallel.reduction import push_run
 from phalanx.parallel.slots import Deal, SlotTree
 
 slots_counts = st.integers(1, 40)
@@ -106,3 +108,19 @@ def test_a_slot_given_twice_is_refused() -> None:
 def test_a_slot_out_of_range_is_refused() -> None:
     with pytest.raises(ValueError, match="outside"):
         text_tree(4).push(4, "4")
+
+
+@given(slots_counts, st.data())
+def test_a_run_of_slots_is_added_as_one_slot_after_another_would_be(slots: int, data: st.DataObject) -> None:
+    generator = torch.Generator().manual_seed(slots)
+    values = torch.randn(slots, 3, generator=generator)
+    one_by_one: SlotTree[torch.Tensor] = SlotTree(slots, lambda left, right: left + right)
+    in_runs: SlotTree[torch.Tensor] = SlotTree(slots, lambda left, right: left + right)
+    first = 0
+    while first < slots:
+        length = data.draw(st.integers(1, slots - first))
+        push_run(in_runs, first, values[first : first + length].clone())
+        first += length
+    for slot in range(slots):
+        one_by_one.push(slot, values[slot])
+    assert torch.equal(in_runs.take_root(), one_by_one.take_root())

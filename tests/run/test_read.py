@@ -159,7 +159,7 @@ def test_the_message_names_the_file_and_every_problem(tmp_path: Path) -> None:
     lines = str(caught.value).splitlines()
     assert lines[0] == f"{path}: 2 problems"
     assert lines[1:] == [
-        "  train.steps: 0 is out of range (must be at least 1)",
+        "  train.steps: 0 is out of range (must be at least 1 and at most 1e+09)",
         "  train.seqlen: there is no such field (did you mean seq_len?)",
     ]
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from phalanx.checkpoint.digest import digest_checkpoint
 from phalanx.checkpoint.disk import DiskTier
 from phalanx.parallel.slots import SlotTree
+from phalanx.run.read import replace_at
 from ranks import Ranks
 from tiny_runs import on_layout, tiny_run, train_on_this_rank
 
@@ -123,3 +124,34 @@ def test_the_fast_reduction_trains_as_well_without_the_promise(
         run = tiny_run(dataset, tmp_path / f"{count}{sharding}{shard_ranks}", reduction="fast")
         result = ranks.run(count, train_on_this_rank, on_layout(run, sharding, shard_ranks))[0]
         assert result["loss"] == pytest.approx(reference["loss"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_give_the_same_weights_on_any_layout(
+    ranks: Ranks, dataset: Path, tmp_path: Path
+) -> None:
+    hashes = set()
+    for count, sharding, shard_ranks in [(1, "none", 0), (2, "zero3", 0), (4, "zero3", 2)]:
+        spec = tiny_run(dataset, tmp_path / f"{count}")
+        spec = on_layout(replace_at(spec, "runtime.compile", True), sharding, shard_ranks)
+        hashes.add(ranks.run(count, train_on_this_rank, spec)[0]["weights_sha256"])
+    assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("layout", [(1, "none", 0), (3, "zero3", 0), (4, "zero2", 2)])
+def test_bf16_compute_with_fp32_masters_keeps_the_promise(
+    layout: tuple[int, str, int], ranks: Ranks, dataset: Path, bf16_reference: str, tmp_path: Path
+) -> None:
+    spec = on_layout(
+        replace_at(tiny_run(dataset, tmp_path / "run"), "precision.compute", "bf16"), *layout[1:]
+    )
+    assert ranks.run(layout[0], train_on_this_rank, spec)[0]["weights_sha256"] == bf16_reference
+    tier = DiskTier(tmp_path / "run" / "checkpoints")
+    assert digest_checkpoint(tier, tier.steps()[-1]) == bf16_reference
+
+
+@pytest.fixture(scope="module")
+def bf16_reference(ranks: Ranks, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The hash of the run in bf16 on two ranks."""
+    spec = replace_at(tiny_run(dataset, tmp_path_factory.mktemp("bf16") / "run"), "precision.compute", "bf16")
+    return str(ranks.run(2, train_on_this_rank, spec)[0]["weights_sha256"])

@@ -28,6 +28,12 @@ def spec(dataset: Path, tmp_path: Path) -> RunSpec:
     return tiny_run(dataset, tmp_path / "run")
 
 
+def with_checkpoint(spec: RunSpec) -> None:
+    """As if the run had saved once: from then on the directory is its own."""
+    opened(spec)
+    (Path(spec.run_dir) / "checkpoints" / "step-00000001").mkdir(parents=True)
+
+
 def opened(spec: RunSpec) -> OpenRun:
     """Opens and closes the run's directory, as a start that ends at once."""
     run = open_run(spec, read_index(Path(spec.data.path)).fingerprint, Path(spec.data.path))
@@ -44,12 +50,12 @@ def test_the_tokenizer_is_copied_so_that_the_folder_stands_alone(spec: RunSpec) 
 
 
 def test_a_run_may_continue_in_its_directory_on_another_fleet(spec: RunSpec) -> None:
-    opened(spec)
+    with_checkpoint(spec)
     opened(replace_at(replace_at(spec, "parallel.ranks", 5), "checkpoint.every_steps", 7))
 
 
 def test_a_directory_of_another_run_is_refused_with_what_differs(spec: RunSpec) -> None:
-    opened(spec)
+    with_checkpoint(spec)
     with pytest.raises(
         RunDirectoryError, match=r"belongs to another run(.|\n)*optimizer\.lr: 0\.01 != 0\.02"
     ):
@@ -57,7 +63,7 @@ def test_a_directory_of_another_run_is_refused_with_what_differs(spec: RunSpec) 
 
 
 def test_a_directory_of_a_run_on_other_data_is_refused(spec: RunSpec) -> None:
-    opened(spec)
+    with_checkpoint(spec)
     with pytest.raises(RunDirectoryError, match="trained on other data"):
         open_run(spec, "0" * 64, Path(spec.data.path))
 
@@ -104,19 +110,47 @@ def test_runs_that_differ_in_any_bit_never_share_a_default_folder(spec: RunSpec)
 
 def test_a_damaged_run_file_is_named(spec: RunSpec) -> None:
     directory = opened(spec).directory
-    directory.run_file.write_text("[model\n")
-    with pytest.raises(RunDirectoryError, match=r"run is not a run directory|run directory"):
-        read_resolved(directory)
+    for damage in (b"[model\n", b"\xff\xfe", b"[model]\nlayers = 'many'\n"):
+        directory.run_file.write_bytes(damage)
+        with pytest.raises(RunDirectoryError, match=r"run(\.toml)? is (not a run directory|damaged)"):
+            read_resolved(directory)
+
+
+def test_a_directory_in_which_nothing_was_saved_may_be_taken_over(spec: RunSpec) -> None:
+    opened(spec)
+    opened(replace_at(spec, "optimizer.lr", 0.02))
+
+
+@pytest.mark.parametrize("kept", [["logs"], ["run.toml"], ["logs", "run.toml", ".run.toml.123"]])
+def test_a_start_that_was_killed_half_way_does_not_lock_the_run_out(spec: RunSpec, kept: list[str]) -> None:
+    folder = Path(spec.run_dir)
+    folder.mkdir()
+    for name in kept:
+        (folder / name).mkdir() if name == "logs" else (folder / name).write_text("")
+    opened(spec)
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"{}", b"[1]", b"\xff\xfe"])
+def test_a_damaged_record_or_result_is_made_anew(spec: RunSpec, damage: bytes) -> None:
+    directory = opened(spec).directory
+    directory.record.write_bytes(damage)
+    directory.result.write_bytes(damage)
+    assert directory.finished_result() is None
+    opened(spec)
+
+
+def test_every_start_is_an_attempt_of_its_own(spec: RunSpec) -> None:
+    assert [opened(spec).attempt for _ in range(3)] == [0, 1, 2]
 
 
 def test_a_place_where_no_directory_can_be_is_named(spec: RunSpec, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunDirectoryError, match=r"file/run: .*Not a directory"):
+    with pytest.raises(RunDirectoryError, match=r"file/run: Not a directory, .*--set run_dir="):
         opened(dataclasses.replace(spec, run_dir=str(tmp_path / "file" / "run")))
 
 
 def test_a_result_survives_being_written(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     assert directory.finished_result() is None
-    directory.write_result({"step": 3, "loss": 0.1})
-    assert directory.finished_result() == {"step": 3, "loss": 0.1}
+    directory.write_result({"step": 3, "loss": 0.1, "weights_sha256": "0"})
+    assert directory.finished_result() == {"step": 3, "loss": 0.1, "weights_sha256": "0"}

@@ -282,6 +282,13 @@ class DiskTier:
             raise NoSuchStepError(f"{self.root}: step {step} is not committed, so it cannot be deleted")
         self._discard(self.folder(step))
 
+    def set_aside(self, step: int) -> None:
+        """Renames the folder to ``.damaged-...``: somebody may want to look at it."""
+        folder = self.folder(step)
+        with storage_errors(folder):
+            os.rename(folder, self.root / f".damaged-{folder.name}-{time.time_ns()}")
+            sync_folder(self.root)
+
     def sweep(self, attempt: int) -> list[str]:
         with storage_errors(self.root):
             names = sorted(os.listdir(self.root))

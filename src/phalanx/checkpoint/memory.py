@@ -121,6 +121,9 @@ class MemoryTier:
         self._get(step)
         del self._committed[step]
 
+    def set_aside(self, step: int) -> None:
+        self.delete(step)
+
     def _get(self, step: int) -> tuple[Record, dict[int, Image]]:
         try:
             return self._committed[step]

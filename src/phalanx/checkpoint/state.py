@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from phalanx.checkpoint.boxes import Box, whole
 from phalanx.checkpoint.errors import CheckpointError
+from phalanx.parallel.torch_compat import box_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +84,8 @@ def _shard_of_dtensor(name: str, tensor: DTensor) -> Shard:
 
 def _local_box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and global offset of this rank's part. An empty part lies at the tensor's origin."""
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    if 0 in shape:
-        offset = (0,) * len(shape)
-    return tuple(shape), tuple(offset)
+    offset, shape = box_of(tensor)
+    return shape, (0,) * len(shape) if 0 in shape else offset
 
 
 def _copies_of(tensor: DTensor) -> Copies:

@@ -112,3 +112,7 @@ class Tier(Protocol):
     def delete(self, step: int) -> None:
         """Remove a committed step: at once for whoever lists steps. Raises NoSuchStepError."""
         ...
+
+    def set_aside(self, step: int) -> None:
+        """Take a damaged step out of the list, so that it can be saved anew; what is left of it may be kept."""
+        ...

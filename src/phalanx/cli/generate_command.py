@@ -26,7 +26,13 @@ from phalanx.serve.text_stream import TextStream
 @click.option(
     "--top-p", type=click.FloatRange(0.0, 1.0, min_open=True), default=1.0, help="Nucleus sampling."
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="The same seed gives the same text.")
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    default=0,
+    show_default=True,
+    help="The same seed gives the same text.",
+)
 @click.option("--step", type=int, help="A step other than the newest.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
@@ -51,6 +57,8 @@ def command(
     from phalanx.serve.generate import encode_prompt, generate, load_model, load_run_tokenizer
     from phalanx.train.run_directory import RunDirectoryError
 
+    if any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise click.ClickException("--prompt is not valid UTF-8")
     with explained(CheckpointError, DataError, RunDirectoryError, ValueError):
         model, _ = load_model(run_dir, step)
         tokenizer = load_run_tokenizer(run_dir)

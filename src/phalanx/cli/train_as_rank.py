@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 from phalanx.run.problems import RunFileError
 from phalanx.run.spec import RunSpec
+from phalanx.train.interrupt import StopRequest
 from phalanx.train.worker import EXIT_FAILED, EXIT_STOPPED, known_errors, run_rank
 
 
@@ -19,7 +21,8 @@ def train_as_rank(spec: RunSpec, run_file: Path, as_json: bool) -> int:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     from phalanx.parallel.rendezvous import device_for, join, leave, place_of
 
-    first = False
+    first, stop = False, StopRequest()
+    stop.listen()
     try:
         place = place_of(os.environ)
         assert place is not None
@@ -27,14 +30,15 @@ def train_as_rank(spec: RunSpec, run_file: Path, as_json: bool) -> int:
         join(place, device_for(spec.runtime.device, place.local_rank), timeout_s=1800.0)
         run_dir, attempt = _agree(spec, run_file, first)
         follower = _follow(run_dir, attempt, as_json) if first else None
-        result = run_rank(run_dir, attempt)
+        result = run_rank(run_dir, attempt, stop)
         if follower is not None:
             follower()
         leave()
     except Exception as error:
-        if not isinstance(error, (RunFileError, *known_errors())):
-            raise
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        if isinstance(error, (RunFileError, *known_errors())):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exc()
         os._exit(EXIT_FAILED)  # a clean exit would wait for ranks that wait for this one
     if result is None:
         return EXIT_STOPPED
@@ -56,13 +60,12 @@ def _agree(spec: RunSpec, run_file: Path, first: bool) -> tuple[Path, int]:
             run = prepare_run(spec, run_file, lambda _what, _done, _total: None)
             answer = [(str(run.directory.path), run.attempt)]
         except Exception as error:
-            # The others wait for an answer, whatever went wrong.
+            # The others wait for an answer, whatever went wrong; what it was must be out before they end.
+            print(f"error: {error}", file=sys.stderr, flush=True)
             failure, answer = error, [f"{error}"]
     dist.broadcast_object_list(answer, src=0)
-    if failure is not None:
-        raise failure
-    if isinstance(answer[0], str):
-        sys.exit(EXIT_FAILED)  # rank 0 has said why
+    if failure is not None or isinstance(answer[0], str):
+        os._exit(EXIT_FAILED)  # rank 0 has said why
     run_dir, attempt = answer[0]
     return Path(run_dir), attempt
 

@@ -89,7 +89,8 @@ def _train_here(spec: RunSpec, run_file: Path, as_json: bool) -> int:
         console.print(f"[yellow]stopped[/]; to go on: {again}")
         return ending.exit_code
     click.echo(f"error: rank {ending.failed_rank} {ending.message}", err=True)
-    click.echo(f"To go on from the newest checkpoint: {again}", err=True)
+    if any(run.directory.checkpoints.glob("step-*")):
+        click.echo(f"To go on from the newest checkpoint: {again}", err=True)
     return 1
 
 
@@ -121,7 +122,7 @@ def _progress(console: Any) -> Callable[[str, int, int], None]:
         now = time.monotonic()
         if done == total or now - last.get(what, 0.0) > 1.0:
             last[what] = now
-            console.print(f"[dim]{what}[/] {done:,} of {total:,}")
+            console.print(f"[dim]{what}[/] {done:,}" + (f" of {total:,}" if total else ""))
 
     return show
 

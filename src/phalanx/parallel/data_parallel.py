@@ -110,6 +110,12 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def reshard(module: nn.Module) -> None:
+    """Gives up whole weights that a forward pass without a backward has left gathered (and narrow copies of them)."""
+    for part in _fsdp_modules(module):
+        part.reshard()
+
+
 def spread(module: nn.Module, mesh: DataMesh, spec: RunSpec) -> DataParallel:
     """Spreads ``module`` (on the meta device) over ``mesh`` as ``spec.parallel`` and ``spec.precision`` say.
 
@@ -129,10 +135,10 @@ def spread(module: nn.Module, mesh: DataMesh, spec: RunSpec) -> DataParallel:
         cast_forward_inputs=False,
     )
     fsdp_mesh = mesh.shard_mesh if reproducible or mesh.replicas == 1 else mesh.mesh
-    reshard = spec.parallel.sharding == "zero3"
+    reshard_ = spec.parallel.sharding == "zero3"
     blocks = cast(nn.ModuleList, module.get_submodule("blocks"))
     for block in blocks:
-        fully_shard(block, mesh=fsdp_mesh, reshard_after_forward=reshard, mp_policy=policy)
+        fully_shard(block, mesh=fsdp_mesh, reshard_after_forward=reshard_, mp_policy=policy)
     # The root's weights (embedding, head) are needed again at the start of backward: keep them.
     fully_shard(module, mesh=fsdp_mesh, reshard_after_forward=False, mp_policy=policy)
     module.to_empty(device=mesh.device)
@@ -140,8 +146,8 @@ def spread(module: nn.Module, mesh: DataMesh, spec: RunSpec) -> DataParallel:
         for part in _fsdp_modules(module):
             part.set_custom_all_gather(TimedAllGather(clock))
     if reproducible:
-        return ShardedByTree(cast(FSDPModule, module), mesh, clock, deal)
-    return ShardedFast(cast(FSDPModule, module), mesh, clock, keep_weights=not reshard)
+        return ShardedByTree(cast(FSDPModule, module), mesh, clock, deal, keep_weights=not reshard_)
+    return ShardedFast(cast(FSDPModule, module), mesh, clock, keep_weights=not reshard_)
 
 
 def _fsdp_modules(root: nn.Module) -> Iterator[FSDPModule]:
@@ -151,9 +157,13 @@ def _fsdp_modules(root: nn.Module) -> Iterator[FSDPModule]:
 class ShardedByTree(DataParallel):
     """FSDP2 with gradients summed in tree order."""
 
-    def __init__(self, root: FSDPModule, mesh: DataMesh, clock: CommClock, deal: Deal) -> None:
+    def __init__(
+        self, root: FSDPModule, mesh: DataMesh, clock: CommClock, deal: Deal, *, keep_weights: bool
+    ) -> None:
         self.module, self.mesh, self.clock = cast(nn.Module, root), mesh, clock
-        self._root, self._step = root, Step()
+        self._root, self._step, self._keep_weights = root, Step(), keep_weights
+        # While weights are gathered the module shows the whole ones; these are the shares, whose gradients count.
+        self._shares = list(self.module.parameters())
         self._reducers = []
         for module in _fsdp_modules(self.module):
             reducer = TreeReducer(mesh, deal, self._step)
@@ -169,14 +179,20 @@ class ShardedByTree(DataParallel):
 
     def before_backward(self, *, last_micro_batch: bool) -> None:
         self._root.set_requires_gradient_sync(last_micro_batch)
+        # ZeRO-2 gathers weights once a step: they change only after its last backward pass.
+        last_pass = last_micro_batch and self._step.last_round
+        self._root.set_reshard_after_backward(last_pass or not self._keep_weights)
 
     def end(self, current: Round) -> None:
         if not current.last:
             # The trees hold this round's gradients; what FSDP would accumulate means nothing yet.
-            self.module.zero_grad(set_to_none=True)
+            for share in self._shares:
+                share.grad = None
 
     def abandon(self) -> None:
         self.module.zero_grad(set_to_none=True)
+        for share in self._shares:
+            share.grad = None
         for reducer in self._reducers:
             reducer.clear()
 
@@ -187,7 +203,7 @@ class ShardedByTree(DataParallel):
 def _tree_hook(reducer: TreeReducer) -> Callable[[Tensor], None]:
     def hook(gradient: Tensor) -> None:
         # FSDP2 makes parameters' gradients from this buffer afterwards, so the tree needs its own copy.
-        reducer.push([gradient.clone()])
+        reducer.push(gradient.clone().unsqueeze(0))
         if reducer.step.last_round:
             reducer.finish(gradient)
 
@@ -214,6 +230,8 @@ class ShardedFast(DataParallel):
             last_micro_batch and (self._last_round or not self._keep_weights)
         )
         self._root.set_requires_all_reduce(self._last_round)
+        last_pass = last_micro_batch and self._last_round
+        self._root.set_reshard_after_backward(last_pass or not self._keep_weights)
 
     def end(self, current: Round) -> None:
         pass
@@ -230,23 +248,25 @@ class WholeByTree(DataParallel):
 
     def __init__(self, module: nn.Module, mesh: DataMesh, clock: CommClock, deal: Deal) -> None:
         self.module, self.mesh, self.clock, self._deal = module, mesh, clock, deal
-        self._trees: dict[nn.Parameter, SlotTree[Tensor]] = {
-            parameter: SlotTree(deal.slots, lambda left, right: left.add_(right))
-            for parameter in module.parameters()
-        }
+        self._slot, self._slot_complete = 0, False
+        self._trees: dict[nn.Parameter, SlotTree[Tensor]] = {}
+        for parameter in module.parameters():
+            self._trees[parameter] = SlotTree(deal.slots, lambda left, right: left.add_(right))
+            # During the backward pass, while the gradient is still in the cache.
+            parameter.register_post_accumulate_grad_hook(self._push)  # type: ignore[no-untyped-call]
+
+    def _push(self, parameter: Tensor) -> None:
+        if self._slot_complete and parameter.grad is not None:
+            self._trees[cast(nn.Parameter, parameter)].push(self._slot, parameter.grad)
+            parameter.grad = None
 
     def begin(self, current: Round) -> None:
-        pass
+        self._slot = current.slot
 
     def before_backward(self, *, last_micro_batch: bool) -> None:
-        pass
+        self._slot_complete = last_micro_batch
 
     def end(self, current: Round) -> None:
-        for parameter, tree in self._trees.items():
-            if parameter.grad is None:
-                continue
-            tree.push(current.slot, parameter.grad)
-            parameter.grad = None
         if current.last:
             self._finish()
 
@@ -255,15 +275,15 @@ class WholeByTree(DataParallel):
             for parameter, tree in self._trees.items():
                 parameter.grad = tree.take_root()
             return
-        nodes = self._deal.forest(self.mesh.replica)
+        forest = self._deal.forest(self.mesh.replica)
         for bucket in _buckets(list(self._trees)):
-            tree = SlotTree(self._deal.slots, lambda left, right: left.add_(right))
-            for node in nodes:
-                flat = torch.cat([self._trees[parameter].nodes.pop(node).reshape(-1) for parameter in bucket])
-                tree.nodes[node] = flat
-            total = bucket[0].new_empty(sum(parameter.numel() for parameter in bucket))
+            nodes = [
+                torch.cat([self._trees[parameter].nodes.pop(node).reshape(-1) for parameter in bucket])
+                for node in forest
+            ]
+            total = torch.empty_like(nodes[0])
             with self.clock.measure():
-                exchange(tree, self._deal, self.mesh, total)
+                exchange(nodes, self._deal, self.mesh, total)
             _hand_out(total, bucket)
 
     def abandon(self) -> None:

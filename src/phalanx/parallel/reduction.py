@@ -3,7 +3,7 @@
 With a sharded model, FSDP2 hands every parameter group's gradient to a reduce-scatter after each backward pass
 (``FSDPModule.set_custom_reduce_scatter`` is PyTorch's extension point for it). Ours is an all-to-all: the rank that
 owns a share of the parameters receives that share of *every* slot's gradient, unsummed, and adds in the order of
-``phalanx.parallel.slots``. The volume on the wire is that of a reduce-scatter. After the last round, copies of the
+``phalanx.parallel.slots``. The volume on the wire is that of a reduce-scatter (for each rank; it does not combine on the way as a ring does). After the last round, copies of the
 weights in other replicas exchange what is left of their trees the same way, and share the sums by an all-gather:
 the volume of an all-reduce when a replica's slots fill a whole subtree.
 
@@ -54,11 +54,12 @@ class TreeReducer:
     def __post_init__(self) -> None:
         self.tree = SlotTree(self.deal.slots, _add)
 
-    def push(self, gradients: Sequence[Tensor]) -> None:
-        """Takes in this round's gradients of the share that this rank owns, one for each shard rank."""
-        for slot, gradient in zip(self.step.round_slots, gradients, strict=True):
-            if slot is not None:
-                self.tree.push(slot, gradient)
+    def push(self, gradients: Tensor) -> None:
+        """Takes in this round's gradients ``(shard ranks, share)`` of the share that this rank owns."""
+        first = self.step.round_slots[0]
+        assert first is not None, "a round begins with a slot"
+        count = sum(slot is not None for slot in self.step.round_slots)
+        push_run(self.tree, first, gradients[:count])
 
     def keep(self) -> None:
         """Copies what the tree holds out of buffers that it shares with gradients already added."""
@@ -72,41 +73,85 @@ class TreeReducer:
         if self.mesh.replicas == 1:
             out.copy_(self.tree.take_root())
             return
-        exchange(self.tree, self.deal, self.mesh, out)
+        nodes = [self.tree.nodes.pop(node) for node in self.deal.forest(self.mesh.replica)]
+        exchange(nodes, self.deal, self.mesh, out)
 
     def clear(self) -> None:
         """Forgets a step that was broken off."""
         self.tree.nodes.clear()
 
 
-def exchange(tree: SlotTree[Tensor], deal: Deal, mesh: DataMesh, out: Tensor) -> None:
-    """Adds up the trees of all replicas and writes the sum into ``out``, on every replica.
+def push_run(tree: SlotTree[Tensor], first: int, block: Tensor) -> None:
+    """Takes in the slots ``first``, ``first + 1``, ... whose values are the rows of ``block``; overwrites them.
+
+    The same additions as pushing one slot after another, a level of the tree at a time instead of a node at a time:
+    a thousand slots are ten additions, not a thousand.
+    """
+    level = 0
+    while len(block):
+        if first % 2:
+            tree.push_node((level, first), block[0])
+            first, block = first + 1, block[1:]
+        if len(block) % 2:
+            tree.push_node((level, first + len(block) - 1), block[-1])
+            block = block[:-1]
+        sums = block[0::2]
+        sums.add_(block[1::2])
+        first, block, level = first // 2, sums, level + 1
+
+
+def exchange(nodes: Sequence[Tensor], deal: Deal, mesh: DataMesh, out: Tensor) -> None:
+    """Adds up what all replicas' trees were left with and writes the sum into ``out``, on every replica.
 
     Replica *j* becomes responsible for the *j*-th piece: it receives that piece of every node that any replica was
     left with, adds them in tree order, and the pieces are gathered.
+
+    Args:
+        nodes: What this replica was left with, in the order of ``deal.forest``; each contiguous, with as many
+            elements as ``out``. Not needed afterwards.
+        out: Contiguous.
     """
-    replicas, nodes = mesh.replicas, deal.forest(mesh.replica)
-    piece = -(-out.numel() // replicas)
-    padded = out.new_zeros((replicas, len(nodes), piece))
-    for position, node in enumerate(nodes):
-        flat = out.new_zeros(replicas * piece)
-        flat[: out.numel()] = tree.nodes.pop(node).reshape(-1)
-        padded[:, position] = flat.view(replicas, piece)
+    replicas, flat = mesh.replicas, out.view(-1)
+    piece = -(-flat.numel() // replicas)
     forests = [deal.forest(replica) for replica in range(replicas)]
     counts = [len(forest) * piece for forest in forests]
     received = out.new_empty(sum(counts))
+    sent = _by_piece(nodes, replicas, piece)
     dist.all_to_all_single(
-        received, padded.view(-1), counts, [len(nodes) * piece] * replicas, group=mesh.replicate_group
+        received, sent, counts, [len(nodes) * piece] * replicas, group=mesh.replicate_group
     )
+    tree: SlotTree[Tensor] = SlotTree(deal.slots, _add)
     for forest, part in zip(forests, torch.split(received, counts), strict=True):
         for node, value in zip(forest, part.view(len(forest), piece), strict=True):
             tree.push_node(node, value)
-    total = out.new_empty(replicas * piece)
-    all_gather_single(total, tree.take_root().contiguous(), mesh.replicate_group)
-    out.copy_(total[: out.numel()].view_as(out))
+    whole = flat if flat.numel() == replicas * piece else out.new_empty(replicas * piece)
+    all_gather_single(whole, tree.take_root().contiguous(), mesh.replicate_group)
+    if whole is not flat:
+        flat.copy_(whole[: flat.numel()])
 
 
-class TreeReduceScatter(ReduceScatter):
+def _by_piece(nodes: Sequence[Tensor], replicas: int, piece: int) -> Tensor:
+    """All nodes' first pieces, then all their second ones, and so on; padded with zeros at the end."""
+    if len(nodes) == 1 and nodes[0].numel() == replicas * piece:
+        return nodes[0].view(-1)
+    arranged = nodes[0].new_zeros((replicas, len(nodes), piece))
+    for position, node in enumerate(nodes):
+        for replica, part in enumerate(torch.split(node.view(-1), piece)):
+            arranged[replica, position, : part.numel()] = part
+    return arranged.view(-1)
+
+
+class _PlainBuffers:
+    """Communication buffers as FSDP asks for them: uninitialised, since they are written over anyway."""
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """A buffer of ``size``."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class TreeReduceScatter(_PlainBuffers, ReduceScatter):
     """The reduce-scatter of one FSDP parameter group, by all-to-all and addition in tree order.
 
     Until the last round of a step its output means nothing; whoever drives the step drops the gradients that FSDP
@@ -115,12 +160,6 @@ class TreeReduceScatter(ReduceScatter):
 
     def __init__(self, reducer: TreeReducer, clock: CommClock) -> None:
         self.reducer, self.clock = reducer, clock
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """An uninitialised buffer; zeros would be written over anyway."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -134,7 +173,7 @@ class TreeReduceScatter(ReduceScatter):
         received = torch.empty_like(input_tensor)
         with self.clock.measure():
             dist.all_to_all_single(received, input_tensor, group=group)
-        self.reducer.push(received.view(group.size(), -1).unbind(0))
+        self.reducer.push(received.view(group.size(), -1))
         if self.reducer.step.last_round:
             with self.clock.measure():
                 self.reducer.finish(output_tensor)
@@ -143,17 +182,11 @@ class TreeReduceScatter(ReduceScatter):
             output_tensor.zero_()
 
 
-class TimedAllGather(AllGather):
+class TimedAllGather(_PlainBuffers, AllGather):
     """FSDP's own all-gather, with the time that a CPU spends in it measured."""
 
     def __init__(self, clock: CommClock) -> None:
         self.clock = clock
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """An uninitialised buffer."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

@@ -12,6 +12,7 @@ Everything here is a function on integers; ``SlotTree`` is the one mutable thing
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -53,10 +54,15 @@ class Deal:
 
     def forest(self, replica: int) -> list[Node]:
         """The nodes that a replica is left with after adding all it can of its own slots, from left to right."""
-        tree: SlotTree[None] = SlotTree(self.slots, lambda _left, _right: None)
-        for slot in self.slots_of_replica(replica):
-            tree.push(slot, None)
-        return sorted(tree.nodes, key=lambda node: node[1] << node[0])
+        return list(_forest(self, replica))
+
+
+@functools.cache
+def _forest(deal: Deal, replica: int) -> tuple[Node, ...]:
+    tree: SlotTree[None] = SlotTree(deal.slots, lambda _left, _right: None)
+    for slot in deal.slots_of_replica(replica):
+        tree.push(slot, None)
+    return tuple(sorted(tree.nodes, key=lambda node: node[1] << node[0]))
 
 
 @dataclass

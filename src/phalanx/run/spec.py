@@ -87,7 +87,7 @@ class DataSpec:
 class TrainSpec:
     """How much is computed, and in which pieces."""
 
-    steps: Annotated[int, POSITIVE] = 100
+    steps: Annotated[int, Bound(at_least=1, at_most=10**9)] = 100
     """Number of optimiser steps."""
     batch_size: Annotated[int, POSITIVE] = 32
     """Sequences per step, over the whole fleet."""
@@ -99,9 +99,9 @@ class TrainSpec:
     """Sequences per forward pass within a slot; 0 means the whole slot at once."""
     reduction: Literal["reproducible", "fast"] = "reproducible"
     """ "reproducible" adds the slots' gradients in a fixed tree; "fast" leaves the order to the library."""
-    on_nonfinite: Literal["stop", "skip"] = "stop"
+    on_nonfinite: Annotated[Literal["stop", "skip"], FLEET] = "stop"
     """What to do when the loss or the gradient is infinite or not a number: stop, or skip the step."""
-    max_skipped: Annotated[int, POSITIVE] = 10
+    max_skipped: Annotated[int, FLEET, POSITIVE] = 10
     """Consecutive skipped steps after which the run stops all the same."""
     loss_chunk: Annotated[int, POSITIVE] = 2048
     """Tokens whose logits are held at once while the loss is computed."""
@@ -157,11 +157,11 @@ class PrecisionSpec:
 class RuntimeSpec:
     """What of the machine enters the bits."""
 
-    seed: Annotated[int, NOT_NEGATIVE] = 0
+    seed: Annotated[int, Bound(at_least=0, at_most=2**63 - 1)] = 0
     """Fixes the initial weights and the order of the samples."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; "auto" takes a GPU when there is one."""
-    threads: Annotated[int, POSITIVE] = 1
+    threads: Annotated[int, Bound(at_least=1, at_most=1024)] = 1
     """CPU threads per rank. Part of the run, because a sum split over threads rounds differently."""
     compile: bool = False
     """Whether the transformer blocks are compiled with torch.compile."""
@@ -192,7 +192,8 @@ class CheckpointSpec:
     timeout_s: Annotated[float, FLEET, Bound(above=0)] = 600.0
     """How long the commit waits for all ranks' files."""
     init_from: str = ""
-    """A checkpoint or imported model whose weights the run starts from; empty means fresh weights."""
+    """A run directory or checkpoint whose weights the run starts from; empty means fresh weights. Resolved to one
+    checkpoint when the run is first started."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,9 @@ class EvalSpec:
     every_steps: Annotated[int, FLEET, NOT_NEGATIVE] = 50
     """Steps between evaluations; 0 means only at the end."""
     sequences: Annotated[int, FLEET, POSITIVE] = 64
-    """Held-out sequences of an evaluation (fewer when there are fewer)."""
+    """Held-out sequences of an evaluation during the run (fewer when there are fewer)."""
+    final_sequences: Annotated[int, FLEET, NOT_NEGATIVE] = 4096
+    """Of the evaluation after the last step; 0 means all. The figure for xz is for all held-out text."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,17 +47,28 @@ def run_locally(run: OpenRun, ranks: int, while_running: Callable[[Callable[[], 
         while_running: Called once with a function that tells whether the ranks have ended; returns after they have
             (it shows the run's progress meanwhile).
     """
-    with tempfile.TemporaryDirectory(prefix="phalanx-") as folder:
-        meeting_point = (Path(folder) / "meeting-point").as_uri()
-        processes = [_start(run, rank, ranks, meeting_point) for rank in range(ranks)]
-        try:
-            with _passing_on_signals(processes):
-                watcher = _Watcher(processes)
+    meeting_point = _fresh_meeting_point(run)
+    processes = [_start(run, rank, ranks, meeting_point.as_uri()) for rank in range(ranks)]
+    try:
+        with _passing_on_signals(processes) as request:
+            watcher = _Watcher(processes, request)
+            try:
                 while_running(watcher.ended)
-                watcher.wait()
-        finally:
-            _end(processes)
+            except Exception as error:
+                # A display that breaks (a closed pipe, say) is no reason to end a run.
+                print(f"phalanx: warning: the display failed: {error!r}; training goes on", file=sys.stderr)
+            watcher.wait()
+    finally:
+        _end(processes)
+        meeting_point.unlink(missing_ok=True)
     return _ending(run, processes, watcher.first_failure)
+
+
+def _fresh_meeting_point(run: OpenRun) -> Path:
+    """The file through which the ranks of this attempt meet; those of attempts that were killed are removed."""
+    for stale in run.directory.path.glob(".meeting-point-*"):
+        stale.unlink(missing_ok=True)
+    return (run.directory.path / f".meeting-point-{run.attempt}").resolve()
 
 
 def _start(run: OpenRun, rank: int, ranks: int, meeting_point: str) -> subprocess.Popen[bytes]:
@@ -67,6 +77,7 @@ def _start(run: OpenRun, rank: int, ranks: int, meeting_point: str) -> subproces
         "PHALANX_RANK": str(rank),
         "PHALANX_RANKS": str(ranks),
         "PHALANX_MEETING_POINT": meeting_point,
+        "PHALANX_LAUNCHER": str(os.getpid()),
         "OMP_NUM_THREADS": str(run.spec.runtime.threads),
     }
     log = run.directory.log(run.attempt, rank)
@@ -92,8 +103,8 @@ def _start(run: OpenRun, rank: int, ranks: int, meeting_point: str) -> subproces
 class _Watcher:
     """Looks at the ranks now and then; ends the others when one has failed."""
 
-    def __init__(self, processes: list[subprocess.Popen[bytes]]) -> None:
-        self._processes = processes
+    def __init__(self, processes: list[subprocess.Popen[bytes]], request: _Request) -> None:
+        self._processes, self._request = processes, request
         self._deadline_s: float | None = None
         self.first_failure: int | None = None
 
@@ -101,7 +112,9 @@ class _Watcher:
         """Whether all ranks have ended."""
         codes = [process.poll() for process in self._processes]
         if self.first_failure is None:
-            failed = [rank for rank, code in enumerate(codes) if code not in (None, 0, EXIT_STOPPED)]
+            # A rank that had not yet set up its handler ends by the signal itself: it was asked to.
+            fine = {None, 0, EXIT_STOPPED} | ({-signal.SIGTERM} if self._request.made else set())
+            failed = [rank for rank, code in enumerate(codes) if code not in fine]
             if failed:
                 self.first_failure = _culprit(failed, codes)
                 self._deadline_s = time.monotonic() + _GRACE_S
@@ -120,21 +133,29 @@ def _culprit(failed: list[int], codes: list[int | None]) -> int:
     return min(failed, key=lambda rank: (codes[rank] or 0) > 0)
 
 
+@dataclass
+class _Request:
+    """Whether the ranks were asked to stop."""
+
+    made: bool = False
+
+
 @contextmanager
-def _passing_on_signals(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Ctrl-C and SIGTERM become one SIGTERM to every rank; a second Ctrl-C ends them at once."""
-    asked = 0
+def _passing_on_signals(processes: list[subprocess.Popen[bytes]]) -> Iterator[_Request]:
+    """Ctrl-C, SIGTERM and a closed terminal become one SIGTERM to every rank; asked twice, they end at once."""
+    request = _Request()
 
     def pass_on(_number: int, _frame: FrameType | None) -> None:
-        nonlocal asked
-        asked += 1
+        number = signal.SIGKILL if request.made else signal.SIGTERM
+        request.made = True
         for process in processes:
             if process.poll() is None:
-                process.send_signal(signal.SIGTERM if asked == 1 else signal.SIGKILL)
+                process.send_signal(number)
 
-    before = [(number, signal.signal(number, pass_on)) for number in (signal.SIGINT, signal.SIGTERM)]
+    asking = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [(number, signal.signal(number, pass_on)) for number in asking]
     try:
-        yield
+        yield request
     finally:
         for number, handler in before:
             signal.signal(number, handler)
@@ -150,7 +171,7 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
 
 def _ending(run: OpenRun, processes: list[subprocess.Popen[bytes]], culprit: int | None) -> Ending:
     codes = [process.returncode for process in processes]
-    if all(code == 0 for code in codes):
+    if all(code == 0 for code in codes) or (culprit is None and run.directory.finished_result() is not None):
         return Ending("finished")
     if culprit is None:
         return Ending("stopped", exit_code=EXIT_STOPPED)

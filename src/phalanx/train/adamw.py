@@ -4,7 +4,7 @@ Kernels that compute several operations at once may fuse a multiply and an add i
 and not in the scalar loop that handles the tail, or the other way round. Which elements are in the tail depends on
 where a shard ends, and so on the number of ranks. Here every operation is a single one (a product, a sum, a root, a
 quotient), which IEEE 754 rounds in one way only. To make up for the passes over memory, a CPU works on pieces that stay
-in its cache; a GPU takes all tensors in one launch per operation.
+in its cache; a GPU takes many tensors in one launch per operation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from phalanx.model.shape import Parameter
 from phalanx.parallel.data_parallel import local
 from phalanx.run.spec import OptimizerSpec
 
-_CPU_CHUNK = 1 << 15  # elements per thread: six fp32 arrays of them fit into a core's second-level cache
+# Elements updated at once. On a CPU, per thread: six fp32 arrays of them fit into a core's second-level cache. On a GPU:
+# enough to fill it, few enough that the temporaries (three arrays) stay small beside the model.
+_CPU_CHUNK = 1 << 15
+_GPU_CHUNK = 1 << 26
 
 
 def decays(parameter: Parameter, spec: OptimizerSpec) -> bool:
@@ -61,23 +64,26 @@ class AdamW:
 
     def _pieces(self, names: list[str]) -> Iterator[tuple[list[Tensor], ...]]:
         """Weights, gradients and both moments, in pieces of a size that suits the device."""
-        rows: list[tuple[Tensor, ...]] = []
         chunk = _CPU_CHUNK * torch.get_num_threads()
+        launch: list[tuple[Tensor, ...]] = []
         for name in names:
             parameter = self.parameters[name]
             if parameter.grad is None:
                 raise RuntimeError(f"{name} has no gradient to step with")
             tensors = (parameter, parameter.grad, self.exp_avg[name], self.exp_avg_sq[name])
             flat = [local(tensor.detach()).reshape(-1) for tensor in tensors]
-            if flat[0].numel() == 0:
-                continue  # this rank holds no rows of it
-            if flat[0].device.type == "cpu":
-                for piece in zip(*(torch.split(tensor, chunk) for tensor in flat), strict=True):
-                    yield tuple([tensor] for tensor in piece)
-            else:
-                rows.append(tuple(flat))
-        if rows:
-            yield tuple(list(column) for column in zip(*rows, strict=True))
+            size = chunk if flat[0].device.type == "cpu" else _GPU_CHUNK
+            for piece in zip(*(torch.split(tensor, size) for tensor in flat), strict=True):
+                launch.append(piece)
+                if sum(weights.numel() for weights, *_ in launch) >= size:
+                    yield _columns(launch)
+                    launch = []
+        if launch:
+            yield _columns(launch)
+
+
+def _columns(rows: list[tuple[Tensor, ...]]) -> tuple[list[Tensor], ...]:
+    return tuple(list(column) for column in zip(*rows, strict=True))
 
 
 def _update(

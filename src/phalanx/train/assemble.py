@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.checkpoint.disk import DiskTier
-from phalanx.checkpoint.restore import candidates, restore
+from phalanx.checkpoint.restore import restore
 from phalanx.checkpoint.retention import Retention
 from phalanx.checkpoint.saver import AsyncSaver
 from phalanx.checkpoint.state import Shard
@@ -26,7 +26,7 @@ from phalanx.run.spec import RunSpec
 from phalanx.train.adamw import AdamW
 from phalanx.train.interrupt import StopRequest
 from phalanx.train.reporter import Reporter
-from phalanx.train.run_directory import RunDirectory
+from phalanx.train.run_directory import RunDirectory, check_data
 from phalanx.train.state import RestoredState, fill_initial, restore_newest, state_shards, weight_shards
 
 
@@ -60,6 +60,10 @@ class Training:
     peak: Peak
     restored: RestoredState | None
     stalls_s: dict[int, float] = field(default_factory=dict)
+    """For how long each save held training up, by step."""
+    last_saved_step: int | None = None
+    last_save_good: bool = True
+    """Whether the newest save that has ended is durable; rank 0 knows."""
 
 
 def make_deterministic(spec: RunSpec, device: torch.device) -> None:
@@ -112,6 +116,7 @@ def assemble(
     saver.prepare(shards)
     ledger.switch(Bucket.START_DATA_SEEK)
     data = RunData(Path(spec.data.path), spec.train.seq_len, spec.runtime.seed)
+    check_data(directory, data.fingerprint)
     ledger.switch(Bucket.START_WARMUP)
     peak = _peak(spec, mesh)
     gc.collect()
@@ -137,14 +142,11 @@ def assemble(
 
 
 def load_weights(source: Path, shards: list[Shard]) -> None:
-    """Fills ``shards`` with the weights of the newest checkpoint in a run directory or checkpoint root.
+    """Fills ``shards`` with the weights of the checkpoint ``source``, a folder ``.../step-00000100``.
 
-    Raises ``CheckpointError`` if there is none, or it is of another model.
+    Raises ``CheckpointError`` if it is damaged, or of another model.
     """
-    root = source / "checkpoints" if (source / "checkpoints").is_dir() else source
-    tier = DiskTier(root)
-    steps = candidates(tier)
-    restore(tier, steps[0] if steps else 0, shards)
+    restore(DiskTier(source.parent), int(source.name.removeprefix("step-")), shards)
 
 
 def _peak(spec: RunSpec, mesh: DataMesh) -> Peak:

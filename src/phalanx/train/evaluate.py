@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.data.dataset import RunData
-from phalanx.parallel.data_parallel import DataParallel
+from phalanx.parallel.data_parallel import DataParallel, reshard
 from phalanx.run.spec import RunSpec
 from phalanx.train.loss import summed_cross_entropy
 
@@ -31,9 +31,9 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(model: DataParallel, data: RunData, spec: RunSpec) -> Evaluation | None:
-    """The loss on the first ``evaluation.sequences`` held-out sequences; ``None`` if there are none."""
-    sequences = min(spec.evaluation.sequences, data.held_out_len)
+def evaluate(model: DataParallel, data: RunData, spec: RunSpec, wanted: int) -> Evaluation | None:
+    """The loss on the first ``wanted`` held-out sequences (0: on all); ``None`` if there are none."""
+    sequences = min(wanted or data.held_out_len, data.held_out_len)
     if sequences == 0:
         return None
     mesh = model.mesh
@@ -49,6 +49,8 @@ def evaluate(model: DataParallel, data: RunData, spec: RunSpec) -> Evaluation | 
         loss = model.module(samples[:, :-1], readout)
         if batch < batches:
             losses[batch] = loss.double()
+    # The next forward pass, and whoever looks at the weights, is to find shards and not their gathered copies.
+    reshard(model.module)
     dist.all_reduce(losses)
     nats = math.fsum(losses.tolist())
     text_bytes = int(data.held_out_bytes(np.arange(sequences)).sum())

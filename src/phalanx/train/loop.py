@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from phalanx.data.prefetch import Prefetch
 from phalanx.model.counts import count
+from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Evaluated, Finished, NonFinite, Restored, RunStarted, Step, Stopped
 from phalanx.observe.ledger import Bucket
 from phalanx.observe.records import environment_record
@@ -80,12 +81,10 @@ def train(training: Training) -> dict[str, Any] | None:
             _log_step(training, progress, report, recent_s)
             last = progress.step == spec.train.steps
             if not last and _due(progress.step, spec.evaluation.every_steps):
-                _evaluate(training, progress.step)
+                _evaluate(training, progress.step, spec.evaluation.sequences)
             if not last and (report.stop_requested or _due(progress.step, spec.checkpoint.every_steps)):
                 _save(training, progress)
-            training.reporter.saved(
-                training.saver.poll(), training.stalls_s, str(training.directory.checkpoints)
-            )
+            _collect(training)
             if report.stop_requested and not last:
                 _stopped(training, progress)
                 return None
@@ -98,20 +97,9 @@ def _due(step: int, every: int) -> bool:
 
 def _begin(training: Training) -> Progress:
     """Says what starts, and from where."""
-    spec, restored, reporter = training.spec, training.restored, training.reporter
-    reporter.emit(
-        RunStarted(
-            run=str(training.directory.path),
-            steps=spec.train.steps,
-            ranks=training.mesh.ranks,
-            device=str(training.mesh.device.type),
-            parameters=training.parameter_count,
-            peak_flops_per_s=training.peak.flops_per_s,
-            peak_source=training.peak.source,
-            xz_bits_per_byte=training.data.index.held_out_xz_bits_per_byte,
-            environment={**environment_record(), "data_fingerprint": training.data.fingerprint},
-        )
-    )
+    restored, reporter = training.restored, training.reporter
+    if reporter.speaks:
+        reporter.emit(_started(training))
     if restored is None:
         return Progress()
     for line in restored.passed_over:
@@ -120,6 +108,21 @@ def _begin(training: Training) -> Progress:
     extra = restored.extra
     return Progress(
         restored.step, extra["tokens"], extra["updates"], extra["skipped_in_a_row"], extra["loss"]
+    )
+
+
+def _started(training: Training) -> RunStarted:
+    spec = training.spec
+    return RunStarted(
+        run=str(training.directory.path),
+        steps=spec.train.steps,
+        ranks=training.mesh.ranks,
+        device=str(training.mesh.device.type),
+        parameters=training.parameter_count,
+        peak_flops_per_s=training.peak.flops_per_s,
+        peak_source=training.peak.source,
+        xz_bits_per_byte=training.data.index.held_out_xz_bits_per_byte,
+        environment={**environment_record(), "data_fingerprint": training.data.fingerprint},
     )
 
 
@@ -157,20 +160,21 @@ def _nonfinite(training: Training, progress: Progress, report: StepReport) -> No
     if skip:
         return
     _save(training, progress)
-    _settle(training)
+    saved = "and saved" if _settle(training) else "but could not be saved: older checkpoints are kept"
     remedy = (
         f"{train.max_skipped} steps in a row were skipped; lower optimizer.lr or lengthen schedule.warmup_steps"
         if train.on_nonfinite == "skip"
         else 'lower optimizer.lr, lengthen schedule.warmup_steps, or set train.on_nonfinite = "skip"'
     )
     raise NonFiniteError(
-        f"step {progress.step + 1}: {what}; the weights are those of step {progress.step}, and saved. {remedy}"
+        f"step {progress.step + 1}: {what}; the weights are those of step {progress.step}, {saved}. {remedy}"
     )
 
 
 def _log_step(training: Training, progress: Progress, report: StepReport, recent_s: list[float]) -> None:
     spec = training.spec
-    if progress.step % spec.observe.log_every_steps and progress.step != spec.train.steps:
+    due = progress.step % spec.observe.log_every_steps == 0 or progress.step == spec.train.steps
+    if not due or not training.reporter.speaks:
         return
     step_s = typical(recent_s[-spec.observe.log_every_steps :]) or recent_s[-1]
     tokens_per_s = report.tokens / step_s
@@ -206,11 +210,12 @@ def _peak_memory_bytes(training: Training) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _evaluate(training: Training, step: int) -> Evaluation | None:
+def _evaluate(training: Training, step: int, sequences: int) -> Evaluation | None:
     with training.ledger.bucket(Bucket.EVAL):
         begin = time.perf_counter()
-        evaluation = evaluate(training.model, training.data, training.spec)
+        evaluation = evaluate(training.model, training.data, training.spec, sequences)
         seconds = time.perf_counter() - begin
+        training.model.clock.take_ns()  # gathering weights here was evaluation, not a step's communication
     if evaluation is not None:
         training.reporter.emit(Evaluated(step, evaluation.loss, evaluation.bits_per_byte, seconds))
     return evaluation
@@ -218,6 +223,9 @@ def _evaluate(training: Training, step: int) -> Evaluation | None:
 
 def _save(training: Training, progress: Progress, weights: str | None = None) -> None:
     """Hands the state to the saver; training waits for one memory copy."""
+    if training.last_saved_step == progress.step:
+        return
+    training.last_saved_step = progress.step
     extra = {
         **vars(progress),
         "next_sample": progress.step * training.spec.train.batch_size,
@@ -229,13 +237,20 @@ def _save(training: Training, progress: Progress, weights: str | None = None) ->
     training.stalls_s[progress.step] = receipt.stall_s
 
 
+def _collect(training: Training) -> None:
+    """Takes note of the saves that have ended."""
+    outcomes = training.saver.poll()
+    for outcome in outcomes:
+        training.last_save_good = outcome.status != "failed"
+    training.reporter.saved(outcomes, training.stalls_s, str(training.directory.checkpoints))
+
+
 def _settle(training: Training) -> bool:
     """Waits until all saves have ended; whether the last of them is durable, as rank 0 knows."""
     with training.ledger.bucket(Bucket.CKPT_BLOCKING):
         training.saver.wait()
-        outcomes = training.saver.poll()
-        training.reporter.saved(outcomes, training.stalls_s, str(training.directory.checkpoints))
-        good = [all(outcome.status != "failed" for outcome in outcomes[-1:])]
+        _collect(training)
+        good = [training.last_save_good]
         dist.broadcast_object_list(good, src=0)
     return good[0]
 
@@ -250,7 +265,7 @@ def _stopped(training: Training, progress: Progress) -> None:
 
 def _finished(training: Training, progress: Progress, recent_s: list[float]) -> dict[str, Any]:
     """The last evaluation, hash and checkpoint, and the result that one compares."""
-    evaluation = _evaluate(training, progress.step)
+    evaluation = _evaluate(training, progress.step, training.spec.evaluation.final_sequences)
     training.ledger.switch(Bucket.STOP)
     weights = weights_sha256(training.model.module, training.mesh)
     _save(training, progress, weights)
@@ -267,6 +282,14 @@ def _finished(training: Training, progress: Progress, recent_s: list[float]) -> 
     return result
 
 
+def _typical_speed(training: Training, progress: Progress, recent_s: list[float]) -> float | None:
+    """Tokens per second in the median step of this attempt, or, if it had none to do, of those before."""
+    if recent_s:
+        return progress.tokens / progress.step / (typical(recent_s, len(recent_s)) or math.inf)
+    steps = [event.body for event in read_events(training.directory.events) if isinstance(event.body, Step)]
+    return typical([step.tokens_per_s for step in steps], len(steps))
+
+
 def _result(
     training: Training,
     progress: Progress,
@@ -274,8 +297,7 @@ def _result(
     evaluation: Evaluation | None,
     weights: str,
 ) -> dict[str, Any]:
-    step_s = typical(recent_s, len(recent_s))
-    tokens_per_s = progress.tokens / progress.step / step_s if step_s else None
+    tokens_per_s = _typical_speed(training, progress, recent_s)
     return {
         "run_dir": str(training.directory.path),
         "step": progress.step,

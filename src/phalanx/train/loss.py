@@ -22,8 +22,9 @@ IGNORE = -100
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
-        wants_gradient = hidden.requires_grad or weight.requires_grad
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, wants_gradient: bool
+    ) -> Tensor:
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if wants_gradient else None
         # fp32, because it sums over chunks.
@@ -42,13 +43,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         if ctx.used:
             raise RuntimeError("this loss's gradients were handed out already: it can be differentiated once")
         ctx.used = True
         # In place: as large as the projection itself, a copy would be the most expensive line here.
         grad_hidden, grad_weight = (saved.mul_(upstream[0].to(saved.dtype)) for saved in ctx.saved_tensors)
-        return grad_hidden, grad_weight, None, None
+        return grad_hidden, grad_weight, None, None, None
 
 
 def _accumulate(total: Tensor, slope: Tensor, rows: Tensor, *, first: bool) -> None:
@@ -89,8 +90,11 @@ def summed_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk:
     Returns:
         0-dim, fp32: a sum, not a mean, so that slots can be added whatever they hold.
     """
+    # Inside the function gradients are off and a weight still asks for one: whether they are wanted is known here.
+    wants_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    rows = hidden.reshape(-1, hidden.shape[-1])
     result = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden.reshape(-1, hidden.shape[-1]), weight, targets.reshape(-1), chunk
+        rows, weight, targets.reshape(-1), chunk, wants_gradient
     )
     assert isinstance(result, Tensor)
     return result

@@ -77,10 +77,33 @@ def resolve(spec: RunSpec, index: DatasetIndex, path: Path) -> RunSpec:
         compute = "bf16" if device == "cuda" else "fp32"
     return dataclasses.replace(
         spec,
+        checkpoint=dataclasses.replace(
+            spec.checkpoint, init_from=pinned_checkpoint(spec.checkpoint.init_from, path)
+        ),
         model=resolve_model(spec.model, index.vocab_size),
         runtime=dataclasses.replace(spec.runtime, device=device),
         precision=dataclasses.replace(spec.precision, compute=compute),
     )
+
+
+def pinned_checkpoint(source: str, path: Path) -> str:
+    """The one checkpoint that ``checkpoint.init_from`` means: the newest now, so that a later start means the same.
+
+    Raises ``RunFileError`` if there is none.
+    """
+    if not source:
+        return ""
+    folder = Path(source).resolve()
+    if (folder / "checkpoint.json").exists():
+        return str(folder)
+    root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    steps = sorted(root.glob("step-*/checkpoint.json"))
+    if not steps:
+        remedy = "give a run directory that has saved, an imported model, or a checkpoint"
+        raise RunFileError(
+            path, [Problem("checkpoint.init_from", f"there is no checkpoint in {source}", remedy)]
+        )
+    return str(steps[-1].parent)
 
 
 def prepare_run(spec: RunSpec, path: Path, on_progress: Progress) -> OpenRun:

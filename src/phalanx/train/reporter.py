@@ -24,6 +24,11 @@ class Reporter:
     sinks: Sequence[Background] = ()
     _complained: bool = field(default=False, init=False)
 
+    @property
+    def speaks(self) -> bool:
+        """Whether anybody listens: gathering what to say may be work."""
+        return self.log is not None
+
     def emit(self, body: Known) -> None:
         """Records that something happened."""
         if self.log is None:

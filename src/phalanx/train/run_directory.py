@@ -28,7 +28,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import tomli_w
 
@@ -38,6 +38,9 @@ from phalanx.run.read import spec_from_table, to_table
 from phalanx.run.spec import RunSpec
 
 _PATIENCE_S = 3.0
+_OWN = {
+    "lock", "run.toml", "record.json", "events.jsonl", "checkpoints", "tokenizer", "logs", "loss.svg", "result.json"
+}  # fmt: skip
 
 
 class RunDirectoryError(RuntimeError):
@@ -91,9 +94,8 @@ class RunDirectory:
 
     def finished_result(self) -> dict[str, Any] | None:
         """The result of a complete run, or ``None``."""
-        if not self.result.exists():
-            return None
-        return cast(dict[str, Any], json.loads(self.result.read_text()))
+        found = _read_json(self.result)
+        return found if "weights_sha256" in found else None
 
     def write_result(self, result: dict[str, Any]) -> None:
         """Marks the run complete."""
@@ -149,16 +151,15 @@ def open_run(spec: RunSpec, fingerprint: str, tokenizer_folder: Path) -> OpenRun
         directory.path.mkdir(parents=True, exist_ok=True)
         lock_fd = _lock(directory.path / "lock")
         _check_owner(directory, spec, fingerprint)
-        (directory.path / "logs").mkdir(exist_ok=True)
+        attempt = max(next_attempt(directory.events), _read_json(directory.record).get("attempts", 0))
+        record = {"identity": identity(spec), "data_fingerprint": fingerprint, "attempts": attempt + 1}
+        _replace(directory.record, json.dumps(record, indent=1) + "\n")
         _replace(directory.run_file, tomli_w.dumps(to_table(spec)))
-        _replace(
-            directory.record,
-            json.dumps({"identity": identity(spec), "data_fingerprint": fingerprint}, indent=1) + "\n",
-        )
+        (directory.path / "logs").mkdir(exist_ok=True)
         _copy_tokenizer(tokenizer_folder, directory.tokenizer)
     except OSError as error:
         raise RunDirectoryError(f"run directory {directory.path}: {_explain(error)}") from error
-    return OpenRun(directory, spec, next_attempt(directory.events), lock_fd)
+    return OpenRun(directory, spec, attempt, lock_fd)
 
 
 def _explain(error: OSError) -> str:
@@ -166,7 +167,20 @@ def _explain(error: OSError) -> str:
         return "the disk is full; free some space and start again: whatever was saved before is intact"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"{error.strerror}; give another place with --set run_dir=..."
+    if error.errno in (errno.EEXIST, errno.ENOTDIR, errno.ENOENT):
+        return (
+            f"{error.strerror}, so no directory can be made there; give another place with --set run_dir=..."
+        )
     return str(error)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A small JSON object; empty if the file is missing or damaged (it can be made anew)."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _lock(path: Path) -> int:
@@ -198,26 +212,37 @@ def _taken(fd: int) -> bool:
 
 
 def _check_owner(directory: RunDirectory, spec: RunSpec, fingerprint: str) -> None:
-    if not directory.record.exists():
-        strangers = {entry.name for entry in directory.path.iterdir()} - {"lock"}
-        if strangers:
-            raise RunDirectoryError(
-                f"{directory.path} is not a run directory but holds {', '.join(sorted(strangers)[:3])}; "
-                "give an empty or new one with --set run_dir=..."
-            )
-        return
-    record = json.loads(directory.record.read_text())
+    strangers = {entry.name for entry in directory.path.iterdir() if not entry.name.startswith(".")} - _OWN
+    if strangers and not directory.record.exists():
+        raise RunDirectoryError(
+            f"{directory.path} is not a run directory but holds {', '.join(sorted(strangers)[:3])}; "
+            "give an empty or new one with --set run_dir=..."
+        )
+    if not any(directory.checkpoints.glob("step-*")):
+        return  # nothing was ever saved here, so nothing can be mixed up
     remedy = "give another run directory with --set run_dir=..., or undo the change"
-    if record["identity"] != identity(spec):
-        found = differences(read_resolved(directory), spec)
+    # Read back rather than by the recorded identity: a field that is new in this version has its default there.
+    found = differences(read_resolved(directory), spec)
+    if found:
         raise RunDirectoryError(
             f"run directory {directory.path} belongs to another run; {remedy}:\n"
             + "\n".join(f"  {line}" for line in found)
         )
-    if record["data_fingerprint"] != fingerprint:
+    recorded = _read_json(directory.record).get("data_fingerprint", fingerprint)
+    if recorded != fingerprint:
         raise RunDirectoryError(
             f"run directory {directory.path} was trained on other data "
-            f"({record['data_fingerprint'][:12]}, not {fingerprint[:12]}); {remedy}"
+            f"({recorded[:12]}, not {fingerprint[:12]}); {remedy}"
+        )
+
+
+def check_data(directory: RunDirectory, fingerprint: str) -> None:
+    """Makes sure that this rank sees the data that the run was prepared with. Raises ``RunDirectoryError``."""
+    recorded = _read_json(directory.record).get("data_fingerprint", fingerprint)
+    if recorded != fingerprint:
+        raise RunDirectoryError(
+            f"this rank ({socket.gethostname()}) finds other data at data.path than the run was prepared with "
+            f"({fingerprint[:12]}, not {recorded[:12]}): give every machine the same dataset"
         )
 
 
@@ -225,7 +250,7 @@ def read_resolved(directory: RunDirectory) -> RunSpec:
     """The resolved run of a run directory. Raises ``RunDirectoryError`` if there is none or it is damaged."""
     try:
         table = tomllib.loads(directory.run_file.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise RunDirectoryError(f"{directory.path} is not a run directory: {error}") from error
     spec, problems = spec_from_table({**table, "model": {**table.get("model", {}), "preset": ""}}, {})
     if spec is None:
@@ -242,8 +267,12 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
 def _replace(path: Path, text: str) -> None:
     """Writes a small file so that a crash leaves either the old or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -75,17 +75,24 @@ def restore_newest(tier: Tier, shards: Sequence[Shard], mesh: DataMesh) -> Resto
     ``NoGoodCheckpointError`` when none is left.
     """
     passed_over: list[str] = []
+    damaged: list[int] = []
     for step in _agreed_candidates(tier, mesh):
         error = ""
         extra: dict[str, Any] = {}
         try:
-            extra = restore(tier, step, shards)
+            extra = restore(tier, step, shards, rank=mesh.rank)
         except CheckpointError as problem:
             error = str(problem)
         errors: list[str] = [""] * mesh.ranks
         dist.all_gather_object(errors, error)
         if not any(errors):
+            if mesh.rank == 0:
+                # Training will come by these steps again, and then they are to be saved anew.
+                for bad in damaged:
+                    tier.set_aside(bad)
+            dist.barrier()
             return RestoredState(step, extra, tuple(passed_over))
+        damaged.append(step)
         passed_over += sorted({f"step {step}: {text}" for text in errors if text})
     if passed_over:
         raise NoGoodCheckpointError(

@@ -25,6 +25,9 @@ from phalanx.train.adamw import AdamW
 from phalanx.train.learning_rate import multiplier
 from phalanx.train.loss import IGNORE, summed_cross_entropy
 
+_NAMED = 3
+"""How many culprits a rank names when something is not finite: with NaN everywhere, everything is one."""
+
 Batches = Iterator[NDArray[np.int64]]
 """The samples ``(sequences, seq_len + 1)`` of each of this rank's rounds, step after step."""
 
@@ -74,6 +77,8 @@ class Stepper:
     def run(self, number: int, *, stop_requested: bool) -> StepReport:
         """Step ``number``, from 1. On every rank of the mesh, in step."""
         losses, tokens = self._slots()
+        with self.ledger.bucket(Bucket.STEP_COMPUTE):
+            self._wait_for_device()  # what follows waits anyway; this tells computing from communicating
         with self.ledger.bucket(Bucket.COMM_EXPOSED_DP):
             loss, count, stop = self._sum_up(losses, tokens, stop_requested)
             norm = self._gradient_norm(self._slot_tokens / count)
@@ -85,8 +90,13 @@ class Stepper:
                 self.before_update()
                 self.updates += 1
                 self.optimizer.step(self.updates, lr, self._slot_tokens / count * self._clipping(norm))
+                self._wait_for_device()
         self.model.abandon()
         return StepReport(loss, norm, count, lr, applied, stop, blamed)
+
+    def _wait_for_device(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _slots(self) -> tuple[Tensor, Tensor]:
         """Forward and backward of this rank's slots: each slot's summed loss and tokens, zero for others' slots."""
@@ -152,7 +162,7 @@ class Stepper:
             if bad:
                 mine.append(f"gradient of {name} ({bad} of {gradient.numel()} elements)")
         everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everywhere, mine)
+        dist.all_gather_object(everywhere, mine[:_NAMED])
         return tuple(dict.fromkeys(line for lines in everywhere for line in lines))
 
 

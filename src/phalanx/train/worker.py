@@ -12,8 +12,15 @@ import os
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from phalanx.train.interrupt import StopRequest
+
+if TYPE_CHECKING:
+    from phalanx.train.reporter import Reporter
+    from phalanx.train.run_directory import RunDirectory
 
 EXIT_FAILED = 1
 EXIT_STOPPED = 75
@@ -26,25 +33,23 @@ def die_with_parent() -> None:
         return
     pr_set_pdeathsig = 1  # linux/prctl.h
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() == 1:  # it died before we asked
+    if os.getppid() != int(os.environ.get("PHALANX_LAUNCHER", os.getppid())):  # it died before we asked
         os._exit(EXIT_FAILED)
 
 
-def run_rank(spec_dir: Path, attempt: int) -> dict[str, Any] | None:
+def run_rank(spec_dir: Path, attempt: int, stop: StopRequest) -> dict[str, Any] | None:
     """Trains the run of a run directory on this rank; the process group has been joined.
 
     Returns the result, or ``None`` if the run was asked to stop. Lets every error through.
     """
     import torch.distributed as dist
 
-    from phalanx.observe.curve import draw_curve
-    from phalanx.observe.event_log import EventLog, read_events
+    from phalanx.observe.event_log import EventLog
     from phalanx.observe.ledger import Bucket, Ledger
     from phalanx.observe.records import process_age_ns
     from phalanx.observe.sinks import open_sinks
     from phalanx.parallel.rendezvous import Place, device_for, place_of
     from phalanx.train.assemble import assemble, make_deterministic
-    from phalanx.train.interrupt import StopRequest
     from phalanx.train.loop import train
     from phalanx.train.reporter import Reporter
     from phalanx.train.run_directory import RunDirectory, read_resolved
@@ -54,8 +59,6 @@ def run_rank(spec_dir: Path, attempt: int) -> dict[str, Any] | None:
     spec = read_resolved(directory)
     place = place_of(os.environ) or Place(0, 1, 0, "", "phalanx")
     device = device_for(spec.runtime.device, place.local_rank)
-    stop = StopRequest()
-    stop.listen()
     make_deterministic(spec, device)
     first = dist.get_rank() == 0
     reporter = Reporter(EventLog(directory.events, attempt) if first else None)
@@ -66,13 +69,23 @@ def run_rank(spec_dir: Path, attempt: int) -> dict[str, Any] | None:
         training = assemble(spec, directory, attempt, device, reporter, ledger, stop)
         result = train(training)
         if first:
-            draw_curve(read_events(directory.events), directory.curve)
+            _draw(directory, reporter)
         return result
     finally:
         reporter.close()
         if training is not None:
             training.saver.cancel()
             training.saver.close()
+
+
+def _draw(directory: RunDirectory, reporter: Reporter) -> None:
+    from phalanx.observe.curve import CurveError, draw_curve
+    from phalanx.observe.event_log import EventLogError, read_events
+
+    try:
+        draw_curve(read_events(directory.events), directory.curve)
+    except (CurveError, EventLogError, OSError) as error:
+        reporter.warn(f"the loss curve could not be drawn: {error}")
 
 
 def known_errors() -> tuple[type[Exception], ...]:
@@ -104,6 +117,8 @@ def known_errors() -> tuple[type[Exception], ...]:
 def main() -> int:
     """The process that the local launcher starts for each rank; its place comes from the environment."""
     die_with_parent()
+    stop = StopRequest()
+    stop.listen()  # before the imports, which take seconds
     # Before torch starts CUDA: without it, cuBLAS may pick another algorithm from one run to the next.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     parser = argparse.ArgumentParser(prog="phalanx.train.worker")
@@ -118,11 +133,15 @@ def main() -> int:
         assert place is not None, "started without a place"
         spec = read_resolved(RunDirectory(arguments.run_dir))
         join(place, device_for(spec.runtime.device, place.local_rank), timeout_s=600.0)
-        result = run_rank(arguments.run_dir, arguments.attempt)
+        result = run_rank(arguments.run_dir, arguments.attempt, stop)
         leave()
     except known_errors() as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         # At once: the others hang in a collective until the launcher ends them, and so would a clean exit here.
+        os._exit(EXIT_FAILED)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
         os._exit(EXIT_FAILED)
     return 0 if result is not None else EXIT_STOPPED
 

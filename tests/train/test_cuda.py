@@ -1,0 +1,42 @@
+"""The promise on a GPU: two equal runs, one hash. Runs where there is one."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from tiny_runs import tiny_run
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def test_two_equal_runs_on_a_gpu_have_one_hash(dataset: Path, tmp_path: Path) -> None:
+    import os
+
+    from phalanx.parallel.rendezvous import Place, join, leave
+    from phalanx.run.read import replace_at
+    from phalanx.train.interrupt import StopRequest
+    from phalanx.train.run_directory import open_run
+    from phalanx.train.worker import run_rank
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    hashes = set()
+    for number in range(2):
+        spec = replace_at(tiny_run(dataset, tmp_path / f"run-{number}"), "runtime.device", "cuda")
+        spec = dataclasses.replace(spec, precision=dataclasses.replace(spec.precision, compute="bf16"))
+        run = open_run(spec, "f", dataset)
+        join(
+            Place(0, 1, 0, (tmp_path / f"store-{number}").as_uri(), "phalanx"), torch.device("cuda", 0), 60.0
+        )
+        result = run_rank(run.directory.path, run.attempt, StopRequest())
+        leave()
+        os.close(run.lock_fd)
+        assert result is not None
+        hashes.add(result["weights_sha256"])
+    assert len(hashes) == 1
