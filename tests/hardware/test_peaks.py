@@ -18,6 +18,7 @@ from phalanx.hardware.matmul_peak import measure_matmul_flops
         ("NVIDIA H200", "H200 SXM"),
         ("NVIDIA H100 80GB HBM3", "H100 SXM"),
         ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
         ("NVIDIA A100-SXM4-80GB", "A100"),
     ],
 )

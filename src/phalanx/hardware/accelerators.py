@@ -25,6 +25,7 @@ ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(
     {
         "A100": Accelerator("A100", 312e12, "NVIDIA A100 datasheet, dense"),
         "H100 PCIe": Accelerator("H100 PCIe", 756e12, _H100),
+        "H100 NVL": Accelerator("H100 NVL", 835e12, _H100),
         "H100": Accelerator("H100 SXM", 989.4e12, _H100),
         "H200": Accelerator("H200 SXM", 989.4e12, "NVIDIA H200 datasheet, dense"),
     }

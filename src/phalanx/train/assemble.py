@@ -93,7 +93,7 @@ def assemble(
         module = Transformer(spec.model)
     if spec.runtime.compile:
         for block in module.blocks:
-            block.compile()
+            block.compile(dynamic=False)  # shapes are the run's, never the fleet's
     model = spread(module, mesh, spec)
     kinds = {parameter.name: parameter for parameter in parameters(spec.model)}
     optimizer = AdamW(spec.optimizer, dict(module.named_parameters()), kinds)

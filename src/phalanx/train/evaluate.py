@@ -13,11 +13,13 @@ from functools import partial
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
 
 from phalanx.data.dataset import RunData
 from phalanx.parallel.data_parallel import DataParallel, reshard
 from phalanx.run.spec import RunSpec
-from phalanx.train.loss import summed_cross_entropy
+from phalanx.train.loss import IGNORE, summed_cross_entropy
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,17 @@ class Evaluation:
     """Mean cross-entropy in nats a token."""
     bits_per_byte: float
     """Bits needed for a byte of the text, as a compressor counts."""
+
+
+def _batch(data: RunData, first: int, count: int, size: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets ``(size, seq)`` of ``count`` held-out samples; what is missing to ``size`` is ignored.
+
+    So every batch has one shape: another would have the blocks compiled anew, on those ranks that see it.
+    """
+    samples = F.pad(torch.from_numpy(data.held_out_samples(first, count)), (0, 0, 0, size - count))
+    targets = samples[:, 1:].clone()
+    targets[count:] = IGNORE
+    return samples[:, :-1], targets
 
 
 @torch.no_grad()
@@ -44,9 +57,9 @@ def evaluate(model: DataParallel, data: RunData, spec: RunSpec, wanted: int) -> 
         batch = turn * mesh.ranks + mesh.rank
         # A rank without a batch repeats the first, since the forward pass gathers weights from everybody.
         first = (batch if batch < batches else 0) * size
-        samples = torch.from_numpy(data.held_out_samples(first, min(size, sequences - first))).to(mesh.device)
-        readout = partial(summed_cross_entropy, targets=samples[:, 1:], chunk=spec.train.loss_chunk)
-        loss = model.module(samples[:, :-1], readout)
+        tokens, targets = _batch(data, first, min(size, sequences - first), size)
+        readout = partial(summed_cross_entropy, targets=targets.to(mesh.device), chunk=spec.train.loss_chunk)
+        loss = model.module(tokens.to(mesh.device), readout)
         if batch < batches:
             losses[batch] = loss.double()
     # The next forward pass, and whoever looks at the weights, is to find shards and not their gathered copies.
