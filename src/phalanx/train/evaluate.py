@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.data.dataset import RunData
@@ -32,23 +33,25 @@ class Evaluation:
     """Bits needed for a byte of the text, as a compressor counts."""
 
 
-def _batch(data: RunData, first: int, count: int, size: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets ``(size, seq)`` of ``count`` held-out samples; what is missing to ``size`` is ignored.
+def _batch(data: RunData, numbers: NDArray[np.int64], size: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets ``(size, seq)`` of held-out samples; what is missing to ``size`` is ignored.
 
     So every batch has one shape: another would have the blocks compiled anew, on those ranks that see it.
     """
-    samples = F.pad(torch.from_numpy(data.held_out_samples(first, count)), (0, 0, 0, size - count))
+    held_out = np.concatenate([data.held_out_samples(int(number), 1) for number in numbers])
+    samples = F.pad(torch.from_numpy(held_out), (0, 0, 0, size - len(numbers)))
     targets = samples[:, 1:].clone()
-    targets[count:] = IGNORE
+    targets[len(numbers) :] = IGNORE
     return samples[:, :-1], targets
 
 
 @torch.no_grad()
 def evaluate(model: DataParallel, data: RunData, spec: RunSpec, wanted: int) -> Evaluation | None:
-    """The loss on the first ``wanted`` held-out sequences (0: on all); ``None`` if there are none."""
+    """The loss on ``wanted`` held-out sequences (0: on all), evenly spaced; ``None`` if there are none."""
     sequences = min(wanted or data.held_out_len, data.held_out_len)
     if sequences == 0:
         return None
+    numbers = np.arange(sequences) * data.held_out_len // sequences
     mesh = model.mesh
     size = spec.train.micro_batch_size or spec.train.batch_size // spec.train.slots
     batches = -(-sequences // size)
@@ -57,7 +60,7 @@ def evaluate(model: DataParallel, data: RunData, spec: RunSpec, wanted: int) -> 
         batch = turn * mesh.ranks + mesh.rank
         # A rank without a batch repeats the first, since the forward pass gathers weights from everybody.
         first = (batch if batch < batches else 0) * size
-        tokens, targets = _batch(data, first, min(size, sequences - first), size)
+        tokens, targets = _batch(data, numbers[first : first + size], size)
         readout = partial(summed_cross_entropy, targets=targets.to(mesh.device), chunk=spec.train.loss_chunk)
         loss = model.module(tokens.to(mesh.device), readout)
         if batch < batches:
@@ -66,5 +69,5 @@ def evaluate(model: DataParallel, data: RunData, spec: RunSpec, wanted: int) -> 
     reshard(model.module)
     dist.all_reduce(losses)
     nats = math.fsum(losses.tolist())
-    text_bytes = int(data.held_out_bytes(np.arange(sequences)).sum())
+    text_bytes = int(data.held_out_bytes(numbers).sum())
     return Evaluation(nats / (sequences * spec.train.seq_len), nats / math.log(2) / max(1, text_bytes))
