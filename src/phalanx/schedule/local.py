@@ -48,9 +48,13 @@ def run_locally(run: OpenRun, ranks: int, while_running: Callable[[Callable[[], 
             (it shows the run's progress meanwhile).
     """
     meeting_point = _fresh_meeting_point(run)
-    processes = [_start(run, rank, ranks, meeting_point.as_uri()) for rank in range(ranks)]
+    processes: list[subprocess.Popen[bytes]] = []
     try:
         with _passing_on_signals(processes) as request:
+            for rank in range(ranks):
+                processes.append(_start(run, rank, ranks, meeting_point.as_uri()))
+                if request.made:  # meanwhile, and this rank has not heard of it
+                    processes[-1].send_signal(signal.SIGTERM)
             watcher = _Watcher(processes, request)
             try:
                 while_running(watcher.ended)
@@ -113,7 +117,10 @@ class _Watcher:
         codes = [process.poll() for process in self._processes]
         if self.first_failure is None:
             # A rank that had not yet set up its handler ends by the signal itself: it was asked to.
-            fine = {None, 0, EXIT_STOPPED} | ({-signal.SIGTERM} if self._request.made else set())
+            asked = self._request.made
+            fine = {None, 0, EXIT_STOPPED} | ({-signal.SIGTERM, -signal.SIGKILL} if asked else set())
+            if asked and -signal.SIGTERM in codes and self._deadline_s is None:
+                self._deadline_s = time.monotonic() + _GRACE_S  # the others wait for it in vain
             failed = [rank for rank, code in enumerate(codes) if code not in fine]
             if failed:
                 self.first_failure = _culprit(failed, codes)
@@ -171,9 +178,11 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
 
 def _ending(run: OpenRun, processes: list[subprocess.Popen[bytes]], culprit: int | None) -> Ending:
     codes = [process.returncode for process in processes]
-    if all(code == 0 for code in codes) or (culprit is None and run.directory.finished_result() is not None):
+    if (codes and all(code == 0 for code in codes)) or (
+        culprit is None and run.directory.finished_result() is not None
+    ):
         return Ending("finished")
-    if culprit is None:
+    if culprit is None:  # asked to stop, perhaps before all were started
         return Ending("stopped", exit_code=EXIT_STOPPED)
     log = run.directory.log(run.attempt, culprit)
     return Ending("failed", culprit, codes[culprit], _last_words(log, codes[culprit]))
