@@ -42,3 +42,9 @@ def test_values_and_gradients_are_pytorchs(shape: tuple[int, ...], transposed: b
 def test_other_formats_are_left_to_pytorch() -> None:
     ours, theirs = both((2, 3, 8), torch.bfloat16, transposed=False)
     assert all(torch.equal(mine, reference) for mine, reference in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("dim", [7, 64, 256, 1000])
+def test_values_have_the_bits_of_pytorchs(dim: int) -> None:
+    ours, theirs = both((2, 9, dim), torch.float32, transposed=False)
+    assert torch.equal(ours[0], theirs[0])
