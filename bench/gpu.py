@@ -26,7 +26,6 @@ from phalanx.hardware.matmul_peak import measure_matmul_flops
 from phalanx.model.counts import count
 from phalanx.model.presets import PRESETS
 from phalanx.model.shape import resolve
-from phalanx.parallel.mesh import build_mesh
 from phalanx.parallel.rendezvous import Place, join, leave
 from phalanx.run.spec import ParallelSpec, PrecisionSpec, RunSpec, RuntimeSpec, ScheduleSpec, TrainSpec
 from phalanx.train.assemble import make_deterministic
@@ -59,7 +58,7 @@ def measure(arguments: argparse.Namespace, preset: str) -> dict[str, Any]:
     for _ in range(2):
         stepper, step = build_stepper(spec, device)
         times = [seconds_of(step, device) for _ in range(arguments.steps)]
-        hashes.append(weights_sha256(stepper.model.module, build_mesh(spec, 1, device)))
+        hashes.append(weights_sha256(stepper.model.parts, stepper.placement))
         peak = max(peak, measure_matmul_flops(device, torch.bfloat16))
         del stepper, step
         if device.type == "cuda":

@@ -34,16 +34,17 @@ from torch import Tensor, nn
 
 from phalanx.hardware.matmul_peak import measure_matmul_flops
 from phalanx.model.counts import count
+from phalanx.model.init import fill
 from phalanx.model.presets import PRESETS
 from phalanx.model.shape import parameters, resolve
 from phalanx.model.transformer import Transformer
 from phalanx.observe.ledger import Ledger
-from phalanx.parallel.data_parallel import rounds_of, spread
+from phalanx.parallel.data_parallel import rounds_of
 from phalanx.parallel.mesh import build_mesh
 from phalanx.parallel.rendezvous import Place, join, leave
 from phalanx.run.spec import ParallelSpec, PrecisionSpec, RunSpec, RuntimeSpec, ScheduleSpec, TrainSpec
-from phalanx.train.adamw import AdamW
 from phalanx.train.assemble import make_deterministic
+from phalanx.train.compose import build_model
 from phalanx.train.state import fill_initial
 from phalanx.train.step import Stepper
 
@@ -78,14 +79,8 @@ def random_samples(spec: RunSpec, count_: int) -> NDArray[np.int64]:
 def build_stepper(spec: RunSpec, device: torch.device) -> tuple[Stepper, Step]:
     """What runs our steps on the ranks of the default process group, and a function that runs the next one."""
     mesh = build_mesh(spec, dist.get_world_size(), device)
-    with torch.device("meta"):
-        module = Transformer(spec.model)
-    if spec.runtime.compile:
-        for block in module.blocks:
-            block.compile()
-    model = spread(module, mesh, spec)
-    kinds = {parameter.name: parameter for parameter in parameters(spec.model)}
-    fill_initial(module, kinds, spec)
+    built = build_model(spec, mesh)
+    fill_initial(built.model.parts, built.placement, spec)
     rounds = rounds_of(mesh.deal(spec.train.slots), mesh.replica, mesh.shard_rank)
     samples = random_samples(spec, spec.train.batch_size)
     per_slot = spec.train.batch_size // spec.train.slots
@@ -97,12 +92,15 @@ def build_stepper(spec: RunSpec, device: torch.device) -> tuple[Stepper, Step]:
 
     stepper = Stepper(
         spec=spec,
-        model=model,
-        optimizer=AdamW(spec.optimizer, dict(module.named_parameters()), kinds),
-        parameter_count=sum(parameter.numel for parameter in kinds.values()),
+        model=built.model,
+        placement=built.placement,
+        runner=built.runner,
+        optimizer=built.optimizer,
+        parameter_count=built.placement.parameter_count,
         rounds=rounds,
         batches=batches(),
         ledger=Ledger(),
+        waits=built.waits,
     )
     number = 0
 
@@ -134,9 +132,11 @@ def bare_step(spec: RunSpec, module: nn.Module, forward: Callable[[Tensor], Tens
 def same_model_bare(spec: RunSpec) -> Step:
     """Our own module, filled alike, in a bare loop."""
     module = Transformer(spec.model)
-    fill_initial(module, {parameter.name: parameter for parameter in parameters(spec.model)}, spec)
+    kinds = {parameter.name: parameter for parameter in parameters(spec.model)}
+    for name, weights in module.named_parameters():
+        fill(weights.detach(), kinds[name], (0,) * weights.ndim, spec.model, spec.runtime.seed)
     if spec.runtime.compile:
-        for block in module.blocks:
+        for block in module.blocks.values():
             block.compile()
     return bare_step(spec, module, module)
 

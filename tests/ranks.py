@@ -5,6 +5,7 @@ Starting a process and importing torch takes seconds; forming a gloo group takes
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -36,6 +37,7 @@ def _serve(connection: Connection) -> None:
             connection.send((False, traceback.format_exc()))
         finally:
             leave()
+            gc.collect()  # process groups in reference cycles keep their threads
 
 
 class Ranks:

@@ -95,7 +95,8 @@ def train_on_this_rank(spec: RunSpec, stop_before_step: int | None = None) -> di
     ledger = Ledger(time.monotonic_ns())
     training = assemble(spec, directory, opened[0], device, reporter, ledger, StopRequest())
     if stop_before_step is not None:
-        training.model = Crashing(training.model, stop_before_step, len(training.rounds), training)
+        broken = Crashing(training.built.model, stop_before_step, len(training.built.rounds), training)
+        training.built = dataclasses.replace(training.built, model=broken)
     try:
         return train(training)
     except BrokenOffError:

@@ -20,7 +20,7 @@ def save_models(root: Path, steps: Mapping[int, Transformer]) -> DiskTier:
     tier = DiskTier(root)
     saver = AsyncSaver(tier, rank=0, world_size=1)
     for step, model in steps.items():
-        tensors = {f"model/{name}": value.detach() for name, value in model.named_parameters()}
+        tensors = {f"model/{name}": value for name, value in model.state_dict().items()}
         tensors |= {"optimizer/exp_avg/norm.weight": torch.ones(model.spec.dim)}
         saver.save(step, shards_of(tensors), {"step": step})
     saver.close()

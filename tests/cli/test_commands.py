@@ -80,7 +80,7 @@ def test_three_mistakes_in_a_run_file_are_three_lines(folder: Path) -> None:
 def test_more_ranks_than_slots_is_a_mistake_that_says_so(folder: Path) -> None:
     done = run(["train", "tiny.toml", "--ranks", "9"], folder)
     assert done.returncode == 1
-    assert "9 ranks for 8 slots" in done.stderr
+    assert "9 data-parallel ranks for 8 slots" in done.stderr
 
 
 def test_data_that_is_not_there_is_named_with_the_command_that_makes_it(folder: Path) -> None:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from phalanx.model.init import deviation, fill, flat_indices
-from phalanx.model.shape import Parameter, parameters, resolve
-from phalanx.run.spec import ModelSpec
+from phalanx.model.shape import Parameter, buffers, parameters, resolve
+from phalanx.run.spec import ModelSpec, MoeSpec
 
 SPEC = resolve(
     ModelSpec(layers=8, dim=64, heads=4, vocab_size=100, qk_norm=True, attention_bias=True, ffn_bias=True)
@@ -83,9 +83,21 @@ def test_rows_dealt_out_over_ranks_are_those_of_one_rank(ranks: int) -> None:
         assert torch.equal(torch.cat(pieces), whole)
 
 
+def test_each_expert_of_a_stack_is_filled_by_its_place_in_the_whole() -> None:
+    # Larger than what is filled at once, so that both ways of cutting a box are taken.
+    for shape in ((3, 40, 50), (2, 1100, 1000)):
+        parameter = Parameter("blocks.0.ffn.experts.up", shape, "matrix", stacked=True)
+        flat = Parameter(parameter.name, (shape[0] * shape[1], shape[2]), "matrix")
+        assert torch.equal(filled(parameter).view(flat.shape), filled(flat))
+        part = torch.empty(1, shape[1] - 7, 4)
+        fill(part, parameter, (1, 7, 5), SPEC, 0)
+        assert torch.equal(part, filled(parameter)[1:2, 7:, 5:9])
+
+
 def test_gains_start_at_one_and_biases_at_zero() -> None:
-    for parameter in parameters(SPEC):
-        if parameter.kind in ("norm", "bias"):
+    moe = replace(SPEC, ffn_bias=False, moe=MoeSpec(balance_bias=True))
+    for parameter in (*parameters(SPEC), *buffers(moe)):
+        if parameter.kind in ("norm", "bias", "balance"):
             expected = 1.0 if parameter.kind == "norm" else 0.0
             assert torch.equal(filled(parameter), torch.full(parameter.shape, expected))
 
@@ -96,6 +108,7 @@ def test_matrices_have_the_documented_deviation_and_outputs_a_smaller_one(init_s
     for kind, expected in {
         "matrix": init_std,
         "embedding": init_std,
+        "router": init_std,
         "output": init_std / 4,  # sqrt(2 x 8 layers)
     }.items():
         parameter = Parameter("some.weight", (300, 300), kind)  # type: ignore[arg-type]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import assume, given
@@ -12,9 +14,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from phalanx.checkpoint.huggingface_config import hf_config_of
 from phalanx.model.presets import PRESETS
-from phalanx.model.rotary import inverse_frequencies, rotate, rotation
+from phalanx.model.rotary import inverse_frequencies, rotary_temperature, rotate, rotation
 from phalanx.model.shape import resolve
-from phalanx.run.spec import ModelSpec, RopeScalingSpec
+from phalanx.run.spec import MlaSpec, ModelSpec, RopeScalingSpec
 
 CPU = torch.device("cpu")
 
@@ -41,6 +43,40 @@ def test_stretched_frequencies_are_those_of_transformers(
     expected, attention_factor = ROPE_INIT_FUNCTIONS["llama3"](config, CPU)
     assert attention_factor == 1.0
     torch.testing.assert_close(inverse_frequencies(spec, CPU), expected, rtol=1e-4, atol=0)
+
+
+yarns = st.builds(
+    RopeScalingSpec,
+    kind=st.just("yarn"),
+    factor=st.floats(1, 64),
+    beta_fast=st.floats(2, 64),
+    beta_slow=st.floats(0.1, 2),
+    original_max_seq_len=st.integers(1024, 65536),
+    mscale=st.floats(0.1, 2),
+    mscale_all_dim=st.floats(0.1, 2),
+)
+
+
+@given(st.integers(1, 64), st.floats(100, 1e7), yarns, st.booleans())
+def test_yarns_frequencies_and_temperature_are_those_of_transformers(
+    pairs: int, theta: float, scaling: RopeScalingSpec, plain: bool
+) -> None:
+    scaling = replace(scaling, mscale=0.0, mscale_all_dim=0.0) if plain else scaling
+    spec = replace(spec_with(0, theta, scaling), mla=MlaSpec(rope_head_dim=2 * pairs))
+    parameters = {
+        "rope_type": "yarn",
+        "rope_theta": theta,
+        "factor": scaling.factor,
+        "beta_fast": scaling.beta_fast,
+        "beta_slow": scaling.beta_slow,
+        "original_max_position_embeddings": scaling.original_max_seq_len,
+        **({} if plain else {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}),
+    }
+    config = LlamaConfig(head_dim=2 * pairs, rope_parameters=parameters)
+    expected, temperature = ROPE_INIT_FUNCTIONS["yarn"](config, CPU)
+    torch.testing.assert_close(inverse_frequencies(spec, CPU), expected, rtol=1e-4, atol=0)
+    assert rotary_temperature(scaling) == pytest.approx(temperature)
+    assert rotation(spec, torch.tensor([0]))[0][0, 0] == pytest.approx(temperature)
 
 
 def test_llama_3s_frequencies_are_kept_blended_and_stretched() -> None:

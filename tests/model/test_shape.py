@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.model.presets import PRESETS
-from phalanx.model.shape import parameters, resolve
+from phalanx.model.shape import buffers, is_mixture, parameters, resolve
 from phalanx.model.transformer import Transformer
-from phalanx.run.spec import ModelSpec, RopeScalingSpec
+from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, RopeScalingSpec
 
 SMALL = ModelSpec(layers=2, dim=24, heads=4, vocab_size=31)
 ODD = {
@@ -28,13 +28,23 @@ ODD = {
     "width no multiple of heads": replace(SMALL, dim=22, head_dim=8),
     "one layer": replace(SMALL, layers=1, ffn_dim=7),
     "stretched": replace(SMALL, rope_scaling=RopeScalingSpec()),
+    "latent attention": replace(SMALL, mla=MlaSpec()),
+    "latent attention, latent queries": replace(SMALL, mla=MlaSpec(query_rank=10)),
+    "mixture": replace(SMALL, moe=MoeSpec()),
+    "mixture, gelu": replace(SMALL, ffn="gelu", moe=MoeSpec(ffn_dim=16, shared=2)),
+    "mixture, some layers": replace(SMALL, layers=6, moe=MoeSpec(first_dense=1, every=2)),
+    "balance bias, predictions ahead": replace(SMALL, moe=MoeSpec(balance_bias=True), mtp_depth=2),
+    "predictions ahead": replace(SMALL, mla=MlaSpec(), mtp_depth=1),
 }
 
 
 def named_shapes(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
     with torch.device("meta"):
         model = Transformer(spec)
-    assert not list(model.buffers())
+    counted = {name for name, _ in model.named_buffers() if name.endswith("router.seen")}
+    kept = [(name, tuple(value.shape)) for name, value in model.named_buffers() if name not in counted]
+    assert [(buffer.name, buffer.shape) for buffer in buffers(spec)] == kept
+    assert {name for name, _ in kept} <= set(model.state_dict())
     return [(name, tuple(value.shape)) for name, value in model.named_parameters()]
 
 
@@ -53,6 +63,41 @@ def test_kinds_say_what_a_parameter_is_for() -> None:
     for name, kind in kinds.items():
         assert (kind == "norm") == ("norm" in name)
         assert (kind == "bias") == name.endswith("bias")
+
+
+def test_a_stack_of_experts_is_said_to_be_one() -> None:
+    spec = resolve(replace(SMALL, layers=1, moe=MoeSpec(shared=1, balance_bias=True)))
+    listed = {parameter.name.removeprefix("blocks.0.ffn."): parameter for parameter in parameters(spec)}
+    assert {name for name, parameter in listed.items() if parameter.stacked} == {
+        "experts.gate",
+        "experts.up",
+        "experts.down",
+    }
+    assert listed["router.weight"].kind == "router"
+    assert (listed["experts.up"].kind, listed["experts.down"].kind) == ("matrix", "output")
+    assert [(buffer.name, buffer.kind) for buffer in buffers(spec)] == [
+        ("blocks.0.ffn.router.bias", "balance")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("first_dense", "every", "mixtures"),
+    [(0, 1, [0, 1, 2, 3, 4, 5, 6]), (3, 1, [3, 4, 5, 6]), (0, 2, [1, 3, 5]), (1, 3, [3, 6])],
+)
+def test_of_the_layers_after_the_dense_ones_the_last_of_each_group_is_a_mixture(
+    first_dense: int, every: int, mixtures: list[int]
+) -> None:
+    spec = replace(SMALL, layers=7, moe=MoeSpec(first_dense=first_dense, every=every))
+    assert [layer for layer in range(7) if is_mixture(spec, layer)] == mixtures
+    assert not any(is_mixture(SMALL, layer) for layer in range(7))
+
+
+def test_resolving_reaches_into_sections() -> None:
+    resolved = resolve(replace(SMALL, ffn_dim=48, mla=MlaSpec(), moe=MoeSpec()))
+    assert resolved.moe is not None
+    assert resolved.moe.ffn_dim == 48
+    assert resolved.head_dim == 32 + 16
+    assert resolve(resolved) == resolved
 
 
 small_specs = st.builds(

@@ -14,13 +14,20 @@ from model.initialised import initialised
 from phalanx.model.cache import empty_cache
 from phalanx.model.shape import resolve
 from phalanx.model.transformer import Transformer
-from phalanx.run.spec import ModelSpec
+from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 
 SMALL = ModelSpec(layers=2, dim=32, heads=4, kv_heads=2, vocab_size=40, init_std=0.3)
 SPECS = {
     "llama": SMALL,
     "tied, qk norm": replace(SMALL, tie_embeddings=True, qk_norm=True),
     "gpt": replace(SMALL, ffn="gelu", kv_heads=4, attention_bias=True, ffn_bias=True),
+    "mixture": replace(SMALL, moe=MoeSpec(experts=4, ffn_dim=16)),
+    "latent attention, mixture": replace(
+        SMALL,
+        kv_heads=0,
+        mla=MlaSpec(kv_rank=12, nope_head_dim=6, rope_head_dim=4, value_head_dim=10),
+        moe=MoeSpec(experts=4, ffn_dim=16, shared=1, first_dense=1, score="sigmoid", balance_bias=True),
+    ),
 }
 each_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 
@@ -82,6 +89,29 @@ def test_the_readout_is_given_the_last_hidden_states_and_the_output_projection()
             model.embedding.weight if spec.tie_embeddings else dict(model.named_parameters())["head.weight"]
         )
         assert weight is expected
+
+
+@each_spec
+def test_stages_one_after_the_other_compute_what_the_whole_does(spec: ModelSpec) -> None:
+    spec = replace(spec, layers=4, tie_embeddings=False)
+    whole, text = initialised(spec), tokens(2, 9)
+    stages = [initialised(spec) for _ in range(3)]
+    stages[0].keep(range(1), first=True, last=False)
+    stages[1].keep(range(1, 3), first=False, last=False)
+    stages[2].keep(range(3, 4), first=False, last=True)
+    hidden = text
+    for stage in stages:
+        hidden = stage(hidden)
+    assert torch.equal(hidden, whole(text))
+    held = [name for stage in stages for name, _ in stage.named_parameters()]
+    assert held == [name for name, _ in whole.named_parameters()]
+
+
+def test_only_the_last_stage_predicts_ahead() -> None:
+    stages = [initialised(replace(SMALL, mtp_depth=1)) for _ in range(2)]
+    stages[0].keep(range(1), first=True, last=False)
+    stages[1].keep(range(1, 2), first=False, last=True)
+    assert [len(stage.mtp) for stage in stages] == [0, 1]
 
 
 def test_a_model_on_the_meta_device_has_no_data() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
 import torch
 
-from phalanx.parallel.rendezvous import Place, RendezvousError, device_for, first_host, join, place_of
+from phalanx.parallel.rendezvous import Place, RendezvousError, device_for, first_host, join, leave, place_of
 
 
 def test_a_process_started_by_nobody_has_no_place() -> None:
@@ -69,6 +70,15 @@ def test_a_port_in_use_is_named_with_what_to_change() -> None:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(RendezvousError, match=r"port .* in use .*set MASTER_PORT"):
             join(Place(0, 2, 0, address, "torchrun"), torch.device("cpu"), timeout_s=5.0)
+
+
+def test_ranks_meet_in_a_folder_whose_name_an_address_must_write_otherwise(tmp_path: Path) -> None:
+    folder = tmp_path / "a b,c%20d"
+    folder.mkdir()
+    join(Place(0, 1, 0, (folder / "store").as_uri(), "phalanx"), torch.device("cpu"), timeout_s=5.0)
+    there = (folder / "store").exists()
+    leave()
+    assert there
 
 
 def test_ranks_that_never_come_are_reported() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from phalanx.parallel.data_parallel import rounds_of
 from phalanx.parallel.reduction import push_run
-from phalanx.parallel.slots import Deal, SlotTree
+from phalanx.parallel.slots import Deal, Leaves, SlotTree
 
 slots_counts = st.integers(1, 40)
 
@@ -42,20 +42,40 @@ def test_slots_are_added_in_the_same_tree_in_whatever_order_they_arrive(
     assert tree.take_root() == written_out(0, (slots - 1).bit_length(), slots)
 
 
-@given(slots_counts, st.integers(1, 9), st.integers(1, 5))
+@given(slots_counts, st.integers(1, 9), st.integers(1, 5), st.integers(1, 4))
 def test_the_sum_is_the_same_however_slots_are_dealt_over_replicas(
-    slots: int, replicas: int, shard_ranks: int
+    slots: int, replicas: int, shard_ranks: int, per_hand: int
 ) -> None:
-    deal = Deal(slots, replicas, shard_ranks)
-    whole = text_tree(slots)
+    leaves = Leaves(Deal(slots, replicas, shard_ranks), per_hand)
+    whole = text_tree(leaves.count)
     for replica in range(replicas):
-        own = text_tree(slots)
-        for slot in deal.slots_of_replica(replica):
-            own.push(slot, str(slot))
-        assert sorted(own.nodes) == sorted(deal.forest(replica))
+        own = text_tree(leaves.count)
+        for round_slots in leaves.deal.rounds(replica):
+            for leaf in leaves.of_round(round_slots):
+                own.push(leaf, str(leaf))
+        assert sorted(own.nodes) == sorted(leaves.forest(replica))
         for node, value in own.nodes.items():
             whole.push_node(node, value)
-    assert whole.take_root() == written_out(0, (slots - 1).bit_length(), slots)
+    assert whole.take_root() == written_out(0, (leaves.count - 1).bit_length(), leaves.count)
+
+
+@given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 4), st.sampled_from([1, 2, 4]))
+def test_a_team_is_dealt_its_slots_together_and_its_sums_are_nodes_of_the_tree_over_slots(
+    hands: int, replicas: int, teams: int, team: int
+) -> None:
+    deal = Deal(hands * team, replicas, teams * team, team)
+    over_hands, over_slots = text_tree(Leaves(deal, 1).count), text_tree(deal.slots)
+    for replica in range(replicas):
+        for round_slots in deal.rounds(replica):
+            for leaf in Leaves(deal, 1).of_round(round_slots):
+                own = text_tree(deal.slots)
+                for slot in range(leaf * team, (leaf + 1) * team):
+                    assert slot in round_slots
+                    own.push(slot, str(slot))
+                    over_slots.push(slot, str(slot))
+                (text,) = own.nodes.values()
+                over_hands.push(leaf, text)
+    assert over_hands.take_root() == over_slots.take_root()
 
 
 @given(slots_counts, st.integers(1, 9), st.integers(1, 5))
@@ -87,7 +107,8 @@ def test_the_ranks_of_a_replica_always_have_equally_many_rounds(
 @given(st.integers(0, 5), st.integers(0, 5))
 def test_a_replica_whose_slots_fill_a_subtree_has_one_sum_to_send(log_slots: int, log_replicas: int) -> None:
     slots, replicas = 1 << max(log_slots, log_replicas), 1 << log_replicas
-    assert all(len(Deal(slots, replicas, 1).forest(replica)) == 1 for replica in range(replicas))
+    leaves = Leaves(Deal(slots, replicas, 1), 1)
+    assert all(len(leaves.forest(replica)) == 1 for replica in range(replicas))
 
 
 def test_a_sum_is_refused_while_slots_are_missing() -> None:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from phalanx.checkpoint.huggingface_config import parameter_name, spec_of
 from phalanx.model.transformer import Transformer
@@ -35,7 +44,7 @@ SMALL: dict[str, Any] = {
     "initializer_range": 0.3,
 }
 
-CONFIGS: dict[str, Any] = {
+DENSE: dict[str, Any] = {
     "llama": LlamaConfig(**SMALL),
     "llama, all heads alike": LlamaConfig(**{**SMALL, "num_key_value_heads": 4}),
     "llama, one key head": LlamaConfig(**{**SMALL, "num_key_value_heads": 1}),
@@ -52,6 +61,67 @@ CONFIGS: dict[str, Any] = {
     "qwen3, stretched rotary": Qwen3Config(**SMALL, head_dim=16, rope_parameters=LLAMA3_ROPE),
 }
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
+}
+DEEPSEEK: dict[str, Any] = {
+    **SMALL,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_nextn_predict_layers": 0,
+}
+QWEN3_MOE: dict[str, Any] = {
+    **SMALL,
+    "head_dim": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+}
+
+MIXTURES: dict[str, Any] = {
+    "mixtral": MixtralConfig(**SMALL, num_local_experts=4),
+    "mixtral, tied": MixtralConfig(
+        **SMALL, num_local_experts=8, num_experts_per_tok=3, tie_word_embeddings=True
+    ),
+    "qwen3 moe": Qwen3MoeConfig(**QWEN3_MOE),
+    "qwen3 moe, scores as they are": Qwen3MoeConfig(**{**QWEN3_MOE, "norm_topk_prob": False}),
+    "qwen3 moe, every other layer": Qwen3MoeConfig(
+        **{**QWEN3_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2}
+    ),
+    "deepseek v3": DeepseekV3Config(**DEEPSEEK),
+    "deepseek v3, queries without a latent": DeepseekV3Config(**{**DEEPSEEK, "q_lora_rank": None}),
+    "deepseek v3, one group, two shared experts": DeepseekV3Config(
+        **{**DEEPSEEK, "n_group": 1, "topk_group": 1, "n_shared_experts": 2, "norm_topk_prob": False}
+    ),
+    "deepseek v3, rotary in halves": DeepseekV3Config(**DEEPSEEK, rope_interleave=False),
+    "deepseek v3, yarn": DeepseekV3Config(
+        **DEEPSEEK, rope_parameters={**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}
+    ),
+    "deepseek v3, yarn without a temperature in the softmax": DeepseekV3Config(
+        **DEEPSEEK, rope_parameters=YARN
+    ),
+}
+CONFIGS = {**DENSE, "llama, yarn": LlamaConfig(**SMALL, rope_parameters=YARN), **MIXTURES}
+
 
 def hf_model(config: Any, seed: int = 0, attention: str = "sdpa") -> Any:
     """A model of `transformers` with random weights, gains and biases too."""
@@ -61,14 +131,51 @@ def hf_model(config: Any, seed: int = 0, attention: str = "sdpa") -> Any:
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter.copy_(torch.randn_like(parameter) * 0.3 + (0.0 if "bias" in name else 1.0))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.2)
     return model
+
+
+def in_our_words(named: Iterable[tuple[str, Tensor]], config: Any) -> dict[str, Tensor]:
+    """What belongs to parameters of `transformers`, by our names and as our parameters lie.
+
+    Written apart from the importer: `transformers` fuses in memory what is published expert by expert.
+    """
+    ours: dict[str, Tensor] = {}
+    for name, value in named:
+        if name.endswith("experts.gate_up_proj"):
+            prefix = name.replace("model.layers", "blocks").replace("mlp.experts.gate_up_proj", "ffn.experts")
+            ours[f"{prefix}.gate"], ours[f"{prefix}.up"] = value.chunk(2, dim=1)
+        elif name.endswith("experts.down_proj"):
+            ours[
+                name.replace("model.layers", "blocks").replace("mlp.experts.down_proj", "ffn.experts.down")
+            ] = value
+        else:
+            ours[parameter_name(name)] = _in_halves(name, value, config)
+    return ours
+
+
+def _in_halves(name: str, value: Tensor, config: Any) -> Tensor:
+    """Rows that are rotated, from neighbours `x0 y0 x1 y1` to halves `x0 x1 y0 y1`."""
+    if not getattr(config, "rope_interleave", False):
+        return value
+    turned = config.qk_rope_head_dim
+    if "q_proj" in name or "q_b_proj" in name:
+        heads = value.view(config.num_attention_heads, -1, value.shape[1])
+    elif "kv_a_proj_with_mqa" in name:
+        heads = value.unsqueeze(0)
+    else:
+        return value
+    fixed, pairs = heads[:, :-turned], heads[:, -turned:]
+    return torch.cat((fixed, pairs[:, 0::2], pairs[:, 1::2]), dim=1).reshape(value.shape)
 
 
 def our_model(model: Any) -> Transformer:
     """The same model here, with the same weights."""
     ours = Transformer(spec_of(model.config.to_dict()))
-    weights = {parameter_name(name): value for name, value in model.named_parameters()}
-    ours.load_state_dict(weights)
+    biases = [(name, value) for name, value in model.named_buffers() if name.endswith("correction_bias")]
+    ours.load_state_dict(in_our_words([*model.named_parameters(), *biases], model.config))
     return ours
 
 

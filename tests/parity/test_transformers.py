@@ -8,18 +8,35 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config
+from transformers.modeling_layers import MtpLayer
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    DeepseekV3DecoderLayer,
+    DeepseekV3RMSNorm,
+    DeepseekV3RotaryEmbedding,
+)
 
-from parity.hf_models import CONFIGS, hf_model, our_model, random_tokens
-from phalanx.checkpoint.huggingface_config import hf_config_of, hf_name, parameter_name, spec_of
+from parity.hf_models import (
+    CONFIGS,
+    DEEPSEEK,
+    DENSE,
+    hf_model,
+    in_our_words,
+    our_model,
+    random_tokens,
+)
+from phalanx.checkpoint.huggingface_config import hf_config_of, hf_name, spec_of
 from phalanx.model.cache import empty_cache
 from phalanx.model.counts import count
+from phalanx.model.mtp import PredictionAhead
 from phalanx.model.presets import PRESETS
+from phalanx.model.rotary import rotation
 from phalanx.model.shape import parameters, resolve
 
 TOLERANCE = 1e-5  # relative to the largest element
 
 each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+each_dense_config = pytest.mark.parametrize("config", DENSE.values(), ids=DENSE.keys())
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
@@ -47,7 +64,7 @@ def test_every_gradient_is_that_of_transformers(config: Any) -> None:
     tokens = random_tokens(ours.spec, batch=2, seq=33)
     cross_entropy(theirs(tokens[:, :-1]).logits, tokens[:, 1:]).backward()
     cross_entropy(ours(tokens[:, :-1]), tokens[:, 1:]).backward()
-    expected = {parameter_name(name): parameter.grad for name, parameter in theirs.named_parameters()}
+    expected = in_our_words([(name, value.grad) for name, value in theirs.named_parameters()], config)
     for name, parameter in ours.named_parameters():
         assert parameter.grad is not None
         # A bias of the keys shifts every score alike: its gradient is rounding noise around zero.
@@ -66,7 +83,7 @@ def test_decoding_with_the_cache_gives_the_logits_of_transformers(config: Any) -
         assert difference(torch.cat(pieces, dim=1), theirs(tokens).logits) < TOLERANCE
 
 
-@each_config
+@each_dense_config
 def test_weights_go_there_and_back_bit_for_bit(config: Any) -> None:
     theirs = hf_model(config)
     ours = our_model(theirs)
@@ -78,12 +95,13 @@ def test_weights_go_there_and_back_bit_for_bit(config: Any) -> None:
 
 @each_config
 def test_parameters_are_those_of_transformers_with_the_same_shapes(config: Any) -> None:
-    theirs = {name: tuple(value.shape) for name, value in hf_model(config).named_parameters()}
+    theirs = in_our_words(hf_model(config).named_parameters(), config)
     spec = spec_of(config.to_dict())
-    assert {hf_name(parameter.name): parameter.shape for parameter in parameters(spec)} == theirs
+    shapes = {name: tuple(value.shape) for name, value in theirs.items()}
+    assert {parameter.name: parameter.shape for parameter in parameters(spec)} == shapes
 
 
-@each_config
+@each_dense_config
 def test_a_config_that_is_read_and_written_describes_the_same_model(config: Any) -> None:
     spec = spec_of(config.to_dict())
     assert spec_of(hf_config_of(spec)) == spec
@@ -93,6 +111,33 @@ def test_a_config_that_is_read_and_written_describes_the_same_model(config: Any)
     assert {k: v for k, v in again.items() if k not in ignored} == {
         k: v for k, v in original.items() if k not in ignored
     }
+
+
+def test_a_prediction_ahead_is_that_of_transformers() -> None:
+    config = DeepseekV3Config(**DEEPSEEK, attn_implementation="eager")
+    theirs = MtpLayer(config, DeepseekV3DecoderLayer, DeepseekV3RMSNorm, config.num_hidden_layers)
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, mean=1.0 if parameter.ndim == 1 else 0.0, std=0.3)
+    outer = {"hnorm": "hidden_norm", "enorm": "embedding_norm", "eh_proj": "projection", "post_norm": "norm"}
+    block = in_our_words(
+        (
+            (name.replace("mtp_block", "model.layers.0"), value)
+            for name, value in theirs.state_dict().items()
+            if "mtp_block" in name
+        ),
+        config,
+    )
+    weights = {name.replace("blocks.0", "block"): value for name, value in block.items()}
+    weights |= {f"{ours}.weight": theirs.get_submodule(name).weight for name, ours in outer.items()}
+    spec = spec_of(config.to_dict())
+    ours = PredictionAhead(spec)
+    ours.load_state_dict(weights)
+    hidden, embedded = torch.randn(2, 2, 16, spec.dim, generator=torch.Generator().manual_seed(0)).unbind()
+    tables = DeepseekV3RotaryEmbedding(config)(hidden, torch.arange(16)[None])
+    mask = torch.full((16, 16), -torch.inf).triu(1)[None, None]
+    with torch.no_grad():
+        expected = theirs(embedded, hidden, tables, mask, None, None)
+        assert difference(ours(hidden, embedded, *rotation(spec, torch.arange(16))), expected) < TOLERANCE
 
 
 @pytest.mark.parametrize("preset", [name for name, spec in PRESETS.items() if spec.ffn == "swiglu"])

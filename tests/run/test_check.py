@@ -11,9 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.model.presets import PRESETS
-from phalanx.run.check import check, check_ranks
+from phalanx.run.check import check
+from phalanx.run.layout import layout_problems
 from phalanx.run.problems import Problem
-from phalanx.run.spec import ModelSpec, ParallelSpec, RopeScalingSpec, RunSpec, TrainSpec
+from phalanx.run.spec import (
+    MlaSpec,
+    ModelSpec,
+    MoeSpec,
+    ParallelSpec,
+    RopeScalingSpec,
+    RunSpec,
+    TrainSpec,
+)
 
 
 def only_problem(**sections: Any) -> Problem:
@@ -51,6 +60,69 @@ def test_the_band_of_blended_frequencies_is_not_empty(high: float) -> None:
     assert only_problem(model=ModelSpec(rope_scaling=scaling)).path == "model.rope_scaling.high_freq_factor"
 
 
+def test_yarn_blends_from_fast_to_slow() -> None:
+    yarn = RopeScalingSpec(kind="yarn", beta_fast=1.0, beta_slow=2.0)
+    assert only_problem(model=ModelSpec(rope_scaling=yarn)).path == "model.rope_scaling.beta_fast"
+    # Kimi K2's: the band is what rounding makes of one point.
+    assert check(RunSpec(model=ModelSpec(rope_scaling=replace(yarn, beta_slow=1.0)))) == []
+
+
+def test_only_latent_attention_has_a_temperature_in_its_softmax() -> None:
+    model = ModelSpec(rope_scaling=RopeScalingSpec(kind="yarn", mscale_all_dim=1.0))
+    assert only_problem(model=model).path == "model.rope_scaling.mscale_all_dim"
+    assert check(RunSpec(model=replace(model, mla=MlaSpec()))) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "model"),
+    {
+        "model.mla.rope_head_dim": ModelSpec(mla=MlaSpec(rope_head_dim=15)),
+        "model.head_dim": ModelSpec(mla=MlaSpec(), head_dim=32),
+        "model.kv_heads": ModelSpec(mla=MlaSpec(), kv_heads=2),
+        "model.qk_norm": ModelSpec(mla=MlaSpec(), qk_norm=True),
+        "model.attention_bias": ModelSpec(mla=MlaSpec(), attention_bias=True),
+    }.items(),
+)
+def test_latent_attention_has_widths_of_its_own(path: str, model: ModelSpec) -> None:
+    assert only_problem(model=model).path == path
+    # Its heads need not divide the model's width.
+    assert check(RunSpec(model=ModelSpec(mla=MlaSpec(), heads=5))) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "moe"),
+    {
+        "model.moe.per_token": MoeSpec(experts=4, per_token=5),
+        "model.moe.groups": MoeSpec(experts=8, groups=3),
+        "model.moe.groups_per_token": MoeSpec(experts=8, groups=2, groups_per_token=3),
+        "model.moe.first_dense": MoeSpec(first_dense=4),
+        "model.moe.normalise": MoeSpec(per_token=1),
+        "model.moe.ffn_dim": MoeSpec(ffn_dim=100),
+    }.items(),
+)
+def test_experts_can_be_chosen_and_computed(path: str, moe: MoeSpec) -> None:
+    assert only_problem(model=ModelSpec(moe=moe)).path == path
+
+
+def test_a_token_has_enough_experts_in_its_groups() -> None:
+    moe = MoeSpec(experts=8, per_token=3, groups=4, groups_per_token=1)
+    assert "more groups_per_token" in only_problem(model=ModelSpec(moe=moe)).remedy
+    assert check(RunSpec(model=ModelSpec(moe=replace(moe, groups_per_token=2)))) == []
+
+
+def test_groups_have_two_best() -> None:
+    moe = MoeSpec(experts=8, groups=8, groups_per_token=2)
+    assert only_problem(model=ModelSpec(moe=moe)).path == "model.moe.groups"
+
+
+def test_experts_have_no_biases() -> None:
+    assert only_problem(model=ModelSpec(moe=MoeSpec(), ffn_bias=True)).path == "model.ffn_bias"
+
+
+def test_one_expert_per_token_needs_its_score() -> None:
+    assert check(RunSpec(model=ModelSpec(moe=MoeSpec(per_token=1, normalise=False)))) == []
+
+
 def test_slots_divide_the_batch() -> None:
     problem = only_problem(train=TrainSpec(batch_size=32, slots=7))
     assert problem.path == "train.slots"
@@ -78,9 +150,9 @@ def test_groups_that_share_a_model_divide_the_ranks() -> None:
 def test_no_rank_is_without_a_slot() -> None:
     problem = only_problem(parallel=ParallelSpec(ranks=9))
     assert problem.path == "parallel.ranks"
-    assert "at most train.slots = 8" in problem.remedy
-    assert list(check_ranks(RunSpec(), 8)) == []
-    assert [problem.path for problem in check_ranks(RunSpec(), 9)] == ["parallel.ranks"]
+    assert "at most 8 ranks with train.slots = 8" in problem.remedy
+    assert layout_problems(RunSpec(), 8) == []
+    assert [problem.path for problem in layout_problems(RunSpec(), 9)] == ["parallel.ranks"]
 
 
 @given(st.integers(1, 10**6), st.integers(1, 10**4))
@@ -93,14 +165,32 @@ def test_the_slots_that_are_offered_do_divide_the_batch(batch_size: int, slots: 
 
 def test_problems_name_fields_that_exist() -> None:
     broken = RunSpec(
-        model=ModelSpec(dim=30, heads=4, kv_heads=3, rope_scaling=RopeScalingSpec(high_freq_factor=0.5)),
+        model=ModelSpec(
+            dim=30,
+            heads=4,
+            kv_heads=3,
+            rope_scaling=RopeScalingSpec(high_freq_factor=0.5),
+            moe=MoeSpec(experts=9, groups=2, per_token=1, first_dense=9, ffn_dim=30),
+            mtp_depth=1,
+        ),
         train=TrainSpec(steps=1, slots=7),
-        parallel=ParallelSpec(ranks=9, shard_ranks=2, sharding="none"),
+        parallel=ParallelSpec(ranks=9, shard_ranks=2, sharding="none", pipeline=2),
     )
-    problems = check(broken)
-    assert len(problems) == 7
+    latent = replace(
+        broken,
+        model=replace(
+            broken.model,
+            mla=MlaSpec(rope_head_dim=5),
+            head_dim=3,
+            qk_norm=True,
+            ffn_bias=True,
+            moe=MoeSpec(experts=8, groups=8, groups_per_token=9),
+        ),
+    )
+    problems = [*check(broken), *check(latent)]
+    assert len({problem.path for problem in problems}) >= 15
     for path in {path for problem in problems for path in (problem.path, *problem.also)}:
-        section: Any = broken
+        section: Any = latent
         for name in path.split("."):
             assert name in {item.name for item in fields(section)}
             section = getattr(section, name)

@@ -18,10 +18,11 @@ from phalanx.checkpoint.disk import DiskTier
 from phalanx.checkpoint.errors import MismatchError, NoSuchStepError
 from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizer import BytesTokenizer, train_bpe
+from phalanx.model.router import routers
 from phalanx.model.shape import resolve
 from phalanx.model.transformer import Transformer
 from phalanx.run.read import to_table
-from phalanx.run.spec import ModelSpec
+from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 from phalanx.serve.generate import (
     RunDirectoryError,
     choose,
@@ -39,9 +40,33 @@ SPEC = resolve(ModelSpec(layers=2, dim=32, heads=4, kv_heads=2, vocab_size=50, q
 MODEL = initialised(SPEC, 0)
 
 
-def make_run(run_dir: Path, steps: dict[int, Transformer]) -> Path:
+MIXTURE = resolve(
+    ModelSpec(
+        layers=2,
+        dim=32,
+        heads=4,
+        vocab_size=50,
+        init_std=0.5,
+        mla=MlaSpec(kv_rank=12, nope_head_dim=6, rope_head_dim=4, value_head_dim=10),
+        moe=MoeSpec(experts=4, ffn_dim=16, shared=1, first_dense=1, score="sigmoid", balance_bias=True),
+        mtp_depth=1,
+    )
+)
+
+
+def biased_mixture() -> Transformer:
+    """A mixture of experts whose balance bias has moved."""
+    model = initialised(MIXTURE)
+    for number, (_, router) in enumerate(routers(model)):
+        assert router.bias is not None
+        # Not exact in bf16.
+        router.bias.copy_(torch.tensor([0.1, -0.3, 0.7, 0.0]) + number / 3)
+    return model
+
+
+def make_run(run_dir: Path, steps: dict[int, Transformer], spec: ModelSpec = SPEC) -> Path:
     run_dir.mkdir()
-    (run_dir / "run.toml").write_text(tomli_w.dumps({"model": to_table(SPEC)}))
+    (run_dir / "run.toml").write_text(tomli_w.dumps({"model": to_table(spec)}))
     save_models(run_dir / "checkpoints", steps)
     return run_dir
 
@@ -64,12 +89,13 @@ prompts = st.lists(st.integers(0, SPEC.vocab_size - 1), min_size=1, max_size=12)
 # Decoding
 
 
-@given(prompts, st.integers(0, 3))
+@pytest.mark.parametrize("spec", [SPEC, MIXTURE], ids=["dense", "latent attention, mixture"])
+@given(prompt=prompts, seed=st.integers(0, 3))
 @settings(max_examples=20)
 def test_greedy_generation_with_the_cache_is_that_of_recomputing_everything(
-    prompt: list[int], seed: int
+    spec: ModelSpec, prompt: list[int], seed: int
 ) -> None:
-    model = initialised(SPEC, seed)
+    model = initialised(spec, seed)
     text = list(prompt)
     with torch.no_grad():
         for _ in range(16):
@@ -263,6 +289,20 @@ def test_what_a_run_directory_lacks_is_named(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(RunDirectoryError, match="no checkpoint is committed"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mixture_comes_back_with_its_balance_and_without_predictions_ahead(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    original = biased_mixture()
+    loaded, spec = load_model(make_run(tmp_path / "run", {3: original}, MIXTURE), dtype=dtype)
+    assert spec.mtp_depth == len(loaded.mtp) == 0
+    expected = original.state_dict()
+    for name, value in loaded.state_dict().items():
+        wanted = torch.float32 if name.endswith("router.bias") else dtype
+        assert torch.equal(value, expected[name].to(wanted)), name
+    assert list(generate(loaded, [1, 2], tokens=4))
 
 
 def test_a_run_file_of_another_model_is_refused_not_passed_over(tmp_path: Path) -> None:

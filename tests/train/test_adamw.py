@@ -13,7 +13,8 @@ from torch import nn
 
 from phalanx.model.shape import Kind, Parameter
 from phalanx.run.spec import OptimizerSpec
-from phalanx.train.adamw import AdamW, decays
+from phalanx.train.optimizers.adamw import AdamW
+from phalanx.train.optimizers.optimizer import decays
 
 
 def stepped(

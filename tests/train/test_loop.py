@@ -93,7 +93,7 @@ def poisoned(spec: RunSpec, steps: set[int]) -> Any:
         losses, tokens = original(self)
         self.seen = getattr(self, "seen", 0) + 1
         if self.seen in steps:
-            next(iter(self.model.module.parameters())).grad[0, 0] = torch.nan
+            next(iter(self.model.parts[0].parameters())).grad[0, 0] = torch.nan
         return losses, tokens
 
     step_module.Stepper._slots = slots  # type: ignore[method-assign]

@@ -1,14 +1,23 @@
-"""Chunked cross-entropy against PyTorch's, which holds all logits."""
+"""Chunked cross-entropy against PyTorch's, which holds all logits; on one rank, and with the vocabulary divided."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from phalanx.parallel.comm_clock import CommClock
+from phalanx.parallel.partition import piece
+from phalanx.parallel.sequence_comm import SequenceComm
+from phalanx.parallel.tensor import VocabularyPiece
 from phalanx.train.loss import IGNORE, summed_cross_entropy
+from ranks import Ranks
 
 
 def case(batch: int, seq: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -79,3 +88,103 @@ def test_nothing_is_computed_for_gradients_that_nobody_wants() -> None:
     with torch.no_grad():
         loss = summed_cross_entropy(hidden, weight, targets, 2)
     assert not loss.requires_grad
+
+
+VOCABULARY = 31
+"""Rows that neither two ranks nor three can divide evenly."""
+
+
+class Shapes(TorchDispatchMode):
+    """Notes the shape of every tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.seen.add(tuple(result.shape))
+        return result
+
+
+def divided(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, chunk: int
+) -> tuple[float, torch.Tensor, torch.Tensor, set[tuple[int, ...]]]:
+    """The loss, this rank's part of the gradients, and the shapes of all tensors that were made on the way."""
+    group = dist.group.WORLD
+    assert group is not None
+    rank, count = dist.get_rank(), dist.get_world_size()
+    rows = piece(VOCABULARY, rank, count)
+    mine = hidden.detach().chunk(count, dim=1)[rank].clone().requires_grad_()
+    part = weight.detach()[rows.start : rows.stop].clone().requires_grad_()
+    place = VocabularyPiece(rows.start, SequenceComm(group, CommClock(blocking=True)))
+    with Shapes() as shapes:
+        loss = summed_cross_entropy(mine, part, targets, chunk, place)
+        (loss * 0.3).backward()
+    assert mine.grad is not None
+    assert part.grad is not None
+    return loss.item(), mine.grad, part.grad, shapes.seen
+
+
+def whole(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
+) -> tuple[float, torch.Tensor, torch.Tensor]:
+    hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+    scores = F.linear(hidden, weight).flatten(0, 1)
+    loss = F.cross_entropy(scores, targets.flatten(), ignore_index=IGNORE, reduction="sum")
+    (loss * 0.3).backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return loss.item(), hidden.grad, weight.grad
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("chunk", [4, 7, 100])
+@pytest.mark.parametrize("scale", [1.0, 60.0])
+def test_a_divided_vocabulary_gives_the_loss_and_gradients_of_a_whole_one(
+    ranks: Ranks, count: int, chunk: int, scale: float
+) -> None:
+    hidden, weight, targets = case(2, 12, 4)
+    targets[1, 2] = IGNORE
+    # In sixteenths, so that even large scores are exact, and only what is made of them can differ.
+    hidden, weight = ((tensor.detach() * 16).round() / 16 for tensor in (hidden, weight))
+    hidden *= scale  # when large, most ranks' exponentials vanish against one's
+    loss, grad_hidden, grad_weight = whole(hidden, weight, targets)
+    results = ranks.run(count, divided, hidden, weight, targets, chunk)
+    assert {result[0] for result in results} == {results[0][0]}
+    assert results[0][0] == pytest.approx(loss, rel=2e-6)
+    for ours, expected in (
+        (torch.cat([result[1] for result in results], dim=1), grad_hidden),
+        (torch.cat([result[2] for result in results]), grad_weight),
+    ):
+        assert (ours - expected).abs().max() <= 2e-6 * expected.abs().max()
+
+
+def test_no_rank_holds_scores_of_the_whole_vocabulary(ranks: Ranks) -> None:
+    hidden, weight, targets = case(2, 12, 5)
+    for *_, shapes in ranks.run(2, divided, hidden.detach(), weight.detach(), targets, 7):
+        assert not any(VOCABULARY in shape for shape in shapes)
+        assert (7, 16) in shapes or (7, 15) in shapes, "scores of a chunk for this rank's rows"
+
+
+def divided_without_gradient(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
+) -> tuple[bool, float]:
+    with torch.no_grad():
+        group = dist.group.WORLD
+        assert group is not None
+        rows = piece(VOCABULARY, dist.get_rank(), 2)
+        mine = hidden.chunk(2, dim=1)[dist.get_rank()]
+        place = VocabularyPiece(rows.start, SequenceComm(group, CommClock(blocking=True)))
+        loss = summed_cross_entropy(mine, weight[rows.start : rows.stop], targets, 5, place)
+    return loss.requires_grad, loss.item()
+
+
+def test_a_divided_vocabulary_serves_evaluation_and_narrow_formats(ranks: Ranks) -> None:
+    hidden, weight, targets = case(2, 12, 6)
+    expected, _, _ = whole(hidden, weight, targets)
+    narrow = (hidden.detach().bfloat16(), weight.detach().bfloat16(), targets)
+    for requires_grad, loss in ranks.run(2, divided_without_gradient, *narrow):
+        assert not requires_grad
+        assert loss == pytest.approx(expected, rel=2e-2)

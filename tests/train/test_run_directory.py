@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from pathlib import Path
 
@@ -52,6 +53,15 @@ def test_the_tokenizer_is_copied_so_that_the_folder_stands_alone(spec: RunSpec) 
 def test_a_run_may_continue_in_its_directory_on_another_fleet(spec: RunSpec) -> None:
     with_checkpoint(spec)
     opened(replace_at(replace_at(spec, "parallel.ranks", 5), "checkpoint.every_steps", 7))
+
+
+def test_a_run_may_go_on_on_another_layout_and_its_history_is_kept(spec: RunSpec) -> None:
+    with_checkpoint(spec)
+    assert opened(replace_at(spec, "parallel.tensor", 2)).layout_changes == ("parallel.tensor: 1 != 2",)
+    other = opened(replace_at(spec, "parallel.context", 3))
+    assert other.layout_changes == ("parallel.context: 1 != 3", "parallel.tensor: 2 != 1")
+    kept = json.loads(other.directory.record.read_text())["layout_changes"]
+    assert kept == ["parallel.tensor: 1 != 2", "parallel.context: 1 != 3", "parallel.tensor: 2 != 1"]
 
 
 def test_a_directory_of_another_run_is_refused_with_what_differs(spec: RunSpec) -> None:

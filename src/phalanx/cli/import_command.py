@@ -15,7 +15,9 @@ from phalanx.cli.errors import explained
 @click.option("--out", type=click.Path(path_type=Path), help="The run directory to make (imported/NAME).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(directory: Path, out: Path | None, as_json: bool) -> None:
-    """Read the Hugging Face model in DIRECTORY (Llama or Qwen3 family, safetensors) into a run directory.
+    """Read the Hugging Face model in DIRECTORY into a run directory.
+
+    Families: Llama, Qwen3, Mixtral, Qwen3-MoE, DeepSeek-V3 and Kimi K2, as safetensors; also in fp8 by blocks.
 
     Text can be generated from it, and a run can start from it: --set checkpoint.init_from=RUN_DIR.
 
@@ -31,9 +33,12 @@ def command(directory: Path, out: Path | None, as_json: bool) -> None:
     with explained(CheckpointError, DataError):
         imported = import_hf(directory, target)
     if as_json:
-        click.echo(json.dumps({"run_dir": str(target), "weights_sha256": imported.weights_sha256}))
+        result = {"run_dir": str(target), "weights_sha256": imported.weights_sha256, "notes": imported.notes}
+        click.echo(json.dumps(result))
         return
     click.echo(f"{target}: imported")
+    for note in imported.notes:
+        click.echo(f"  note: {note}")
     if imported.no_tokenizer_because:
         click.echo(f"  without a tokenizer: {imported.no_tokenizer_because}")
     click.echo(f"  weights sha256 {imported.weights_sha256}")

@@ -1,4 +1,4 @@
-"""``phalanx show``: what a run's model is and weighs, without building it."""
+"""``phalanx show``: what a run's model is and weighs, without building it; and who holds what on a fleet of some size."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ from typing import Any
 import click
 
 from phalanx.cli.errors import explained
+from phalanx.cli.show_ranks import (
+    default_ranks,
+    dry_run_facts,
+    layout_facts,
+    print_dry_run,
+    print_layout,
+    resolved,
+)
 from phalanx.model.counts import count
 from phalanx.model.presets import PRESETS
 from phalanx.model.shape import resolve
@@ -25,21 +33,73 @@ _COMPUTE_BYTES = {"auto": 2, "bf16": 2, "fp32": 4}
 @click.option(
     "--set", "overrides", multiple=True, metavar="FIELD=VALUE", help="Override a field; may be repeated."
 )
+@click.option(
+    "--ranks", type=click.IntRange(min=1), help="Show what each rank of a fleet of this size holds and calls."
+)
+@click.option(
+    "--dry-run",
+    "dry",
+    is_flag=True,
+    help="Build and step single ranks of that fleet, and compare; exit code 1 if anything differs.",
+)
+@click.option(
+    "--rank", "chosen", type=int, multiple=True, help="A rank to dry-run; may be repeated. By default three."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def command(run_file: Path, overrides: tuple[str, ...], as_json: bool) -> None:
+def command(
+    run_file: Path,
+    overrides: tuple[str, ...],
+    ranks: int | None,
+    dry: bool,
+    chosen: tuple[int, ...],
+    as_json: bool,
+) -> None:
     """Show parameters, FLOPs per token and state bytes of a run. Needs no GPU and builds nothing.
+
+    With --ranks also who holds what on a fleet of that size, of which nothing need exist. A dry run builds the trainer's own
+    modules of a few of its ranks without memory, and counts the collectives of a step of a tiny model on the same layout.
 
     \b
       phalanx show configs/llama3-405b.toml
       phalanx show configs/quickstart.toml --set model.layers=8 --json
+      phalanx show configs/deepseek-v3.toml --ranks 2048
+      phalanx show configs/moe-100t.toml --ranks 98304 --dry-run
     """
+    if (dry or chosen) and ranks is None:
+        raise click.UsageError("a dry run needs the size of the fleet: give --ranks")
+    if any(not 0 <= rank < (ranks or 0) for rank in chosen):
+        raise click.UsageError(f"--rank must be from 0 to {(ranks or 0) - 1}")
     with explained():
         spec = read_run(run_file, PRESETS, overrides)
+        laid_out = resolved(spec, ranks, run_file) if ranks else None
     facts = _facts(spec)
+    if laid_out and ranks:
+        facts["layout"] = layout_facts(laid_out, ranks)
+    if not as_json:
+        _print(facts)
+        if "layout" in facts:
+            print_layout(facts["layout"])
+    if laid_out and ranks and dry:
+        facts["dry_run"] = _dry_run(laid_out, ranks, chosen, as_json=as_json)
     if as_json:
         click.echo(json.dumps(facts))
-        return
-    _print(facts)
+    if not all(found["matches"] for found in facts.get("dry_run", ())):
+        raise SystemExit(1)
+
+
+def _dry_run(spec: RunSpec, ranks: int, chosen: tuple[int, ...], *, as_json: bool) -> list[dict[str, Any]]:
+    def tell(rank: int) -> None:
+        click.echo(f"building and stepping rank {rank:,} of {ranks:,}", err=True)
+
+    if not as_json:
+        click.echo(
+            "\nDry run: collectives of a tiny model, one slot of as few micro-batches as the schedule allows"
+        )
+    found = dry_run_facts(spec, ranks, chosen or default_ranks(spec, ranks), tell)
+    if not as_json:
+        for rank in found:
+            print_dry_run(rank)
+    return found
 
 
 def _facts(spec: RunSpec) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def _rows(kind: type) -> Iterator[tuple[str, str, str, str, str]]:
     for field in dataclasses.fields(kind):
         if field.default is dataclasses.MISSING:
             continue
-        owner = "fleet" if declared[field.name].fleet_owned else "run"
+        owner = declared[field.name].owner
         yield (
             field.name,
             _type_name(declared[field.name]),

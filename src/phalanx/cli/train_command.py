@@ -18,7 +18,7 @@ from phalanx.data.errors import DataError
 from phalanx.hardware.detect import gpu_count
 from phalanx.model.presets import PRESETS
 from phalanx.observe.records import usable_cores
-from phalanx.run.check import check_ranks
+from phalanx.run.layout import layout_problems, replica_ranks
 from phalanx.run.problems import RunFileError
 from phalanx.run.read import read_run
 from phalanx.run.spec import RunSpec
@@ -79,6 +79,10 @@ def _train_here(spec: RunSpec, run_file: Path, as_json: bool) -> int:
     console.print(
         f"run directory {run.directory.path}, {ranks} {'rank' if ranks == 1 else 'ranks'} on this machine"
     )
+    for change in run.layout_changes:
+        console.print(
+            f"[yellow]another layout than before[/]: {change}; the bits of the weights depend on it"
+        )
     ending = run_locally(run, ranks, _shower(run, console))
     os.close(run.lock_fd)
     if ending.status == "finished":
@@ -99,10 +103,12 @@ def _ranks(spec: RunSpec, run_file: Path) -> int:
     if spec.parallel.ranks:
         return spec.parallel.ranks
     room = gpu_count() if spec.runtime.device != "cpu" else 0
-    ranks = min(room or max(1, usable_cores() // spec.runtime.threads), spec.train.slots)
-    while ranks > 1 and list(check_ranks(spec, ranks)):
+    replica = replica_ranks(spec.parallel)
+    most = spec.train.slots * spec.parallel.pipeline * spec.parallel.context * spec.parallel.tensor
+    ranks = max(min(room or max(1, usable_cores() // spec.runtime.threads), most), replica)
+    while ranks > replica and layout_problems(spec, ranks):
         ranks -= 1
-    problems = list(check_ranks(spec, ranks))
+    problems = layout_problems(spec, ranks)
     if problems:
         raise RunFileError(run_file, problems)
     return ranks

@@ -1,4 +1,8 @@
-"""The keys and values that one attention layer has already seen, kept while text is generated."""
+"""The keys and values that one attention layer has already seen, kept while text is generated.
+
+Latent attention keeps what keys and values are expanded from instead: the normalised latent, and the rotated part of the
+keys. It is expanded again for every new token, which costs time but keeps the cache as small as the method promises.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,14 @@ from phalanx.run.spec import ModelSpec
 
 
 class LayerCache:
-    """Keys and values of one layer, in a buffer of fixed capacity ``(batch, kv_heads, max_len, head_dim)``."""
+    """Keys and values of one layer, in buffers of fixed capacity ``(batch, kv_heads, max_len, width)``."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self._keys, self._values = keys, values
         self.length = 0
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores ``(batch, kv_heads, new, head_dim)`` and returns all that is held so far.
+        """Stores ``(batch, kv_heads, new, width)`` each and returns all that is held so far.
 
         Raises ``ValueError`` when the buffer is full.
         """
@@ -33,9 +37,11 @@ def empty_cache(
     spec: ModelSpec, batch: int, max_len: int, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> list[LayerCache]:
     """One empty cache for each layer of a resolved model."""
-    shape = (batch, spec.kv_heads, max_len, spec.head_dim)
+    heads, key_width, value_width = spec.kv_heads, spec.head_dim, spec.head_dim
+    if spec.mla is not None:
+        heads, key_width, value_width = 1, spec.mla.kv_rank, spec.mla.rope_head_dim
 
-    def buffer() -> Tensor:
-        return torch.zeros(shape, device=device, dtype=dtype)
+    def buffer(width: int) -> Tensor:
+        return torch.zeros(batch, heads, max_len, width, device=device, dtype=dtype)
 
-    return [LayerCache(buffer(), buffer()) for _ in range(spec.layers)]
+    return [LayerCache(buffer(key_width), buffer(value_width)) for _ in range(spec.layers)]

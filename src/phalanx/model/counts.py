@@ -3,10 +3,15 @@
 FLOP conventions, since published figures differ:
 
 - ``matmul``: 2 FLOP per multiply-add, forward once and backward twice: 6 per weight that a token is multiplied
-  with. The embedding look-up multiplies nothing; the output projection does.
+  with. The embedding look-up multiplies nothing; the output projection does, once more for each prediction ahead. Of
+  routed experts, ``per_token`` count.
 - ``attention``: scores and weighted values. ``causal`` counts the half of the square that a causal mask needs,
-  ``6 * layers * heads * head_dim * seq`` per token; ``full`` counts the whole square, twice that, as PaLM
-  (arXiv 2204.02311, appendix B) and most published MFU figures do.
+  ``3 * heads * (query width + value width) * seq`` per token and layer; ``full`` counts the whole square, twice that, as
+  PaLM (arXiv 2204.02311, appendix B) and most published MFU figures do. The widths are both ``head_dim``, but for latent
+  attention, whose expansion of keys and values is counted once per token, as in training.
+
+*Active* parameters are all that a token meets on its way through the main model, embedding and output projection
+included, as papers count them: of the routed experts ``per_token``, and no predictions ahead.
 
 ``mfu`` in this project uses ``full``, so that it compares with what others publish; the throughput benchmark
 states FLOP/s by the smaller, ``causal``, count.
@@ -16,7 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.model.shape import parameters
+from phalanx.model.shape import Parameter, parameters
 from phalanx.run.spec import ModelSpec
 
 
@@ -26,8 +31,12 @@ class Counts:
 
     parameters: int
     embedding_parameters: int
+    active_parameters: int
+    """Of the main model, what one token meets."""
+    expert_parameters: int
+    """Of routed experts, all of them."""
     matmul_parameters: int
-    """Weights that every token is multiplied with (a tied embedding counts once, for the projection)."""
+    """Weights that a token is multiplied with (a tied embedding counts once, for the projection)."""
     attention_flops_per_token_full: int
     attention_flops_per_token_causal: int
 
@@ -60,13 +69,41 @@ class Counts:
 
 def count(spec: ModelSpec, seq_len: int) -> Counts:
     """Counts of a resolved model (see ``phalanx.model.shape.resolve``) at ``seq_len`` tokens."""
-    total = embedding = matmul = 0
+    total = embedding = active = experts = matmul = 0
     for parameter in parameters(spec):
+        met = _met(parameter, spec)
         total += parameter.numel
+        active += 0 if parameter.name.startswith("mtp.") else met
         if parameter.kind == "embedding":
             embedding += parameter.numel
-        if parameter.kind in ("matrix", "output") or (parameter.kind == "embedding" and spec.tie_embeddings):
-            matmul += parameter.numel
-    # Forward: QK^T and PV, 2 FLOP x 2 matrices x heads x head_dim x keys seen; backward twice that.
-    attention_full = 12 * spec.layers * spec.heads * spec.head_dim * seq_len
-    return Counts(total, embedding, matmul, attention_full, attention_full // 2)
+        if parameter.stacked:
+            experts += parameter.numel
+        if parameter.kind in ("matrix", "output", "router") or (
+            parameter.kind == "embedding" and spec.tie_embeddings
+        ):
+            matmul += met
+    matmul += spec.mtp_depth * spec.vocab_size * spec.dim
+    full = _attention_flops(spec, seq_len)
+    return Counts(
+        parameters=total,
+        embedding_parameters=embedding,
+        active_parameters=active,
+        expert_parameters=experts,
+        matmul_parameters=matmul,
+        attention_flops_per_token_full=full,
+        attention_flops_per_token_causal=full // 2,
+    )
+
+
+def _met(parameter: Parameter, spec: ModelSpec) -> int:
+    """How many elements of a parameter one token meets."""
+    if parameter.stacked and spec.moe is not None:
+        return parameter.numel // spec.moe.experts * spec.moe.per_token
+    return parameter.numel
+
+
+def _attention_flops(spec: ModelSpec, seq_len: int) -> int:
+    """Of one token in all layers, the whole square of scores."""
+    widths = spec.head_dim + (spec.head_dim if spec.mla is None else spec.mla.value_head_dim)
+    # Forward: QK^T and PV, 2 FLOP x heads x width x keys seen; backward twice that.
+    return 6 * (spec.layers + spec.mtp_depth) * spec.heads * widths * seq_len

@@ -3,12 +3,13 @@
 Each element is a function of the seed, the parameter's name and the element's flat index in the whole parameter
 (see ``phalanx.model.random_bits``), so a rank fills just the box that it holds. Matrices are normal with
 ``init_std``; those that write into the residual stream are smaller by sqrt(2 layers), as in GPT-2; gains start at
-one and biases at zero.
+one, biases and the routers' balance at zero. Each matrix of a stack of experts is drawn like a matrix by itself.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -34,15 +35,26 @@ def deviation(parameter: Parameter, spec: ModelSpec) -> float:
     return spec.init_std / math.sqrt(2 * spec.layers) if parameter.kind == "output" else spec.init_std
 
 
+def _pieces(box: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
+    """Indices that cut a box into pieces of at most ``_CHUNK`` elements."""
+    rest = math.prod(box[1:])
+    if rest > _CHUNK:
+        for row in range(box[0]):
+            yield from ((slice(row, row + 1), *below) for below in _pieces(box[1:]))
+    else:
+        rows = max(1, _CHUNK // max(1, rest))
+        yield from ((slice(row, min(row + rows, box[0])),) for row in range(0, box[0], rows))
+
+
 @torch.no_grad()
 def fill(out: Tensor, parameter: Parameter, offset: tuple[int, ...], spec: ModelSpec, seed: int) -> None:
     """Writes the initial values of the box at ``offset`` of ``parameter`` into ``out`` (its shape is the box's)."""
-    if parameter.kind in ("norm", "bias"):
+    if parameter.kind in ("norm", "bias", "balance"):
         out.fill_(1.0 if parameter.kind == "norm" else 0.0)
         return
     key, scale = stream_key(seed, parameter.name), deviation(parameter, spec)
-    rows_at_once = max(1, _CHUNK // max(1, math.prod(out.shape[1:])))
-    for row in range(0, out.shape[0], rows_at_once):
-        piece = out[row : row + rows_at_once]
-        index = flat_indices(parameter.shape, (offset[0] + row, *offset[1:]), tuple(piece.shape))
+    for where in _pieces(tuple(out.shape)):
+        piece = out[where]
+        begin = [start + part.start for start, part in zip(offset, where, strict=False)]
+        index = flat_indices(parameter.shape, (*begin, *offset[len(begin) :]), tuple(piece.shape))
         piece.copy_(normal(key, index.to(out.device)) * scale)

@@ -4,6 +4,17 @@ Sources: Llama 3, arXiv 2407.21783, table 3 (and the published ``config.json`` f
 and scaling: 3.1 models carry the scaling); Qwen3-8B, arXiv 2505.09388, table 1 and its ``config.json``; GPT-3,
 arXiv 2005.14165, table 2.1 (its shape: learned positions and LayerNorm are replaced by this project's rotary
 embedding and RMSNorm). The 1T model is this project's own, in the proportions of Llama 3's largest.
+
+Mixtures of experts: Mixtral 8x7B, arXiv 2401.04088, table 1; Qwen3-30B-A3B, arXiv 2505.09388, table 2; DeepSeek-V3, arXiv
+2412.19437, section 4.2; Kimi K2, arXiv 2507.20534, table 2; each with its ``config.json``. Kimi's rotary stretching is that
+of its first release (128 k tokens). DeepSeek-V3 was trained with one prediction ahead, which its published total leaves out,
+and so does the preset (``mtp_depth = 1`` adds it).
+
+Switch-C, arXiv 2101.03961, table 9, is an encoder and a decoder of 15 layers each. Here its 30 layers make one decoder, without
+cross-attention, with rotary embedding and RMSNorm instead of T5's, GELU instead of ReLU, and no token is dropped.
+
+The 100T model is this project's own, to plan with: latent attention and group-limited routing as in DeepSeek-V3, with as many
+experts as it takes.
 """
 
 from __future__ import annotations
@@ -11,9 +22,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from phalanx.run.spec import ModelSpec, RopeScalingSpec
+from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, RopeScalingSpec
 
 _LLAMA3_VOCAB = 128_256
+_DEEPSEEK_MLA = MlaSpec(query_rank=1536, kv_rank=512, nope_head_dim=128, rope_head_dim=64, value_head_dim=128)
 _LLAMA31 = RopeScalingSpec(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192)
 
 
@@ -29,6 +41,18 @@ def _llama3(preset: str, layers: int, dim: int, heads: int, ffn_dim: int, *, tie
         tie_embeddings=tied,
         rope_theta=500_000.0,
         rope_scaling=_LLAMA31,
+    )
+
+
+def _deepseek_yarn(factor: float, beta_fast: float) -> RopeScalingSpec:
+    return RopeScalingSpec(
+        kind="yarn",
+        factor=factor,
+        original_max_seq_len=4096,
+        beta_fast=beta_fast,
+        beta_slow=1.0,
+        mscale=1.0,
+        mscale_all_dim=1.0,
     )
 
 
@@ -88,6 +112,132 @@ PRESETS: Mapping[str, ModelSpec] = MappingProxyType(
             ffn_dim=76_800,
             vocab_size=131_072,
             rope_theta=500_000.0,
+        ),
+        "toy-moe": ModelSpec(
+            preset="toy-moe",
+            layers=4,
+            dim=256,
+            heads=4,
+            mla=MlaSpec(kv_rank=64, nope_head_dim=32, rope_head_dim=16, value_head_dim=32),
+            moe=MoeSpec(
+                experts=8,
+                per_token=2,
+                ffn_dim=256,
+                shared=1,
+                first_dense=1,
+                score="sigmoid",
+                balance_bias=True,
+            ),
+        ),
+        "mixtral-8x7b": ModelSpec(
+            preset="mixtral-8x7b",
+            layers=32,
+            dim=4096,
+            heads=32,
+            kv_heads=8,
+            ffn_dim=14_336,
+            vocab_size=32_000,
+            rope_theta=1_000_000.0,
+            moe=MoeSpec(experts=8, per_token=2, aux_loss=0.02),
+        ),
+        "qwen3-30b-a3b": ModelSpec(
+            preset="qwen3-30b-a3b",
+            layers=48,
+            dim=2048,
+            heads=32,
+            kv_heads=4,
+            head_dim=128,
+            ffn_dim=6144,
+            vocab_size=151_936,
+            norm_eps=1e-6,
+            qk_norm=True,
+            rope_theta=1_000_000.0,
+            moe=MoeSpec(experts=128, per_token=8, ffn_dim=768, aux_loss=0.001),
+        ),
+        "deepseek-v3": ModelSpec(
+            preset="deepseek-v3",
+            layers=61,
+            dim=7168,
+            heads=128,
+            ffn_dim=18_432,
+            vocab_size=129_280,
+            norm_eps=1e-6,
+            rope_scaling=_deepseek_yarn(factor=40.0, beta_fast=32.0),
+            mla=_DEEPSEEK_MLA,
+            moe=MoeSpec(
+                experts=256,
+                per_token=8,
+                ffn_dim=2048,
+                shared=1,
+                first_dense=3,
+                score="sigmoid",
+                scale=2.5,
+                groups=8,
+                groups_per_token=4,
+                balance_bias=True,
+            ),
+            init_std=0.006,
+        ),
+        "kimi-k2": ModelSpec(
+            preset="kimi-k2",
+            layers=61,
+            dim=7168,
+            heads=64,
+            ffn_dim=18_432,
+            vocab_size=163_840,
+            norm_eps=1e-6,
+            rope_theta=50_000.0,
+            rope_scaling=_deepseek_yarn(factor=32.0, beta_fast=1.0),
+            mla=_DEEPSEEK_MLA,
+            moe=MoeSpec(
+                experts=384,
+                per_token=8,
+                ffn_dim=2048,
+                shared=1,
+                first_dense=1,
+                score="sigmoid",
+                scale=2.827,
+                balance_bias=True,
+            ),
+        ),
+        "switch-1.6t": ModelSpec(
+            preset="switch-1.6t",
+            layers=30,
+            dim=2080,
+            heads=32,
+            head_dim=64,
+            ffn_dim=6144,
+            ffn="gelu",
+            vocab_size=32_128,
+            tie_embeddings=True,
+            norm_eps=1e-6,
+            moe=MoeSpec(experts=2048, per_token=1, normalise=False, aux_loss=0.01),
+        ),
+        "moe-100t": ModelSpec(
+            preset="moe-100t",
+            layers=128,
+            dim=16_384,
+            heads=128,
+            ffn_dim=65_536,
+            vocab_size=262_144,
+            norm_eps=1e-6,
+            rope_theta=500_000.0,
+            mla=MlaSpec(
+                query_rank=3072, kv_rank=1024, nope_head_dim=128, rope_head_dim=64, value_head_dim=128
+            ),
+            moe=MoeSpec(
+                experts=4096,
+                per_token=8,
+                ffn_dim=4096,
+                shared=1,
+                first_dense=4,
+                score="sigmoid",
+                scale=2.5,
+                groups=64,
+                groups_per_token=4,
+                balance_bias=True,
+            ),
+            init_std=0.006,
         ),
     }
 )

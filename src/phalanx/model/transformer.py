@@ -1,24 +1,27 @@
 """A decoder-only transformer that a newcomer can read top to bottom.
 
-Pre-norm residual blocks with RMSNorm (arXiv 1910.07467), rotary grouped-query attention (arXiv 2305.13245) and a
-SwiGLU feed-forward layer (arXiv 2002.05202): the Llama family; with QK-norm, Qwen3; with a plain GELU layer,
-GPT-3's shape. The module is plain: no parallelism, no precision, no initialisation. Build it on the meta device
-and let ``phalanx.parallel`` shard it and ``phalanx.model.init`` fill it.
+Pre-norm residual blocks with RMSNorm (arXiv 1910.07467) and rotary attention: the Llama family with grouped-query
+attention and SwiGLU; with QK-norm, Qwen3; with a plain GELU layer, GPT-3's shape; with mixtures of experts, Mixtral and
+Qwen3-MoE; with latent attention as well, DeepSeek-V3 and Kimi K2. The module is plain: no parallelism, no precision, no
+initialisation. Build it on the meta device and let ``phalanx.parallel`` shard it and ``phalanx.model.init`` fill it.
 
-Shapes: ``b`` batch, ``s`` sequence, ``d`` model width, ``h`` query heads, ``k`` key/value heads, ``e`` head width.
+Shapes: ``b`` batch, ``s`` sequence, ``d`` model width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.model.block import Block
 from phalanx.model.cache import LayerCache
+from phalanx.model.linear import Linear
+from phalanx.model.mtp import PredictionAhead, ReadoutAhead, tokens_ahead
 from phalanx.model.norm import RMSNorm
-from phalanx.model.rotary import rotate, rotation
+from phalanx.model.rotary import rotation
 from phalanx.run.spec import ModelSpec
 
 Readout = Callable[[Tensor, Tensor], Tensor]
@@ -30,100 +33,86 @@ def logits(hidden: Tensor, weight: Tensor) -> Tensor:
     return F.linear(hidden, weight)
 
 
-class Attention(nn.Module):
-    """Causal attention in which groups of query heads share a key/value head."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        self.heads, self.kv_heads, self.head_dim = spec.heads, spec.kv_heads, spec.head_dim
-        queries, keys, bias = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.attention_bias
-        self.query = nn.Linear(spec.dim, queries, bias=bias)
-        self.key = nn.Linear(spec.dim, keys, bias=bias)
-        self.value = nn.Linear(spec.dim, keys, bias=bias)
-        self.output = nn.Linear(queries, spec.dim, bias=bias)
-        self.query_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
-        self.key_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None) -> Tensor:
-        """``(b, s, d)`` to ``(b, s, d)``; with a cache, ``x`` is the continuation of what the cache holds."""
-        batch, seq, _ = x.shape
-        query = self.query(x).view(batch, seq, self.heads, self.head_dim)
-        key = self.key(x).view(batch, seq, self.kv_heads, self.head_dim)
-        value = self.value(x).view(batch, seq, self.kv_heads, self.head_dim).transpose(1, 2)
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
-        query = rotate(query.transpose(1, 2), cos, sin)  # (b, h, s, e)
-        key = rotate(key.transpose(1, 2), cos, sin)  # (b, k, s, e)
-        if cache is not None:
-            key, value = cache.append(key, value)
-        mixed = self._mix(query, key, value)
-        return self.output(mixed.transpose(1, 2).reshape(batch, seq, self.heads * self.head_dim))  # type: ignore[no-any-return]
-
-    def _mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        grouped = self.kv_heads != self.heads
-        if query.shape[2] == key.shape[2]:
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
-        # A continuation of n tokens after c cached ones: query i sees keys up to c + i.
-        seen = key.shape[2] - query.shape[2]
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(seen)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
-
-
-class FeedForward(nn.Module):
-    """SwiGLU, ``down(silu(gate(x)) * up(x))``, or ``down(gelu(up(x)))``."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        self.gate = nn.Linear(spec.dim, spec.ffn_dim, bias=spec.ffn_bias) if spec.ffn == "swiglu" else None
-        self.up = nn.Linear(spec.dim, spec.ffn_dim, bias=spec.ffn_bias)
-        self.down = nn.Linear(spec.ffn_dim, spec.dim, bias=spec.ffn_bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``(b, s, d)`` to ``(b, s, d)``."""
-        inner = F.gelu(self.up(x)) if self.gate is None else F.silu(self.gate(x)) * self.up(x)
-        return self.down(inner)  # type: ignore[no-any-return]
-
-
-class Block(nn.Module):
-    """One layer: attention and feed-forward, each normalised before and added to the residual stream."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        self.attention_norm = RMSNorm(spec.dim, spec.norm_eps)
-        self.attention = Attention(spec)
-        self.ffn_norm = RMSNorm(spec.dim, spec.norm_eps)
-        self.ffn = FeedForward(spec)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None) -> Tensor:
-        """``(b, s, d)`` to ``(b, s, d)``."""
-        x = x + self.attention(self.attention_norm(x), cos, sin, cache)
-        return x + self.ffn(self.ffn_norm(x))  # type: ignore[no-any-return]
-
-
 class Transformer(nn.Module):
-    """Embedding, blocks, final norm, and the output projection that the readout applies."""
+    """Embedding, blocks, final norm, and the output projection that the readout applies; or a stage of a pipeline."""
 
     def __init__(self, spec: ModelSpec) -> None:
         """Builds the layers of a resolved ``spec`` on the current default device."""
         super().__init__()
         self.spec = spec
-        self.embedding = nn.Embedding(spec.vocab_size, spec.dim)
-        self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.layers))
-        self.norm = RMSNorm(spec.dim, spec.norm_eps)
-        self.head = None if spec.tie_embeddings else nn.Linear(spec.dim, spec.vocab_size, bias=False)
+        self.embedding: nn.Embedding | None = nn.Embedding(spec.vocab_size, spec.dim)
+        self.blocks = nn.ModuleDict({str(layer): Block(spec, layer) for layer in range(spec.layers)})
+        self.norm: RMSNorm | None = RMSNorm(spec.dim, spec.norm_eps)
+        self.head = None if spec.tie_embeddings else Linear(spec.dim, spec.vocab_size, bias=False)
+        self.mtp = nn.ModuleList(PredictionAhead(spec) for _ in range(spec.mtp_depth))
+
+    def keep(self, layers: range, *, first: bool, last: bool) -> None:
+        """Cuts the model down to a stage of a pipeline: these layers, which keep their names.
+
+        Only the first stage has the embedding; only the last has norm, head and predictions ahead.
+        """
+        self.blocks = nn.ModuleDict(
+            {name: block for name, block in self.blocks.items() if int(name) in layers}
+        )
+        if not first:
+            self.embedding = None
+        if not last:
+            self.norm, self.head, self.mtp = None, None, nn.ModuleList()
 
     def forward(
-        self, tokens: Tensor, readout: Readout = logits, cache: Sequence[LayerCache] | None = None
+        self,
+        x: Tensor,
+        readout: Readout = logits,
+        *,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: Sequence[LayerCache] | None = None,
+        ahead: ReadoutAhead | None = None,
     ) -> Tensor:
-        """Whatever ``readout`` makes of the hidden states of ``tokens`` ``(b, s)``, int64; by default logits.
+        """Whatever ``readout`` makes of the last hidden states; by default logits.
 
         The loss is a readout, because only inside this call are the projection's weights whole on a rank.
+
+        Args:
+            x: Tokens ``(b, s)``, int64; hidden states ``(b, s, d)`` for a stage without embedding.
+            readout: See ``Readout``. A stage without norm does not call it, but returns its hidden states.
+            positions: ``(s,)``, int64, of these tokens; by default from 0, or from the end of the cache.
+            documents: ``(b, s)``, int64: tokens with different numbers do not see each other.
+            cache: One for each layer of the whole model; ``x`` is the continuation of what they hold.
+            ahead: Called for each prediction ahead. Then the result is the vector ``(1 + mtp_depth,)`` of what ``readout``
+                and ``ahead`` returned (see ``phalanx.model.mtp.training_loss``); without it, none is made.
         """
-        start = cache[0].length if cache is not None else 0
-        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
-        x = self.embedding(tokens)
-        cos, sin = (table.to(x.dtype) for table in rotation(self.spec, positions))
-        for index, block in enumerate(self.blocks):
-            x = block(x, cos, sin, cache[index] if cache is not None else None)
-        weight = self.embedding.weight if self.head is None else self.head.weight
-        return readout(self.norm(x), weight)
+        if cache is not None and documents is not None:
+            raise ValueError("a cache holds one document: give either a cache or documents")
+        hidden = x if self.embedding is None else self.embedding(x)
+        if positions is None:
+            start = cache[0].length if cache is not None else 0
+            positions = torch.arange(start, start + x.shape[1], device=x.device)
+        cos, sin = (table.to(hidden.dtype) for table in rotation(self.spec, positions))
+        for layer, block in self.blocks.items():
+            hidden = block(hidden, cos, sin, documents, cache[int(layer)] if cache is not None else None)
+        if self.norm is None:
+            return hidden
+        hidden, weight = self.norm(hidden), self._projection()
+        result = readout(hidden, weight)
+        if ahead is None:
+            return result
+        further = self._further(hidden, x, cos, sin, documents)
+        parts = (ahead(states, weight, depth) for depth, states in enumerate(further, start=1))
+        return torch.stack((result, *parts))
+
+    def _projection(self) -> Tensor:
+        if self.head is not None:
+            return self.head.weight
+        assert self.embedding is not None, "a tied projection needs the embedding: do not divide this model"
+        return self.embedding.weight
+
+    def _further(
+        self, hidden: Tensor, tokens: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None
+    ) -> Iterator[Tensor]:
+        """The hidden states of each prediction ahead."""
+        assert self.embedding is not None, "predicting ahead needs the embedding: do not divide this model"
+        for depth, module in enumerate(self.mtp, start=1):
+            embedded = self.embedding(tokens_ahead(tokens, depth))
+            hidden = module(hidden, embedded, cos, sin, documents)
+            yield hidden

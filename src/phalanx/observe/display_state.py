@@ -14,6 +14,7 @@ from phalanx.observe.events import (
     Evaluated,
     Event,
     Finished,
+    MemoryMeasured,
     Message,
     NonFinite,
     RanksChanged,
@@ -159,6 +160,9 @@ def _note(event: Event) -> Note | None:
         case RanksChanged(step=step, ranks=ranks, reason=reason):
             after = f": {reason}" if reason else ""
             return Note(event.t, "info", f"{ranks:,} ranks from step {step + 1:,} on{after}")
+        case MemoryMeasured(step=step, most=most) if most:
+            kinds = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in most.items() if size)
+            return Note(event.t, "info", f"memory in step {step:,}, of the rank with most: {kinds}")
         case CheckpointFailed(step=step, path=path, reason=reason):
             return Note(event.t, "error", f"checkpoint of step {step:,} failed ({path}): {reason}")
         case NonFinite(step=step, what=what, skipped=skipped):

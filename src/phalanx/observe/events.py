@@ -74,6 +74,18 @@ class Step:
     ledger: dict[str, float] = field(default_factory=dict)
     """Bucket -> seconds since the attempt began; see ``ledger.Ledger.seconds``."""
     peak_memory_bytes: int | None = None
+    balance: float | None = None
+    """Of a mixture of experts: the largest load of an expert over the mean of its layer, in the layer where it is worst.
+    Tokens are never dropped."""
+
+
+@dataclass(frozen=True)
+class MemoryMeasured:
+    """What step ``step`` held in memory, by kind (``phalanx.observe.memory``), in bytes: the rank with most, and with least."""
+
+    step: int
+    most: dict[str, int] = field(default_factory=dict)
+    least: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -168,6 +180,7 @@ Known = (
     RunStarted
     | Restored
     | Step
+    | MemoryMeasured
     | Evaluated
     | CheckpointSaved
     | CheckpointFailed

@@ -67,22 +67,22 @@ def extracted_sums(tensors: Iterable[Tensor], constants: tuple[float, float], de
     return sums
 
 
-def norm(tensors: list[Tensor], count: int, device: torch.device, group: dist.ProcessGroup) -> float:
-    """The Euclidean norm of all elements held by the ranks of ``group``, the same bits on any layout.
+def norm(tensors: list[Tensor], count: int, device: torch.device) -> float:
+    """The Euclidean norm of all elements held by all ranks, the same bits on any layout.
 
     Args:
-        tensors: What this rank holds, fp32 or narrower; over the group, every element exactly once.
-        count: Number of elements over the whole group.
+        tensors: What this rank answers for, fp32 or narrower; over all ranks, every element exactly once.
+        count: Number of elements over all ranks.
 
     Returns:
         The norm; infinite if any element is infinite or not a number.
     """
     peak_everywhere = largest(tensors, device)
-    dist.all_reduce(peak_everywhere, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(peak_everywhere, dist.ReduceOp.MAX)
     peak = peak_everywhere.item()
     if peak == 0.0 or math.isinf(peak):
         return float(peak)
     sums = extracted_sums(tensors, extraction_constants(peak, count), device)
-    dist.all_reduce(sums, dist.ReduceOp.SUM, group=group)
+    dist.all_reduce(sums, dist.ReduceOp.SUM)
     first, second = sums.tolist()
     return math.sqrt(first + second)

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.parallel.comm_clock import CommClock
-from phalanx.parallel.mesh import DataMesh
-from phalanx.parallel.slots import Deal, SlotTree
+from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.slots import Leaves, SlotTree
 from phalanx.parallel.torch_compat import AllGather, ReduceScatter, all_gather_single
 
 
@@ -46,20 +46,18 @@ class TreeReducer:
     Each parameter group has one, since their trees grow side by side.
     """
 
-    mesh: DataMesh
-    deal: Deal
+    mesh: Mesh
+    leaves: Leaves
     step: Step
     tree: SlotTree[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tree = SlotTree(self.deal.slots, _add)
+        self.tree = SlotTree(self.leaves.count, _add)
 
     def push(self, gradients: Tensor) -> None:
-        """Takes in this round's gradients ``(shard ranks, share)`` of the share that this rank owns."""
-        first = self.step.round_slots[0]
-        assert first is not None, "a round begins with a slot"
-        count = sum(slot is not None for slot in self.step.round_slots)
-        push_run(self.tree, first, gradients[:count])
+        """Takes in this round's gradients ``(ranks, share)``, one of each rank, of the share that this rank owns."""
+        leaves = self.leaves.of_round(self.step.round_slots)
+        push_run(self.tree, leaves.start, gradients[: len(leaves)])
 
     def keep(self) -> None:
         """Copies what the tree holds out of buffers that it shares with gradients already added."""
@@ -73,8 +71,8 @@ class TreeReducer:
         if self.mesh.replicas == 1:
             out.copy_(self.tree.take_root())
             return
-        nodes = [self.tree.nodes.pop(node) for node in self.deal.forest(self.mesh.replica)]
-        exchange(nodes, self.deal, self.mesh, out)
+        nodes = [self.tree.nodes.pop(node) for node in self.leaves.forest(self.mesh.replica)]
+        exchange(nodes, self.leaves, self.mesh, out)
 
     def clear(self) -> None:
         """Forgets a step that was broken off."""
@@ -82,10 +80,10 @@ class TreeReducer:
 
 
 def push_run(tree: SlotTree[Tensor], first: int, block: Tensor) -> None:
-    """Takes in the slots ``first``, ``first + 1``, ... whose values are the rows of ``block``; overwrites them.
+    """Takes in the leaves ``first``, ``first + 1``, ... whose values are the rows of ``block``; overwrites them.
 
-    The same additions as pushing one slot after another, a level of the tree at a time instead of a node at a time:
-    a thousand slots are ten additions, not a thousand.
+    The same additions as pushing one leaf after another, a level of the tree at a time instead of a node at a time:
+    a thousand leaves are ten additions, not a thousand.
     """
     level = 0
     while len(block):
@@ -100,27 +98,27 @@ def push_run(tree: SlotTree[Tensor], first: int, block: Tensor) -> None:
         first, block, level = first // 2, sums, level + 1
 
 
-def exchange(nodes: Sequence[Tensor], deal: Deal, mesh: DataMesh, out: Tensor) -> None:
+def exchange(nodes: Sequence[Tensor], leaves: Leaves, mesh: Mesh, out: Tensor) -> None:
     """Adds up what all replicas' trees were left with and writes the sum into ``out``, on every replica.
 
     Replica *j* becomes responsible for the *j*-th piece: it receives that piece of every node that any replica was
     left with, adds them in tree order, and the pieces are gathered.
 
     Args:
-        nodes: What this replica was left with, in the order of ``deal.forest``; each contiguous, with as many
+        nodes: What this replica was left with, in the order of ``leaves.forest``; each contiguous, with as many
             elements as ``out``. Not needed afterwards.
         out: Contiguous.
     """
     replicas, flat = mesh.replicas, out.view(-1)
     piece = -(-flat.numel() // replicas)
-    forests = [deal.forest(replica) for replica in range(replicas)]
+    forests = [leaves.forest(replica) for replica in range(replicas)]
     counts = [len(forest) * piece for forest in forests]
     received = out.new_empty(sum(counts))
     sent = _by_piece(nodes, replicas, piece)
     dist.all_to_all_single(
         received, sent, counts, [len(nodes) * piece] * replicas, group=mesh.replicate_group
     )
-    tree: SlotTree[Tensor] = SlotTree(deal.slots, _add)
+    tree: SlotTree[Tensor] = SlotTree(leaves.count, _add)
     for forest, part in zip(forests, torch.split(received, counts), strict=True):
         for node, value in zip(forest, part.view(len(forest), piece), strict=True):
             tree.push_node(node, value)

@@ -13,9 +13,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from urllib.parse import unquote, urlparse
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 _DEFAULT_PORT = 29_500  # torchrun's
 
@@ -108,15 +110,26 @@ def join(place: Place, device: torch.device, timeout_s: float) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
+        store = _file_store(place)
         dist.init_process_group(
             backend="gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-            init_method=place.meeting_point,
+            init_method=None if store else place.meeting_point,
+            store=store,
             rank=place.rank,
             world_size=place.ranks,
             timeout=timedelta(seconds=timeout_s),
         )
     except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
         raise RendezvousError(_explain(error, place)) from error
+
+
+def _file_store(place: Place) -> FileStore | None:
+    """The file in which the ranks of one machine meet, or ``None`` if they meet elsewhere.
+
+    PyTorch takes the path of a ``file://`` address as it is written, and would look for one with ``%20`` in its name.
+    """
+    address = urlparse(place.meeting_point)
+    return FileStore(unquote(address.path), place.ranks) if address.scheme == "file" else None
 
 
 def _explain(error: Exception, place: Place) -> str:

@@ -27,41 +27,67 @@ Node = tuple[int, int]
 class Deal:
     """Which slots a rank computes, round by round.
 
-    The ranks of one replica (those that share one copy of the weights) work in rounds: in each round every one of
-    them computes one slot, and their gradients are exchanged. The replicas' slots are contiguous, so that a replica
-    can add nearly all of its own before anything crosses to another.
+    The data-parallel ranks of one replica (those that share one copy of the weights) work in rounds: in each round every
+    one of them computes one slot, and their gradients are exchanged. The replicas' slots are contiguous, so that a replica
+    can add nearly all of its own before anything crosses to another. Ranks that share experts are a team: they are dealt
+    slots together, ``team`` at a time.
     """
 
     slots: int
     replicas: int
     shard_ranks: int
+    team: int = 1
 
-    def slots_of_replica(self, replica: int) -> range:
-        """The contiguous slots of one replica; sizes differ by at most one."""
-        return range(
-            replica * self.slots // self.replicas,
-            (replica + 1) * self.slots // self.replicas,
-        )
+    def hands_of_replica(self, replica: int) -> range:
+        """The contiguous hands (a team's slots in one round) of one replica; sizes differ by at most one."""
+        hands = self.slots // self.team
+        return range(replica * hands // self.replicas, (replica + 1) * hands // self.replicas)
 
     def rounds(self, replica: int) -> list[tuple[int | None, ...]]:
         """For each round, the slot of each shard rank; ``None`` where the slots have run out."""
-        mine = self.slots_of_replica(replica)
+        hands = self.hands_of_replica(replica)
+        mine = range(hands.start * self.team, hands.stop * self.team)
         width = self.shard_ranks
         return [
             tuple(mine[first + i] if first + i < len(mine) else None for i in range(width))
             for first in range(0, len(mine), width)
         ]
 
+
+@dataclass(frozen=True)
+class Leaves:
+    """The leaves of the tree in which one kind of parameter's gradients are added: ``per_hand`` for each team's hand.
+
+    Dense parameters have one leaf for each slot and context rank, since context ranks see different parts of a slot;
+    experts have one for each set of tokens that some rank computes at once.
+    """
+
+    deal: Deal
+    per_hand: int
+
+    @property
+    def count(self) -> int:
+        """Number of leaves of a step."""
+        return self.deal.slots // self.deal.team * self.per_hand
+
+    def of_round(self, slots: tuple[int | None, ...]) -> range:
+        """The leaves that a round of a replica yields, one from each rank that holds a share, in their order."""
+        team, first = self.deal.team, slots[0]
+        assert first is not None, "a round begins with a slot"
+        hands = sum(slot is not None for slot in slots) // team
+        return range(first // team * self.per_hand, (first // team + hands) * self.per_hand)
+
     def forest(self, replica: int) -> list[Node]:
-        """The nodes that a replica is left with after adding all it can of its own slots, from left to right."""
+        """The nodes that a replica is left with after adding all it can of its own leaves, from left to right."""
         return list(_forest(self, replica))
 
 
 @functools.cache
-def _forest(deal: Deal, replica: int) -> tuple[Node, ...]:
-    tree: SlotTree[None] = SlotTree(deal.slots, lambda _left, _right: None)
-    for slot in deal.slots_of_replica(replica):
-        tree.push(slot, None)
+def _forest(leaves: Leaves, replica: int) -> tuple[Node, ...]:
+    tree: SlotTree[None] = SlotTree(leaves.count, lambda _left, _right: None)
+    hands = leaves.deal.hands_of_replica(replica)
+    for leaf in range(hands.start * leaves.per_hand, hands.stop * leaves.per_hand):
+        tree.push(leaf, None)
     return tuple(sorted(tree.nodes, key=lambda node: node[1] << node[0]))
 
 

@@ -6,15 +6,34 @@ about.
 
 from __future__ import annotations
 
+import math
+import warnings
+from collections.abc import Sequence
 from typing import cast
 
+import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-__all__ = ["AllGather", "ReduceScatter", "all_gather_single", "box_of"]
+__all__ = [
+    "AllGather",
+    "ReduceScatter",
+    "all_gather_single",
+    "box_of",
+    "finish_backward",
+    "gather_along",
+    "group_of",
+    "join_fake",
+    "overlap_with_products",
+    "sum_over",
+    "sum_scatter_along",
+]
 
 
 def all_gather_single(output: Tensor, piece: Tensor, group: dist.ProcessGroup) -> None:
@@ -32,3 +51,83 @@ def box_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (0,) * tensor.ndim, tuple(tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return cast(tuple[int, ...], tuple(offset)), cast(tuple[int, ...], tuple(shape))
+
+
+def gather_along(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Every rank's ``x``, one after another along ``dim``. Can be traced by ``torch.compile``."""
+    gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+    ranks, whole = group.size(), _waited(gather(x, 0, group))
+    if _in_place(x, dim):
+        return whole.view(*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
+    return torch.cat(whole.chunk(ranks), dim)
+
+
+def sum_scatter_along(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's piece along ``dim`` of the sum of every rank's ``x``. Can be traced by ``torch.compile``."""
+    scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+    ranks, shape = group.size(), x.shape
+    if dim and _in_place(x, dim):
+        x = x.view(ranks * shape[0], *shape[1:dim], shape[dim] // ranks, *shape[dim + 1 :])
+    elif dim:
+        x = torch.cat(x.chunk(ranks, dim))
+    return _waited(scatter(x, "sum", 0, group))
+
+
+def _in_place(x: Tensor, dim: int) -> bool:
+    """Whether the pieces of a tensor divided along ``dim`` lie one after another in memory, so that none need be moved.
+
+    While tracing that is ignored for all but the first dimension: the compiler knows what to overlap by the moves.
+    """
+    return dim == 0 or (math.prod(x.shape[:dim]) == 1 and not torch.compiler.is_compiling())
+
+
+def sum_over(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of every rank's ``x``, which stays as it is. Can be traced by ``torch.compile``."""
+    return _waited(functional.all_reduce(x, "sum", group))
+
+
+def _waited(result: Tensor) -> Tensor:
+    # While tracing, the result has been waited for already; a second wait would hide the pattern that is overlapped.
+    return result.wait() if isinstance(result, functional.AsyncCollectiveTensor) else result
+
+
+def overlap_with_products(group: dist.ProcessGroup) -> None:
+    """Lets the compiler cut gathers and scatters of ``group`` into pieces that run beside the matrix products next to
+    them (Wang et al., "Overlap Communication with Dependent Computation", ASPLOS 2023). For CUDA."""
+    from torch._inductor import config  # slow to import, and only compiled runs need it
+
+    config._micro_pipeline_tp = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # deprecated, but the compiler still asks for it
+        enable_symm_mem_for_group(group.group_name)
+
+
+def finish_backward(module: FSDPModule) -> None:
+    """Lets FSDP take in gradients that came outside of a backward pass through ``module``, the root of its wrapping.
+
+    What FSDP does at the end of a backward pass: gradients are added in its accumulation format, and shared out if that
+    was asked for (``set_requires_gradient_sync``).
+    """
+    fully_shard.state(module)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+
+
+def keep_activations_within(fraction: float) -> None:
+    """Tells the compiler what fraction of a block's activations it may keep, in all that this process compiles later."""
+    from torch._functorch import config  # slow to import, and only compiled runs need it
+
+    config.activation_memory_budget = fraction
+
+
+def join_fake(rank: int, ranks: int) -> None:
+    """Makes this process rank ``rank`` of ``ranks`` that do not exist: collectives return at once, with any result."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # for dry runs alone
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+
+
+def group_of(args: Sequence[object]) -> str:
+    """The name of the process group among the arguments of an operation of ``c10d`` or ``_c10d_functional``."""
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+            return str(dist.ProcessGroup.unbox(arg).group_name)
+    return str(args[-1])

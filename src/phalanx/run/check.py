@@ -4,27 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from phalanx.run.layout import divisors_near, layout_problems
 from phalanx.run.problems import Problem
-from phalanx.run.spec import ModelSpec, RunSpec, TrainSpec
+from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, RopeScalingSpec, RunSpec, TrainSpec
 
 
 def check(spec: RunSpec) -> list[Problem]:
     """Everything in ``spec`` that cannot be, each with the fields concerned."""
-    return [*_model(spec.model), *_train(spec.train), *_parallel(spec)]
+    return [*_model(spec.model), *_train(spec.train), *layout_problems(spec, spec.parallel.ranks)]
 
 
 def _model(model: ModelSpec) -> Iterator[Problem]:
+    yield from _grouped_heads(model) if model.mla is None else _latent_heads(model, model.mla)
+    if model.rope_scaling is not None:
+        yield from _rope_scaling(model.rope_scaling, latent=model.mla is not None)
+    if model.moe is not None:
+        yield from _moe_layers(model, model.moe)
+        yield from _routing(model.moe)
+
+
+def _grouped_heads(model: ModelSpec) -> Iterator[Problem]:
+    head_dim = model.head_dim or model.dim // model.heads
     if model.head_dim == 0 and model.dim % model.heads:
         yield Problem(
             "model.heads",
             f"dim {model.dim} is not divisible by {model.heads} heads",
-            f"{_divisors_near(model.dim, model.heads)} divide it; or give model.head_dim",
+            f"{divisors_near(model.dim, model.heads)} divide it; or give model.head_dim",
             ("model.dim", "model.head_dim"),
         )
-    elif _head_dim(model) % 2:
+    elif head_dim % 2:
         yield Problem(
             "model.head_dim",
-            f"a head of {_head_dim(model)} elements cannot be rotated in pairs",
+            f"a head of {head_dim} elements cannot be rotated in pairs",
             "rotary embeddings need an even head_dim",
             ("model.dim", "model.heads"),
         )
@@ -32,21 +43,124 @@ def _model(model: ModelSpec) -> Iterator[Problem]:
         yield Problem(
             "model.kv_heads",
             f"{model.heads} heads cannot be shared out over {model.kv_heads} key/value heads",
-            f"{_divisors_near(model.heads, model.kv_heads)} divide {model.heads}",
+            f"{divisors_near(model.heads, model.kv_heads)} divide {model.heads}",
             ("model.heads",),
         )
-    scaling = model.rope_scaling
-    if scaling is not None and scaling.high_freq_factor <= scaling.low_freq_factor:
+
+
+def _latent_heads(model: ModelSpec, mla: MlaSpec) -> Iterator[Problem]:
+    head_dim = mla.nope_head_dim + mla.rope_head_dim
+    if mla.rope_head_dim % 2:
+        yield Problem(
+            "model.mla.rope_head_dim",
+            f"{mla.rope_head_dim} elements cannot be rotated in pairs",
+            "it must be even",
+        )
+    if model.head_dim not in (0, head_dim):
+        yield Problem(
+            "model.head_dim",
+            f"{model.head_dim} is not nope_head_dim + rope_head_dim = {head_dim}",
+            "latent attention has widths of its own: set it to 0",
+            ("model.mla.nope_head_dim", "model.mla.rope_head_dim"),
+        )
+    if model.kv_heads not in (0, model.heads):
+        yield Problem(
+            "model.kv_heads",
+            f"latent attention has as many key heads as query heads, {model.heads}",
+            "set it to 0",
+            ("model.heads", "model.mla"),
+        )
+    for path, wanted in (("model.qk_norm", model.qk_norm), ("model.attention_bias", model.attention_bias)):
+        if wanted:
+            yield Problem(path, "latent attention has none", "set it to false", ("model.mla",))
+
+
+def _rope_scaling(scaling: RopeScalingSpec, *, latent: bool) -> Iterator[Problem]:
+    if scaling.kind == "llama3" and scaling.high_freq_factor <= scaling.low_freq_factor:
         yield Problem(
             "model.rope_scaling.high_freq_factor",
             f"{scaling.high_freq_factor:g} is not above low_freq_factor {scaling.low_freq_factor:g}",
             "the band between the two is where frequencies are blended",
             ("model.rope_scaling.low_freq_factor", "model.rope_scaling"),
         )
+    if scaling.kind == "yarn" and scaling.beta_fast < scaling.beta_slow:
+        yield Problem(
+            "model.rope_scaling.beta_fast",
+            f"{scaling.beta_fast:g} is below beta_slow {scaling.beta_slow:g}",
+            "the band between the two is where frequencies are blended",
+            ("model.rope_scaling.beta_slow", "model.rope_scaling"),
+        )
+    if scaling.kind == "yarn" and scaling.mscale_all_dim and not latent:
+        yield Problem(
+            "model.rope_scaling.mscale_all_dim",
+            "only latent attention has a temperature in its softmax",
+            "set it to 0, or describe [model.mla]",
+            ("model.mla", "model.rope_scaling"),
+        )
 
 
-def _head_dim(model: ModelSpec) -> int:
-    return model.head_dim or model.dim // model.heads
+_ALIGNED = 8  # elements: grouped matrix products take rows of whole 16 bytes, also in bf16
+
+
+def _moe_layers(model: ModelSpec, moe: MoeSpec) -> Iterator[Problem]:
+    if moe.first_dense + moe.every > model.layers:
+        yield Problem(
+            "model.moe.first_dense",
+            f"of {model.layers} layers, {moe.first_dense} dense first and then one in {moe.every}: no layer is a mixture",
+            f"first_dense + every must be at most {model.layers}",
+            ("model.moe.every", "model.layers"),
+        )
+    if model.ffn_bias:
+        yield Problem("model.ffn_bias", "experts have no biases", "set it to false", ("model.moe",))
+    for path, width in (("model.dim", model.dim), ("model.moe.ffn_dim", moe.ffn_dim or model.ffn_dim)):
+        if width % _ALIGNED:
+            yield Problem(
+                path,
+                f"{width} elements of an expert's matrix are no whole number of 16 bytes",
+                f"it must be a multiple of {_ALIGNED}",
+                ("model.moe", "model.ffn_dim"),
+            )
+
+
+def _routing(moe: MoeSpec) -> Iterator[Problem]:
+    if moe.experts % moe.groups:
+        yield Problem(
+            "model.moe.groups",
+            f"{moe.experts} experts cannot be divided into {moe.groups} groups",
+            f"{divisors_near(moe.experts, moe.groups)} divide {moe.experts}",
+            ("model.moe.experts",),
+        )
+        return
+    if moe.groups > 1 and moe.experts // moe.groups < 2:
+        yield Problem(
+            "model.moe.groups",
+            "groups of one expert cannot be judged by their two best",
+            f"at most {moe.experts // 2} groups",
+            ("model.moe.experts",),
+        )
+    if moe.groups_per_token > moe.groups:
+        yield Problem(
+            "model.moe.groups_per_token",
+            f"{moe.groups_per_token} of {moe.groups} groups",
+            f"at most {moe.groups}",
+            ("model.moe.groups",),
+        )
+        return
+    open_experts = moe.experts // moe.groups * moe.groups_per_token
+    if moe.per_token > open_experts:
+        yield Problem(
+            "model.moe.per_token",
+            f"a token cannot be sent to {moe.per_token} of {open_experts} experts",
+            f"at most {open_experts}" + (", or more groups_per_token" if moe.groups > 1 else ""),
+            ("model.moe.experts", "model.moe.groups", "model.moe.groups_per_token"),
+        )
+    if moe.per_token == 1 and moe.normalise:
+        yield Problem(
+            "model.moe.normalise",
+            "the score of a single expert, scaled to sum to one, is always one: the router would learn nothing",
+            "set it to false, or per_token above 1",
+            ("model.moe.per_token",),
+        )
 
 
 def _train(train: TrainSpec) -> Iterator[Problem]:
@@ -54,7 +168,7 @@ def _train(train: TrainSpec) -> Iterator[Problem]:
         yield Problem(
             "train.slots",
             f"a batch of {train.batch_size} sequences cannot be divided into {train.slots} equal slots",
-            f"{_divisors_near(train.batch_size, train.slots)} divide {train.batch_size}",
+            f"{divisors_near(train.batch_size, train.slots)} divide {train.batch_size}",
             ("train.batch_size",),
         )
         return
@@ -63,44 +177,6 @@ def _train(train: TrainSpec) -> Iterator[Problem]:
         yield Problem(
             "train.micro_batch_size",
             f"a slot of {per_slot} sequences cannot be divided into micro-batches of {train.micro_batch_size}",
-            f"{_divisors_near(per_slot, train.micro_batch_size)} divide {per_slot}",
+            f"{divisors_near(per_slot, train.micro_batch_size)} divide {per_slot}",
             ("train.slots", "train.batch_size"),
         )
-
-
-def _parallel(spec: RunSpec) -> Iterator[Problem]:
-    parallel = spec.parallel
-    if parallel.sharding == "none" and parallel.shard_ranks > 1:
-        yield Problem(
-            "parallel.shard_ranks",
-            f'{parallel.shard_ranks} ranks cannot share a model with sharding = "none"',
-            'set parallel.sharding to "zero2" or "zero3"',
-            ("parallel.sharding",),
-        )
-    if parallel.ranks:
-        yield from check_ranks(spec, parallel.ranks)
-
-
-def check_ranks(spec: RunSpec, ranks: int) -> Iterator[Problem]:
-    """What is impossible about running ``spec`` on ``ranks`` data-parallel ranks."""
-    shard_ranks = spec.parallel.shard_ranks or ranks
-    if ranks % shard_ranks:
-        yield Problem(
-            "parallel.shard_ranks",
-            f"{ranks} ranks cannot be divided into groups of {shard_ranks}",
-            f"{_divisors_near(ranks, shard_ranks)} divide {ranks}; or set it to 0",
-            ("parallel.ranks",),
-        )
-    if ranks > spec.train.slots:
-        yield Problem(
-            "parallel.ranks",
-            f"{ranks} ranks for {spec.train.slots} slots: some would never have work",
-            f"at most train.slots = {spec.train.slots} ranks, or more slots",
-            ("train.slots",),
-        )
-
-
-def _divisors_near(number: int, wanted: int) -> str:
-    divisors = [d for d in range(1, min(number, 65536) + 1) if number % d == 0]
-    nearest = sorted(sorted(divisors, key=lambda d: abs(d - wanted))[:4])
-    return ", ".join(map(str, nearest))

@@ -6,7 +6,8 @@ its documentation (read back from the source, so that the reference manual and `
 drift from the code).
 
 Who owns a field decides what may change between two starts of the same run: fields of the *run* fix the
-bits of the weights, fields of the *fleet* (how many ranks, how sharded, how often to save) do not.
+bits of the weights, fields of the *fleet* (how many ranks, how sharded, how often to save) do not. Between the two stand
+fields of the *layout* (how each matrix, sequence or layer is divided): they decide in which order numbers are added.
 """
 
 from __future__ import annotations
@@ -53,7 +54,16 @@ class FleetOwned:
     """Marks a field that may differ from one start of a run to the next without touching its bits."""
 
 
+@dataclass(frozen=True)
+class LayoutOwned:
+    """Marks a field that reaches the bits, but under another value of which a run may be continued when asked to.
+
+    Checkpoints load on any layout, so nothing is lost; the weights are then those of this history of layouts.
+    """
+
+
 FLEET = FleetOwned()
+LAYOUT = LayoutOwned()
 POSITIVE = Bound(at_least=1)
 NOT_NEGATIVE = Bound(at_least=0)
 FRACTION = Bound(at_least=0, at_most=1)

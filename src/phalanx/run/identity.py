@@ -2,7 +2,9 @@
 
 Fields marked ``FLEET`` in ``phalanx.run.spec`` are left out: how many ranks there are, how the model is
 sharded over them and how often it is saved is the fleet's business. ``train.loss_chunk`` and
-``runtime.threads`` are in, because they decide in which order numbers are added.
+``runtime.threads`` are in, because they decide in which order numbers are added; so are the degrees of tensor, context and experts. Under
+other degrees a run can go on all the same, when its directory is named: nothing is lost, but its bits are then those of this
+history.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from phalanx.run.read import field_types
-from phalanx.run.spec import RunSpec
+from phalanx.run.spec import ParallelSpec, RunSpec
 
 
 def run_owned(spec: RunSpec) -> dict[str, object]:
@@ -38,6 +40,16 @@ def identity(spec: RunSpec) -> str:
     """SHA-256 (hex) over the run's own fields, the same for every fleet that the run is computed on."""
     canonical = json.dumps(run_owned(spec), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def layout_changes(one: RunSpec, other: RunSpec) -> list[str]:
+    """Those of the ``differences`` that only change how ranks divide the model, so that the run can go on."""
+    owners = field_types(ParallelSpec)
+    return [
+        line
+        for line in differences(one, other)
+        if line.startswith("parallel.") and owners[line.removeprefix("parallel.").split(":")[0]].layout_owned
+    ]
 
 
 def differences(one: RunSpec, other: RunSpec) -> list[str]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from phalanx.run.check import check
-from phalanx.run.fields import Bound, FleetOwned
+from phalanx.run.fields import Bound, FleetOwned, LayoutOwned
 from phalanx.run.problems import Problem, RunFileError
 from phalanx.run.spec import ModelSpec, RunSpec
 
@@ -34,6 +34,12 @@ class FieldType:
     plain: Any
     bound: Bound | None
     fleet_owned: bool
+    layout_owned: bool
+
+    @property
+    def owner(self) -> str:
+        """Who may change the field: "fleet", "layout" or "run"."""
+        return "fleet" if self.fleet_owned else "layout" if self.layout_owned else "run"
 
 
 def field_types(section: type) -> dict[str, FieldType]:
@@ -43,10 +49,15 @@ def field_types(section: type) -> dict[str, FieldType]:
 
 def _take_apart(hint: Any) -> FieldType:
     if get_origin(hint) is not Annotated:
-        return FieldType(hint, None, False)
+        return FieldType(hint, None, fleet_owned=False, layout_owned=False)
     plain, *notes = get_args(hint)
     bound = next((note for note in notes if isinstance(note, Bound)), None)
-    return FieldType(plain, bound, any(isinstance(note, FleetOwned) for note in notes))
+    return FieldType(
+        plain,
+        bound,
+        fleet_owned=any(isinstance(note, FleetOwned) for note in notes),
+        layout_owned=any(isinstance(note, LayoutOwned) for note in notes),
+    )
 
 
 def read_run(path: Path, presets: Mapping[str, ModelSpec], overrides: Sequence[str] = ()) -> RunSpec:
@@ -98,7 +109,18 @@ def _expand_preset(model: object, presets: Mapping[str, ModelSpec], problems: li
     if not isinstance(name, str) or name not in presets:
         problems.append(_unknown_value("model.preset", name, presets))
         return {key: value for key, value in model.items() if key != "preset"}
-    return {**to_table(presets[name]), **model}
+    return _merge(to_table(presets[name]), model)
+
+
+def _merge(base: Table, over: Table) -> dict[str, object]:
+    """``base`` with the fields of ``over``, table by table."""
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = (
+            _merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+        )
+    return merged
 
 
 def _section(section: type, table: Table, path: str, problems: list[Problem]) -> Any:

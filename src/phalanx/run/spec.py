@@ -10,21 +10,86 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from phalanx.run.fields import FLEET, FRACTION, NOT_NEGATIVE, POSITIVE, Bound
+from phalanx.run.fields import FLEET, FRACTION, LAYOUT, NOT_NEGATIVE, POSITIVE, Bound
 
 
 @dataclass(frozen=True)
 class RopeScalingSpec:
-    """Llama 3's stretching of rotary frequencies to longer contexts (arXiv 2407.21783, section 3.4.1)."""
+    """Stretching of rotary frequencies to longer contexts: Llama 3's (arXiv 2407.21783, section 3.4.1) or YaRN
+    (arXiv 2309.00071)."""
 
+    kind: Literal["llama3", "yarn"] = "llama3"
+    """Which of the two."""
     factor: Annotated[float, Bound(at_least=1)] = 8.0
     """By how much low frequencies are divided."""
-    low_freq_factor: Annotated[float, Bound(above=0)] = 1.0
-    """Wavelengths longer than original_max_seq_len / this are fully stretched."""
-    high_freq_factor: Annotated[float, Bound(above=0)] = 4.0
-    """Wavelengths shorter than original_max_seq_len / this are left as they are."""
     original_max_seq_len: Annotated[int, POSITIVE] = 8192
     """Context length, in tokens, before stretching."""
+    low_freq_factor: Annotated[float, Bound(above=0)] = 1.0
+    """Llama 3: wavelengths longer than original_max_seq_len / this are fully stretched."""
+    high_freq_factor: Annotated[float, Bound(above=0)] = 4.0
+    """Llama 3: wavelengths shorter than original_max_seq_len / this are left as they are."""
+    beta_fast: Annotated[float, Bound(above=0)] = 32.0
+    """YaRN: frequencies that turn more often than this within original_max_seq_len are left as they are."""
+    beta_slow: Annotated[float, Bound(above=0)] = 1.0
+    """YaRN: frequencies that turn less often than this within original_max_seq_len are fully stretched."""
+    mscale: Annotated[float, NOT_NEGATIVE] = 0.0
+    """YaRN: strength of the attention temperature in the rotary tables (DeepSeek's `mscale`); 0 means 1."""
+    mscale_all_dim: Annotated[float, NOT_NEGATIVE] = 0.0
+    """YaRN: strength of the attention temperature in the softmax scale (DeepSeek's `mscale_all_dim`); 0 means none."""
+
+
+@dataclass(frozen=True)
+class MlaSpec:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values are expanded from a
+    small latent; part of each head carries no position, part is rotated and shared by all heads."""
+
+    query_rank: Annotated[int, NOT_NEGATIVE] = 0
+    """Width of the queries' latent; 0 means that queries are projected directly."""
+    kv_rank: Annotated[int, POSITIVE] = 64
+    """Width of the latent that keys and values are expanded from."""
+    nope_head_dim: Annotated[int, POSITIVE] = 32
+    """Elements of a head's query and key that are not rotated."""
+    rope_head_dim: Annotated[int, POSITIVE] = 16
+    """Elements of a head's query and key that are rotated; the key's are shared by all heads."""
+    value_head_dim: Annotated[int, POSITIVE] = 32
+    """Elements of a head's value."""
+
+
+@dataclass(frozen=True)
+class MoeSpec:
+    """Mixture of experts: each token is sent to a few of many feed-forward layers (arXiv 1701.06538, 2401.06066)."""
+
+    experts: Annotated[int, Bound(at_least=2)] = 8
+    """Routed experts of a layer."""
+    per_token: Annotated[int, POSITIVE] = 2
+    """Experts that each token is sent to; none is ever dropped."""
+    ffn_dim: Annotated[int, NOT_NEGATIVE] = 0
+    """Inner width of one expert; 0 means model.ffn_dim."""
+    shared: Annotated[int, NOT_NEGATIVE] = 0
+    """Experts that every token passes through; together one feed-forward layer of shared x ffn_dim."""
+    first_dense: Annotated[int, NOT_NEGATIVE] = 0
+    """The first so many layers have a dense feed-forward layer of model.ffn_dim."""
+    every: Annotated[int, POSITIVE] = 1
+    """Of the layers after first_dense, every so-many-th is a mixture, the last of each such group; the rest are dense."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """How the router's outputs become scores."""
+    normalise: bool = True
+    """Whether the scores of the chosen experts are scaled to sum to one."""
+    scale: Annotated[float, Bound(above=0)] = 1.0
+    """Multiplies the chosen scores (DeepSeek's routed_scaling_factor)."""
+    groups: Annotated[int, POSITIVE] = 1
+    """Groups that the experts are divided into for group-limited routing (DeepSeek-V3)."""
+    groups_per_token: Annotated[int, POSITIVE] = 1
+    """Groups that a token's experts may come from."""
+    balance_bias: bool = False
+    """Whether a bias on the scores, moved after each step against each expert's load, balances it without a loss
+    (arXiv 2408.15664)."""
+    bias_speed: Annotated[float, NOT_NEGATIVE] = 1e-3
+    """By how much that bias moves in a step."""
+    aux_loss: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Weight of the balance loss of the Switch Transformer (arXiv 2101.03961, equation 4), per micro-batch."""
+    z_loss: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Weight of the router's z-loss (ST-MoE, arXiv 2202.08906, equation 5), per micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +128,14 @@ class ModelSpec:
     """Base of the rotary embedding's wavelengths."""
     rope_scaling: RopeScalingSpec | None = None
     """Stretching of the rotary embedding to longer contexts; absent means none."""
+    mla: MlaSpec | None = None
+    """Multi-head latent attention instead of grouped-query attention; absent means the latter."""
+    moe: MoeSpec | None = None
+    """Mixture of experts in the feed-forward layers; absent means a dense model."""
+    mtp_depth: Annotated[int, NOT_NEGATIVE] = 0
+    """Extra layers that each predict one token further ahead (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
+    mtp_loss: Annotated[float, NOT_NEGATIVE] = 0.3
+    """Weight of the mean loss of those predictions."""
     init_std: Annotated[float, Bound(above=0)] = 0.02
     """Standard deviation of initial weights; output projections get init_std / sqrt(2 layers)."""
 
@@ -103,22 +176,27 @@ class TrainSpec:
     """What to do when the loss or the gradient is infinite or not a number: stop, or skip the step."""
     max_skipped: Annotated[int, FLEET, POSITIVE] = 10
     """Consecutive skipped steps after which the run stops all the same."""
+    document_mask: bool = False
+    """Whether attention stops at the ends of documents; positions go on counting."""
+    end_of_document: Annotated[int, Bound(at_least=-1)] = -1
+    """The token that ends a document, for document_mask; -1 means the tokenizer's."""
     loss_chunk: Annotated[int, POSITIVE] = 2048
     """Tokens whose logits are held at once while the loss is computed."""
 
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """AdamW (arXiv 1711.05101) and the clipping of its gradients."""
+    """The optimiser and the clipping of its gradients."""
 
-    name: Literal["adamw"] = "adamw"
-    """The optimiser."""
+    name: Literal["adamw", "adafactor", "muon", "shampoo", "soap"] = "adamw"
+    """AdamW (arXiv 1711.05101), Adafactor (arXiv 1804.04235), Muon (Jordan et al. 2024, arXiv 2502.16982), Shampoo
+    (arXiv 1802.09568) or SOAP (arXiv 2409.11321). The last three take matrices; the rest of the model gets AdamW."""
     lr: Annotated[float, Bound(above=0)] = 1e-3
     """Peak learning rate."""
     beta1: Annotated[float, Bound(at_least=0, below=1)] = 0.9
-    """Decay of the gradient's running mean."""
+    """Decay of the gradient's running mean (Muon's momentum for matrices)."""
     beta2: Annotated[float, Bound(at_least=0, below=1)] = 0.95
-    """Decay of the squared gradient's running mean."""
+    """Decay of the squared gradient's running mean (for Shampoo and SOAP, of the statistics of matrices too)."""
     eps: Annotated[float, Bound(above=0)] = 1e-8
     """Added to the root of the second moment."""
     weight_decay: Annotated[float, NOT_NEGATIVE] = 0.1
@@ -129,6 +207,14 @@ class OptimizerSpec:
     """Whether the token embedding is decayed too."""
     clip_norm: Annotated[float, NOT_NEGATIVE] = 1.0
     """Largest gradient norm; 0 means no clipping."""
+    state: Literal["fp32", "bf16", "int8"] = "fp32"
+    """Format of AdamW's moments: bf16 is rounded stochastically, int8 by blocks (arXiv 2110.02861)."""
+    newton_schulz_steps: Annotated[int, Bound(at_least=1, at_most=20)] = 5
+    """Muon: iterations that make a matrix orthogonal."""
+    precondition_every: Annotated[int, POSITIVE] = 10
+    """Shampoo and SOAP: steps between new roots or bases of the preconditioner."""
+    block_size: Annotated[int, POSITIVE] = 1024
+    """Shampoo and SOAP: larger matrices are preconditioned in blocks of at most this many rows and columns."""
 
 
 @dataclass(frozen=True)
@@ -147,10 +233,29 @@ class ScheduleSpec:
 
 @dataclass(frozen=True)
 class PrecisionSpec:
-    """Number formats. Master weights, moments and reductions are fp32 throughout."""
+    """Number formats. Master weights, router, norms, loss and reductions are fp32 throughout."""
 
     compute: Literal["auto", "fp32", "bf16"] = "auto"
     """Format of weights and activations in forward and backward; "auto" is bf16 on a GPU, fp32 on a CPU."""
+    matmul: Literal["compute", "fp8-tensorwise", "fp8-rowwise", "mxfp8"] = "compute"
+    """Format of the operands of the blocks' matrix products; emulated where the hardware lacks it."""
+
+
+@dataclass(frozen=True)
+class MemorySpec:
+    """What is computed again or kept elsewhere to save an accelerator's memory. Nothing here changes a bit."""
+
+    recompute: Annotated[Literal["none", "full", "selective", "budget"], FLEET] = "none"
+    """Activations of a block computed again in backward: none; all; all but the results of costly operations; or as
+    many as recompute_budget says (the last needs runtime.compile)."""
+    recompute_budget: Annotated[float, FLEET, FRACTION] = 0.5
+    """Fraction of a block's activations that "budget" may keep."""
+    offload_activations: Annotated[Literal["none", "host", "file"], FLEET] = "none"
+    """Where what backward needs of each block waits."""
+    offload_optimizer: Annotated[Literal["none", "host", "file"], FLEET] = "none"
+    """Where the optimiser's state lives between updates."""
+    offload_path: Annotated[str, FLEET] = ".cache/offload"
+    """Folder of offloaded files, on a fast local disk; each rank makes its own files in it and removes them."""
 
 
 @dataclass(frozen=True)
@@ -169,14 +274,37 @@ class RuntimeSpec:
 
 @dataclass(frozen=True)
 class ParallelSpec:
-    """How the fleet holds the model. Nothing here changes a bit of the weights."""
+    """How the fleet holds the model: a mesh of pipeline x replicate x shard x context x tensor, with experts folded over
+    shard x context x tensor. How many copies, shards and stages there are changes no bit of the weights; the other degrees
+    decide how sums are split."""
 
     ranks: Annotated[int, FLEET, NOT_NEGATIVE] = 0
-    """Data-parallel ranks to start on this machine; 0 means one per GPU, or cores / runtime.threads."""
+    """Ranks to start on this machine; 0 means one per GPU, or cores / runtime.threads, but at least one replica."""
     sharding: Annotated[Literal["none", "zero2", "zero3"], FLEET] = "zero3"
     """ "none" replicates; "zero2" shards gradients and optimiser; "zero3" shards the weights too."""
     shard_ranks: Annotated[int, FLEET, NOT_NEGATIVE] = 0
-    """Ranks that one copy of the model is sharded over (hybrid sharding when fewer than all); 0 means all."""
+    """Data-parallel ranks that one copy of the model is sharded over (hybrid sharding when fewer than all); 0 means
+    all."""
+    tensor: Annotated[int, LAYOUT, POSITIVE] = 1
+    """Ranks that share each matrix, and the sequence between the matrices."""
+    async_tensor: Annotated[bool, FLEET] = False
+    """Whether communication of the tensor axis overlaps with its matrix products; needs a GPU and runtime.compile."""
+    context: Annotated[int, LAYOUT, POSITIVE] = 1
+    """Ranks that share each sequence in attention."""
+    context_mode: Annotated[Literal["ring", "allgather"], LAYOUT] = "ring"
+    """How the keys and values of the others are come by: passed round in a ring, or all gathered at once."""
+    pipeline: Annotated[int, FLEET, POSITIVE] = 1
+    """Ranks that share the layers, one after another."""
+    pipeline_schedule: Annotated[Literal["gpipe", "1f1b", "interleaved", "zbv", "dualpipev"], FLEET] = "1f1b"
+    """In which order the micro-batches of a slot pass through the stages."""
+    pipeline_stages: Annotated[int, FLEET, NOT_NEGATIVE] = 0
+    """Stages on each pipeline rank; 0 means one for gpipe and 1f1b, two for the others."""
+    pipeline_split: Annotated[tuple[int, ...], FLEET] = ()
+    """Layers of each stage, from first to last; empty balances them by cost."""
+    expert: Annotated[int, LAYOUT, POSITIVE] = 1
+    """Ranks that share a layer's experts, folded over tensor, context and shard in that order."""
+    expert_tensor: Annotated[int, LAYOUT, POSITIVE] = 1
+    """Ranks that share each expert's matrices: 1, or as many as tensor."""
 
 
 @dataclass(frozen=True)
@@ -226,6 +354,8 @@ class ObserveSpec:
 
     log_every_steps: Annotated[int, FLEET, POSITIVE] = 1
     """Steps between entries of the event stream."""
+    memory_at_step: Annotated[int, FLEET, NOT_NEGATIVE] = 2
+    """In which step of each attempt memory is measured by kind; 0 means never."""
     sinks: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], FLEET] = ()
     """Trackers that get a copy of every metric (each is an optional extra)."""
 
@@ -244,6 +374,7 @@ class RunSpec:
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
     precision: PrecisionSpec = field(default_factory=PrecisionSpec)
+    memory: MemorySpec = field(default_factory=MemorySpec)
     runtime: RuntimeSpec = field(default_factory=RuntimeSpec)
     parallel: ParallelSpec = field(default_factory=ParallelSpec)
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)

@@ -8,6 +8,7 @@ one CPU generator, so that a seed gives the same text wherever the logits are th
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from phalanx.checkpoint.restore import candidates, restore
 from phalanx.checkpoint.state import Shard
 from phalanx.data.tokenizer import Tokenizer, load_tokenizer
 from phalanx.model.cache import empty_cache
+from phalanx.model.router import routers
 from phalanx.model.shape import resolve
 from phalanx.model.transformer import Transformer, logits
 from phalanx.run.spec import ModelSpec
@@ -44,7 +46,8 @@ def load_model(
     `step`, a damaged checkpoint is passed over with a warning. Raises RunDirectoryError where the run
     has no checkpoint, NoSuchStepError, and what `restore` raises.
     """
-    spec = resolve(read_resolved(RunDirectory(run_dir)).model)
+    # What predicts further ahead was for training; the checkpoint's names for the rest are the same without it.
+    spec = resolve(dataclasses.replace(read_resolved(RunDirectory(run_dir)).model, mtp_depth=0))
     if not spec.vocab_size:
         raise RunDirectoryError(
             f"{run_dir / 'run.toml'}: model.vocab_size is 0; give a run directory, whose run.toml has it filled in"
@@ -57,6 +60,9 @@ def load_model(
     with torch.device("meta"):
         model = Transformer(spec)
     model = model.to(dtype).to_empty(device=device).requires_grad_(False).eval()
+    for _, router in routers(model):
+        # fp32 like all of the choice of experts, whatever the rest computes in.
+        router.bias = None if router.bias is None else router.bias.float()
     if step is not None:
         _restore_weights(tier, step, model)
     else:
@@ -79,8 +85,8 @@ def _restore_newest(tier: DiskTier, model: Transformer) -> None:
 def _restore_weights(tier: DiskTier, step: int, model: Transformer) -> None:
     # The boxes say what is held, fp32; copying into the model's own tensors converts and moves to its device.
     shards = [
-        Shard(whole(WEIGHTS + name, "float32", tuple(parameter.shape)), parameter)
-        for name, parameter in model.named_parameters()
+        Shard(whole(WEIGHTS + name, "float32", tuple(tensor.shape)), tensor)
+        for name, tensor in model.state_dict().items()
     ]
     restore(tier, step, shards)
 
@@ -157,7 +163,7 @@ def _decode(
     generator: torch.Generator,
     stop: frozenset[int],
 ) -> Iterator[int]:
-    weight = model.embedding.weight
+    weight = next(model.parameters())
     cache = empty_cache(model.spec, 1, length, weight.device, weight.dtype)
     new = prompt_ids
     for _ in range(length - len(prompt_ids)):

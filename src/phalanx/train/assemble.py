@@ -17,13 +17,10 @@ from phalanx.checkpoint.state import Shard
 from phalanx.data.dataset import RunData
 from phalanx.hardware.accelerators import accelerator_named
 from phalanx.hardware.matmul_peak import measure_matmul_flops
-from phalanx.model.shape import parameters
-from phalanx.model.transformer import Transformer
 from phalanx.observe.ledger import Bucket, Ledger
-from phalanx.parallel.data_parallel import DataParallel, Round, rounds_of, spread
-from phalanx.parallel.mesh import DataMesh, build_mesh
+from phalanx.parallel.mesh import Mesh, build_mesh
 from phalanx.run.spec import RunSpec
-from phalanx.train.adamw import AdamW
+from phalanx.train.compose import Built, build_model
 from phalanx.train.interrupt import StopRequest
 from phalanx.train.reporter import Reporter
 from phalanx.train.run_directory import RunDirectory, check_data
@@ -45,12 +42,8 @@ class Training:
     spec: RunSpec
     directory: RunDirectory
     attempt: int
-    mesh: DataMesh
-    model: DataParallel
-    rounds: list[Round]
-    """What this rank computes in each step."""
-    optimizer: AdamW
-    parameter_count: int
+    mesh: Mesh
+    built: Built
     data: RunData
     shards: list[Shard]
     saver: AsyncSaver
@@ -59,6 +52,8 @@ class Training:
     stop: StopRequest
     peak: Peak
     restored: RestoredState | None
+    memory_bytes: dict[str, int] = field(default_factory=dict)
+    """By kind, on the rank that holds most of it, once it has been measured."""
     stalls_s: dict[int, float] = field(default_factory=dict)
     """For how long each save held training up, by step."""
     last_saved_step: int | None = None
@@ -89,22 +84,16 @@ def assemble(
     """Builds everything on this rank and restores the newest state that there is."""
     ledger.switch(Bucket.START_PLAN_COMPILE)
     mesh = build_mesh(spec, dist.get_world_size(), device)
-    with torch.device("meta"):
-        module = Transformer(spec.model)
-    if spec.runtime.compile:
-        for block in module.blocks:
-            block.compile(dynamic=False)  # shapes are the run's, never the fleet's
-    model = spread(module, mesh, spec)
-    kinds = {parameter.name: parameter for parameter in parameters(spec.model)}
-    optimizer = AdamW(spec.optimizer, dict(module.named_parameters()), kinds)
-    shards = state_shards(module, optimizer, mesh)
+    built = build_model(spec, mesh)
+    parts, placement = built.model.parts, built.placement
+    shards = state_shards(parts, built.optimizer, placement)
     ledger.switch(Bucket.START_RESTORE)
     tier = DiskTier(directory.checkpoints)
     restored = restore_newest(tier, shards, mesh)
     if restored is None:
-        fill_initial(module, kinds, spec)
+        fill_initial(parts, placement, spec)
         if spec.checkpoint.init_from:
-            load_weights(Path(spec.checkpoint.init_from), weight_shards(module, mesh))
+            load_weights(Path(spec.checkpoint.init_from), weight_shards(parts, placement))
     saver = AsyncSaver(
         tier,
         mesh.rank,
@@ -126,10 +115,7 @@ def assemble(
         directory=directory,
         attempt=attempt,
         mesh=mesh,
-        model=model,
-        rounds=rounds_of(mesh.deal(spec.train.slots), mesh.replica, mesh.shard_rank),
-        optimizer=optimizer,
-        parameter_count=sum(parameter.numel for parameter in kinds.values()),
+        built=built,
         data=data,
         shards=shards,
         saver=saver,
@@ -149,7 +135,7 @@ def load_weights(source: Path, shards: list[Shard]) -> None:
     restore(DiskTier(source.parent), int(source.name.removeprefix("step-")), shards)
 
 
-def _peak(spec: RunSpec, mesh: DataMesh) -> Peak:
+def _peak(spec: RunSpec, mesh: Mesh) -> Peak:
     """The peak of all ranks together: by data sheet where the accelerator is known, else measured now."""
     dtype = torch.bfloat16 if spec.precision.compute == "bf16" else torch.float32
     if mesh.device.type == "cuda" and dtype == torch.bfloat16:

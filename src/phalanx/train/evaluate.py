@@ -1,14 +1,13 @@
 """The loss on held-out text, the same number on any fleet.
 
-The held-out sequences are cut into batches of a fixed shape, dealt to the ranks in turn; each batch's loss is computed
-by one rank and the losses are added in the order of batches.
+The held-out sequences are cut into batches of a fixed shape, dealt to the data-parallel ranks in turn; the losses are added
+in the order of batches, and of context ranks within a batch.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -20,7 +19,8 @@ from torch import Tensor
 from phalanx.data.dataset import RunData
 from phalanx.parallel.data_parallel import DataParallel, reshard
 from phalanx.run.spec import RunSpec
-from phalanx.train.loss import IGNORE, summed_cross_entropy
+from phalanx.train.loss import IGNORE
+from phalanx.train.slot import SlotRunner
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Evaluation:
 
 
 def _batch(data: RunData, numbers: NDArray[np.int64], size: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets ``(size, seq)`` of held-out samples; what is missing to ``size`` is ignored.
+    """Held-out samples ``(size, seq + 1)`` and their targets ``(size, seq)``; what is missing to ``size`` is ignored.
 
     So every batch has one shape: another would have the blocks compiled anew, on those ranks that see it.
     """
@@ -42,11 +42,13 @@ def _batch(data: RunData, numbers: NDArray[np.int64], size: int) -> tuple[Tensor
     samples = F.pad(torch.from_numpy(held_out), (0, 0, 0, size - len(numbers)))
     targets = samples[:, 1:].clone()
     targets[len(numbers) :] = IGNORE
-    return samples[:, :-1], targets
+    return samples, targets
 
 
 @torch.no_grad()
-def evaluate(model: DataParallel, data: RunData, spec: RunSpec, wanted: int) -> Evaluation | None:
+def evaluate(
+    model: DataParallel, runner: SlotRunner, data: RunData, spec: RunSpec, wanted: int
+) -> Evaluation | None:
     """The loss on ``wanted`` held-out sequences (0: on all), evenly spaced; ``None`` if there are none."""
     sequences = min(wanted or data.held_out_len, data.held_out_len)
     if sequences == 0:
@@ -55,18 +57,18 @@ def evaluate(model: DataParallel, data: RunData, spec: RunSpec, wanted: int) -> 
     mesh = model.mesh
     size = spec.train.micro_batch_size or spec.train.batch_size // spec.train.slots
     batches = -(-sequences // size)
-    losses = torch.zeros(batches, dtype=torch.float64, device=mesh.device)
-    for turn in range(-(-batches // mesh.ranks)):
-        batch = turn * mesh.ranks + mesh.rank
+    context = mesh.layout.context
+    losses = torch.zeros(batches * context, dtype=torch.float64, device=mesh.device)
+    for turn in range(-(-batches // mesh.layout.data_ranks)):
+        batch = turn * mesh.layout.data_ranks + mesh.data_rank
         # A rank without a batch repeats the first, since the forward pass gathers weights from everybody.
         first = (batch if batch < batches else 0) * size
-        tokens, targets = _batch(data, numbers[first : first + size], size)
-        readout = partial(summed_cross_entropy, targets=targets.to(mesh.device), chunk=spec.train.loss_chunk)
-        loss = model.module(tokens.to(mesh.device), readout)
-        if batch < batches:
-            losses[batch] = loss.double()
+        samples, targets = _batch(data, numbers[first : first + size], size)
+        loss = runner.evaluate(runner.losses.cut(samples.to(mesh.device), targets.to(mesh.device)))
+        if batch < batches and runner.reports:
+            losses[batch * context + mesh.context_rank] = loss.double()
     # The next forward pass, and whoever looks at the weights, is to find shards and not their gathered copies.
-    reshard(model.module)
+    reshard(model.parts)
     dist.all_reduce(losses)
     nats = math.fsum(losses.tolist())
     text_bytes = int(data.held_out_bytes(numbers).sum())

@@ -20,12 +20,22 @@ from numpy.typing import NDArray
 from phalanx.data.prefetch import Prefetch
 from phalanx.model.counts import count
 from phalanx.observe.event_log import read_events
-from phalanx.observe.events import Evaluated, Finished, NonFinite, Restored, RunStarted, Step, Stopped
+from phalanx.observe.events import (
+    Evaluated,
+    Finished,
+    MemoryMeasured,
+    NonFinite,
+    Restored,
+    RunStarted,
+    Step,
+    Stopped,
+)
 from phalanx.observe.ledger import Bucket
 from phalanx.observe.records import environment_record
 from phalanx.observe.throughput import typical
 from phalanx.train.assemble import Training
 from phalanx.train.evaluate import Evaluation, evaluate
+from phalanx.train.memory import MemoryMeter, extremes
 from phalanx.train.state import weights_sha256
 from phalanx.train.step import Stepper, StepReport
 
@@ -61,21 +71,13 @@ def train(training: Training) -> dict[str, Any] | None:
     progress = _begin(training)
     recent_s: list[float] = []
     with _prefetch(training, progress.step) as batches:
-        stepper = Stepper(
-            spec=spec,
-            model=training.model,
-            optimizer=training.optimizer,
-            parameter_count=training.parameter_count,
-            rounds=training.rounds,
-            batches=batches,
-            ledger=ledger,
-            updates=progress.updates,
-            before_update=training.saver.fence,
-        )
+        stepper = training.built.stepper(batches, ledger)
+        stepper.updates, stepper.before_update = progress.updates, training.saver.fence
         ledger.switch(Bucket.STEP_HOST_GAP)
         while progress.step < spec.train.steps:
             begin = time.perf_counter()
-            report = stepper.run(progress.step + 1, stop_requested=training.stop.made)
+            measured = len(recent_s) + 1 == spec.observe.memory_at_step
+            report = (_measured_step if measured else _plain_step)(training, stepper, progress.step + 1)
             recent_s.append(time.perf_counter() - begin)
             _advance(training, progress, report, stepper.updates)
             _log_step(training, progress, report, recent_s)
@@ -89,6 +91,33 @@ def train(training: Training) -> dict[str, Any] | None:
                 _stopped(training, progress)
                 return None
     return _finished(training, progress, recent_s)
+
+
+def _plain_step(training: Training, stepper: Stepper, number: int) -> StepReport:
+    return stepper.run(number, stop_requested=training.stop.made)
+
+
+def _measured_step(training: Training, stepper: Stepper, number: int) -> StepReport:
+    """A step during which this rank looks at what it holds in memory."""
+    meter = MemoryMeter(
+        training.built.model.parts,
+        lambda: [part.tensor for held in training.built.optimizer.state().values() for part in held],
+        training.mesh.device,
+        compiled=training.spec.runtime.compile,
+    )
+
+    def before_update() -> None:
+        training.saver.fence()
+        meter.gradients_complete()
+
+    stepper.before_update = before_update
+    with meter:
+        report = _plain_step(training, stepper, number)
+    stepper.before_update = training.saver.fence
+    most, least = extremes(meter.result(), training.mesh.device)
+    training.memory_bytes = most
+    training.reporter.emit(MemoryMeasured(number, most, least))
+    return report
 
 
 def _due(step: int, every: int) -> bool:
@@ -118,7 +147,7 @@ def _started(training: Training) -> RunStarted:
         steps=spec.train.steps,
         ranks=training.mesh.ranks,
         device=str(training.mesh.device.type),
-        parameters=training.parameter_count,
+        parameters=training.built.placement.parameter_count,
         peak_flops_per_s=training.peak.flops_per_s,
         peak_source=training.peak.source,
         xz_bits_per_byte=training.data.index.held_out_xz_bits_per_byte,
@@ -128,7 +157,7 @@ def _started(training: Training) -> RunStarted:
 
 def _prefetch(training: Training, done_steps: int) -> Prefetch[NDArray[np.int64]]:
     """This rank's slots, round after round and step after step, each made while the one before is computed."""
-    train, rounds = training.spec.train, training.rounds
+    train, rounds = training.spec.train, training.built.rounds
     per_slot = train.batch_size // train.slots
 
     def samples(number: int) -> NDArray[np.int64]:
@@ -194,6 +223,7 @@ def _log_step(training: Training, progress: Progress, report: StepReport, recent
             goodput=in_steps / sum(seconds.values()),
             ledger=seconds,
             peak_memory_bytes=_peak_memory_bytes(training),
+            balance=report.balance,
         )
     )
 
@@ -213,9 +243,13 @@ def _peak_memory_bytes(training: Training) -> int:
 def _evaluate(training: Training, step: int, sequences: int) -> Evaluation | None:
     with training.ledger.bucket(Bucket.EVAL):
         begin = time.perf_counter()
-        evaluation = evaluate(training.model, training.data, training.spec, sequences)
+        evaluation = evaluate(
+            training.built.model, training.built.runner, training.data, training.spec, sequences
+        )
         seconds = time.perf_counter() - begin
-        training.model.clock.take_ns()  # gathering weights here was evaluation, not a step's communication
+        # Gathering weights and waiting for stages here was evaluation, not a step's.
+        for clock in training.built.waits.values():
+            clock.take_ns()
     if evaluation is not None:
         training.reporter.emit(Evaluated(step, evaluation.loss, evaluation.bits_per_byte, seconds))
     return evaluation
@@ -267,7 +301,7 @@ def _finished(training: Training, progress: Progress, recent_s: list[float]) -> 
     """The last evaluation, hash and checkpoint, and the result that one compares."""
     evaluation = _evaluate(training, progress.step, training.spec.evaluation.final_sequences)
     training.ledger.switch(Bucket.STOP)
-    weights = weights_sha256(training.model.module, training.mesh)
+    weights = weights_sha256(training.built.model.parts, training.built.placement)
     _save(training, progress, weights)
     if not _settle(training):
         raise UnsavedError(
@@ -311,5 +345,7 @@ def _result(
         "bits_per_byte": evaluation.bits_per_byte if evaluation else None,
         "xz_bits_per_byte": training.data.index.held_out_xz_bits_per_byte,
         "ranks": training.mesh.ranks,
+        "memory_bytes": training.memory_bytes,
+        "layout": training.mesh.layout.degrees | {"expert": training.mesh.layout.expert},
         "weights_sha256": weights,
     }

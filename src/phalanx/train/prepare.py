@@ -13,8 +13,10 @@ from phalanx.data.corpus import Document, named_corpus, text_files
 from phalanx.data.errors import DataError
 from phalanx.data.index import DatasetIndex, read_index
 from phalanx.data.prepare import prepare
+from phalanx.data.tokenizer import load_tokenizer
 from phalanx.hardware.detect import gpu_count
 from phalanx.model.shape import resolve as resolve_model
+from phalanx.run.layout import layout_problems
 from phalanx.run.problems import Problem, RunFileError
 from phalanx.run.spec import DataSpec, RunSpec
 from phalanx.train.run_directory import OpenRun, open_run
@@ -75,8 +77,13 @@ def resolve(spec: RunSpec, index: DatasetIndex, path: Path) -> RunSpec:
     compute = spec.precision.compute
     if compute == "auto":
         compute = "bf16" if device == "cuda" else "fp32"
-    return dataclasses.replace(
+    train = spec.train
+    if train.document_mask and train.end_of_document < 0:
+        end = load_tokenizer(Path(spec.data.path)).end_of_document
+        train = dataclasses.replace(train, end_of_document=end)
+    resolved = dataclasses.replace(
         spec,
+        train=train,
         checkpoint=dataclasses.replace(
             spec.checkpoint, init_from=pinned_checkpoint(spec.checkpoint.init_from, path)
         ),
@@ -84,6 +91,11 @@ def resolve(spec: RunSpec, index: DatasetIndex, path: Path) -> RunSpec:
         runtime=dataclasses.replace(spec.runtime, device=device),
         precision=dataclasses.replace(spec.precision, compute=compute),
     )
+    # Some sizes are known only now.
+    problems = layout_problems(resolved, spec.parallel.ranks)
+    if problems:
+        raise RunFileError(path, problems)
+    return resolved
 
 
 def pinned_checkpoint(source: str, path: Path) -> str:

@@ -33,7 +33,7 @@ from typing import Any
 import tomli_w
 
 from phalanx.observe.event_log import next_attempt
-from phalanx.run.identity import differences, identity
+from phalanx.run.identity import differences, identity, layout_changes
 from phalanx.run.read import spec_from_table, to_table
 from phalanx.run.spec import RunSpec
 
@@ -111,6 +111,8 @@ class OpenRun:
     attempt: int
     lock_fd: int
     """Held by every process of this start; the lock is gone when the last of them has ended."""
+    layout_changes: tuple[str, ...] = ()
+    """In what the ranks divide the model otherwise than at the start before: from here on the bits are others."""
 
 
 def run_key(spec: RunSpec, fingerprint: str) -> str:
@@ -150,16 +152,22 @@ def open_run(spec: RunSpec, fingerprint: str, tokenizer_folder: Path) -> OpenRun
     try:
         directory.path.mkdir(parents=True, exist_ok=True)
         lock_fd = _lock(directory.path / "lock")
-        _check_owner(directory, spec, fingerprint)
+        changes = _check_owner(directory, spec, fingerprint)
         attempt = max(next_attempt(directory.events), _read_json(directory.record).get("attempts", 0))
-        record = {"identity": identity(spec), "data_fingerprint": fingerprint, "attempts": attempt + 1}
+        before = _read_json(directory.record)
+        record = {
+            "identity": identity(spec),
+            "data_fingerprint": fingerprint,
+            "attempts": attempt + 1,
+            "layout_changes": [*before.get("layout_changes", []), *changes],
+        }
         _replace(directory.record, json.dumps(record, indent=1) + "\n")
         _replace(directory.run_file, tomli_w.dumps(to_table(spec)))
         (directory.path / "logs").mkdir(exist_ok=True)
         _copy_tokenizer(tokenizer_folder, directory.tokenizer)
     except OSError as error:
         raise RunDirectoryError(f"run directory {directory.path}: {_explain(error)}") from error
-    return OpenRun(directory, spec, attempt, lock_fd)
+    return OpenRun(directory, spec, attempt, lock_fd, tuple(changes))
 
 
 def _explain(error: OSError) -> str:
@@ -211,7 +219,8 @@ def _taken(fd: int) -> bool:
             return True
 
 
-def _check_owner(directory: RunDirectory, spec: RunSpec, fingerprint: str) -> None:
+def _check_owner(directory: RunDirectory, spec: RunSpec, fingerprint: str) -> list[str]:
+    """Makes sure that the directory is this run's; what of its layout has changed since the last start."""
     strangers = {entry.name for entry in directory.path.iterdir() if not entry.name.startswith(".")} - _OWN
     if strangers and not directory.record.exists():
         raise RunDirectoryError(
@@ -219,10 +228,12 @@ def _check_owner(directory: RunDirectory, spec: RunSpec, fingerprint: str) -> No
             "give an empty or new one with --set run_dir=..."
         )
     if not any(directory.checkpoints.glob("step-*")):
-        return  # nothing was ever saved here, so nothing can be mixed up
+        return []  # nothing was ever saved here, so nothing can be mixed up
     remedy = "give another run directory with --set run_dir=..., or undo the change"
     # Read back rather than by the recorded identity: a field that is new in this version has its default there.
-    found = differences(read_resolved(directory), spec)
+    last = read_resolved(directory)
+    changes = layout_changes(last, spec)
+    found = [line for line in differences(last, spec) if line not in changes]
     if found:
         raise RunDirectoryError(
             f"run directory {directory.path} belongs to another run; {remedy}:\n"
@@ -234,6 +245,7 @@ def _check_owner(directory: RunDirectory, spec: RunSpec, fingerprint: str) -> No
             f"run directory {directory.path} was trained on other data "
             f"({recorded[:12]}, not {fingerprint[:12]}); {remedy}"
         )
+    return changes
 
 
 def check_data(directory: RunDirectory, fingerprint: str) -> None:

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from phalanx.checkpoint.digest import TensorDigest, combine, tensor_digest
 from phalanx.checkpoint.errors import CheckpointError
 from phalanx.checkpoint.restore import candidates, restore
-from phalanx.checkpoint.state import Copies, Shard, dtype_name, shards_of
+from phalanx.checkpoint.state import Shard, dtype_name
 from phalanx.checkpoint.tier import Tier
 from phalanx.model.init import fill
-from phalanx.model.shape import Parameter
-from phalanx.parallel.data_parallel import local
-from phalanx.parallel.mesh import DataMesh
-from phalanx.parallel.torch_compat import box_of
+from phalanx.model.router import routers
+from phalanx.parallel.data_parallel import local, named_parameters
+from phalanx.parallel.mesh import Mesh
 from phalanx.run.spec import RunSpec
-from phalanx.train.adamw import AdamW
+from phalanx.train.optimizers.optimizer import Optimizer
+from phalanx.train.placement import Placement
 
 
 class NoGoodCheckpointError(RuntimeError):
@@ -39,36 +37,39 @@ class RestoredState:
     passed_over: tuple[str, ...]
 
 
-def fill_initial(module: nn.Module, kinds: Mapping[str, Parameter], spec: RunSpec) -> None:
+def state_tensors(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """What this rank holds of the model's state by name: parameters, and the biases that balance experts."""
+    tensors: dict[str, Tensor] = {name: p.detach() for name, p in named_parameters(parts).items()}
+    for part in parts:
+        tensors |= {f"{name}.bias": r.bias for name, r in routers(part) if r.bias is not None}
+    return tensors
+
+
+def fill_initial(parts: Sequence[nn.Module], placement: Placement, spec: RunSpec) -> None:
     """Fills what this rank holds of every parameter with its initial values."""
-    for name, parameter in module.named_parameters():
-        offset, _ = box_of(parameter)
-        fill(local(parameter.detach()), kinds[name], offset, spec.model, spec.runtime.seed)
+    for name, tensor in state_tensors(parts).items():
+        offset, _ = placement.partition(name).box(tensor)
+        fill(local(tensor), placement.kinds[name], offset, spec.model, spec.runtime.seed)
 
 
-def weight_shards(module: nn.Module, mesh: DataMesh) -> list[Shard]:
+def weight_shards(parts: Sequence[nn.Module], placement: Placement) -> list[Shard]:
     """What this rank holds of the weights, named as in a checkpoint."""
-    return _shards({f"model/{name}": p.detach() for name, p in module.named_parameters()}, mesh)
+    return [placement.shard("model", name, tensor) for name, tensor in state_tensors(parts).items()]
 
 
-def state_shards(module: nn.Module, optimizer: AdamW, mesh: DataMesh) -> list[Shard]:
+def state_shards(parts: Sequence[nn.Module], optimizer: Optimizer, placement: Placement) -> list[Shard]:
     """What this rank holds of weights and moments, named as in a checkpoint."""
-    moments = {f"optimizer/exp_avg/{name}": tensor for name, tensor in optimizer.exp_avg.items()}
-    moments |= {f"optimizer/exp_avg_sq/{name}": tensor for name, tensor in optimizer.exp_avg_sq.items()}
-    return [*weight_shards(module, mesh), *_shards(moments, mesh)]
-
-
-def _shards(tensors: Mapping[str, Tensor], mesh: DataMesh) -> list[Shard]:
-    # Shards live on their replica's mesh and do not know of the other replicas, who hold the same.
-    group = tuple(int(rank) for rank in mesh.mesh.mesh[:, mesh.shard_rank].tolist())
-    copies = Copies(mesh.replica, mesh.replicas, group)
     return [
-        dataclasses.replace(shard, copies=copies) if shard.copies.count == 1 else shard
-        for shard in shards_of(tensors)
+        *weight_shards(parts, placement),
+        *(
+            placement.state_shard(f"optimizer/{name}", part)
+            for name, held in optimizer.state().items()
+            for part in held
+        ),
     ]
 
 
-def restore_newest(tier: Tier, shards: Sequence[Shard], mesh: DataMesh) -> RestoredState | None:
+def restore_newest(tier: Tier, shards: Sequence[Shard], mesh: Mesh) -> RestoredState | None:
     """Fills ``shards`` from the newest checkpoint that every rank can read in full; ``None`` if there is none.
 
     A rank that finds its part torn or corrupted says so, and all ranks turn to the next older one together. Raises
@@ -102,23 +103,24 @@ def restore_newest(tier: Tier, shards: Sequence[Shard], mesh: DataMesh) -> Resto
     return None
 
 
-def _agreed_candidates(tier: Tier, mesh: DataMesh) -> list[int]:
+def _agreed_candidates(tier: Tier, mesh: Mesh) -> list[int]:
     """The steps to try, as rank 0 sees them: a shared file system may show them to others a moment later."""
     steps = [candidates(tier) if mesh.rank == 0 else []]
     dist.broadcast_object_list(steps, src=0)
     return steps[0]
 
 
-def weights_sha256(module: nn.Module, mesh: DataMesh) -> str:
+def weights_sha256(parts: Sequence[nn.Module], placement: Placement) -> str:
     """The hash of all weights, the same on any mesh and from any checkpoint (``phalanx.checkpoint.digest``).
 
-    One tensor at a time is made whole; the ranks take turns at hashing.
+    One tensor at a time is made whole; the ranks of a stage take turns at hashing.
     """
+    mesh = placement.mesh
+    stage = mesh.dense.mesh[mesh.pipeline_rank].flatten().tolist()
     mine: dict[str, TensorDigest] = {}
-    for number, (name, parameter) in enumerate(module.named_parameters()):
-        tensor = parameter.detach()
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if number % mesh.ranks == mesh.rank:
+    for number, (name, tensor) in enumerate(state_tensors(parts).items()):
+        whole = placement.whole(name, tensor)
+        if number % len(stage) == stage.index(mesh.rank):
             data = whole.cpu().contiguous().view(torch.uint8).numpy()
             mine[name] = tensor_digest(dtype_name(whole.dtype), tuple(whole.shape), [data])
     gathered: list[dict[str, TensorDigest]] = [{} for _ in range(mesh.ranks)]

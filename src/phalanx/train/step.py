@@ -7,9 +7,8 @@ order (``phalanx.parallel``), the gradient's norm by exact addition, losses slot
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -17,13 +16,16 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from phalanx.model.router import routers
 from phalanx.observe.ledger import Bucket, Ledger
 from phalanx.parallel import exact_sum
+from phalanx.parallel.comm_clock import CommClock
 from phalanx.parallel.data_parallel import DataParallel, Round, gradients
 from phalanx.run.spec import RunSpec
-from phalanx.train.adamw import AdamW
 from phalanx.train.learning_rate import multiplier
-from phalanx.train.loss import IGNORE, summed_cross_entropy
+from phalanx.train.optimizers.optimizer import Optimizer
+from phalanx.train.placement import Placement
+from phalanx.train.slot import SlotRunner
 
 _NAMED = 3
 """How many culprits a rank names when something is not finite: with NaN everywhere, everything is one."""
@@ -46,6 +48,8 @@ class StepReport:
     """Whether the weights were changed: not if the loss or the gradient was not finite."""
     stop_requested: bool
     """Whether any rank was asked to stop."""
+    balance: float | None = None
+    """The largest load of an expert over the mean of its layer; ``None`` without experts."""
     nonfinite: tuple[str, ...] = ()
     """Where the step was not applied: which slots or parameters were to blame, as this rank sees it."""
 
@@ -56,19 +60,26 @@ class Stepper:
 
     spec: RunSpec
     model: DataParallel
-    optimizer: AdamW
-    parameter_count: int
+    placement: Placement
+    runner: SlotRunner
+    optimizer: Optimizer
     rounds: list[Round]
     """What this rank computes in each step."""
     batches: Batches
     ledger: Ledger
+    waits: Mapping[Bucket, CommClock]
+    """What of the time in forward and backward was waiting, and for which axis."""
     updates: int = 0
     """Updates applied so far; what Adam's bias correction counts."""
     before_update: Callable[[], None] = lambda: None
     """Called before weights change; a checkpoint may still be reading them."""
 
     def __post_init__(self) -> None:
-        self._device = self.model.mesh.device
+        self._mesh = self.model.mesh
+        self._device = self._mesh.device
+        self._routers = {name: router for part in self.model.parts for name, router in routers(part)}
+        for router in self._routers.values():
+            router.seen.zero_()
         train = self.spec.train
         # A slot's loss is scaled by what it holds when nothing is masked: a constant of the run, so that its
         # gradient does not wait for the batch's token count. The rest of the factor comes after the sum.
@@ -92,45 +103,43 @@ class Stepper:
                 self.optimizer.step(self.updates, lr, self._slot_tokens / count * self._clipping(norm))
                 self._wait_for_device()
         self.model.abandon()
-        return StepReport(loss, norm, count, lr, applied, stop, blamed)
+        balance = self._balance(applied=applied)
+        return StepReport(loss, norm, count, lr, applied, stop, balance, blamed)
 
     def _wait_for_device(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
     def _slots(self) -> tuple[Tensor, Tensor]:
-        """Forward and backward of this rank's slots: each slot's summed loss and tokens, zero for others' slots."""
-        losses = torch.zeros(self.spec.train.slots, dtype=torch.float64, device=self._device)
-        tokens = torch.zeros(self.spec.train.slots, dtype=torch.float64, device=self._device)
+        """Forward and backward of this rank's slots: summed loss and targets of each slot's pieces, zero for others'."""
+        pieces = self.spec.train.slots * self._mesh.layout.context
+        losses = torch.zeros(pieces, dtype=torch.float64, device=self._device)
+        tokens = torch.zeros(pieces, dtype=torch.float64, device=self._device)
         for current in self.rounds:
             with self.ledger.bucket(Bucket.STEP_DATA_WAIT):
                 samples = torch.from_numpy(next(self.batches))
             with self.ledger.bucket(Bucket.STEP_COMPUTE):
                 loss, count = self._slot(current, samples.to(self._device, non_blocking=True))
-                if current.counts:
-                    losses[current.slot], tokens[current.slot] = loss.double(), count
+                if current.counts and self.runner.reports:
+                    piece = current.slot * self._mesh.layout.context + self._mesh.context_rank
+                    losses[piece], tokens[piece] = loss.double(), count
                 # On a CPU, collectives ran inside forward and backward; they were no computing.
-                waited_ns = self.model.clock.take_ns()
-            self.ledger.reassign(Bucket.STEP_COMPUTE, Bucket.COMM_EXPOSED_DP, waited_ns)
+                waits_ns = {bucket: clock.take_ns() for bucket, clock in self.waits.items()}
+            for bucket, waited_ns in waits_ns.items():
+                self.ledger.reassign(Bucket.STEP_COMPUTE, bucket, waited_ns)
         return losses, tokens
 
     def _slot(self, current: Round, samples: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient of one slot, micro-batch by micro-batch: its summed loss and its number of targets."""
+        """The gradient of one slot: its summed loss and its number of targets, as far as this rank sees them."""
         size = self.spec.train.micro_batch_size or len(samples)
-        micro_batches = torch.split(samples, size)
+        batches = [self.runner.losses.cut(part, part[:, 1:]) for part in torch.split(samples, size)]
         self.model.begin(current)
-        total = torch.zeros((), device=self._device)
-        count = torch.zeros((), dtype=torch.int64, device=self._device)
-        for position, micro_batch in enumerate(micro_batches):
-            targets = micro_batch[:, 1:]
-            readout = partial(summed_cross_entropy, targets=targets, chunk=self.spec.train.loss_chunk)
-            loss = self.model.module(micro_batch[:, :-1], readout)
-            self.model.before_backward(last_micro_batch=position == len(micro_batches) - 1)
-            (loss * (self.model.loss_weight(current) / self._slot_tokens)).backward()
-            total += loss.detach()
-            count += (targets != IGNORE).sum()
+        scale = self.model.loss_weight(current) / self._slot_tokens
+        for router in self._routers.values():
+            router.auxiliary_scale, router.counting = scale, current.counts
+        loss = self.runner.gradients(batches, scale)
         self.model.end(current)
-        return total, count
+        return loss, torch.stack([batch.counted for batch in batches]).sum()
 
     def _sum_up(self, losses: Tensor, tokens: Tensor, stop_requested: bool) -> tuple[float, int, bool]:
         """Mean loss and token count of the batch, and whether anybody was asked to stop."""
@@ -139,25 +148,44 @@ class Stepper:
         # Each number comes from one rank and is zero on all others, so this sum rounds nothing.
         dist.all_reduce(everything)
         *values, stops = everything.tolist()
-        slots = self.spec.train.slots
-        count = round(math.fsum(values[slots:]))
-        return math.fsum(values[:slots]) / count if _finite(values) else math.nan, count, stops > 0
+        pieces = len(losses)
+        count = round(math.fsum(values[pieces:]))
+        return math.fsum(values[:pieces]) / count if _finite(values) else math.nan, count, stops > 0
 
     def _gradient_norm(self, scale: float) -> float:
-        held = list(gradients(self.model.module).values())
-        group = self.model.mesh.shard_group
-        return exact_sum.norm(held, self.parameter_count, self._device, group) * scale
+        held = [
+            gradient for name, gradient in gradients(self.model.parts).items() if self.placement.owns(name)
+        ]
+        return exact_sum.norm(held, self.placement.parameter_count, self._device) * scale
 
     def _clipping(self, norm: float) -> float:
         limit = self.spec.optimizer.clip_norm
         return min(1.0, limit / norm) if limit and norm else 1.0
+
+    def _balance(self, *, applied: bool) -> float | None:
+        """Moves the routers' biases against the load of this step, and says how uneven it was: the largest load of an
+        expert over the mean of its layer; ``None`` without experts."""
+        if self.spec.model.moe is None:
+            return None
+        names = self.placement.routers
+        counts = torch.zeros(
+            (len(names), self.spec.model.moe.experts), dtype=torch.int64, device=self._device
+        )
+        for name, router in self._routers.items():
+            counts[names.index(name)] = router.seen
+            router.seen.zero_()
+        dist.all_reduce(counts)
+        for name, router in self._routers.items():
+            if applied and router.bias is not None:
+                router.move_bias(counts[names.index(name)])
+        return float((counts.amax(1) * counts.shape[1] / counts.sum(1).clamp(min=1)).max())
 
     def _to_blame(self, losses: Tensor) -> tuple[str, ...]:
         """Which slots' losses and which parameters' gradients are not finite, on any rank."""
         mine = [
             f"loss of slot {slot}" for slot, loss in enumerate(losses.tolist()) if not math.isfinite(loss)
         ]
-        for name, gradient in gradients(self.model.module).items():
+        for name, gradient in gradients(self.model.parts).items():
             bad = int((~torch.isfinite(gradient)).sum())
             if bad:
                 mine.append(f"gradient of {name} ({bad} of {gradient.numel()} elements)")

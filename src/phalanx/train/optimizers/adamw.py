@@ -18,7 +18,10 @@ from torch import Tensor, nn
 
 from phalanx.model.shape import Parameter
 from phalanx.parallel.data_parallel import local
+from phalanx.parallel.partition import Box
 from phalanx.run.spec import OptimizerSpec
+from phalanx.train.offload_moments import MomentStore
+from phalanx.train.optimizers.optimizer import Optimizer, StatePart, boxes_of, decays, gradient_of
 
 # Elements updated at once. On a CPU, per thread: six fp32 arrays of them fit into a core's second-level cache. On a GPU:
 # enough to fill it, few enough that the temporaries (three arrays) stay small beside the model.
@@ -26,53 +29,64 @@ _CPU_CHUNK = 1 << 15
 _GPU_CHUNK = 1 << 26
 
 
-def decays(parameter: Parameter, spec: OptimizerSpec) -> bool:
-    """Whether weight decay applies to a parameter."""
-    if parameter.kind in ("norm", "bias"):
-        return spec.decay_norms
-    return spec.decay_embeddings if parameter.kind == "embedding" else True
-
-
 @dataclass
-class AdamW:
+class AdamW(Optimizer):
     """The moments of every parameter, and the update.
 
     ``exp_avg`` and ``exp_avg_sq`` map parameter names to fp32 tensors laid out as the parameters are (a DTensor's
-    moments are DTensors).
+    moments are DTensors, unless they live in a ``store`` away from the device). ``boxes`` says where what this rank holds lies in the whole parameters, if these are divided in
+    ways that they do not know of themselves.
     """
 
     spec: OptimizerSpec
     parameters: Mapping[str, nn.Parameter]
     kinds: Mapping[str, Parameter]
+    boxes: Mapping[str, Box] | None = None
+    store: MomentStore | None = None
     exp_avg: dict[str, Tensor] = field(init=False)
     exp_avg_sq: dict[str, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.exp_avg = {name: torch.zeros_like(p, requires_grad=False) for name, p in self.parameters.items()}
-        self.exp_avg_sq = {
-            name: torch.zeros_like(p, requires_grad=False) for name, p in self.parameters.items()
-        }
+        self.exp_avg = {name: self._zeros(parameter) for name, parameter in self.parameters.items()}
+        self.exp_avg_sq = {name: self._zeros(parameter) for name, parameter in self.parameters.items()}
+
+    def _zeros(self, parameter: nn.Parameter) -> Tensor:
+        if self.store is None:
+            return torch.zeros_like(parameter, requires_grad=False)
+        return self.store.zeros(tuple(local(parameter.detach()).shape), parameter.dtype)
 
     @torch.no_grad()
     def step(self, number: int, lr: float, gradient_scale: float) -> None:
-        """Applies update ``number`` (from 1) with the gradients that the parameters hold, times ``gradient_scale``."""
         for decay in (True, False):
             names = [name for name in self.parameters if decays(self.kinds[name], self.spec) == decay]
             factor = 1.0 - lr * self.spec.weight_decay if decay else 1.0
-            for weights, grads, means, squares in self._pieces(names):
-                _update(weights, grads, means, squares, self.spec, number, lr, gradient_scale, factor)
+            pieces = self._pieces(names)
+            if self.store is not None:
+                pieces = self.store.visiting(pieces)
+            for weights, grads, means, squares in pieces:
+                adamw_update(weights, grads, means, squares, self.spec, number, lr, gradient_scale, factor)
+
+    def state(self) -> dict[str, list[StatePart]]:
+        boxes = boxes_of(self.parameters, self.boxes)
+        return {
+            f"{moment}/{name}": [StatePart(local(tensor), self.kinds[name].shape, boxes[name][0], name)]
+            for moment, tensors in (("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq))
+            for name, tensor in tensors.items()
+        }
 
     def _pieces(self, names: list[str]) -> Iterator[tuple[list[Tensor], ...]]:
         """Weights, gradients and both moments, in pieces of a size that suits the device."""
-        chunk = _CPU_CHUNK * torch.get_num_threads()
         launch: list[tuple[Tensor, ...]] = []
         for name in names:
             parameter = self.parameters[name]
-            if parameter.grad is None:
-                raise RuntimeError(f"{name} has no gradient to step with")
-            tensors = (parameter, parameter.grad, self.exp_avg[name], self.exp_avg_sq[name])
-            flat = [local(tensor.detach()).reshape(-1) for tensor in tensors]
-            size = chunk if flat[0].device.type == "cpu" else _GPU_CHUNK
+            tensors = (
+                parameter.detach(),
+                gradient_of(name, parameter),
+                self.exp_avg[name],
+                self.exp_avg_sq[name],
+            )
+            flat = [local(tensor).reshape(-1) for tensor in tensors]
+            size = chunk_elements(flat[0].device)
             for piece in zip(*(torch.split(tensor, size) for tensor in flat), strict=True):
                 launch.append(piece)
                 if sum(weights.numel() for weights, *_ in launch) >= size:
@@ -82,11 +96,16 @@ class AdamW:
             yield _columns(launch)
 
 
+def chunk_elements(device: torch.device) -> int:
+    """How many elements are best updated at once."""
+    return _CPU_CHUNK * torch.get_num_threads() if device.type == "cpu" else _GPU_CHUNK
+
+
 def _columns(rows: list[tuple[Tensor, ...]]) -> tuple[list[Tensor], ...]:
     return tuple(list(column) for column in zip(*rows, strict=True))
 
 
-def _update(
+def adamw_update(
     weights: list[Tensor],
     grads: list[Tensor],
     means: list[Tensor],
@@ -97,7 +116,7 @@ def _update(
     gradient_scale: float,
     decay_factor: float,
 ) -> None:
-    """One AdamW update, each line a single rounding of every element."""
+    """One AdamW update of weights and moments, in place, each line a single rounding of every element."""
     grads = list(torch._foreach_mul(grads, gradient_scale))
     torch._foreach_mul_(means, spec.beta1)
     torch._foreach_add_(means, torch._foreach_mul(grads, 1.0 - spec.beta1))

@@ -1,0 +1,173 @@
+"""Hugging Face's model families, each as tables: which field of ModelSpec is which field of `config.json`.
+
+A family can say some fields of a model and holds the others fixed: Mixtral has no shared experts, Qwen3 always
+normalises queries and keys. Both directions read the same tables, so that what is written is what is read back. Fields of
+`ModelSpec` that only training reads (the strength of a balance loss, say) and that a family has no word for appear in no
+table: they are not written, and an imported model has their defaults.
+
+Source: the configuration classes of transformers 4.51 to 5.x, and the published `config.json` of the models named.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+Table = Mapping[str, object]
+
+_COMMON = {
+    "layers": "num_hidden_layers",
+    "dim": "hidden_size",
+    "heads": "num_attention_heads",
+    "ffn_dim": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "tie_embeddings": "tie_word_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "init_std": "initializer_range",
+}
+_GROUPED = {"kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
+_ATTENTION_BIAS = {"attention_bias": "attention_bias"}
+_NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
+_DENSE = {"ffn": "swiglu", "mtp_depth": 0}
+_SOFTMAX_ROUTER = {
+    "moe.score": "softmax",
+    "moe.scale": 1.0,
+    "moe.shared": 0,
+    "moe.groups": 1,
+    "moe.balance_bias": False,
+}
+
+OPTIONAL = frozenset(
+    {
+        "kv_heads",
+        "head_dim",
+        "tie_embeddings",
+        "norm_eps",
+        "init_std",
+        "attention_bias",
+        "ffn_bias",
+        "mla.query_rank",
+        "moe.aux_loss",
+        "mtp_depth",
+    }
+)
+"""Fields of ModelSpec whose absence from a `config.json` has a meaning; all others of a family must be there."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """The models of one class of `transformers`; a field of a section is written `moe.experts`."""
+
+    model_type: str
+    architecture: str
+    fields: Mapping[str, str]
+    """Field of ModelSpec to field of `config.json`."""
+    fixed: Table
+    """Fields of ModelSpec that have one value in all models of the family."""
+    constants: Table = field(default_factory=dict)
+    """Fields of `config.json` that are written with this value, and read with no other."""
+    absent: Table = field(default_factory=dict)
+    """Fields of ModelSpec that are not ours by default where `config.json` does not speak of them."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of a field of `config.json`, by the one that is written."""
+
+
+LLAMA = Family(
+    "llama",
+    "LlamaForCausalLM",
+    _COMMON | _GROUPED | _ATTENTION_BIAS | {"ffn_bias": "mlp_bias"},
+    _DENSE | {"qk_norm": False},
+    absent={"norm_eps": 1e-6},
+)
+QWEN3 = Family(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    _COMMON | _GROUPED | _ATTENTION_BIAS,
+    _DENSE | {"qk_norm": True, "ffn_bias": False},
+    constants=_NO_WINDOW,
+    absent={"norm_eps": 1e-6, "head_dim": 128},
+)
+MIXTRAL = Family(
+    "mixtral",
+    "MixtralForCausalLM",
+    _COMMON
+    | _GROUPED
+    | {
+        "moe.ffn_dim": "intermediate_size",
+        "moe.experts": "num_local_experts",
+        "moe.per_token": "num_experts_per_tok",
+        "moe.aux_loss": "router_aux_loss_coef",
+    },
+    _DENSE
+    | _SOFTMAX_ROUTER
+    | {
+        "qk_norm": False,
+        "attention_bias": False,
+        "ffn_bias": False,
+        "moe.normalise": True,
+        "moe.first_dense": 0,
+        "moe.every": 1,
+    },
+    constants={"sliding_window": None, "router_jitter_noise": 0.0},
+    absent={"norm_eps": 1e-5, "rope_theta": 1e6},
+)
+QWEN3_MOE = Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    _COMMON
+    | _GROUPED
+    | _ATTENTION_BIAS
+    | {
+        "moe.ffn_dim": "moe_intermediate_size",
+        "moe.experts": "num_experts",
+        "moe.per_token": "num_experts_per_tok",
+        "moe.normalise": "norm_topk_prob",
+        "moe.aux_loss": "router_aux_loss_coef",
+    },
+    _DENSE | _SOFTMAX_ROUTER | {"qk_norm": True, "ffn_bias": False},
+    constants=_NO_WINDOW,
+    absent={"norm_eps": 1e-6},
+    aliases={"num_experts": "num_local_experts"},
+)
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    _COMMON
+    | {
+        "mla.query_rank": "q_lora_rank",
+        "mla.kv_rank": "kv_lora_rank",
+        "mla.nope_head_dim": "qk_nope_head_dim",
+        "mla.rope_head_dim": "qk_rope_head_dim",
+        "mla.value_head_dim": "v_head_dim",
+        "moe.ffn_dim": "moe_intermediate_size",
+        "moe.experts": "n_routed_experts",
+        "moe.per_token": "num_experts_per_tok",
+        "moe.shared": "n_shared_experts",
+        "moe.first_dense": "first_k_dense_replace",
+        "moe.normalise": "norm_topk_prob",
+        "moe.scale": "routed_scaling_factor",
+        "moe.groups": "n_group",
+        "moe.groups_per_token": "topk_group",
+        "mtp_depth": "num_nextn_predict_layers",
+    },
+    {
+        "ffn": "swiglu",
+        "qk_norm": False,
+        "attention_bias": False,
+        "ffn_bias": False,
+        "moe.score": "sigmoid",
+        "moe.every": 1,
+    },
+    constants={
+        "attention_bias": False,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+    },
+    # The bias is in every published model; one that was never moved is zero, and changes nothing.
+    absent={"norm_eps": 1e-6, "moe.balance_bias": True},
+    aliases={"num_nextn_predict_layers": "num_mtp_layers"},
+)
+
+FAMILIES: Mapping[str, Family] = {
+    **{family.model_type: family for family in (LLAMA, QWEN3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3)},
+    "kimi_k2": DEEPSEEK_V3,
+}

@@ -1,0 +1,20 @@
+"""Which document each token of a packed sequence belongs to.
+
+Samples are cut from documents that are joined end to end, each closed by the tokenizer's end-of-document token
+(``phalanx.data.prepare``), and by nothing else: no text yields that token. So a sample needs no table of its documents: they
+can be counted. A sample may begin amid one, and all that matters to attention is which tokens have the same number.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def document_ids(tokens: Tensor, end_of_document: int) -> Tensor:
+    """The number, from 0, of each token's document in its sequence: ``(b, s)``, int64, for tokens ``(b, s)``.
+
+    The token that ends a document belongs to it.
+    """
+    ends = (tokens == end_of_document).to(torch.int64)
+    return ends.cumsum(-1) - ends

@@ -1,0 +1,38 @@
+"""One layer: attention and feed-forward, each normalised before and added to the residual stream."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from phalanx.model.attention import Attention
+from phalanx.model.cache import LayerCache
+from phalanx.model.feed_forward import FeedForward
+from phalanx.model.mla import MlaAttention
+from phalanx.model.moe import MoE
+from phalanx.model.norm import RMSNorm
+from phalanx.model.shape import is_mixture
+from phalanx.run.spec import ModelSpec
+
+
+class Block(nn.Module):
+    """Layer ``layer`` of a resolved model, counted from 0."""
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(spec.dim, spec.norm_eps)
+        self.attention = Attention(spec) if spec.mla is None else MlaAttention(spec, spec.mla)
+        self.ffn_norm = RMSNorm(spec.dim, spec.norm_eps)
+        mixture = spec.moe is not None and is_mixture(spec, layer)
+        self.ffn = MoE(spec, spec.moe) if mixture and spec.moe else FeedForward(spec, spec.ffn_dim)
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        documents: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """``(b, s, d)`` to ``(b, s, d)``."""
+        x = x + self.attention(self.attention_norm(x), cos, sin, documents, cache)
+        return x + self.ffn(self.ffn_norm(x))  # type: ignore[no-any-return]

@@ -1,0 +1,155 @@
+"""Which experts a token is sent to, and how their load is kept even.
+
+The router scores every expert for every token, in fp32 whatever the rest computes in, and takes the best (top-k). Scores
+are a softmax (Switch, Mixtral) or sigmoids (DeepSeek-V3); there may be a bias on the scores that only takes part in the
+choice (arXiv 2408.15664), and the choice may be limited to the best few groups of experts (arXiv 2412.19437, section
+2.1.2; a group's score is the sum of its two best).
+
+Two losses can act on the router: the balance loss of the Switch Transformer (arXiv 2101.03961, equation 4; for more than
+one expert per token and for sigmoids, in DeepSeek-V3's form) and the z-loss (arXiv 2202.08906, equation 5), both means over
+the tokens of a micro-batch. They never reach the forward pass: their gradient is added where backward passes through the
+routing weights. Tokens are counted in the same place, which is passed exactly once per gradient: not in an evaluation, and
+not when activations are computed a second time.
+
+Shapes: ``n`` tokens, ``d`` model width, ``k`` experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.run.spec import MoeSpec
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The experts of each token, and what each one's result counts."""
+
+    experts: Tensor
+    """``(n, k)``, int64, each row without repetition."""
+    weights: Tensor
+    """``(n, k)``, fp32."""
+
+
+def tokens_per_expert(chosen: Tensor, experts: int) -> Tensor:
+    """How often each of ``experts`` occurs in ``chosen`` (int64, any shape): ``(experts,)``, int64."""
+    # By sorting, because counting in place is refused or waits for the device in deterministic mode on a GPU.
+    edges = torch.arange(experts + 1, device=chosen.device)
+    return torch.searchsorted(chosen.flatten().sort().values, edges).diff()
+
+
+class _Balance(torch.autograd.Function):
+    """The identity on the routing weights; backward adds the losses' gradient, and the tokens to ``seen``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weights: Tensor, losses: Tensor | None, scale: float, counts: Tensor | None, seen: Tensor
+    ) -> Tensor:
+        ctx.scale, ctx.counts, ctx.seen, ctx.has_losses = scale, counts, seen, losses is not None
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+        if ctx.counts is not None:
+            ctx.seen.add_(ctx.counts)
+        slope = upstream[0].new_full((), ctx.scale) if ctx.has_losses else None
+        return upstream[0], slope, None, None, None
+
+
+class Router(nn.Module):
+    """Scores experts and chooses among them.
+
+    ``bias`` ``(experts,)``, fp32, is a buffer that belongs to the model's state, or ``None``; ``seen`` ``(experts,)``,
+    int64, counts the tokens of this rank whose gradients were computed since it was last set to zero.
+    """
+
+    bias: Tensor | None
+    seen: Tensor
+
+    def __init__(self, dim: int, moe: MoeSpec) -> None:
+        super().__init__()
+        self.moe = moe
+        self.weight = nn.Parameter(torch.empty(moe.experts, dim))
+        bias = torch.zeros(moe.experts, dtype=torch.float32) if moe.balance_bias else None
+        self.register_buffer("bias", bias)
+        self.register_buffer("seen", torch.zeros(moe.experts, dtype=torch.int64), persistent=False)
+        self.auxiliary_scale = 0.0
+        """What one token's share of the balance losses counts; with 0 they have no gradient."""
+        self.counting = True
+        """Whether tokens are counted into ``seen``."""
+        self.total_over: Callable[[Tensor], Tensor] = lambda statistics: statistics
+        """Sums int64 statistics over the ranks that share a micro-batch."""
+
+    def forward(self, tokens: Tensor) -> Routing:
+        """The experts of ``tokens`` ``(n, d)``."""
+        scores, logits = self._scores(tokens)
+        experts = self._choose(scores.detach())
+        weights = scores.gather(1, experts)
+        if self.moe.normalise:
+            weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)
+        if self.moe.scale != 1:
+            weights = weights * self.moe.scale
+        if torch.is_grad_enabled():
+            weights = self._balanced(weights, experts, scores, logits)
+        return Routing(experts, weights)
+
+    def _scores(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores and what they are made of, ``(n, experts)``, fp32."""
+        logits = F.linear(tokens.float(), self.weight.float())
+        return logits.softmax(dim=1) if self.moe.score == "softmax" else logits.sigmoid(), logits
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        """The best experts ``(n, k)``, the best first."""
+        preference = scores if self.bias is None else scores + self.bias
+        if self.moe.groups > 1:
+            grouped = preference.view(len(scores), self.moe.groups, -1)
+            best_groups = grouped.topk(2).values.sum(dim=2).topk(self.moe.groups_per_token).indices
+            closed = torch.ones_like(grouped[:, :, 0], dtype=torch.bool).scatter_(1, best_groups, False)
+            preference = grouped.masked_fill(closed.unsqueeze(2), -torch.inf).flatten(1)
+        return preference.topk(self.moe.per_token).indices
+
+    def _balanced(self, weights: Tensor, experts: Tensor, scores: Tensor, logits: Tensor) -> Tensor:
+        losing = self.auxiliary_scale != 0 and (self.moe.aux_loss or self.moe.z_loss)
+        if not (losing or self.counting):
+            return weights
+        counts = tokens_per_expert(experts, self.moe.experts)
+        losses = self._losses(counts, len(weights), scores, logits) if losing else None
+        balance = _Balance.apply(  # type: ignore[no-untyped-call]
+            weights, losses, self.auxiliary_scale, counts if self.counting else None, self.seen
+        )
+        return cast(Tensor, balance)
+
+    def _losses(self, counts: Tensor, tokens: int, scores: Tensor, logits: Tensor) -> Tensor:
+        """The sum over these tokens of what each contributes to the losses (whose means are over all of them)."""
+        total = logits.new_zeros(())
+        if self.moe.aux_loss:
+            statistics = self.total_over(torch.cat((counts, counts.new_tensor([tokens]))))
+            # 1 for every expert if the load is even; no gradient, because counting has none.
+            load = statistics[:-1].float() * (self.moe.experts / self.moe.per_token) / statistics[-1].float()
+            shares = scores if self.moe.score == "softmax" else scores / scores.sum(dim=1, keepdim=True)
+            total = total + self.moe.aux_loss * (shares * load).sum()
+        if self.moe.z_loss:
+            total = total + self.moe.z_loss * logits.logsumexp(dim=1).square().sum()
+        return total
+
+    @torch.no_grad()
+    def move_bias(self, counts: Tensor) -> None:
+        """Moves the bias against the load of a step: ``counts`` ``(experts,)``, int64, over the whole fleet.
+
+        Experts with less than the mean are made likelier by ``bias_speed``, those with more unlikelier.
+        """
+        assert self.bias is not None, "this router has no bias: set model.moe.balance_bias"
+        # In whole numbers: a mean in floating point could round to either side of a count.
+        missing = counts.sum() - counts * self.moe.experts
+        self.bias.add_(missing.sign().to(self.bias.dtype), alpha=self.moe.bias_speed)
+
+
+def routers(module: nn.Module) -> Iterator[tuple[str, Router]]:
+    """Every router in ``module``, with its name."""
+    return ((name, part) for name, part in module.named_modules() if isinstance(part, Router))

@@ -1,0 +1,303 @@
+"""Attention computed in tiles: parts of the square of scores whose results are put together afterwards.
+
+A softmax over keys that are not all there can be corrected when more come: with each row's result one keeps the logarithm
+of its denominator (log-sum-exp), and two results are averaged with the weights that these give (online softmax, Milakov and
+Gimelshein, arXiv 1805.02867; FlashAttention, arXiv 2205.14135). Backward needs no correction: a tile's share of every
+gradient follows from the whole row's result and denominator. So whoever divides a sequence over ranks only says which tiles
+there are and where their keys come from.
+
+The kernels are PyTorch's own, below ``scaled_dot_product_attention``, because that keeps the denominators to itself. They
+are private operators with stable schemas, which ``torch.export`` relies on:
+
+- CPU: flash attention, any mask, grouped heads.
+- GPU: flash attention for bf16 without a mask, grouped heads; memory-efficient attention for everything else.
+
+Each wants queries, keys and values of one width, a multiple of 8 on a GPU; narrower ones are filled up with zeros, which
+change no score and no gradient.
+
+Shapes: ``b`` batch, ``h`` query heads, ``k`` key/value heads, ``q`` queries, ``n`` keys, ``e`` head width, ``v`` width of a
+value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_FLASH_WIDTH = 256  # the widest head that flash attention takes on a GPU
+_WIDTH_ALIGNMENT = 8
+_BIAS_ALIGNMENT = 16  # elements; what memory-efficient attention asks of a mask's rows
+_LSE_ALIGNMENT = 32  # rows to which memory-efficient attention fills up its denominators
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Some of the queries at hand with some of the keys at hand, as ranges of their sequence dimensions."""
+
+    rows: slice
+    columns: slice
+    causal: bool = False
+    """Whether row ``i`` sees columns up to ``i`` only; else it sees all."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Results of the tile's rows ``(b, h, q, v)`` and their log-sum-exp ``(b, h, q)``, fp32.
+
+        A row that sees none of the tile's keys has a log-sum-exp so low that its result weighs nothing.
+        """
+        causal, bias = self._mask(documents, query.dtype)
+        return attend(
+            query[:, :, self.rows],
+            key[:, :, self.columns],
+            value[:, :, self.columns],
+            scale,
+            causal=causal,
+            bias=bias,
+        )
+
+    def backward(
+        self,
+        saved: Saved,
+        grad_out: Tensor,
+        key: Tensor,
+        value: Tensor,
+        documents: Documents | None,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The tile's share of the gradients of its queries, its keys and its values."""
+        causal, bias = self._mask(documents, saved.query.dtype)
+        return attend_backward(
+            grad_out[:, :, self.rows],
+            saved.query[:, :, self.rows],
+            key[:, :, self.columns],
+            value[:, :, self.columns],
+            saved.out[:, :, self.rows],
+            saved.lse[:, :, self.rows],
+            scale,
+            causal=causal,
+            bias=bias,
+        )
+
+    def _mask(self, documents: Documents | None, dtype: torch.dtype) -> tuple[bool, Tensor | None]:
+        if documents is None:
+            return self.causal, None
+        rows, columns = documents.rows[:, self.rows, None], documents.columns[:, None, self.columns]
+        hidden = rows != columns
+        if self.causal:
+            hidden |= torch.ones_like(hidden[0]).triu(1)
+        return False, _bias(hidden, dtype)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The document of each query at hand ``(b, q)`` and of each key at hand ``(b, n)``, int64."""
+
+    rows: Tensor
+    columns: Tensor
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What backward needs of the whole rows, whatever tiles they were made of."""
+
+    query: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+def _bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to scores to hide ``(b, q, n)`` of them: ``(b, 1, q, n)``.
+
+    Finite, so that a row without any key left is a number that weighs nothing, where infinity would make it NaN.
+    """
+    keys = hidden.shape[-1]
+    bias = hidden.new_zeros((*hidden.shape[:-1], keys + -keys % _BIAS_ALIGNMENT), dtype=dtype)[..., :keys]
+    return bias.masked_fill_(hidden, torch.finfo(dtype).min / 4).unsqueeze(1)
+
+
+class OnlineSoftmax:
+    """Rows of attention ``(b, h, q, v)`` and their log-sum-exp ``(b, h, q)`` while tiles are added; fp32."""
+
+    def __init__(self, query: Tensor, width: int) -> None:
+        batch, heads, rows, _ = query.shape
+        # In memory the heads of a token are together, as the projection after attention reads them.
+        self.out = query.new_zeros((batch, rows, heads, width), dtype=torch.float32).transpose(1, 2)
+        self.lse = query.new_full((batch, heads, rows), -torch.inf, dtype=torch.float32)
+
+    def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        """Takes a tile's results ``(b, h, rows, v)`` and log-sum-exp into account."""
+        before = self.lse[:, :, rows]
+        total = torch.logaddexp(before, lse)
+        whole = self.out[:, :, rows]
+        whole.mul_((before - total).exp_().unsqueeze(-1)).add_(out * (lse - total).exp_().unsqueeze(-1))
+        before.copy_(total)
+
+
+class Method(Protocol):
+    """How tiles are come by: both passes of attention over a sequence that is divided over ranks.
+
+    Queries, keys and values are this rank's; ``documents`` ``(b, s)`` is the whole sequence's or ``None``.
+    """
+
+    def mix(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The rows' results and log-sum-exp, both fp32."""
+        ...
+
+    def differentiate(
+        self, saved: Saved, grad_out: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of this rank's queries, keys and values, fp32."""
+        ...
+
+
+class _DividedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, method: Method
+    ) -> Tensor:
+        out, lse = method.mix(query, key, value, documents)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, documents, out, lse)
+        ctx.method = method
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        query, key, value, documents, out, lse = ctx.saved_tensors
+        gradients = ctx.method.differentiate(Saved(query, out, lse), grad_out, key, value, documents)
+        grad_query, grad_key, grad_value = (gradient.to(query.dtype) for gradient in gradients)
+        return grad_query, grad_key, grad_value, None, None
+
+
+def divided_attention(
+    method: Method, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
+) -> Tensor:
+    """Differentiable attention by ``method``: ``(b, h, q, v)``."""
+    return cast(Tensor, _DividedAttention.apply(query, key, value, documents, method))  # type: ignore[no-untyped-call]
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    *,
+    causal: bool = False,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``softmax(scale query key^T + bias) value`` ``(b, h, q, v)``, and its log-sum-exp ``(b, h, q)``, fp32.
+
+    Args:
+        query: ``(b, h, q, e)``.
+        key: ``(b, k, n, e)``; ``k`` divides ``h``.
+        value: ``(b, k, n, v)``.
+        scale: What the products of queries and keys are multiplied with.
+        causal: Whether query ``i`` sees keys up to ``i`` only.
+        bias: ``(b, 1, q, n)`` of the queries' dtype, made by ``Tile``; not together with ``causal``.
+    """
+    width = value.shape[-1]
+    query, key, value = _widened(query, key, value)
+    if query.device.type == "cpu":
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, causal, attn_mask=bias, scale=scale
+        )
+    elif _takes_flash(query, bias):
+        out, lse = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)[:2]
+    else:
+        key, value, bias = _per_query_head(query, key, value, bias)
+        out, lse = aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, True, 0.0, causal, scale=scale
+        )[:2]
+    return out[..., :width], lse[..., : query.shape[2]]
+
+
+def attend_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    *,
+    causal: bool = False,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The share of ``attend``'s arguments in the gradients of its three inputs, when ``out`` and ``lse`` are those of rows
+    that may have seen other keys as well."""
+    widths = query.shape[-1], key.shape[-1], value.shape[-1]
+    query, key, value, out, grad_out = _widened(query, key, value, out, grad_out)
+    lse = lse.contiguous()
+    if query.device.type == "cpu":
+        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, query, key, value, out, lse, 0.0, causal, attn_mask=bias, scale=scale
+        )
+    elif _takes_flash(query, bias):
+        seed = torch.empty(0, dtype=torch.uint64, device=query.device)  # of dropout, which there is none of
+        lengths = (None, None, query.shape[2], key.shape[2])
+        gradients = aten._scaled_dot_product_flash_attention_backward(
+            grad_out, query, key, value, out, lse, *lengths, 0.0, causal, seed, seed, scale=scale
+        )
+    else:
+        gradients = _efficient_backward(grad_out, query, key, value, out, lse, scale, causal, bias)
+    grad_query, grad_key, grad_value = (
+        gradient[..., :width] for gradient, width in zip(gradients, widths, strict=True)
+    )
+    return grad_query, grad_key, grad_value
+
+
+def _efficient_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    causal: bool,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    kv_heads = key.shape[1]
+    key, value, bias = _per_query_head(query, key, value, bias)
+    lse = F.pad(lse, (0, -lse.shape[2] % _LSE_ALIGNMENT), value=torch.inf)
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel takes a token's heads to be together
+    seed = torch.empty(0, dtype=torch.int64, device=query.device)
+    wanted = (True, True, True, False)
+    grad_query, grad_key, grad_value, _ = aten._scaled_dot_product_efficient_attention_backward(
+        grad_out, query, key, value, bias, out, lse, seed, seed, 0.0, wanted, causal, scale=scale
+    )
+    grad_key, grad_value = (
+        gradient.unflatten(1, (kv_heads, -1)).sum(2) for gradient in (grad_key, grad_value)
+    )
+    return grad_query, grad_key, grad_value
+
+
+def _takes_flash(query: Tensor, bias: Tensor | None) -> bool:
+    return bias is None and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= _FLASH_WIDTH
+
+
+def _widened(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """All of one width, filled up with zeros."""
+    widest = max(tensor.shape[-1] for tensor in tensors)
+    width = widest + -widest % _WIDTH_ALIGNMENT
+    return tuple(F.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t for t in tensors)
+
+
+def _per_query_head(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys, values and bias with a head for each query head."""
+    heads = query.shape[1]
+    key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
+    return key, value, None if bias is None else bias.expand(-1, heads, -1, -1)

@@ -1,0 +1,241 @@
+"""Which collectives a rank takes part in, in closed form: no torch, nothing run.
+
+The counts follow from what each axis does, and when: the tensor axis around every pair of matrices, the context axis in every
+attention, the expert axis around every mixture, the pipeline between stages, FSDP before weights are needed and after a slot
+is done, and a few numbers of the whole step. ``phalanx show --ranks`` prints them; the dry run (``phalanx.train.dry_run``)
+counts what the trainer really calls and compares.
+
+Without recomputation of activations, which runs the forward passes' collectives of a block once more, and for AdamW, which
+needs none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from phalanx.model.holdings import Holding, Piece
+from phalanx.model.shape import is_mixture
+from phalanx.model.stages import stage_layers
+from phalanx.parallel.schedules import Action, Schedule
+from phalanx.parallel.slots import Deal
+from phalanx.run.layout import Layout, micro_batches_per_slot, stages_per_rank
+from phalanx.run.spec import RunSpec
+
+Calls = Counter[tuple[str, str]]
+"""How often, by axis and kind: ``("tensor", "all_gather")``. The axis ``all`` is that of all ranks."""
+
+BUCKET_ELEMENTS = 8 << 20
+"""Of one exchange between replicas: 32 MiB in fp32, enough to fill any link."""
+
+
+def rounds_per_step(spec: RunSpec, layout: Layout) -> int:
+    """How many slots a rank computes in a step, at most."""
+    deal = Deal(spec.train.slots, layout.replicate, layout.shard, layout.team)
+    return max(len(deal.rounds(replica)) for replica in {0, layout.replicate - 1})
+
+
+def collectives(spec: RunSpec, layout: Layout, held: Holding) -> Calls:
+    """What the rank that holds ``held`` calls in one optimiser step of a resolved ``spec``, on a CPU or a GPU alike."""
+    return _Rank(spec, layout, held).step()
+
+
+@dataclass(frozen=True)
+class _Rank:
+    spec: RunSpec
+    layout: Layout
+    held: Holding
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        parallel = self.spec.parallel
+        per_rank = stages_per_rank(parallel) if parallel.pipeline > 1 else 1
+        return Schedule(parallel.pipeline_schedule, parallel.pipeline, per_rank)
+
+    @cached_property
+    def actions(self) -> list[Action]:
+        """Of one slot."""
+        micro_batches = micro_batches_per_slot(self.spec)
+        if self.schedule.pipeline > 1:
+            return self.schedule.actions(self.held.place.pipeline, micro_batches)
+        return [Action(kind, 0, number) for number in range(micro_batches) for kind in ("F", "B")]
+
+    @cached_property
+    def pieces(self) -> dict[int, list[Piece]]:
+        """What the rank holds, by stage."""
+        stages = {layer: stage for stage, layers in enumerate(stage_layers(self.spec)) for layer in layers}
+        found: dict[int, list[Piece]] = {stage: [] for stage in self.held.stages}
+        for piece in self.held.pieces:
+            top, _, rest = piece.parameter.name.partition(".")
+            if top == "blocks":
+                found[stages[int(rest.partition(".")[0])]].append(piece)
+            else:
+                found[0 if top == "embedding" else self.schedule.stages - 1].append(piece)
+        return found
+
+    def step(self) -> Calls:
+        """All of a step."""
+        rounds = rounds_per_step(self.spec, self.layout)
+        slot: Calls = Counter()
+        for stage in self.held.stages:
+            passes = sum(action.kind == "F" and action.stage == stage for action in self.actions)
+            slot += _times(self._tensor(stage) + self._context(stage) + self._experts(stage), passes)
+        slot += self._pipeline()
+        calls = _times(slot, rounds) + self._weights(rounds) + self._reduction(rounds)
+        calls["all", "all_reduce"] += 3 + (self.spec.model.moe is not None)
+        return +calls
+
+    def _blocks(self, stage: int) -> list[int]:
+        """The layers of a stage, those of predictions ahead included, which are like the last."""
+        model = self.spec.model
+        layers = list(stage_layers(self.spec)[stage])
+        return layers + [model.layers - 1] * (model.mtp_depth if stage == self.schedule.stages - 1 else 0)
+
+    def _mixtures(self, stage: int) -> int:
+        return sum(is_mixture(self.spec.model, layer) for layer in self._blocks(stage))
+
+    def _tensor(self, stage: int) -> Calls:
+        """Of one micro-batch, forward and back."""
+        calls: Calls = Counter()
+        if self.layout.tensor == 1:
+            return calls
+        model, train, blocks = self.spec.model, self.spec.train, self._blocks(stage)
+        shared = model.moe is None or model.moe.shared > 0
+        pairs = 2 * len(blocks) - (0 if shared else self._mixtures(stage))
+        # Norms are alike on all ranks, so every block has a sum of gradients; each gather is a scatter in backward.
+        gathers, scatters, sums = pairs, pairs, len(blocks)
+        if stage == 0:
+            scatters += 1 + model.mtp_depth
+        if stage == self.schedule.stages - 1:
+            heads = 1 + model.mtp_depth
+            gathers, sums = gathers + heads, sums + heads
+            tokens = max(1, train.micro_batch_size or train.batch_size // train.slots) * train.seq_len
+            chunks = -(-tokens // self.layout.context // train.loss_chunk)
+            calls["tensor", "all_gather"] += heads * chunks
+        calls["tensor", "all_gather"] += gathers + scatters
+        calls["tensor", "reduce_scatter"] += gathers + scatters
+        calls["tensor", "all_reduce"] += sums
+        return calls
+
+    def _context(self, stage: int) -> Calls:
+        """Of one micro-batch, forward and back."""
+        ranks, layers = self.layout.context, len(self._blocks(stage))
+        if ranks == 1:
+            return Counter()
+        if self.spec.parallel.context_mode == "allgather":
+            return Counter({("context", "all_gather"): 2 * layers, ("context", "all_to_all"): layers})
+        # Keys and values go round twice, but for the way home; their gradients once, and home.
+        messages = (3 * ranks - 2) * layers
+        return Counter({("context", "send"): messages, ("context", "recv"): messages})
+
+    def _experts(self, stage: int) -> Calls:
+        """Of one micro-batch, forward and back."""
+        calls: Calls = Counter()
+        moe, layout, mixtures = self.spec.model.moe, self.layout, self._mixtures(stage)
+        if layout.expert > 1:
+            calls["expert", "all_to_all"] += 5 * mixtures
+        if layout.expert_tensor > 1:
+            calls["expert_tensor", "all_gather"] += 4 * mixtures
+            calls["expert_tensor", "reduce_scatter"] += 3 * mixtures
+        if moe is not None and moe.aux_loss and layout.model_ranks > 1:
+            calls["sequence", "all_reduce"] += mixtures
+        return calls
+
+    def _pipeline(self) -> Calls:
+        """Of a slot: inputs of stages, and the gradients of outputs, where the neighbour is on another rank."""
+        calls: Calls = Counter()
+        rank, schedule = self.held.place.pipeline, self.schedule
+        for action in self.actions:
+            neighbours = (action.stage - 1, action.stage + 1)
+            before, after = neighbours if action.kind == "F" else reversed(neighbours)
+            for stage, kind in ((before, "recv"), (after, "send")):
+                away = 0 <= stage < schedule.stages and schedule.rank_of(stage) != rank
+                calls["pipeline", kind] += away and action.kind != "W"
+        return calls
+
+    def _weights(self, rounds: int) -> Calls:
+        """Of a step: gathering of weights."""
+        calls: Calls = Counter()
+        for stage in self.held.stages:
+            kinds = [action.kind for action in self.actions if action.stage == stage]
+            for unit, axis in self._units(stage).items():
+                again = rounds * _gathers(kinds, root=not unit)
+                calls[axis, "all_gather"] += again if self.spec.parallel.sharding == "zero3" else 1
+            if self.spec.parallel.sharding == "zero3" and self.layout.shard * self.layout.context > 1:
+                calls["fsdp", "all_gather"] += rounds * self._in_vain(stage, kinds)
+        return calls
+
+    def _in_vain(self, stage: int, kinds: Iterable[str]) -> int:
+        """How often a slot gathers a block that nobody needs.
+
+        At its end a backward pass prefetches what was used before; after two forward passes in a row, that is the last
+        block of the earlier one, and PyTorch gives it up at once. Where there is a root, it came last, and is still there.
+        """
+        blocks = {piece.unit for piece in self.pieces[stage] if not piece.parameter.stacked}
+        if "" in blocks or len(blocks) == 1:
+            return 0
+        count = forwards = 0
+        for kind in kinds:
+            count += kind in ("B", "I") and forwards > 1
+            forwards = forwards + 1 if kind == "F" else 0
+        return count
+
+    def _units(self, stage: int) -> Mapping[str, str]:
+        """The units of a stage that FSDP divides, with the axis over which it does."""
+        axes = {False: "fsdp", True: "expert_shard"}
+        ranks = {False: self.layout.shard * self.layout.context, True: self.layout.expert_shard}
+        stacked = {piece.unit: piece.parameter.stacked for piece in self.pieces[stage]}
+        return {unit: axes[experts] for unit, experts in stacked.items() if ranks[experts] > 1}
+
+    def _reduction(self, rounds: int) -> Calls:
+        """Of a step: sums of gradients."""
+        calls: Calls = Counter()
+        by_tree = self.spec.train.reduction == "reproducible"
+        times = rounds if by_tree or self.spec.parallel.sharding == "zero3" else 1
+        for stage in self.held.stages:
+            for axis in self._units(stage).values():
+                calls[axis, "all_to_all" if by_tree else "reduce_scatter"] += times
+        if self.layout.replicate > 1:
+            for kind in ("all_to_all", "all_gather") if by_tree else ("all_reduce",):
+                calls["replicate", kind] += self._exchanges()
+        return calls
+
+    def _exchanges(self) -> int:
+        """Exchanges between replicas in a step: one for each unit of FSDP, or each bucket without it."""
+        if self._sharded():
+            return sum(len({piece.unit for piece in self.pieces[stage]}) for stage in self.held.stages)
+        return sum(1 for _ in _buckets(piece.held for piece in self.held.pieces))
+
+    def _sharded(self) -> bool:
+        """Whether FSDP holds the model: if it is divided, or computes in another format than its weights'."""
+        ranks = self.layout.shard * self.layout.context
+        experts = self.layout.expert_shard if self.spec.model.moe else 1
+        return ranks > 1 or experts > 1 or self.spec.precision.compute != "fp32"
+
+
+def _gathers(kinds: Iterable[str], *, root: bool) -> int:
+    """How often ZeRO-3 gathers a unit of a stage in a slot: for every pass, but the root stays from F to B."""
+    count, gathered = 0, False
+    for kind in kinds:
+        if kind == "W":
+            continue
+        count += not gathered
+        gathered = root and kind == "F"
+    return count
+
+
+def _times(calls: Calls, factor: int) -> Calls:
+    return Counter({key: count * factor for key, count in calls.items()})
+
+
+def _buckets(sizes: Iterable[int]) -> Iterator[int]:
+    bucket = 0
+    for size in sizes:
+        bucket += size
+        if bucket >= BUCKET_ELEMENTS:
+            yield bucket
+            bucket = 0
+    if bucket:
+        yield bucket

@@ -1,0 +1,240 @@
+"""Pipeline schedules as data: what each rank of a pipeline computes, in which order.
+
+The layers are divided into stages; a slot's micro-batches flow through them forward and back. A schedule is a list of
+actions for each rank: forward (F), backward (B), or backward in two halves, the gradient of the stage's input first (I) and
+those of its weights when there is nothing more urgent to do (W). The lists are those of ``torch.distributed.pipelining``,
+to which the tests hold them; here a rank makes its own list alone, where PyTorch makes every rank's on every rank, which at
+64 stages and 512 micro-batches takes each of them ten seconds.
+
+- ``gpipe``: all forward, then all backward (arXiv 1811.06965).
+- ``1f1b``: backward as early as possible, so that few activations are held (PipeDream-Flush, arXiv 2006.09503).
+- ``interleaved``: several stages on each rank, dealt round by round (arXiv 2104.04473).
+- ``zbv``: two stages on each rank, placed down and up again like a V; W fills the gaps (arXiv 2401.10241, section 6).
+- ``dualpipev``: the same placement, forward of one paired with backward of another (DeepSeek's DualPipe, arXiv
+  2412.19437, section 3.2.1, folded in half). The members of a pair run one after the other here.
+
+Every list computes the weight gradients of a stage in the order of micro-batches, so a schedule changes no sum.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from phalanx.run.layout import SPLIT_BACKWARD
+
+Name = Literal["gpipe", "1f1b", "interleaved", "zbv", "dualpipev"]
+Kind = Literal["F", "B", "I", "W"]
+
+
+class Action(NamedTuple):
+    """One thing that a rank computes."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+
+class Message(NamedTuple):
+    """A stage's input (F) or the gradient of its output (B), on its way to that stage."""
+
+    kind: Literal["F", "B"]
+    stage: int
+    """The stage that needs it."""
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A schedule of a pipeline of ``pipeline`` ranks with ``per_rank`` stages each."""
+
+    name: Name
+    pipeline: int
+    per_rank: int
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return self.pipeline * self.per_rank
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that holds ``stage``."""
+        turn, place = divmod(stage, self.pipeline)
+        return self.pipeline - 1 - place if self.name in SPLIT_BACKWARD and turn else place
+
+    def actions(self, rank: int, micro_batches: int) -> list[Action]:
+        """What ``rank`` computes for a slot of ``micro_batches``, in order."""
+        makers = {
+            "gpipe": _gpipe,
+            "1f1b": _one_forward_one_backward,
+            "interleaved": _interleaved,
+            "zbv": _zbv,
+            "dualpipev": _dualpipev,
+        }
+        return makers[self.name](self, rank, micro_batches)
+
+    def forward_only(self, rank: int, micro_batches: int) -> list[Action]:
+        """What ``rank`` computes of an evaluation."""
+        stages = stages_of_rank(self.name, self.pipeline, rank, self.per_rank)
+        return [Action("F", stage, number) for stage in stages for number in range(micro_batches)]
+
+    def result(self, action: Action) -> Message | None:
+        """What another stage needs of an action's result."""
+        if action.kind == "F" and action.stage + 1 < self.stages:
+            return Message("F", action.stage + 1, action.micro_batch)
+        if action.kind in ("B", "I") and action.stage > 0:
+            return Message("B", action.stage - 1, action.micro_batch)
+        return None
+
+    def sent(self, actions: Iterable[Action], target: int) -> Iterator[Message]:
+        """The results of ``actions``, some rank's, that go to the rank ``target``, in order."""
+        results = map(self.result, actions)
+        return (message for message in results if message and self.rank_of(message.stage) == target)
+
+    def links(self) -> list[tuple[int, int]]:
+        """Every pair (source, target) of different ranks between which something is sent."""
+        ranks = [self.rank_of(stage) for stage in range(self.stages)]
+        down = {pair for pair in pairwise(ranks) if pair[0] != pair[1]}
+        return sorted(down | {(target, source) for source, target in down})
+
+
+def stages_of_rank(schedule: Name, pipeline: int, rank: int, stages_per_rank: int) -> tuple[int, ...]:
+    """The stages on ``rank``, ascending: dealt round by round, or for ``zbv`` and ``dualpipev`` down and up like a V."""
+    placed = Schedule(schedule, pipeline, stages_per_rank)
+    return tuple(stage for stage in range(placed.stages) if placed.rank_of(stage) == rank)
+
+
+def bubble(schedule: Name, pipeline: int, micro_batches: int, stages_per_rank: int) -> float:
+    """The share of a slot's time that a rank stands idle, if nothing but computing takes time.
+
+    Stages are taken to be equal, and F, I and W of a stage to take the same time, B twice that. With ``m`` micro-batches,
+    ``p`` ranks and ``v`` stages on each, idle over busy time is
+
+    - ``(p - 1) / m`` for ``gpipe`` (arXiv 1811.06965, section 2.3) and ``1f1b`` (arXiv 2104.04473, section 2.2.1);
+    - ``(p - 1) / (v m)`` for ``interleaved`` (arXiv 2104.04473, section 2.2.2);
+    - ``(p - 1) / (6 m)`` for ``zbv``: nothing but the wait for the first input, which arXiv 2401.10241 does not count,
+      because its steps overlap, while the slots here do not;
+    - the same for ``dualpipev`` while the members of a pair run one after the other. (For pairs that end together, the
+      README of DeepSeek's DualPipe gives ``(p - 1) (F&B + B - 3 W)`` of idle time.)
+    """
+    ranks = pipeline - 1
+    idle = {
+        "gpipe": ranks / micro_batches,
+        "1f1b": ranks / micro_batches,
+        "interleaved": ranks / (micro_batches * stages_per_rank),
+        "zbv": ranks / (6 * micro_batches),
+        "dualpipev": ranks / (6 * micro_batches),
+    }[schedule]
+    return idle / (1 + idle)
+
+
+def _gpipe(schedule: Schedule, rank: int, micro_batches: int) -> list[Action]:
+    del schedule
+    forward = [Action("F", rank, number) for number in range(micro_batches)]
+    return forward + [Action("B", rank, number) for number in range(micro_batches)]
+
+
+def _one_forward_one_backward(schedule: Schedule, rank: int, micro_batches: int) -> list[Action]:
+    forward = [Action("F", rank, number) for number in range(micro_batches)]
+    backward = [Action("B", rank, number) for number in range(micro_batches)]
+    ahead = min(micro_batches, schedule.pipeline - rank)
+    pairs = zip(backward, forward[ahead:], strict=False)
+    return forward[:ahead] + [action for pair in pairs for action in pair] + backward[micro_batches - ahead :]
+
+
+def _interleaved(schedule: Schedule, rank: int, micro_batches: int) -> list[Action]:
+    ranks, turns = schedule.pipeline, schedule.per_rank
+    total = micro_batches * turns
+
+    def at(kind: Kind, step: int) -> Action:
+        # As many micro-batches as there are ranks pass through one stage, then through the next, and so on.
+        block, place = divmod(step, ranks)
+        round_, turn = divmod(block, turns)
+        turn = turn if kind == "F" else turns - 1 - turn
+        return Action(kind, turn * ranks + rank, round_ * ranks + place)
+
+    ahead = min((turns - 1) * ranks + 2 * (ranks - 1 - rank), total)
+    order = [at("F", step) for step in range(ahead)]
+    for step in range(total - ahead):
+        order += (at("F", ahead + step), at("B", step))
+    return order + [at("B", step) for step in range(total - ahead, total)]
+
+
+class _Writer:
+    """Writes the actions of a rank with two stages, each kind in the order of micro-batches."""
+
+    def __init__(self, schedule: Schedule, rank: int) -> None:
+        self.stages = stages_of_rank(schedule.name, schedule.pipeline, rank, schedule.per_rank)
+        self.actions: list[Action] = []
+        self.done: Counter[str] = Counter()
+        self.owed: deque[str] = deque()
+        """The W of every I written so far, until they are written."""
+
+    def write(self, *steps: str) -> None:
+        """Writes steps such as "F0": forward of the rank's first stage."""
+        for step in steps:
+            kind, which = step[0], step[1]
+            number = self.done[step]
+            self.done[step] += 1
+            if kind == "B":  # an I and a W at once
+                number = self.done[f"I{which}"]
+                self.done.update((f"I{which}", f"W{which}"))
+            elif kind == "I":
+                self.owed.append(f"W{which}")
+            self.actions.append(Action(kind, self.stages[int(which)], number))  # type: ignore[arg-type]
+
+    def pay(self) -> None:
+        """Writes the oldest W that is owed, if any."""
+        if self.owed:
+            self.write(self.owed.popleft())
+
+
+def _zbv(schedule: Schedule, rank: int, micro_batches: int) -> list[Action]:
+    writer, after = _Writer(schedule, rank), schedule.pipeline - rank
+    write, done = writer.write, writer.done
+    for _ in range(2 * after - 1):
+        write("F0")
+    for _ in range(rank):
+        write("F1", "F0")
+    for _ in range(after):
+        write("F1", "I1", "W1")
+    while done["F1"] < micro_batches:
+        write(*(("F0",) if done["F0"] < micro_batches else ()), "I0", "W0", "F1", "I1", "W1")
+    for _ in range(rank):
+        write("I0", "I1")
+    for _ in range(after):
+        write("I0", "W0")
+    for which in ("1", "0"):
+        while done[f"W{which}"] < micro_batches:
+            write(f"W{which}")
+    return writer.actions
+
+
+def _dualpipev(schedule: Schedule, rank: int, micro_batches: int) -> list[Action]:
+    writer, before, after = _Writer(schedule, rank), rank + 1, schedule.pipeline - rank - 1
+    write, pay = writer.write, writer.pay
+    for _ in range(2 * after):
+        write("F0")
+    for _ in range(before):
+        write("F0", "F1")
+    for _ in range(after):
+        write("I1")
+        pay()
+        write("F1")
+    for _ in range(micro_batches - 2 * schedule.pipeline + before):
+        write("F0", "B1", "F1", "B0")
+    for _ in range(after):
+        write("B1", "F1", "B0")
+    for place in range(
+        2 * before
+    ):  # the second half of these owe their W, which fill the gaps of what follows
+        write(f"{'B' if place < before else 'I'}{1 - place % 2}")
+    for _ in range(after):
+        pay()
+        write("I0")
+    for _ in range(before):
+        pay()
+    return writer.actions

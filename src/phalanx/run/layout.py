@@ -1,0 +1,394 @@
+"""The layout: how a run's ranks are divided over the axes of the mesh, and the one place that says which ways are legal.
+
+The mesh is ``pipeline x replicate x shard x context x tensor``, the tensor axis fastest, because it talks most and its
+ranks should be neighbours. Experts are folded over the inner axes: the ranks that share a layer's experts are neighbours
+too, first along tensor (unless each expert's matrices are divided there), then context, then shard. The data-parallel
+ranks whose experts are shared form a *team*: a team computes its slots together, and joins or leaves as one.
+
+``replicate``, ``shard`` and ``pipeline`` are the fleet's choice and change no bit; the other degrees decide how sums are
+split.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from phalanx.run.problems import Problem
+from phalanx.run.spec import ModelSpec, ParallelSpec, RunSpec
+
+SPLIT_BACKWARD = ("zbv", "dualpipev")
+"""Schedules that compute the gradients of activations and of weights at different times."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of all axes."""
+
+    pipeline: int = 1
+    replicate: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.pipeline * self.data_ranks * self.model_ranks
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that compute different slots at the same time."""
+        return self.replicate * self.shard
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks of one stage that compute one slot together."""
+        return self.context * self.tensor
+
+    @property
+    def team(self) -> int:
+        """Data-parallel ranks whose experts are shared among them: 1 without experts, or with few ranks a layer."""
+        return max(1, self.expert * self.expert_tensor // self.model_ranks)
+
+    @property
+    def expert_shard(self) -> int:
+        """Ranks of one stage and replica that hold the same experts, and divide them like other parameters."""
+        return self.shard * self.model_ranks // (self.expert * self.expert_tensor)
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The axes of the mesh by name, slowest first."""
+        return {
+            "pipeline": self.pipeline,
+            "replicate": self.replicate,
+            "shard": self.shard,
+            "context": self.context,
+            "tensor": self.tensor,
+        }
+
+
+def replica_ranks(parallel: ParallelSpec) -> int:
+    """The least number of ranks that a run can have: one replica, with its team of experts."""
+    model_ranks = parallel.context * parallel.tensor
+    team = max(1, parallel.expert * parallel.expert_tensor // model_ranks)
+    return parallel.pipeline * model_ranks * team
+
+
+def stages_per_rank(parallel: ParallelSpec) -> int:
+    """Pipeline stages on each rank."""
+    return parallel.pipeline_stages or (1 if parallel.pipeline_schedule in ("gpipe", "1f1b") else 2)
+
+
+def layout_of(parallel: ParallelSpec, ranks: int) -> Layout:
+    """The layout of a run on ``ranks`` ranks; check it with ``layout_problems`` first."""
+    data_ranks = ranks // (parallel.pipeline * parallel.context * parallel.tensor)
+    shard = 1 if parallel.sharding == "none" else parallel.shard_ranks or data_ranks
+    return Layout(
+        pipeline=parallel.pipeline,
+        replicate=data_ranks // shard,
+        shard=shard,
+        context=parallel.context,
+        tensor=parallel.tensor,
+        expert=parallel.expert,
+        expert_tensor=parallel.expert_tensor,
+    )
+
+
+def layout_problems(spec: RunSpec, ranks: int) -> list[Problem]:
+    """Everything that is impossible about running ``spec`` on ``ranks`` ranks, each with what would make it possible.
+
+    With ``ranks`` 0 (not known yet), what no number of ranks could mend.
+    """
+    problems = [
+        *_tensor(spec),
+        *_context(spec),
+        *_pipeline(spec),
+        *_experts(spec),
+        *_formats(spec),
+        *_sharding(spec.parallel),
+    ]
+    return [*problems, *(_ranks(spec, ranks) if ranks and not problems else ())]
+
+
+def _tensor(spec: RunSpec) -> Iterator[Problem]:
+    model, degree = spec.model, spec.parallel.tensor
+    if degree == 1:
+        return
+    for path, size in _divided_by_tensor(model):
+        if size % degree:
+            yield Problem(
+                "parallel.tensor",
+                f"{path} = {size} cannot be divided over {degree} tensor ranks",
+                f"{divisors_near(size, degree)} divide it",
+                (path,),
+            )
+    if spec.parallel.async_tensor and not (spec.runtime.compile and spec.runtime.device != "cpu"):
+        yield Problem(
+            "parallel.async_tensor",
+            "overlapping the tensor axis needs a GPU and compiled blocks",
+            'set runtime.compile = true and runtime.device = "cuda", or async_tensor = false',
+            ("runtime.compile", "runtime.device"),
+        )
+
+
+def _divided_by_tensor(model: ModelSpec) -> Iterator[tuple[str, int]]:
+    yield "model.heads", model.heads
+    if model.mla is None:
+        yield "model.kv_heads", model.kv_heads or model.heads
+    if model.ffn_dim:
+        yield "model.ffn_dim", model.ffn_dim
+    moe = model.moe
+    if moe is not None and moe.shared and (moe.ffn_dim or model.ffn_dim):
+        yield "model.moe.ffn_dim", moe.shared * (moe.ffn_dim or model.ffn_dim)
+
+
+def _context(spec: RunSpec) -> Iterator[Problem]:
+    parallel, seq_len = spec.parallel, spec.train.seq_len
+    if parallel.context == parallel.tensor == 1:
+        return
+    # In attention each rank takes one piece from the head and one from the tail of the sequence.
+    pieces = (2 * parallel.context if parallel.context > 1 else 1) * parallel.tensor
+    if seq_len % pieces:
+        yield Problem(
+            "train.seq_len",
+            f"{seq_len} tokens cannot be divided over context {parallel.context} and tensor {parallel.tensor}",
+            f"it must be a multiple of {pieces}",
+            ("parallel.context", "parallel.tensor"),
+        )
+    if parallel.context > 1 and spec.model.mtp_depth:
+        yield Problem(
+            "model.mtp_depth",
+            "predicting further ahead needs the neighbouring token, which another context rank holds",
+            "set parallel.context or parallel.tensor to 1, or model.mtp_depth = 0",
+            ("parallel.context",),
+        )
+
+
+def _pipeline(spec: RunSpec) -> Iterator[Problem]:
+    parallel, model = spec.parallel, spec.model
+    if parallel.pipeline == 1:
+        if parallel.pipeline_split or parallel.pipeline_stages > 1:
+            yield Problem(
+                "parallel.pipeline", "stages are given, but there is no pipeline", "give its degree"
+            )
+        return
+    name, stages = parallel.pipeline_schedule, parallel.pipeline * stages_per_rank(parallel)
+    if model.tie_embeddings:
+        yield Problem(
+            "model.tie_embeddings",
+            "the first and the last stage cannot share one matrix",
+            "set model.tie_embeddings = false, or parallel.pipeline = 1",
+            ("parallel.pipeline",),
+        )
+    if model.mtp_depth:
+        yield Problem(
+            "model.mtp_depth",
+            "predicting further ahead needs the embedding, which only the first stage has",
+            "set model.mtp_depth = 0, or parallel.pipeline = 1",
+            ("parallel.pipeline",),
+        )
+    if stages > model.layers:
+        yield Problem(
+            "parallel.pipeline",
+            f"{stages} stages for {model.layers} layers: some would be empty",
+            f"at most {model.layers // stages_per_rank(parallel)} pipeline ranks with this schedule",
+            ("model.layers", "parallel.pipeline_stages"),
+        )
+    yield from _split_problems(parallel, model.layers, stages)
+    yield from _schedule_problems(spec)
+    if name in SPLIT_BACKWARD and spec.runtime.compile:
+        yield Problem(
+            "runtime.compile",
+            f"{name} splits the backward pass, which compiled blocks do not allow",
+            'set runtime.compile = false, or parallel.pipeline_schedule = "interleaved"',
+            ("parallel.pipeline_schedule",),
+        )
+
+
+def _split_problems(parallel: ParallelSpec, layers: int, stages: int) -> Iterator[Problem]:
+    split = parallel.pipeline_split
+    if split and (len(split) != stages or sum(split) != layers or min(split) < 1):
+        yield Problem(
+            "parallel.pipeline_split",
+            f"{len(split)} stages with {sum(split)} layers, the smallest with {min(split)}",
+            f"it must name {stages} stages of at least one layer each, {layers} in all; or leave it empty",
+            ("parallel.pipeline", "model.layers"),
+        )
+
+
+def _schedule_problems(spec: RunSpec) -> Iterator[Problem]:
+    parallel = spec.parallel
+    name, per_rank = parallel.pipeline_schedule, stages_per_rank(parallel)
+    wanted = {"gpipe": per_rank == 1, "1f1b": per_rank == 1, "interleaved": per_rank >= 2}
+    if not wanted.get(name, per_rank == 2):
+        yield Problem(
+            "parallel.pipeline_stages",
+            f"{per_rank} stages on each rank do not go with {name}",
+            "gpipe and 1f1b take 1, interleaved 2 or more, zbv and dualpipev 2; 0 chooses",
+            ("parallel.pipeline_schedule",),
+        )
+    micro_batches = micro_batches_per_slot(spec)
+    if name == "interleaved" and micro_batches % parallel.pipeline:
+        yield _too_few(micro_batches, f"a multiple of {parallel.pipeline}", name)
+    if name in SPLIT_BACKWARD and micro_batches < 2 * parallel.pipeline:
+        yield _too_few(micro_batches, f"at least {2 * parallel.pipeline}", name)
+
+
+def _too_few(micro_batches: int, needed: str, schedule: str) -> Problem:
+    return Problem(
+        "train.micro_batch_size",
+        f"a slot has {micro_batches} micro-batches",
+        f"{schedule} needs {needed}: change micro_batch_size, slots or batch_size",
+        ("parallel.pipeline_schedule", "train.slots", "train.batch_size"),
+    )
+
+
+def micro_batches_per_slot(spec: RunSpec) -> int:
+    """How many forward passes a slot takes."""
+    per_slot = spec.train.batch_size // spec.train.slots
+    return max(1, per_slot // (spec.train.micro_batch_size or per_slot or 1))
+
+
+def _experts(spec: RunSpec) -> Iterator[Problem]:
+    parallel, moe = spec.parallel, spec.model.moe
+    if moe is None:
+        if parallel.expert > 1 or parallel.expert_tensor > 1:
+            yield Problem(
+                "parallel.expert", "the model has no experts", "set it to 1, or describe [model.moe]"
+            )
+        return
+    if parallel.expert_tensor not in (1, parallel.tensor):
+        yield Problem(
+            "parallel.expert_tensor",
+            f"{parallel.expert_tensor} is neither 1 nor parallel.tensor = {parallel.tensor}",
+            "experts' matrices are whole on a rank, or divided as all others are",
+            ("parallel.tensor",),
+        )
+        return
+    if moe.experts % parallel.expert:
+        yield Problem(
+            "parallel.expert",
+            f"{moe.experts} experts cannot be divided over {parallel.expert} ranks",
+            f"{divisors_near(moe.experts, parallel.expert)} divide {moe.experts}",
+            ("model.moe.experts",),
+        )
+        return
+    inner, pieces = moe.ffn_dim or spec.model.ffn_dim, parallel.expert_tensor
+    # A grouped product needs rows of whole 16 bytes, whatever the format.
+    if pieces > 1 and inner % (8 * pieces):
+        yield Problem(
+            "parallel.expert_tensor",
+            f"an expert's {inner} inner elements cannot be divided over {pieces} ranks into multiples of 8",
+            f"make model.moe.ffn_dim a multiple of {8 * pieces}, or set parallel.expert_tensor = 1",
+            ("model.moe.ffn_dim", "model.ffn_dim"),
+        )
+    yield from _folding(parallel, spec.train.slots)
+
+
+def _folding(parallel: ParallelSpec, slots: int) -> Iterator[Problem]:
+    model_ranks = parallel.context * parallel.tensor
+    group = parallel.expert * parallel.expert_tensor
+    team = max(1, group // model_ranks)
+    if max(group, model_ranks) % min(group, model_ranks) or team & (team - 1):
+        yield Problem(
+            "parallel.expert",
+            f"experts on {group} ranks cannot be folded over the {model_ranks} ranks that share a slot",
+            f"take a divisor of {model_ranks}, or {model_ranks} times a power of two",
+            ("parallel.context", "parallel.tensor", "parallel.expert_tensor"),
+        )
+    elif slots % team:
+        yield Problem(
+            "train.slots",
+            f"{slots} slots cannot be dealt to teams of {team} ranks that share experts",
+            f"it must be a multiple of {team}",
+            ("parallel.expert",),
+        )
+
+
+def _formats(spec: RunSpec) -> Iterator[Problem]:
+    if spec.memory.recompute == "budget" and not spec.runtime.compile:
+        yield Problem(
+            "memory.recompute",
+            "the compiler is who keeps to a budget, and runtime.compile is off",
+            'set runtime.compile = true, or memory.recompute = "selective"',
+            ("runtime.compile",),
+        )
+    if spec.optimizer.state != "fp32" and spec.optimizer.name != "adamw":
+        yield Problem(
+            "optimizer.state",
+            f"the state of {spec.optimizer.name} is kept in fp32",
+            'set optimizer.state = "fp32", or optimizer.name = "adamw"',
+            ("optimizer.name",),
+        )
+    if spec.memory.offload_optimizer != "none" and (spec.optimizer.name, spec.optimizer.state) != (
+        "adamw",
+        "fp32",
+    ):
+        yield Problem(
+            "memory.offload_optimizer",
+            f"only the fp32 state of adamw can live elsewhere, not the {spec.optimizer.state} state of "
+            f"{spec.optimizer.name}",
+            'set it to "none", or optimizer.name = "adamw" and optimizer.state = "fp32"',
+            ("optimizer.name", "optimizer.state"),
+        )
+
+
+def _sharding(parallel: ParallelSpec) -> Iterator[Problem]:
+    if parallel.sharding == "none" and parallel.shard_ranks > 1:
+        yield Problem(
+            "parallel.shard_ranks",
+            f'{parallel.shard_ranks} ranks cannot share a model with sharding = "none"',
+            'set parallel.sharding to "zero2" or "zero3"',
+            ("parallel.sharding",),
+        )
+
+
+def _ranks(spec: RunSpec, ranks: int) -> Iterator[Problem]:
+    parallel, train = spec.parallel, spec.train
+    model_ranks = parallel.pipeline * parallel.context * parallel.tensor
+    if ranks % model_ranks:
+        yield Problem(
+            "parallel.ranks",
+            f"{ranks} ranks cannot be divided into pipeline {parallel.pipeline} x context {parallel.context} x "
+            f"tensor {parallel.tensor}",
+            f"it must be a multiple of {model_ranks}",
+            ("parallel.pipeline", "parallel.context", "parallel.tensor"),
+        )
+        return
+    data_ranks = ranks // model_ranks
+    shard = 1 if parallel.sharding == "none" else parallel.shard_ranks or data_ranks
+    if data_ranks % shard:
+        yield Problem(
+            "parallel.shard_ranks",
+            f"{data_ranks} data-parallel ranks cannot be divided into groups of {shard}",
+            f"{divisors_near(data_ranks, shard)} divide {data_ranks}; or set it to 0",
+            ("parallel.ranks",),
+        )
+        return
+    team = layout_of(parallel, ranks).team
+    if shard % team:
+        yield Problem(
+            "parallel.expert",
+            f"{shard} ranks that share a copy of the model cannot be divided into teams of {team} that share experts",
+            f"{divisors_near(shard, team)} divide {shard}: change parallel.expert, shard_ranks or ranks",
+            ("parallel.ranks", "parallel.shard_ranks", "parallel.sharding"),
+        )
+    if data_ranks > train.slots:
+        yield Problem(
+            "parallel.ranks",
+            f"{data_ranks} data-parallel ranks for {train.slots} slots: some would never have work",
+            f"at most {train.slots * model_ranks} ranks with train.slots = {train.slots}, or more slots",
+            ("train.slots",),
+        )
+
+
+def divisors_near(number: int, wanted: int) -> str:
+    """The divisors of ``number`` closest to ``wanted``, as text."""
+    # Of numbers too large to search, those that a small divisor leads to.
+    small = [d for d in range(1, min(math.isqrt(number), 1 << 16) + 1) if number % d == 0]
+    divisors = sorted({*small, *(number // d for d in small)})
+    return ", ".join(map(str, sorted(sorted(divisors, key=lambda d: abs(d - wanted))[:4])))

@@ -1,0 +1,80 @@
+"""Which optimiser a run file asks for, and which parameters it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import torch.distributed as dist
+from torch import nn
+
+from phalanx.model.shape import Parameter
+from phalanx.parallel.partition import Box
+from phalanx.run.spec import OptimizerSpec
+from phalanx.train.offload_moments import MomentStore
+from phalanx.train.optimizers.adafactor import Adafactor
+from phalanx.train.optimizers.adamw import AdamW
+from phalanx.train.optimizers.matrix_optimizer import MatrixOptimizer, MatrixRule
+from phalanx.train.optimizers.muon import Muon
+from phalanx.train.optimizers.narrow_adamw import NarrowAdamW
+from phalanx.train.optimizers.optimizer import Optimizer, Several
+from phalanx.train.optimizers.shampoo import Shampoo
+from phalanx.train.optimizers.soap import Soap
+
+_RULES: dict[str, Callable[[OptimizerSpec], MatrixRule]] = {
+    "adafactor": Adafactor,
+    "muon": Muon,
+    "shampoo": Shampoo,
+    "soap": Soap,
+}
+
+
+def make_optimizer(
+    spec: OptimizerSpec,
+    parameters: Mapping[str, nn.Parameter],
+    kinds: Mapping[str, Parameter],
+    *,
+    seed: int = 0,
+    boxes: Mapping[str, Box] | None = None,
+    group: dist.ProcessGroup | None = None,
+    store: MomentStore | None = None,
+) -> Optimizer:
+    """The optimiser of ``parameters``, on every rank together.
+
+    Args:
+        kinds: What each parameter is, with the shape of the whole.
+        seed: Of stochastic rounding.
+        boxes: Where what this rank holds of each parameter lies in the whole, by name; ``None`` if parameters are whole
+            or DTensors that know.
+        group: The ranks that hold each of ``parameters`` between them (``Mesh.stage_group``). A larger group divides the work
+            further. ``None`` if this rank holds everything.
+        store: Where AdamW's fp32 moments live; ``None`` is the device.
+    """
+
+    def part(names: list[str]) -> dict[str, nn.Parameter]:
+        return {name: parameters[name] for name in names}
+
+    if spec.name == "adamw":
+        narrow = [n for n in parameters if spec.state != "fp32" and len(kinds[n].shape) > 1]
+        plain = [n for n in parameters if n not in narrow]
+        wide = AdamW(spec, part(plain), kinds, boxes, store)
+        return Several([NarrowAdamW(spec, part(narrow), kinds, seed, boxes), wide]) if narrow else wide
+    rule = _RULES[spec.name](spec)
+    matrices = [n for n in parameters if takes(spec, kinds[n])]
+    rest = [n for n in parameters if n not in matrices]
+    optimizers: list[Optimizer] = [AdamW(dataclasses.replace(spec, name="adamw"), part(rest), kinds, boxes)]
+    if matrices:
+        optimizers.insert(0, MatrixOptimizer(spec, rule, part(matrices), kinds, boxes, group))
+    return Several(optimizers)
+
+
+def takes(spec: OptimizerSpec, parameter: Parameter) -> bool:
+    """Whether an optimiser of matrices takes a parameter, or leaves it to AdamW.
+
+    Rows of the embedding, and of the head, belong to tokens, most of which a batch does not have; rows of a router belong
+    to experts. Muon, Shampoo and SOAP look for directions of the whole matrix and leave these alone. Adafactor takes
+    embedding and head too, since its purpose is to save memory.
+    """
+    if parameter.kind == "embedding" or parameter.name == "head.weight":
+        return spec.name == "adafactor"
+    return parameter.kind in ("matrix", "output")

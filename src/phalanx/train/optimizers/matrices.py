@@ -1,0 +1,279 @@
+"""Whole matrices for optimisers that need them, though every rank holds only a share of each.
+
+Orthogonalising a matrix, or taking roots of its statistics, is not the sum of doing so to its shards; and a product that is
+computed in pieces rounds as it is divided. So each matrix has one *owner* among the ranks that hold it between them. In a
+step, all shares of its gradient go to the owner, who works on the whole in a fixed order of operations, and the owner
+sends each rank its share of the change: a matrix crosses the wire twice, whatever is done to it, and its result has the
+same bits on any number of ranks. State lives with the owner alone, so it is sharded as well as gradients are.
+
+Who owns what follows from costs: a matrix that some rank holds whole (experts, mostly) stays there and never crosses;
+the others are dealt, the costliest first, to whoever has least to do (Graham 1969). Ranks that hold equal parts need not
+be told apart: one of them sends, all of them receive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.parallel.partition import Box
+
+BATCH_ELEMENTS = 1 << 27
+"""Elements of matrices that an owner receives at once: what bounds the buffers (512 MiB in fp32)."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A parameter that is a matrix, or one matrix of a stack ``(matrices, rows, columns)``."""
+
+    parameter: str
+    rows: int
+    columns: int
+    index: int | None = None
+    """Place in the stack."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.rows * self.columns
+
+    @property
+    def box(self) -> Box:
+        """Where it lies in the parameter."""
+        if self.index is None:
+            return (0, 0), (self.rows, self.columns)
+        return (self.index, 0, 0), (1, self.rows, self.columns)
+
+
+def matrices_of(parameter: str, shape: tuple[int, ...]) -> list[Matrix]:
+    """The matrices that a parameter of two or three dimensions consists of."""
+    if len(shape) == 2:
+        return [Matrix(parameter, *shape)]
+    count, rows, columns = shape
+    return [Matrix(parameter, rows, columns, index) for index in range(count)]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank holds of a matrix."""
+
+    rank: int
+    part: Box
+    """In the parameter."""
+
+
+def shares_of(matrix: Matrix, holders: Sequence[Mapping[str, Box]]) -> list[Share]:
+    """Who holds what of a matrix; ``holders`` is what every rank holds of each parameter."""
+    shares = []
+    for rank, boxes in enumerate(holders):
+        part = _intersection(matrix.box, boxes[matrix.parameter]) if matrix.parameter in boxes else None
+        if part is not None:
+            shares.append(Share(rank, part))
+    return shares
+
+
+def deal(
+    matrices: Sequence[Matrix], shares: Sequence[Sequence[Share]], costs: Sequence[float], ranks: int
+) -> list[int]:
+    """The owner of each matrix."""
+    load = [0.0] * ranks
+    owners = [0] * len(matrices)
+
+    def take(number: int, candidates: Sequence[int]) -> None:
+        owners[number] = min(candidates, key=lambda rank: (load[rank], rank))
+        load[owners[number]] += costs[number]
+
+    # The sort is stable, so that every rank finds the same owners.
+    falling = sorted(range(len(matrices)), key=lambda number: -costs[number])
+    whole = [[s.rank for s in shares[n] if s.part == matrix.box] for n, matrix in enumerate(matrices)]
+    for number in falling:
+        if whole[number]:
+            take(number, whole[number])
+    for number in falling:
+        if not whole[number]:
+            take(number, range(ranks))
+    return owners
+
+
+@dataclass(frozen=True)
+class Leg:
+    """A part of a matrix that crosses between its owner and a rank that holds it."""
+
+    matrix: Matrix
+    part: Box
+
+    @property
+    def numel(self) -> int:
+        """Elements that cross."""
+        _, shape = self.part
+        return shape[-2] * shape[-1]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Matrices whose gradients cross together, as one rank sees it; what is listed by rank goes to or comes from it."""
+
+    owned: list[Matrix]
+    gradients_out: list[list[Leg]]
+    gradients_in: list[list[Leg]]
+    changes_out: list[list[Leg]]
+    changes_in: list[list[Leg]]
+    local: bool
+    """Whether every rank of the group holds what it owns, so that nothing crosses."""
+
+
+@dataclass
+class Exchange:
+    """Moves matrices between the ranks of ``group``, which hold each parameter between them.
+
+    Args:
+        parameters: Shapes of the whole parameters, in the same order on all ranks.
+        boxes: What this rank holds of each (a parameter that it holds nothing of may be left out).
+        cost: What a matrix of some rows and columns costs its owner, in any unit.
+        group: ``None`` where this rank holds everything.
+    """
+
+    parameters: Mapping[str, tuple[int, ...]]
+    boxes: Mapping[str, Box]
+    cost: Callable[[int, int], float]
+    group: dist.ProcessGroup | None = None
+    batches: list[Batch] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._ranks = self.group.size() if self.group else 1
+        self._rank = self.group.rank() if self.group else 0
+        holders = self._everybodys_boxes()
+        matrices = [m for name, shape in self.parameters.items() for m in matrices_of(name, shape)]
+        shares = [shares_of(matrix, holders) for matrix in matrices]
+        costs = [self.cost(matrix.rows, matrix.columns) for matrix in matrices]
+        owners = deal(matrices, shares, costs, self._ranks)
+        self.batches = [
+            self._batch([(matrices[n], shares[n], owners[n]) for n in numbers])
+            for numbers in _batches(matrices, owners, self._ranks)
+        ]
+
+    @property
+    def owned(self) -> list[Matrix]:
+        """The matrices that this rank owns; those of one parameter in the order of the stack."""
+        order = {name: place for place, name in enumerate(self.parameters)}
+        owned = [matrix for batch in self.batches for matrix in batch.owned]
+        return sorted(owned, key=lambda matrix: (order[matrix.parameter], matrix.index or 0))
+
+    def collect(self, batch: Batch, held: Mapping[str, Tensor]) -> dict[Matrix, Tensor]:
+        """The whole matrices ``(rows, columns)`` that this rank owns, from everybody's shares ``held`` of them."""
+        # Fresh memory for each matrix: kernels may round as their operands are aligned.
+        whole = {m: torch.empty(m.rows, m.columns, device=_device(held)) for m in batch.owned}
+        sent = [[self._of_share(held, leg) for leg in legs] for legs in batch.gradients_out]
+        received = self._swap(sent, batch.gradients_in, batch.local, _device(held))
+        for legs, pieces in zip(batch.gradients_in, received, strict=True):
+            for leg, piece in zip(legs, pieces, strict=True):
+                _of_whole(whole, leg).copy_(piece)
+        return whole
+
+    def hand_back(
+        self, batch: Batch, changes: Mapping[Matrix, Tensor], held: Mapping[str, Tensor]
+    ) -> Iterator[tuple[Matrix, Tensor, Tensor]]:
+        """For each share that this rank holds of a matrix: its part of ``held``, and of the owner's ``changes``."""
+        sent = [[_of_whole(changes, leg) for leg in legs] for legs in batch.changes_out]
+        received = self._swap(sent, batch.changes_in, batch.local, _device(held))
+        for legs, pieces in zip(batch.changes_in, received, strict=True):
+            for leg, piece in zip(legs, pieces, strict=True):
+                yield leg.matrix, self._of_share(held, leg), piece
+
+    def _everybodys_boxes(self) -> list[Mapping[str, Box]]:
+        holders: list[Mapping[str, Box]] = [self.boxes] * self._ranks
+        if self.group is not None:
+            dist.all_gather_object(holders, dict(self.boxes), group=self.group)
+        return holders
+
+    def _batch(self, matrices: Sequence[tuple[Matrix, Sequence[Share], int]]) -> Batch:
+        lists: list[list[list[Leg]]] = [[[] for _ in range(self._ranks)] for _ in range(4)]
+        gradients_out, gradients_in, changes_out, changes_in = lists
+        crosses = False
+        for matrix, shares, owner in matrices:
+            senders = _senders(shares, owner)
+            crosses |= any(share.rank != owner for share in shares)
+            for share in shares:
+                leg = Leg(matrix, share.part)
+                if share.rank == self._rank:
+                    changes_in[owner].append(leg)
+                    if share in senders:
+                        gradients_out[owner].append(leg)
+                if owner == self._rank:
+                    changes_out[share.rank].append(leg)
+                    if share in senders:
+                        gradients_in[share.rank].append(leg)
+        owned = [matrix for matrix, _, owner in matrices if owner == self._rank]
+        return Batch(owned, gradients_out, gradients_in, changes_out, changes_in, local=not crosses)
+
+    def _of_share(self, held: Mapping[str, Tensor], leg: Leg) -> Tensor:
+        """The part of what this rank holds that a leg speaks of: ``(rows, columns)``, a view."""
+        begin, _ = self.boxes[leg.matrix.parameter]
+        view = held[leg.matrix.parameter][_slices(leg.part, begin)]
+        return view if leg.matrix.index is None else view[0]
+
+    def _swap(
+        self, sent: list[list[Tensor]], legs_in: list[list[Leg]], local: bool, device: torch.device
+    ) -> list[list[Tensor]]:
+        """Everybody's pieces for this rank, by sender, in the shape of their legs."""
+        if local:
+            return sent
+        outgoing = [piece.reshape(-1) for pieces in sent for piece in pieces]
+        counts = [sum(leg.numel for leg in legs) for legs in legs_in]
+        received = torch.empty(sum(counts), device=device)
+        dist.all_to_all_single(
+            received,
+            torch.cat(outgoing) if outgoing else torch.empty(0, device=device),
+            counts,
+            [sum(piece.numel() for piece in pieces) for pieces in sent],
+            group=self.group,
+        )
+        pieces = iter(torch.split(received, [leg.numel for legs in legs_in for leg in legs]))
+        return [[next(pieces).view(leg.part[1][-2:]) for leg in legs] for legs in legs_in]
+
+
+def _senders(shares: Sequence[Share], owner: int) -> list[Share]:
+    """For each part of a matrix, one of those who hold it: the owner if it does, else the first."""
+    chosen: dict[Box, Share] = {}
+    for share in shares:
+        if share.part not in chosen or share.rank == owner:
+            chosen[share.part] = share
+    return list(chosen.values())
+
+
+def _batches(matrices: Sequence[Matrix], owners: Sequence[int], ranks: int) -> list[list[int]]:
+    """Numbers of matrices such that no owner gets more than ``BATCH_ELEMENTS`` at once (but one matrix at least)."""
+    batches: list[list[int]] = []
+    place, filled = [0] * ranks, [0] * ranks
+    for number, (matrix, owner) in enumerate(zip(matrices, owners, strict=True)):
+        if filled[owner] and filled[owner] + matrix.numel > BATCH_ELEMENTS:
+            place[owner], filled[owner] = place[owner] + 1, 0
+        filled[owner] += matrix.numel
+        if place[owner] == len(batches):
+            batches.append([])
+        batches[place[owner]].append(number)
+    return batches
+
+
+def _of_whole(matrices: Mapping[Matrix, Tensor], leg: Leg) -> Tensor:
+    begin, _ = leg.matrix.box
+    return matrices[leg.matrix][_slices(leg.part, begin)[-2:]]
+
+
+def _slices(part: Box, begin: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(at - zero, at - zero + size) for at, size, zero in zip(*part, begin, strict=True))
+
+
+def _intersection(one: Box, other: Box) -> Box | None:
+    starts = tuple(map(max, one[0], other[0]))
+    stops = (min(a + m, b + n) for a, m, b, n in zip(one[0], one[1], other[0], other[1], strict=True))
+    shape = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+    return (starts, shape) if all(size > 0 for size in shape) else None
+
+
+def _device(held: Mapping[str, Tensor]) -> torch.device:
+    return next(iter(held.values())).device

@@ -1,0 +1,112 @@
+"""A step of an optimiser that looks at whole matrices: what is common to Adafactor, Muon, Shampoo and SOAP.
+
+Each of them is a ``MatrixRule``: it says what it keeps for a matrix, and how a gradient becomes a change. Here gradients are
+brought to the owners of the matrices, who follow the rule, and the changes are brought back (``matrices``). The weights
+then move as in AdamW: ``w = (1 - lr * decay) w - lr * change``.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx.model.shape import Parameter
+from phalanx.parallel.data_parallel import local
+from phalanx.parallel.partition import Box
+from phalanx.run.spec import OptimizerSpec
+from phalanx.train.optimizers.matrices import Exchange, Matrix
+from phalanx.train.optimizers.optimizer import Optimizer, StatePart, boxes_of, decays, gradient_of
+
+
+class MatrixRule(Protocol):
+    """What an optimiser does with one matrix, which is there as a whole."""
+
+    @abstractmethod
+    def cost(self, rows: int, columns: int) -> float:
+        """What a step costs, in any unit, to share the matrices out fairly."""
+
+    @abstractmethod
+    def state_shapes(self, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+        """What is kept between steps, by name; fp32, zero at the beginning."""
+
+    @abstractmethod
+    def change(self, gradient: Tensor, state: Mapping[str, Tensor], number: int) -> Tensor:
+        """The change per unit of learning rate, ``(rows, columns)``, after taking ``gradient`` of step ``number`` in.
+
+        ``gradient`` is fp32 and may be overwritten.
+        """
+
+
+class MatrixOptimizer(Optimizer):
+    """Follows a rule for each matrix of ``parameters``, which have two dimensions, or three if they are stacks."""
+
+    def __init__(
+        self,
+        spec: OptimizerSpec,
+        rule: MatrixRule,
+        parameters: Mapping[str, nn.Parameter],
+        kinds: Mapping[str, Parameter],
+        boxes: Mapping[str, Box] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.spec, self.rule, self.parameters, self.kinds = spec, rule, parameters, kinds
+        shapes = {name: kinds[name].shape for name in parameters}
+        self.exchange = Exchange(shapes, boxes_of(parameters, boxes), rule.cost, group)
+        self._parts: dict[str, list[StatePart]] = {}
+        self._state: dict[Matrix, dict[str, Tensor]] = {}
+        for run in _runs(self.exchange.owned):
+            self._allocate(run)
+
+    @torch.no_grad()
+    def step(self, number: int, lr: float, gradient_scale: float) -> None:
+        weights = {name: local(parameter.detach()) for name, parameter in self.parameters.items()}
+        gradients = {name: gradient_of(name, parameter) for name, parameter in self.parameters.items()}
+        for batch in self.exchange.batches:
+            whole = self.exchange.collect(batch, gradients)
+            changes = {
+                matrix: self.rule.change(gradient.mul_(gradient_scale), self._state[matrix], number)
+                for matrix, gradient in whole.items()
+            }
+            for matrix, weight, change in self.exchange.hand_back(batch, changes, weights):
+                # Each operation a single rounding, as in AdamW: shares of any shape get the same bits.
+                if decays(self.kinds[matrix.parameter], self.spec):
+                    weight.mul_(1.0 - lr * self.spec.weight_decay)
+                weight.sub_(change.mul_(lr))
+
+    def state(self) -> dict[str, list[StatePart]]:
+        return self._parts
+
+    def _allocate(self, run: list[Matrix]) -> None:
+        """The state of matrices that stand side by side in a stack is one box of a stack of states."""
+        first = run[0]
+        device = local(self.parameters[first.parameter].detach()).device
+        for name, shape in self.rule.state_shapes(first.rows, first.columns).items():
+            tensor = torch.zeros((len(run), *shape), device=device)
+            for matrix, state in zip(run, tensor, strict=True):
+                self._state.setdefault(matrix, {})[name] = state
+            if first.index is None:
+                part = StatePart(tensor[0], shape, (0,) * len(shape))
+            else:
+                whole = (self.kinds[first.parameter].shape[0], *shape)
+                part = StatePart(tensor, whole, (first.index, *(0,) * len(shape)))
+            self._parts.setdefault(f"{name}/{first.parameter}", []).append(part)
+
+
+def _runs(matrices: list[Matrix]) -> Iterator[list[Matrix]]:
+    """Matrices that are neighbours in one stack, together."""
+    run: list[Matrix] = []
+    for matrix in matrices:
+        follows = run and matrix.index is not None and run[-1].index is not None
+        if follows and (run[-1].parameter, run[-1].index) == (matrix.parameter, (matrix.index or 0) - 1):
+            run.append(matrix)
+            continue
+        if run:
+            yield run
+        run = [matrix]
+    if run:
+        yield run

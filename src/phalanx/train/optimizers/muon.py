@@ -1,0 +1,55 @@
+"""Muon: momentum made orthogonal (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
+
+Nesterov momentum is replaced by the nearest matrix with all singular values near one: a step in all directions of the
+matrix, not just in the few that dominate its gradient. A Newton-Schulz iteration finds it with matrix products alone. Its
+change is scaled by ``0.2 sqrt(max(rows, columns))`` so that its elements are as large as AdamW's usually are, and AdamW's
+learning rate and decay carry over (Moonlight, arXiv 2502.16982, section 2.2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from phalanx.run.spec import OptimizerSpec
+from phalanx.train.optimizers.matrix_optimizer import MatrixRule
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic: steepest at zero among those that keep singular values within about [0.7, 1.2]."""
+_SMALLEST_NORM = 1e-7
+
+
+class Muon(MatrixRule):
+    """Keeps the gradient's running mean, ``momentum``."""
+
+    def __init__(self, spec: OptimizerSpec) -> None:
+        self.beta, self.steps = spec.beta1, spec.newton_schulz_steps
+
+    def cost(self, rows: int, columns: int) -> float:
+        return float(rows * columns) * (2 * self.steps * min(rows, columns) + 1)
+
+    def state_shapes(self, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+        return {"momentum": (rows, columns)}
+
+    def change(self, gradient: Tensor, state: Mapping[str, Tensor], number: int) -> Tensor:  # noqa: ARG002
+        momentum = state["momentum"]
+        momentum.lerp_(gradient, 1 - self.beta)
+        direction = orthogonal(gradient.lerp_(momentum, self.beta), self.steps)
+        return direction.mul_(0.2 * math.sqrt(max(gradient.shape)))
+
+
+def orthogonal(matrix: Tensor, steps: int) -> Tensor:
+    """About ``U V^T`` where ``matrix = U S V^T``: fp32; computed in bf16 on a GPU, whose error is below the method's."""
+    a, b, c = COEFFICIENTS
+    x = matrix / matrix.norm().clamp(min=_SMALLEST_NORM)
+    x = x.to(torch.bfloat16) if x.is_cuda else x
+    tall = x.shape[0] > x.shape[1]
+    x = x.T.contiguous() if tall else x
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    nearest: Tensor = x.T if tall else x
+    return nearest.float().contiguous()

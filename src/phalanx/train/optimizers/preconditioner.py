@@ -1,0 +1,83 @@
+"""What Shampoo and SOAP have in common: statistics of a matrix's rows and columns, block by block.
+
+The covariance of a matrix's rows is a matrix of as many rows, and its decomposition costs their cube. Matrices larger than
+``block_size`` are therefore divided into blocks, as even as can be, each with statistics of its own. Statistics of all blocks
+are kept in one tensor ``(block rows, block columns, n, n)``; where blocks differ by a row, the smaller ones fill it in part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from phalanx.parallel.partition import piece
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of a matrix."""
+
+    place: tuple[int, int]
+    rows: slice
+    columns: slice
+
+    def left(self, statistics: Tensor) -> Tensor:
+        """Of a tensor of all blocks' statistics of rows, this block's: ``(rows, rows)``, a view."""
+        height = self.rows.stop - self.rows.start
+        return statistics[self.place][:height, :height]
+
+    def right(self, statistics: Tensor) -> Tensor:
+        """Of a tensor of all blocks' statistics of columns, this block's: ``(columns, columns)``, a view."""
+        width = self.columns.stop - self.columns.start
+        return statistics[self.place][:width, :width]
+
+    def of(self, matrix: Tensor) -> Tensor:
+        """This block of ``matrix``, in fresh memory: kernels may round as their operands are aligned."""
+        return matrix[self.rows, self.columns].clone()
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A matrix of ``rows x columns`` in blocks of at most ``size x size``."""
+
+    rows: int
+    columns: int
+    size: int
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Blocks below and beside each other."""
+        return -(-self.rows // self.size), -(-self.columns // self.size)
+
+    @property
+    def left_shape(self) -> tuple[int, ...]:
+        """Of a tensor of all blocks' statistics of rows."""
+        height = -(-self.rows // self.counts[0])
+        return (*self.counts, height, height)
+
+    @property
+    def right_shape(self) -> tuple[int, ...]:
+        """Of a tensor of all blocks' statistics of columns."""
+        width = -(-self.columns // self.counts[1])
+        return (*self.counts, width, width)
+
+    def __iter__(self) -> Iterator[Block]:
+        down, across = self.counts
+        for i in range(down):
+            for j in range(across):
+                rows, columns = piece(self.rows, i, down), piece(self.columns, j, across)
+                yield Block((i, j), slice(rows.start, rows.stop), slice(columns.start, columns.stop))
+
+    def cost(self, every: int) -> float:
+        """Of a step: some products with every block's statistics, and their decomposition every so many steps."""
+        height, width = self.left_shape[-1], self.right_shape[-1]
+        products = 4 * height * width * (height + width)
+        decompositions = 20 * (height**3 + width**3) / every
+        return self.counts[0] * self.counts[1] * (products + decompositions)
+
+
+def aligned(view: Tensor) -> Tensor:
+    """``view`` in fresh memory of its own: kernels may round as their operands are aligned."""
+    return view.contiguous() if not view.is_contiguous() else view.clone()

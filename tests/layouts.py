@@ -1,0 +1,186 @@
+"""One training step of a tiny model on any layout, and all of what came of it, for comparison with one process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from phalanx.model.shape import resolve
+from phalanx.run.layout import Layout, layout_of, layout_problems
+from phalanx.run.spec import (
+    MlaSpec,
+    ModelSpec,
+    MoeSpec,
+    OptimizerSpec,
+    ParallelSpec,
+    PrecisionSpec,
+    RunSpec,
+    RuntimeSpec,
+    ScheduleSpec,
+    TrainSpec,
+)
+
+DENSE = ModelSpec(layers=4, dim=32, heads=4, kv_heads=4, ffn_dim=64, vocab_size=61, qk_norm=True)
+MIXTURE = ModelSpec(
+    layers=4,
+    dim=32,
+    heads=4,
+    ffn_dim=64,
+    vocab_size=61,
+    mla=MlaSpec(query_rank=24, kv_rank=16, nope_head_dim=8, rope_head_dim=4, value_head_dim=8),
+    moe=MoeSpec(
+        experts=8,
+        per_token=2,
+        ffn_dim=32,
+        shared=1,
+        first_dense=1,
+        score="sigmoid",
+        balance_bias=True,
+        aux_loss=0.01,
+        z_loss=0.001,
+    ),
+)
+
+
+def tiny(model: ModelSpec, parallel: ParallelSpec, seq_len: int = 32) -> RunSpec:
+    """A resolved run of ``model``: four slots of four micro-batches, with clipping and decay."""
+    return RunSpec(
+        model=resolve(model),
+        train=TrainSpec(steps=4, batch_size=16, seq_len=seq_len, slots=4, micro_batch_size=1, loss_chunk=16),
+        optimizer=OptimizerSpec(lr=1e-2, clip_norm=0.5),
+        schedule=ScheduleSpec(warmup_steps=0),
+        precision=PrecisionSpec(compute="fp32"),
+        runtime=RuntimeSpec(device="cpu", seed=3),
+        parallel=parallel,
+    )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of some steps, as far as one rank knows."""
+
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+    gradients: dict[str, NDArray[np.float32]]
+    """Of the first step, whole; empty on all but the first rank of each stage."""
+    weights_sha256: str
+
+
+def steps_on_this_rank(spec: RunSpec, steps: int = 2) -> Outcome:
+    """Trains ``steps`` steps on random tokens that depend on the slot alone, as one rank of the process group."""
+    import time
+
+    import torch.distributed as dist
+
+    from phalanx.observe.ledger import Ledger
+    from phalanx.parallel.data_parallel import named_parameters
+    from phalanx.parallel.mesh import build_mesh
+    from phalanx.train.assemble import make_deterministic
+    from phalanx.train.compose import build_model
+    from phalanx.train.state import fill_initial, weights_sha256
+
+    device = torch.device("cpu")
+    make_deterministic(spec, device)
+    mesh = build_mesh(spec, dist.get_world_size(), device)
+    built = build_model(spec, mesh)
+    fill_initial(built.model.parts, built.placement, spec)
+    found: dict[str, Any] = {}
+
+    def keep_gradients() -> None:
+        if not found:
+            for name, part in named_parameters(built.model.parts).items():
+                assert part.grad is not None
+                found[name] = built.placement.whole(name, part.grad).numpy().copy()
+
+    slots = [current.slot for current in built.rounds]
+    stepper = built.stepper(_batches(spec, slots), Ledger(time.monotonic_ns()))
+    stepper.before_update = keep_gradients
+    reports = [stepper.run(number, stop_requested=False) for number in range(1, steps + 1)]
+    gradients_here = found if mesh.dense.mesh[mesh.pipeline_rank].flatten()[0] == mesh.rank else {}
+    return Outcome(
+        tuple(report.loss for report in reports),
+        tuple(report.grad_norm for report in reports),
+        gradients_here,
+        weights_sha256(built.model.parts, built.placement),
+    )
+
+
+def _batches(spec: RunSpec, slots: list[int]) -> Iterator[NDArray[np.int64]]:
+    per_slot = spec.train.batch_size // spec.train.slots
+    step = 0
+    while True:
+        for slot in slots:
+            random = np.random.default_rng([step, slot])
+            yield random.integers(0, spec.model.vocab_size, (per_slot, spec.train.seq_len + 1))
+        step += 1
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What came of some steps over all ranks."""
+
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+    gradients: dict[str, NDArray[np.float32]]
+    weights_sha256: str
+
+
+def merged(outcomes: list[Outcome]) -> Whole:
+    """All ranks' outcomes together; they must agree."""
+    first = outcomes[0]
+    for outcome in outcomes:
+        assert (outcome.losses, outcome.norms) == (first.losses, first.norms)
+        assert outcome.weights_sha256 == first.weights_sha256
+    every = {name: gradient for outcome in outcomes for name, gradient in outcome.gradients.items()}
+    return Whole(first.losses, first.norms, every, first.weights_sha256)
+
+
+def worst_error(found: Whole, reference: Whole) -> float:
+    """The largest difference of loss and gradients, each relative to the reference's largest element."""
+    assert found.gradients.keys() == reference.gradients.keys()
+    errors = [abs(found.losses[0] - reference.losses[0]) / abs(reference.losses[0])]
+    for name, gradient in reference.gradients.items():
+        scale = float(np.abs(gradient).max()) or 1.0
+        errors.append(float(np.abs(found.gradients[name] - gradient).max()) / scale)
+    return max(errors)
+
+
+def legal_layouts(model: ModelSpec, ranks: int, most: int = 4) -> Iterator[tuple[ParallelSpec, Layout]]:
+    """Every way of dividing ``ranks`` over the axes with degrees up to ``most``, with all ways of sharding."""
+    degrees = [degree for degree in (1, 2, 4, 8) if degree <= most]
+    for pipeline in degrees:
+        for context in degrees:
+            for tensor in degrees:
+                for expert in degrees if model.moe else (1,):
+                    for expert_tensor in {1, tensor} if model.moe else (1,):
+                        base = ParallelSpec(
+                            pipeline=pipeline,
+                            context=context,
+                            tensor=tensor,
+                            expert=expert,
+                            expert_tensor=expert_tensor,
+                        )
+                        yield from _shardings(model, base, ranks, most)
+
+
+def _shardings(
+    model: ModelSpec, base: ParallelSpec, ranks: int, most: int
+) -> Iterator[tuple[ParallelSpec, Layout]]:
+    model_ranks = base.pipeline * base.context * base.tensor
+    if ranks % model_ranks or ranks // model_ranks > most:
+        return
+    data_ranks = ranks // model_ranks
+    for shard in (1, 2, 4):
+        for sharding in ("zero3", "zero2", "none"):
+            if data_ranks % shard or (sharding == "none") != (shard == 1):
+                continue
+            parallel = dataclasses.replace(base, sharding=sharding, shard_ranks=shard)  # type: ignore[arg-type]
+            spec = tiny(model, parallel)
+            if not layout_problems(spec, ranks):
+                yield parallel, layout_of(parallel, ranks)

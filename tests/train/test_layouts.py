@@ -1,0 +1,149 @@
+"""A model divided over any legal combination of axes computes what one process computes.
+
+The layouts are not picked: from all legal ones, a set is chosen in which every pair of degrees of two axes that can occur
+together occurs, and hypothesis draws further ones with other schedules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from layouts import DENSE, MIXTURE, Whole, legal_layouts, merged, steps_on_this_rank, tiny, worst_error
+from phalanx.run.layout import Layout, layout_problems
+from phalanx.run.spec import ParallelSpec
+from ranks import Ranks
+
+MODELS = {"dense": DENSE, "mixture": MIXTURE}
+STEPS = 1
+GOAL = 2e-6
+"""Largest error of loss and gradients, relative to the largest element of each, in fp32."""
+
+
+@functools.cache
+def everything(model: str, most_ranks: int) -> tuple[tuple[int, ParallelSpec, Layout], ...]:
+    return tuple(
+        (ranks, parallel, layout)
+        for ranks in (1, 2, 4, 8)
+        if ranks <= most_ranks
+        for parallel, layout in legal_layouts(MODELS[model], ranks)
+    )
+
+
+def pairs(parallel: ParallelSpec, layout: Layout) -> set[tuple[tuple[str, object], ...]]:
+    """Every two of the choices that a layout makes."""
+    choices = [*dataclasses.asdict(layout).items(), ("sharding", parallel.sharding)]
+    return set(itertools.combinations(choices, 2))
+
+
+def covering(model: str, most_ranks: int) -> list[tuple[int, ParallelSpec]]:
+    """Few legal layouts in which every pair of choices that occurs in any occurs in one; small ones first."""
+    layouts = everything(model, most_ranks)
+    missing = set().union(*(pairs(parallel, layout) for _, parallel, layout in layouts))
+    chosen = []
+    while missing:
+        ranks, parallel, layout = max(layouts, key=lambda entry: len(pairs(*entry[1:]) & missing) / entry[0])
+        missing -= pairs(parallel, layout)
+        chosen.append((ranks, parallel))
+    return chosen
+
+
+def named(case: tuple[int, ParallelSpec]) -> str:
+    ranks, parallel = case
+    default = ParallelSpec()
+    told = (
+        f"{field.name}={getattr(parallel, field.name)}"
+        for field in dataclasses.fields(parallel)
+        if getattr(parallel, field.name) != getattr(default, field.name)
+    )
+    return f"{ranks} ranks, {', '.join(told)}"
+
+
+@pytest.fixture(scope="module")
+def references(ranks: Ranks) -> dict[tuple[str, ParallelSpec], Whole]:
+    """What came of each model on one process, and on the fewest data-parallel ranks of each division."""
+    return {
+        (name, ParallelSpec()): merged(ranks.run(1, steps_on_this_rank, tiny(model, ParallelSpec()), STEPS))
+        for name, model in MODELS.items()
+    }
+
+
+def check(
+    ranks: Ranks,
+    references: dict[tuple[str, ParallelSpec], Whole],
+    model: str,
+    count: int,
+    parallel: ParallelSpec,
+) -> None:
+    found = merged(ranks.run(count, steps_on_this_rank, tiny(MODELS[model], parallel), STEPS))
+    assert worst_error(found, references[model, ParallelSpec()]) <= GOAL
+    # Bits may depend on how sums are split, but on nothing that the fleet decides.
+    division = dataclasses.replace(
+        parallel, sharding="zero3", shard_ranks=0, pipeline=1, pipeline_schedule="1f1b"
+    )
+    same = references.setdefault((model, division), found)
+    assert (found.losses, found.norms, found.weights_sha256) == (same.losses, same.norms, same.weights_sha256)
+
+
+@pytest.mark.parametrize("case", covering("dense", 4), ids=named)
+def test_a_dense_model_is_the_same_on_every_layout(
+    ranks: Ranks, references: dict[tuple[str, ParallelSpec], Whole], case: tuple[int, ParallelSpec]
+) -> None:
+    check(ranks, references, "dense", *case)
+
+
+@pytest.mark.parametrize("case", covering("mixture", 4), ids=named)
+def test_a_mixture_of_experts_is_the_same_on_every_layout(
+    ranks: Ranks, references: dict[tuple[str, ParallelSpec], Whole], case: tuple[int, ParallelSpec]
+) -> None:
+    check(ranks, references, "mixture", *case)
+
+
+@st.composite
+def drawn_layouts(draw: st.DrawFn) -> tuple[str, int, ParallelSpec]:
+    model = draw(st.sampled_from(sorted(MODELS)))
+    ranks, parallel, _ = draw(st.sampled_from(everything(model, 4)))
+    if parallel.pipeline > 1:
+        schedule = draw(st.sampled_from(("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")))
+        parallel = dataclasses.replace(parallel, pipeline_schedule=schedule)
+    if parallel.context > 1:
+        parallel = dataclasses.replace(parallel, context_mode=draw(st.sampled_from(("ring", "allgather"))))
+    return model, ranks, parallel
+
+
+@settings(
+    max_examples=8,
+    deadline=None,
+    suppress_health_check=[
+        HealthCheck.function_scoped_fixture,
+        HealthCheck.too_slow,
+        HealthCheck.filter_too_much,
+    ],
+)
+@given(
+    drawn=drawn_layouts().filter(
+        lambda drawn: not layout_problems(tiny(MODELS[drawn[0]], drawn[2]), drawn[1])
+    )
+)
+def test_any_layout_with_any_schedule_is_the_same(
+    ranks: Ranks,
+    references: dict[tuple[str, ParallelSpec], Whole],
+    drawn: tuple[str, int, ParallelSpec],
+) -> None:
+    model, count, parallel = drawn
+    check(ranks, references, model, count, parallel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_eight_ranks_compute_the_same_on_layouts_of_every_pair_of_axes(
+    ranks: Ranks, references: dict[tuple[str, ParallelSpec], Whole], model: str
+) -> None:
+    for count, parallel in covering(model, 8):
+        if count == 8:
+            check(ranks, references, model, count, parallel)
