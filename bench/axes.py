@@ -43,7 +43,6 @@ from phalanx.model.init import fill
 from phalanx.model.shape import parameters, resolve
 from phalanx.model.transformer import Transformer
 from phalanx.observe.ledger import Bucket, Ledger
-from phalanx.parallel.data_parallel import rounds_of
 from phalanx.parallel.mesh import build_mesh
 from phalanx.parallel.rendezvous import Place, join, leave
 from phalanx.parallel.schedules import bubble
@@ -52,7 +51,6 @@ from phalanx.run.spec import ModelSpec, MoeSpec, ParallelSpec, PrecisionSpec, Ru
 from phalanx.train.assemble import make_deterministic
 from phalanx.train.compose import build_model
 from phalanx.train.state import fill_initial
-from phalanx.train.step import Stepper
 
 CPU = torch.device("cpu")
 Step = Callable[[], None]
@@ -100,27 +98,19 @@ def our_step(spec: RunSpec, ranks: int) -> tuple[Step, Ledger]:
     mesh = build_mesh(spec, ranks, CPU)
     built, ledger = build_model(spec, mesh), Ledger(time.monotonic_ns(), Bucket.STEP_HOST_GAP)
     fill_initial(built.model.parts, built.placement, spec)
-    rounds = rounds_of(mesh.deal(spec.train.slots), mesh.replica, mesh.shard_rank)
     samples, per_slot = samples_of(spec), spec.train.batch_size // spec.train.slots
 
     def batches() -> Iterator[NDArray[np.int64]]:
         while True:
-            for current in rounds:
+            for current in built.rounds:
                 yield samples[current.slot * per_slot : (current.slot + 1) * per_slot]
 
-    stepper = Stepper(
-        spec=spec,
-        model=built.model,
-        placement=built.placement,
-        runner=built.runner,
-        optimizer=built.optimizer,
-        parameter_count=built.placement.parameter_count,
-        rounds=rounds,
-        batches=batches(),
-        ledger=ledger,
-        waits=built.waits,
-    )
-    return lambda: stepper.run(1, stop_requested=False) and None, ledger
+    stepper = built.stepper(batches(), ledger)
+
+    def step() -> None:
+        stepper.run(1, stop_requested=False)
+
+    return step, ledger
 
 
 def bare_model(spec: RunSpec) -> Transformer:

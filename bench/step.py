@@ -39,7 +39,6 @@ from phalanx.model.presets import PRESETS
 from phalanx.model.shape import parameters, resolve
 from phalanx.model.transformer import Transformer
 from phalanx.observe.ledger import Ledger
-from phalanx.parallel.data_parallel import rounds_of
 from phalanx.parallel.mesh import build_mesh
 from phalanx.parallel.rendezvous import Place, join, leave
 from phalanx.run.spec import ParallelSpec, PrecisionSpec, RunSpec, RuntimeSpec, ScheduleSpec, TrainSpec
@@ -81,27 +80,15 @@ def build_stepper(spec: RunSpec, device: torch.device) -> tuple[Stepper, Step]:
     mesh = build_mesh(spec, dist.get_world_size(), device)
     built = build_model(spec, mesh)
     fill_initial(built.model.parts, built.placement, spec)
-    rounds = rounds_of(mesh.deal(spec.train.slots), mesh.replica, mesh.shard_rank)
     samples = random_samples(spec, spec.train.batch_size)
     per_slot = spec.train.batch_size // spec.train.slots
 
     def batches() -> Iterator[NDArray[np.int64]]:
         while True:
-            for current in rounds:
+            for current in built.rounds:
                 yield samples[current.slot * per_slot : (current.slot + 1) * per_slot]
 
-    stepper = Stepper(
-        spec=spec,
-        model=built.model,
-        placement=built.placement,
-        runner=built.runner,
-        optimizer=built.optimizer,
-        parameter_count=built.placement.parameter_count,
-        rounds=rounds,
-        batches=batches(),
-        ledger=Ledger(),
-        waits=built.waits,
-    )
+    stepper = built.stepper(batches(), Ledger())
     number = 0
 
     def step() -> None:
