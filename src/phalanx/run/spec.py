@@ -361,6 +361,36 @@ class ObserveSpec:
 
 
 @dataclass(frozen=True)
+class FleetSpec:
+    """How a fleet of nodes is watched and kept in formation. Nothing here changes a bit."""
+
+    nodes: Annotated[int, FLEET, NOT_NEGATIVE] = 0
+    """Nodes that hold ranks; 0 means no fleet: the ranks are plain processes of one machine."""
+    spares: Annotated[int, FLEET, NOT_NEGATIVE] = 0
+    """Nodes more, whose workers are warm and hold no rank."""
+    workers_per_node: Annotated[int, FLEET, POSITIVE] = 1
+    """Workers, and so ranks, of each node."""
+    min_nodes: Annotated[int, FLEET, POSITIVE] = 1
+    """With fewer nodes than this the run waits, its state safe in memory and on disk."""
+    heartbeat_s: Annotated[float, FLEET, Bound(above=0)] = 5.0
+    """Between two signs of life of an agent."""
+    lease_s: Annotated[float, FLEET, Bound(above=0)] = 15.0
+    """An agent silent for so long is lost."""
+    worker_lease_s: Annotated[float, FLEET, Bound(above=0)] = 1.0
+    """A worker silent for so long towards its own agent hangs, and is replaced."""
+    confirm_s: Annotated[float, FLEET, NOT_NEGATIVE] = 2.0
+    """An agent whose connection broke may come back for so long, unless a peer reports a broken collective."""
+    stall_s: Annotated[float, FLEET, Bound(above=0)] = 120.0
+    """When no step has ended for so long, and for ten times a usual step, the hang is diagnosed."""
+    snapshot_every_steps: Annotated[int, FLEET, NOT_NEGATIVE] = 1
+    """Steps between copies of the state in host memory; 0 means none."""
+    audit_every_steps: Annotated[int, FLEET, NOT_NEGATIVE] = 0
+    """Steps between audits, in which one slot is computed twice, on two nodes; 0 means never."""
+    port: Annotated[int, FLEET, Bound(at_least=0, at_most=65535)] = 0
+    """Where the coordinator listens; 0 means any free port."""
+
+
+@dataclass(frozen=True)
 class RunSpec:
     """A whole run file."""
 
@@ -381,3 +411,4 @@ class RunSpec:
     evaluation: EvalSpec = field(default_factory=EvalSpec)
     sample: SampleSpec = field(default_factory=SampleSpec)
     observe: ObserveSpec = field(default_factory=ObserveSpec)
+    fleet: FleetSpec = field(default_factory=FleetSpec)
