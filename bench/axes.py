@@ -108,7 +108,7 @@ def our_step(spec: RunSpec, ranks: int) -> tuple[Step, Ledger]:
     stepper = built.stepper(batches(), ledger)
 
     def step() -> None:
-        stepper.run(1, stop_requested=False)
+        stepper.run(1)
 
     return step, ledger
 

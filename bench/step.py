@@ -94,7 +94,7 @@ def build_stepper(spec: RunSpec, device: torch.device) -> tuple[Stepper, Step]:
     def step() -> None:
         nonlocal number
         number += 1
-        stepper.run(number, stop_requested=False)
+        stepper.run(number)
 
     return stepper, step
 

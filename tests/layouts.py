@@ -101,7 +101,7 @@ def steps_on_this_rank(spec: RunSpec, steps: int = 2) -> Outcome:
     slots = [current.slot for current in built.rounds]
     stepper = built.stepper(_batches(spec, slots), Ledger(time.monotonic_ns()))
     stepper.before_update = keep_gradients
-    reports = [stepper.run(number, stop_requested=False) for number in range(1, steps + 1)]
+    reports = [stepper.run(number) for number in range(1, steps + 1)]
     gradients_here = found if mesh.dense.mesh[mesh.pipeline_rank].flatten()[0] == mesh.rank else {}
     return Outcome(
         tuple(report.loss for report in reports),

@@ -18,9 +18,12 @@ FLOORS = {
     "data": 2,
     "parallel": 3,
     "checkpoint": 4,
+    "plan": 5,
     "train": 5,
     "schedule": 6,
+    "fleet": 6,
     "serve": 7,
+    "simulate": 7,
     "cli": 8,
 }
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -68,6 +71,14 @@ def test_a_module_says_what_it_is_for(file: Path) -> None:
         "phalanx.cli.data_command",
         "phalanx.train.prepare",
         "phalanx.schedule.local",
+        "phalanx.fleet.core",
+        "phalanx.fleet.messages",
+        "phalanx.fleet.retention",
+        "phalanx.simulate.hostile",
+        "phalanx.simulate.large",
+        "phalanx.cli.simulate_command",
+        "phalanx.plan.search",
+        "phalanx.plan.estimate",
     ],
 )
 def test_quick_commands_do_not_import_torch(module: str) -> None:

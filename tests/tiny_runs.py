@@ -76,7 +76,7 @@ def train_on_this_rank(spec: RunSpec, stop_before_step: int | None = None) -> di
 
     from phalanx.observe.event_log import EventLog, next_attempt
     from phalanx.observe.ledger import Ledger
-    from phalanx.train.assemble import assemble
+    from phalanx.train.assemble import Origin, assemble
     from phalanx.train.interrupt import StopRequest
     from phalanx.train.loop import train
     from phalanx.train.reporter import Reporter
@@ -93,7 +93,7 @@ def train_on_this_rank(spec: RunSpec, stop_before_step: int | None = None) -> di
     reporter = Reporter(EventLog(directory.events, opened[0]) if dist.get_rank() == 0 else None)
     device = torch.device("cpu")
     ledger = Ledger(time.monotonic_ns())
-    training = assemble(spec, directory, opened[0], device, reporter, ledger, StopRequest())
+    training = assemble(spec, directory, opened[0], device, reporter, ledger, StopRequest(), Origin())
     if stop_before_step is not None:
         broken = Crashing(training.built.model, stop_before_step, len(training.built.rounds), training)
         training.built = dataclasses.replace(training.built, model=broken)

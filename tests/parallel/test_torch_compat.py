@@ -215,3 +215,28 @@ def test_a_rank_of_a_fleet_that_does_not_exist_gathers_and_its_group_can_be_name
         assert Seen.groups == [group.group_name] * 2
     finally:
         dist.destroy_process_group()
+
+
+def record_of_a_pair() -> tuple[dict[str, Any], str]:
+    import json
+    import time
+
+    import torch.distributed as dist
+
+    from phalanx.parallel.torch_compat import flight_record
+
+    pair = dist.new_group([0, 1])
+    dist.all_reduce(torch.ones(2), group=pair)
+    begin_ns = time.time_ns()
+    dist.all_reduce(torch.ones(3), group=pair)
+    return json.loads(flight_record(begin_ns)), pair.group_name
+
+
+def test_a_flight_record_names_groups_with_their_ranks_and_the_collectives_in_them(ranks: Ranks) -> None:
+    for rank, (record, name) in enumerate(ranks.run(2, record_of_a_pair)):
+        assert record["rank"] == rank
+        assert record["groups"][name] == [0, 1]
+        (entry,) = record["recorder"]["entries"]
+        assert entry["process_group"][0] == name
+        assert (entry["collective_seq_id"], entry["retired"], entry["is_p2p"]) == (2, True, False)
+        assert (entry["profiling_name"], entry["input_sizes"]) == ("gloo:all_reduce", [[3]])

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -194,8 +195,13 @@ class BlockFile:
         start = index * self.manifest.block_bytes
         return start, min(start + self.manifest.block_bytes, self.manifest.nbytes)
 
+    def blocks(self, numbers: Iterable[int]) -> "Iterator[ByteArray]":
+        """`verified_blocks` of this file."""
+        return verified_blocks((self, number) for number in numbers)
+
 
 Wanted = tuple[BlockFile, int]
+_T = TypeVar("_T")
 
 
 def verified_blocks(wanted: Iterable[Wanted], *, threads: int = 3) -> Iterator[ByteArray]:
@@ -203,23 +209,38 @@ def verified_blocks(wanted: Iterable[Wanted], *, threads: int = 3) -> Iterator[B
 
     Raises CorruptError, MissingFileError or StorageError, naming the file, the block and the tensors in it.
     """
+    return read_ahead(wanted, lambda block: block[0].manifest.block_bytes, _read_block, threads=threads)
+
+
+def read_ahead(
+    wanted: Iterable[_T],
+    size_of: Callable[[_T], int],
+    read: Callable[[_T, ByteArray], int],
+    *,
+    threads: int,
+) -> Iterator[ByteArray]:
+    """What `read` puts into a buffer of `size_of(each)` bytes, for each of `wanted` in turn, `threads` of them ahead.
+
+    `read` returns how many bytes it has put there, and runs in one of `threads` threads; what it raises is raised where
+    its bytes are due. A result is valid until the next one is asked for.
+    """
     todo = iter(wanted)
     with ThreadPoolExecutor(threads, "checkpoint-read") as pool:
         spare: deque[ByteArray] = deque()
         ahead: deque[tuple[Future[int], ByteArray]] = deque()
 
-        def submit(block: Wanted) -> None:
-            size = block[0].manifest.block_bytes
+        def submit(one: _T) -> None:
+            size = size_of(one)
             buffer = spare.popleft() if spare and spare[0].nbytes >= size else page_aligned(size)
-            ahead.append((pool.submit(_read_block, block, buffer), buffer))
+            ahead.append((pool.submit(read, one, buffer), buffer))
 
-        for block in islice(todo, threads):
-            submit(block)
+        for one in islice(todo, threads):
+            submit(one)
         while ahead:
             future, buffer = ahead.popleft()
             size = future.result()
-            for block in islice(todo, 1):
-                submit(block)
+            for one in islice(todo, 1):
+                submit(one)
             yield buffer[:size]
             spare.append(buffer)
 

@@ -22,21 +22,18 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from phalanx.checkpoint.blocks import (
     BLOCK_BYTES,
     BlockFile,
     require_room,
     storage_errors,
     sync_folder,
-    verified_blocks,
     write_blocks,
     write_small,
 )
 from phalanx.checkpoint.boxes import Box
 from phalanx.checkpoint.errors import AbandonedError, CorruptError, NoSuchStepError
-from phalanx.checkpoint.layout import ByteArray, Entry, Image, RawArray, Span, spans, view_of
+from phalanx.checkpoint.layout import Image, RawArray
 from phalanx.checkpoint.manifest import (
     Index,
     Manifest,
@@ -47,6 +44,7 @@ from phalanx.checkpoint.manifest import (
     encode_index,
     encode_manifest,
 )
+from phalanx.checkpoint.parts import read_parts
 from phalanx.checkpoint.plan import DISK, Held, Place, Read, require_complete
 from phalanx.checkpoint.tier import Draft, Record, never
 
@@ -273,7 +271,8 @@ class DiskTier:
         refs = {str(ref.rank): ref for ref in self.index(step).manifests}
         for holder, group in groupby(reads, key=lambda read: read.source.place.holder):
             manifest = self.manifest(step, refs[holder])
-            yield from _read_file(BlockFile(self.folder(step) / manifest.file, manifest), list(group))
+            file = BlockFile(self.folder(step) / manifest.file, manifest)
+            yield from read_parts(manifest, list(group), file.blocks)
 
     # Removing
 
@@ -311,59 +310,3 @@ class DiskTier:
             sync_folder(self.root)
         # What a slow file system keeps back, the next sweep takes.
         shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _read_file(file: BlockFile, reads: Sequence[Read]) -> Iterator[tuple[Box, RawArray]]:
-    """The parts that `reads` want of one rank's file; each block is read once where reads come in file order."""
-    starts = {entry.box: entry.start for entry in file.manifest.entries}
-    limit = 2 * file.manifest.block_bytes
-    todo = [
-        (Entry(read.source.box, starts[read.source.box]), span)
-        for read in reads
-        for span in spans(read.source.box, read.part, limit)
-    ]
-    numbers = [number for entry, span in todo for number in _blocks_of(file, entry, span)]
-    distinct = [number for number, _ in groupby(numbers)]
-    blocks = verified_blocks((file, number) for number in distinct)
-    window = _Window(blocks, distinct, file.manifest.block_bytes, limit)
-    for entry, span in todo:
-        yield (
-            span.part,
-            view_of(entry.box, span, window.take(entry.start + span.start, entry.start + span.stop)),
-        )
-
-
-def _blocks_of(file: BlockFile, entry: Entry, span: Span) -> range:
-    block_bytes = file.manifest.block_bytes
-    return range((entry.start + span.start) // block_bytes, (entry.start + span.stop - 1) // block_bytes + 1)
-
-
-class _Window:
-    """Byte ranges of a file, assembled from its blocks as these come by."""
-
-    def __init__(
-        self, blocks: Iterator[ByteArray], numbers: Sequence[int], block_bytes: int, limit: int
-    ) -> None:
-        self._blocks = blocks
-        self._numbers = iter(numbers)
-        self._block_bytes = block_bytes
-        self._assembled = np.empty(limit, dtype=np.uint8)
-        self._number = -1
-        self._block: ByteArray | None = None
-
-    def take(self, start: int, stop: int) -> ByteArray:
-        """The file's bytes `start:stop`, valid until the next call."""
-        first, last = start // self._block_bytes, (stop - 1) // self._block_bytes
-        if first == last:
-            return self._at(first)[start - first * self._block_bytes : stop - first * self._block_bytes]
-        out = self._assembled[: stop - start]
-        for number in range(first, last + 1):
-            base = number * self._block_bytes
-            low, high = max(start, base), min(stop, base + self._block_bytes)
-            out[low - start : high - start] = self._at(number)[low - base : high - base]
-        return out
-
-    def _at(self, number: int) -> ByteArray:
-        if self._block is None or number != self._number:
-            self._number, self._block = next(self._numbers), next(self._blocks)
-        return self._block

@@ -12,18 +12,18 @@ from phalanx.checkpoint.errors import MismatchError, NotCoveredError
 from phalanx.checkpoint.layout import RawArray
 from phalanx.checkpoint.plan import Held, Read, plan_restore
 from phalanx.checkpoint.state import Shard, torch_dtype
-from phalanx.checkpoint.tier import Tier
+from phalanx.checkpoint.tier import ReadableTier
 
 _log = logging.getLogger(__name__)
 
 
-def candidates(tier: Tier) -> list[int]:
+def candidates(tier: ReadableTier) -> list[int]:
     """The steps that can be restored, newest first."""
     return sorted(tier.steps(), reverse=True)
 
 
 def restore(
-    tier: Tier | Sequence[Tier],
+    tier: ReadableTier | Sequence[ReadableTier],
     step: int,
     shards: Sequence[Shard],
     *,
@@ -55,7 +55,11 @@ def restore(
 
 
 def _plan(
-    tiers: Sequence[Tier], step: int, needed: Sequence[Box], rank: int | None, may_be_missing: frozenset[str]
+    tiers: Sequence[ReadableTier],
+    step: int,
+    needed: Sequence[Box],
+    rank: int | None,
+    may_be_missing: frozenset[str],
 ) -> tuple[Read, ...]:
     if rank is not None:
         try:
@@ -69,7 +73,7 @@ def _plan(
     return plan_restore(needed, held, reader=rank or 0)
 
 
-def _held(tiers: Sequence[Tier], step: int, rank: int | None) -> list[Held]:
+def _held(tiers: Sequence[ReadableTier], step: int, rank: int | None) -> list[Held]:
     return [held for tier in tiers for held in tier.boxes(step, rank)]
 
 

@@ -13,20 +13,16 @@ import mmap
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 
 from phalanx.checkpoint.boxes import Box
-from phalanx.checkpoint.errors import CheckpointError
-from phalanx.checkpoint.layout import PAGE_BYTES, ByteArray, Entry, Image, Layout, layout_of
+from phalanx.checkpoint.image_copy import ImageCopier, on_cuda, pin, unpin
+from phalanx.checkpoint.layout import PAGE_BYTES, ByteArray, Image, Layout, layout_of
 from phalanx.checkpoint.state import Shard
-
-_COPY_BYTES = 16 << 20
 
 
 @dataclass(eq=False, slots=True)
@@ -65,19 +61,14 @@ class Staging:
         self._made = 0
         self._free: list[_Buffer] = []
         self._returned = threading.Condition()
-        self._pool = ThreadPoolExecutor(copy_threads, "checkpoint-stage")
-        self._copy_threads = copy_threads
+        self._copier = ImageCopier(copy_threads)
         self._layout: tuple[tuple[Box, ...], Layout] | None = None
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._last_copied: torch.cuda.Event | None = None
 
     def prepare(self, shards: Sequence[Shard]) -> None:
         """Make every buffer and map its pages now, so that the first save is as quick as the later ones."""
         layout = self._layout_for(shards)
         with self._returned:
-            fresh = [
-                self._new_buffer(layout.nbytes, _on_cuda(shards)) for _ in range(self._most - self._made)
-            ]
+            fresh = [self._new_buffer(layout.nbytes, on_cuda(shards)) for _ in range(self._most - self._made)]
             self._made = self._most
             self._free += fresh
 
@@ -85,7 +76,7 @@ class Staging:
         """Copy the shards into an image. Blocks until a buffer is free, then for one memory copy."""
         begin = time.perf_counter()
         layout = self._layout_for(shards)
-        buffer = self._acquire(layout.nbytes, _on_cuda(shards))
+        buffer = self._acquire(layout.nbytes, on_cuda(shards))
         acquired = time.perf_counter()
         try:
             copied = self._fill(buffer, layout, shards)
@@ -102,13 +93,11 @@ class Staging:
 
     def fence(self) -> None:
         """Call before weights are next written: device copies that still run come first. Does not block the host."""
-        if self._last_copied is not None:
-            torch.cuda.current_stream().wait_event(self._last_copied)
-            self._last_copied = None
+        self._copier.fence()
 
     def close(self) -> None:
         """Stop the copying threads and let the free buffers go."""
-        self._pool.shutdown()
+        self._copier.close()
         with self._returned:
             for buffer in self._free:
                 _unpin(buffer)
@@ -124,8 +113,7 @@ class Staging:
         if buffer.layout is not layout:
             buffer.data[: len(layout.header)] = np.frombuffer(layout.header, dtype=np.uint8)
             buffer.layout = layout
-        tensors = {shard.box: shard.tensor for shard in shards}
-        return self._copy([(entry, tensors[entry.box]) for entry in layout.entries], buffer)
+        return self._copier.copy(layout, shards, buffer.data)
 
     def _layout_for(self, shards: Sequence[Shard]) -> Layout:
         boxes = tuple(shard.box for shard in shards)
@@ -153,89 +141,13 @@ class Staging:
         ):  # Advice: kernels without huge pages refuse it, and nothing but speed is lost.
             memory.madvise(mmap.MADV_HUGEPAGE)
         data = np.frombuffer(memory, dtype=np.uint8)
-        parts = [data[start : start + _COPY_BYTES] for start in range(0, capacity, _COPY_BYTES)]
-        list(self._pool.map(lambda part: part.fill(0), parts))
+        self._copier.fill_zeros(data)
         if pinned:
-            status = int(_cudart().cudaHostRegister(data.ctypes.data, capacity, 0))
-            if status:
-                raise CheckpointError(
-                    f"cannot pin {capacity:,} bytes of host memory (CUDA error {status}); raise ulimit -l"
-                )
+            pin(data)
         return _Buffer(data, pinned)
-
-    def _copy(
-        self, pairs: Sequence[tuple[Entry, torch.Tensor]], buffer: _Buffer
-    ) -> "torch.cuda.Event | None":
-        simple: list[tuple[ByteArray, ByteArray]] = []
-        devices: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for entry, tensor in pairs:
-            target = buffer.data[entry.start : entry.stop]
-            if tensor.is_cuda:
-                devices.setdefault(tensor.device, []).append((_tensor_over(target, tensor), tensor))
-            elif tensor.is_contiguous() and tensor.numel():
-                simple.append((target, tensor.detach().reshape(-1).view(torch.uint8).numpy()))
-            elif tensor.numel():
-                _tensor_over(target, tensor).copy_(tensor.detach())
-        copied = self._copy_from_device(devices)
-        self._copy_in_parallel(simple)
-        return copied
-
-    def _copy_in_parallel(self, pairs: Sequence[tuple[ByteArray, ByteArray]]) -> None:
-        total = sum(target.nbytes for target, _ in pairs)
-        each = -(-total // self._copy_threads) or 1
-        bins: list[list[tuple[ByteArray, ByteArray]]] = [[]]
-        room = each
-        for target, source in pairs:
-            start = 0
-            while start < target.nbytes:
-                if not room:
-                    bins.append([])
-                    room = each
-                stop = min(start + room, target.nbytes)
-                bins[-1].append((target[start:stop], source[start:stop]))
-                room -= stop - start
-                start = stop
-        list(self._pool.map(_copy_all, bins))
-
-    def _copy_from_device(
-        self, devices: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]]
-    ) -> "torch.cuda.Event | None":
-        copied = None
-        for device, pairs in devices.items():
-            stream = self._stream(device)
-            stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):
-                for target, tensor in pairs:
-                    target.copy_(tensor.detach(), non_blocking=True)
-                copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                copied.record(stream)
-        self._last_copied = copied
-        return copied
-
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self._streams[device]
-
-
-def _on_cuda(shards: Sequence[Shard]) -> bool:
-    return any(shard.tensor.is_cuda for shard in shards)
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def _unpin(buffer: _Buffer) -> None:
     if buffer.pinned:
-        _cudart().cudaHostUnregister(buffer.data.ctypes.data)
+        unpin(buffer.data)
         buffer.pinned = False
-
-
-def _tensor_over(target: ByteArray, like: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(target).view(like.dtype).view(like.shape)
-
-
-def _copy_all(pairs: Sequence[tuple[ByteArray, ByteArray]]) -> None:
-    for target, source in pairs:
-        np.copyto(target, source)

@@ -41,41 +41,12 @@ class Record:
     weights_sha256: str | None = None
 
 
-class Tier(Protocol):
-    """A place where checkpoints are. Every method raises a CheckpointError where the place fails."""
+class ReadableTier(Protocol):
+    """A place from which checkpoints are restored. Every method raises a CheckpointError where the place fails."""
 
     @property
     def name(self) -> str:
         """Names the tier in plans (`Place.tier`) and messages."""
-        ...
-
-    def write(self, draft: Draft, rank: int, image: Image, *, cancelled: Callable[[], bool] = never) -> None:
-        """Keep `rank`'s image in the draft; durable when this returns. Reads the image, never changes it."""
-        ...
-
-    def fail(self, draft: Draft, rank: int, reason: str) -> None:
-        """Tell whoever would commit the draft that `rank` cannot deliver."""
-        ...
-
-    def commit(
-        self,
-        draft: Draft,
-        record: Record,
-        *,
-        timeout_s: float,
-        required: Sequence[Box] = (),
-        cancelled: Callable[[], bool] = never,
-    ) -> None:
-        """Wait for all of `record.world_size` ranks, then make the step visible at once.
-
-        Raises AbandonedError, and drops the draft, where a rank failed, is not there after `timeout_s`, or
-        `cancelled()` turns true; NotCoveredError, likewise, where the ranks' boxes together do not cover `required`
-        or all of a tensor that they name. Committing a step that is there already leaves that one and drops the draft.
-        """
-        ...
-
-    def sweep(self, attempt: int) -> list[str]:
-        """Remove what attempts other than `attempt` left unfinished. Returns the names of what went."""
         ...
 
     def steps(self) -> list[int]:
@@ -107,6 +78,39 @@ class Tier(Protocol):
         A piece is a box and its elements as raw unsigned integers, perhaps a strided view; it is valid until the
         next piece is asked for. Raises CorruptError where the bytes are not those that were written.
         """
+        ...
+
+
+class Tier(ReadableTier, Protocol):
+    """A place where checkpoints are kept. Every method raises a CheckpointError where the place fails."""
+
+    def write(self, draft: Draft, rank: int, image: Image, *, cancelled: Callable[[], bool] = never) -> None:
+        """Keep `rank`'s image in the draft; durable when this returns. Reads the image, never changes it."""
+        ...
+
+    def fail(self, draft: Draft, rank: int, reason: str) -> None:
+        """Tell whoever would commit the draft that `rank` cannot deliver."""
+        ...
+
+    def commit(
+        self,
+        draft: Draft,
+        record: Record,
+        *,
+        timeout_s: float,
+        required: Sequence[Box] = (),
+        cancelled: Callable[[], bool] = never,
+    ) -> None:
+        """Wait for all of `record.world_size` ranks, then make the step visible at once.
+
+        Raises AbandonedError, and drops the draft, where a rank failed, is not there after `timeout_s`, or
+        `cancelled()` turns true; NotCoveredError, likewise, where the ranks' boxes together do not cover `required`
+        or all of a tensor that they name. Committing a step that is there already leaves that one and drops the draft.
+        """
+        ...
+
+    def sweep(self, attempt: int) -> list[str]:
+        """Remove what attempts other than `attempt` left unfinished. Returns the names of what went."""
         ...
 
     def delete(self, step: int) -> None:

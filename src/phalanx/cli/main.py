@@ -22,8 +22,17 @@ _COMMANDS = {
     "checkpoint": "List, verify and export checkpoints.",
     "export": "Write a run's weights for other software.",
     "import": "Read a Hugging Face model into a run directory.",
+    "simulate": "A fleet under failures, by the code that keeps a real one alive.",
     "goodput": "Where every second of a run went.",
+    "status": "Members, spares and happenings of a run's fleet.",
+    "fleet": "Drain, add or stop: ask something of a running fleet.",
+    "agent": "Take part in a run with this node of a cluster.",
     "watch": "Look at a run while it goes on, or afterwards.",
+    "plan": "The best layouts of a run on a cluster: memory, time, cost, and why.",
+    "calibrate": "Measure this machine, for plans that are made for it.",
+    "hardware": "Accelerators and systems that plans are made for, with sources.",
+    "models": "The model shapes that are known by name.",
+    "health": "Check that this machine is fit to train.",
     "spec": "Every field of a run file, with its default and meaning.",
 }
 

@@ -1,37 +1,30 @@
-"""Peak matrix-multiply rates of accelerators, by the name that their driver reports.
-
-Dense rates, without structured sparsity. Sources (read 2026-11): NVIDIA A100 datasheet (312 TFLOP/s bf16); NVIDIA
-H100 and H200 datasheets (SXM: 989.4 TFLOP/s bf16 dense; the printed 1,979 is with sparsity; PCIe H100: 756).
-"""
+"""The accelerator at hand, by the name that its driver reports."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+
+from phalanx.hardware.catalogue import accelerators
 
 
 @dataclass(frozen=True)
-class Accelerator:
-    """One accelerator's peak rates, in FLOP/s."""
+class KnownPeak:
+    """The dense bf16 peak of a known accelerator, in FLOP/s."""
 
     name: str
     bf16_flops: float
     source: str
 
 
-_H100 = "NVIDIA H100 datasheet, dense"
-ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(
-    {
-        "A100": Accelerator("A100", 312e12, "NVIDIA A100 datasheet, dense"),
-        "H100 PCIe": Accelerator("H100 PCIe", 756e12, _H100),
-        "H100 NVL": Accelerator("H100 NVL", 835e12, _H100),
-        "H100": Accelerator("H100 SXM", 989.4e12, _H100),
-        "H200": Accelerator("H200 SXM", 989.4e12, "NVIDIA H200 datasheet, dense"),
-    }
-)
-
-
-def accelerator_named(device_name: str) -> Accelerator | None:
-    """The catalogue's entry for a driver's device name such as "NVIDIA H200", or ``None``."""
-    return next((entry for key, entry in ACCELERATORS.items() if key in device_name), None)
+def accelerator_named(device_name: str) -> KnownPeak | None:
+    """The catalogue's peak for a driver's device name such as "NVIDIA H200", or ``None``."""
+    matches = [
+        (len(part), entry)
+        for entry in accelerators().values()
+        for part in entry.device_names
+        if part in device_name and "bf16" in entry.flops
+    ]
+    if not matches:
+        return None
+    _, entry = max(matches, key=lambda match: match[0])
+    return KnownPeak(entry.name, entry.flops["bf16"].value, entry.flops["bf16"].source)

@@ -151,6 +151,8 @@ class Stopped:
 
     step: int
     reason: str
+    ledger: dict[str, float] = field(default_factory=dict)
+    """As in ``Step``."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,8 @@ class Finished:
     """The run is complete. ``result`` has what one compares: run_dir, step, loss, weights_sha256 ..."""
 
     result: dict[str, Any]
+    ledger: dict[str, float] = field(default_factory=dict)
+    """As in ``Step``."""
 
 
 @dataclass(frozen=True)

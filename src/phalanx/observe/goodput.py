@@ -18,7 +18,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from phalanx.observe.events import CheckpointSaved, Event, Finished, NonFinite, Restored, Step
+from phalanx.observe.events import (
+    CheckpointSaved,
+    Event,
+    Finished,
+    Message,
+    NonFinite,
+    Restored,
+    Step,
+    Stopped,
+)
 from phalanx.observe.ledger import NS_PER_S, Bucket, add, format_ledger
 from phalanx.observe.throughput import format_duration
 
@@ -62,7 +71,7 @@ def goodput(events: Iterable[Event]) -> Goodput:
     attempts: dict[int, list[Event]] = {}
     for event in events:
         attempts.setdefault(event.attempt, []).append(event)
-    accounts = [_account(own) for _, own in sorted(attempts.items())]
+    accounts = [_account(own) for _, own in sorted(attempts.items()) if _lived(own)]
     line = _Line()
     for account in accounts:
         line.live_through(account)
@@ -93,9 +102,14 @@ class _Account:
     buckets_ns: Mapping[str, int]
 
 
+def _lived(events: list[Event]) -> list[Event]:
+    """The events that ranks wrote. Messages may come from whoever watches them, also after they have gone."""
+    return [event for event in events if not isinstance(event.body, Message)]
+
+
 def _account(events: list[Event]) -> _Account:
     """The attempt's last ledger is its account; what came after that is unattributed."""
-    end_ns = max(_ns(event.t) for event in events)
+    end_ns = max(_ns(event.t) for event in _lived(events))
     entries = [(_ns(event.t), ledger) for event in events if (ledger := _ledger(event))]
     if not entries:
         return _account_from_step_times(events, end_ns)
@@ -128,7 +142,7 @@ def _account_from_step_times(events: list[Event], end_ns: int) -> _Account:
 
 
 def _ledger(event: Event) -> Mapping[str, float]:
-    return event.body.ledger if isinstance(event.body, Step) else {}
+    return event.body.ledger if isinstance(event.body, (Step, Stopped, Finished)) else {}
 
 
 def _step_loop_ns(ledger: Mapping[str, float]) -> int | None:

@@ -7,7 +7,7 @@ collectives run on streams of their own, and what the host spends launching them
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,10 +19,14 @@ class CommClock:
     blocking: bool
     """Whether collectives block the host (gloo on CPU tensors)."""
     total_ns: int = 0
+    entered: Callable[[], None] | None = None
+    """Called before each collective."""
 
     @contextmanager
     def measure(self) -> Iterator[None]:
         """Counts the time inside the ``with``."""
+        if self.entered is not None:
+            self.entered()
         begin = time.monotonic_ns()
         try:
             yield

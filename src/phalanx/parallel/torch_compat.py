@@ -6,6 +6,7 @@ about.
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from collections.abc import Sequence
@@ -24,9 +25,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 __all__ = [
     "AllGather",
     "ReduceScatter",
+    "abort_nccl",
     "all_gather_single",
     "box_of",
     "finish_backward",
+    "flight_record",
     "gather_along",
     "group_of",
     "join_fake",
@@ -102,6 +105,13 @@ def overlap_with_products(group: dist.ProcessGroup) -> None:
         enable_symm_mem_for_group(group.group_name)
 
 
+def abort_nccl() -> None:
+    """Aborts every NCCL communicator of this process, from any thread; what waits for them gets an error."""
+    from torch.distributed.distributed_c10d import _abort_process_group
+
+    _abort_process_group()
+
+
 def finish_backward(module: FSDPModule) -> None:
     """Lets FSDP take in gradients that came outside of a backward pass through ``module``, the root of its wrapping.
 
@@ -131,3 +141,22 @@ def group_of(args: Sequence[object]) -> str:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             return str(dist.ProcessGroup.unbox(arg).group_name)
     return str(args[-1])
+
+
+def flight_record(since_ns: int = 0) -> bytes:
+    """What this rank's collectives have been since ``since_ns`` (Unix time, ns), as JSON: ``rank``, ``groups`` (name to ranks) and the flight ``recorder``'s dump.
+
+    From any thread, also while another hangs in a collective. The recorder outlives process groups, and names come again:
+    give the time when the present groups were made. Without entries where recording is off (``TORCH_FR_BUFFER_SIZE`` was 0
+    when the process made its first group). Gloo's own dump does not name the groups' ranks.
+    """
+    world = dist.distributed_c10d._world
+    groups = {
+        world.pg_names[group]: sorted(ranks)
+        for group, ranks in list(world.pg_group_ranks.items())
+        if group in world.pg_names
+    }
+    recorder = torch._C._distributed_c10d._dump_fr_trace_json  # type: ignore[attr-defined]
+    dump = json.loads(recorder(True, False))
+    dump["entries"] = [entry for entry in dump.get("entries", []) if entry["time_created_ns"] >= since_ns]
+    return json.dumps({"rank": dist.get_rank(), "groups": groups, "recorder": dump}).encode()

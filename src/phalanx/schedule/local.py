@@ -18,24 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from phalanx.train.ending import Ending
 from phalanx.train.run_directory import OpenRun
 from phalanx.train.worker import EXIT_STOPPED
 
 _POLL_S = 0.1
 _GRACE_S = 10.0
 """How long the other ranks may take to notice that one has died."""
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How the ranks of a run ended."""
-
-    status: str
-    """"finished", "stopped" or "failed"."""
-    failed_rank: int | None = None
-    exit_code: int = 0
-    message: str = ""
-    """What the failed rank last printed."""
 
 
 def run_locally(run: OpenRun, ranks: int, while_running: Callable[[Callable[[], bool]], None]) -> Ending:

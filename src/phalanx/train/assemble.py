@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from phalanx.checkpoint.restore import restore
 from phalanx.checkpoint.retention import Retention
 from phalanx.checkpoint.saver import AsyncSaver
 from phalanx.checkpoint.state import Shard
+from phalanx.checkpoint.tier import Tier
 from phalanx.data.dataset import RunData
 from phalanx.hardware.accelerators import accelerator_named
 from phalanx.hardware.matmul_peak import measure_matmul_flops
@@ -21,10 +22,12 @@ from phalanx.observe.ledger import Bucket, Ledger
 from phalanx.parallel.mesh import Mesh, build_mesh
 from phalanx.run.spec import RunSpec
 from phalanx.train.compose import Built, build_model
+from phalanx.train.guardian import Guardian, Nobody
 from phalanx.train.interrupt import StopRequest
 from phalanx.train.reporter import Reporter
 from phalanx.train.run_directory import RunDirectory, check_data
 from phalanx.train.state import RestoredState, fill_initial, restore_newest, state_shards, weight_shards
+from phalanx.train.step import Votes
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,24 @@ class Peak:
 
     flops_per_s: float
     source: str
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a process that goes from one epoch of membership to the next need not make again."""
+
+    data: RunData
+    peak_of_rank: Peak
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a rank comes from and who watches over it; by default, from the newest checkpoint on disk, and nobody."""
+
+    restore: Callable[[Tier, Sequence[Shard], Mesh], RestoredState | None] = restore_newest
+    """Fills this rank's shards; ``None`` if there is nothing to restore and the run begins."""
+    guardian: Guardian = field(default_factory=Nobody)
+    kept: Kept | None = None
 
 
 @dataclass
@@ -52,6 +73,7 @@ class Training:
     stop: StopRequest
     peak: Peak
     restored: RestoredState | None
+    guardian: Guardian
     memory_bytes: dict[str, int] = field(default_factory=dict)
     """By kind, on the rank that holds most of it, once it has been measured."""
     stalls_s: dict[int, float] = field(default_factory=dict)
@@ -59,6 +81,15 @@ class Training:
     last_saved_step: int | None = None
     last_save_good: bool = True
     """Whether the newest save that has ended is durable; rank 0 knows."""
+
+    def votes(self) -> Votes:
+        """What this rank asks of all."""
+        return Votes(self.stop.made, not self.guardian.safe(), self.guardian.leaving())
+
+    def fence(self) -> None:
+        """Before weights change: copies of them that still run come first."""
+        self.saver.fence()
+        self.guardian.fence()
 
 
 def make_deterministic(spec: RunSpec, device: torch.device) -> None:
@@ -80,8 +111,9 @@ def assemble(
     reporter: Reporter,
     ledger: Ledger,
     stop: StopRequest,
+    origin: Origin,
 ) -> Training:
-    """Builds everything on this rank and restores the newest state that there is."""
+    """Builds everything on this rank and restores the state that it begins with."""
     ledger.switch(Bucket.START_PLAN_COMPILE)
     mesh = build_mesh(spec, dist.get_world_size(), device)
     built = build_model(spec, mesh)
@@ -89,7 +121,7 @@ def assemble(
     shards = state_shards(parts, built.optimizer, placement)
     ledger.switch(Bucket.START_RESTORE)
     tier = DiskTier(directory.checkpoints)
-    restored = restore_newest(tier, shards, mesh)
+    restored = origin.restore(tier, shards, mesh)
     if restored is None:
         fill_initial(parts, placement, spec)
         if spec.checkpoint.init_from:
@@ -102,29 +134,44 @@ def assemble(
         timeout_s=spec.checkpoint.timeout_s,
         retention=Retention(spec.checkpoint.keep_last, spec.checkpoint.keep_every or None),
     )
-    saver.prepare(shards)
-    ledger.switch(Bucket.START_DATA_SEEK)
-    data = RunData(Path(spec.data.path), spec.train.seq_len, spec.runtime.seed)
-    check_data(directory, data.fingerprint)
+    kept = origin.kept
+    if kept is None:
+        saver.prepare(shards)
+        kept = _first_time(spec, mesh, ledger)
+    check_data(directory, kept.data.fingerprint)
     ledger.switch(Bucket.START_WARMUP)
-    peak = _peak(spec, mesh)
-    gc.collect()
-    gc.freeze()  # what lives as long as the run need not be looked at by every collection
     return Training(
         spec=spec,
         directory=directory,
         attempt=attempt,
         mesh=mesh,
         built=built,
-        data=data,
+        data=kept.data,
         shards=shards,
         saver=saver,
         reporter=reporter,
         ledger=ledger,
         stop=stop,
-        peak=peak,
+        peak=_of_all(kept.peak_of_rank, mesh.ranks),
         restored=restored,
+        guardian=origin.guardian,
     )
+
+
+def keep(spec: RunSpec, device: torch.device) -> Kept:
+    """Opens the data and finds out what this machine can do, without any other rank."""
+    return Kept(RunData(Path(spec.data.path), spec.train.seq_len, spec.runtime.seed), _peak(spec, device))
+
+
+def _first_time(spec: RunSpec, mesh: Mesh, ledger: Ledger) -> Kept:
+    """The same on all ranks at once: they will compute at once."""
+    ledger.switch(Bucket.START_DATA_SEEK)
+    dist.barrier()
+    ledger.switch(Bucket.START_WARMUP)
+    kept = keep(spec, mesh.device)
+    rate = torch.tensor([kept.peak_of_rank.flops_per_s], dtype=torch.float64, device=mesh.device)
+    dist.all_reduce(rate)
+    return Kept(kept.data, Peak(float(rate.item()) / mesh.ranks, kept.peak_of_rank.source))
 
 
 def load_weights(source: Path, shards: list[Shard]) -> None:
@@ -135,16 +182,15 @@ def load_weights(source: Path, shards: list[Shard]) -> None:
     restore(DiskTier(source.parent), int(source.name.removeprefix("step-")), shards)
 
 
-def _peak(spec: RunSpec, mesh: Mesh) -> Peak:
-    """The peak of all ranks together: by data sheet where the accelerator is known, else measured now."""
+def _peak(spec: RunSpec, device: torch.device) -> Peak:
+    """The peak of a rank: by data sheet where the accelerator is known, else measured now."""
     dtype = torch.bfloat16 if spec.precision.compute == "bf16" else torch.float32
-    if mesh.device.type == "cuda" and dtype == torch.bfloat16:
-        known = accelerator_named(torch.cuda.get_device_name(mesh.device))
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        known = accelerator_named(torch.cuda.get_device_name(device))
         if known is not None:
-            return Peak(known.bf16_flops * mesh.ranks, f"{mesh.ranks} x {known.source}")
-    dist.barrier()  # all ranks measure at once: they will compute at once
-    rate = torch.tensor([measure_matmul_flops(mesh.device, dtype)], dtype=torch.float64, device=mesh.device)
-    dist.all_reduce(rate)
-    return Peak(
-        float(rate.item()), f"measured {spec.precision.compute} matrix product, {mesh.ranks} ranks at once"
-    )
+            return Peak(known.bf16_flops, known.source)
+    return Peak(measure_matmul_flops(device, dtype), f"measured {spec.precision.compute} matrix product")
+
+
+def _of_all(one: Peak, ranks: int) -> Peak:
+    return Peak(one.flops_per_s * ranks, f"{ranks} x {one.source}")

@@ -115,7 +115,7 @@ def counted(spec: RunSpec, mesh: Mesh) -> Calls:
     fill_initial(built.model.parts, built.placement, spec)
     stepper = built.stepper(_batches(spec), Ledger(time.monotonic_ns()))
     with _Counting(_axes(mesh)) as counting:
-        report = stepper.run(1, stop_requested=False)
+        report = stepper.run(1)
     assert report.applied, "nothing in a dry run is infinite"
     calls: Calls = counting.calls
     return calls

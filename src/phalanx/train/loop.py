@@ -72,7 +72,9 @@ def train(training: Training) -> dict[str, Any] | None:
     recent_s: list[float] = []
     with _prefetch(training, progress.step) as batches:
         stepper = training.built.stepper(batches, ledger)
-        stepper.updates, stepper.before_update = progress.updates, training.saver.fence
+        stepper.updates, stepper.before_update = progress.updates, training.fence
+        stepper.audit = training.guardian.audit(stepper, lambda step, slot: _samples(training, step, slot))
+        training.guardian.begins(progress.step, training.shards, _extra(training, progress))
         ledger.switch(Bucket.STEP_HOST_GAP)
         while progress.step < spec.train.steps:
             begin = time.perf_counter()
@@ -81,20 +83,21 @@ def train(training: Training) -> dict[str, Any] | None:
             recent_s.append(time.perf_counter() - begin)
             _advance(training, progress, report, stepper.updates)
             _log_step(training, progress, report, recent_s)
+            training.guardian.ended(progress.step, training.shards, _extra(training, progress), report)
             last = progress.step == spec.train.steps
             if not last and _due(progress.step, spec.evaluation.every_steps):
                 _evaluate(training, progress.step, spec.evaluation.sequences)
-            if not last and (report.stop_requested or _due(progress.step, spec.checkpoint.every_steps)):
+            if not last and (report.votes.stop or _due(progress.step, spec.checkpoint.every_steps)):
                 _save(training, progress)
             _collect(training)
-            if report.stop_requested and not last:
+            if report.votes.stop and not last:
                 _stopped(training, progress)
                 return None
     return _finished(training, progress, recent_s)
 
 
 def _plain_step(training: Training, stepper: Stepper, number: int) -> StepReport:
-    return stepper.run(number, stop_requested=training.stop.made)
+    return stepper.run(number, training.votes())
 
 
 def _measured_step(training: Training, stepper: Stepper, number: int) -> StepReport:
@@ -107,13 +110,13 @@ def _measured_step(training: Training, stepper: Stepper, number: int) -> StepRep
     )
 
     def before_update() -> None:
-        training.saver.fence()
+        training.fence()
         meter.gradients_complete()
 
     stepper.before_update = before_update
     with meter:
         report = _plain_step(training, stepper, number)
-    stepper.before_update = training.saver.fence
+    stepper.before_update = training.fence
     most, least = extremes(meter.result(), training.mesh.device)
     training.memory_bytes = most
     training.reporter.emit(MemoryMeasured(number, most, least))
@@ -133,7 +136,8 @@ def _begin(training: Training) -> Progress:
         return Progress()
     for line in restored.passed_over:
         reporter.warn(f"passed over a damaged checkpoint: {line}")
-    reporter.emit(Restored(restored.step, str(training.directory.checkpoints)))
+    source = restored.source or str(training.directory.checkpoints)
+    reporter.emit(Restored(restored.step, source, restored.seconds))
     extra = restored.extra
     return Progress(
         restored.step, extra["tokens"], extra["updates"], extra["skipped_in_a_row"], extra["loss"]
@@ -157,14 +161,20 @@ def _started(training: Training) -> RunStarted:
 
 def _prefetch(training: Training, done_steps: int) -> Prefetch[NDArray[np.int64]]:
     """This rank's slots, round after round and step after step, each made while the one before is computed."""
-    train, rounds = training.spec.train, training.built.rounds
-    per_slot = train.batch_size // train.slots
+    rounds = training.built.rounds
 
     def samples(number: int) -> NDArray[np.int64]:
         step, turn = divmod(number, len(rounds))
-        return training.data.train_samples(step * train.batch_size + rounds[turn].slot * per_slot, per_slot)
+        return _samples(training, step + 1, rounds[turn].slot)
 
-    return Prefetch(samples, range(done_steps * len(rounds), train.steps * len(rounds)))
+    return Prefetch(samples, range(done_steps * len(rounds), training.spec.train.steps * len(rounds)))
+
+
+def _samples(training: Training, step: int, slot: int) -> NDArray[np.int64]:
+    """What slot ``slot`` of step ``step`` (from 1) holds: ``(sequences, seq_len + 1)``."""
+    train = training.spec.train
+    per_slot = train.batch_size // train.slots
+    return training.data.train_samples((step - 1) * train.batch_size + slot * per_slot, per_slot)
 
 
 def _advance(training: Training, progress: Progress, report: StepReport, updates: int) -> None:
@@ -260,15 +270,20 @@ def _save(training: Training, progress: Progress, weights: str | None = None) ->
     if training.last_saved_step == progress.step:
         return
     training.last_saved_step = progress.step
-    extra = {
+    extra = _extra(training, progress)
+    with training.ledger.bucket(Bucket.CKPT_BLOCKING):
+        receipt = training.saver.save(progress.step, training.shards, extra, weights_sha256=weights)
+    training.stalls_s[progress.step] = receipt.stall_s
+
+
+def _extra(training: Training, progress: Progress) -> dict[str, Any]:
+    """What of a run's state is not tensors."""
+    return {
         **vars(progress),
         "next_sample": progress.step * training.spec.train.batch_size,
         "seed": training.spec.runtime.seed,
         "data_fingerprint": training.data.fingerprint,
     }
-    with training.ledger.bucket(Bucket.CKPT_BLOCKING):
-        receipt = training.saver.save(progress.step, training.shards, extra, weights_sha256=weights)
-    training.stalls_s[progress.step] = receipt.stall_s
 
 
 def _collect(training: Training) -> None:
@@ -276,6 +291,8 @@ def _collect(training: Training) -> None:
     outcomes = training.saver.poll()
     for outcome in outcomes:
         training.last_save_good = outcome.status != "failed"
+        if outcome.status == "committed":
+            training.guardian.saved(outcome.step)
     training.reporter.saved(outcomes, training.stalls_s, str(training.directory.checkpoints))
 
 
@@ -294,7 +311,7 @@ def _stopped(training: Training, progress: Progress) -> None:
     saved = _settle(training)
     reason = training.stop.signal_name or "another rank was asked to stop"
     kept = f"step {progress.step} is saved" if saved else "the last checkpoint failed, an older one is kept"
-    training.reporter.emit(Stopped(progress.step, f"{reason}; {kept}"))
+    training.reporter.emit(Stopped(progress.step, f"{reason}; {kept}", training.ledger.seconds()))
 
 
 def _finished(training: Training, progress: Progress, recent_s: list[float]) -> dict[str, Any]:
@@ -312,7 +329,7 @@ def _finished(training: Training, progress: Progress, recent_s: list[float]) -> 
     result = _result(training, progress, recent_s, evaluation, weights)
     if training.mesh.rank == 0:
         training.directory.write_result(result)
-    training.reporter.emit(Finished(result))
+    training.reporter.emit(Finished(result, training.ledger.seconds()))
     return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,10 @@ class RestoredState:
     step: int
     extra: dict[str, Any]
     passed_over: tuple[str, ...]
+    source: str
+    """From where; empty means the run's checkpoints."""
+    seconds: float
+    """How long it took on this rank."""
 
 
 def state_tensors(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
@@ -69,15 +74,21 @@ def state_shards(parts: Sequence[nn.Module], optimizer: Optimizer, placement: Pl
     ]
 
 
-def restore_newest(tier: Tier, shards: Sequence[Shard], mesh: Mesh) -> RestoredState | None:
+def restore_newest(
+    tier: Tier, shards: Sequence[Shard], mesh: Mesh, *, up_to: int | None = None
+) -> RestoredState | None:
     """Fills ``shards`` from the newest checkpoint that every rank can read in full; ``None`` if there is none.
 
+    Those after step ``up_to`` are left out of account.
     A rank that finds its part torn or corrupted says so, and all ranks turn to the next older one together. Raises
     ``NoGoodCheckpointError`` when none is left.
     """
+    began_s = time.monotonic()
     passed_over: list[str] = []
     damaged: list[int] = []
     for step in _agreed_candidates(tier, mesh):
+        if up_to is not None and step > up_to:
+            continue
         error = ""
         extra: dict[str, Any] = {}
         try:
@@ -92,7 +103,7 @@ def restore_newest(tier: Tier, shards: Sequence[Shard], mesh: Mesh) -> RestoredS
                 for bad in damaged:
                     tier.set_aside(bad)
             dist.barrier()
-            return RestoredState(step, extra, tuple(passed_over))
+            return RestoredState(step, extra, tuple(passed_over), "", time.monotonic() - began_s)
         damaged.append(step)
         passed_over += sorted({f"step {step}: {text}" for text in errors if text})
     if passed_over:

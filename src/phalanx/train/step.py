@@ -6,9 +6,13 @@ order (``phalanx.parallel``), the gradient's norm by exact addition, losses slot
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -27,11 +31,40 @@ from phalanx.train.optimizers.optimizer import Optimizer
 from phalanx.train.placement import Placement
 from phalanx.train.slot import SlotRunner
 
+
+class Audit(Protocol):
+    """Whoever has slots computed twice, to find ranks that compute wrongly."""
+
+    @abstractmethod
+    def begin(self, step: int) -> None:
+        """Before the rounds of ``step``; may compute more of them."""
+
+    @abstractmethod
+    def around(self, number: int) -> AbstractContextManager[None]:
+        """Encloses round ``number`` of the step."""
+
+    @abstractmethod
+    def ended(self, step: int) -> None:
+        """After the rounds, before the update; raises, on every rank alike, if the step is not to be applied."""
+
+
 _NAMED = 3
 """How many culprits a rank names when something is not finite: with NaN everywhere, everything is one."""
 
 Batches = Iterator[NDArray[np.int64]]
 """The samples ``(sequences, seq_len + 1)`` of each of this rank's rounds, step after step."""
+
+
+@dataclass(frozen=True)
+class Votes:
+    """What any one rank can ask of all; carried by the step's own collectives, so that all know of it in the same step."""
+
+    stop: bool = False
+    """Save and end the run after this step."""
+    unsafe: bool = False
+    """This rank's newest copy of its state would not survive the loss of its node."""
+    leave: bool = False
+    """End this epoch of membership after this step."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +79,8 @@ class StepReport:
     lr: float
     applied: bool
     """Whether the weights were changed: not if the loss or the gradient was not finite."""
-    stop_requested: bool
-    """Whether any rank was asked to stop."""
+    votes: Votes
+    """What any rank asked for."""
     balance: float | None = None
     """The largest load of an expert over the mean of its layer; ``None`` without experts."""
     nonfinite: tuple[str, ...] = ()
@@ -71,6 +104,7 @@ class Stepper:
     """What of the time in forward and backward was waiting, and for which axis."""
     updates: int = 0
     """Updates applied so far; what Adam's bias correction counts."""
+    audit: Audit | None = None
     before_update: Callable[[], None] = lambda: None
     """Called before weights change; a checkpoint may still be reading them."""
 
@@ -85,13 +119,15 @@ class Stepper:
         # gradient does not wait for the batch's token count. The rest of the factor comes after the sum.
         self._slot_tokens = train.batch_size // train.slots * train.seq_len
 
-    def run(self, number: int, *, stop_requested: bool) -> StepReport:
-        """Step ``number``, from 1. On every rank of the mesh, in step."""
+    def run(self, number: int, votes: Votes = Votes()) -> StepReport:
+        """Step ``number``, from 1. On every rank of the mesh, in step; each with its own votes."""
+        self._audited(lambda audit: audit.begin(number))
         losses, tokens = self._slots()
+        self._audited(lambda audit: audit.ended(number))
         with self.ledger.bucket(Bucket.STEP_COMPUTE):
             self._wait_for_device()  # what follows waits anyway; this tells computing from communicating
         with self.ledger.bucket(Bucket.COMM_EXPOSED_DP):
-            loss, count, stop = self._sum_up(losses, tokens, stop_requested)
+            loss, count, asked = self._sum_up(losses, tokens, votes)
             norm = self._gradient_norm(self._slot_tokens / count)
         lr = self.spec.optimizer.lr * multiplier(self.spec.schedule, number, self.spec.train.steps)
         applied = math.isfinite(loss) and math.isfinite(norm)
@@ -104,7 +140,15 @@ class Stepper:
                 self._wait_for_device()
         self.model.abandon()
         balance = self._balance(applied=applied)
-        return StepReport(loss, norm, count, lr, applied, stop, balance, blamed)
+        return StepReport(loss, norm, count, lr, applied, asked, balance, blamed)
+
+    def _audited(self, act: Callable[[Audit], None]) -> None:
+        if self.audit is None:
+            return
+        with self.ledger.bucket(Bucket.HEALTH_SDC_CHECK):
+            act(self.audit)
+            for clock in self.waits.values():  # its waiting was no step's
+                clock.take_ns()
 
     def _wait_for_device(self) -> None:
         if self._device.type == "cuda":
@@ -115,11 +159,12 @@ class Stepper:
         pieces = self.spec.train.slots * self._mesh.layout.context
         losses = torch.zeros(pieces, dtype=torch.float64, device=self._device)
         tokens = torch.zeros(pieces, dtype=torch.float64, device=self._device)
-        for current in self.rounds:
+        for turn, current in enumerate(self.rounds):
             with self.ledger.bucket(Bucket.STEP_DATA_WAIT):
                 samples = torch.from_numpy(next(self.batches))
             with self.ledger.bucket(Bucket.STEP_COMPUTE):
-                loss, count = self._slot(current, samples.to(self._device, non_blocking=True))
+                with self.audit.around(turn) if self.audit is not None else nullcontext():
+                    loss, count = self._slot(current, samples.to(self._device, non_blocking=True))
                 if current.counts and self.runner.reports:
                     piece = current.slot * self._mesh.layout.context + self._mesh.context_rank
                     losses[piece], tokens[piece] = loss.double(), count
@@ -128,6 +173,10 @@ class Stepper:
             for bucket, waited_ns in waits_ns.items():
                 self.ledger.reassign(Bucket.STEP_COMPUTE, bucket, waited_ns)
         return losses, tokens
+
+    def again(self, current: Round, samples: NDArray[np.int64]) -> None:
+        """Computes a slot that is not to count, for an audit."""
+        self._slot(current, torch.from_numpy(samples).to(self._device))
 
     def _slot(self, current: Round, samples: Tensor) -> tuple[Tensor, Tensor]:
         """The gradient of one slot: its summed loss and its number of targets, as far as this rank sees them."""
@@ -141,16 +190,17 @@ class Stepper:
         self.model.end(current)
         return loss, torch.stack([batch.counted for batch in batches]).sum()
 
-    def _sum_up(self, losses: Tensor, tokens: Tensor, stop_requested: bool) -> tuple[float, int, bool]:
-        """Mean loss and token count of the batch, and whether anybody was asked to stop."""
-        stop = torch.full((1,), float(stop_requested), dtype=torch.float64, device=self._device)
-        everything = torch.cat((losses, tokens, stop))
-        # Each number comes from one rank and is zero on all others, so this sum rounds nothing.
+    def _sum_up(self, losses: Tensor, tokens: Tensor, votes: Votes) -> tuple[float, int, Votes]:
+        """Mean loss and token count of the batch, and what any rank asked for."""
+        asked = torch.tensor(dataclasses.astuple(votes), dtype=torch.float64, device=self._device)
+        everything = torch.cat((losses, tokens, asked))
+        # Each loss and count comes from one rank and is zero on all others, so this sum rounds nothing.
         dist.all_reduce(everything)
-        *values, stops = everything.tolist()
-        pieces = len(losses)
+        numbers, pieces = everything.tolist(), len(losses)
+        values = numbers[: 2 * pieces]
         count = round(math.fsum(values[pieces:]))
-        return math.fsum(values[:pieces]) / count if _finite(values) else math.nan, count, stops > 0
+        loss = math.fsum(values[:pieces]) / count if _finite(values) else math.nan
+        return loss, count, Votes(*(number > 0 for number in numbers[2 * pieces :]))
 
     def _gradient_norm(self, scale: float) -> float:
         held = [

@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import os
 import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.train.interrupt import StopRequest
 
 if TYPE_CHECKING:
+    import torch
+
+    from phalanx.observe.ledger import Ledger
+    from phalanx.run.spec import RunSpec
+    from phalanx.train.assemble import Origin, Training
     from phalanx.train.reporter import Reporter
     from phalanx.train.run_directory import RunDirectory
 
@@ -42,16 +49,10 @@ def run_rank(spec_dir: Path, attempt: int, stop: StopRequest) -> dict[str, Any] 
 
     Returns the result, or ``None`` if the run was asked to stop. Lets every error through.
     """
-    import torch.distributed as dist
-
-    from phalanx.observe.event_log import EventLog
     from phalanx.observe.ledger import Bucket, Ledger
     from phalanx.observe.records import process_age_ns
-    from phalanx.observe.sinks import open_sinks
     from phalanx.parallel.rendezvous import Place, device_for, place_of
-    from phalanx.train.assemble import assemble, make_deterministic
-    from phalanx.train.loop import train
-    from phalanx.train.reporter import Reporter
+    from phalanx.train.assemble import Origin, make_deterministic
     from phalanx.train.run_directory import RunDirectory, read_resolved
 
     ledger = Ledger(time.monotonic_ns() - process_age_ns(), Bucket.START_PROCESS)
@@ -60,13 +61,39 @@ def run_rank(spec_dir: Path, attempt: int, stop: StopRequest) -> dict[str, Any] 
     place = place_of(os.environ) or Place(0, 1, 0, "", "phalanx")
     device = device_for(spec.runtime.device, place.local_rank)
     make_deterministic(spec, device)
+    return live(spec, directory, attempt, device, ledger, stop, Origin(), _freeze)
+
+
+def live(
+    spec: RunSpec,
+    directory: RunDirectory,
+    attempt: int,
+    device: torch.device,
+    ledger: Ledger,
+    stop: StopRequest,
+    origin: Origin,
+    assembled: Callable[[Training], None],
+) -> dict[str, Any] | None:
+    """One life of a rank, from its process group to the result; ``None`` if the run was asked to stop.
+
+    ``assembled`` is called once everything is in place. Whatever happens, nothing is left open.
+    """
+    import torch.distributed as dist
+
+    from phalanx.observe.event_log import EventLog
+    from phalanx.observe.sinks import open_sinks
+    from phalanx.train.assemble import assemble
+    from phalanx.train.loop import train
+    from phalanx.train.reporter import Reporter
+
     first = dist.get_rank() == 0
     reporter = Reporter(EventLog(directory.events, attempt) if first else None)
     if first:
         reporter.sinks = open_sinks(spec.observe.sinks, directory.path, directory.path.name)
     training = None
     try:
-        training = assemble(spec, directory, attempt, device, reporter, ledger, stop)
+        training = assemble(spec, directory, attempt, device, reporter, ledger, stop, origin)
+        assembled(training)
         result = train(training)
         if first:
             _draw(directory, reporter)
@@ -76,6 +103,12 @@ def run_rank(spec_dir: Path, attempt: int, stop: StopRequest) -> dict[str, Any] 
         if training is not None:
             training.saver.cancel()
             training.saver.close()
+
+
+def _freeze(_training: Training) -> None:
+    """What lives as long as the process need not be looked at by every collection."""
+    gc.collect()
+    gc.freeze()
 
 
 def _draw(directory: RunDirectory, reporter: Reporter) -> None:

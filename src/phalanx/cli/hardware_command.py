@@ -1,0 +1,162 @@
+"""``phalanx hardware``: the catalogue of accelerators and systems, with where each figure comes from."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from phalanx.cli.errors import explained
+from phalanx.hardware.catalogue import accelerator, accelerators, systems
+from phalanx.hardware.cluster import Accelerator, Fact
+from phalanx.hardware.errors import HardwareError
+from phalanx.hardware.profiles import Provenance, profile_of
+from phalanx.hardware.system import System
+
+
+@click.command("hardware")
+@click.argument("name", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(name: str | None, as_json: bool) -> None:
+    """List accelerators and systems, or every figure of the one called NAME, with its source and date.
+
+    Peaks are dense. What is marked "recalled" was written down from memory of the named document.
+
+    \b
+      phalanx hardware
+      phalanx hardware h100
+      phalanx hardware gb200-nvl72 --json
+    """
+    with explained(HardwareError):
+        if name is None:
+            _list(as_json)
+        else:
+            _show(name, as_json)
+
+
+def _list(as_json: bool) -> None:
+    if as_json:
+        entries = {key: _plain(entry) for key, entry in accelerators().items()}
+        click.echo(
+            json.dumps({"accelerators": entries, "systems": {k: _plain(s) for k, s in systems().items()}})
+        )
+        return
+    console = Console()
+    table = Table(
+        title="Accelerators (dense peaks; phalanx hardware NAME shows the sources)", title_justify="left"
+    )
+    for column in ("key", "name", "bf16 TFLOP/s", "fp8", "fp4", "memory GiB", "TB/s", "W", "$/h"):
+        table.add_column(column, justify="left" if column in ("key", "name") else "right")
+    for entry in accelerators().values():
+        table.add_row(*_summary(entry))
+    console.print(table)
+    table = Table(title="Systems (NAME:ACCELERATORS or NAME x DOMAINS makes a cluster)", title_justify="left")
+    for column in ("key", "accelerator", "domain", "GB/s inside", "GB/s outside", "fabric"):
+        table.add_column(column, justify="left" if column in ("key", "accelerator", "fabric") else "right")
+    for system in systems().values():
+        inside, outside = system.domain.bytes_per_s.value / 1e9, system.fabric.bytes_per_s.value / 1e9
+        rates = f"{inside:,.0f}", f"{outside:,.1f}"
+        table.add_row(system.key, system.accelerator.key, str(system.domain.size), *rates, system.fabric.kind)
+    console.print(table)
+
+
+def _summary(entry: Accelerator) -> tuple[str, ...]:
+    sixteen = entry.flops.get("bf16", entry.flops.get("fp16"))
+    return (
+        entry.key,
+        entry.name + (" (announced)" if entry.announced_only else ""),
+        *(
+            f"{fact.value / 1e12:,.5g}" if fact else "-"
+            for fact in (sixteen, *map(entry.flops.get, ("fp8", "fp4")))
+        ),
+        f"{entry.memory_bytes.value / 2**30:,.1f}",
+        f"{entry.memory_bytes_per_s.value / 1e12:,.3g}",
+        f"{entry.power_w.value:,.0f}",
+        f"{entry.price_per_hour.value:.2f}",
+    )
+
+
+def _show(name: str, as_json: bool) -> None:
+    system = systems().get(name)
+    chip = accelerators().get(name) or (system.accelerator if system else accelerator(name))
+    fits = dict(_fits(chip))
+    if as_json:
+        shown = {"accelerator": _plain(chip), "system": _plain(system) if system else None}
+        click.echo(json.dumps({**shown, "fitted": {key: _plain(fit) for key, fit in fits.items()}}))
+        return
+    console = Console(soft_wrap=True)
+    for title, entry in ((chip.name, chip), (f"System {name}", system)):
+        if entry is None:
+            continue
+        console.print(f"\n[bold]{title}[/bold]", highlight=False)
+        console.print(_figures(entry))
+    console.print(
+        f"\n[bold]Fitted constants[/bold] (profile {profile_of(chip).constants.name})", highlight=False
+    )
+    console.print(_fit_table(fits))
+
+
+def _figures(entry: Accelerator | System) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for name, value in _leaves(entry, ""):
+        fact = value if isinstance(value, Fact) else Fact(value, "")
+        shown = f"{fact.value:,.6g}" if type(fact.value) in (int, float) else str(fact.value)
+        table.add_row(name, shown, f"[dim]{fact.source}{', ' + fact.date if fact.date else ''}[/dim]")
+    return table
+
+
+def _leaves(entry: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Names and values of all figures in ``entry``, the accelerator of a system left out."""
+    for field in dataclasses.fields(entry):
+        value, name = getattr(entry, field.name), prefix + field.name
+        if isinstance(value, dict):
+            yield from ((f"{name}.{key}", fact) for key, fact in value.items())
+        elif field.name == "levels":
+            for level in value:
+                yield (
+                    f"{name}.{level.name}",
+                    f"to {level.reach:,}, share {level.share:.3g}, {level.latency_s * 1e6:.3g} us",
+                )
+        elif dataclasses.is_dataclass(value) and not isinstance(value, (Fact, Accelerator)):
+            yield from _leaves(value, f"{name}.")
+        elif not isinstance(value, (Accelerator, tuple)) and value != "":
+            yield name, value
+
+
+def _fits(chip: Accelerator) -> Iterator[tuple[str, Any]]:
+    constants = profile_of(chip).constants
+    yield from ((f"matmul {key}", fit) for key, fit in constants.matmul.items())
+    yield from (
+        ("attention", constants.attention),
+        ("memory-bound", constants.memory),
+        ("network", constants.network),
+    )
+    yield from constants.collectives.items()
+
+
+def _fit_table(fits: dict[str, Any]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for name, fit in fits.items():
+        values = [
+            f"{field.name} {getattr(fit, field.name):.3g}"
+            for field in dataclasses.fields(fit)
+            if field.name != "provenance"
+        ]
+        table.add_row(name, ", ".join(values), f"[dim]{_origin(fit.provenance)}[/dim]")
+    return table
+
+
+def _origin(provenance: Provenance) -> str:
+    measured = f"; {provenance.points:,} points, {provenance.median_error:.1%} median error on unseen ones"
+    versions = f" {provenance.versions}" if provenance.versions else ""
+    return f"{provenance.source}{versions}, {provenance.date}{measured if provenance.points else ''}"
+
+
+def _plain(entry: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = dataclasses.asdict(entry)
+    return plain

@@ -1,0 +1,126 @@
+"""``phalanx plan --validate``: what the planner says of published runs, beside what they took."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from phalanx.plan.published import PublishedRun, read_published
+from phalanx.plan.validate import Outcome, Validation, errors, validate
+
+
+def print_validation(path: Path | None, as_json: bool) -> Validation:
+    """Holds the planner against the rows of ``path``, or of the package's own table, and prints what comes out."""
+    rows = read_published() if path is None else read_published(path)
+    found = _validated(rows, quiet=as_json)
+    if as_json:
+        click.echo(json.dumps(validation_facts(found)))
+    else:
+        _print(found)
+    return found
+
+
+def _validated(rows: Sequence[PublishedRun], *, quiet: bool) -> Validation:
+    def progress(done: int, total: int) -> None:
+        if not quiet and done % 25 == 0:
+            click.echo(f"\r{done} of {total} rows", nl=False, err=True)
+
+    found = validate(rows, progress=progress)
+    if not quiet:
+        click.echo("\r", nl=False, err=True)
+    return found
+
+
+def validation_facts(found: Validation) -> dict[str, Any]:
+    """Plain values: a row each, and summaries; the keys are stable."""
+    return {
+        "rows": [row_facts(outcome) for outcome in found.outcomes],
+        "summary": {
+            "all": summary(found.outcomes),
+            "dense": summary(found.timed(mixture=False)),
+            "mixture": summary(found.timed(mixture=True)),
+        },
+        "families": {name: summary(members) for name, members in found.families().items()},
+        "sweeps": [dataclasses.asdict(sweep) for sweep in found.sweeps],
+        "fits": dataclasses.asdict(found.fits),
+        "scalars": {name: dataclasses.asdict(scalar) for name, scalar in found.scalars.items()},
+    }
+
+
+def row_facts(outcome: Outcome) -> dict[str, Any]:
+    """One row: predicted, measured, errors, or why it was left out."""
+    run, time, memory = outcome.run, outcome.time, outcome.memory
+    return {
+        "id": run.id,
+        "family": run.family,
+        "model": run.model,
+        "gpu": run.gpu,
+        "gpus": run.gpus,
+        "excluded": outcome.excluded or None,
+        "predicted_step_s": time.predicted_s if time else None,
+        "measured_step_s": time.measured_s if time else None,
+        "error": time.error if time else None,
+        "scalar": time.scalar.value if time else None,
+        "scaled_error": time.scaled_error if time else None,
+        "time_by_term_s": dict(time.terms) if time else None,
+        "predicted_memory_bytes": memory.predicted_bytes if memory else None,
+        "measured_memory_bytes": memory.measured_bytes if memory else None,
+        "memory_basis": memory.basis if memory else None,
+        "memory_error": memory.error if memory else None,
+    }
+
+
+def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Counts and errors of some rows."""
+    kinds = {
+        "time": errors(o.time.error for o in outcomes if o.time),
+        "scaled_time": errors(o.time.scaled_error for o in outcomes if o.time),
+        "memory": errors(o.memory.error for o in outcomes if o.memory),
+    }
+    return {
+        "rows": len(outcomes),
+        "excluded": sum(bool(outcome.excluded) for outcome in outcomes),
+        **{name: dataclasses.asdict(found) if found else None for name, found in kinds.items()},
+    }
+
+
+def _print(found: Validation) -> None:
+    console = Console(highlight=False)
+    table = Table(
+        title="Predicted over measured, less one: median of absolute values, and worst", title_justify="left"
+    )
+    for column in ("family", "rows", "excluded", "time", "worst", "with factor", "worst", "memory", "worst"):
+        table.add_column(column, justify="left" if column == "family" else "right")
+    groups = {
+        "all": found.outcomes,
+        "dense": found.timed(mixture=False),
+        "mixture": found.timed(mixture=True),
+    }
+    for name, members in {**found.families(), **groups}.items():
+        facts = summary(members)
+        cells = [part for kind in ("time", "scaled_time", "memory") for part in _cells(facts[kind])]
+        table.add_row(
+            name, str(facts["rows"]), str(facts["excluded"]), *cells, style="bold" if name in groups else None
+        )
+    console.print(table)
+    fits = found.fits
+    console.print(
+        f"ran out of memory: {fits.ran_out_predicted} of {fits.ran_out} predicted; "
+        f"ran: {fits.ran_predicted} of {fits.ran} predicted"
+    )
+    for sweep in found.sweeps:
+        console.print(
+            f"{sweep.name}: {sweep.layouts} layouts, regret {sweep.regret:.1%} (at random {sweep.mean_regret:.1%}), "
+            f"tau {sweep.tau:.2f}"
+        )
+
+
+def _cells(found: dict[str, Any] | None) -> tuple[str, str]:
+    return (f"{found['median']:.1%}", f"{found['worst']:+.1%}") if found else ("-", "-")

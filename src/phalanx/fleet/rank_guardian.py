@@ -1,0 +1,162 @@
+"""The guardian of one rank of a fleet: tells the agent how it goes, keeps snapshots, and ends the epoch when told to.
+
+The rule for snapshots: each rank has two, and the next is taken only when all ranks have said, by a vote that travels in the
+step's own collectives, that a buddy holds their newest. All ranks count the same votes in the same step, so all decide
+alike; and the newest step that everybody can go back to is never the one that is overwritten.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from phalanx.checkpoint.snapshot_memory import NO_STEP, Segment
+from phalanx.checkpoint.snapshot_tier import SnapshotHolder, SnapshotTier, restore_from_holders
+from phalanx.checkpoint.snapshot_writer import SnapshotWriter, Taken
+from phalanx.checkpoint.state import Shard
+from phalanx.checkpoint.tier import Tier
+from phalanx.fleet import worker_link as link
+from phalanx.fleet.live_audit import LiveAudit
+from phalanx.fleet.saboteur import Saboteur
+from phalanx.fleet.worker_orders import Orders, ParkedError
+from phalanx.parallel.mesh import Mesh
+from phalanx.run.identity import identity
+from phalanx.run.spec import RunSpec
+from phalanx.train.guardian import Guardian, Samples
+from phalanx.train.state import RestoredState, restore_newest
+from phalanx.train.step import Audit, Stepper, StepReport
+
+
+class RankGuardian(Guardian):
+    """Watches over this worker's rank, whichever it is in each epoch."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        segments: Sequence[Segment],
+        token: str,
+        send: Callable[[link.ToAgent], None],
+        orders: Orders,
+        saboteur: Saboteur,
+    ) -> None:
+        """``segments`` are this worker's own two, ``token`` opens the data ports of other nodes."""
+        self._spec, self._segments, self._token, self._send = spec, segments, token, send
+        self._orders, self._saboteur = orders, saboteur
+        self._every = spec.fleet.snapshot_every_steps
+        self._writer = SnapshotWriter(segments, identity(spec), on_complete=self._complete)
+        self._bind: link.Bind | None = None
+        self._newest = NO_STEP
+        self.epoch, self.step, self.phase, self.since_s = -1, NO_STEP, "warm", time.monotonic()
+
+    def enters(self, bind: link.Bind) -> None:
+        """This worker becomes a rank."""
+        self._bind, self.epoch, self.step = bind, bind.epoch, NO_STEP
+        self._newest = NO_STEP
+        self._saboteur.enters(bind.rank)
+        self._at("meeting")
+
+    def leaves(self) -> None:
+        """The epoch has ended for this worker."""
+        self.epoch, self.step = -1, NO_STEP
+        self._at("warm")
+
+    def restore(self, disk: Tier, shards: Sequence[Shard], mesh: Mesh) -> RestoredState | None:
+        """Fills ``shards`` as the agent has said: from snapshots in memory, or from the newest checkpoint on disk."""
+        self._at("restoring")
+        bind = self._bound()
+        resume, began_s = bind.resume, time.monotonic()
+        if bind.detected_unix_s > 0:
+            self._saboteur.at("recovery")
+        self._writer.bind(bind.epoch, bind.ranks, bind.rank, resume.step)
+        if resume.step < 0:
+            return restore_newest(
+                disk, shards, mesh, up_to=None if resume.disk_step < 0 else resume.disk_step
+            )
+        holders = [SnapshotHolder(holder.rank, holder.address) for holder in resume.holders]
+        memory = SnapshotTier(
+            resume.ranks, resume.step, own=self._segments, holders=holders, token=self._token
+        )
+        try:
+            same_layout = bind.ranks == resume.ranks
+            rank = bind.rank if same_layout else None
+            extra = restore_from_holders(memory, resume.step, shards, rank=rank)
+        finally:
+            memory.close()
+        seconds = time.monotonic() - began_s
+        return RestoredState(resume.step, extra, (), "snapshots in memory", seconds)
+
+    # --- what the training loop calls ---
+
+    def safe(self) -> bool:
+        return self._newest <= self._orders.safe_step(self.epoch)
+
+    def leaving(self) -> bool:
+        return self._orders.leaving(self.epoch)
+
+    def audit(self, stepper: Stepper, samples: Samples) -> Audit | None:
+        every = self._spec.fleet.audit_every_steps
+        if every == 0:
+            return None
+        deal = stepper.model.mesh.deal(self._spec.train.slots)
+        seed = self._spec.runtime.seed
+        audit = LiveAudit(
+            stepper.model,
+            deal,
+            seed,
+            every,
+            lambda extra: stepper.again(extra, samples(self.step + 1, extra.slot)),
+            good_step=max(0, self._bound().resume.step),
+        )
+        self._saboteur.witness = audit.witness
+        return audit
+
+    def begins(self, step: int, shards: Sequence[Shard], extra: dict[str, Any]) -> None:
+        self._orders.check(self.epoch)
+        self._send(link.Bound(self.epoch, step))
+        if self._every:
+            self._take(step, shards, extra)
+        self._progress(step)
+
+    def ended(self, step: int, shards: Sequence[Shard], extra: dict[str, Any], report: StepReport) -> None:
+        self._orders.check(self.epoch)
+        seconds = time.monotonic() - self.since_s
+        self._send(link.StepEnded(self.epoch, step, seconds, seconds))
+        safe, leave = not report.votes.unsafe, report.votes.leave
+        if self._every and safe and (leave or step % self._every == 0):
+            self._take(step, shards, extra)
+        self._progress(step)
+        if leave and (safe or not self._every):
+            self._writer.wait()
+            raise ParkedError
+
+    def saved(self, step: int) -> None:
+        self._send(link.Saved(step))
+
+    def fence(self) -> None:
+        self._saboteur.at("optimiser")
+        self._writer.fence()
+
+    def _take(self, step: int, shards: Sequence[Shard], extra: dict[str, Any]) -> None:
+        self._at("snapshot")
+        self._writer.take(step, shards, extra)
+        self._saboteur.at("snapshot")
+        self._newest = step
+
+    def _complete(self, taken: Taken) -> None:
+        key = taken.key
+        stall_s = taken.waited_s + taken.copied_s
+        self._send(link.Taken(taken.epoch, key.ranks, key.rank, key.step, stall_s))
+
+    def _progress(self, step: int) -> None:
+        self.step = step
+        self._at("step")
+        self._saboteur.next_step(step + 1)
+
+    def _at(self, phase: str) -> None:
+        self.phase, self.since_s = phase, time.monotonic()
+
+    def _bound(self) -> link.Bind:
+        if self._bind is None:
+            raise RuntimeError("restore before this worker became a rank")
+        return self._bind

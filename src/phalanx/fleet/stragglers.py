@@ -1,0 +1,128 @@
+"""Who computes slower than its peers, by robust statistics.
+
+In a synchronous run every step takes as long as its slowest rank, so step time accuses nobody; compute time, without waiting
+for others, does. In each window a rank's typical compute time is compared with the median of the ranks that do the same work,
+in units of their median absolute deviation (a scale that a few outliers cannot move; Hampel, "The Influence Curve and its Role
+in Robust Estimation", JASA 1974). One bad window proves nothing: a rank is named when it stood out in most of the last few.
+
+Nothing here knows a clock or a socket. ``window_time_s`` belongs to the rank's node, ``judge_window`` to the coordinator, which
+starts with an empty ``History`` in every epoch, because ranks may have moved.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from phalanx.run.layout import Layout
+
+_MAD_TO_DEVIATION = 1.4826
+"""The standard deviation of a normal distribution over its median absolute deviation."""
+
+
+@dataclass(frozen=True)
+class StragglerRule:
+    """When a rank counts as a straggler."""
+
+    slowdown: float = 0.05
+    """It must be slower than its peers by this fraction: swapping it must be worth a swap."""
+    deviations: float = 4.0
+    """And by so many (robust) standard deviations of its peers: on a noisy machine everybody is late at times."""
+    needed: int = 4
+    """In so many ..."""
+    windows: int = 5
+    """... of the last so many windows."""
+    least_spread: float = 0.005
+    """Peers are taken to differ by this fraction at least: three ranks may be equal by chance."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.needed <= self.windows:
+            raise ValueError(
+                f"needed = {self.needed} of windows = {self.windows}: it must be 1 to the number of windows"
+            )
+
+
+@dataclass(frozen=True)
+class History:
+    """What the last windows said: for each rank that stood out in any, a bit for each window, the newest lowest."""
+
+    flags: tuple[tuple[int, int], ...] = ()
+    """(rank, bits), by rank."""
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that is slow, and how sure that is."""
+
+    rank: int
+    slowdown: float
+    """Its time over its peers', less one, in the last window."""
+    deviations: float
+    """How many of its peers' standard deviations that is."""
+    windows: int
+    """In how many of the last windows it stood out."""
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} computes {self.slowdown:.1%} slower than its peers "
+            f"({self.deviations:.1f} deviations, in {self.windows} of the last windows)"
+        )
+
+
+def window_time_s(times_s: Sequence[float]) -> float:
+    """A rank's typical compute time (s) in a window of steps: the median, which a hiccup does not move.
+
+    Ranks may be dealt different numbers of slots: give the time of one slot, not of a step.
+    """
+    return statistics.median(times_s)
+
+
+def roles(layout: Layout) -> tuple[int, ...]:
+    """By rank, what work it does: ranks of one pipeline stage do the same, those of different ones do not."""
+    per_stage = layout.ranks // layout.pipeline
+    return tuple(rank // per_stage for rank in range(layout.ranks))
+
+
+def judge_window(
+    history: History,
+    times_s: Mapping[int, float],
+    roles: Sequence[Hashable],
+    rule: StragglerRule,
+) -> tuple[History, tuple[Straggler, ...]]:
+    """Takes in one window and names the stragglers, the slowest first.
+
+    Args:
+        times_s: By rank, its ``window_time_s``. A rank that did not report is forgotten, not accused.
+        roles: By rank, what it does; only ranks of one role are compared. A role with one rank accuses nobody.
+    """
+    peers: dict[Hashable, dict[int, float]] = {}
+    for rank, time_s in times_s.items():
+        peers.setdefault(roles[rank], {})[rank] = time_s
+    outstanding = {
+        rank: found for group in peers.values() for rank, found in _outstanding(group, rule).items()
+    }
+    flags, named = {}, []
+    for rank, bits in {**dict.fromkeys(outstanding, 0), **dict(history.flags)}.items():
+        bits = (bits << 1 | (rank in outstanding)) & ((1 << rule.windows) - 1)
+        if bits and rank in times_s:
+            flags[rank] = bits
+        if rank in outstanding and bits.bit_count() >= rule.needed:
+            named.append(Straggler(rank, *outstanding[rank], bits.bit_count()))
+    named.sort(key=lambda straggler: (-straggler.slowdown, straggler.rank))
+    return History(tuple(sorted(flags.items()))), tuple(named)
+
+
+def _outstanding(times_s: Mapping[int, float], rule: StragglerRule) -> dict[int, tuple[float, float]]:
+    """The ranks that stand out from their peers: (slowdown, deviations)."""
+    # The lower median: of two ranks, the faster one is the measure of the slower one.
+    typical_s = statistics.median_low(times_s.values())
+    off = statistics.median(abs(time_s - typical_s) for time_s in times_s.values())
+    # Of two ranks the deviation is half their difference, which would excuse any.
+    spread_s = max(_MAD_TO_DEVIATION * off if len(times_s) > 2 else 0.0, rule.least_spread * typical_s)
+    found = {}
+    for rank, time_s in times_s.items():
+        slowdown, deviations = time_s / typical_s - 1, (time_s - typical_s) / spread_s
+        if slowdown >= rule.slowdown and deviations >= rule.deviations:
+            found[rank] = (slowdown, deviations)
+    return found

@@ -1,0 +1,124 @@
+"""The catalogue: accelerators and systems by name, and clusters from a few words such as ``h100:16384``.
+
+The facts stand in ``data/*.toml``. A user's own TOML file has the same tables in the singular, ``[accelerator]``,
+``[system]`` and ``[profile]``; with ``like = "h100"`` he states only what differs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import TypeVar
+
+from phalanx.hardware.cluster import Accelerator, Cluster
+from phalanx.hardware.entries import inherited, read_accelerator, read_system
+from phalanx.hardware.errors import HardwareError
+from phalanx.hardware.system import System
+from phalanx.hardware.tables import Table, read_tables
+
+_DATA = Path(__file__).parent / "data"
+_CLUSTER = re.compile(r"\s*(?P<name>[^:\s]+?)\s*(?:(?P<sign>[:x×])\s*(?P<count>[\d_,]+))?\s*")
+
+
+@lru_cache(maxsize=1)
+def accelerators() -> Mapping[str, Accelerator]:
+    """Every accelerator of the catalogue, by key."""
+    file = _data("accelerators")
+    return MappingProxyType(
+        {key: read_accelerator(inherited(file.table(key), file, key)) for key in file.values}
+    )
+
+
+@lru_cache(maxsize=1)
+def systems() -> Mapping[str, System]:
+    """Every system of the catalogue, by key."""
+    file = _data("systems")
+    known = accelerators()
+    return MappingProxyType(
+        {key: read_system(inherited(file.table(key), file, key), known) for key in file.values}
+    )
+
+
+def accelerator(key: str) -> Accelerator:
+    """The accelerator called ``key``; raises ``HardwareError`` that lists what exists."""
+    return _named(accelerators(), key, "accelerator")
+
+
+def system(key: str) -> System:
+    """The system called ``key``; raises ``HardwareError`` that lists what exists."""
+    return _named(systems(), key, "system")
+
+
+def cluster(description: str) -> Cluster:
+    """The cluster that ``description`` names.
+
+    ``h100:16384`` is so many accelerators; ``gb200-nvl72 x 1389`` so many scale-up domains; a name alone is one domain. In the
+    place of the name may stand a TOML file, or ``this``: the file that ``this_machine`` names.
+
+    Raises ``HardwareError`` that says what is wrong and lists what exists.
+    """
+    found = _CLUSTER.fullmatch(description)
+    if found is None:
+        raise HardwareError(
+            f"cannot read the cluster {description!r}: write NAME:ACCELERATORS, as in h100:16384, or NAME x DOMAINS, as in "
+            f'"gb200-nvl72 x 1389"; the names are {", ".join(systems())}, or a TOML file'
+        )
+    name, sign = found["name"], found["sign"]
+    path = this_machine() if name == "this" else Path(name)
+    chosen = load_user(path) if path.suffix == ".toml" else system(name)
+    count = int(re.sub("[_,]", "", found["count"] or "1"))
+    return chosen.of(count if sign == ":" else count * chosen.domain.size)
+
+
+def this_machine() -> Path:
+    """Where the description of this machine is kept: ``$PHALANX_THIS_MACHINE``, else ``~/.config/phalanx/this.toml``."""
+    return Path(os.environ.get("PHALANX_THIS_MACHINE", Path.home() / ".config" / "phalanx" / "this.toml"))
+
+
+def load_user(path: Path) -> System:
+    """The system in a user's TOML file: ``[system]``, and ``[accelerator]`` and ``[profile]`` where the catalogue has none.
+
+    Raises ``HardwareError`` that names the field and the remedy.
+    """
+    if not path.is_file():
+        raise HardwareError(
+            f"{path} does not exist: write it with `phalanx calibrate --out {path}`, or by hand"
+        )
+    file = read_tables(path)
+    file.check(("accelerator", "system", "profile", "source", "date"))
+    wanted = inherited(_stated(file, "system"), _data("systems"), path.stem)
+    known = dict(accelerators())
+    if "accelerator" in file:
+        own = inherited(_stated(file, "accelerator"), _data("accelerators"), path.stem)
+        key = own.text("key")
+        known[key] = read_accelerator(own)
+        wanted = replace(wanted, values={**wanted.values, "accelerator": key})
+    if "profile" in file:
+        key = wanted.text("accelerator")
+        known[key] = replace(_named(known, key, "accelerator"), profile=str(path.resolve()))
+    return read_system(wanted, known)
+
+
+def _stated(file: Table, name: str) -> Table:
+    """The table ``name`` of a user's file; figures without a source are his own, and not dated as the catalogue's."""
+    table = file.table(name, inherit=("source", "date"))
+    return replace(table, values={"source": f"stated in {file.place}", "date": "", **table.values})
+
+
+@lru_cache(maxsize=2)
+def _data(name: str) -> Table:
+    return read_tables(_DATA / f"{name}.toml")
+
+
+Entry = TypeVar("Entry")
+
+
+def _named(entries: Mapping[str, Entry], key: str, kind: str) -> Entry:
+    if key not in entries:
+        raise HardwareError(f"there is no {kind} {key!r}: there are {', '.join(entries)}")
+    return entries[key]

@@ -1,0 +1,43 @@
+"""A cluster with one of its figures replaced: for what a user knows better, and for asking what moves an answer."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from phalanx.hardware.cluster import Cluster, Fact
+from phalanx.hardware.errors import HardwareError
+
+
+def with_value(cluster: Cluster, name: str, value: float, source: str = "set by the user") -> Cluster:
+    """``cluster`` where the figure ``name`` is ``value``, noted in ``overrides``.
+
+    ``name`` is dotted: ``pue``, ``fabric.bytes_per_s``, ``accelerator.price_per_hour``, ``accelerator.flops.bf16``. Raises
+    ``HardwareError`` if there is no such figure.
+    """
+    changed: Cluster = _replaced(cluster, name.split("."), value, source, name)
+    return replace(changed, overrides={**cluster.overrides, name: value})
+
+
+def _replaced(owner: Any, path: list[str], value: float, source: str, name: str) -> Any:
+    here, rest = path[0], path[1:]
+    if isinstance(owner, dict):
+        known = list(owner)
+    else:
+        known = [field.name for field in fields(owner) if _is_figure(getattr(owner, field.name))]
+    if here not in known:
+        raise HardwareError(f"there is no figure {name!r} to set: {here!r} is not among {', '.join(known)}")
+    old = owner[here] if isinstance(owner, dict) else getattr(owner, here)
+    if isinstance(old, Fact) and not rest:
+        new: Any = Fact(value, source)
+    elif isinstance(old, (int, float)) and not isinstance(old, bool) and not rest:
+        new = type(old)(value)
+    elif rest and not isinstance(old, Fact):
+        new = _replaced(old, rest, value, source, name)
+    else:
+        raise HardwareError(f"{name!r} is not one figure: name one within it, as in fabric.bytes_per_s")
+    return {**owner, here: new} if isinstance(owner, dict) else replace(owner, **{here: new})
+
+
+def _is_figure(value: Any) -> bool:
+    return is_dataclass(value) or (isinstance(value, (dict, int, float)) and not isinstance(value, bool))

@@ -1,0 +1,135 @@
+"""What a profile holds: the constants of the cost formulae in ``phalanx.plan.kernels`` and ``phalanx.plan.collectives``.
+
+Rates are kept as shares of the accelerator's peaks, and latencies in seconds, so that a profile that was fitted on one
+accelerator serves a sibling whose peaks differ (an H100's for an H800).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from phalanx.hardware.cluster import Accelerator
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where constants come from and how well they fit."""
+
+    source: str
+    date: str
+    versions: str = ""
+    """Of the libraries that ran when the points were measured."""
+    points: int = 0
+    median_error: float = 0.0
+    """Median of |predicted / measured - 1| over points that the fit has not seen."""
+    mean_error: float = 0.0
+
+
+@dataclass(frozen=True)
+class MatmulFit:
+    """Constants of one format's matrix product."""
+
+    launch_s: float
+    """Time of the smallest product: what a call costs before it computes."""
+    efficiency: float
+    """Share of the dense peak that a large product reaches."""
+    k_half: float
+    """Length of the inner dimension that costs as much as the fixed work of a tile."""
+    memory_efficiency: float
+    """Share of the memory's rate that a product of few rows reaches."""
+    wave_share: float
+    """How much of the last, partly filled wave of tiles is lost: 0 none, 1 all."""
+    provenance: Provenance
+
+
+@dataclass(frozen=True)
+class AttentionFit:
+    """Share of a format's peak that fused attention reaches."""
+
+    forward: float
+    backward: float
+    launch_s: float
+    provenance: Provenance
+
+
+@dataclass(frozen=True)
+class MemoryFit:
+    """Constants of element-wise and normalising kernels."""
+
+    efficiency: float
+    """Share of the memory's rate."""
+    kernel_s: float
+    """Between two kernels of one stream."""
+    provenance: Provenance
+
+
+@dataclass(frozen=True)
+class CollectiveFit:
+    """One collective of n members inside a scale-up domain: ``a + g sqrt(a S / B) + k S / (e B)`` seconds.
+
+    ``a`` is ``base_s + hops (n - 1)`` times the domain's latency, ``e`` is ``efficiency / (1 + small_group / (n - 1))``.
+    """
+
+    base_s: float
+    hops: float
+    """Latencies of the domain that each member more adds."""
+    pipelining: float
+    """g: what cutting the tensor into chunks costs."""
+    efficiency: float
+    """Share of the domain's rate that a large group reaches."""
+    small_group: float
+    """What groups of few members lose, because they open fewer channels."""
+    provenance: Provenance
+
+
+@dataclass(frozen=True)
+class NetworkFit:
+    """Constants of the scale-out network's use."""
+
+    efficiency: float
+    """Share of the network rate that bulk transfers reach."""
+    base_s: float
+    """Of a collective that leaves the domain, before the first hop."""
+    message_s: float
+    """Of each message more that a rank sends to another, where it sends many (all-to-all)."""
+    tree_efficiency: float
+    """Of the tree algorithms, over that of the ring."""
+    provenance: Provenance
+
+
+@dataclass(frozen=True)
+class Constants:
+    """All that was fitted for one kind of accelerator."""
+
+    name: str
+    matmul: Mapping[str, MatmulFit]
+    """By format."""
+    grouped_efficiency: float
+    """Of a grouped product, over one product of the same tiles."""
+    attention: AttentionFit
+    memory: MemoryFit
+    collectives: Mapping[str, CollectiveFit]
+    """By name, see ``COLLECTIVES``."""
+    network: NetworkFit
+    joules_per_flop: Mapping[str, float]
+    """By format, at the rates of large products; empty where nobody measured it."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """An accelerator's peaks, and how much of them it reaches."""
+
+    accelerator: Accelerator
+    constants: Constants
+
+
+COLLECTIVES = (
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_reduce_in_switch",
+    "all_to_all",
+    "point_to_point",
+    "dispatch",
+)

@@ -1,0 +1,80 @@
+"""A 64-bit checksum of tensors that changes with every single bit.
+
+A tensor's bytes are read as 64-bit words; each has its upper half xored into its lower one, is multiplied by an odd number that
+depends on its place, and the products are added modulo 2^64. Both operations can be undone, so whatever happens to one word,
+a flipped bit above all, changes the sum. Words that trade places, and errors that would cancel in a plain sum, change it too
+(all but about one in 2^32). Without the xor, two flipped upper bits would cancel: ``2^63 * odd`` is the same for all. Integer addition has no order, so
+any device, chunk size or number of threads gives the same value, and several tensors' sums can be added up.
+Multipliers are the products of a random odd number for the row and one for the column, as if the words lay in rows, because
+drawing a number costs more than multiplying by one. This is no defence against an adversary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from phalanx.model.random_bits import random_words, stream_key
+
+_COLUMNS = 1 << 12
+_ROWS_AT_ONCE = {"cpu": 1 << 6, "cuda": 1 << 12}
+"""2 MiB, which stays in a CPU's cache; 128 MiB, which keeps a GPU busy."""
+
+
+def slot_checksum(gradients: Mapping[str, Tensor]) -> int:
+    """The checksum (0 to 2^64 - 1) of what this rank holds of a slot's gradient, by name of the parameter or its group.
+
+    Reads every byte once.
+    """
+    return total_checksum([named_checksum(name, gradient) for name, gradient in gradients.items()])
+
+
+def total_checksum(sums: Sequence[Tensor]) -> int:
+    """The checksum of everything whose ``named_checksum`` is in ``sums``, in any order. Waits for the device."""
+    return int(torch.stack(list(sums)).sum().item()) & ((1 << 64) - 1) if sums else 0
+
+
+def named_checksum(name: str, tensor: Tensor) -> Tensor:
+    """What ``tensor`` adds to the checksum of all: 0-dim int64, on its device, modulo 2^64.
+
+    Any dtype, shape and stride; the same values in another shape have the same checksum, under another name another one.
+    """
+    words, device = _words(tensor.detach()), tensor.device
+    columns, total = _multipliers(device), torch.zeros((), dtype=torch.int64, device=device)
+    step = _ROWS_AT_ONCE.get(device.type, 1 << 12) * _COLUMNS
+    for first in range(0, len(words), step):
+        part = words[first : first + step]
+        part = part ^ ((part >> 32) & 0xFFFFFFFF)
+        whole = len(part) // _COLUMNS * _COLUMNS
+        rows = (part[:whole].view(-1, _COLUMNS) * columns).sum(1)
+        if whole < len(part):
+            last = (part[whole:] * columns[: len(part) - whole]).sum()
+            rows = torch.cat((rows, last.view(1)))
+        numbers = torch.arange(len(rows), device=device) + first // _COLUMNS
+        total += (rows * _odd("row", numbers)).sum()
+    length = torch.full((1,), tensor.nbytes, dtype=torch.int64, device=device)
+    # Without the length, zeros at the end would not count.
+    return (total + length[0] * _odd("length", length)[0]) * _odd(name, length * 0)[0]
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The bytes of ``tensor`` as int64 ``(words,)``, with zeros at the end for what is missing to a whole word."""
+    data = tensor.contiguous().view(-1).view(torch.uint8)
+    missing = -len(data) % 8
+    if missing:
+        data = torch.cat((data, data.new_zeros(missing)))
+    if data.storage_offset() % 8:
+        data = data.clone()
+    return data.view(torch.int64)
+
+
+@functools.cache
+def _multipliers(device: torch.device) -> Tensor:
+    return _odd("column", torch.arange(_COLUMNS, device=device))
+
+
+def _odd(stream: str, index: Tensor) -> Tensor:
+    return random_words(stream_key(0, f"checksum {stream}"), index) | 1

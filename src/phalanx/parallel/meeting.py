@@ -1,0 +1,101 @@
+"""Meeting again: how processes that stay alive form one process group after another.
+
+Every process keeps a listening socket ready and tells its address to whoever decides who gets which rank. The process that
+gets rank 0 turns that socket into the store in which all meet; nobody has to choose a port, and a store is never used twice,
+so that a member of an earlier epoch cannot disturb a later one.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+_RETRY_S = 0.02
+
+
+class MeetingPoint:
+    """A socket at which others can meet, once."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._socket = socket.create_server((host, 0), backlog=4096)
+
+    @property
+    def address(self) -> str:
+        """As "host:port"."""
+        return f"{self._host}:{self._socket.getsockname()[1]}"
+
+    def into_store(self, ranks: int, timeout_s: float) -> TCPStore:
+        """The store that the others find here; this object is used up by that."""
+        port = self._socket.getsockname()[1]
+        return TCPStore(
+            self._host,
+            port,
+            ranks,
+            True,
+            timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=self._socket.detach(),
+        )
+
+    def close(self) -> None:
+        """Gives up the socket, if it was not used."""
+        self._socket.close()
+
+
+def meet(
+    address: str,
+    here: MeetingPoint | None,
+    epoch: int,
+    rank: int,
+    ranks: int,
+    device: torch.device,
+    timeout_s: float,
+    check: Callable[[], None],
+) -> None:
+    """Makes this process rank ``rank`` of the default process group of ``epoch``.
+
+    Args:
+        address: Where all meet, as "host:port".
+        here: This process's own meeting point if that is where they meet (on rank 0), else ``None``.
+        epoch: Distinguishes this group from any other.
+        rank: This process's.
+        ranks: Of all.
+        device: gloo serves CPUs, NCCL (and gloo) GPUs.
+        timeout_s: Of the group's collectives.
+        check: Called now and then while waiting; may raise to end the wait.
+    """
+    host, _, port = address.rpartition(":")
+    if here is not None:
+        store = here.into_store(ranks, timeout_s)
+    else:
+        _wait_for(host, int(port), timeout_s, check)
+        store = TCPStore(host, int(port), ranks, False, timedelta(seconds=timeout_s))
+    dist.init_process_group(
+        backend="gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+        store=PrefixStore(f"epoch-{epoch}", store),
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def _wait_for(host: str, port: int, timeout_s: float, check: Callable[[], None]) -> None:
+    """Until somebody listens there: PyTorch's own wait cannot be broken off."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        check()
+        try:
+            socket.create_connection((host, port), timeout=1.0).close()
+        except OSError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(_RETRY_S)
+        else:
+            return

@@ -1,0 +1,253 @@
+"""What validation found, as a document to read.
+
+The document is written from the comparison alone, goals that are missed included: nothing in it is typed by hand.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from phalanx.plan.validate import Errors, Outcome, Validation, errors
+
+FAMILY_LIMIT = 0.20
+"""No family's median may be further off."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A figure that the planner is to reach."""
+
+    name: str
+    limit: float
+    reached: float | None
+    """``None`` where there is nothing to judge it by."""
+
+    @property
+    def met(self) -> bool:
+        """Whether it is reached."""
+        return self.reached is not None and self.reached <= self.limit
+
+
+def goals(validation: Validation) -> tuple[Goal, ...]:
+    """The goals of accuracy, and what was reached."""
+    raw, _ = _times(validation.timed())
+    dense, mixtures = (_times(validation.timed(mixture=mixture))[1] for mixture in (False, True))
+    memory = errors(outcome.memory.error for outcome in validation.outcomes if _said(outcome))  # type: ignore[union-attr]
+    worst = [_times(members)[1] for members in validation.families().values()]
+    regrets = [sweep.regret for sweep in validation.sweeps]
+    return (
+        Goal("memory, median, where the source says what it measured", 0.03, _median(memory)),
+        Goal("time, median, no end-to-end data at all", 0.12, _median(raw)),
+        Goal("time, median, with the stack's factor, dense models", 0.05, _median(dense)),
+        Goal("time, median, with the stack's factor, mixtures", 0.08, _median(mixtures)),
+        Goal(
+            "time with the factor, median of the worst family",
+            FAMILY_LIMIT,
+            max((e.median for e in worst if e), default=None),
+        ),
+        Goal("regret of decisions, mean", 0.03, fmean(regrets) if regrets else None),
+    )
+
+
+def _said(outcome: Outcome) -> bool:
+    return outcome.memory is not None and outcome.memory.basis != "peak, not said of what"
+
+
+def _median(summary: Errors | None) -> float | None:
+    return summary.median if summary else None
+
+
+def _times(outcomes: Iterable[Outcome]) -> tuple[Errors | None, Errors | None]:
+    """Raw and with the factor."""
+    times = [outcome.time for outcome in outcomes if outcome.time is not None]
+    return errors(time.error for time in times), errors(time.scaled_error for time in times)
+
+
+def document(validation: Validation) -> str:
+    """``docs/planner-accuracy.md``."""
+    parts = (
+        _INTRODUCTION,
+        _goals_part(validation),
+        _split_part(validation),
+        _families_part(validation),
+        _fits_part(validation),
+        _sweeps_part(validation),
+        _scalars_part(validation),
+        _excluded_part(validation),
+        _rows_part(validation),
+    )
+    return "\n\n".join(parts) + "\n"
+
+
+_INTRODUCTION = """# How accurate the planner is
+
+Made by `phalanx plan --validate`; do not edit. The rows are those of `src/phalanx/plan/data/published_runs.csv`, or of the file
+that was named. An error is predicted over measured, less one: below zero the planner is too optimistic.
+
+- *Raw*: no measured training step has been used, only data sheets and micro-benchmarks.
+- *With the factor*: multiplied by the median of measured over predicted time of other runs of the same software on the same
+  accelerator. A run never has a part in its own factor, nor does any other run of the same model on the same accelerator. Where
+  no such run is left, the same software's runs on other accelerators serve, and where it is known from one model alone, that
+  model's other configurations; else the factor is one.
+- A family is one origin, one accelerator, and dense models or mixtures of experts.
+- What a row leaves open of its layout (micro-batch, interleaving, recomputation) is set to what the planner finds fastest among
+  what fits; such rows are marked `*`, and their memory is not compared."""
+
+
+def _goals_part(validation: Validation) -> str:
+    rows = [
+        (
+            goal.name,
+            f"{goal.limit:.0%}",
+            "-" if goal.reached is None else f"{goal.reached:.1%}",
+            "yes" if goal.met else "**no**",
+        )
+        for goal in goals(validation)
+    ]
+    return "## Goals\n\n" + _table(("goal", "at most", "reached", "met"), rows)
+
+
+def _split_part(validation: Validation) -> str:
+    whole = [outcome for outcome in validation.outcomes if outcome.complete]
+    first, second = validation.halves()
+    groups = [
+        ("all", *_times(validation.timed())),
+        ("dense", *_times(validation.timed(mixture=False))),
+        ("mixtures", *_times(validation.timed(mixture=True))),
+        ("rows that leave nothing open", *_times(whole)),
+    ]
+    rows: list[tuple[str, ...]] = [(name, *_cells(raw), *_cells(scaled)[1:]) for name, raw, scaled in groups]
+    for name, half in (("first", first), ("second", second)):
+        number, *cells = _cells(half)
+        rows.append(
+            (f"{name} half of the models, factors from the other half only", number, "", "", "", *cells)
+        )
+    return "## Time\n\n" + _table(("rows", "n", *_RAW, *_SCALED), rows)
+
+
+_RAW = ("raw: median", "worst", "bias")
+_SCALED = ("factor: median", "worst", "bias")
+
+
+def _cells(summary: Errors | None) -> tuple[str, str, str, str]:
+    if summary is None:
+        return ("", "", "", "")
+    return (str(summary.count), f"{summary.median:.1%}", f"{summary.worst:+.0%}", f"{summary.bias:+.1%}")
+
+
+def _families_part(validation: Validation) -> str:
+    rows = []
+    for name, members in validation.families().items():
+        raw, scaled = _times(members)
+        memory = errors(outcome.memory.error for outcome in members if outcome.memory)
+        if raw is not None or memory is not None:
+            rows.append((name, *_cells(raw), *_cells(scaled)[1:], *_cells(memory)))
+    header = ("family", "n", *_RAW, *_SCALED, "memory: n", "median", "worst", "bias")
+    return "## By family\n\n" + _table(header, rows)
+
+
+def _fits_part(validation: Validation) -> str:
+    fits = validation.fits
+    text = (
+        f"## What fits\n\n{fits.ran_out_predicted} of {fits.ran_out} runs that ran out of memory are predicted to; "
+        f"{fits.ran_predicted} of {fits.ran} runs that ran are predicted to fit."
+    )
+    return text + ("\n\nWrong: " + ", ".join(f"`{name}`" for name in fits.wrong) + "." if fits.wrong else "")
+
+
+def _sweeps_part(validation: Validation) -> str:
+    if not validation.sweeps:
+        return "## Decisions\n\nNo model was measured in several layouts."
+    means = [
+        fmean(getattr(sweep, name) for sweep in validation.sweeps)
+        for name in ("regret", "mean_regret", "tau")
+    ]
+    rows = [
+        (
+            sweep.name,
+            str(sweep.layouts),
+            f"{sweep.regret:.1%}",
+            f"{sweep.mean_regret:.1%}",
+            f"{sweep.tau:+.2f}",
+        )
+        for sweep in validation.sweeps
+    ]
+    text = (
+        "## Decisions\n\nWhere one source ran one model on the same machines in several layouts: measured time of the planner's "
+        f"choice over the best measured, less one. Mean regret {means[0]:.1%} (of a choice at random {means[1]:.1%}), "
+        f"mean of Kendall's tau {means[2]:+.2f}, over {len(rows)} choices.\n\n"
+    )
+    return text + _table(("model, machines, sequences", "layouts", "regret", "at random", "tau"), rows)
+
+
+def _scalars_part(validation: Validation) -> str:
+    rows = [
+        (key, f"{scalar.value:.3f}", str(scalar.runs), str(scalar.models))
+        for key, scalar in validation.scalars.items()
+    ]
+    return "## Factors\n\nFrom all runs, as the planner would use them.\n\n" + _table(
+        ("stack", "factor", "runs", "models"), rows
+    )
+
+
+def _excluded_part(validation: Validation) -> str:
+    reasons = Counter(outcome.excluded for outcome in validation.outcomes if outcome.excluded)
+    by_reason: dict[str, list[str]] = {reason: [] for reason, _ in reasons.most_common()}
+    for outcome in validation.outcomes:
+        if outcome.excluded:
+            by_reason[outcome.excluded].append(f"`{outcome.run.id}`")
+    rows = [(reason, str(len(names)), " ".join(names)) for reason, names in by_reason.items()]
+    text = (
+        f"## Excluded\n\n{sum(reasons.values())} of {len(validation.outcomes)} rows cannot be compared.\n\n"
+    )
+    return text + _table(("reason", "n", "rows"), rows)
+
+
+def _rows_part(validation: Validation) -> str:
+    rows = []
+    for outcome in validation.outcomes:
+        time, memory = outcome.time, outcome.memory
+        if time is None and memory is None:
+            continue
+        name = f"`{outcome.run.id}`" + ("" if outcome.complete else " *")
+        timed = (
+            (
+                f"{time.measured_s:.4g}",
+                f"{time.predicted_s:.4g}",
+                f"{time.error:+.1%}",
+                f"{time.scaled_error:+.1%}",
+            )
+            if time
+            else ("",) * 4
+        )
+        held = (
+            (
+                f"{memory.measured_bytes / 1e9:.1f}",
+                f"{memory.predicted_bytes / 1e9:.1f}",
+                f"{memory.error:+.1%}",
+                memory.basis,
+            )
+            if memory
+            else ("",) * 4
+        )
+        rows.append((name, *timed, *held))
+    header = (
+        "row",
+        "step, s",
+        "predicted",
+        "raw",
+        "with factor",
+        "memory, GB",
+        "predicted",
+        "error",
+        "of what",
+    )
+    return "## Every row\n\n" + _table(header, rows)
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

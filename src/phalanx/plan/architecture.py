@@ -1,0 +1,272 @@
+"""The operations of a layer, as data: products, attention, what only moves memory, exchanges, and what backward needs.
+
+A layer is a list of operations whose sizes are given per row (token) and divided as the layout divides them, so that a new
+architecture is a new list and no new formula. ``phalanx.plan.layer_costs`` turns the lists into seconds and bytes.
+
+Rows: ``tokens`` are those of a micro-batch after the context axis, which a group of tensor ranks works on together; ``local``
+are a rank's piece of them between products (sequence parallelism, arXiv 2205.05198); ``routed`` are the copies of tokens
+that the rank's experts receive. What is kept for backward follows Korthikanti et al. (arXiv 2205.05198, section 4) with
+fused attention (arXiv 2307.08691), which keeps its inputs, its result and one number for each row and head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from phalanx.model.shape import is_mixture
+from phalanx.plan.stacks import Stack, Workload
+from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
+
+Rows = Literal["tokens", "local", "gathered", "routed"]
+"""``gathered`` is kept as ``tokens`` by stacks that keep the gathered inputs of products, and as ``local`` by others."""
+Axis = Literal["none", "tensor", "expert_tensor"]
+
+KINDS = ("dense", "mixture", "embedding", "head")
+"""What a stage is made of: two kinds of layers, and the two ends of the model."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product (rows, inner) x (inner, columns)."""
+
+    part: str
+    rows: Rows
+    columns: int
+    inner: int
+    columns_over: Axis = "none"
+    inner_over: Axis = "none"
+    experts: int = 0
+    """More than 0 makes it a grouped product, with this many groups over all expert ranks."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Causal attention over the whole sequence, its heads divided over tensor."""
+
+    heads: int
+    widths: int
+    """Of a head's query and of its value, together."""
+    part: str = "core"
+
+
+@dataclass(frozen=True)
+class Pointwise:
+    """What is limited by the memory's rate: elements read and written for each row."""
+
+    part: str
+    rows: Rows
+    forward: float
+    backward: float
+    over: Axis = "none"
+    kernels: int = 1
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A collective on the way forward; backward does its mirror image.
+
+    ``gather`` and ``scatter`` join and divide the sequence over tensor ranks; ``context`` fetches the others' keys and values;
+    ``dispatch`` and ``combine`` carry tokens to their experts and back; ``expert_gather`` and ``expert_scatter`` join and
+    divide routed tokens where experts' matrices are divided.
+    """
+
+    part: str
+    kind: Literal["gather", "scatter", "context", "dispatch", "combine", "expert_gather", "expert_scatter"]
+    width: int
+    """Elements of a row."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A tensor that waits for backward, unless the part that makes it is computed again."""
+
+    part: str
+    """ "input" is always kept."""
+    rows: Rows
+    width: float
+    over: Axis = "none"
+    operand: bool = False
+    """Whether it is an operand of a product, which may be kept in the format of products."""
+    bytes: int = 0
+    """Of an element, where the precision does not say."""
+
+
+Operation = Product | Attention | Pointwise | Exchange
+
+
+@dataclass(frozen=True)
+class Layer:
+    """All of one layer."""
+
+    operations: tuple[Operation, ...] = ()
+    kept: tuple[Kept, ...] = ()
+
+    def __add__(self, other: Layer) -> Layer:
+        return Layer(self.operations + other.operations, self.kept + other.kept)
+
+
+def layers(workload: Workload, stack: Stack) -> dict[str, Layer]:
+    """What each of ``KINDS`` does with one micro-batch."""
+    model = workload.model
+    attention = _norm(model) + (
+        _attention(model) if model.mla is None else _latent_attention(model, model.mla)
+    )
+    attention += _fused_core(workload) if stack.flash_attention else _core_in_memory(workload)
+    attention += Layer(kept=(Kept("input", "local", model.dim),))
+    dense = attention + _after_attention(model) + _feed_forward(model, model.ffn_dim)
+    mixture = dense
+    if model.moe is not None:
+        mixture = attention + _after_attention(model) + _mixture(model, model.moe)
+    if stack.dropout:
+        masks = Layer((Pointwise("out", "local", 4, 4),), (Kept("out", "local", 2 * model.dim, bytes=1),))
+        dense, mixture = dense + masks, mixture + masks
+    head = _head(model, stack)
+    for _ in range(model.mtp_depth):
+        ahead = Product("projection", "local", model.dim, 2 * model.dim)
+        head += (
+            Layer((ahead,))
+            + (mixture if is_mixture(model, model.layers - 1) else dense)
+            + _head(model, stack)
+        )
+    embedding = Layer(
+        (Pointwise("norm", "tokens", 2 * model.dim, 3 * model.dim), Exchange("norm", "scatter", model.dim))
+    )
+    return {"dense": dense, "mixture": mixture, "embedding": embedding, "head": head}
+
+
+def _norm(model: ModelSpec) -> Layer:
+    # Read and write; backward reads the input and two gradients.
+    dim = model.dim
+    return Layer(
+        (Pointwise("norm", "local", 2 * dim, 4 * dim),), (Kept("norm", "gathered", dim, operand=True),)
+    )
+
+
+def _attention(model: ModelSpec) -> Layer:
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    turned = queries + keys
+    operations = (
+        Exchange("projection", "gather", model.dim),
+        Product("projection", "tokens", queries + 2 * keys, model.dim, columns_over="tensor"),
+        Pointwise("projection", "tokens", 2 * turned, 2 * turned, "tensor", kernels=2 + 2 * model.qk_norm),
+        Exchange("core", "context", 2 * keys),
+        Attention(model.heads, 2 * model.head_dim),
+        Product("out", "tokens", model.dim, queries, inner_over="tensor"),
+        Exchange("out", "scatter", model.dim),
+    )
+    kept = (
+        Kept("projection", "tokens", queries + 2 * keys, "tensor"),
+        Kept("core", "tokens", queries, "tensor"),
+    )
+    return Layer(operations, kept)
+
+
+def _latent_attention(model: ModelSpec, mla: MlaSpec) -> Layer:
+    width = mla.nope_head_dim + mla.rope_head_dim
+    queries, values = model.heads * width, model.heads * mla.value_head_dim
+    latents = mla.query_rank + mla.kv_rank
+    shared = mla.kv_rank + mla.rope_head_dim
+    into_queries = mla.query_rank or model.dim
+    operations = (
+        Product("projection", "local", mla.query_rank + shared, model.dim),
+        Pointwise("norm", "local", 2 * latents, 4 * latents, kernels=2),
+        Exchange("latent_up", "gather", latents + mla.rope_head_dim),
+        Product("latent_up", "tokens", queries, into_queries, columns_over="tensor"),
+        Product(
+            "latent_up",
+            "tokens",
+            model.heads * (mla.nope_head_dim + mla.value_head_dim),
+            mla.kv_rank,
+            columns_over="tensor",
+        ),
+        Pointwise("latent_up", "tokens", 4 * queries, 4 * queries, "tensor", kernels=3),
+        Exchange("core", "context", queries + values),
+        Attention(model.heads, width + mla.value_head_dim),
+        Product("out", "tokens", model.dim, values, inner_over="tensor"),
+        Exchange("out", "scatter", model.dim),
+    )
+    kept = (
+        Kept("projection", "local", latents + mla.rope_head_dim),
+        Kept("norm", "gathered", latents, operand=True),
+        Kept("latent_up", "tokens", 2 * queries + values, "tensor"),
+        Kept("core", "tokens", values, "tensor"),
+    )
+    return Layer(operations, kept)
+
+
+def _fused_core(workload: Workload) -> Layer:
+    """One fp32 number for each row and head: the logarithm of the softmax's sum (arXiv 2307.08691, section 3.1)."""
+    return Layer(kept=(Kept("core", "tokens", workload.model.heads, "tensor", bytes=4),))
+
+
+def _core_in_memory(workload: Workload) -> Layer:
+    """Scores in memory: the softmax, a dropout mask and its result are kept, 5 bytes for each score (arXiv 2205.05198)."""
+    scores = workload.model.heads * workload.seq_len
+    # Written by the product, scaled and masked, normalised, dropped, read by the product.
+    moved = Pointwise("core", "tokens", 8 * scores, 8 * scores, "tensor", kernels=4)
+    return Layer((moved,), (Kept("core", "tokens", 5 * scores, "tensor", bytes=1),))
+
+
+def _after_attention(model: ModelSpec) -> Layer:
+    # The residual sum reads two and writes one; twice in a layer.
+    add = Pointwise("out", "local", 6 * model.dim, 2 * model.dim, kernels=2)
+    return Layer((add,), (Kept("out", "local", model.dim),)) + _norm(model)
+
+
+def _feed_forward(model: ModelSpec, inner: int) -> Layer:
+    gates = 2 if model.ffn == "swiglu" else 1
+    operations = (
+        Exchange("widen", "gather", model.dim),
+        Product("widen", "tokens", gates * inner, model.dim, columns_over="tensor"),
+        Pointwise("activation", "tokens", (gates + 1) * inner, (2 * gates + 1) * inner, "tensor"),
+        Product("down", "tokens", model.dim, inner, inner_over="tensor"),
+        Exchange("down", "scatter", model.dim),
+    )
+    kept = (
+        Kept("widen", "tokens", gates * inner, "tensor"),
+        Kept("activation", "tokens", inner, "tensor", operand=True),
+    )
+    return Layer(operations, kept)
+
+
+def _mixture(model: ModelSpec, moe: MoeSpec) -> Layer:
+    gates = 2 if model.ffn == "swiglu" else 1
+    dim, inner = model.dim, moe.ffn_dim
+    split: Axis = "expert_tensor"
+    routed = Layer(
+        (
+            Product("router", "local", moe.experts, dim),
+            Pointwise("router", "local", 8 * moe.experts, 4 * moe.experts, kernels=6),
+            # Into the order of experts and back: one copy read, per_token written, and the reverse.
+            Pointwise("dispatch", "local", (1 + moe.per_token) * dim, (1 + moe.per_token) * dim, kernels=3),
+            Exchange("dispatch", "dispatch", dim),
+            Exchange("dispatch", "expert_gather", dim),
+            Product("expert_widen", "routed", gates * inner, dim, columns_over=split, experts=moe.experts),
+            Pointwise("expert_activation", "routed", (gates + 1) * inner, (2 * gates + 1) * inner, split),
+            Product("expert_down", "routed", dim, inner, inner_over=split, experts=moe.experts),
+            Exchange("combine", "expert_scatter", dim),
+            Exchange("combine", "combine", dim),
+            Pointwise("combine", "local", (1 + moe.per_token) * dim, (1 + moe.per_token) * dim, kernels=3),
+        ),
+        (
+            Kept("router", "local", 2 * moe.experts, bytes=4),
+            Kept("dispatch", "routed", dim, operand=True),
+            Kept("expert_widen", "routed", gates * inner, split),
+            Kept("expert_activation", "routed", inner, split, operand=True),
+            Kept("combine", "routed", dim),
+        ),
+    )
+    shared = _feed_forward(model, moe.shared * inner) if moe.shared else Layer()
+    return routed + shared
+
+
+def _head(model: ModelSpec, stack: Stack) -> Layer:
+    scores = model.vocab_size
+    passes = 4 if stack.loss_chunk == 0 else 6
+    operations = (
+        Exchange("projection", "gather", model.dim),
+        Product("projection", "tokens", scores, model.dim, columns_over="tensor"),
+        Pointwise("projection", "tokens", passes * scores, scores, "tensor", kernels=6),
+    )
+    return _norm(model) + Layer(operations)

@@ -1,0 +1,197 @@
+"""How often something breaks, what it takes with it, and how many spares that calls for.
+
+A rate is counted in device-days, so that it carries over to a fleet of any size: accelerators fail by the
+accelerator-day, hosts and their software by the node-day. The typical rates are the counts of the largest run
+that published its causes one by one (Llama 3 405B, arXiv:2407.21783, Table 5: 419 unexpected interruptions of
+16,384 H100 in 54 days). Three fleets that published a rate of nodes differ by a factor of 2.8, and nobody
+knows which of them the next fleet will resemble; so every rate is a range, and what is estimated from it
+should be a range too.
+
+Failures are taken as memoryless and independent. They are not quite: see ``CORRELATED_DOMAINS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from phalanx.hardware.cluster import Cluster
+
+DAY_S = 86_400.0
+
+Level = Literal["low", "typical", "high"]
+
+_LLAMA3 = "Llama 3 405B, arXiv:2407.21783, Table 5: 54 days of 16,384 H100"
+_LLAMA3_ACCELERATOR_DAYS = 54 * 16_384
+_LLAMA3_NODE_DAYS = _LLAMA3_ACCELERATOR_DAYS / 8
+
+# Failures per 1,000 days of an 8-GPU node. The range of one fleet against another is what the classes inherit.
+FLEETS: Mapping[str, tuple[float, str]] = {
+    "Meta RSC-2": (2.34, "8k A100, arXiv:2410.21680"),
+    "Llama 3 405B": (1000 * 419 / _LLAMA3_NODE_DAYS, _LLAMA3),
+    "Meta RSC-1": (6.50, "16k A100, arXiv:2410.21680"),
+}
+_LOW = 2.34 / FLEETS["Llama 3 405B"][0]
+_HIGH = 6.50 / FLEETS["Llama 3 405B"][0]
+RANGE_SOURCE = "low and high: Meta RSC-2 and RSC-1 over Llama 3, failures per node-day (arXiv:2410.21680)"
+
+
+@dataclass(frozen=True)
+class FailureClass:
+    """One kind of failure, and its rate per 1,000 device-days."""
+
+    name: str
+    device: Literal["accelerator", "node"]
+    low: float
+    typical: float
+    high: float
+    takes_node: bool
+    """Whether the node must go for repair; otherwise the same machines go on after a restart."""
+    source: str
+
+    def per_s(self, cluster: Cluster, accelerators: int, level: Level) -> float:
+        """Failures a second of a job on so many accelerators of the cluster."""
+        devices = accelerators if self.device == "accelerator" else accelerators / cluster.per_node
+        rate: float = {"low": self.low, "typical": self.typical, "high": self.high}[level]
+        return devices * rate / (1000 * DAY_S)
+
+
+def _llama3(name: str, device: Literal["accelerator", "node"], count: int, takes_node: bool) -> FailureClass:
+    days = _LLAMA3_ACCELERATOR_DAYS if device == "accelerator" else _LLAMA3_NODE_DAYS
+    typical = 1000 * count / days
+    source = f"{count} in {_LLAMA3}; {RANGE_SOURCE}"
+    return FailureClass(name, device, _LOW * typical, typical, _HIGH * typical, takes_node, source)
+
+
+CLASSES: tuple[FailureClass, ...] = (
+    _llama3("gpu", "accelerator", 148, takes_node=True),
+    _llama3("gpu memory", "accelerator", 72, takes_node=True),
+    _llama3("gpu sram", "accelerator", 19, takes_node=True),
+    _llama3("gpu system processor", "accelerator", 17, takes_node=True),
+    _llama3("silent data corruption", "accelerator", 6, takes_node=True),
+    _llama3("gpu thermal interface or sensor", "accelerator", 6, takes_node=True),
+    # One NIC per accelerator, and so are the cable and its share of the switches.
+    _llama3("network switch or cable", "accelerator", 35, takes_node=True),
+    _llama3("nic", "accelerator", 7, takes_node=True),
+    _llama3("unplanned host maintenance", "node", 32, takes_node=True),
+    _llama3("ssd", "node", 3, takes_node=True),
+    _llama3("power supply", "node", 3, takes_node=True),
+    _llama3("chassis, io board, cpu, host memory", "node", 8, takes_node=True),
+    _llama3("software", "node", 54, takes_node=False),
+    _llama3("collective watchdog timeout", "node", 7, takes_node=False),
+    _llama3("service that the job depends on", "node", 2, takes_node=False),
+)
+
+
+@dataclass(frozen=True)
+class CorrelatedDomain:
+    """Machines that go together. No primary source states a rate of these: they are stated, not modelled
+    one by one, and enter as the share of failures that a copy in a peer's memory does not survive."""
+
+    name: str
+    takes_down: str
+    evidence: str
+
+
+CORRELATED_DOMAINS: tuple[CorrelatedDomain, ...] = (
+    CorrelatedDomain(
+        "scale-up domain (NVLink rack)",
+        "all nodes of the rack when its switches or cooling fail",
+        "no rate published for 72-GPU racks",
+    ),
+    CorrelatedDomain(
+        "leaf switch",
+        "the nodes that hang on it, unless every node has several rails",
+        "co-occurring failures: 3 % and 5 % (arXiv:2410.21680)",
+    ),
+    CorrelatedDomain(
+        "power feed",
+        "a row of racks",
+        "catastrophic cases, 32 machines at once: under 1 % (ByteRobust, arXiv:2509.16293)",
+    ),
+)
+
+
+class FailureModelError(ValueError):
+    """Rates, times or probabilities that no fleet can have."""
+
+
+def failures_per_s(
+    cluster: Cluster,
+    accelerators: int | None = None,
+    level: Level = "typical",
+    classes: Sequence[FailureClass] = CLASSES,
+    takes_node: bool | None = None,
+) -> float:
+    """Interruptions a second of a job on ``accelerators`` of the cluster (all of them, if None).
+
+    ``takes_node`` selects the failures that cost a machine (True) or do not (False); None counts all.
+    """
+    number = cluster.accelerators if accelerators is None else accelerators
+    if number < 1:
+        raise FailureModelError(f"accelerators must be at least 1, is {number}")
+    chosen = [one for one in classes if takes_node is None or one.takes_node == takes_node]
+    return sum(one.per_s(cluster, number, level) for one in chosen)
+
+
+def mtti_s(per_s: float) -> float:
+    """Mean time to interruption (s) at so many failures a second; infinite if nothing fails."""
+    if per_s < 0:
+        raise FailureModelError(f"failures per second must not be negative, is {per_s}")
+    return 1 / per_s if per_s else float("inf")
+
+
+def classes_at_node_rate(per_1000_node_days: float, per_node: int = 8) -> tuple[FailureClass, ...]:
+    """The classes, scaled together until a node of ``per_node`` accelerators fails at a rate that a fleet
+    measured.
+
+    The shares of the causes and the factors from typical to low and high stay as they are.
+    """
+    if per_1000_node_days <= 0:
+        raise FailureModelError(
+            f"failures per 1,000 node-days must be positive, is {per_1000_node_days}; published: "
+            + ", ".join(f"{name} {rate:.2f}" for name, (rate, _) in FLEETS.items())
+        )
+    now = sum(one.typical * (per_node if one.device == "accelerator" else 1) for one in CLASSES)
+    factor = per_1000_node_days / now
+    return tuple(
+        FailureClass(
+            one.name,
+            one.device,
+            one.low * factor,
+            one.typical * factor,
+            one.high * factor,
+            one.takes_node,
+            f"scaled to {per_1000_node_days:g} failures per 1,000 node-days; {one.source}",
+        )
+        for one in CLASSES
+    )
+
+
+def nodes_in_repair(node_losses_per_s: float, repair_s: float) -> float:
+    """How many nodes are away on average: Little's law, for any distribution of the repair time."""
+    if repair_s < 0:
+        raise FailureModelError(f"repair_s must not be negative, is {repair_s}")
+    return node_losses_per_s * repair_s
+
+
+def spares_needed(node_losses_per_s: float, repair_s: float, confidence: float = 0.99) -> int:
+    """The smallest number of spare nodes that suffices with probability ``confidence`` at a random moment.
+
+    Nodes in repair are Poisson with mean rate x repair time whatever the distribution of that time (Palm's
+    theorem for the M/G/infinity queue; the limit of the binomial of ByteRobust, arXiv:2509.16293, for many
+    nodes).
+    """
+    if not 0 <= confidence < 1:
+        raise FailureModelError(f"confidence must be in [0, 1), is {confidence}; 0.99 is usual")
+    mean = nodes_in_repair(node_losses_per_s, repair_s)
+    if mean == 0:
+        return 0
+    # Ten standard deviations and a few hold every quantile that a float can tell from 1.
+    counts = np.arange(int(mean + 10 * mean**0.5) + 40)
+    log_factorial = np.concatenate([[0.0], np.cumsum(np.log(counts[1:]))])
+    below = np.cumsum(np.exp(counts * np.log(mean) - mean - log_factorial))
+    return min(int(np.searchsorted(below, confidence)), len(counts) - 1)

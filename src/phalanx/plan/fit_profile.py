@@ -1,0 +1,299 @@
+"""Fits the constants of the cost formulas to what was measured on a machine, and says how well they predict what they have
+not seen.
+
+The law that is fitted is the one that plans are made with (``phalanx.plan.kernels``, ``phalanx.plan.collectives``), by a
+search along the coordinates of the mean error's logarithm: the constants are few and the points at most some hundred. Every
+third point is held out; the errors that a profile carries are of these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.hardware.cluster import Accelerator, Fact
+from phalanx.hardware.profiles import Constants, MatmulFit, Profile, Provenance, profile_of
+from phalanx.plan.kernels import matmul_s
+
+Points = Mapping[str, Sequence[tuple[tuple[float, ...], float]]]
+"""By the name of the work: its sizes, and seconds."""
+Array = NDArray[np.float64]
+
+_ROUNDS = 60
+_HELD_OUT = 3
+"""Every so-many-th point is not fitted to."""
+_INSTANT_S = 1e-9
+_FARTHEST = np.log(100)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where points come from."""
+
+    source: str
+    date: str
+    versions: str
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """An accelerator with its measured peaks, its constants, and what does not belong to either."""
+
+    accelerator: Accelerator
+    constants: Constants
+    link_bytes_per_s: float
+    """Between two ranks of this machine, one direction."""
+    link_latency_s: float
+    disk_bytes_per_s: float
+
+
+def fit_profile(points: Points, base: Accelerator, origin: Origin) -> Fitted:
+    """The constants of the accelerator that ``points`` were measured on; what was not measured is as ``base`` has it."""
+    start = profile_of(base).constants
+    accelerator = _with_peaks(points, base, origin)
+    formats = [name.removeprefix("matmul.") for name in points if name.startswith("matmul.")]
+    matmul = {
+        name: _fit_matmul(points[f"matmul.{name}"], accelerator, start, name, origin) for name in formats
+    }
+    latency_s, rate = _link(points)
+    constants = dataclasses.replace(
+        start,
+        name=base.key,
+        matmul={**start.matmul, **matmul},
+        memory=_fit_memory(points["memory"], accelerator, start, origin),
+        attention=_fit_attention(points, accelerator, start, origin),
+        collectives={
+            **start.collectives,
+            **{
+                name: _fit_collective(points, name, start, (latency_s, rate), origin)
+                for name in _measured(points)
+            },
+        },
+    )
+    return Fitted(accelerator, constants, rate, latency_s, _rate(points["disk"]))
+
+
+def _with_peaks(points: Points, base: Accelerator, origin: Origin) -> Accelerator:
+    """``base`` with the best rates seen as its peaks: there is no data sheet for a core of this machine."""
+    source = f"{origin.source}; the best rate seen"
+    if base.vendor != "any":
+        return base
+    best = max(2 * m * n * k / seconds for (m, n, k), seconds in points["matmul.fp32"])
+    fact = Fact(best, source, origin.date)
+    return dataclasses.replace(
+        base,
+        flops={"fp32": fact, "bf16": fact},
+        # Of what no cache holds, the largest; the fitted share of it may then exceed one.
+        memory_bytes_per_s=Fact(_last_rate(points["memory"]), source, origin.date),
+        host_bytes_per_s=Fact(_rate(points["host_copy"]), source, origin.date),
+    )
+
+
+def _rate(points: Sequence[tuple[tuple[float, ...], float]]) -> float:
+    return max(size[-1] / seconds for size, seconds in points)
+
+
+def _last_rate(points: Sequence[tuple[tuple[float, ...], float]]) -> float:
+    size, seconds = max(points)
+    return size[-1] / seconds
+
+
+def _fit_matmul(
+    points: Sequence[tuple[tuple[float, ...], float]],
+    accelerator: Accelerator,
+    start: Constants,
+    name: str,
+    origin: Origin,
+) -> MatmulFit:
+    first = dataclasses.replace(start.matmul.get(name, next(iter(start.matmul.values()))), wave_share=0.0)
+    sizes, seconds = np.array([size for size, _ in points]), np.array([took for _, took in points])
+
+    def fit_of(values: Array) -> MatmulFit:
+        launch_s, efficiency, k_half, memory = np.exp(values).tolist()
+        return dataclasses.replace(
+            first, launch_s=launch_s, efficiency=min(1.0, efficiency), k_half=k_half, memory_efficiency=memory
+        )
+
+    def predict(values: Array) -> Array:
+        constants = dataclasses.replace(start, matmul={name: fit_of(values)}, joules_per_flop={})
+        return matmul_s(Profile(accelerator, constants), name, *sizes.T)
+
+    initial = np.log(
+        [max(first.launch_s, 1e-7), first.efficiency, max(first.k_half, 1.0), first.memory_efficiency]
+    )
+    values, provenance = _fit(predict, initial, seconds, origin)
+    return dataclasses.replace(fit_of(values), provenance=provenance)
+
+
+def _fit_memory(
+    points: Sequence[tuple[tuple[float, ...], float]],
+    accelerator: Accelerator,
+    start: Constants,
+    origin: Origin,
+) -> Any:
+    bytes_, seconds = np.array([size[0] for size, _ in points]), np.array([took for _, took in points])
+    peak = accelerator.memory_bytes_per_s.value
+
+    def predict(values: Array) -> Array:
+        return np.asarray(np.exp(values[0]) + bytes_ / (np.exp(values[1]) * peak))
+
+    values, provenance = _fit(predict, np.log([start.memory.kernel_s, 0.5]), seconds, origin)
+    kernel_s, efficiency = np.exp(values).tolist()
+    return dataclasses.replace(start.memory, kernel_s=kernel_s, efficiency=efficiency, provenance=provenance)
+
+
+def _fit_attention(points: Points, accelerator: Accelerator, start: Constants, origin: Origin) -> Any:
+    peak = max(accelerator.flops[name].value for name in ("fp32", "bf16") if name in accelerator.flops)
+    shares, seen = {}, []
+    for way in ("forward", "backward"):
+        found = points[f"attention.{way}"]
+        shares[way] = float(np.median([size[0] / took / peak for size, took in found]))
+        seen += [abs(size[0] / (shares[way] * peak) / took - 1) for size, took in found]
+    provenance = _provenance(np.array(seen), len(seen), origin)
+    return dataclasses.replace(start.attention, **shares, provenance=provenance)
+
+
+def _measured(points: Points) -> list[str]:
+    return [
+        name
+        for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "point_to_point")
+        if points.get(name)
+    ]
+
+
+def _link(points: Points) -> tuple[float, float]:
+    """Latency (s) and rate (bytes/s) between two ranks."""
+    found = points.get("point_to_point")
+    if not found:
+        return 2e-5, 2e9
+    return min(took for _, took in found), _rate(found)
+
+
+_SHARE = {"all_reduce": 2.0}
+"""How often a tensor goes over a member's link, beside (n - 1)/n."""
+
+
+def _fit_collective(
+    points: Points, name: str, start: Constants, link: tuple[float, float], origin: Origin
+) -> Any:
+    found = points[name]
+    members, bytes_ = np.array([size for size, _ in found]).T
+    seconds = np.array([took for _, took in found])
+    latency_s, rate = link
+    k = _SHARE.get(name, 1.0) * (members - 1) / members if name != "point_to_point" else np.ones_like(members)
+
+    def predict(values: Array) -> Array:
+        base_s, hops, pipelining, efficiency = np.exp(values)
+        step = base_s + hops * latency_s * (members - 1)
+        return np.asarray(
+            step + pipelining * np.sqrt(step * bytes_ / rate) + k * bytes_ / (efficiency * rate)
+        )
+
+    values, provenance = _fit(predict, np.log([latency_s, 0.5, 0.5, 0.8]), seconds, origin)
+    base_s, hops, pipelining, efficiency = np.exp(values).tolist()
+    return dataclasses.replace(
+        start.collectives[name],
+        base_s=base_s,
+        hops=hops,
+        pipelining=pipelining,
+        efficiency=efficiency,
+        provenance=provenance,
+    )
+
+
+def _fit(
+    predict: Callable[[Array], Array], initial: Array, seconds: Array, origin: Origin
+) -> tuple[Array, Provenance]:
+    """The logarithms of the constants, and how well those that were fitted without every third point predict it.
+
+    The constants that are returned are fitted to all points.
+    """
+    held = (
+        np.arange(len(seconds)) % _HELD_OUT == _HELD_OUT - 1
+        if len(seconds) > 2 * _HELD_OUT
+        else np.zeros(len(seconds), bool)
+    )
+    blind = _search(lambda v: _misfit(predict(v)[~held], seconds[~held]), initial)
+    values = _search(lambda v: _misfit(predict(v), seconds), initial)
+    unseen = held if held.any() else ~held
+    errors = np.abs(predict(blind)[unseen] / seconds[unseen] - 1)
+    return values, _provenance(errors, len(seconds), origin)
+
+
+def _misfit(predicted: Array, seconds: Array) -> float:
+    return float(np.mean(np.abs(np.log(np.maximum(predicted, _INSTANT_S) / seconds))))
+
+
+def _search(loss: Callable[[Array], float], initial: Array) -> Array:
+    """A minimum near ``initial``, no constant further from it than a factor of 100: steps along each, halved when none helps."""
+    best, least, step = initial.copy(), loss(initial), 1.0
+    for _ in range(_ROUNDS):
+        before = least
+        for place in range(len(best)):
+            for sign in (-step, step):
+                trial = best.copy()
+                trial[place] += sign
+                if abs(trial[place] - initial[place]) <= _FARTHEST and (found := loss(trial)) < least:
+                    best, least = trial, found
+        if least >= before:
+            step /= 2
+    return best
+
+
+def _provenance(errors: Array, points: int, origin: Origin) -> Provenance:
+    return Provenance(
+        origin.source, origin.date, origin.versions, points, float(np.median(errors)), float(np.mean(errors))
+    )
+
+
+def to_tables(fitted: Fitted, cores: int, host_memory_bytes: float, origin: Origin) -> dict[str, Any]:
+    """The TOML tables of this machine, as ``phalanx.hardware.catalogue.load_user`` reads them."""
+    chip = fitted.accelerator
+    measured = {"source": origin.source, "date": origin.date}
+    return {
+        **measured,
+        "accelerator": {
+            "like": chip.key,
+            "key": "this",
+            "name": f"One {'core' if chip.vendor == 'any' else 'accelerator'} of this machine ({chip.name})",
+            **measured,
+            "memory_bytes": host_memory_bytes / cores if chip.vendor == "any" else chip.memory_bytes.value,
+            "memory_bytes_per_s": chip.memory_bytes_per_s.value,
+            "host_bytes_per_s": chip.host_bytes_per_s.value,
+            "flops": {name: fact.value for name, fact in chip.flops.items()},
+        },
+        "system": {
+            "like": "cpu",
+            "accelerator": "this",
+            **measured,
+            "per_node": cores,
+            "host_memory_bytes": host_memory_bytes,
+            "storage_bytes_per_s_per_accelerator": fitted.disk_bytes_per_s / cores,
+            "fabric": {"bytes_per_s": fitted.link_bytes_per_s, **measured},
+            "domain": {
+                "size": cores,
+                "bytes_per_s": fitted.link_bytes_per_s,
+                "latency_s": fitted.link_latency_s,
+                **measured,
+            },
+        },
+        "profile": _flat(dataclasses.asdict(fitted.constants)),
+    }
+
+
+def _flat(constants: dict[str, Any]) -> dict[str, Any]:
+    """Constants as the reader of profiles wants them: the provenance beside the figures."""
+    table: dict[str, Any] = {}
+    for name, value in constants.items():
+        if name == "provenance":
+            table |= {key: one for key, one in value.items() if one not in ("", 0, 0.0)}
+        elif isinstance(value, Mapping):
+            table[name] = _flat(dict(value))
+        elif name != "name":
+            table[name] = value
+    return {key: value for key, value in table.items() if value != {}}

@@ -1,0 +1,105 @@
+"""How many parameters of each kind a rank holds, for arrays of layouts.
+
+The same division as ``phalanx.model.holdings`` makes for one rank of one layout, with its rounding: a matrix over tensor ranks
+(experts over expert ranks), then by rows over the ranks that share state, ``ceil(rows / ranks)`` each. The rank with the
+largest share is meant throughout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from phalanx.model.holdings import _divided_dim as divided_dim
+from phalanx.model.shape import Parameter, is_mixture, parameters
+from phalanx.plan.architecture import KINDS
+from phalanx.plan.candidates import Bools, Candidates, Floats, Ints
+from phalanx.run.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """Elements by kind of ``KINDS``, in the candidates' axes."""
+
+    dense: tuple[Floats, ...]
+    """Of one layer or end of the model, without routed experts, after tensor and before data-parallel ranks divide."""
+    experts: tuple[Floats, ...]
+    dense_share: tuple[Floats, ...]
+    """The same, divided over ``Candidates.dense_shard`` ranks."""
+    experts_share: tuple[Floats, ...]
+    block: tuple[Floats, ...]
+    """Of ``dense`` and ``experts`` together, what FSDP gathers as one block; the rest is gathered for a whole pass."""
+
+    def rows(self, index: slice | Bools, length: int) -> Holdings:
+        """Of the candidates at ``index`` of the first axis, which is ``length`` long."""
+
+        def take(arrays: tuple[Floats, ...]) -> tuple[Floats, ...]:
+            return tuple(array[index] if array.shape[0] == length else array for array in arrays)
+
+        return Holdings(*(take(getattr(self, field.name)) for field in dataclasses.fields(self)))
+
+
+def holdings(model: ModelSpec, candidates: Candidates) -> Holdings:
+    """What one layer of each kind holds."""
+    by_kind = [list(_of_kind(model, kind)) for kind in KINDS]
+    ahead = [p for p in by_kind[KINDS.index("head")] if p.name.startswith("mtp.") and ".block." in p.name]
+    return Holdings(
+        dense=tuple(_sum(_dense(p, candidates) for p in found if not p.stacked) for found in by_kind),
+        experts=tuple(_sum(_stacked(p, candidates) for p in found if p.stacked) for found in by_kind),
+        dense_share=tuple(
+            _sum(_dense(p, candidates, shared=True) for p in found if not p.stacked) for found in by_kind
+        ),
+        experts_share=tuple(
+            _sum(_stacked(p, candidates, shared=True) for p in found if p.stacked) for found in by_kind
+        ),
+        block=tuple(
+            _sum(_stacked(p, candidates) if p.stacked else _dense(p, candidates) for p in found)
+            for found in (*by_kind[:2], [], ahead)
+        ),
+    )
+
+
+def _of_kind(model: ModelSpec, kind: str) -> Iterator[Parameter]:
+    """The parameters of one layer of a kind, or of an end of the model."""
+    moe = model.moe
+    if kind in ("dense", "mixture"):
+        if kind == "mixture" and moe is None:
+            return
+        experts = dataclasses.replace(moe, first_dense=0, every=1) if moe and kind == "mixture" else None
+        single = dataclasses.replace(model, layers=1, moe=experts, mtp_depth=0)
+        yield from (p for p in parameters(single) if p.name.startswith("blocks."))
+        return
+    # Layers that predict further ahead are like the last layer.
+    last = moe and dataclasses.replace(
+        moe, first_dense=0, every=1 if is_mixture(model, model.layers - 1) else 2
+    )
+    ends = dataclasses.replace(model, layers=1, moe=last)
+    for parameter in parameters(ends):
+        top = parameter.name.partition(".")[0]
+        if top != "blocks" and (top == "embedding") == (kind == "embedding"):
+            yield parameter
+
+
+def _sum(terms: Iterator[Floats]) -> Floats:
+    return np.asarray(sum(terms, np.zeros(1)), dtype=np.float64)
+
+
+def _share(rows: Ints | Floats, ranks: Ints, *, shared: bool) -> Floats:
+    return np.asarray(np.ceil(rows / ranks) if shared else rows, dtype=np.float64)
+
+
+def _dense(parameter: Parameter, candidates: Candidates, *, shared: bool = False) -> Floats:
+    rows, rest = parameter.shape[0], parameter.numel // parameter.shape[0]
+    dim = divided_dim(parameter)
+    mine = np.ceil(rows / candidates.tensor) if dim == 0 else np.asarray(float(rows))
+    columns = rest / candidates.tensor if dim == 1 else rest
+    return _share(mine, candidates.dense_shard, shared=shared) * columns
+
+
+def _stacked(parameter: Parameter, candidates: Candidates, *, shared: bool = False) -> Floats:
+    experts, rest = parameter.shape[0], parameter.numel // parameter.shape[0]
+    mine = _share(experts / candidates.expert, candidates.expert_shard, shared=shared)
+    return mine * rest / candidates.expert_tensor

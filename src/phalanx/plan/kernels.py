@@ -1,0 +1,141 @@
+"""Seconds of the operations that one accelerator does alone: matrix products, attention, and what only moves memory.
+
+A matrix product is timed by a law with five fitted constants,
+
+    t = launch + (compute^4 + memory^4)^(1/4)
+    compute = 2 M' N' (K + K0) waste / (e P),     memory = bytes / (e_b W)
+
+where M' and N' are M and N rounded up to tiles of 128, and ``waste`` is what the last, partly filled wave of tiles over
+the multiprocessors loses. The power of four joins the two limits smoothly (their maximum is the roofline of Williams et al.,
+2009; tile and wave quantisation as in NVIDIA's "Matrix Multiplication Background User's Guide"). The constants come from
+measurements (``phalanx.hardware.profiles``), the peaks from the accelerator. All functions take scalars or arrays and
+broadcast.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.hardware.errors import HardwareError
+from phalanx.hardware.profiles import Profile
+
+Numbers: TypeAlias = npt.ArrayLike
+Seconds: TypeAlias = npt.NDArray[np.float64]
+
+_TILE = 128
+_POWER_HEADROOM = 0.975
+"""Share of the power limit at which large products settle: 1.17 of 1.2 kW on GB200 (ai-dynamo/aiconfigurator's data)."""
+_OPERAND_BYTES = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "fp4": 0.5625}
+"""Of one number as a product reads it; of four bits, with a scale of one byte for every sixteen (NVFP4)."""
+_RESULT_BYTES = {"fp32": 4.0, "tf32": 4.0}
+
+
+def matmul_s(
+    profile: Profile,
+    format: str,  # noqa: A002
+    m: Numbers,
+    n: Numbers,
+    k: Numbers,
+    batch: Numbers = 1,
+) -> Seconds:
+    """Seconds of ``batch`` equal products (m, k) x (k, n) in one kernel; an empty product takes none.
+
+    Raises ``HardwareError`` if the accelerator does not multiply in ``format``.
+    """
+    rate = sustained_flops(profile, format)
+    fit = profile.constants.matmul[fitted_format(profile, format)]
+    m, n, k, batch = (np.asarray(size, dtype=np.float64) for size in (m, n, k, batch))
+    tiles = batch * np.ceil(m / _TILE) * np.ceil(n / _TILE)
+    waste = _wave_waste(tiles, profile.accelerator.multiprocessors, fit.wave_share)
+    compute = 2 * tiles * _TILE**2 * (k + fit.k_half) * waste / rate
+    moved = batch * (_OPERAND_BYTES[format] * (m + n) * k + _RESULT_BYTES.get(format, 2.0) * m * n)
+    memory = moved / (fit.memory_efficiency * profile.accelerator.memory_bytes_per_s.value)
+    return np.where(batch * m * n * k > 0, fit.launch_s + np.sqrt(np.hypot(compute**2, memory**2)), 0.0)
+
+
+def grouped_matmul_s(
+    profile: Profile,
+    format: str,  # noqa: A002
+    groups: Numbers,
+    m: Numbers,
+    n: Numbers,
+    k: Numbers,
+) -> Seconds:
+    """Seconds of ``groups`` products (m, k) x (k, n) in one kernel, as a rank's experts take them.
+
+    ``m`` is the mean of the groups' rows on the rank that is waited for: the caller multiplies its imbalance in.
+    """
+    single = matmul_s(profile, format, m, n, k, batch=groups)
+    launch = profile.constants.matmul[fitted_format(profile, format)].launch_s
+    return np.where(single > 0, launch + (single - launch) / profile.constants.grouped_efficiency, 0.0)
+
+
+def attention_s(profile: Profile, format: str, flops: Numbers, backward: bool) -> Seconds:  # noqa: A002
+    """Seconds of fused attention that does ``flops`` in this direction.
+
+    Forward 4 s_q s_kv a d_h (half if causal); backward 2.5 times that, because it recomputes the scores (Dao 2023,
+    arXiv 2307.08691, section 4.1).
+    """
+    share = profile.constants.attention.backward if backward else profile.constants.attention.forward
+    flops = np.asarray(flops, dtype=np.float64)
+    seconds = flops / min(share * _peak(profile, format), _power_limited(profile, format))
+    return np.where(flops > 0, profile.constants.attention.launch_s + seconds, 0.0)
+
+
+def memory_bound_s(profile: Profile, bytes: Numbers, kernels: Numbers = 1) -> Seconds:  # noqa: A002
+    """Seconds of ``kernels`` kernels that read and write ``bytes`` in all."""
+    rate = profile.constants.memory.efficiency * profile.accelerator.memory_bytes_per_s.value
+    return (
+        np.asarray(bytes, dtype=np.float64) / rate + np.asarray(kernels) * profile.constants.memory.kernel_s
+    )
+
+
+def host_copy_s(profile: Profile, bytes: Numbers) -> Seconds:  # noqa: A002
+    """Seconds to copy ``bytes`` to or from the host's memory."""
+    return np.asarray(bytes, dtype=np.float64) / profile.accelerator.host_bytes_per_s.value
+
+
+def sustained_flops(profile: Profile, format: str) -> float:  # noqa: A002
+    """FLOP/s that a large matrix product keeps up: the fitted share of the peak, within the power limit."""
+    fit = profile.constants.matmul[fitted_format(profile, format)]
+    return min(fit.efficiency * _peak(profile, format), _power_limited(profile, format))
+
+
+def fitted_format(profile: Profile, format: str) -> str:  # noqa: A002
+    """The format whose fit stands for ``format``: itself where it was measured, else the nearest that was."""
+    near = {"fp16": ("bf16",), "tf32": ("bf16", "fp32"), "fp32": ("tf32", "bf16"), "int8": ("fp8", "bf16")}
+    options = (format, *near.get(format, ("bf16", "fp16", "fp32")))
+    found = next((option for option in options if option in profile.constants.matmul), None)
+    if found is None:
+        raise HardwareError(
+            f"profile {profile.constants.name!r} has no constants for {format!r}: it has {', '.join(profile.constants.matmul)}; "
+            "calibrate the accelerator in this format"
+        )
+    return found
+
+
+def _peak(profile: Profile, format: str) -> float:  # noqa: A002
+    peak = profile.accelerator.flops.get(format)
+    if peak is None:
+        known = ", ".join(profile.accelerator.flops)
+        raise HardwareError(
+            f"{profile.accelerator.name} does not multiply in {format!r}: choose a precision among {known}"
+        )
+    return peak.value
+
+
+def _power_limited(profile: Profile, format: str) -> float:  # noqa: A002
+    """The peak, or what the power limit leaves of it."""
+    peak, joules = _peak(profile, format), profile.constants.joules_per_flop.get(format)
+    return min(peak, _POWER_HEADROOM * profile.accelerator.power_w.value / joules) if joules else peak
+
+
+def _wave_waste(tiles: Seconds, multiprocessors: int, share: float) -> Seconds:
+    """How many times longer than evenly dealt tiles: the last wave takes as long as a full one."""
+    if multiprocessors == 0 or share == 0:
+        return np.ones_like(tiles)
+    waves = np.maximum(tiles, 1) / multiprocessors
+    return 1 + share * (np.ceil(waves) / waves - 1)

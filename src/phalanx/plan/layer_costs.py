@@ -1,0 +1,264 @@
+"""Seconds and bytes of one layer of each kind, for every combination of axes that a layer depends on.
+
+A layer's cost depends on few of a candidate's fields (the degrees of tensor, context and expert, the micro-batch and the
+format), so it is computed once for each combination that occurs, and looked up from there: a table of hundreds of rows may
+use formulas as fine as one likes, where millions of candidates may not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from phalanx.plan import collectives, kernels
+from phalanx.plan.architecture import (
+    KINDS,
+    Attention,
+    Axis,
+    Exchange,
+    Kept,
+    Layer,
+    Operation,
+    Pointwise,
+    Product,
+    Rows,
+    layers,
+)
+from phalanx.plan.candidates import PARTS, PRECISIONS, Bools, Candidates, Floats, Ints, Precision
+from phalanx.plan.stacks import Job
+
+CATEGORIES = ("matmul", "attention", "pointwise", "tensor_comm", "context_comm", "expert_comm")
+"""What a layer's time goes into."""
+PHASES = ("forward", "input_gradient", "weight_gradient")
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Tables over unique combinations ("rows") of what a layer depends on."""
+
+    row: Ints
+    """The row of each candidate, in the candidates' own axes."""
+    seconds: Floats
+    """Of one micro-batch, shape (kinds, phases, categories, rows)."""
+    recompute_s: Floats
+    """Shape (kinds, modes, rows)."""
+    kept_bytes: Floats
+    """From forward to backward, of one micro-batch, shape (kinds, modes, rows)."""
+    widest_bytes: Floats
+    """Of the part of a layer that keeps most, shape (kinds, rows)."""
+
+    def of(self, table: Floats, *where: int) -> Floats:
+        """The entries of ``table[where]``, whose last axis is rows, for each candidate."""
+        found: Floats = table[where][self.row]
+        return found
+
+    def by_mode(self, table: Floats, kind: int, mode: Ints) -> Floats:
+        """The entries of a table of shape (kinds, modes, rows) for each candidate."""
+        found: Floats = table[kind][mode, self.row]
+        return found
+
+
+def layer_costs(job: Job, candidates: Candidates) -> LayerCosts:
+    """The tables for all of ``candidates``."""
+    keys, row = _unique(candidates)
+    seconds = np.zeros((len(KINDS), len(PHASES), len(CATEGORIES), len(keys.tensor)))
+    parts = np.zeros((2, len(KINDS), len(PARTS) + 1, len(keys.tensor)))
+    work = layers(job.workload, job.stack)
+    for code in np.unique(keys.precision):
+        mine = keys.precision == code
+        rank = _Rank(job, keys.rows(mine), PRECISIONS[code])
+        for number, kind in enumerate(KINDS):
+            layer = work[kind]
+            seconds[number][..., mine], parts[0, number][:, mine] = rank.seconds(layer)
+            parts[1, number][:, mine] = rank.kept(layer)
+    again = np.array([[part in mode.parts for part in (*PARTS, "input")] for mode in job.modes], dtype=float)
+    # A part's tensors are dropped if it is computed again; its time is then spent twice.
+    recompute_s = np.einsum("mp,kpr->kmr", again, parts[0])
+    kept = np.einsum("mp,kpr->kmr", 1 - again, parts[1])
+    return LayerCosts(row, seconds, recompute_s, kept, parts[1].max(axis=1))
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """What a layer depends on of a candidate, one entry for each combination."""
+
+    tensor: Ints
+    context: Ints
+    expert: Ints
+    expert_tensor: Ints
+    micro_batch: Ints
+    sequence_parallel: Ints
+    precision: Ints
+
+    def rows(self, mine: Bools) -> _Keys:
+        return _Keys(*(getattr(self, field.name)[mine] for field in fields(self)))
+
+
+def _unique(candidates: Candidates) -> tuple[_Keys, Ints]:
+    """The combinations that occur, and which of them each candidate has."""
+    values = np.broadcast_arrays(*(getattr(candidates, field.name) for field in fields(_Keys)))
+    code = np.zeros_like(values[0])
+    for value in values:
+        code = code * (int(value.max()) + 1) + value
+    _, first, row = np.unique(code, return_index=True, return_inverse=True)
+    return _Keys(*(value.ravel()[first] for value in values)), row.reshape(code.shape)
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """One rank's share of the work, as arrays over rows of the table."""
+
+    job: Job
+    keys: _Keys
+    precision: Precision
+
+    def rows(self, rows: Rows) -> Floats:
+        """How many rows of a kind a rank has of a micro-batch."""
+        keys, workload = self.keys, self.job.workload
+        tokens = keys.micro_batch * workload.seq_len / keys.context
+        local = tokens / np.where(keys.sequence_parallel > 0, keys.tensor, 1)
+        if rows == "gathered":
+            return tokens if self.job.stack.keeps_gathered_inputs else local
+        if rows == "routed":
+            per_token = workload.model.moe.per_token if workload.model.moe else 0
+            return tokens / keys.tensor * keys.expert_tensor * per_token * workload.imbalance
+        return local if rows == "local" else tokens
+
+    def over(self, axis: Axis) -> Ints:
+        """Ranks that an axis divides over."""
+        if axis == "none":
+            return np.ones_like(self.keys.tensor)
+        return self.keys.tensor if axis == "tensor" else self.keys.expert_tensor
+
+    def kept(self, layer: Layer) -> Floats:
+        """Bytes by part and "input", shape (parts + 1, rows)."""
+        found = np.zeros((len(PARTS) + 1, len(self.keys.tensor)))
+        for tensor in layer.kept:
+            place = PARTS.index(tensor.part) if tensor.part != "input" else len(PARTS)
+            found[place] += (
+                self.rows(tensor.rows) * tensor.width * self._bytes(tensor) / self.over(tensor.over)
+            )
+        return found
+
+    def _bytes(self, tensor: Kept) -> int:
+        kept = self.precision.operand_bytes if tensor.operand else self.precision.activation_bytes
+        return tensor.bytes or kept
+
+    def seconds(self, layer: Layer) -> tuple[Floats, Floats]:
+        """Seconds by phase and category, and forward seconds by part: (phases, categories, rows), (parts + 1, rows)."""
+        found = np.zeros((len(PHASES), len(CATEGORIES), len(self.keys.tensor)))
+        parts = np.zeros((len(PARTS) + 1, len(self.keys.tensor)))
+        core = np.zeros((2, len(self.keys.tensor)))
+        for operation in layer.operations:
+            category, times = self._cost(operation)
+            if isinstance(operation, Attention):
+                core += times[:2]
+            found[:, CATEGORIES.index(category)] += times
+            parts[PARTS.index(operation.part)] += times[0]
+        # Keys and values come while attention computes with those that are here.
+        context = CATEGORIES.index("context_comm")
+        hidden = np.minimum(found[:2, context], core * self.job.stack.context_overlap)
+        found[:2, context] -= hidden
+        parts[PARTS.index("core")] -= hidden[0]
+        return found, parts
+
+    def _cost(self, operation: Operation) -> tuple[str, Floats]:
+        """The category of an operation and its seconds by phase."""
+        if isinstance(operation, Product):
+            return "matmul", self._product(operation)
+        if isinstance(operation, Attention):
+            return "attention", self._attention(operation)
+        if isinstance(operation, Pointwise):
+            return "pointwise", self._pointwise(operation)
+        return self._exchange(operation)
+
+    def _product(self, product: Product) -> Floats:
+        rows = self.rows(product.rows)
+        columns = product.columns / self.over(product.columns_over)
+        inner = product.inner / self.over(product.inner_over)
+        # The output projection and the router stay in the format of activations.
+        inside = product.part != "router" and product.columns != self.job.workload.model.vocab_size
+        format_ = self.precision.matmul if inside or self.precision.matmul in ("fp16", "fp32") else "bf16"
+        if product.experts == 0:
+            return np.stack(
+                [
+                    kernels.matmul_s(self.job.profile, format_, *sizes)
+                    for sizes in ((rows, columns, inner), (rows, inner, columns), (columns, inner, rows))
+                ]
+            )
+        groups = product.experts / self.keys.expert
+        each = rows / groups
+        return np.stack(
+            [
+                kernels.grouped_matmul_s(self.job.profile, format_, groups, *sizes)
+                for sizes in ((each, columns, inner), (each, inner, columns), (columns, inner, each))
+            ]
+        )
+
+    def _attention(self, attention: Attention) -> Floats:
+        # 2 FLOP for each multiply-add, over half of the square; backward 2.5 times (arXiv 2307.08691, section 3.1).
+        per_token = self.job.workload.seq_len * attention.heads * attention.widths
+        flops = self.rows("tokens") * per_token / self.keys.tensor
+        format_ = self.precision.matmul if self.precision.matmul in ("fp16", "fp32") else "bf16"
+        forward = kernels.attention_s(self.job.profile, format_, flops, backward=False)
+        backward = kernels.attention_s(self.job.profile, format_, 2.5 * flops, backward=True)
+        return np.stack([forward, backward, np.zeros_like(forward)])
+
+    def _pointwise(self, operation: Pointwise) -> Floats:
+        # Eager code keeps intermediate results in fp32 and makes several passes of what one kernel would do.
+        passes = 1 if self.job.stack.fused_pointwise else 3
+        elements = self.rows(operation.rows) / self.over(operation.over) * self.precision.activation_bytes
+        forward, backward = (
+            kernels.memory_bound_s(self.job.profile, elements * passes * count, operation.kernels * passes)
+            for count in (operation.forward, operation.backward)
+        )
+        return np.stack([forward, backward, np.zeros_like(forward)])
+
+    def _exchange(self, exchange: Exchange) -> tuple[str, Floats]:
+        if exchange.kind in ("dispatch", "combine"):
+            both = self._to_experts(exchange) * (1 - self.job.stack.expert_overlap)
+            return "expert_comm", np.stack([both, both, np.zeros_like(both)])
+        if exchange.kind == "context":
+            return "context_comm", self._keys_and_values(exchange)
+        size = self.keys.tensor if exchange.kind in ("gather", "scatter") else self.keys.expert_tensor
+        kind = "tokens" if exchange.kind in ("gather", "scatter") else "routed"
+        whole = self.rows(kind) * exchange.width * self.precision.activation_bytes  # type: ignore[arg-type]
+        gather = self._collective(collectives.all_gather_s, size, 1, whole)
+        scatter = self._collective(collectives.reduce_scatter_s, size, 1, whole)
+        forward, backward = (gather, scatter) if "gather" in exchange.kind else (scatter, gather)
+        if exchange.kind == "gather" and not self.job.stack.keeps_gathered_inputs:
+            backward = backward + gather
+        exposed = 1 - self.job.stack.tensor_overlap
+        return "tensor_comm", np.stack([forward, backward, np.zeros_like(forward)]) * exposed
+
+    def _keys_and_values(self, exchange: Exchange) -> Floats:
+        keys = self.keys
+        whole = self.rows("tokens") * keys.context * exchange.width / keys.tensor
+        whole = whole * self.precision.activation_bytes
+        gather = self._collective(collectives.all_gather_s, keys.context, keys.tensor, whole)
+        scatter = self._collective(collectives.reduce_scatter_s, keys.context, keys.tensor, whole)
+        return np.stack([gather, gather + scatter, np.zeros_like(gather)])
+
+    def _to_experts(self, exchange: Exchange) -> Floats:
+        moe = self.job.workload.model.moe
+        assert moe is not None, "only mixtures have an exchange with experts"
+        narrow = exchange.kind == "dispatch"
+        bytes_ = self.precision.operand_bytes if narrow else self.precision.activation_bytes
+        tokens = self.rows("tokens") / self.keys.tensor * self.job.workload.imbalance
+        return np.asarray(
+            collectives.dispatch_s(
+                self.job.cluster,
+                self.keys.expert,
+                self.keys.expert_tensor,
+                tokens,
+                exchange.width * bytes_,
+                moe.per_token,
+            )
+        )
+
+    def _collective(
+        self, seconds: Callable[..., Floats], size: Ints, stride: Ints | int, whole: Floats
+    ) -> Floats:
+        return np.asarray(seconds(self.job.cluster, size, stride, whole))

@@ -1,0 +1,209 @@
+"""Bytes that a rank holds, by kind, for arrays of layouts and for every kind of rank of a pipeline.
+
+State is what the stack keeps for each parameter, divided as its ZeRO stage says (``phalanx.plan.stacks``); activations are what
+the layers' lists say is kept (``phalanx.plan.architecture``), for as many micro-batches as the schedule has in flight on that
+rank. The worst rank decides, and it is not always the first: the last has the logits. Sources: ZeRO (arXiv 1910.02054),
+activations (arXiv 2205.05198), schedules (arXiv 2104.04473, 2401.10241).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from phalanx.plan.architecture import KINDS
+from phalanx.plan.bubbles import Pipelines, in_flight
+from phalanx.plan.candidates import PRECISIONS, SCHEDULES, Candidates, Floats, Ints
+from phalanx.plan.holdings import Holdings
+from phalanx.plan.layer_costs import LayerCosts
+from phalanx.plan.stacks import Job, State
+from phalanx.plan.stages import Places, most_stages, places
+from phalanx.run.layout import SPLIT_BACKWARD
+
+_OFFLOADED_LAYERS = 2
+"""Of offloaded activations, what is on the accelerator at once: a layer on its way out and one in use."""
+OVERHEADS = ("context", "communicators", "fragmentation")
+"""Kinds that no allocator counts as allocated."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One kind of rank of each candidate: how much of each of ``KINDS`` it has, in the candidates' axes."""
+
+    counts: tuple[Ints, Ints, Ints, Ints]
+    rank: Ints
+    """Its place in the pipeline."""
+
+
+@dataclass(frozen=True)
+class PlaceTable:
+    """The places of every candidate."""
+
+    table: Places
+    row: Ints
+    """Of each candidate, in ``table``."""
+
+    def __len__(self) -> int:
+        return self.table.kinds
+
+    def __getitem__(self, kind: int) -> Place:
+        table, row = self.table, self.row
+        if not 0 <= kind < table.kinds:
+            raise IndexError(f"there are {table.kinds} places")
+        dense, mixture, embedding, head, rank = (
+            column[:, kind][row]
+            for column in (table.dense, table.mixture, table.embedding, table.head, table.rank)
+        )
+        return Place((dense, mixture, embedding, head), rank)
+
+
+def place_table(job: Job, candidates: Candidates) -> PlaceTable:
+    """The kinds of ranks of all ``candidates``."""
+    folded = np.isin(candidates.schedule, [SCHEDULES.index(name) for name in SPLIT_BACKWARD])
+    # What has more stages than layers is not legal; it is looked up as if it had one stage a rank.
+    enough = candidates.pipeline * candidates.stages_per_rank <= most_stages(job.workload, job.stack)
+    key = (candidates.pipeline * 4096 + np.where(enough, candidates.stages_per_rank, 1)) * 2 + folded
+    unique, row = np.unique(key, return_inverse=True)
+    pipelines = [(int(code >> 13), int(code >> 1 & 4095), bool(code & 1)) for code in unique]
+    return PlaceTable(places(job.workload, job.stack, pipelines), row.reshape(key.shape))
+
+
+def pipelines_of(job: Job, candidates: Candidates) -> Pipelines:
+    """The pipelines of candidates, with the micro-batches of one flush: of a slot, or of all that a rank computes."""
+    slots = job.workload.slots or candidates.data
+    each = job.workload.batch // (slots * candidates.micro_batch)
+    return Pipelines(
+        candidates.schedule, candidates.pipeline, candidates.stages_per_rank, np.maximum(each, 1)
+    )
+
+
+def state_bytes(job: Job, candidates: Candidates, held: Holdings, place: Place) -> dict[str, Floats]:
+    """Bytes of everything that is kept for parameters, by kind."""
+    stack = job.stack
+    whole, share = (
+        _times(place.counts, held.dense) + _times(place.counts, held.experts),
+        _times(place.counts, held.dense_share) + _times(place.counts, held.experts_share),
+    )
+    kinds = {state.kind: _state(state, candidates, whole, share) for state in stack.states}
+    kinds["compute copy"] = stack.copy_bytes * _gathered(job, candidates, held, place)
+    micro_batches = pipelines_of(job, candidates).micro_batches
+    if stack.slot_gradient_bytes:
+        slots = _divided(candidates, held, place) * (micro_batches > 1) * (candidates.zero > 0)
+        kinds["slot gradients"] = stack.slot_gradient_bytes * slots
+    if stack.unit_gradient_bytes:
+        largest = np.maximum.reduce([count.clip(0, 1) * block for count, block in _blocks(place, held)])
+        kinds["gradient buffers"] = stack.unit_gradient_bytes * largest * (candidates.zero >= 2)
+    return kinds
+
+
+def _state(state: State, candidates: Candidates, whole: Floats, share: Floats) -> Floats:
+    elements = np.where(candidates.zero >= state.sharded_from, share, whole)
+    here = 1 - candidates.offload_optimizer if state.optimizer else 1
+    return state.bytes * elements * here
+
+
+def _times(counts: tuple[Ints, ...], elements: tuple[Floats, ...]) -> Floats:
+    return np.asarray(sum(count * each for count, each in zip(counts, elements, strict=True)))
+
+
+def _divided(candidates: Candidates, held: Holdings, place: Place) -> Floats:
+    """Elements of the rank's part that data-parallel ranks divide, whole."""
+    dense = _times(place.counts, held.dense) * (candidates.dense_shard > 1)
+    return dense + _times(place.counts, held.experts) * (candidates.expert_shard > 1)
+
+
+def _blocks(place: Place, held: Holdings) -> list[tuple[Ints, Floats]]:
+    """How many blocks of each size there are."""
+    return [(count, block) for count, block in zip(place.counts, held.block, strict=True)]
+
+
+def _gathered(job: Job, candidates: Candidates, held: Holdings, place: Place) -> Floats:
+    """Elements that are there in the format of computing: all, or with ZeRO-3 two blocks and what is outside blocks."""
+    # Where nothing is divided and formats agree, the weights themselves are computed with.
+    always = job.stack.copies_unsharded
+    dense_in, experts_in = (
+        np.asarray((ranks > 1) & (candidates.zero > 0) | always, dtype=np.float64)
+        for ranks in (candidates.dense_shard, candidates.expert_shard)
+    )
+    everything = _times(place.counts, held.dense) * dense_in + _times(place.counts, held.experts) * experts_in
+    first = second = in_blocks = np.zeros(1)
+    for count, block, experts in zip(place.counts, held.block, held.experts, strict=True):
+        size = (block - experts) * dense_in + experts * experts_in
+        in_blocks = in_blocks + count * size
+        one, more = size * (count > 0), size * (count > 1)
+        second = np.maximum(np.maximum(second, more), np.minimum(first, one))
+        first = np.maximum(first, one)
+    return np.where(candidates.zero >= 3, first + second + everything - in_blocks, everything)
+
+
+def activation_bytes(
+    job: Job, candidates: Candidates, costs: LayerCosts, pipes: Pipelines, place: Place
+) -> dict[str, Floats]:
+    """Bytes of what forward leaves for backward, and of what a pass needs for the moment, by kind."""
+    per_layer = [costs.by_mode(costs.kept_bytes, kind, candidates.recompute) for kind in range(len(KINDS))]
+    kept = place.counts[0] * per_layer[0] + place.counts[1] * per_layer[1]
+    kept = kept * in_flight(pipes, place.rank)
+    # The end of the model is computed backward as soon as it was computed forward.
+    kept = kept + place.counts[3] * per_layer[3]
+    window = _OFFLOADED_LAYERS * np.maximum(per_layer[0], per_layer[1])
+    kept = np.where(candidates.offload_activations > 0, np.minimum(kept, window), kept)
+    again, widest = np.zeros(1), np.zeros(1)
+    for kind in (0, 1):
+        present = place.counts[kind] > 0
+        whole = costs.of(costs.kept_bytes, kind, 0)
+        again = np.maximum(again, (whole - per_layer[kind]) * present)
+        widest = np.maximum(widest, costs.of(costs.widest_bytes, kind) * present)
+    return {
+        "activations": kept,
+        "recomputed layer": again,
+        "gradients of activations": widest,
+        "logits": place.counts[3] * _logits(job, candidates),
+    }
+
+
+def _logits(job: Job, candidates: Candidates) -> Floats:
+    tokens = candidates.micro_batch * job.workload.seq_len / candidates.context
+    at_once = np.minimum(tokens, job.stack.loss_chunk or np.inf)
+    width = np.array([precision.activation_bytes for precision in PRECISIONS])[candidates.precision]
+    # The figure of a stack is for two bytes in the format of activations, beside fp32.
+    bytes_each = job.stack.logit_bytes + 2.0 * (width - 2)
+    return at_once * job.workload.model.vocab_size / candidates.tensor * bytes_each
+
+
+def overhead_bytes(job: Job, candidates: Candidates) -> dict[str, Floats]:
+    """Bytes that software holds whatever the model."""
+    groups = (candidates.tensor, candidates.context, candidates.pipeline, candidates.data, candidates.expert)
+    count = sum((degree > 1).astype(np.float64) for degree in groups)
+    return {
+        "context": np.full(1, job.stack.context_bytes),
+        "communicators": job.stack.communicator_bytes * np.asarray(count),
+    }
+
+
+def memory_at(
+    job: Job, candidates: Candidates, held: Holdings, costs: LayerCosts, pipes: Pipelines, place: Place
+) -> dict[str, Floats]:
+    """Bytes by kind of the ranks at ``place``; their sum is the total."""
+    kinds = state_bytes(job, candidates, held, place)
+    kinds |= activation_bytes(job, candidates, costs, pipes, place)
+    return kinds | {"fragmentation": job.stack.fragmentation * total(kinds)} | overhead_bytes(job, candidates)
+
+
+def memory_total(
+    job: Job, candidates: Candidates, held: Holdings, costs: LayerCosts, pipes: Pipelines, place: Place
+) -> Floats:
+    """The sum of ``memory_at``, with most of the work done on few axes."""
+    state = total(state_bytes(job, candidates, held, place))
+    activations = total(activation_bytes(job, candidates, costs, pipes, place))
+    factor = 1 + job.stack.fragmentation
+    return (factor * state + total(overhead_bytes(job, candidates))) + factor * activations
+
+
+def total(terms: dict[str, Floats]) -> Floats:
+    """The sum of terms that broadcast."""
+    # Sorted by size, so that most of the work is done on small arrays.
+    result = np.zeros(1)
+    for term in sorted(terms.values(), key=np.size):
+        result = result + term
+    return result

@@ -1,0 +1,399 @@
+"""What the planner is to estimate for a published row: model, work, layout, and what the row leaves open.
+
+Rows leave things out. What a model's shape does not say (gated or plain feed-forward layer, tied embedding) is settled by its
+stated number of parameters. What a layout does not say (micro-batch, interleaving, recomputation) becomes a list of choices;
+validation takes the fastest that fits, as whoever tuned the run would have. Everything that was filled in is listed in
+``Setup.assumptions``; a row that leaves out more is excluded with the reason.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+from phalanx.model.counts import Counts, count
+from phalanx.model.shape import resolve
+from phalanx.plan.candidates import PRECISIONS, RECOMPUTE, SCHEDULES, Recompute, divisors
+from phalanx.plan.published import Excluded, PublishedRun
+from phalanx.plan.published_software import (
+    Software,
+    cluster_of_run,
+    profile_of_run,
+    slice_of,
+    software_of,
+    stack_of_run,
+)
+from phalanx.plan.stacks import Job, Workload
+from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
+
+_GPT2_VOCAB = 51_200
+_SIZE_TOLERANCE = 0.05
+"""Relative difference of stated and counted parameters above which the shape is not what the source trained."""
+_ACTIVE_TOLERANCE = 0.15
+_MICRO_BATCHES = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A row as the planner sees it."""
+
+    run: PublishedRun
+    software: Software
+    job: Job
+    choices: tuple[Mapping[str, int], ...]
+    """Layouts, as ``Candidates.at`` gives them, that agree with all that the row states."""
+    assumptions: tuple[str, ...]
+    """What was filled in."""
+
+    @property
+    def scalar_key(self) -> str:
+        """Under which the stack's scalar is kept: software and accelerator."""
+        return f"{self.software.name} on {self.job.cluster.accelerator.key}"
+
+
+def setup_of(run: PublishedRun) -> Setup:
+    """Everything the planner needs of a row. Raises ``Excluded`` with the reason if the row does not say enough."""
+    assumptions: list[str] = []
+    software = software_of(run)
+    machines = cluster_of_run(run, software)
+    seq_len = _stated(run.seq_len, "sequence length")
+    batch = _stated(run.global_batch_seqs, "global batch")
+    model = model_of(run, seq_len, assumptions)
+    imbalance = 1.0 if re.search(r"force-?d?.?balanc|capacity factor 1", run.notes) else 1.1
+    modes, stated_modes = _recompute_modes(run, software, assumptions)
+    job = Job(
+        Workload(model, seq_len, batch, imbalance=imbalance),
+        stack_of_run(run, software),
+        machines,
+        profile_of_run(machines.accelerator, software),
+        modes,
+    )
+    choices = tuple(_layouts(run, software, job, stated_modes, assumptions))
+    if not choices:
+        raise Excluded(
+            f"a batch of {batch} cannot be divided over the {run.dp} data-parallel ranks, micro-batches and stages that it states"
+        )
+    return Setup(run, software, job, choices, tuple(dict.fromkeys(assumptions)))
+
+
+def _stated(value: int | None, name: str) -> int:
+    if not value:
+        raise Excluded(f"does not state the {name}")
+    return value
+
+
+def model_of(run: PublishedRun, seq_len: int, assumptions: list[str]) -> ModelSpec:
+    """The model, resolved; what was filled in is appended to ``assumptions``. Raises ``Excluded``."""
+    if re.search(r"[Mm]amba|linear attention|architecture not filled", run.notes):
+        raise Excluded("its architecture is not a plain transformer, or not stated")
+    layers, dim = _stated(run.layers, "number of layers"), _stated(run.hidden, "width")
+    heads = _stated(run.heads, "number of heads")
+    vocab = run.vocab
+    if not vocab:
+        assumptions.append(f"vocabulary of GPT-2, padded to {_GPT2_VOCAB}")
+        vocab = _GPT2_VOCAB
+    if "sliding window" in run.notes:
+        assumptions.append("attention over the whole sequence, where the model has sliding windows")
+    head_dim = _integer(r"head_dim=(\d+)", run.notes)
+    base = ModelSpec(
+        layers=layers,
+        dim=dim,
+        heads=heads,
+        kv_heads=run.kv_heads or heads,
+        head_dim=head_dim or 0,
+        ffn_dim=run.ffn or 4 * dim,
+        vocab_size=vocab,
+        mla=_mla(run.notes),
+        moe=_moe(run),
+    )
+    if not run.ffn:
+        assumptions.append("feed-forward width of four times the model's")
+    return _settled(run, resolve(base), seq_len, assumptions)
+
+
+def _settled(run: PublishedRun, base: ModelSpec, seq_len: int, assumptions: list[str]) -> ModelSpec:
+    """The variant of ``base`` whose size, and whose FLOP where the row gives both rates, are nearest to the stated ones."""
+    kinds: tuple[Literal["swiglu", "gelu"], ...] = ("swiglu", "gelu")
+    if re.search(r"gated MLP", run.notes) or run.mixture:
+        kinds = ("swiglu",)
+    elif re.search(r"2-matrix MLP", run.notes):
+        kinds = ("gelu",)
+    stated = (run.params_total_b or 0) * 1e9
+    if not stated:
+        assumptions.append("gated feed-forward layer and separate output projection, as no size is stated")
+        return replace(base, ffn="swiglu")
+    # Experts that every token passes, and layers without experts, are often left out of a table of shapes.
+    shapes = [base.moe]
+    if base.moe is not None and run.params_active_b:
+        shapes += [replace(base.moe, shared=number) for number in range(9) if number != base.moe.shared]
+        shapes += [replace(base.moe, every=2)]
+    candidates = (
+        replace(base, ffn=ffn, tie_embeddings=tied, moe=moe, mtp_depth=depth)
+        for moe, ffn, tied, depth in itertools.product(shapes, kinds, (False, True), _depths(run, base))
+    )
+    off, best = _nearest(run, candidates, seq_len)
+    if off > _SIZE_TOLERANCE:
+        counted = counts_of(best, seq_len).parameters / 1e9
+        raise Excluded(
+            f"its shape has {counted:.4g}B parameters, not the {run.params_total_b}B that it states"
+        )
+    if best.moe is not None and best.moe != base.moe:
+        assumptions.append(
+            f"by its stated sizes, {best.moe.shared} shared experts and a mixture every {best.moe.every} layers"
+        )
+    return best
+
+
+def _nearest(run: PublishedRun, models: Iterable[ModelSpec], seq_len: int) -> tuple[float, ModelSpec]:
+    """The first model that is as near as any to the sizes, and then to the FLOP, that the row states; and how far it is."""
+    flops = _stated_flops_per_token(run)
+    best: tuple[float, float, ModelSpec] | None = None
+    for model in models:
+        off = _off(run, model, seq_len)
+        counts = counts_of(model, seq_len)
+        both = (counts.flops_per_token, counts.flops_per_token_causal)
+        by_flops = min(abs(count / flops - 1) for count in both) if flops else 0.0
+        if best is None or (round(off, 2), by_flops) < (round(best[0], 2), best[1] - 1e-3):
+            best = (off, by_flops, model)
+    assert best is not None, "there is at least one variant"
+    return best[0], best[2]
+
+
+def _off(run: PublishedRun, model: ModelSpec, seq_len: int) -> float:
+    """How far the model's size is from the stated one, relatively."""
+    # Published totals leave out prediction layers; some leave out the embedding, some have learned positions.
+    counts = counts_of(replace(model, mtp_depth=0), seq_len)
+    positions = seq_len * model.dim if "learned positions" in run.notes else 0
+    stated = (run.params_total_b or 0) * 1e9
+    sizes = (counts.parameters + positions, counts.parameters - counts.embedding_parameters)
+    off = min(abs(size / stated - 1) for size in sizes)
+    if model.moe is None or not run.params_active_b:
+        return off
+    active = (counts.active_parameters, counts.active_parameters - counts.embedding_parameters)
+    # The figure is often rounded, as in A3B: it only has to be in the right place.
+    by_active = min(abs(size / (run.params_active_b * 1e9) - 1) for size in active)
+    return max(off, by_active if by_active > _ACTIVE_TOLERANCE else 0.0)
+
+
+def _depths(run: PublishedRun, base: ModelSpec) -> tuple[int, ...]:
+    """Numbers of prediction layers that are possible."""
+    text = f"{run.model} {run.notes}"
+    if "w/o MTP" in text or base.mla is None or "deepseek" not in run.model.lower():
+        return (0,)
+    return (1,) if "w/ MTP" in text else (0, 1)
+
+
+def _stated_flops_per_token(run: PublishedRun) -> float:
+    both = run.tflops_per_gpu and run.tokens_per_s_per_gpu
+    return (run.tflops_per_gpu or 0) * 1e12 / (run.tokens_per_s_per_gpu or 1) if both else 0.0
+
+
+@lru_cache(maxsize=512)
+def counts_of(model: ModelSpec, seq_len: int) -> Counts:
+    """``count``, remembered: many rows are of one model."""
+    return count(model, seq_len)
+
+
+def _integer(pattern: str, text: str) -> int | None:
+    found = re.search(pattern, text)
+    return int(found[1]) if found else None
+
+
+def _mla(notes: str) -> MlaSpec | None:
+    found = re.search(r"kv_lora (\d+).*?qk (\d+)\+(\d+) v (\d+)", notes)
+    if found is None:
+        return None
+    kv_rank, nope, rope, value = (int(part) for part in found.groups())
+    return MlaSpec(_integer(r"(?<!kv_)q_lora (\d+)", notes) or 0, kv_rank, nope, rope, value)
+
+
+def _moe(run: PublishedRun) -> MoeSpec | None:
+    if not run.experts:
+        return None
+    first = 1 if "first layer dense" in run.notes else _integer(r"first (\d+) layers dense", run.notes) or 0
+    return MoeSpec(
+        experts=run.experts,
+        per_token=_stated(run.top_k, "number of experts of a token"),
+        ffn_dim=run.moe_ffn or run.ffn or 0,
+        shared=run.shared_experts or 0,
+        first_dense=first,
+        every=2 if "every other layer" in run.notes else 1,
+    )
+
+
+_PARTS = {
+    "core_attn": {"core"},
+    "attention": {"core"},
+    "norm": {"norm"},
+    "rmsnorm": {"norm"},
+    "layernorm": {"norm"},
+    "act": {"activation", "expert_activation"},
+    "moe_act": {"expert_activation"},
+    "mlp": {"widen", "activation", "down"},
+    "mla_up_proj": {"latent_up"},
+    "mla up-proj": {"latent_up"},
+    "shared_expert": {"widen", "activation", "down"},
+    "moe": {"router", "dispatch", "expert_widen", "expert_activation", "expert_down", "combine"},
+}
+"""Parts of a layer by the names that Megatron's ``recompute_modules`` gives them."""
+
+
+def _recompute_modes(
+    run: PublishedRun, software: Software, assumptions: list[str]
+) -> tuple[tuple[Recompute, ...], tuple[int, ...]]:
+    """The modes that a layout's ``recompute`` indexes, and which of them the row leaves open."""
+    text = run.recompute.lower()
+    named = {mode.name: index for index, mode in enumerate(RECOMPUTE)}
+    if not text:
+        return _open_modes(run, software, assumptions, "recomputation")
+    if text in named:
+        if text == "selective" and "megatron" in stack_of_run(run, software).name:
+            return RECOMPUTE, (named["attention"],)
+        return RECOMPUTE, (named[text],)
+    if text == "minimal":  # MaxText: the results of all products are kept
+        return RECOMPUTE, (named["pointwise"],)
+    if "sac" in text:
+        return RECOMPUTE, (named["selective"],)
+    if text == "qkv_proj_offloaded":
+        parts = RECOMPUTE[named["full"]].parts - {"projection"}
+        return (*RECOMPUTE, Recompute(text, parts)), (len(RECOMPUTE),)
+    inside = re.sub(r"^selective\((.*)\)$", r"\1", text)
+    names = [name.strip() for name in inside.split(",")]
+    if not all(name in _PARTS for name in names):
+        return _open_modes(run, software, assumptions, f"recomputation called {run.recompute!r}")
+    parts = frozenset().union(*(_PARTS[name] for name in names))
+    return (*RECOMPUTE, Recompute(text, parts)), (len(RECOMPUTE),)
+
+
+def _open_modes(
+    run: PublishedRun, software: Software, assumptions: list[str], what: str
+) -> tuple[tuple[Recompute, ...], tuple[int, ...]]:
+    assumptions.append(f"{what}: the fastest that fits")
+    usual = "selective" if stack_of_run(run, software).flash_attention else "attention"
+    return RECOMPUTE, tuple(i for i, mode in enumerate(RECOMPUTE) if mode.name in ("none", usual, "full"))
+
+
+def _layouts(
+    run: PublishedRun, software: Software, job: Job, recompute: tuple[int, ...], assumptions: list[str]
+) -> Iterable[dict[str, int]]:
+    """Every layout that agrees with the row and divides its batch."""
+    fixed = _fixed(run, software, job, assumptions)
+    data = fixed["replicate"] * fixed["shard"]
+    each, rest = divmod(job.workload.batch, data)
+    if rest:
+        return
+    sizes = (run.micro_batch,) if run.micro_batch else _MICRO_BATCHES
+    if not run.micro_batch:
+        assumptions.append("micro-batch: the fastest that fits")
+    stages = _stage_choices(run, software, fixed["pipeline"], job.workload.model.layers, assumptions)
+    for micro_batch, per_rank, mode in itertools.product(sizes, stages, recompute):
+        schedule = _schedule(run, per_rank)
+        if each % micro_batch == 0 and _runs(schedule, each // micro_batch, fixed["pipeline"]):
+            yield fixed | {
+                "micro_batch": micro_batch,
+                "stages_per_rank": per_rank,
+                "schedule": SCHEDULES.index(schedule),
+                "recompute": mode,
+            }
+
+
+def _fixed(run: PublishedRun, software: Software, job: Job, assumptions: list[str]) -> dict[str, int]:
+    """What has no alternatives."""
+    if run.tp is None or run.pp is None:
+        raise Excluded("does not state tensor and pipeline parallelism")
+    tensor, pipeline, context = run.tp, run.pp, run.cp or 1
+    data, rest = divmod(run.gpus or 0, tensor * pipeline * context)
+    if rest or not data or (run.dp and run.dp * tensor * pipeline * context != run.gpus):
+        raise Excluded(f"its degrees of parallelism do not multiply to its {run.gpus} accelerators")
+    shard = _shard(run, job, data)
+    stated = run.seq_parallel.lower()
+    sharded = stated in ("1", "true", "yes") if stated else software.sequence_parallel
+    return {
+        "tensor": tensor,
+        "context": context,
+        "expert": run.ep or 1,
+        "expert_tensor": _expert_tensor(run, tensor),
+        "pipeline": pipeline,
+        "replicate": data // shard,
+        "shard": shard,
+        "zero": _zero(run, job, assumptions),
+        "precision": _precision(run, assumptions),
+        "offload_activations": int("activation offload" in run.notes),
+        "offload_optimizer": 0,
+        "sequence_parallel": int(sharded and tensor > 1),
+    }
+
+
+def _shard(run: PublishedRun, job: Job, data: int) -> int:
+    slices = (run.gpus or 0) // slice_of(run) if slice_of(run) else 1
+    if slices > 1 and data % slices == 0:
+        return data // slices
+    inside = job.cluster.per_node if "in node" in run.zero_text else data
+    return inside if data % inside == 0 else data
+
+
+def _expert_tensor(run: PublishedRun, tensor: int) -> int:
+    stated = _integer(r"ETP=(\d+)", run.notes)
+    if stated:
+        return stated
+    # Without folding, Megatron's experts are divided as the dense layers are (arXiv 2504.14960, section 3).
+    unfolded = "ETP=?" in run.notes and not re.search("Folding;|method FSDP", run.notes)
+    return tensor if unfolded and run.mixture else 1
+
+
+def _zero(run: PublishedRun, job: Job, assumptions: list[str]) -> int:
+    stages = job.stack.zero_stages
+    if run.zero is None:
+        assumptions.append(f"ZeRO stage {max(stages)}, as is usual with {job.stack.name}")
+        return max(stages)
+    return run.zero
+
+
+def _precision(run: PublishedRun, assumptions: list[str]) -> int:
+    text = run.precision.lower()
+    names = [precision.name for precision in PRECISIONS]
+    for pattern, name in (
+        (r"fp4", "fp4"),
+        (r"fp8", "fp8"),
+        (r"fp16", "fp16"),
+        (r"bf16", "bf16"),
+        (r"fp32", "fp32"),
+    ):
+        if re.search(pattern, text):
+            return names.index(name)
+    if text:
+        raise Excluded(f"its precision, {run.precision!r}, is not known to the planner")
+    assumptions.append("bf16")
+    return names.index("bf16")
+
+
+def _stage_choices(
+    run: PublishedRun, software: Software, pipeline: int, layers: int, assumptions: list[str]
+) -> tuple[int, ...]:
+    if pipeline == 1:
+        return (1,)
+    if run.vpp or "dualpipe" in run.schedule.lower():
+        return (run.vpp or 2,)
+    asked = run.schedule.lower().startswith("interleaved")
+    if not asked and (run.schedule or not software.interleaves):
+        return (1,)
+    assumptions.append("interleaving: the fastest that fits")
+    possible = tuple(divisors(max(layers // pipeline, 1), 8))
+    return possible[1:] if asked and len(possible) > 1 else possible
+
+
+def _schedule(run: PublishedRun, per_rank: int) -> str:
+    if "dualpipe" in run.schedule.lower():
+        return "dualpipev"
+    return "interleaved" if per_rank > 1 else "1f1b"
+
+
+def _runs(schedule: str, micro_batches: int, ranks: int) -> bool:
+    """Whether a schedule can run so many micro-batches."""
+    if schedule == "interleaved":
+        return micro_batches % ranks == 0
+    return schedule != "dualpipev" or micro_batches >= 2 * ranks

@@ -1,0 +1,202 @@
+"""Which software a published row ran, as facts: the planner's stack, what its defaults are, and the machines it ran on.
+
+A row names its source, not its software's habits. This table maps the one to the other, first match first; a source that no
+entry knows is taken for Megatron Core, or for FSDP where the row says ZeRO-3. Nothing here is fitted: factors that are
+(``phalanx.plan.stack_scalars``) are kept by the names in this table.
+
+Sources: gradients of NeMo's and Megatron-Bridge's performance recipes are reduced in bf16 (grad_reduce_in_fp32 = False; the
+memory that NVIDIA/dgxc-benchmarking prints after a step agrees with no other size); Jean Zay's nodes have eight A100 and four Omni-Path links of 100 Gb/s (BLOOM, arXiv 2211.05100, section 3.4);
+llm-foundry's and torchtitan's benchmarks reduce gradients as their READMEs say; Megatron 2021 as arXiv 2104.04473.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from phalanx.hardware.catalogue import cluster, systems
+from phalanx.hardware.cluster import Accelerator, Cluster, Fact
+from phalanx.hardware.profiles import Profile, profile_of
+from phalanx.plan.published import Excluded, PublishedRun
+from phalanx.plan.stacks import STACKS, Stack
+
+
+@dataclass(frozen=True)
+class Software:
+    """What trained, as far as a published row leaves it open."""
+
+    name: str
+    pattern: str
+    """A regular expression that is sought in the row's source and notes."""
+    stack: str
+    """The planner's stack whose facts hold."""
+    sequence_parallel: bool = True
+    """Whether tensor parallelism divides the sequence too, where the row does not say."""
+    interleaves: bool = True
+    """Whether stages may have been interleaved, where the row does not say."""
+    gradient_bytes: float = 0.0
+    """Of a parameter, kept and reduced, where it is not the stack's usual format."""
+    compiled: bool = True
+    """Whether pointwise operations are fused, by a compiler or by hand, where the row does not say that they are."""
+    attention: Literal["", "flash-1", "flash-2"] = ""
+    """The generation of fused attention, where it is older than the accelerator's profile supposes."""
+    logit_bytes: float = 0.0
+    """Of a token's score while the loss is computed, where it is not as the stack supposes."""
+    system: str = ""
+    """A system of the catalogue that the runs are known to have used."""
+
+
+_EAGER_LOSS = 14.0
+"""bf16 scores, their fp32 copy, its logarithm of softmax and gradient."""
+_FUSED_LOSS = 4.0
+"""Scores and gradient in bf16: flash-attention's fused cross-entropy, llm-foundry's default."""
+_2021 = {"stack": "megatron-2022", "sequence_parallel": False}
+
+SOFTWARE = (
+    Software(
+        "llm-foundry", r"llm-foundry", "fsdp", compiled=False, attention="flash-1", logit_bytes=_FUSED_LOSS
+    ),
+    Software(
+        "torchtitan", r"torchtitan", "fsdp", compiled=False, attention="flash-2", logit_bytes=_EAGER_LOSS
+    ),
+    Software("maxtext", r"[Mm]ax[Tt]ext|tpu-recipes|gpu-recipes", "xla"),
+    Software(
+        "nanotron",
+        r"nanotron",
+        "megatron",
+        interleaves=False,
+        compiled=False,
+        attention="flash-2",
+        logit_bytes=_EAGER_LOSS,
+    ),
+    Software("bigscience", r"bigscience|BLOOM", "deepspeed", sequence_parallel=False, interleaves=False),
+    Software(
+        "mt-nlg",
+        r"2201\.11990|MT-NLG",
+        "deepspeed",
+        sequence_parallel=False,
+        interleaves=False,
+        system="selene",
+    ),
+    Software(
+        "deepspeed-zero3", r"DeepSpeed ZeRO-3|deepspeed-azure", "deepspeed-zero3", sequence_parallel=False
+    ),
+    Software("megatron-2022", r"2205\.05198|Korthikanti", "megatron-2022", system="selene"),
+    Software("megatron-2021", r"2104\.04473|cases_april2021", system="selene", **_2021),  # type: ignore[arg-type]
+    Software("megatron-2020", r"Sept 2020|1909\.08053", **_2021),  # type: ignore[arg-type]
+    Software("vtrain", r"vTrain|2312\.12391", system="a100-4nic", **_2021),  # type: ignore[arg-type]
+    Software("megascale", r"MegaScale|2402\.15627", "megatron"),
+    Software("deepseek", r"Insights into DeepSeek-V3|2505\.09343|2412\.19437", "deepseek"),
+    Software("simumax", r"SimuMax", "megatron"),
+    Software("parallel-folding", r"MoE Parallel Folding|2504\.14960", "megatron"),
+    Software(
+        "nemo", r"Megatron-Bridge|dgxc-benchmarking|NeMo", "megatron", interleaves=False, gradient_bytes=2.0
+    ),
+    Software("megatron-core", r"", "megatron"),
+)
+
+_JEAN_ZAY = Fact(
+    6.25e9, "BLOOM, arXiv 2211.05100, section 3.4: four Omni-Path links of 100 Gb/s for eight A100"
+)
+
+_STACKS = {
+    **STACKS,
+    # XLA plans its memory ahead: no allocator that fragments, no communicators beside the program.
+    "xla": replace(
+        STACKS["fsdp"], name="xla", context_bytes=0.3e9, communicator_bytes=0.0, fragmentation=0.0
+    ),
+    "deepspeed-zero3": replace(
+        STACKS["fsdp"], name="deepspeed-zero3", flash_attention=False, dropout=True, reduce_bytes=2.0
+    ),
+}
+
+_ATTENTION = {
+    ("flash-1", "a"): (0.40, 0.30),
+    ("flash-1", "h"): (0.23, 0.17),
+    ("flash-2", "h"): (0.34, 0.34),
+}
+"""Shares of the peak, forward and backward, by generation and first letter of the accelerator: arXiv 2307.08691, section 1
+(30-50 % and 25-35 % on A100 before, 335 TFLOP/s of an H100 after); the first on an H100 is assumed in the same proportion."""
+
+_SYSTEMS = (
+    (r"h100-96|h100.*96gb", "h100-96gb"),
+    (r"h100.*pcie", "h100-pcie"),
+    (r"a100.*40", "a100-40"),
+    (r"gb300", "gb300-nvl72"),
+    (r"gb200", "gb200-nvl72"),
+    (r"tpu-?v5p", "tpu-v5p"),
+    (r"tpu-?v5e", "tpu-v5e"),
+    (r"tpu-?v6e", "tpu-v6e"),
+    (r"tpu-?v4", "tpu-v4"),
+    (r"(h100|h200|h800|h20|b200|b300|a100|v100|mi300x|mi325x)\b", ""),
+)
+
+
+def software_of(run: PublishedRun) -> Software:
+    """The first entry of ``SOFTWARE`` that the row's source or notes match."""
+    text = f"{run.source}; {run.notes}"
+    return next(software for software in SOFTWARE if re.search(software.pattern, text))
+
+
+def stack_of_run(run: PublishedRun, software: Software) -> Stack:
+    """The planner's stack, with what the row says of it."""
+    stack = _STACKS[software.stack]
+    if run.zero == 3 and 3 not in stack.zero_stages:
+        stack = _STACKS["fsdp"]
+    if "pure" in run.precision.lower() or "MP mode PURE" in run.notes:
+        stack = replace(stack, reduce_bytes=2.0)
+    if software.gradient_bytes and stack.name != "fsdp":
+        stack = replace(_with_gradients(stack, software.gradient_bytes), reduce_bytes=software.gradient_bytes)
+    if software.logit_bytes:
+        stack = replace(stack, logit_bytes=software.logit_bytes)
+    if software.name == "bigscience" and run.precision.startswith("bf16"):
+        # DeepSpeed's BF16_Optimizer accumulates in fp32 beside the gradients that autograd leaves in bf16.
+        stack = _with_gradients(stack, 6.0)
+    eager = not software.compiled and not re.search(r"\bcompile", run.notes)
+    return replace(stack, fused_pointwise=False) if eager else stack
+
+
+def profile_of_run(accelerator: Accelerator, software: Software) -> Profile:
+    """The accelerator's constants, with the attention that the software had."""
+    profile = profile_of(accelerator)
+    shares = _ATTENTION.get((software.attention, accelerator.key[:1]))
+    if shares is None:
+        return profile
+    attention = replace(profile.constants.attention, forward=shares[0], backward=shares[1])
+    return replace(profile, constants=replace(profile.constants, attention=attention))
+
+
+def _with_gradients(stack: Stack, size: float) -> Stack:
+    states = (replace(state, bytes=size) if state.kind == "gradients" else state for state in stack.states)
+    return replace(stack, states=tuple(states))
+
+
+def cluster_of_run(run: PublishedRun, software: Software) -> Cluster:
+    """The machines that a row names. Raises ``Excluded`` if the catalogue does not have them."""
+    gpu = run.gpu.lower()
+    found = next(
+        ((re.search(pattern, gpu), key) for pattern, key in _SYSTEMS if re.search(pattern, gpu)), None
+    )
+    if found is None or found[0] is None:
+        raise Excluded(f"the catalogue has no accelerator {run.gpu!r}")
+    if not run.gpus:
+        raise Excluded("does not state how many accelerators ran")
+    key = found[1] or found[0][1]
+    if software.system and systems()[software.system].accelerator.key == systems()[key].accelerator.key:
+        key = software.system
+    machines = cluster(f"{key}:{run.gpus}")
+    if software.name == "bigscience":
+        machines = replace(machines, fabric=replace(machines.fabric, bytes_per_s=_JEAN_ZAY))
+    slice_size = slice_of(run)
+    if slice_size:
+        machines = replace(machines, domain=replace(machines.domain, size=slice_size))
+    return machines
+
+
+def slice_of(run: PublishedRun) -> int:
+    """Accelerators of one slice of a TPU, as the notes give them; 0 where the row has none."""
+    if not run.gpu.startswith("TPU") or not run.gpus:
+        return 0
+    found = re.search(r"(\d+) (?:slice|x v\d)", run.notes)
+    return run.gpus // int(found[1]) if found else 0

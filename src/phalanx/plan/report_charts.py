@@ -1,0 +1,261 @@
+"""Charts of a plan as inline SVG: stacked bars, a step's Gantt chart, scatter, curves and a tornado.
+
+Each chart is a function from numbers to the text of one ``<svg>`` element. Nothing is loaded from anywhere, so that a page made
+of them can be mailed and read in ten years. Marks carry a ``<title>``, which browsers show as a tooltip.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH = 860
+_LEFT, _RIGHT, _BOTTOM = 150, 20, 34
+_COLOURS = (
+    "#4e79a7",
+    "#f28e2b",
+    "#59a14f",
+    "#e15759",
+    "#b07aa1",
+    "#edc948",
+    "#76b7b2",
+    "#9c755f",
+    "#ff9da7",
+    "#86bcb6",
+    "#d37295",
+    "#a0cbe8",
+    "#bab0ac",
+    "#499894",
+    "#79706e",
+    "#d7b5a6",
+)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A stacked bar."""
+
+    label: str
+    parts: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A box on a time line."""
+
+    row: int
+    kind: str
+    begin: float
+    end: float
+    title: str
+
+
+@dataclass(frozen=True)
+class Dot:
+    """A point of a scatter chart."""
+
+    x: float
+    y: float
+    title: str
+    marked: bool = False
+
+
+def colours(kinds: Iterable[str]) -> dict[str, str]:
+    """A colour for each kind, in order."""
+    return {kind: _COLOURS[number % len(_COLOURS)] for number, kind in enumerate(kinds)}
+
+
+def stacked_bars(bars: Sequence[Bar], unit: str, limit: float | None = None) -> str:
+    """Horizontal stacked bars with a legend; ``limit`` is drawn as a line."""
+    kinds = [
+        kind
+        for kind in dict.fromkeys(k for bar in bars for k in bar.parts)
+        if any(b.parts.get(kind) for b in bars)
+    ]
+    colour = colours(kinds)
+    most = max([sum(bar.parts.values()) for bar in bars] + ([limit] if limit else []))
+    scale = _scale(0, most)
+    marks = []
+    for row, bar in enumerate(bars):
+        y, before = 8 + 22 * row, 0.0
+        marks.append(_text(_LEFT - 6, y + 13, bar.label, "end"))
+        for kind in kinds:
+            size = bar.parts.get(kind, 0.0)
+            if size > 0:
+                title = f"{bar.label}: {kind} {size:.4g} {unit}"
+                marks.append(
+                    _box(scale(before), y, scale(before + size) - scale(before), 17, colour[kind], title)
+                )
+            before += size
+    height = 8 + 22 * len(bars)
+    if limit:
+        marks.append(_line(scale(limit), 2, scale(limit), height, "#c00", f"capacity {limit:.4g} {unit}"))
+    return _svg(height + _BOTTOM, [*marks, *_x_axis(0, most, height, unit)]) + legend(colour)
+
+
+def legend(colour: Mapping[str, str]) -> str:
+    """What the colours mean."""
+    items = (
+        f'<span><i style="background:{value}"></i>{escape(kind)}</span>' for kind, value in colour.items()
+    )
+    return f'<p class="legend">{"".join(items)}</p>'
+
+
+def gantt(spans: Sequence[Span], rows: Sequence[str], length: float, unit: str) -> str:
+    """A time line with one row for each of ``rows``."""
+    kinds = list(dict.fromkeys(span.kind for span in spans))
+    colour = colours(kinds) | {kind: "#e8e8e8" for kind in kinds if kind == "idle"}
+    scale, each = _scale(0, length), max(5, min(18, 460 // max(1, len(rows))))
+    every = max(1, math.ceil(12 / each))
+    marks = [
+        _text(_LEFT - 6, 4 + each * (row + 0.8), name, "end")
+        for row, name in enumerate(rows)
+        if row % every == 0
+    ]
+    for span in spans:
+        x = scale(span.begin)
+        marks.append(
+            _box(x, 4 + each * span.row, scale(span.end) - x, each - 1, colour[span.kind], span.title)
+        )
+    height = 6 + each * len(rows)
+    return _svg(height + _BOTTOM, [*marks, *_x_axis(0, length, height, unit)]) + legend(colour)
+
+
+def scatter(dots: Sequence[Dot], x_unit: str, y_unit: str, *, joined: bool = False) -> str:
+    """Points, the marked ones larger; ``joined`` by a line in order of x."""
+    height = 260
+    x_low, x_high = _range([dot.x for dot in dots])
+    y_low, y_high = _range([dot.y for dot in dots])
+    x, y = _scale(x_low, x_high), _vertical(y_low, y_high, height)
+    ordered = sorted(dots, key=lambda dot: dot.x)
+    marks = [_path([(x(d.x), y(d.y)) for d in ordered], "#bbb")] if joined else []
+    for dot in sorted(dots, key=lambda dot: dot.marked):
+        fill, radius = ("#e15759", 7) if dot.marked else ("#4e79a7", 4)
+        marks.append(
+            f'<circle cx="{x(dot.x):.1f}" cy="{y(dot.y):.1f}" r="{radius}" fill="{fill}" fill-opacity="0.8">'
+            f"<title>{escape(dot.title)}</title></circle>"
+        )
+    axes = [*_x_axis(x_low, x_high, height, x_unit), *_y_axis(y_low, y_high, height, y_unit)]
+    return _svg(height + _BOTTOM, [*marks, *axes])
+
+
+def curves(
+    lines: Mapping[str, Sequence[tuple[float, float]]],
+    x_unit: str,
+    y_unit: str,
+    mark: tuple[float, str] | None = None,
+) -> str:
+    """Lines over a logarithmic x axis; ``mark`` is an x with a caption."""
+    height, colour = 260, colours(lines)
+    points = [point for line in lines.values() for point in line]
+    low, high = (math.log10(bound) for bound in (min(p[0] for p in points), max(p[0] for p in points)))
+    y_low, y_high = _range([point[1] for point in points])
+    x, y = _scale(low, high), _vertical(y_low, y_high, height)
+    marks = [_path([(x(math.log10(a)), y(b)) for a, b in line], colour[name]) for name, line in lines.items()]
+    if mark is not None and low <= math.log10(mark[0]) <= high:
+        at = x(math.log10(mark[0]))
+        marks += [_line(at, 2, at, height, "#c00", mark[1]), _text(at + 4, 14, mark[1], "start")]
+    for power in range(math.ceil(low), math.floor(high) + 1):
+        marks.append(_line(x(power), 2, x(power), height, "#eee", ""))
+        marks.append(_text(x(power), height + 16, f"{10.0**power:g}", "middle"))
+    marks.append(_text(WIDTH - _RIGHT, height + 31, x_unit, "end"))
+    return _svg(height + _BOTTOM, [*marks, *_y_axis(y_low, y_high, height, y_unit)]) + legend(colour)
+
+
+def tornado(changes: Mapping[str, tuple[float, float]], unit: str) -> str:
+    """For each name, how the result changes when something is lowered and when it is raised."""
+    most = max([abs(value) for pair in changes.values() for value in pair] + [1e-9])
+    scale = _scale(-most, most)
+    marks = []
+    for row, (name, pair) in enumerate(changes.items()):
+        y = 8 + 22 * row
+        marks.append(_text(_LEFT - 6, y + 13, name, "end"))
+        for value, colour, what in zip(pair, ("#4e79a7", "#f28e2b"), ("lower", "higher"), strict=True):
+            x = min(scale(0), scale(value))
+            title = f"{name} {what}: {value:+.2f} {unit}"
+            marks.append(_box(x, y, abs(scale(value) - scale(0)), 17, colour, title))
+    height = 8 + 22 * len(changes)
+    return _svg(height + _BOTTOM, [*marks, *_x_axis(-most, most, height, unit)]) + legend(
+        {"lower": "#4e79a7", "higher": "#f28e2b"}
+    )
+
+
+def _scale(low: float, high: float) -> _Linear:
+    return _Linear(low, high if high > low else low + 1, _LEFT, WIDTH - _RIGHT)
+
+
+def _vertical(low: float, high: float, height: float) -> _Linear:
+    return _Linear(low, high if high > low else low + 1, height, 8)
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """Maps values to pixels."""
+
+    low: float
+    high: float
+    begin: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        return self.begin + (value - self.low) / (self.high - self.low) * (self.end - self.begin)
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    """A little more than the values span."""
+    low, high = min(values), max(values)
+    margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
+    return low - margin, high + margin
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round numbers from ``low`` to ``high``."""
+    rough = (high - low) / 6 or 1.0
+    size = 10.0 ** math.floor(math.log10(rough))
+    step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= rough)
+    first = math.ceil(low / step - 1e-9)
+    return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def _x_axis(low: float, high: float, height: float, unit: str) -> list[str]:
+    scale = _scale(low, high)
+    marks = [_line(_LEFT, height, WIDTH - _RIGHT, height, "#999", "")]
+    marks += [_text(scale(tick), height + 16, f"{tick:.6g}", "middle") for tick in _ticks(low, high)]
+    return [*marks, _text(WIDTH - _RIGHT, height + 31, unit, "end")]
+
+
+def _y_axis(low: float, high: float, height: float, unit: str) -> list[str]:
+    scale = _vertical(low, high, height)
+    marks = [_line(_LEFT, height, _LEFT, 8, "#999", "")]
+    marks += [_text(_LEFT - 6, scale(tick) + 4, f"{tick:.6g}", "end") for tick in _ticks(low, high)]
+    return [*marks, _text(6, 16, unit, "start")]
+
+
+def _svg(height: float, marks: Iterable[str]) -> str:
+    body = "".join(marks)
+    return f'<svg viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" height="{height:.0f}" role="img">{body}</svg>'
+
+
+def _box(x: float, y: float, width: float, height: float, colour: str, title: str) -> str:
+    return (
+        f'<rect x="{x:.2f}" y="{y:.1f}" width="{max(width, 0.05):.2f}" height="{height:.1f}" fill="{colour}">'
+        f"<title>{escape(title)}</title></rect>"
+    )
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, colour: str, title: str) -> str:
+    return (
+        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}" stroke-width="1.5">'
+        f"<title>{escape(title)}</title></line>"
+    )
+
+
+def _path(points: Sequence[tuple[float, float]], colour: str) -> str:
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    return f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>'
+
+
+def _text(x: float, y: float, text: str, anchor: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'

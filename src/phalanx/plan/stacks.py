@@ -1,0 +1,264 @@
+"""What the planner must know of the software that trains: facts of each stack, as data.
+
+Two programs with the same layout differ in what they keep in which format, in what they hide behind computing, and in what
+they hold on to. Each difference is a field here, so that the formulas of memory and time are written once for all. Where a
+figure cannot be read off a source it is a default to be fitted (``phalanx calibrate``, ``phalanx plan --validate``): the
+overlap fractions, ``time_scalar`` and ``tax_per_doubling``.
+
+Sources: Megatron-LM's distributed optimizer and main gradients (docs/source/api-guide/dist_optimizer.md of NVIDIA/Megatron-LM);
+FSDP2 (torch.distributed.fsdp.fully_shard); ZeRO (arXiv 1910.02054); DeepSeek-V3 (arXiv 2412.19437, sections 3.2 and 3.3).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from phalanx.hardware.cluster import Cluster
+from phalanx.hardware.profiles import Profile
+from phalanx.model.counts import Counts, count
+from phalanx.model.shape import resolve
+from phalanx.plan.candidates import RECOMPUTE, Recompute
+from phalanx.run.spec import ModelSpec, RunSpec
+
+NEVER = 4
+"""A ZeRO stage that there is not."""
+
+
+@dataclass(frozen=True)
+class State:
+    """Something that is kept for every parameter from step to step."""
+
+    kind: str
+    bytes: float
+    """Of a parameter."""
+    sharded_from: int
+    """The ZeRO stage from which it is divided over data-parallel ranks."""
+    optimizer: bool = False
+    """Whether only the update needs it, so that it can be offloaded between updates."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Facts of one software stack. Fractions are of one; bytes are of one rank."""
+
+    name: str
+    states: tuple[State, ...]
+    zero_stages: tuple[int, ...]
+    schedules: tuple[str, ...]
+    split: Literal["balanced", "even"]
+    """How layers are divided into stages: by FLOP, or equally, embedding and output projection each counting as one layer
+    where the layers alone do not divide."""
+    copy_bytes: float = 2.0
+    """Of a parameter in the format of computing: all of a rank's part below ZeRO-3, from it on two blocks at a time."""
+    copies_unsharded: bool = True
+    """Whether that copy exists where nothing is sharded."""
+    gather_bytes: float = 2.0
+    """Of a parameter on its way to the ranks that compute with it."""
+    reduce_bytes: float = 4.0
+    """Of a gradient on its way to the ranks that add it up."""
+    slot_gradient_bytes: float = 0.0
+    """Of a parameter of a rank's whole part, while the micro-batches of one reduction add up."""
+    unit_gradient_bytes: float = 0.0
+    """Of a parameter of the largest block: its whole gradient before it is reduced and divided."""
+    flash_attention: bool = True
+    dropout: bool = False
+    keeps_gathered_inputs: bool = False
+    """Whether the gathered input of a divided product is kept, rather than its piece gathered again in backward."""
+    fused_pointwise: bool = True
+    """Whether pointwise operations are fused, so that each reads and writes once."""
+    logit_bytes: float = 8.0
+    """Of a token's score for one row of the vocabulary while the loss is computed (bf16, fp32, and its gradient)."""
+    loss_chunk: int = 0
+    """Tokens whose logits are held at once; 0 means all of a micro-batch."""
+    context_bytes: float = 0.6e9
+    """Of the driver's context and of libraries, which no allocator counts."""
+    communicator_bytes: float = 0.25e9
+    """Of each communicator's buffers."""
+    fragmentation: float = 0.04
+    """Of what is allocated: memory that the allocator holds and cannot use."""
+    tensor_overlap: float = 0.0
+    """Of the tensor axis's communication, what is hidden behind products."""
+    context_overlap: float = 0.8
+    """Of the time of attention, what can hide the exchange of keys and values."""
+    expert_overlap: float = 0.0
+    """Of the exchange of tokens, what is hidden."""
+    data_overlap: float = 0.8
+    """Of the time of backward, what can hide the reduction of gradients (and, ZeRO-3, of a block the gathering of the next)."""
+    paired_overlap: float = 0.0
+    """Of the exchange of tokens and of stages' inputs, what a schedule that pairs forward with backward hides."""
+    time_scalar: float = 1.0
+    """Measured over predicted time, fitted on runs of this stack."""
+    tax_per_doubling: float = 0.006
+    """What each doubling of the ranks beyond one node adds to the time in which ranks wait for each other; see
+    ``phalanx.plan.step_time.scale_tax``."""
+    reduces_each_micro_batch: bool = False
+    """Whether ZeRO-2 and ZeRO-3 reduce gradients after every micro-batch rather than after the last of a slot."""
+
+
+_MEGATRON_STATES = (
+    State("gradients", 4, 2),
+    State("master weights", 4, 1, optimizer=True),
+    State("moments", 8, 1, optimizer=True),
+)
+_MEGATRON_SCHEDULES = ("1f1b", "interleaved")
+
+STACKS = {
+    stack.name: stack
+    for stack in (
+        Stack(
+            "phalanx",
+            states=(
+                State("master weights", 4, 2),
+                State("gradients", 4, 2),
+                State("moments", 8, 2, optimizer=True),
+            ),
+            zero_stages=(2, 3),
+            schedules=("gpipe", "1f1b", "interleaved", "zbv", "dualpipev"),
+            split="balanced",
+            slot_gradient_bytes=4,
+            unit_gradient_bytes=4,
+            keeps_gathered_inputs=True,
+            fused_pointwise=False,
+            loss_chunk=2048,
+        ),
+        Stack(
+            "megatron",
+            _MEGATRON_STATES,
+            zero_stages=(0, 1),
+            schedules=_MEGATRON_SCHEDULES,
+            split="even",
+            tensor_overlap=0.3,
+        ),
+        Stack(
+            "fsdp",
+            states=(State("master weights", 4, 3), State("gradients", 4, 2), State("moments", 8, 1)),
+            zero_stages=(3,),
+            schedules=_MEGATRON_SCHEDULES,
+            split="balanced",
+            copies_unsharded=False,
+            unit_gradient_bytes=4,
+            keeps_gathered_inputs=True,
+            reduces_each_micro_batch=True,
+        ),
+        Stack(
+            "deepspeed",
+            _MEGATRON_STATES,
+            zero_stages=(0, 1),
+            schedules=("1f1b",),
+            split="even",
+            flash_attention=False,
+            dropout=True,
+            data_overlap=0.0,
+        ),
+        Stack(
+            "megatron-2022",
+            (
+                State("gradients", 4, 2),
+                State("master weights", 4, NEVER, optimizer=True),
+                State("moments", 8, NEVER, optimizer=True),
+            ),
+            zero_stages=(0,),
+            schedules=_MEGATRON_SCHEDULES,
+            split="even",
+            flash_attention=False,
+            dropout=True,
+            data_overlap=0.0,
+        ),
+        Stack(
+            "deepseek",
+            states=(
+                State("gradients", 4, 2),
+                State("master weights", 4, 1, optimizer=True),
+                State("moments", 4, 1, optimizer=True),
+            ),
+            zero_stages=(1,),
+            schedules=("1f1b", "dualpipev"),
+            split="even",
+            paired_overlap=0.9,
+            tensor_overlap=0.3,
+        ),
+    )
+}
+"""Known stacks by name. "megatron-2022" and "deepspeed" are without flash attention, with dropout, as published then."""
+
+
+def stack_named(name: str) -> Stack:
+    """The stack called ``name``; raises ``ValueError`` that lists those known."""
+    try:
+        return STACKS[name]
+    except KeyError:
+        raise ValueError(f"no stack {name!r} is known; take one of {', '.join(STACKS)}") from None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is to be computed, whoever computes it."""
+
+    model: ModelSpec
+    """Resolved: every dimension written out."""
+    seq_len: int
+    batch: int
+    """Sequences of a step."""
+    slots: int = 0
+    """Pieces that a batch is reduced in, each with its own pass through the pipeline; 0 means one for each data-parallel
+    rank."""
+    imbalance: float = 1.1
+    """Largest load of a rank's experts over the mean."""
+
+    @property
+    def counts(self) -> Counts:
+        """Parameters and FLOP."""
+        return _counts(self.model, self.seq_len)
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.batch * self.seq_len
+
+
+@lru_cache(maxsize=64)
+def _counts(model: ModelSpec, seq_len: int) -> Counts:
+    return count(model, seq_len)
+
+
+def workload_of(spec: RunSpec, *, keep_slots: bool = True) -> Workload:
+    """The workload of a run file; without ``keep_slots``, slots are as the layout likes them."""
+    model = resolve(spec.model, spec.data.vocab_size)
+    slots = spec.train.slots if keep_slots else 0
+    return Workload(model, spec.train.seq_len, spec.train.batch_size, slots)
+
+
+_MOMENT_BYTES = {"fp32": 8.0, "bf16": 4.0, "int8": 2 * (1 + 4 / 64)}
+
+
+def stack_of(spec: RunSpec) -> Stack:
+    """This project's own stack as a run file sets it: format of moments, format of computing, chunks of the loss."""
+    stack = STACKS["phalanx"]
+    compute = spec.precision.compute
+    narrow = compute == "bf16" or (compute == "auto" and spec.runtime.device != "cpu")
+    master, gradients, moments = stack.states
+    moments = dataclasses.replace(moments, bytes=_MOMENT_BYTES[spec.optimizer.state])
+    return dataclasses.replace(
+        stack,
+        states=(master, gradients, moments),
+        copy_bytes=2.0 if narrow else 4.0,
+        copies_unsharded=narrow,
+        loss_chunk=spec.train.loss_chunk,
+        fused_pointwise=spec.runtime.compile,
+        tensor_overlap=0.5 if spec.parallel.async_tensor else 0.0,
+    )
+
+
+@dataclass(frozen=True)
+class Job:
+    """A workload, by a stack, on a cluster: what every estimate is of."""
+
+    workload: Workload
+    stack: Stack
+    cluster: Cluster
+    profile: Profile
+    modes: tuple[Recompute, ...] = RECOMPUTE
+    """What a candidate's ``recompute`` indexes."""

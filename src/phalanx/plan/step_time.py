@@ -1,0 +1,267 @@
+"""Seconds of an optimiser step, term by term, for arrays of layouts.
+
+One rank decides: that whose stages take longest. Its work is counted once for each micro-batch; to it are added what it waits
+for: the pipeline (``phalanx.plan.bubbles``), the part of each exchange that computing does not hide, the update, and the
+scale tax. Every term is an array of its own, in seconds, over just the axes it depends on; their sum is the step.
+
+Overlap is a bound, not a promise: of the time of a backward pass a fraction (``Stack.data_overlap``) can hide the reduction of
+gradients; at least one block's share, the last, is always exposed (Rashidi et al., arXiv 2305.18169 and Calculon, arXiv
+2305.18176, treat the tail alike).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from phalanx.plan import collectives, kernels
+from phalanx.plan.architecture import KINDS
+from phalanx.plan.bubbles import Pipelines, exposed_hops, idle_s
+from phalanx.plan.candidates import PRECISIONS, SCHEDULES, Candidates, Floats, Ints
+from phalanx.plan.holdings import Holdings
+from phalanx.plan.layer_costs import CATEGORIES, PHASES, LayerCosts
+from phalanx.plan.memory import PlaceTable, total
+from phalanx.plan.stacks import Job
+
+_UPDATE_BYTES = 30
+"""Read and written for each parameter by Adam with fp32 state: weight, two moments, gradient, and the copy; and once more the
+gradient for its norm."""
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Seconds of one micro-batch in one layer of each of ``KINDS``."""
+
+    forward_s: tuple[Floats, ...]
+    input_gradient_s: tuple[Floats, ...]
+    """Recomputation included."""
+    weight_gradient_s: tuple[Floats, ...]
+
+
+@dataclass(frozen=True)
+class Slowest:
+    """The rank that the others wait for, in each candidate."""
+
+    counts: tuple[Ints, ...]
+    forward_s: Floats
+    """Of one micro-batch in all its stages."""
+    backward_s: Floats
+    mean_stage_s: tuple[Floats, Floats, Floats]
+    """Forward, gradient of the input and of the weights in the mean stage of the pipeline."""
+    sum_s: Floats
+    """Of one micro-batch on all ranks of the pipeline together."""
+
+
+def pass_times(job: Job, candidates: Candidates, costs: LayerCosts) -> PassTimes:
+    """Of each kind of layer."""
+    by_phase = costs.seconds.sum(axis=2)
+    kinds = range(len(KINDS))
+    forward, inputs, weights = (
+        tuple(costs.of(by_phase, kind, phase) for kind in kinds) for phase in range(len(PHASES))
+    )
+    again = tuple(costs.by_mode(costs.recompute_s, kind, candidates.recompute) for kind in kinds)
+    waits = [offload_waits(job, candidates, costs, kind) for kind in kinds]
+    return PassTimes(
+        tuple(f + wait[0] for f, wait in zip(forward, waits, strict=True)),
+        tuple(i + a + wait[1] for i, a, wait in zip(inputs, again, waits, strict=True)),
+        weights,
+    )
+
+
+def _times(counts: tuple[Ints, ...], values: tuple[Floats, ...]) -> Floats:
+    return np.asarray(sum(count * value for count, value in zip(counts, values, strict=True)))
+
+
+def slowest(candidates: Candidates, passes: PassTimes, table: PlaceTable) -> Slowest:
+    """Compares the kinds of ranks."""
+    layer = tuple(
+        f + i + w
+        for f, i, w in zip(passes.forward_s, passes.input_gradient_s, passes.weight_gradient_s, strict=True)
+    )
+    best = table[0]
+    counts, longest = best.counts, _times(best.counts, layer)
+    for kind in range(1, len(table)):
+        place = table[kind]
+        seconds = _times(place.counts, layer)
+        longer = seconds > longest
+        counts = tuple(np.where(longer, new, old) for new, old in zip(place.counts, counts, strict=True))  # type: ignore[assignment]
+        longest = np.where(longer, seconds, longest)
+    everything = _whole_model(table)
+    stages = candidates.pipeline * candidates.stages_per_rank
+    backward = tuple(i + w for i, w in zip(passes.input_gradient_s, passes.weight_gradient_s, strict=True))
+    return Slowest(
+        counts,
+        _times(counts, passes.forward_s),
+        _times(counts, backward),
+        (
+            _times(everything, passes.forward_s) / stages,
+            _times(everything, passes.input_gradient_s) / stages,
+            _times(everything, passes.weight_gradient_s) / stages,
+        ),
+        _times(everything, layer),
+    )
+
+
+def _whole_model(table: PlaceTable) -> tuple[Ints, ...]:
+    """How many of each of ``KINDS`` the model has."""
+    layers = table.table
+    return tuple(np.asarray(n, dtype=np.int64) for n in (layers.layers[0], layers.layers[1], 1, 1))
+
+
+def step_terms(
+    job: Job,
+    candidates: Candidates,
+    held: Holdings,
+    costs: LayerCosts,
+    pipes: Pipelines,
+    table: PlaceTable,
+) -> dict[str, Floats]:
+    """Seconds of a step by term; their sum is the step."""
+    rank = slowest(candidates, pass_times(job, candidates, costs), table)
+    passes = job.workload.batch / (candidates.data * candidates.micro_batch)
+    flushes = passes / pipes.micro_batches
+    terms = compute_terms(candidates, costs, rank, passes)
+    terms["bubble"] = flushes * idle_s(
+        pipes, rank.forward_s + rank.backward_s, rank.sum_s, *rank.mean_stage_s
+    )
+    terms["pipeline_comm"] = flushes * exposed_hops(pipes) * hop_s(job, candidates)
+    # What waits for the host can hide the network meanwhile.
+    windows = (rank.forward_s, rank.backward_s)
+    terms |= data_terms(job, candidates, held, rank.counts, windows, passes, flushes)
+    terms["optimizer"] = optimizer_s(job, candidates, held, rank.counts)
+    waits = (offload_waits(job, candidates, costs, kind) for kind in range(len(KINDS)))
+    terms["activation_offload"] = passes * _times(rank.counts, tuple(f + b for f, b in waits))
+    terms["optimizer_offload"] = state_copy_s(job, candidates, held, rank.counts)
+    return with_tax(job, candidates, terms)
+
+
+def compute_terms(
+    candidates: Candidates, costs: LayerCosts, rank: Slowest, passes: Floats
+) -> dict[str, Floats]:
+    """What the slowest rank does in all its micro-batches."""
+    by_category = costs.seconds.sum(axis=1)
+    terms = {}
+    for number, category in enumerate(CATEGORIES):
+        each = tuple(costs.of(by_category, kind, number) for kind in range(len(KINDS)))
+        terms[category] = passes * _times(rank.counts, each)
+    again = tuple(costs.by_mode(costs.recompute_s, kind, candidates.recompute) for kind in range(len(KINDS)))
+    terms["recompute"] = passes * _times(rank.counts, again)
+    return terms
+
+
+def hop_s(job: Job, candidates: Candidates) -> Floats:
+    """Seconds to carry a micro-batch's hidden states from one stage to the next, as far as no pairing hides them."""
+    width = np.array([precision.activation_bytes for precision in PRECISIONS])[candidates.precision]
+    rows = candidates.micro_batch * job.workload.seq_len / candidates.context
+    rows = rows / np.where(candidates.sequence_parallel > 0, candidates.tensor, 1)
+    stride = candidates.tensor * candidates.context * candidates.data
+    seconds = collectives.point_to_point_s(
+        job.cluster, stride, rows * job.workload.model.dim * width, candidates.pipeline
+    )
+    paired = np.where(candidates.schedule == SCHEDULES.index("dualpipev"), job.stack.paired_overlap, 0)
+    exposed: Floats = np.asarray(seconds) * (1 - paired)
+    return exposed
+
+
+def data_terms(
+    job: Job,
+    candidates: Candidates,
+    held: Holdings,
+    counts: tuple[Ints, ...],
+    windows: tuple[Floats, Floats],
+    passes: Floats,
+    flushes: Floats,
+) -> dict[str, Floats]:
+    """What is not hidden of gathering weights and of reducing gradients, behind the ``windows`` of one forward and backward."""
+    stack, zero = job.stack, candidates.zero
+    gather, scatter = _weights_s(job, candidates, held, counts)
+    blocks = np.maximum(counts[0] + counts[1], 1)
+    forward, backward = (stack.data_overlap * seconds for seconds in windows)
+    times = np.where((zero >= 2) & stack.reduces_each_micro_batch, passes, flushes)
+    sharded = zero >= 3
+    per_pass = _exposed(gather, forward, blocks) + _exposed(gather, backward, blocks)
+    # After an update, the next step's first forward pass is what hides the gathering of new weights.
+    once = np.where(zero >= 1, _exposed(gather, forward, blocks), 0.0)
+    window = np.maximum(backward - np.where(sharded, gather, 0.0), 0.0)
+    return {
+        "weight_gather": np.where(sharded, passes * per_pass, once),
+        "gradient_reduce": times * _exposed(scatter, window, blocks),
+    }
+
+
+def _exposed(seconds: Floats, window: Floats, blocks: Ints) -> Floats:
+    """What sticks out of a window; of ``blocks`` equal parts at least one does."""
+    return np.maximum(seconds - window, seconds / blocks)
+
+
+def _weights_s(
+    job: Job, candidates: Candidates, held: Holdings, counts: tuple[Ints, ...]
+) -> tuple[Floats, Floats]:
+    """Seconds to gather all weights of a rank's stages, and to reduce all their gradients."""
+    cluster, stack = job.cluster, job.stack
+    gather = scatter = np.zeros(1)
+    inside = candidates.tensor * candidates.context * candidates.shard
+    for elements, size, stride in (
+        (held.dense, candidates.dense_shard, candidates.tensor),
+        (held.experts, candidates.expert_shard, candidates.expert * candidates.expert_tensor),
+    ):
+        bytes_ = stack.reduce_bytes * _times(counts, elements)
+        weights = stack.gather_bytes * _times(counts, elements)
+        gather = gather + collectives.all_gather_s(cluster, size, stride, weights)
+        reduce_s = collectives.reduce_scatter_s(cluster, size, stride, bytes_)
+        among = collectives.all_reduce_s(cluster, candidates.replicate, inside, bytes_ / np.maximum(size, 1))
+        everyone = collectives.all_reduce_s(cluster, size * candidates.replicate, stride, bytes_)
+        scatter = scatter + np.where(candidates.zero >= 1, reduce_s + among, everyone)
+    return gather, scatter
+
+
+def optimizer_s(job: Job, candidates: Candidates, held: Holdings, counts: tuple[Ints, ...]) -> Floats:
+    """Seconds of the update of a rank's share, clipping included."""
+    return np.asarray(
+        kernels.memory_bound_s(job.profile, _UPDATE_BYTES * _updated(job, candidates, held, counts))
+    )
+
+
+def _updated(job: Job, candidates: Candidates, held: Holdings, counts: tuple[Ints, ...]) -> Floats:
+    """Parameters that a rank updates."""
+    sharded_from = min(state.sharded_from for state in job.stack.states if state.kind == "moments")
+    whole = _times(counts, held.dense) + _times(counts, held.experts)
+    share = _times(counts, held.dense_share) + _times(counts, held.experts_share)
+    return np.where(candidates.zero >= sharded_from, share, whole)
+
+
+def offload_waits(job: Job, candidates: Candidates, costs: LayerCosts, kind: int) -> tuple[Floats, Floats]:
+    """Seconds by which copies of a layer's activations to and from the host's memory outlast its forward and backward."""
+    forward, inputs, weights = (costs.of(costs.seconds.sum(axis=2), kind, phase) for phase in range(3))
+    again = costs.by_mode(costs.recompute_s, kind, candidates.recompute)
+    copy = kernels.host_copy_s(job.profile, costs.by_mode(costs.kept_bytes, kind, candidates.recompute))
+    copy = copy * candidates.offload_activations
+    return np.maximum(copy - forward, 0), np.maximum(copy - (inputs + again + weights), 0)
+
+
+def state_copy_s(job: Job, candidates: Candidates, held: Holdings, counts: tuple[Ints, ...]) -> Floats:
+    """Seconds to fetch the optimiser's state from the host's memory for the update, and to put it back."""
+    moved = sum(state.bytes for state in job.stack.states if state.optimizer)
+    seconds = 2 * kernels.host_copy_s(job.profile, moved * _updated(job, candidates, held, counts))
+    return np.asarray(candidates.offload_optimizer * seconds)
+
+
+def scale_tax(job: Job, ranks: Ints) -> Floats:
+    """The fraction by which a step grows because ``ranks`` ranks wait for the slowest of them, and share the fabric.
+
+    ``tax_per_doubling x log2(ranks / ranks of a node)``: logarithmic, as the largest of many delays with an exponential tail
+    is (Gumbel); one constant, fitted to runs of one model on growing fleets (MegaScale, arXiv 2402.15627, table 2).
+    """
+    doublings = np.log2(np.maximum(ranks / job.cluster.per_node, 1))
+    return np.asarray(job.stack.tax_per_doubling * doublings)
+
+
+def with_tax(job: Job, candidates: Candidates, terms: dict[str, Floats]) -> dict[str, Floats]:
+    """Adds the scale tax and what the stack's scalar makes of it all."""
+    tax = scale_tax(job, candidates.ranks)
+    clean = total(terms)
+    terms = terms | {"scale_tax": clean * tax}
+    if job.stack.time_scalar != 1:
+        terms["stack_scalar"] = clean * (1 + tax) * (job.stack.time_scalar - 1)
+    return terms

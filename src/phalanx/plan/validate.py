@@ -1,0 +1,343 @@
+"""Predicted against published: what the planner says of every run whose outcome is known, and how wrong it is.
+
+Each row of a table of published runs becomes an estimate of the same model, layout and machines. Time is judged raw, with no
+end-to-end measurement used at all, and after one factor for the software stack fitted on other models' runs
+(``phalanx.plan.stack_scalars``). Memory is judged where a source says what it measured, and every run that ran out of memory,
+or did not, is a fact that the planner must reproduce. Where one model was run in several layouts on the same machines, what
+counts is the decision: how much slower than the best measured layout is the one that the planner would have chosen (its
+*regret*), and how far the two orders agree (Kendall's tau; Kendall, Biometrika 30, 1938).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import combinations
+from statistics import fmean, median
+from typing import Literal
+from zlib import crc32
+
+from phalanx.plan.estimate import Estimate, estimates
+from phalanx.plan.published import Excluded, PublishedRun, measured_step, read_published
+from phalanx.plan.published_setup import Setup, counts_of, setup_of
+from phalanx.plan.stack_scalars import NO_SCALAR, Point, Scalar, scalar_for, scalars
+
+_GIB = 2.0**30
+MemoryBasis = Literal["allocated", "reserved", "device", "peak, not said of what"]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a row says of memory, and the same quantity as predicted; bytes of the rank that holds most."""
+
+    measured_bytes: float
+    predicted_bytes: float
+    basis: MemoryBasis
+    """What was measured: the allocator's allocated or reserved peak, or all that the device had in use."""
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less one."""
+        return self.predicted_bytes / self.measured_bytes - 1
+
+
+@dataclass(frozen=True)
+class Time:
+    """What a row says of the time of a step, and what the planner says."""
+
+    measured_s: float
+    how: str
+    """What the measured time was derived from."""
+    predicted_s: float
+    terms: Mapping[str, float]
+    """The prediction in seconds by term."""
+    scalar: Scalar = NO_SCALAR
+    """The stack's factor, fitted on other models' runs."""
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less one, without the factor."""
+        return self.predicted_s / self.measured_s - 1
+
+    @property
+    def scaled_error(self) -> float:
+        """The same with the factor."""
+        return self.predicted_s * self.scalar.value / self.measured_s - 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One row: predicted, measured, or why it was left out."""
+
+    run: PublishedRun
+    excluded: str = ""
+    """The reason; empty if the row was used."""
+    setup: Setup | None = None
+    estimate: Estimate | None = None
+    time: Time | None = None
+    memory: Memory | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing of the layout had to be filled in."""
+        return self.setup is not None and len(self.setup.choices) == 1
+
+    @property
+    def point(self) -> Point | None:
+        """As the fit of factors sees it."""
+        if self.setup is None or self.time is None:
+            return None
+        ratio = self.time.measured_s / self.time.predicted_s
+        accelerator = self.setup.job.cluster.accelerator.key
+        run = self.run
+        configuration = f"{run.gpus} {run.global_batch_seqs} {run.seq_len} {_answer(self)}"
+        return Point(self.setup.software.name, accelerator, run.subject[0], configuration, ratio)
+
+
+@dataclass(frozen=True)
+class Errors:
+    """A summary of relative errors."""
+
+    count: int
+    median: float
+    """Of their absolute values."""
+    worst: float
+    """The one with the largest absolute value, with its sign."""
+    bias: float
+    """Median with sign: below zero the planner is too optimistic."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Layouts of one model on the same machines."""
+
+    name: str
+    layouts: int
+    regret: float
+    """Measured time of the planner's choice over the best measured, less one."""
+    mean_regret: float
+    """Of a choice at random."""
+    tau: float
+
+
+@dataclass(frozen=True)
+class Fits:
+    """Predictions of what fits and what does not."""
+
+    ran_out: int
+    """Rows that report running out of memory."""
+    ran_out_predicted: int
+    ran: int
+    """Rows that ran, with every choice of memory stated."""
+    ran_predicted: int
+    wrong: tuple[str, ...]
+    """Rows where the prediction is wrong."""
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Everything that comparison shows."""
+
+    outcomes: tuple[Outcome, ...]
+    sweeps: tuple[Sweep, ...]
+    fits: Fits
+    scalars: Mapping[str, Scalar]
+    """The factors of all stacks, from all rows."""
+
+    def timed(self, *, mixture: bool | None = None) -> tuple[Outcome, ...]:
+        """The rows with a time; all, or mixtures of experts, or dense models."""
+        chosen = (outcome for outcome in self.outcomes if outcome.time)
+        return tuple(outcome for outcome in chosen if mixture in (None, outcome.run.mixture))
+
+    def halves(self) -> tuple[Errors | None, Errors | None]:
+        """Errors of each half of the models with factors that were fitted on the other half alone."""
+        timed = [(outcome.time, outcome.point) for outcome in self.outcomes if outcome.time and outcome.point]
+        found = []
+        for half in (0, 1):
+            fitted = [point for _, point in timed if _half(point) != half]
+            scaled = (
+                time.predicted_s * scalar_for(point, fitted).value / time.measured_s - 1
+                for time, point in timed
+                if _half(point) == half
+            )
+            found.append(errors(scaled))
+        return found[0], found[1]
+
+    def families(self) -> dict[str, tuple[Outcome, ...]]:
+        """The rows by family."""
+        found: dict[str, list[Outcome]] = {}
+        for outcome in self.outcomes:
+            found.setdefault(outcome.run.family, []).append(outcome)
+        return {name: tuple(members) for name, members in sorted(found.items())}
+
+
+def validate(
+    rows: Sequence[PublishedRun],
+    *,
+    calibration: Sequence[PublishedRun] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Validation:
+    """Holds the planner against ``rows``.
+
+    Args:
+        rows: What to predict.
+        calibration: Further runs that factors may be fitted on, beside other rows of ``rows``; by default, those of the
+            package's table. What a row may learn from which others, ``phalanx.plan.stack_scalars`` says.
+        progress: Called with the number of rows done and their total.
+    """
+    known = {row.id for row in rows}
+    further = [
+        row for row in (read_published() if calibration is None else calibration) if row.id not in known
+    ]
+    total = len(rows) + len(further)
+    found: list[Outcome] = []
+    for row in (*rows, *further):
+        found.append(outcome_of(row))
+        if progress is not None:
+            progress(len(found), total)
+    points = [point for point in (outcome.point for outcome in found) if point is not None]
+    outcomes = tuple(_scaled(outcome, points) for outcome in found[: len(rows)])
+    return Validation(outcomes, tuple(sweeps(outcomes)), fits(outcomes), scalars(points))
+
+
+def outcome_of(run: PublishedRun) -> Outcome:
+    """The planner's estimate of one row beside what was measured; the stack's factor is not applied."""
+    try:
+        setup = setup_of(run)
+        work = setup.job.workload
+        timed = not run.ran_out_of_memory
+        counts = counts_of(work.model, work.seq_len)
+        accelerator = setup.job.cluster.accelerator
+        measured = partial(measured_step, run, work.model, counts, work.batch, work.seq_len, accelerator)
+        found = measured() if timed and not _only_memory(run) else None
+        estimate = _estimate(setup)
+    except Excluded as reason:
+        return Outcome(run, excluded=str(reason))
+    except (ValueError, ArithmeticError) as error:
+        return Outcome(run, excluded=f"the planner cannot express it: {error}")
+    time = Time(found.step_s, found.how, estimate.step_s, estimate.time) if found else None
+    # What is held depends on micro-batch and recomputation more than on anything: without them there is nothing to compare.
+    memory = _memory(run, estimate) if len(setup.choices) == 1 else None
+    return Outcome(run, "", setup, estimate, time, memory)
+
+
+def _only_memory(run: PublishedRun) -> bool:
+    timed = run.step_time_s or run.tokens_per_s_per_gpu or run.tflops_per_gpu or run.mfu_pct
+    return run.memory_gb is not None and not timed
+
+
+def _estimate(setup: Setup) -> Estimate:
+    """Of the fastest choice that fits; if none does, of the one that needs least memory."""
+    if len(setup.choices) > 1:
+        quick = estimates(setup.job, setup.choices, exact=False)
+        fitting = [found for found in quick if found.fits]
+        best = (
+            min(fitting, key=lambda found: found.step_s)
+            if fitting
+            else min(quick, key=lambda found: found.memory_bytes)
+        )
+        choice = best.layout
+    else:
+        choice = setup.choices[0]
+    return estimates(setup.job, [choice])[0]
+
+
+def _memory(run: PublishedRun, estimate: Estimate) -> Memory | None:
+    """Sources read one of three meters; which one decides what of the prediction is compared."""
+    if run.memory_gb is None:
+        return None
+    # torch.cuda and nvidia-smi report MiB; only a source that says GB of what it allocated counts decimally.
+    gigabytes = re.search(r"allocated GB|allocated \d+ B", run.notes) and "GiB" not in run.notes
+    measured = run.memory_gb * (1e9 if gigabytes else _GIB)
+    reserved = estimate.allocated_bytes + estimate.memory.get("fragmentation", 0.0)
+    if "nvidia-smi" in run.notes:
+        return Memory(measured, estimate.memory_bytes, "device")
+    if "peak allocated" in run.notes:
+        return Memory(measured, estimate.allocated_bytes, "allocated")
+    said = "max over ranks" in run.notes or "peak_memory_usage" in run.notes or "reserved" in run.notes
+    return Memory(measured, reserved, "reserved" if said else "peak, not said of what")
+
+
+def _scaled(outcome: Outcome, points: Sequence[Point]) -> Outcome:
+    if outcome.time is None or outcome.point is None:
+        return outcome
+    return replace(outcome, time=replace(outcome.time, scalar=scalar_for(outcome.point, points)))
+
+
+def _half(point: Point) -> int:
+    """Which half of the models a run is in: fixed by the names, so that nobody chooses."""
+    return crc32(f"{point.model} {point.accelerator}".encode()) % 2
+
+
+def errors(values: Iterable[float]) -> Errors | None:
+    """The summary of relative errors; ``None`` of nothing."""
+    found = list(values)
+    if not found:
+        return None
+    return Errors(len(found), median(map(abs, found)), max(found, key=abs), median(found))
+
+
+def sweeps(outcomes: Sequence[Outcome]) -> list[Sweep]:
+    """Rows that differ in nothing but their layout, where there are several layouts."""
+    groups: dict[tuple[object, ...], list[Outcome]] = {}
+    for outcome in outcomes:
+        if outcome.time is not None:
+            groups.setdefault(_question(outcome), []).append(outcome)
+    return [
+        _sweep(members) for members in groups.values() if len({_answer(member) for member in members}) > 1
+    ]
+
+
+def _question(outcome: Outcome) -> tuple[object, ...]:
+    """What is fixed when a layout is chosen: model, machines, work, software, and the state it was in (one source)."""
+    run = outcome.run
+    assert outcome.setup is not None, "a row with a time has a setup"
+    shape = (run.layers, run.hidden, run.heads, run.ffn, run.experts, run.seq_len)
+    work = (run.gpus, run.global_batch_seqs, run.precision)
+    return (run.source, outcome.setup.software.name, *run.subject, *work, *shape)
+
+
+def _answer(outcome: Outcome) -> tuple[tuple[str, int], ...]:
+    assert outcome.estimate is not None, "a row with a time has an estimate"
+    return tuple(sorted(outcome.estimate.layout.items()))
+
+
+def _sweep(members: Sequence[Outcome]) -> Sweep:
+    measured: dict[tuple[tuple[str, int], ...], list[Time]] = {}
+    for member in members:
+        if member.time is not None:
+            measured.setdefault(_answer(member), []).append(member.time)
+    # A layout that was measured more than once is one layout, and its best time is what it can do.
+    pairs = [(min(t.measured_s for t in times), times[0].predicted_s) for times in measured.values()]
+    best = min(time for time, _ in pairs)
+    chosen = min(pairs, key=lambda pair: pair[1])[0]
+    run = members[0].run
+    name = f"{run.model}, {run.gpus} {run.gpu}, batch {run.global_batch_seqs}"
+    return Sweep(
+        name, len(pairs), chosen / best - 1, fmean(time for time, _ in pairs) / best - 1, kendall_tau(pairs)
+    )
+
+
+def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
+    """Concordant less discordant pairs, over all pairs that differ in the first; 1 is the same order, -1 the reverse."""
+    agree = [
+        (first[0] - second[0]) * (first[1] - second[1])
+        for first, second in combinations(pairs, 2)
+        if first[0] != second[0]
+    ]
+    signs = sum((product > 0) - (product < 0) for product in agree)
+    return signs / len(agree) if agree else 0.0
+
+
+def fits(outcomes: Sequence[Outcome]) -> Fits:
+    """Whether what ran is predicted to fit, and what did not fit is predicted not to."""
+    used = [outcome for outcome in outcomes if outcome.estimate is not None]
+    out = [outcome for outcome in used if outcome.run.ran_out_of_memory]
+    ran = [outcome for outcome in used if not outcome.run.ran_out_of_memory]
+    right_out = [outcome for outcome in out if outcome.estimate and not outcome.estimate.fits]
+    right_ran = [outcome for outcome in ran if outcome.estimate and outcome.estimate.fits]
+    right = {outcome.run.id for outcome in (*right_out, *right_ran)}
+    wrong = tuple(outcome.run.id for outcome in used if outcome.run.id not in right)
+    return Fits(len(out), len(right_out), len(ran), len(right_ran), wrong)

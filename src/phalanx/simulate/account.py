@@ -1,0 +1,41 @@
+"""Where the simulated time went: each nanosecond of the run in exactly one bucket, and each node-second too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+NS_PER_S = 1_000_000_000
+USEFUL, RECOMPUTED, INTERRUPTED = "useful steps", "recomputed steps", "interrupted step"
+DETECTION, PARKING, BINDING = "detection", "parking", "binding and restore"
+FORMING, WAITING = "first formation", "waiting for nodes"
+
+
+def to_ns(time_s: float) -> int:
+    """Simulated seconds as whole nanoseconds."""
+    return round(time_s * NS_PER_S)
+
+
+@dataclass
+class Account:
+    """The time of the run as a whole: one bucket is open at any moment."""
+
+    bucket: str = FORMING
+    since_ns: int = 0
+    totals_ns: dict[str, int] = field(default_factory=dict)
+
+    def switch(self, bucket: str, now_ns: int) -> None:
+        """From now on, time goes to ``bucket``."""
+        self.add(self.bucket, now_ns - self.since_ns)
+        self.bucket, self.since_ns = bucket, now_ns
+
+    def split(self, parts: dict[str, int], bucket: str, now_ns: int) -> None:
+        """Closes the open bucket by dividing its time into ``parts``; ValueError if they are not the whole of it."""
+        if sum(parts.values()) != now_ns - self.since_ns or min(parts.values()) < 0:
+            raise ValueError(f"{parts} do not add up to {now_ns - self.since_ns} ns")
+        for name, duration_ns in parts.items():
+            self.add(name, duration_ns)
+        self.bucket, self.since_ns = bucket, now_ns
+
+    def add(self, bucket: str, duration_ns: int) -> None:
+        """Adds to a bucket."""
+        self.totals_ns[bucket] = self.totals_ns.get(bucket, 0) + duration_ns

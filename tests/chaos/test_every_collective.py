@@ -1,0 +1,329 @@
+"""Each collective of a run is broken in turn, on one rank or another, and the bits stay what they are.
+
+First an undisturbed run writes down which collectives there are: before the first step, in a step (forward, backward,
+reduction, loss, clipping, evaluation), and after the last one (evaluation, hash, checkpoint). Then one run goes through all of
+the breaks: one a step, at another collective each. Whatever a break had left wrong would be in the loss and the gradient norm of the
+next step, so these are compared, bit for bit, for every step that was computed, also for those computed twice; and at the end
+the hash of the weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import queue
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import driven_workers
+from driven_workers import PATIENCE_S, Driver, Node
+from phalanx.fleet.worker_link import Bound, Broken, Finished, Park, Parked, Resume, Warm
+from phalanx.observe.event_log import read_events
+from phalanx.observe.events import Step
+from phalanx.observe.recoveries import recoveries
+from phalanx.run.spec import CheckpointSpec, EvalSpec, ObserveSpec, ParallelSpec, RunSpec
+from sweep_worker import END, START, Break, Zygote, committed, seen_collectives, step_place, write_breaks
+from tiny_runs import make_dataset, tiny_run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+FIRST_BROKEN_STEP = 2
+SNAPSHOT_EVERY_STEPS = 1
+ZERO3 = ParallelSpec()
+PIPELINE_TENSOR = ParallelSpec(pipeline=2, tensor=2)
+
+
+class Gone:
+    """Said for a worker that has died."""
+
+
+class Forked:
+    """A forked worker, with what ``Node`` wants of a process."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self._handle = pid, os.pidfd_open(pid)
+
+    def send_signal(self, number: int) -> None:
+        """Sends it a signal; a process that has ended does not mind."""
+        try:
+            signal.pidfd_send_signal(self._handle, number)
+        except ProcessLookupError:
+            pass
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self) -> None:
+        """Until it has ended."""
+        select.select([self._handle], [], [])
+
+
+class SweptNode(Node):
+    """A node whose worker is forked from a ``Zygote``, and may break at any moment."""
+
+    def __init__(self, zygote: Zygote, spec: RunSpec, number: int) -> None:
+        self._zygote = zygote
+        super().__init__(spec, number)
+
+    def start(self) -> None:
+        ours, theirs = socket.socketpair()
+        segments = [segment.descriptor for segment in self.memory.worker_segments(0)]
+        with (self.run_dir / "logs" / f"worker-{self.number}.log").open("ab") as log, theirs:
+            arguments = ["--run-dir", str(self.run_dir), "--worker", "0", "--node", f"node-{self.number}"]
+            pid = self._zygote.fork(arguments, [log.fileno(), theirs.fileno(), *segments])
+        self.process = Forked(pid)  # type: ignore[assignment]
+        self.pids.append(pid)
+        self._link = ours
+        import threading
+
+        threading.Thread(target=self._read, args=(ours,), daemon=True).start()
+
+    def tell(self, said: Any) -> None:
+        """As ever; the dead do not listen."""
+        try:
+            super().tell(said)
+        except OSError:
+            pass
+
+    def hear(self, kind: Any, patience_s: float = PATIENCE_S) -> Any:
+        """As ever, but nobody waits for ``Bound``: an epoch may break before."""
+        return None if kind is Bound else super().hear(kind, patience_s)
+
+    def _read(self, link: socket.socket) -> None:
+        try:
+            super()._read(link)
+        except OSError:
+            pass
+        self.said.put(Gone())
+
+
+class Sweep(Driver):
+    """Lives through all breaks of a run."""
+
+    def __init__(self, spec: RunSpec, nodes: int, breaks: list[Break]) -> None:
+        write_breaks(Path(spec.run_dir), breaks)
+        super().__init__(spec, nodes)
+
+    def live(self, ranks: int) -> str:
+        """Binds anew after each break, until the run has ended; the hash at the end."""
+        members, spares = self.nodes[:ranks], self.nodes[ranks:]
+        while True:
+            self.bind(members, self._newest())
+            ends = self._end_of_epoch(members)
+            first = ends[members[0].number]
+            if isinstance(first, Finished):
+                return str(json.loads(first.result)["weights_sha256"])
+            members, spares = self._replace(members, spares, ends)
+
+    def _newest(self) -> Resume:
+        held = any(node.memory.holdings() for node in self.nodes)
+        try:
+            return self.resume(self.nodes) if held else Resume()
+        except ValueError:  # no step is held by all of a layout's ranks yet
+            return Resume()
+
+    def _end_of_epoch(self, members: list[Node]) -> dict[int, Any]:
+        """How the epoch ended for each member: ``Finished``, ``Parked`` or ``Gone``."""
+        first, news = _first_news(members)
+        ends = {} if isinstance(news, Broken) else {first.number: news}
+        for node in members:
+            if not isinstance(news, Finished):
+                node.tell(Park(self.epoch))
+        for node in members:
+            if node.number not in ends:
+                ends[node.number] = self._end_of(node)
+            if isinstance(ends[node.number], Parked):
+                self.meeting[node.number] = ends[node.number].meeting_point
+        return ends
+
+    def _end_of(self, node: Node) -> Any:
+        end = node.hear((Broken, Parked, Finished, Gone))  # type: ignore[arg-type]
+        if isinstance(end, Broken):
+            node.tell(Park(self.epoch))
+            return self._end_of(node)
+        return end
+
+    def _replace(
+        self, members: list[Node], spares: list[Node], ends: dict[int, Any]
+    ) -> tuple[list[Node], list[Node]]:
+        """Spares take the places of the dead, in whose nodes fresh workers start and are spares."""
+        after, spares = [], list(spares)
+        for node in members:
+            if isinstance(ends[node.number], Gone):
+                node.start()
+                self.meeting[node.number] = node.hear(Warm).meeting_point
+                spares.append(node)
+                node = spares.pop(0)
+            after.append(node)
+        return after, spares
+
+
+def _first_news(members: list[Node]) -> tuple[Node, Any]:
+    """Who is the first to end or to break, and what of it was heard."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline_s:
+        for node in members:
+            try:
+                said = node.said.get(timeout=0.002)
+            except queue.Empty:
+                continue
+            deadline_s = time.monotonic() + PATIENCE_S
+            if isinstance(said, Broken | Finished | Gone):
+                return node, said
+    raise AssertionError(f"for {PATIENCE_S} s no worker said anything: the fleet hangs")
+
+
+@dataclasses.dataclass
+class Fleet:
+    """Runs of one layout."""
+
+    spec: RunSpec
+    ranks: int
+    folder: Path
+
+    def run(self, name: str, steps: int, breaks: list[Break]) -> tuple[str, Path]:
+        """Trains for ``steps`` through ``breaks``; the hash at the end, and the run directory."""
+        run_dir = self.folder / name
+        train = dataclasses.replace(self.spec.train, steps=steps)
+        spec = dataclasses.replace(self.spec, train=train, run_dir=str(run_dir))
+        sweep = Sweep(spec, self.ranks + 1, breaks)
+        try:
+            return sweep.live(self.ranks), run_dir
+        finally:
+            sweep.close()
+
+    def collectives(self) -> list[dict[str, list[str]]]:
+        """Of each rank, by place, as an undisturbed run has them."""
+        _, run_dir = self.run("look", FIRST_BROKEN_STEP + 1, [])
+        return [seen_collectives(run_dir, rank) for rank in range(self.ranks)]
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("data") / "bytes")
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    made = Zygote()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def make_fleet(
+    dataset: Path, zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[ParallelSpec, int], Fleet]:
+    monkeypatch.setattr(driven_workers, "Node", functools.partial(SweptNode, zygote))
+
+    def make(parallel: ParallelSpec, ranks: int) -> Fleet:
+        spec = dataclasses.replace(
+            tiny_run(dataset, tmp_path / "none"),
+            parallel=parallel,
+            # So that all steps have the same collectives.
+            evaluation=EvalSpec(every_steps=1, sequences=3, final_sequences=3),
+            observe=ObserveSpec(log_every_steps=1, memory_at_step=0),
+            checkpoint=CheckpointSpec(every_steps=3, keep_last=2),
+        )
+        return Fleet(spec, ranks, tmp_path)
+
+    return make
+
+
+Choose = Callable[[int, int], list[tuple[int, str]]]
+"""For a collective of a rank: is it to break, and how? Given its number and how many ranks there are: ranks and ways."""
+
+
+def everything(call: int, ranks: int) -> list[tuple[int, str]]:
+    """Each collective, on each rank, both ways."""
+    return [(rank, how) for rank in range(ranks) for how in ("die", "cut")]  # noqa: ARG001
+
+
+def every_fourth(call: int, ranks: int) -> list[tuple[int, str]]:
+    """Every fourth, by turns on each rank and both ways."""
+    turn = call // 4
+    return [(turn % ranks, "die" if turn // ranks % 2 else "cut")] if call % 4 == 0 else []
+
+
+def plan(seen: list[dict[str, list[str]]], choose: Choose) -> list[Break]:
+    """The breaks of a run: those of ``START`` and ``END`` one after another, the others in a step each."""
+    breaks: list[Break] = []
+    step = FIRST_BROKEN_STEP
+    for place in (START, step_place(FIRST_BROKEN_STEP), END):
+        for call in range(max(len(of_rank[place]) for of_rank in seen)):
+            for rank, how in choose(call, len(seen)):
+                if call >= len(seen[rank][place]):
+                    continue
+                where = place if place in (START, END) else step_place(step)
+                breaks.append(Break(where, rank, call, how))  # type: ignore[arg-type]
+                step += where != place or place not in (START, END)
+    return breaks
+
+
+def numbers(run_dir: Path) -> dict[int, set[tuple[float, float, int]]]:
+    """Loss, gradient norm and tokens of each step, as often as it was computed with another outcome."""
+    found: dict[int, set[tuple[float, float, int]]] = {}
+    for event in read_events(run_dir / "events.jsonl"):
+        if isinstance(event.body, Step):
+            found.setdefault(event.body.step, set()).add(
+                (event.body.loss, event.body.grad_norm, event.body.tokens)
+            )
+    return found
+
+
+def sweep(fleet: Fleet, choose: Choose) -> None:
+    """Breaks what ``choose`` says, and compares with an undisturbed run of as many steps."""
+    seen = fleet.collectives()
+    breaks = plan(seen, choose)
+    in_steps = sum(one.place not in (START, END) for one in breaks)
+    steps = FIRST_BROKEN_STEP + in_steps
+    expected, calm = fleet.run("calm", steps, [])
+    begin = time.monotonic()
+    found, broken = fleet.run("broken", steps, breaks)
+    seconds = time.monotonic() - begin
+    events = list(read_events(broken / "events.jsonl"))
+    lost = [one.lost_steps for one in recoveries(events, 0)]
+    print(f"{len(breaks)} breaks ({in_steps} in steps), {seconds:.0f} s; steps computed again: {sum(lost)}")
+    assert committed(broken) == len(breaks), "every collective was there to be broken"
+    assert numbers(broken) == numbers(calm)
+    assert found == expected
+    assert max(lost) <= SNAPSHOT_EVERY_STEPS + 1
+
+
+def phases(seen: list[dict[str, list[str]]]) -> set[str]:
+    """What ranks were doing in collectives."""
+    return {name.split(":")[0] for of_rank in seen for names in of_rank.values() for name in names}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks"), [(ZERO3, 3), (PIPELINE_TENSOR, 4)], ids=["zero3", "pipeline-tensor"]
+)
+def test_a_break_before_every_fourth_collective_leaves_no_trace(
+    parallel: ParallelSpec, ranks: int, make_fleet: Any
+) -> None:
+    sweep(make_fleet(parallel, ranks), every_fourth)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks"), [(ZERO3, 2), (PIPELINE_TENSOR, 4)], ids=["zero3", "pipeline-tensor"]
+)
+def test_a_break_before_any_collective_of_any_rank_leaves_no_trace(
+    parallel: ParallelSpec, ranks: int, make_fleet: Any
+) -> None:
+    sweep(make_fleet(parallel, ranks), everything)
+
+
+def test_the_sweep_comes_by_all_that_a_step_does(make_fleet: Any) -> None:
+    found = phases(make_fleet(ZERO3, 2).collectives())
+    wanted = {"forward", "backward", "reduction", "loss", "clipping", "evaluation"}
+    assert found >= wanted | {"hash of the weights", "checkpoint"}, found

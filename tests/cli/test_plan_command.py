@@ -1,0 +1,192 @@
+"""``phalanx plan``, as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from phalanx.cli.plan_command import command
+from phalanx.model.presets import PRESETS
+from phalanx.run.read import read_run
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SMALL = ["--model", "llama3-8b", "--cluster", "h100:64", "--batch", "128", "--seq-len", "4096"]
+
+
+def plan(*arguments: str) -> Result:
+    return CliRunner().invoke(command, arguments, env={"COLUMNS": "160"})
+
+
+def facts(*arguments: str) -> dict[str, Any]:
+    result = plan(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_the_best_layouts_are_ranked_by_time_and_fit() -> None:
+    best = facts(*SMALL, "--top", "5")["best"]
+    assert [one["step_s"] for one in best] == sorted(one["step_s"] for one in best)
+    assert len(best) == 5
+    assert all(one["fits"] and one["memory_bytes"] <= one["capacity_bytes"] for one in best)
+
+
+def test_breakdowns_sum_to_their_totals() -> None:
+    for one in facts(*SMALL)["best"]:
+        assert sum(one["time_s"].values()) == pytest.approx(one["step_s"])
+        assert sum(one["memory_by_kind_bytes"].values()) == pytest.approx(one["memory_bytes"])
+
+
+def test_what_the_search_calls_best_is_estimated_alike_when_asked_for_by_name() -> None:
+    best = facts(*SMALL, "--top", "1")["best"][0]
+    again = facts(*SMALL, "--layout", best["layout"])["chosen"]
+    assert again["fields"] == best["fields"]
+    assert again["step_s"] == pytest.approx(best["step_s"])
+    assert again["memory_bytes"] == pytest.approx(best["memory_bytes"])
+
+
+def test_requirements_hold_in_everything_that_is_listed() -> None:
+    best = facts(*SMALL, "--require", "tp<=2", "--require", "pp>=2")["best"]
+    assert all(one["fields"]["tensor"] <= 2 and one["fields"]["pipeline"] >= 2 for one in best)
+
+
+def test_tokens_set_the_length_of_the_run() -> None:
+    short, long = (facts(*SMALL, "--tokens", tokens)["whole_run"] for tokens in ("100B", "0.2T"))
+    assert long["failure_free_days"] == pytest.approx(2 * short["failure_free_days"], rel=1e-3)
+
+
+def test_a_run_optimised_for_cost_costs_no_more_than_one_optimised_for_time() -> None:
+    quick, cheap = (facts(*SMALL, "--optimise", aim)["best"][0] for aim in ("time", "cost"))
+    assert cheap["failure_free_usd"] <= quick["failure_free_usd"] * (1 + 1e-9)
+    assert quick["step_s"] <= cheap["step_s"]
+
+
+def test_fewest_accelerators_are_found() -> None:
+    assert facts(*SMALL, "--optimise", "gpus")["best"][0]["accelerators"] < 64
+
+
+def test_explaining_shows_terms_of_both_layouts_and_the_winner() -> None:
+    shown = plan(*SMALL, "--layout", "tp=8,pp=2", "--explain").output
+    assert "gradient reduce" in shown
+    assert "master weights" in shown
+    assert "the other is the quicker" in shown
+
+
+def test_a_price_set_by_the_user_is_what_money_is_counted_in() -> None:
+    usual = facts(*SMALL, "--layout", "tp=2")["chosen"]
+    free = facts(*SMALL, "--layout", "tp=2", "--set", "cluster.accelerator.price_per_hour=0")
+    assert usual["failure_free_usd"] > 0
+    assert free["chosen"]["failure_free_usd"] == 0
+    assert free["overrides"] == {"accelerator.price_per_hour": 0.0}
+
+
+def test_the_run_file_of_the_winner_is_complete_and_plans_to_the_same(tmp_path: Path) -> None:
+    out = tmp_path / "winner.toml"
+    best = facts(*SMALL, "--tokens", "1T", "--out", str(out))["best"][0]
+    spec = read_run(out, PRESETS)
+    assert spec.train.steps * spec.train.batch_size * spec.train.seq_len >= 1e12
+    assert spec.parallel.ranks == best["accelerators"]
+    again = facts(str(out), "--cluster", "h100:64", "--layout", "file")["chosen"]
+    assert again["step_s"] == pytest.approx(best["step_s"])
+    assert again["memory_bytes"] == pytest.approx(best["memory_bytes"])
+
+
+def test_one_call_writes_report_trace_and_run_file(tmp_path: Path) -> None:
+    report, trace, out = (tmp_path / name for name in ("a.html", "a.json", "a.toml"))
+    result = plan(*SMALL, "--report", str(report), "--trace", str(trace), "--out", str(out))
+    assert result.exit_code == 0, result.output
+    assert report.read_text().startswith("<!DOCTYPE html>")
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert tomllib.loads(out.read_text())["parallel"]["ranks"] == 64
+
+
+def test_the_published_layout_of_llama_is_planned_from_its_run_file() -> None:
+    shown = facts(str(CONFIGS / "llama3-405b.toml"), "--cluster", "h100:16384", "--layout", "file")["chosen"]
+    fields = shown["fields"]
+    assert (fields["tensor"], fields["pipeline"], fields["replicate"] * fields["shard"]) == (8, 16, 128)
+    # 430 TFLOP/s were published for 8,192 ranks, 400 for 16,384 (arXiv 2407.21783, table 4); another trainer's run.
+    assert shown["flops_per_s_per_accelerator"] == pytest.approx(400e12, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--model", "llama9", "--cluster", "h100:8"], "llama3-8b"),
+        (["--model", "llama3-8b", "--cluster", "h9:8"], "gb200-nvl72"),
+        (["--model", "llama3-8b", "--cluster", "h100:8", "--tokens", "many"], "15T"),
+        ([*SMALL, "--require", "colour=red"], "tp"),
+        ([*SMALL, "--layout", "tensor_parallel=8"], "tp"),
+        ([*SMALL, "--layout", "tp=3"], "divide"),
+        ([*SMALL, "--layout", "tp=8,dp=128"], "--cluster"),
+        ([*SMALL, "--layout", "zero=7"], "has 2, 3"),
+        ([*SMALL, "--stack", "mine"], "megatron"),
+        ([*SMALL, "--set", "cluster.colour=1"], "colour"),
+        (["nowhere.toml", "--cluster", "h100:8"], "give the path"),
+        ([], "--model"),
+    ],
+)
+def test_mistakes_are_named_with_what_would_be_right(arguments: list[str], says: str) -> None:
+    result = plan(*arguments)
+    assert result.exit_code != 0
+    assert says in result.output
+    assert "Traceback" not in result.output
+
+
+def test_where_nothing_fits_it_says_how_much_is_missing_and_what_would_do() -> None:
+    result = plan("--model", "dense-1t", "--cluster", "h100:8", "--batch", "8", "--seq-len", "2048")
+    assert result.exit_code != 0
+    assert "GB" in result.output
+    assert "accelerators of the same kind would do" in result.output
+
+
+def test_a_machine_that_was_not_calibrated_is_told_how_to(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PHALANX_THIS_MACHINE", str(tmp_path / "this.toml"))
+    assert "phalanx calibrate" in plan("--model", "toy-4m").output
+
+
+@pytest.mark.parametrize("name", ["llama3-405b", "405b-llama3"])
+def test_the_words_of_a_models_name_may_stand_in_any_order(name: str) -> None:
+    arguments = ["--cluster", "h100:1024", "--stack", "megatron", "--layout", "tp=8,pp=16,zero=1"]
+    assert facts("--model", name, *arguments)["run"] == "llama3-405b"
+
+
+@pytest.mark.slow  # factors are fitted to the whole published table
+def test_a_table_of_runs_is_validated_row_by_row(tmp_path: Path) -> None:
+    from phalanx.plan.published import TABLE
+
+    head, *rows = TABLE.read_text().splitlines()
+    path = tmp_path / "few.csv"
+    path.write_text("\n".join([head, *rows[:4]]) + "\n")
+    page = tmp_path / "accuracy.md"
+    found = facts("--validate", str(path), "--report", str(page))
+    assert page.read_text().startswith("#")
+    assert len(found["rows"]) == 4
+    for row in found["rows"]:
+        assert row["excluded"] or row["predicted_step_s"] > 0 or row["predicted_memory_bytes"] > 0
+    assert found["families"]
+
+
+def test_help_needs_neither_torch_nor_numpy() -> None:
+    code = (
+        "import sys; from phalanx.cli.plan_command import command; from phalanx.cli.calibrate_command import command;"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'rich')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_planning_never_imports_torch() -> None:
+    code = (
+        "import sys; from phalanx.cli.plan_command import command;"
+        f"command({[*SMALL, '--json']!r}, standalone_mode=False); sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
+    assert done.returncode == 0, done.stderr

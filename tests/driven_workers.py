@@ -1,0 +1,190 @@
+"""Real workers with real snapshot memory, driven by a test in the place of their agents."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from phalanx.checkpoint.snapshot_client import push
+from phalanx.checkpoint.snapshot_memory import SnapshotKey, SnapshotMemory
+from phalanx.checkpoint.snapshot_server import SnapshotServer
+from phalanx.data.index import read_index
+from phalanx.fleet.security import run_token
+from phalanx.fleet.worker_link import (
+    Alive,
+    Bind,
+    Bound,
+    Finished,
+    Holder,
+    Park,
+    Parked,
+    Resume,
+    Safe,
+    StepEnded,
+    Taken,
+    Warm,
+    frame,
+    length_of,
+    said_to_agent,
+)
+from phalanx.run.identity import identity
+from phalanx.run.spec import RunSpec
+from phalanx.train.run_directory import open_run
+
+PATIENCE_S = 60.0
+
+
+class Node:
+    """One worker, the memory for its snapshots, and what it has said."""
+
+    def __init__(self, spec: RunSpec, number: int) -> None:
+        self.number, self.spec = number, spec
+        self.run_dir = Path(spec.run_dir)
+        self.token = run_token(self.run_dir)
+        self.memory = SnapshotMemory(identity(spec), 1)
+        self.server = SnapshotServer(self.memory, self.token)
+        self.address = f"127.0.0.1:{self.server.port}"
+        self.buddy: Node | None = None
+        self.said: queue.Queue[Any] = queue.Queue()
+        self.pids: list[int] = []
+        self.start()
+
+    def start(self) -> None:
+        """A fresh worker."""
+        ours, theirs = socket.socketpair()
+        segments = [segment.descriptor for segment in self.memory.worker_segments(0)]
+        log = (self.run_dir / "logs" / f"worker-{self.number}.log").open("ab")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "phalanx.fleet.worker", "--link", str(theirs.fileno()), "--segments"]
+            + [*map(str, segments), "--run-dir", str(self.run_dir), "--worker", "0"],
+            pass_fds=[theirs.fileno(), *segments],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        theirs.close()
+        self.pids.append(self.process.pid)
+        self._link = ours
+        threading.Thread(target=self._read, args=(ours,), daemon=True).start()
+
+    def tell(self, said: Any) -> None:
+        self._link.sendall(frame(said))
+
+    def _read(self, link: socket.socket) -> None:
+        reader = link.makefile("rb")
+        while head := reader.read(4):
+            said = said_to_agent(reader.read(length_of(head)))
+            if isinstance(said, Taken):
+                threading.Thread(target=self._secure, args=(said,), daemon=True).start()
+            if not isinstance(said, Alive):
+                self.said.put(said)
+
+    def _secure(self, taken: Taken) -> None:
+        if self.buddy is not None:
+            push(
+                self.buddy.address,
+                self.token,
+                self.memory,
+                SnapshotKey(taken.ranks, taken.rank, taken.step),
+            )
+        self.tell(Safe(taken.epoch, taken.step))
+
+    def hear(self, kind: type, patience_s: float = PATIENCE_S) -> Any:
+        """The next word of ``kind``; others before it are dropped."""
+        deadline_s = time.monotonic() + patience_s
+        while True:
+            said = self.said.get(timeout=max(0.01, deadline_s - time.monotonic()))
+            if isinstance(said, kind):
+                return said
+
+    def kill(self) -> None:
+        """SIGKILL to the worker; its memory stays."""
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def lose(self) -> None:
+        """The whole node: worker and memory."""
+        self.kill()
+        self.server.close()
+        self.memory.close()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.server.close()
+
+
+class Driver:
+    """The least that a coordinator does: binds, parks, and finds the step to go back to."""
+
+    def __init__(self, spec: RunSpec, nodes: int) -> None:
+        self.spec = spec
+        run = open_run(spec, read_index(Path(spec.data.path)).fingerprint, Path(spec.data.path))
+        os.close(run.lock_fd)
+        (Path(spec.run_dir) / "logs").mkdir(exist_ok=True)
+        self.nodes = [Node(spec, number) for number in range(nodes)]
+        self.meeting = {node.number: node.hear(Warm).meeting_point for node in self.nodes}
+        self.epoch = 0
+
+    def bind(self, members: list[Node], resume: Resume | None = None) -> None:
+        """A new epoch on ``members``; each is the buddy of the one before it."""
+        self.epoch += 1
+        self.members = members
+        for rank, node in enumerate(members):
+            node.buddy = members[(rank + 1) % len(members)] if len(members) > 1 else None
+            node.tell(
+                Bind(
+                    epoch=self.epoch,
+                    rank=rank,
+                    ranks=len(members),
+                    meeting_point=self.meeting[members[0].number],
+                    resume=resume or Resume(),
+                    detected_unix_s=time.time() if self.epoch > 1 else 0.0,
+                )
+            )
+        for node in members:
+            node.hear(Bound)
+
+    def wait_for_step(self, step: int) -> None:
+        """Until rank 0 has ended ``step``."""
+        while self.members[0].hear(StepEnded).step < step:
+            pass
+
+    def park(self, nodes: list[Node], *, planned: bool = False) -> None:
+        """Ends the epoch on ``nodes``."""
+        for node in nodes:
+            node.tell(Park(self.epoch, planned))
+        for node in nodes:
+            self.meeting[node.number] = node.hear(Parked).meeting_point
+
+    def resume(self, alive: list[Node]) -> Resume:
+        """The newest step that nodes alive hold in full, and where."""
+        found: dict[tuple[int, int], dict[int, list[str]]] = {}
+        for node in alive:
+            for held in node.memory.holdings():
+                ranks, step = held.key.ranks, held.key.step
+                found.setdefault((step, ranks), {}).setdefault(held.key.rank, []).append(node.address)
+        whole = [key for key, holders in found.items() if len(holders) == key[1]]
+        step, ranks = max(whole)
+        holders = found[step, ranks]
+        named = tuple(Holder(rank, at) for rank, places in holders.items() for at in places)
+        return Resume(step=step, ranks=ranks, holders=named)
+
+    def finish(self) -> str:
+        """The hash at the end."""
+
+        results = [node.hear(Finished).result for node in self.members]
+        return str(json.loads(results[0])["weights_sha256"])
+
+    def close(self) -> None:
+        for node in self.nodes:
+            node.close()

@@ -1,0 +1,156 @@
+"""A fleet of real processes on this machine, with stand-in workers: what tests kill, stop and restart."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import tomli_w
+
+from phalanx.fleet.fleet_file import FleetFile, FleetFileError, read_fleet_file
+from phalanx.run.read import to_table
+from phalanx.run.spec import DataSpec, FleetSpec, ModelSpec, RunSpec, TrainSpec
+
+PATIENCE_S = 120.0
+STAND_IN = str(Path(__file__).with_name("stand_in_worker.py"))
+FLEET = FleetSpec(heartbeat_s=0.2, lease_s=5.0, worker_lease_s=3.0, confirm_s=1.0, stall_s=30.0)
+
+
+def make_run(run_dir: Path, fleet: FleetSpec, steps: int = 60) -> RunSpec:
+    """A run directory as an opened run leaves it to its fleet."""
+    model = ModelSpec(layers=2, dim=32, heads=4, kv_heads=2, ffn_dim=64, vocab_size=300)
+    spec = RunSpec(
+        name="stand-in",
+        model=model,
+        data=DataSpec(path="none"),
+        train=TrainSpec(steps=steps, batch_size=16, seq_len=24, slots=8),
+        fleet=fleet,
+    )
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "run.toml").write_text(tomli_w.dumps(to_table(spec)))
+    (run_dir / "logs").mkdir(exist_ok=True)
+    return spec
+
+
+class Fleet:
+    """Coordinator and agents of one run."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.environment = {**os.environ, "STAND_IN_STEP_S": "0.01", "OMP_NUM_THREADS": "1"}
+        self.environment.pop("PHALANX_LAUNCHER", None)
+        self.coordinator: subprocess.Popen[bytes] | None = None
+        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start_coordinator(self, *extra: str) -> None:
+        self.coordinator = self._start("phalanx.fleet.coordinator", "coordinator", *extra)
+
+    def start_agent(self, node: str, *extra: str) -> None:
+        program = ("--worker-program", sys.executable, STAND_IN)
+        self.agents[node] = self._start("phalanx.fleet.agent", node, "--node", node, *extra, *program)
+
+    def _start(self, module: str, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+        with (self.run_dir / "logs" / f"{name}.log").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", module, "--run-dir", str(self.run_dir), *arguments],
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def hold_at(self, step: int | None) -> None:
+        """The workers go no further than this step; ``None``: they go on."""
+        gate = self.run_dir / "hold-at"
+        if step is None:
+            gate.unlink()
+        else:
+            temporary = gate.with_suffix(".new")
+            temporary.write_text(str(step))
+            temporary.replace(gate)
+
+    def held(self, step: int, epoch: int = 0) -> FleetFile:
+        """Waits until the workers stand at this step, in this epoch or a later one, and the coordinator knows."""
+        return self.until(lambda seen: seen.phase == "running" and seen.epoch >= epoch and seen.step >= step)
+
+    def kill_coordinator(self) -> None:
+        """SIGKILL."""
+        assert self.coordinator is not None
+        self.coordinator.kill()
+        self.coordinator.wait()
+
+    def kill_node(self, node: str) -> None:
+        """SIGKILL to the agent and its workers: with its memory, the node is gone."""
+        os.killpg(self.agents[node].pid, signal.SIGKILL)
+        self.agents.pop(node).wait()
+
+    def workers(self, node: str) -> list[int]:
+        """Process ids of a node's workers."""
+        found = subprocess.run(
+            ["pgrep", "-P", str(self.agents[node].pid)], capture_output=True, text=True, check=False
+        )
+        return [int(line) for line in found.stdout.split()]
+
+    def seen(self) -> FleetFile | None:
+        """fleet.json, if there is one."""
+        try:
+            return read_fleet_file(self.run_dir)
+        except FleetFileError:
+            return None
+
+    def until(self, condition: Callable[[FleetFile], bool]) -> FleetFile:
+        """Waits until fleet.json shows something."""
+        deadline_s = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline_s:
+            seen = self.seen()
+            if seen is not None and condition(seen):
+                return seen
+            time.sleep(0.02)
+        raise TimeoutError(f"not seen in {PATIENCE_S} s; last: {self.seen()}\n{self.logs()}")
+
+    def logs(self) -> str:
+        """What everybody printed."""
+        files = sorted((self.run_dir / "logs").glob("*.log"))
+        return "\n".join(f"--- {file.name}\n{file.read_text()[-3000:]}" for file in files)
+
+    def result(self) -> dict[str, object]:
+        """The run's result, once it has one."""
+        seen = self.until(lambda file: file.over)
+        assert seen.result_json, f"{seen.phase}: {seen.reason}\n{self.logs()}"
+        found = json.loads(seen.result_json)
+        assert isinstance(found, dict)
+        return found
+
+    def end(self) -> None:
+        """Leaves nothing behind."""
+        for process in (*self.agents.values(), self.coordinator):
+            if process is not None and process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+@contextmanager
+def running_fleet(
+    run_dir: Path, nodes: int, spares: int = 0, steps: int = 60, hold_at: int | None = None, **changes: object
+) -> Iterator[Fleet]:
+    """A fleet that has been started, its workers held at a step if one is given; ended and gone afterwards."""
+    make_run(run_dir, replace(FLEET, nodes=nodes, spares=spares, **changes), steps)  # type: ignore[arg-type]
+    fleet = Fleet(run_dir)
+    if hold_at is not None:
+        fleet.hold_at(hold_at)
+    try:
+        fleet.start_coordinator()
+        for number in range(nodes + spares):
+            fleet.start_agent(f"node-{number}")
+        yield fleet
+    finally:
+        fleet.end()

@@ -1,0 +1,73 @@
+"""Fleets of a few nodes for tests of the core, and a driver that answers for its agents."""
+
+from __future__ import annotations
+
+from phalanx.fleet import messages as m
+from phalanx.fleet.core import initial_state, step
+from phalanx.fleet.orders import Order, deliveries
+from phalanx.fleet.state import FleetState, Formation, Settings
+
+
+def settings(wanted: int = 4, **changes: object) -> Settings:
+    """One worker a node, any number of ranks, every rank with a state of its own."""
+    formation = Formation(1, tuple(range(1, wanted + 1)))
+    return Settings(**{"formation": formation, "wanted_nodes": wanted, "form_s": 10.0, **changes})
+
+
+class Fleet:
+    """A core and the time; remembers what it ordered."""
+
+    def __init__(self, using: Settings) -> None:
+        self.state: FleetState = initial_state(using, 0.0)
+        self.now_s = 0.0
+        self.journal: list[tuple[float, m.Event]] = []
+        self.said: list[tuple[str, m.Command]] = []
+
+    def hear(self, *events: m.Event, after_s: float = 0.0) -> list[tuple[str, m.Command]]:
+        """The commands that follow from these events."""
+        self.now_s += after_s
+        self.said = []
+        for event in events:
+            self.journal.append((self.now_s, event))
+            orders: list[Order]
+            self.state, orders = step(self.state, event, self.now_s)
+            self.said += deliveries(self.state, orders)
+        return self.said
+
+    def join(self, *names: str, incarnation: int = 1, racks: int = 2) -> None:
+        """Nodes appear, their workers warm."""
+        for index, name in enumerate(names):
+            rack = f"rack{(int(name) if name.isdigit() else index) % racks}"
+            self.hear(m.Joined(name, incarnation, 1, name, 7, (rack,), meeting_points=(f"{name}:1",)))
+
+    def bind(self) -> None:
+        """Everyone waited for has bound."""
+        for name in sorted(self.state.awaiting):
+            self.hear(m.Bound(name, self.incarnation(name), self.state.epoch))
+
+    def park(self, *but: str, step: int = 5) -> None:
+        """Everyone waited for has parked, and holds its own and its buddy's snapshot of ``step``."""
+        state, ranks = self.state, self.state.ranks
+        for seat, name in enumerate(state.seats):
+            if name in state.awaiting and name not in but:
+                held = (
+                    m.Holding(ranks, seat, step, "own", epoch=state.epoch),
+                    m.Holding(ranks, state.ring.index(seat), step, "buddy", epoch=state.epoch),
+                )
+                self.hear(m.Parked(name, self.incarnation(name), state.epoch, (f"{name}:1",), held))
+
+    def incarnation(self, name: str) -> int:
+        """The one that is believed."""
+        return self.state.nodes[name].incarnation
+
+    def told(self, name: str) -> list[m.Command]:
+        """What a node was told last."""
+        return [command for to, command in self.said if to == name]
+
+
+def running(wanted: int = 4, spares: int = 1, **changes: object) -> Fleet:
+    """A fleet whose first epoch trains."""
+    fleet = Fleet(settings(wanted, **changes))
+    fleet.join(*(str(index) for index in range(wanted + spares)))
+    fleet.bind()
+    return fleet

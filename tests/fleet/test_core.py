@@ -1,0 +1,232 @@
+"""The core: what it decides when nodes fall, return, hang, lie or contradict themselves."""
+
+from __future__ import annotations
+
+import pytest
+
+from fleet.small_fleets import Fleet, running, settings
+from phalanx.fleet import messages as m
+from phalanx.fleet.core import step
+from phalanx.fleet.invariants import check
+from phalanx.fleet.state import Phase, RestorePoint, Verdict
+
+
+def test_the_first_epoch_begins_fresh_when_all_wanted_nodes_are_ready() -> None:
+    fleet = Fleet(settings(2))
+    fleet.join("0")
+    assert fleet.state.phase is Phase.FORMING
+    fleet.join("1")
+    binds = dict(fleet.said)
+    assert {name: bind.places for name, bind in binds.items()} == {"0": ((0, 0),), "1": ((0, 1),)}
+    assert all(bind.resume == m.Fresh() and bind.meeting_point == "0:1" for bind in binds.values())
+
+
+def test_a_lost_node_is_replaced_by_the_spare_and_survivors_keep_their_ranks() -> None:
+    fleet = running()
+    assert fleet.state.seats == ["0", "2", "1", "3"]
+    assert fleet.state.phase is Phase.RUNNING
+    buddy = fleet.state.seats[fleet.state.ring[2]]
+    fleet.hear(m.Disconnected("1", 1), m.Broken("0", 1, 0, 0))
+    fleet.park(step=5)
+    assert fleet.state.seats == ["0", "2", "4", "3"]
+    assert fleet.state.source == RestorePoint(ranks=4, step=5)
+    (bind,) = fleet.told("4")
+    assert isinstance(bind, m.Bind)
+    assert bind.epoch == 1
+    assert bind.places == ((0, 2),)
+    assert buddy in ("0", "2"), "in the other rack, and the only one left who has the state"
+    assert [holder.node for holder in bind.resume.holders] == [buddy]
+
+
+def test_without_a_spare_the_fleet_shrinks_at_once_and_grows_when_the_node_is_back() -> None:
+    fleet = running(spares=0, grow_s=30.0)
+    fleet.hear(m.Disconnected("1", 1), m.Broken("0", 1, 0, 0))
+    fleet.park()
+    assert fleet.state.ranks == 3
+    assert fleet.state.phase is Phase.BINDING
+    fleet.bind()
+    fleet.join("1", incarnation=2)
+    assert fleet.state.phase is Phase.RUNNING, "it has only just begun"
+    for name in fleet.state.seats:
+        fleet.hear(m.Beat(name, 1, 1, 9, m.WorkerPhase.BOUND), after_s=10.0)
+    fleet.hear(m.Beat("1", 2, -1, -1, m.WorkerPhase.WARM))
+    assert fleet.state.phase is Phase.PARKING
+    assert fleet.state.planned
+    fleet.park()
+    assert fleet.state.ranks == 4
+
+
+def test_below_the_minimum_the_fleet_waits_and_goes_on_from_memory() -> None:
+    fleet = running(wanted=2, spares=0, min_nodes=2)
+    fleet.hear(m.Disconnected("1", 1), m.Broken("0", 1, 0, 0))
+    fleet.park(step=7)
+    assert fleet.state.phase is Phase.WAITING
+    fleet.join("9", incarnation=1)
+    assert fleet.state.phase is Phase.BINDING
+    assert fleet.state.source == RestorePoint(2, 7)
+
+
+def test_a_worker_that_exits_costs_its_node_the_rank_but_not_its_memory() -> None:
+    fleet = running()
+    fleet.hear(m.WorkerExited("0", 1, 0, 0, -9))
+    assert fleet.state.phase is Phase.PARKING
+    assert "0" in fleet.state.awaiting
+    fleet.park("0")
+    own = m.Holding(4, 0, 5, "own", epoch=0)
+    fleet.hear(m.Parked("0", 1, 0, ("",), (own,)))
+    (bind,) = fleet.told("4")
+    assert bind.places == ((0, 0),)
+    assert "0" in {holder.node for holder in bind.resume.holders}
+
+
+def test_reports_that_come_before_the_fault_is_known_are_kept() -> None:
+    """A survivor that parks by itself, before its peer's death is known, is not waited for in vain."""
+    fleet = running()
+    fleet.hear(m.Parked("0", 1, 0, ("0:1",), ()))
+    assert fleet.state.phase is Phase.PARKING
+    assert "0" not in fleet.state.awaiting
+
+
+def test_a_broken_connection_alone_is_given_time_and_a_broken_collective_is_proof() -> None:
+    fleet = running(confirm_s=2.0)
+    fleet.hear(m.Disconnected("1", 1))
+    fleet.hear(m.Tick(), after_s=1.0)
+    assert fleet.state.phase is Phase.RUNNING
+    fleet.hear(m.Beat("1", 1, 0, 3, m.WorkerPhase.BOUND))
+    fleet.hear(m.Tick(), after_s=3.0)
+    assert fleet.state.phase is Phase.RUNNING, "it came back"
+    fleet.hear(m.Disconnected("1", 1), m.Broken("0", 1, 0, 0))
+    assert not fleet.state.nodes["1"].alive
+
+
+def test_a_silent_node_is_lost_when_its_lease_runs_out() -> None:
+    fleet = running(lease_s=15.0)
+    for _ in range(4):
+        others = [name for name in fleet.state.nodes if name != "1"]
+        fleet.hear(*(m.Beat(name, 1, 0, 1, m.WorkerPhase.BOUND) for name in others if name != "4"))
+        fleet.hear(m.Beat("4", 1, -1, -1, m.WorkerPhase.WARM), m.Tick(), after_s=5.0)
+    assert not fleet.state.nodes["1"].alive
+    assert fleet.state.phase is Phase.PARKING
+
+
+def test_a_fenced_node_is_told_to_start_anew_and_nothing_that_it_says_counts() -> None:
+    fleet = running()
+    fleet.hear(m.Disconnected("1", 1), m.Broken("0", 1, 0, 0))
+    before = fleet.state.epoch, set(fleet.state.awaiting)
+    said = fleet.hear(m.Parked("1", 1, 0, ("1:1",), ()))
+    assert (fleet.state.epoch, fleet.state.awaiting) == before
+    assert [type(command) for _, command in said] == [m.Expel]
+
+
+def test_a_lost_command_is_repeated_when_a_heartbeat_shows_that_it_was_lost() -> None:
+    fleet = running()
+    fleet.hear(m.WorkerExited("0", 1, 0, 0, -9))
+    fleet.hear(m.Beat("2", 1, 0, 4, m.WorkerPhase.BOUND))
+    assert [type(command) for command in fleet.told("2")] == [m.Park]
+    fleet.park("0")
+    fleet.hear(m.Parked("0", 1, 0, ("",), (m.Holding(4, 0, 5, "own", epoch=0),)))
+    fleet.hear(m.Beat("2", 1, -1, -1, m.WorkerPhase.WARM))
+    assert [type(command) for command in fleet.told("2")] == [m.Bind]
+
+
+def test_a_node_that_computed_wrongly_is_quarantined_and_later_state_is_not_used() -> None:
+    fleet = running()
+    fleet.hear(m.DiskHolds((4, 8)), m.Suspect("1", "corruption", trusted_step=6))
+    fleet.park(step=9)
+    assert fleet.state.nodes["1"].verdict is Verdict.QUARANTINED
+    assert "1" not in fleet.state.seats
+    assert fleet.state.source == m.FromDisk(4)
+
+
+def test_drained_nodes_leave_at_a_step_boundary_and_come_back_when_admitted() -> None:
+    fleet = running()
+    fleet.hear(m.Drain("1"))
+    assert fleet.state.planned
+    assert fleet.told("0") == [m.Park(0, fleet.state.reason, planned=True)]
+    fleet.park()
+    assert "1" not in fleet.state.seats
+    assert "1" not in fleet.state.spares
+    fleet.bind()
+    fleet.hear(m.Admit("1"))
+    assert "1" in fleet.state.spares
+
+
+def test_a_slow_node_is_swapped_only_for_a_spare() -> None:
+    fleet = running(spares=0)
+    fleet.hear(m.Suspect("1", "straggler"))
+    assert fleet.state.phase is Phase.RUNNING
+    fleet.join("4")
+    fleet.hear(m.Suspect("1", "straggler"))
+    assert fleet.state.phase is Phase.PARKING
+    assert fleet.state.planned
+
+
+def test_a_node_that_fails_again_and_again_is_quarantined() -> None:
+    fleet = running(strikes=2)
+    for incarnation in (1, 2):
+        fleet.hear(m.Disconnected("4", incarnation))
+        fleet.hear(m.Tick(), after_s=3.0)
+        fleet.join("4", incarnation=incarnation + 1)
+    assert fleet.state.nodes["4"].verdict is Verdict.QUARANTINED
+
+
+def test_a_run_that_fails_at_the_same_step_for_ever_is_given_up() -> None:
+    fleet = running(wanted=2, spares=0, max_tries=3)
+    for _ in range(5):
+        fleet.hear(m.Broken("0", 1, fleet.state.epoch, 0, "illegal instruction"))
+        fleet.park(step=5)
+        fleet.bind()
+    assert fleet.state.phase is Phase.FAILED
+    assert "illegal instruction" in fleet.state.reason
+
+
+def test_a_stop_lets_the_run_save_and_end() -> None:
+    fleet = running()
+    fleet.hear(m.StopRun())
+    assert fleet.told("0") == [m.Stop(0)]
+    fleet.hear(m.Finished(0, '{"step": 9}'))
+    assert fleet.state.phase is Phase.FINISHED
+    assert fleet.told("4") == [m.Shutdown("stopped")]
+
+
+def test_a_coordinator_that_was_away_does_not_take_its_own_silence_for_theirs() -> None:
+    fleet = running(lease_s=15.0)
+    fleet.hear(m.Restarted(), m.Tick(), after_s=1000.0)
+    assert fleet.state.phase is Phase.RUNNING
+    assert all(node.alive for node in fleet.state.nodes.values())
+
+
+def test_a_coordinator_without_its_journal_never_uses_the_number_of_an_epoch_twice() -> None:
+    fleet = Fleet(settings(2))
+    for name in "01":
+        fleet.hear(m.Joined(name, 3, 1, name, 7, epoch=41, bound=True, meeting_points=(f"{name}:1",)))
+        assert [type(command) for command in fleet.told(name)] == [m.Park]
+    for name in "01":
+        fleet.hear(m.Parked(name, 3, 41, (f"{name}:1",), ()))
+    assert fleet.state.phase is Phase.BINDING
+    assert fleet.state.epoch == 42
+
+
+def test_a_rollcall_means_the_same_as_the_reports_that_it_stands_for() -> None:
+    one, other = running(), running()
+    for fleet in (one, other):
+        fleet.hear(m.Disconnected("1", 1), m.Broken("0", 1, 0, 0))
+    one.park(step=5)
+    other.hear(m.Rollcall("parked", 0, steps=(5,), absent=()))
+    assert other.state.source == one.state.source
+    assert other.state.seats == one.state.seats
+    assert sorted(one.said) == sorted(other.said) or dict(one.said)["4"] == dict(other.said)["4"]
+    other.hear(m.Rollcall("bound", 1))
+    assert other.state.phase is Phase.RUNNING
+
+
+def test_what_only_the_coordinator_may_say_is_refused_from_the_network() -> None:
+    with pytest.raises(ValueError, match="type"):
+        m.decode_report(m.encode(m.Restarted()))
+
+
+def test_the_clock_may_step_back() -> None:
+    fleet = running()
+    fleet.state, _ = step(fleet.state, m.Tick(), -100.0)
+    check(fleet.state)
+    assert fleet.state.now_s == fleet.now_s

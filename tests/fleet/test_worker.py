@@ -1,0 +1,88 @@
+"""Workers that lose peers, and go on in the same process with the same bits."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from driven_workers import Driver
+from phalanx.fleet.worker_link import Broken
+from phalanx.run.spec import ParallelSpec, RunSpec
+from tiny_runs import make_dataset, tiny_run, train_on_this_rank
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("data") / "bytes")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(dataset: Path, tmp_path_factory: pytest.TempPathFactory, ranks: Any) -> str:
+    spec = tiny_run(dataset, tmp_path_factory.mktemp("undisturbed") / "run", steps=STEPS)
+    (result,) = ranks.run(1, train_on_this_rank, spec)
+    return str(result["weights_sha256"])
+
+
+@pytest.fixture
+def make_driver(dataset: Path, tmp_path: Path) -> Iterator[Any]:
+    made: list[Driver] = []
+
+    def make(nodes: int, **parallel: Any) -> Driver:
+        spec: RunSpec = tiny_run(dataset, tmp_path / "run", steps=STEPS)
+        spec = dataclasses.replace(spec, parallel=ParallelSpec(**parallel))
+        made.append(Driver(spec, nodes))
+        return made[-1]
+
+    yield make
+    for driver in made:
+        driver.close()
+
+
+def test_a_spare_steps_into_the_place_of_a_lost_node(make_driver: Any, undisturbed: str) -> None:
+    driver = make_driver(3)
+    first, second, spare = driver.nodes
+    driver.bind([first, second])
+    driver.wait_for_step(3)
+    second.lose()
+    assert first.hear(Broken).epoch == 1
+    driver.park([first])
+    resume = driver.resume([first, spare])
+    assert resume.step >= 2, "at most the step before the one that broke is lost"
+    driver.bind([first, spare], resume)
+    assert driver.finish() == undisturbed
+    assert first.pids == [first.process.pid], "the survivor is the same process"
+
+
+def test_after_a_peer_stopped_the_fleet_shrinks_and_grows_again(make_driver: Any, undisturbed: str) -> None:
+    driver = make_driver(3)
+    first, second, spare = driver.nodes
+    driver.bind([first, second])
+    driver.wait_for_step(2)
+    os.kill(second.process.pid, signal.SIGSTOP)
+    driver.park([first])  # it hangs in a collective: nobody has died
+    driver.bind([first], driver.resume([first, second]))
+    driver.wait_for_step(5)
+    driver.park([first], planned=True)
+    resume = driver.resume([first])
+    assert resume.step >= 6, "a planned change loses nothing"
+    driver.bind([first, spare], resume)
+    assert driver.finish() == undisturbed
+    assert first.pids == [first.process.pid], "the survivor is the same process"
+
+
+def test_without_memory_the_newest_checkpoint_on_disk_is_taken(make_driver: Any, undisturbed: str) -> None:
+    driver = make_driver(2, sharding="none")
+    driver.bind(driver.nodes)
+    driver.wait_for_step(7)
+    driver.nodes[1].kill()
+    driver.park([driver.nodes[0]])
+    driver.bind([driver.nodes[0]])
+    assert driver.finish() == undisturbed

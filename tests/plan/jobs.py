@@ -1,0 +1,37 @@
+"""Models, clusters and layouts that the planner's tests share."""
+
+from __future__ import annotations
+
+from phalanx.hardware import catalogue
+from phalanx.hardware.profiles import profile_of
+from phalanx.model.presets import PRESETS
+from phalanx.model.shape import resolve
+from phalanx.plan.candidates import one
+from phalanx.plan.stacks import STACKS, Job, Stack, Workload
+from phalanx.run.layout import Layout
+from phalanx.run.spec import ModelSpec
+
+
+def job(
+    model: str | ModelSpec = "llama3-8b",
+    cluster: str = "h100:64",
+    *,
+    batch: int = 64,
+    seq_len: int = 4096,
+    stack: str | Stack = "megatron",
+) -> Job:
+    """A job by names."""
+    fleet = catalogue.cluster(cluster)
+    shape = resolve(PRESETS[model] if isinstance(model, str) else model)
+    software = STACKS[stack] if isinstance(stack, str) else stack
+    return Job(Workload(shape, seq_len, batch), software, fleet, profile_of(fleet.accelerator))
+
+
+LAYOUTS = {
+    "dense": one(Layout(pipeline=2, shard=8, tensor=4), zero=1).at(0),
+    "interleaved": one(
+        Layout(pipeline=4, shard=2, context=2, tensor=4), schedule="interleaved", stages_per_rank=4, zero=1
+    ).at(0),
+    "flat": one(Layout(shard=64), zero=1, recompute=5).at(0),
+}
+"""Layouts of 64 ranks for 32 layers and 64 sequences."""

@@ -1,0 +1,45 @@
+"""One layout in full: what is refused, and that its figures are those of its parts."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.plan.candidates import one
+from phalanx.plan.estimate import estimate
+from phalanx.plan.stacks import stack_named
+from phalanx.run.layout import Layout
+from plan.jobs import LAYOUTS, job
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (one(Layout(shard=48)), "cannot be divided into 48 slots"),
+        (one(Layout(shard=16), micro_batch=8), "micro-batches of 8"),
+        (
+            one(Layout(pipeline=4, shard=32), schedule="interleaved", stages_per_rank=2),
+            "a multiple of the ranks",
+        ),
+        (one(Layout(pipeline=40)), "take a smaller pipeline"),
+    ],
+)
+def test_a_layout_that_cannot_do_the_work_is_refused_with_a_remedy(layout: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        estimate(job(), layout.at(0))  # type: ignore[attr-defined]
+
+
+def test_an_unknown_stack_is_refused_with_those_known() -> None:
+    with pytest.raises(ValueError, match="megatron"):
+        stack_named("nonesuch")
+
+
+def test_figures_follow_from_each_other() -> None:
+    found = estimate(job(), LAYOUTS["dense"])
+    assert found.tokens == 64 * 4096
+    assert found.tokens_per_s * found.step_s == pytest.approx(found.tokens)
+    assert found.dollars_per_step == pytest.approx(found.price_per_hour * 64 * found.step_s / 3600)
+    assert found.fits == (found.memory_bytes <= 80e9 * 1.1)
+    overheads = ("context", "communicators", "fragmentation")
+    assert found.allocated_bytes == pytest.approx(
+        found.memory_bytes - sum(found.memory[kind] for kind in overheads)
+    )

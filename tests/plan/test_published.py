@@ -1,0 +1,255 @@
+"""Rows of published runs: read as they stand, and turned into what the planner can estimate."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.hardware.catalogue import accelerator
+from phalanx.model.counts import count
+from phalanx.model.presets import PRESETS
+from phalanx.model.shape import resolve
+from phalanx.plan.published import (
+    TABLE,
+    Excluded,
+    PublishedRun,
+    PublishedRunError,
+    flops_per_token,
+    measured_step,
+    parse_published,
+    read_published,
+)
+from phalanx.plan.published_setup import setup_of
+
+GPT3 = {
+    "id": "some-gpt3",
+    "source": "someone/something@abc:README.md",
+    "model": "GPT 175B",
+    "params_total_b": "174.6",
+    "layers": "96",
+    "hidden": "12288",
+    "heads": "96",
+    "kv_heads": "96",
+    "ffn": "49152",
+    "vocab": "51200",
+    "seq_len": "2048",
+    "gpu": "A100-80GB",
+    "gpus": "768",
+    "tp": "8",
+    "pp": "12",
+    "vpp": "1",
+    "dp": "8",
+    "zero": "1",
+    "micro_batch": "1",
+    "global_batch_seqs": "1536",
+    "precision": "bf16",
+    "recompute": "full",
+    "tokens_per_s_per_gpu": "100",
+    "notes": "basis=model; conf=high",
+}
+LLAMA_8B = GPT3 | {
+    "id": "some-llama",
+    "model": "Llama 3.1 8B",
+    "params_total_b": "8.03",
+    "layers": "32",
+    "hidden": "4096",
+    "heads": "32",
+    "kv_heads": "8",
+    "ffn": "14336",
+    "vocab": "128256",
+    "seq_len": "8192",
+    "gpus": "8",
+    "tp": "1",
+    "pp": "1",
+    "global_batch_seqs": "128",
+}
+
+
+def columns() -> list[str]:
+    with TABLE.open(newline="") as file:
+        return list(csv.DictReader(file).fieldnames or ())
+
+
+def table(*rows: dict[str, str]) -> io.StringIO:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns(), restval="")
+    writer.writeheader()
+    writer.writerows(rows)
+    text.seek(0)
+    return text
+
+
+def row(values: dict[str, str], **changes: str) -> PublishedRun:
+    return parse_published(table(values | changes))[0]
+
+
+def step_s(run: PublishedRun) -> float:
+    setup = setup_of(run)
+    work = setup.job.workload
+    machine = setup.job.cluster.accelerator
+    return measured_step(run, work.model, work.counts, work.batch, work.seq_len, machine).step_s
+
+
+def test_every_row_of_the_packages_table_is_used_or_has_a_reason() -> None:
+    used, reasons = 0, []
+    for run in read_published():
+        try:
+            setup = setup_of(run)
+        except Excluded as reason:
+            reasons.append(str(reason))
+        else:
+            used += 1
+            assert setup.choices
+            assert setup.job.workload.batch == run.global_batch_seqs
+            for choice in setup.choices:
+                degrees = ("tensor", "context", "pipeline", "replicate", "shard")
+                ranks = 1
+                for degree in degrees:
+                    ranks *= choice[degree]
+                assert ranks == run.gpus
+    assert used > 600
+    assert all(reasons)
+
+
+def test_ids_of_the_packages_table_are_unique() -> None:
+    ids = [run.id for run in read_published()]
+    assert len(ids) == len(set(ids))
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(PublishedRunError, match=r"nowhere\.csv does not exist"):
+        read_published(Path("nowhere.csv"))
+
+
+def test_missing_columns_are_named() -> None:
+    with pytest.raises(PublishedRunError, match=r"lacks the columns .*micro_batch"):
+        parse_published(io.StringIO("id,source,model\na,b,c\n"))
+
+
+def test_a_word_in_place_of_a_number_is_reported_with_row_and_column() -> None:
+    with pytest.raises(PublishedRunError, match="row 'some-gpt3': tp is 'eight'"):
+        row(GPT3, tp="eight")
+
+
+def test_a_number_may_be_followed_by_an_explanation() -> None:
+    run = row(GPT3, zero="3 (FSDP2)")
+    assert run.zero == 3
+    assert run.zero_text == "3 (FSDP2)"
+
+
+@given(rate=st.floats(1, 1e5))
+def test_step_time_follows_from_tokens_per_second(rate: float) -> None:
+    run = row(GPT3, tokens_per_s_per_gpu=repr(rate))
+    assert step_s(run) * rate * 768 == pytest.approx(1536 * 2048)
+
+
+def test_a_rate_that_counts_recomputation_means_less_of_the_models_work() -> None:
+    without = GPT3 | {"tokens_per_s_per_gpu": "", "tflops_per_gpu": "140"}
+    model_rate = step_s(row(without))
+    hardware = step_s(row(without, notes="basis=hardware (recompute counted)"))
+    # Narayanan et al. 2021, equation 3: 96 B s l h^2 (1 + s / 6h + V / 16 l h).
+    batch, seq, layers, dim, vocab = 1536, 2048, 96, 12288, 51200
+    flops = 96 * batch * seq * layers * dim**2 * (1 + seq / (6 * dim) + vocab / (16 * layers * dim))
+    assert hardware == pytest.approx(flops / (140e12 * 768), rel=1e-3)
+    assert model_rate < hardware < model_rate * 4 / 3
+
+
+def test_mfu_is_of_the_dense_bf16_peak() -> None:
+    run = row(GPT3, tokens_per_s_per_gpu="", mfu_pct="50")
+    model = setup_of(run).job.workload.model
+    flops = count(model, 2048).flops_per_token * 1536 * 2048
+    assert step_s(run) == pytest.approx(flops / (0.5 * 312e12 * 768))
+
+
+def test_causal_convention_leaves_out_half_of_attention() -> None:
+    model = resolve(PRESETS["llama3-8b"])
+    counts = count(model, 8192)
+    whole, half = (
+        flops_per_token(convention, model, counts)
+        for convention in ("model", "model, causal")  # type: ignore[arg-type]
+    )
+    assert whole - half == counts.attention_flops_per_token_causal
+
+
+def test_figures_that_contradict_each_other_exclude_a_row() -> None:
+    with pytest.raises(Excluded, match="contradict each other"):
+        step_s(row(GPT3, step_time_s="1"))
+
+
+@pytest.mark.parametrize(
+    ("column", "reason"),
+    [
+        ("layers", "number of layers"),
+        ("seq_len", "sequence length"),
+        ("global_batch_seqs", "global batch"),
+        ("gpus", "how many accelerators"),
+        ("tp", "tensor and pipeline"),
+    ],
+)
+def test_a_row_that_leaves_out_what_cannot_be_guessed_is_excluded(column: str, reason: str) -> None:
+    with pytest.raises(Excluded, match=reason):
+        setup_of(row(GPT3, **{column: ""}))
+
+
+def test_an_unknown_accelerator_is_named() -> None:
+    with pytest.raises(Excluded, match="no accelerator 'Abacus'"):
+        setup_of(row(GPT3, gpu="Abacus"))
+
+
+def test_degrees_that_do_not_multiply_to_the_accelerators_exclude_a_row() -> None:
+    with pytest.raises(Excluded, match="do not multiply"):
+        setup_of(row(GPT3, dp="9"))
+
+
+def test_the_size_settles_what_the_shape_leaves_open() -> None:
+    plain, gated = setup_of(row(GPT3)).job.workload.model, setup_of(row(LLAMA_8B)).job.workload.model
+    assert (plain.ffn, gated.ffn, gated.tie_embeddings) == ("gelu", "swiglu", False)
+    assert count(gated, 8192).parameters == count(resolve(PRESETS["llama3-8b"]), 8192).parameters
+
+
+def test_a_shape_that_is_not_of_the_stated_size_excludes_a_row() -> None:
+    with pytest.raises(Excluded, match=r"not the 100\.0B that it states"):
+        setup_of(row(GPT3, params_total_b="100"))
+
+
+def test_deepseek_v3_is_read_with_latent_attention_and_dense_layers() -> None:
+    run = next(run for run in read_published() if run.id == "dgxc2505-dsv3-h100-bf16-512")
+    model = setup_of(run).job.workload.model
+    preset = resolve(PRESETS["deepseek-v3"])
+    assert (model.mla, model.layers) == (preset.mla, preset.layers)
+    assert model.moe is not None
+    assert preset.moe is not None
+    assert (model.moe.first_dense, model.moe.shared) == (preset.moe.first_dense, preset.moe.shared)
+
+
+def test_what_is_not_stated_becomes_a_choice_and_an_assumption() -> None:
+    stated, open_ = setup_of(row(LLAMA_8B)), setup_of(row(LLAMA_8B, micro_batch="", recompute=""))
+    assert len(stated.choices) == 1
+    assert not stated.assumptions
+    assert len({choice["micro_batch"] for choice in open_.choices}) > 1
+    assert len({choice["recompute"] for choice in open_.choices}) > 1
+    assert len(open_.assumptions) == 2
+
+
+def test_runs_of_one_model_on_one_accelerator_are_one_subject() -> None:
+    first = row(GPT3, model="Qwen3-235B-A22B")
+    second = row(GPT3, model="Qwen3_235B_a22B (tokendrop)")
+    assert first.subject == second.subject
+
+
+def test_out_of_memory_is_a_fact_only_of_runs_that_did_not_run() -> None:
+    assert row(GPT3, tokens_per_s_per_gpu="", notes="OOM (does not fit 80GB)").ran_out_of_memory
+    assert not row(GPT3, notes="the larger variant is OOM").ran_out_of_memory
+
+
+def test_a_row_is_not_changed_by_reading_it_twice() -> None:
+    run = row(GPT3)
+    assert run == row(GPT3)
+    assert dataclasses.replace(run, tp=4) != run
+    assert accelerator("a100").flops["bf16"].value == 312e12

@@ -1,0 +1,46 @@
+"""The division into stages for many pipelines at once is the one that the trainer makes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.model.stages import balance
+from phalanx.plan.stages import balanced, places, split
+from plan.jobs import job
+
+
+@given(st.lists(st.sampled_from([1.0, 2.5, 4.0, 7.0]), min_size=1, max_size=14), st.data())
+def test_balanced_stages_are_those_of_the_trainer(costs: list[float], data: st.DataObject) -> None:
+    counts = data.draw(st.sets(st.integers(1, len(costs)), min_size=1))
+    found = balanced(np.array(costs), counts)
+    assert found == {count: balance(costs, count) for count in counts}
+
+
+@pytest.mark.parametrize(
+    ("stages", "expected"),
+    [(4, (31, 32, 32, 31)), (128, (0, *[1] * 126, 0)), (16, (7, *[8] * 14, 7)), (2, (63, 63))],
+)
+def test_an_even_split_counts_the_ends_as_layers_where_it_must(
+    stages: int, expected: tuple[int, ...]
+) -> None:
+    megatron = job("llama3-405b", "h100:16384")
+    assert split(megatron.workload, megatron.stack, stages) == expected
+
+
+def test_more_stages_than_layers_are_refused_with_the_most_there_can_be() -> None:
+    phalanx = job("llama3-8b", stack="phalanx")
+    with pytest.raises(ValueError, match="at most 32"):
+        split(phalanx.workload, phalanx.stack, 33)
+
+
+@given(st.integers(1, 12), st.sampled_from([(1, False), (2, False), (2, True), (3, False)]))
+def test_places_hold_the_whole_model_between_them(ranks: int, kind: tuple[int, bool]) -> None:
+    mine = job("deepseek-v3", stack="phalanx")
+    table = places(mine.workload, mine.stack, [(ranks, *kind)])
+    assert table.embedding.max() == table.head.max() == 1
+    assert table.rank[0, 0] == 0
+    if ranks == 1:
+        assert (table.dense[0, 0], table.mixture[0, 0]) == table.layers == (3, 58)

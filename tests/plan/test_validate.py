@@ -1,0 +1,184 @@
+"""Predicted against published: the arithmetic of errors, factors, regret, and what is left out."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from functools import lru_cache
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.plan.accuracy_document import document, goals
+from phalanx.plan.published import PublishedRun, read_published
+from phalanx.plan.stack_scalars import Point, scalar_for, scalars
+from phalanx.plan.validate import Validation, errors, fits, kendall_tau, outcome_of, sweeps, validate
+
+from .test_published import GPT3, LLAMA_8B, row
+
+
+def several() -> tuple[PublishedRun, ...]:
+    """Three models, one of them in two layouts, one that did not fit, and one that says too little."""
+    return (
+        row(GPT3),
+        row(GPT3, id="gpt3-tp4", tp="4", pp="24", tokens_per_s_per_gpu="110"),
+        row(LLAMA_8B, tokens_per_s_per_gpu="8000", memory_gb="60", notes="memory = nvidia-smi max"),
+        row(LLAMA_8B, id="one-layer-rank", tokens_per_s_per_gpu="", gpus="1", dp="1", notes="OOM"),
+        row(GPT3, id="too-little", layers=""),
+    )
+
+
+@lru_cache(maxsize=1)
+def validated() -> Validation:
+    return validate(several(), calibration=())
+
+
+def test_every_row_has_an_outcome_in_order() -> None:
+    assert [outcome.run.id for outcome in validated().outcomes] == [run.id for run in several()]
+
+
+def test_the_prediction_is_the_sum_of_its_terms() -> None:
+    for outcome in validated().timed():
+        assert outcome.time is not None
+        assert sum(outcome.time.terms.values()) == pytest.approx(outcome.time.predicted_s)
+
+
+def test_an_excluded_row_says_why_and_has_no_prediction() -> None:
+    outcome = validated().outcomes[-1]
+    assert "layers" in outcome.excluded
+    assert (outcome.time, outcome.estimate) == (None, None)
+
+
+def test_a_layout_that_the_planner_refuses_is_excluded_with_its_words() -> None:
+    outcome = outcome_of(row(GPT3, vpp="20"))
+    assert "the planner cannot express it: 12 x 20 stages for 96 layers" in outcome.excluded
+
+
+def test_sixteen_gigabytes_a_billion_parameters_do_not_fit_on_one_accelerator() -> None:
+    found = fits(validated().outcomes)
+    assert (found.ran_out, found.ran_out_predicted) == (1, 1)
+
+
+def test_memory_of_the_whole_device_counts_contexts_too() -> None:
+    outcome = next(outcome for outcome in validated().outcomes if outcome.memory)
+    assert outcome.memory is not None
+    assert outcome.estimate is not None
+    assert outcome.memory.basis == "device"
+    assert outcome.memory.predicted_bytes == outcome.estimate.memory_bytes
+    assert outcome.memory.measured_bytes == 60 * 2**30
+
+
+points = st.builds(
+    Point,
+    software=st.sampled_from("ab"),
+    accelerator=st.sampled_from(("h100", "a100")),
+    model=st.sampled_from("xyz"),
+    configuration=st.sampled_from("pq"),
+    ratio=st.floats(0.1, 10),
+)
+
+
+@given(run=points, others=st.lists(points), ratio=st.floats(0.1, 10))
+def test_a_factor_does_not_depend_on_runs_of_the_model_that_it_is_for(
+    run: Point, others: list[Point], ratio: float
+) -> None:
+    own = dataclasses.replace(run, ratio=ratio)
+    known = scalar_for(run, others)
+    assert scalar_for(run, [*others, own]) == known
+    if known.scope in ("stack and accelerator", "stack"):
+        assert scalar_for(run, [*others, dataclasses.replace(own, configuration="r")]) == known
+
+
+@given(run=points, others=st.lists(points, min_size=1), times=st.floats(0.1, 10))
+def test_a_stack_that_is_slower_by_a_factor_has_a_factor_larger_by_it(
+    run: Point, others: list[Point], times: float
+) -> None:
+    slower = [dataclasses.replace(p, ratio=p.ratio * times) for p in others]
+    before, after = scalar_for(run, others), scalar_for(run, slower)
+    assert before.scope == after.scope
+    expected = before.value * (times if before.runs else 1)
+    assert after.value == pytest.approx(expected)
+
+
+def test_each_model_has_one_vote_however_many_runs_it_has() -> None:
+    many = [Point("a", "h100", "x", "", 2.0)] * 10 + [
+        Point("a", "h100", "y", "", 1.0),
+        Point("a", "h100", "z", "", 1.0),
+    ]
+    assert scalars(many)["a on h100"].value == 1.0
+
+
+def test_without_runs_on_the_same_accelerator_the_same_software_elsewhere_serves() -> None:
+    run = Point("a", "h100", "x", "", 1.0)
+    elsewhere = scalar_for(run, [Point("a", "a100", "x", "", 1.3), Point("b", "h100", "y", "", 9.0)])
+    assert (elsewhere.value, elsewhere.scope) == (1.3, "stack")
+    assert scalar_for(run, [Point("b", "h100", "y", "", 9.0)]).scope == "none"
+
+
+def test_a_stack_known_from_one_model_learns_from_its_other_configurations_and_says_so() -> None:
+    run, other = Point("a", "h100", "x", "256", 1.0), Point("a", "h100", "x", "512", 1.2)
+    found = scalar_for(run, [run, other])
+    assert (found.value, found.scope) == (1.2, "other configurations of the model")
+
+
+def test_rows_of_calibration_move_factors_but_are_not_reported() -> None:
+    alone = validate((row(GPT3),), calibration=())
+    helped = validate((row(GPT3),), calibration=(row(LLAMA_8B, tokens_per_s_per_gpu="8000"),))
+    assert len(helped.outcomes) == 1
+    first, second = alone.outcomes[0].time, helped.outcomes[0].time
+    assert first is not None
+    assert second is not None
+    assert (first.scalar.scope, second.scalar.scope) == ("none", "stack and accelerator")
+    assert first.predicted_s == second.predicted_s
+
+
+@given(values=st.lists(st.floats(-2, 2), min_size=1, max_size=9))
+def test_the_worst_error_is_at_least_the_median(values: list[float]) -> None:
+    found = errors(values)
+    assert found is not None
+    assert abs(found.worst) >= found.median >= abs(found.bias) - 4
+    assert found.count == len(values)
+
+
+def test_no_errors_have_no_summary() -> None:
+    assert errors([]) is None
+
+
+@given(order=st.permutations(range(6)))
+def test_kendalls_tau_counts_the_swaps_that_sorting_needs(order: list[int]) -> None:
+    pairs = [(float(place), float(value)) for place, value in enumerate(order)]
+    inversions = sum(a > b for a, b in itertools.combinations(order, 2))
+    assert kendall_tau(pairs) == pytest.approx(1 - 4 * inversions / (6 * 5))
+
+
+def test_regret_is_the_measured_price_of_the_planners_choice() -> None:
+    found = sweeps(validated().outcomes)
+    assert [sweep.layouts for sweep in found] == [2]
+    first, second = validated().outcomes[:2]
+    assert first.time is not None
+    assert second.time is not None
+    chosen = first.time if first.time.predicted_s < second.time.predicted_s else second.time
+    best = min(first.time.measured_s, second.time.measured_s)
+    assert found[0].regret == pytest.approx(chosen.measured_s / best - 1)
+
+
+def test_a_goal_without_evidence_is_not_met() -> None:
+    nothing = validate((row(GPT3, layers=""),), calibration=())
+    assert {goal.reached for goal in goals(nothing)} == {None}
+    assert not any(goal.met for goal in goals(nothing))
+
+
+def test_the_document_names_every_row_and_every_missed_goal() -> None:
+    text = document(validated())
+    assert all(f"`{run.id}`" in text for run in several() if not run.ran_out_of_memory)
+    for goal in goals(validated()):
+        assert goal.name in text
+
+
+@pytest.mark.slow
+def test_the_packages_table_is_predicted_within_the_right_order_of_magnitude() -> None:
+    rows = read_published()[::12]
+    found = errors(outcome.time.error for outcome in validate(rows, calibration=()).timed() if outcome.time)
+    assert found is not None
+    assert found.median < 0.5

@@ -1,0 +1,250 @@
+"""Real workers that break right before a collective of a test's choice, and the process that they are forked from.
+
+A sweep over all collectives of a step needs hundreds of workers. Importing PyTorch takes seconds, so one process does it
+once and then forks a worker whenever it is asked to: ``phalanx.fleet.worker`` itself, in which a dispatch mode counts the
+operations that talk to other ranks. Which of them is to break is written in the run directory; each break
+happens once in a run, so a step that is computed again after it does not break again.
+
+``python sweep_worker.py FD`` serves the socket FD: for each request (the worker's arguments as JSON, with its descriptors
+beside it: its log, its link, its two segments) it answers with the process id of a new worker.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from phalanx.fleet import worker
+from phalanx.fleet.worker_link import Bind
+from phalanx.train import loop
+from phalanx.train.step import Stepper
+
+START, END = "start", "end"
+"""Collectives before the first step of an epoch, and after the last step of the run."""
+DESCRIPTORS = 4
+_LOG, _LINK = 0, 1
+
+_SILENT = ("wait_tensor", "_wrap_tensor_autograd")
+"""Operations that say nothing to other ranks."""
+_PHASES = {
+    "evaluate": "evaluation",
+    "weights_sha256": "hash of the weights",
+    "_settle": "checkpoint",
+    "norm": "clipping",
+    "Stepper._sum_up": "loss",
+    "Stepper._balance": "balance",
+    "TreeReduceScatter.__call__": "reduction",
+    "exchange": "reduction",
+    "_engine_run_backward": "backward",
+    "StageLinks.__init__": "connecting",
+    "Stepper._slot": "forward",
+}
+"""What a rank is doing, by the innermost of these functions that it is in."""
+
+
+@dataclass(frozen=True)
+class Break:
+    """A moment at which a rank breaks: right before its ``call``-th collective (from 0) of ``place``."""
+
+    place: str
+    """"step N", or one of ``START`` and ``END``."""
+    rank: int
+    call: int
+    how: Literal["die", "cut"]
+    """Get SIGKILL, or lose the connections to the other ranks."""
+
+
+def step_place(step: int) -> str:
+    """The place of a step, with the evaluation after it."""
+    return f"step {step}"
+
+
+def write_breaks(run_dir: Path, breaks: list[Break]) -> None:
+    """Says what is to break; before workers are started."""
+    _committed_dir(run_dir).mkdir(parents=True)
+    _breaks_file(run_dir).write_text(json.dumps([asdict(one) for one in breaks]))
+
+
+def committed(run_dir: Path) -> int:
+    """How many breaks have happened."""
+    return len(list(_committed_dir(run_dir).iterdir()))
+
+
+def seen_collectives(run_dir: Path, rank: int) -> dict[str, list[str]]:
+    """The phase and name of each collective of an undisturbed run, in order, by place."""
+    found: dict[str, list[str]] = json.loads(_seen_file(run_dir, rank).read_text())
+    return found
+
+
+def _breaks_file(run_dir: Path) -> Path:
+    return run_dir / ".sweep/breaks.json"
+
+
+def _committed_dir(run_dir: Path) -> Path:
+    return run_dir / ".sweep/committed"
+
+
+def _seen_file(run_dir: Path, rank: int) -> Path:
+    return run_dir / f".sweep/collectives-{rank}.json"
+
+
+class Breaker(TorchDispatchMode):
+    """Counts the collectives of this process by place, and breaks it before those that it was told."""
+
+    def __init__(self, run_dir: Path, cut: Callable[[], None]) -> None:
+        super().__init__()
+        self._run_dir, self._cut, self._rank = run_dir, cut, -1
+        breaks = json.loads(_breaks_file(run_dir).read_text())
+        self._numbers = {Break(**one): number for number, one in enumerate(breaks)}
+        self._recording = not breaks
+        self._seen: dict[str, list[str]] = {}
+
+    def enters(self, rank: int) -> None:
+        """This process becomes a rank."""
+        self._rank, self._seen = rank, {}
+        self.at(START)
+
+    def at(self, place: str) -> None:
+        """The next collective is the first of ``place``."""
+        self._place, self._calls = place, self._seen.setdefault(place, [])
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if func.namespace in ("c10d", "_c10d_functional") and name not in _SILENT:
+            self._before(name)
+        return func(*args, **(kwargs or {}))
+
+    def _before(self, name: str) -> None:
+        call = len(self._calls)
+        self._calls.append(f"{_phase(sys._getframe())}: {name}" if self._recording else "")
+        for how in ("die", "cut"):
+            number = self._numbers.get(Break(self._place, self._rank, call, how))
+            if number is not None and self._first(number):
+                self._break(how)
+
+    def _first(self, number: int) -> bool:
+        with suppress(FileExistsError):
+            (_committed_dir(self._run_dir) / str(number)).touch(exist_ok=False)
+            return True
+        return False
+
+    def _break(self, how: str) -> None:
+        if how == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._cut()
+
+    def save(self) -> None:
+        """Writes down what was seen, if this is an undisturbed run."""
+        if self._recording:
+            _seen_file(self._run_dir, self._rank).write_text(json.dumps(self._seen))
+
+
+def _phase(frame: FrameType | None) -> str:
+    return next((_PHASES[name] for name in _functions(frame) if name in _PHASES), "setting up")
+
+
+def _functions(frame: FrameType | None) -> Iterator[str]:
+    while frame is not None:
+        yield frame.f_code.co_qualname
+        frame = frame.f_back
+
+
+class SweptWorker(worker.Worker):
+    """A worker whose epochs run under a ``Breaker``."""
+
+    def _live(self, bind: Bind) -> dict[str, Any] | None:
+        breaker = Breaker(self._post.run_dir, self._cut)
+        breaker.enters(bind.rank)
+        run, finished = Stepper.run, loop._finished
+
+        def run_here(stepper: Stepper, number: int, *args: Any) -> Any:
+            breaker.at(step_place(number))
+            return run(stepper, number, *args)
+
+        def finished_here(*args: Any) -> Any:
+            breaker.at(END)
+            return finished(*args)
+
+        Stepper.run, loop._finished = run_here, finished_here  # type: ignore[method-assign]
+        try:
+            with breaker:
+                result = super()._live(bind)
+            breaker.save()
+            return result
+        finally:
+            Stepper.run, loop._finished = run, finished  # type: ignore[method-assign]
+
+
+class Zygote:
+    """The process that workers are forked from, as the test sees it."""
+
+    def __init__(self) -> None:
+        import subprocess
+
+        self._control, theirs = socket.socketpair()
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        theirs.close()
+
+    def fork(self, arguments: list[str], descriptors: list[int]) -> int:
+        """The process id of a new worker with ``arguments``; ``descriptors``: its log, its link, its segments."""
+        socket.send_fds(self._control, [json.dumps(arguments).encode()], descriptors)
+        return int(self._control.recv(64))
+
+    def close(self) -> None:
+        """Ends it, and with it whatever it has forked."""
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+
+
+def _serve(control: socket.socket) -> None:
+    """Forks workers until the test has ended."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a worker ended
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(control, 1 << 16, DESCRIPTORS)
+        if not request:
+            return
+        pid = os.fork()
+        if pid == 0:
+            _become_worker(control, json.loads(request), descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        control.sendall(str(pid).encode())
+
+
+def _become_worker(control: socket.socket, arguments: list[str], descriptors: list[int]) -> None:
+    """Does in a forked process what ``python -m phalanx.fleet.worker`` does in a new one."""
+    try:
+        control.close()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for stream in (1, 2):
+            os.dup2(descriptors[_LOG], stream)
+        segments = map(str, descriptors[_LINK + 1 :])
+        sys.argv = ["worker", "--link", str(descriptors[_LINK]), "--segments", *segments, *arguments]
+        worker.Worker = SweptWorker  # type: ignore[misc]
+        worker.main()
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=int(sys.argv[1])))
