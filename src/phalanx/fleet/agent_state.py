@@ -273,9 +273,12 @@ class AgentState:
                     Broken(self.identity.node, self.incarnation, epoch, index, text[:_TEXT_MAX])
                 )
             case worker_link.Doubted(epoch=epoch) if epoch == worker.epoch:
-                self.ended_unix_s = self.ended_unix_s or unix_s
-                evidence = said.evidence[:_TEXT_MAX]
-                return self._testify(Suspect(self.identity.node, "corruption", evidence, said.trusted_step))
+                if said.reason == "corruption":
+                    self.ended_unix_s = self.ended_unix_s or unix_s
+                report = Suspect(
+                    self.identity.node, said.reason, said.evidence[:_TEXT_MAX], said.trusted_step, epoch
+                )
+                return self._testify(report)
             case worker_link.Parked(epoch=epoch) if worker.epoch <= epoch:
                 return self._left(worker, said)
             case worker_link.Taken():

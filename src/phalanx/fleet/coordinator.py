@@ -23,6 +23,8 @@ from pathlib import Path
 
 import msgspec
 
+from phalanx.checkpoint.disk import DiskTier
+from phalanx.checkpoint.errors import CheckpointError
 from phalanx.fleet import messages as m
 from phalanx.fleet.core import initial_state, step
 from phalanx.fleet.fleet_file import fleet_file, path_in, read_fleet_file, write_fleet_file
@@ -90,12 +92,13 @@ class Coordinator:
         self._checkpoints: tuple[int, ...] = ()
         self._disk_due_s, self._turned_s = 0.0, math.inf
         self._events: EventLog | None = None
-        self._told = 0.0
         self._file_due_s, self._shown_epoch = 0.0, m.NO_EPOCH
         fleet = spec.fleet
         self._tick_s = min(_LONGEST_TICK_S, min(fleet.lease_s, fleet.confirm_s or fleet.lease_s) / 8)
         self._journal = Journal(_journal_path(post))
         self._state, self._restarts = self._remembered()
+        # What a coordinator before this one saw, it has told.
+        self._told = max((incident.at_s for incident in self._state.incidents), default=0.0)
         self._clock_ahead_s = max(self._state.now_s, time.time()) - time.monotonic()
 
     # --- memory ------------------------------------------------------------------------------
@@ -192,9 +195,16 @@ class Coordinator:
             sending += self._decide(event, now_s)
         if sending or self._journal.unsynced_bytes > _UNSYNCED_BYTES:
             await self._synced()
+        self._set_aside()
         for node, command in sending:
             self._server.send(node, command)
         self._tell(now_s)
+
+    def _set_aside(self) -> None:
+        """Checkpoints that are not to be trusted, before anybody is told to restore; their steps will be saved anew."""
+        for saved in self._state.condemned:
+            with suppress(CheckpointError):
+                DiskTier(self._directory.checkpoints).set_aside(saved)
 
     def _batch(self, now_s: float) -> tuple[m.Event, ...]:
         events: list[m.Event] = []

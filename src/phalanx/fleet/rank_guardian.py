@@ -19,6 +19,7 @@ from phalanx.checkpoint.tier import Tier
 from phalanx.fleet import worker_link as link
 from phalanx.fleet.live_audit import LiveAudit
 from phalanx.fleet.saboteur import Saboteur
+from phalanx.fleet.straggler_watch import StragglerWatch
 from phalanx.fleet.worker_orders import Orders, ParkedError
 from phalanx.parallel.mesh import Mesh
 from phalanx.run.identity import identity
@@ -47,6 +48,7 @@ class RankGuardian(Guardian):
         self._writer = SnapshotWriter(segments, identity(spec), on_complete=self._complete)
         self._bind: link.Bind | None = None
         self._newest = NO_STEP
+        self._watch: StragglerWatch | None = None
         self.epoch, self.step, self.phase, self.since_s = -1, NO_STEP, "warm", time.monotonic()
 
     def enters(self, bind: link.Bind) -> None:
@@ -95,6 +97,8 @@ class RankGuardian(Guardian):
         return self._orders.leaving(self.epoch)
 
     def audit(self, stepper: Stepper, samples: Samples) -> Audit | None:
+        window_steps = self._spec.fleet.straggler_window_steps
+        self._watch = StragglerWatch(stepper, window_steps) if window_steps else None
         every = self._spec.fleet.audit_every_steps
         if every == 0:
             return None
@@ -122,6 +126,7 @@ class RankGuardian(Guardian):
         self._orders.check(self.epoch)
         seconds = time.monotonic() - self.since_s
         self._send(link.StepEnded(self.epoch, step, seconds, seconds))
+        self._look_for_stragglers(step)
         safe, leave = not report.votes.unsafe, report.votes.leave
         if self._every and safe and (leave or step % self._every == 0):
             self._take(step, shards, extra)
@@ -142,6 +147,11 @@ class RankGuardian(Guardian):
         self._writer.take(step, shards, extra)
         self._saboteur.at("snapshot")
         self._newest = step
+
+    def _look_for_stragglers(self, step: int) -> None:
+        for straggler in self._watch.step_ended(step) if self._watch is not None else ():
+            if straggler.rank == self._bound().rank:
+                self._send(link.Doubted(self.epoch, "straggler", str(straggler)))
 
     def _complete(self, taken: Taken) -> None:
         key = taken.key

@@ -158,7 +158,7 @@ class Worker:
                 return None
             text = f"{type(error).__name__}: {error}"
             if isinstance(error, CorruptionFoundError) and bind.rank in error.verdict.ranks:
-                return Doubted(bind.epoch, text, error.verdict.roll_back_to)
+                return Doubted(bind.epoch, "corruption", text, error.verdict.roll_back_to)
             if isinstance(error, known_errors()) and not isinstance(error, _OF_THE_FLEET):
                 return Fatal(bind.epoch, str(error))
             traceback.print_exc()  # into this worker's log

@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 import struct
 from threading import Lock
+from typing import Literal
 
 import msgspec
 
@@ -126,12 +127,13 @@ class Broken(_Said, frozen=True):
 
 
 class Doubted(_Said, frozen=True):
-    """An audit found that the rank of this worker computed wrongly."""
+    """An audit found that the rank of this worker computed wrongly, or statistics that it is slow."""
 
     epoch: int
+    reason: Literal["corruption", "straggler"]
     evidence: str
-    trusted_step: int
-    """The last step up to which all is good."""
+    trusted_step: int | None = None
+    """With corruption: the last step up to which all is good."""
 
 
 class Parked(_Said, frozen=True):

@@ -171,7 +171,7 @@ def _ranks_of(parameter: Parameter, layout: Layout) -> int:
 
 def _piece(parameter: Parameter, layout: Layout, place: Place) -> Piece:
     shape, share = list(parameter.shape), place.fsdp
-    dim = _divided_dim(parameter)
+    dim = divided_dim(parameter)
     if parameter.stacked:
         shape[0] //= layout.expert
         shape[1 if parameter.kind == "matrix" else 2] //= layout.expert_tensor
@@ -182,7 +182,7 @@ def _piece(parameter: Parameter, layout: Layout, place: Place) -> Piece:
     return Piece(parameter, math.prod(shape), _chunk(shape, share, _ranks_of(parameter, layout)))
 
 
-def _divided_dim(parameter: Parameter) -> int | None:
+def divided_dim(parameter: Parameter) -> int | None:
     """The dimension of a dense parameter that the tensor axis divides; ``None`` for what is alike on its ranks."""
     *path, module, kind = parameter.name.split(".")
     if not path:

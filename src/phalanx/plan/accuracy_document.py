@@ -87,7 +87,10 @@ _INTRODUCTION = """# How accurate the planner is
 Made by `phalanx plan --validate`; do not edit. The rows are those of `src/phalanx/plan/data/published_runs.csv`, or of the file
 that was named. An error is predicted over measured, less one: below zero the planner is too optimistic.
 
-- *Raw*: no measured training step has been used, only data sheets and micro-benchmarks.
+- *Raw*: no measured training step enters the formulas, but for the scale tax; only data sheets and micro-benchmarks. Not blind
+  all the same: what `phalanx.plan.published_software` says of each software (which fused attention, which loss, eager or fused,
+  format of gradients) was written down after a first comparison, from documents where there are any. Raw errors of llm-foundry,
+  torchtitan, nanotron, NeMo and BLOOM profit from it; rows of other sources are the fairer test.
 - *With the factor*: multiplied by the median of measured over predicted time of other runs of the same software on the same
   accelerator. A run never has a part in its own factor, nor does any other run of the same model on the same accelerator. Where
   no such run is left, the same software's runs on other accelerators serve, and where it is known from one model alone, that

@@ -22,6 +22,9 @@ Rows = Literal["tokens", "local", "gathered", "routed"]
 """``gathered`` is kept as ``tokens`` by stacks that keep the gathered inputs of products, and as ``local`` by others."""
 Axis = Literal["none", "tensor", "expert_tensor"]
 
+_PERMUTING = 8
+"""Kernels that sort tokens by expert: histogram, prefix sums, indices, and the copy."""
+
 KINDS = ("dense", "mixture", "embedding", "head")
 """What a stage is made of: two kinds of layers, and the two ends of the model."""
 
@@ -117,7 +120,7 @@ def layers(workload: Workload, stack: Stack) -> dict[str, Layer]:
     dense = attention + _after_attention(model) + _feed_forward(model, model.ffn_dim)
     mixture = dense
     if model.moe is not None:
-        mixture = attention + _after_attention(model) + _mixture(model, model.moe)
+        mixture = attention + _after_attention(model) + _mixture(model, model.moe, stack)
     if stack.dropout:
         masks = Layer((Pointwise("out", "local", 4, 4),), (Kept("out", "local", 2 * model.dim, bytes=1),))
         dense, mixture = dense + masks, mixture + masks
@@ -230,16 +233,19 @@ def _feed_forward(model: ModelSpec, inner: int) -> Layer:
     return Layer(operations, kept)
 
 
-def _mixture(model: ModelSpec, moe: MoeSpec) -> Layer:
+def _mixture(model: ModelSpec, moe: MoeSpec, stack: Stack) -> Layer:
     gates = 2 if model.ffn == "swiglu" else 1
     dim, inner = model.dim, moe.ffn_dim
     split: Axis = "expert_tensor"
+    # Into the order of experts and back: one copy read, per_token written, and the reverse. What an all-to-all brings is
+    # in the order of ranks and has to be sorted once more.
+    moved = (1 + moe.per_token + 2 * moe.per_token * (stack.dispatch == "every copy")) * dim
     routed = Layer(
         (
             Product("router", "local", moe.experts, dim),
-            Pointwise("router", "local", 8 * moe.experts, 4 * moe.experts, kernels=6),
-            # Into the order of experts and back: one copy read, per_token written, and the reverse.
-            Pointwise("dispatch", "local", (1 + moe.per_token) * dim, (1 + moe.per_token) * dim, kernels=3),
+            # Scores, the choice, its balance and its loss: some twenty small kernels (Megatron Core's TopKRouter).
+            Pointwise("router", "local", 8 * moe.experts, 4 * moe.experts, kernels=20),
+            Pointwise("dispatch", "local", moved, moved, kernels=_PERMUTING),
             Exchange("dispatch", "dispatch", dim),
             Exchange("dispatch", "expert_gather", dim),
             Product("expert_widen", "routed", gates * inner, dim, columns_over=split, experts=moe.experts),
@@ -247,7 +253,7 @@ def _mixture(model: ModelSpec, moe: MoeSpec) -> Layer:
             Product("expert_down", "routed", dim, inner, inner_over=split, experts=moe.experts),
             Exchange("combine", "expert_scatter", dim),
             Exchange("combine", "combine", dim),
-            Pointwise("combine", "local", (1 + moe.per_token) * dim, (1 + moe.per_token) * dim, kernels=3),
+            Pointwise("combine", "local", moved, moved, kernels=_PERMUTING),
         ),
         (
             Kept("router", "local", 2 * moe.experts, bytes=4),

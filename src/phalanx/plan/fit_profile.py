@@ -3,7 +3,7 @@ not seen.
 
 The law that is fitted is the one that plans are made with (``phalanx.plan.kernels``, ``phalanx.plan.collectives``), by a
 search along the coordinates of the mean error's logarithm: the constants are few and the points at most some hundred. Every
-third point is held out; the errors that a profile carries are of these.
+third point is held out, or of few points each in turn; the errors that a profile carries are of these.
 """
 
 from __future__ import annotations
@@ -152,8 +152,11 @@ def _fit_attention(points: Points, accelerator: Accelerator, start: Constants, o
     shares, seen = {}, []
     for way in ("forward", "backward"):
         found = points[f"attention.{way}"]
-        shares[way] = float(np.median([size[0] / took / peak for size, took in found]))
-        seen += [abs(size[0] / (shares[way] * peak) / took - 1) for size, took in found]
+        rates = np.array([size[0] / took for size, took in found])
+        shares[way] = float(np.median(rates)) / peak
+        for place, rate in enumerate(rates):
+            others = np.delete(rates, place) if len(rates) > 1 else rates
+            seen.append(abs(rate / float(np.median(others)) - 1))
     provenance = _provenance(np.array(seen), len(seen), origin)
     return dataclasses.replace(start.attention, **shares, provenance=provenance)
 
@@ -209,20 +212,26 @@ def _fit_collective(
 def _fit(
     predict: Callable[[Array], Array], initial: Array, seconds: Array, origin: Origin
 ) -> tuple[Array, Provenance]:
-    """The logarithms of the constants, and how well those that were fitted without every third point predict it.
-
-    The constants that are returned are fitted to all points.
-    """
-    held = (
-        np.arange(len(seconds)) % _HELD_OUT == _HELD_OUT - 1
-        if len(seconds) > 2 * _HELD_OUT
-        else np.zeros(len(seconds), bool)
-    )
-    blind = _search(lambda v: _misfit(predict(v)[~held], seconds[~held]), initial)
+    """The logarithms of the constants, fitted to all points, and how well a fit predicts points that were left out of it."""
+    errors = [_blind_errors(predict, initial, seconds, held) for held in _held_out(len(seconds))]
     values = _search(lambda v: _misfit(predict(v), seconds), initial)
-    unseen = held if held.any() else ~held
-    errors = np.abs(predict(blind)[unseen] / seconds[unseen] - 1)
-    return values, _provenance(errors, len(seconds), origin)
+    return values, _provenance(np.concatenate(errors), len(seconds), origin)
+
+
+def _held_out(points: int) -> list[NDArray[np.bool_]]:
+    """What is left out of a fit: every third point, or where there are few, each of them in turn."""
+    numbers = np.arange(points)
+    if points > 2 * _HELD_OUT:
+        return [numbers % _HELD_OUT == _HELD_OUT - 1]
+    return [numbers == number for number in numbers]
+
+
+def _blind_errors(
+    predict: Callable[[Array], Array], initial: Array, seconds: Array, held: NDArray[np.bool_]
+) -> Array:
+    """Of the points ``held``, the errors of a fit to the others."""
+    values = _search(lambda v: _misfit(predict(v)[~held], seconds[~held]), initial)
+    return np.asarray(np.abs(predict(values)[held] / seconds[held] - 1))
 
 
 def _misfit(predicted: Array, seconds: Array) -> float:

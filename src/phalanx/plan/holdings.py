@@ -1,8 +1,8 @@
 """How many parameters of each kind a rank holds, for arrays of layouts.
 
-The same division as ``phalanx.model.holdings`` makes for one rank of one layout, with its rounding: a matrix over tensor ranks
-(experts over expert ranks), then by rows over the ranks that share state, ``ceil(rows / ranks)`` each. The rank with the
-largest share is meant throughout.
+The same division as ``phalanx.model.holdings`` makes for one rank of one layout: a matrix over tensor ranks (experts over expert
+ranks), then over the ranks that share state. These divide by rows, ``ceil(rows / ranks)`` each, as this project does, or one flat
+buffer into equal parts (``Stack.shards``). The rank with the largest share is meant throughout.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
-from phalanx.model.holdings import _divided_dim as divided_dim
+from phalanx.model.holdings import divided_dim
 from phalanx.model.shape import Parameter, is_mixture, parameters
 from phalanx.plan.architecture import KINDS
 from phalanx.plan.candidates import Bools, Candidates, Floats, Ints
@@ -42,18 +43,23 @@ class Holdings:
         return Holdings(*(take(getattr(self, field.name)) for field in dataclasses.fields(self)))
 
 
-def holdings(model: ModelSpec, candidates: Candidates) -> Holdings:
-    """What one layer of each kind holds."""
+def holdings(
+    model: ModelSpec, candidates: Candidates, shards: Literal["flat", "rows"] = "rows"
+) -> Holdings:
+    """What one layer of each kind holds, where data-parallel ranks divide ``shards``."""
+    whole = shards == "rows"
     by_kind = [list(_of_kind(model, kind)) for kind in KINDS]
     ahead = [p for p in by_kind[KINDS.index("head")] if p.name.startswith("mtp.") and ".block." in p.name]
     return Holdings(
         dense=tuple(_sum(_dense(p, candidates) for p in found if not p.stacked) for found in by_kind),
         experts=tuple(_sum(_stacked(p, candidates) for p in found if p.stacked) for found in by_kind),
         dense_share=tuple(
-            _sum(_dense(p, candidates, shared=True) for p in found if not p.stacked) for found in by_kind
+            _sum(_dense_share(p, candidates, whole_rows=whole) for p in found if not p.stacked)
+            for found in by_kind
         ),
         experts_share=tuple(
-            _sum(_stacked(p, candidates, shared=True) for p in found if p.stacked) for found in by_kind
+            _sum(_stacked_share(p, candidates, whole_rows=whole) for p in found if p.stacked)
+            for found in by_kind
         ),
         block=tuple(
             _sum(_stacked(p, candidates) if p.stacked else _dense(p, candidates) for p in found)
@@ -87,19 +93,33 @@ def _sum(terms: Iterator[Floats]) -> Floats:
     return np.asarray(sum(terms, np.zeros(1)), dtype=np.float64)
 
 
-def _share(rows: Ints | Floats, ranks: Ints, *, shared: bool) -> Floats:
-    return np.asarray(np.ceil(rows / ranks) if shared else rows, dtype=np.float64)
+def _dense(parameter: Parameter, candidates: Candidates) -> Floats:
+    rows, columns = _rows_and_columns(parameter, candidates)
+    return rows * columns
 
 
-def _dense(parameter: Parameter, candidates: Candidates, *, shared: bool = False) -> Floats:
-    rows, rest = parameter.shape[0], parameter.numel // parameter.shape[0]
+def _dense_share(parameter: Parameter, candidates: Candidates, *, whole_rows: bool) -> Floats:
+    rows, columns = _rows_and_columns(parameter, candidates)
+    return _share(rows, candidates.dense_shard, whole_rows=whole_rows) * columns
+
+
+def _rows_and_columns(parameter: Parameter, candidates: Candidates) -> tuple[Floats, Floats]:
+    """Of what is left of a dense parameter after tensor ranks divided it."""
+    rows, rest = float(parameter.shape[0]), float(parameter.numel // parameter.shape[0])
     dim = divided_dim(parameter)
-    mine = np.ceil(rows / candidates.tensor) if dim == 0 else np.asarray(float(rows))
-    columns = rest / candidates.tensor if dim == 1 else rest
-    return _share(mine, candidates.dense_shard, shared=shared) * columns
+    mine = np.ceil(rows / candidates.tensor) if dim == 0 else np.asarray(rows)
+    return mine, rest / candidates.tensor if dim == 1 else np.asarray(rest)
 
 
-def _stacked(parameter: Parameter, candidates: Candidates, *, shared: bool = False) -> Floats:
+def _stacked(parameter: Parameter, candidates: Candidates) -> Floats:
+    return np.asarray(parameter.numel / candidates.expert / candidates.expert_tensor)
+
+
+def _stacked_share(parameter: Parameter, candidates: Candidates, *, whole_rows: bool) -> Floats:
     experts, rest = parameter.shape[0], parameter.numel // parameter.shape[0]
-    mine = _share(experts / candidates.expert, candidates.expert_shard, shared=shared)
+    mine = _share(experts / candidates.expert, candidates.expert_shard, whole_rows=whole_rows)
     return mine * rest / candidates.expert_tensor
+
+
+def _share(rows: Floats, ranks: Ints, *, whole_rows: bool) -> Floats:
+    return np.ceil(rows / ranks) if whole_rows else rows / ranks

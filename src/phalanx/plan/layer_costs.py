@@ -29,9 +29,11 @@ from phalanx.plan.architecture import (
 from phalanx.plan.candidates import PARTS, PRECISIONS, Bools, Candidates, Floats, Ints, Precision
 from phalanx.plan.stacks import Job
 
-CATEGORIES = ("matmul", "attention", "pointwise", "tensor_comm", "context_comm", "expert_comm")
+CATEGORIES = ("matmul", "attention", "pointwise", "tensor_comm", "context_comm", "expert_comm", "host")
 """What a layer's time goes into."""
 PHASES = ("forward", "input_gradient", "weight_gradient")
+_EXCHANGE_LAUNCHES = 2
+"""Of a collective: its kernel and the event that other streams wait for."""
 
 
 @dataclass(frozen=True)
@@ -150,19 +152,58 @@ class _Rank:
         """Seconds by phase and category, and forward seconds by part: (phases, categories, rows), (parts + 1, rows)."""
         found = np.zeros((len(PHASES), len(CATEGORIES), len(self.keys.tensor)))
         parts = np.zeros((len(PARTS) + 1, len(self.keys.tensor)))
-        core = np.zeros((2, len(self.keys.tensor)))
+        core, launches = np.zeros((2, len(PHASES), len(self.keys.tensor)))
         for operation in layer.operations:
             category, times = self._cost(operation)
             if isinstance(operation, Attention):
-                core += times[:2]
+                core += times
             found[:, CATEGORIES.index(category)] += times
             parts[PARTS.index(operation.part)] += times[0]
-        # Keys and values come while attention computes with those that are here.
-        context = CATEGORIES.index("context_comm")
-        hidden = np.minimum(found[:2, context], core * self.job.stack.context_overlap)
-        found[:2, context] -= hidden
+            launches += self._launches(operation)
+        hidden = self._hidden_context(found[:, CATEGORIES.index("context_comm")], core)
+        found[:, CATEGORIES.index("context_comm")] -= hidden
         parts[PARTS.index("core")] -= hidden[0]
-        return found, parts
+        device = found.sum(axis=1)
+        found[:, CATEGORIES.index("host")] = self._host(launches, device)
+        # Part by part the host is as far behind as in the whole.
+        return found, parts * (found[0].sum(axis=0) / np.maximum(device[0], 1e-30))
+
+    def _hidden_context(self, exchange: Floats, core: Floats) -> Floats:
+        """Seconds of the way of keys and values that attention with the blocks before hides, by phase."""
+        if self.job.stack.context_exchange == "gather":
+            return np.zeros_like(exchange)
+        # A ring of n ranks computes n blocks and sends n - 1; each can hide no more than the block computed meanwhile.
+        blocks = self.keys.context
+        hiding = core * self.job.stack.context_overlap * (blocks - 1) / blocks
+        return np.minimum(exchange, hiding)
+
+    def _host(self, launches: Floats, device_s: Floats) -> Floats:
+        """Seconds that the device waits for the host, by phase."""
+        host_s = launches * self.job.stack.launch_s
+        return host_s if self.job.stack.blocking_launches else np.maximum(host_s - device_s, 0.0)
+
+    def _launches(self, operation: Operation) -> Floats:
+        """Kernels by phase."""
+        ones = np.ones_like(self.keys.tensor, dtype=np.float64)
+        if isinstance(operation, Product):
+            # A narrow format takes a cast of each operand beside the product.
+            casts = 2 if self.precision.matmul in ("fp8", "fp4") else 0
+            each = (1 + casts) * (operation.experts / self.keys.expert if operation.experts else ones)
+            return np.stack([each, each, each])
+        if isinstance(operation, Attention):
+            return np.stack([ones, 2 * ones, 0 * ones]) * self.keys.context
+        if isinstance(operation, Pointwise):
+            kernels_ = operation.kernels * (1 if self.job.stack.fused_pointwise else 3)
+            return np.stack([kernels_ * ones, 2 * kernels_ * ones, 0 * ones])
+        size = self._members(operation)
+        return np.stack([ones, ones, 0 * ones]) * np.where(size > 1, _EXCHANGE_LAUNCHES, 0)
+
+    def _members(self, exchange: Exchange) -> Ints:
+        """Ranks that take part in an exchange."""
+        keys = self.keys
+        sizes = {"context": keys.context, "dispatch": keys.expert, "combine": keys.expert}
+        sizes |= {"gather": keys.tensor, "scatter": keys.tensor}
+        return sizes.get(exchange.kind, keys.expert_tensor)
 
     def _cost(self, operation: Operation) -> tuple[str, Floats]:
         """The category of an operation and its seconds by phase."""
@@ -235,27 +276,41 @@ class _Rank:
 
     def _keys_and_values(self, exchange: Exchange) -> Floats:
         keys = self.keys
-        whole = self.rows("tokens") * keys.context * exchange.width / keys.tensor
-        whole = whole * self.precision.activation_bytes
-        gather = self._collective(collectives.all_gather_s, keys.context, keys.tensor, whole)
-        scatter = self._collective(collectives.reduce_scatter_s, keys.context, keys.tensor, whole)
-        return np.stack([gather, gather + scatter, np.zeros_like(gather)])
+        block = self.rows("tokens") * exchange.width / keys.tensor * self.precision.activation_bytes
+        if self.job.stack.context_exchange == "gather":
+            gather, scatter = (
+                self._collective(seconds, keys.context, keys.tensor, block * keys.context)
+                for seconds in (collectives.all_gather_s, collectives.reduce_scatter_s)
+            )
+            return np.stack([gather, gather + scatter, np.zeros_like(gather)])
+        # Backward passes round keys and values, and with them their gradients.
+        forward, backward = (
+            (keys.context - 1)
+            * collectives.point_to_point_s(self.job.cluster, keys.tensor, times * block, keys.context)
+            for times in (1, 2)
+        )
+        return np.stack([forward, backward, np.zeros_like(forward)])
 
     def _to_experts(self, exchange: Exchange) -> Floats:
         moe = self.job.workload.model.moe
         assert moe is not None, "only mixtures have an exchange with experts"
-        narrow = exchange.kind == "dispatch"
-        bytes_ = self.precision.operand_bytes if narrow else self.precision.activation_bytes
-        tokens = self.rows("tokens") / self.keys.tensor * self.job.workload.imbalance
-        return np.asarray(
-            collectives.dispatch_s(
-                self.job.cluster,
-                self.keys.expert,
-                self.keys.expert_tensor,
-                tokens,
-                exchange.width * bytes_,
-                moe.per_token,
+        job, keys = self.job, self.keys
+        tokens = self.rows("tokens") / keys.tensor * job.workload.imbalance
+        # Only DeepEP's kernels carry tokens in the format of products (arXiv 2412.19437, section 3.3.3).
+        once = job.stack.dispatch == "once per node"
+        narrow = exchange.kind == "dispatch" and once
+        bytes_ = exchange.width * (
+            self.precision.operand_bytes if narrow else self.precision.activation_bytes
+        )
+        if once:
+            return np.asarray(
+                collectives.dispatch_s(
+                    job.cluster, keys.expert, keys.expert_tensor, tokens, bytes_, moe.per_token
+                )
             )
+        copies = tokens * moe.per_token * bytes_
+        return np.asarray(
+            collectives.all_to_all_s(job.cluster, keys.expert, keys.expert_tensor, copies)
         )
 
     def _collective(

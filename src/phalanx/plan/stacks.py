@@ -81,8 +81,8 @@ class Stack:
     """Of what is allocated: memory that the allocator holds and cannot use."""
     tensor_overlap: float = 0.0
     """Of the tensor axis's communication, what is hidden behind products."""
-    context_overlap: float = 0.8
-    """Of the time of attention, what can hide the exchange of keys and values."""
+    context_overlap: float = 1.0
+    """Of the time of a ring's block of attention, what can hide the next block's way."""
     expert_overlap: float = 0.0
     """Of the exchange of tokens, what is hidden."""
     data_overlap: float = 0.8
@@ -96,6 +96,21 @@ class Stack:
     ``phalanx.plan.step_time.scale_tax``."""
     reduces_each_micro_batch: bool = False
     """Whether ZeRO-2 and ZeRO-3 reduce gradients after every micro-batch rather than after the last of a slot."""
+    shards: Literal["flat", "rows"] = "flat"
+    """What data-parallel ranks divide: one flat buffer, or each parameter by whole rows (of stacked experts: whole experts)."""
+    dispatch: Literal["once per node", "every copy"] = "every copy"
+    """What of a token crosses the network to its experts: one copy for each node, which spreads it (DeepEP), or one for each
+    expert (an all-to-all)."""
+    context_exchange: Literal["ring", "gather"] = "ring"
+    """How keys and values come: block by block while attention computes with the last, or all before it begins."""
+    launch_s: float = 0.0
+    """The host's time to launch a kernel, Python and autograd included; 0 where launches are recorded or compiled."""
+    blocking_launches: bool = False
+    """Whether the host waits for every kernel before it launches the next, as under CUDA_LAUNCH_BLOCKING=1."""
+    slot_tree: bool = False
+    """Whether gradients of slots are added up as a binary tree, whose open branches are held."""
+    kept_logit_bytes: float = 0.0
+    """Of a token's score that waits for backward beside what the loss itself needs."""
 
 
 _MEGATRON_STATES = (
@@ -123,6 +138,8 @@ STACKS = {
             keeps_gathered_inputs=True,
             fused_pointwise=False,
             loss_chunk=2048,
+            shards="rows",
+            slot_tree=True,
         ),
         Stack(
             "megatron",
@@ -177,6 +194,7 @@ STACKS = {
             zero_stages=(1,),
             schedules=("1f1b", "dualpipev"),
             split="even",
+            dispatch="once per node",
             paired_overlap=0.9,
             tensor_overlap=0.3,
         ),

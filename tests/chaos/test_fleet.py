@@ -1,0 +1,99 @@
+"""Whole fleets of real processes: whatever falls, the weights at the end are those of the undisturbed run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.observe.event_log import read_events
+from phalanx.observe.goodput import goodput
+from phalanx_process import last_json, run
+
+
+def fleet_run(run_file: Path, folder: Path, *arguments: str) -> dict[str, Any]:
+    """The result of a fleet of three nodes and a spare."""
+    command = [
+        "train",
+        str(run_file),
+        "--nodes",
+        "3",
+        "--spares",
+        "1",
+        "--run-dir",
+        str(folder / "run"),
+        "--json",
+    ]
+    return last_json(
+        run([*command, "--set", "fleet.heartbeat_s=1", "--set", "fleet.lease_s=4", *arguments], folder)
+    )
+
+
+def with_faults(*faults: str) -> list[str]:
+    return [part for fault in faults for part in ("--fault", fault)]
+
+
+def test_a_fleet_loses_a_node_a_worker_and_its_coordinator_and_keeps_the_bits(
+    run_file: Path, undisturbed: str, tmp_path: Path
+) -> None:
+    faults = (
+        "kill node 1 at step 5",
+        "kill rank 0 at step 9 in backward",
+        "kill coordinator at step 13",
+        "stop rank 0 at step 15",
+    )
+    result = fleet_run(run_file, tmp_path, *with_faults(*faults))
+    assert result["weights_sha256"] == undisturbed
+    assert result["faults"] == list(faults)
+    assert len(result["recoveries"]) >= 2, "faults that fall together are one recovery, but not all do"
+    assert all(recovery["lost_steps"] <= 2 for recovery in result["recoveries"])
+    events = list(read_events(tmp_path / "run" / "events.jsonl"))
+    account = goodput(events)
+    assert account.buckets_ns.get("unattributed", 0) < 0.001 * account.held_ns
+    committed = {fault.name for fault in (tmp_path / "run" / "faults").iterdir()}
+    assert committed == {"0", "1", "2", "3"}, "every fault was committed"
+
+
+def test_a_corrupted_gradient_is_found_its_node_quarantined_and_the_bits_kept(
+    run_file: Path, undisturbed: str, tmp_path: Path
+) -> None:
+    audits = ["--set", "fleet.audit_every_steps=1"]
+    result = fleet_run(run_file, tmp_path, *audits, *with_faults("corrupt gradient rank 1 at step 6"))
+    assert result["weights_sha256"] == undisturbed
+    fleet = json.loads((tmp_path / "run" / "fleet.json").read_text())
+    roles = [member["role"] for member in fleet["members"]]
+    assert roles.count("quarantined") == 1
+    assert any("computed wrongly by rank 1" in one["what"] for one in fleet["happenings"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_random_faults_change_no_bit(seed: int, run_file: Path, undisturbed: str, tmp_path: Path) -> None:
+    result = fleet_run(run_file, tmp_path, *with_faults(f"random:{seed}:4"))
+    assert result["weights_sha256"] == undisturbed
+
+
+def test_a_fault_that_cannot_be_read_is_refused_with_the_column(run_file: Path, tmp_path: Path) -> None:
+    done = run(["train", str(run_file), "--nodes", "2", "--fault", "kill nodes 1 at step 3"], tmp_path)
+    assert done.returncode == 2
+    assert "column 6" in done.stderr
+
+
+def test_a_fault_without_a_fleet_is_refused(run_file: Path, tmp_path: Path) -> None:
+    done = run(["train", str(run_file), "--fault", "kill rank 1 at step 3"], tmp_path)
+    assert done.returncode == 2
+    assert "--nodes" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_slow_rank_is_replaced_by_a_spare_and_no_step_is_lost(
+    run_file: Path, undisturbed: str, tmp_path: Path
+) -> None:
+    windows = ["--set", "fleet.straggler_window_steps=2"]
+    result = fleet_run(run_file, tmp_path, *windows, *with_faults("slow rank 1 by 6x from step 2"))
+    assert result["weights_sha256"] == undisturbed
+    assert any(recovery["lost_steps"] == 0 for recovery in result["recoveries"])
+    fleet = json.loads((tmp_path / "run" / "fleet.json").read_text())
+    assert any(member["role"] == "quarantined" for member in fleet["members"])
