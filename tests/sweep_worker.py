@@ -15,6 +15,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -193,8 +194,6 @@ class Zygote:
     """The process that workers are forked from, as the test sees it."""
 
     def __init__(self) -> None:
-        import subprocess
-
         self._control, theirs = socket.socketpair()
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno())],

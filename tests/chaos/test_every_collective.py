@@ -17,8 +17,10 @@ import queue
 import select
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +56,8 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         """Sends it a signal; a process that has ended does not mind."""
-        try:
+        with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._handle, number)
-        except ProcessLookupError:
-            pass
 
     def kill(self) -> None:
         """SIGKILL."""
@@ -84,26 +84,20 @@ class SweptNode(Node):
         self.process = Forked(pid)  # type: ignore[assignment]
         self.pids.append(pid)
         self._link = ours
-        import threading
-
         threading.Thread(target=self._read, args=(ours,), daemon=True).start()
 
     def tell(self, said: Any) -> None:
         """As ever; the dead do not listen."""
-        try:
+        with suppress(OSError):
             super().tell(said)
-        except OSError:
-            pass
 
     def hear(self, kind: Any, patience_s: float = PATIENCE_S) -> Any:
         """As ever, but nobody waits for ``Bound``: an epoch may break before."""
         return None if kind is Bound else super().hear(kind, patience_s)
 
     def _read(self, link: socket.socket) -> None:
-        try:
+        with suppress(OSError):
             super()._read(link)
-        except OSError:
-            pass
         self.said.put(Gone())
 
 
@@ -119,11 +113,11 @@ class Sweep(Driver):
         members, spares = self.nodes[:ranks], self.nodes[ranks:]
         while True:
             self.bind(members, self._newest())
-            ends = self._end_of_epoch(members)
-            first = ends[members[0].number]
-            if isinstance(first, Finished):
-                return str(json.loads(first.result)["weights_sha256"])
-            members, spares = self._replace(members, spares, ends)
+            node, news = _first_news(members)
+            if isinstance(news, Finished):
+                return str(json.loads(news.result)["weights_sha256"])
+            dead = self._park(members, [node] if isinstance(news, Gone) else [])
+            members, spares = self._replace(members, spares, dead)
 
     def _newest(self) -> Resume:
         held = any(node.memory.holdings() for node in self.nodes)
@@ -132,44 +126,32 @@ class Sweep(Driver):
         except ValueError:  # no step is held by all of a layout's ranks yet
             return Resume()
 
-    def _end_of_epoch(self, members: list[Node]) -> dict[int, Any]:
-        """How the epoch ended for each member: ``Finished``, ``Parked`` or ``Gone``."""
-        first, news = _first_news(members)
-        ends = {} if isinstance(news, Broken) else {first.number: news}
+    def _park(self, members: list[Node], dead: list[Node]) -> list[Node]:
+        """Ends the epoch on all members; which of them are dead, ``dead`` included."""
         for node in members:
-            if not isinstance(news, Finished):
-                node.tell(Park(self.epoch))
-        for node in members:
-            if node.number not in ends:
-                ends[node.number] = self._end_of(node)
-            if isinstance(ends[node.number], Parked):
-                self.meeting[node.number] = ends[node.number].meeting_point
-        return ends
-
-    def _end_of(self, node: Node) -> Any:
-        end = node.hear((Broken, Parked, Finished, Gone))  # type: ignore[arg-type]
-        if isinstance(end, Broken):
             node.tell(Park(self.epoch))
-            return self._end_of(node)
-        return end
+        for node in members:
+            said = Gone() if node in dead else node.hear((Parked, Gone))  # type: ignore[arg-type]
+            if isinstance(said, Parked):
+                self.meeting[node.number] = said.meeting_point
+            elif node not in dead:
+                dead.append(node)
+        return dead
 
     def _replace(
-        self, members: list[Node], spares: list[Node], ends: dict[int, Any]
+        self, members: list[Node], spares: list[Node], dead: list[Node]
     ) -> tuple[list[Node], list[Node]]:
         """Spares take the places of the dead, in whose nodes fresh workers start and are spares."""
-        after, spares = [], list(spares)
-        for node in members:
-            if isinstance(ends[node.number], Gone):
-                node.start()
-                self.meeting[node.number] = node.hear(Warm).meeting_point
-                spares.append(node)
-                node = spares.pop(0)
-            after.append(node)
-        return after, spares
+        for node in dead:
+            node.start()
+            self.meeting[node.number] = node.hear(Warm).meeting_point
+        waiting = [*spares, *dead]
+        after = [waiting.pop(0) if node in dead else node for node in members]
+        return after, waiting
 
 
 def _first_news(members: list[Node]) -> tuple[Node, Any]:
-    """Who is the first to end or to break, and what of it was heard."""
+    """What ended the epoch, and of whom: somebody is broken or gone, or rank 0, which speaks for all, has finished."""
     deadline_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline_s:
         for node in members:
@@ -178,7 +160,8 @@ def _first_news(members: list[Node]) -> tuple[Node, Any]:
             except queue.Empty:
                 continue
             deadline_s = time.monotonic() + PATIENCE_S
-            if isinstance(said, Broken | Finished | Gone):
+            over = isinstance(said, Finished) and node is members[0]
+            if over or isinstance(said, Broken | Gone):
                 return node, said
     raise AssertionError(f"for {PATIENCE_S} s no worker said anything: the fleet hangs")
 
@@ -244,9 +227,9 @@ Choose = Callable[[int, int], list[tuple[int, str]]]
 """For a collective of a rank: is it to break, and how? Given its number and how many ranks there are: ranks and ways."""
 
 
-def everything(call: int, ranks: int) -> list[tuple[int, str]]:
+def everything(_call: int, ranks: int) -> list[tuple[int, str]]:
     """Each collective, on each rank, both ways."""
-    return [(rank, how) for rank in range(ranks) for how in ("die", "cut")]  # noqa: ARG001
+    return [(rank, how) for rank in range(ranks) for how in ("die", "cut")]
 
 
 def every_fourth(call: int, ranks: int) -> list[tuple[int, str]]:

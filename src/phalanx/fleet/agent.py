@@ -84,6 +84,7 @@ class Agent:
         self._post, self._spec, self._door, fleet = post, spec, door, spec.fleet
         certificates = door.certificates
         self._tls = certificates.client_context() if certificates else None
+        self._certificates = certificates.folder if certificates else None
         self._memory = SnapshotMemory(door.run, fleet.workers_per_node)
         self._data = SnapshotServer(
             self._memory,
@@ -235,6 +236,7 @@ class Agent:
             self._post.host,
             "--node",
             self._post.node,
+            *(["--certificates", str(self._certificates)] if self._certificates else []),
             "--segments",
             *map(str, segments),
         ]

@@ -7,10 +7,14 @@ alike; and the newest step that everybody can go back to is never the one that i
 
 from __future__ import annotations
 
+import ssl
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch.distributed as dist
+
+from phalanx.checkpoint.errors import CheckpointError
 from phalanx.checkpoint.snapshot_memory import NO_STEP, Segment
 from phalanx.checkpoint.snapshot_tier import SnapshotHolder, SnapshotTier, restore_from_holders
 from phalanx.checkpoint.snapshot_writer import SnapshotWriter, Taken
@@ -37,12 +41,14 @@ class RankGuardian(Guardian):
         spec: RunSpec,
         segments: Sequence[Segment],
         token: str,
+        tls: ssl.SSLContext | None,
         send: Callable[[link.ToAgent], None],
         orders: Orders,
         saboteur: Saboteur,
     ) -> None:
-        """``segments`` are this worker's own two, ``token`` opens the data ports of other nodes."""
-        self._spec, self._segments, self._token, self._send = spec, segments, token, send
+        """``segments`` are this worker's own two, ``token`` (and ``tls``) open the data ports of other nodes."""
+        self._spec, self._segments, self._send = spec, segments, send
+        self._token, self._tls = token, tls
         self._orders, self._saboteur = orders, saboteur
         self._every = spec.fleet.snapshot_every_steps
         self._writer = SnapshotWriter(segments, identity(spec), on_complete=self._complete)
@@ -71,22 +77,37 @@ class RankGuardian(Guardian):
         if bind.detected_unix_s > 0:
             self._saboteur.at("recovery")
         self._writer.bind(bind.epoch, bind.ranks, bind.rank, resume.step)
-        if resume.step < 0:
-            return restore_newest(
-                disk, shards, mesh, up_to=None if resume.disk_step < 0 else resume.disk_step
-            )
+        if resume.step >= 0:
+            error, extra = self._from_memory(bind, shards)
+            errors: list[str] = [""] * mesh.ranks
+            dist.all_gather_object(errors, error)
+            if not any(errors):
+                seconds = time.monotonic() - began_s
+                return RestoredState(resume.step, extra, (), "snapshots in memory", seconds)
+            print(f"snapshots of step {resume.step} cannot be restored: {sorted(set(errors))}", flush=True)
+        # Also where too many copies in memory turned out to be damaged: all ranks turn to the disk together.
+        limit = resume.step if resume.step >= 0 else resume.disk_step
+        return restore_newest(disk, shards, mesh, up_to=None if limit < 0 else limit)
+
+    def _from_memory(self, bind: link.Bind, shards: Sequence[Shard]) -> tuple[str, dict[str, Any]]:
+        """What went wrong while ``shards`` were filled from snapshots (empty: nothing), and what goes with the tensors."""
+        resume = bind.resume
         holders = [SnapshotHolder(holder.rank, holder.address) for holder in resume.holders]
         memory = SnapshotTier(
-            resume.ranks, resume.step, own=self._segments, holders=holders, token=self._token
+            resume.ranks,
+            resume.step,
+            own=self._segments,
+            holders=holders,
+            token=self._token,
+            tls=self._tls,
         )
         try:
-            same_layout = bind.ranks == resume.ranks
-            rank = bind.rank if same_layout else None
-            extra = restore_from_holders(memory, resume.step, shards, rank=rank)
+            rank = bind.rank if bind.ranks == resume.ranks else None
+            return "", restore_from_holders(memory, resume.step, shards, rank=rank)
+        except CheckpointError as error:
+            return str(error), {}
         finally:
             memory.close()
-        seconds = time.monotonic() - began_s
-        return RestoredState(resume.step, extra, (), "snapshots in memory", seconds)
 
     # --- what the training loop calls ---
 

@@ -33,7 +33,7 @@ from phalanx.checkpoint.snapshot_memory import segments_from
 from phalanx.fleet.live_audit import CorruptionFoundError
 from phalanx.fleet.rank_guardian import RankGuardian
 from phalanx.fleet.saboteur import Saboteur, Whereabouts
-from phalanx.fleet.security import run_token
+from phalanx.fleet.security import read_certificates, run_token
 from phalanx.fleet.worker_link import (
     Alive,
     Bind,
@@ -80,6 +80,8 @@ class Post:
     """The node's name; of a local fleet it ends with the node's number."""
     host: str
     """This machine, as the other nodes reach it."""
+    certificates: Path | None = None
+    """For the data ports of other nodes."""
 
 
 class Worker:
@@ -92,13 +94,14 @@ class Worker:
         self._spec = read_resolved(self._directory)
         self._device = device_for(self._spec.runtime.device, post.local_rank)
         segments = segments_from(post.segments)
+        tls = read_certificates(post.certificates).client_context() if post.certificates else None
         node = int(re.sub(r".*?(\d*)$", r"\1", post.node) or 0)
         whereabouts = Whereabouts(
             post.run_dir, node, node * self._spec.fleet.workers_per_node + post.local_rank
         )
         self._saboteur = Saboteur(whereabouts, segments, self._cut)
         self._guardian = RankGuardian(
-            self._spec, segments, run_token(post.run_dir), link.send, self._orders, self._saboteur
+            self._spec, segments, run_token(post.run_dir), tls, link.send, self._orders, self._saboteur
         )
         self._meeting = MeetingPoint(post.host)
         make_deterministic(self._spec, self._device)
@@ -243,6 +246,7 @@ def main() -> None:
     parser.add_argument(
         "--node", default="node-0", help="name of the node; its number says which faults are meant for it"
     )
+    parser.add_argument("--certificates", type=Path, help="folder with ca.pem, node.pem and node.key")
     parser.add_argument("--host", default="127.0.0.1", help="this machine, as the other nodes reach it")
     arguments = parser.parse_args()
     if arguments.host.startswith("127."):
@@ -255,6 +259,7 @@ def main() -> None:
         arguments.worker,
         arguments.node,
         arguments.host,
+        arguments.certificates,
     )
     try:
         Worker(link, post, StopRequest()).serve()

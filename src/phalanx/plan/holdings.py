@@ -43,9 +43,7 @@ class Holdings:
         return Holdings(*(take(getattr(self, field.name)) for field in dataclasses.fields(self)))
 
 
-def holdings(
-    model: ModelSpec, candidates: Candidates, shards: Literal["flat", "rows"] = "rows"
-) -> Holdings:
+def holdings(model: ModelSpec, candidates: Candidates, shards: Literal["flat", "rows"] = "rows") -> Holdings:
     """What one layer of each kind holds, where data-parallel ranks divide ``shards``."""
     whole = shards == "rows"
     by_kind = [list(_of_kind(model, kind)) for kind in KINDS]

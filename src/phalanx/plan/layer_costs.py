@@ -309,9 +309,7 @@ class _Rank:
                 )
             )
         copies = tokens * moe.per_token * bytes_
-        return np.asarray(
-            collectives.all_to_all_s(job.cluster, keys.expert, keys.expert_tensor, copies)
-        )
+        return np.asarray(collectives.all_to_all_s(job.cluster, keys.expert, keys.expert_tensor, copies))
 
     def _collective(
         self, seconds: Callable[..., Floats], size: Ints, stride: Ints | int, whole: Floats
