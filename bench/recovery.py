@@ -281,6 +281,8 @@ def torchrun_sample(folder: Path, number: int, steps: int, expected: str) -> Sam
             "--run-dir", str(run_dir), "--json",
         ],
         log,
+        # Otherwise ranks that start again find in torchrun's own store where those before them listened (PyTorch 2.13).
+        {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
     )  # fmt: skip
     try:
         _wait_for(lambda: _steps_done(run_dir) >= AT_STEP - 1, process, log)

@@ -64,8 +64,10 @@ class Node:
         segments = [segment.descriptor for segment in self.memory.worker_segments(0)]
         log = (self.run_dir / "logs" / f"worker-{self.number}.log").open("ab")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "phalanx.fleet.worker", "--link", str(theirs.fileno()), "--segments"]
-            + [*map(str, segments), "--run-dir", str(self.run_dir), "--worker", "0"],
+            [
+                *(sys.executable, "-m", "phalanx.fleet.worker", "--link", str(theirs.fileno())),
+                *("--segments", *map(str, segments), "--run-dir", str(self.run_dir), "--worker", "0"),
+            ],
             pass_fds=[theirs.fileno(), *segments],
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -11,6 +11,7 @@ beside it: its log, its link, its two segments) it answers with the process id o
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -236,6 +237,7 @@ def _become_worker(control: socket.socket, arguments: list[str], descriptors: li
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for stream in (1, 2):
             os.dup2(descriptors[_LOG], stream)
+        faulthandler.register(signal.SIGUSR1)  # a test that waits in vain wants to know where it hangs
         segments = map(str, descriptors[_LINK + 1 :])
         sys.argv = ["worker", "--link", str(descriptors[_LINK]), "--segments", *segments, *arguments]
         worker.Worker = SweptWorker  # type: ignore[misc]

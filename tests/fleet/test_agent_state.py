@@ -79,7 +79,7 @@ def test_where_the_state_is_and_what_belongs_to_no_future_is_passed_on() -> None
     assert actions[0] == Forget(7)
     ((_, one),) = told(actions)
     assert isinstance(one, wl.Bind)
-    assert one.resume == wl.Resume(7, 8, (wl.Holder(6, "10.0.0.2:4002"),))
+    assert one.resume == wl.Resume(step=7, ranks=8, holders=(wl.Holder(6, "10.0.0.2:4002"),))
 
 
 def test_parked_is_said_when_the_last_worker_is_out_and_again_whenever_asked() -> None:

@@ -49,6 +49,17 @@ def test_parameters_gradients_and_optimizer_state_have_their_closed_form() -> No
     )
 
 
+def test_views_of_what_was_there_before_do_not_count_again() -> None:
+    model = nn.Linear(64, 64)
+    moments = [torch.zeros(64, 64)]
+    meter = MemoryMeter([model], lambda: moments, CPU, compiled=False)
+    with meter:
+        views = [model.weight.detach().t(), moments[0][:8], model.bias.view(8, 8)]
+        new = torch.zeros(100)
+    assert meter.result().total == 4 * (64 * 64 + 64 + 64 * 64 + 100)
+    del views, new
+
+
 def test_activations_of_a_stack_of_layers_have_their_closed_form() -> None:
     width, rows, layers = 64, 128, 5
     stack = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)))

@@ -130,6 +130,8 @@ def state_bytes(spec: RunSpec, layout: Layout, held: Holding, compute_bytes: int
 
     - weights and gradients: fp32, its own share; so is what AdamW keeps of them, or in narrower formats. The state of other
       optimisers is left out.
+    - open sums: beside the gradients, what a binary tree over the rank's slots holds while its last slot is computed: a
+      share for each level but one.
     - slot gradients: of the whole part, fp32, while the micro-batches of a slot add up.
     - compute copy: gathered weights in the format of computing. ZeRO-3 gathers a block before it is needed and gives it up
       after: two at a time, beside embedding and head. The others keep all.
@@ -140,9 +142,11 @@ def state_bytes(spec: RunSpec, layout: Layout, held: Holding, compute_bytes: int
         narrow = held.elements - wide
         sizes["moments"] = round(2 * (4 * wide + _MOMENT_BYTES[spec.optimizer.state] * narrow))
     sizes["gradients"] = 4 * held.elements
+    rounds = max(spec.train.slots // layout.data_ranks, 1)
+    sizes["open sums"] = max(rounds.bit_length() - 2, 0) * sizes["gradients"]
     sharded = [piece for piece in held.pieces if _ranks_of(piece.parameter, layout) > 1]
     if micro_batches_per_slot(spec) > 1:
-        sizes["slot gradients"] = 4 * sum(piece.gathered for piece in sharded)
+        sizes["slot gradients"] = 4 * sum(piece.gathered for piece in held.pieces)
     copied = held.pieces if compute_bytes != 4 else sharded
     sizes["compute copy"] = compute_bytes * _gathered_at_once(copied, keep=spec.parallel.sharding != "zero3")
     return {kind: size for kind, size in sizes.items() if size}

@@ -117,7 +117,7 @@ def layers(workload: Workload, stack: Stack) -> dict[str, Layer]:
     )
     attention += _fused_core(workload) if stack.flash_attention else _core_in_memory(workload)
     attention += Layer(kept=(Kept("input", "local", model.dim),))
-    dense = attention + _after_attention(model) + _feed_forward(model, model.ffn_dim)
+    dense = attention + _after_attention(model) + _feed_forward(model, model.ffn_dim, stack)
     mixture = dense
     if model.moe is not None:
         mixture = attention + _after_attention(model) + _mixture(model, model.moe, stack)
@@ -217,7 +217,7 @@ def _after_attention(model: ModelSpec) -> Layer:
     return Layer((add,), (Kept("out", "local", model.dim),)) + _norm(model)
 
 
-def _feed_forward(model: ModelSpec, inner: int) -> Layer:
+def _feed_forward(model: ModelSpec, inner: int, stack: Stack) -> Layer:
     gates = 2 if model.ffn == "swiglu" else 1
     operations = (
         Exchange("widen", "gather", model.dim),
@@ -229,8 +229,14 @@ def _feed_forward(model: ModelSpec, inner: int) -> Layer:
     kept = (
         Kept("widen", "tokens", gates * inner, "tensor"),
         Kept("activation", "tokens", inner, "tensor", operand=True),
+        Kept("activation", "tokens", _gate(model, stack) * inner, "tensor"),
     )
     return Layer(operations, kept)
+
+
+def _gate(model: ModelSpec, stack: Stack) -> int:
+    """1 where the activated gate is kept beside gate, values and their product, as it is unless one kernel does it all."""
+    return int(model.ffn == "swiglu" and not stack.fused_pointwise)
 
 
 def _mixture(model: ModelSpec, moe: MoeSpec, stack: Stack) -> Layer:
@@ -260,10 +266,11 @@ def _mixture(model: ModelSpec, moe: MoeSpec, stack: Stack) -> Layer:
             Kept("dispatch", "routed", dim, operand=True),
             Kept("expert_widen", "routed", gates * inner, split),
             Kept("expert_activation", "routed", inner, split, operand=True),
+            Kept("expert_activation", "routed", _gate(model, stack) * inner, split),
             Kept("combine", "routed", dim),
         ),
     )
-    shared = _feed_forward(model, moe.shared * inner) if moe.shared else Layer()
+    shared = _feed_forward(model, moe.shared * inner, stack) if moe.shared else Layer()
     return routed + shared
 
 
@@ -275,4 +282,4 @@ def _head(model: ModelSpec, stack: Stack) -> Layer:
         Product("projection", "tokens", scores, model.dim, columns_over="tensor"),
         Pointwise("projection", "tokens", passes * scores, scores, "tensor", kernels=6),
     )
-    return _norm(model) + Layer(operations)
+    return _norm(model) + Layer(operations, (Kept("input", "local", model.dim),))

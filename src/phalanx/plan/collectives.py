@@ -34,6 +34,10 @@ Numbers: TypeAlias = npt.ArrayLike
 Array: TypeAlias = npt.NDArray[np.float64]
 
 
+_NO_NETWORK = 1e-3
+"""Bytes per second where there is no network: whatever would have to cross it is never worth it."""
+
+
 @dataclass(frozen=True)
 class _Path:
     """How a group lies in a cluster."""
@@ -249,7 +253,7 @@ def _crossings(cluster: Cluster) -> Iterator[tuple[int, float]]:
 
 
 def _network_rate(path: _Path) -> float:
-    return path.cluster.fabric.bytes_per_s.value * path.constants.network.efficiency
+    return path.cluster.fabric.bytes_per_s.value * path.constants.network.efficiency or _NO_NETWORK
 
 
 def _reached(places: Array, per_token: Numbers) -> Array:

@@ -89,8 +89,9 @@ def state_bytes(job: Job, candidates: Candidates, held: Holdings, place: Place) 
     kinds["compute copy"] = stack.copy_bytes * _gathered(job, candidates, held, place)
     micro_batches = pipelines_of(job, candidates).micro_batches
     if stack.slot_gradient_bytes:
-        slots = _divided(candidates, held, place) * (micro_batches > 1) * (candidates.zero > 0)
-        kinds["slot gradients"] = stack.slot_gradient_bytes * slots
+        kinds["slot gradients"] = stack.slot_gradient_bytes * whole * (micro_batches > 1)
+    if stack.slot_tree:
+        kinds["open sums"] = (_open_sums(job, candidates) - 1) * kinds["gradients"]
     if stack.unit_gradient_bytes:
         largest = np.maximum.reduce([count.clip(0, 1) * block for count, block in _blocks(place, held)])
         kinds["gradient buffers"] = stack.unit_gradient_bytes * largest * (candidates.zero >= 2)
@@ -107,10 +108,10 @@ def _times(counts: tuple[Ints, ...], elements: tuple[Floats, ...]) -> Floats:
     return np.asarray(sum(count * each for count, each in zip(counts, elements, strict=True)))
 
 
-def _divided(candidates: Candidates, held: Holdings, place: Place) -> Floats:
-    """Elements of the rank's part that data-parallel ranks divide, whole."""
-    dense = _times(place.counts, held.dense) * (candidates.dense_shard > 1)
-    return dense + _times(place.counts, held.experts) * (candidates.expert_shard > 1)
+def _open_sums(job: Job, candidates: Candidates) -> Floats:
+    """Sums that a binary tree holds at once while a rank's last slot is computed, at least one: a branch for each level."""
+    rounds = np.maximum(job.workload.slots // candidates.data, 1)
+    return np.maximum(np.floor(np.log2(rounds)), 1.0)
 
 
 def _blocks(place: Place, held: Holdings) -> list[tuple[Ints, Floats]]:

@@ -96,6 +96,8 @@ class Stack:
     ``phalanx.plan.step_time.scale_tax``."""
     reduces_each_micro_batch: bool = False
     """Whether ZeRO-2 and ZeRO-3 reduce gradients after every micro-batch rather than after the last of a slot."""
+    gathers_per_block: int = 1
+    """Collectives in which a block's weights are gathered and its gradients reduced, where these overlap with computing."""
     shards: Literal["flat", "rows"] = "flat"
     """What data-parallel ranks divide: one flat buffer, or each parameter by whole rows (of stacked experts: whole experts)."""
     dispatch: Literal["once per node", "every copy"] = "every copy"
@@ -103,14 +105,13 @@ class Stack:
     expert (an all-to-all)."""
     context_exchange: Literal["ring", "gather"] = "ring"
     """How keys and values come: block by block while attention computes with the last, or all before it begins."""
-    launch_s: float = 0.0
-    """The host's time to launch a kernel, Python and autograd included; 0 where launches are recorded or compiled."""
+    launch_s: float = 20e-6
+    """The host's time to launch a kernel, with its share of Python, autograd and casts; 0 where launches are recorded (CUDA
+    graphs) or compiled into one program. Fitted on published runs of small mixtures, which wait for the host."""
     blocking_launches: bool = False
     """Whether the host waits for every kernel before it launches the next, as under CUDA_LAUNCH_BLOCKING=1."""
     slot_tree: bool = False
     """Whether gradients of slots are added up as a binary tree, whose open branches are held."""
-    kept_logit_bytes: float = 0.0
-    """Of a token's score that waits for backward beside what the loss itself needs."""
 
 
 _MEGATRON_STATES = (
@@ -264,9 +265,11 @@ def stack_of(spec: RunSpec) -> Stack:
         states=(master, gradients, moments),
         copy_bytes=2.0 if narrow else 4.0,
         copies_unsharded=narrow,
+        gather_bytes=2.0 if narrow else 4.0,
         loss_chunk=spec.train.loss_chunk,
         fused_pointwise=spec.runtime.compile,
         tensor_overlap=0.5 if spec.parallel.async_tensor else 0.0,
+        context_exchange="gather" if spec.parallel.context_mode == "allgather" else "ring",
     )
 
 

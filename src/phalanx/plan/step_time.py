@@ -175,7 +175,7 @@ def data_terms(
 ) -> dict[str, Floats]:
     """What is not hidden of gathering weights and of reducing gradients, behind the ``windows`` of one forward and backward."""
     stack, zero = job.stack, candidates.zero
-    gather, scatter = _weights_s(job, candidates, held, counts)
+    gather, scatter, among = _weights_s(job, candidates, held, counts)
     blocks = np.maximum(counts[0] + counts[1], 1)
     forward, backward = (stack.data_overlap * seconds for seconds in windows)
     times = np.where((zero >= 2) & stack.reduces_each_micro_batch, passes, flushes)
@@ -184,9 +184,11 @@ def data_terms(
     # After an update, the next step's first forward pass is what hides the gathering of new weights.
     once = np.where(zero >= 1, _exposed(gather, forward, blocks), 0.0)
     window = np.maximum(backward - np.where(sharded, gather, 0.0), 0.0)
+    inside = _exposed(scatter, window, blocks)
     return {
         "weight_gather": np.where(sharded, passes * per_pass, once),
-        "gradient_reduce": times * _exposed(scatter, window, blocks),
+        # What is added up over shards is added up over replicas once, with the last of a flush.
+        "gradient_reduce": (times - flushes) * inside + flushes * _exposed(scatter + among, window, blocks),
     }
 
 
@@ -197,23 +199,32 @@ def _exposed(seconds: Floats, window: Floats, blocks: Ints) -> Floats:
 
 def _weights_s(
     job: Job, candidates: Candidates, held: Holdings, counts: tuple[Ints, ...]
-) -> tuple[Floats, Floats]:
-    """Seconds to gather all weights of a rank's stages, and to reduce all their gradients."""
+) -> tuple[Floats, Floats, Floats]:
+    """Seconds to gather all weights of a rank's stages, to reduce all their gradients over shards, and then over replicas.
+
+    What overlaps with computing goes block by block, and each block pays the latency of its collectives.
+    """
     cluster, stack = job.cluster, job.stack
-    gather = scatter = np.zeros(1)
+    gather = scatter = among = np.zeros(1)
     inside = candidates.tensor * candidates.context * candidates.shard
+    pieces = stack.gathers_per_block * np.maximum(counts[0] + counts[1], 1) if stack.data_overlap else 1
     for elements, size, stride in (
         (held.dense, candidates.dense_shard, candidates.tensor),
         (held.experts, candidates.expert_shard, candidates.expert * candidates.expert_tensor),
     ):
-        bytes_ = stack.reduce_bytes * _times(counts, elements)
-        weights = stack.gather_bytes * _times(counts, elements)
-        gather = gather + collectives.all_gather_s(cluster, size, stride, weights)
+        if not any(each.any() for each in elements):
+            continue
+        each = _times(counts, elements) / pieces
+        bytes_ = stack.reduce_bytes * each
+        gather = gather + pieces * collectives.all_gather_s(cluster, size, stride, stack.gather_bytes * each)
         reduce_s = collectives.reduce_scatter_s(cluster, size, stride, bytes_)
-        among = collectives.all_reduce_s(cluster, candidates.replicate, inside, bytes_ / np.maximum(size, 1))
+        replicas_s = collectives.all_reduce_s(
+            cluster, candidates.replicate, inside, bytes_ / np.maximum(size, 1)
+        )
         everyone = collectives.all_reduce_s(cluster, size * candidates.replicate, stride, bytes_)
-        scatter = scatter + np.where(candidates.zero >= 1, reduce_s + among, everyone)
-    return gather, scatter
+        scatter = scatter + pieces * np.where(candidates.zero >= 1, reduce_s, everyone)
+        among = among + pieces * np.where(candidates.zero >= 1, replicas_s, 0.0)
+    return gather, scatter, among
 
 
 def optimizer_s(job: Job, candidates: Candidates, held: Holdings, counts: tuple[Ints, ...]) -> Floats:

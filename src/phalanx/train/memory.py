@@ -59,6 +59,8 @@ class MemoryMeter:
                 self._hooks.append(part.register_forward_pre_hook(self._forward_begins, prepend=True))
                 self._hooks.append(part.register_forward_hook(self._forward_ends))
         if self._watch is not None:
+            buffers = (buffer for part in self._parts for buffer in part.buffers())
+            self._watch.leave_out([*shares, *buffers, *self._state()])
             self._watch.__enter__()  # type: ignore[no-untyped-call]
         elif self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -85,8 +87,7 @@ class MemoryMeter:
         optimizer = storage_bytes(self._state(), self._device)
         buffers = storage_bytes((buffer for part in self._parts for buffer in part.buffers()), self._device)
         named = self._parameters + self._gradients + optimizer + buffers + self._activations
-        # Of what was there before it, the watch on a CPU knows nothing.
-        peak = self._peak() + (self._parameters + optimizer + buffers if self._watch is not None else 0)
+        peak = self._peak()
         activations = self._activations if self._sees else None
         return MemoryByKind(
             self._parameters, self._gradients, optimizer, activations, buffers, max(0, peak - named)
@@ -109,7 +110,7 @@ class MemoryMeter:
 
     def _peak(self) -> int:
         if self._watch is not None:
-            return self._watch.peak
+            return self._watch.peak + self._watch.left_out_bytes
         return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
 
     def _forward_begins(self, *_: Any) -> None:
@@ -146,7 +147,19 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._left_out: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.peak = 0
+        self.left_out_bytes = 0
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Does not count the memory of ``tensors``, which was there before, when an operation makes a view of it."""
+        storages = {
+            id(storage): storage
+            for tensor in tensors
+            if (storage := local(tensor).untyped_storage()).device.type == "cpu"
+        }
+        self._left_out = {key: weakref.ref(storage) for key, storage in storages.items()}
+        self.left_out_bytes = sum(storage.nbytes() for storage in storages.values())
 
     def live(self) -> int:
         """Bytes of all that were seen and still exist."""
@@ -163,7 +176,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _is_new(self, storage: torch.UntypedStorage) -> bool:
         key = id(storage)
-        if key in self._storages:
+        if key in self._storages or (key in self._left_out and self._left_out[key]() is storage):
             return False
         self._storages[key] = weakref.ref(storage, lambda _: self._storages.pop(key, None))
         return True
