@@ -51,7 +51,9 @@ def hash_after_kill(run_file: Path, folder: Path, seed: int, victim: str) -> str
     return str(result["weights_sha256"])
 
 
-@pytest.mark.parametrize(("seed", "victim"), [(0, "launcher"), (1, "rank")])
+@pytest.mark.parametrize(
+    ("seed", "victim"), [(0, "launcher"), pytest.param(1, "rank", marks=pytest.mark.slow)]
+)
 def test_after_sigkill_the_run_goes_on_to_the_same_weights(
     seed: int, victim: str, run_file: Path, undisturbed: str, tmp_path: Path
 ) -> None:
@@ -67,7 +69,9 @@ def test_after_sigkill_at_many_moments_the_run_goes_on_to_the_same_weights(
     assert hash_after_kill(run_file, tmp_path, seed, victim) == undisturbed
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=["SIGINT", "SIGTERM"]
+)
 def test_asked_to_stop_it_saves_the_step_it_is_at_and_says_how_to_go_on(
     number: signal.Signals, run_file: Path, undisturbed: str, tmp_path: Path
 ) -> None:

@@ -130,6 +130,21 @@ def test_who_stood_still_itself_blames_no_worker() -> None:
     assert state.ticks(60.3, 0.0) == []
 
 
+def test_a_node_that_was_not_in_the_last_epoch_is_told_when_it_ended() -> None:
+    ((_, one),) = told(warm().obey(bind(4, 0, left_s_ago=3.0, left_planned=True), 0.0, 100.0))
+    assert isinstance(one, wl.Bind)
+    assert (one.detected_unix_s, one.planned) == (97.0, True)
+
+
+def test_where_epochs_failed_one_after_another_the_end_of_the_last_that_trained_counts() -> None:
+    state = in_epoch(4, 0)
+    state.obey(m.Park(4), 0.0, 100.0)
+    state.hears(0, wl.Parked(4, "h:8"), 0.0, 100.0)
+    ((_, one),) = told(state.obey(bind(5, 0, left_s_ago=30.0), 0.0, 100.0))
+    assert isinstance(one, wl.Bind)
+    assert (one.detected_unix_s, one.planned) == (70.0, False)
+
+
 def test_a_worker_that_does_not_leave_is_killed_but_is_given_its_time_for_a_planned_end() -> None:
     for planned in (False, True):
         state = in_epoch(4, 0)

@@ -7,6 +7,7 @@ import pytest
 from fleet.small_fleets import Fleet, running, settings
 from phalanx.fleet import messages as m
 from phalanx.fleet.core import step
+from phalanx.fleet.epochs import next_deadline_s
 from phalanx.fleet.invariants import check
 from phalanx.fleet.state import Phase, RestorePoint, Verdict
 
@@ -19,6 +20,24 @@ def test_the_first_epoch_begins_fresh_when_all_wanted_nodes_are_ready() -> None:
     binds = dict(fleet.said)
     assert {name: bind.places for name, bind in binds.items()} == {"0": ((0, 0),), "1": ((0, 1),)}
     assert all(bind.resume == m.Fresh() and bind.meeting_point == "0:1" for bind in binds.values())
+
+
+def test_nodes_started_as_spares_get_no_rank_at_first_even_if_they_are_ready_before_others() -> None:
+    fleet = Fleet(settings(2))
+    for name, reserve in (("0", True), ("1", False), ("2", False)):
+        assert fleet.state.phase is Phase.FORMING
+        fleet.hear(m.Joined(name, 1, 1, name, 7, meeting_points=(f"{name}:1",), reserve=reserve))
+    assert fleet.state.seats == ["1", "2"]
+
+
+def test_a_spare_takes_part_at_first_if_the_others_do_not_come() -> None:
+    fleet = Fleet(settings(2, form_s=10.0))
+    for name, reserve in (("0", True), ("1", False)):
+        fleet.hear(m.Joined(name, 1, 1, name, 7, meeting_points=(f"{name}:1",), reserve=reserve))
+    fleet.hear(m.Tick(), after_s=9.0)
+    assert fleet.state.phase is Phase.FORMING
+    fleet.hear(m.Tick(), after_s=2.0)
+    assert fleet.state.seats == ["0", "1"]
 
 
 def test_a_lost_node_is_replaced_by_the_spare_and_survivors_keep_their_ranks() -> None:
@@ -138,6 +157,19 @@ def test_a_node_that_computed_wrongly_is_quarantined_and_later_state_is_not_used
     assert fleet.state.source == m.FromDisk(4)
 
 
+def test_whoever_finds_a_corruption_first_names_the_rank_and_its_node_is_quarantined_once() -> None:
+    fleet = running(4, 1)
+    culprit = fleet.state.seats[2]
+    found = m.Suspect(fleet.state.seats[0], "corruption", trusted_step=6, epoch=fleet.state.epoch, ranks=(2,))
+    fleet.hear(m.Broken("1", 1, fleet.state.epoch, 0, "connection reset"), found)
+    again = m.Suspect(fleet.state.seats[3], "corruption", trusted_step=6, epoch=fleet.state.epoch, ranks=(2,))
+    fleet.park()
+    fleet.hear(again)
+    verdicts = {name: node.verdict for name, node in fleet.state.nodes.items()}
+    assert [name for name, verdict in verdicts.items() if verdict is Verdict.QUARANTINED] == [culprit]
+    assert culprit not in fleet.state.seats
+
+
 def test_drained_nodes_leave_at_a_step_boundary_and_come_back_when_admitted() -> None:
     fleet = running()
     fleet.hear(m.Drain("1"))
@@ -178,6 +210,23 @@ def test_a_run_that_fails_at_the_same_step_for_ever_is_given_up() -> None:
         fleet.bind()
     assert fleet.state.phase is Phase.FAILED
     assert "illegal instruction" in fleet.state.reason
+
+
+def test_faults_that_follow_each_other_without_a_step_are_given_more_and_more_time_to_pass() -> None:
+    fleet = running(2, 0, max_tries=50)
+    waited_s = []
+    for _ in range(12):
+        epoch, begin_s = fleet.state.epoch, fleet.now_s
+        fleet.hear(m.Broken("0", 1, epoch, 0, "connection reset"))
+        fleet.park()
+        while fleet.state.epoch == epoch:
+            due_s = next_deadline_s(fleet.state)
+            fleet.hear(m.Tick(), after_s=max(due_s - fleet.now_s, 0.01))
+        waited_s.append(fleet.now_s - begin_s)
+        fleet.bind()
+    assert waited_s[:4] == [0.0] * 4
+    assert waited_s == sorted(waited_s)
+    assert waited_s[-1] > 10 * waited_s[5] > 0
 
 
 def test_a_stop_lets_the_run_save_and_end() -> None:

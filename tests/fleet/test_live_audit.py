@@ -92,7 +92,12 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+QUICK = ("sharded over 3", "tensor 2 x 2", "experts on 2, teams of 2")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in LAYOUTS]
+)
 def test_audits_find_nothing_on_healthy_ranks_and_change_no_bit(ranks: Ranks, name: str) -> None:
     count, model, parallel = LAYOUTS[name]
     spec = tiny(model, parallel)

@@ -1,6 +1,7 @@
 """What people see: the same from the same events, never wider than their terminal, never garbled."""
 
 import io
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -54,6 +55,15 @@ def test_a_new_attempt_keeps_the_curve_and_forgets_the_speed() -> None:
 def test_an_attempt_that_ended_without_a_word_is_noted() -> None:
     notes = [note.text for note in reduce_all(crashed_run()).notes]
     assert "attempt 1 ended without a word after step 25" in notes
+
+
+def test_the_end_of_an_epoch_that_its_fleet_has_explained_is_not_noted_again() -> None:
+    events = crashed_run()
+    second = next(i for i, event in enumerate(events) if event.attempt == 1)
+    why = replace(events[second - 1], body=Message("warning", "leave epoch 0: node node-1 fell silent"))
+    notes = [note.text for note in reduce_all([*events[:second], why, *events[second:]]).notes]
+    assert not any("without a word" in note for note in notes)
+    assert why.body.text in notes
 
 
 def test_the_time_left_includes_what_evaluations_cost() -> None:

@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -32,12 +33,12 @@ def serve(connection: Connection) -> None:
             address, epoch, rank, ranks, hangs, abort_after_s = connection.recv()
         except EOFError:
             return
-        before = Connections.now()
-        aborter = threading.Timer(abort_after_s, lambda before=before: abort(before, CPU))
+        over, done = threading.Event(), threading.Event()
+        aborter = threading.Thread(target=keep_aborting, args=(Connections.now(), abort_after_s, over, done))
         aborter.start()
         answer: Any
         try:
-            meet(address, here if rank == 0 else None, epoch, rank, ranks, CPU, 60.0, lambda: None)
+            meet(address, here if rank == 0 else None, epoch, rank, ranks, CPU, 60.0, still(over))
             if hangs:
                 time.sleep(2 * abort_after_s)
             total = torch.full((1000,), float(rank + 1))
@@ -45,10 +46,31 @@ def serve(connection: Connection) -> None:
             answer = float(total[0])
         except Exception as error:
             answer = f"{type(error).__name__}: {error}"
-        aborter.cancel()
+        done.set()
+        aborter.join()
         leave()
         here = MeetingPoint("127.0.0.1")
         connection.send((answer, os.getpid(), here.address))
+
+
+def still(over: threading.Event) -> Callable[[], None]:
+    """Raises once an epoch is over."""
+
+    def check() -> None:
+        if over.is_set():
+            raise RuntimeError("the epoch is over")
+
+    return check
+
+
+def keep_aborting(
+    connections: Connections, after_s: float, over: threading.Event, done: threading.Event
+) -> None:
+    """As a worker does once its epoch is over: a rank may be about to open its next connection."""
+    if not done.wait(after_s):
+        over.set()
+        while not done.wait(0.02):
+            abort(connections, CPU)
 
 
 class Fleet:
@@ -113,13 +135,22 @@ def test_the_same_processes_meet_again_in_a_smaller_group_after_one_hung(fleet: 
 
 def test_an_abort_reaches_a_rank_that_waits_for_somebody_who_never_comes(fleet: Fleet) -> None:
     fleet.epoch += 1
-    fleet.ends[1].send((fleet.addresses[0], fleet.epoch, 1, 2, False, 1.0))  # rank 0 is not there
+    fleet.ends[1].send((fleet.addresses[0], fleet.epoch, 1, 3, False, 1.0))  # rank 0 is not there
     assert not fleet.ends[1].poll(0.5)
     fleet.ends[0].send((fleet.addresses[0], fleet.epoch, 0, 3, False, 1.5))  # and rank 2 never comes
     for member in (0, 1):
         assert fleet.ends[member].poll(20.0), "the rank still waits"
         answer, _, fleet.addresses[member] = fleet.ends[member].recv()
         assert isinstance(answer, str)
+
+
+def test_one_who_broke_off_while_meeting_meets_one_who_did_not(fleet: Fleet) -> None:
+    fleet.epoch += 1
+    fleet.ends[0].send((fleet.addresses[0], fleet.epoch, 0, 2, False, 0.5))  # rank 1 never comes
+    assert fleet.ends[0].poll(20.0), "the rank still waits"
+    answer, _, fleet.addresses[0] = fleet.ends[0].recv()
+    assert isinstance(answer, str)
+    assert [answer for answer, _ in fleet.live([0, 1])] == [3.0, 3.0]
 
 
 def test_an_abort_leaves_connections_alone_that_were_there_before() -> None:

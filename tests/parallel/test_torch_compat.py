@@ -238,5 +238,6 @@ def test_a_flight_record_names_groups_with_their_ranks_and_the_collectives_in_th
         assert record["groups"][name] == [0, 1]
         (entry,) = record["recorder"]["entries"]
         assert entry["process_group"][0] == name
-        assert (entry["collective_seq_id"], entry["retired"], entry["is_p2p"]) == (2, True, False)
+        # That it has ended ("retired") is written down by another thread, a moment later.
+        assert (entry["collective_seq_id"], entry["is_p2p"]) == (2, False)
         assert (entry["profiling_name"], entry["input_sizes"]) == ("gloo:all_reduce", [[3]])

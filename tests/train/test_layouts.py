@@ -117,7 +117,7 @@ def drawn_layouts(draw: st.DrawFn) -> tuple[str, int, ParallelSpec]:
 
 
 @settings(
-    max_examples=8,
+    max_examples=5,
     deadline=None,
     suppress_health_check=[
         HealthCheck.function_scoped_fixture,

@@ -60,7 +60,7 @@ def test_any_layout_gives_the_same_weights_and_losses(
 
 
 @given(first=layouts, second=layouts, broken_off_at=st.integers(1, 6))
-@settings(max_examples=5, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 def test_a_run_broken_off_anywhere_goes_on_with_the_same_weights_on_another_fleet(
     first: tuple[int, str, int],
     second: tuple[int, str, int],
@@ -111,6 +111,7 @@ def test_another_order_of_summation_would_be_noticed(
     assert result["weights_sha256"] != reference["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_the_fast_reduction_trains_as_well_without_the_promise(
     ranks: Ranks, dataset: Path, reference: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -28,6 +28,7 @@ from phalanx.cli.errors import explained
 @click.option(
     "--domain", multiple=True, help="Failure domains from the widest to the narrowest; may be repeated."
 )
+@click.option("--spare", is_flag=True, help="Take ranks at first only if the other nodes are too few.")
 @click.option("--attempt", type=click.IntRange(min=0), default=0, help="Of the run directory's attempts.")
 @click.option(
     "--certificates",
@@ -41,6 +42,7 @@ def command(
     node: str | None,
     host: str | None,
     domain: tuple[str, ...],
+    spare: bool,
     attempt: int,
     certificates: Path | None,
     as_json: bool,
@@ -66,6 +68,7 @@ def command(
         coordinator=coordinator,
         host=host or (own_host(coordinator) if coordinator else "127.0.0.1"),
         domain=domain,
+        spare=spare,
     )
     with explained(RunDirectoryError, SecurityError):
         run_agent(post, certificates)

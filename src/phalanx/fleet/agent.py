@@ -72,6 +72,8 @@ class Post:
     """This machine, as the other nodes reach it."""
     domain: tuple[str, ...] = ()
     """Failure domains from the widest to the narrowest: hall, switch, rack."""
+    spare: bool = False
+    """At first it takes ranks only if the other nodes are too few."""
     faults: tuple[str, ...] = ()
     """Passed on to every worker."""
     worker_program: tuple[str, ...] = WORKER_PROGRAM
@@ -92,7 +94,9 @@ class Agent:
             host=_listening(post.host),
             tls=certificates.server_context() if certificates else None,
         )
-        identity = Identity(post.node, fleet.workers_per_node, post.host, self._data.port, post.domain)
+        identity = Identity(
+            post.node, fleet.workers_per_node, post.host, self._data.port, post.domain, post.spare
+        )
         patience = Patience(fleet.worker_lease_s, max(_SHORTEST_LEAVE_S, 3 * fleet.worker_lease_s))
         self._state = AgentState(identity, time.time_ns() // 1_000_000, patience, self._held)
         self._link = CoordinatorLink(self._where, door, self._state.greet, self._obey, self.log)
@@ -315,6 +319,7 @@ def main() -> int:
     parser.add_argument("--coordinator", default="")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--domain", nargs="*", default=())
+    parser.add_argument("--spare", action="store_true")
     parser.add_argument("--fault", action="append", default=[])
     parser.add_argument("--certificates", type=Path)
     parser.add_argument("--worker-program", nargs="+", default=list(WORKER_PROGRAM))
@@ -326,6 +331,7 @@ def main() -> int:
         coordinator=given.coordinator,
         host=given.host,
         domain=tuple(given.domain),
+        spare=given.spare,
         faults=tuple(given.fault),
         worker_program=tuple(given.worker_program),
     )

@@ -80,6 +80,8 @@ class Identity:
     host: str
     data_port: int = 0
     domain: tuple[str, ...] = ()
+    reserve: bool = False
+    """Started as a spare."""
 
 
 @dataclass(frozen=True)

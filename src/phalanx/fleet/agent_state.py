@@ -115,6 +115,7 @@ class AgentState:
             epoch=self.epoch,
             bound=bound,
             meeting_points=self._meeting_points(),
+            reserve=me.reserve,
         )
 
     def greet(self) -> list[Report]:
@@ -152,7 +153,7 @@ class AgentState:
             case Park():
                 return self._park(command, now_s, unix_s)
             case Bind():
-                return self._bind(command, now_s)
+                return self._bind(command, now_s, unix_s)
             case Release(epoch):
                 return self._tell_out(epoch - 1, "this node is a spare now", planned=False, now_s=now_s)
             case RestartWorker(worker) | KillWorker(worker):
@@ -202,7 +203,16 @@ class AgentState:
         me = self.identity.node
         return [Say(Parked(me, self.incarnation, epoch, self._meeting_points(), self.held()))]
 
-    def _bind(self, bind: Bind, now_s: float) -> list[Action]:
+    def _ending(self, bind: Bind, unix_s: float) -> tuple[bool, float]:
+        """Whether the last epoch that trained was left as planned, and since when that has been known; 0 if there was none."""
+        if bind.left_s_ago is None:
+            return self.planned, self.ended_unix_s
+        told_unix_s = unix_s - bind.left_s_ago
+        if not self.ended_unix_s:  # this node was not in it
+            return bind.left_planned, told_unix_s
+        return self.planned, min(self.ended_unix_s, told_unix_s)
+
+    def _bind(self, bind: Bind, now_s: float, unix_s: float) -> list[Action]:
         places = dict(bind.places)
         if bind.epoch <= self.fence:
             return []
@@ -213,7 +223,7 @@ class AgentState:
             return [Say(report) for report in self.greet()]
         self.fence, self.owed, self.evidence = bind.epoch - 1, None, []
         self.buddies = {b.rank: f"{b.host}:{b.data_port}" for b in bind.buddies if b.data_port}
-        planned, ended_unix_s = self.planned, self.ended_unix_s
+        planned, ended_unix_s = self._ending(bind, unix_s)
         self.planned, self.ended_unix_s = False, 0.0
         for i, rank in places.items():
             self.workers[i].enter(bind.epoch, rank, now_s)
@@ -276,7 +286,12 @@ class AgentState:
                 if said.reason == "corruption":
                     self.ended_unix_s = self.ended_unix_s or unix_s
                 report = Suspect(
-                    self.identity.node, said.reason, said.evidence[:_TEXT_MAX], said.trusted_step, epoch
+                    self.identity.node,
+                    said.reason,
+                    said.evidence[:_TEXT_MAX],
+                    said.trusted_step,
+                    epoch,
+                    said.ranks,
                 )
                 return self._testify(report)
             case worker_link.Parked(epoch=epoch) if worker.epoch <= epoch:

@@ -134,6 +134,7 @@ def _described(old: Node | None, event: m.Joined) -> Node:
         verdict=old.verdict if old else Verdict.GOOD,
         why=old.why if old else "",
         seat=old.seat if old else NO_SEAT,
+        reserve=event.reserve,
         strikes=old.strikes if old else (),
     )
 
@@ -266,12 +267,27 @@ def _durable(state: FleetState, event: m.Durable, orders: list[Order]) -> None:
 
 
 def _suspect(state: FleetState, event: m.Suspect, orders: list[Order]) -> None:
-    node, trusted_step = state.nodes.get(event.node), event.trusted_step
-    if node is None:
-        state.stale += 1
-        return
+    named = _named(state, event)
+    state.stale += not named
+    for name in named:
+        _doubt(state, event, state.nodes[name], orders)
+
+
+def _named(state: FleetState, event: m.Suspect) -> list[str]:
+    """The nodes that are unsound by a report."""
+    if not event.ranks:
+        return [event.node] if event.node in state.nodes else []
+    # All say so before they leave the epoch, so a report of an earlier one repeats what is known.
+    if event.epoch != state.epoch:
+        return []
+    seats = {rank // state.settings.formation.workers_per_node for rank in event.ranks}
+    return [state.seats[seat] for seat in sorted(seats) if seat < len(state.seats)]
+
+
+def _doubt(state: FleetState, event: m.Suspect, node: Node, orders: list[Order]) -> None:
+    trusted_step = event.trusted_step
     if event.reason == "corruption" and trusted_step is not None:
-        _roll_back(state, event, trusted_step, orders)
+        _roll_back(state, event, node, trusted_step, orders)
     if node.verdict is not Verdict.GOOD:
         state.stale += 1
         return
@@ -283,12 +299,12 @@ def _suspect(state: FleetState, event: m.Suspect, orders: list[Order]) -> None:
     change(state, state.nodes[node.name], verdict=Verdict.QUARANTINED, why=why)
 
 
-def _roll_back(state: FleetState, event: m.Suspect, step_: int, orders: list[Order]) -> None:
+def _roll_back(state: FleetState, event: m.Suspect, node: Node, step_: int, orders: list[Order]) -> None:
     limit = state.distrust
     if limit is not None and event.epoch is not None and event.epoch <= limit.epoch and limit.step <= step_:
         return
     distrust(state, step_)
-    regroup(state, orders, f"node {event.node} computed wrongly; back to step {step_}")
+    regroup(state, orders, f"node {node.name} computed wrongly; back to step {step_}")
 
 
 def _finished(state: FleetState, event: m.Finished, orders: list[Order]) -> None:

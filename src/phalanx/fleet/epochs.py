@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from phalanx.fleet.messages import NO_STEP, Diagnose, Fresh, Park, Shutdown, Stop
 from phalanx.fleet.orders import LIVING, SEATED, Order
-from phalanx.fleet.plans import Plan, is_complete, plan_epoch, possible_ranks
+from phalanx.fleet.plans import Plan, is_complete, plan_epoch, possible_ranks, ranks_without_reserve
 from phalanx.fleet.state import NO_SEAT, FleetState, Node, Phase, RestorePoint, Source, Verdict, change, note
 
 IN_EPOCH = (Phase.BINDING, Phase.RUNNING)
 OVER = (Phase.FINISHED, Phase.FAILED)
+QUICK_TRIES, FIRST_PAUSE_S, LONGEST_PAUSE_S = 4, 0.1, 10.0
 MASS_PATIENCE = 4
 """When most nodes fall silent at once it is likely the coordinator that is cut off: it waits so many times longer."""
 
@@ -31,7 +32,7 @@ def _from_forming(state: FleetState, orders: list[Order]) -> bool:
         end(state, orders, Phase.FINISHED, "stopped before it was formed")
         return True
     whole = settings.formation.largest(settings.wanted_nodes * settings.formation.workers_per_node)
-    patient = ranks < whole and state.now_s - state.since_s < settings.form_s
+    patient = ranks_without_reserve(state) < whole and state.now_s - state.since_s < settings.form_s
     return bool(ranks) and not patient and _form(state, orders)
 
 
@@ -61,7 +62,20 @@ def _from_running(state: FleetState, orders: list[Order]) -> bool:
 
 
 def _from_parking(state: FleetState, orders: list[Order]) -> bool:
-    return not state.awaiting and _form(state, orders)
+    rested = state.now_s >= state.since_s + pause_s(state.tries)
+    return not state.awaiting and rested and _form(state, orders)
+
+
+def pause_s(tries: int) -> float:
+    """How long to wait before the next epoch is tried: not at all, unless one after another has failed without a step.
+
+    What lasts some seconds (a link that comes and goes, a switch that restarts) must not use up all tries within them.
+    """
+    return (
+        0.0
+        if tries <= QUICK_TRIES
+        else min(FIRST_PAUSE_S * 2.0 ** (tries - QUICK_TRIES - 1), LONGEST_PAUSE_S)
+    )
 
 
 def _from_waiting(state: FleetState, orders: list[Order]) -> bool:
@@ -102,7 +116,7 @@ def _fill_vacancies(state: FleetState, orders: list[Order]) -> bool:
 def regroup(state: FleetState, orders: list[Order], reason: str, *, planned: bool = False) -> None:
     """Ends the present epoch. A planned end loses no step; a fault meanwhile turns it into an unplanned one."""
     if state.phase is Phase.PARKING and state.planned and not planned:
-        state.planned, state.reason = False, reason
+        state.planned, state.left_planned, state.reason = False, False, reason
         _enter(state, Phase.PARKING)
         state.recoveries += 1
         orders += [Order(name, Park(state.epoch, reason)) for name in sorted(state.awaiting)]
@@ -112,6 +126,8 @@ def regroup(state: FleetState, orders: list[Order], reason: str, *, planned: boo
         state.regroups += planned
         state.tries += not planned
         state.reason, state.planned = reason, planned
+        if state.phase is Phase.RUNNING or state.left_s is None:
+            state.left_s, state.left_planned = state.now_s, planned
         _enter(state, Phase.PARKING)
         note(state, "", f"leave epoch {state.epoch}: {reason}")
         gone = {state.seats[seat] for seat in state.vacant if not state.nodes[state.seats[seat]].alive}
@@ -300,6 +316,8 @@ def phase_deadline_s(state: FleetState) -> float | None:
     settings = state.settings
     if state.phase is Phase.FORMING and state.now_s - state.since_s < settings.form_s:
         return state.since_s + settings.form_s
+    if state.phase is Phase.PARKING and not state.awaiting:
+        return state.since_s + pause_s(state.tries)
     if state.phase is Phase.PARKING:
         return state.since_s + (settings.stall_s if state.planned else settings.park_s)
     if state.phase is Phase.BINDING:

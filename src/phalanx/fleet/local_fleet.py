@@ -51,6 +51,11 @@ class LocalFleet:
         """Of the nodes, spares last."""
         return tuple(f"node-{number}" for number in range(self.nodes + self.spares))
 
+    @property
+    def spare_names(self) -> tuple[str, ...]:
+        """Of the nodes that get no rank at first."""
+        return self.names[self.nodes :]
+
 
 def run_fleet(run: OpenRun, fleet: LocalFleet, while_running: Callable[[Callable[[], bool]], None]) -> Ending:
     """Runs a fleet to the run's end.
@@ -163,7 +168,8 @@ class _Processes:
         self.coordinator = self._process("coordinator", "phalanx.fleet.coordinator", "--port", port)
 
     def _agent(self, name: str) -> subprocess.Popen[bytes]:
-        arguments = ["--node", name, *(part for fault in self.fleet.faults for part in ("--fault", fault))]
+        arguments = ["--node", name, *["--spare"] * (name in self.fleet.spare_names)]
+        arguments += [*(part for fault in self.fleet.faults for part in ("--fault", fault))]
         if self.fleet.worker_program:
             arguments += ["--worker-program", *self.fleet.worker_program]
         return self._process(name, "phalanx.fleet.agent", *arguments)

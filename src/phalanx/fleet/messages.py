@@ -90,6 +90,8 @@ class Joined(Message, frozen=True):
     bound: bool = False
     """They have met and restored in ``epoch``."""
     meeting_points: WorkerAddresses = ()
+    reserve: bool = False
+    """It was started as a spare: in the first epoch it takes a seat only if the others are too few."""
 
 
 class Ready(Message, frozen=True):
@@ -194,6 +196,8 @@ class Suspect(Message, frozen=True):
     """With corruption: the last step before which all was audited. Later state is not restored from."""
     epoch: Epoch | None = None
     """In which it was found; with it, a second report of one corruption does not roll back twice."""
+    ranks: Annotated[tuple[Count, ...], Meta(max_length=4096)] = ()
+    """If not empty, it is the nodes of these ranks of ``epoch`` that are unsound; ``node`` has only found it."""
 
 
 class Finished(Message, frozen=True):
@@ -353,6 +357,10 @@ class Bind(Message, frozen=True):
     """For each rank of this node that needs one, who keeps a second copy of its snapshots."""
     hosts_meeting: bool = False
     """Rank 0 is among ``places``."""
+    left_s_ago: float | None = None
+    """How long ago it was decided to leave the last epoch that trained, if there was one."""
+    left_planned: bool = False
+    """It was left at a step boundary, for no fault."""
 
 
 class Release(Message, frozen=True):

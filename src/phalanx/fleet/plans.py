@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from phalanx.fleet.messages import NO_STEP, Fresh, FromDisk, Holder
-from phalanx.fleet.state import FleetState, Node, RestorePoint, Source
+from phalanx.fleet.state import FleetState, Node, RestorePoint, Settings, Source
 
 HOLDERS_NAMED = 3
 """Of one state: more are not sent, that messages stay small."""
@@ -45,8 +45,17 @@ def common_levels(one: Sequence[str], other: Sequence[str]) -> int:
 
 def possible_ranks(state: FleetState) -> int:
     """The largest legal number of ranks with the nodes that are usable now; 0 if they are too few."""
-    settings = state.settings
-    nodes = len(state.seats) - len(state.vacant) + len(state.spares)
+    return ranks_of_nodes(state.settings, len(state.seats) - len(state.vacant) + len(state.spares))
+
+
+def ranks_without_reserve(state: FleetState) -> int:
+    """The same for a fleet that has not formed yet, without the nodes that were started as spares."""
+    ready = sum(not state.nodes[name].reserve for name in state.spares)
+    return ranks_of_nodes(state.settings, ready)
+
+
+def ranks_of_nodes(settings: Settings, nodes: int) -> int:
+    """The largest legal number of ranks on so many nodes; 0 if they are too few."""
     if nodes < settings.min_nodes:
         return 0
     per_node = settings.formation.workers_per_node
@@ -76,7 +85,9 @@ def deal(state: FleetState, count: int) -> tuple[str, ...]:
     )
     if not state.seats:
         # Neighbouring ranks talk most, so at first they are dealt along the domains.
-        return tuple(sorted(candidates, key=lambda name: (state.nodes[name].domain, name))[:count])
+        along = sorted(candidates, key=lambda name: (state.nodes[name].domain, name))
+        first = sorted(along, key=lambda name: state.nodes[name].reserve)[:count]
+        return tuple(name for name in along if name in set(first))
     for seat in [seat for seat, name in enumerate(kept) if name is None]:
         near = state.nodes[state.seats[min(seat, len(state.seats) - 1)]].domain
         chosen = min(candidates, key=lambda name: _distance(state.nodes[name], near, lost))

@@ -39,6 +39,7 @@ from phalanx.parallel.witness import Witness, attach
 from phalanx.train.assemble import Training
 
 _FULL_BYTES = 4096
+_CUT_AGAIN_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ class Saboteur:
                 self._slow = factor
                 self._later(fault.for_s, lambda: setattr(self, "_slow", 1.0))
             case CutLink():
-                self.cut()
+                self._cut_off(fault.for_s)
             case DelayLink(_, delay_s):
                 time.sleep(delay_s)
             case Corrupt("gradient", _):
@@ -169,6 +170,18 @@ class Saboteur:
             wake = f"sleep {for_s}; kill -CONT {os.getpid()}"
             subprocess.Popen(["sh", "-c", wake], start_new_session=True)
         os.kill(os.getpid(), signal.SIGSTOP)
+
+    def _cut_off(self, for_s: float | None) -> None:
+        """Ends the connections once, or whatever connections there are again and again until the time is over."""
+        self.cut()
+        until_s = time.monotonic() + (for_s or 0.0)
+
+        def again() -> None:
+            while time.monotonic() < until_s:
+                self.cut()
+                time.sleep(_CUT_AGAIN_S)
+
+        threading.Thread(target=again, name="cut link", daemon=True).start()
 
     def _later(self, after_s: float | None, act: Callable[[], None]) -> None:
         if after_s is not None:

@@ -173,6 +173,8 @@ class Node(Struct, frozen=True):
     verdict: Verdict = Verdict.GOOD
     why: str = ""
     seat: int = NO_SEAT
+    reserve: bool = False
+    """Started as a spare: in the first epoch it gets a seat only if the others are too few."""
     strikes: tuple[float, ...] = ()
     held: tuple[Holding, ...] = ()
 
@@ -235,6 +237,10 @@ class FleetState(Struct):
     """Why the last epoch was ended, or why the fleet waits."""
     planned: bool = False
     """The epoch is being left at a step boundary, for no fault."""
+    left_s: float | None = None
+    """When it was decided to leave the last epoch that trained, if there was one."""
+    left_planned: bool = False
+    """It was left at a step boundary."""
     stopping: bool = False
     step: int = NO_STEP
     """Last completed in this epoch, as far as reported."""

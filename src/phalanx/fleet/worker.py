@@ -157,11 +157,13 @@ class Worker:
             result = self._live(bind)
             return Finished(bind.epoch, "" if result is None else json.dumps(result))
         except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            if isinstance(error, CorruptionFoundError):
+                # Said even if the epoch is over: another rank may have been quicker to say that it broke, not why.
+                found = error.verdict
+                return Doubted(bind.epoch, "corruption", text, found.ranks, found.roll_back_to)
             if self._orders.over(bind.epoch):
                 return None
-            text = f"{type(error).__name__}: {error}"
-            if isinstance(error, CorruptionFoundError) and bind.rank in error.verdict.ranks:
-                return Doubted(bind.epoch, "corruption", text, error.verdict.roll_back_to)
             if isinstance(error, known_errors()) and not isinstance(error, _OF_THE_FLEET):
                 return Fatal(bind.epoch, str(error))
             traceback.print_exc()  # into this worker's log

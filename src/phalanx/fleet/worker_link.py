@@ -127,11 +127,13 @@ class Broken(_Said, frozen=True):
 
 
 class Doubted(_Said, frozen=True):
-    """An audit found that the rank of this worker computed wrongly, or statistics that it is slow."""
+    """An audit found that some rank computed wrongly, or statistics that the rank of this worker is slow."""
 
     epoch: int
     reason: Literal["corruption", "straggler"]
     evidence: str
+    ranks: tuple[int, ...] = ()
+    """With corruption: whose it is. All ranks come to the same verdict; whichever is first to say so is believed."""
     trusted_step: int | None = None
     """With corruption: the last step up to which all is good."""
 

@@ -73,6 +73,8 @@ class State:
     notes: tuple[Note, ...] = ()
     stopped: Stopped | None = None
     finished: Finished | None = None
+    explained: bool = False
+    """A fleet has said why this attempt, one of its epochs, ends."""
 
     @property
     def done(self) -> bool:
@@ -98,6 +100,15 @@ class State:
 def reduce(state: State, event: Event) -> State:
     """The state after ``event``. Kinds that the display does not know leave it as it is."""
     new = notes(state, event)
+    if isinstance(event.body, Message):
+        # Messages of a fleet's coordinator have its own attempt, whichever the ranks are in.
+        leaving = event.body.text.startswith(_LEAVING)
+        return replace(
+            state,
+            t=event.t,
+            notes=(*state.notes, *new)[-NOTES_KEPT:],
+            explained=state.explained or leaving,
+        )
     if event.attempt != state.attempt:
         state = _next_attempt(state, event)
     state = replace(state, t=event.t, notes=(*state.notes, *new)[-NOTES_KEPT:])
@@ -126,7 +137,14 @@ def reduce_all(events: Iterable[Event], state: State | None = None) -> State:
 def _next_attempt(state: State, event: Event) -> State:
     """The curve and the last checkpoint are the run's; speeds and endings were the old attempt's."""
     return replace(
-        state, attempt=event.attempt, recent_step_s=(), recent_t=(), stopped=None, finished=None, step_t=None
+        state,
+        attempt=event.attempt,
+        recent_step_s=(),
+        recent_t=(),
+        stopped=None,
+        finished=None,
+        step_t=None,
+        explained=False,
     )
 
 
@@ -141,10 +159,15 @@ def _with_step(state: State, t: float, body: Step) -> State:
     )
 
 
+_LEAVING = "leave epoch "
+"""So begins what a fleet's coordinator says when it ends an epoch (``phalanx.fleet.epochs.regroup``)."""
+
+
 def notes(state: State, event: Event) -> list[Note]:
     """What people would want to see pass by when ``event`` comes after ``state``."""
     found = []
-    if event.attempt != state.attempt and state.started is not None and not state.done:
+    ended = event.attempt != state.attempt and not isinstance(event.body, Message)
+    if ended and state.started is not None and not state.done and not state.explained:
         after = f" after step {state.step.step:,}" if state.step else ""
         found.append(Note(event.t, "warning", f"attempt {state.attempt + 1} ended without a word{after}"))
     own = _note(event)

@@ -4,7 +4,8 @@ When a peer dies or stops, the others wait in a collective: on NCCL until somebo
 group's timeout, because gloo's ``abort`` does nothing (PyTorch 2.13). What wakes gloo at once is the end of its
 connections: ``Connections`` remembers which sockets the process had before it joined, and ``shut`` ends all that came
 later, so that whoever waits in a collective or for the store gets an error within milliseconds. Listening sockets are
-left alone; gloo ends the process when one of them fails.
+left alone; gloo ends the process when one of them fails. One wait is beyond reach: while a gloo group is made, a rank tries
+to connect to a peer again and again until the group's timeout, even if the peer is gone; its agent then kills it.
 
 ``shut`` may be called from any thread, and more than once.
 """

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-_RETRY_S = 0.02
+_RETRY_S, _ATTEMPT_S = 0.02, 1.0
 
 
 class MeetingPoint:
@@ -75,8 +75,7 @@ def meet(
     if here is not None:
         store = here.into_store(ranks, timeout_s)
     else:
-        _wait_for(host, int(port), timeout_s, check)
-        store = TCPStore(host, int(port), ranks, False, timedelta(seconds=timeout_s))
+        store = _store_at(host, int(port), ranks, timeout_s, check)
     dist.init_process_group(
         backend="gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
         store=PrefixStore(f"epoch-{epoch}", store),
@@ -86,16 +85,21 @@ def meet(
     )
 
 
-def _wait_for(host: str, port: int, timeout_s: float, check: Callable[[], None]) -> None:
-    """Until somebody listens there: PyTorch's own wait cannot be broken off."""
+def _store_at(host: str, port: int, ranks: int, timeout_s: float, check: Callable[[], None]) -> TCPStore:
+    """The store that another rank keeps there, as soon as it does.
+
+    PyTorch's own waiting for it cannot be broken off: it tries to connect again until its time is over, whoever ends the
+    connection. So it gets little time, again and again.
+    """
     deadline_s = time.monotonic() + timeout_s
     while True:
         check()
         try:
-            socket.create_connection((host, port), timeout=1.0).close()
-        except OSError:
+            store = TCPStore(host, port, ranks, False, timedelta(seconds=_ATTEMPT_S))
+        except RuntimeError:  # DistNetworkError, DistStoreError
             if time.monotonic() > deadline_s:
                 raise
             time.sleep(_RETRY_S)
         else:
-            return
+            store.set_timeout(timedelta(seconds=timeout_s))
+            return store

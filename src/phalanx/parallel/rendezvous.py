@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from phalanx.parallel.torch_compat import forget_groups
+
 _DEFAULT_PORT = 29_500  # torchrun's
 
 
@@ -147,6 +149,12 @@ def _explain(error: Exception, place: Place) -> str:
 
 
 def leave() -> None:
-    """Leaves the process group, if this process is in one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    """Leaves the process group, if this process is in one or has begun to make one.
+
+    Raises what a group that is broken raises on the way; it is left all the same.
+    """
+    try:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    finally:
+        forget_groups()

@@ -10,7 +10,7 @@ import json
 import math
 import warnings
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -141,6 +141,26 @@ def group_of(args: Sequence[object]) -> str:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             return str(dist.ProcessGroup.unbox(arg).group_name)
     return str(args[-1])
+
+
+def forget_groups() -> None:
+    """Makes PyTorch forget all process groups of this process, whole or half made; nothing is said to other ranks.
+
+    Groups are numbered as they are made, and the numbers are part of where ranks look for each other. A group whose making
+    fails leaves its number used up, until the next ``destroy_process_group`` that has something to destroy: this process would
+    then wait for ever for one that has not failed (PyTorch 2.11 to 2.13). So would one whose ``shutdown`` raised.
+    """
+    c10d = dist.distributed_c10d
+    world = c10d._world
+    c10d._update_default_pg(None)
+    tables: tuple[dict[Any, Any], ...] = (
+        *(world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config),
+        *(world.pg_to_tag, world.tags_to_pg, world.pg_coalesce_state),
+    )
+    for table in tables:
+        table.clear()
+    c10d._unregister_all_process_groups()  # type: ignore[attr-defined]
+    world.group_count = 0
 
 
 def flight_record(since_ns: int = 0) -> bytes:
