@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
+from phalanx.fleet.epochs import pause_s
 from phalanx.fleet.state import NO_SEAT, FleetState, Phase, usable
 
 
@@ -60,7 +61,8 @@ def _phases(state: FleetState) -> Iterator[str]:
         yield f"waits for nodes without a seat: {sorted(state.awaiting - seated)}"
     if state.awaiting and state.phase not in (Phase.PARKING, Phase.BINDING):
         yield f"waits for {sorted(state.awaiting)} while {state.phase}"
-    if not state.awaiting and state.phase in (Phase.PARKING, Phase.BINDING):
+    pausing = state.phase is Phase.PARKING and state.now_s < state.since_s + pause_s(state.tries)
+    if not state.awaiting and state.phase in (Phase.PARKING, Phase.BINDING) and not pausing:
         yield f"waits for nobody while {state.phase}"
     if any(not state.nodes[name].alive for name in state.awaiting):
         yield "waits for the dead"
