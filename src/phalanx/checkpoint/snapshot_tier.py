@@ -55,6 +55,11 @@ class _OwnMemory:
     def snapshot(self) -> Snapshot:
         return self._snapshot
 
+    @property
+    def moved_bytes(self) -> int:
+        """Nothing goes over a wire."""
+        return 0
+
     def blocks(self, numbers: Iterable[int]) -> Iterator[ByteArray]:
         manifest = self._snapshot.manifest
         image = self._segment.image(manifest.nbytes)
@@ -88,6 +93,7 @@ class _Peer:
         self._timeout_s = timeout_s
         self._connections = connections
         self._idle: deque[SnapshotClient] = deque()
+        self._read_bytes: deque[int] = deque()  # by several threads
         self._snapshot: Snapshot | None = None
 
     def snapshot(self) -> Snapshot:
@@ -101,6 +107,11 @@ class _Peer:
                 )
             self._snapshot = snapshot
         return self._snapshot
+
+    @property
+    def moved_bytes(self) -> int:
+        """Of the image, so far."""
+        return sum(self._read_bytes)
 
     def blocks(self, numbers: Iterable[int]) -> Iterator[ByteArray]:
         block_bytes = self.snapshot().manifest.block_bytes
@@ -116,6 +127,7 @@ class _Peer:
         size = min(manifest.block_bytes, manifest.nbytes - start)
         with self._connected() as client:
             client.read_into(self._key, start, buffer[:size].data)
+        self._read_bytes.append(size)
         verified(manifest, number, buffer[:size], self.name)
         return size
 
@@ -176,6 +188,11 @@ class SnapshotTier:
     def failed(self) -> frozenset[str]:
         """The holders that have failed, which are not asked any more."""
         return frozenset(self._failed)
+
+    @property
+    def moved_bytes(self) -> int:
+        """What has come from other processes, without records."""
+        return sum(source.moved_bytes for source in self._sources)
 
     def steps(self) -> list[int]:
         return [self._step] if self._good() else []

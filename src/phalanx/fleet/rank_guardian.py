@@ -78,19 +78,21 @@ class RankGuardian(Guardian):
             self._saboteur.at("recovery")
         self._writer.bind(bind.epoch, bind.ranks, bind.rank, resume.step)
         if resume.step >= 0:
-            error, extra = self._from_memory(bind, shards)
-            errors: list[str] = [""] * mesh.ranks
-            dist.all_gather_object(errors, error)
-            if not any(errors):
-                seconds = time.monotonic() - began_s
-                return RestoredState(resume.step, extra, (), "snapshots in memory", seconds)
-            print(f"snapshots of step {resume.step} cannot be restored: {sorted(set(errors))}", flush=True)
+            error, extra, moved_bytes = self._from_memory(bind, shards)
+            told: list[tuple[str, int]] = [("", 0)] * mesh.ranks
+            dist.all_gather_object(told, (error, moved_bytes))
+            if not any(error for error, _ in told):
+                seconds, moved = time.monotonic() - began_s, sum(moved for _, moved in told)
+                return RestoredState(resume.step, extra, (), "snapshots in memory", seconds, moved)
+            errors = sorted({error for error, _ in told if error})
+            print(f"snapshots of step {resume.step} cannot be restored: {errors}", flush=True)
         # Also where too many copies in memory turned out to be damaged: all ranks turn to the disk together.
         limit = resume.step if resume.step >= 0 else resume.disk_step
         return restore_newest(disk, shards, mesh, up_to=None if limit < 0 else limit)
 
-    def _from_memory(self, bind: link.Bind, shards: Sequence[Shard]) -> tuple[str, dict[str, Any]]:
-        """What went wrong while ``shards`` were filled from snapshots (empty: nothing), and what goes with the tensors."""
+    def _from_memory(self, bind: link.Bind, shards: Sequence[Shard]) -> tuple[str, dict[str, Any], int]:
+        """What went wrong while ``shards`` were filled from snapshots (empty: nothing), what goes with the tensors, and how many
+        bytes of them came from other processes."""
         resume = bind.resume
         holders = [SnapshotHolder(holder.rank, holder.address) for holder in resume.holders]
         memory = SnapshotTier(
@@ -103,9 +105,10 @@ class RankGuardian(Guardian):
         )
         try:
             rank = bind.rank if bind.ranks == resume.ranks else None
-            return "", restore_from_holders(memory, resume.step, shards, rank=rank)
+            extra = restore_from_holders(memory, resume.step, shards, rank=rank)
+            return "", extra, memory.moved_bytes
         except CheckpointError as error:
-            return str(error), {}
+            return str(error), {}, memory.moved_bytes
         finally:
             memory.close()
 

@@ -47,6 +47,8 @@ class Restored:
     source: str
     seconds: float = 0.0
     reason: str = ""
+    moved_bytes: int = 0
+    """What all ranks together fetched from other nodes' memory."""
 
 
 @dataclass(frozen=True)

@@ -36,25 +36,28 @@ class Recovery:
     """Steps that had ended and had to be computed again."""
     seconds: dict[str, float]
     """By phase, to the beginning of the first step."""
+    moved_bytes: int = 0
+    """What ranks fetched from other nodes' memory to restore the state."""
 
 
 def recoveries(events: Iterable[Event], first_attempt: int) -> list[Recovery]:
     """All recoveries after ``first_attempt``, in order; of epochs that ended before their first step, none."""
     found: list[Recovery] = []
-    resumed: dict[int, int] = {}
+    restored: dict[int, Restored] = {}
     done, seen = 0, {first_attempt}
     for event in events:
         body = event.body
         if event.attempt < first_attempt:
             continue
         if isinstance(body, Restored):
-            resumed[event.attempt] = body.step
+            restored[event.attempt] = body
         if not isinstance(body, Step):
             continue
         if event.attempt not in seen:
             seen.add(event.attempt)
-            at = resumed.get(event.attempt, 0)
+            source = restored.get(event.attempt, Restored(0, ""))
+            lost = max(0, done - source.step)
             seconds = {phase.value: body.ledger[phase] for phase in PHASES if phase in body.ledger}
-            found.append(Recovery(event.attempt, at, max(0, done - at), seconds))
+            found.append(Recovery(event.attempt, source.step, lost, seconds, source.moved_bytes))
         done = body.step
     return found

@@ -137,7 +137,7 @@ def _begin(training: Training) -> Progress:
     for line in restored.passed_over:
         reporter.warn(f"passed over a damaged checkpoint: {line}")
     source = restored.source or str(training.directory.checkpoints)
-    reporter.emit(Restored(restored.step, source, restored.seconds))
+    reporter.emit(Restored(restored.step, source, restored.seconds, moved_bytes=restored.moved_bytes))
     extra = restored.extra
     return Progress(
         restored.step, extra["tokens"], extra["updates"], extra["skipped_in_a_row"], extra["loss"]

@@ -40,6 +40,8 @@ class RestoredState:
     """From where; empty means the run's checkpoints."""
     seconds: float
     """How long it took on this rank."""
+    moved_bytes: int = 0
+    """What all ranks together fetched from other nodes' memory."""
 
 
 def state_tensors(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
