@@ -19,6 +19,8 @@ from phalanx.fleet.fleet_file import FleetFile, Member
 from phalanx_process import alive
 
 STEPS, HELD = 60, 20
+MOST_LOST = 2
+"""Steps: with a snapshot every step, at most the one before the newest is held by all."""
 
 
 def member(seen: FleetFile, node: str) -> Member:
@@ -71,7 +73,7 @@ def test_a_killed_worker_is_replaced_and_its_state_comes_from_its_nodes_memory(t
         fleet.held(HELD, epoch=1)
         assert fleet.workers("node-0") == [survivor]
         assert ends_well(fleet).recoveries == 1
-        assert min(restored_steps(fleet)) >= HELD - 1
+        assert min(restored_steps(fleet)) >= HELD - MOST_LOST
 
 
 def test_a_killed_node_is_replaced_by_the_spare_with_state_from_its_buddy(tmp_path: Path) -> None:
@@ -84,7 +86,7 @@ def test_a_killed_node_is_replaced_by_the_spare_with_state_from_its_buddy(tmp_pa
         assert seen.ranks == 2
         assert fleet.workers(survivor) == before
         ends_well(fleet)
-        assert min(restored_steps(fleet)) >= HELD - 1
+        assert min(restored_steps(fleet)) >= HELD - MOST_LOST
 
 
 def test_without_a_spare_the_fleet_shrinks_at_once_and_takes_the_node_back_when_it_returns(

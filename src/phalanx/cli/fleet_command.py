@@ -94,11 +94,8 @@ def stop(run_dir: Path, certificates: Path | None, as_json: bool) -> None:
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=29400, show_default=True, help="0: any free one."
 )
-@click.option("--attempt", type=click.IntRange(min=0), default=0, help="Of the run directory's attempts.")
 @_common
-def serve(
-    run_dir: Path, host: str, port: int, attempt: int, certificates: Path | None, as_json: bool
-) -> None:
+def serve(run_dir: Path, host: str, port: int, certificates: Path | None, as_json: bool) -> None:
     """Coordinate the run in RUN_DIR for agents on other machines, until it is over. May be killed and started again.
 
     \b
@@ -109,9 +106,10 @@ def serve(
     from phalanx.fleet.journal import JournalError
     from phalanx.fleet.security import SecurityError
     from phalanx.fleet.transport import TransportError
-    from phalanx.train.run_directory import RunDirectoryError
+    from phalanx.train.run_directory import RunDirectory, RunDirectoryError
 
     with explained(JournalError, RunDirectoryError, SecurityError, TransportError, ValueError):
+        attempt = RunDirectory(run_dir).newest_attempt()
         code = run_coordinator(Post(run_dir, attempt, host, port), certificates)
         ended = read_fleet_file(run_dir)
     if as_json:

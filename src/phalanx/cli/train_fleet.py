@@ -14,7 +14,7 @@ from phalanx.cli.train_command import already_done, conclude, console_for, progr
 from phalanx.data.errors import DataError
 from phalanx.fleet.fault_list import FleetShape, read_faults
 from phalanx.fleet.faults import FaultError
-from phalanx.fleet.local_fleet import LocalFleet, run_fleet
+from phalanx.fleet.local_fleet import Lead, LocalFleet, run_fleet
 from phalanx.observe.event_log import read_events
 from phalanx.observe.goodput import goodput
 from phalanx.observe.ledger import NS_PER_S
@@ -26,8 +26,10 @@ from phalanx.train.prepare import prepare_run
 from phalanx.train.run_directory import OpenRun, RunDirectory, RunDirectoryError
 
 
-def train_fleet(spec: RunSpec, run_file: Path, faults: tuple[str, ...], as_json: bool) -> int:
-    """Trains as a local fleet; the exit code."""
+def train_fleet(
+    spec: RunSpec, run_file: Path, faults: tuple[str, ...], as_json: bool, lead: Lead | None = None
+) -> int:
+    """Trains as a local fleet, or as the node that leads one on a cluster; the exit code."""
     console = console_for(as_json)
     ranks = spec.fleet.nodes * spec.fleet.workers_per_node
     spec = dataclasses.replace(spec, parallel=dataclasses.replace(spec.parallel, ranks=ranks))
@@ -45,7 +47,7 @@ def train_fleet(spec: RunSpec, run_file: Path, faults: tuple[str, ...], as_json:
         f"{'spare' if spares == 1 else 'spares'}, {ranks} {'rank' if ranks == 1 else 'ranks'}"
     )
     console.print(f"[dim]look at it with[/] phalanx status {run.directory.path}")
-    ending = run_fleet(run, LocalFleet(nodes, spares, planned), shower(run, console))
+    ending = run_fleet(run, LocalFleet(nodes, spares, planned, lead=lead), shower(run, console))
     os.close(run.lock_fd)
     return conclude(run, ending, console, as_json, _story(run, planned))
 

@@ -1,8 +1,9 @@
-"""A whole fleet on this machine: a coordinator and an agent per "node", each a process in a session of its own.
+"""A fleet as far as it runs on this machine: all of it, a coordinator and an agent per "node", or on a cluster the part of
+the node that leads: the coordinator and this node's agent. Each is a process in a session of its own.
 
-What a cluster's scheduler does for a real fleet is done here: it starts them, starts the coordinator again if it dies, brings a
-killed node back after its repair time, and passes on Ctrl-C as one wish to save and stop. If this process is killed, the
-kernel kills all of them with it.
+What nobody else would do is done here: they are started, the coordinator is started again if it dies, a killed node of a
+local fleet comes back after its repair time, and Ctrl-C is passed on as one wish to save and stop. If this process is
+killed, the kernel kills all of them with it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,34 @@ _FAREWELL_S = 10.0
 
 
 @dataclass(frozen=True)
+class Lead:
+    """This machine is one node of a cluster, and the one whose coordinator the others look for."""
+
+    node: str
+    host: str
+    """Of this machine, as the others reach it."""
+    port: int
+    domain: tuple[str, ...] = ()
+    spare: bool = False
+    certificates: Path | None = None
+
+    @property
+    def coordinator_arguments(self) -> list[str]:
+        """For ``phalanx.fleet.coordinator``."""
+        return ["--host", self.host, "--port", str(self.port), *self._certified]
+
+    @property
+    def agent_arguments(self) -> list[str]:
+        """For ``phalanx.fleet.agent``, beside the node's name."""
+        domain = ["--domain", *self.domain] if self.domain else []
+        return ["--host", self.host, *domain, *self._certified]
+
+    @property
+    def _certified(self) -> list[str]:
+        return ["--certificates", str(self.certificates)] if self.certificates else []
+
+
+@dataclass(frozen=True)
 class LocalFleet:
     """What to start."""
 
@@ -45,15 +74,21 @@ class LocalFleet:
     """After so long a killed node comes back, empty; ``None``: never."""
     worker_program: tuple[str, ...] = ()
     """Instead of the real worker; for tests."""
+    lead: Lead | None = None
+    """If this machine is one node of a cluster; the agents of the others are started there."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the nodes, spares last."""
+        """Of the nodes here, spares last."""
+        if self.lead is not None:
+            return (self.lead.node,)
         return tuple(f"node-{number}" for number in range(self.nodes + self.spares))
 
     @property
     def spare_names(self) -> tuple[str, ...]:
-        """Of the nodes that get no rank at first."""
+        """Of the nodes here that get no rank at first."""
+        if self.lead is not None:
+            return self.names if self.lead.spare else ()
         return self.names[self.nodes :]
 
 
@@ -164,11 +199,13 @@ class _Processes:
 
     def _start_coordinator(self) -> None:
         self.started, self.started_s = self.started + 1, time.monotonic()
-        port = str(self.run.spec.fleet.port)
-        self.coordinator = self._process("coordinator", "phalanx.fleet.coordinator", "--port", port)
+        lead = self.fleet.lead
+        where = lead.coordinator_arguments if lead else ["--port", str(self.run.spec.fleet.port)]
+        self.coordinator = self._process("coordinator", "phalanx.fleet.coordinator", *where)
 
     def _agent(self, name: str) -> subprocess.Popen[bytes]:
         arguments = ["--node", name, *["--spare"] * (name in self.fleet.spare_names)]
+        arguments += self.fleet.lead.agent_arguments if self.fleet.lead else []
         arguments += [*(part for fault in self.fleet.faults for part in ("--fault", fault))]
         if self.fleet.worker_program:
             arguments += ["--worker-program", *self.fleet.worker_program]

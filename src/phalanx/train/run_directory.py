@@ -92,6 +92,13 @@ class RunDirectory:
         """What one rank printed during one attempt."""
         return self.path / "logs" / f"attempt-{attempt:03d}-rank-{rank:05d}.log"
 
+    def newest_attempt(self) -> int:
+        """The number of the newest start that took this directory. Raises ``RunDirectoryError`` if nobody ever did."""
+        started = _read_json(self.record).get("attempts", 0)
+        if not started:
+            raise RunDirectoryError(f"{self.path} is no run directory: nobody has started a run there yet")
+        return int(started) - 1
+
     def finished_result(self) -> dict[str, Any] | None:
         """The result of a complete run, or ``None``."""
         found = _read_json(self.result)
