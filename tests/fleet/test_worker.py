@@ -78,6 +78,19 @@ def test_after_a_peer_stopped_the_fleet_shrinks_and_grows_again(make_driver: Any
     assert first.pids == [first.process.pid], "the survivor is the same process"
 
 
+def test_workers_that_change_ranks_in_the_same_processes_keep_the_bits(
+    make_driver: Any, undisturbed: str
+) -> None:
+    driver = make_driver(3)  # by three the weights cannot be divided evenly
+    first, second, third = driver.nodes
+    driver.bind([first, second, third])
+    driver.wait_for_step(3)
+    driver.park([first, second, third], planned=True)
+    driver.bind([second, third, first], driver.resume(driver.nodes))
+    assert driver.finish() == undisturbed
+    assert all(len(node.pids) == 1 for node in driver.nodes)
+
+
 def test_without_memory_the_newest_checkpoint_on_disk_is_taken(make_driver: Any, undisturbed: str) -> None:
     driver = make_driver(2, sharding="none")
     driver.bind(driver.nodes)

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 __all__ = [
     "AllGather",
@@ -149,6 +150,9 @@ def forget_groups() -> None:
     Groups are numbered as they are made, and the numbers are part of where ranks look for each other. A group whose making
     fails leaves its number used up, until the next ``destroy_process_group`` that has something to destroy: this process would
     then wait for ever for one that has not failed (PyTorch 2.11 to 2.13). So would one whose ``shutdown`` raised.
+
+    DTensor's caches go too. Their results hold a mesh, found again by an equal one: and meshes of the same ranks are equal,
+    whichever of them this process was when the mesh was made, so that as another rank it would get its old place.
     """
     c10d = dist.distributed_c10d
     world = c10d._world
@@ -160,6 +164,7 @@ def forget_groups() -> None:
     for table in tables:
         table.clear()
     c10d._unregister_all_process_groups()  # type: ignore[attr-defined]
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
     world.group_count = 0
 
 
