@@ -76,7 +76,7 @@ def test_a_snapshot_says_whose_it_is_and_what_it_cost(memory: SnapshotMemory) ->
     with closing(writer_for(memory)) as writer:
         taken = take(writer, 4)
     assert (taken.epoch, taken.key) == (1, SnapshotKey(2, 0, 4))
-    assert memory.holdings() == (Holding(taken.key, "own", taken.nbytes),)
+    assert memory.holdings() == (Holding(taken.key, "own", taken.nbytes, taken.epoch),)
     assert taken.waited_s >= 0 < taken.copied_s
 
 

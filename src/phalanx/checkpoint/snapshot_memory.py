@@ -61,6 +61,8 @@ class Holding:
     key: SnapshotKey
     kind: Literal["own", "buddy"]
     nbytes: int
+    epoch: int
+    """In which it was taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +277,9 @@ class SnapshotMemory:
         with self._lock:
             found = [(segment in self._buddies, self._held(segment)) for segment in self._segments()]
         holdings = [
-            Holding(s.key, "buddy" if pushed else "own", s.nbytes) for pushed, s in found if s is not None
+            Holding(s.key, "buddy" if pushed else "own", s.nbytes, s.epoch)
+            for pushed, s in found
+            if s is not None
         ]
         return tuple(sorted(holdings, key=lambda holding: (holding.key, holding.kind)))
 

@@ -161,7 +161,8 @@ class Agent:
 
     def _held(self) -> tuple[Holding, ...]:
         return tuple(
-            Holding(h.key.ranks, h.key.rank, h.key.step, h.kind, h.nbytes) for h in self._memory.holdings()
+            Holding(h.key.ranks, h.key.rank, h.key.step, h.kind, h.nbytes, h.epoch)
+            for h in self._memory.holdings()
         )
 
     # --- time ----------------------------------------------------------------------------------

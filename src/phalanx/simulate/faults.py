@@ -107,11 +107,13 @@ def _corrupt(world: World) -> None:
     if not world.coordinator.up:
         world.coordinator.start()
     found = m.Suspect(node.name, "corruption", "checksums differ", trusted_step=group.step, epoch=group.epoch)
+    world.unheard += 1
     world.clock.after(world.random.uniform(0, 3), lambda: _report(world, found))
 
 
 def _report(world: World, found: m.Suspect) -> None:
     world.coordinator.start()
+    world.unheard -= 1
     world.coordinator.hear(found)
 
 

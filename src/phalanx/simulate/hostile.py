@@ -67,6 +67,8 @@ class World:
         self.disk = Disk()
         self.groups: dict[int, Group] = {}
         self.faults: Counter[str] = Counter()
+        self.unheard = 0
+        """Corruptions that the coordinator cannot know of yet."""
         self.furthest = m.NO_STEP
         self.lost_steps = self.worst_lost_steps = 0
         self.coordinator = SimulatedCoordinator(self, step)
@@ -144,7 +146,8 @@ class World:
     def begun(self, group: Group) -> None:
         """An epoch trains: what it restored is what counts."""
         limit = self.coordinator.state.distrust
-        if limit is not None and group.epoch > limit.epoch and group.tainted(group.step):
+        known = limit is not None and group.epoch > limit.epoch and not self.unheard
+        if known and group.tainted(group.step):
             raise BrokenInvariant(f"epoch {group.epoch} was restored from state known to be corrupt")
         lost = max(0, self.furthest - group.step)
         self.lost_steps += lost
