@@ -222,8 +222,9 @@ class _Rank:
         # The output projection and the router stay in the format of activations.
         inside = product.part != "router" and product.columns != self.job.workload.model.vocab_size
         format_ = self.precision.matmul if inside or self.precision.matmul in ("fp16", "fp32") else "bf16"
+        casts = self._casts(format_, rows * inner, rows * columns)
         if product.experts == 0:
-            return np.stack(
+            return casts + np.stack(
                 [
                     kernels.matmul_s(self.job.profile, format_, *sizes)
                     for sizes in ((rows, columns, inner), (rows, inner, columns), (columns, inner, rows))
@@ -231,12 +232,23 @@ class _Rank:
             )
         groups = product.experts / self.keys.expert
         each = rows / groups
-        return np.stack(
+        return casts + np.stack(
             [
                 kernels.grouped_matmul_s(self.job.profile, format_, groups, *sizes)
                 for sizes in ((each, columns, inner), (each, inner, columns), (columns, inner, each))
             ]
         )
+
+    def _casts(self, format_: str, inputs: Floats, outputs: Floats) -> Floats:
+        """Seconds to bring the input, and in backward the output's gradient, into a narrow format; weights are cast once."""
+        if format_ not in ("fp8", "fp4"):
+            return np.zeros((len(PHASES), 1))
+        # Read once, written twice: along rows for one product and along columns for another.
+        moved = self.precision.activation_bytes + 2 * self.precision.operand_bytes
+        forward, backward = (
+            kernels.memory_bound_s(self.job.profile, moved * elements) for elements in (inputs, outputs)
+        )
+        return np.stack([forward, backward, np.zeros_like(forward)])
 
     def _attention(self, attention: Attention) -> Floats:
         # 2 FLOP for each multiply-add, over half of the square; backward 2.5 times (arXiv 2307.08691, section 3.1).
