@@ -159,7 +159,9 @@ class _Rank:
                 core += times
             found[:, CATEGORIES.index(category)] += times
             parts[PARTS.index(operation.part)] += times[0]
-            launches += self._launches(operation)
+            if operation.part not in self.job.stack.graphed:
+                launches += self._launches(operation)
+        found[:, CATEGORIES.index("expert_comm")] *= 1 - self._hidden_exchange(found)
         hidden = self._hidden_context(found[:, CATEGORIES.index("context_comm")], core)
         found[:, CATEGORIES.index("context_comm")] -= hidden
         parts[PARTS.index("core")] -= hidden[0]
@@ -176,6 +178,15 @@ class _Rank:
         blocks = self.keys.context
         hiding = core * self.job.stack.context_overlap * (blocks - 1) / blocks
         return np.minimum(exchange, hiding)
+
+    def _hidden_exchange(self, found: Floats) -> Floats:
+        """The share of the exchange of tokens that another micro-batch's forward and backward hide."""
+        exchange = found[:, CATEGORIES.index("expert_comm")].sum(axis=0)
+        computing = sum(
+            found[:, CATEGORIES.index(name)].sum(axis=0) for name in ("matmul", "attention", "pointwise")
+        )
+        share: Floats = np.minimum(self.job.stack.expert_overlap, computing / np.maximum(exchange, 1e-30))
+        return share
 
     def _host(self, launches: Floats, device_s: Floats) -> Floats:
         """Seconds that the device waits for the host, by phase."""
@@ -271,15 +282,20 @@ class _Rank:
 
     def _exchange(self, exchange: Exchange) -> tuple[str, Floats]:
         if exchange.kind in ("dispatch", "combine"):
-            both = self._to_experts(exchange) * (1 - self.job.stack.expert_overlap)
+            both = self._to_experts(exchange)
             return "expert_comm", np.stack([both, both, np.zeros_like(both)])
         if exchange.kind == "context":
             return "context_comm", self._keys_and_values(exchange)
         size = self.keys.tensor if exchange.kind in ("gather", "scatter") else self.keys.expert_tensor
         kind = "tokens" if exchange.kind in ("gather", "scatter") else "routed"
-        whole = self.rows(kind) * exchange.width * self.precision.activation_bytes  # type: ignore[arg-type]
-        gather = self._collective(collectives.all_gather_s, size, 1, whole)
-        scatter = self._collective(collectives.reduce_scatter_s, size, 1, whole)
+        elements = self.rows(kind) * exchange.width  # type: ignore[arg-type]
+        # Operands of narrow products are cast before they are gathered (Transformer Engine); sums are not narrow.
+        gather = self._collective(
+            collectives.all_gather_s, size, 1, elements * self.precision.operand_bytes
+        )
+        scatter = self._collective(
+            collectives.reduce_scatter_s, size, 1, elements * self.precision.activation_bytes
+        )
         forward, backward = (gather, scatter) if "gather" in exchange.kind else (scatter, gather)
         if exchange.kind == "gather" and not self.job.stack.keeps_gathered_inputs:
             backward = backward + gather

@@ -19,6 +19,7 @@ from phalanx.model.counts import Counts, count
 from phalanx.model.shape import resolve
 from phalanx.plan.candidates import PRECISIONS, RECOMPUTE, SCHEDULES, Recompute, divisors
 from phalanx.plan.published import Excluded, PublishedRun
+from phalanx.plan.published_recipes import recipe_of
 from phalanx.plan.published_software import (
     Software,
     cluster_of_run,
@@ -63,13 +64,14 @@ def setup_of(run: PublishedRun) -> Setup:
     seq_len = _stated(run.seq_len, "sequence length")
     batch = _stated(run.global_batch_seqs, "global batch")
     model = model_of(run, seq_len, assumptions)
-    imbalance = 1.0 if re.search(r"force-?d?.?balanc|capacity factor 1", run.notes) else 1.1
+    even = r"force-?d?.?balanc|capacity factor 1|token-?drop;|\(tokendrop\)"
+    imbalance = 1.0 if re.search(even, f"{run.model}; {run.notes}") or software.unfolded_experts else 1.1
     modes, stated_modes = _recompute_modes(run, software, assumptions)
     job = Job(
         Workload(model, seq_len, batch, imbalance=imbalance),
         stack_of_run(run, software),
         machines,
-        profile_of_run(machines.accelerator, software),
+        profile_of_run(machines.accelerator, software, run),
         modes,
     )
     choices = tuple(_layouts(run, software, job, stated_modes, assumptions))
@@ -246,7 +248,8 @@ def _recompute_modes(
     run: PublishedRun, software: Software, assumptions: list[str]
 ) -> tuple[tuple[Recompute, ...], tuple[int, ...]]:
     """The modes that a layout's ``recompute`` indexes, and which of them the row leaves open."""
-    text = run.recompute.lower()
+    recipe = recipe_of(run)
+    text = run.recompute.lower() or (recipe.recompute if recipe else "")
     named = {mode.name: index for index, mode in enumerate(RECOMPUTE)}
     if not text:
         return _open_modes(run, software, assumptions, "recomputation")
@@ -286,9 +289,7 @@ def _layouts(
     each, rest = divmod(job.workload.batch, data)
     if rest:
         return
-    sizes = (run.micro_batch,) if run.micro_batch else _MICRO_BATCHES
-    if not run.micro_batch:
-        assumptions.append("micro-batch: the fastest that fits")
+    sizes = _micro_batches(run, software, each, assumptions)
     stages = _stage_choices(run, software, fixed["pipeline"], job.workload.model.layers, assumptions)
     for micro_batch, per_rank, mode in itertools.product(sizes, stages, recompute):
         schedule = _schedule(run, per_rank)
@@ -301,6 +302,19 @@ def _layouts(
             }
 
 
+def _micro_batches(run: PublishedRun, software: Software, each: int, assumptions: list[str]) -> tuple[int, ...]:
+    """Sequences of a micro-batch of a data-parallel rank that has ``each`` of them in a step."""
+    if not software.accumulates:
+        return (each,)
+    if run.micro_batch:
+        return (run.micro_batch,)
+    if software.micro_batch:
+        assumptions.append(f"micro-batch of {software.micro_batch}, as in the recipes of {software.name}")
+        return (software.micro_batch,)
+    assumptions.append("micro-batch: the fastest that fits")
+    return _MICRO_BATCHES
+
+
 def _fixed(run: PublishedRun, software: Software, job: Job, assumptions: list[str]) -> dict[str, int]:
     """What has no alternatives."""
     if run.tp is None or run.pp is None:
@@ -309,20 +323,20 @@ def _fixed(run: PublishedRun, software: Software, job: Job, assumptions: list[st
     data, rest = divmod(run.gpus or 0, tensor * pipeline * context)
     if rest or not data or (run.dp and run.dp * tensor * pipeline * context != run.gpus):
         raise Excluded(f"its degrees of parallelism do not multiply to its {run.gpus} accelerators")
-    shard = _shard(run, job, data)
+    shard, recipe = _shard(run, job, data), recipe_of(run)
     stated = run.seq_parallel.lower()
     sharded = stated in ("1", "true", "yes") if stated else software.sequence_parallel
     return {
         "tensor": tensor,
         "context": context,
         "expert": run.ep or 1,
-        "expert_tensor": _expert_tensor(run, tensor),
+        "expert_tensor": _expert_tensor(run, software, tensor),
         "pipeline": pipeline,
         "replicate": data // shard,
         "shard": shard,
         "zero": _zero(run, job, assumptions),
         "precision": _precision(run, assumptions),
-        "offload_activations": int("activation offload" in run.notes),
+        "offload_activations": int("activation offload" in run.notes or bool(recipe and recipe.offload)),
         "offload_optimizer": 0,
         "sequence_parallel": int(sharded and tensor > 1),
     }
@@ -336,12 +350,14 @@ def _shard(run: PublishedRun, job: Job, data: int) -> int:
     return inside if data % inside == 0 else data
 
 
-def _expert_tensor(run: PublishedRun, tensor: int) -> int:
+def _expert_tensor(run: PublishedRun, software: Software, tensor: int) -> int:
     stated = _integer(r"ETP=(\d+)", run.notes)
     if stated:
         return stated
     # Without folding, Megatron's experts are divided as the dense layers are (arXiv 2504.14960, section 3).
     unfolded = "ETP=?" in run.notes and not re.search("Folding;|method FSDP", run.notes)
+    if software.unfolded_experts and re.search(software.unfolded_experts, run.id):
+        unfolded = True
     return tensor if unfolded and run.mixture else 1
 
 

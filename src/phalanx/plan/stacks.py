@@ -84,7 +84,7 @@ class Stack:
     context_overlap: float = 1.0
     """Of the time of a ring's block of attention, what can hide the next block's way."""
     expert_overlap: float = 0.0
-    """Of the exchange of tokens, what is hidden."""
+    """Of the exchange of tokens, what can be hidden, as far as there is something to compute meanwhile."""
     data_overlap: float = 0.8
     """Of the time of backward, what can hide the reduction of gradients (and, ZeRO-3, of a block the gathering of the next)."""
     paired_overlap: float = 0.0
@@ -108,6 +108,8 @@ class Stack:
     launch_s: float = 20e-6
     """The host's time to launch a kernel, with its share of Python, autograd and casts; 0 where launches are recorded (CUDA
     graphs) or compiled into one program. Fitted on published runs of small mixtures, which wait for the host."""
+    graphed: frozenset[str] = frozenset()
+    """Parts of a layer (``phalanx.plan.candidates.PARTS``) that CUDA graphs replay: the host launches them at no cost."""
     blocking_launches: bool = False
     """Whether the host waits for every kernel before it launches the next, as under CUDA_LAUNCH_BLOCKING=1."""
     slot_tree: bool = False
