@@ -243,15 +243,13 @@ def _mixture(model: ModelSpec, moe: MoeSpec, stack: Stack) -> Layer:
     gates = 2 if model.ffn == "swiglu" else 1
     dim, inner = model.dim, moe.ffn_dim
     split: Axis = "expert_tensor"
-    # Into the order of experts and back: one copy read, per_token written, and the reverse. What an all-to-all brings is
-    # in the order of ranks and has to be sorted once more.
-    moved = (1 + moe.per_token + 2 * moe.per_token * (stack.dispatch == "every copy")) * dim
+    into, back = (copies * dim for copies in _sorting(moe, stack))
     routed = Layer(
         (
             Product("router", "local", moe.experts, dim),
             # Scores, the choice, its balance and its loss: some twenty small kernels (Megatron Core's TopKRouter).
             Pointwise("router", "local", 8 * moe.experts, 4 * moe.experts, kernels=20),
-            Pointwise("dispatch", "local", moved, moved, kernels=_PERMUTING),
+            Pointwise("dispatch", "local", into, into, kernels=_PERMUTING),
             Exchange("dispatch", "dispatch", dim),
             Exchange("dispatch", "expert_gather", dim),
             Product("expert_widen", "routed", gates * inner, dim, columns_over=split, experts=moe.experts),
@@ -259,7 +257,7 @@ def _mixture(model: ModelSpec, moe: MoeSpec, stack: Stack) -> Layer:
             Product("expert_down", "routed", dim, inner, inner_over=split, experts=moe.experts),
             Exchange("combine", "expert_scatter", dim),
             Exchange("combine", "combine", dim),
-            Pointwise("combine", "local", moved, moved, kernels=_PERMUTING),
+            Pointwise("combine", "local", back, back, kernels=_PERMUTING),
         ),
         (
             Kept("router", "local", 2 * moe.experts, bytes=4),
@@ -272,6 +270,19 @@ def _mixture(model: ModelSpec, moe: MoeSpec, stack: Stack) -> Layer:
     )
     shared = _feed_forward(model, moe.shared * inner, stack) if moe.shared else Layer()
     return routed + shared
+
+
+def _sorting(moe: MoeSpec, stack: Stack) -> tuple[int, int]:
+    """Rows read and written for each token: into the order of experts, and back."""
+    copies = moe.per_token
+    if stack.dispatch == "hybrid":  # sorts as it sends
+        return 1 + copies, 1 + copies
+    if stack.dispatch == "once per node":  # sorts what has come
+        return 2 * copies, 2 * copies
+    # One row read and a copy for each expert written; what an all-to-all brings is in the order of ranks and sorted once more.
+    fused = 1 + 3 * copies
+    # Else each copy is weighted (read, written) and added to a sum that is cleared, read and written.
+    return (fused, fused) if stack.fused_permutation else (4 * copies, 2 * copies + 2 * copies + 3 * copies + 1)
 
 
 def _head(model: ModelSpec, stack: Stack) -> Layer:

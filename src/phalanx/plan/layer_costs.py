@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 
 import numpy as np
 
@@ -234,19 +235,18 @@ class _Rank:
         inside = product.part != "router" and product.columns != self.job.workload.model.vocab_size
         format_ = self.precision.matmul if inside or self.precision.matmul in ("fp16", "fp32") else "bf16"
         casts = self._casts(format_, rows * inner, rows * columns)
-        if product.experts == 0:
-            return casts + np.stack(
-                [
-                    kernels.matmul_s(self.job.profile, format_, *sizes)
-                    for sizes in ((rows, columns, inner), (rows, inner, columns), (columns, inner, rows))
-                ]
-            )
-        groups = product.experts / self.keys.expert
-        each = rows / groups
+        seconds: Callable[..., Floats] = partial(kernels.matmul_s, self.job.profile, format_)
+        each = rows
+        if product.experts:
+            groups = product.experts / self.keys.expert
+            seconds = partial(kernels.grouped_matmul_s, self.job.profile, format_, groups)
+            each = rows / groups
+        adding = self.job.stack.accumulating_bytes
         return casts + np.stack(
             [
-                kernels.grouped_matmul_s(self.job.profile, format_, groups, *sizes)
-                for sizes in ((each, columns, inner), (each, inner, columns), (columns, inner, each))
+                seconds(each, columns, inner),
+                seconds(each, inner, columns),
+                seconds(columns, inner, each, result_bytes=adding),
             ]
         )
 
@@ -325,7 +325,7 @@ class _Rank:
         job, keys = self.job, self.keys
         tokens = self.rows("tokens") / keys.tensor * job.workload.imbalance
         # Only DeepEP's kernels carry tokens in the format of products (arXiv 2412.19437, section 3.3.3).
-        once = job.stack.dispatch == "once per node"
+        once = job.stack.dispatch != "every copy"
         narrow = exchange.kind == "dispatch" and once
         bytes_ = exchange.width * (
             self.precision.operand_bytes if narrow else self.precision.activation_bytes
@@ -333,7 +333,13 @@ class _Rank:
         if once:
             return np.asarray(
                 collectives.dispatch_s(
-                    job.cluster, keys.expert, keys.expert_tensor, tokens, bytes_, moe.per_token
+                    job.cluster,
+                    keys.expert,
+                    keys.expert_tensor,
+                    tokens,
+                    bytes_,
+                    moe.per_token,
+                    law="all_to_all" if job.stack.dispatch == "hybrid" else "dispatch",
                 )
             )
         copies = tokens * moe.per_token * bytes_

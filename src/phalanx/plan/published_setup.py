@@ -59,6 +59,8 @@ class Setup:
 def setup_of(run: PublishedRun) -> Setup:
     """Everything the planner needs of a row. Raises ``Excluded`` with the reason if the row does not say enough."""
     assumptions: list[str] = []
+    if "known regression" in run.notes:
+        raise Excluded("its source calls it a regression")
     software = software_of(run)
     machines = cluster_of_run(run, software)
     seq_len = _stated(run.seq_len, "sequence length")

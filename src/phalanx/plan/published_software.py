@@ -173,6 +173,8 @@ def stack_of_run(run: PublishedRun, software: Software) -> Stack:
         stack = replace(stack, reduce_bytes=2.0)
     if software.gradient_bytes and stack.name != "fsdp":
         stack = replace(_with_gradients(stack, software.gradient_bytes), reduce_bytes=software.gradient_bytes)
+        if stack.accumulating_bytes:
+            stack = replace(stack, accumulating_bytes=2 * software.gradient_bytes)
     if software.logit_bytes:
         stack = replace(stack, logit_bytes=software.logit_bytes)
     if software.name == "bigscience" and run.precision.startswith("bf16"):
@@ -183,6 +185,8 @@ def stack_of_run(run: PublishedRun, software: Software) -> Stack:
         stack = replace(stack, blocking_launches=True)
     if software.name == "torchtitan":
         stack = replace(stack, context_exchange="gather")  # its default rotate method is all-gather
+    if software.unfolded_experts:
+        stack = replace(stack, fused_permutation=False)  # Megatron Core fuses it since 0.11
     stack = with_recipe(stack, run)
     eager = not software.compiled and not re.search(r"\bcompile", run.notes)
     return replace(stack, fused_pointwise=False) if eager else stack

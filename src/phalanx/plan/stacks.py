@@ -61,6 +61,9 @@ class Stack:
     """Of a gradient on its way to the ranks that add it up."""
     slot_gradient_bytes: float = 0.0
     """Of a parameter of a rank's whole part, while the micro-batches of one reduction add up."""
+    accumulating_bytes: float = 0.0
+    """Moved for each parameter by the product that computes its gradient, where it adds to a sum that it reads and writes;
+    0 means that the gradient is just written, in the usual format."""
     unit_gradient_bytes: float = 0.0
     """Of a parameter of the largest block: its whole gradient before it is reduced and divided."""
     flash_attention: bool = True
@@ -100,9 +103,11 @@ class Stack:
     """Collectives in which a block's weights are gathered and its gradients reduced, where these overlap with computing."""
     shards: Literal["flat", "rows"] = "flat"
     """What data-parallel ranks divide: one flat buffer, or each parameter by whole rows (of stacked experts: whole experts)."""
-    dispatch: Literal["once per node", "every copy"] = "every copy"
-    """What of a token crosses the network to its experts: one copy for each node, which spreads it (DeepEP), or one for each
-    expert (an all-to-all)."""
+    dispatch: Literal["once per node", "hybrid", "every copy"] = "every copy"
+    """What of a token crosses the network to its experts: one copy for each node, which spreads it by a few multiprocessors
+    (DeepEP) or at the full rate of its links ("hybrid": HybridEP), or one for each expert (an all-to-all)."""
+    fused_permutation: bool = True
+    """Whether tokens are brought into the order of experts, weighted and added up again by one kernel each."""
     context_exchange: Literal["ring", "gather"] = "ring"
     """How keys and values come: block by block while attention computes with the last, or all before it begins."""
     launch_s: float = 20e-6
@@ -150,6 +155,7 @@ STACKS = {
             zero_stages=(0, 1),
             schedules=_MEGATRON_SCHEDULES,
             split="even",
+            accumulating_bytes=8,
             tensor_overlap=0.3,
         ),
         Stack(
@@ -169,6 +175,7 @@ STACKS = {
             zero_stages=(0, 1),
             schedules=("1f1b",),
             split="even",
+            accumulating_bytes=8,
             flash_attention=False,
             dropout=True,
             data_overlap=0.0,
@@ -183,6 +190,7 @@ STACKS = {
             zero_stages=(0,),
             schedules=_MEGATRON_SCHEDULES,
             split="even",
+            accumulating_bytes=8,
             flash_attention=False,
             dropout=True,
             data_overlap=0.0,
@@ -197,8 +205,10 @@ STACKS = {
             zero_stages=(1,),
             schedules=("1f1b", "dualpipev"),
             split="even",
+            accumulating_bytes=8,
             dispatch="once per node",
             paired_overlap=0.9,
+            expert_overlap=0.75,
             tensor_overlap=0.3,
         ),
     )
