@@ -25,6 +25,9 @@ Axis = Literal["none", "tensor", "expert_tensor"]
 _PERMUTING = 8
 """Kernels that sort tokens by expert: histogram, prefix sums, indices, and the copy."""
 
+_FUSED_LOGIT_BYTES = 4
+"""Scores and gradient in 16 bits: one kernel makes both of the loss."""
+
 KINDS = ("dense", "mixture", "embedding", "head")
 """What a stage is made of: two kinds of layers, and the two ends of the model."""
 
@@ -212,8 +215,8 @@ def _core_in_memory(workload: Workload) -> Layer:
 
 
 def _after_attention(model: ModelSpec) -> Layer:
-    # The residual sum reads two and writes one; twice in a layer.
-    add = Pointwise("out", "local", 6 * model.dim, 2 * model.dim, kernels=2)
+    # The residual sum, and in backward that of its gradients, reads two and writes one; twice in a layer.
+    add = Pointwise("out", "local", 6 * model.dim, 6 * model.dim, kernels=2)
     return Layer((add,), (Kept("out", "local", model.dim),)) + _norm(model)
 
 
@@ -285,12 +288,24 @@ def _sorting(moe: MoeSpec, stack: Stack) -> tuple[int, int]:
     return (fused, fused) if stack.fused_permutation else (4 * copies, 2 * copies + 2 * copies + 3 * copies + 1)
 
 
+def _loss_passes(stack: Stack) -> tuple[float, float]:
+    """How often a score of two bytes is read or written for the loss, and for its gradient."""
+    if stack.loss_chunk:
+        return 6, 1
+    if stack.logit_bytes <= _FUSED_LOGIT_BYTES:  # read for the sum; read and overwritten by its gradient
+        return 2, 2
+    if stack.fused_pointwise:  # to fp32, the maximum, exponentials and their sum; the gradient, to 16 bits
+        return 12, 5
+    # Each of these steps and a division by itself: 38 bytes forward, 14 backward. All that eager code moves is counted thrice.
+    return 19 / 3, 7 / 3
+
+
 def _head(model: ModelSpec, stack: Stack) -> Layer:
     scores = model.vocab_size
-    passes = 4 if stack.loss_chunk == 0 else 6
+    forward, backward = (passes * scores for passes in _loss_passes(stack))
     operations = (
         Exchange("projection", "gather", model.dim),
         Product("projection", "tokens", scores, model.dim, columns_over="tensor"),
-        Pointwise("projection", "tokens", passes * scores, scores, "tensor", kernels=6),
+        Pointwise("projection", "tokens", forward, backward, "tensor", kernels=6),
     )
     return _norm(model) + Layer(operations, (Kept("input", "local", model.dim),))

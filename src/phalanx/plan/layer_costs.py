@@ -265,6 +265,8 @@ class _Rank:
         # 2 FLOP for each multiply-add, over half of the square; backward 2.5 times (arXiv 2307.08691, section 3.1).
         per_token = self.job.workload.seq_len * attention.heads * attention.widths
         flops = self.rows("tokens") * per_token / self.keys.tensor
+        if not self.job.stack.context_balanced:  # the last of n contiguous pieces attends to all before it
+            flops = flops * (2 - 1 / self.keys.context)
         format_ = self.precision.matmul if self.precision.matmul in ("fp16", "fp32") else "bf16"
         forward = kernels.attention_s(self.job.profile, format_, flops, backward=False)
         backward = kernels.attention_s(self.job.profile, format_, 2.5 * flops, backward=True)

@@ -103,9 +103,8 @@ SOFTWARE = (
         micro_batch=1,
         unfolded_experts=r"-(mcore|tp\+ep\+dp)-\d+$",
     ),
-    Software(
-        "nemo", r"Megatron-Bridge|dgxc-benchmarking|NeMo", "megatron", interleaves=False, gradient_bytes=2.0
-    ),
+    Software("nemo", r"dgxc-benchmarking", "megatron", interleaves=False, gradient_bytes=2.0),
+    Software("megatron-bridge", r"Megatron-Bridge|NeMo", "megatron", interleaves=False, gradient_bytes=2.0),
     Software("megatron-core", r"", "megatron"),
 )
 
@@ -184,7 +183,8 @@ def stack_of_run(run: PublishedRun, software: Software) -> Stack:
         # CUDA_LAUNCH_BLOCKING=1 in its scripts (train/tr11-176B-ml/tr11-176B-ml.slurm): a hang had made it necessary.
         stack = replace(stack, blocking_launches=True)
     if software.name == "torchtitan":
-        stack = replace(stack, context_exchange="gather")  # its default rotate method is all-gather
+        # Its default rotate method is all-gather. How times grow with the ranks says that pieces were contiguous.
+        stack = replace(stack, context_exchange="gather", context_balanced=False)
     if software.unfolded_experts:
         stack = replace(stack, fused_permutation=False)  # Megatron Core fuses it since 0.11
     stack = with_recipe(stack, run)

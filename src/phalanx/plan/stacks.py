@@ -86,6 +86,10 @@ class Stack:
     """Of the tensor axis's communication, what is hidden behind products."""
     context_overlap: float = 1.0
     """Of the time of a ring's block of attention, what can hide the next block's way."""
+    context_balanced: bool = True
+    """Whether ranks of the context axis have equal shares of causal attention, rather than contiguous pieces of the sequence."""
+    blocking_sends: bool = False
+    """Whether a stage computes nothing while it hands a micro-batch to its neighbour."""
     expert_overlap: float = 0.0
     """Of the exchange of tokens, what can be hidden, as far as there is something to compute meanwhile."""
     data_overlap: float = 0.8
@@ -176,6 +180,7 @@ STACKS = {
             schedules=("1f1b",),
             split="even",
             accumulating_bytes=8,
+            blocking_sends=True,
             flash_attention=False,
             dropout=True,
             data_overlap=0.0,

@@ -125,7 +125,10 @@ def step_terms(
     terms["bubble"] = flushes * idle_s(
         pipes, rank.forward_s + rank.backward_s, rank.sum_s, *rank.mean_stage_s
     )
-    terms["pipeline_comm"] = flushes * exposed_hops(pipes) * hop_s(job, candidates)
+    hops = exposed_hops(pipes)
+    if job.stack.blocking_sends:
+        hops = np.maximum(hops, 2 * pipes.micro_batches * pipes.per_rank * (pipes.ranks > 1))
+    terms["pipeline_comm"] = flushes * hops * hop_s(job, candidates)
     # What waits for the host can hide the network meanwhile.
     windows = (rank.forward_s, rank.backward_s)
     terms |= data_terms(job, candidates, held, rank.counts, windows, passes, flushes)
