@@ -20,7 +20,7 @@ from phalanx.hardware.cluster import Accelerator, Cluster, Fact
 from phalanx.hardware.profiles import Profile, profile_of
 from phalanx.plan.published import Excluded, PublishedRun
 from phalanx.plan.published_recipes import with_recipe
-from phalanx.plan.stacks import STACKS, Stack
+from phalanx.plan.stacks import STACKS, Stack, State
 
 
 @dataclass(frozen=True)
@@ -176,12 +176,8 @@ def stack_of_run(run: PublishedRun, software: Software) -> Stack:
             stack = replace(stack, accumulating_bytes=2 * software.gradient_bytes)
     if software.logit_bytes:
         stack = replace(stack, logit_bytes=software.logit_bytes)
-    if software.name == "bigscience" and run.precision.startswith("bf16"):
-        # DeepSpeed's BF16_Optimizer accumulates in fp32 beside the gradients that autograd leaves in bf16.
-        stack = _with_gradients(stack, 6.0)
     if software.name == "bigscience":
-        # CUDA_LAUNCH_BLOCKING=1 in its scripts (train/tr11-176B-ml/tr11-176B-ml.slurm): a hang had made it necessary.
-        stack = replace(stack, blocking_launches=True)
+        stack = _bigscience(stack, run)
     if software.name == "torchtitan":
         # Its default rotate method is all-gather. How times grow with the ranks says that pieces were contiguous.
         stack = replace(stack, context_exchange="gather", context_balanced=False)
@@ -190,6 +186,21 @@ def stack_of_run(run: PublishedRun, software: Software) -> Stack:
     stack = with_recipe(stack, run)
     eager = not software.compiled and not re.search(r"\bcompile", run.notes)
     return replace(stack, fused_pointwise=False) if eager else stack
+
+
+def _bigscience(stack: Stack, run: PublishedRun) -> Stack:
+    """DeepSpeed as it trained BLOOM.
+
+    CUDA_LAUNCH_BLOCKING=1 is set in its scripts (train/tr11-176B-ml/tr11-176B-ml.slurm): a hang had made it necessary.
+    """
+    stack = replace(stack, blocking_launches=True)
+    if run.precision.startswith("bf16"):
+        # BF16_Optimizer accumulates in fp32 beside the gradients that autograd leaves in bf16.
+        return _with_gradients(stack, 6.0)
+    # The fp16 optimiser keeps gradients in fp16, and makes of a rank's share a flat copy and one in fp32 for the update.
+    copies = State("gradients of the update", 6.0, 1, optimizer=True)
+    stack = _with_gradients(stack, 2.0)
+    return replace(stack, states=(*stack.states, copies), accumulating_bytes=4)
 
 
 def profile_of_run(accelerator: Accelerator, software: Software, run: PublishedRun) -> Profile:

@@ -80,6 +80,10 @@ class Stack:
     """Of the driver's context and of libraries, which no allocator counts."""
     communicator_bytes: float = 0.25e9
     """Of each communicator's buffers."""
+    buffer_bytes: float = 0.0
+    """Of fixed buffers, for reducing gradients and gathering weights."""
+    keeps_stage_outputs: bool = False
+    """Whether a rank keeps what it has handed on of every micro-batch in flight."""
     fragmentation: float = 0.04
     """Of what is allocated: memory that the allocator holds and cannot use."""
     tensor_overlap: float = 0.0
@@ -181,6 +185,8 @@ STACKS = {
             split="even",
             accumulating_bytes=8,
             blocking_sends=True,
+            buffer_bytes=2e9,
+            keeps_stage_outputs=True,
             flash_attention=False,
             dropout=True,
             data_overlap=0.0,
@@ -218,7 +224,8 @@ STACKS = {
         ),
     )
 }
-"""Known stacks by name. "megatron-2022" and "deepspeed" are without flash attention, with dropout, as published then."""
+"""Known stacks by name. "megatron-2022" and "deepspeed" are without flash attention, with dropout, as published then; DeepSpeed's
+buckets for reducing and gathering are of 5e8 elements of two bytes, and its pipeline engine keeps a stage's outputs."""
 
 
 def stack_named(name: str) -> Stack:
