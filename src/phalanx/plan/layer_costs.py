@@ -51,6 +51,10 @@ class LayerCosts:
     """From forward to backward, of one micro-batch, shape (kinds, modes, rows)."""
     widest_bytes: Floats
     """Of the part of a layer that keeps most, shape (kinds, rows)."""
+    by_phase: Floats
+    """The sum of ``seconds`` over categories."""
+    by_category: Floats
+    """The sum of ``seconds`` over phases."""
 
     def of(self, table: Floats, *where: int) -> Floats:
         """The entries of ``table[where]``, whose last axis is rows, for each candidate."""
@@ -80,7 +84,9 @@ def layer_costs(job: Job, candidates: Candidates) -> LayerCosts:
     # A part's tensors are dropped if it is computed again; its time is then spent twice.
     recompute_s = np.einsum("mp,kpr->kmr", again, parts[0])
     kept = np.einsum("mp,kpr->kmr", 1 - again, parts[1])
-    return LayerCosts(row, seconds, recompute_s, kept, parts[1].max(axis=1))
+    return LayerCosts(
+        row, seconds, recompute_s, kept, parts[1].max(axis=1), seconds.sum(axis=2), seconds.sum(axis=1)
+    )
 
 
 @dataclass(frozen=True)

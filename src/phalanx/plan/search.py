@@ -21,7 +21,7 @@ from phalanx.plan.memory import total
 from phalanx.plan.space import Options, excluded, space
 from phalanx.plan.stacks import Job
 
-_CHUNK_CELLS = 1 << 16
+_CHUNK_CELLS = 1 << 17
 """Layouts looked at together: a few arrays of them fit a core's second cache."""
 _FRONT_STEPS = 128
 """Steps of memory that the Pareto front distinguishes."""

@@ -55,10 +55,9 @@ class Slowest:
 
 def pass_times(job: Job, candidates: Candidates, costs: LayerCosts) -> PassTimes:
     """Of each kind of layer."""
-    by_phase = costs.seconds.sum(axis=2)
     kinds = range(len(KINDS))
     forward, inputs, weights = (
-        tuple(costs.of(by_phase, kind, phase) for kind in kinds) for phase in range(len(PHASES))
+        tuple(costs.of(costs.by_phase, kind, phase) for kind in kinds) for phase in range(len(PHASES))
     )
     again = tuple(costs.by_mode(costs.recompute_s, kind, candidates.recompute) for kind in kinds)
     waits = [offload_waits(job, candidates, costs, kind) for kind in kinds]
@@ -143,10 +142,9 @@ def compute_terms(
     candidates: Candidates, costs: LayerCosts, rank: Slowest, passes: Floats
 ) -> dict[str, Floats]:
     """What the slowest rank does in all its micro-batches."""
-    by_category = costs.seconds.sum(axis=1)
     terms = {}
     for number, category in enumerate(CATEGORIES):
-        each = tuple(costs.of(by_category, kind, number) for kind in range(len(KINDS)))
+        each = tuple(costs.of(costs.by_category, kind, number) for kind in range(len(KINDS)))
         terms[category] = passes * _times(rank.counts, each)
     again = tuple(costs.by_mode(costs.recompute_s, kind, candidates.recompute) for kind in range(len(KINDS)))
     terms["recompute"] = passes * _times(rank.counts, again)
@@ -247,7 +245,9 @@ def _updated(job: Job, candidates: Candidates, held: Holdings, counts: tuple[Int
 
 def offload_waits(job: Job, candidates: Candidates, costs: LayerCosts, kind: int) -> tuple[Floats, Floats]:
     """Seconds by which copies of a layer's activations to and from the host's memory outlast its forward and backward."""
-    forward, inputs, weights = (costs.of(costs.seconds.sum(axis=2), kind, phase) for phase in range(3))
+    if not candidates.offload_activations.any():
+        return np.zeros(1), np.zeros(1)
+    forward, inputs, weights = (costs.of(costs.by_phase, kind, phase) for phase in range(3))
     again = costs.by_mode(costs.recompute_s, kind, candidates.recompute)
     copy = kernels.host_copy_s(job.profile, costs.by_mode(costs.kept_bytes, kind, candidates.recompute))
     copy = copy * candidates.offload_activations
