@@ -208,6 +208,7 @@ def _weights_s(
     cluster, stack = job.cluster, job.stack
     gather = scatter = among = np.zeros(1)
     inside = candidates.tensor * candidates.context * candidates.shard
+    divided = candidates.zero >= 1
     pieces = stack.gathers_per_block * np.maximum(counts[0] + counts[1], 1) if stack.data_overlap else 1
     for elements, size, stride in (
         (held.dense, candidates.dense_shard, candidates.tensor),
@@ -219,12 +220,15 @@ def _weights_s(
         bytes_ = stack.reduce_bytes * each
         gather = gather + pieces * collectives.all_gather_s(cluster, size, stride, stack.gather_bytes * each)
         reduce_s = collectives.reduce_scatter_s(cluster, size, stride, bytes_)
-        replicas_s = collectives.all_reduce_s(
-            cluster, candidates.replicate, inside, bytes_ / np.maximum(size, 1)
-        )
-        everyone = collectives.all_reduce_s(cluster, size * candidates.replicate, stride, bytes_)
-        scatter = scatter + pieces * np.where(candidates.zero >= 1, reduce_s, everyone)
-        among = among + pieces * np.where(candidates.zero >= 1, replicas_s, 0.0)
+        if not divided.all():
+            everyone = collectives.all_reduce_s(cluster, size * candidates.replicate, stride, bytes_)
+            reduce_s = np.where(divided, reduce_s, everyone)
+        scatter = scatter + pieces * reduce_s
+        if (candidates.replicate > 1).any():
+            replicas_s = collectives.all_reduce_s(
+                cluster, candidates.replicate, inside, bytes_ / np.maximum(size, 1)
+            )
+            among = among + pieces * np.where(divided, replicas_s, 0.0)
     return gather, scatter, among
 
 
