@@ -95,7 +95,9 @@ def fit_gemm(key: str, folder: Path, format_name: str, dtype: str) -> None:
         np.array([1e-4, 1.0, 2000, 1.0, 1.0] + [1e-4, 10.0] * cast),
     )
     if cast:
-        print(f"# with it, a cast of {values[5]:.3g} s and {values[6]:.3g} times its bytes over the data sheet's rate")
+        print(
+            f"# with it, a cast of {values[5]:.3g} s and {values[6]:.3g} times its bytes over the data sheet's rate"
+        )
     large = 2 * m * n * k > 5e11
     held = _held_out(len(measured))
     _print(

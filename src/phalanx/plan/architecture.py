@@ -285,7 +285,9 @@ def _sorting(moe: MoeSpec, stack: Stack) -> tuple[int, int]:
     # One row read and a copy for each expert written; what an all-to-all brings is in the order of ranks and sorted once more.
     fused = 1 + 3 * copies
     # Else each copy is weighted (read, written) and added to a sum that is cleared, read and written.
-    return (fused, fused) if stack.fused_permutation else (4 * copies, 2 * copies + 2 * copies + 3 * copies + 1)
+    return (
+        (fused, fused) if stack.fused_permutation else (4 * copies, 2 * copies + 2 * copies + 3 * copies + 1)
+    )
 
 
 def _loss_passes(stack: Stack) -> tuple[float, float]:

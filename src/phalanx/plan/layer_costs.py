@@ -298,9 +298,7 @@ class _Rank:
         kind = "tokens" if exchange.kind in ("gather", "scatter") else "routed"
         elements = self.rows(kind) * exchange.width  # type: ignore[arg-type]
         # Operands of narrow products are cast before they are gathered (Transformer Engine); sums are not narrow.
-        gather = self._collective(
-            collectives.all_gather_s, size, 1, elements * self.precision.operand_bytes
-        )
+        gather = self._collective(collectives.all_gather_s, size, 1, elements * self.precision.operand_bytes)
         scatter = self._collective(
             collectives.reduce_scatter_s, size, 1, elements * self.precision.activation_bytes
         )

@@ -170,7 +170,8 @@ def _boundary(job: Job, candidates: Candidates) -> Floats:
     tokens = candidates.micro_batch * job.workload.seq_len / candidates.context
     rows = tokens / np.where(candidates.sequence_parallel > 0, candidates.tensor, 1)
     width = np.array([precision.activation_bytes for precision in PRECISIONS])[candidates.precision]
-    return rows * job.workload.model.dim * width * (candidates.pipeline > 1)
+    bytes_: Floats = rows * job.workload.model.dim * width * (candidates.pipeline > 1)
+    return bytes_
 
 
 def _logits(job: Job, candidates: Candidates) -> Floats:

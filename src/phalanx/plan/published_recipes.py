@@ -61,7 +61,17 @@ RECIPES = (
     Recipe("deepseek", "gb300", flex="hybridep", recompute=_UP),
     Recipe("deepseek", "gb200", "fp8", 26.04, flex="hybridep", graphed=_SOME, recompute="selective(mlp)"),
     Recipe("deepseek", "gb200", flex="hybridep", graphed=ROUTER_PARTS, recompute=_UP),
-    Recipe("deepseek", "b200", "fp8", 26.04, pipeline=8, flex="deepep", overlap=True, graphed=_SOME, recompute=_UP_MLP),
+    Recipe(
+        "deepseek",
+        "b200",
+        "fp8",
+        26.04,
+        pipeline=8,
+        flex="deepep",
+        overlap=True,
+        graphed=_SOME,
+        recompute=_UP_MLP,
+    ),
     Recipe("deepseek", "b[23]00", since=26.02, flex="hybridep", recompute=_UP),
     Recipe("deepseek", "b200", recompute=_UP),
     Recipe("deepseek", "h100", until=26.02, flex="deepep", overlap=True, recompute=_UP_MLP),
@@ -130,7 +140,9 @@ def with_recipe(stack: Stack, run: PublishedRun) -> Stack:
 def _noted(run: PublishedRun) -> Recipe:
     """What a row's own notes say."""
     notes = run.notes
-    graphed = _SOME if "partial CG" in notes else ROUTER_PARTS if "router/preprocess CG" in notes else frozenset()
+    graphed = (
+        _SOME if "partial CG" in notes else ROUTER_PARTS if "router/preprocess CG" in notes else frozenset()
+    )
     return Recipe(
         "",
         "",

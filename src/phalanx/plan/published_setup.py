@@ -17,9 +17,10 @@ from typing import Literal
 
 from phalanx.model.counts import Counts, count
 from phalanx.model.shape import resolve
-from phalanx.plan.candidates import PRECISIONS, RECOMPUTE, SCHEDULES, Recompute, divisors
+from phalanx.plan.candidates import PRECISIONS, SCHEDULES, divisors
 from phalanx.plan.published import Excluded, PublishedRun
 from phalanx.plan.published_recipes import recipe_of
+from phalanx.plan.published_recompute import recompute_modes
 from phalanx.plan.published_software import (
     Software,
     cluster_of_run,
@@ -59,6 +60,8 @@ class Setup:
 def setup_of(run: PublishedRun) -> Setup:
     """Everything the planner needs of a row. Raises ``Excluded`` with the reason if the row does not say enough."""
     assumptions: list[str] = []
+    if run.unreadable:
+        raise Excluded(run.unreadable)
     if "known regression" in run.notes:
         raise Excluded("its source calls it a regression")
     software = software_of(run)
@@ -68,7 +71,7 @@ def setup_of(run: PublishedRun) -> Setup:
     model = model_of(run, seq_len, assumptions)
     even = r"force-?d?.?balanc|capacity factor 1|token-?drop;|\(tokendrop\)"
     imbalance = 1.0 if re.search(even, f"{run.model}; {run.notes}") or software.unfolded_experts else 1.1
-    modes, stated_modes = _recompute_modes(run, software, assumptions)
+    modes, stated_modes = recompute_modes(run, software, assumptions)
     job = Job(
         Workload(model, seq_len, batch, imbalance=imbalance),
         stack_of_run(run, software),
@@ -229,59 +232,6 @@ def _moe(run: PublishedRun) -> MoeSpec | None:
     )
 
 
-_PARTS = {
-    "core_attn": {"core"},
-    "attention": {"core"},
-    "norm": {"norm"},
-    "rmsnorm": {"norm"},
-    "layernorm": {"norm"},
-    "act": {"activation", "expert_activation"},
-    "moe_act": {"expert_activation"},
-    "mlp": {"widen", "activation", "down"},
-    "mla_up_proj": {"latent_up"},
-    "mla up-proj": {"latent_up"},
-    "shared_expert": {"widen", "activation", "down"},
-    "moe": {"router", "dispatch", "expert_widen", "expert_activation", "expert_down", "combine"},
-}
-"""Parts of a layer by the names that Megatron's ``recompute_modules`` gives them."""
-
-
-def _recompute_modes(
-    run: PublishedRun, software: Software, assumptions: list[str]
-) -> tuple[tuple[Recompute, ...], tuple[int, ...]]:
-    """The modes that a layout's ``recompute`` indexes, and which of them the row leaves open."""
-    recipe = recipe_of(run)
-    text = run.recompute.lower() or (recipe.recompute if recipe else "")
-    named = {mode.name: index for index, mode in enumerate(RECOMPUTE)}
-    if not text:
-        return _open_modes(run, software, assumptions, "recomputation")
-    if text in named:
-        if text == "selective" and "megatron" in stack_of_run(run, software).name:
-            return RECOMPUTE, (named["attention"],)
-        return RECOMPUTE, (named[text],)
-    if text == "minimal":  # MaxText: the results of all products are kept
-        return RECOMPUTE, (named["pointwise"],)
-    if "sac" in text:
-        return RECOMPUTE, (named["selective"],)
-    if text == "qkv_proj_offloaded":
-        parts = RECOMPUTE[named["full"]].parts - {"projection"}
-        return (*RECOMPUTE, Recompute(text, parts)), (len(RECOMPUTE),)
-    inside = re.sub(r"^selective\((.*)\)$", r"\1", text)
-    names = [name.strip() for name in inside.split(",")]
-    if not all(name in _PARTS for name in names):
-        return _open_modes(run, software, assumptions, f"recomputation called {run.recompute!r}")
-    parts = frozenset().union(*(_PARTS[name] for name in names))
-    return (*RECOMPUTE, Recompute(text, parts)), (len(RECOMPUTE),)
-
-
-def _open_modes(
-    run: PublishedRun, software: Software, assumptions: list[str], what: str
-) -> tuple[tuple[Recompute, ...], tuple[int, ...]]:
-    assumptions.append(f"{what}: the fastest that fits")
-    usual = "selective" if stack_of_run(run, software).flash_attention else "attention"
-    return RECOMPUTE, tuple(i for i, mode in enumerate(RECOMPUTE) if mode.name in ("none", usual, "full"))
-
-
 def _layouts(
     run: PublishedRun, software: Software, job: Job, recompute: tuple[int, ...], assumptions: list[str]
 ) -> Iterable[dict[str, int]]:
@@ -304,7 +254,9 @@ def _layouts(
             }
 
 
-def _micro_batches(run: PublishedRun, software: Software, each: int, assumptions: list[str]) -> tuple[int, ...]:
+def _micro_batches(
+    run: PublishedRun, software: Software, each: int, assumptions: list[str]
+) -> tuple[int, ...]:
     """Sequences of a micro-batch of a data-parallel rank that has ``each`` of them in a step."""
     if not software.accumulates:
         return (each,)

@@ -179,7 +179,9 @@ class _Tally:
         seconds = np.full(shape, np.inf)
         seconds[alive] = np.where(fits[alive], total(evaluation.rows(alive).time()), np.inf)
         ranks = candidates.ranks
-        keys = {"time": seconds, "cost": seconds * ranks, "gpus": seconds + 1e9 * ranks}[self.options.objective]
+        keys = {"time": seconds, "cost": seconds * ranks, "gpus": seconds + 1e9 * ranks}[
+            self.options.objective
+        ]
         self.quick.add(first, keys)
         self._rank(first, keys)
         self.front.add(first, seconds, bytes_, np.broadcast_to(ranks, shape))
