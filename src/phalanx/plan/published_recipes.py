@@ -98,8 +98,8 @@ RECIPES = (
     Recipe("gpt.oss", "b300", "bf16", graphed=_SOME),
     Recipe("gpt.oss", "", "bf16", recompute=_NORM_ACT),
     Recipe("llama3.8b", "[gb]+[23]00", whole_graph=True),
-    Recipe("llama3.70b", "gb[23]00", "bf16|^fp8$|cs", pipeline=1, offload=True),
-    Recipe("llama", ""),
+    Recipe("llama3.70b", "gb[23]00", "bf16|fp8$|fp8-cs", pipeline=1, offload=True),
+    Recipe("llama", "", since=25.11),
 )
 
 

@@ -290,7 +290,11 @@ def _fixed(run: PublishedRun, software: Software, job: Job, assumptions: list[st
         "shard": shard,
         "zero": _zero(run, job, assumptions),
         "precision": _precision(run, assumptions),
-        "offload_activations": int("activation offload" in run.notes or bool(recipe and recipe.offload)),
+        "offload_activations": int(
+            "activation offload" in run.notes
+            or "offloaded" in run.recompute
+            or bool(recipe and recipe.offload)
+        ),
         "offload_optimizer": 0,
         "sequence_parallel": int(sharded and tensor > 1),
     }
