@@ -106,8 +106,8 @@ def test_a_stack_that_is_slower_by_a_factor_has_a_factor_larger_by_it(
     slower = [dataclasses.replace(p, ratio=p.ratio * times) for p in others]
     before, after = scalar_for(run, others), scalar_for(run, slower)
     assert before.scope == after.scope
-    # Drawn towards one as if one more model had been predicted rightly; other configurations of the model are taken as they are.
-    share = before.models / (before.models + 1) if before.scope.startswith("stack") else 1
+    # Drawn towards one as if two more models had been predicted rightly; other configurations of the model are taken as they are.
+    share = before.models / (before.models + 2) if before.scope.startswith("stack") else 1
     expected = before.value * (times**share if before.runs else 1)
     assert after.value == pytest.approx(expected)
 
@@ -122,14 +122,14 @@ def test_each_model_has_one_vote_however_many_runs_it_has() -> None:
 
 def test_without_runs_on_the_same_generation_the_same_software_elsewhere_serves() -> None:
     run = Point("a", "h100", "x", "", 1.0)
-    elsewhere = scalar_for(run, [Point("a", "a100", "x", "", 1.44), Point("b", "h100", "y", "", 9.0)])
+    elsewhere = scalar_for(run, [Point("a", "a100", "x", "", 1.2**3), Point("b", "h100", "y", "", 9.0)])
     assert (elsewhere.value, elsewhere.scope) == (pytest.approx(1.2), "stack")
     assert scalar_for(run, [Point("b", "h100", "y", "", 9.0)]).scope == "none"
 
 
 def test_accelerators_of_one_generation_share_a_factor_and_mixtures_have_their_own() -> None:
     run = Point("a", "gb200", "x", "", 1.0)
-    near, dense = Point("a", "b300", "y", "", 4.0), Point("a", "gb200", "z", "", 0.1, mixture=True)
+    near, dense = Point("a", "b300", "y", "", 2.0**3), Point("a", "gb200", "z", "", 0.1, mixture=True)
     assert scalar_for(run, [near, dense]).value == pytest.approx(2.0)
 
 

@@ -67,14 +67,17 @@ def grouped_matmul_s(
     n: Numbers,
     k: Numbers,
     result_bytes: float = 0.0,
+    streams: int = 0,
 ) -> Seconds:
-    """Seconds of ``groups`` products (m, k) x (k, n) in one kernel, as a rank's experts take them.
+    """Seconds of ``groups`` products (m, k) x (k, n), as a rank's experts take them: in one kernel, or one each on ``streams``.
 
     ``m`` is the mean of the groups' rows on the rank that is waited for: the caller multiplies its imbalance in.
     """
     single = matmul_s(profile, format, m, n, k, batch=groups, result_bytes=result_bytes)
     launch = profile.constants.matmul[fitted_format(profile, format)].launch_s
-    return np.where(single > 0, launch + (single - launch) / profile.constants.grouped_efficiency, 0.0)
+    starts = np.maximum(np.asarray(groups, dtype=np.float64) / streams, 1) if streams else 1.0
+    seconds = launch * starts + (single - launch) / profile.constants.grouped_efficiency
+    return np.where(single > 0, seconds, 0.0)
 
 
 def attention_s(profile: Profile, format: str, flops: Numbers, backward: bool) -> Seconds:  # noqa: A002

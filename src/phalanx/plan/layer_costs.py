@@ -245,7 +245,8 @@ class _Rank:
         each = rows
         if product.experts:
             groups = product.experts / self.keys.expert
-            seconds = partial(kernels.grouped_matmul_s, self.job.profile, format_, groups)
+            streams = self.job.stack.expert_streams
+            seconds = partial(kernels.grouped_matmul_s, self.job.profile, format_, groups, streams=streams)
             each = rows / groups
         adding = self.job.stack.accumulating_bytes
         return casts + np.stack(

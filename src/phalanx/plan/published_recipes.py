@@ -133,7 +133,7 @@ def with_recipe(stack: Stack, run: PublishedRun) -> Stack:
     if recipe.overlap:
         stack = replace(stack, expert_overlap=_HIDDEN)
     if recipe.whole_graph:
-        return replace(stack, launch_s=0.0)
+        return replace(stack, launch_s=0.0, expert_streams=0)  # with CuTe's fused grouped products
     return replace(stack, graphed=recipe.graphed) if recipe.graphed else stack
 
 

@@ -55,7 +55,9 @@ def recompute_modes(
     if not all(name in _PARTS for name in names):
         return _open_modes(run, software, assumptions, f"recomputation called {run.recompute!r}")
     parts = frozenset().union(*(_PARTS[name] for name in names))
-    if software.stack == "deepseek":  # SwiGLU's output too, though no table says so (arXiv 2412.19437, section 3.3.2)
+    if (
+        software.stack == "deepseek"
+    ):  # SwiGLU's output too, though no table says so (arXiv 2412.19437, section 3.3.2)
         parts |= _PARTS["act"]
     return (*RECOMPUTE, Recompute(text, parts)), (len(RECOMPUTE),)
 

@@ -181,6 +181,9 @@ def stack_of_run(run: PublishedRun, software: Software) -> Stack:
         stack = replace(stack, logit_bytes=software.logit_bytes)
     if software.name == "bigscience":
         stack = _bigscience(stack, run)
+    if software.name == "megatron-bridge":
+        # Its executors set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
+        stack = replace(stack, fragmentation=0.01)
     if software.name == "torchtitan":
         # Its default rotate method is all-gather. How times grow with the ranks says that pieces were contiguous.
         stack = replace(stack, context_exchange="gather", context_balanced=False)

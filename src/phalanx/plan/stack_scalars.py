@@ -18,7 +18,7 @@ from statistics import median
 from typing import Literal
 
 Scope = Literal["stack and generation", "stack", "other configurations of the model", "none"]
-_PRIOR = 1
+_PRIOR = 2
 _GENERATIONS = {
     "v100": "volta",
     "a100": "ampere",

@@ -114,6 +114,8 @@ class Stack:
     dispatch: Literal["once per node", "hybrid", "every copy"] = "every copy"
     """What of a token crosses the network to its experts: one copy for each node, which spreads it by a few multiprocessors
     (DeepEP) or at the full rate of its links ("hybrid": HybridEP), or one for each expert (an all-to-all)."""
+    expert_streams: int = 0
+    """Streams on which the products of a rank's experts start one after the other; 0 where one kernel computes all."""
     fused_permutation: bool = True
     """Whether tokens are brought into the order of experts, weighted and added up again by one kernel each."""
     context_exchange: Literal["ring", "gather"] = "ring"
@@ -164,6 +166,7 @@ STACKS = {
             schedules=_MEGATRON_SCHEDULES,
             split="even",
             accumulating_bytes=8,
+            expert_streams=4,
             tensor_overlap=0.3,
         ),
         Stack(
@@ -224,8 +227,9 @@ STACKS = {
         ),
     )
 }
-"""Known stacks by name. "megatron-2022" and "deepspeed" are without flash attention, with dropout, as published then; DeepSpeed's
-buckets for reducing and gathering are of 5e8 elements of two bytes, and its pipeline engine keeps a stage's outputs."""
+"""Known stacks by name. Transformer Engine's grouped products run on four streams. "megatron-2022" and "deepspeed" are without
+flash attention, with dropout, as published then; DeepSpeed's buckets for reducing and gathering are of 5e8 elements of two bytes,
+and its pipeline engine keeps a stage's outputs."""
 
 
 def stack_named(name: str) -> Stack:
