@@ -124,9 +124,7 @@ def step_terms(
     terms["bubble"] = flushes * idle_s(
         pipes, rank.forward_s + rank.backward_s, rank.sum_s, *rank.mean_stage_s
     )
-    hops = exposed_hops(pipes)
-    if job.stack.blocking_sends:
-        hops = np.maximum(hops, 2 * pipes.micro_batches * pipes.per_rank * (pipes.ranks > 1))
+    hops = np.maximum(exposed_hops(pipes), blocked_hops(job, pipes))
     terms["pipeline_comm"] = flushes * hops * hop_s(job, candidates)
     # What waits for the host can hide the network meanwhile.
     windows = (rank.forward_s, rank.backward_s)
@@ -149,6 +147,12 @@ def compute_terms(
     again = tuple(costs.by_mode(costs.recompute_s, kind, candidates.recompute) for kind in range(len(KINDS)))
     terms["recompute"] = passes * _times(rank.counts, again)
     return terms
+
+
+def blocked_hops(job: Job, pipes: Pipelines) -> Floats:
+    """Hops of a flush in which a rank can do nothing else: one each way for every micro-batch, where sends block."""
+    each = 2.0 * pipes.micro_batches * pipes.per_rank * (pipes.ranks > 1)
+    return np.asarray(each if job.stack.blocking_sends else 0 * each)
 
 
 def hop_s(job: Job, candidates: Candidates) -> Floats:
