@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 
 from phalanx.cli.plan_command import command
 from phalanx.model.presets import PRESETS
+from phalanx.plan.published import TABLE
 from phalanx.run.read import read_run
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -190,3 +191,39 @@ def test_planning_never_imports_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--layout", "tp=0"),
+        ("--layout", "tq=4"),
+        ("--require", "tp<=many"),
+        ("--tokens", "1e400"),
+        ("--set", "cluster.accelerator.memory_bytes=-1"),
+        ("--cluster", "h101:8"),
+        ("--stack", "none-such"),
+        ("--report", "/no/such/folder/page.html"),
+    ],
+)
+def test_a_mistake_ends_in_one_line_with_exit_code_two(arguments: tuple[str, str]) -> None:
+    result = plan(*SMALL, *arguments)
+    assert result.exit_code == 2
+    assert "Error: " in result.output
+    assert "Traceback" not in result.output
+
+
+def test_what_goes_with_a_model_is_refused_with_a_run_file() -> None:
+    result = plan(str(CONFIGS / "quickstart.toml"), "--cluster", "h100:8", "--batch", "3")
+    assert result.exit_code == 2
+    assert "--batch and --seq-len go with --model" in result.output
+
+
+def test_the_table_of_any_file_in_the_published_format_says_why_a_row_is_left_out(tmp_path: Path) -> None:
+    head = TABLE.read_text().splitlines()[0]
+    table = tmp_path / "runs.csv"
+    table.write_text(f"{head}\nonly,a,name\n")
+    result = plan("--validate", str(table), "--json")
+    assert result.exit_code == 0, result.output
+    (found,) = json.loads(result.stdout)["rows"]
+    assert found["excluded"]

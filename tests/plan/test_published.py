@@ -132,9 +132,19 @@ def test_missing_columns_are_named() -> None:
         parse_published(io.StringIO("id,source,model\na,b,c\n"))
 
 
-def test_a_word_in_place_of_a_number_is_reported_with_row_and_column() -> None:
-    with pytest.raises(PublishedRunError, match="row 'some-gpt3': tp is 'eight'"):
-        row(GPT3, tp="eight")
+def test_a_row_with_a_word_in_place_of_a_number_is_left_out_with_the_column_and_the_remedy() -> None:
+    with pytest.raises(Excluded, match="tp is 'eight': write a number, or nothing"):
+        setup_of(row(GPT3, tp="eight"))
+
+
+@pytest.mark.parametrize("text", ["", "-", "n/a", "Unknown", "?"])
+def test_a_word_for_not_stated_is_as_good_as_nothing(text: str) -> None:
+    assert row(GPT3, micro_batch=text) == row(GPT3, micro_batch="")
+
+
+def test_a_row_that_its_source_calls_a_regression_is_left_out() -> None:
+    with pytest.raises(Excluded, match="regression"):
+        setup_of(row(GPT3, notes="source flags this as a known regression"))
 
 
 def test_a_number_may_be_followed_by_an_explanation() -> None:

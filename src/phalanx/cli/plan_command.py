@@ -6,9 +6,11 @@ The heavy parts (arrays, catalogues) are imported when they are needed, so that 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -119,7 +121,7 @@ def command(
       phalanx plan configs/quickstart.toml --cluster this --out winner.toml
       phalanx plan --validate
     """
-    with explained(ValueError):
+    with _mistakes():
         if validate is not None:
             _validate(validate, as_json, report)
             return
@@ -127,6 +129,11 @@ def command(
         from phalanx.plan.facts import make_plan, plan_facts
         from phalanx.plan.request import Aim
 
+        given = {name for name in ("batch", "seq_len") if _is_given(name)}
+        if given and run_file is not None:
+            raise click.UsageError(
+                "--batch and --seq-len go with --model; of a run file, use --set train.batch_size=..."
+            )
         spec = _spec(run_file, model, batch, seq_len, _without_cluster(overrides))
         cluster = _cluster(cluster_name, overrides)
         aim = Aim(optimise, require, top, stack, layout, tokens, step_error)
@@ -134,9 +141,41 @@ def command(
         plan = make_plan(spec, cluster, aim, keep_slots=run_file is not None, searching=searching)
         _write_files(plan, spec, aim, report, trace, out)
         if as_json:
-            click.echo(json.dumps(plan_facts(plan)))
+            click.echo(json.dumps(_finite(plan_facts(plan)), allow_nan=False))
         else:
             print_plan(plan, explain=explain)
+
+
+class _Mistake(click.ClickException):
+    """Something wrong with a request."""
+
+    exit_code = click.UsageError.exit_code
+
+
+@contextmanager
+def _mistakes() -> Iterator[None]:
+    """Shows what is wrong with a request in one message, exit code 2."""
+    try:
+        with explained(ValueError, OSError):
+            yield
+    except click.UsageError:
+        raise
+    except click.ClickException as error:
+        raise _Mistake(error.message) from error
+
+
+def _is_given(option: str) -> bool:
+    source = click.get_current_context().get_parameter_source(option)
+    return source is click.core.ParameterSource.COMMANDLINE
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with null for what JSON has no number for: a run that would never end."""
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _spec(

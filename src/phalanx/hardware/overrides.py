@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from phalanx.hardware.cluster import Cluster, Fact
 from phalanx.hardware.errors import HardwareError
+
+_MAY_BE_ZERO = ("price_per_hour", "power_w")
 
 
 def with_value(cluster: Cluster, name: str, value: float, source: str = "set by the user") -> Cluster:
@@ -15,6 +18,9 @@ def with_value(cluster: Cluster, name: str, value: float, source: str = "set by 
     ``name`` is dotted: ``pue``, ``fabric.bytes_per_s``, ``accelerator.price_per_hour``, ``accelerator.flops.bf16``. Raises
     ``HardwareError`` if there is no such figure.
     """
+    free = value == 0 and name.endswith(_MAY_BE_ZERO)
+    if not (math.isfinite(value) and (value > 0 or free)):
+        raise HardwareError(f"{name} = {value:g}: set a number above 0")
     changed: Cluster = _replaced(cluster, name.split("."), value, source, name)
     return replace(changed, overrides={**cluster.overrides, name: value})
 

@@ -87,14 +87,16 @@ _INTRODUCTION = """# How accurate the planner is
 Made by `phalanx plan --validate`; do not edit. The rows are those of `src/phalanx/plan/data/published_runs.csv`, or of the file
 that was named. An error is predicted over measured, less one: below zero the planner is too optimistic.
 
-- *Raw*: no measured training step enters the formulas, but for the scale tax; only data sheets and micro-benchmarks. Not blind
-  all the same: what `phalanx.plan.published_software` says of each software (which fused attention, which loss, eager or fused,
-  format of gradients) was written down after a first comparison, from documents where there are any. Raw errors of llm-foundry,
-  torchtitan, nanotron, NeMo and BLOOM profit from it; rows of other sources are the fairer test.
+- *Raw*: data sheets and micro-benchmarks, and three constants that whole training steps were needed for: the scale tax, the
+  host's time to launch a kernel, and how much more energy a FLOP takes on H100 than on GB200, where it was measured (fitted on
+  one half of the models). Not blind all the same: what `phalanx.plan.published_software` and `published_recipes` say of each
+  software (which fused attention, which loss, eager or fused, format of gradients, dispatcher, CUDA graphs) was written down
+  after a first comparison, from the sources' own repositories where they say it.
 - *With the factor*: multiplied by the median of measured over predicted time of other runs of the same software on the same
-  accelerator. A run never has a part in its own factor, nor does any other run of the same model on the same accelerator. Where
-  no such run is left, the same software's runs on other accelerators serve, and where it is known from one model alone, that
-  model's other configurations; else the factor is one.
+  generation of accelerators, dense models and mixtures apart, drawn towards one where few models are known. A run never has a
+  part in its own factor, nor does any other run of the same model on the same accelerator. Where no such run is left, the same
+  software's runs elsewhere serve, and where it is known from one model alone, that model's other configurations; else the
+  factor is one.
 - A family is one origin, one accelerator, and dense models or mixtures of experts.
 - What a row leaves open of its layout (micro-batch, interleaving, recomputation) is set to what the planner finds fastest among
   what fits; such rows are marked `*`, and their memory is not compared."""

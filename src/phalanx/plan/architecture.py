@@ -25,6 +25,9 @@ Axis = Literal["none", "tensor", "expert_tensor"]
 _PERMUTING = 8
 """Kernels that sort tokens by expert: histogram, prefix sums, indices, and the copy."""
 
+_FUSED_LOGIT_BYTES = 4
+"""Scores and gradient in 16 bits: one kernel makes both of the loss."""
+
 KINDS = ("dense", "mixture", "embedding", "head")
 """What a stage is made of: two kinds of layers, and the two ends of the model."""
 
@@ -212,8 +215,8 @@ def _core_in_memory(workload: Workload) -> Layer:
 
 
 def _after_attention(model: ModelSpec) -> Layer:
-    # The residual sum reads two and writes one; twice in a layer.
-    add = Pointwise("out", "local", 6 * model.dim, 2 * model.dim, kernels=2)
+    # The residual sum, and in backward that of its gradients, reads two and writes one; twice in a layer.
+    add = Pointwise("out", "local", 6 * model.dim, 6 * model.dim, kernels=2)
     return Layer((add,), (Kept("out", "local", model.dim),)) + _norm(model)
 
 
@@ -243,15 +246,13 @@ def _mixture(model: ModelSpec, moe: MoeSpec, stack: Stack) -> Layer:
     gates = 2 if model.ffn == "swiglu" else 1
     dim, inner = model.dim, moe.ffn_dim
     split: Axis = "expert_tensor"
-    # Into the order of experts and back: one copy read, per_token written, and the reverse. What an all-to-all brings is
-    # in the order of ranks and has to be sorted once more.
-    moved = (1 + moe.per_token + 2 * moe.per_token * (stack.dispatch == "every copy")) * dim
+    into, back = (copies * dim for copies in _sorting(moe, stack))
     routed = Layer(
         (
             Product("router", "local", moe.experts, dim),
             # Scores, the choice, its balance and its loss: some twenty small kernels (Megatron Core's TopKRouter).
             Pointwise("router", "local", 8 * moe.experts, 4 * moe.experts, kernels=20),
-            Pointwise("dispatch", "local", moved, moved, kernels=_PERMUTING),
+            Pointwise("dispatch", "local", into, into, kernels=_PERMUTING),
             Exchange("dispatch", "dispatch", dim),
             Exchange("dispatch", "expert_gather", dim),
             Product("expert_widen", "routed", gates * inner, dim, columns_over=split, experts=moe.experts),
@@ -259,7 +260,7 @@ def _mixture(model: ModelSpec, moe: MoeSpec, stack: Stack) -> Layer:
             Product("expert_down", "routed", dim, inner, inner_over=split, experts=moe.experts),
             Exchange("combine", "expert_scatter", dim),
             Exchange("combine", "combine", dim),
-            Pointwise("combine", "local", moved, moved, kernels=_PERMUTING),
+            Pointwise("combine", "local", back, back, kernels=_PERMUTING),
         ),
         (
             Kept("router", "local", 2 * moe.experts, bytes=4),
@@ -274,12 +275,39 @@ def _mixture(model: ModelSpec, moe: MoeSpec, stack: Stack) -> Layer:
     return routed + shared
 
 
+def _sorting(moe: MoeSpec, stack: Stack) -> tuple[int, int]:
+    """Rows read and written for each token: into the order of experts, and back."""
+    copies = moe.per_token
+    if stack.dispatch == "hybrid":  # sorts as it sends
+        return 1 + copies, 1 + copies
+    if stack.dispatch == "once per node":  # sorts what has come
+        return 2 * copies, 2 * copies
+    # One row read and a copy for each expert written; what an all-to-all brings is in the order of ranks and sorted once more.
+    fused = 1 + 3 * copies
+    # Else each copy is weighted (read, written) and added to a sum that is cleared, read and written.
+    return (
+        (fused, fused) if stack.fused_permutation else (4 * copies, 2 * copies + 2 * copies + 3 * copies + 1)
+    )
+
+
+def _loss_passes(stack: Stack) -> tuple[float, float]:
+    """How often a score of two bytes is read or written for the loss, and for its gradient."""
+    if stack.loss_chunk:
+        return 6, 1
+    if stack.logit_bytes <= _FUSED_LOGIT_BYTES:  # read for the sum; read and overwritten by its gradient
+        return 2, 2
+    if stack.fused_pointwise:  # to fp32, the maximum, exponentials and their sum; the gradient, to 16 bits
+        return 12, 5
+    # Each of these steps and a division by itself: 38 bytes forward, 14 backward. All that eager code moves is counted thrice.
+    return 19 / 3, 7 / 3
+
+
 def _head(model: ModelSpec, stack: Stack) -> Layer:
     scores = model.vocab_size
-    passes = 4 if stack.loss_chunk == 0 else 6
+    forward, backward = (passes * scores for passes in _loss_passes(stack))
     operations = (
         Exchange("projection", "gather", model.dim),
         Product("projection", "tokens", scores, model.dim, columns_over="tensor"),
-        Pointwise("projection", "tokens", passes * scores, scores, "tensor", kernels=6),
+        Pointwise("projection", "tokens", forward, backward, "tensor", kernels=6),
     )
     return _norm(model) + Layer(operations, (Kept("input", "local", model.dim),))

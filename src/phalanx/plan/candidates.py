@@ -161,11 +161,16 @@ class Candidates:
 
     def at(self, index: int) -> dict[str, int]:
         """The fields of the candidate at a flat index of ``shape``, by name."""
-        place = np.unravel_index(index, self.shape)
-        return {
-            field.name: int(np.broadcast_to(getattr(self, field.name), self.shape)[place])
-            for field in fields(self)
-        }
+        place = tuple(int(one) for one in np.unravel_index(index, self.shape))
+        return {field.name: _pick(getattr(self, field.name), place) for field in fields(self)}
+
+
+def _pick(array: Ints, place: tuple[int, ...]) -> int:
+    """The entry that broadcasting puts at ``place``."""
+    last = place[len(place) - array.ndim :]
+    return int(
+        array[tuple(0 if length == 1 else index for length, index in zip(array.shape, last, strict=True))]
+    )
 
 
 def one(

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -97,19 +97,21 @@ def dispatch_s(
     bytes_per_token: Numbers,
     per_token: Numbers,
     domain_limit: Numbers = np.inf,
+    law: Literal["dispatch", "all_to_all"] = "dispatch",
 ) -> Array:
     """Seconds until every token of every rank is at its experts; the way back takes the same with its own bytes.
 
     ``tokens`` of each rank, each to ``per_token`` experts that lie evenly over the group. A token crosses the network once
     for each other domain that holds one of its experts, and goes on to the ranks there over the domain's links (DeepEP,
     github.com/deepseek-ai/DeepEP; DeepSeek-V3, arXiv 2412.19437, section 3.2.2). ``domain_limit`` is the most domains that
-    the router lets a token go to.
+    the router lets a token go to. ``law`` names the constants for the way inside a domain: those of DeepEP's kernels, or those of
+    an all-to-all that has as much to carry (HybridEP, which copies by the links' own engines).
     """
     path = _path(cluster, size, stride)
     sent = np.asarray(tokens, dtype=np.float64) * np.asarray(bytes_per_token, dtype=np.float64)
     domains = np.minimum(_reached(path.outer, per_token), domain_limit)
     network = sent * domains * (path.outer - 1) / path.outer / _spread_rate(path)
-    inside = _inside(path, "dispatch", sent * _reached(path.size, per_token))
+    inside = _inside(path, law, sent * _reached(path.size, per_token))
     latency = _latency(path, path.span) + path.constants.network.message_s * (path.outer - 1)
     return _choose(path, inside, latency + np.maximum(network, inside))
 

@@ -30,7 +30,7 @@ from phalanx.plan.memory import (
 )
 from phalanx.plan.stacks import Job
 from phalanx.plan.stages import most_stages, split
-from phalanx.plan.step_time import hop_s, pass_times, slowest, step_terms, with_tax
+from phalanx.plan.step_time import blocked_hops, hop_s, pass_times, slowest, step_terms, with_tax
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ def _with_exact_schedule(evaluation: Evaluation, terms: dict[str, Floats]) -> di
     busy = pipes.micro_batches * (rank.forward_s + rank.backward_s)
     changed = {
         "bubble": flushes * np.maximum(still - busy, 0.0),
-        "pipeline_comm": flushes * (moving - still),
+        "pipeline_comm": flushes * np.maximum(moving - still, blocked_hops(job, pipes) * hop),
     }
     kept = {term: seconds for term, seconds in terms.items() if term not in ("scale_tax", "stack_scalar")}
     return with_tax(job, candidates, kept | changed)

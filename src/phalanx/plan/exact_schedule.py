@@ -21,8 +21,8 @@ import numpy as np
 from phalanx.parallel.schedules import Action, Name, Schedule
 from phalanx.plan.candidates import Floats
 
-_MOST_ACTIONS = 100_000
-"""Of a schedule that is followed to its end: a few tenths of a second."""
+_MOST_ACTIONS = 40_000
+"""Of a schedule that is followed to its end: a tenth of a second."""
 
 
 @dataclass(frozen=True)

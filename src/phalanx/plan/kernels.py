@@ -40,10 +40,12 @@ def matmul_s(
     n: Numbers,
     k: Numbers,
     batch: Numbers = 1,
+    result_bytes: float = 0.0,
 ) -> Seconds:
     """Seconds of ``batch`` equal products (m, k) x (k, n) in one kernel; an empty product takes none.
 
-    Raises ``HardwareError`` if the accelerator does not multiply in ``format``.
+    ``result_bytes`` are moved for each element of the result, where it is not just written in the usual format: an fp32 sum
+    that is read and written takes eight. Raises ``HardwareError`` if the accelerator does not multiply in ``format``.
     """
     rate = sustained_flops(profile, format)
     fit = profile.constants.matmul[fitted_format(profile, format)]
@@ -51,7 +53,8 @@ def matmul_s(
     tiles = batch * np.ceil(m / _TILE) * np.ceil(n / _TILE)
     waste = _wave_waste(tiles, profile.accelerator.multiprocessors, fit.wave_share)
     compute = 2 * tiles * _TILE**2 * (k + fit.k_half) * waste / rate
-    moved = batch * (_OPERAND_BYTES[format] * (m + n) * k + _RESULT_BYTES.get(format, 2.0) * m * n)
+    written = result_bytes or _RESULT_BYTES.get(format, 2.0)
+    moved = batch * (_OPERAND_BYTES[format] * (m + n) * k + written * m * n)
     memory = moved / (fit.memory_efficiency * profile.accelerator.memory_bytes_per_s.value)
     return np.where(batch * m * n * k > 0, fit.launch_s + np.sqrt(np.hypot(compute**2, memory**2)), 0.0)
 
@@ -63,14 +66,18 @@ def grouped_matmul_s(
     m: Numbers,
     n: Numbers,
     k: Numbers,
+    result_bytes: float = 0.0,
+    streams: int = 0,
 ) -> Seconds:
-    """Seconds of ``groups`` products (m, k) x (k, n) in one kernel, as a rank's experts take them.
+    """Seconds of ``groups`` products (m, k) x (k, n), as a rank's experts take them: in one kernel, or one each on ``streams``.
 
     ``m`` is the mean of the groups' rows on the rank that is waited for: the caller multiplies its imbalance in.
     """
-    single = matmul_s(profile, format, m, n, k, batch=groups)
+    single = matmul_s(profile, format, m, n, k, batch=groups, result_bytes=result_bytes)
     launch = profile.constants.matmul[fitted_format(profile, format)].launch_s
-    return np.where(single > 0, launch + (single - launch) / profile.constants.grouped_efficiency, 0.0)
+    starts = np.maximum(np.asarray(groups, dtype=np.float64) / streams, 1) if streams else 1.0
+    seconds = launch * starts + (single - launch) / profile.constants.grouped_efficiency
+    return np.where(single > 0, seconds, 0.0)
 
 
 def attention_s(profile: Profile, format: str, flops: Numbers, backward: bool) -> Seconds:  # noqa: A002

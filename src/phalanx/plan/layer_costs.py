@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 
 import numpy as np
 
@@ -50,6 +51,10 @@ class LayerCosts:
     """From forward to backward, of one micro-batch, shape (kinds, modes, rows)."""
     widest_bytes: Floats
     """Of the part of a layer that keeps most, shape (kinds, rows)."""
+    by_phase: Floats
+    """The sum of ``seconds`` over categories."""
+    by_category: Floats
+    """The sum of ``seconds`` over phases."""
 
     def of(self, table: Floats, *where: int) -> Floats:
         """The entries of ``table[where]``, whose last axis is rows, for each candidate."""
@@ -79,7 +84,9 @@ def layer_costs(job: Job, candidates: Candidates) -> LayerCosts:
     # A part's tensors are dropped if it is computed again; its time is then spent twice.
     recompute_s = np.einsum("mp,kpr->kmr", again, parts[0])
     kept = np.einsum("mp,kpr->kmr", 1 - again, parts[1])
-    return LayerCosts(row, seconds, recompute_s, kept, parts[1].max(axis=1))
+    return LayerCosts(
+        row, seconds, recompute_s, kept, parts[1].max(axis=1), seconds.sum(axis=2), seconds.sum(axis=1)
+    )
 
 
 @dataclass(frozen=True)
@@ -159,7 +166,9 @@ class _Rank:
                 core += times
             found[:, CATEGORIES.index(category)] += times
             parts[PARTS.index(operation.part)] += times[0]
-            launches += self._launches(operation)
+            if operation.part not in self.job.stack.graphed:
+                launches += self._launches(operation)
+        found[:, CATEGORIES.index("expert_comm")] *= 1 - self._hidden_exchange(found)
         hidden = self._hidden_context(found[:, CATEGORIES.index("context_comm")], core)
         found[:, CATEGORIES.index("context_comm")] -= hidden
         parts[PARTS.index("core")] -= hidden[0]
@@ -176,6 +185,15 @@ class _Rank:
         blocks = self.keys.context
         hiding = core * self.job.stack.context_overlap * (blocks - 1) / blocks
         return np.minimum(exchange, hiding)
+
+    def _hidden_exchange(self, found: Floats) -> Floats:
+        """The share of the exchange of tokens that another micro-batch's forward and backward hide."""
+        exchange = found[:, CATEGORIES.index("expert_comm")].sum(axis=0)
+        computing = sum(
+            found[:, CATEGORIES.index(name)].sum(axis=0) for name in ("matmul", "attention", "pointwise")
+        )
+        share: Floats = np.minimum(self.job.stack.expert_overlap, computing / np.maximum(exchange, 1e-30))
+        return share
 
     def _host(self, launches: Floats, device_s: Floats) -> Floats:
         """Seconds that the device waits for the host, by phase."""
@@ -222,26 +240,40 @@ class _Rank:
         # The output projection and the router stay in the format of activations.
         inside = product.part != "router" and product.columns != self.job.workload.model.vocab_size
         format_ = self.precision.matmul if inside or self.precision.matmul in ("fp16", "fp32") else "bf16"
-        if product.experts == 0:
-            return np.stack(
-                [
-                    kernels.matmul_s(self.job.profile, format_, *sizes)
-                    for sizes in ((rows, columns, inner), (rows, inner, columns), (columns, inner, rows))
-                ]
-            )
-        groups = product.experts / self.keys.expert
-        each = rows / groups
-        return np.stack(
+        casts = self._casts(format_, rows * inner, rows * columns)
+        seconds: Callable[..., Floats] = partial(kernels.matmul_s, self.job.profile, format_)
+        each = rows
+        if product.experts:
+            groups = product.experts / self.keys.expert
+            streams = self.job.stack.expert_streams
+            seconds = partial(kernels.grouped_matmul_s, self.job.profile, format_, groups, streams=streams)
+            each = rows / groups
+        adding = self.job.stack.accumulating_bytes
+        return casts + np.stack(
             [
-                kernels.grouped_matmul_s(self.job.profile, format_, groups, *sizes)
-                for sizes in ((each, columns, inner), (each, inner, columns), (columns, inner, each))
+                seconds(each, columns, inner),
+                seconds(each, inner, columns),
+                seconds(columns, inner, each, result_bytes=adding),
             ]
         )
+
+    def _casts(self, format_: str, inputs: Floats, outputs: Floats) -> Floats:
+        """Seconds to bring the input, and in backward the output's gradient, into a narrow format; weights are cast once."""
+        if format_ not in ("fp8", "fp4"):
+            return np.zeros((len(PHASES), 1))
+        # Read once, written twice: along rows for one product and along columns for another.
+        moved = self.precision.activation_bytes + 2 * self.precision.operand_bytes
+        forward, backward = (
+            kernels.memory_bound_s(self.job.profile, moved * elements) for elements in (inputs, outputs)
+        )
+        return np.stack([forward, backward, np.zeros_like(forward)])
 
     def _attention(self, attention: Attention) -> Floats:
         # 2 FLOP for each multiply-add, over half of the square; backward 2.5 times (arXiv 2307.08691, section 3.1).
         per_token = self.job.workload.seq_len * attention.heads * attention.widths
         flops = self.rows("tokens") * per_token / self.keys.tensor
+        if not self.job.stack.context_balanced:  # the last of n contiguous pieces attends to all before it
+            flops = flops * (2 - 1 / self.keys.context)
         format_ = self.precision.matmul if self.precision.matmul in ("fp16", "fp32") else "bf16"
         forward = kernels.attention_s(self.job.profile, format_, flops, backward=False)
         backward = kernels.attention_s(self.job.profile, format_, 2.5 * flops, backward=True)
@@ -259,15 +291,18 @@ class _Rank:
 
     def _exchange(self, exchange: Exchange) -> tuple[str, Floats]:
         if exchange.kind in ("dispatch", "combine"):
-            both = self._to_experts(exchange) * (1 - self.job.stack.expert_overlap)
+            both = self._to_experts(exchange)
             return "expert_comm", np.stack([both, both, np.zeros_like(both)])
         if exchange.kind == "context":
             return "context_comm", self._keys_and_values(exchange)
         size = self.keys.tensor if exchange.kind in ("gather", "scatter") else self.keys.expert_tensor
         kind = "tokens" if exchange.kind in ("gather", "scatter") else "routed"
-        whole = self.rows(kind) * exchange.width * self.precision.activation_bytes  # type: ignore[arg-type]
-        gather = self._collective(collectives.all_gather_s, size, 1, whole)
-        scatter = self._collective(collectives.reduce_scatter_s, size, 1, whole)
+        elements = self.rows(kind) * exchange.width  # type: ignore[arg-type]
+        # Operands of narrow products are cast before they are gathered (Transformer Engine); sums are not narrow.
+        gather = self._collective(collectives.all_gather_s, size, 1, elements * self.precision.operand_bytes)
+        scatter = self._collective(
+            collectives.reduce_scatter_s, size, 1, elements * self.precision.activation_bytes
+        )
         forward, backward = (gather, scatter) if "gather" in exchange.kind else (scatter, gather)
         if exchange.kind == "gather" and not self.job.stack.keeps_gathered_inputs:
             backward = backward + gather
@@ -297,7 +332,7 @@ class _Rank:
         job, keys = self.job, self.keys
         tokens = self.rows("tokens") / keys.tensor * job.workload.imbalance
         # Only DeepEP's kernels carry tokens in the format of products (arXiv 2412.19437, section 3.3.3).
-        once = job.stack.dispatch == "once per node"
+        once = job.stack.dispatch != "every copy"
         narrow = exchange.kind == "dispatch" and once
         bytes_ = exchange.width * (
             self.precision.operand_bytes if narrow else self.precision.activation_bytes
@@ -305,7 +340,13 @@ class _Rank:
         if once:
             return np.asarray(
                 collectives.dispatch_s(
-                    job.cluster, keys.expert, keys.expert_tensor, tokens, bytes_, moe.per_token
+                    job.cluster,
+                    keys.expert,
+                    keys.expert_tensor,
+                    tokens,
+                    bytes_,
+                    moe.per_token,
+                    law="all_to_all" if job.stack.dispatch == "hybrid" else "dispatch",
                 )
             )
         copies = tokens * moe.per_token * bytes_

@@ -144,6 +144,8 @@ def activation_bytes(
     """Bytes of what forward leaves for backward, and of what a pass needs for the moment, by kind."""
     per_layer = [costs.by_mode(costs.kept_bytes, kind, candidates.recompute) for kind in range(len(KINDS))]
     kept = place.counts[0] * per_layer[0] + place.counts[1] * per_layer[1]
+    if job.stack.keeps_stage_outputs:
+        kept = kept + _boundary(job, candidates) * candidates.stages_per_rank
     kept = kept * in_flight(pipes, place.rank)
     # The end of the model is computed backward as soon as it was computed forward.
     kept = kept + place.counts[3] * per_layer[3]
@@ -163,6 +165,15 @@ def activation_bytes(
     }
 
 
+def _boundary(job: Job, candidates: Candidates) -> Floats:
+    """Bytes that a stage hands on of a micro-batch; none where there is one stage."""
+    tokens = candidates.micro_batch * job.workload.seq_len / candidates.context
+    rows = tokens / np.where(candidates.sequence_parallel > 0, candidates.tensor, 1)
+    width = np.array([precision.activation_bytes for precision in PRECISIONS])[candidates.precision]
+    bytes_: Floats = rows * job.workload.model.dim * width * (candidates.pipeline > 1)
+    return bytes_
+
+
 def _logits(job: Job, candidates: Candidates) -> Floats:
     tokens = candidates.micro_batch * job.workload.seq_len / candidates.context
     at_once = np.minimum(tokens, job.stack.loss_chunk or np.inf)
@@ -177,7 +188,7 @@ def overhead_bytes(job: Job, candidates: Candidates) -> dict[str, Floats]:
     groups = (candidates.tensor, candidates.context, candidates.pipeline, candidates.data, candidates.expert)
     count = sum((degree > 1).astype(np.float64) for degree in groups)
     return {
-        "context": np.full(1, job.stack.context_bytes),
+        "context": np.full(1, job.stack.context_bytes + job.stack.buffer_bytes),
         "communicators": job.stack.communicator_bytes * np.asarray(count),
     }
 

@@ -13,6 +13,7 @@ Sources of the conventions: PaLM, arXiv 2204.02311, appendix B (model FLOP); Nar
 from __future__ import annotations
 
 import csv
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -121,6 +122,8 @@ class PublishedRun:
     tokens_per_s_per_gpu: float | None
     memory_gb: float | None
     notes: str
+    unreadable: str = ""
+    """What is wrong with figures of the row; empty if nothing is."""
 
     @property
     def mixture(self) -> bool:
@@ -142,7 +145,8 @@ class PublishedRun:
     @property
     def family(self) -> str:
         """Rows that are summarised together: one origin, one accelerator, dense models or mixtures."""
-        return f"{self.origin}, {self.gpu.split()[0]}, {'mixture' if self.mixture else 'dense'}"
+        accelerator = (self.gpu.split() or ["no accelerator"])[0]
+        return f"{self.origin}, {accelerator}, {'mixture' if self.mixture else 'dense'}"
 
     @property
     def subject(self) -> tuple[str, str]:
@@ -153,12 +157,16 @@ class PublishedRun:
 def read_published(path: Path = TABLE) -> tuple[PublishedRun, ...]:
     """The rows of a CSV file with the columns of the package's own table.
 
-    Raises ``PublishedRunError`` that names the column, or the row and the column, that is missing or no number.
+    A row with a figure that is no number is kept, with the reason (``PublishedRun.unreadable``). Raises ``PublishedRunError``
+    if there is no such file, or columns are missing.
     """
     if not path.is_file():
         raise PublishedRunError(f"{path} does not exist: name a CSV file with the columns of {TABLE.name}")
-    with path.open(newline="", encoding="utf-8") as file:
-        return parse_published(file, str(path))
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            return parse_published(file, str(path))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise PublishedRunError(f"{path} is no CSV file in UTF-8 ({error}): save it as one") from error
 
 
 def parse_published(lines: Iterable[str], name: str = "table") -> tuple[PublishedRun, ...]:
@@ -169,29 +177,33 @@ def parse_published(lines: Iterable[str], name: str = "table") -> tuple[Publishe
         raise PublishedRunError(
             f"{name} lacks the columns {', '.join(missing)}: the header is that of {TABLE.name}"
         )
-    return tuple(_row(values, name) for values in reader)
+    return tuple(_row(values) for values in reader)
 
 
-def _row(values: dict[str, str | None], name: str) -> PublishedRun:
-    text = {column: (value or "").strip() for column, value in values.items() if column}
-    where = f"{name}, row {text['id']!r}"
-    numbers = {column: _number(text[column], where, column) for column in (*_WHOLE, *_REAL)}
+def _row(values: dict[str, str | None]) -> PublishedRun:
+    text = {column: (value or "").strip() for column, value in values.items() if isinstance(column, str)}
+    wrong: list[str] = []
+    numbers = {column: _number(text[column], column, wrong) for column in (*_WHOLE, *_REAL)}
     whole = {column: None if numbers[column] is None else round(numbers[column] or 0) for column in _WHOLE}
     found: dict[str, object] = {column: text[column] for column in _TEXT}
-    found |= whole | {column: numbers[column] for column in _REAL} | {"zero_text": text["zero"]}
+    found |= whole | {column: numbers[column] for column in _REAL}
+    found |= {"zero_text": text["zero"], "unreadable": "; ".join(wrong)}
     return PublishedRun(**{field.name: found[field.name] for field in fields(PublishedRun)})  # type: ignore[arg-type]
 
 
-def _number(text: str, where: str, column: str) -> float | None:
-    """The number that ``text`` begins with: "3 (FSDP2)" is 3."""
-    if not text:
+_NOT_STATED = {"", "-", "?", "n/a", "na", "nan", "none", "null", "unknown", "not stated"}
+
+
+def _number(text: str, column: str, wrong: list[str]) -> float | None:
+    """The number that ``text`` begins with: "3 (FSDP2)" is 3. What is no number, or too large for one, is added to ``wrong``."""
+    if text.lower() in _NOT_STATED:
         return None
     found = _LEADING_NUMBER.match(text)
-    if found is None:
-        raise PublishedRunError(
-            f"{where}: {column} is {text!r}; write a number, or nothing if it is not stated"
-        )
-    return float(found[1])
+    number = float(found[1]) if found else math.inf
+    if not math.isfinite(number):
+        wrong.append(f"{column} is {text!r}: write a number, or nothing if it is not stated")
+        return None
+    return number
 
 
 @dataclass(frozen=True)

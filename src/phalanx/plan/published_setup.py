@@ -17,8 +17,10 @@ from typing import Literal
 
 from phalanx.model.counts import Counts, count
 from phalanx.model.shape import resolve
-from phalanx.plan.candidates import PRECISIONS, RECOMPUTE, SCHEDULES, Recompute, divisors
+from phalanx.plan.candidates import PRECISIONS, SCHEDULES, divisors
 from phalanx.plan.published import Excluded, PublishedRun
+from phalanx.plan.published_recipes import recipe_of
+from phalanx.plan.published_recompute import recompute_modes
 from phalanx.plan.published_software import (
     Software,
     cluster_of_run,
@@ -58,18 +60,23 @@ class Setup:
 def setup_of(run: PublishedRun) -> Setup:
     """Everything the planner needs of a row. Raises ``Excluded`` with the reason if the row does not say enough."""
     assumptions: list[str] = []
+    if run.unreadable:
+        raise Excluded(run.unreadable)
+    if "known regression" in run.notes:
+        raise Excluded("its source calls it a regression")
     software = software_of(run)
     machines = cluster_of_run(run, software)
     seq_len = _stated(run.seq_len, "sequence length")
     batch = _stated(run.global_batch_seqs, "global batch")
     model = model_of(run, seq_len, assumptions)
-    imbalance = 1.0 if re.search(r"force-?d?.?balanc|capacity factor 1", run.notes) else 1.1
-    modes, stated_modes = _recompute_modes(run, software, assumptions)
+    even = r"force-?d?.?balanc|capacity factor 1|token-?drop;|\(tokendrop\)"
+    imbalance = 1.0 if re.search(even, f"{run.model}; {run.notes}") or software.unfolded_experts else 1.1
+    modes, stated_modes = recompute_modes(run, software, assumptions)
     job = Job(
         Workload(model, seq_len, batch, imbalance=imbalance),
         stack_of_run(run, software),
         machines,
-        profile_of_run(machines.accelerator, software),
+        profile_of_run(machines.accelerator, software, run),
         modes,
     )
     choices = tuple(_layouts(run, software, job, stated_modes, assumptions))
@@ -225,58 +232,6 @@ def _moe(run: PublishedRun) -> MoeSpec | None:
     )
 
 
-_PARTS = {
-    "core_attn": {"core"},
-    "attention": {"core"},
-    "norm": {"norm"},
-    "rmsnorm": {"norm"},
-    "layernorm": {"norm"},
-    "act": {"activation", "expert_activation"},
-    "moe_act": {"expert_activation"},
-    "mlp": {"widen", "activation", "down"},
-    "mla_up_proj": {"latent_up"},
-    "mla up-proj": {"latent_up"},
-    "shared_expert": {"widen", "activation", "down"},
-    "moe": {"router", "dispatch", "expert_widen", "expert_activation", "expert_down", "combine"},
-}
-"""Parts of a layer by the names that Megatron's ``recompute_modules`` gives them."""
-
-
-def _recompute_modes(
-    run: PublishedRun, software: Software, assumptions: list[str]
-) -> tuple[tuple[Recompute, ...], tuple[int, ...]]:
-    """The modes that a layout's ``recompute`` indexes, and which of them the row leaves open."""
-    text = run.recompute.lower()
-    named = {mode.name: index for index, mode in enumerate(RECOMPUTE)}
-    if not text:
-        return _open_modes(run, software, assumptions, "recomputation")
-    if text in named:
-        if text == "selective" and "megatron" in stack_of_run(run, software).name:
-            return RECOMPUTE, (named["attention"],)
-        return RECOMPUTE, (named[text],)
-    if text == "minimal":  # MaxText: the results of all products are kept
-        return RECOMPUTE, (named["pointwise"],)
-    if "sac" in text:
-        return RECOMPUTE, (named["selective"],)
-    if text == "qkv_proj_offloaded":
-        parts = RECOMPUTE[named["full"]].parts - {"projection"}
-        return (*RECOMPUTE, Recompute(text, parts)), (len(RECOMPUTE),)
-    inside = re.sub(r"^selective\((.*)\)$", r"\1", text)
-    names = [name.strip() for name in inside.split(",")]
-    if not all(name in _PARTS for name in names):
-        return _open_modes(run, software, assumptions, f"recomputation called {run.recompute!r}")
-    parts = frozenset().union(*(_PARTS[name] for name in names))
-    return (*RECOMPUTE, Recompute(text, parts)), (len(RECOMPUTE),)
-
-
-def _open_modes(
-    run: PublishedRun, software: Software, assumptions: list[str], what: str
-) -> tuple[tuple[Recompute, ...], tuple[int, ...]]:
-    assumptions.append(f"{what}: the fastest that fits")
-    usual = "selective" if stack_of_run(run, software).flash_attention else "attention"
-    return RECOMPUTE, tuple(i for i, mode in enumerate(RECOMPUTE) if mode.name in ("none", usual, "full"))
-
-
 def _layouts(
     run: PublishedRun, software: Software, job: Job, recompute: tuple[int, ...], assumptions: list[str]
 ) -> Iterable[dict[str, int]]:
@@ -286,9 +241,7 @@ def _layouts(
     each, rest = divmod(job.workload.batch, data)
     if rest:
         return
-    sizes = (run.micro_batch,) if run.micro_batch else _MICRO_BATCHES
-    if not run.micro_batch:
-        assumptions.append("micro-batch: the fastest that fits")
+    sizes = _micro_batches(run, software, each, assumptions)
     stages = _stage_choices(run, software, fixed["pipeline"], job.workload.model.layers, assumptions)
     for micro_batch, per_rank, mode in itertools.product(sizes, stages, recompute):
         schedule = _schedule(run, per_rank)
@@ -301,6 +254,21 @@ def _layouts(
             }
 
 
+def _micro_batches(
+    run: PublishedRun, software: Software, each: int, assumptions: list[str]
+) -> tuple[int, ...]:
+    """Sequences of a micro-batch of a data-parallel rank that has ``each`` of them in a step."""
+    if not software.accumulates:
+        return (each,)
+    if run.micro_batch:
+        return (run.micro_batch,)
+    if software.micro_batch:
+        assumptions.append(f"micro-batch of {software.micro_batch}, as in the recipes of {software.name}")
+        return (software.micro_batch,)
+    assumptions.append("micro-batch: the fastest that fits")
+    return _MICRO_BATCHES
+
+
 def _fixed(run: PublishedRun, software: Software, job: Job, assumptions: list[str]) -> dict[str, int]:
     """What has no alternatives."""
     if run.tp is None or run.pp is None:
@@ -309,20 +277,24 @@ def _fixed(run: PublishedRun, software: Software, job: Job, assumptions: list[st
     data, rest = divmod(run.gpus or 0, tensor * pipeline * context)
     if rest or not data or (run.dp and run.dp * tensor * pipeline * context != run.gpus):
         raise Excluded(f"its degrees of parallelism do not multiply to its {run.gpus} accelerators")
-    shard = _shard(run, job, data)
+    shard, recipe = _shard(run, job, data), recipe_of(run)
     stated = run.seq_parallel.lower()
     sharded = stated in ("1", "true", "yes") if stated else software.sequence_parallel
     return {
         "tensor": tensor,
         "context": context,
         "expert": run.ep or 1,
-        "expert_tensor": _expert_tensor(run, tensor),
+        "expert_tensor": _expert_tensor(run, software, tensor),
         "pipeline": pipeline,
         "replicate": data // shard,
         "shard": shard,
         "zero": _zero(run, job, assumptions),
         "precision": _precision(run, assumptions),
-        "offload_activations": int("activation offload" in run.notes),
+        "offload_activations": int(
+            "activation offload" in run.notes
+            or "offloaded" in run.recompute
+            or bool(recipe and recipe.offload)
+        ),
         "offload_optimizer": 0,
         "sequence_parallel": int(sharded and tensor > 1),
     }
@@ -336,12 +308,14 @@ def _shard(run: PublishedRun, job: Job, data: int) -> int:
     return inside if data % inside == 0 else data
 
 
-def _expert_tensor(run: PublishedRun, tensor: int) -> int:
+def _expert_tensor(run: PublishedRun, software: Software, tensor: int) -> int:
     stated = _integer(r"ETP=(\d+)", run.notes)
     if stated:
         return stated
     # Without folding, Megatron's experts are divided as the dense layers are (arXiv 2504.14960, section 3).
     unfolded = "ETP=?" in run.notes and not re.search("Folding;|method FSDP", run.notes)
+    if software.unfolded_experts and re.search(software.unfolded_experts, run.id):
+        unfolded = True
     return tensor if unfolded and run.mixture else 1
 
 

@@ -19,7 +19,8 @@ from phalanx.hardware.catalogue import cluster, systems
 from phalanx.hardware.cluster import Accelerator, Cluster, Fact
 from phalanx.hardware.profiles import Profile, profile_of
 from phalanx.plan.published import Excluded, PublishedRun
-from phalanx.plan.stacks import STACKS, Stack
+from phalanx.plan.published_recipes import with_recipe
+from phalanx.plan.stacks import STACKS, Stack, State
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,12 @@ class Software:
     """Of a token's score while the loss is computed, where it is not as the stack supposes."""
     system: str = ""
     """A system of the catalogue that the runs are known to have used."""
+    micro_batch: int = 0
+    """Sequences, where the row does not say and the software's recipes do."""
+    accumulates: bool = True
+    """Whether a step may have several micro-batches where there is no pipeline; else a row's figure is of each device."""
+    unfolded_experts: str = ""
+    """A regular expression for the names of rows whose experts are divided as the dense layers are."""
 
 
 _EAGER_LOSS = 14.0
@@ -60,7 +67,7 @@ SOFTWARE = (
     Software(
         "torchtitan", r"torchtitan", "fsdp", compiled=False, attention="flash-2", logit_bytes=_EAGER_LOSS
     ),
-    Software("maxtext", r"[Mm]ax[Tt]ext|tpu-recipes|gpu-recipes", "xla"),
+    Software("maxtext", r"[Mm]ax[Tt]ext|tpu-recipes|gpu-recipes", "xla", accumulates=False),
     Software(
         "nanotron",
         r"nanotron",
@@ -89,25 +96,45 @@ SOFTWARE = (
     Software("megascale", r"MegaScale|2402\.15627", "megatron"),
     Software("deepseek", r"Insights into DeepSeek-V3|2505\.09343|2412\.19437", "deepseek"),
     Software("simumax", r"SimuMax", "megatron"),
-    Software("parallel-folding", r"MoE Parallel Folding|2504\.14960", "megatron"),
     Software(
-        "nemo", r"Megatron-Bridge|dgxc-benchmarking|NeMo", "megatron", interleaves=False, gradient_bytes=2.0
+        "parallel-folding",
+        r"MoE Parallel Folding|2504\.14960",
+        "megatron",
+        micro_batch=1,
+        unfolded_experts=r"-(mcore|tp\+ep\+dp)-\d+$",
     ),
+    Software("nemo", r"dgxc-benchmarking", "megatron", interleaves=False, gradient_bytes=2.0),
+    Software("megatron-bridge", r"Megatron-Bridge|NeMo", "megatron", interleaves=False, gradient_bytes=2.0),
     Software("megatron-core", r"", "megatron"),
 )
 
+_PARAMETERS_OF_A_BLOCK = 12
+"""Of GPT: four matrices, their biases, and two norms; DeepSpeed's ZeRO-3 gathers each for itself (arXiv 1910.02054)."""
 _JEAN_ZAY = Fact(
     6.25e9, "BLOOM, arXiv 2211.05100, section 3.4: four Omni-Path links of 100 Gb/s for eight A100"
 )
 
 _STACKS = {
     **STACKS,
-    # XLA plans its memory ahead: no allocator that fragments, no communicators beside the program.
+    # XLA plans its memory ahead: no allocator that fragments, no communicators beside the program. Each matrix's gradient is
+    # reduced as soon as it is there, and the loss is one fused loop.
     "xla": replace(
-        STACKS["fsdp"], name="xla", context_bytes=0.3e9, communicator_bytes=0.0, fragmentation=0.0
+        STACKS["fsdp"],
+        name="xla",
+        context_bytes=0.3e9,
+        communicator_bytes=0.0,
+        fragmentation=0.0,
+        unit_gradient_bytes=0.0,
+        logit_bytes=4.0,
+        launch_s=0.0,
     ),
     "deepspeed-zero3": replace(
-        STACKS["fsdp"], name="deepspeed-zero3", flash_attention=False, dropout=True, reduce_bytes=2.0
+        STACKS["fsdp"],
+        name="deepspeed-zero3",
+        flash_attention=False,
+        dropout=True,
+        reduce_bytes=2.0,
+        gathers_per_block=_PARAMETERS_OF_A_BLOCK,
     ),
 }
 
@@ -148,18 +175,47 @@ def stack_of_run(run: PublishedRun, software: Software) -> Stack:
         stack = replace(stack, reduce_bytes=2.0)
     if software.gradient_bytes and stack.name != "fsdp":
         stack = replace(_with_gradients(stack, software.gradient_bytes), reduce_bytes=software.gradient_bytes)
+        if stack.accumulating_bytes:
+            stack = replace(stack, accumulating_bytes=2 * software.gradient_bytes)
     if software.logit_bytes:
         stack = replace(stack, logit_bytes=software.logit_bytes)
-    if software.name == "bigscience" and run.precision.startswith("bf16"):
-        # DeepSpeed's BF16_Optimizer accumulates in fp32 beside the gradients that autograd leaves in bf16.
-        stack = _with_gradients(stack, 6.0)
+    if software.name == "bigscience":
+        stack = _bigscience(stack, run)
+    if software.name == "megatron-bridge":
+        # Its executors set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
+        stack = replace(stack, fragmentation=0.01)
+    if software.name == "torchtitan":
+        # Its default rotate method is all-gather. How times grow with the ranks says that pieces were contiguous.
+        stack = replace(stack, context_exchange="gather", context_balanced=False)
+    if software.unfolded_experts:
+        stack = replace(stack, fused_permutation=False)  # Megatron Core fuses it since 0.11
+    stack = with_recipe(stack, run)
     eager = not software.compiled and not re.search(r"\bcompile", run.notes)
     return replace(stack, fused_pointwise=False) if eager else stack
 
 
-def profile_of_run(accelerator: Accelerator, software: Software) -> Profile:
-    """The accelerator's constants, with the attention that the software had."""
+def _bigscience(stack: Stack, run: PublishedRun) -> Stack:
+    """DeepSpeed as it trained BLOOM.
+
+    CUDA_LAUNCH_BLOCKING=1 is set in its scripts (train/tr11-176B-ml/tr11-176B-ml.slurm): a hang had made it necessary.
+    """
+    stack = replace(stack, blocking_launches=True)
+    if run.precision.startswith("bf16"):
+        # BF16_Optimizer accumulates in fp32 beside the gradients that autograd leaves in bf16.
+        return _with_gradients(stack, 6.0)
+    # The fp16 optimiser keeps gradients in fp16, and makes of a rank's share a flat copy and one in fp32 for the update.
+    copies = State("gradients of the update", 6.0, 1, optimizer=True)
+    stack = _with_gradients(stack, 2.0)
+    return replace(stack, states=(*stack.states, copies), accumulating_bytes=4)
+
+
+def profile_of_run(accelerator: Accelerator, software: Software, run: PublishedRun) -> Profile:
+    """The accelerator's constants, with the attention that the software had and the products of the row's format."""
     profile = profile_of(accelerator)
+    blocks = profile.constants.matmul.get("fp8_block")
+    if blocks and re.search(r"block|fine-grained", run.precision):
+        matmul = {**profile.constants.matmul, "fp8": blocks}
+        profile = replace(profile, constants=replace(profile.constants, matmul=matmul))
     shares = _ATTENTION.get((software.attention, accelerator.key[:1]))
     if shares is None:
         return profile

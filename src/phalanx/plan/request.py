@@ -112,7 +112,14 @@ def _own_stack(spec: RunSpec, cluster: Cluster) -> Stack:
         stack = replace(stack, gather_bytes=4.0)
     if _is_cpu(cluster):
         # gloo's collectives keep the caller waiting: nothing is hidden.
-        stack = replace(stack, data_overlap=0.0, context_overlap=0.0, tensor_overlap=0.0, expert_overlap=0.0)
+        stack = replace(
+            stack,
+            data_overlap=0.0,
+            context_overlap=0.0,
+            tensor_overlap=0.0,
+            expert_overlap=0.0,
+            launch_s=0.0,  # the host is what computes: starting a kernel is part of the kernel
+        )
     return stack
 
 
@@ -294,6 +301,9 @@ def _check_room(text: str, ranks: int, job: Job, replica: int) -> None:
         )
 
 
+_MOST_TOKENS = 1e18
+
+
 def read_tokens(text: str) -> float:
     """A number of tokens such as ``15T`` or ``300B``. Raises ``RequestError``."""
     match = re.fullmatch(r"\s*([\d._]+(?:[eE]\d+)?)\s*([kMBGT]?)\s*", text)
@@ -301,8 +311,10 @@ def read_tokens(text: str) -> float:
         tokens = float(match[1].replace("_", "")) * _UNITS[match[2]] if match else 0.0
     except ValueError:
         tokens = 0.0
-    if tokens <= 0:
-        raise RequestError(f"--tokens {text}: write a number above 0 with k, M, B or T, as in 15T")
+    if not 0 < tokens <= _MOST_TOKENS:
+        raise RequestError(
+            f"--tokens {text}: write a number above 0, at most {_MOST_TOKENS:.0e}, with k, M, B or T, as in 15T"
+        )
     return tokens
 
 

@@ -21,7 +21,7 @@ from phalanx.plan.memory import total
 from phalanx.plan.space import Options, excluded, space
 from phalanx.plan.stacks import Job
 
-_CHUNK_CELLS = 1 << 16
+_CHUNK_CELLS = 1 << 17
 """Layouts looked at together: a few arrays of them fit a core's second cache."""
 _FRONT_STEPS = 128
 """Steps of memory that the Pareto front distinguishes."""
@@ -148,7 +148,7 @@ class _Tally:
     killed: dict[str, int]
     valid: int = 0
     quick: _Best = field(init=False)
-    """By time, of layouts that fit."""
+    """By the objective, of layouts that fit."""
     lean: _Best = field(init=False)
     """By memory, of legal layouts."""
     front: _Front = field(init=False)
@@ -178,9 +178,13 @@ class _Tally:
             return
         seconds = np.full(shape, np.inf)
         seconds[alive] = np.where(fits[alive], total(evaluation.rows(alive).time()), np.inf)
-        self.quick.add(first, seconds)
-        self._rank(first, seconds, candidates)
-        self.front.add(first, seconds, bytes_, np.broadcast_to(candidates.ranks, shape))
+        ranks = candidates.ranks
+        keys = {"time": seconds, "cost": seconds * ranks, "gpus": seconds + 1e9 * ranks}[
+            self.options.objective
+        ]
+        self.quick.add(first, keys)
+        self._rank(first, keys)
+        self.front.add(first, seconds, bytes_, np.broadcast_to(ranks, shape))
 
     def leaders(self) -> list[dict[str, int]]:
         """The best layouts by the objective, in closed form."""
@@ -190,18 +194,16 @@ class _Tally:
         cells = int(np.count_nonzero(mask)) * (int(np.prod(shape)) // mask.size)
         self.killed[reason] = self.killed.get(reason, 0) + cells
 
-    def _rank(self, first: int, seconds: Floats, candidates: Candidates) -> None:
+    def _rank(self, first: int, values: Floats) -> None:
         """Keeps the best by the objective."""
-        ranks = candidates.ranks
-        by = {"time": seconds, "cost": seconds * ranks, "gpus": seconds + 1e9 * ranks}
-        keys = by[self.options.objective].ravel()
+        keys = values.ravel()
         keep = self.options.finalists
         limit = self.keys[-1] if len(self.keys) >= keep else np.inf
         better = np.flatnonzero(keys < limit)
         if not len(better):
             return
         keys = np.concatenate((self.keys, keys[better]))
-        indices = np.concatenate((self.indices, better + first * (seconds.size // len(seconds))))
+        indices = np.concatenate((self.indices, better + first * (values.size // len(values))))
         order = np.argsort(keys, kind="stable")[:keep]
         self.keys, self.indices = keys[order], indices[order]
 
@@ -282,7 +284,7 @@ def _key(found: Estimate, objective: str) -> float:
 
 
 def _families(job: Job, tally: _Tally) -> Iterator[tuple[str, Mapping[str, int]]]:
-    """The best layout for each value of each field: by time, or where nothing fits by memory."""
+    """The best layout for each value of each field: by the objective, or where nothing fits by memory."""
     for name in (*_ROW_FAMILIES, *_FREE_FAMILIES):
         for value in np.unique(getattr(tally.candidates, name)):
             flat = _best_of(tally.quick, tally.candidates, name, int(value))

@@ -1,21 +1,36 @@
-"""One factor for each software stack on each accelerator: what its runs take over what the planner says.
+"""One factor for each software stack on each generation of accelerators: what its runs take over what the planner says.
 
 Formulas know the machine; they do not know that a library waits for the host, fuses less than it could, or hides more than
-is usual. One factor takes up what is common to all runs of a stack: the median of measured over predicted time. A factor says
-nothing if it was fitted on the runs that it is then tried on, so ``scalar_for`` leaves out every run of the same model on the
-same accelerator: what remains is what one would have known before that model was trained. (A stack of which only one model is
-known is the exception: there its other configurations have to do, and ``Scalar.scope`` says so.) Factors by release, and apart for
-dense models and mixtures of experts, were tried and predict no better.
+is usual. One factor takes up what is common to all runs of a stack: the median of measured over predicted time, of dense models
+and of mixtures of experts apart, which exercise other code. A factor says nothing if it was fitted on the runs that it is then
+tried on, so ``scalar_for`` leaves out every run of the same model on the same accelerator: what remains is what one would have
+known before that model was trained there. (A stack of which only one model is known is the exception: there its other
+configurations have to do, and ``Scalar.scope`` says so.) A factor from few models is drawn towards one, as if ``_PRIOR`` more
+models had been predicted rightly.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-Scope = Literal["stack and accelerator", "stack", "other configurations of the model", "none"]
+Scope = Literal["stack and generation", "stack", "other configurations of the model", "none"]
+_PRIOR = 2
+_GENERATIONS = {
+    "v100": "volta",
+    "a100": "ampere",
+    "h100": "hopper",
+    "h200": "hopper",
+    "h800": "hopper",
+    "h20": "hopper",
+    "b200": "blackwell",
+    "b300": "blackwell",
+    "gb200": "blackwell",
+    "gb300": "blackwell",
+}
 
 
 @dataclass(frozen=True)
@@ -30,6 +45,14 @@ class Point:
     """Machines, work and layout: runs that share it are the same run."""
     ratio: float
     """Measured over predicted time."""
+    mixture: bool = False
+    """Whether the model is a mixture of experts."""
+
+    @property
+    def generation(self) -> str:
+        """Of the accelerator; one that is not in the table is a generation of its own."""
+        first = self.accelerator.split("-")[0]
+        return _GENERATIONS.get(first, first)
 
 
 @dataclass(frozen=True)
@@ -50,35 +73,35 @@ NO_SCALAR = Scalar(1.0, 0, 0, "none")
 def scalar_for(run: Point, points: Iterable[Point]) -> Scalar:
     """The factor for ``run``, from those of ``points`` that are independent of it.
 
-    From runs of the same software on the same accelerator; if there are none, from the same software elsewhere; if there are
-    none either, from the same model in other configurations; else there is no factor.
+    From runs of the same software on the same generation of accelerators; if there are none, from the same software elsewhere;
+    if there are none either, from the same model in other configurations; else there is no factor. Dense models and mixtures
+    have factors of their own.
     """
-    software = [point for point in points if point.software == run.software]
-    same = [point for point in software if (point.model, point.accelerator) != (run.model, run.accelerator)]
-    here = [point for point in same if point.accelerator == run.accelerator]
+    software = [p for p in points if (p.software, p.mixture) == (run.software, run.mixture)]
+    others = [p for p in software if (p.model, p.accelerator) != (run.model, run.accelerator)]
+    here = [p for p in others if p.generation == run.generation]
     if here:
-        return _fitted(here, "stack and accelerator")
-    if same:
-        return _fitted(same, "stack")
-    own = [point for point in software if point.configuration != run.configuration]
-    return _fitted(own, "other configurations of the model") if own else NO_SCALAR
+        return _fitted(here, "stack and generation")
+    if others:
+        return _fitted(others, "stack")
+    own = [p for p in software if p.configuration != run.configuration]
+    return _fitted(own, "other configurations of the model", prior=0) if own else NO_SCALAR
 
 
 def scalars(points: Sequence[Point]) -> dict[str, Scalar]:
-    """The factor of every stack on every accelerator, from all its runs, by "software on accelerator"."""
-    keys = sorted({(point.software, point.accelerator) for point in points})
-    return {
-        f"{software} on {accelerator}": _fitted(
-            [point for point in points if (point.software, point.accelerator) == (software, accelerator)],
-            "stack and accelerator",
-        )
-        for software, accelerator in keys
-    }
+    """The factor of every stack on every generation, from all its runs, by "software on generation, dense"."""
+    groups: dict[str, list[Point]] = {}
+    for point in points:
+        kind = "mixtures" if point.mixture else "dense"
+        groups.setdefault(f"{point.software} on {point.generation}, {kind}", []).append(point)
+    return {name: _fitted(groups[name], "stack and generation") for name in sorted(groups)}
 
 
-def _fitted(points: Sequence[Point], scope: Scope) -> Scalar:
+def _fitted(points: Sequence[Point], scope: Scope, prior: int = _PRIOR) -> Scalar:
     """Each model has one vote, so that the one with most runs does not decide."""
     models: dict[tuple[str, str], list[float]] = {}
     for point in points:
-        models.setdefault((point.model, point.accelerator), []).append(point.ratio)
-    return Scalar(median(median(ratios) for ratios in models.values()), len(points), len(models), scope)
+        models.setdefault((point.model, point.accelerator), []).append(math.log(point.ratio))
+    found = median(median(ratios) for ratios in models.values())
+    share = len(models) / (len(models) + prior)
+    return Scalar(math.exp(share * found), len(points), len(models), scope)

@@ -61,6 +61,9 @@ class Stack:
     """Of a gradient on its way to the ranks that add it up."""
     slot_gradient_bytes: float = 0.0
     """Of a parameter of a rank's whole part, while the micro-batches of one reduction add up."""
+    accumulating_bytes: float = 0.0
+    """Moved for each parameter by the product that computes its gradient, where it adds to a sum that it reads and writes;
+    0 means that the gradient is just written, in the usual format."""
     unit_gradient_bytes: float = 0.0
     """Of a parameter of the largest block: its whole gradient before it is reduced and divided."""
     flash_attention: bool = True
@@ -77,14 +80,22 @@ class Stack:
     """Of the driver's context and of libraries, which no allocator counts."""
     communicator_bytes: float = 0.25e9
     """Of each communicator's buffers."""
+    buffer_bytes: float = 0.0
+    """Of fixed buffers, for reducing gradients and gathering weights."""
+    keeps_stage_outputs: bool = False
+    """Whether a rank keeps what it has handed on of every micro-batch in flight."""
     fragmentation: float = 0.04
     """Of what is allocated: memory that the allocator holds and cannot use."""
     tensor_overlap: float = 0.0
     """Of the tensor axis's communication, what is hidden behind products."""
     context_overlap: float = 1.0
     """Of the time of a ring's block of attention, what can hide the next block's way."""
+    context_balanced: bool = True
+    """Whether ranks of the context axis have equal shares of causal attention, rather than contiguous pieces of the sequence."""
+    blocking_sends: bool = False
+    """Whether a stage computes nothing while it hands a micro-batch to its neighbour."""
     expert_overlap: float = 0.0
-    """Of the exchange of tokens, what is hidden."""
+    """Of the exchange of tokens, what can be hidden, as far as there is something to compute meanwhile."""
     data_overlap: float = 0.8
     """Of the time of backward, what can hide the reduction of gradients (and, ZeRO-3, of a block the gathering of the next)."""
     paired_overlap: float = 0.0
@@ -100,14 +111,20 @@ class Stack:
     """Collectives in which a block's weights are gathered and its gradients reduced, where these overlap with computing."""
     shards: Literal["flat", "rows"] = "flat"
     """What data-parallel ranks divide: one flat buffer, or each parameter by whole rows (of stacked experts: whole experts)."""
-    dispatch: Literal["once per node", "every copy"] = "every copy"
-    """What of a token crosses the network to its experts: one copy for each node, which spreads it (DeepEP), or one for each
-    expert (an all-to-all)."""
+    dispatch: Literal["once per node", "hybrid", "every copy"] = "every copy"
+    """What of a token crosses the network to its experts: one copy for each node, which spreads it by a few multiprocessors
+    (DeepEP) or at the full rate of its links ("hybrid": HybridEP), or one for each expert (an all-to-all)."""
+    expert_streams: int = 0
+    """Streams on which the products of a rank's experts start one after the other; 0 where one kernel computes all."""
+    fused_permutation: bool = True
+    """Whether tokens are brought into the order of experts, weighted and added up again by one kernel each."""
     context_exchange: Literal["ring", "gather"] = "ring"
     """How keys and values come: block by block while attention computes with the last, or all before it begins."""
     launch_s: float = 20e-6
     """The host's time to launch a kernel, with its share of Python, autograd and casts; 0 where launches are recorded (CUDA
     graphs) or compiled into one program. Fitted on published runs of small mixtures, which wait for the host."""
+    graphed: frozenset[str] = frozenset()
+    """Parts of a layer (``phalanx.plan.candidates.PARTS``) that CUDA graphs replay: the host launches them at no cost."""
     blocking_launches: bool = False
     """Whether the host waits for every kernel before it launches the next, as under CUDA_LAUNCH_BLOCKING=1."""
     slot_tree: bool = False
@@ -148,6 +165,8 @@ STACKS = {
             zero_stages=(0, 1),
             schedules=_MEGATRON_SCHEDULES,
             split="even",
+            accumulating_bytes=8,
+            expert_streams=4,
             tensor_overlap=0.3,
         ),
         Stack(
@@ -167,6 +186,10 @@ STACKS = {
             zero_stages=(0, 1),
             schedules=("1f1b",),
             split="even",
+            accumulating_bytes=8,
+            blocking_sends=True,
+            buffer_bytes=2e9,
+            keeps_stage_outputs=True,
             flash_attention=False,
             dropout=True,
             data_overlap=0.0,
@@ -181,6 +204,7 @@ STACKS = {
             zero_stages=(0,),
             schedules=_MEGATRON_SCHEDULES,
             split="even",
+            accumulating_bytes=8,
             flash_attention=False,
             dropout=True,
             data_overlap=0.0,
@@ -195,13 +219,17 @@ STACKS = {
             zero_stages=(1,),
             schedules=("1f1b", "dualpipev"),
             split="even",
+            accumulating_bytes=8,
             dispatch="once per node",
             paired_overlap=0.9,
+            expert_overlap=0.75,
             tensor_overlap=0.3,
         ),
     )
 }
-"""Known stacks by name. "megatron-2022" and "deepspeed" are without flash attention, with dropout, as published then."""
+"""Known stacks by name. Transformer Engine's grouped products run on four streams. "megatron-2022" and "deepspeed" are without
+flash attention, with dropout, as published then; DeepSpeed's buckets for reducing and gathering are of 5e8 elements of two bytes,
+and its pipeline engine keeps a stage's outputs."""
 
 
 def stack_named(name: str) -> Stack:

@@ -55,10 +55,9 @@ class Slowest:
 
 def pass_times(job: Job, candidates: Candidates, costs: LayerCosts) -> PassTimes:
     """Of each kind of layer."""
-    by_phase = costs.seconds.sum(axis=2)
     kinds = range(len(KINDS))
     forward, inputs, weights = (
-        tuple(costs.of(by_phase, kind, phase) for kind in kinds) for phase in range(len(PHASES))
+        tuple(costs.of(costs.by_phase, kind, phase) for kind in kinds) for phase in range(len(PHASES))
     )
     again = tuple(costs.by_mode(costs.recompute_s, kind, candidates.recompute) for kind in kinds)
     waits = [offload_waits(job, candidates, costs, kind) for kind in kinds]
@@ -125,7 +124,8 @@ def step_terms(
     terms["bubble"] = flushes * idle_s(
         pipes, rank.forward_s + rank.backward_s, rank.sum_s, *rank.mean_stage_s
     )
-    terms["pipeline_comm"] = flushes * exposed_hops(pipes) * hop_s(job, candidates)
+    hops = np.maximum(exposed_hops(pipes), blocked_hops(job, pipes))
+    terms["pipeline_comm"] = flushes * hops * hop_s(job, candidates)
     # What waits for the host can hide the network meanwhile.
     windows = (rank.forward_s, rank.backward_s)
     terms |= data_terms(job, candidates, held, rank.counts, windows, passes, flushes)
@@ -140,14 +140,19 @@ def compute_terms(
     candidates: Candidates, costs: LayerCosts, rank: Slowest, passes: Floats
 ) -> dict[str, Floats]:
     """What the slowest rank does in all its micro-batches."""
-    by_category = costs.seconds.sum(axis=1)
     terms = {}
     for number, category in enumerate(CATEGORIES):
-        each = tuple(costs.of(by_category, kind, number) for kind in range(len(KINDS)))
+        each = tuple(costs.of(costs.by_category, kind, number) for kind in range(len(KINDS)))
         terms[category] = passes * _times(rank.counts, each)
     again = tuple(costs.by_mode(costs.recompute_s, kind, candidates.recompute) for kind in range(len(KINDS)))
     terms["recompute"] = passes * _times(rank.counts, again)
     return terms
+
+
+def blocked_hops(job: Job, pipes: Pipelines) -> Floats:
+    """Hops of a flush in which a rank can do nothing else: one each way for every micro-batch, where sends block."""
+    each = 2.0 * pipes.micro_batches * pipes.per_rank * (pipes.ranks > 1)
+    return np.asarray(each if job.stack.blocking_sends else 0 * each)
 
 
 def hop_s(job: Job, candidates: Candidates) -> Floats:
@@ -207,6 +212,7 @@ def _weights_s(
     cluster, stack = job.cluster, job.stack
     gather = scatter = among = np.zeros(1)
     inside = candidates.tensor * candidates.context * candidates.shard
+    divided = candidates.zero >= 1
     pieces = stack.gathers_per_block * np.maximum(counts[0] + counts[1], 1) if stack.data_overlap else 1
     for elements, size, stride in (
         (held.dense, candidates.dense_shard, candidates.tensor),
@@ -218,12 +224,15 @@ def _weights_s(
         bytes_ = stack.reduce_bytes * each
         gather = gather + pieces * collectives.all_gather_s(cluster, size, stride, stack.gather_bytes * each)
         reduce_s = collectives.reduce_scatter_s(cluster, size, stride, bytes_)
-        replicas_s = collectives.all_reduce_s(
-            cluster, candidates.replicate, inside, bytes_ / np.maximum(size, 1)
-        )
-        everyone = collectives.all_reduce_s(cluster, size * candidates.replicate, stride, bytes_)
-        scatter = scatter + pieces * np.where(candidates.zero >= 1, reduce_s, everyone)
-        among = among + pieces * np.where(candidates.zero >= 1, replicas_s, 0.0)
+        if not divided.all():
+            everyone = collectives.all_reduce_s(cluster, size * candidates.replicate, stride, bytes_)
+            reduce_s = np.where(divided, reduce_s, everyone)
+        scatter = scatter + pieces * reduce_s
+        if (candidates.replicate > 1).any():
+            replicas_s = collectives.all_reduce_s(
+                cluster, candidates.replicate, inside, bytes_ / np.maximum(size, 1)
+            )
+            among = among + pieces * np.where(divided, replicas_s, 0.0)
     return gather, scatter, among
 
 
@@ -244,7 +253,9 @@ def _updated(job: Job, candidates: Candidates, held: Holdings, counts: tuple[Int
 
 def offload_waits(job: Job, candidates: Candidates, costs: LayerCosts, kind: int) -> tuple[Floats, Floats]:
     """Seconds by which copies of a layer's activations to and from the host's memory outlast its forward and backward."""
-    forward, inputs, weights = (costs.of(costs.seconds.sum(axis=2), kind, phase) for phase in range(3))
+    if not candidates.offload_activations.any():
+        return np.zeros(1), np.zeros(1)
+    forward, inputs, weights = (costs.of(costs.by_phase, kind, phase) for phase in range(3))
     again = costs.by_mode(costs.recompute_s, kind, candidates.recompute)
     copy = kernels.host_copy_s(job.profile, costs.by_mode(costs.kept_bytes, kind, candidates.recompute))
     copy = copy * candidates.offload_activations

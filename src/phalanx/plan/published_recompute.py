@@ -1,0 +1,70 @@
+"""What a published row computes again in backward, in the planner's words.
+
+Sources name parts of a layer as their software does: Megatron's ``recompute_modules``, MaxText's policies, torchtitan's selective
+checkpointing. A row that names none is as its recipe has it (``phalanx.plan.published_recipes``), else it is left open.
+"""
+
+from __future__ import annotations
+
+import re
+
+from phalanx.plan.candidates import RECOMPUTE, Recompute
+from phalanx.plan.published import PublishedRun
+from phalanx.plan.published_recipes import recipe_of
+from phalanx.plan.published_software import Software, stack_of_run
+
+_PARTS = {
+    "core_attn": {"core"},
+    "attention": {"core"},
+    "norm": {"norm"},
+    "rmsnorm": {"norm"},
+    "layernorm": {"norm"},
+    "act": {"activation", "expert_activation"},
+    "moe_act": {"expert_activation"},
+    "mlp": {"widen", "activation", "down"},
+    "mla_up_proj": {"latent_up"},
+    "mla up-proj": {"latent_up"},
+    "shared_expert": {"widen", "activation", "down"},
+    "moe": {"router", "dispatch", "expert_widen", "expert_activation", "expert_down", "combine"},
+}
+"""Parts of a layer by the names that Megatron's ``recompute_modules`` gives them."""
+
+
+def recompute_modes(
+    run: PublishedRun, software: Software, assumptions: list[str]
+) -> tuple[tuple[Recompute, ...], tuple[int, ...]]:
+    """The modes that a layout's ``recompute`` indexes, and which of them the row leaves open."""
+    recipe = recipe_of(run)
+    text = run.recompute.lower() or (recipe.recompute if recipe else "")
+    named = {mode.name: index for index, mode in enumerate(RECOMPUTE)}
+    if not text:
+        return _open_modes(run, software, assumptions, "recomputation")
+    if text in named:
+        if text == "selective" and "megatron" in stack_of_run(run, software).name:
+            return RECOMPUTE, (named["attention"],)
+        return RECOMPUTE, (named[text],)
+    if text == "minimal":  # MaxText: the results of all products are kept
+        return RECOMPUTE, (named["pointwise"],)
+    if "sac" in text:
+        return RECOMPUTE, (named["selective"],)
+    if text == "qkv_proj_offloaded":
+        parts = RECOMPUTE[named["full"]].parts - {"projection"}
+        return (*RECOMPUTE, Recompute(text, parts)), (len(RECOMPUTE),)
+    inside = re.sub(r"^selective\((.*)\)$", r"\1", text)
+    names = [name.strip() for name in inside.split(",")]
+    if not all(name in _PARTS for name in names):
+        return _open_modes(run, software, assumptions, f"recomputation called {run.recompute!r}")
+    parts = frozenset().union(*(_PARTS[name] for name in names))
+    if (
+        software.stack == "deepseek"
+    ):  # SwiGLU's output too, though no table says so (arXiv 2412.19437, section 3.3.2)
+        parts |= _PARTS["act"]
+    return (*RECOMPUTE, Recompute(text, parts)), (len(RECOMPUTE),)
+
+
+def _open_modes(
+    run: PublishedRun, software: Software, assumptions: list[str], what: str
+) -> tuple[tuple[Recompute, ...], tuple[int, ...]]:
+    assumptions.append(f"{what}: the fastest that fits")
+    usual = "selective" if stack_of_run(run, software).flash_attention else "attention"
+    return RECOMPUTE, tuple(i for i, mode in enumerate(RECOMPUTE) if mode.name in ("none", usual, "full"))

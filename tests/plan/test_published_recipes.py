@@ -1,0 +1,63 @@
+"""What performance recipes set: found by model, machine, format and release, and only where a row is of such a recipe."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from phalanx.plan.candidates import PARTS
+from phalanx.plan.published import read_published
+from phalanx.plan.published_recipes import RECIPES, recipe_of, with_recipe
+from phalanx.plan.published_setup import setup_of
+from phalanx.plan.stacks import STACKS
+
+from .test_published import GPT3, row
+
+MEGATRON = STACKS["megatron"]
+
+
+def qwen(release: str, gpu: str = "GB200", precision: str = "mxfp8", **other: str) -> dict[str, str]:
+    notes = f"Megatron-Bridge {release} container"
+    return GPT3 | {"model": "Qwen3_30B_a3B", "gpu": gpu, "precision": precision, "notes": notes} | other
+
+
+def test_a_row_of_another_source_has_no_recipe() -> None:
+    assert recipe_of(row(GPT3)) is None
+    assert with_recipe(MEGATRON, row(GPT3)) == MEGATRON
+
+
+def test_fine_tuning_has_no_recipe_of_training() -> None:
+    assert recipe_of(row(qwen("26.06", notes="Megatron-Bridge 26.06 container; SFT"))) is None
+
+
+def test_a_release_changes_what_the_host_launches() -> None:
+    before, after = (with_recipe(MEGATRON, row(qwen(release))) for release in ("26.04.01", "26.06"))
+    assert before.graphed
+    assert before.launch_s > 0
+    assert after.launch_s == 0
+    assert (before.expert_overlap, after.expert_overlap) == (0.0, 0.75)
+
+
+def test_the_formats_two_names_are_one() -> None:
+    assert recipe_of(row(qwen("26.06", precision="fp8-mx"))) == recipe_of(row(qwen("26.06")))
+
+
+@pytest.mark.parametrize(
+    ("note", "dispatch"),
+    [("HybridEP", "hybrid"), ("DeepEP", "once per node"), ("A2A", "every copy")],
+)
+def test_a_rows_own_notes_say_which_library_carries_tokens(note: str, dispatch: str) -> None:
+    assert with_recipe(MEGATRON, row(GPT3, notes=note)).dispatch == dispatch
+
+
+def test_every_recipe_graphs_parts_that_there_are() -> None:
+    assert frozenset().union(*(recipe.graphed for recipe in RECIPES)) <= frozenset(PARTS)
+
+
+def test_every_recipe_is_of_some_published_row_and_its_recomputation_is_understood() -> None:
+    rows = [run for run in read_published() if recipe_of(run)]
+    assert len({recipe_of(run) for run in rows}) >= 20
+    for run in rows[::7]:
+        if not re.search("architecture|regression", run.notes):
+            assert "recomputation" not in " ".join(setup_of(run).assumptions)

@@ -1,0 +1,115 @@
+"""Facts of a stack change the terms that they are about, by as much as they should, and no others."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.plan import kernels
+from phalanx.plan.candidates import one
+from phalanx.plan.estimate import Estimate, estimate
+from phalanx.plan.stacks import STACKS
+from phalanx.run.layout import Layout
+from plan.jobs import LAYOUTS, job
+
+MIXTURE = one(Layout(shard=64, expert=16), zero=1).at(0)
+"""Experts on two nodes, so that tokens cross the network."""
+
+
+def with_facts(
+    layout: dict[str, int], model: str = "llama3-8b", stack: str = "megatron", **facts: Any
+) -> Estimate:
+    """An estimate with some facts of the stack changed."""
+    return estimate(job(model, stack=dataclasses.replace(STACKS[stack], **facts)), layout)
+
+
+def test_an_exchange_hides_no_more_than_its_share_and_no_more_than_is_computed() -> None:
+    bare = with_facts(MIXTURE, "qwen3-30b-a3b")
+    computing = sum(bare.time[name] for name in ("matmul", "attention", "pointwise"))
+    for share in (0.1, 0.5, 1.0):
+        left = with_facts(MIXTURE, "qwen3-30b-a3b", expert_overlap=share).time["expert_comm"]
+        hidden = bare.time["expert_comm"] - left
+        assert hidden <= min(share * bare.time["expert_comm"], computing) * (1 + 1e-9)
+        if share == 0.1:
+            assert hidden == pytest.approx(share * bare.time["expert_comm"])
+
+
+@pytest.mark.parametrize("slower", ["once per node", "every copy"])
+def test_hybrid_dispatch_is_the_fastest_across_nodes(slower: str) -> None:
+    hybrid = with_facts(MIXTURE, "qwen3-30b-a3b", dispatch="hybrid")
+    assert (
+        hybrid.time["expert_comm"]
+        <= with_facts(MIXTURE, "qwen3-30b-a3b", dispatch=slower).time["expert_comm"]
+    )
+
+
+def test_what_a_graph_replays_costs_the_host_nothing() -> None:
+    waits = [
+        with_facts(MIXTURE, "qwen3-30b-a3b", graphed=graphed, launch_s=2e-4).time["host"]
+        for graphed in (
+            frozenset(),
+            frozenset({"router"}),
+            frozenset({"router", "norm", "projection", "out"}),
+        )
+    ]
+    assert waits[0] > waits[1] > waits[2]
+    assert with_facts(MIXTURE, "qwen3-30b-a3b", launch_s=0.0).time["host"] == 0
+
+
+def test_the_last_of_n_contiguous_pieces_attends_almost_twice_the_mean() -> None:
+    layout = LAYOUTS["interleaved"]
+    even, uneven = (
+        estimate(
+            job(seq_len=65_536, stack=dataclasses.replace(STACKS["megatron"], context_balanced=balanced)),
+            layout,
+        ).time["attention"]
+        for balanced in (True, False)
+    )
+    assert uneven / even == pytest.approx(2 - 1 / layout["context"], rel=0.01)
+
+
+def test_blocking_sends_cost_a_hop_each_way_for_every_micro_batch() -> None:
+    layout = LAYOUTS["dense"]
+    hidden, blocking = (
+        with_facts(layout, blocking_sends=flag).time["pipeline_comm"] for flag in (False, True)
+    )
+    passes = 64 // (layout["shard"] * layout["micro_batch"])
+    # Otherwise two ranks wait for one hop there and one back.
+    assert blocking / hidden == pytest.approx(passes, rel=0.05)
+
+
+def test_kept_outputs_are_a_boundary_of_each_micro_batch_in_flight() -> None:
+    layout = LAYOUTS["dense"]
+    without, kept = (
+        with_facts(layout, keeps_stage_outputs=flag).memory["activations"] for flag in (False, True)
+    )
+    boundary = 4096 * 4096 * 2 / layout["tensor"]
+    assert kept - without == pytest.approx(layout["pipeline"] * boundary)
+
+
+def test_operands_of_eight_bits_are_cast_and_gathered_in_eight_bits() -> None:
+    wide, narrow = (estimate(job(), LAYOUTS["dense"] | {"precision": code}).time for code in (0, 1))
+    assert narrow["matmul"] < wide["matmul"]
+    assert narrow["tensor_comm"] < wide["tensor_comm"]
+
+
+@settings(max_examples=30)
+@given(rows=st.integers(128, 8192), columns=st.integers(256, 8192), inner=st.integers(128, 8192))
+def test_adding_to_a_sum_is_never_faster_than_writing_it(rows: int, columns: int, inner: int) -> None:
+    profile = job().profile
+    written = kernels.matmul_s(profile, "bf16", rows, columns, inner)
+    added = kernels.matmul_s(profile, "bf16", rows, columns, inner, result_bytes=8)
+    assert added >= written
+
+
+@given(groups=st.integers(1, 64), streams=st.integers(1, 8))
+def test_experts_on_streams_start_one_after_the_other(groups: int, streams: int) -> None:
+    profile = job().profile
+    at_once = kernels.grouped_matmul_s(profile, "bf16", groups, 512, 1024, 1024)
+    in_turn = kernels.grouped_matmul_s(profile, "bf16", groups, 512, 1024, 1024, streams=streams)
+    launch = profile.constants.matmul["bf16"].launch_s
+    assert in_turn - at_once == pytest.approx(launch * (max(groups / streams, 1) - 1), abs=1e-12)
