@@ -137,8 +137,8 @@ class Driver:
         self.meeting = {node.number: node.hear(Warm).meeting_point for node in self.nodes}
         self.epoch = 0
 
-    def bind(self, members: list[Node], resume: Resume | None = None) -> None:
-        """A new epoch on ``members``; each is the buddy of the one before it."""
+    def bind(self, members: list[Node], resume: Resume | None = None, *, wait: bool = True) -> None:
+        """A new epoch on ``members``; each is the buddy of the one before it. Until all train, unless told not to wait."""
         self.epoch += 1
         self.members = members
         for rank, node in enumerate(members):
@@ -153,7 +153,7 @@ class Driver:
                     detected_unix_s=time.time() if self.epoch > 1 else 0.0,
                 )
             )
-        for node in members:
+        for node in members if wait else ():
             node.hear(Bound)
 
     def wait_for_step(self, step: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from driven_workers import Driver
-from phalanx.fleet.worker_link import Broken
+from phalanx.fleet.worker_link import Broken, Holder, Resume
 from phalanx.run.spec import ParallelSpec, RunSpec
 from tiny_runs import make_dataset, tiny_run, train_on_this_rank
 
@@ -98,4 +98,20 @@ def test_without_memory_the_newest_checkpoint_on_disk_is_taken(make_driver: Any,
     driver.nodes[1].kill()
     driver.park([driver.nodes[0]])
     driver.bind([driver.nodes[0]])
+    assert driver.finish() == undisturbed
+
+
+def test_snapshots_that_cannot_be_read_are_tried_again_and_then_all_turn_to_the_disk_together(
+    make_driver: Any, undisturbed: str
+) -> None:
+    driver = make_driver(2)
+    driver.bind(driver.nodes)
+    driver.wait_for_step(7)
+    driver.park(driver.nodes)
+    nowhere = Resume(step=7, ranks=3, holders=tuple(Holder(rank, "127.0.0.1:1") for rank in range(3)))
+    for _ in range(2):
+        driver.bind(driver.nodes, nowhere, wait=False)
+        assert "cannot be restored" in driver.nodes[0].hear(Broken).text
+        driver.park(driver.nodes)
+    driver.bind(driver.nodes, nowhere)
     assert driver.finish() == undisturbed

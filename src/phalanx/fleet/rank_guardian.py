@@ -32,6 +32,13 @@ from phalanx.train.guardian import Guardian, Samples
 from phalanx.train.state import RestoredState, restore_newest
 from phalanx.train.step import Audit, Stepper, StepReport
 
+_MOST_FAILURES = 3
+"""So often is a step in memory tried before all turn to the disk."""
+
+
+class SnapshotsUnreadableError(RuntimeError):
+    """Some rank found no copy that it could read; the same on all ranks."""
+
 
 class RankGuardian(Guardian):
     """Watches over this worker's rank, whichever it is in each epoch."""
@@ -54,6 +61,8 @@ class RankGuardian(Guardian):
         self._writer = SnapshotWriter(segments, identity(spec), on_complete=self._complete)
         self._bind: link.Bind | None = None
         self._newest = NO_STEP
+        self._failed: dict[int, int] = {}
+        """How often the snapshots of the last step that could not be read could not be read."""
         self._watch: StragglerWatch | None = None
         self.epoch, self.step, self.phase, self.since_s = -1, NO_STEP, "warm", time.monotonic()
 
@@ -79,13 +88,19 @@ class RankGuardian(Guardian):
         self._writer.bind(bind.epoch, bind.ranks, bind.rank, resume.step)
         if resume.step >= 0:
             error, extra, moved_bytes = self._from_memory(bind, shards)
-            told: list[tuple[str, int]] = [("", 0)] * mesh.ranks
-            dist.all_gather_object(told, (error, moved_bytes))
-            if not any(error for error, _ in told):
-                seconds, moved = time.monotonic() - began_s, sum(moved for _, moved in told)
+            told: list[tuple[str, int, int]] = [("", 0, 0)] * mesh.ranks
+            dist.all_gather_object(told, (error, moved_bytes, self._failed.get(resume.step, 0)))
+            errors = sorted({error for error, _, _ in told if error})
+            if not errors:
+                seconds, moved = time.monotonic() - began_s, sum(moved for _, moved, _ in told)
                 return RestoredState(resume.step, extra, (), "snapshots in memory", seconds, moved)
-            errors = sorted({error for error, _ in told if error})
-            print(f"snapshots of step {resume.step} cannot be restored: {errors}", flush=True)
+            text = f"snapshots of step {resume.step} cannot be restored: {errors}"
+            failed = 1 + max(before for _, _, before in told)
+            self._failed = {resume.step: failed}
+            if failed < _MOST_FAILURES:
+                # A link that broke may be whole again, and a node that is gone has taken its copies with it.
+                raise SnapshotsUnreadableError(text)
+            print(text, flush=True)
         # Also where too many copies in memory turned out to be damaged: all ranks turn to the disk together.
         limit = resume.step if resume.step >= 0 else resume.disk_step
         return restore_newest(disk, shards, mesh, up_to=None if limit < 0 else limit)
