@@ -79,6 +79,12 @@ def test_a_module_says_what_it_is_for(file: Path) -> None:
         "phalanx.cli.simulate_command",
         "phalanx.plan.search",
         "phalanx.plan.estimate",
+        "phalanx.plan.request",
+        "phalanx.plan.report",
+        "phalanx.model.holdings",
+        "phalanx.parallel.schedules",
+        "phalanx.fleet.coordinator",
+        "phalanx.fleet.agent",
     ],
 )
 def test_quick_commands_do_not_import_torch(module: str) -> None:
