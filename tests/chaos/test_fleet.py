@@ -69,6 +69,22 @@ def test_a_corrupted_gradient_is_found_its_node_quarantined_and_the_bits_kept(
     assert any("computed wrongly by rank 1" in one["what"] for one in fleet["happenings"])
 
 
+def test_a_flipped_parameter_of_a_replica_is_found_and_the_bits_kept(
+    run_file: Path, undisturbed: str, tmp_path: Path
+) -> None:
+    settings = ("fleet.audit_every_steps=3", 'parallel.sharding="none"')
+    sets = [part for setting in settings for part in ("--set", setting)]
+    result = fleet_run(run_file, tmp_path, *sets, *with_faults("corrupt parameter rank 1 at step 8"))
+    assert result["weights_sha256"] == undisturbed
+    (recovery,) = result["recoveries"]
+    fleet = json.loads((tmp_path / "run" / "fleet.json").read_text())
+    assert any(
+        "replicas' parameters to differ, the wrong ones on rank 1; all is good up to step 6" in one["what"]
+        for one in fleet["happenings"]
+    ), "step 7 began with equal parameters, step 9 did not"
+    assert recovery["lost_steps"] == 2
+
+
 def test_who_a_hanging_fleet_waits_for_is_named_with_the_collective_and_replaced(
     run_file: Path, undisturbed: str, tmp_path: Path
 ) -> None:
