@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,43 @@ def test_a_corrupted_gradient_is_found_its_node_quarantined_and_the_bits_kept(
     roles = [member["role"] for member in fleet["members"]]
     assert roles.count("quarantined") == 1
     assert any("computed wrongly by rank 1" in one["what"] for one in fleet["happenings"])
+
+
+def test_a_flipped_parameter_of_a_replica_is_found_and_the_bits_kept(
+    run_file: Path, undisturbed: str, tmp_path: Path
+) -> None:
+    settings = ("fleet.audit_every_steps=3", 'parallel.sharding="none"')
+    sets = [part for setting in settings for part in ("--set", setting)]
+    result = fleet_run(run_file, tmp_path, *sets, *with_faults("corrupt parameter rank 1 at step 8"))
+    assert result["weights_sha256"] == undisturbed
+    (recovery,) = result["recoveries"]
+    fleet = json.loads((tmp_path / "run" / "fleet.json").read_text())
+    assert any(
+        "replicas' parameters to differ, the wrong ones on rank 1; all is good up to step 6" in one["what"]
+        for one in fleet["happenings"]
+    ), "step 7 began with equal parameters, step 9 did not"
+    assert recovery["lost_steps"] == 2
+
+
+def test_who_a_hanging_fleet_waits_for_is_named_with_the_collective_and_replaced(
+    run_file: Path, undisturbed: str, tmp_path: Path
+) -> None:
+    # Its main thread sleeps, its pulse goes on: only what the others wait for tells.
+    result = fleet_run(
+        run_file,
+        tmp_path,
+        *("--set", "fleet.stall_s=4"),
+        *with_faults("delay link node 1 node 3 by 600 s at step 6"),
+    )
+    assert result["weights_sha256"] == undisturbed
+    assert len(result["recoveries"]) == 1
+    fleet = json.loads((tmp_path / "run" / "fleet.json").read_text())
+    (finding,) = (one["what"] for one in fleet["happenings"] if one["what"].startswith("epoch 0 hangs"))
+    assert re.search(
+        r"rank 1: gloo:\w+ number \d+ of group \w+: ranks 0, 2 wait, ranks 1 never came", finding
+    )
+    ended = next(one["what"] for one in fleet["happenings"] if one["what"].startswith("leave epoch 0"))
+    assert "node-1: hangs" in ended
 
 
 @pytest.mark.slow

@@ -223,12 +223,25 @@ def test_shutdown_ends_the_agent() -> None:
     assert in_epoch(4, 0).obey(m.Shutdown("all steps are done"), 0.0, 0.0) == [End("all steps are done")]
 
 
+def test_each_worker_in_the_epoch_is_asked_for_its_flight_record_and_answers_once() -> None:
+    state = in_epoch(4, 6, 7)
+    assert told(state.obey(m.Diagnose(4, 9.0), 0.0, 0.0)) == [(0, wl.Explain(4)), (1, wl.Explain(4))]
+    answer = wl.Recorded(4, "x" * 2 * m.MOST_RECORD_BYTES)
+    (report,) = said(state.hears(1, answer, 0.0, 0.0))
+    assert isinstance(report, m.Recorded)
+    assert m.decode_report(m.encode(report)) == report, "whatever a worker says fits into a report"
+    assert state.hears(1, answer, 0.0, 0.0) == [], "a flood ends at the agent"
+    assert state.hears(0, wl.Recorded(3, "{}"), 0.0, 0.0) == []
+    assert told(state.obey(m.Diagnose(3, 9.0), 0.0, 0.0)) == []
+
+
 EPOCHS = st.integers(-1, 6)
 WORDS = st.one_of(
     st.builds(wl.Warm, st.just(1), st.just("h:1")),
     st.builds(wl.Alive, EPOCHS, st.integers(-1, 9), st.just("step"), st.just(0.0)),
     st.builds(wl.Bound, EPOCHS, st.just(0)),
     st.builds(wl.Broken, EPOCHS, st.just("gone")),
+    st.builds(wl.Recorded, EPOCHS, st.just("{}")),
     st.builds(wl.Parked, EPOCHS, st.just("h:2")),
     st.builds(wl.Taken, EPOCHS, st.just(8), st.integers(0, 7), st.integers(0, 9), st.just(0.0)),
     st.builds(wl.Finished, EPOCHS, st.sampled_from(["", "{}"])),

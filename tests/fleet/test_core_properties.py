@@ -71,6 +71,12 @@ EVENTS = st.one_of(
         st.lists(STEPS, max_size=2).map(tuple),
         st.lists(NAMES, max_size=2, unique=True).map(tuple),
     ),
+    st.builds(
+        m.Diagnosed,
+        EPOCHS,
+        st.just("rank 1 is not there"),
+        st.lists(st.integers(0, 4), max_size=2).map(tuple),
+    ),
     st.sampled_from([m.Tick(), m.Restarted()]),
 )
 ENDINGS = st.one_of(

@@ -36,7 +36,7 @@ actions = st.one_of(
     st.builds(Slow, numbers, amounts.map(lambda value: value + 1)),
     st.builds(CutLink, links),
     st.builds(DelayLink, links, amounts),
-    st.builds(Corrupt, st.sampled_from(("gradient", "snapshot")), numbers),
+    st.builds(Corrupt, st.sampled_from(("gradient", "parameter", "snapshot")), numbers),
     st.just(FillDisk()),
 )
 phases = st.none() | st.sampled_from(PHASES)
@@ -59,6 +59,7 @@ def test_a_printed_fault_reads_back_as_itself(fault: Fault) -> None:
         ("slow rank 3 by 2x from step 5", Fault(Slow(3, 2.0), When(5))),
         ("cut link node 1 node 2 at step 8 for 3 s", Fault(CutLink((1, 2)), When(8), 3.0)),
         ("corrupt gradient rank 1 at step 7", Fault(Corrupt("gradient", 1), When(7))),
+        ("corrupt parameter rank 1 at step 7", Fault(Corrupt("parameter", 1), When(7))),
         ("fill disk at step 5", Fault(FillDisk(), When(5))),
         ("kill node 2 in backward at step 3", Fault(Kill("node", 2), When(3, None, "backward"))),
         ("kill rank 0 at step 3 in recovery", Fault(Kill("rank", 0), When(3, None, "recovery"))),

@@ -21,6 +21,8 @@ class Flip:
     rank: int
     always: bool
     """In all that it computes from that step on, or once."""
+    parameter: bool = False
+    """In a parameter, before the step begins, and not in a gradient."""
 
 
 def audited_steps(
@@ -33,12 +35,13 @@ def audited_steps(
     import torch
     import torch.distributed as dist
 
-    from phalanx.fleet.live_audit import LiveAudit
+    from phalanx.fleet.live_audit import CorruptionFoundError, LiveAudit
     from phalanx.observe.ledger import Ledger
+    from phalanx.parallel.data_parallel import local
     from phalanx.parallel.mesh import build_mesh
     from phalanx.train.assemble import make_deterministic
     from phalanx.train.compose import build_model
-    from phalanx.train.state import fill_initial, weights_sha256
+    from phalanx.train.state import fill_initial, state_tensors, weights_sha256
 
     device = torch.device("cpu")
     make_deterministic(spec, device)
@@ -58,7 +61,12 @@ def audited_steps(
     for step in range(1, steps + 1):
         flip = next((flip for flip in flips if flip.step == step and flip.rank == mesh.rank), None)
         audit.witness.corrupt = None
-        if flip is not None:
+        if flip is not None and flip.parameter:
+            held = [local(tensor) for tensor in state_tensors(built.model.parts).values()]
+            target = max(held, key=lambda tensor: tensor.numel())
+            with torch.no_grad():
+                target.view(-1).view(torch.int32)[target.numel() // 2] ^= 1
+        elif flip is not None:
             draw = random.Random(repr(flip))
 
             def damage(gradient: torch.Tensor, flip: Flip = flip, draw: random.Random = draw) -> None:
@@ -69,7 +77,11 @@ def audited_steps(
                         audit.witness.corrupt = None
 
             audit.witness.corrupt = damage
-        audit.begin(step)
+        try:
+            audit.begin(step)
+        except CorruptionFoundError as error:
+            verdicts.append(error.verdict)
+            break
         for number, current in enumerate(built.rounds):
             with audit.around(number):
                 compute(current)
@@ -117,6 +129,31 @@ def test_a_rank_that_computes_wrongly_is_named_on_every_rank_and_the_good_step_t
         first, verdict = verdicts
         assert first is None
         assert (verdict.ranks, verdict.sure, verdict.roll_back_to) == ((1,), True, 1)
+
+
+@pytest.mark.parametrize(
+    ("every", "flipped_before", "good"),
+    [(1, 2, 0), (1, 3, 1), (2, 2, 0), (2, 3, 0), (2, 4, 2)],
+    ids=lambda number: str(number),
+)
+def test_a_bit_flipped_in_one_replicas_parameter_is_found_in_the_next_audit_and_its_rank_named(
+    ranks: Ranks, every: int, flipped_before: int, good: int
+) -> None:
+    # The lowest bit of one number: gradients would hardly show it. An audited step is good once its update is seen to be.
+    count, model, parallel = LAYOUTS["whole x 3"]
+    flip = Flip(flipped_before, 1, always=False, parameter=True)
+    outcomes = ranks.run(count, audited_steps, tiny(model, parallel), 6, every, (flip,))
+    for verdicts, _ in outcomes:
+        *clean, verdict = verdicts
+        assert clean == [None] * (flipped_before - 1)
+        assert (verdict.ranks, verdict.sure, verdict.slots, verdict.roll_back_to) == ((1,), True, (), good)
+
+
+def test_of_two_replicas_whose_parameters_differ_both_holders_are_named_and_nobody_else(ranks: Ranks) -> None:
+    count, model, parallel = LAYOUTS["2 replicas of 2"]
+    flip = Flip(2, 3, always=False, parameter=True)
+    for verdicts, _ in ranks.run(count, audited_steps, tiny(model, parallel), 3, 1, (flip,)):
+        assert (verdicts[-1].ranks, verdicts[-1].sure) == ((1, 3), False)
 
 
 def flips_are_caught(ranks: Ranks, name: str, count: int) -> None:

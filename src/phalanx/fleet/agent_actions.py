@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from phalanx.fleet.messages import NO_EPOCH, NO_STEP, Report
+from phalanx.fleet.messages import NO_EPOCH, NO_STEP, Said
 from phalanx.fleet.worker_link import Taken, ToWorker
 
 
@@ -13,7 +13,7 @@ from phalanx.fleet.worker_link import Taken, ToWorker
 class Say:
     """A report for the coordinator."""
 
-    report: Report
+    report: Said
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,8 @@ class WorkerLife:
     bound: bool = False
     leaving: bool = False
     finished: bool = False
+    asked: bool = False
+    """It owes an answer to ``Explain``."""
     doomed: bool = False
     """It was sent SIGKILL and its end needs no report."""
     heard_s: float = 0.0

@@ -29,6 +29,7 @@ from phalanx.fleet.agent_actions import (
     WorkerLife,
 )
 from phalanx.fleet.messages import (
+    MOST_RECORD_BYTES,
     NO_EPOCH,
     NO_STEP,
     Beat,
@@ -50,6 +51,7 @@ from phalanx.fleet.messages import (
     Park,
     Parked,
     Ready,
+    Recorded,
     Release,
     Report,
     RestartWorker,
@@ -165,9 +167,16 @@ class AgentState:
             case TellAll():
                 return [Say(report) for report in self.greet()]
             case Diagnose():
-                return [Explain(command.silent_s)]
+                return [Explain(command.silent_s), *self._ask(command.epoch)]
             case Shutdown(reason):
                 return [End(reason)]
+
+    def _ask(self, epoch: int) -> list[Action]:
+        """Wants the flight record of each worker in ``epoch``."""
+        asked = [i for i, worker in enumerate(self.workers) if worker.epoch == epoch != NO_EPOCH]
+        for i in asked:
+            self.workers[i].asked = True
+        return [Tell(i, worker_link.Explain(epoch)) for i in asked]
 
     def _in_epoch(self) -> list[int]:
         return [i for i, worker in enumerate(self.workers) if worker.epoch != NO_EPOCH]
@@ -294,6 +303,11 @@ class AgentState:
                     said.ranks,
                 )
                 return self._testify(report)
+            case worker_link.Recorded(epoch=epoch, record=record) if epoch == worker.epoch and worker.asked:
+                worker.asked = False
+                return [
+                    Say(Recorded(self.identity.node, self.incarnation, epoch, record[:MOST_RECORD_BYTES]))
+                ]
             case worker_link.Parked(epoch=epoch) if worker.epoch <= epoch:
                 return self._left(worker, said)
             case worker_link.Taken():

@@ -28,6 +28,7 @@ from phalanx.checkpoint.errors import CheckpointError
 from phalanx.fleet import messages as m
 from phalanx.fleet.core import initial_state, step
 from phalanx.fleet.fleet_file import fleet_file, path_in, read_fleet_file, write_fleet_file
+from phalanx.fleet.hang_inquiry import Inquiry
 from phalanx.fleet.journal import Journal, JournalError
 from phalanx.fleet.orders import Order, deliveries
 from phalanx.fleet.security import SecurityError, read_certificates, run_token
@@ -92,6 +93,8 @@ class Coordinator:
         self._checkpoints: tuple[int, ...] = ()
         self._disk_due_s, self._turned_s = 0.0, math.inf
         self._events: EventLog | None = None
+        self._inquiry: Inquiry | None = None
+        """Under way, into an epoch that hangs."""
         self._file_due_s, self._shown_epoch = 0.0, m.NO_EPOCH
         fleet = spec.fleet
         self._tick_s = min(_LONGEST_TICK_S, min(fleet.lease_s, fleet.confirm_s or fleet.lease_s) / 8)
@@ -122,13 +125,24 @@ class Coordinator:
 
     # --- what the server hears -----------------------------------------------------------------
 
-    def said(self, report: m.Report) -> None:
+    def said(self, report: m.Said) -> None:
         """A report of an attached agent."""
         if isinstance(report, m.Beat):
             self._beats[report.node] = report  # a later one says all that an earlier one did
             return
+        if isinstance(report, m.Recorded):
+            self._take_record(report)
+            return
         self._inbox.append(report)
         self._wake.set()
+
+    def _take_record(self, report: m.Recorded) -> None:
+        if self._inquiry is None:
+            return
+        if trouble := self._inquiry.add(report):
+            self.log(f"{report.node}: {trouble}")
+        if self._inquiry.over(self._now_s()):
+            self._wake.set()
 
     def lost(self, link: AgentLink) -> None:
         """An agent's stream ended."""
@@ -186,6 +200,9 @@ class Coordinator:
     async def _turn(self) -> None:
         """Everything that has come in since the last turn: remembered, decided, said."""
         now_s = self._now_s()
+        if self._inquiry is not None and self._inquiry.over(now_s):
+            self._inbox.append(self._inquiry.finding())
+            self._inquiry = None
         batch = self._batch(now_s)
         self._journal.append(msgspec.json.encode(Happened(now_s, batch)))
         # No await between this and the core: what is in the journal is what the core has seen.
@@ -226,6 +243,9 @@ class Coordinator:
     def _decide(self, event: m.Event, now_s: float) -> list[tuple[str, m.Command]]:
         orders: list[Order]
         self._state, orders = step(self._state, event, now_s)
+        for order in orders:
+            if isinstance(order.command, m.Diagnose):
+                self._inquiry = Inquiry.into(self._state, order.command.silent_s, now_s)
         return list(deliveries(self._state, orders))
 
     async def _synced(self) -> None:

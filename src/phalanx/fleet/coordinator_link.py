@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 import msgspec
 
-from phalanx.fleet.messages import Command, Operation, Report, decode_command, encode
+from phalanx.fleet.messages import Command, Operation, Report, Said, decode_command, encode
 from phalanx.fleet.transport import (
     CLIENT_OPTIONS,
     QUEUED,
@@ -49,14 +49,14 @@ class CoordinatorLink:
             log: Called with lines for people.
         """
         self._where, self._door, self._greet, self._obey, self._log = where, door, greet, obey, log
-        self._queue: asyncio.Queue[Report] | None = None
+        self._queue: asyncio.Queue[Said] | None = None
 
     @property
     def attached(self) -> bool:
         """Whether a stream is open (as far as this side knows)."""
         return self._queue is not None
 
-    def say(self, report: Report) -> None:
+    def say(self, report: Said) -> None:
         """Sends a report; dropped while not attached, since ``greet`` tells what matters."""
         if self._queue is not None:
             with suppress(asyncio.QueueFull):
@@ -82,7 +82,7 @@ class CoordinatorLink:
             return "its address is not known yet", False
         async with _channel(address, self._door) as channel:
             call = channel.stream_stream(f"/{SERVICE}/Attach")(metadata=self._door.metadata())
-            queue: asyncio.Queue[Report] = asyncio.Queue(QUEUED)
+            queue: asyncio.Queue[Said] = asyncio.Queue(QUEUED)
             writing = None
             try:
                 await call.wait_for_connection()
@@ -111,7 +111,7 @@ class CoordinatorLink:
             self._obey(command)
 
 
-async def _send_all(call: Any, queue: asyncio.Queue[Report]) -> None:
+async def _send_all(call: Any, queue: asyncio.Queue[Said]) -> None:
     with suppress(grpc.RpcError, asyncio.InvalidStateError):  # the reader sees the same end, and says why
         while True:
             await call.write(encode(await queue.get()))

@@ -378,6 +378,21 @@ def _disk_holds(state: FleetState, event: m.DiskHolds, orders: list[Order]) -> N
     state.durable = sorted(steps - condemned)[-DURABLE_KEPT:]
 
 
+def _diagnosed(state: FleetState, event: m.Diagnosed, orders: list[Order]) -> None:
+    if event.epoch != state.epoch or state.phase is not Phase.RUNNING or not state.diagnosed:
+        state.stale += 1
+        return
+    note(state, "", f"epoch {event.epoch} hangs: {event.text}")
+    per_node, ranks = state.settings.formation.workers_per_node, [r for r in event.ranks if r < state.ranks]
+    # Where ranks also wait for messages, which records may not show, one that waits is taken for one that does not come.
+    if state.settings.formation.pipeline == 1 and 2 * len(ranks) <= state.ranks:
+        for rank in ranks:
+            node = state.nodes[state.seats[rank // per_node]]
+            orders.append(Order(node.name, m.KillWorker(rank % per_node)))
+            if node.warm:
+                strike(state, node, f"hangs: {event.text[:200]}", meeting_points=())
+
+
 def _restarted(state: FleetState, event: m.Restarted, orders: list[Order]) -> None:  # noqa: ARG001
     state.rolled_s, state.silent, state.suspects = state.now_s, set(), {}
     state.since_s = state.step_s = state.now_s
@@ -403,6 +418,7 @@ _ANSWERS: dict[type, Callable[..., None]] = {
     m.Disconnected: _disconnected,
     m.Tick: _tick,
     m.DiskHolds: _disk_holds,
+    m.Diagnosed: _diagnosed,
     m.Restarted: _restarted,
     m.Rollcall: rollcall,
 }

@@ -11,7 +11,7 @@ The grammar, one fault a line::
     slow rank N by Fx
     cut link node N node N
     delay link node N node N by T s
-    corrupt gradient rank N | corrupt snapshot rank N
+    corrupt gradient rank N | corrupt parameter rank N | corrupt snapshot rank N
     fill disk
     ... at step N | from step N | at T s        (needed; "from" for what lasts)
     ... in forward | backward | reduction | optimiser | snapshot | commit | recovery
@@ -25,7 +25,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeVar, cast, get_args
 
 Phase = Literal["forward", "backward", "reduction", "optimiser", "snapshot", "commit", "recovery"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -111,11 +111,14 @@ class DelayLink:
         return f"delay link node {self.nodes[0]} node {self.nodes[1]} by {_number(self.delay_s)} s"
 
 
+Corruptible = Literal["gradient", "parameter", "snapshot"]
+
+
 @dataclass(frozen=True)
 class Corrupt:
-    """One bit of a rank's gradient, or of its snapshot, is flipped."""
+    """One bit of a rank's gradient, of its parameters, or of its snapshot, is flipped."""
 
-    what: Literal["gradient", "snapshot"]
+    what: Corruptible
     rank: int
 
     def __str__(self) -> str:
@@ -253,10 +256,8 @@ def _action(words: _Words) -> Action:
             words.one_of("by")
             return DelayLink(nodes, words.seconds())
         case "corrupt":
-            what: Literal["gradient", "snapshot"] = (
-                "gradient" if words.one_of("gradient", "snapshot") == "gradient" else "snapshot"
-            )
-            return Corrupt(what, _numbered(words, "rank"))
+            what = words.one_of(*get_args(Corruptible))
+            return Corrupt(cast(Corruptible, what), _numbered(words, "rank"))
         case _:
             words.one_of("disk")
             return FillDisk()

@@ -7,8 +7,8 @@ Those may wait for others in other groups in turn; the ranks at the end of all c
 
 Records are taken by ``phalanx.parallel.torch_compat.flight_record`` in any thread of a worker, also while its main thread hangs; a
 worker that gives none is as good as absent. A process records only if ``TORCH_FR_BUFFER_SIZE`` was above 0 in its environment
-when its first group was made (2000 entries are kept by default). Gloo does not record messages between two ranks (the
-pipeline's); a rank that waits for one looks idle, and may be named beside the culprit. NCCL records them.
+when its first group was made; agents set it for their workers. Gloo does not record messages between two ranks (the
+pipeline's); a rank that waits for one looks idle, and may be named beside the culprit, or in its place. NCCL records them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from phalanx.fleet.messages import MOST_RECORD_BYTES
+
+_LOOKED_AT = (
+    "process_group",
+    "collective_seq_id",
+    "profiling_name",
+    "input_sizes",
+    "retired",
+    "state",
+    "time_created_ns",
+    "is_p2p",
+)
 
 
 class FlightRecordError(ValueError):
@@ -46,6 +59,10 @@ class FlightRecord:
     """The ranks of each of its process groups, by the group's name."""
     last: Mapping[str, Call]
     """Its last collective in each group; no entry where there was none."""
+    taken_ns: int = 0
+    """When the record was taken, by the same clock as ``Call.since_ns``."""
+    cut: bool = False
+    """Whether ``shortened`` has left groups out."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +79,11 @@ class Stuck:
     """The ranks of the group that have not come to it. Empty: all are in it, and it does not end."""
     odd: tuple[int, ...]
     """Ranks that came to it with another operation or other sizes than most."""
+    waited_s: float = 0.0
+    """How long the last of those that are in it had been in it."""
 
     def __str__(self) -> str:
-        what = f"{self.operation} number {self.number} of group {self.group}"
+        what = f"{self.operation} number {self.number} of group {self.group[:12]}"
         if self.odd:
             return f"{what}: ranks {_list(self.odd)} call something else"
         if self.absent:
@@ -81,7 +100,14 @@ class Diagnosis:
     stuck: tuple[Stuck, ...]
     """All collectives that cannot end, those that wait for a culprit first."""
     silent: tuple[int, ...]
-    """Ranks that gave no record."""
+    """Ranks that gave no record, or not all of it."""
+
+    def proven(self, least_s: float) -> tuple[int, ...]:
+        """The culprits, if no doubt is left: every rank has shown its record, theirs is not in the collective that all the
+        others of its group have been in for ``least_s`` and more. Empty otherwise."""
+        waits = [found for found in self.stuck if set(self.culprits) & set(found.absent)]
+        doubt = self.silent or any(found.odd for found in self.stuck)
+        return () if doubt or any(found.waited_s < least_s for found in waits) else self.culprits
 
     def __str__(self) -> str:
         if not self.stuck:
@@ -104,11 +130,40 @@ def parse_record(record: bytes) -> FlightRecord:
             # Numbers of messages between two ranks count pairs, not groups.
             if not entry["is_p2p"]:
                 last[str(entry["process_group"][0])] = _call(entry)
-        return FlightRecord(int(data["rank"]), groups, last)
+        return FlightRecord(
+            int(data["rank"]), groups, last, int(data["taken_ns"]), bool(data.get("cut", False))
+        )
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise FlightRecordError(
             f"this is no flight record ({error!r}); take it with torch_compat.flight_record of the same version"
         ) from error
+
+
+def shortened(record: bytes, most_bytes: int = MOST_RECORD_BYTES) -> str:
+    """A record without what ``diagnose`` does not look at: of each group the last collective, those that are not over
+    first, then the newest, as many as fit into ``most_bytes``. Raises ``FlightRecordError`` if not even one does, or it is no record."""
+    try:
+        data = json.loads(record)
+        last = {
+            entry["process_group"][0]: entry
+            for entry in data["recorder"].get("entries", [])
+            if not entry["is_p2p"]
+        }
+        # Where it waits now says most.
+        newest = sorted(last.values(), key=lambda entry: (_over(entry), -entry["time_created_ns"]))
+        for count in range(len(newest), -1, -1):
+            entries = [{key: entry[key] for key in _LOOKED_AT} for entry in newest[:count]]
+            names = {entry["process_group"][0] for entry in entries}
+            groups = {
+                name: ranks for name, ranks in data["groups"].items() if name in names or count == len(newest)
+            }
+            content = {**data, "groups": groups, "recorder": {"entries": entries}, "cut": count < len(newest)}
+            short = json.dumps(content, separators=(",", ":"))
+            if len(short) <= most_bytes and (count or not newest):
+                return short
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise FlightRecordError(f"this is no flight record ({error!r})") from error
+    raise FlightRecordError(f"not one collective of this flight record fits into {most_bytes} bytes")
 
 
 def _call(entry: Mapping[str, object]) -> Call:
@@ -118,17 +173,22 @@ def _call(entry: Mapping[str, object]) -> Call:
         number=int(str(entry["collective_seq_id"])),
         operation=str(entry["profiling_name"]),
         sizes=tuple(tuple(map(int, shape)) for shape in sizes),
-        over=bool(entry["retired"]) or entry["state"] == "completed",
+        over=_over(entry),
         since_ns=int(str(entry["time_created_ns"])),
     )
+
+
+def _over(entry: Mapping[str, object]) -> bool:
+    return bool(entry["retired"]) or entry["state"] == "completed"
 
 
 def diagnose(records: Sequence[FlightRecord], ranks: int) -> Diagnosis:
     """Why a run of ``ranks`` ranks does not go on."""
     by_rank = {record.rank: record for record in records}
-    groups = {name: members for record in records for name, members in record.groups.items()}
-    stuck = [found for name in sorted(groups) for found in _stuck(name, groups[name], by_rank)]
-    silent = tuple(rank for rank in range(ranks) if rank not in by_rank)
+    # Where each rank counts its own groups, two of them may have the same name.
+    groups = {(name, members) for record in records for name, members in record.groups.items()}
+    stuck = [found for name, members in sorted(groups) for found in _stuck(name, members, by_rank)]
+    silent = tuple(rank for rank in range(ranks) if rank not in by_rank or by_rank[rank].cut)
     blocked = {rank for found in stuck for rank in found.waiting}
     culprits = {rank for found in stuck for rank in (*found.absent, *found.odd) if rank not in blocked}
     culprits |= {rank for found in stuck for rank in found.odd}
@@ -138,7 +198,11 @@ def diagnose(records: Sequence[FlightRecord], ranks: int) -> Diagnosis:
 
 def _stuck(name: str, members: tuple[int, ...], by_rank: Mapping[int, FlightRecord]) -> list[Stuck]:
     """The collective of one group that its members wait in, if any: the earliest one."""
-    calls = {rank: by_rank[rank].last.get(name) for rank in members if rank in by_rank}
+    calls = {
+        rank: by_rank[rank].last.get(name)
+        for rank in members
+        if rank in by_rank and by_rank[rank].groups.get(name) == members
+    }
     inside = {rank: call for rank, call in calls.items() if call and not call.over}
     if not inside:
         return []
@@ -148,4 +212,5 @@ def _stuck(name: str, members: tuple[int, ...], by_rank: Mapping[int, FlightReco
     kinds = [(call.operation, call.sizes) for call in here.values()]
     usual = max(kinds, key=kinds.count)
     odd = tuple(rank for rank, kind in zip(here, kinds, strict=True) if kind[0] != usual[0])
-    return [Stuck(name, number, *usual, tuple(sorted(here)), absent, odd)]
+    waited_s = min(by_rank[rank].taken_ns - call.since_ns for rank, call in here.items()) / 1e9
+    return [Stuck(name, number, *usual, tuple(sorted(here)), absent, odd, waited_s)]

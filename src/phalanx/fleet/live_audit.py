@@ -1,8 +1,11 @@
 """Audits of slots in a running step: the plan of ``phalanx.fleet.audit``, carried out on every rank.
 
-In an audited step a rank first computes another team's slot (``begin``), watches its own audited round on the way
-(``around``), and then compares with all others (``verdict``). If all agree, the step goes on, its bits untouched. If not, the step's
+In an audited step a rank first compares its parameters with those of the other replicas and computes another team's slot
+(``begin``), watches its own audited round on the way (``around``), and then compares with all others (``verdict``). If all agree, the step goes on, its bits untouched. If not, the step's
 gradients are given up, and more teams compute the slots until somebody is proven wrong; every rank comes to the same verdict.
+
+Parameters are compared once more before the next step: only then is it known that the update of the audited step was right
+too, and its result is what a later find goes back to.
 """
 
 from __future__ import annotations
@@ -20,13 +23,17 @@ from phalanx.fleet.audit import (
     Vote,
     checks,
     due,
+    equal_holders,
     open_cases,
+    parameter_verdict,
     slot_verdict,
     team_ranks,
 )
-from phalanx.parallel.data_parallel import DataParallel, Round
+from phalanx.parallel.checksum import named_checksum, total_checksum
+from phalanx.parallel.data_parallel import DataParallel, Round, local
 from phalanx.parallel.slots import Deal
 from phalanx.parallel.witness import Witness, attach, extra_round
+from phalanx.train.state import state_tensors
 
 Votes = dict[tuple[int, ...], list[Vote]]
 
@@ -38,9 +45,13 @@ class CorruptionFoundError(RuntimeError):
         self.verdict = verdict
         named = ", ".join(map(str, verdict.ranks))
         doubt = "" if verdict.sure else " (one of them)"
+        what = (
+            f"slots {verdict.slots} computed wrongly by"
+            if verdict.slots
+            else "replicas' parameters to differ, the wrong ones on"
+        )
         super().__init__(
-            f"an audit found slots {verdict.slots} computed wrongly by rank {named}{doubt}; all is good up to step "
-            f"{verdict.roll_back_to}"
+            f"an audit found {what} rank {named}{doubt}; all is good up to step {verdict.roll_back_to}"
         )
 
 
@@ -56,13 +67,15 @@ class LiveAudit:
     compute: Callable[[Round], object]
     """Forward and backward of a round's slot, between ``begin`` and ``end`` of the model."""
     good_step: int = 0
-    """The last step whose audit found nothing wrong."""
+    """The last step whose audit found nothing wrong, neither before its update nor after it."""
     witness: Witness = field(init=False)
 
     def __post_init__(self) -> None:
         self.witness = attach(self.model)
         self._plan: tuple[Check, ...] = ()
         self._mine = self._checked = 0
+        self._unsealed = self.good_step
+        """Its slots were right; whether its update was, is not known yet."""
 
     @property
     def team(self) -> int:
@@ -71,10 +84,25 @@ class LiveAudit:
         return mesh.replica * (self.deal.shard_ranks // self.deal.team) + mesh.shard_rank // self.deal.team
 
     def begin(self, step: int) -> None:
-        """Before the rounds of step ``step``: computes the slot that this rank checks, if the step is audited."""
+        """Before the rounds of step ``step``: computes the slot that this rank checks, if the step is audited.
+
+        Raises ``CorruptionFoundError`` if it is, or the last one was, and replicas' parameters differ.
+        """
+        if due(step, self.every) or due(step - 1, self.every):
+            self._compare_parameters()
         self._plan = checks(self.deal, self.seed, step) if due(step, self.every) else ()
         if self._plan:
             self._checked = self._extra(self._plan)
+
+    def _compare_parameters(self) -> None:
+        layout = self.model.mesh.layout
+        if equal_holders(layout):
+            held = state_tensors(self.model.parts).items()
+            mine = total_checksum([named_checksum(name, local(tensor)) for name, tensor in held])
+            found = parameter_verdict(layout, dict(enumerate(self._gathered(mine))), self.good_step)
+            if found is not None:
+                raise CorruptionFoundError(found)
+        self.good_step = self._unsealed
 
     def around(self, number: int) -> AbstractContextManager[None]:
         """Encloses round ``number`` of the step, so that it is watched if it is the audited one."""
@@ -105,7 +133,7 @@ class LiveAudit:
             self._call_witnesses(step, votes)
         found = slot_verdict(self.model.mesh.layout, votes, self.good_step)
         if found is None:
-            self.good_step = step
+            self._unsealed = step
         return found
 
     def _call_witnesses(self, step: int, votes: Votes) -> None:

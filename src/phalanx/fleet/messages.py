@@ -34,6 +34,7 @@ Step = Annotated[int, Meta(ge=-1, lt=2**53)]
 Epoch = Annotated[int, Meta(ge=-1, lt=2**53)]
 Worker = Annotated[int, Meta(ge=0, lt=4096)]
 """Which of a node's workers."""
+MOST_RECORD_BYTES = 1 << 16
 WorkerAddresses = Annotated[tuple[Address, ...], Meta(max_length=4096)]
 """Of each of a node's workers where it would meet the others if it got rank 0; empty where it is not warm."""
 
@@ -207,6 +208,16 @@ class Finished(Message, frozen=True):
     result_json: Annotated[str, Meta(max_length=2**20)] = ""
 
 
+class Recorded(Message, frozen=True):
+    """What collectives a rank is in: the answer to Diagnose, for the coordinator's shell; the core does not see it."""
+
+    node: Name
+    incarnation: Count
+    epoch: Epoch
+    record: Annotated[str, Meta(max_length=MOST_RECORD_BYTES)]
+    """A flight record, as ``phalanx.fleet.hang.shortened`` leaves it."""
+
+
 class Fatal(Message, frozen=True):
     """The run itself cannot go on, on any fleet: a loss that is not a number, data that are damaged."""
 
@@ -254,6 +265,15 @@ class DiskHolds(Message, frozen=True):
     steps: Annotated[tuple[Step, ...], Meta(max_length=65536)]
 
 
+class Diagnosed(Message, frozen=True):
+    """What the flight records of a hanging epoch say; from the coordinator's shell, once it has collected them."""
+
+    epoch: Epoch
+    text: Text
+    ranks: Annotated[tuple[Count, ...], Meta(max_length=4096)] = ()
+    """Whom all others wait for, if that leaves no doubt."""
+
+
 class Restarted(Message, frozen=True):
     """The coordinator was down until now and has replayed its journal: the silence was its own."""
 
@@ -293,10 +313,12 @@ Report = (
     | Finished
     | Fatal
 )
+"""What an agent may say to the core."""
+Said = Report | Recorded
 """What an agent may say."""
 Operation = Drain | Admit | StopRun
 """What an operator may say."""
-Event = Report | Operation | Disconnected | Tick | DiskHolds | Restarted | Rollcall | Folded
+Event = Report | Operation | Disconnected | Tick | DiskHolds | Diagnosed | Restarted | Rollcall | Folded
 """All that the core answers."""
 
 
@@ -382,7 +404,7 @@ class KillWorker(Message, frozen=True):
 
 
 class Diagnose(Message, frozen=True):
-    """No step has ended for too long: collect stacks and flight recorders."""
+    """No step has ended for too long: answer with the flight record of each worker (Recorded)."""
 
     epoch: Epoch
     silent_s: float
@@ -416,12 +438,12 @@ Command = Park | Bind | Release | RestartWorker | KillWorker | Diagnose | TellAl
 
 _encoder = msgspec.json.Encoder()
 _events: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
-Received = Report | Operation | Rollcall | Folded
+Received = Said | Operation | Rollcall | Folded
 _reports: msgspec.json.Decoder[Received] = msgspec.json.Decoder(Received)
 _commands: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
 
 
-def encode(message: Event | Command) -> bytes:
+def encode(message: Event | Recorded | Command) -> bytes:
     """The message as one line of JSON."""
     return _encoder.encode(message)
 

@@ -12,13 +12,13 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.checkpoint.snapshot_memory import Segment
 from phalanx.fleet.faults import (
@@ -35,8 +35,10 @@ from phalanx.fleet.faults import (
 )
 from phalanx.fleet.fleet_file import FleetFileError, read_fleet_file
 from phalanx.observe.ledger import Bucket
+from phalanx.parallel.data_parallel import local
 from phalanx.parallel.witness import Witness, attach
 from phalanx.train.assemble import Training
+from phalanx.train.state import state_tensors
 
 _FULL_BYTES = 4096
 _CUT_AGAIN_S = 0.02
@@ -68,6 +70,7 @@ class Saboteur:
     began_s: float = field(default_factory=time.monotonic)
     _faults: list[tuple[int, Fault]] = field(default_factory=list)
     _slow: float = 1.0
+    _parts: Sequence[nn.Module] = ()
 
     def learn(self, sentences: Iterable[str]) -> None:
         """Takes faults into the plan; the order in which they were given numbers them."""
@@ -83,6 +86,7 @@ class Saboteur:
         if not self._faults:
             return
         model = training.built.model
+        self._parts = model.parts
         _before(model, "begin", lambda: self.at("forward"))
         _before(model, "before_backward", lambda: self.at("backward"))
         _before(training.saver, "save", lambda: self._soon("commit"))
@@ -158,6 +162,8 @@ class Saboteur:
                 time.sleep(delay_s)
             case Corrupt("gradient", _):
                 self.witness.corrupt = _once(self.witness)
+            case Corrupt("parameter", _):
+                _flip_bit(max(map(local, state_tensors(self._parts).values()), key=Tensor.numel))
             case Corrupt():
                 self._corrupt_snapshot()
             case FillDisk():
@@ -205,10 +211,14 @@ def _once(witness: Witness) -> Callable[[Tensor], None]:
 
     def flip(gradient: Tensor) -> None:
         witness.corrupt = None
-        bits = gradient.view(-1).view(torch.int32)
-        bits[bits.numel() // 2] ^= 1 << 21
+        _flip_bit(gradient)
 
     return flip
+
+
+def _flip_bit(tensor: Tensor) -> None:
+    bits = tensor.view(-1).view(torch.int32)
+    bits[bits.numel() // 2] ^= 1 << 21
 
 
 def _before(owner: object, method: str, act: Callable[[], None]) -> None:

@@ -27,8 +27,8 @@ from phalanx.fleet.messages import (
     Folded,
     Joined,
     Operation,
-    Report,
     Rollcall,
+    Said,
     Suspect,
     decode_report,
     encode,
@@ -119,7 +119,7 @@ class AgentLink:
 class Listener(Protocol):
     """What the coordinator does with what arrives; called from the event loop, must not block."""
 
-    def said(self, report: Report) -> None:
+    def said(self, report: Said) -> None:
         """An attached agent said something (its Joined included)."""
 
     def lost(self, link: AgentLink) -> None:

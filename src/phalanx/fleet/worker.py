@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ import torch
 
 from phalanx.checkpoint.errors import CheckpointError
 from phalanx.checkpoint.snapshot_memory import segments_from
+from phalanx.fleet.hang import shortened
 from phalanx.fleet.live_audit import CorruptionFoundError
 from phalanx.fleet.rank_guardian import RankGuardian
 from phalanx.fleet.saboteur import Saboteur, Whereabouts
@@ -39,11 +41,14 @@ from phalanx.fleet.worker_link import (
     Bind,
     Broken,
     Doubted,
+    Explain,
     Fatal,
     Finished,
     LinkError,
     Parked,
+    Recorded,
     ToAgent,
+    ToWorker,
     Warm,
     WorkerEnd,
 )
@@ -54,6 +59,7 @@ from phalanx.observe.ledger import NS_PER_S, Bucket, Ledger
 from phalanx.parallel.abort import Connections, abort
 from phalanx.parallel.meeting import MeetingPoint, meet
 from phalanx.parallel.rendezvous import RendezvousError, device_for, leave
+from phalanx.parallel.torch_compat import flight_record
 from phalanx.train.assemble import Origin, keep, make_deterministic
 from phalanx.train.interrupt import StopRequest
 from phalanx.train.run_directory import RunDirectory, read_resolved
@@ -104,6 +110,7 @@ class Worker:
             self._spec, segments, run_token(post.run_dir), tls, link.send, self._orders, self._saboteur
         )
         self._meeting = MeetingPoint(post.host)
+        self._began_ns = time.time_ns()
         make_deterministic(self._spec, self._device)
         self._kept = keep(self._spec, self._device)
 
@@ -119,9 +126,22 @@ class Worker:
 
     def _listen(self) -> None:
         try:
-            self._orders.listen(self._link.receive)
+            self._orders.listen(self._received)
         except LinkError:
             os._exit(EXIT_FAILED)  # nobody is left to work for
+
+    def _received(self) -> ToWorker:
+        """The next order for the main thread; what is asked while it may hang is answered beside it."""
+        while isinstance(said := self._link.receive(), Explain):
+            # A thread of its own: if the recorder hangs too, Park must still be heard.
+            _in_thread("flight record", partial(self._explain, said.epoch))
+        return said
+
+    def _explain(self, epoch: int) -> None:
+        """What this rank's collectives are at. Without an epoch there is no rank, and nothing to say."""
+        with suppress(LinkError, ValueError):
+            if epoch == self._guardian.epoch:
+                self._link.send(Recorded(epoch, shortened(flight_record(self._began_ns))))
 
     def _pulse(self) -> None:
         """Shows the agent that this process runs, and what its main thread is at."""
@@ -171,7 +191,7 @@ class Worker:
             return Broken(bind.epoch, text)
 
     def _live(self, bind: Bind) -> dict[str, Any] | None:
-        ledger = _account(self._directory, bind)
+        ledger, self._began_ns = _account(self._directory, bind), time.time_ns()
         self._guardian.enters(bind)
         meet(
             bind.meeting_point,

@@ -91,6 +91,12 @@ class Inject(_Said, frozen=True):
     fault: str
 
 
+class Explain(_Said, frozen=True):
+    """Say which collectives of this epoch you are in, while the main thread hangs in one or elsewhere."""
+
+    epoch: int
+
+
 # --- to the agent -------------------------------------------------------------------------------
 
 
@@ -136,6 +142,14 @@ class Doubted(_Said, frozen=True):
     """With corruption: whose it is. All ranks come to the same verdict; whichever is first to say so is believed."""
     trusted_step: int | None = None
     """With corruption: the last step up to which all is good."""
+
+
+class Recorded(_Said, frozen=True):
+    """The answer to Explain."""
+
+    epoch: int
+    record: str
+    """A flight record, as ``phalanx.fleet.hang.shortened`` leaves it."""
 
 
 class Parked(_Said, frozen=True):
@@ -185,8 +199,10 @@ class Fatal(_Said, frozen=True):
     text: str
 
 
-ToWorker = Bind | Park | Stop | Safe | Inject
-ToAgent = Warm | Alive | Bound | Broken | Doubted | Parked | Taken | StepEnded | Saved | Finished | Fatal
+ToWorker = Bind | Park | Stop | Safe | Inject | Explain
+ToAgent = (
+    Warm | Alive | Bound | Broken | Doubted | Recorded | Parked | Taken | StepEnded | Saved | Finished | Fatal
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

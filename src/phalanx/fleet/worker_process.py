@@ -19,6 +19,8 @@ from phalanx.fleet.worker_link import LinkError, ToAgent, ToWorker, frame, lengt
 _HEAD_BYTES = 4
 _LAST_READ_S = 0.5
 _TAIL_BYTES = 4096
+RECORDED_COLLECTIVES = "2000"
+"""Entries of PyTorch's flight recorder; it allocates them as they come, some hundred bytes each."""
 
 
 class WorkerProcess:
@@ -54,6 +56,8 @@ class WorkerProcess:
             **os.environ,
             "PHALANX_LAUNCHER": str(os.getpid()),
             "OMP_NUM_THREADS": str(threads),
+            # Read when the first process group is made: without it nobody can say what a hanging run waits for.
+            "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_FR_BUFFER_SIZE", RECORDED_COLLECTIVES),
         }
         with theirs, log.open("ab") as output:
             process = subprocess.Popen(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 import warnings
 from collections.abc import Sequence
 from typing import Any, cast
@@ -169,7 +170,7 @@ def forget_groups() -> None:
 
 
 def flight_record(since_ns: int = 0) -> bytes:
-    """What this rank's collectives have been since ``since_ns`` (Unix time, ns), as JSON: ``rank``, ``groups`` (name to ranks) and the flight ``recorder``'s dump.
+    """What this rank's collectives have been since ``since_ns`` (Unix time, ns), as JSON: ``rank``, ``taken_ns`` (now), ``groups`` (name to ranks) and the flight ``recorder``'s dump.
 
     From any thread, also while another hangs in a collective. The recorder outlives process groups, and names come again:
     give the time when the present groups were made. Without entries where recording is off (``TORCH_FR_BUFFER_SIZE`` was 0
@@ -184,4 +185,5 @@ def flight_record(since_ns: int = 0) -> bytes:
     recorder = torch._C._distributed_c10d._dump_fr_trace_json  # type: ignore[attr-defined]
     dump = json.loads(recorder(True, False))
     dump["entries"] = [entry for entry in dump.get("entries", []) if entry["time_created_ns"] >= since_ns]
-    return json.dumps({"rank": dist.get_rank(), "groups": groups, "recorder": dump}).encode()
+    record = {"rank": dist.get_rank(), "taken_ns": time.time_ns(), "groups": groups, "recorder": dump}
+    return json.dumps(record).encode()
