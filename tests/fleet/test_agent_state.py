@@ -157,6 +157,19 @@ def test_a_worker_that_does_not_leave_is_killed_but_is_given_its_time_for_a_plan
         assert bool(killed) is not planned
 
 
+def test_a_worker_that_has_not_begun_to_train_is_given_little_time_to_leave() -> None:
+    state = warm()
+    state.obey(bind(4, 0), 0.0, 0.0)
+    state.obey(m.Park(4), 0.0, 0.0)
+    killed = []
+    for tenth in range(20):
+        state.hears(0, wl.Alive(4, -1, "meeting", 0.0), tenth / 10, 0.0)
+        killed += [action for action in state.ticks(tenth / 10, 0.0) if isinstance(action, Kill)]
+    assert killed == [Kill(0)]
+    ((said_of_it,)) = [one for one in said(state.exited(0, -9, "", 0.0)) if isinstance(one, m.WorkerExited)]
+    assert said_of_it.innocent
+
+
 def test_a_planned_end_that_turns_into_a_fault_is_hurried() -> None:
     state = in_epoch(4, 0)
     state.obey(m.Park(4, planned=True), 0.0, 0.0)

@@ -194,6 +194,19 @@ def test_a_slow_node_is_swapped_only_for_a_spare() -> None:
     assert fleet.state.planned
 
 
+def test_a_worker_killed_because_it_could_not_be_called_back_is_no_mark_against_its_node() -> None:
+    fleet = running(4, 1)
+    victim = fleet.state.seats[1]
+    for _ in range(5):
+        fleet.hear(m.Broken("0", 1, fleet.state.epoch, 0, "connection reset"))
+        fleet.hear(m.WorkerExited(victim, 1, fleet.state.epoch, 0, -9, "killed", innocent=True))
+        fleet.park()
+        fleet.hear(m.Ready(victim, 1, ("again:1",)))
+        fleet.bind()
+    assert fleet.state.nodes[victim].verdict is Verdict.GOOD
+    assert fleet.state.nodes[victim].strikes == ()
+
+
 def test_a_node_that_fails_again_and_again_is_quarantined() -> None:
     fleet = running(strikes=2)
     for incarnation in (1, 2):

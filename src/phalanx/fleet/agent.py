@@ -45,6 +45,7 @@ from phalanx.fleet.coordinator_link import CoordinatorLink
 from phalanx.fleet.fleet_file import FleetFileError, read_fleet_file
 from phalanx.fleet.messages import Command, Holding
 from phalanx.fleet.security import SecurityError
+from phalanx.fleet.state import leave_s
 from phalanx.fleet.transport import Door
 from phalanx.fleet.worker_link import Inject, Taken, ToAgent, Warm
 from phalanx.fleet.worker_process import WorkerProcess
@@ -52,7 +53,6 @@ from phalanx.run.spec import RunSpec
 from phalanx.train.run_directory import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.train.worker import die_with_parent
 
-_SHORTEST_LEAVE_S = 5.0
 _PUSH_AGAIN_S = 0.1
 _LONGEST_RESTART_PAUSE_S = 10.0
 _FAREWELL_S = 0.5
@@ -97,7 +97,7 @@ class Agent:
         identity = Identity(
             post.node, fleet.workers_per_node, post.host, self._data.port, post.domain, post.spare
         )
-        patience = Patience(fleet.worker_lease_s, max(_SHORTEST_LEAVE_S, 3 * fleet.worker_lease_s))
+        patience = Patience(fleet.worker_lease_s, leave_s(fleet))
         self._state = AgentState(identity, time.time_ns() // 1_000_000, patience, self._held)
         self._link = CoordinatorLink(self._where, door, self._state.greet, self._obey, self.log)
         self._workers: dict[int, WorkerProcess] = {}

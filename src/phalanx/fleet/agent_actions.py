@@ -108,6 +108,8 @@ class WorkerLife:
     """It owes an answer to ``Explain``."""
     doomed: bool = False
     """It was sent SIGKILL and its end needs no report."""
+    stuck: bool = False
+    """It was sent SIGKILL since it did not leave an epoch."""
     heard_s: float = 0.0
     leave_by_s: float = math.inf
     last_words: str = ""

@@ -67,6 +67,8 @@ from phalanx.fleet.messages import (
 from phalanx.fleet.worker_link import ToAgent
 
 _TEXT_MAX = 2000
+_MEETING_LEAVE_S = 1.0
+"""Who has not begun to train leaves at once, or not at all: while gloo connects it cannot be called back."""
 _START_S = 600.0
 """A worker that is not warm after so long (PyTorch from a cold network disk) is started again."""
 
@@ -200,7 +202,8 @@ class AgentState:
                 actions.append(Start(i))
             elif not worker.leaving or hurried:
                 worker.leaving = True
-                worker.leave_by_s = math.inf if planned else now_s + self.patience.leave_s
+                patience_s = self.patience.leave_s if worker.bound else _MEETING_LEAVE_S
+                worker.leave_by_s = math.inf if planned else now_s + patience_s
                 actions.append(Tell(i, worker_link.Park(self.fence, planned=planned, reason=reason)))
         return actions
 
@@ -385,7 +388,7 @@ class AgentState:
         if not worker.doomed:
             self.ended_unix_s = self.ended_unix_s or (unix_s if epoch != NO_EPOCH else 0.0)
             text = (worker.last_words or text)[-_TEXT_MAX:]
-            said = WorkerExited(self.identity.node, self.incarnation, epoch, index, code, text)
+            said = WorkerExited(self.identity.node, self.incarnation, epoch, index, code, text, worker.stuck)
             actions += self._testify(said) if epoch != NO_EPOCH else [Say(said)]
         return actions + self._parked()
 
@@ -406,10 +409,8 @@ class AgentState:
                 self.ended_unix_s = self.ended_unix_s or (unix_s if worker.epoch != NO_EPOCH else 0.0)
                 actions += self._hung(index, worker, silent_s)
             elif now_s > worker.leave_by_s:
-                worker.leave_by_s = math.inf
-                worker.last_words = (
-                    f"did not leave epoch {self.fence} within {self.patience.leave_s:g} s: killed"
-                )
+                worker.leave_by_s, worker.stuck = math.inf, True
+                worker.last_words = f"could not be called back from epoch {worker.epoch}: killed"
                 actions.append(Kill(index))
         return actions
 

@@ -211,6 +211,10 @@ def _worker_failed(state: FleetState, event: m.WorkerExited | m.WorkerHung, orde
         )
     else:
         why = f"worker {event.worker} hung, silent for {event.silent_s:.1f} s"
+    if isinstance(event, m.WorkerExited) and event.innocent:
+        note(state, node.name, why)
+        change(state, node, why=why, meeting_points=())
+        return
     strike(state, node, why, meeting_points=())
 
 

@@ -138,6 +138,8 @@ class WorkerExited(Message, frozen=True):
     worker: Worker
     code: int
     text: Text = ""
+    innocent: bool = False
+    """It was killed because it could not be called back from an epoch that others had broken."""
 
 
 class WorkerHung(Message, frozen=True):

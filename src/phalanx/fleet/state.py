@@ -24,6 +24,7 @@ from phalanx.run.spec import FleetSpec, RunSpec
 
 NO_SEAT = -1
 INCIDENTS_KEPT = 200
+_SHORTEST_LEAVE_S = 5.0
 
 
 class Formation(Struct, frozen=True):
@@ -121,6 +122,11 @@ class Settings(Struct, frozen=True):
     """Failures in a row without one step between them, after which the run, not the fleet, is at fault."""
 
 
+def leave_s(fleet: FleetSpec) -> float:
+    """How long a worker may take to leave an epoch before its agent kills it."""
+    return max(_SHORTEST_LEAVE_S, 3 * fleet.worker_lease_s)
+
+
 def settings_of(spec: RunSpec) -> Settings:
     """The settings of a run file. Raises ValueError as ``formation_of`` does."""
     fleet: FleetSpec = spec.fleet
@@ -130,7 +136,7 @@ def settings_of(spec: RunSpec) -> Settings:
         min_nodes=fleet.min_nodes,
         lease_s=fleet.lease_s,
         confirm_s=fleet.confirm_s,
-        park_s=max(fleet.lease_s, 2 * fleet.worker_lease_s),
+        park_s=max(fleet.lease_s, 2 * leave_s(fleet)),
         stall_s=fleet.stall_s,
     )
 
