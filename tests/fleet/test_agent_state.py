@@ -315,7 +315,6 @@ COMMANDS = st.one_of(
     st.builds(m.Park, EPOCHS, planned=st.booleans()),
     st.builds(lambda epoch, first: bind(epoch, first, first + 1), st.integers(0, 6), st.integers(0, 6)),
     st.builds(m.Release, EPOCHS),
-    st.builds(m.RestartWorker, st.integers(0, 5)),
     st.builds(m.KillWorker, st.integers(0, 5)),
     st.builds(m.Diagnose, EPOCHS, st.just(1.0)),
     st.just(m.TellAll()),

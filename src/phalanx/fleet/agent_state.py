@@ -55,7 +55,6 @@ from phalanx.fleet.messages import (
     Recorded,
     Release,
     Report,
-    RestartWorker,
     Resume,
     Shutdown,
     Stop,
@@ -162,7 +161,7 @@ class AgentState:
                 return self._bind(command, now_s, unix_s)
             case Release(epoch):
                 return self._tell_out(epoch - 1, "this node is a spare now", planned=False, now_s=now_s)
-            case RestartWorker(worker) | KillWorker(worker):
+            case KillWorker(worker):
                 return [Kill(worker)] if worker < len(self.workers) and self.workers[worker].running else []
             case Stop():
                 return [Tell(i, worker_link.Stop("asked to stop")) for i in self._in_epoch()]
