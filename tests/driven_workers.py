@@ -46,8 +46,10 @@ PATIENCE_S = 60.0
 class Node:
     """One worker, the memory for its snapshots, and what it has said."""
 
-    def __init__(self, spec: RunSpec, number: int) -> None:
-        self.number, self.spec = number, spec
+    def __init__(
+        self, spec: RunSpec, number: int, program: tuple[str, ...] = ("-m", "phalanx.fleet.worker")
+    ) -> None:
+        self.number, self.spec, self.program = number, spec, program
         self.run_dir = Path(spec.run_dir)
         self.token = run_token(self.run_dir)
         self.memory = SnapshotMemory(identity(spec), 1)
@@ -65,7 +67,7 @@ class Node:
         log = (self.run_dir / "logs" / f"worker-{self.number}.log").open("ab")
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "phalanx.fleet.worker", "--link", str(theirs.fileno())),
+                *(sys.executable, *self.program, "--link", str(theirs.fileno())),
                 *("--segments", *map(str, segments), "--run-dir", str(self.run_dir), "--worker", "0"),
             ],
             pass_fds=[theirs.fileno(), *segments],

@@ -57,11 +57,18 @@ class Fleet:
         program = ("--worker-program", sys.executable, STAND_IN)
         self.agents[node] = self._start("phalanx.fleet.agent", node, "--node", node, *extra, *program)
 
+    def modules_of(self, node: str) -> Path:
+        """Modules in this folder are found first by this node's processes."""
+        folder = self.run_dir / "modules" / node
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
     def _start(self, module: str, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+        path = [str(self.modules_of(name)), self.environment.get("PYTHONPATH", "")]
         with (self.run_dir / "logs" / f"{name}.log").open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", module, "--run-dir", str(self.run_dir), *arguments],
-                env=self.environment,
+                env={**self.environment, "PYTHONPATH": os.pathsep.join(filter(None, path))},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -140,17 +147,26 @@ class Fleet:
 
 @contextmanager
 def running_fleet(
-    run_dir: Path, nodes: int, spares: int = 0, steps: int = 60, hold_at: int | None = None, **changes: object
+    run_dir: Path,
+    nodes: int,
+    spares: int = 0,
+    steps: int = 60,
+    hold_at: int | None = None,
+    broken_gpus: dict[str, str] | None = None,
+    **changes: object,
 ) -> Iterator[Fleet]:
-    """A fleet that has been started, its workers held at a step if one is given; ended and gone afterwards."""
+    """A fleet that has been started, its workers held at a step if one is given; ended and gone afterwards.
+    ``broken_gpus``: node -> the module that its agent takes for NVML."""
     make_run(run_dir, replace(FLEET, nodes=nodes, spares=spares, **changes), steps)  # type: ignore[arg-type]
     fleet = Fleet(run_dir)
     if hold_at is not None:
         fleet.hold_at(hold_at)
+    for node, source in (broken_gpus or {}).items():
+        (fleet.modules_of(node) / "pynvml.py").write_text(source)
     try:
         fleet.start_coordinator()
         for number in range(nodes + spares):
-            fleet.start_agent(f"node-{number}")
+            fleet.start_agent(f"node-{number}", *(["--spare"] if number >= nodes and broken_gpus else []))
         yield fleet
     finally:
         fleet.end()

@@ -103,7 +103,8 @@ class Group:
 class StandIn:
     """One process."""
 
-    def __init__(self, link: wl.WorkerEnd, run_dir: Path, segments: list[int]) -> None:
+    def __init__(self, link: wl.WorkerEnd, run_dir: Path, segments: list[int], node: str) -> None:
+        self.unfit = run_dir / f"unfit-{node}"
         spec = read_resolved(RunDirectory(run_dir))
         self.link, self.steps, self.run = link, spec.train.steps, identity(spec)
         self.lease_s, self.token = spec.fleet.worker_lease_s, run_token(run_dir)
@@ -145,6 +146,9 @@ class StandIn:
     def serve(self) -> None:
         for loop in (self.obey, self.pulse):
             threading.Thread(target=loop, daemon=True).start()
+        if self.unfit.exists():
+            self.link.send(wl.Unfit("memory: 3 words read back wrongly"))
+            return
         self.link.send(wl.Warm(os.getpid(), self.address))
         while True:
             with self.turn:
@@ -236,8 +240,9 @@ def main() -> None:
     parser.add_argument("--worker", type=int)
     parser.add_argument("--attempt", type=int)
     parser.add_argument("--host")
+    parser.add_argument("--node")
     given, _ = parser.parse_known_args()
-    StandIn(wl.WorkerEnd(given.link), given.run_dir, given.segments).serve()
+    StandIn(wl.WorkerEnd(given.link), given.run_dir, given.segments, given.node).serve()
 
 
 if __name__ == "__main__":

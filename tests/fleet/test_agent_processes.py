@@ -3,6 +3,7 @@ with the state of an undisturbed one, and the processes that did not fail are th
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -15,7 +16,11 @@ import pytest
 
 from fleet.fleet_processes import PATIENCE_S, Fleet, running_fleet
 from fleet.stand_in_worker import state_after
+from phalanx.fleet.coordinator_link import operate
 from phalanx.fleet.fleet_file import FleetFile, Member
+from phalanx.fleet.messages import Admit
+from phalanx.fleet.security import run_token
+from phalanx.fleet.transport import Door
 from phalanx_process import alive
 
 STEPS, HELD = 60, 20
@@ -200,3 +205,56 @@ def test_the_processes_explain_their_arguments() -> None:
             [sys.executable, "-m", module, "--help"], capture_output=True, text=True, check=True
         )
         assert "--run-dir" in done.stdout
+
+
+NVML_THAT_FINDS_NO_GPU_ANSWERING = """
+class NVMLError(Exception):
+    pass
+
+def nvmlInit():
+    pass
+
+def nvmlDeviceGetCount():
+    raise NVMLError("GPU is lost")
+
+def nvmlShutdown():
+    pass
+"""
+
+
+def test_a_node_that_fails_its_checks_is_not_offered_and_a_spare_takes_its_place(tmp_path: Path) -> None:
+    broken = {"node-1": NVML_THAT_FINDS_NO_GPU_ANSWERING}
+    with running_fleet(
+        tmp_path, nodes=2, spares=1, steps=STEPS, hold_at=HELD, broken_gpus=broken, health_checks=True
+    ) as fleet:
+        seen = fleet.held(HELD)
+        assert holders(seen) == ["node-0", "node-2"]
+        unfit = member(seen, "node-1")
+        assert (unfit.role, unfit.why) == ("quarantined", "health: gpu: a GPU does not answer: GPU is lost")
+        assert ends_well(fleet).recoveries == 0
+
+
+def test_without_health_checks_nobody_asks(tmp_path: Path) -> None:
+    broken = {"node-1": NVML_THAT_FINDS_NO_GPU_ANSWERING}
+    with running_fleet(
+        tmp_path, nodes=2, spares=1, steps=STEPS, hold_at=HELD, broken_gpus=broken, health_checks=False
+    ) as fleet:
+        assert holders(fleet.held(HELD)) == ["node-0", "node-1"]
+
+
+def test_a_node_whose_worker_died_is_checked_before_it_is_offered_again(tmp_path: Path) -> None:
+    with running_fleet(tmp_path, nodes=2, spares=1, steps=STEPS, hold_at=HELD, health_checks=True) as fleet:
+        victim = holders(fleet.held(HELD))[1]
+        mark = tmp_path / f"unfit-{victim}"
+        mark.touch()
+        os.kill(fleet.workers(victim)[0], signal.SIGKILL)
+        seen = fleet.until(lambda seen: member(seen, victim).role == "quarantined")
+        assert member(seen, victim).why == "health: worker 0: memory: 3 words read back wrongly"
+        seen = fleet.held(HELD, epoch=1)
+        assert victim not in holders(seen)
+        mark.unlink()
+        door = Door(seen.run, run_token(tmp_path))
+        fleet.until(lambda _: "worker 0 ended with code 0" in fleet.logs())
+        asyncio.run(operate(seen.coordinator, door, Admit(victim)))
+        fleet.until(lambda seen: member(seen, victim).role == "spare")
+        assert ends_well(fleet).recoveries == 1

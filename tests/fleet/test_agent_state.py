@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.fleet import messages as m
 from phalanx.fleet import worker_link as wl
-from phalanx.fleet.agent_actions import Action, End, Forget, Identity, Kill, Patience, Push, Say, Start, Tell
+from phalanx.fleet.agent_actions import (
+    Action,
+    End,
+    Examine,
+    Forget,
+    Identity,
+    Kill,
+    Patience,
+    Push,
+    Say,
+    Start,
+    Tell,
+)
 from phalanx.fleet.agent_state import AgentState
 
 LEASE_S, LEAVE_S = 1.0, 5.0
 HOLDING = m.Holding(2, 0, 7, "own", 64)
 
 
-def agent(workers: int = 1) -> AgentState:
+def agent(workers: int = 1, *, checked: bool = False) -> AgentState:
     """An agent with all workers started."""
     state = AgentState(
-        Identity("node-0", workers, "127.0.0.1", 4000), 5, Patience(LEASE_S, LEAVE_S), lambda: (HOLDING,)
+        Identity("node-0", workers, "127.0.0.1", 4000),
+        5,
+        Patience(LEASE_S, LEAVE_S),
+        lambda: (HOLDING,),
+        checked=checked,
     )
     for index in range(workers):
         state.started(index, 0.0)
@@ -236,6 +254,52 @@ def test_shutdown_ends_the_agent() -> None:
     assert in_epoch(4, 0).obey(m.Shutdown("all steps are done"), 0.0, 0.0) == [End("all steps are done")]
 
 
+def test_a_node_is_offered_when_its_workers_are_warm_and_its_checks_passed_whichever_is_last() -> None:
+    for checks_last in (True, False):
+        state = agent(checked=True)
+        assert state.examine() == [Examine()]
+        warmed = partial(state.hears, 0, wl.Warm(1, "h:0"), 0.0, 0.0)
+        acts = [warmed, partial(state.examined, "")]
+        first, last = acts if checks_last else reversed(acts)
+        assert said(first()) == []
+        assert state.phase() == "cold"
+        assert state.joined().meeting_points == ("",)
+        assert said(last()) == [m.Ready("node-0", 5, ("h:0",))]
+
+
+def test_a_node_that_fails_its_checks_says_why_and_is_offered_once_it_passes() -> None:
+    state = agent(checked=True)
+    state.hears(0, wl.Warm(1, "h:0"), 0.0, 0.0)
+    assert said(state.examined("disk: torn")) == [m.Suspect("node-0", "health", "disk: torn")]
+    assert state.phase() == "cold"
+    assert said(state.examined("")) == [m.Ready("node-0", 5, ("h:0",))]
+
+
+def test_a_node_is_checked_again_when_a_worker_died_or_hung_and_not_when_it_was_told_to_end() -> None:
+    state = agent(checked=True)
+    state.examined("")
+    state.hears(0, wl.Warm(1, "h:0"), 0.0, 0.0)
+    assert Examine() in state.exited(0, -9, "", 0.0)
+    state.started(0, 0.0)
+    state.examined("")
+    state.hears(0, wl.Warm(1, "h:0"), 0.0, 0.0)
+    assert Examine() not in state.obey(m.Expel("late", 5), 0.0, 0.0)
+    assert Examine() not in state.exited(0, -9, "", 0.0)
+    state.started(0, 0.0)
+    state.hears(0, wl.Warm(1, "h:0"), 0.0, 0.0)
+    times = [0.1 * tick for tick in range(30)]
+    assert sum(Examine() in state.ticks(now_s, now_s) for now_s in times) == 1, "its worker is silent"
+    assert state.phase() == "cold"
+
+
+def test_a_worker_that_finds_itself_unfit_accuses_its_node_and_its_end_is_no_failure() -> None:
+    state = agent()
+    assert said(state.hears(0, wl.Unfit("memory: 3 words"), 0.0, 0.0)) == [
+        m.Suspect("node-0", "health", "worker 0: memory: 3 words")
+    ]
+    assert state.exited(0, 0, "", 0.0) == [Start(0)]
+
+
 def test_each_worker_in_the_epoch_is_asked_for_its_flight_record_and_answers_once() -> None:
     state = in_epoch(4, 6, 7)
     assert told(state.obey(m.Diagnose(4, 9.0), 0.0, 0.0)) == [(0, wl.Explain(4)), (1, wl.Explain(4))]
@@ -264,7 +328,6 @@ COMMANDS = st.one_of(
     st.builds(m.Park, EPOCHS, planned=st.booleans()),
     st.builds(lambda epoch, first: bind(epoch, first, first + 1), st.integers(0, 6), st.integers(0, 6)),
     st.builds(m.Release, EPOCHS),
-    st.builds(m.RestartWorker, st.integers(0, 5)),
     st.builds(m.KillWorker, st.integers(0, 5)),
     st.builds(m.Diagnose, EPOCHS, st.just(1.0)),
     st.just(m.TellAll()),

@@ -41,6 +41,17 @@ def test_a_spare_takes_part_at_first_if_the_others_do_not_come() -> None:
     assert fleet.state.seats == ["0", "1"]
 
 
+def test_a_spare_takes_the_place_of_a_node_that_is_known_to_be_unfit_without_waiting() -> None:
+    fleet = Fleet(settings(2, form_s=60.0))
+    for name, reserve, warm in (("0", True, True), ("1", False, True), ("2", False, False)):
+        points = (f"{name}:1",) if warm else ("",)
+        fleet.hear(m.Joined(name, 1, 1, name, 7, meeting_points=points, reserve=reserve))
+    assert fleet.state.phase is Phase.FORMING
+    fleet.hear(m.Suspect("2", "health", "memory: 3 words"))
+    assert fleet.state.seats == ["0", "1"]
+    assert fleet.state.nodes["2"].why == "health: memory: 3 words"
+
+
 def test_a_lost_node_is_replaced_by_the_spare_and_survivors_keep_their_ranks() -> None:
     fleet = running()
     assert fleet.state.seats == ["0", "2", "1", "3"]

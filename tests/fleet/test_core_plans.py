@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fleet.small_fleets import running
 from phalanx.fleet import messages as m
 from phalanx.fleet.plans import buddy_ring, needs_buddy
-from phalanx.fleet.retention import checkpoints_to_delete, droppable, may_begin
+from phalanx.fleet.retention import droppable, may_begin
 from phalanx.fleet.state import Formation, formation_of
 from phalanx.run.layout import layout_problems
 from phalanx.run.spec import FleetSpec, RunSpec
@@ -69,9 +69,3 @@ def test_a_snapshot_may_go_only_when_a_newer_one_is_safe() -> None:
     assert droppable(held, 4) == held[:1]
     assert may_begin(4, 4)
     assert not may_begin(4, 3)
-
-
-def test_the_newest_audited_checkpoint_is_kept() -> None:
-    fleet = running()
-    fleet.hear(m.DiskHolds((10, 20, 30, 40)))
-    assert checkpoints_to_delete(fleet.state, keep_last=1, keep_every=None, audited_step=25) == [10, 30]

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from driven_workers import Driver
-from phalanx.fleet.worker_link import Broken, Holder, Resume
+from driven_workers import PATIENCE_S, Driver, Node
+from phalanx.fleet.worker_link import Broken, Holder, Resume, Unfit
 from phalanx.run.spec import ParallelSpec, RunSpec
 from tiny_runs import make_dataset, tiny_run, train_on_this_rank
 
@@ -115,3 +115,15 @@ def test_snapshots_that_cannot_be_read_are_tried_again_and_then_all_turn_to_the_
         driver.park(driver.nodes)
     driver.bind(driver.nodes, nowhere)
     assert driver.finish() == undisturbed
+
+
+def test_a_worker_whose_machine_computes_wrongly_says_so_instead_of_being_warm_and_ends(
+    make_driver: Any,
+) -> None:
+    driver = make_driver(0)
+    node = Node(driver.spec, 0, (str(Path(__file__).with_name("miscomputing_worker.py")),))
+    driver.nodes.append(node)
+    said = node.said.get(timeout=PATIENCE_S)
+    assert isinstance(said, Unfit)
+    assert said.evidence == "matrix product: bfloat16 product 2 of 2: 1 of 1024 rows are wrong"
+    assert node.process.wait(timeout=PATIENCE_S) == 0

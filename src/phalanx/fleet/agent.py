@@ -29,6 +29,7 @@ from phalanx.checkpoint.snapshot_server import SnapshotServer
 from phalanx.fleet.agent_actions import (
     Action,
     End,
+    Examine,
     Explain,
     Forget,
     Identity,
@@ -44,6 +45,7 @@ from phalanx.fleet.coordinator import door_of
 from phalanx.fleet.coordinator_link import CoordinatorLink
 from phalanx.fleet.fleet_file import FleetFileError, read_fleet_file
 from phalanx.fleet.messages import Command, Holding
+from phalanx.fleet.quick_health import complaints, of_node
 from phalanx.fleet.security import SecurityError
 from phalanx.fleet.state import leave_s
 from phalanx.fleet.transport import Door
@@ -56,6 +58,7 @@ from phalanx.train.worker import die_with_parent
 _PUSH_AGAIN_S = 0.1
 _LONGEST_RESTART_PAUSE_S = 10.0
 _FAREWELL_S = 0.5
+_EXAMINE_S, _EXAMINE_AGAIN_S = 30.0, 30.0
 WORKER_PROGRAM = (sys.executable, "-m", "phalanx.fleet.worker")
 
 
@@ -98,7 +101,10 @@ class Agent:
             post.node, fleet.workers_per_node, post.host, self._data.port, post.domain, post.spare
         )
         patience = Patience(fleet.worker_lease_s, leave_s(fleet))
-        self._state = AgentState(identity, time.time_ns() // 1_000_000, patience, self._held)
+        self._state = AgentState(
+            identity, time.time_ns() // 1_000_000, patience, self._held, checked=fleet.health_checks
+        )
+        self._doctor, self._suspicion = ThreadPoolExecutor(1, "health"), asyncio.Event()
         self._link = CoordinatorLink(self._where, door, self._state.greet, self._obey, self.log)
         self._workers: dict[int, WorkerProcess] = {}
         self._deaths = [0] * fleet.workers_per_node
@@ -117,7 +123,8 @@ class Agent:
             loop.add_signal_handler(number, self._end, "asked to end")
         self.log(f"node {self._post.node}, incarnation {self._state.incarnation}, process {os.getpid()}")
         self._do([Start(i) for i in range(self._spec.fleet.workers_per_node)])
-        for forever in (self._link.run(), self._tick(), self._beat()):
+        self._do(self._state.examine())
+        for forever in (self._link.run(), self._tick(), self._beat(), self._examine()):
             self._in_background(forever)
         await self._over.wait()
         self.log(f"ends: {self._reason}")
@@ -132,7 +139,7 @@ class Agent:
             async with asyncio.timeout(_FAREWELL_S):
                 gone = [worker.gone() for worker in self._workers.values()]
                 await asyncio.gather(*gone, *self._tasks, return_exceptions=True)
-        for pusher in self._pushers:
+        for pusher in (*self._pushers, self._doctor):
             pusher.shutdown(wait=False, cancel_futures=True)
         self._data.close()
 
@@ -178,6 +185,28 @@ class Agent:
             self._link.say(self._state.beat())
             await asyncio.sleep(self._spec.fleet.heartbeat_s)
 
+    async def _examine(self) -> None:
+        """Checks the node whenever that is wanted; one that is unfit again and again, should somebody mend it."""
+        while True:
+            await self._suspicion.wait()
+            self._suspicion.clear()
+            found = await self._complaints()
+            if self._suspicion.is_set():
+                continue  # what made it suspect again may have come after the check
+            if found:
+                self.log(f"unfit: {found}")
+            self._do(self._state.examined(found))
+            if found:
+                await asyncio.sleep(_EXAMINE_AGAIN_S)
+                self._suspicion.set()
+
+    async def _complaints(self) -> str:
+        checks = asyncio.get_running_loop().run_in_executor(self._doctor, of_node)
+        try:
+            return complaints(await asyncio.wait_for(checks, _EXAMINE_S))
+        except TimeoutError:
+            return f"its checks did not end within {_EXAMINE_S:g} s"
+
     # --- news ----------------------------------------------------------------------------------
 
     def _obey(self, command: Command) -> None:
@@ -220,6 +249,8 @@ class Agent:
                 self._memory.discard_after(step)
             case Explain(silent_s):
                 self.log(f"no step for {silent_s:.0f} s: {self._state.beat()}")
+            case Examine():
+                self._suspicion.set()
             case End(reason):
                 self._end(reason)
 

@@ -62,13 +62,18 @@ class Explain:
 
 
 @dataclass(frozen=True)
+class Examine:
+    """Check what the workers share, and call ``examined``."""
+
+
+@dataclass(frozen=True)
 class End:
     """Kill all workers and end: the run is over."""
 
     reason: str
 
 
-Action = Say | Tell | Kill | Start | Push | Forget | Explain | End
+Action = Say | Tell | Kill | Start | Push | Forget | Explain | Examine | End
 
 
 @dataclass(frozen=True)

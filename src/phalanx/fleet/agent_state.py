@@ -17,6 +17,7 @@ from phalanx.fleet import worker_link
 from phalanx.fleet.agent_actions import (
     Action,
     End,
+    Examine,
     Explain,
     Forget,
     Identity,
@@ -54,7 +55,6 @@ from phalanx.fleet.messages import (
     Recorded,
     Release,
     Report,
-    RestartWorker,
     Resume,
     Shutdown,
     Stop,
@@ -94,8 +94,11 @@ class AgentState:
     evidence: list[Report] = field(default_factory=list)
     """What of the present epoch the coordinator must know, should it not have heard."""
     ticked_s: float = 0.0
+    checked: bool = False
+    """Whether the node must pass its checks before it is offered."""
 
     def __post_init__(self) -> None:
+        self.cleared = not self.checked
         self.workers = [WorkerLife() for _ in range(self.identity.workers)]
 
     # --- levels ------------------------------------------------------------------------------
@@ -135,7 +138,7 @@ class AgentState:
     def phase(self) -> WorkerPhase:
         """Where the workers are, all of them together."""
         placed = self._placed()
-        if not all(worker.meeting_point for worker in self.workers):
+        if not all(self._meeting_points()):
             return WorkerPhase.COLD
         if not placed:
             return WorkerPhase.WARM
@@ -147,7 +150,7 @@ class AgentState:
         return [worker for worker in self.workers if worker.epoch != NO_EPOCH]
 
     def _meeting_points(self) -> tuple[str, ...]:
-        return tuple(worker.meeting_point for worker in self.workers)
+        return tuple(worker.meeting_point if self.cleared else "" for worker in self.workers)
 
     # --- commands of the coordinator -----------------------------------------------------------
 
@@ -160,7 +163,7 @@ class AgentState:
                 return self._bind(command, now_s, unix_s)
             case Release(epoch):
                 return self._tell_out(epoch - 1, "this node is a spare now", planned=False, now_s=now_s)
-            case RestartWorker(worker) | KillWorker(worker):
+            case KillWorker(worker):
                 return [Kill(worker)] if worker < len(self.workers) and self.workers[worker].running else []
             case Stop():
                 return [Tell(i, worker_link.Stop("asked to stop")) for i in self._in_epoch()]
@@ -283,6 +286,10 @@ class AgentState:
             case worker_link.Warm():
                 worker.meeting_point = said.meeting_point
                 return self._ready()
+            case worker_link.Unfit(evidence):
+                # Its end is no failure of its own; the next one is checked again.
+                worker.doomed = True
+                return self._unfit(f"worker {index}: {evidence}")
             case worker_link.Alive(epoch=epoch, step=step) | worker_link.StepEnded(epoch=epoch, step=step):
                 if epoch == worker.epoch:
                     worker.step = max(worker.step, step)
@@ -325,6 +332,21 @@ class AgentState:
                 if epoch == worker.epoch != NO_EPOCH:
                     return self._testify(Fatal(epoch, self.identity.node, text[:_TEXT_MAX]))
         return []
+
+    # --- health ------------------------------------------------------------------------------------
+
+    def examine(self) -> list[Action]:
+        """Before the node is offered, again: at the start, and where a worker died or hung."""
+        self.cleared = not self.checked
+        return [Examine()] if self.checked else []
+
+    def examined(self, complaints: str) -> list[Action]:
+        """What the node's checks have found; the node is offered if it is nothing."""
+        self.cleared = not complaints
+        return self._ready() if self.cleared else self._unfit(complaints)
+
+    def _unfit(self, evidence: str) -> list[Action]:
+        return [Say(Suspect(self.identity.node, "health", evidence[:_TEXT_MAX]))]
 
     def _testify(self, report: Report) -> list[Action]:
         self.evidence.append(report)
@@ -389,7 +411,7 @@ class AgentState:
             self.ended_unix_s = self.ended_unix_s or (unix_s if epoch != NO_EPOCH else 0.0)
             text = (worker.last_words or text)[-_TEXT_MAX:]
             said = WorkerExited(self.identity.node, self.incarnation, epoch, index, code, text, worker.stuck)
-            actions += self._testify(said) if epoch != NO_EPOCH else [Say(said)]
+            actions += [*(self._testify(said) if epoch != NO_EPOCH else [Say(said)]), *self.examine()]
         return actions + self._parked()
 
     def ticks(self, now_s: float, unix_s: float) -> list[Action]:
@@ -417,7 +439,8 @@ class AgentState:
     def _hung(self, index: int, worker: WorkerLife, silent_s: float) -> list[Action]:
         worker.doomed = True
         said = WorkerHung(self.identity.node, self.incarnation, worker.epoch, index, silent_s)
-        return [Kill(index), *(self._testify(said) if worker.epoch != NO_EPOCH else [Say(said)])]
+        told = self._testify(said) if worker.epoch != NO_EPOCH else [Say(said)]
+        return [Kill(index), *told, *self.examine()]
 
 
 def _for_worker(resume: Resume) -> worker_link.Resume:

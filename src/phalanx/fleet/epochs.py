@@ -32,7 +32,10 @@ def _from_forming(state: FleetState, orders: list[Order]) -> bool:
         end(state, orders, Phase.FINISHED, "stopped before it was formed")
         return True
     whole = settings.formation.largest(settings.wanted_nodes * settings.formation.workers_per_node)
-    patient = ranks_without_reserve(state) < whole and state.now_s - state.since_s < settings.form_s
+    # A node that is known to be unfit is not waited for: a spare takes its place.
+    unfit = any(node.verdict is not Verdict.GOOD for node in state.nodes.values() if not node.reserve)
+    ready = ranks if unfit else ranks_without_reserve(state)
+    patient = ready < whole and state.now_s - state.since_s < settings.form_s
     return bool(ranks) and not patient and _form(state, orders)
 
 

@@ -6,8 +6,8 @@ Computers, 1984), memory and disk must give back what was written, a link must d
 it, and held against a lowest one where the caller knows it. NVIDIA GPUs are also asked for their own verdict: memory errors,
 temperature, throttled clocks (NVML), and Xid errors in the kernel's log.
 
-torch is imported only inside the checks that need it, so that an agent may import this module; it runs the checks as
-``phalanx health --json`` in a process of its own. Passing is no proof: machines that compute wrongly once in a while pass such
+torch is imported only inside the checks that need it, so that an agent may import this module (``phalanx.fleet.quick_health``
+says who of a fleet runs which). Passing is no proof: machines that compute wrongly once in a while pass such
 tests, which is what audits are for (``phalanx.fleet.audit``).
 """
 
@@ -84,10 +84,23 @@ def guarded(check: str, run: Callable[[], CheckResult]) -> CheckResult:
 def matrix_product(
     device: str, products: int = 8, limits: HealthLimits = ANY_RATE, seed: int = 0
 ) -> CheckResult:
-    """Multiplies random matrices of small integers on ``device`` and checks every element, then measures the rate."""
+    """``exact_products``, and then the rate."""
     import torch
 
     from phalanx.hardware.matmul_peak import measure_matmul_flops
+
+    exact, where = exact_products(device, products, seed), torch.device(device)
+    if exact.status != "good":
+        return exact
+    timed = torch.bfloat16 if where.type == "cuda" else torch.float32
+    rate = measure_matmul_flops(where, timed)
+    text = f"{exact.text}, {rate / 1e12:.3g} TFLOP/s in {str(timed).removeprefix('torch.')}"
+    return rated("matrix product", text, {"flops_per_s": rate}, rate, limits.matmul_flops)
+
+
+def exact_products(device: str, products: int, seed: int = 0) -> CheckResult:
+    """Multiplies random matrices of small integers on ``device`` and checks every element."""
+    import torch
 
     where = torch.device(device)
     for number in range(products):
@@ -100,10 +113,7 @@ def matrix_product(
         if wrong:
             text = f"{dtype} product {number + 1} of {products}: {wrong} of {MATRIX} rows are wrong"
             return CheckResult("matrix product", "bad", text, {"wrong_rows": wrong})
-    timed = torch.bfloat16 if where.type == "cuda" else torch.float32
-    rate = measure_matmul_flops(where, timed)
-    text = f"{products} exact products, {rate / 1e12:.3g} TFLOP/s in {str(timed).removeprefix('torch.')}"
-    return rated("matrix product", text, {"flops_per_s": rate}, rate, limits.matmul_flops)
+    return CheckResult("matrix product", "good", f"{products} exact products")
 
 
 def _integers(seed: int, most: int, inner: int) -> tuple[Any, Any, Any]:

@@ -393,14 +393,8 @@ class Release(Message, frozen=True):
     epoch: Epoch
 
 
-class RestartWorker(Message, frozen=True):
-    """Replace a worker by a fresh process."""
-
-    worker: Worker
-
-
 class KillWorker(Message, frozen=True):
-    """End a worker at once (SIGKILL)."""
+    """End a worker at once (SIGKILL); its agent starts another."""
 
     worker: Worker
 
@@ -435,7 +429,7 @@ class Shutdown(Message, frozen=True):
     reason: Text = ""
 
 
-Command = Park | Bind | Release | RestartWorker | KillWorker | Diagnose | TellAll | Expel | Stop | Shutdown
+Command = Park | Bind | Release | KillWorker | Diagnose | TellAll | Expel | Stop | Shutdown
 """All that an agent answers."""
 
 _encoder = msgspec.json.Encoder()

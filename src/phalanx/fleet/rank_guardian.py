@@ -22,6 +22,7 @@ from phalanx.checkpoint.state import Shard
 from phalanx.checkpoint.tier import Tier
 from phalanx.fleet import worker_link as link
 from phalanx.fleet.live_audit import LiveAudit
+from phalanx.fleet.retention import may_begin
 from phalanx.fleet.saboteur import Saboteur
 from phalanx.fleet.straggler_watch import StragglerWatch
 from phalanx.fleet.worker_orders import Orders, ParkedError
@@ -130,7 +131,7 @@ class RankGuardian(Guardian):
     # --- what the training loop calls ---
 
     def safe(self) -> bool:
-        return self._newest <= self._orders.safe_step(self.epoch)
+        return may_begin(self._newest, self._orders.safe_step(self.epoch))
 
     def leaving(self) -> bool:
         return self._orders.leaving(self.epoch)

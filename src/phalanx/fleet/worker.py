@@ -33,6 +33,7 @@ from phalanx.checkpoint.errors import CheckpointError
 from phalanx.checkpoint.snapshot_memory import segments_from
 from phalanx.fleet.hang import shortened
 from phalanx.fleet.live_audit import CorruptionFoundError
+from phalanx.fleet.quick_health import complaints, of_device
 from phalanx.fleet.rank_guardian import RankGuardian
 from phalanx.fleet.saboteur import Saboteur, Whereabouts
 from phalanx.fleet.security import read_certificates, run_token
@@ -49,6 +50,7 @@ from phalanx.fleet.worker_link import (
     Recorded,
     ToAgent,
     ToWorker,
+    Unfit,
     Warm,
     WorkerEnd,
 )
@@ -120,6 +122,9 @@ class Worker:
         _in_thread("break-off", self._orders.break_off)
         _in_thread("pulse", self._pulse)
         _warm_up(self._device)
+        if self._spec.fleet.health_checks and (found := complaints(of_device(str(self._device)))):
+            self._link.send(Unfit(found))
+            return
         self._link.send(Warm(os.getpid(), self._meeting.address))
         while (bind := self._orders.next_bind()) is not None:
             self._epoch(bind)

@@ -107,6 +107,12 @@ class Warm(_Said, frozen=True):
     meeting_point: str
 
 
+class Unfit(_Said, frozen=True):
+    """Instead of Warm: this worker's accelerator computes or remembers wrongly. The worker ends."""
+
+    evidence: str
+
+
 class Alive(_Said, frozen=True):
     """Sent by a thread of its own, every fraction of the worker's lease."""
 
@@ -201,7 +207,19 @@ class Fatal(_Said, frozen=True):
 
 ToWorker = Bind | Park | Stop | Safe | Inject | Explain
 ToAgent = (
-    Warm | Alive | Bound | Broken | Doubted | Recorded | Parked | Taken | StepEnded | Saved | Finished | Fatal
+    Warm
+    | Unfit
+    | Alive
+    | Bound
+    | Broken
+    | Doubted
+    | Recorded
+    | Parked
+    | Taken
+    | StepEnded
+    | Saved
+    | Finished
+    | Fatal
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -386,6 +386,8 @@ class FleetSpec:
     """Steps between copies of the state in host memory; 0 means none."""
     audit_every_steps: Annotated[int, FLEET, NOT_NEGATIVE] = 0
     """Steps between audits, in which one slot is computed twice, on two nodes; 0 means never."""
+    health_checks: Annotated[bool, FLEET] = True
+    """Whether nodes are checked before they take part, and again whenever a worker of theirs has died or hung."""
     straggler_window_steps: Annotated[int, FLEET, NOT_NEGATIVE] = 50
     """Steps after which ranks' computing times are compared; one that is slow in most windows is replaced by a spare. 0
     means never."""
