@@ -78,6 +78,24 @@ def test_after_a_peer_stopped_the_fleet_shrinks_and_grows_again(make_driver: Any
     assert first.pids == [first.process.pid], "the survivor is the same process"
 
 
+def test_a_worker_that_has_left_an_epoch_holds_nothing_of_it(make_driver: Any) -> None:
+    driver = make_driver(2)
+    first, second = driver.nodes
+    before = _sockets(first.process.pid)
+    driver.bind([first, second])
+    driver.wait_for_step(2)
+    assert _sockets(first.process.pid) > before
+    driver.park([first, second])
+    assert _sockets(first.process.pid) == before, (
+        "whoever holds the model holds its groups, and they their connections"
+    )
+
+
+def _sockets(pid: int) -> int:
+    folder = Path(f"/proc/{pid}/fd")
+    return sum(os.readlink(one).startswith("socket:") for one in folder.iterdir())
+
+
 def test_workers_that_change_ranks_in_the_same_processes_keep_the_bits(
     make_driver: Any, undisturbed: str
 ) -> None:

@@ -77,6 +77,9 @@ class RankGuardian(Guardian):
     def leaves(self) -> None:
         """The epoch has ended for this worker."""
         self.epoch, self.step = -1, NO_STEP
+        # Both lead to the model and its optimiser: there may be no room for the next epoch's beside them.
+        self._watch = None
+        self._saboteur.forget()
         self._at("warm")
 
     def restore(self, disk: Tier, shards: Sequence[Shard], mesh: Mesh) -> RestoredState | None:

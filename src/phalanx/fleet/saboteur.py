@@ -81,6 +81,10 @@ class Saboteur:
         """This worker has become a rank."""
         self.rank, self._slow = rank, 1.0
 
+    def forget(self) -> None:
+        """The epoch has ended, and with it the model through which gradients passed."""
+        self.witness = Witness()
+
     def rig(self, training: Training) -> None:
         """Watches a training for the moments in a step."""
         if not self._faults:
