@@ -40,6 +40,14 @@ class SnapshotsUnreadableError(RuntimeError):
     """Some rank found no copy that it could read; the same on all ranks."""
 
 
+def last_audit(step: int, every: int) -> int:
+    """The last audited step up to ``step``: a state that is gone back to has passed it, or something older would have been taken.
+
+    Steps since then are not known to be good, in whichever epoch they were computed.
+    """
+    return step - step % every
+
+
 class RankGuardian(Guardian):
     """Watches over this worker's rank, whichever it is in each epoch."""
 
@@ -61,6 +69,8 @@ class RankGuardian(Guardian):
         self._writer = SnapshotWriter(segments, identity(spec), on_complete=self._complete)
         self._bind: link.Bind | None = None
         self._newest = NO_STEP
+        self._began_at = 0
+        """The step that this epoch begins with."""
         self._failed: dict[int, int] = {}
         """How often the snapshots of the last step that could not be read could not be read."""
         self._watch: StragglerWatch | None = None
@@ -83,6 +93,11 @@ class RankGuardian(Guardian):
 
     def restore(self, disk: Tier, shards: Sequence[Shard], mesh: Mesh) -> RestoredState | None:
         """Fills ``shards`` as the agent has said: from snapshots in memory, or from the newest checkpoint on disk."""
+        restored = self._restored(disk, shards, mesh)
+        self._began_at = 0 if restored is None else restored.step
+        return restored
+
+    def _restored(self, disk: Tier, shards: Sequence[Shard], mesh: Mesh) -> RestoredState | None:
         self._at("restoring")
         bind = self._bound()
         resume, began_s = bind.resume, time.monotonic()
@@ -152,7 +167,7 @@ class RankGuardian(Guardian):
             seed,
             every,
             lambda extra: stepper.again(extra, samples(self.step + 1, extra.slot)),
-            good_step=max(0, self._bound().resume.step),
+            good_step=last_audit(self._began_at, every),
         )
         self._saboteur.witness = audit.witness
         return audit
