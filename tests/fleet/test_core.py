@@ -182,6 +182,27 @@ def test_whoever_finds_a_corruption_first_names_the_rank_and_its_node_is_quarant
     assert culprit not in fleet.state.seats
 
 
+def test_a_second_corruption_does_not_bring_back_what_the_first_condemned() -> None:
+    fleet = running(2, 1)
+    first, second = fleet.state.seats
+    fleet.hear(m.Suspect(first, "corruption", trusted_step=20, epoch=0, ranks=(1,)))
+    fleet.park(step=28)  # which the culprit holds in full, its own part and its buddy's
+    assert (second in fleet.state.seats, fleet.state.source) == (False, m.Fresh())
+    fleet.bind()
+    fleet.hear(m.Suspect(first, "corruption", trusted_step=50, epoch=1, ranks=(1,)))
+    fleet.park(step=58)
+    assert fleet.state.epoch == 2
+    assert fleet.state.source == m.Fresh(), "step 28 is before step 50, and still wrong"
+
+
+def test_a_run_that_ends_before_all_are_heard_to_have_begun_has_ended() -> None:
+    fleet = running(2, 0)
+    fleet.hear(m.Broken("0", 1, 0, 0))
+    fleet.park()
+    fleet.hear(m.Bound("0", 1, 1), m.Finished(1, "{}"))
+    assert (fleet.state.phase, fleet.state.result_json) == (Phase.FINISHED, "{}")
+
+
 def test_drained_nodes_leave_at_a_step_boundary_and_come_back_when_admitted() -> None:
     fleet = running()
     fleet.hear(m.Drain("1"))

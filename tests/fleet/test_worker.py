@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from driven_workers import PATIENCE_S, Driver, Node
-from phalanx.fleet.worker_link import Broken, Holder, Resume, Unfit
-from phalanx.run.spec import ParallelSpec, RunSpec
+from phalanx.fleet.worker_link import Broken, Doubted, Holder, Inject, Resume, Unfit
+from phalanx.run.spec import FleetSpec, ParallelSpec, RunSpec
 from tiny_runs import make_dataset, tiny_run, train_on_this_rank
 
 STEPS = 12
@@ -35,9 +35,9 @@ def undisturbed(dataset: Path, tmp_path_factory: pytest.TempPathFactory, ranks: 
 def make_driver(dataset: Path, tmp_path: Path) -> Iterator[Any]:
     made: list[Driver] = []
 
-    def make(nodes: int, **parallel: Any) -> Driver:
+    def make(nodes: int, fleet: FleetSpec | None = None, **parallel: Any) -> Driver:
         spec: RunSpec = tiny_run(dataset, tmp_path / "run", steps=STEPS)
-        spec = dataclasses.replace(spec, parallel=ParallelSpec(**parallel))
+        spec = dataclasses.replace(spec, parallel=ParallelSpec(**parallel), fleet=fleet or spec.fleet)
         made.append(Driver(spec, nodes))
         return made[-1]
 
@@ -76,6 +76,20 @@ def test_after_a_peer_stopped_the_fleet_shrinks_and_grows_again(make_driver: Any
     driver.bind([first, spare], resume)
     assert driver.finish() == undisturbed
     assert first.pids == [first.process.pid], "the survivor is the same process"
+
+
+def test_an_audit_after_a_recovery_goes_back_to_the_last_audit_before_it(make_driver: Any) -> None:
+    driver = make_driver(3, fleet=FleetSpec(audit_every_steps=6))
+    for node in driver.nodes:
+        node.tell(Inject("slow rank 0 by 20x at step 2"))
+        node.tell(Inject("corrupt gradient rank 1 at step 12"))
+    driver.bind(driver.nodes)
+    driver.wait_for_step(8)
+    driver.park(driver.nodes)
+    resume = driver.resume(driver.nodes)
+    assert 6 < resume.step < 12, "between two audits"
+    driver.bind(driver.nodes, resume)
+    assert driver.nodes[0].hear(Doubted).trusted_step == 6, "what came after it nobody has looked at"
 
 
 def test_a_worker_that_has_left_an_epoch_holds_nothing_of_it(make_driver: Any) -> None:

@@ -39,6 +39,7 @@ from phalanx.fleet.state import (
     distrust,
     note,
     put,
+    trusts,
 )
 
 DURABLE_KEPT = 1024
@@ -264,8 +265,7 @@ def _durable(state: FleetState, event: m.Durable, orders: list[Order]) -> None:
     node = _speaker(state, event.node, event.incarnation, orders)
     if node is None or event.epoch > state.epoch:
         return
-    limit = state.distrust
-    if limit is None or event.epoch > limit.epoch or event.step <= limit.step:
+    if trusts(state, event.epoch, event.step):
         state.condemned = [step_ for step_ in state.condemned if step_ != event.step]
         state.durable = sorted({*state.durable, event.step} - {m.NO_STEP})[-DURABLE_KEPT:]
 
@@ -304,15 +304,19 @@ def _doubt(state: FleetState, event: m.Suspect, node: Node, orders: list[Order])
 
 
 def _roll_back(state: FleetState, event: m.Suspect, node: Node, step_: int, orders: list[Order]) -> None:
-    limit = state.distrust
-    if limit is not None and event.epoch is not None and event.epoch <= limit.epoch and limit.step <= step_:
+    # An audit compares the steps of its own epoch, so an older one's find is new only if it goes further back.
+    limits = [
+        limit.step for limit in state.distrust if event.epoch is not None and event.epoch <= limit.epoch
+    ]
+    if limits and min(limits) <= step_:
         return
     distrust(state, step_)
     regroup(state, orders, f"node {node.name} computed wrongly; back to step {step_}")
 
 
 def _finished(state: FleetState, event: m.Finished, orders: list[Order]) -> None:
-    if event.epoch == state.epoch and state.phase in (Phase.RUNNING, Phase.PARKING):
+    # Also while binding: where few steps are left, all can have ended before everybody has been heard to begin.
+    if event.epoch == state.epoch and state.phase in (*IN_EPOCH, Phase.PARKING):
         state.result_json = event.result_json
         end(state, orders, Phase.FINISHED, "stopped" if state.stopping else "all steps are done")
     else:
@@ -372,12 +376,11 @@ def _tick(state: FleetState, event: m.Tick, orders: list[Order]) -> None:  # noq
 
 
 def _disk_holds(state: FleetState, event: m.DiskHolds, orders: list[Order]) -> None:  # noqa: ARG001
-    limit, known = state.distrust, {*state.durable, *state.condemned}
+    known = {*state.durable, *state.condemned}
     steps = {step_ for step_ in event.steps if step_ != m.NO_STEP}
     condemned = steps.intersection(state.condemned)
-    if limit is not None and state.epoch <= limit.epoch:
-        # The wrong epoch has not ended yet, so this was made in it.
-        condemned |= {step_ for step_ in steps - known if step_ > limit.step}
+    # While the wrong epoch has not ended yet, what is new was made in it.
+    condemned |= {step_ for step_ in steps - known if not trusts(state, state.epoch, step_)}
     state.condemned = sorted(condemned)
     state.durable = sorted(steps - condemned)[-DURABLE_KEPT:]
 

@@ -41,6 +41,15 @@ class SnapshotsUnreadableError(RuntimeError):
     """Some rank found no copy that it could read; the same on all ranks."""
 
 
+def last_audit(step: int, every: int) -> int:
+    """The last audited step before ``step``: a state that is gone back to has passed it, or something older would have been taken.
+
+    Steps since then are not known to be good, in whichever epoch they were computed; nor is ``step`` itself, whose update is
+    looked at when the next one begins.
+    """
+    return (step - 1) - (step - 1) % every if step > 0 else 0
+
+
 class RankGuardian(Guardian):
     """Watches over this worker's rank, whichever it is in each epoch."""
 
@@ -62,6 +71,8 @@ class RankGuardian(Guardian):
         self._writer = SnapshotWriter(segments, identity(spec), on_complete=self._complete)
         self._bind: link.Bind | None = None
         self._newest = NO_STEP
+        self._began_at = 0
+        """The step that this epoch begins with."""
         self._failed: dict[int, int] = {}
         """How often the snapshots of the last step that could not be read could not be read."""
         self._watch: StragglerWatch | None = None
@@ -84,6 +95,11 @@ class RankGuardian(Guardian):
 
     def restore(self, disk: Tier, shards: Sequence[Shard], mesh: Mesh) -> RestoredState | None:
         """Fills ``shards`` as the agent has said: from snapshots in memory, or from the newest checkpoint on disk."""
+        restored = self._restored(disk, shards, mesh)
+        self._began_at = 0 if restored is None else restored.step
+        return restored
+
+    def _restored(self, disk: Tier, shards: Sequence[Shard], mesh: Mesh) -> RestoredState | None:
         self._at("restoring")
         bind = self._bound()
         resume, began_s = bind.resume, time.monotonic()
@@ -153,7 +169,7 @@ class RankGuardian(Guardian):
             seed,
             every,
             lambda extra: stepper.again(extra, samples(self.step + 1, extra.slot)),
-            good_step=max(0, self._bound().resume.step),
+            good_step=last_audit(self._began_at, every),
         )
         self._saboteur.witness = audit.witness
         return audit

@@ -9,7 +9,7 @@ from __future__ import annotations
 from phalanx.fleet.epochs import IN_EPOCH, last_heard_s, stepped
 from phalanx.fleet.messages import Rollcall
 from phalanx.fleet.orders import Order
-from phalanx.fleet.state import Census, FleetState, Phase
+from phalanx.fleet.state import Census, FleetState, Phase, trusts
 
 
 def rollcall(state: FleetState, event: Rollcall, orders: list[Order]) -> None:  # noqa: ARG001
@@ -42,9 +42,7 @@ def _parked_all(state: FleetState, event: Rollcall) -> None:
         return
     spoken = state.awaiting.difference(event.absent)
     state.awaiting -= spoken
-    limit, steps = state.distrust, tuple(step for step in event.steps if step >= 0)
-    if limit is not None and limit.epoch >= state.epoch:
-        steps = tuple(step for step in steps if step <= limit.step)
+    steps = tuple(step for step in event.steps if step >= 0 and trusts(state, state.epoch, step))
     census = state.census
     if census is not None and census.epoch == state.epoch:
         census.steps = tuple(step for step in census.steps if step in steps)

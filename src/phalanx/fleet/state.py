@@ -261,7 +261,8 @@ class FleetState(Struct):
     durable: list[int] = []
     condemned: list[int] = []
     """Checkpoints that are on disk and not trusted; the shell is to delete them."""
-    distrust: Distrust | None = None
+    distrust: tuple[Distrust, ...] = ()
+    """Rising in epoch and in step: a later one does not make good what an earlier one spoke of."""
     source: Source = Fresh()
     """What the present epoch was restored from."""
     result_json: str = ""
@@ -356,8 +357,12 @@ def change(state: FleetState, node: Node, **changes: object) -> Node:
 
 def trusted(state: FleetState, holding: Holding) -> bool:
     """Whether a copy may be restored from."""
-    limit = state.distrust
-    return limit is None or holding.epoch > limit.epoch or holding.step <= limit.step
+    return trusts(state, holding.epoch, holding.step)
+
+
+def trusts(state: FleetState, epoch: int, step: int) -> bool:
+    """Whether what was made in ``epoch`` after ``step`` may be restored from."""
+    return all(epoch > limit.epoch or step <= limit.step for limit in state.distrust)
 
 
 def _listed(state: FleetState, node: Node) -> Iterator[tuple[str, str]]:
@@ -385,7 +390,8 @@ def _unlist(state: FleetState, node: Node) -> None:
 
 def distrust(state: FleetState, step: int) -> None:
     """From now on, nothing that was made until now after ``step`` is restored from."""
-    state.distrust = Distrust(state.epoch, step)
+    earlier = (limit for limit in state.distrust if limit.step < step)
+    state.distrust = (*earlier, Distrust(state.epoch, step))
     state.condemned += [saved for saved in state.durable if saved > step]
     state.durable = [saved for saved in state.durable if saved <= step]
     if state.census is not None:

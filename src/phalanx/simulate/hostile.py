@@ -145,13 +145,13 @@ class World:
 
     def begun(self, group: Group) -> None:
         """An epoch trains: what it restored is what counts."""
-        limit = self.coordinator.state.distrust
-        known = limit is not None and group.epoch > limit.epoch and not self.unheard
+        limits = self.coordinator.state.distrust
+        known = limits and group.epoch > limits[-1].epoch and not self.unheard
         if known and group.tainted(group.step):
             raise BrokenInvariant(f"epoch {group.epoch} was restored from state known to be corrupt")
         lost = max(0, self.furthest - group.step)
         self.lost_steps += lost
-        if isinstance(group.resume, m.FromMemory) and self.copy_s < 0.1 * self.step_s and not limit:
+        if isinstance(group.resume, m.FromMemory) and self.copy_s < 0.1 * self.step_s and not limits:
             self.worst_lost_steps = max(self.worst_lost_steps, lost)
         self.furthest = group.step
 
@@ -198,7 +198,7 @@ class World:
         chosen = -1 if isinstance(state.source, m.Fresh) else state.source.step
         if chosen < best:
             raise BrokenInvariant(f"step {best} is held completely, and {state.source} was chosen")
-        if state.distrust is None and chosen < max(self.disk.steps, default=-1):
+        if not state.distrust and chosen < max(self.disk.steps, default=-1):
             raise BrokenInvariant(f"step {max(self.disk.steps)} was committed, and {state.source} was chosen")
 
     # --- the run of things
