@@ -24,6 +24,23 @@ def test_every_command_explains_itself_with_examples(name: str, folder: Path) ->
     assert subcommands or f"phalanx {name}" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        (["--nodes", "1000"], "parallel.ranks"),
+        (["--nodes", "1", "--set", "fleet.min_nodes=3"], "fleet.min_nodes"),
+        (["--spares", "1"], "--spares"),
+    ],
+)
+def test_a_fleet_that_cannot_be_is_refused_in_a_few_lines_that_name_the_field(
+    arguments: list[str], field: str, folder: Path
+) -> None:
+    done = run(["train", "tiny.toml", *arguments], folder)
+    assert done.returncode != 0
+    assert field in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_training_prints_one_json_object_on_its_last_line(result: Result) -> None:
     assert {"run_dir", "step", "loss", "tokens_per_s", "mfu", "weights_sha256"} <= result.keys()
     assert result["step"] == 6

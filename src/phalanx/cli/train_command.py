@@ -87,8 +87,8 @@ def command(
         from phalanx.cli.train_fleet import train_fleet
 
         sys.exit(train_fleet(spec, run_file, faults, as_json))
-    if faults:
-        raise click.UsageError("--fault needs a fleet: add --nodes N")
+    if faults or spares:
+        raise click.UsageError(f"{'--fault' if faults else '--spares'} needs a fleet: add --nodes N")
     sys.exit(_train_here(spec, run_file, as_json))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from phalanx.observe.goodput import goodput
 from phalanx.observe.ledger import NS_PER_S
 from phalanx.observe.recoveries import recoveries
 from phalanx.run.layout import layout_problems
-from phalanx.run.problems import RunFileError
-from phalanx.run.spec import RunSpec
+from phalanx.run.problems import Problem, RunFileError
+from phalanx.run.spec import FleetSpec, RunSpec
 from phalanx.train.prepare import prepare_run
 from phalanx.train.run_directory import OpenRun, RunDirectory, RunDirectoryError
 
@@ -33,9 +34,10 @@ def train_fleet(
     console = console_for(as_json)
     ranks = spec.fleet.nodes * spec.fleet.workers_per_node
     spec = dataclasses.replace(spec, parallel=dataclasses.replace(spec.parallel, ranks=ranks))
-    problems = layout_problems(spec, ranks)
-    if problems:
-        raise RunFileError(run_file, problems)
+    problems = [*layout_problems(spec, ranks), *_too_few(spec.fleet)]
+    with explained():
+        if problems:
+            raise RunFileError(run_file, problems)
     planned = _faults(spec, faults)
     with explained(DataError, RunDirectoryError):
         if spec.run_dir and (done := RunDirectory(Path(spec.run_dir)).finished_result()) is not None:
@@ -50,6 +52,17 @@ def train_fleet(
     ending = run_fleet(run, LocalFleet(nodes, spares, planned, lead=lead), shower(run, console))
     os.close(run.lock_fd)
     return conclude(run, ending, console, as_json, _story(run, planned))
+
+
+def _too_few(fleet: FleetSpec) -> Iterator[Problem]:
+    """A fleet that would wait for ever without a word."""
+    if fleet.min_nodes > fleet.nodes + fleet.spares:
+        yield Problem(
+            "fleet.min_nodes",
+            f"{fleet.min_nodes} nodes are never there: fleet.nodes and fleet.spares make {fleet.nodes + fleet.spares}",
+            f"at most {fleet.nodes + fleet.spares}, or more nodes",
+            ("fleet.nodes", "fleet.spares"),
+        )
 
 
 def _faults(spec: RunSpec, given: tuple[str, ...]) -> tuple[str, ...]:
