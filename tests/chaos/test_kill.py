@@ -103,6 +103,16 @@ def test_asked_to_stop_before_it_has_begun_it_stops_as_well(run_file: Path, tmp_
     assert process.returncode == 75
 
 
+def test_a_fleet_asked_to_stop_before_its_coordinator_listens_stops_as_well(
+    run_file: Path, tmp_path: Path
+) -> None:
+    process = start(["train", str(run_file), "--run-dir", str(tmp_path / "run"), "--nodes", "1"], tmp_path)
+    wait_until(lambda: len(children(process.pid)) == 2, process)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 75
+
+
 def test_under_torchrun_it_is_the_same_run(run_file: Path, undisturbed: str, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     done = subprocess.run(

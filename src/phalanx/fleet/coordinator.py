@@ -168,9 +168,10 @@ class Coordinator:
         """Coordinates until the run is over. Returns the exit code: 0 finished or stopped, 1 failed."""
         port = await self._server.start(self._post.host, self._port())
         self._address = f"{self._post.host}:{port}"
+        # Before the file says that this process is the coordinator: who reads that may send the signal.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._ask_to_stop)
         self._write_file(self._now_s())
         self.log(f"coordinates {self._post.run_dir} at {self._address}, start {self._restarts + 1}")
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._ask_to_stop)
         while not self._over:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), self._tick_s)

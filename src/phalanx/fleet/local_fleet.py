@@ -130,6 +130,8 @@ class _Processes:
     agents: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     back_at_s: dict[str, float] = field(default_factory=dict)
     stop_asked: int = 0
+    stop_told: tuple[int, int] = (0, 0)
+    """Process id of the coordinator that was told, and how often."""
     started: int = 0
     started_s: float = 0.0
     quick_deaths: int = 0
@@ -146,6 +148,7 @@ class _Processes:
         coordinator = self.coordinator
         if coordinator is not None and coordinator.poll() is not None and not self.over:
             self._coordinator_died(coordinator.returncode)
+        self._hand_on_stop()
         for name, agent in list(self.agents.items()):
             if agent.poll() is not None:
                 del self.agents[name]
@@ -168,9 +171,8 @@ class _Processes:
             self.over = True
             return
         time.sleep(_COORDINATOR_PAUSE_S)
+        self.stop_told = 0, 0
         self._start_coordinator()
-        if self.stop_asked:
-            self.ask_to_stop()
 
     def seen(self) -> FleetFile | None:
         """fleet.json, if it can be read."""
@@ -178,10 +180,21 @@ class _Processes:
             return read_fleet_file(self.run.directory.path)
         return None
 
-    def ask_to_stop(self) -> None:
-        """One wish to save and stop; asked twice, the coordinator ends the run at once."""
-        if self.coordinator is not None and self.coordinator.poll() is None:
-            self.coordinator.send_signal(signal.SIGTERM)
+    def _hand_on_stop(self) -> None:
+        """Tells the coordinator what it does not know yet: one wish is to save and stop, a second to end at once.
+
+        Not before it has written its file: until then SIGTERM would end it, and one that replays its journal may know.
+        """
+        if self.stop_told[1] >= min(self.stop_asked, 2):
+            return
+        coordinator, seen = self.coordinator, self.seen()
+        if coordinator is None or seen is None or seen.coordinator_pid != coordinator.pid:
+            return
+        told = self.stop_told[1] if self.stop_told[0] == coordinator.pid else int(seen.stopping)
+        if told < self.stop_asked and coordinator.poll() is None:
+            coordinator.send_signal(signal.SIGTERM)
+            told += 1
+        self.stop_told = coordinator.pid, told
 
     def end(self) -> None:
         """Nobody is left: who has not gone by itself after the farewell is killed, with its workers."""
@@ -235,8 +248,7 @@ def _stopping_on_signals(processes: _Processes) -> Iterator[None]:
     """Ctrl-C, SIGTERM and a closed terminal ask the coordinator to save and stop."""
 
     def pass_on(_number: int, _frame: FrameType | None) -> None:
-        processes.stop_asked += 1
-        processes.ask_to_stop()
+        processes.stop_asked += 1  # handed on by the next look at the processes
 
     asking = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [(number, signal.signal(number, pass_on)) for number in asking]
