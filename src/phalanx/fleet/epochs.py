@@ -85,7 +85,12 @@ def _from_waiting(state: FleetState, orders: list[Order]) -> bool:
     if possible_ranks(state):
         return _form(state, orders)
     if state.stopping:
-        end(state, orders, Phase.FINISHED, "stopped while waiting for nodes")
+        end(
+            state,
+            orders,
+            Phase.FINISHED,
+            "stopped while waiting for nodes; it goes on from the newest checkpoint",
+        )
         return True
     return False
 

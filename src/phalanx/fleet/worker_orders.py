@@ -27,7 +27,7 @@ class Orders:
 
     def __init__(self, stop: StopRequest) -> None:
         self._stop = stop
-        self._changed = threading.Condition()
+        self._changed, self._breaking = threading.Condition(), threading.Lock()
         self._bind: Bind | None = None
         self._parked, self._planned = -1, -1
         self._safe = (-1, -1)
@@ -64,9 +64,10 @@ class Orders:
         while True:
             with self._changed:
                 self._changed.wait_for(self._must_break_off)
+            with self._breaking:
                 session = self._session
-            if session is not None:
-                session[1]()
+                if session is not None and self.over(session[0]):
+                    session[1]()
             time.sleep(_AGAIN_S)
 
     def _must_break_off(self) -> bool:
@@ -93,7 +94,8 @@ class Orders:
         try:
             yield
         finally:
-            with self._changed:
+            # Whoever is breaking it off has finished then, and shuts nothing of the next epoch.
+            with self._breaking, self._changed:
                 self._session = None
 
     def over(self, epoch: int) -> bool:
