@@ -217,7 +217,7 @@ def _core_in_memory(workload: Workload) -> Layer:
 def _after_attention(model: ModelSpec) -> Layer:
     # The residual sum, and in backward that of its gradients, reads two and writes one; twice in a layer.
     add = Pointwise("out", "local", 6 * model.dim, 6 * model.dim, kernels=2)
-    return Layer((add,), (Kept("out", "local", model.dim),)) + _norm(model)
+    return Layer((add,), (Kept("residual", "local", model.dim),)) + _norm(model)
 
 
 def _feed_forward(model: ModelSpec, inner: int, stack: Stack) -> Layer:

@@ -95,6 +95,9 @@ def state_bytes(job: Job, candidates: Candidates, held: Holdings, place: Place) 
     if stack.unit_gradient_bytes:
         largest = np.maximum.reduce([count.clip(0, 1) * block for count, block in _blocks(place, held)])
         kinds["gradient buffers"] = stack.unit_gradient_bytes * largest * (candidates.zero >= 2)
+    if stack.embedding_gradient_bytes:
+        ends = np.maximum(place.counts[2], place.counts[3])
+        kinds["gradient of the embedding"] = stack.embedding_gradient_bytes * ends * held.dense[2]
     return kinds
 
 
@@ -157,11 +160,13 @@ def activation_bytes(
         whole = costs.of(costs.kept_bytes, kind, 0)
         again = np.maximum(again, (whole - per_layer[kind]) * present)
         widest = np.maximum(widest, costs.of(costs.widest_bytes, kind) * present)
+    # When the layers are computed backward, the loss's arrays are gone: of the two, what needs more decides.
+    loss = np.maximum(place.counts[3] * _logits(job, candidates) - again - widest, 0.0)
     return {
         "activations": kept,
         "recomputed layer": again,
         "gradients of activations": widest,
-        "logits": place.counts[3] * _logits(job, candidates),
+        "logits": loss,
     }
 
 
@@ -186,7 +191,7 @@ def _logits(job: Job, candidates: Candidates) -> Floats:
 def overhead_bytes(job: Job, candidates: Candidates) -> dict[str, Floats]:
     """Bytes that software holds whatever the model."""
     groups = (candidates.tensor, candidates.context, candidates.pipeline, candidates.data, candidates.expert)
-    count = sum((degree > 1).astype(np.float64) for degree in groups)
+    count = sum((degree > 1).astype(np.float64) for degree in groups) + job.stack.further_communicators
     return {
         "context": np.full(1, job.stack.context_bytes + job.stack.buffer_bytes),
         "communicators": job.stack.communicator_bytes * np.asarray(count),

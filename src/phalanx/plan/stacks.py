@@ -66,6 +66,9 @@ class Stack:
     0 means that the gradient is just written, in the usual format."""
     unit_gradient_bytes: float = 0.0
     """Of a parameter of the largest block: its whole gradient before it is reduced and divided."""
+    embedding_gradient_bytes: float = 0.0
+    """Of a parameter of the embedding: its gradient of one micro-batch on the way to the sum, a block too large for the
+    allocator to make of those that layers have freed."""
     flash_attention: bool = True
     dropout: bool = False
     keeps_gathered_inputs: bool = False
@@ -80,6 +83,8 @@ class Stack:
     """Of the driver's context and of libraries, which no allocator counts."""
     communicator_bytes: float = 0.25e9
     """Of each communicator's buffers."""
+    further_communicators: int = 0
+    """Beside one for each axis."""
     buffer_bytes: float = 0.0
     """Of fixed buffers, for reducing gradients and gathering weights."""
     keeps_stage_outputs: bool = False
@@ -189,6 +194,9 @@ STACKS = {
             accumulating_bytes=8,
             blocking_sends=True,
             buffer_bytes=2e9,
+            context_bytes=1.65e9,
+            further_communicators=5,
+            embedding_gradient_bytes=2.0,
             keeps_stage_outputs=True,
             flash_attention=False,
             dropout=True,
@@ -229,7 +237,9 @@ STACKS = {
 }
 """Known stacks by name. Transformer Engine's grouped products run on four streams. "megatron-2022" and "deepspeed" are without
 flash attention, with dropout, as published then; DeepSpeed's buckets for reducing and gathering are of 5e8 elements of two bytes,
-and its pipeline engine keeps a stage's outputs."""
+and its pipeline engine keeps a stage's outputs. Its context is that of an A100 with torch 1.11, 1573 MiB before any tensor
+(bigscience, train/tr11-176B-ml/chronicles-prequel.md); beside the axes it has communicators of all ranks, of a model's ranks, of the tied
+embedding, and of a stage with each neighbour."""
 
 
 def stack_named(name: str) -> Stack:
