@@ -48,9 +48,9 @@ class Stack:
     states: tuple[State, ...]
     zero_stages: tuple[int, ...]
     schedules: tuple[str, ...]
-    split: Literal["balanced", "even"]
+    split: Literal["balanced", "even", "last"]
     """How layers are divided into stages: by FLOP, or equally, embedding and output projection each counting as one layer
-    where the layers alone do not divide."""
+    where the layers alone do not divide, or equally and the last stage has what is left beside the model's end."""
     copy_bytes: float = 2.0
     """Of a parameter in the format of computing: all of a rank's part below ZeRO-3, from it on two blocks at a time."""
     copies_unsharded: bool = True
@@ -123,6 +123,8 @@ class Stack:
     """Streams on which the products of a rank's experts start one after the other; 0 where one kernel computes all."""
     fused_permutation: bool = True
     """Whether tokens are brought into the order of experts, weighted and added up again by one kernel each."""
+    weighs_biases: bool = False
+    """Whether experts' results have biases, which are weighted and added by one small kernel after the other, in fp32."""
     context_exchange: Literal["ring", "gather"] = "ring"
     """How keys and values come: block by block while attention computes with the last, or all before it begins."""
     launch_s: float = 20e-6

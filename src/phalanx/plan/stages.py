@@ -95,6 +95,8 @@ def _splits(workload: Workload, stack: Stack, counts: set[int]) -> dict[int, tup
         raise ValueError(f"{layers} layers cannot be divided into {max(counts)} stages: take at most {most}")
     if stack.split == "even":
         return {count: _even(layers, count) for count in counts}
+    if stack.split == "last":
+        return {count: _last_less(layers, count) for count in counts}
     costs = np.array(layer_costs(workload.model, workload.seq_len))
     return balanced(costs, counts)
 
@@ -108,6 +110,13 @@ def _even(layers: int, stages: int) -> tuple[int, ...]:
         each = (layers + 2) // stages
         return (each - 1, *(each,) * (stages - 2), each - 1)
     return (each + 1,) * rest + (each,) * (stages - rest)
+
+
+def _last_less(layers: int, stages: int) -> tuple[int, ...]:
+    """Equal stages, of which the last has what is left; equal ones if that would be nothing."""
+    each = -(-layers // stages)
+    rest = layers - (stages - 1) * each
+    return (each,) * (stages - 1) + (rest,) if rest > 0 else _even(layers, stages)
 
 
 def balanced(costs: Floats, counts: set[int]) -> dict[int, tuple[int, ...]]:
