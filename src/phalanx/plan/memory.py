@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from phalanx.plan.architecture import KINDS
 from phalanx.plan.bubbles import Pipelines, in_flight
 from phalanx.plan.candidates import PRECISIONS, SCHEDULES, Candidates, Floats, Ints
 from phalanx.plan.holdings import Holdings
@@ -145,17 +144,21 @@ def activation_bytes(
     job: Job, candidates: Candidates, costs: LayerCosts, pipes: Pipelines, place: Place
 ) -> dict[str, Floats]:
     """Bytes of what forward leaves for backward, and of what a pass needs for the moment, by kind."""
-    per_layer = [costs.by_mode(costs.kept_bytes, kind, candidates.recompute) for kind in range(len(KINDS))]
-    kept = place.counts[0] * per_layer[0] + place.counts[1] * per_layer[1]
+    held = [kind for kind in (0, 1) if place.counts[kind].any()]  # kinds of layers that some rank has
+    per_layer = {kind: costs.by_mode(costs.kept_bytes, kind, candidates.recompute) for kind in (*held, 3)}
+    kept = _times(tuple(place.counts[kind] for kind in held), tuple(per_layer[kind] for kind in held))
     if job.stack.keeps_stage_outputs:
         kept = kept + _boundary(job, candidates) * candidates.stages_per_rank
     kept = kept * in_flight(pipes, place.rank)
     # The end of the model is computed backward as soon as it was computed forward.
     kept = kept + place.counts[3] * per_layer[3]
-    window = _OFFLOADED_LAYERS * np.maximum(per_layer[0], per_layer[1])
-    kept = np.where(candidates.offload_activations > 0, np.minimum(kept, window), kept)
+    if candidates.offload_activations.any():
+        window = np.zeros(1)
+        for kind in held:
+            window = np.maximum(window, _OFFLOADED_LAYERS * per_layer[kind] * (place.counts[kind] > 0))
+        kept = np.where(candidates.offload_activations > 0, np.minimum(kept, window), kept)
     again, widest = np.zeros(1), np.zeros(1)
-    for kind in (0, 1):
+    for kind in held:
         present = place.counts[kind] > 0
         whole = costs.of(costs.kept_bytes, kind, 0)
         again = np.maximum(again, (whole - per_layer[kind]) * present)

@@ -131,7 +131,9 @@ def with_recipe(stack: Stack, run: PublishedRun) -> Stack:
     if recipe.flex:
         stack = replace(stack, dispatch="hybrid" if recipe.flex == "hybridep" else "once per node")
     if re.match("gpt.oss", run.model, re.IGNORECASE):
-        stack = replace(stack, weighs_biases=not recipe.whole_graph)  # Megatron Core's TEGroupedMLP._apply_bias
+        stack = replace(
+            stack, weighs_biases=not recipe.whole_graph
+        )  # Megatron Core's TEGroupedMLP._apply_bias
     if recipe.overlap:
         stack = replace(stack, expert_overlap=_HIDDEN)
     if recipe.whole_graph:

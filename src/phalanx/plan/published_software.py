@@ -193,7 +193,9 @@ def stack_of_run(run: PublishedRun, software: Software) -> Stack:
             stack = replace(stack, logit_bytes=_FUSED_LOSS)  # it compiles the loss too since January 2025
     if software.name == "nanotron":
         stack = _nanotron(stack, run)
-    if software.name in ("megatron-bridge", "megatron-core") and re.match(r"deepseek|kimi", run.model, re.IGNORECASE):
+    if software.name in ("megatron-bridge", "megatron-core") and re.match(
+        r"deepseek|kimi", run.model, re.IGNORECASE
+    ):
         # 61 layers: get_deepseek_v3_pipeline_layout and that of Kimi (Megatron-Bridge) leave the last stage the fewest.
         stack = replace(stack, split="last")
     if software.unfolded_experts:

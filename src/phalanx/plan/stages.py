@@ -33,6 +33,8 @@ class Places:
     """The earliest pipeline rank of the kind."""
     layers: tuple[int, int]
     """Of the whole model: without and with a mixture."""
+    number: Ints
+    """Kinds of each pipeline, without those repeated."""
 
     @property
     def kinds(self) -> int:
@@ -54,7 +56,7 @@ def places(workload: Workload, stack: Stack, pipelines: list[tuple[int, int, boo
     table = np.array([kinds + kinds[:1] * (longest - len(kinds)) for kinds in found], dtype=np.int64)
     dense, mixed, embedding, head, rank = np.moveaxis(table, 2, 0)
     whole = (mixture.count(False), mixture.count(True))
-    return Places(dense, mixed, embedding, head, rank, layers=whole)
+    return Places(dense, mixed, embedding, head, rank, whole, np.array([len(kinds) for kinds in found]))
 
 
 Kind = tuple[int, int, int, int, int]
