@@ -72,7 +72,9 @@ def test_logits_make_the_last_rank_the_worst_where_the_vocabulary_is_large() -> 
     mine = dataclasses.replace(mine, workload=wide)
     found = estimate(mine, one(Layout(pipeline=2, shard=32), zero=1, recompute=5).at(0))
     assert found.worst_rank == 1
-    assert found.memory["logits"] == 32_768 * 512_000 * mine.stack.logit_bytes
+    # Beyond what the layers' backward needs afterwards.
+    moment = sum(found.memory[kind] for kind in ("logits", "recomputed layer", "gradients of activations"))
+    assert moment == 32_768 * 512_000 * mine.stack.logit_bytes
 
 
 @settings(max_examples=20)

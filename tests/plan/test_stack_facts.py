@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.plan import kernels
-from phalanx.plan.candidates import one
+from phalanx.plan.candidates import Recompute, one
 from phalanx.plan.estimate import Estimate, estimate
 from phalanx.plan.stacks import STACKS
 from phalanx.run.layout import Layout
@@ -113,3 +113,40 @@ def test_experts_on_streams_start_one_after_the_other(groups: int, streams: int)
     in_turn = kernels.grouped_matmul_s(profile, "bf16", groups, 512, 1024, 1024, streams=streams)
     launch = profile.constants.matmul["bf16"].launch_s
     assert in_turn - at_once == pytest.approx(launch * (max(groups / streams, 1) - 1), abs=1e-12)
+
+
+def test_the_gradient_of_the_embedding_is_held_where_the_model_begins_and_ends() -> None:
+    ends, middle = (
+        with_facts(one(Layout(pipeline=ranks, shard=64 // ranks), zero=1).at(0), embedding_gradient_bytes=2.0)
+        for ranks in (1, 8)
+    )
+    model = job("llama3-8b").workload.model
+    size = 2.0 * model.vocab_size * model.dim
+    assert ends.memory["gradient of the embedding"] == size
+    assert middle.memory["gradient of the embedding"] in (0.0, size)
+
+
+def test_further_communicators_are_counted_beside_those_of_the_axes() -> None:
+    layout = LAYOUTS["interleaved"]
+    few, many = (with_facts(layout, further_communicators=count) for count in (0, 3))
+    more = many.memory["communicators"] - few.memory["communicators"]
+    assert more == pytest.approx(3 * STACKS["megatron"].communicator_bytes)
+
+
+def test_biases_that_are_weighed_apart_cost_memory_traffic_for_every_routed_token() -> None:
+    bare, biased = (with_facts(MIXTURE, "qwen3-30b-a3b", weighs_biases=weighs) for weighs in (False, True))
+    changed = {name for name, seconds in biased.time.items() if seconds > bare.time[name] * (1 + 1e-9)}
+    assert "pointwise" in changed
+    assert changed <= {"pointwise", "host", "scale_tax", "bubble"}
+
+
+def test_of_a_part_that_is_computed_again_by_half_half_is_kept() -> None:
+    mine = job("llama3-8b")
+    widths = {}
+    for name, parts, halves in (("all", (), ()), ("half", (), ("widen",)), ("none", ("widen",), ())):
+        mode = Recompute(name, frozenset(parts), frozenset(halves))
+        layout = one(Layout(shard=64), zero=1, recompute=len(mine.modes)).at(0)
+        again = dataclasses.replace(mine, modes=(*mine.modes, mode))
+        widths[name] = estimate(again, layout).memory["activations"]
+    assert widths["half"] == pytest.approx((widths["all"] + widths["none"]) / 2)
+    assert widths["none"] < widths["half"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -44,3 +46,17 @@ def test_places_hold_the_whole_model_between_them(ranks: int, kind: tuple[int, b
     assert table.rank[0, 0] == 0
     if ranks == 1:
         assert (table.dense[0, 0], table.mixture[0, 0]) == table.layers == (3, 58)
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(61, 16), (61, 8), (61, 4), (61, 2), (64, 16)])
+def test_the_last_stage_has_what_equal_ones_leave(layers: int, stages: int) -> None:
+    megatron = job("llama3-8b")
+    model = dataclasses.replace(megatron.workload.model, layers=layers)
+    sizes = split(
+        dataclasses.replace(megatron.workload, model=model),
+        dataclasses.replace(megatron.stack, split="last"),
+        stages,
+    )
+    assert sum(sizes) == layers
+    assert set(sizes[:-1]) == {-(-layers // stages)}
+    assert 0 < sizes[-1] <= sizes[0]

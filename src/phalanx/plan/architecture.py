@@ -155,7 +155,14 @@ def _attention(model: ModelSpec) -> Layer:
     operations = (
         Exchange("projection", "gather", model.dim),
         Product("projection", "tokens", queries + 2 * keys, model.dim, columns_over="tensor"),
-        Pointwise("projection", "tokens", 2 * turned, 2 * turned, "tensor", kernels=2 + 2 * model.qk_norm),
+        Pointwise(
+            "projection",
+            "tokens",
+            (2 + 2 * model.qk_norm) * turned,
+            (2 + 4 * model.qk_norm) * turned,
+            "tensor",
+            kernels=2 + 2 * model.qk_norm,
+        ),
         Exchange("core", "context", 2 * keys),
         Attention(model.heads, 2 * model.head_dim),
         Product("out", "tokens", model.dim, queries, inner_over="tensor"),
@@ -217,7 +224,7 @@ def _core_in_memory(workload: Workload) -> Layer:
 def _after_attention(model: ModelSpec) -> Layer:
     # The residual sum, and in backward that of its gradients, reads two and writes one; twice in a layer.
     add = Pointwise("out", "local", 6 * model.dim, 6 * model.dim, kernels=2)
-    return Layer((add,), (Kept("out", "local", model.dim),)) + _norm(model)
+    return Layer((add,), (Kept("residual", "local", model.dim),)) + _norm(model)
 
 
 def _feed_forward(model: ModelSpec, inner: int, stack: Stack) -> Layer:
@@ -272,7 +279,9 @@ def _mixture(model: ModelSpec, moe: MoeSpec, stack: Stack) -> Layer:
         ),
     )
     shared = _feed_forward(model, moe.shared * inner, stack) if moe.shared else Layer()
-    return routed + shared
+    # Weighted in fp32, added, joined, to 16 bits; backward the same way, with sums for weights and biases.
+    biases = Layer((Pointwise("expert_down", "routed", 14 * dim, 18 * dim, kernels=8),))
+    return routed + shared + (biases if stack.weighs_biases else Layer())
 
 
 def _sorting(moe: MoeSpec, stack: Stack) -> tuple[int, int]:

@@ -53,6 +53,7 @@ PARTS = (
     "latent_up",
     "core",
     "out",
+    "residual",
     "widen",
     "activation",
     "down",
@@ -72,6 +73,12 @@ class Recompute:
 
     name: str
     parts: frozenset[str]
+    halves: frozenset[str] = frozenset()
+    """Parts of which one of two equal products is computed again, and the other's result kept."""
+
+    def share(self, part: str) -> float:
+        """Of a part's work and results, what is computed again."""
+        return 1.0 if part in self.parts else 0.5 if part in self.halves else 0.0
 
     @property
     def whole(self) -> bool:

@@ -50,12 +50,17 @@ class Evaluation:
 
     def most_memory(self) -> Floats:
         """Bytes of the worst rank of each candidate."""
-        most = np.zeros(1)
-        for kind in range(len(self.table)):
-            place = self.table[kind]
-            here = memory_total(self.job, self.candidates, self.held, self.costs, self.pipes, place)
-            most = np.maximum(most, here)
+        most = self._total_memory(0)
+        number = self.table.table.number[self.table.row].reshape(len(self.table.row), -1)[:, 0]
+        for kind in range(1, len(self.table)):
+            distinct = number > kind  # elsewhere the first is repeated
+            if distinct.any():
+                most[distinct] = np.maximum(most[distinct], self.rows(distinct)._total_memory(kind))
         return most
+
+    def _total_memory(self, kind: int) -> Floats:
+        place = self.table[kind]
+        return memory_total(self.job, self.candidates, self.held, self.costs, self.pipes, place)
 
     def rows(self, index: slice | Bools) -> Evaluation:
         """Of the candidates at ``index`` of the first axis."""

@@ -80,7 +80,7 @@ def layer_costs(job: Job, candidates: Candidates) -> LayerCosts:
             layer = work[kind]
             seconds[number][..., mine], parts[0, number][:, mine] = rank.seconds(layer)
             parts[1, number][:, mine] = rank.kept(layer)
-    again = np.array([[part in mode.parts for part in (*PARTS, "input")] for mode in job.modes], dtype=float)
+    again = np.array([[mode.share(part) for part in (*PARTS, "input")] for mode in job.modes])
     # A part's tensors are dropped if it is computed again; its time is then spent twice.
     recompute_s = np.einsum("mp,kpr->kmr", again, parts[0])
     kept = np.einsum("mp,kpr->kmr", 1 - again, parts[1])

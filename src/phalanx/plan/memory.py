@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from phalanx.plan.architecture import KINDS
 from phalanx.plan.bubbles import Pipelines, in_flight
 from phalanx.plan.candidates import PRECISIONS, SCHEDULES, Candidates, Floats, Ints
 from phalanx.plan.holdings import Holdings
@@ -95,6 +94,9 @@ def state_bytes(job: Job, candidates: Candidates, held: Holdings, place: Place) 
     if stack.unit_gradient_bytes:
         largest = np.maximum.reduce([count.clip(0, 1) * block for count, block in _blocks(place, held)])
         kinds["gradient buffers"] = stack.unit_gradient_bytes * largest * (candidates.zero >= 2)
+    if stack.embedding_gradient_bytes:
+        ends = np.maximum(place.counts[2], place.counts[3])
+        kinds["gradient of the embedding"] = stack.embedding_gradient_bytes * ends * held.dense[2]
     return kinds
 
 
@@ -142,26 +144,32 @@ def activation_bytes(
     job: Job, candidates: Candidates, costs: LayerCosts, pipes: Pipelines, place: Place
 ) -> dict[str, Floats]:
     """Bytes of what forward leaves for backward, and of what a pass needs for the moment, by kind."""
-    per_layer = [costs.by_mode(costs.kept_bytes, kind, candidates.recompute) for kind in range(len(KINDS))]
-    kept = place.counts[0] * per_layer[0] + place.counts[1] * per_layer[1]
+    held = [kind for kind in (0, 1) if place.counts[kind].any()]  # kinds of layers that some rank has
+    per_layer = {kind: costs.by_mode(costs.kept_bytes, kind, candidates.recompute) for kind in (*held, 3)}
+    kept = _times(tuple(place.counts[kind] for kind in held), tuple(per_layer[kind] for kind in held))
     if job.stack.keeps_stage_outputs:
         kept = kept + _boundary(job, candidates) * candidates.stages_per_rank
     kept = kept * in_flight(pipes, place.rank)
     # The end of the model is computed backward as soon as it was computed forward.
     kept = kept + place.counts[3] * per_layer[3]
-    window = _OFFLOADED_LAYERS * np.maximum(per_layer[0], per_layer[1])
-    kept = np.where(candidates.offload_activations > 0, np.minimum(kept, window), kept)
+    if candidates.offload_activations.any():
+        window = np.zeros(1)
+        for kind in held:
+            window = np.maximum(window, _OFFLOADED_LAYERS * per_layer[kind] * (place.counts[kind] > 0))
+        kept = np.where(candidates.offload_activations > 0, np.minimum(kept, window), kept)
     again, widest = np.zeros(1), np.zeros(1)
-    for kind in (0, 1):
+    for kind in held:
         present = place.counts[kind] > 0
         whole = costs.of(costs.kept_bytes, kind, 0)
         again = np.maximum(again, (whole - per_layer[kind]) * present)
         widest = np.maximum(widest, costs.of(costs.widest_bytes, kind) * present)
+    # When the layers are computed backward, the loss's arrays are gone: of the two, what needs more decides.
+    loss = np.maximum(place.counts[3] * _logits(job, candidates) - again - widest, 0.0)
     return {
         "activations": kept,
         "recomputed layer": again,
         "gradients of activations": widest,
-        "logits": place.counts[3] * _logits(job, candidates),
+        "logits": loss,
     }
 
 
@@ -186,7 +194,7 @@ def _logits(job: Job, candidates: Candidates) -> Floats:
 def overhead_bytes(job: Job, candidates: Candidates) -> dict[str, Floats]:
     """Bytes that software holds whatever the model."""
     groups = (candidates.tensor, candidates.context, candidates.pipeline, candidates.data, candidates.expert)
-    count = sum((degree > 1).astype(np.float64) for degree in groups)
+    count = sum((degree > 1).astype(np.float64) for degree in groups) + job.stack.further_communicators
     return {
         "context": np.full(1, job.stack.context_bytes + job.stack.buffer_bytes),
         "communicators": job.stack.communicator_bytes * np.asarray(count),

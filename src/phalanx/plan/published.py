@@ -251,9 +251,10 @@ def measured_step(
 
 Convention = Literal["model", "model, causal", "hardware, full recomputation", "hardware, without logits"]
 
-_COUNTS_CAUSAL = re.compile(r"Megatron-Bridge|MoE-ModelZoo|moe_recipes|causal attention, vs")
+_COUNTS_CAUSAL = re.compile(r"Megatron-Bridge|MoE-ModelZoo|moe_recipes|2504\.14960|causal attention, vs")
 """Sources whose FLOP count the causal half of attention, as Megatron Core does since 2025: the rows of theirs that state
-tokens per second too agree with no other count."""
+tokens per second too agree with no other count. MoE Parallel Folding (arXiv 2504.14960) ran Megatron Core of 2025; counted in full, its
+attention would be the slower, the longer the sequence."""
 
 
 def _flop_rate(run: PublishedRun, accelerator: Accelerator) -> tuple[Convention, float] | None:

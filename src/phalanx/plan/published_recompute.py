@@ -29,6 +29,15 @@ _PARTS = {
 }
 """Parts of a layer by the names that Megatron's ``recompute_modules`` gives them."""
 
+_EVERY_SECOND_PRODUCT = Recompute(
+    "every second product",
+    frozenset({"norm", "out", "activation", "expert_activation"}),
+    frozenset({"widen", "expert_widen"}),
+)
+"""torchtitan's selective checkpointing by operation: of a layer's seven products, the results of the first, third, fifth and seventh
+are kept, and attention's (models/common: ``_apply_op_sac``). The small keys count with queries and values; the last product's
+result is as large as the residual stream before it, which stands for it."""
+
 
 def recompute_modes(
     run: PublishedRun, software: Software, assumptions: list[str]
@@ -39,14 +48,14 @@ def recompute_modes(
     named = {mode.name: index for index, mode in enumerate(RECOMPUTE)}
     if not text:
         return _open_modes(run, software, assumptions, "recomputation")
-    if text in named:
+    if text in named and not (text == "selective" and software.name == "torchtitan"):
         if text == "selective" and "megatron" in stack_of_run(run, software).name:
             return RECOMPUTE, (named["attention"],)
         return RECOMPUTE, (named[text],)
     if text == "minimal":  # MaxText: the results of all products are kept
         return RECOMPUTE, (named["pointwise"],)
-    if "sac" in text:
-        return RECOMPUTE, (named["selective"],)
+    if "sac" in text or (text == "selective" and software.name == "torchtitan"):
+        return (*RECOMPUTE, _EVERY_SECOND_PRODUCT), (len(RECOMPUTE),)
     if text == "qkv_proj_offloaded":
         parts = RECOMPUTE[named["full"]].parts - {"projection"}
         return (*RECOMPUTE, Recompute(text, parts)), (len(RECOMPUTE),)

@@ -114,6 +114,7 @@ def model_of(run: PublishedRun, seq_len: int, assumptions: list[str]) -> ModelSp
         head_dim=head_dim or 0,
         ffn_dim=run.ffn or 4 * dim,
         vocab_size=vocab,
+        qk_norm=run.model.lower().startswith("qwen3"),
         mla=_mla(run.notes),
         moe=_moe(run),
     )

@@ -56,6 +56,8 @@ class Software:
 
 _EAGER_LOSS = 14.0
 """bf16 scores, their fp32 copy, its logarithm of softmax and gradient."""
+_IN_PLACE_LOSS = 10.0
+"""bf16 scores, their fp32 copy less the maximum, and for a moment the copy before (nanotron's sharded_cross_entropy)."""
 _FUSED_LOSS = 4.0
 """Scores and gradient in bf16: flash-attention's fused cross-entropy, llm-foundry's default."""
 _2021 = {"stack": "megatron-2022", "sequence_parallel": False}
@@ -75,7 +77,7 @@ SOFTWARE = (
         interleaves=False,
         compiled=False,
         attention="flash-2",
-        logit_bytes=_EAGER_LOSS,
+        logit_bytes=_IN_PLACE_LOSS,
     ),
     Software("bigscience", r"bigscience|BLOOM", "deepspeed", sequence_parallel=False, interleaves=False),
     Software(
@@ -187,6 +189,15 @@ def stack_of_run(run: PublishedRun, software: Software) -> Stack:
     if software.name == "torchtitan":
         # Its default rotate method is all-gather. How times grow with the ranks says that pieces were contiguous.
         stack = replace(stack, context_exchange="gather", context_balanced=False)
+        if "compile" in run.notes and re.search(r"_2025\d\d_", run.source):
+            stack = replace(stack, logit_bytes=_FUSED_LOSS)  # it compiles the loss too since January 2025
+    if software.name == "nanotron":
+        stack = _nanotron(stack, run)
+    if software.name in ("megatron-bridge", "megatron-core") and re.match(
+        r"deepseek|kimi", run.model, re.IGNORECASE
+    ):
+        # 61 layers: get_deepseek_v3_pipeline_layout and that of Kimi (Megatron-Bridge) leave the last stage the fewest.
+        stack = replace(stack, split="last")
     if software.unfolded_experts:
         stack = replace(stack, fused_permutation=False)  # Megatron Core fuses it since 0.11
     stack = with_recipe(stack, run)
@@ -201,12 +212,23 @@ def _bigscience(stack: Stack, run: PublishedRun) -> Stack:
     """
     stack = replace(stack, blocking_launches=True)
     if run.precision.startswith("bf16"):
-        # BF16_Optimizer accumulates in fp32 beside the gradients that autograd leaves in bf16.
-        return _with_gradients(stack, 6.0)
+        # BF16_Optimizer accumulates in fp32 beside the gradients that autograd leaves in bf16; each is copied to fp32 on its way.
+        return replace(_with_gradients(stack, 6.0), embedding_gradient_bytes=6.0)
     # The fp16 optimiser keeps gradients in fp16, and makes of a rank's share a flat copy and one in fp32 for the update.
     copies = State("gradients of the update", 6.0, 1, optimizer=True)
     stack = _with_gradients(stack, 2.0)
     return replace(stack, states=(*stack.states, copies), accumulating_bytes=4)
+
+
+def _nanotron(stack: Stack, run: PublishedRun) -> Stack:
+    """nanotron as in its scaling benchmarks: stages are cut by cost, and gradients added up in fp32.
+
+    Those that autograd leaves in bf16 meet a further micro-batch's activations only where there is one. That gathered inputs are
+    kept is what the memory of its runs says, over all degrees of tensor parallelism.
+    """
+    stack = replace(stack, split="balanced", keeps_gathered_inputs=True)
+    further = (run.pp or 1) > 1 or run.global_batch_seqs != (run.dp or 1) * (run.micro_batch or 1)
+    return _with_gradients(stack, 6.0) if further else stack
 
 
 def profile_of_run(accelerator: Accelerator, software: Software, run: PublishedRun) -> Profile:

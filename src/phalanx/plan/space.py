@@ -173,7 +173,7 @@ def _free_axes(job: Job, options: Options) -> tuple[Ints, Ints, Ints]:
     return np.array(recompute), np.array(job.stack.zero_stages), np.array(offload)
 
 
-_DENSE_PARTS = frozenset({"norm", "projection", "core", "out", "widen", "activation", "down"})
+_DENSE_PARTS = frozenset({"norm", "projection", "core", "out", "residual", "widen", "activation", "down"})
 _STAGES = {"1f1b": (1,), "zbv": (2,), "dualpipev": (2,)}
 
 Table = dict[str, Ints]

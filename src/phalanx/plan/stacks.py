@@ -48,9 +48,9 @@ class Stack:
     states: tuple[State, ...]
     zero_stages: tuple[int, ...]
     schedules: tuple[str, ...]
-    split: Literal["balanced", "even"]
+    split: Literal["balanced", "even", "last"]
     """How layers are divided into stages: by FLOP, or equally, embedding and output projection each counting as one layer
-    where the layers alone do not divide."""
+    where the layers alone do not divide, or equally and the last stage has what is left beside the model's end."""
     copy_bytes: float = 2.0
     """Of a parameter in the format of computing: all of a rank's part below ZeRO-3, from it on two blocks at a time."""
     copies_unsharded: bool = True
@@ -66,6 +66,9 @@ class Stack:
     0 means that the gradient is just written, in the usual format."""
     unit_gradient_bytes: float = 0.0
     """Of a parameter of the largest block: its whole gradient before it is reduced and divided."""
+    embedding_gradient_bytes: float = 0.0
+    """Of a parameter of the embedding: its gradient of one micro-batch on the way to the sum, a block too large for the
+    allocator to make of those that layers have freed."""
     flash_attention: bool = True
     dropout: bool = False
     keeps_gathered_inputs: bool = False
@@ -80,6 +83,8 @@ class Stack:
     """Of the driver's context and of libraries, which no allocator counts."""
     communicator_bytes: float = 0.25e9
     """Of each communicator's buffers."""
+    further_communicators: int = 0
+    """Beside one for each axis."""
     buffer_bytes: float = 0.0
     """Of fixed buffers, for reducing gradients and gathering weights."""
     keeps_stage_outputs: bool = False
@@ -118,6 +123,8 @@ class Stack:
     """Streams on which the products of a rank's experts start one after the other; 0 where one kernel computes all."""
     fused_permutation: bool = True
     """Whether tokens are brought into the order of experts, weighted and added up again by one kernel each."""
+    weighs_biases: bool = False
+    """Whether experts' results have biases, which are weighted and added by one small kernel after the other, in fp32."""
     context_exchange: Literal["ring", "gather"] = "ring"
     """How keys and values come: block by block while attention computes with the last, or all before it begins."""
     launch_s: float = 20e-6
@@ -189,6 +196,9 @@ STACKS = {
             accumulating_bytes=8,
             blocking_sends=True,
             buffer_bytes=2e9,
+            context_bytes=1.65e9,
+            further_communicators=5,
+            embedding_gradient_bytes=2.0,
             keeps_stage_outputs=True,
             flash_attention=False,
             dropout=True,
@@ -229,7 +239,9 @@ STACKS = {
 }
 """Known stacks by name. Transformer Engine's grouped products run on four streams. "megatron-2022" and "deepspeed" are without
 flash attention, with dropout, as published then; DeepSpeed's buckets for reducing and gathering are of 5e8 elements of two bytes,
-and its pipeline engine keeps a stage's outputs."""
+and its pipeline engine keeps a stage's outputs. Its context is that of an A100 with torch 1.11, 1573 MiB before any tensor
+(bigscience, train/tr11-176B-ml/chronicles-prequel.md); beside the axes it has communicators of all ranks, of a model's ranks, of the tied
+embedding, and of a stage with each neighbour."""
 
 
 def stack_named(name: str) -> Stack:

@@ -33,6 +33,8 @@ class Places:
     """The earliest pipeline rank of the kind."""
     layers: tuple[int, int]
     """Of the whole model: without and with a mixture."""
+    number: Ints
+    """Kinds of each pipeline, without those repeated."""
 
     @property
     def kinds(self) -> int:
@@ -54,7 +56,7 @@ def places(workload: Workload, stack: Stack, pipelines: list[tuple[int, int, boo
     table = np.array([kinds + kinds[:1] * (longest - len(kinds)) for kinds in found], dtype=np.int64)
     dense, mixed, embedding, head, rank = np.moveaxis(table, 2, 0)
     whole = (mixture.count(False), mixture.count(True))
-    return Places(dense, mixed, embedding, head, rank, layers=whole)
+    return Places(dense, mixed, embedding, head, rank, whole, np.array([len(kinds) for kinds in found]))
 
 
 Kind = tuple[int, int, int, int, int]
@@ -95,6 +97,8 @@ def _splits(workload: Workload, stack: Stack, counts: set[int]) -> dict[int, tup
         raise ValueError(f"{layers} layers cannot be divided into {max(counts)} stages: take at most {most}")
     if stack.split == "even":
         return {count: _even(layers, count) for count in counts}
+    if stack.split == "last":
+        return {count: _last_less(layers, count) for count in counts}
     costs = np.array(layer_costs(workload.model, workload.seq_len))
     return balanced(costs, counts)
 
@@ -108,6 +112,13 @@ def _even(layers: int, stages: int) -> tuple[int, ...]:
         each = (layers + 2) // stages
         return (each - 1, *(each,) * (stages - 2), each - 1)
     return (each + 1,) * rest + (each,) * (stages - rest)
+
+
+def _last_less(layers: int, stages: int) -> tuple[int, ...]:
+    """Equal stages, of which the last has what is left; equal ones if that would be nothing."""
+    each = -(-layers // stages)
+    rest = layers - (stages - 1) * each
+    return (each,) * (stages - 1) + (rest,) if rest > 0 else _even(layers, stages)
 
 
 def balanced(costs: Floats, counts: set[int]) -> dict[int, tuple[int, ...]]:

@@ -258,7 +258,7 @@ def _memory(run: PublishedRun, estimate: Estimate) -> Memory | None:
         moments = estimate.memory.get("moments", 0.0)
         state = sum(estimate.memory.get(kind, 0.0) for kind in _STATE)
         return Memory(measured, max(estimate.allocated_bytes - moments, state), "allocated")
-    if "nvidia-smi" in run.notes:
+    if "nvidia-smi" in run.notes or "max on nodes holding the embedding" in run.notes:
         return Memory(measured, estimate.memory_bytes, "device")
     if "peak allocated" in run.notes:
         return Memory(measured, estimate.allocated_bytes, "allocated")
