@@ -116,7 +116,7 @@ def read_faults(arguments: Iterable[str], fleet: FleetShape) -> tuple[Fault, ...
 
 def _read_argument(argument: str, fleet: FleetShape) -> tuple[Fault, ...]:
     if argument.startswith("random:"):
-        found = re.fullmatch(r"random:([0-9]{1,18}):([0-9]{1,6})", argument)
+        found = re.fullmatch(r"random:([0-9]{1,20}):([0-9]{1,6})", argument)
         if not found:
             raise FaultError(argument, len("random:") + 1, 'SEED:COUNT, as in "random:7:20"', argument[7:])
         return random_faults(int(found[1]), int(found[2]), fleet)

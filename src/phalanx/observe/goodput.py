@@ -15,7 +15,7 @@ the fact, as in ByteRobust's effective training time ratio (arXiv:2509.16293).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from phalanx.observe.events import (
@@ -71,7 +71,7 @@ def goodput(events: Iterable[Event]) -> Goodput:
     attempts: dict[int, list[Event]] = {}
     for event in events:
         attempts.setdefault(event.attempt, []).append(event)
-    accounts = [_account(own) for _, own in sorted(attempts.items()) if _lived(own)]
+    accounts = _disjoint([_account(own) for _, own in sorted(attempts.items()) if _lived(own)])
     line = _Line()
     for account in accounts:
         line.live_through(account)
@@ -102,6 +102,22 @@ class _Account:
     buckets_ns: Mapping[str, int]
 
 
+def _disjoint(accounts: list[_Account]) -> list[_Account]:
+    """A fleet's epoch takes the time since the last ledger of the one before into its own account: it is counted there."""
+    found: list[_Account] = []
+    for account in reversed(accounts):
+        later_ns = found[-1].start_ns if found else account.end_ns
+        rest_ns = account.buckets_ns.get(Bucket.UNATTRIBUTED.value, 0)
+        over_ns = min(max(0, account.end_ns - later_ns), rest_ns)
+        if over_ns >= account.end_ns - account.start_ns > 0:
+            continue  # it ended before its first step
+        if over_ns:
+            buckets = {**account.buckets_ns, Bucket.UNATTRIBUTED.value: rest_ns - over_ns}
+            account = replace(account, end_ns=account.end_ns - over_ns, buckets_ns=buckets)
+        found.append(account)
+    return found[::-1]
+
+
 def _lived(events: list[Event]) -> list[Event]:
     """The events that ranks wrote. Messages may come from whoever watches them, also after they have gone."""
     return [event for event in events if not isinstance(event.body, Message)]
@@ -110,14 +126,14 @@ def _lived(events: list[Event]) -> list[Event]:
 def _account(events: list[Event]) -> _Account:
     """The attempt's last ledger is its account; what came after that is unattributed."""
     end_ns = max(_ns(event.t) for event in _lived(events))
-    entries = [(_ns(event.t), ledger) for event in events if (ledger := _ledger(event))]
+    entries = [(_ns(event.t), ledger) for event in events if (ledger := ledger_of(event))]
     if not entries:
         return _account_from_step_times(events, end_ns)
     at_ns, ledger = entries[-1]
     buckets = {name: _ns(seconds) for name, seconds in ledger.items()}
     return _Account(
         events=events,
-        step_loop_ns=[_step_loop_ns(_ledger(event)) for event in events],
+        step_loop_ns=[_step_loop_ns(ledger_of(event)) for event in events],
         start_ns=at_ns - sum(buckets.values()),
         end_ns=end_ns,
         buckets_ns=_with_rest(buckets, end_ns - at_ns),
@@ -141,7 +157,8 @@ def _account_from_step_times(events: list[Event], end_ns: int) -> _Account:
     )
 
 
-def _ledger(event: Event) -> Mapping[str, float]:
+def ledger_of(event: Event) -> Mapping[str, float]:
+    """Where the time of the event's attempt had gone by then; empty if the event does not tell."""
     return event.body.ledger if isinstance(event.body, (Step, Stopped, Finished)) else {}
 
 
