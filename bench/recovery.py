@@ -356,15 +356,20 @@ def torchft_sample(folder: Path, number: int, python: Path) -> Sample:
         _wait_for(lambda: _steps_of_all(logs[0]) >= AT_STEP - 1, replicas[0], logs[0])
         replicas[HIT].send_signal(signal.SIGKILL)
         fault_s = time.time()
-        _wait_for(lambda: _committed(logs[0])[-1]["t"] > fault_s, replicas[0], logs[0])
+        _wait_for(lambda: _after(_committed(logs[0]), fault_s), replicas[0], logs[0])
     finally:
         for process in (*replicas, lighthouse):
             end(process)
     done = _committed(logs[0])
-    after = next(one for one in done if one["t"] > fault_s)
+    after = _after(done, fault_s)[0]
     together = [one for one in done if one["t"] < fault_s and one["replicas"] == RANKS]
     usual = statistics.median(one["step_s"] for one in together[2:])
     return Sample(after["t"] - fault_s, usual, after["replicas"], same_processes=True)
+
+
+def _after(done: list[dict[str, Any]], fault_s: float) -> list[dict[str, Any]]:
+    """The steps without the replica that was killed; the first ones after the fault may still be with it."""
+    return [one for one in done if one["t"] > fault_s and one["replicas"] < RANKS]
 
 
 def _steps_of_all(log: Path) -> int:

@@ -24,7 +24,8 @@ from phalanx.run.spec import ModelSpec
 
 def main() -> None:
     """Trains on random tokens until it is killed."""
-    from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+    from torchft import Manager, Optimizer, ProcessGroupGloo
+    from torchft.ddp import PureDistributedDataParallel
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--replica", type=int, required=True)
@@ -60,7 +61,8 @@ def main() -> None:
         store_port=store.port,
         hostname="127.0.0.1",
     )
-    parallel = DistributedDataParallel(manager, model)
+    # The example's own wrapper ends the survivors too: an assertion in its hook (torchft 0.2, PyTorch 2.13).
+    parallel = PureDistributedDataParallel(manager, model)
     optimizer = Optimizer(manager, torch.optim.AdamW(parallel.parameters(), lr=1e-3))
     shape = (arguments.sequences, arguments.seq_len + 1)
     while True:
