@@ -11,8 +11,9 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from phalanx.checkpoint.snapshot_client import push
 from phalanx.checkpoint.snapshot_memory import SnapshotKey, SnapshotMemory
@@ -84,7 +85,10 @@ class Node:
         self._link.sendall(frame(said))
 
     def _read(self, link: socket.socket) -> None:
-        reader = link.makefile("rb")
+        with suppress(ConnectionResetError):  # a worker that was killed with words unread
+            self._read_until_it_ends(link.makefile("rb"))
+
+    def _read_until_it_ends(self, reader: BinaryIO) -> None:
         while head := reader.read(4):
             said = said_to_agent(reader.read(length_of(head)))
             if isinstance(said, Taken):

@@ -5,10 +5,13 @@ Starting a process and importing torch takes seconds; forming a gloo group takes
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import os
+import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -20,6 +23,7 @@ TIMEOUT_S = 180.0
 
 def _serve(connection: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     import torch
 
     from phalanx.parallel.rendezvous import Place, join, leave
@@ -31,13 +35,17 @@ def _serve(connection: Connection) -> None:
         except EOFError:
             return
         try:
-            join(Place(rank, ranks, rank, meeting_point, "phalanx"), torch.device("cpu"), 60.0)
-            connection.send((True, function(*args)))
+            try:
+                join(Place(rank, ranks, rank, meeting_point, "phalanx"), torch.device("cpu"), 60.0)
+                answer = True, function(*args)
+            finally:
+                leave()
         except BaseException:
-            connection.send((False, traceback.format_exc()))
-        finally:
-            leave()
-            gc.collect()  # process groups in reference cycles keep their threads
+            answer = False, traceback.format_exc()
+        gc.collect()  # process groups in reference cycles keep their threads and their store
+        # Only now: the answer lets the store's folder be removed, and a FileStore whose file goes while it closes
+        # waits for it to come back, for its 300 s (c10d/FileStore.cpp: access, then open with retries).
+        connection.send(answer)
 
 
 class Ranks:
@@ -64,6 +72,9 @@ class Ranks:
     def _receive(self, rank: int) -> tuple[bool, Any]:
         process, connection = self._workers[rank]
         if not connection.poll(TIMEOUT_S):
+            for worker, _ in self._workers:
+                os.kill(worker.pid, signal.SIGUSR1)  # prints where it is
+                time.sleep(0.5)
             self.close()
             raise TimeoutError(f"rank {rank} did not answer within {TIMEOUT_S} s")
         try:
