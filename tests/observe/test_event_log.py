@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from observe.recorded import crashed_run
-from phalanx.observe.event_log import EventLog, EventLogError, follow, next_attempt, read_events
+from phalanx.observe.event_log import EventLog, EventLogError, follow, newest_event, next_attempt, read_events
 from phalanx.observe.events import Event, Message, Torn, encode
 
 
@@ -54,6 +54,20 @@ def test_a_torn_line_costs_itself_and_nothing_written_after_it(
     assert [word for word in read[:-1] if word != "Torn"] == ["first", "second"][
         : len(read) - 1 - read.count("Torn")
     ]
+
+
+@settings(max_examples=100)
+@given(st.lists(st.sampled_from("abc")), st.integers(0, 60), st.integers(1, 100), st.sampled_from("abcd"))
+def test_the_newest_event_is_found_from_the_end_as_from_the_beginning(
+    tmp_path_factory: pytest.TempPathFactory, words: list[str], cut: int, block_bytes: int, sought: str
+) -> None:
+    path = tmp_path_factory.mktemp("newest") / "events.jsonl"
+    write(path, *words)
+    path.write_bytes(path.read_bytes()[: max(0, path.stat().st_size - cut)])
+    write(path, attempt=1)
+    wanted = [event for event in read_events(path) if event.body == Message("info", sought)]
+    found = newest_event(path, lambda event: event.body == Message("info", sought), block_bytes)
+    assert found == (wanted[-1] if wanted else None)
 
 
 def test_a_torn_line_is_reported_with_its_number(tmp_path: Path) -> None:

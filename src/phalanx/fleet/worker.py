@@ -55,7 +55,7 @@ from phalanx.fleet.worker_link import (
     WorkerEnd,
 )
 from phalanx.fleet.worker_orders import Orders
-from phalanx.observe.event_log import read_events
+from phalanx.observe.event_log import newest_event
 from phalanx.observe.goodput import ledger_of
 from phalanx.observe.ledger import NS_PER_S, Bucket, Ledger
 from phalanx.parallel.abort import Connections, abort
@@ -232,8 +232,8 @@ def _account(directory: RunDirectory, bind: Bind) -> Ledger:
     now_ns = time.monotonic_ns()
     if bind.rank != 0 or bind.detected_unix_s == 0 or not directory.events.exists():
         return Ledger(now_ns, Bucket.START_RENDEZVOUS)
-    accounted = (event.t for event in read_events(directory.events) if ledger_of(event))
-    ended_unix_s = max(accounted, default=bind.detected_unix_s)
+    accounted = newest_event(directory.events, lambda event: bool(ledger_of(event)))
+    ended_unix_s = bind.detected_unix_s if accounted is None else accounted.t
     now_unix_s = time.time()
     away_ns = max(0, int((now_unix_s - ended_unix_s) * NS_PER_S))
     drain_ns = min(away_ns, max(0, int((now_unix_s - bind.detected_unix_s) * NS_PER_S)))
