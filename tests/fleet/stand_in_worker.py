@@ -187,7 +187,7 @@ class StandIn:
                 previous = step
             self.step = step
             self.progress.write_text(str(step))
-            self.link.send(wl.StepEnded(bind.epoch, step, STEP_S, STEP_S))
+            self.link.send(wl.StepEnded(bind.epoch, step))
         result = json.dumps({"step": step, "state": state.hex()}) if step == self.steps else ""
         self.link.send(wl.Finished(bind.epoch, result))
 
@@ -228,7 +228,7 @@ class StandIn:
 
         digests = xxhash.xxh3_64_intdigest(state).to_bytes(8, "little")
         segment.complete(HASH_BYTES, encode_record(snapshot, encode_manifest(manifest), digests))
-        self.link.send(wl.Taken(bind.epoch, bind.ranks, bind.rank, step, 0.0))
+        self.link.send(wl.Taken(bind.epoch, bind.ranks, bind.rank, step))
 
 
 def main() -> None:

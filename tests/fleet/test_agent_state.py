@@ -219,7 +219,7 @@ def test_only_the_node_of_rank_0_says_that_the_run_has_ended_and_when_all_its_wo
 
 
 def test_a_snapshot_is_safe_at_once_where_replicas_hold_the_state_and_else_when_the_buddy_has_it() -> None:
-    taken = wl.Taken(4, 8, 0, 7, 0.0)
+    taken = wl.Taken(4, 8, 0, 7)
     alone = in_epoch(4, 0)
     assert told(alone.hears(0, taken, 0.0, 0.0)) == [(0, wl.Safe(4, 7))]
     state = in_epoch(4, 0, buddies=(m.Holder(0, "node-1", "10.0.0.1", 4001),))
@@ -320,7 +320,7 @@ WORDS = st.one_of(
     st.builds(wl.Broken, EPOCHS, st.just("gone")),
     st.builds(wl.Recorded, EPOCHS, st.just("{}")),
     st.builds(wl.Parked, EPOCHS, st.just("h:2")),
-    st.builds(wl.Taken, EPOCHS, st.just(8), st.integers(0, 7), st.integers(0, 9), st.just(0.0)),
+    st.builds(wl.Taken, EPOCHS, st.just(8), st.integers(0, 7), st.integers(0, 9)),
     st.builds(wl.Finished, EPOCHS, st.sampled_from(["", "{}"])),
     st.builds(wl.Fatal, EPOCHS, st.just("nan")),
 )

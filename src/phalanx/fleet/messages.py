@@ -379,8 +379,6 @@ class Bind(Message, frozen=True):
     resume: Resume
     buddies: Holders = ()
     """For each rank of this node that needs one, who keeps a second copy of its snapshots."""
-    hosts_meeting: bool = False
-    """Rank 0 is among ``places``."""
     left_s_ago: float | None = None
     """How long ago it was decided to leave the last epoch that trained, if there was one."""
     left_planned: bool = False

@@ -80,7 +80,6 @@ def bind(state: FleetState, node: Node) -> Bind:
         meeting_point=state.nodes[state.seats[0]].meeting_points[0],
         resume=_resume(state, node),
         buddies=tuple(_buddies(state, node)),
-        hosts_meeting=node.seat == 0,
         left_s_ago=None if state.left_s is None else max(0.0, state.now_s - state.left_s),
         left_planned=state.left_planned,
     )

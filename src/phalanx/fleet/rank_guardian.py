@@ -183,8 +183,7 @@ class RankGuardian(Guardian):
 
     def ended(self, step: int, shards: Sequence[Shard], extra: dict[str, Any], report: StepReport) -> None:
         self._orders.check(self.epoch)
-        seconds = time.monotonic() - self.since_s
-        self._send(link.StepEnded(self.epoch, step, seconds, seconds))
+        self._send(link.StepEnded(self.epoch, step))
         self._look_for_stragglers(step)
         safe, leave = not report.votes.unsafe, report.votes.leave
         if self._every and safe and (leave or step % self._every == 0):
@@ -214,8 +213,7 @@ class RankGuardian(Guardian):
 
     def _complete(self, taken: Taken) -> None:
         key = taken.key
-        stall_s = taken.waited_s + taken.copied_s
-        self._send(link.Taken(taken.epoch, key.ranks, key.rank, key.step, stall_s))
+        self._send(link.Taken(taken.epoch, key.ranks, key.rank, key.step))
 
     def _progress(self, step: int) -> None:
         self.step = step

@@ -172,8 +172,6 @@ class Taken(_Said, frozen=True):
     ranks: int
     rank: int
     step: int
-    stall_s: float
-    """For how long training stood still for it."""
 
 
 class StepEnded(_Said, frozen=True):
@@ -181,8 +179,6 @@ class StepEnded(_Said, frozen=True):
 
     epoch: int
     step: int
-    seconds: float
-    compute_s: float
 
 
 class Saved(_Said, frozen=True):
