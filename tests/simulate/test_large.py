@@ -12,7 +12,6 @@ from phalanx.cli.simulate_command import command
 from phalanx.simulate.account import Account
 from phalanx.simulate.clock import Clock
 from phalanx.simulate.large import Scenario, simulate
-from phalanx.simulate.rates import CAUSES
 
 SMALL = Scenario(nodes=300, spares=12, days=40.0, seed=1)
 
@@ -42,10 +41,6 @@ def test_without_spares_the_fleet_shrinks_and_grows() -> None:
     report = simulate(dataclasses.replace(SMALL, spares=0))
     assert report.regroups > 0
     assert report.goodput > 0.99
-
-
-def test_the_causes_are_the_419_of_the_table() -> None:
-    assert sum(cause.count for cause in CAUSES) == 419
 
 
 def test_time_that_does_not_add_up_is_refused() -> None:

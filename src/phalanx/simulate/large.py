@@ -17,10 +17,11 @@ from phalanx.fleet import messages as m
 from phalanx.fleet.epochs import can_grow, next_deadline_s
 from phalanx.fleet.invariants import BrokenInvariant, check, mark
 from phalanx.fleet.state import NO_SEAT, Formation, Phase, RestorePoint, Settings
+from phalanx.plan.failures import DAY_S
 from phalanx.simulate import account as buckets
 from phalanx.simulate.account import Account, to_ns
 from phalanx.simulate.clock import Clock
-from phalanx.simulate.rates import DAY_S, DEFAULT_RATE, SILENT, Cause, Scope, draw_cause
+from phalanx.simulate.rates import DEFAULT_RATE, SILENT, Cause, Scope, draw_cause
 
 WORKERS = 8
 RACK_NODES, SWITCH_NODES, HALL_NODES = 4, 32, 3200

@@ -1,9 +1,8 @@
 """How often what fails in a large fleet, and how long it is gone: published figures, and what had to be assumed.
 
 The causes and their shares are Table 5 of The Llama 3 Herd of Models (arXiv:2407.21783): 419 unexpected interruptions in
-54 days on up to 16,384 H100 GPUs, that is 3.79 per 1,000 node-days (its counts are used; its printed percentages do not
-add up). Other fleets: 2.34 and 6.50 (Revisiting Reliability, arXiv:2410.21680), so the rate is an input with that range.
-Times to repair are published nowhere by cause; they are assumptions, and marked as such.
+54 days on up to 16,384 H100 GPUs, that is 3.79 per 1,000 node-days. Other fleets: 2.34 and 6.50 (Revisiting
+Reliability, arXiv:2410.21680), so the rate is an input with that range. Times to repair are published nowhere by cause; they are assumptions, and marked as such.
 """
 
 from __future__ import annotations
@@ -11,6 +10,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from enum import StrEnum
+
+from phalanx.plan.failures import DAY_S, LLAMA3_INTERRUPTIONS
 
 DEFAULT_RATE = 3.79
 """Failures per 1,000 node-days of 8 accelerators (arXiv:2407.21783, derived)."""
@@ -20,7 +21,7 @@ WHOLE_SWITCH = 0.3
 """Share of these that take all racks of a switch (assumed)."""
 SILENT = 0.1
 """Share of node losses that break no connection, so that only the heartbeat tells (assumed)."""
-DAY_S, HOUR_S = 86_400.0, 3_600.0
+HOUR_S = 3_600.0
 
 
 class Scope(StrEnum):
@@ -43,39 +44,34 @@ class Cause:
     """One cause of interruptions."""
 
     name: str
-    count: int
-    """Of the 419."""
     scope: Scope
     repair_s: float
     """Mean time until the node is back (assumed)."""
 
 
-CAUSES = (
-    Cause("faulty GPU", 148, Scope.NODE, DAY_S),
-    Cause("GPU HBM3", 72, Scope.NODE, DAY_S),
-    Cause("software bug", 54, Scope.WORKER, 60.0),
-    Cause("network switch or cable", 35, Scope.NODE, 4 * HOUR_S),
-    Cause("host maintenance", 32, Scope.NODE, 2 * HOUR_S),
-    Cause("GPU SRAM", 19, Scope.NODE, DAY_S),
-    Cause("GPU system processor", 17, Scope.NODE, DAY_S),
-    Cause("NIC", 7, Scope.NODE, DAY_S),
-    Cause("NCCL watchdog", 7, Scope.HANG, 60.0),
-    Cause("silent data corruption", 6, Scope.RESULT, DAY_S),
-    Cause("GPU thermal interface, sensor", 6, Scope.NODE, DAY_S),
-    Cause("SSD", 3, Scope.NODE, DAY_S),
-    Cause("power supply", 3, Scope.NODE, DAY_S),
-    Cause("server chassis", 2, Scope.NODE, DAY_S),
-    Cause("IO board", 2, Scope.NODE, DAY_S),
-    Cause("dependency", 2, Scope.WORKER, 60.0),
-    Cause("CPU", 2, Scope.NODE, DAY_S),
-    Cause("system memory", 2, Scope.NODE, DAY_S),
-)
-RACK_LOST = Cause("rack", 0, Scope.RACK, 2 * HOUR_S)
-SWITCH_LOST = Cause("switch", 0, Scope.SWITCH, 2 * HOUR_S)
+def _cause(name: str) -> Cause:
+    match name:
+        case "software bug" | "dependency":
+            return Cause(name, Scope.WORKER, 60.0)
+        case "NCCL watchdog":
+            return Cause(name, Scope.HANG, 60.0)
+        case "silent data corruption":
+            return Cause(name, Scope.RESULT, DAY_S)
+        case "network switch or cable":
+            return Cause(name, Scope.NODE, 4 * HOUR_S)
+        case "host maintenance":
+            return Cause(name, Scope.NODE, 2 * HOUR_S)
+        case _:
+            return Cause(name, Scope.NODE, DAY_S)
+
+
+CAUSES = tuple(_cause(name) for name in LLAMA3_INTERRUPTIONS)
+RACK_LOST = Cause("rack", Scope.RACK, 2 * HOUR_S)
+SWITCH_LOST = Cause("switch", Scope.SWITCH, 2 * HOUR_S)
 
 
 def draw_cause(random_numbers: random.Random) -> Cause:
     """What an interruption is due to."""
     if random_numbers.random() < CO_OCCURRING:
         return SWITCH_LOST if random_numbers.random() < WHOLE_SWITCH else RACK_LOST
-    return random_numbers.choices(CAUSES, [cause.count for cause in CAUSES])[0]
+    return random_numbers.choices(CAUSES, list(LLAMA3_INTERRUPTIONS.values()))[0]
