@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from example_clusters import h100s, with_rates
 from phalanx.plan.failures import classes_at_node_rate
-from phalanx.plan.run_assumptions import RunAssumptions, RunEstimateError, RunInputs
+from phalanx.plan.run_assumptions import RunAssumptions, RunEstimateError, RunInputs, assumed
 from phalanx.plan.run_estimate import RunEstimate, estimate_run, goodput_plan
 
 FEW = RunAssumptions(draws=20)
@@ -213,3 +214,37 @@ def test_impossible_quantities_are_refused_by_name() -> None:
         RunAssumptions(repair_s=-1)
     with pytest.raises(RunEstimateError, match="draws"):
         RunAssumptions(draws=0)
+
+
+def test_what_a_user_assumes_of_the_run_takes_the_place_of_the_default() -> None:
+    given = assumed(
+        ("recovery=restart", "repair_s=60", "electricity_in_price=false", "pue=1.5", "draws=7"), 0.1
+    )
+    usual = RunAssumptions(step_time_sd=0.1)
+    assert given == replace(
+        usual, recovery="restart", repair_s=60.0, electricity_in_price=False, pue=1.5, draws=7
+    )
+
+
+def test_a_fleet_s_own_rate_of_failures_can_be_assumed() -> None:
+    often = estimate_run(trillion(), assumed(("failures_per_1000_node_days=13",), 0.0))
+    seldom = estimate_run(trillion(), assumed(("failures_per_1000_node_days=1.3",), 0.0))
+    per_day = [run.failures / run.days for run in (often, seldom)]
+    assert per_day[0] == pytest.approx(10 * per_day[1])
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("recovery=hope", "spare or shrink or restart"),
+        ("repair=3", "did you mean repair_s"),
+        ("repair_s=soon", "float"),
+        ("repair_s", "float"),
+        ("repair_s=-1", "must not be negative"),
+        ("failure_classes=3", "is not an assumption"),
+        ("failures_per_1000_node_days=0", "must be positive"),
+    ],
+)
+def test_an_assumption_that_cannot_be_is_refused_with_its_name_and_a_remedy(text: str, remedy: str) -> None:
+    with pytest.raises(RunEstimateError, match=re.escape(text) + ".*" + remedy):
+        assumed((text,), 0.0)

@@ -68,6 +68,12 @@ _STEP_ERROR = 0.12
     "--step-error", type=click.FloatRange(0, 1), default=_STEP_ERROR, show_default=True, help="Of step times."
 )
 @click.option(
+    "--assume",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Of the run: recovery=restart, repair_s=14400, failures_per_1000_node_days=6.5, ...",
+)
+@click.option(
     "--report",
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write a page that stands alone (HTML); with --validate, Markdown.",
@@ -101,6 +107,7 @@ def command(
     seq_len: int,
     overrides: tuple[str, ...],
     step_error: float,
+    assume: tuple[str, ...],
     report: Path | None,
     trace: Path | None,
     out: Path | None,
@@ -136,7 +143,7 @@ def command(
             )
         spec = _spec(run_file, model, batch, seq_len, _without_cluster(overrides))
         cluster = _cluster(cluster_name, overrides)
-        aim = Aim(optimise, require, top, stack, layout, tokens, step_error)
+        aim = Aim(optimise, require, top, stack, layout, tokens, step_error, assume)
         searching = layout is None or explain
         plan = make_plan(spec, cluster, aim, keep_slots=run_file is not None, searching=searching)
         _write_files(plan, spec, aim, report, trace, out)

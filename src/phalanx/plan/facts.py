@@ -22,7 +22,7 @@ from phalanx.plan.request import (
     read_tokens,
     run_inputs,
 )
-from phalanx.plan.run_assumptions import RunAssumptions, RunInputs
+from phalanx.plan.run_assumptions import RunAssumptions, RunInputs, assumed
 from phalanx.plan.run_estimate import RunEstimate, estimate_run
 from phalanx.plan.search import RunnerUp, SearchResult, search
 from phalanx.plan.space import Options
@@ -71,7 +71,7 @@ def make_plan(
         raise RequestError("neither a layout nor a search was asked for")
     tokens = read_tokens(aim.tokens) if aim.tokens else float(spec.train.steps * job.workload.tokens)
     inputs = run_inputs(job, chosen, tokens)
-    assumptions = RunAssumptions(step_time_sd=aim.step_error)
+    assumptions = assumed(aim.assume, aim.step_error)
     return Plan(
         spec.name, job, aim, chosen, found, tokens, inputs, assumptions, estimate_run(inputs, assumptions)
     )

@@ -78,6 +78,8 @@ class Aim:
     step_error: float = 0.12
     """Relative standard deviation of the true step time around the estimate; the default is the goal of the validation
     without any end-to-end measurement."""
+    assume: tuple[str, ...] = ()
+    """Of the run: ``NAME=VALUE``, with the names of ``RunAssumptions``."""
 
 
 def run_of_model(name: str, seq_len: int, batch: int) -> RunSpec:

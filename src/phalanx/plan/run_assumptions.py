@@ -3,13 +3,17 @@ source or the word "assumption"."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, get_args
+
+import msgspec
 
 from phalanx.hardware.cluster import Cluster
 from phalanx.plan.cost import ELECTRICITY_USD_PER_KWH, STORAGE_USD_PER_GB_MONTH
 from phalanx.plan.energy import GRID_KG_PER_KWH, Activity
-from phalanx.plan.failures import CLASSES, DAY_S, FailureClass, Level
+from phalanx.plan.failures import CLASSES, DAY_S, FailureClass, Level, classes_at_node_rate
 from phalanx.plan.recovery import Method
 
 
@@ -79,6 +83,40 @@ class RunAssumptions:
             )
         if not 0 <= self.spare_confidence < 1:
             raise RunEstimateError(f"spare_confidence must be in [0, 1), is {self.spare_confidence}")
+
+
+NODE_RATE = "failures_per_1000_node_days"
+"""The name by which a fleet's own rate of failures is assumed, instead of the published ones of each class."""
+
+
+def assumed(texts: Sequence[str], step_time_sd: float) -> RunAssumptions:
+    """The assumptions with some of them as a user gave them: ``recovery=restart``, ``repair_s=3600``.
+
+    Raises ``RunEstimateError`` that names what cannot be, and what could.
+    """
+    names = {one.name for one in fields(RunAssumptions)} - {"failure_classes", "step_time_sd"}
+    given: dict[str, Any] = {"step_time_sd": step_time_sd}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if name not in names | {NODE_RATE}:
+            near = difflib.get_close_matches(name, [*names, NODE_RATE], n=1)
+            hint = (
+                f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted([*names, NODE_RATE]))}"
+            )
+            raise RunEstimateError(f"--assume {text}: {name!r} is not an assumption; {hint}")
+        given[name] = value
+    try:
+        rate = msgspec.convert(given.pop(NODE_RATE, None), float | None, strict=False)
+        assumptions = msgspec.convert(given, RunAssumptions, strict=False)
+        classes = CLASSES if rate is None else classes_at_node_rate(rate)
+    except ValueError as error:
+        words = f"; recovery is {_either(Method)}, a level {_either(Level)}" if "enum" in str(error) else ""
+        raise RunEstimateError(f"--assume {' '.join(texts)}: {error}{words}") from error
+    return replace(assumptions, failure_classes=classes)
+
+
+def _either(words: Any) -> str:
+    return " or ".join(get_args(words))
 
 
 @dataclass(frozen=True)
