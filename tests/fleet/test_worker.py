@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from driven_workers import PATIENCE_S, Driver, Node
-from phalanx.fleet.worker_link import Broken, Doubted, Holder, Inject, Resume, Unfit
+from phalanx.fleet.worker_link import Broken, Doubted, Holder, Inject, Resume, Saved, Unfit
+from phalanx.run.read import replace_at
 from phalanx.run.spec import FleetSpec, ParallelSpec, RunSpec
 from tiny_runs import make_dataset, tiny_run, train_on_this_rank
 
@@ -35,8 +36,12 @@ def undisturbed(dataset: Path, tmp_path_factory: pytest.TempPathFactory, ranks: 
 def make_driver(dataset: Path, tmp_path: Path) -> Iterator[Any]:
     made: list[Driver] = []
 
-    def make(nodes: int, fleet: FleetSpec | None = None, **parallel: Any) -> Driver:
+    def make(
+        nodes: int, fleet: FleetSpec | None = None, every_steps: int | None = None, **parallel: Any
+    ) -> Driver:
         spec: RunSpec = tiny_run(dataset, tmp_path / "run", steps=STEPS)
+        if every_steps is not None:
+            spec = replace_at(spec, "checkpoint.every_steps", every_steps)
         spec = dataclasses.replace(spec, parallel=ParallelSpec(**parallel), fleet=fleet or spec.fleet)
         made.append(Driver(spec, nodes))
         return made[-1]
@@ -76,6 +81,22 @@ def test_after_a_peer_stopped_the_fleet_shrinks_and_grows_again(make_driver: Any
     driver.bind([first, spare], resume)
     assert driver.finish() == undisturbed
     assert first.pids == [first.process.pid], "the survivor is the same process"
+
+
+def test_a_checkpoint_due_when_an_epoch_was_left_is_written_by_the_next(
+    make_driver: Any, undisturbed: str
+) -> None:
+    driver = make_driver(2, every_steps=1)
+    driver.bind(driver.nodes)
+    driver.wait_for_step(3)
+    driver.park(driver.nodes, planned=True)
+    resume = driver.resume(driver.nodes)
+    checkpoint = Path(driver.spec.run_dir) / "checkpoints" / f"step-{resume.step:08}"
+    assert not checkpoint.exists(), "the epoch was left before"
+    driver.bind(driver.nodes, resume)
+    assert driver.nodes[0].hear(Saved).step == resume.step
+    assert checkpoint.exists()
+    assert driver.finish() == undisturbed
 
 
 def test_an_audit_after_a_recovery_goes_back_to_the_last_audit_before_it(make_driver: Any) -> None:
