@@ -5,6 +5,9 @@
 the first ones; the ratios are those of the medians of all runs. Agents and coordinator share the cores with the ranks here; on
 a node with more cores than accelerators they do not.
 
+Where a machine's noise hides a hundredth of a step, the processor tells: how much of its time agents and coordinator used
+a second while the steps ran, beside the ranks.
+
     python bench/overhead.py
     python bench/overhead.py --runs 5 --json
 """
@@ -13,13 +16,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 
-from phalanx.observe.event_log import read_events
+from phalanx.observe.event_log import newest_event, read_events
 from phalanx.observe.events import Step
 
 RUN = """
@@ -54,21 +60,59 @@ WAYS: dict[str, tuple[str, ...]] = {
     "kept": ("--nodes", "2"),
 }
 WARM_UP_STEPS = 3
+WATCHERS = ("phalanx.fleet.agent", "phalanx.fleet.coordinator")
 
 
-def step_s(folder: Path, way: str, number: int, steps: int) -> float:
-    """The median step of one run."""
+def step_s(folder: Path, way: str, number: int, steps: int) -> tuple[float, float]:
+    """The median step of one run; and the processor time of the watchers in a second, in all (s)."""
     run_file, run_dir = folder / "run.toml", folder / f"{way}-{number}"
     data = Path(__file__).parent.parent / ".cache/data/python-stdlib"
     run_file.write_text(RUN.format(data=data, steps=steps))
     command = [sys.executable, "-m", "phalanx", "train", str(run_file), *WAYS[way], "--run-dir", str(run_dir)]
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise SystemExit(f"{way}: {done.stderr[-2000:]}")
+    with subprocess.Popen(
+        [*command, "--json"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        share = watchers_share(process, run_dir, steps)
+        _, said = process.communicate()
+    if process.returncode != 0:
+        raise SystemExit(f"{way}: {said[-2000:]}")
     bodies = [event.body for event in read_events(run_dir / "events.jsonl")]
-    return statistics.median(
+    median_s = statistics.median(
         body.step_s for body in bodies if isinstance(body, Step) and body.step > WARM_UP_STEPS
     )
+    return median_s, share
+
+
+def watchers_share(process: subprocess.Popen[str], run_dir: Path, steps: int) -> float:
+    """What agents and coordinator used of a core while the steps after the first ones ran."""
+    samples = []
+    while process.poll() is None:
+        time.sleep(0.2)
+        if WARM_UP_STEPS < steps_done(run_dir) < steps:
+            samples.append((time.monotonic(), processor_s(run_dir)))
+    if len(samples) < 2:
+        return 0.0
+    (begin_s, used_s), (end_s, used_end_s) = samples[0], samples[-1]
+    return (used_end_s - used_s) / (end_s - begin_s)
+
+
+def steps_done(run_dir: Path) -> int:
+    """Steps that have ended by now."""
+    if not (run_dir / "events.jsonl").exists():
+        return 0
+    event = newest_event(run_dir / "events.jsonl", lambda event: isinstance(event.body, Step))
+    return event.body.step if event is not None and isinstance(event.body, Step) else 0
+
+
+def processor_s(run_dir: Path) -> float:
+    """Processor time that the agents and the coordinator of a run have used."""
+    ticks = 0
+    for folder in Path("/proc").iterdir():
+        with suppress(OSError):
+            words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            if str(run_dir) in words and any(program in words for program in WATCHERS):
+                ticks += sum(map(int, (folder / "stat").read_text().rpartition(")")[2].split()[11:13]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
@@ -81,17 +125,24 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     taken: dict[str, list[float]] = {way: [] for way in WAYS}
+    shares: dict[str, list[float]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(arguments.runs):
             for way in WAYS:
-                taken[way].append(step_s(Path(folder), way, number, arguments.steps))
-                print(f"{way}: {taken[way][-1]:.3f} s", file=sys.stderr, flush=True)
+                one_s, share = step_s(Path(folder), way, number, arguments.steps)
+                taken[way].append(one_s)
+                shares[way].append(share)
+                print(f"{way}: {one_s:.3f} s, {share:.1%} of a core", file=sys.stderr, flush=True)
     bare = statistics.median(taken["bare"])
     ratios = {way: statistics.median(each) / bare for way, each in taken.items()}
     for way, ratio in ratios.items():
-        print(f"{way:<8} {statistics.median(taken[way]):.3f} s a step, {ratio:.3f} of bare")
+        share = statistics.median(shares[way])
+        print(
+            f"{way:<8} {statistics.median(taken[way]):.3f} s a step, {ratio:.3f} of bare; "
+            f"agents and coordinator used {share:.1%} of a core"
+        )
     if arguments.json:
-        print(json.dumps({"step_s": taken, "over_bare": ratios}))
+        print(json.dumps({"step_s": taken, "over_bare": ratios, "watchers_of_a_core": shares}))
 
 
 if __name__ == "__main__":
