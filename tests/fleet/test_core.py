@@ -97,6 +97,25 @@ def test_below_the_minimum_the_fleet_waits_and_goes_on_from_memory() -> None:
     assert fleet.state.source == RestorePoint(2, 7)
 
 
+def test_a_fleet_that_waits_and_is_told_to_stop_puts_on_disk_what_only_memory_holds() -> None:
+    fleet = running(wanted=2, spares=0, min_nodes=2)
+    fleet.hear(m.Disconnected("1", 1), m.Broken("0", 1, 0, 0))
+    fleet.park(step=7)
+    fleet.hear(m.StopRun())
+    assert fleet.state.phase is Phase.BINDING
+    assert fleet.state.source == RestorePoint(2, 7)
+    fleet.bind()
+    assert fleet.told("0") == [m.Stop(fleet.state.epoch)]
+
+
+def test_a_fleet_that_waits_and_is_told_to_stop_ends_at_once_if_the_disk_has_it_all() -> None:
+    fleet = running(wanted=2, spares=0, min_nodes=2)
+    fleet.hear(m.Durable("0", 1, 0, 7), m.Disconnected("1", 1), m.Broken("0", 1, 0, 0))
+    fleet.park(step=7)
+    fleet.hear(m.StopRun())
+    assert fleet.state.phase is Phase.FINISHED
+
+
 def test_a_worker_that_exits_costs_its_node_the_rank_but_not_its_memory() -> None:
     fleet = running()
     fleet.hear(m.WorkerExited("0", 1, 0, 0, -9))

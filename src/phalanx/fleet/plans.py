@@ -44,19 +44,29 @@ def common_levels(one: Sequence[str], other: Sequence[str]) -> int:
 
 
 def possible_ranks(state: FleetState) -> int:
-    """The largest legal number of ranks with the nodes that are usable now; 0 if they are too few."""
-    return ranks_of_nodes(state.settings, len(state.seats) - len(state.vacant) + len(state.spares))
+    """The largest legal number of ranks with the nodes that are usable now; 0 if they are too few.
+
+    A run that is to stop needs fewer: any that can put on disk what only memory holds.
+    """
+    usable = len(state.seats) - len(state.vacant) + len(state.spares)
+    least = 1 if state.stopping and _only_in_memory(state) else state.settings.min_nodes
+    return ranks_of_nodes(state.settings, usable, least)
+
+
+def _only_in_memory(state: FleetState) -> bool:
+    source = restore_source(state)
+    return isinstance(source, RestorePoint) and source.step > max(state.durable, default=NO_STEP)
 
 
 def ranks_without_reserve(state: FleetState) -> int:
     """The same for a fleet that has not formed yet, without the nodes that were started as spares."""
     ready = sum(not state.nodes[name].reserve for name in state.spares)
-    return ranks_of_nodes(state.settings, ready)
+    return ranks_of_nodes(state.settings, ready, state.settings.min_nodes)
 
 
-def ranks_of_nodes(settings: Settings, nodes: int) -> int:
-    """The largest legal number of ranks on so many nodes; 0 if they are too few."""
-    if nodes < settings.min_nodes:
+def ranks_of_nodes(settings: Settings, nodes: int, least: int) -> int:
+    """The largest legal number of ranks on so many nodes; 0 if they are fewer than ``least``, or too few."""
+    if nodes < least:
         return 0
     per_node = settings.formation.workers_per_node
     return settings.formation.largest(min(nodes, settings.wanted_nodes) * per_node)
