@@ -89,6 +89,7 @@ def test_a_checkpoint_due_when_an_epoch_was_left_is_written_by_the_next(
     driver = make_driver(2, every_steps=1)
     driver.bind(driver.nodes)
     driver.wait_for_step(3)
+    assert not (Path(driver.spec.run_dir) / "checkpoints" / "step-00000000").exists()
     driver.park(driver.nodes, planned=True)
     resume = driver.resume(driver.nodes)
     checkpoint = Path(driver.spec.run_dir) / "checkpoints" / f"step-{resume.step:08}"

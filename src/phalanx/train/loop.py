@@ -75,7 +75,7 @@ def train(training: Training) -> dict[str, Any] | None:
         stepper.updates, stepper.before_update = progress.updates, training.fence
         stepper.audit = training.guardian.audit(stepper, lambda step, slot: _samples(training, step, slot))
         training.guardian.begins(progress.step, training.shards, _extra(training, progress))
-        if progress.step < spec.train.steps and _due(progress.step, spec.checkpoint.every_steps):
+        if 0 < progress.step < spec.train.steps and _due(progress.step, spec.checkpoint.every_steps):
             _save(
                 training, progress
             )  # restored from memory: whatever broke the last epoch may have broken the save
