@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from driven_workers import PATIENCE_S, Driver, Node
-from phalanx.fleet.worker_link import Broken, Doubted, Holder, Inject, Resume, Saved, Unfit
+from phalanx.fleet.worker_link import Broken, Doubted, Holder, Inject, Park, Resume, Saved, StepEnded, Unfit
 from phalanx.run.read import replace_at
 from phalanx.run.spec import FleetSpec, ParallelSpec, RunSpec
 from tiny_runs import make_dataset, tiny_run, train_on_this_rank
@@ -97,6 +97,22 @@ def test_a_checkpoint_due_when_an_epoch_was_left_is_written_by_the_next(
     driver.bind(driver.nodes, resume)
     assert driver.nodes[0].hear(Saved).step == resume.step
     assert checkpoint.exists()
+    assert driver.finish() == undisturbed
+
+
+def test_a_planned_change_without_snapshots_goes_by_the_disk_and_loses_nothing(
+    make_driver: Any, undisturbed: str
+) -> None:
+    driver = make_driver(2, fleet=FleetSpec(snapshot_every_steps=0), every_steps=100)
+    driver.bind(driver.nodes)
+    driver.wait_for_step(3)
+    for node in driver.nodes:
+        node.tell(Park(driver.epoch, planned=True))
+    saved = driver.nodes[0].hear(Saved).step
+    assert saved >= 4
+    driver.park(driver.nodes, planned=True)
+    driver.bind(driver.nodes, Resume(disk_step=saved))
+    assert driver.nodes[0].hear(StepEnded).step == saved + 1
     assert driver.finish() == undisturbed
 
 

@@ -87,6 +87,9 @@ def train(training: Training) -> dict[str, Any] | None:
             recent_s.append(time.perf_counter() - begin)
             _advance(training, progress, report, stepper.updates)
             _log_step(training, progress, report, recent_s)
+            if report.votes.leave and spec.fleet.snapshot_every_steps == 0:
+                _save(training, progress)  # no memory holds this step for the next epoch
+                _settle(training)
             training.guardian.ended(progress.step, training.shards, _extra(training, progress), report)
             last = progress.step == spec.train.steps
             if not last and _due(progress.step, spec.evaluation.every_steps):
