@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -189,7 +190,14 @@ def _peak(spec: RunSpec, device: torch.device) -> Peak:
         known = accelerator_named(torch.cuda.get_device_name(device))
         if known is not None:
             return Peak(known.bf16_flops, known.source)
-    return Peak(measure_matmul_flops(device, dtype), f"measured {spec.precision.compute} matrix product")
+    rate = _measured_flops(device, dtype, torch.get_num_threads())
+    return Peak(rate, f"measured {spec.precision.compute} matrix product")
+
+
+@functools.cache
+def _measured_flops(device: torch.device, dtype: torch.dtype, threads: int) -> float:  # noqa: ARG001  a part of the key
+    """Once in a process: it takes longer than many a small run."""
+    return measure_matmul_flops(device, dtype)
 
 
 def _of_all(one: Peak, ranks: int) -> Peak:
