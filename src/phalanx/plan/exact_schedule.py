@@ -2,8 +2,8 @@
 
 A closed form (``phalanx.plan.bubbles``) takes stages to be alike, or nearly. The finalists of a search are timed exactly: each
 rank's actions are those of ``phalanx.parallel.schedules``, which the trainer itself follows; an action starts when its rank is
-free and what it needs has arrived. The order in which actions can be looked at depends on the schedule alone, so one pass
-over it serves any number of layouts at once, as arrays.
+free and what it needs has arrived. What comes after what depends on the schedule alone, so actions are dealt once into *waves*,
+at most one for each rank, of which none needs another; a wave is a row of arrays, for any number of layouts at once.
 
 A schedule with very many actions is followed only in part: once the slowest stage sets the pace, every further round of
 ``pipeline`` micro-batches takes as long as the one before (the completion time of such an event graph is eventually periodic;
@@ -19,10 +19,12 @@ from typing import NamedTuple
 import numpy as np
 
 from phalanx.parallel.schedules import Action, Name, Schedule
-from phalanx.plan.candidates import Floats
+from phalanx.plan.candidates import Bools, Floats, Ints
 
 _MOST_ACTIONS = 40_000
-"""Of a schedule that is followed to its end: a tenth of a second."""
+"""Of a schedule that is followed to its end."""
+_KINDS = "FIWB"
+"""Kinds of actions in the order of ``_durations``."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +37,18 @@ class StageTimes:
     weight_gradient_s: Floats
 
 
-class Step(NamedTuple):
-    """An action in an order in which everything comes after what it needs."""
+@dataclass(frozen=True)
+class Waves:
+    """A schedule in waves, shape (waves, ranks); the ends of wave ``w`` are row ``w + 1`` of a table whose row 0 is the start."""
 
-    rank: int
-    action: Action
-    result: int
-    """The number of what it makes: an output of a stage, a gradient of its input, or nothing that others need."""
-    needs: int
-    """The number of what it needs of another stage, or -1."""
-    far: bool
+    duration: Ints
+    """Which of ``_durations`` an action takes."""
+    needs: Ints
+    """The place in the flattened table of ends where what an action needs was made; 0 where it needs nothing."""
+    far: Bools
     """Whether that comes from another rank."""
+    number: Ints
+    """The place of an action among those of its rank; -1 where a rank waits."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +71,10 @@ def flush_s(
     """
     followed = max(4 * pipeline, _MOST_ACTIONS // (3 * pipeline * per_rank))
     if micro_batches <= followed + pipeline:
-        return _ends(steps(name, pipeline, per_rank, micro_batches), times, hop_s)
+        return _flush_s(waves(name, pipeline, per_rank, micro_batches), times, hop_s)
     rest = (micro_batches - followed) % pipeline
-    long = _ends(steps(name, pipeline, per_rank, followed + rest), times, hop_s)
-    short = _ends(steps(name, pipeline, per_rank, followed + rest - pipeline), times, hop_s)
+    long = _flush_s(waves(name, pipeline, per_rank, followed + rest), times, hop_s)
+    short = _flush_s(waves(name, pipeline, per_rank, followed + rest - pipeline), times, hop_s)
     return long + (micro_batches - followed - rest) // pipeline * (long - short)
 
 
@@ -79,85 +82,114 @@ def timeline(
     name: Name, pipeline: int, per_rank: int, micro_batches: int, times: StageTimes, hop_s: float
 ) -> list[Span]:
     """Every action of the first layout of ``times``, in an order in which it could be computed."""
-    order = steps(name, pipeline, per_rank, micro_batches)
-    record: list[Floats] = []
-    _ends(order, times, np.array([hop_s]), record)
-    spans, seconds = [], _by_kind(times)
-    for step, ends in zip(order, record, strict=True):
-        took = float(seconds[step.action.kind][step.action.stage][0])
-        spans.append(Span(step.rank, step.action, float(ends[0]) - took, float(ends[0])))
+    dealt = waves(name, pipeline, per_rank, micro_batches)
+    ends, took = (table[..., 0] for table in _ends(dealt, times, np.array([hop_s])))
+    schedule = Schedule(name, pipeline, per_rank)
+    actions = [schedule.actions(rank, micro_batches) for rank in range(pipeline)]
+    spans = []
+    for wave, rank in np.argwhere(dealt.number >= 0).tolist():
+        end = float(ends[wave + 1, rank])
+        action = actions[rank][dealt.number[wave, rank]]
+        spans.append(Span(rank, action, end - float(took[wave, rank]), end))
     return spans
 
 
 @lru_cache(maxsize=64)
-def steps(name: Name, pipeline: int, per_rank: int, micro_batches: int) -> tuple[Step, ...]:
-    """All actions of all ranks, everything after what it needs."""
+def waves(name: Name, pipeline: int, per_rank: int, micro_batches: int) -> Waves:
+    """All actions of all ranks, each in the first wave after that of what it needs."""
     schedule = Schedule(name, pipeline, per_rank)
-    stages = schedule.stages
-    rank_of = [schedule.rank_of(stage) for stage in range(stages)]
-    half = stages * micro_batches
-    done = bytearray(2 * half + 1)
-    queues = [_numbered(schedule, rank, micro_batches, rank_of) for rank in range(pipeline)]
-    places = [0] * pipeline
-    order: list[Step] = []
-    before = -1
-    while before < len(order):
-        before = len(order)
-        for rank, queue in enumerate(queues):
-            place = places[rank]
-            while place < len(queue) and (queue[place].needs < 0 or done[queue[place].needs]):
-                done[queue[place].result] = 1
-                order.append(queue[place])
-                place += 1
-            places[rank] = place
-    if len(order) < sum(map(len, queues)):
+    actions = [schedule.actions(rank, micro_batches) for rank in range(pipeline)]
+    columns = [_columns(schedule, rank, found, micro_batches) for rank, found in enumerate(actions)]
+    made, wave_of = _deal([(column.needs.tolist(), column.makes.tolist()) for column in columns])
+    if any(len(found) < len(wanted) for found, wanted in zip(wave_of, actions, strict=True)):
         raise ValueError(f"{name} on {pipeline} ranks cannot run {micro_batches} micro-batches to the end")
-    return tuple(order)
+    shape = (max(map(max, wave_of)), pipeline)
+    duration, number = np.full(shape, len(_KINDS) * schedule.stages), np.full(shape, -1)
+    needs, far = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=bool)
+    when = np.array(made)
+    for rank, column in enumerate(columns):
+        place = np.array(wave_of[rank]) - 1, rank
+        duration[place] = column.duration
+        needs[place] = np.where(column.needs >= 0, when[column.needs] * pipeline + column.source, 0)
+        number[place] = np.arange(len(actions[rank]))
+        far[place] = (column.needs >= 0) & (column.source != rank)
+    return Waves(duration, needs, far, number)
 
 
-def _numbered(schedule: Schedule, rank: int, micro_batches: int, rank_of: list[int]) -> list[Step]:
-    """The actions of a rank, with numbers for what they make and need."""
-    stages = schedule.stages
-    half, nothing = stages * micro_batches, 2 * stages * micro_batches
-    found = []
-    for action in schedule.actions(rank, micro_batches):
-        kind, stage, number = action
-        if kind == "F":
-            source, result = stage - 1, stage * micro_batches + number
-            needs = source * micro_batches + number if stage else -1
-        elif kind == "W":
-            source, result, needs = stage, nothing, -1
-        else:
-            source, result = stage + 1, half + stage * micro_batches + number
-            needs = half + source * micro_batches + number if source < stages else -1
-        found.append(Step(rank, action, result, needs, needs >= 0 and rank_of[source] != rank))
-    return found
+class _Columns(NamedTuple):
+    """The actions of a rank as arrays."""
+
+    duration: Ints
+    needs: Ints
+    """The number of what it needs of another stage, an output or a gradient; or -1."""
+    makes: Ints
+    source: Ints
+    """The rank of what it needs."""
 
 
-def _by_kind(times: StageTimes) -> dict[str, list[Floats]]:
-    """Seconds of each kind of action in each stage."""
-    forward, inputs, weights = (
-        list(np.ascontiguousarray(seconds.T))
-        for seconds in (times.forward_s, times.input_gradient_s, times.weight_gradient_s)
+def _columns(schedule: Schedule, rank: int, actions: list[Action], micro_batches: int) -> _Columns:
+    """Outputs of stages are numbered by stage and micro-batch; behind them the gradients of inputs; the last is what none needs."""
+    kinds, stages, numbers = zip(*actions, strict=True)
+    kind = np.array(list(map(_KINDS.index, kinds)))
+    stage, number = np.array(stages), np.array(numbers)
+    forward, weights = kind == _KINDS.index("F"), kind == _KINDS.index("W")
+    source = np.where(forward, stage - 1, stage + 1)
+    half = schedule.stages * micro_batches
+    within = ~weights & (source >= 0) & (source < schedule.stages)
+    behind = np.where(forward, 0, half)
+    rank_of = np.array([schedule.rank_of(one) for one in range(schedule.stages)])
+    return _Columns(
+        kind * schedule.stages + stage,
+        np.where(within, behind + source * micro_batches + number, -1),
+        np.where(weights, 2 * half, behind + stage * micro_batches + number),
+        rank_of[source.clip(0, schedule.stages - 1)],
     )
-    both = [i + w for i, w in zip(inputs, weights, strict=True)]
-    return {"F": forward, "I": inputs, "W": weights, "B": both}
 
 
-def _ends(
-    order: tuple[Step, ...], times: StageTimes, hop_s: Floats, record: list[Floats] | None = None
-) -> Floats:
-    """When the last action ends; the ends of all, in order, are added to ``record``."""
-    free = [np.zeros(times.forward_s.shape[0])] * (1 + max(step.rank for step in order))
-    ends: list[Floats] = [free[0]] * (1 + max(step.result for step in order))
-    seconds = _by_kind(times)
-    for rank, action, result, needs, far in order:
-        start = free[rank]
-        if needs >= 0:
-            start = np.maximum(start, ends[needs] + hop_s if far else ends[needs])
-        end = start + seconds[action.kind][action.stage]
-        free[rank] = ends[result] = end
-        if record is not None:
-            record.append(end)
-    last: Floats = np.maximum.reduce(free)
+def _deal(queues: list[tuple[list[int], list[int]]]) -> tuple[list[int], list[list[int]]]:
+    """The wave, counted from 1, of each result by its number (0: never made), and of each action of each rank."""
+    made = [0] * (1 + max(max(makes) for _, makes in queues))
+    dealt: list[list[int]] = [[] for _ in queues]
+    before = -1
+    while before < (now := sum(map(len, dealt))):
+        before = now
+        for (needs, makes), waves_ in zip(queues, dealt, strict=True):
+            wave = waves_[-1] if waves_ else 0
+            for place in range(len(waves_), len(needs)):
+                if needs[place] >= 0:
+                    ready = made[needs[place]]
+                    if not ready:
+                        break
+                    wave = max(wave, ready)
+                wave += 1
+                made[makes[place]] = wave
+                waves_.append(wave)
+    return made, dealt
+
+
+def _durations(times: StageTimes) -> Floats:
+    """Seconds of each of ``_KINDS`` in each stage, and of waiting, shape (kinds x stages + 1, layouts)."""
+    forward, inputs, weights = times.forward_s, times.input_gradient_s, times.weight_gradient_s
+    idle = np.zeros((len(forward), 1))
+    return np.concatenate([forward, inputs, weights, inputs + weights, idle], axis=1).T
+
+
+def _ends(dealt: Waves, times: StageTimes, hop_s: Floats) -> tuple[Floats, Floats]:
+    """When each rank is free after each wave, row 0 before the first; and how long it computed in each."""
+    took = _durations(times)[dealt.duration]
+    waits = np.where(dealt.far[..., None], hop_s, 0.0)
+    ends = np.zeros((1 + len(took), *took.shape[1:]))
+    flat = ends.reshape(-1, ends.shape[-1])
+    for needs, wait, seconds, free, end in zip(
+        dealt.needs, waits, took, ends[:-1], ends[1:], strict=True
+    ):
+        begin = flat.take(needs, axis=0)
+        begin += wait
+        np.maximum(begin, free, out=begin)
+        np.add(begin, seconds, out=end)
+    return ends, took
+
+
+def _flush_s(dealt: Waves, times: StageTimes, hop_s: Floats) -> Floats:
+    last: Floats = _ends(dealt, times, hop_s)[0][-1].max(axis=0)
     return last

@@ -1,12 +1,14 @@
 """What each pipeline rank computes, for many pipelines at once: how many layers of each kind, and which ends of the model.
 
-Ranks that hold alike are one *place*, represented by the earliest of them, which holds most micro-batches in flight; so the
-worst rank is found among a handful of places instead of among all ranks. Layers are divided as ``phalanx.model.stages``
+Ranks that hold alike are one *place*, represented by the earliest of them, which holds most micro-batches in flight. A place
+that has no more of anything than an earlier one can be neither the fullest nor the slowest, and is left out; so the worst rank is
+found among two or three places instead of among all ranks. Layers are divided as ``phalanx.model.stages``
 divides them, by the same dynamic programme in arrays, solved once for all numbers of stages.
 """
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -20,7 +22,7 @@ from phalanx.plan.stacks import Stack, Workload
 
 @dataclass(frozen=True)
 class Places:
-    """Kinds of ranks of each pipeline, shape (pipelines, kinds); where a pipeline has fewer kinds, its first is repeated."""
+    """Kinds of ranks of each pipeline that can be the worst, shape (pipelines, kinds); where a pipeline has fewer kinds, its first is repeated."""
 
     dense: Ints
     """Layers without a mixture of experts."""
@@ -65,11 +67,11 @@ Kind = tuple[int, int, int, int, int]
 def _kinds(
     sizes: tuple[int, ...], mixture: list[bool], ranks: int, per_rank: int, folded: bool, *, tied: bool
 ) -> list[Kind]:
-    """(dense, mixture, embedding, head, rank) of each kind of rank."""
+    """(dense, mixture, embedding, head, rank) of each kind of rank that has more of something than every earlier one."""
     before = [0, *accumulate(mixture)]
     bounds = [0, *accumulate(sizes)]
     mixtures = [before[end] - before[begin] for begin, end in pairwise(bounds)]
-    found: dict[tuple[int, int, int, int], int] = {}
+    found: list[Kind] = []
     last = len(sizes) - 1
     for rank in range(ranks):
         stages = [
@@ -77,8 +79,10 @@ def _kinds(
         ]
         total, mixed = (sum(amounts[stage] for stage in stages) for amounts in (sizes, mixtures))
         first, end = 0 in stages, last in stages
-        found.setdefault((total - mixed, mixed, first or (tied and end), end), rank)
-    return [(*held, rank) for held, rank in found.items()]
+        held = (total - mixed, mixed, first or (tied and end), end)
+        if not any(all(map(operator.ge, earlier, held)) for earlier in found):
+            found.append((*held, rank))
+    return found
 
 
 def split(workload: Workload, stack: Stack, stages: int) -> tuple[int, ...]:
