@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -158,18 +159,24 @@ class Candidates:
         return self.shard * self.context * self.tensor // (self.expert * self.expert_tensor)
 
     def rows(self, index: slice | Ints | Bools) -> Candidates:
-        """Those at ``index`` of the first axis."""
-        length = self.shape[0]
-
-        def take(array: Ints) -> Ints:
-            return array[index] if array.shape and array.shape[0] == length else array
-
-        return Candidates(**{field.name: take(getattr(self, field.name)) for field in fields(self)})
+        """Those at ``index`` of the last axis."""
+        length = self.shape[-1]
+        return Candidates(
+            **{field.name: at_last(getattr(self, field.name), index, length) for field in fields(self)}
+        )
 
     def at(self, index: int) -> dict[str, int]:
         """The fields of the candidate at a flat index of ``shape``, by name."""
         place = tuple(int(one) for one in np.unravel_index(index, self.shape))
         return {field.name: _pick(getattr(self, field.name), place) for field in fields(self)}
+
+
+Numbers = TypeVar("Numbers", Ints, Floats)
+
+
+def at_last(array: Numbers, index: slice | Ints, length: int) -> Numbers:
+    """The entries at ``index`` of the last axis, unless ``array`` is the same for all ``length`` of them."""
+    return array[..., index] if array.shape[-1] == length else array
 
 
 def _pick(array: Ints, place: tuple[int, ...]) -> int:

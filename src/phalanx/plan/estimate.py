@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import numpy as np
 
 from phalanx.model.shape import is_mixture
 from phalanx.parallel.schedules import Name
 from phalanx.plan.bubbles import Pipelines, legal
-from phalanx.plan.candidates import SCHEDULES, Bools, Candidates, Floats, Ints, from_numbers, layout_at
+from phalanx.plan.candidates import SCHEDULES, Candidates, Floats, Ints, at_last, from_numbers, layout_at
 from phalanx.plan.exact_schedule import StageTimes, flush_s
 from phalanx.plan.holdings import Holdings, holdings
 from phalanx.plan.layer_costs import LayerCosts, layer_costs
@@ -30,7 +31,18 @@ from phalanx.plan.memory import (
 )
 from phalanx.plan.stacks import Job
 from phalanx.plan.stages import most_stages, split
-from phalanx.plan.step_time import blocked_hops, hop_s, pass_times, slowest, step_terms, with_tax
+from phalanx.plan.step_time import (
+    PassTimes,
+    Slowest,
+    blocked_hops,
+    hop_s,
+    pass_times,
+    slowest,
+    slowest_place,
+    step_s,
+    step_terms,
+    with_tax,
+)
 
 
 @dataclass(frozen=True)
@@ -50,33 +62,57 @@ class Evaluation:
 
     def most_memory(self) -> Floats:
         """Bytes of the worst rank of each candidate."""
-        most = self._total_memory(0)
-        number = self.table.table.number[self.table.row].reshape(len(self.table.row), -1)[:, 0]
-        for kind in range(1, len(self.table)):
-            distinct = number > kind  # elsewhere the first is repeated
-            if distinct.any():
-                most[distinct] = np.maximum(most[distinct], self.rows(distinct)._total_memory(kind))
+        candidate, kind = self.table.each()
+        each = self.rows(candidate)
+        bytes_ = memory_total(
+            each.job, each.candidates, each.held, each.costs, each.pipes, each.table[kind.reshape(each.table.row.shape)]
+        )
+        most = bytes_[..., : self.table.row.size]
+        for one in range(1, len(self.table)):
+            (mine,) = np.nonzero(kind == one)
+            most[..., candidate[mine]] = np.maximum(most[..., candidate[mine]], bytes_[..., mine])
         return most
 
-    def _total_memory(self, kind: int) -> Floats:
-        place = self.table[kind]
-        return memory_total(self.job, self.candidates, self.held, self.costs, self.pipes, place)
-
-    def rows(self, index: slice | Bools) -> Evaluation:
-        """Of the candidates at ``index`` of the first axis."""
-        length = self.candidates.shape[0]
+    def rows(self, index: slice | Ints) -> Evaluation:
+        """Of the candidates at ``index`` of the last axis."""
+        length = self.candidates.shape[-1]
         return Evaluation(
             self.job,
             self.candidates.rows(index),
             self.held.rows(index, length),
-            replace(self.costs, row=self.costs.row[index]),
-            Pipelines(*(getattr(self.pipes, field.name)[index] for field in fields(Pipelines))),
-            replace(self.table, row=self.table.row[index]),
+            replace(self.costs, row=at_last(self.costs.row, index, length)),
+            Pipelines(*(at_last(getattr(self.pipes, field.name), index, length) for field in fields(Pipelines))),
+            replace(self.table, row=at_last(self.table.row, index, length)),
         )
+
+    def seconds(self) -> Floats:
+        """Seconds of a step: the sum of ``time``, with most of the work done on few axes."""
+        place = slowest_place(self.passes, self.table)
+        first = place[(0,) * (place.ndim - 1)].reshape((1,) * (place.ndim - 1) + (-1,))
+        seconds = self._seconds(first)
+        # Where what is chosen beside the geometry decides which rank is slowest, more depends on it.
+        (torn,) = np.nonzero((place != first).any(axis=tuple(range(place.ndim - 1))))
+        if len(torn):
+            seconds[..., torn] = self.rows(torn)._seconds(place[..., torn])
+        return seconds
+
+    def _seconds(self, place: Ints) -> Floats:
+        rank = slowest(self.candidates, self.passes, self.table, place)
+        return step_s(self.job, self.candidates, self.held, self.pipes, rank)
 
     def time(self) -> dict[str, Floats]:
         """Seconds of a step by term, the bubble in closed form."""
-        return step_terms(self.job, self.candidates, self.held, self.costs, self.pipes, self.table)
+        return step_terms(self.job, self.candidates, self.held, self.costs, self.pipes, self.slowest)
+
+    @cached_property
+    def passes(self) -> PassTimes:
+        """Seconds of one micro-batch in a layer."""
+        return pass_times(self.job, self.candidates, self.costs)
+
+    @cached_property
+    def slowest(self) -> Slowest:
+        """The rank of each candidate that the others wait for."""
+        return slowest(self.candidates, self.passes, self.table, slowest_place(self.passes, self.table))
 
 
 def prepare(job: Job, candidates: Candidates) -> Evaluation:
@@ -259,7 +295,7 @@ def stage_times(evaluation: Evaluation, index: Ints) -> StageTimes:
         counts[:2, stage] = size - mixtures, mixtures
         layer += size
     counts[2, 0] = counts[3, -1] = 1
-    passes = pass_times(evaluation.job, candidates, evaluation.costs)
+    passes = evaluation.passes
 
     def of(seconds: tuple[Floats, ...]) -> Floats:
         each: Floats = np.stack([term[index] for term in seconds], axis=1) @ counts
@@ -278,9 +314,8 @@ def _with_exact_schedule(evaluation: Evaluation, terms: dict[str, Floats]) -> di
         twice = StageTimes(*(np.concatenate([seconds, seconds]) for seconds in vars(times).values()))
         hops = np.concatenate([np.zeros(len(index)), hop[index]])
         still[index], moving[index] = flush_s(*size, twice, hops).reshape(2, -1)
-    rank = slowest(candidates, pass_times(evaluation.job, candidates, evaluation.costs), evaluation.table)
     flushes = job.workload.batch / (candidates.data * candidates.micro_batch * pipes.micro_batches)
-    busy = pipes.micro_batches * (rank.forward_s + rank.backward_s)
+    busy = pipes.micro_batches * (evaluation.slowest.forward_s + evaluation.slowest.backward_s)
     changed = {
         "bubble": flushes * np.maximum(still - busy, 0.0),
         "pipeline_comm": flushes * np.maximum(moving - still, blocked_hops(job, pipes) * hop),

@@ -17,7 +17,7 @@ import numpy as np
 from phalanx.model.holdings import divided_dim
 from phalanx.model.shape import Parameter, is_mixture, parameters
 from phalanx.plan.architecture import KINDS
-from phalanx.plan.candidates import Bools, Candidates, Floats, Ints
+from phalanx.plan.candidates import Candidates, Floats, Ints, at_last
 from phalanx.run.spec import ModelSpec
 
 
@@ -34,11 +34,11 @@ class Holdings:
     block: tuple[Floats, ...]
     """Of ``dense`` and ``experts`` together, what FSDP gathers as one block; the rest is gathered for a whole pass."""
 
-    def rows(self, index: slice | Bools, length: int) -> Holdings:
-        """Of the candidates at ``index`` of the first axis, which is ``length`` long."""
+    def rows(self, index: slice | Ints, length: int) -> Holdings:
+        """Of the candidates at ``index`` of the last axis, which is ``length`` long."""
 
         def take(arrays: tuple[Floats, ...]) -> tuple[Floats, ...]:
-            return tuple(array[index] if array.shape[0] == length else array for array in arrays)
+            return tuple(at_last(array, index, length) for array in arrays)
 
         return Holdings(*(take(getattr(self, field.name)) for field in dataclasses.fields(self)))
 

@@ -46,15 +46,22 @@ class PlaceTable:
     def __len__(self) -> int:
         return self.table.kinds
 
-    def __getitem__(self, kind: int) -> Place:
+    def __getitem__(self, kind: int | Ints) -> Place:
+        """The ``kind``-th place of each candidate, or of each the place that an array says, which broadcasts."""
         table, row = self.table, self.row
-        if not 0 <= kind < table.kinds:
+        if not 0 <= np.max(kind) < table.kinds:
             raise IndexError(f"there are {table.kinds} places")
         dense, mixture, embedding, head, rank = (
-            column[:, kind][row]
+            column[row, kind]
             for column in (table.dense, table.mixture, table.embedding, table.head, table.rank)
         )
         return Place((dense, mixture, embedding, head), rank)
+
+    def each(self) -> tuple[Ints, Ints]:
+        """Every place of every candidate of the last axis, as (candidate, kind): first the first ones of all, then the second."""
+        number = self.table.number[self.row.ravel()]
+        kind, candidate = np.nonzero(np.arange(len(self))[:, None] < number)
+        return candidate, kind
 
 
 def place_table(job: Job, candidates: Candidates) -> PlaceTable:
@@ -65,7 +72,8 @@ def place_table(job: Job, candidates: Candidates) -> PlaceTable:
     key = (candidates.pipeline * 4096 + np.where(enough, candidates.stages_per_rank, 1)) * 2 + folded
     unique, row = np.unique(key, return_inverse=True)
     pipelines = [(int(code >> 13), int(code >> 1 & 4095), bool(code & 1)) for code in unique]
-    return PlaceTable(places(job.workload, job.stack, pipelines), row.reshape(key.shape))
+    wide = np.broadcast_to(row.reshape(key.shape), (*key.shape[:-1], candidates.shape[-1]))
+    return PlaceTable(places(job.workload, job.stack, pipelines), wide)
 
 
 def pipelines_of(job: Job, candidates: Candidates) -> Pipelines:

@@ -9,7 +9,7 @@ every family that lost, its best member and why.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -17,8 +17,7 @@ import numpy as np
 
 from phalanx.plan.candidates import SCHEDULES, Bools, Candidates, Floats, Ints
 from phalanx.plan.estimate import Estimate, Evaluation, estimates, prepare
-from phalanx.plan.memory import total
-from phalanx.plan.space import Options, excluded, space
+from phalanx.plan.space import AXES, Options, excluded, space
 from phalanx.plan.stacks import Job
 
 _CHUNK_CELLS = 1 << 17
@@ -78,17 +77,15 @@ def search(job: Job, options: Options | None = None) -> SearchResult:
     if options.objective not in get_args(Objective):
         raise ValueError(f"objective {options.objective!r}: take one of {', '.join(get_args(Objective))}")
     everything = space(job, options)
-    tally = _Tally(
-        everything.candidates, options, job.cluster.accelerator.memory_bytes.value, dict(everything.killed)
-    )
-    for first, evaluation in _chunks(job, everything.candidates):
-        tally.add(job, first, evaluation)
+    tally = _Tally(prepare(job, everything.candidates), options, dict(everything.killed))
+    for first, evaluation in _chunks(tally.whole):
+        tally.add(first, evaluation)
     if not tally.valid:
         raise ValueError(_nothing_fits(tally))
     found, runners_up = _decide(job, tally, options)
     return SearchResult(
         best=found[: options.top],
-        front=tally.front.points(everything.candidates),
+        front=tally.front.points(tally.layout),
         runners_up=runners_up,
         looked_at=int(np.prod(everything.candidates.shape)) + sum(everything.killed.values()),
         valid=tally.valid,
@@ -96,55 +93,91 @@ def search(job: Job, options: Options | None = None) -> SearchResult:
     )
 
 
-def _chunks(job: Job, candidates: Candidates) -> Iterator[tuple[int, Evaluation]]:
+def _chunks(whole: Evaluation) -> Iterator[tuple[int, Evaluation]]:
     """Consecutive geometries, each with the index of its first; tables are shared."""
-    rows = candidates.shape[0]
-    each = max(1, _CHUNK_CELLS // int(np.prod(candidates.shape[1:])))
-    whole = prepare(job, candidates)
-    for first in range(0, rows, each):
+    shape = whole.candidates.shape
+    each = max(1, _CHUNK_CELLS // int(np.prod(shape[:-1])))
+    for first in range(0, shape[-1], each):
         yield first, whole.rows(slice(first, first + each))
 
 
 def _nothing_fits(tally: _Tally) -> str:
-    least = float(tally.lean.best.min())
+    least = float(tally.lean.of_row.min())
     if not np.isfinite(least):
         worst = max(tally.killed, key=lambda name: tally.killed[name])
         return f"no layout is legal: most ({tally.killed[worst]:,}) fail by {worst!r}; change the batch or relax the conditions"
+    capacity = tally.whole.job.cluster.accelerator.memory_bytes.value
     return (
-        f"nothing fits: the leanest layout needs {least / 1e9:.1f} GB of {tally.capacity / 1e9:.1f} GB; take more accelerators, "
+        f"nothing fits: the leanest layout needs {least / 1e9:.1f} GB of {capacity / 1e9:.1f} GB; take more accelerators, "
         "more memory, offload, or a smaller micro-batch"
     )
 
 
-class _Best:
-    """Running minima of each geometry and of each choice on the free axes, with where they are."""
+@dataclass(frozen=True)
+class _Look:
+    """What is known of some geometries, shape (choices on the free axes, geometries)."""
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.best = np.full(shape[0], np.inf)
-        self.where = np.zeros(shape[0], dtype=np.int64)
-        self.free = np.full(int(np.prod(shape[1:])), np.inf)
-        self.free_row = np.zeros_like(self.free, dtype=np.int64)
+    bytes: Floats
+    """Infinite where a choice is not legal."""
+    fits: Bools
+    seconds: Floats
+    """Infinite where a choice does not fit."""
+    key: Floats
+    """By which layouts are ranked."""
+
+
+def _look(evaluation: Evaluation, options: Options, killed: dict[str, int]) -> _Look:
+    """Memory of all, and time of what fits. Adds to ``killed`` how many layouts each rule excludes."""
+    job, candidates = evaluation.job, evaluation.candidates
+    shape = candidates.shape
+
+    def count(reason: str, mask: Bools) -> None:
+        cells = int(np.count_nonzero(mask)) * (int(np.prod(shape)) // mask.size)
+        killed[reason] = killed.get(reason, 0) + cells
+
+    legal = np.ones((1,) * AXES, dtype=bool)
+    for reason, mask in excluded(job, candidates, options).items():
+        count(reason, legal & mask)
+        legal = legal & ~mask
+    bytes_ = evaluation.most_memory() + np.where(legal, 0.0, np.inf)
+    fits = bytes_ <= job.cluster.accelerator.memory_bytes.value
+    count("memory", legal)
+    killed["memory"] -= int(np.count_nonzero(fits))
+    (alive,) = np.nonzero(fits.any(axis=tuple(range(AXES - 1))))
+    seconds = np.full(shape, np.inf)
+    if len(alive):
+        seconds[..., alive] = evaluation.rows(alive).seconds()
+        seconds[~fits] = np.inf
+    ranks = candidates.ranks
+    key = {"time": seconds, "cost": seconds * ranks, "gpus": seconds + 1e9 * ranks}[options.objective]
+    flat = (-1, shape[-1])
+    return _Look(bytes_.reshape(flat), fits.reshape(flat), seconds.reshape(flat), key.reshape(flat))
+
+
+class _Best:
+    """Running minima of each geometry, and of each choice on the free axes with the geometry."""
+
+    def __init__(self, choices: int, rows: int) -> None:
+        self.of_row = np.full(rows, np.inf)
+        self.of_choice = np.full(choices, np.inf)
+        self.row = np.zeros(choices, dtype=np.int64)
 
     def add(self, first: int, values: Floats) -> None:
-        flat = values.reshape(values.shape[0], -1)
-        rows = np.arange(len(flat))
-        place = flat.argmin(axis=1)
-        self.best[first : first + len(flat)] = flat[rows, place]
-        self.where[first : first + len(flat)] = place
-        row = flat.argmin(axis=0)
-        least = flat[row, np.arange(flat.shape[1])]
-        better = least < self.free
-        self.free = np.where(better, least, self.free)
-        self.free_row = np.where(better, row + first, self.free_row)
+        choices, rows = values.shape
+        self.of_row[first : first + rows] = values.min(axis=0)
+        row = values.argmin(axis=1)
+        least = values[np.arange(choices), row]
+        better = least < self.of_choice
+        self.of_choice = np.where(better, least, self.of_choice)
+        self.row = np.where(better, row + first, self.row)
 
 
 @dataclass
 class _Tally:
-    """What a pass over the space collects."""
+    """What a pass over the space collects. A layout's number is ``geometry x choices + choice``."""
 
-    candidates: Candidates
+    whole: Evaluation
     options: Options
-    capacity: float
     killed: dict[str, int]
     valid: int = 0
     quick: _Best = field(init=False)
@@ -153,59 +186,55 @@ class _Tally:
     """By memory, of legal layouts."""
     front: _Front = field(init=False)
     keys: Floats = field(default_factory=lambda: np.zeros(0))
-    """Of the best layouts so far by the objective, with their flat indices."""
-    indices: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """Of the best layouts so far by the objective, with their numbers."""
+    numbers: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     def __post_init__(self) -> None:
-        self.quick, self.lean = _Best(self.candidates.shape), _Best(self.candidates.shape)
-        self.front = _Front(self.capacity)
+        *choices, rows = self.whole.candidates.shape
+        self.choices = int(np.prod(choices))
+        self.quick, self.lean = _Best(self.choices, rows), _Best(self.choices, rows)
+        self.front = _Front(self.whole.job.cluster.accelerator.memory_bytes.value)
 
-    def add(self, job: Job, first: int, evaluation: Evaluation) -> None:
+    def add(self, first: int, evaluation: Evaluation) -> None:
         """Looks at a chunk whose first geometry is number ``first``."""
-        candidates = evaluation.candidates
-        shape = candidates.shape
-        legal = np.ones((1,) * 4, dtype=bool)
-        for reason, mask in excluded(job, candidates, self.options).items():
-            self._count(reason, legal & mask, shape)
-            legal = legal & ~mask
-        bytes_ = np.where(legal, evaluation.most_memory(), np.inf)
-        fits = bytes_ <= self.capacity
-        self._count("memory", np.isfinite(bytes_) & ~fits, shape)
-        self.valid += int(np.count_nonzero(fits))
-        self.lean.add(first, bytes_)
-        alive: Bools = np.asarray(fits.reshape(len(fits), -1).any(axis=1))
-        if not alive.any():
-            return
-        seconds = np.full(shape, np.inf)
-        seconds[alive] = np.where(fits[alive], total(evaluation.rows(alive).time()), np.inf)
-        ranks = candidates.ranks
-        keys = {"time": seconds, "cost": seconds * ranks, "gpus": seconds + 1e9 * ranks}[
-            self.options.objective
-        ]
-        self.quick.add(first, keys)
-        self._rank(first, keys)
-        self.front.add(first, seconds, bytes_, np.broadcast_to(ranks, shape))
+        look = _look(evaluation, self.options, self.killed)
+        self.lean.add(first, look.bytes)
+        valid = int(np.count_nonzero(look.fits))
+        if valid:
+            self.valid += valid
+            self.quick.add(first, look.key)
+            self._rank(first, look.key)
+            self.front.add(first, look, evaluation.candidates.ranks.ravel())
+
+    def choices_of(self, rows: list[int]) -> dict[int, int]:
+        """The best choice on the free axes for some geometries: by the objective, or where nothing fits by memory."""
+        if not rows:
+            return {}
+        look = _look(self.whole.rows(np.array(rows)), self.options, {})
+        best = np.where(look.fits.any(axis=0), look.key.argmin(axis=0), look.bytes.argmin(axis=0))
+        return dict(zip(rows, best.tolist(), strict=True))
+
+    def layout(self, number: int) -> dict[str, int]:
+        """The fields of the layout with this number."""
+        row, choice = divmod(number, self.choices)
+        return self.whole.candidates.at(choice * self.whole.candidates.shape[-1] + row)
 
     def leaders(self) -> list[dict[str, int]]:
         """The best layouts by the objective, in closed form."""
-        return [self.candidates.at(int(flat)) for flat in self.indices]
-
-    def _count(self, reason: str, mask: Bools, shape: tuple[int, ...]) -> None:
-        cells = int(np.count_nonzero(mask)) * (int(np.prod(shape)) // mask.size)
-        self.killed[reason] = self.killed.get(reason, 0) + cells
+        return [self.layout(int(number)) for number in self.numbers]
 
     def _rank(self, first: int, values: Floats) -> None:
-        """Keeps the best by the objective."""
-        keys = values.ravel()
+        """Keeps the best by the objective, among equals the first."""
         keep = self.options.finalists
         limit = self.keys[-1] if len(self.keys) >= keep else np.inf
-        better = np.flatnonzero(keys < limit)
-        if not len(better):
+        hopeful = np.flatnonzero(self.quick.of_row[first : first + values.shape[1]] < limit)
+        choice, place = np.nonzero(values[:, hopeful] < limit)
+        if not len(choice):
             return
-        keys = np.concatenate((self.keys, keys[better]))
-        indices = np.concatenate((self.indices, better + first * (values.size // len(values))))
-        order = np.argsort(keys, kind="stable")[:keep]
-        self.keys, self.indices = keys[order], indices[order]
+        keys = np.concatenate((self.keys, values[choice, hopeful[place]]))
+        numbers = np.concatenate((self.numbers, (first + hopeful[place]) * self.choices + choice))
+        order = np.lexsort((numbers, keys))[:keep]
+        self.keys, self.numbers = keys[order], numbers[order]
 
 
 class _Front:
@@ -217,31 +246,31 @@ class _Front:
         """By number of accelerators, the least time at most so many steps of memory."""
         self.found: dict[tuple[int, int], tuple[float, float, int]] = {}
 
-    def add(self, first: int, seconds: Floats, bytes_: Floats, ranks: Ints) -> None:
-        per_row = seconds.size // len(seconds)
-        for count in np.unique(ranks[:, 0, 0, 0]):
-            rows = np.flatnonzero(ranks[:, 0, 0, 0] == count)
-            best = self.best.setdefault(int(count), np.full(_FRONT_STEPS + 1, np.inf))
-            time, size = seconds[rows].ravel(), bytes_[rows].ravel()
+    def add(self, first: int, look: _Look, ranks: Ints) -> None:
+        """Looks at a chunk whose first geometry is number ``first``; ``ranks`` are those of each."""
+        choices = len(look.seconds)
+        for count in sorted(set(ranks.tolist())):
+            best = self.best.setdefault(count, np.full(_FRONT_STEPS + 1, np.inf))
+            rows = np.flatnonzero(ranks == count)
             # What is slower than the best of any memory up to here cannot enter.
-            hopeful = np.flatnonzero(time < best[0])
-            steps = np.minimum(size[hopeful] / self.step, _FRONT_STEPS).astype(np.int64)
-            enters = time[hopeful] < best[steps]
-            hopeful, steps = hopeful[enters], steps[enters]
-            for place in np.argsort(time[hopeful], kind="stable"):
-                step, cell = int(steps[place]), int(hopeful[place])
-                if time[cell] < best[step]:
-                    best[step:] = np.minimum(best[step:], time[cell])
-                    row, free = divmod(cell, per_row)
-                    flat = (first + int(rows[row])) * per_row + free
-                    self.found[int(count), step] = (float(time[cell]), float(size[cell]), flat)
+            choice, place = np.nonzero(look.seconds[:, rows] < best[0])
+            row = rows[place]
+            time, size = look.seconds[choice, row], look.bytes[choice, row]
+            steps = np.minimum(size / self.step, _FRONT_STEPS).astype(np.int64)
+            enters = np.flatnonzero(time < best[steps])
+            numbers = (first + row) * choices + choice
+            for one in enters[np.lexsort((numbers[enters], time[enters]))]:
+                step = int(steps[one])
+                if time[one] < best[step]:
+                    best[step:] = np.minimum(best[step:], time[one])
+                    self.found[count, step] = (float(time[one]), float(size[one]), int(numbers[one]))
 
-    def points(self, candidates: Candidates) -> tuple[Point, ...]:
-        """The front, quickest first."""
+    def points(self, layout: Callable[[int], Mapping[str, int]]) -> tuple[Point, ...]:
+        """The front, quickest first; ``layout`` gives the fields of a layout by its number."""
         points: list[Point] = []
-        for (count, _), (time, size, flat) in sorted(self.found.items(), key=lambda item: item[1]):
+        for (count, _), (time, size, number) in sorted(self.found.items(), key=lambda item: item[1]):
             if not any(p.ranks <= count and p.memory_bytes <= size for p in points):
-                points.append(Point(candidates.at(flat), time, size, count))
+                points.append(Point(layout(number), time, size, count))
         return tuple(points)
 
 
@@ -285,13 +314,18 @@ def _key(found: Estimate, objective: str) -> float:
 
 def _families(job: Job, tally: _Tally) -> Iterator[tuple[str, Mapping[str, int]]]:
     """The best layout for each value of each field: by the objective, or where nothing fits by memory."""
+    best = {}
+    candidates = tally.whole.candidates
     for name in (*_ROW_FAMILIES, *_FREE_FAMILIES):
-        for value in np.unique(getattr(tally.candidates, name)):
-            flat = _best_of(tally.quick, tally.candidates, name, int(value))
-            if flat is None:
-                flat = _best_of(tally.lean, tally.candidates, name, int(value))
-            if flat is not None:
-                yield f"{name}={_label(job, name, int(value))}", tally.candidates.at(flat)
+        for value in np.unique(getattr(candidates, name)).tolist():
+            found = _best_of(tally.quick, candidates, name, value)
+            found = found or _best_of(tally.lean, candidates, name, value)
+            if found is not None:
+                best[f"{name}={_label(job, name, value)}"] = found
+    choices = tally.choices_of(sorted({row for row, choice in best.values() if choice is None}))
+    for family, (row, choice) in best.items():
+        choice = choices[row] if choice is None else choice
+        yield family, tally.layout(row * tally.choices + choice)
 
 
 def _label(job: Job, name: str, value: int) -> str:
@@ -300,18 +334,17 @@ def _label(job: Job, name: str, value: int) -> str:
     return job.modes[value].name if name == "recompute" else str(value)
 
 
-def _best_of(best: _Best, candidates: Candidates, name: str, value: int) -> int | None:
-    """The flat index of the best layout with this value of a field, if there is one."""
-    per_row = len(best.free)
-    column = getattr(candidates, name)
+def _best_of(best: _Best, candidates: Candidates, name: str, value: int) -> tuple[int, int | None] | None:
+    """Geometry and choice of the best layout with this value of a field; the choice is open where the field is the geometry's."""
+    mine = getattr(candidates, name) == value
     if name in _ROW_FAMILIES:
-        keys = np.where(column.ravel() == value, best.best, np.inf)
+        keys = np.where(mine.ravel(), best.of_row, np.inf)
         row = int(keys.argmin())
-        return row * per_row + int(best.where[row]) if np.isfinite(keys[row]) else None
-    mask = np.broadcast_to(column == value, (1, *candidates.shape[1:])).ravel()
-    keys = np.where(mask, best.free, np.inf)
-    place = int(keys.argmin())
-    return int(best.free_row[place]) * per_row + place if np.isfinite(keys[place]) else None
+        return (row, None) if np.isfinite(keys[row]) else None
+    mine = np.broadcast_to(mine, (*candidates.shape[:-1], 1)).ravel()
+    keys = np.where(mine, best.of_choice, np.inf)
+    choice = int(keys.argmin())
+    return (int(best.row[choice]), choice) if np.isfinite(keys[choice]) else None
 
 
 def _why(winner: Estimate, loser: Estimate) -> str:

@@ -20,6 +20,8 @@ from phalanx.plan.candidates import SCHEDULES, Bools, Candidates, Ints, divisors
 from phalanx.plan.stacks import Job
 from phalanx.plan.stages import most_stages
 
+AXES = 5
+"""Of a space."""
 _ALIASES = {
     "tp": "tensor",
     "pp": "pipeline",
@@ -113,7 +115,10 @@ class Options:
 
 @dataclass(frozen=True)
 class Space:
-    """All layouts, as axes: geometry, recomputation, ZeRO stage, offload."""
+    """All layouts, as axes: recomputation, ZeRO stage, offloaded optimizer, offloaded activations, geometry.
+
+    Geometry, by far the longest, is the axis along which arrays are contiguous.
+    """
 
     candidates: Candidates
     killed: dict[str, int] = field(default_factory=dict)
@@ -123,7 +128,7 @@ class Space:
     @property
     def rows(self) -> int:
         """Geometries."""
-        return self.candidates.shape[0]
+        return self.candidates.shape[-1]
 
 
 def space(job: Job, options: Options) -> Space:
@@ -142,12 +147,12 @@ def space(job: Job, options: Options) -> Space:
     candidates = _with_axes(table, free, options.precision)
     for need in needs:
         met = need.holds(candidates)
-        if met.shape[0] == met.size == candidates.shape[0]:
+        if met.shape[-1] == met.size == candidates.shape[-1]:
             killed[need.text] = int((~met).sum())
             candidates = candidates.rows(met.ravel())
-    if not candidates.shape[0]:
+    if not candidates.shape[-1]:
         raise ValueError(f"the requirements {', '.join(options.require)} leave no layout: relax one")
-    each = int(np.prod(candidates.shape[1:]))
+    each = int(np.prod(candidates.shape[:-1]))
     return Space(candidates, {name: number * each for name, number in killed.items() if number})
 
 
@@ -162,15 +167,15 @@ def excluded(job: Job, candidates: Candidates, options: Options) -> dict[str, Bo
     return reasons | {need.text: ~need.holds(candidates) for need in needs}
 
 
-def _free_axes(job: Job, options: Options) -> tuple[Ints, Ints, Ints]:
-    """Values of recompute, zero, and (offloaded activations, offloaded optimizer)."""
+def _free_axes(job: Job, options: Options) -> tuple[Ints, Ints, Ints, Ints]:
+    """Values of recompute, zero, offloaded optimizer, and offloaded activations."""
     model = job.workload.model
     mixed = any(is_mixture(model, layer) for layer in range(model.layers))
     recompute = [
         code for code, mode in enumerate(job.modes) if mixed or not mode.parts or mode.parts & _DENSE_PARTS
     ]
-    offload = [(0, 0), (1, 0), (0, 1), (1, 1)] if options.offload else [(0, 0)]
-    return np.array(recompute), np.array(job.stack.zero_stages), np.array(offload)
+    offload = np.array([0, 1] if options.offload else [0])
+    return np.array(recompute), np.array(job.stack.zero_stages), offload, offload
 
 
 _DENSE_PARTS = frozenset({"norm", "projection", "core", "out", "residual", "widen", "activation", "down"})
@@ -295,20 +300,20 @@ def _keep(table: Table, mask: Bools, rule: str, killed: dict[str, int]) -> Table
     return {name: column[mask] for name, column in table.items()}
 
 
-def _with_axes(table: Table, free: tuple[Ints, Ints, Ints], precision: int) -> Candidates:
-    recompute, zero, offload = free
+def _with_axes(table: Table, free: tuple[Ints, Ints, Ints, Ints], precision: int) -> Candidates:
+    recompute, zero, offload_optimizer, offload_activations = free
 
     def along(values: Ints, axis: int) -> Ints:
-        return values.reshape([-1 if place == axis else 1 for place in range(4)])
+        return values.reshape([-1 if place == axis % AXES else 1 for place in range(AXES)])
 
-    row = {name: along(column, 0) for name, column in table.items() if name != "data"}
+    row = {name: along(column, -1) for name, column in table.items() if name != "data"}
     return Candidates(
         **row,
-        replicate=along(table["data"] // table["shard"], 0),
-        recompute=along(recompute, 1),
-        zero=along(zero, 2),
-        offload_activations=along(offload[:, 0], 3),
-        offload_optimizer=along(offload[:, 1], 3),
-        precision=np.full((1,) * 4, precision, dtype=np.int64),
-        sequence_parallel=np.ones((1,) * 4, dtype=np.int64),
+        replicate=along(table["data"] // table["shard"], -1),
+        recompute=along(recompute, 0),
+        zero=along(zero, 1),
+        offload_optimizer=along(offload_optimizer, 2),
+        offload_activations=along(offload_activations, 3),
+        precision=np.full((1,) * AXES, precision, dtype=np.int64),
+        sequence_parallel=np.ones((1,) * AXES, dtype=np.int64),
     )

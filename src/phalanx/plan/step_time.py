@@ -12,6 +12,7 @@ gradients; at least one block's share, the last, is always exposed (Rashidi et a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -37,6 +38,17 @@ class PassTimes:
     input_gradient_s: tuple[Floats, ...]
     """Recomputation included."""
     weight_gradient_s: tuple[Floats, ...]
+
+    @cached_property
+    def backward_s(self) -> tuple[Floats, ...]:
+        """Both gradients."""
+        return tuple(i + w for i, w in zip(self.input_gradient_s, self.weight_gradient_s, strict=True))
+
+    @cached_property
+    def layer_s(self) -> tuple[Floats, ...]:
+        """Forward and backward."""
+        each = zip(self.forward_s, self.input_gradient_s, self.weight_gradient_s, strict=True)
+        return tuple(f + i + w for f, i, w in each)
 
 
 @dataclass(frozen=True)
@@ -72,33 +84,33 @@ def _times(counts: tuple[Ints, ...], values: tuple[Floats, ...]) -> Floats:
     return np.asarray(sum(count * value for count, value in zip(counts, values, strict=True)))
 
 
-def slowest(candidates: Candidates, passes: PassTimes, table: PlaceTable) -> Slowest:
-    """Compares the kinds of ranks."""
-    layer = tuple(
-        f + i + w
-        for f, i, w in zip(passes.forward_s, passes.input_gradient_s, passes.weight_gradient_s, strict=True)
-    )
-    best = table[0]
-    counts, longest = best.counts, _times(best.counts, layer)
+def slowest_place(passes: PassTimes, table: PlaceTable) -> Ints:
+    """Which of each candidate's places takes longest."""
+    layer = passes.layer_s
+    longest = _times(table[0].counts, layer)
+    slow = np.zeros(longest.shape, dtype=np.int64)
     for kind in range(1, len(table)):
-        place = table[kind]
-        seconds = _times(place.counts, layer)
-        longer = seconds > longest
-        counts = tuple(np.where(longer, new, old) for new, old in zip(place.counts, counts, strict=True))  # type: ignore[assignment]
-        longest = np.where(longer, seconds, longest)
+        seconds = _times(table[kind].counts, layer)
+        slow[seconds > longest] = kind
+        longest = np.maximum(longest, seconds)
+    return slow
+
+
+def slowest(candidates: Candidates, passes: PassTimes, table: PlaceTable, place: Ints) -> Slowest:
+    """The rank at ``place``, as ``slowest_place`` gives it."""
+    counts = table[place].counts
     everything = _whole_model(table)
     stages = candidates.pipeline * candidates.stages_per_rank
-    backward = tuple(i + w for i, w in zip(passes.input_gradient_s, passes.weight_gradient_s, strict=True))
     return Slowest(
         counts,
         _times(counts, passes.forward_s),
-        _times(counts, backward),
+        _times(counts, passes.backward_s),
         (
             _times(everything, passes.forward_s) / stages,
             _times(everything, passes.input_gradient_s) / stages,
             _times(everything, passes.weight_gradient_s) / stages,
         ),
-        _times(everything, layer),
+        _times(everything, passes.layer_s),
     )
 
 
@@ -114,26 +126,48 @@ def step_terms(
     held: Holdings,
     costs: LayerCosts,
     pipes: Pipelines,
-    table: PlaceTable,
+    rank: Slowest,
 ) -> dict[str, Floats]:
     """Seconds of a step by term; their sum is the step."""
-    rank = slowest(candidates, pass_times(job, candidates, costs), table)
-    passes = job.workload.batch / (candidates.data * candidates.micro_batch)
-    flushes = passes / pipes.micro_batches
+    passes = _passes(job, candidates)
     terms = compute_terms(candidates, costs, rank, passes)
-    terms["bubble"] = flushes * idle_s(
-        pipes, rank.forward_s + rank.backward_s, rank.sum_s, *rank.mean_stage_s
-    )
-    hops = np.maximum(exposed_hops(pipes), blocked_hops(job, pipes))
-    terms["pipeline_comm"] = flushes * hops * hop_s(job, candidates)
-    # What waits for the host can hide the network meanwhile.
-    windows = (rank.forward_s, rank.backward_s)
-    terms |= data_terms(job, candidates, held, rank.counts, windows, passes, flushes)
-    terms["optimizer"] = optimizer_s(job, candidates, held, rank.counts)
+    terms |= waiting_terms(job, candidates, held, pipes, rank)
     waits = (offload_waits(job, candidates, costs, kind) for kind in range(len(KINDS)))
     terms["activation_offload"] = passes * _times(rank.counts, tuple(f + b for f, b in waits))
     terms["optimizer_offload"] = state_copy_s(job, candidates, held, rank.counts)
     return with_tax(job, candidates, terms)
+
+
+def step_s(job: Job, candidates: Candidates, held: Holdings, pipes: Pipelines, rank: Slowest) -> Floats:
+    """The sum of ``step_terms``, with what the slowest rank computes and copies in one term."""
+    terms = waiting_terms(job, candidates, held, pipes, rank)
+    terms["busy"] = _passes(job, candidates) * (rank.forward_s + rank.backward_s)
+    terms["optimizer_offload"] = state_copy_s(job, candidates, held, rank.counts)
+    factor = (1 + scale_tax(job, candidates.ranks)) * job.stack.time_scalar
+    return total({term: factor * seconds for term, seconds in terms.items()})
+
+
+def _passes(job: Job, candidates: Candidates) -> Floats:
+    """Micro-batches that a rank computes in a step."""
+    return np.asarray(job.workload.batch / (candidates.data * candidates.micro_batch))
+
+
+def waiting_terms(
+    job: Job, candidates: Candidates, held: Holdings, pipes: Pipelines, rank: Slowest
+) -> dict[str, Floats]:
+    """What the slowest rank waits for in all its micro-batches, and the update."""
+    passes = _passes(job, candidates)
+    flushes = passes / pipes.micro_batches
+    idle = idle_s(pipes, rank.forward_s + rank.backward_s, rank.sum_s, *rank.mean_stage_s)
+    hops = np.maximum(exposed_hops(pipes), blocked_hops(job, pipes))
+    # What waits for the host can hide the network meanwhile.
+    windows = (rank.forward_s, rank.backward_s)
+    return {
+        "bubble": flushes * idle,
+        "pipeline_comm": flushes * hops * hop_s(job, candidates),
+        **data_terms(job, candidates, held, rank.counts, windows, passes, flushes),
+        "optimizer": optimizer_s(job, candidates, held, rank.counts),
+    }
 
 
 def compute_terms(
