@@ -176,7 +176,40 @@ Numbers = TypeVar("Numbers", Ints, Floats)
 
 def at_last(array: Numbers, index: slice | Ints, length: int) -> Numbers:
     """The entries at ``index`` of the last axis, unless ``array`` is the same for all ``length`` of them."""
-    return array[..., index] if array.shape[-1] == length else array
+    if array.shape[-1] != length:
+        return array
+    return array[..., index] if isinstance(index, slice) else array.take(index, axis=-1)
+
+
+_DENSE_CODES = 1 << 22
+"""Codes up to here are counted in a table rather than sorted."""
+
+
+def distinct(columns: Sequence[Ints]) -> tuple[tuple[Ints, ...], Ints]:
+    """The combinations of non-negative ``columns``, which broadcast, that occur; and which of them each entry has."""
+    code, span = np.zeros(1, dtype=np.int64), 1
+    wide = np.broadcast_arrays(*columns)
+    for column in columns:
+        values, which = _numbered(column, int(column.max()) + 1)
+        if span * len(values) > _DENSE_CODES:
+            occurring, code = _numbered(code, span)
+            span = len(occurring)
+        code, span = code * len(values) + which, span * len(values)
+    occurring, row = _numbered(np.broadcast_to(code, wide[0].shape), span)
+    first = np.empty(len(occurring), dtype=np.int64)
+    first[row.ravel()[::-1]] = np.arange(row.size - 1, -1, -1)
+    return tuple(column.ravel()[first] for column in wide), row
+
+
+def _numbered(code: Ints, span: int) -> tuple[Ints, Ints]:
+    """The values below ``span`` that occur, ascending, and which of them each entry is."""
+    if span > max(_DENSE_CODES, code.size):
+        values, which = np.unique(code, return_inverse=True)
+        return values, which.reshape(code.shape)
+    occurs = np.zeros(span, dtype=bool)
+    occurs[code] = True
+    number = np.cumsum(occurs) - 1
+    return np.flatnonzero(occurs), number[code]
 
 
 def _pick(array: Ints, place: tuple[int, ...]) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from phalanx.plan.memory import (
     OVERHEADS,
     PlaceTable,
     memory_at,
-    memory_total,
+    memory_parts,
     pipelines_of,
     place_table,
     total,
@@ -60,17 +61,18 @@ class Evaluation:
         """Bytes by kind on the ranks of the ``kind``-th place."""
         return memory_at(self.job, self.candidates, self.held, self.costs, self.pipes, self.table[kind])
 
-    def most_memory(self) -> Floats:
-        """Bytes of the worst rank of each candidate."""
+    def most_memory(self, more: Floats | float = 0.0) -> Floats:
+        """Bytes of the worst rank of each candidate; ``more`` bytes are added to those of state."""
         candidate, kind = self.table.each()
         each = self.rows(candidate)
-        bytes_ = memory_total(
-            each.job, each.candidates, each.held, each.costs, each.pipes, each.table[kind.reshape(each.table.row.shape)]
-        )
-        most = bytes_[..., : self.table.row.size]
-        for one in range(1, len(self.table)):
-            (mine,) = np.nonzero(kind == one)
-            most[..., candidate[mine]] = np.maximum(most[..., candidate[mine]], bytes_[..., mine])
+        place = each.table[kind.reshape(each.table.row.shape)]
+        parts = memory_parts(each.job, each.candidates, each.held, each.costs, each.pipes, place)
+        state, activations = (_by_kind(part, candidate, kind) for part in parts)
+        most = (state[0] + more) + activations[0]
+        here = np.empty_like(most)
+        for one in range(1, len(state)):
+            np.add(state[one], activations[one], out=here)
+            np.maximum(most, here, out=most)
         return most
 
     def rows(self, index: slice | Ints) -> Evaluation:
@@ -113,6 +115,17 @@ class Evaluation:
     def slowest(self) -> Slowest:
         """The rank of each candidate that the others wait for."""
         return slowest(self.candidates, self.passes, self.table, slowest_place(self.passes, self.table))
+
+
+def _by_kind(values: Floats, candidate: Ints, kind: Ints) -> list[Floats]:
+    """What ``PlaceTable.each`` lists as arrays over the candidates, one for each kind; nothing where a candidate has not so many."""
+    first, *ends = np.searchsorted(kind, np.arange(1, kind[-1] + 2)).tolist()
+    found = [values[..., :first]]
+    for begin, end in pairwise((first, *ends)):
+        wide = np.full((*values.shape[:-1], first), -np.inf)
+        wide[..., candidate[begin:end]] = values[..., begin:end]
+        found.append(wide)
+    return found
 
 
 def prepare(job: Job, candidates: Candidates) -> Evaluation:

@@ -17,7 +17,7 @@ import numpy as np
 from phalanx.model.holdings import divided_dim
 from phalanx.model.shape import Parameter, is_mixture, parameters
 from phalanx.plan.architecture import KINDS
-from phalanx.plan.candidates import Candidates, Floats, Ints, at_last
+from phalanx.plan.candidates import Candidates, Floats, Ints, at_last, distinct
 from phalanx.run.spec import ModelSpec
 
 
@@ -43,24 +43,44 @@ class Holdings:
         return Holdings(*(take(getattr(self, field.name)) for field in dataclasses.fields(self)))
 
 
+@dataclass(frozen=True)
+class _Degrees:
+    """What a layer's holdings depend on of a candidate."""
+
+    tensor: Ints
+    expert: Ints
+    expert_tensor: Ints
+    dense_shard: Ints
+    expert_shard: Ints
+
+
 def holdings(model: ModelSpec, candidates: Candidates, shards: Literal["flat", "rows"] = "rows") -> Holdings:
     """What one layer of each kind holds, where data-parallel ranks divide ``shards``."""
-    whole = shards == "rows"
+    values, row = distinct([getattr(candidates, field.name) for field in dataclasses.fields(_Degrees)])
+    each = _holdings(model, _Degrees(*values), whole_rows=shards == "rows")
+
+    def spread(arrays: tuple[Floats, ...]) -> tuple[Floats, ...]:
+        return tuple(array[row] if array.size > 1 else array for array in arrays)
+
+    return Holdings(*(spread(getattr(each, field.name)) for field in dataclasses.fields(each)))
+
+
+def _holdings(model: ModelSpec, degrees: _Degrees, *, whole_rows: bool) -> Holdings:
     by_kind = [list(_of_kind(model, kind)) for kind in KINDS]
     ahead = [p for p in by_kind[KINDS.index("head")] if p.name.startswith("mtp.") and ".block." in p.name]
     return Holdings(
-        dense=tuple(_sum(_dense(p, candidates) for p in found if not p.stacked) for found in by_kind),
-        experts=tuple(_sum(_stacked(p, candidates) for p in found if p.stacked) for found in by_kind),
+        dense=tuple(_sum(_dense(p, degrees) for p in found if not p.stacked) for found in by_kind),
+        experts=tuple(_sum(_stacked(p, degrees) for p in found if p.stacked) for found in by_kind),
         dense_share=tuple(
-            _sum(_dense_share(p, candidates, whole_rows=whole) for p in found if not p.stacked)
+            _sum(_dense_share(p, degrees, whole_rows=whole_rows) for p in found if not p.stacked)
             for found in by_kind
         ),
         experts_share=tuple(
-            _sum(_stacked_share(p, candidates, whole_rows=whole) for p in found if p.stacked)
+            _sum(_stacked_share(p, degrees, whole_rows=whole_rows) for p in found if p.stacked)
             for found in by_kind
         ),
         block=tuple(
-            _sum(_stacked(p, candidates) if p.stacked else _dense(p, candidates) for p in found)
+            _sum(_stacked(p, degrees) if p.stacked else _dense(p, degrees) for p in found)
             for found in (*by_kind[:2], [], ahead)
         ),
     )
@@ -91,32 +111,32 @@ def _sum(terms: Iterator[Floats]) -> Floats:
     return np.asarray(sum(terms, np.zeros(1)), dtype=np.float64)
 
 
-def _dense(parameter: Parameter, candidates: Candidates) -> Floats:
-    rows, columns = _rows_and_columns(parameter, candidates)
+def _dense(parameter: Parameter, degrees: _Degrees) -> Floats:
+    rows, columns = _rows_and_columns(parameter, degrees)
     return rows * columns
 
 
-def _dense_share(parameter: Parameter, candidates: Candidates, *, whole_rows: bool) -> Floats:
-    rows, columns = _rows_and_columns(parameter, candidates)
-    return _share(rows, candidates.dense_shard, whole_rows=whole_rows) * columns
+def _dense_share(parameter: Parameter, degrees: _Degrees, *, whole_rows: bool) -> Floats:
+    rows, columns = _rows_and_columns(parameter, degrees)
+    return _share(rows, degrees.dense_shard, whole_rows=whole_rows) * columns
 
 
-def _rows_and_columns(parameter: Parameter, candidates: Candidates) -> tuple[Floats, Floats]:
+def _rows_and_columns(parameter: Parameter, degrees: _Degrees) -> tuple[Floats, Floats]:
     """Of what is left of a dense parameter after tensor ranks divided it."""
     rows, rest = float(parameter.shape[0]), float(parameter.numel // parameter.shape[0])
     dim = divided_dim(parameter)
-    mine = np.ceil(rows / candidates.tensor) if dim == 0 else np.asarray(rows)
-    return mine, rest / candidates.tensor if dim == 1 else np.asarray(rest)
+    mine = np.ceil(rows / degrees.tensor) if dim == 0 else np.asarray(rows)
+    return mine, rest / degrees.tensor if dim == 1 else np.asarray(rest)
 
 
-def _stacked(parameter: Parameter, candidates: Candidates) -> Floats:
-    return np.asarray(parameter.numel / candidates.expert / candidates.expert_tensor)
+def _stacked(parameter: Parameter, degrees: _Degrees) -> Floats:
+    return np.asarray(parameter.numel / degrees.expert / degrees.expert_tensor)
 
 
-def _stacked_share(parameter: Parameter, candidates: Candidates, *, whole_rows: bool) -> Floats:
+def _stacked_share(parameter: Parameter, degrees: _Degrees, *, whole_rows: bool) -> Floats:
     experts, rest = parameter.shape[0], parameter.numel // parameter.shape[0]
-    mine = _share(experts / candidates.expert, candidates.expert_shard, whole_rows=whole_rows)
-    return mine * rest / candidates.expert_tensor
+    mine = _share(experts / degrees.expert, degrees.expert_shard, whole_rows=whole_rows)
+    return mine * rest / degrees.expert_tensor
 
 
 def _share(rows: Floats, ranks: Ints, *, whole_rows: bool) -> Floats:

@@ -27,7 +27,7 @@ from phalanx.plan.architecture import (
     Rows,
     layers,
 )
-from phalanx.plan.candidates import PARTS, PRECISIONS, Bools, Candidates, Floats, Ints, Precision
+from phalanx.plan.candidates import PARTS, PRECISIONS, Bools, Candidates, Floats, Ints, Precision, distinct
 from phalanx.plan.stacks import Job
 
 CATEGORIES = ("matmul", "attention", "pointwise", "tensor_comm", "context_comm", "expert_comm", "host")
@@ -73,7 +73,7 @@ def layer_costs(job: Job, candidates: Candidates) -> LayerCosts:
     seconds = np.zeros((len(KINDS), len(PHASES), len(CATEGORIES), len(keys.tensor)))
     parts = np.zeros((2, len(KINDS), len(PARTS) + 1, len(keys.tensor)))
     work = layers(job.workload, job.stack)
-    for code in np.unique(keys.precision):
+    for code in sorted(set(keys.precision.tolist())):
         mine = keys.precision == code
         rank = _Rank(job, keys.rows(mine), PRECISIONS[code])
         for number, kind in enumerate(KINDS):
@@ -107,12 +107,8 @@ class _Keys:
 
 def _unique(candidates: Candidates) -> tuple[_Keys, Ints]:
     """The combinations that occur, and which of them each candidate has."""
-    values = np.broadcast_arrays(*(getattr(candidates, field.name) for field in fields(_Keys)))
-    code = np.zeros_like(values[0])
-    for value in values:
-        code = code * (int(value.max()) + 1) + value
-    _, first, row = np.unique(code, return_index=True, return_inverse=True)
-    return _Keys(*(value.ravel()[first] for value in values)), row.reshape(code.shape)
+    values, row = distinct([getattr(candidates, field.name) for field in fields(_Keys)])
+    return _Keys(*values), row
 
 
 @dataclass(frozen=True)

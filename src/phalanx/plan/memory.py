@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from phalanx.plan.bubbles import Pipelines, in_flight
-from phalanx.plan.candidates import PRECISIONS, SCHEDULES, Candidates, Floats, Ints
+from phalanx.plan.candidates import PRECISIONS, SCHEDULES, Candidates, Floats, Ints, distinct
 from phalanx.plan.holdings import Holdings
 from phalanx.plan.layer_costs import LayerCosts
 from phalanx.plan.stacks import Job, State
@@ -58,7 +58,7 @@ class PlaceTable:
         return Place((dense, mixture, embedding, head), rank)
 
     def each(self) -> tuple[Ints, Ints]:
-        """Every place of every candidate of the last axis, as (candidate, kind): first the first ones of all, then the second."""
+        """Every place of every candidate of the last axis, as (candidate, kind); by kind."""
         number = self.table.number[self.row.ravel()]
         kind, candidate = np.nonzero(np.arange(len(self))[:, None] < number)
         return candidate, kind
@@ -66,13 +66,15 @@ class PlaceTable:
 
 def place_table(job: Job, candidates: Candidates) -> PlaceTable:
     """The kinds of ranks of all ``candidates``."""
-    folded = np.isin(candidates.schedule, [SCHEDULES.index(name) for name in SPLIT_BACKWARD])
+    folded = np.logical_or.reduce([candidates.schedule == SCHEDULES.index(name) for name in SPLIT_BACKWARD])
     # What has more stages than layers is not legal; it is looked up as if it had one stage a rank.
     enough = candidates.pipeline * candidates.stages_per_rank <= most_stages(job.workload, job.stack)
-    key = (candidates.pipeline * 4096 + np.where(enough, candidates.stages_per_rank, 1)) * 2 + folded
-    unique, row = np.unique(key, return_inverse=True)
-    pipelines = [(int(code >> 13), int(code >> 1 & 4095), bool(code & 1)) for code in unique]
-    wide = np.broadcast_to(row.reshape(key.shape), (*key.shape[:-1], candidates.shape[-1]))
+    per_rank = np.where(enough, candidates.stages_per_rank, 1)
+    columns, row = distinct([candidates.pipeline, per_rank, folded.astype(np.int64)])
+    pipelines = [
+        (ranks, each, bool(turns)) for ranks, each, turns in zip(*(c.tolist() for c in columns), strict=True)
+    ]
+    wide = np.broadcast_to(row, (*row.shape[:-1], candidates.shape[-1]))
     return PlaceTable(places(job.workload, job.stack, pipelines), wide)
 
 
@@ -221,11 +223,19 @@ def memory_at(
 def memory_total(
     job: Job, candidates: Candidates, held: Holdings, costs: LayerCosts, pipes: Pipelines, place: Place
 ) -> Floats:
-    """The sum of ``memory_at``, with most of the work done on few axes."""
+    """The sum of ``memory_at``."""
+    state, activations = memory_parts(job, candidates, held, costs, pipes, place)
+    return state + activations
+
+
+def memory_parts(
+    job: Job, candidates: Candidates, held: Holdings, costs: LayerCosts, pipes: Pipelines, place: Place
+) -> tuple[Floats, Floats]:
+    """``memory_at`` as two terms, each over the few axes it depends on: state with overheads, and activations."""
     state = total(state_bytes(job, candidates, held, place))
     activations = total(activation_bytes(job, candidates, costs, pipes, place))
     factor = 1 + job.stack.fragmentation
-    return (factor * state + total(overhead_bytes(job, candidates))) + factor * activations
+    return factor * state + total(overhead_bytes(job, candidates)), factor * activations
 
 
 def total(terms: dict[str, Floats]) -> Floats:

@@ -119,11 +119,14 @@ class _Look:
 
     bytes: Floats
     """Infinite where a choice is not legal."""
-    fits: Bools
+    alive: Ints
+    """Geometries of which a choice fits; what follows is of these."""
     seconds: Floats
     """Infinite where a choice does not fit."""
     key: Floats
     """By which layouts are ranked."""
+    valid: int
+    """Layouts that are legal and fit."""
 
 
 def _look(evaluation: Evaluation, options: Options, killed: dict[str, int]) -> _Look:
@@ -139,19 +142,18 @@ def _look(evaluation: Evaluation, options: Options, killed: dict[str, int]) -> _
     for reason, mask in excluded(job, candidates, options).items():
         count(reason, legal & mask)
         legal = legal & ~mask
-    bytes_ = evaluation.most_memory() + np.where(legal, 0.0, np.inf)
+    bytes_ = evaluation.most_memory(np.where(legal, 0.0, np.inf)).reshape(-1, shape[-1])
     fits = bytes_ <= job.cluster.accelerator.memory_bytes.value
+    valid = int(np.count_nonzero(fits))
     count("memory", legal)
-    killed["memory"] -= int(np.count_nonzero(fits))
-    (alive,) = np.nonzero(fits.any(axis=tuple(range(AXES - 1))))
-    seconds = np.full(shape, np.inf)
+    killed["memory"] -= valid
+    (alive,) = np.nonzero(fits.any(axis=0))
+    seconds, ranks = np.zeros((len(fits), 0)), candidates.ranks.ravel()[alive]
     if len(alive):
-        seconds[..., alive] = evaluation.rows(alive).seconds()
-        seconds[~fits] = np.inf
-    ranks = candidates.ranks
+        found = evaluation.rows(alive).seconds()
+        seconds = np.where(fits.take(alive, axis=1), found.reshape(-1, len(alive)), np.inf)
     key = {"time": seconds, "cost": seconds * ranks, "gpus": seconds + 1e9 * ranks}[options.objective]
-    flat = (-1, shape[-1])
-    return _Look(bytes_.reshape(flat), fits.reshape(flat), seconds.reshape(flat), key.reshape(flat))
+    return _Look(bytes_, alive, seconds, key, valid)
 
 
 class _Best:
@@ -162,14 +164,13 @@ class _Best:
         self.of_choice = np.full(choices, np.inf)
         self.row = np.zeros(choices, dtype=np.int64)
 
-    def add(self, first: int, values: Floats) -> None:
-        choices, rows = values.shape
-        self.of_row[first : first + rows] = values.min(axis=0)
-        row = values.argmin(axis=1)
-        least = values[np.arange(choices), row]
+    def add(self, rows: Ints, values: Floats) -> None:
+        self.of_row[rows] = values.min(axis=0)
+        place = values.argmin(axis=1)
+        least = values[np.arange(len(values)), place]
         better = least < self.of_choice
         self.of_choice = np.where(better, least, self.of_choice)
-        self.row = np.where(better, row + first, self.row)
+        self.row = np.where(better, rows[place], self.row)
 
 
 @dataclass
@@ -198,20 +199,21 @@ class _Tally:
     def add(self, first: int, evaluation: Evaluation) -> None:
         """Looks at a chunk whose first geometry is number ``first``."""
         look = _look(evaluation, self.options, self.killed)
-        self.lean.add(first, look.bytes)
-        valid = int(np.count_nonzero(look.fits))
-        if valid:
-            self.valid += valid
-            self.quick.add(first, look.key)
-            self._rank(first, look.key)
-            self.front.add(first, look, evaluation.candidates.ranks.ravel())
+        self.valid += look.valid
+        self.lean.add(first + np.arange(look.bytes.shape[1]), look.bytes)
+        if look.valid:
+            self.quick.add(first + look.alive, look.key)
+            self._rank(first + look.alive, look.key)
+            self.front.add(first, look, evaluation.candidates.ranks.ravel()[look.alive])
 
     def choices_of(self, rows: list[int]) -> dict[int, int]:
         """The best choice on the free axes for some geometries: by the objective, or where nothing fits by memory."""
         if not rows:
             return {}
         look = _look(self.whole.rows(np.array(rows)), self.options, {})
-        best = np.where(look.fits.any(axis=0), look.key.argmin(axis=0), look.bytes.argmin(axis=0))
+        best = look.bytes.argmin(axis=0)
+        if look.valid:
+            best[look.alive] = look.key.argmin(axis=0)
         return dict(zip(rows, best.tolist(), strict=True))
 
     def layout(self, number: int) -> dict[str, int]:
@@ -223,16 +225,14 @@ class _Tally:
         """The best layouts by the objective, in closed form."""
         return [self.layout(int(number)) for number in self.numbers]
 
-    def _rank(self, first: int, values: Floats) -> None:
+    def _rank(self, rows: Ints, values: Floats) -> None:
         """Keeps the best by the objective, among equals the first."""
         keep = self.options.finalists
         limit = self.keys[-1] if len(self.keys) >= keep else np.inf
-        hopeful = np.flatnonzero(self.quick.of_row[first : first + values.shape[1]] < limit)
+        (hopeful,) = np.nonzero(self.quick.of_row[rows] < limit)
         choice, place = np.nonzero(values[:, hopeful] < limit)
-        if not len(choice):
-            return
         keys = np.concatenate((self.keys, values[choice, hopeful[place]]))
-        numbers = np.concatenate((self.numbers, (first + hopeful[place]) * self.choices + choice))
+        numbers = np.concatenate((self.numbers, rows[hopeful[place]] * self.choices + choice))
         order = np.lexsort((numbers, keys))[:keep]
         self.keys, self.numbers = keys[order], numbers[order]
 
@@ -247,23 +247,27 @@ class _Front:
         self.found: dict[tuple[int, int], tuple[float, float, int]] = {}
 
     def add(self, first: int, look: _Look, ranks: Ints) -> None:
-        """Looks at a chunk whose first geometry is number ``first``; ``ranks`` are those of each."""
+        """Looks at a chunk whose first geometry is number ``first``; ``ranks`` are those of each that is alive."""
         choices = len(look.seconds)
+        quickest, least = look.seconds.min(axis=0), self._steps(look.bytes.min(axis=0)[look.alive])
         for count in sorted(set(ranks.tolist())):
             best = self.best.setdefault(count, np.full(_FRONT_STEPS + 1, np.inf))
-            rows = np.flatnonzero(ranks == count)
-            # What is slower than the best of any memory up to here cannot enter.
-            choice, place = np.nonzero(look.seconds[:, rows] < best[0])
-            row = rows[place]
-            time, size = look.seconds[choice, row], look.bytes[choice, row]
-            steps = np.minimum(size / self.step, _FRONT_STEPS).astype(np.int64)
-            enters = np.flatnonzero(time < best[steps])
-            numbers = (first + row) * choices + choice
-            for one in enters[np.lexsort((numbers[enters], time[enters]))]:
-                step = int(steps[one])
+            # What is slower than the best that has no less memory cannot enter.
+            (rows,) = np.nonzero((ranks == count) & (quickest < best[least]))
+            if not len(rows):
+                continue
+            time, size = look.seconds[:, rows], look.bytes[:, look.alive[rows]]
+            choice, place = np.nonzero(time < best[self._steps(size)])
+            time, size = time[choice, place], size[choice, place]
+            numbers = (first + look.alive[rows[place]]) * choices + choice
+            for one in np.lexsort((numbers, time)):
+                step = int(self._steps(size[one]))
                 if time[one] < best[step]:
                     best[step:] = np.minimum(best[step:], time[one])
                     self.found[count, step] = (float(time[one]), float(size[one]), int(numbers[one]))
+
+    def _steps(self, bytes_: Floats) -> Ints:
+        return np.asarray(np.minimum(bytes_ / self.step, _FRONT_STEPS), dtype=np.int64)
 
     def points(self, layout: Callable[[int], Mapping[str, int]]) -> tuple[Point, ...]:
         """The front, quickest first; ``layout`` gives the fields of a layout by its number."""
