@@ -87,6 +87,22 @@ class Evaluation:
             replace(self.table, row=at_last(self.table.row, index, length)),
         )
 
+    def layouts(self, geometries: Ints, layouts: Sequence[Mapping[str, int]]) -> Evaluation:
+        """Of ``layouts``, which are choices for these places of the last axis, in one axis."""
+        chosen = self.rows(geometries)
+
+        def flat(arrays: tuple[Floats, ...]) -> tuple[Floats, ...]:
+            return tuple(array.reshape(-1) for array in arrays)
+
+        return Evaluation(
+            self.job,
+            from_numbers(layouts),
+            Holdings(*(flat(getattr(chosen.held, field.name)) for field in fields(Holdings))),
+            replace(chosen.costs, row=chosen.costs.row.reshape(-1)),
+            Pipelines(*(getattr(chosen.pipes, field.name).reshape(-1) for field in fields(Pipelines))),
+            replace(chosen.table, row=chosen.table.row.reshape(-1)),
+        )
+
     def seconds(self) -> Floats:
         """Seconds of a step: the sum of ``time``, with most of the work done on few axes."""
         place = slowest_place(self.passes, self.table)
@@ -219,12 +235,18 @@ def estimates(job: Job, layouts: Sequence[Mapping[str, int]], *, exact: bool = T
     """``estimate`` of several layouts at once; if not ``exact``, with the bubble in closed form."""
     for numbers in layouts:
         _check(job, from_numbers([numbers]))
-    candidates = from_numbers(layouts)
-    evaluation = prepare(job, candidates)
-    memory = [_columns(evaluation.memory(kind), len(layouts)) for kind in range(len(evaluation.table))]
+    return estimated(prepare(job, from_numbers(layouts)), layouts, exact=exact)
+
+
+def estimated(
+    evaluation: Evaluation, layouts: Sequence[Mapping[str, int]], *, exact: bool
+) -> tuple[Estimate, ...]:
+    """``estimates`` of ``layouts``, which are legal and what ``evaluation`` is of, in one axis."""
+    job, length = evaluation.job, len(layouts)
+    memory = [_columns(evaluation.memory(kind), length) for kind in range(len(evaluation.table))]
     closed = evaluation.time()
-    terms = _columns(_with_exact_schedule(evaluation, closed) if exact else closed, len(layouts))
-    closed_s = np.broadcast_to(total(closed), len(layouts))
+    terms = _columns(_with_exact_schedule(evaluation, closed) if exact else closed, length)
+    closed_s = np.broadcast_to(total(closed), length)
     found = []
     for place, numbers in enumerate(layouts):
         worst = max(range(len(memory)), key=lambda kind: sum(memory[kind][place].values()))

@@ -16,7 +16,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from phalanx.plan.candidates import SCHEDULES, Bools, Candidates, Floats, Ints
-from phalanx.plan.estimate import Estimate, Evaluation, estimates, prepare
+from phalanx.plan.estimate import Estimate, Evaluation, estimated, prepare
 from phalanx.plan.space import AXES, Options, excluded, space
 from phalanx.plan.stacks import Job
 
@@ -221,10 +221,6 @@ class _Tally:
         row, choice = divmod(number, self.choices)
         return self.whole.candidates.at(choice * self.whole.candidates.shape[-1] + row)
 
-    def leaders(self) -> list[dict[str, int]]:
-        """The best layouts by the objective, in closed form."""
-        return [self.layout(int(number)) for number in self.numbers]
-
     def _rank(self, rows: Ints, values: Floats) -> None:
         """Keeps the best by the objective, among equals the first."""
         keep = self.options.finalists
@@ -257,11 +253,15 @@ class _Front:
             if not len(rows):
                 continue
             time, size = look.seconds[:, rows], look.bytes[:, look.alive[rows]]
-            choice, place = np.nonzero(time < best[self._steps(size)])
-            time, size = time[choice, place], size[choice, place]
+            steps = self._steps(size)
+            choice, place = np.nonzero(time < best[steps])
+            time, size, steps = (values[choice, place] for values in (time, size, steps))
             numbers = (first + look.alive[rows[place]]) * choices + choice
-            for one in np.lexsort((numbers, time)):
-                step = int(self._steps(size[one]))
+            # Of equal memory only the quickest can enter, among equals the first.
+            order = np.lexsort((numbers, time, steps))
+            order = order[np.diff(steps[order], prepend=-1) > 0]
+            for one in order[np.argsort(time[order], kind="stable")]:
+                step = int(steps[one])
                 if time[one] < best[step]:
                     best[step:] = np.minimum(best[step:], time[one])
                     self.found[count, step] = (float(time[one]), float(size[one]), int(numbers[one]))
@@ -284,31 +284,30 @@ def _decide(job: Job, tally: _Tally, options: Options) -> tuple[tuple[Estimate, 
     Finalists are the best by the closed form, and the best of each family that comes close to them: where closed form and
     schedule disagree, the winner may be among these.
     """
-    families = dict(_families(job, tally))
-    closed = dict(zip(families, estimates(job, list(families.values()), exact=False), strict=True))
-    least = min(_key(found, options.objective) for found in closed.values() if found.fits)
-    close = [
-        found.layout
-        for found in closed.values()
-        if found.fits and _key(found, options.objective) <= (1 + _CLOSE) * least
-    ]
-    chosen = {tuple(layout.items()): layout for layout in (*tally.leaders(), *close)}
-    exact = estimates(job, list(chosen.values()))
-    found = tuple(sorted(exact, key=lambda each: (_key(each, options.objective), each.step_s)))
-    retimed = {tuple(each.layout.items()): each for each in exact}
-    winner = found[0]
-    same = estimates(job, [winner.layout], exact=False)[0]
+    families, leaders = _families(job, tally), tally.numbers.tolist()
+    numbers = list(dict.fromkeys((*leaders, *families.values())))
+    layouts = [tally.layout(number) for number in numbers]
+    evaluation = tally.whole.layouts(np.array(numbers) // tally.choices, layouts)
+    closed = dict(zip(numbers, estimated(evaluation, layouts, exact=False), strict=True))
+    fitting = {number: _key(closed[number], options.objective) for number in families.values() if closed[number].fits}
+    least = min(fitting.values())
+    close = [number for number, key in fitting.items() if key <= (1 + _CLOSE) * least]
+    chosen = {number: numbers.index(number) for number in (*leaders, *close)}
+    places = list(chosen.values())
+    finalists = estimated(evaluation.rows(np.array(places)), [layouts[place] for place in places], exact=True)
+    exact = dict(zip(chosen, finalists, strict=True))
+    ranked = sorted(exact, key=lambda number: (_key(exact[number], options.objective), exact[number].step_s))
+    winner, same = exact[ranked[0]], closed[ranked[0]]
     runners = []
-    for family, loser in closed.items():
+    for family, number in families.items():
         name, _, value = family.partition("=")
         if value == _label(job, name, winner.layout[name]):
             continue
         # Like is compared with like: by the exact schedule if both were timed by it, else by the closed form.
-        again = retimed.get(tuple(loser.layout.items()))
-        first, second = (winner, again) if again else (same, loser)
+        first, second = (winner, exact[number]) if number in exact else (same, closed[number])
         slower = second.step_s / first.step_s - 1 if second.fits else float("inf")
         runners.append(RunnerUp(family, second.layout, _why(first, second), slower))
-    return found, tuple(runners)
+    return tuple(exact[number] for number in ranked), tuple(runners)
 
 
 def _key(found: Estimate, objective: str) -> float:
@@ -316,20 +315,21 @@ def _key(found: Estimate, objective: str) -> float:
     return by[objective]
 
 
-def _families(job: Job, tally: _Tally) -> Iterator[tuple[str, Mapping[str, int]]]:
-    """The best layout for each value of each field: by the objective, or where nothing fits by memory."""
+def _families(job: Job, tally: _Tally) -> dict[str, int]:
+    """The number of the best layout for each value of each field: by the objective, or where nothing fits by memory."""
     best = {}
     candidates = tally.whole.candidates
     for name in (*_ROW_FAMILIES, *_FREE_FAMILIES):
-        for value in np.unique(getattr(candidates, name)).tolist():
+        for value in np.flatnonzero(np.bincount(getattr(candidates, name).ravel())).tolist():
             found = _best_of(tally.quick, candidates, name, value)
             found = found or _best_of(tally.lean, candidates, name, value)
             if found is not None:
                 best[f"{name}={_label(job, name, value)}"] = found
     choices = tally.choices_of(sorted({row for row, choice in best.values() if choice is None}))
-    for family, (row, choice) in best.items():
-        choice = choices[row] if choice is None else choice
-        yield family, tally.layout(row * tally.choices + choice)
+    return {
+        family: row * tally.choices + (choices[row] if choice is None else choice)
+        for family, (row, choice) in best.items()
+    }
 
 
 def _label(job: Job, name: str, value: int) -> str:

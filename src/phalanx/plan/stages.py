@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -131,6 +132,13 @@ def balanced(costs: Floats, counts: set[int]) -> dict[int, tuple[int, ...]]:
     Stage by stage, a table holds for the first ``end`` layers the dearest stage, the sum of squares (which prefers even stages
     among equals) and the last boundary; each new table is a minimum over all boundaries, taken for all ends at once.
     """
+    boundaries = _boundaries(tuple(costs.tolist()))
+    return {count: _trace(boundaries, len(costs), count) for count in counts}
+
+
+@lru_cache(maxsize=8)
+def _boundaries(costs: tuple[float, ...]) -> list[Ints]:
+    """For each number of stages, where the last of them begins if it ends before layer ``end``, by ``end``."""
     layers = len(costs)
     before = np.concatenate(([0.0], np.cumsum(costs)))
     between = before[None, :] - before[:, None]
@@ -138,13 +146,13 @@ def balanced(costs: Floats, counts: set[int]) -> dict[int, tuple[int, ...]]:
     dearest, squares = np.full((2, layers + 1), np.inf)
     dearest[0] = squares[0] = 0.0
     boundaries = [np.zeros(layers + 1, dtype=np.int64)]
-    for _ in range(max(counts)):
+    for _ in range(layers):
         dear = np.where(earlier, np.maximum(dearest[:, None], between), np.inf)
         least = dear.min(axis=0)
         square = np.where(dear == least, squares[:, None] + between * between, np.inf)
         boundaries.append(square.argmin(axis=0))
         dearest, squares = least, square.min(axis=0)
-    return {count: _trace(boundaries, layers, count) for count in counts}
+    return boundaries
 
 
 def _trace(boundaries: list[Ints], layers: int, stages: int) -> tuple[int, ...]:
