@@ -174,11 +174,13 @@ class Candidates:
 Numbers = TypeVar("Numbers", Ints, Floats)
 
 
-def at_last(array: Numbers, index: slice | Ints, length: int) -> Numbers:
+def at_last(array: Numbers, index: slice | Ints | Bools, length: int) -> Numbers:
     """The entries at ``index`` of the last axis, unless ``array`` is the same for all ``length`` of them."""
     if array.shape[-1] != length:
         return array
-    return array[..., index] if isinstance(index, slice) else array.take(index, axis=-1)
+    if isinstance(index, slice) or index.dtype == bool:
+        return array[..., index]
+    return array.take(index, axis=-1)  # in half the time
 
 
 _DENSE_CODES = 1 << 22

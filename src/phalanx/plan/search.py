@@ -142,7 +142,8 @@ def _look(evaluation: Evaluation, options: Options, killed: dict[str, int]) -> _
     for reason, mask in excluded(job, candidates, options).items():
         count(reason, legal & mask)
         legal = legal & ~mask
-    bytes_ = evaluation.most_memory(np.where(legal, 0.0, np.inf)).reshape(-1, shape[-1])
+    most = evaluation.most_memory(np.where(legal, 0.0, np.inf))
+    bytes_ = np.broadcast_to(most, shape).reshape(-1, shape[-1])
     fits = bytes_ <= job.cluster.accelerator.memory_bytes.value
     valid = int(np.count_nonzero(fits))
     count("memory", legal)
@@ -150,8 +151,8 @@ def _look(evaluation: Evaluation, options: Options, killed: dict[str, int]) -> _
     (alive,) = np.nonzero(fits.any(axis=0))
     seconds, ranks = np.zeros((len(fits), 0)), candidates.ranks.ravel()[alive]
     if len(alive):
-        found = evaluation.rows(alive).seconds()
-        seconds = np.where(fits.take(alive, axis=1), found.reshape(-1, len(alive)), np.inf)
+        found = np.broadcast_to(evaluation.rows(alive).seconds(), (*shape[:-1], len(alive)))
+        seconds = np.where(fits.take(alive, axis=1), found.reshape(len(fits), -1), np.inf)
     key = {"time": seconds, "cost": seconds * ranks, "gpus": seconds + 1e9 * ranks}[options.objective]
     return _Look(bytes_, alive, seconds, key, valid)
 
