@@ -20,8 +20,8 @@ from phalanx.plan.estimate import Estimate, Evaluation, estimated, prepare
 from phalanx.plan.space import AXES, Options, excluded, space
 from phalanx.plan.stacks import Job
 
-_CHUNK_CELLS = 1 << 17
-"""Layouts looked at together: a few arrays of them fit a core's second cache."""
+_CHUNK_CELLS = 1 << 18
+"""Layouts looked at together: an array of them fits a core's second cache."""
 _FRONT_STEPS = 128
 """Steps of memory that the Pareto front distinguishes."""
 _CLOSE = 0.05
