@@ -9,6 +9,7 @@ activations (arXiv 2205.05198), schedules (arXiv 2104.04473, 2401.10241).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 
@@ -91,8 +92,8 @@ def state_bytes(job: Job, candidates: Candidates, held: Holdings, place: Place) 
     """Bytes of everything that is kept for parameters, by kind."""
     stack = job.stack
     whole, share = (
-        _times(place.counts, held.dense) + _times(place.counts, held.experts),
-        _times(place.counts, held.dense_share) + _times(place.counts, held.experts_share),
+        times(place.counts, held.dense) + times(place.counts, held.experts),
+        times(place.counts, held.dense_share) + times(place.counts, held.experts_share),
     )
     kinds = {state.kind: _state(state, candidates, whole, share) for state in stack.states}
     kinds["compute copy"] = stack.copy_bytes * _gathered(job, candidates, held, place)
@@ -116,8 +117,10 @@ def _state(state: State, candidates: Candidates, whole: Floats, share: Floats) -
     return state.bytes * elements * here
 
 
-def _times(counts: tuple[Ints, ...], elements: tuple[Floats, ...]) -> Floats:
-    return np.asarray(sum(count * each for count, each in zip(counts, elements, strict=True)))
+def times(counts: tuple[Ints, ...], values: tuple[Floats, ...]) -> Floats:
+    """The sum of ``values`` of each kind, each so often as it occurs."""
+    terms = [count * value for count, value in zip(counts, values, strict=True) if count.any()]
+    return reduce(np.add, terms) if terms else np.zeros(1)
 
 
 def _open_sums(job: Job, candidates: Candidates) -> Floats:
@@ -139,7 +142,7 @@ def _gathered(job: Job, candidates: Candidates, held: Holdings, place: Place) ->
         np.asarray((ranks > 1) & (candidates.zero > 0) | always, dtype=np.float64)
         for ranks in (candidates.dense_shard, candidates.expert_shard)
     )
-    everything = _times(place.counts, held.dense) * dense_in + _times(place.counts, held.experts) * experts_in
+    everything = times(place.counts, held.dense) * dense_in + times(place.counts, held.experts) * experts_in
     first = second = in_blocks = np.zeros(1)
     for count, block, experts in zip(place.counts, held.block, held.experts, strict=True):
         size = (block - experts) * dense_in + experts * experts_in
@@ -156,7 +159,7 @@ def activation_bytes(
     """Bytes of what forward leaves for backward, and of what a pass needs for the moment, by kind."""
     held = [kind for kind in (0, 1) if place.counts[kind].any()]  # kinds of layers that some rank has
     per_layer = {kind: costs.by_mode(costs.kept_bytes, kind, candidates.recompute) for kind in (*held, 3)}
-    kept = _times(tuple(place.counts[kind] for kind in held), tuple(per_layer[kind] for kind in held))
+    kept = times(tuple(place.counts[kind] for kind in held), tuple(per_layer[kind] for kind in held))
     if job.stack.keeps_stage_outputs:
         kept = kept + _boundary(job, candidates) * candidates.stages_per_rank
     kept = kept * in_flight(pipes, place.rank)

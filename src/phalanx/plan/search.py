@@ -226,8 +226,11 @@ class _Tally:
         """Keeps the best by the objective, among equals the first."""
         keep = self.options.finalists
         limit = self.keys[-1] if len(self.keys) >= keep else np.inf
-        (hopeful,) = np.nonzero(self.quick.of_row[rows] < limit)
-        choice, place = np.nonzero(values[:, hopeful] < limit)
+        quickest = self.quick.of_row[rows]
+        if len(rows) > keep:
+            limit = min(limit, np.partition(quickest, keep - 1)[keep - 1])
+        (hopeful,) = np.nonzero(quickest <= limit)
+        choice, place = np.nonzero((values[:, hopeful] <= limit) & np.isfinite(values[:, hopeful]))
         keys = np.concatenate((self.keys, values[choice, hopeful[place]]))
         numbers = np.concatenate((self.numbers, rows[hopeful[place]] * self.choices + choice))
         order = np.lexsort((numbers, keys))[:keep]
@@ -255,13 +258,13 @@ class _Front:
                 continue
             time, size = look.seconds[:, rows], look.bytes[:, look.alive[rows]]
             steps = self._steps(size)
-            choice, place = np.nonzero(time < best[steps])
+            # Of equal memory only the quickest can enter.
+            least_s = best.copy()
+            np.minimum.at(least_s, steps.ravel(), time.ravel())
+            choice, place = np.nonzero((time < best[steps]) & (time == least_s[steps]))
             time, size, steps = (values[choice, place] for values in (time, size, steps))
             numbers = (first + look.alive[rows[place]]) * choices + choice
-            # Of equal memory only the quickest can enter, among equals the first.
-            order = np.lexsort((numbers, time, steps))
-            order = order[np.diff(steps[order], prepend=-1) > 0]
-            for one in order[np.argsort(time[order], kind="stable")]:
+            for one in np.lexsort((numbers, time)):
                 step = int(steps[one])
                 if time[one] < best[step]:
                     best[step:] = np.minimum(best[step:], time[one])

@@ -22,7 +22,7 @@ from phalanx.plan.bubbles import Pipelines, exposed_hops, idle_s
 from phalanx.plan.candidates import PRECISIONS, SCHEDULES, Candidates, Floats, Ints
 from phalanx.plan.holdings import Holdings
 from phalanx.plan.layer_costs import CATEGORIES, PHASES, LayerCosts
-from phalanx.plan.memory import PlaceTable, total
+from phalanx.plan.memory import PlaceTable, times, total
 from phalanx.plan.stacks import Job
 
 _UPDATE_BYTES = 30
@@ -80,17 +80,13 @@ def pass_times(job: Job, candidates: Candidates, costs: LayerCosts) -> PassTimes
     )
 
 
-def _times(counts: tuple[Ints, ...], values: tuple[Floats, ...]) -> Floats:
-    return np.asarray(sum(count * value for count, value in zip(counts, values, strict=True)))
-
-
 def slowest_place(passes: PassTimes, table: PlaceTable) -> Ints:
     """Which of each candidate's places takes longest."""
     layer = passes.layer_s
-    longest = _times(table[0].counts, layer)
+    longest = times(table[0].counts, layer)
     slow = np.zeros(longest.shape, dtype=np.int64)
     for kind in range(1, len(table)):
-        seconds = _times(table[kind].counts, layer)
+        seconds = times(table[kind].counts, layer)
         slow[seconds > longest] = kind
         longest = np.maximum(longest, seconds)
     return slow
@@ -103,14 +99,14 @@ def slowest(candidates: Candidates, passes: PassTimes, table: PlaceTable, place:
     stages = candidates.pipeline * candidates.stages_per_rank
     return Slowest(
         counts,
-        _times(counts, passes.forward_s),
-        _times(counts, passes.backward_s),
+        times(counts, passes.forward_s),
+        times(counts, passes.backward_s),
         (
-            _times(everything, passes.forward_s) / stages,
-            _times(everything, passes.input_gradient_s) / stages,
-            _times(everything, passes.weight_gradient_s) / stages,
+            times(everything, passes.forward_s) / stages,
+            times(everything, passes.input_gradient_s) / stages,
+            times(everything, passes.weight_gradient_s) / stages,
         ),
-        _times(everything, passes.layer_s),
+        times(everything, passes.layer_s),
     )
 
 
@@ -133,7 +129,7 @@ def step_terms(
     terms = compute_terms(candidates, costs, rank, passes)
     terms |= waiting_terms(job, candidates, held, pipes, rank)
     waits = (offload_waits(job, candidates, costs, kind) for kind in range(len(KINDS)))
-    terms["activation_offload"] = passes * _times(rank.counts, tuple(f + b for f, b in waits))
+    terms["activation_offload"] = passes * times(rank.counts, tuple(f + b for f, b in waits))
     terms["optimizer_offload"] = state_copy_s(job, candidates, held, rank.counts)
     return with_tax(job, candidates, terms)
 
@@ -177,9 +173,9 @@ def compute_terms(
     terms = {}
     for number, category in enumerate(CATEGORIES):
         each = tuple(costs.of(costs.by_category, kind, number) for kind in range(len(KINDS)))
-        terms[category] = passes * _times(rank.counts, each)
+        terms[category] = passes * times(rank.counts, each)
     again = tuple(costs.by_mode(costs.recompute_s, kind, candidates.recompute) for kind in range(len(KINDS)))
-    terms["recompute"] = passes * _times(rank.counts, again)
+    terms["recompute"] = passes * times(rank.counts, again)
     return terms
 
 
@@ -254,7 +250,7 @@ def _weights_s(
     ):
         if not any(each.any() for each in elements):
             continue
-        each = _times(counts, elements) / pieces
+        each = times(counts, elements) / pieces
         bytes_ = stack.reduce_bytes * each
         gather = gather + pieces * collectives.all_gather_s(cluster, size, stride, stack.gather_bytes * each)
         reduce_s = collectives.reduce_scatter_s(cluster, size, stride, bytes_)
@@ -280,8 +276,8 @@ def optimizer_s(job: Job, candidates: Candidates, held: Holdings, counts: tuple[
 def _updated(job: Job, candidates: Candidates, held: Holdings, counts: tuple[Ints, ...]) -> Floats:
     """Parameters that a rank updates."""
     sharded_from = min(state.sharded_from for state in job.stack.states if state.kind == "moments")
-    whole = _times(counts, held.dense) + _times(counts, held.experts)
-    share = _times(counts, held.dense_share) + _times(counts, held.experts_share)
+    whole = times(counts, held.dense) + times(counts, held.experts)
+    share = times(counts, held.dense_share) + times(counts, held.experts_share)
     return np.where(candidates.zero >= sharded_from, share, whole)
 
 
