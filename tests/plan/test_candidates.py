@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
-from phalanx.plan.candidates import PARTS, RECOMPUTE, divisors, from_numbers, layout_at, one
+from phalanx.plan.candidates import PARTS, RECOMPUTE, distinct, divisors, from_numbers, layout_at, one
 from phalanx.run.layout import Layout
 
 LAYOUT = Layout(pipeline=2, replicate=3, shard=4, context=2, tensor=8, expert=16, expert_tensor=1)
@@ -38,3 +40,14 @@ def test_full_recomputation_is_that_of_every_part() -> None:
 def test_divisors_are_all_and_ascending() -> None:
     assert list(divisors(12)) == [1, 2, 3, 4, 6, 12]
     assert list(divisors(12, 5)) == [1, 2, 3, 4]
+
+
+@given(
+    st.lists(st.tuples(*(st.integers(0, most) for most in (3, 100_000, 2, 100_000))), min_size=1, max_size=30)
+)
+def test_distinct_combinations_are_those_that_occur_in_order(rows: list[tuple[int, ...]]) -> None:
+    columns = [np.array(column) for column in zip(*rows, strict=True)]
+    values, row = distinct(columns)
+    found = list(zip(*(column.tolist() for column in values), strict=True))
+    assert found == sorted(set(rows))
+    assert [found[which] for which in row.tolist()] == rows

@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.hardware.cluster import Fact
 from phalanx.plan.candidates import SCHEDULES, layout_at
-from phalanx.plan.estimate import estimate, estimates
+from phalanx.plan.estimate import estimate, estimates, prepare
 from phalanx.plan.search import SearchResult, search
 from phalanx.plan.space import Options, requirement, space
 from phalanx.plan.stacks import Job
@@ -140,3 +140,26 @@ def test_a_condition_that_cannot_be_read_is_refused(text: str, message: str) -> 
 def test_if_nothing_fits_the_leanest_layout_is_named() -> None:
     with pytest.raises(ValueError, match="the leanest layout needs"):
         search(job("llama3-405b", "h100:8", batch=8))
+
+
+@pytest.mark.parametrize(("model", "stack"), [("llama3-70b", "megatron"), ("deepseek-v3", "phalanx")])
+def test_what_the_search_compares_is_what_an_estimate_says(model: str, stack: str) -> None:
+    mine = job(model, "h100:512", batch=512, stack=stack)
+    whole = prepare(mine, space(mine, Options(micro_batches=(1, 2))).candidates)
+    geometries = np.random.default_rng(0).choice(whole.candidates.shape[-1], 40, replace=False)
+    some = whole.rows(geometries)
+    bytes_, seconds = (
+        np.broadcast_to(each, some.candidates.shape).ravel() for each in (some.most_memory(), some.seconds())
+    )
+    # Of every place and every choice some, each estimated as one layout among others.
+    flat = np.arange(0, bytes_.size, 7)
+    alone = estimates(mine, [some.candidates.at(int(number)) for number in flat], exact=False)
+    assert bytes_[flat] == pytest.approx(np.array([each.memory_bytes for each in alone]), rel=1e-12)
+    assert seconds[flat] == pytest.approx(np.array([each.step_s for each in alone]), rel=1e-12)
+
+
+def test_finalists_are_what_an_estimate_of_each_alone_says() -> None:
+    mine = job("mixtral-8x7b", "h100:64", stack="phalanx")
+    for found in search(mine).best:
+        alone = estimate(mine, found.layout)
+        assert (alone.time, alone.memory, alone.worst_rank) == (found.time, found.memory, found.worst_rank)

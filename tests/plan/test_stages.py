@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.model.shape import is_mixture
 from phalanx.model.stages import balance
 from phalanx.plan.stages import balanced, places, split
 from plan.jobs import job
@@ -60,3 +61,26 @@ def test_the_last_stage_has_what_equal_ones_leave(layers: int, stages: int) -> N
     assert sum(sizes) == layers
     assert set(sizes[:-1]) == {-(-layers // stages)}
     assert 0 < sizes[-1] <= sizes[0]
+
+
+@given(
+    st.sampled_from(["deepseek-v3", "llama3-8b", "qwen3-30b-a3b"]),
+    st.sampled_from(["phalanx", "megatron"]),
+    st.integers(1, 12),
+    st.sampled_from([(1, False), (2, False), (2, True)]),
+)
+def test_every_rank_has_no_more_than_a_place_that_comes_no_later(
+    model: str, stack: str, ranks: int, kind: tuple[int, bool]
+) -> None:
+    mine, (per_rank, folded) = job(model, stack=stack), kind
+    table = places(mine.workload, mine.stack, [(ranks, per_rank, folded)])
+    found = np.stack([table.dense[0], table.mixture[0], table.embedding[0], table.head[0]], axis=1)
+    layers = [is_mixture(mine.workload.model, layer) for layer in range(mine.workload.model.layers)]
+    sizes = split(mine.workload, mine.stack, ranks * per_rank)
+    bounds = np.concatenate([[0], np.cumsum(sizes)])
+    for rank in range(ranks):
+        stages = [rank, 2 * ranks - 1 - rank if folded else ranks + rank][:per_rank]
+        mixture = [layers[layer] for stage in stages for layer in range(bounds[stage], bounds[stage + 1])]
+        held = [mixture.count(False), mixture.count(True), 0 in stages, len(sizes) - 1 in stages]
+        earlier = found[table.rank[0] <= rank]
+        assert (earlier >= held).all(axis=1).any()

@@ -65,12 +65,12 @@ def idle_s(
         sum_s: Of one micro-batch on all ranks together.
         forward_s, input_gradient_s, weight_gradient_s: Of one micro-batch in the mean stage.
     """
-    straight = (sum_s - slowest_s) / np.where(pipes.follows("interleaved"), pipes.per_rank, 1)
-    idle = np.where(
-        pipes.follows("zbv"), _zbv(pipes, forward_s, input_gradient_s, weight_gradient_s), straight
-    )
-    folded = _dualpipev(pipes, forward_s, input_gradient_s, weight_gradient_s)
-    return np.where(pipes.follows("dualpipev"), folded, idle)
+    idle: Floats = (sum_s - slowest_s) / np.where(pipes.follows("interleaved"), pipes.per_rank, 1)
+    for name, folded in (("zbv", _zbv), ("dualpipev", _dualpipev)):
+        mine = pipes.follows(name)
+        if mine.any():
+            idle = np.where(mine, folded(pipes, forward_s, input_gradient_s, weight_gradient_s), idle)
+    return idle
 
 
 def _zbv(pipes: Pipelines, forward: Floats, inputs: Floats, weights: Floats) -> Floats:

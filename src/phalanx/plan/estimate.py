@@ -83,7 +83,9 @@ class Evaluation:
             self.candidates.rows(index),
             self.held.rows(index, length),
             replace(self.costs, row=at_last(self.costs.row, index, length)),
-            Pipelines(*(at_last(getattr(self.pipes, field.name), index, length) for field in fields(Pipelines))),
+            Pipelines(
+                *(at_last(getattr(self.pipes, field.name), index, length) for field in fields(Pipelines))
+            ),
             replace(self.table, row=at_last(self.table.row, index, length)),
         )
 

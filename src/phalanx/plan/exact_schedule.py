@@ -25,6 +25,7 @@ _MOST_ACTIONS = 40_000
 """Of a schedule that is followed to its end."""
 _KINDS = "FIWB"
 """Kinds of actions in the order of ``_durations``."""
+_KIND_OF_LETTER = np.array([_KINDS.find(chr(letter)) for letter in range(128)])
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def _columns(schedule: Schedule, rank: int, micro_batches: int) -> _Columns:
     """Outputs of stages are numbered by stage and micro-batch; behind them the gradients of inputs; the last is what none needs."""
     kinds, stages, numbers = zip(*schedule.actions(rank, micro_batches), strict=True)
     letters = np.frombuffer("".join(kinds).encode(), dtype=np.uint8)
-    kind = np.array([_KINDS.find(chr(letter)) for letter in range(128)])[letters]
+    kind = _KIND_OF_LETTER[letters]
     stage, number = np.array(stages), np.array(numbers)
     forward, weights = kind == _KINDS.index("F"), kind == _KINDS.index("W")
     source = np.where(forward, stage - 1, stage + 1)
@@ -160,7 +161,7 @@ def _deal(queues: list[tuple[list[int], list[int]]]) -> tuple[list[int], list[li
                     ready = made[needs[place]]
                     if not ready:
                         break
-                    if ready > wave:  # noqa: PLR1730 - a third of the time of max
+                    if ready > wave:
                         wave = ready
                 wave += 1
                 made[makes[place]] = wave
@@ -181,9 +182,7 @@ def _ends(dealt: Waves, times: StageTimes, hop_s: Floats) -> tuple[Floats, Float
     waits = np.where(dealt.far[..., None], hop_s, 0.0)
     ends = np.zeros((1 + len(took), *took.shape[1:]))
     flat = ends.reshape(-1, ends.shape[-1])
-    for needs, wait, seconds, free, end in zip(
-        dealt.needs, waits, took, ends[:-1], ends[1:], strict=True
-    ):
+    for needs, wait, seconds, free, end in zip(dealt.needs, waits, took, ends[:-1], ends[1:], strict=True):
         begin = flat.take(needs, axis=0)
         begin += wait
         np.maximum(begin, free, out=begin)

@@ -2,6 +2,7 @@
 
 The space (``phalanx.plan.space``) is a product of axes, and so is every term of memory and time: each is computed over the few
 axes it depends on, a chunk of geometries at a time so that it stays in the processor's cache, and only sums span the whole.
+Arrays lie along the geometries, so that the innermost loops are long.
 Geometries of which no variant fits are dropped before anything is timed. Nothing is sampled and nothing is guessed: what the
 search returns is the best of all layouts by the closed form, re-timed exactly, with a count of what each rule excluded and, for
 every family that lost, its best member and why.
@@ -262,7 +263,7 @@ class _Front:
             least_s = best.copy()
             np.minimum.at(least_s, steps.ravel(), time.ravel())
             choice, place = np.nonzero((time < best[steps]) & (time == least_s[steps]))
-            time, size, steps = (values[choice, place] for values in (time, size, steps))
+            time, size, steps = time[choice, place], size[choice, place], steps[choice, place]
             numbers = (first + look.alive[rows[place]]) * choices + choice
             for one in np.lexsort((numbers, time)):
                 step = int(steps[one])
@@ -293,7 +294,9 @@ def _decide(job: Job, tally: _Tally, options: Options) -> tuple[tuple[Estimate, 
     layouts = [tally.layout(number) for number in numbers]
     evaluation = tally.whole.layouts(np.array(numbers) // tally.choices, layouts)
     closed = dict(zip(numbers, estimated(evaluation, layouts, exact=False), strict=True))
-    fitting = {number: _key(closed[number], options.objective) for number in families.values() if closed[number].fits}
+    fitting = {
+        number: _key(closed[number], options.objective) for number in families.values() if closed[number].fits
+    }
     least = min(fitting.values())
     close = [number for number, key in fitting.items() if key <= (1 + _CLOSE) * least]
     chosen = {number: numbers.index(number) for number in (*leaders, *close)}

@@ -283,7 +283,7 @@ def _updated(job: Job, candidates: Candidates, held: Holdings, counts: tuple[Int
 
 def offload_waits(job: Job, candidates: Candidates, costs: LayerCosts, kind: int) -> tuple[Floats, Floats]:
     """Seconds by which copies of a layer's activations to and from the host's memory outlast its forward and backward."""
-    if not candidates.offload_activations.any():
+    if not candidates.offload_activations.any() or not costs.kept_bytes[kind].any():
         return np.zeros(1), np.zeros(1)
     forward, inputs, weights = (costs.of(costs.by_phase, kind, phase) for phase in range(3))
     again = costs.by_mode(costs.recompute_s, kind, candidates.recompute)
