@@ -29,7 +29,7 @@ OVERHEADS = ("context", "communicators", "fragmentation")
 
 @dataclass(frozen=True)
 class Place:
-    """One kind of rank of each candidate: how much of each of ``KINDS`` it has, in the candidates' axes."""
+    """One kind of rank of each candidate: how much of each of ``KINDS`` it has, in the candidates' axes; one 0 if none has any."""
 
     counts: tuple[Ints, Ints, Ints, Ints]
     rank: Ints
@@ -53,7 +53,7 @@ class PlaceTable:
         if not 0 <= np.max(kind) < table.kinds:
             raise IndexError(f"there are {table.kinds} places")
         dense, mixture, embedding, head, rank = (
-            column[row, kind]
+            column[row, kind] if column.any() else np.zeros(1, dtype=np.int64)
             for column in (table.dense, table.mixture, table.embedding, table.head, table.rank)
         )
         return Place((dense, mixture, embedding, head), rank)
@@ -118,8 +118,9 @@ def _state(state: State, candidates: Candidates, whole: Floats, share: Floats) -
 
 
 def times(counts: tuple[Ints, ...], values: tuple[Floats, ...]) -> Floats:
-    """The sum of ``values`` of each kind, each so often as it occurs."""
-    terms = [count * value for count, value in zip(counts, values, strict=True) if count.any()]
+    """The sum of ``values`` of each kind, each so often as it occurs; kinds that occur nowhere cost nothing."""
+    pairs = zip(counts, values, strict=True)
+    terms = [count * value for count, value in pairs if count.size > 1 or count.any()]
     return reduce(np.add, terms) if terms else np.zeros(1)
 
 
