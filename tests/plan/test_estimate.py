@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.plan.candidates import one
-from phalanx.plan.estimate import estimate
+from phalanx.plan.estimate import estimate, estimates
 from phalanx.plan.stacks import stack_named
 from phalanx.run.layout import Layout
 from plan.jobs import LAYOUTS, job
@@ -43,3 +43,14 @@ def test_figures_follow_from_each_other() -> None:
     assert found.allocated_bytes == pytest.approx(
         found.memory_bytes - sum(found.memory[kind] for kind in overheads)
     )
+
+
+def test_layouts_estimated_together_are_those_estimated_alone() -> None:
+    mine = job()
+    flat = [one(Layout(shard=64), zero=1, recompute=mode).at(0) for mode in (0, 5)]
+    for layouts in (flat, [*LAYOUTS.values(), *flat]):
+        for together, numbers in zip(estimates(mine, layouts), layouts, strict=True):
+            alone = estimate(mine, numbers)
+            assert together.time == pytest.approx(alone.time, rel=1e-12)
+            assert together.memory == pytest.approx(alone.memory, rel=1e-12)
+            assert together.worst_rank == alone.worst_rank

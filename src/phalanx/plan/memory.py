@@ -29,7 +29,7 @@ OVERHEADS = ("context", "communicators", "fragmentation")
 
 @dataclass(frozen=True)
 class Place:
-    """One kind of rank of each candidate: how much of each of ``KINDS`` it has, in the candidates' axes; one 0 if none has any."""
+    """One kind of rank of each candidate: how much of each of ``KINDS`` it has, in the candidates' axes."""
 
     counts: tuple[Ints, Ints, Ints, Ints]
     rank: Ints
@@ -53,7 +53,7 @@ class PlaceTable:
         if not 0 <= np.max(kind) < table.kinds:
             raise IndexError(f"there are {table.kinds} places")
         dense, mixture, embedding, head, rank = (
-            column[row, kind] if column.any() else np.zeros(1, dtype=np.int64)
+            column[row, kind]
             for column in (table.dense, table.mixture, table.embedding, table.head, table.rank)
         )
         return Place((dense, mixture, embedding, head), rank)
@@ -120,7 +120,7 @@ def _state(state: State, candidates: Candidates, whole: Floats, share: Floats) -
 def times(counts: tuple[Ints, ...], values: tuple[Floats, ...]) -> Floats:
     """The sum of ``values`` of each kind, each so often as it occurs; kinds that occur nowhere cost nothing."""
     pairs = zip(counts, values, strict=True)
-    terms = [count * value for count, value in pairs if count.size > 1 or count.any()]
+    terms = [count * value for count, value in pairs if count.max() > 0]
     return reduce(np.add, terms) if terms else np.zeros(1)
 
 
@@ -144,6 +144,8 @@ def _gathered(job: Job, candidates: Candidates, held: Holdings, place: Place) ->
         for ranks in (candidates.dense_shard, candidates.expert_shard)
     )
     everything = times(place.counts, held.dense) * dense_in + times(place.counts, held.experts) * experts_in
+    if not (candidates.zero >= 3).any():
+        return everything
     first = second = in_blocks = np.zeros(1)
     for count, block, experts in zip(place.counts, held.block, held.experts, strict=True):
         size = (block - experts) * dense_in + experts * experts_in

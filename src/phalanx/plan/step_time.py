@@ -213,18 +213,20 @@ def data_terms(
     gather, scatter, among = _weights_s(job, candidates, held, counts)
     blocks = np.maximum(counts[0] + counts[1], 1)
     forward, backward = (stack.data_overlap * seconds for seconds in windows)
-    times = np.where((zero >= 2) & stack.reduces_each_micro_batch, passes, flushes)
     sharded = zero >= 3
-    per_pass = _exposed(gather, forward, blocks) + _exposed(gather, backward, blocks)
+    gathered = _exposed(gather, forward, blocks)
     # After an update, the next step's first forward pass is what hides the gathering of new weights.
-    once = np.where(zero >= 1, _exposed(gather, forward, blocks), 0.0)
-    window = np.maximum(backward - np.where(sharded, gather, 0.0), 0.0)
-    inside = _exposed(scatter, window, blocks)
-    return {
-        "weight_gather": np.where(sharded, passes * per_pass, once),
-        # What is added up over shards is added up over replicas once, with the last of a flush.
-        "gradient_reduce": (times - flushes) * inside + flushes * _exposed(scatter + among, window, blocks),
-    }
+    weights_s = np.where(zero >= 1, gathered, 0.0)
+    window = backward
+    if sharded.any():
+        weights_s = np.where(sharded, passes * (gathered + _exposed(gather, backward, blocks)), weights_s)
+        window = np.maximum(backward - np.where(sharded, gather, 0.0), 0.0)
+    # What is added up over shards is added up over replicas once, with the last of a flush.
+    gradients_s = flushes * _exposed(scatter + among, window, blocks)
+    if stack.reduces_each_micro_batch:
+        further = np.where(zero >= 2, passes - flushes, 0.0)
+        gradients_s = gradients_s + further * _exposed(scatter, window, blocks)
+    return {"weight_gather": weights_s, "gradient_reduce": gradients_s}
 
 
 def _exposed(seconds: Floats, window: Floats, blocks: Ints) -> Floats:
