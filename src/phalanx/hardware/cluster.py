@@ -51,6 +51,8 @@ class Accelerator:
     """Name or TOML file of the fitted constants that hold for it; empty means those of its own key."""
     device_names: tuple[str, ...] = ()
     """Parts of the name that its driver reports, by which it is recognised."""
+    exponentials_per_s: Fact | None = None
+    """Of its special function units, which attention's softmax waits for; ``None`` where they are not known."""
 
 
 @dataclass(frozen=True)

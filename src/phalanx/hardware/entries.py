@@ -22,7 +22,8 @@ _ACCELERATOR_FACTS = (
 )
 _ACCELERATOR_TEXTS = ("name", "vendor", "announced_only", "device_names", "profile", "multiprocessors")
 _SYSTEM_FACTS = ("node_power_w", "host_memory_bytes", "pue", "storage_bytes_per_s_per_accelerator")
-_FACTS = frozenset((*_ACCELERATOR_FACTS, *_SYSTEM_FACTS, "bytes_per_s"))
+_EXPONENTIALS = "exponentials_per_s"
+_FACTS = frozenset((*_ACCELERATOR_FACTS, *_SYSTEM_FACTS, "bytes_per_s", _EXPONENTIALS))
 _TABLES_OF_FACTS = frozenset(("flops", "sparse_flops"))
 
 
@@ -44,7 +45,7 @@ def inherited(table: Table, catalogue: Table, key: str) -> Table:
 
 def read_accelerator(table: Table) -> Accelerator:
     """The accelerator that ``table`` states in full."""
-    table.check((*_SHARED, *_ACCELERATOR_FACTS, *_ACCELERATOR_TEXTS, "flops", "sparse_flops"))
+    table.check((*_SHARED, *_ACCELERATOR_FACTS, *_ACCELERATOR_TEXTS, "flops", "sparse_flops", _EXPONENTIALS))
     facts = {name: table.fact(name) for name in _ACCELERATOR_FACTS}
     if not table.facts("flops"):
         raise HardwareError(
@@ -66,6 +67,7 @@ def read_accelerator(table: Table) -> Accelerator:
         price_per_hour=facts["price_per_hour"],
         profile=table.text("profile", ""),
         device_names=table.texts("device_names"),
+        exponentials_per_s=table.fact(_EXPONENTIALS) if _EXPONENTIALS in table.values else None,
     )
 
 

@@ -45,12 +45,21 @@ class MatmulFit:
 
 @dataclass(frozen=True)
 class AttentionFit:
-    """Share of a format's peak that fused attention reaches."""
+    """Share of the peak in 16 bits that fused attention reaches with queries and values of 128 each."""
 
     forward: float
     backward: float
     launch_s: float
     provenance: Provenance
+    latent: tuple[float, float] = (0.0, 0.0)
+    """The same, forward and backward, with queries of 192 and values of 128, as in latent attention; 0 where it was not measured."""
+    exponentials_per_s: float = 0.0
+    """Of the accelerator that was measured; 0 where they are not known."""
+
+    def share(self, backward: bool, latent: bool = False) -> float:
+        """Of the peak, in one direction."""
+        usual = self.backward if backward else self.forward
+        return (self.latent[backward] or usual) if latent else usual
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,8 @@ def read_constants(file: Table, name: str) -> Constants:
             attention.number("backward"),
             attention.number("launch_s"),
             _provenance(attention, shared),
+            (attention.number("latent_forward", 0.0), attention.number("latent_backward", 0.0)),
+            attention.number("exponentials_per_s", 0.0),
         ),
         memory=MemoryFit(memory.number("efficiency"), memory.number("kernel_s"), _provenance(memory, shared)),
         collectives={key: _collective(table.table("collectives").table(key), shared) for key in COLLECTIVES},
