@@ -117,6 +117,49 @@ def test_time_of_attention_is_linear_in_its_work_beyond_the_launch() -> None:
     assert attention_s(H100, "bf16", 0, backward=False) == 0
 
 
+def test_narrow_heads_wait_for_exponentials_and_wide_ones_less() -> None:
+    seconds = [attention_s(H100, "bf16", 1e12, backward=False, widths=widths) for widths in (128, 256, 512)]
+    assert seconds[0] > seconds[1] > seconds[2]
+    assert seconds[1] == attention_s(H100, "bf16", 1e12, backward=False)
+    # 1e12 FLOP are 1e12 / (2 widths) exponentials, at 3.9e12 a second (arXiv 2407.08608).
+    assert seconds[0] - seconds[1] == pytest.approx((1 / 128 - 1 / 256) * 1e12 / 2 / 3.9e12)
+
+
+def test_fp8_speeds_up_the_products_of_attention_but_not_its_exponentials() -> None:
+    launch = H100.constants.attention.launch_s
+    wide, narrow = (attention_s(H100, format_, 1e12, backward=True) - launch for format_ in ("bf16", "fp8"))
+    assert wide / 2 < narrow < wide
+
+
+def test_an_accelerator_with_twice_the_exponentials_computes_attention_faster_with_the_same_constants() -> (
+    None
+):
+    b200, b300 = (profile_of(accelerator(key)) for key in ("b200", "b300"))
+    assert b200.constants.attention == b300.constants.attention
+    assert attention_s(b300, "bf16", 1e12, backward=False) < attention_s(b200, "bf16", 1e12, backward=False)
+
+
+@pytest.mark.parametrize(
+    ("backward", "heads", "latent", "measured_s"),
+    [
+        (False, 64, False, 280e-6),
+        (True, 64, False, 837e-6),
+        (False, 128, True, 735e-6),
+        (True, 128, True, 2377e-6),
+    ],
+)
+def test_attention_takes_on_b200_what_was_measured(
+    backward: bool, heads: int, latent: bool, measured_s: float
+) -> None:
+    """4096 tokens, causal, by Transformer Engine (MooreThreads/SimuMax v1.2)."""
+    widths = 320 if latent else 256
+    flops = (5 if backward else 2) * 4096**2 * heads * widths / 2
+    found = attention_s(
+        profile_of(accelerator("b200")), "bf16", flops, backward=backward, widths=widths, latent=latent
+    )
+    assert found == pytest.approx(measured_s, rel=0.2)
+
+
 def test_memory_bound_work_is_bytes_over_the_reached_rate_and_a_gap_for_each_kernel() -> None:
     alone = memory_bound_s(H100, 1e9, 0)
     assert alone == pytest.approx(1e9 / (0.8 * 3.35e12))

@@ -15,6 +15,7 @@ from phalanx.hardware.catalogue import accelerator
 from phalanx.model.counts import count
 from phalanx.model.presets import PRESETS
 from phalanx.model.shape import resolve
+from phalanx.plan.candidates import PRECISIONS
 from phalanx.plan.published import (
     TABLE,
     Excluded,
@@ -128,8 +129,77 @@ def test_a_missing_file_is_named() -> None:
 
 
 def test_missing_columns_are_named() -> None:
-    with pytest.raises(PublishedRunError, match=r"lacks the columns .*micro_batch"):
+    with pytest.raises(PublishedRunError, match=r"lacks the columns .*global_batch_seqs"):
         parse_published(io.StringIO("id,source,model\na,b,c\n"))
+
+
+def test_a_column_that_may_be_empty_may_be_missing_and_others_may_be_there() -> None:
+    optional = ("micro_batch", "vpp", "recompute", "hfu_pct", "schedule")
+    header = [column for column in GPT3 if column not in optional] + ["colour"]
+    lines = io.StringIO()
+    csv.writer(lines).writerows([header, [GPT3.get(column, "blue") for column in header]])
+    (found,) = parse_published(io.StringIO(lines.getvalue()))
+    assert found == row(GPT3 | dict.fromkeys(optional, ""))
+
+
+@pytest.mark.parametrize("text", ["1,536", "1 536", "1'536", "1536 (stated)", "1.536e3"])
+def test_a_number_may_be_written_with_its_thousands_parted(text: str) -> None:
+    assert row(GPT3, global_batch_seqs=text).global_batch_seqs == 1536
+
+
+@pytest.mark.parametrize("text", ["8k", "32K", "1/2", "8 16", "1,5", "-8", "128x", "1e400", "inf"])
+def test_what_is_not_just_a_number_is_refused_rather_than_read_in_part(text: str) -> None:
+    with pytest.raises(Excluded, match="write a number, or nothing"):
+        setup_of(row(GPT3, global_batch_seqs=text))
+
+
+@pytest.mark.parametrize(("column", "text"), [("layers", "1e5"), ("hidden", "1e30"), ("gpus", "9" * 20)])
+def test_a_number_beyond_every_run_is_refused(column: str, text: str) -> None:
+    with pytest.raises(Excluded, match=rf"{column} is .* that any run has: correct it"):
+        setup_of(row(GPT3, **{column: text}))
+
+
+@pytest.mark.parametrize("column", ["tp", "pp"])
+def test_no_degree_is_zero(column: str) -> None:
+    with pytest.raises(Excluded, match="does not state tensor and pipeline parallelism"):
+        setup_of(row(GPT3, **{column: "0"}))
+
+
+def test_one_expert_is_no_mixture() -> None:
+    assert setup_of(row(GPT3, experts="1", ep="4")).job.workload.model.moe is None
+
+
+def test_ranks_of_experts_that_do_not_divide_a_stage_are_named() -> None:
+    mixture = {"experts": "8", "top_k": "2", "moe_ffn": "14336", "params_total_b": ""}
+    with pytest.raises(Excluded, match="3 x 1 ranks of experts do not divide the 8 ranks of a stage"):
+        setup_of(row(LLAMA_8B, ep="3", **mixture))
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("bfloat16", "bf16"),
+        ("float16", "fp16"),
+        ("half", "fp16"),
+        ("FP8 (E4M3)", "fp8"),
+        ("fp16 (bf16 not stated)", "fp16"),
+    ],
+)
+def test_formats_have_several_names(text: str, name: str) -> None:
+    chosen = setup_of(row(GPT3, gpu="H100-80GB", precision=text)).choices[0]["precision"]
+    assert PRECISIONS[chosen].name == name
+
+
+def test_an_accelerator_whose_name_contains_anothers_is_not_taken_for_it() -> None:
+    with pytest.raises(Excluded, match="no accelerator 'GH200-96GB'"):
+        setup_of(row(GPT3, gpu="GH200-96GB"))
+    assert setup_of(row(GPT3, gpu="TPU v5p")).job.cluster.accelerator.key == "tpu-v5p"
+
+
+def test_sliding_windows_on_every_second_layer_leave_little_more_than_half_of_attention() -> None:
+    note = "basis=model; sliding window 128 on alternate layers"
+    assert setup_of(row(GPT3)).job.workload.attended == 1
+    assert 0.5 < setup_of(row(GPT3, notes=note)).job.workload.attended < 0.65
 
 
 def test_a_row_with_a_word_in_place_of_a_number_is_left_out_with_the_column_and_the_remedy() -> None:

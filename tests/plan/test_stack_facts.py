@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.plan import kernels
-from phalanx.plan.candidates import Recompute, one
+from phalanx.plan.candidates import PRECISIONS, Recompute, one
 from phalanx.plan.estimate import Estimate, estimate
 from phalanx.plan.stacks import STACKS
 from phalanx.run.layout import Layout
@@ -150,3 +150,43 @@ def test_of_a_part_that_is_computed_again_by_half_half_is_kept() -> None:
         widths[name] = estimate(again, layout).memory["activations"]
     assert widths["half"] == pytest.approx((widths["all"] + widths["none"]) / 2)
     assert widths["none"] < widths["half"]
+
+
+def kept(model: str = "qwen3-30b-a3b", precision: str = "bf16", **facts: Any) -> float:
+    layout = MIXTURE | {"precision": [each.name for each in PRECISIONS].index(precision)}
+    return with_facts(layout, model, **facts).memory["activations"]
+
+
+def test_results_of_experts_are_kept_only_where_they_are_weighted_afterwards() -> None:
+    after, inside = (kept(weighs_inside=inside) for inside in (False, True))
+    workload = job("qwen3-30b-a3b").workload
+    model = workload.model
+    assert model.moe is not None
+    routed = workload.seq_len * model.moe.per_token * workload.imbalance
+    assert after - inside == pytest.approx(model.layers * routed * model.dim * 2)
+
+
+def test_a_narrow_format_keeps_less_than_a_wide_one_and_more_where_operands_stay_wide() -> None:
+    wide, narrow, operands = kept(), kept(precision="fp8"), kept(precision="fp8", wide_operands=True)
+    assert narrow < wide
+    assert operands == pytest.approx(wide)
+    assert kept(precision="fp8", narrow_gates=True) < narrow
+    assert kept(narrow_gates=True) == wide
+
+
+def test_tokens_in_eight_bits_take_less_time_to_their_experts() -> None:
+    fp8 = [each.name for each in PRECISIONS].index("fp8")
+    layout = MIXTURE | {"precision": fp8}
+    times = [
+        with_facts(layout, "qwen3-30b-a3b", dispatch="hybrid", narrow_dispatch=narrow).time["expert_comm"]
+        for narrow in (False, True)
+    ]
+    assert times[1] < times[0]
+
+
+def test_windows_that_leave_half_of_the_scores_halve_the_work_of_attention() -> None:
+    whole = job("llama3-8b")
+    half = dataclasses.replace(whole, workload=dataclasses.replace(whole.workload, attended=0.5))
+    times = [estimate(each, LAYOUTS["flat"]).time["attention"] for each in (whole, half)]
+    launches = 2 * whole.profile.constants.attention.launch_s * whole.workload.model.layers
+    assert times[0] / 2 <= times[1] <= times[0] / 2 + launches * whole.workload.batch

@@ -66,16 +66,7 @@ def test_memory_of_the_whole_device_counts_contexts_too() -> None:
     assert outcome.estimate is not None
     assert outcome.memory.basis == "device"
     assert outcome.memory.predicted_bytes == outcome.estimate.memory_bytes
-    assert outcome.memory.measured_bytes == 60 * 2**30
-
-
-def test_memory_reported_after_the_first_step_has_moments_or_activations_but_not_both() -> None:
-    said = outcome_of(row(GPT3, memory_gb="30", notes="memory after optimizer step"))
-    assert said.memory is not None
-    assert said.estimate is not None
-    kinds = said.estimate.memory
-    state = sum(kinds[kind] for kind in ("gradients", "master weights", "moments", "compute copy"))
-    assert said.memory.predicted_bytes == max(state, said.estimate.allocated_bytes - kinds["moments"])
+    assert outcome.memory.measured_bytes == 60_000 * 2**20  # nvidia-smi prints MiB
 
 
 points = st.builds(

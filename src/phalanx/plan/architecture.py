@@ -25,6 +25,9 @@ Axis = Literal["none", "tensor", "expert_tensor"]
 _PERMUTING = 8
 """Kernels that sort tokens by expert: histogram, prefix sums, indices, and the copy."""
 
+_PERMUTED = 1.43
+"""Transformer Engine's fused permutation of tokens, counted as a row read and three written for each copy, over a kernel that moves
+as much in order: 4.3 instead of 6.2 TB/s on B200 (MooreThreads/SimuMax v1.2, simu_tools/efficency_test/test_ce_permute_efficiency.py)."""
 _FUSED_LOGIT_BYTES = 4
 """Scores and gradient in 16 bits: one kernel makes both of the loss."""
 
@@ -53,6 +56,8 @@ class Attention:
     heads: int
     widths: int
     """Of a head's query and of its value, together."""
+    latent: bool = False
+    """Whether queries are wider than values."""
     part: str = "core"
 
 
@@ -96,6 +101,8 @@ class Kept:
     """Whether it is an operand of a product, which may be kept in the format of products."""
     bytes: int = 0
     """Of an element, where the precision does not say."""
+    beside: bool = False
+    """Whether it is a second form of a tensor: there is none where products are computed in the format of activations."""
 
 
 Operation = Product | Attention | Pointwise | Exchange
@@ -120,10 +127,9 @@ def layers(workload: Workload, stack: Stack) -> dict[str, Layer]:
     )
     attention += _fused_core(workload) if stack.flash_attention else _core_in_memory(workload)
     attention += Layer(kept=(Kept("input", "local", model.dim),))
-    dense = attention + _after_attention(model) + _feed_forward(model, model.ffn_dim, stack)
-    mixture = dense
-    if model.moe is not None:
-        mixture = attention + _after_attention(model) + _mixture(model, model.moe, stack)
+    after = _after_attention(model)
+    dense = attention + after + _feed_forward(model, model.ffn_dim, stack)
+    mixture = attention + after + _mixture(model, model.moe, stack) if model.moe is not None else dense
     if stack.dropout:
         masks = Layer((Pointwise("out", "local", 4, 4),), (Kept("out", "local", 2 * model.dim, bytes=1),))
         dense, mixture = dense + masks, mixture + masks
@@ -170,9 +176,16 @@ def _attention(model: ModelSpec) -> Layer:
     )
     kept = (
         Kept("projection", "tokens", queries + 2 * keys, "tensor"),
-        Kept("core", "tokens", queries, "tensor"),
+        *_attended(queries),
     )
     return Layer(operations, kept)
+
+
+def _attended(width: int) -> tuple[Kept, Kept]:
+    """Attention keeps its result for its own backward; a narrow output projection keeps it once more in its format."""
+    return Kept("core", "tokens", width, "tensor"), Kept(
+        "out", "tokens", width, "tensor", operand=True, beside=True
+    )
 
 
 def _latent_attention(model: ModelSpec, mla: MlaSpec) -> Layer:
@@ -195,7 +208,7 @@ def _latent_attention(model: ModelSpec, mla: MlaSpec) -> Layer:
         ),
         Pointwise("latent_up", "tokens", 4 * queries, 4 * queries, "tensor", kernels=3),
         Exchange("core", "context", queries + values),
-        Attention(model.heads, width + mla.value_head_dim),
+        Attention(model.heads, width + mla.value_head_dim, latent=True),
         Product("out", "tokens", model.dim, values, inner_over="tensor"),
         Exchange("out", "scatter", model.dim),
     )
@@ -203,7 +216,7 @@ def _latent_attention(model: ModelSpec, mla: MlaSpec) -> Layer:
         Kept("projection", "local", latents + mla.rope_head_dim),
         Kept("norm", "gathered", latents, operand=True),
         Kept("latent_up", "tokens", 2 * queries + values, "tensor"),
-        Kept("core", "tokens", values, "tensor"),
+        *_attended(values),
     )
     return Layer(operations, kept)
 
@@ -254,11 +267,14 @@ def _mixture(model: ModelSpec, moe: MoeSpec, stack: Stack) -> Layer:
     dim, inner = model.dim, moe.ffn_dim
     split: Axis = "expert_tensor"
     into, back = (copies * dim for copies in _sorting(moe, stack))
+    results = () if stack.weighs_inside else (Kept("combine", "routed", dim),)
     routed = Layer(
         (
             Product("router", "local", moe.experts, dim),
             # Scores, the choice, its balance and its loss: some twenty small kernels (Megatron Core's TopKRouter).
             Pointwise("router", "local", 8 * moe.experts, 4 * moe.experts, kernels=20),
+            # In backward the gradients of the router, of the experts and of those that are shared are added up.
+            Pointwise("router", "local", 0, 3 * dim * (1 + (moe.shared > 0))),
             Pointwise("dispatch", "local", into, into, kernels=_PERMUTING),
             Exchange("dispatch", "dispatch", dim),
             Exchange("dispatch", "expert_gather", dim),
@@ -271,11 +287,13 @@ def _mixture(model: ModelSpec, moe: MoeSpec, stack: Stack) -> Layer:
         ),
         (
             Kept("router", "local", 2 * moe.experts, bytes=4),
+            # The router computes in the format of activations, whatever the experts do.
+            Kept("norm", "local", dim, beside=True),
             Kept("dispatch", "routed", dim, operand=True),
-            Kept("expert_widen", "routed", gates * inner, split),
+            Kept("expert_widen", "routed", gates * inner, split, operand=stack.narrow_gates),
             Kept("expert_activation", "routed", inner, split, operand=True),
             Kept("expert_activation", "routed", _gate(model, stack) * inner, split),
-            Kept("combine", "routed", dim),
+            *results,
         ),
     )
     shared = _feed_forward(model, moe.shared * inner, stack) if moe.shared else Layer()
@@ -284,15 +302,14 @@ def _mixture(model: ModelSpec, moe: MoeSpec, stack: Stack) -> Layer:
     return routed + shared + (biases if stack.weighs_biases else Layer())
 
 
-def _sorting(moe: MoeSpec, stack: Stack) -> tuple[int, int]:
+def _sorting(moe: MoeSpec, stack: Stack) -> tuple[float, float]:
     """Rows read and written for each token: into the order of experts, and back."""
     copies = moe.per_token
-    if stack.dispatch == "hybrid":  # sorts as it sends
-        return 1 + copies, 1 + copies
-    if stack.dispatch == "once per node":  # sorts what has come
+    if stack.dispatch == "hybrid":  # its own kernel sorts what has come
         return 2 * copies, 2 * copies
-    # One row read and a copy for each expert written; what an all-to-all brings is in the order of ranks and sorted once more.
-    fused = 1 + 3 * copies
+    # Of an all-to-all, what it brings is in the order of ranks and sorted once more.
+    moved = 1 + 3 * copies + (2 * copies if stack.dispatch == "every copy" else 0)
+    fused = _PERMUTED * moved
     # Else each copy is weighted (read, written) and added to a sum that is cleared, read and written.
     return (
         (fused, fused) if stack.fused_permutation else (4 * copies, 2 * copies + 2 * copies + 3 * copies + 1)
@@ -301,6 +318,8 @@ def _sorting(moe: MoeSpec, stack: Stack) -> tuple[int, int]:
 
 def _loss_passes(stack: Stack) -> tuple[float, float]:
     """How often a score of two bytes is read or written for the loss, and for its gradient."""
+    if stack.loss_passes is not None:
+        return stack.loss_passes
     if stack.loss_chunk:
         return 6, 1
     if stack.logit_bytes <= _FUSED_LOGIT_BYTES:  # read for the sum; read and overwritten by its gradient

@@ -158,7 +158,10 @@ def _fit_attention(points: Points, accelerator: Accelerator, start: Constants, o
             others = np.delete(rates, place) if len(rates) > 1 else rates
             seen.append(abs(rate / float(np.median(others)) - 1))
     provenance = _provenance(np.array(seen), len(seen), origin)
-    return dataclasses.replace(start.attention, **shares, provenance=provenance)
+    forward, backward = shares["forward"], shares["backward"]
+    return dataclasses.replace(
+        start.attention, forward=forward, backward=backward, latent=(0.0, 0.0), provenance=provenance
+    )
 
 
 def _measured(points: Points) -> list[str]:

@@ -28,6 +28,8 @@ Seconds: TypeAlias = npt.NDArray[np.float64]
 _TILE = 128
 _POWER_HEADROOM = 0.975
 """Share of the power limit at which large products settle: 1.17 of 1.2 kW on GB200 (ai-dynamo/aiconfigurator's data)."""
+_USUAL_WIDTHS, _LATENT_WIDTHS = 2 * 128, 192 + 128
+"""Of the query and the value of a head, in the measurements of attention."""
 _OPERAND_BYTES = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "fp4": 0.5625}
 """Of one number as a product reads it; of four bits, with a scale of one byte for every sixteen (NVFP4)."""
 _RESULT_BYTES = {"fp32": 4.0, "tf32": 4.0}
@@ -80,16 +82,42 @@ def grouped_matmul_s(
     return np.where(single > 0, seconds, 0.0)
 
 
-def attention_s(profile: Profile, format: str, flops: Numbers, backward: bool) -> Seconds:  # noqa: A002
+def attention_s(
+    profile: Profile,
+    format: str,  # noqa: A002
+    flops: Numbers,
+    backward: bool,
+    widths: int = 0,
+    latent: bool = False,
+) -> Seconds:
     """Seconds of fused attention that does ``flops`` in this direction.
 
     Forward 4 s_q s_kv a d_h (half if causal); backward 2.5 times that, because it recomputes the scores (Dao 2023,
-    arXiv 2307.08691, section 4.1).
+    arXiv 2307.08691, section 4.1). Each score takes an exponential in either direction, whatever the heads' width: where the
+    special function units' rate is known, that part of the measured time is theirs, and the rest scales with width and format
+    (arXiv 2603.05451, section 3: on Blackwell the two limits are alike at a width of 128).
+
+    Args:
+        profile: The accelerator and its constants.
+        format: Of the operands.
+        flops: Floating-point operations.
+        backward: The direction.
+        widths: Of a head's query and of its value, together; 0 means those that were measured.
+        latent: Whether queries are wider than values.
     """
-    share = profile.constants.attention.backward if backward else profile.constants.attention.forward
+    fit = profile.constants.attention
     flops = np.asarray(flops, dtype=np.float64)
-    seconds = flops / min(share * _peak(profile, format), _power_limited(profile, format))
-    return np.where(flops > 0, profile.constants.attention.launch_s + seconds, 0.0)
+    measured = _LATENT_WIDTHS if latent else _USUAL_WIDTHS
+    products_of_a_score = 5 if backward else 2
+    known = profile.accelerator.exponentials_per_s
+    wide = "bf16" if "bf16" in profile.accelerator.flops and format != "fp32" else format
+    each = 1 / min(fit.share(backward, latent) * _peak(profile, wide), _power_limited(profile, wide))
+    softmax = 0.0
+    if fit.exponentials_per_s and known:
+        each = max(each - 1 / (products_of_a_score * measured * fit.exponentials_per_s), 0.0)
+        softmax = 1 / (products_of_a_score * (widths or measured) * known.value)
+    seconds = flops * (each * _peak(profile, wide) / _peak(profile, format) + softmax)
+    return np.where(flops > 0, fit.launch_s + seconds, 0.0)
 
 
 def memory_bound_s(profile: Profile, bytes: Numbers, kernels: Numbers = 1) -> Seconds:  # noqa: A002

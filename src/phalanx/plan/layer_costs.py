@@ -148,8 +148,12 @@ class _Rank:
         return found
 
     def _bytes(self, tensor: Kept) -> int:
-        kept = self.precision.operand_bytes if tensor.operand else self.precision.activation_bytes
-        return tensor.bytes or kept
+        wide, narrow = self.precision.activation_bytes, self.precision.operand_bytes
+        if self.job.stack.wide_operands:
+            narrow = wide
+        if tensor.beside and narrow == wide:
+            return 0
+        return tensor.bytes or (narrow if tensor.operand else wide)
 
     def seconds(self, layer: Layer) -> tuple[Floats, Floats]:
         """Seconds by phase and category, and forward seconds by part: (phases, categories, rows), (parts + 1, rows)."""
@@ -267,12 +271,20 @@ class _Rank:
     def _attention(self, attention: Attention) -> Floats:
         # 2 FLOP for each multiply-add, over half of the square; backward 2.5 times (arXiv 2307.08691, section 3.1).
         per_token = self.job.workload.seq_len * attention.heads * attention.widths
-        flops = self.rows("tokens") * per_token / self.keys.tensor
+        flops = self.rows("tokens") * per_token / self.keys.tensor * self.job.workload.attended
         if not self.job.stack.context_balanced:  # the last of n contiguous pieces attends to all before it
             flops = flops * (2 - 1 / self.keys.context)
         format_ = self.precision.matmul if self.precision.matmul in ("fp16", "fp32") else "bf16"
-        forward = kernels.attention_s(self.job.profile, format_, flops, backward=False)
-        backward = kernels.attention_s(self.job.profile, format_, 2.5 * flops, backward=True)
+        if self.job.stack.narrow_attention and self.precision.matmul in ("fp8", "fp4"):
+            format_ = "fp8"
+        seconds = partial(
+            kernels.attention_s,
+            self.job.profile,
+            format_,
+            widths=attention.widths,
+            latent=attention.latent,
+        )
+        forward, backward = seconds(flops, backward=False), seconds(2.5 * flops, backward=True)
         return np.stack([forward, backward, np.zeros_like(forward)])
 
     def _pointwise(self, operation: Pointwise) -> Floats:
@@ -327,9 +339,8 @@ class _Rank:
         assert moe is not None, "only mixtures have an exchange with experts"
         job, keys = self.job, self.keys
         tokens = self.rows("tokens") / keys.tensor * job.workload.imbalance
-        # Only DeepEP's kernels carry tokens in the format of products (arXiv 2412.19437, section 3.3.3).
         once = job.stack.dispatch != "every copy"
-        narrow = exchange.kind == "dispatch" and once
+        narrow = exchange.kind == "dispatch" and job.stack.narrow_dispatch
         bytes_ = exchange.width * (
             self.precision.operand_bytes if narrow else self.precision.activation_bytes
         )

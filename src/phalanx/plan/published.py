@@ -61,7 +61,16 @@ _REAL = [
     "memory_gb",
 ]
 _TEXT = ["id", "source", "model", "gpu", "precision", "recompute", "seq_parallel", "schedule", "notes"]
-_LEADING_NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)")
+_REQUIRED = ["id", "gpu", "gpus", "layers", "hidden", "heads", "seq_len", "global_batch_seqs", "tp", "pp"]
+"""Columns without which no row says enough; where another is missing, no row states it."""
+_LEADING_NUMBER = re.compile(
+    r"\s*(\d{1,3}(?:[,'\s]\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)(?:\s*$|\s*[^\w\s.,'/]|\s+[^\W\d])"
+)
+"""Thousands may be parted by a comma, an apostrophe or a space. What follows may explain ("3 (FSDP2)", "62 GiB"), but not change
+the number ("8k", "1/2")."""
+_MOST = {"layers": 4096}
+_MOST_OF_ANYTHING = 10**9
+"""What no run has: a larger number is a slip of the pen."""
 
 CONTRADICTION = 0.15
 """Relative difference from which two figures of one row cannot both be right."""
@@ -127,8 +136,8 @@ class PublishedRun:
 
     @property
     def mixture(self) -> bool:
-        """Whether the model has routed experts."""
-        return self.experts is not None
+        """Whether the model has routed experts to choose from."""
+        return (self.experts or 0) > 1
 
     @property
     def ran_out_of_memory(self) -> bool:
@@ -172,7 +181,7 @@ def read_published(path: Path = TABLE) -> tuple[PublishedRun, ...]:
 def parse_published(lines: Iterable[str], name: str = "table") -> tuple[PublishedRun, ...]:
     """``read_published`` of lines; ``name`` is what errors call them."""
     reader = csv.DictReader(lines)
-    missing = [column for column in (*_TEXT, *_WHOLE, *_REAL) if column not in (reader.fieldnames or ())]
+    missing = [column for column in _REQUIRED if column not in (reader.fieldnames or ())]
     if missing:
         raise PublishedRunError(
             f"{name} lacks the columns {', '.join(missing)}: the header is that of {TABLE.name}"
@@ -181,7 +190,8 @@ def parse_published(lines: Iterable[str], name: str = "table") -> tuple[Publishe
 
 
 def _row(values: dict[str, str | None]) -> PublishedRun:
-    text = {column: (value or "").strip() for column, value in values.items() if isinstance(column, str)}
+    text = dict.fromkeys((*_TEXT, *_WHOLE, *_REAL), "")
+    text |= {column: (value or "").strip() for column, value in values.items() if isinstance(column, str)}
     wrong: list[str] = []
     numbers = {column: _number(text[column], column, wrong) for column in (*_WHOLE, *_REAL)}
     whole = {column: None if numbers[column] is None else round(numbers[column] or 0) for column in _WHOLE}
@@ -199,9 +209,13 @@ def _number(text: str, column: str, wrong: list[str]) -> float | None:
     if text.lower() in _NOT_STATED:
         return None
     found = _LEADING_NUMBER.match(text)
-    number = float(found[1]) if found else math.inf
+    number = float(re.sub(r"[,'\s]", "", found[1])) if found else math.inf
     if not math.isfinite(number):
         wrong.append(f"{column} is {text!r}: write a number, or nothing if it is not stated")
+        return None
+    most = _MOST.get(column, _MOST_OF_ANYTHING)
+    if column in _WHOLE and number > most:
+        wrong.append(f"{column} is {text!r}, more than the {most:,} that any run has: correct it")
         return None
     return number
 

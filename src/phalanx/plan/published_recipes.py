@@ -46,6 +46,8 @@ class Recipe:
     """Whether one CUDA graph replays the whole step."""
     recompute: str = "none"
     """As the row's own column has it."""
+    narrow_attention: bool = False
+    """Whether attention is in fp8 (fp8_dot_product_attention)."""
     offload: bool = False
     """Whether activations wait in the host's memory."""
 
@@ -54,9 +56,10 @@ _SOME = ATTENTION_PARTS | ROUTER_PARTS
 _UP, _UP_MLP = "selective(mla_up_proj)", "selective(mla_up_proj,mlp)"
 _NORM_ACT = "selective(layernorm,moe_act)"
 _WHOLE = {"flex": "hybridep", "overlap": True, "whole_graph": True}
+_WHOLE_FP8 = {**_WHOLE, "narrow_attention": True}
 
 RECIPES = (
-    Recipe("deepseek", "gb300", "mxfp8", 26.06, **_WHOLE),  # type: ignore[arg-type]
+    Recipe("deepseek", "gb300", "mxfp8", 26.06, **_WHOLE_FP8),  # type: ignore[arg-type]
     Recipe("deepseek", "gb200", "mxfp8", 26.06, recompute=_UP, **_WHOLE),  # type: ignore[arg-type]
     Recipe("deepseek", "gb300", "bf16", flex="hybridep", graphed=_SOME, recompute="selective(moe_act)"),
     Recipe("deepseek", "gb300", flex="hybridep", recompute=_UP),
@@ -79,8 +82,8 @@ RECIPES = (
     Recipe("deepseek", "h100", flex="hybridep", recompute=_UP_MLP),
     Recipe("kimi", "gb300", flex="hybridep", recompute=_UP),
     Recipe("kimi", "gb200", flex="hybridep", graphed=ROUTER_PARTS, recompute=_UP),
-    Recipe("qwen3", "gb[23]00", "mxfp8", 26.06, **_WHOLE),  # type: ignore[arg-type]
-    Recipe("qwen3.30b", "b300", "mxfp8", 26.06, **_WHOLE),  # type: ignore[arg-type]
+    Recipe("qwen3", "gb[23]00", "mxfp8", 26.06, **_WHOLE_FP8),  # type: ignore[arg-type]
+    Recipe("qwen3.30b", "b300", "mxfp8", 26.06, **_WHOLE_FP8),  # type: ignore[arg-type]
     Recipe("qwen3.30b", "gb[23]00|b300", since=25.11, flex="hybridep", graphed=ROUTER_PARTS),
     Recipe("qwen3.30b", "b200", since=26.04, flex="hybridep", graphed=_SOME),
     Recipe("qwen3.30b", "b200", graphed=ROUTER_PARTS),
@@ -93,7 +96,7 @@ RECIPES = (
     Recipe("qwen3.235b", "b300", until=26.04, overlap=True),
     Recipe("qwen3.235b", "h100", overlap=True),
     Recipe("qwen3.235b", "b[23]00"),
-    Recipe("gpt.oss", "gb[23]00", "mxfp8", 26.06, **_WHOLE),  # type: ignore[arg-type]
+    Recipe("gpt.oss", "gb[23]00", "mxfp8", 26.06, **_WHOLE_FP8),  # type: ignore[arg-type]
     Recipe("gpt.oss", "gb300", "bf16", graphed=_SOME),
     Recipe("gpt.oss", "b300", "bf16", 26.04, flex="hybridep", graphed=_SOME),
     Recipe("gpt.oss", "b300", "bf16", graphed=_SOME),
@@ -135,6 +138,8 @@ def with_recipe(stack: Stack, run: PublishedRun) -> Stack:
         stack = replace(
             stack, weighs_biases=not recipe.whole_graph
         )  # Megatron Core's TEGroupedMLP._apply_bias
+    if recipe.narrow_attention:
+        stack = replace(stack, narrow_attention=True)
     if recipe.overlap:
         stack = replace(stack, expert_overlap=_HIDDEN)
     if recipe.whole_graph:

@@ -7,6 +7,7 @@ checkpointing. A row that names none is as its recipe has it (``phalanx.plan.pub
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from phalanx.plan.candidates import RECOMPUTE, Recompute
 from phalanx.plan.published import PublishedRun
@@ -37,6 +38,10 @@ _EVERY_SECOND_PRODUCT = Recompute(
 """torchtitan's selective checkpointing by operation: of a layer's seven products, the results of the first, third, fifth and seventh
 are kept, and attention's (models/common: ``_apply_op_sac``). The small keys count with queries and values; the last product's
 result is as large as the residual stream before it, which stands for it."""
+_COMPILED_EVERY_SECOND_PRODUCT = replace(
+    _EVERY_SECOND_PRODUCT, parts=_EVERY_SECOND_PRODUCT.parts | {"residual"}
+)
+"""The same compiled: nothing needs the last product's result in backward, and what a compiled graph does not need it does not keep."""
 
 
 def recompute_modes(
@@ -55,7 +60,9 @@ def recompute_modes(
     if text == "minimal":  # MaxText: the results of all products are kept
         return RECOMPUTE, (named["pointwise"],)
     if "sac" in text or (text == "selective" and software.name == "torchtitan"):
-        return (*RECOMPUTE, _EVERY_SECOND_PRODUCT), (len(RECOMPUTE),)
+        compiled = "compile" in run.notes
+        mode = _COMPILED_EVERY_SECOND_PRODUCT if compiled else _EVERY_SECOND_PRODUCT
+        return (*RECOMPUTE, mode), (len(RECOMPUTE),)
     if text == "qkv_proj_offloaded":
         parts = RECOMPUTE[named["full"]].parts - {"projection"}
         return (*RECOMPUTE, Recompute(text, parts)), (len(RECOMPUTE),)

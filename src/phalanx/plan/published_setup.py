@@ -37,6 +37,7 @@ _SIZE_TOLERANCE = 0.05
 """Relative difference of stated and counted parameters above which the shape is not what the source trained."""
 _ACTIVE_TOLERANCE = 0.15
 _MICRO_BATCHES = (1, 2, 4, 8)
+_TILE = 128
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def setup_of(run: PublishedRun) -> Setup:
     imbalance = 1.0 if re.search(even, f"{run.model}; {run.notes}") or software.unfolded_experts else 1.1
     modes, stated_modes = recompute_modes(run, software, assumptions)
     job = Job(
-        Workload(model, seq_len, batch, imbalance=imbalance),
+        Workload(model, seq_len, batch, imbalance=imbalance, attended=_attended(run, seq_len, assumptions)),
         stack_of_run(run, software),
         machines,
         profile_of_run(machines.accelerator, software, run),
@@ -82,9 +83,21 @@ def setup_of(run: PublishedRun) -> Setup:
     choices = tuple(_layouts(run, software, job, stated_modes, assumptions))
     if not choices:
         raise Excluded(
-            f"a batch of {batch} cannot be divided over the {run.dp} data-parallel ranks, micro-batches and stages that it states"
+            f"a batch of {batch} cannot be divided over the data-parallel ranks, micro-batches and stages that it states"
         )
     return Setup(run, software, job, choices, tuple(dict.fromkeys(assumptions)))
+
+
+def _attended(run: PublishedRun, seq_len: int, assumptions: list[str]) -> float:
+    """Of the scores of causal attention, what sliding windows leave."""
+    found = re.search(r"sliding window (\d+) on alternate layers", run.notes)
+    if found is None:
+        if "sliding window" in run.notes:
+            assumptions.append("attention over the whole sequence, where the model has sliding windows")
+        return 1.0
+    # Kernels compute whole tiles: on each side of the window half of one is in vain.
+    scores = (int(found[1]) + _TILE) * seq_len / (seq_len**2 / 2)
+    return (1 + min(scores, 1.0)) / 2
 
 
 def _stated(value: int | None, name: str) -> int:
@@ -103,8 +116,6 @@ def model_of(run: PublishedRun, seq_len: int, assumptions: list[str]) -> ModelSp
     if not vocab:
         assumptions.append(f"vocabulary of GPT-2, padded to {_GPT2_VOCAB}")
         vocab = _GPT2_VOCAB
-    if "sliding window" in run.notes:
-        assumptions.append("attention over the whole sequence, where the model has sliding windows")
     head_dim = _integer(r"head_dim=(\d+)", run.notes)
     base = ModelSpec(
         layers=layers,
@@ -216,15 +227,17 @@ def _mla(notes: str) -> MlaSpec | None:
     if found is None:
         return None
     kv_rank, nope, rope, value = (int(part) for part in found.groups())
+    if not kv_rank * nope * rope * value:
+        raise Excluded("a width of its latent attention is 0")
     return MlaSpec(_integer(r"(?<!kv_)q_lora (\d+)", notes) or 0, kv_rank, nope, rope, value)
 
 
 def _moe(run: PublishedRun) -> MoeSpec | None:
-    if not run.experts:
+    if not run.mixture:
         return None
     first = 1 if "first layer dense" in run.notes else _integer(r"first (\d+) layers dense", run.notes) or 0
     return MoeSpec(
-        experts=run.experts,
+        experts=run.experts or 0,
         per_token=_stated(run.top_k, "number of experts of a token"),
         ffn_dim=run.moe_ffn or run.ffn or 0,
         shared=run.shared_experts or 0,
@@ -272,20 +285,25 @@ def _micro_batches(
 
 def _fixed(run: PublishedRun, software: Software, job: Job, assumptions: list[str]) -> dict[str, int]:
     """What has no alternatives."""
-    if run.tp is None or run.pp is None:
+    if not run.tp or not run.pp:
         raise Excluded("does not state tensor and pipeline parallelism")
     tensor, pipeline, context = run.tp, run.pp, run.cp or 1
     data, rest = divmod(run.gpus or 0, tensor * pipeline * context)
     if rest or not data or (run.dp and run.dp * tensor * pipeline * context != run.gpus):
         raise Excluded(f"its degrees of parallelism do not multiply to its {run.gpus} accelerators")
+    expert, expert_tensor = (run.ep or 1, _expert_tensor(run, software, tensor)) if run.mixture else (1, 1)
+    if tensor * context * data % (expert * expert_tensor):
+        raise Excluded(
+            f"its {expert} x {expert_tensor} ranks of experts do not divide the {tensor * context * data} ranks of a stage"
+        )
     shard, recipe = _shard(run, job, data), recipe_of(run)
     stated = run.seq_parallel.lower()
     sharded = stated in ("1", "true", "yes") if stated else software.sequence_parallel
     return {
         "tensor": tensor,
         "context": context,
-        "expert": run.ep or 1,
-        "expert_tensor": _expert_tensor(run, software, tensor),
+        "expert": expert,
+        "expert_tensor": expert_tensor,
         "pipeline": pipeline,
         "replicate": data // shard,
         "shard": shard,
@@ -325,6 +343,8 @@ def _zero(run: PublishedRun, job: Job, assumptions: list[str]) -> int:
     if run.zero is None:
         assumptions.append(f"ZeRO stage {max(stages)}, as is usual with {job.stack.name}")
         return max(stages)
+    if run.zero > 3:
+        raise Excluded(f"there is no ZeRO stage {run.zero}")
     return run.zero
 
 
@@ -332,11 +352,11 @@ def _precision(run: PublishedRun, assumptions: list[str]) -> int:
     text = run.precision.lower()
     names = [precision.name for precision in PRECISIONS]
     for pattern, name in (
-        (r"fp4", "fp4"),
-        (r"fp8", "fp8"),
-        (r"fp16", "fp16"),
-        (r"bf16", "bf16"),
-        (r"fp32", "fp32"),
+        (r"fp4|float4", "fp4"),
+        (r"fp8|float8|e4m3|e5m2", "fp8"),
+        (r"fp16|(?<!b)float16|half", "fp16"),
+        (r"bf16|bfloat16", "bf16"),
+        (r"(?<!t)f(p|loat)32", "fp32"),
     ):
         if re.search(pattern, text):
             return names.index(name)

@@ -12,6 +12,7 @@ llm-foundry's and torchtitan's benchmarks reduce gradients as their READMEs say;
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -59,7 +60,11 @@ _EAGER_LOSS = 14.0
 _IN_PLACE_LOSS = 10.0
 """bf16 scores, their fp32 copy less the maximum, and for a moment the copy before (nanotron's sharded_cross_entropy)."""
 _FUSED_LOSS = 4.0
-"""Scores and gradient in bf16: flash-attention's fused cross-entropy, llm-foundry's default."""
+"""Scores and gradient in bf16: flash-attention's fused cross-entropy, llm-foundry's default, and Transformer Engine's, which all
+performance recipes of Megatron-Bridge set (cross_entropy_fusion_impl = "te")."""
+_TE_LOSS_PASSES = (5.1, 5.1)
+"""Of Transformer Engine's fused cross-entropy: on B200 its two kernels and the product with the gradient take 3.3 ps a score, forward
+and backward (MooreThreads/SimuMax v1.2, configs/system/b200_bf16_ceperm.json: 8 bytes at 0.2795 of 8000 GiB/s)."""
 _2021 = {"stack": "megatron-2022", "sequence_parallel": False}
 
 SOFTWARE = (
@@ -106,7 +111,14 @@ SOFTWARE = (
         unfolded_experts=r"-(mcore|tp\+ep\+dp)-\d+$",
     ),
     Software("nemo", r"dgxc-benchmarking", "megatron", interleaves=False, gradient_bytes=2.0),
-    Software("megatron-bridge", r"Megatron-Bridge|NeMo", "megatron", interleaves=False, gradient_bytes=2.0),
+    Software(
+        "megatron-bridge",
+        r"Megatron-Bridge|NeMo",
+        "megatron",
+        interleaves=False,
+        gradient_bytes=2.0,
+        logit_bytes=_FUSED_LOSS,
+    ),
     Software("megatron-core", r"", "megatron"),
 )
 
@@ -154,11 +166,11 @@ _SYSTEMS = (
     (r"a100.*40", "a100-40"),
     (r"gb300", "gb300-nvl72"),
     (r"gb200", "gb200-nvl72"),
-    (r"tpu-?v5p", "tpu-v5p"),
-    (r"tpu-?v5e", "tpu-v5e"),
-    (r"tpu-?v6e", "tpu-v6e"),
-    (r"tpu-?v4", "tpu-v4"),
-    (r"(h100|h200|h800|h20|b200|b300|a100|v100|mi300x|mi325x)\b", ""),
+    (r"tpu[- ]?v5p", "tpu-v5p"),
+    (r"tpu[- ]?v5e", "tpu-v5e"),
+    (r"tpu[- ]?v6e", "tpu-v6e"),
+    (r"tpu[- ]?v4", "tpu-v4"),
+    (r"(?<![a-z])(h100|h200|h800|h20|b200|b300|a100|v100|mi300x|mi325x)\b", ""),
 )
 
 
@@ -184,8 +196,9 @@ def stack_of_run(run: PublishedRun, software: Software) -> Stack:
     if software.name == "bigscience":
         stack = _bigscience(stack, run)
     if software.name == "megatron-bridge":
-        # Its executors set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
-        stack = replace(stack, fragmentation=0.01)
+        stack = _bridge(stack, run)
+    if software.name in ("parallel-folding", "nemo"):  # Megatron Core before 0.13
+        stack = replace(stack, weighs_inside=False)
     if software.name == "torchtitan":
         # Its default rotate method is all-gather. How times grow with the ranks says that pieces were contiguous.
         stack = replace(stack, context_exchange="gather", context_balanced=False)
@@ -220,6 +233,20 @@ def _bigscience(stack: Stack, run: PublishedRun) -> Stack:
     return replace(stack, states=(*stack.states, copies), accumulating_bytes=4)
 
 
+def _bridge(stack: Stack, run: PublishedRun) -> Stack:
+    """Megatron-Bridge: its executors set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
+
+    The recipes of DeepSeek-V3 and Moonlight use the precision-aware optimizer with moments in bf16 (recipes/deepseek,
+    recipes/moonlight); it keeps of master weights the 16 bits that bf16 weights lack (store_param_remainders), except for
+    weights in fp8, whose master weights are Megatron Core's own in fp32 (core/optimizer/optimizer_config.py).
+    """
+    stack = replace(stack, fragmentation=0.01, loss_passes=_TE_LOSS_PASSES)
+    if not re.match(r"deepseek|moonlight", run.model, re.IGNORECASE):
+        return stack
+    sizes = {"moments": 4.0, "master weights": 2.0 if run.precision.startswith("bf16") else 4.0}
+    return _with_states(stack, sizes)
+
+
 def _nanotron(stack: Stack, run: PublishedRun) -> Stack:
     """nanotron as in its scaling benchmarks: stages are cut by cost, and gradients added up in fp32.
 
@@ -246,7 +273,11 @@ def profile_of_run(accelerator: Accelerator, software: Software, run: PublishedR
 
 
 def _with_gradients(stack: Stack, size: float) -> Stack:
-    states = (replace(state, bytes=size) if state.kind == "gradients" else state for state in stack.states)
+    return _with_states(stack, {"gradients": size})
+
+
+def _with_states(stack: Stack, sizes: Mapping[str, float]) -> Stack:
+    states = (replace(state, bytes=sizes.get(state.kind, state.bytes)) for state in stack.states)
     return replace(stack, states=tuple(states))
 
 
@@ -277,4 +308,4 @@ def slice_of(run: PublishedRun) -> int:
     if not run.gpu.startswith("TPU") or not run.gpus:
         return 0
     found = re.search(r"(\d+) (?:slice|x v\d)", run.notes)
-    return run.gpus // int(found[1]) if found else 0
+    return run.gpus // int(found[1]) if found and int(found[1]) else 0

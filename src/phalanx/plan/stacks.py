@@ -77,6 +77,8 @@ class Stack:
     """Whether pointwise operations are fused, so that each reads and writes once."""
     logit_bytes: float = 8.0
     """Of a token's score for one row of the vocabulary while the loss is computed (bf16, fp32, and its gradient)."""
+    loss_passes: tuple[float, float] | None = None
+    """How often a score's two bytes could be moved while its loss is computed, and then its gradient; ``None``: as often as they are."""
     loss_chunk: int = 0
     """Tokens whose logits are held at once; 0 means all of a micro-batch."""
     context_bytes: float = 0.6e9
@@ -119,10 +121,20 @@ class Stack:
     dispatch: Literal["once per node", "hybrid", "every copy"] = "every copy"
     """What of a token crosses the network to its experts: one copy for each node, which spreads it by a few multiprocessors
     (DeepEP) or at the full rate of its links ("hybrid": HybridEP), or one for each expert (an all-to-all)."""
+    narrow_dispatch: bool = False
+    """Whether tokens go to their experts in the format of products."""
     expert_streams: int = 0
     """Streams on which the products of a rank's experts start one after the other; 0 where one kernel computes all."""
     fused_permutation: bool = True
     """Whether tokens are brought into the order of experts, weighted and added up again by one kernel each."""
+    weighs_inside: bool = False
+    """Whether experts weight their rows before the last product, so that nothing of their results is kept for the weights' gradient."""
+    narrow_gates: bool = False
+    """Whether the inputs of experts' activation are kept in the format of products."""
+    narrow_attention: bool = False
+    """Whether attention multiplies in fp8 where other products are narrow."""
+    wide_operands: bool = False
+    """Whether operands of narrow products are kept as they were before the cast."""
     weighs_biases: bool = False
     """Whether experts' results have biases, which are weighted and added by one small kernel after the other, in fp32."""
     context_exchange: Literal["ring", "gather"] = "ring"
@@ -175,6 +187,7 @@ STACKS = {
             accumulating_bytes=8,
             expert_streams=4,
             tensor_overlap=0.3,
+            weighs_inside=True,
         ),
         Stack(
             "fsdp",
@@ -186,6 +199,7 @@ STACKS = {
             unit_gradient_bytes=4,
             keeps_gathered_inputs=True,
             reduces_each_micro_batch=True,
+            wide_operands=True,
         ),
         Stack(
             "deepspeed",
@@ -231,13 +245,17 @@ STACKS = {
             split="even",
             accumulating_bytes=8,
             dispatch="once per node",
+            narrow_dispatch=True,
+            narrow_gates=True,
             paired_overlap=0.9,
             expert_overlap=0.75,
             tensor_overlap=0.3,
         ),
     )
 }
-"""Known stacks by name. Transformer Engine's grouped products run on four streams. "megatron-2022" and "deepspeed" are without
+"""Known stacks by name. Transformer Engine's grouped products run on four streams. Megatron Core weights rows at experts' activation
+since 0.13 (commit 2659630, "Memory efficient token permutation"); DeepSeek-V3 keeps that activation's inputs in fp8 (arXiv
+2412.19437, section 3.3.3); torchao's float8 products, which FSDP2's users take, keep their operand in bf16 (float8_linear.py). "megatron-2022" and "deepspeed" are without
 flash attention, with dropout, as published then; DeepSpeed's buckets for reducing and gathering are of 5e8 elements of two bytes,
 and its pipeline engine keeps a stage's outputs. Its context is that of an A100 with torch 1.11, 1573 MiB before any tensor
 (bigscience, train/tr11-176B-ml/chronicles-prequel.md); beside the axes it has communicators of all ranks, of a model's ranks, of the tied
@@ -266,6 +284,8 @@ class Workload:
     rank."""
     imbalance: float = 1.1
     """Largest load of a rank's experts over the mean."""
+    attended: float = 1.0
+    """Of the scores of causal attention, those that are computed, as the mean of layers: fewer with sliding windows."""
 
     @property
     def counts(self) -> Counts:
