@@ -257,6 +257,11 @@ def test_causal_convention_leaves_out_half_of_attention() -> None:
     assert whole - half == counts.attention_flops_per_token_causal
 
 
+def test_a_step_shorter_than_a_kernel_is_refused() -> None:
+    with pytest.raises(Excluded, match=r"no step takes 1e-07 s, as its step time says"):
+        step_s(row(GPT3, tokens_per_s_per_gpu="", step_time_s="1e-7"))
+
+
 def test_figures_that_contradict_each_other_exclude_a_row() -> None:
     with pytest.raises(Excluded, match="contradict each other"):
         step_s(row(GPT3, step_time_s="1"))

@@ -69,6 +69,13 @@ def test_memory_of_the_whole_device_counts_contexts_too() -> None:
     assert outcome.memory.measured_bytes == 60_000 * 2**20  # nvidia-smi prints MiB
 
 
+@pytest.mark.parametrize("figures", [{}, {"tokens_per_s_per_gpu": ""}])
+def test_a_memory_of_zero_is_one_that_is_not_stated(figures: dict[str, str]) -> None:
+    outcome = outcome_of(row(GPT3, memory_gb="0", **figures))
+    assert outcome.memory is None
+    assert bool(outcome.excluded) == bool(figures)
+
+
 points = st.builds(
     Point,
     software=st.sampled_from("ab"),

@@ -71,6 +71,7 @@ the number ("8k", "1/2")."""
 _MOST = {"layers": 4096}
 _MOST_OF_ANYTHING = 10**9
 """What no run has: a larger number is a slip of the pen."""
+_SHORTEST_STEP_S = 1e-5
 
 CONTRADICTION = 0.15
 """Relative difference from which two figures of one row cannot both be right."""
@@ -214,7 +215,7 @@ def _number(text: str, column: str, wrong: list[str]) -> float | None:
         wrong.append(f"{column} is {text!r}: write a number, or nothing if it is not stated")
         return None
     most = _MOST.get(column, _MOST_OF_ANYTHING)
-    if column in _WHOLE and number > most:
+    if number > most:
         wrong.append(f"{column} is {text!r}, more than the {most:,} that any run has: correct it")
         return None
     return number
@@ -252,6 +253,8 @@ def measured_step(
             "states neither step time, nor tokens per second, nor a FLOP rate whose basis is known"
         )
     first = (stated or by_rate)[0]
+    if first.step_s < _SHORTEST_STEP_S:
+        raise Excluded(f"no step takes {first.step_s:.2g} s, as its {first.how} says: correct it")
     others = stated[1:] + sorted(by_rate, key=lambda other: abs(other.step_s / first.step_s - 1))[:1]
     tolerance = MIXTURE_CONTRADICTION if run.mixture else CONTRADICTION
     for other in others:

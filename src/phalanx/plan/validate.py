@@ -225,7 +225,7 @@ def outcome_of(run: PublishedRun) -> Outcome:
 
 def _only_memory(run: PublishedRun) -> bool:
     timed = run.step_time_s or run.tokens_per_s_per_gpu or run.tflops_per_gpu or run.mfu_pct
-    return run.memory_gb is not None and not timed
+    return bool(run.memory_gb) and not timed
 
 
 def _estimate(setup: Setup) -> Estimate:
@@ -246,7 +246,7 @@ def _estimate(setup: Setup) -> Estimate:
 
 def _memory(run: PublishedRun, estimate: Estimate) -> Memory | None:
     """Sources read one of three meters; which one decides what of the prediction is compared."""
-    if run.memory_gb is None:
+    if not run.memory_gb:
         return None
     # torch.cuda and nvidia-smi report MiB; only a source that says GB of what it allocated counts decimally.
     gigabytes = re.search(r"allocated GB|allocated \d+ B", run.notes) and "GiB" not in run.notes
