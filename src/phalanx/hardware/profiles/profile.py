@@ -51,15 +51,18 @@ class AttentionFit:
     backward: float
     launch_s: float
     provenance: Provenance
-    latent: tuple[float, float] = (0.0, 0.0)
-    """The same, forward and backward, with queries of 192 and values of 128, as in latent attention; 0 where it was not measured."""
+    latent_forward: float = 0.0
+    """The same with queries of 192 and values of 128, as in latent attention; 0 where it was not measured."""
+    latent_backward: float = 0.0
     exponentials_per_s: float = 0.0
     """Of the accelerator that was measured; 0 where they are not known."""
 
     def share(self, backward: bool, latent: bool = False) -> float:
         """Of the peak, in one direction."""
-        usual = self.backward if backward else self.forward
-        return (self.latent[backward] or usual) if latent else usual
+        usual, wide = (
+            (self.backward, self.latent_backward) if backward else (self.forward, self.latent_forward)
+        )
+        return wide if latent and wide else usual
 
 
 @dataclass(frozen=True)
