@@ -157,3 +157,19 @@ def test_a_rank_is_charged_with_its_share_of_the_weights(ranks: Ranks) -> None:
         assert memory.gradients == pytest.approx(alone.gradients / 2, rel=0.01)
         # Gathered weights, which are kept to the end of the forward pass, are no activations.
         assert memory.activations == alone.activations
+
+
+def seen_of_a_divided_tensor() -> tuple[int, int]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    divided = distribute_tensor(torch.zeros(64, 64), init_device_mesh("cpu", (2,)), [Shard(0)])
+    meter = MemoryMeter([nn.Identity()], list, CPU, compiled=False)
+    with meter:
+        view, double = divided.detach(), divided * 2
+    return meter.result().total, view.to_local().nbytes + double.to_local().nbytes
+
+
+def test_of_a_divided_tensor_only_the_share_of_this_rank_is_seen(ranks: Ranks) -> None:
+    for total, shares in ranks.run(2, seen_of_a_divided_tensor):
+        assert total == shares

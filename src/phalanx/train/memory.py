@@ -184,7 +184,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _tensors(result: Any) -> Iterator[Tensor]:
     if isinstance(result, Tensor):
-        yield result
+        yield local(result)  # a DTensor's own storage is that of the whole, and no memory at all
     elif isinstance(result, (tuple, list)):
         for item in result:
             yield from _tensors(item)
