@@ -103,12 +103,18 @@ def state_bytes(job: Job, candidates: Candidates, held: Holdings, place: Place) 
     if stack.slot_tree:
         kinds["open sums"] = (_open_sums(job, candidates) - 1) * kinds["gradients"]
     if stack.unit_gradient_bytes:
-        largest = np.maximum.reduce([count.clip(0, 1) * block for count, block in _blocks(place, held)])
-        kinds["gradient buffers"] = stack.unit_gradient_bytes * largest * (candidates.zero >= 2)
+        kinds["gradient buffers"] = _unit_gradients(job, candidates, held, place)
     if stack.embedding_gradient_bytes:
         ends = np.maximum(place.counts[2], place.counts[3])
         kinds["gradient of the embedding"] = stack.embedding_gradient_bytes * ends * held.dense[2]
     return kinds
+
+
+def _unit_gradients(job: Job, candidates: Candidates, held: Holdings, place: Place) -> Floats:
+    """Bytes of the gradient of the largest block, whole, while its shares are exchanged."""
+    largest = np.maximum.reduce([count.clip(0, 1) * block for count, block in _blocks(place, held)])
+    whole: Floats = job.stack.unit_gradient_bytes * largest * (candidates.zero >= 2)
+    return whole
 
 
 def _state(state: State, candidates: Candidates, whole: Floats, share: Floats) -> Floats:
@@ -157,12 +163,12 @@ def _gathered(job: Job, candidates: Candidates, held: Holdings, place: Place) ->
 
 
 def activation_bytes(
-    job: Job, candidates: Candidates, costs: LayerCosts, pipes: Pipelines, place: Place
+    job: Job, candidates: Candidates, held: Holdings, costs: LayerCosts, pipes: Pipelines, place: Place
 ) -> dict[str, Floats]:
     """Bytes of what forward leaves for backward, and of what a pass needs for the moment, by kind."""
-    held = [kind for kind in (0, 1) if place.counts[kind].any()]  # kinds of layers that some rank has
-    per_layer = {kind: costs.by_mode(costs.kept_bytes, kind, candidates.recompute) for kind in (*held, 3)}
-    kept = times(tuple(place.counts[kind] for kind in held), tuple(per_layer[kind] for kind in held))
+    layers = [kind for kind in (0, 1) if place.counts[kind].any()]  # the kinds that some rank has
+    per_layer = {kind: costs.by_mode(costs.kept_bytes, kind, candidates.recompute) for kind in (*layers, 3)}
+    kept = times(tuple(place.counts[kind] for kind in layers), tuple(per_layer[kind] for kind in layers))
     if job.stack.keeps_stage_outputs:
         kept = kept + _boundary(job, candidates) * candidates.stages_per_rank
     kept = kept * in_flight(pipes, place.rank)
@@ -170,17 +176,20 @@ def activation_bytes(
     kept = kept + place.counts[3] * per_layer[3]
     if candidates.offload_activations.any():
         window = np.zeros(1)
-        for kind in held:
+        for kind in layers:
             window = np.maximum(window, _OFFLOADED_LAYERS * per_layer[kind] * (place.counts[kind] > 0))
         kept = np.where(candidates.offload_activations > 0, np.minimum(kept, window), kept)
     again, widest = np.zeros(1), np.zeros(1)
-    for kind in held:
+    for kind in layers:
         present = place.counts[kind] > 0
         whole = costs.of(costs.kept_bytes, kind, 0)
         again = np.maximum(again, (whole - per_layer[kind]) * present)
         widest = np.maximum(widest, costs.of(costs.widest_bytes, kind) * present)
     # When the layers are computed backward, the loss's arrays are gone: of the two, what needs more decides.
-    loss = np.maximum(place.counts[3] * _logits(job, candidates) - again - widest, 0.0)
+    later = again + widest
+    if job.stack.unit_gradient_bytes:
+        later = later + _unit_gradients(job, candidates, held, place)
+    loss = np.maximum(place.counts[3] * _logits(job, candidates) - later, 0.0)
     return {
         "activations": kept,
         "recomputed layer": again,
@@ -222,7 +231,7 @@ def memory_at(
 ) -> dict[str, Floats]:
     """Bytes by kind of the ranks at ``place``; their sum is the total."""
     kinds = state_bytes(job, candidates, held, place)
-    kinds |= activation_bytes(job, candidates, costs, pipes, place)
+    kinds |= activation_bytes(job, candidates, held, costs, pipes, place)
     return kinds | {"fragmentation": job.stack.fragmentation * total(kinds)} | overhead_bytes(job, candidates)
 
 
@@ -239,7 +248,7 @@ def memory_parts(
 ) -> tuple[Floats, Floats]:
     """``memory_at`` as two terms, each over the few axes it depends on: state with overheads, and activations."""
     state = total(state_bytes(job, candidates, held, place))
-    activations = total(activation_bytes(job, candidates, costs, pipes, place))
+    activations = total(activation_bytes(job, candidates, held, costs, pipes, place))
     factor = 1 + job.stack.fragmentation
     return factor * state + total(overhead_bytes(job, candidates)), factor * activations
 
