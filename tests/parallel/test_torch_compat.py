@@ -241,3 +241,32 @@ def test_a_flight_record_names_groups_with_their_ranks_and_the_collectives_in_th
         # That it has ended ("retired") is written down by another thread, a moment later.
         assert (entry["collective_seq_id"], entry["is_p2p"]) == (2, False)
         assert (entry["profiling_name"], entry["input_sizes"]) == ("gloo:all_reduce", [[3]])
+
+
+def patience_of_new_and_changed_groups() -> tuple[float, float, bool]:
+    import time
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from phalanx.parallel.mesh import _group
+    from phalanx.parallel.torch_compat import group_timeout, set_group_timeouts
+
+    own = _group(torch.arange(2).view(1, 2), 1)._get_backend(torch.device("cpu")).options._timeout
+    usual = group_timeout() or timedelta()
+    set_group_timeouts(0.5)
+    gave_up = False
+    try:
+        if dist.get_rank() == 0:
+            dist.all_reduce(torch.ones(1))
+        else:
+            time.sleep(3.0)
+    except RuntimeError:
+        gave_up = True
+    return usual.total_seconds(), own.total_seconds(), gave_up
+
+
+def test_groups_of_a_mesh_have_the_default_groups_patience_which_can_be_changed(ranks: Ranks) -> None:
+    (usual, own, gave_up), _ = ranks.run(2, patience_of_new_and_changed_groups)
+    assert usual == own == 60.0
+    assert gave_up

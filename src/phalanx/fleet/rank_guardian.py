@@ -27,12 +27,15 @@ from phalanx.fleet.saboteur import Saboteur
 from phalanx.fleet.straggler_watch import StragglerWatch
 from phalanx.fleet.worker_orders import Orders, ParkedError
 from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.torch_compat import set_group_timeouts
 from phalanx.run.identity import identity
 from phalanx.run.spec import RunSpec
 from phalanx.train.guardian import Guardian, Samples
 from phalanx.train.state import RestoredState, restore_newest
 from phalanx.train.step import Audit, Stepper, StepReport
 
+_GROUP_TIMEOUT_S = 3600.0
+"""Collectives are broken off by order, never by their own clock."""
 _MOST_FAILURES = 3
 """So often is a step in memory tried before all turn to the disk."""
 
@@ -100,6 +103,7 @@ class RankGuardian(Guardian):
         return restored
 
     def _restored(self, disk: Tier, shards: Sequence[Shard], mesh: Mesh) -> RestoredState | None:
+        set_group_timeouts(_GROUP_TIMEOUT_S)  # all have connected
         self._at("restoring")
         bind = self._bound()
         resume, began_s = bind.resume, time.monotonic()

@@ -67,8 +67,9 @@ from phalanx.train.interrupt import StopRequest
 from phalanx.train.run_directory import RunDirectory, read_resolved
 from phalanx.train.worker import EXIT_FAILED, die_with_parent, known_errors, live
 
-_GROUP_TIMEOUT_S = 3600.0
-"""Collectives are broken off by order, never by their own clock."""
+_MEET_TIMEOUT_S = 60.0
+"""For the ranks of an epoch to connect to each other: gloo cannot be called back from that, nor does it notice that a
+connection ends in the middle of it."""
 _PULSES_IN_A_LEASE = 5
 _OF_THE_FLEET = (RendezvousError, CheckpointError)
 """Known errors that another epoch may not have: a peer that went while it was to be met, or read from."""
@@ -205,7 +206,7 @@ class Worker:
             bind.rank,
             bind.ranks,
             self._device,
-            _GROUP_TIMEOUT_S,
+            _MEET_TIMEOUT_S,
             lambda: self._orders.check(bind.epoch),
         )
         origin = Origin(self._guardian.restore, self._guardian, self._kept)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.parallel.slots import Deal
+from phalanx.parallel.torch_compat import group_timeout
 from phalanx.run.layout import Layout, layout_of, layout_problems
 from phalanx.run.problems import Problem
 from phalanx.run.spec import RunSpec
@@ -179,6 +180,6 @@ def _group(ranks: torch.Tensor, dim: int) -> dist.ProcessGroup:
     """The group of the ranks that stand in one line with this rank along dimension ``dim`` of ``ranks``."""
     lines = ranks.movedim(dim, -1).flatten(0, -2)
     (mine,) = lines[(lines == dist.get_rank()).any(1)].tolist()
-    group = dist.new_group(mine, use_local_synchronization=True)
+    group = dist.new_group(mine, timeout=group_timeout(), use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup), "this rank is a member"
     return group

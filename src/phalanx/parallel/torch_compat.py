@@ -11,6 +11,7 @@ import math
 import time
 import warnings
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -167,6 +168,20 @@ def forget_groups() -> None:
     c10d._unregister_all_process_groups()  # type: ignore[attr-defined]
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
     world.group_count = 0
+
+
+def group_timeout() -> timedelta | None:
+    """What the default group gives its operations, and gave its ranks to connect; ``None`` if its backend does not say."""
+    world = dist.group.WORLD
+    options = None if world is None else getattr(world._get_backend(torch.device("cpu")), "options", None)
+    return getattr(options, "_timeout", None)
+
+
+def set_group_timeouts(timeout_s: float) -> None:
+    """Gives the operations of all groups of this process so long, whatever their ranks had to connect."""
+    for group in dist.distributed_c10d._world.pg_map:
+        for kind in group._device_types:
+            group._get_backend(kind)._set_default_timeout(timedelta(seconds=timeout_s))
 
 
 def flight_record(since_ns: int = 0) -> bytes:
