@@ -235,14 +235,6 @@ def memory_at(
     return kinds | {"fragmentation": job.stack.fragmentation * total(kinds)} | overhead_bytes(job, candidates)
 
 
-def memory_total(
-    job: Job, candidates: Candidates, held: Holdings, costs: LayerCosts, pipes: Pipelines, place: Place
-) -> Floats:
-    """The sum of ``memory_at``."""
-    state, activations = memory_parts(job, candidates, held, costs, pipes, place)
-    return state + activations
-
-
 def memory_parts(
     job: Job, candidates: Candidates, held: Holdings, costs: LayerCosts, pipes: Pipelines, place: Place
 ) -> tuple[Floats, Floats]:

@@ -52,11 +52,6 @@ class Setup:
     assumptions: tuple[str, ...]
     """What was filled in."""
 
-    @property
-    def scalar_key(self) -> str:
-        """Under which the stack's scalar is kept: software and accelerator."""
-        return f"{self.software.name} on {self.job.cluster.accelerator.key}"
-
 
 def setup_of(run: PublishedRun) -> Setup:
     """Everything the planner needs of a row. Raises ``Excluded`` with the reason if the row does not say enough."""
