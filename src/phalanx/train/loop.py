@@ -76,9 +76,8 @@ def train(training: Training) -> dict[str, Any] | None:
         stepper.audit = training.guardian.audit(stepper, lambda step, slot: _samples(training, step, slot))
         training.guardian.begins(progress.step, training.shards, _extra(training, progress))
         if 0 < progress.step < spec.train.steps and _due(progress.step, spec.checkpoint.every_steps):
-            _save(
-                training, progress
-            )  # restored from memory: whatever broke the last epoch may have broken the save
+            # Restored from memory: what ended the last epoch may have kept this step from the disk.
+            _save(training, progress)
         ledger.switch(Bucket.STEP_HOST_GAP)
         while progress.step < spec.train.steps:
             begin = time.perf_counter()

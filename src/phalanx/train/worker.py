@@ -165,7 +165,7 @@ def main() -> int:
         place = place_of(os.environ)
         assert place is not None, "started without a place"
         spec = read_resolved(RunDirectory(arguments.run_dir))
-        join(place, device_for(spec.runtime.device, place.local_rank), timeout_s=600.0)
+        join(place, device_for(spec.runtime.device, place.local_rank), timeout_s=1800.0)
         result = run_rank(arguments.run_dir, arguments.attempt, stop)
         leave()
     except known_errors() as error:
