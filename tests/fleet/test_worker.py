@@ -120,7 +120,7 @@ def test_a_planned_change_without_snapshots_goes_by_the_disk_and_loses_nothing(
 def test_an_audit_after_a_recovery_goes_back_to_the_last_audit_before_it(make_driver: Any) -> None:
     driver = make_driver(3, fleet=FleetSpec(audit_every_steps=6))
     for node in driver.nodes:
-        node.tell(Inject("slow rank 0 by 20x at step 2"))
+        node.tell(Inject("slow rank 0 by 10x at step 7"))
         node.tell(Inject("corrupt gradient rank 1 at step 12"))
     driver.bind(driver.nodes)
     driver.wait_for_step(8)
