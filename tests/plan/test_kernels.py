@@ -160,6 +160,49 @@ def test_attention_takes_on_b200_what_was_measured(
     assert found == pytest.approx(measured_s, rel=0.2)
 
 
+@pytest.mark.parametrize(
+    ("key", "tokens", "heads", "latent", "forward_s", "backward_s"),
+    [
+        ("gb200", 4096, 64, False, 0.390e-3, 1.198e-3),
+        ("gb200", 16384, 128, True, 13.103e-3, 50.424e-3),
+        ("gb300", 4096, 64, False, 0.323e-3, 1.101e-3),
+        ("gb300", 16384, 128, True, 11.178e-3, 43.911e-3),
+    ],
+)
+def test_attention_takes_on_gb200_and_gb300_what_was_measured(
+    key: str, tokens: int, heads: int, latent: bool, forward_s: float, backward_s: float
+) -> None:
+    """Two causal sequences, by cuDNN (NVIDIA/cudnn-frontend@50c8aeb, benchmark/sdpa_benchmark_training/results).
+
+    Ten repetitions: too short for the power limit, which is for work that goes on.
+    """
+    profile = profile_of(accelerator(key))
+    cool = dataclasses.replace(profile, constants=dataclasses.replace(profile.constants, joules_per_flop={}))
+    widths = 320 if latent else 256
+    flops = 2 * 2 * tokens**2 * heads * widths / 2
+    for backward, measured_s in ((False, forward_s), (True, backward_s)):
+        found = attention_s(
+            cool,
+            "bf16",
+            flops * (2.5 if backward else 1),
+            backward=backward,
+            widths=widths,
+            latent=latent,
+            tokens=tokens,
+        )
+        assert found == pytest.approx(measured_s, rel=0.1)
+
+
+def test_a_sequence_of_half_tokens_takes_attention_twice_the_time_of_its_flop() -> None:
+    half = H100.constants.attention.half_tokens
+    launch = H100.constants.attention.launch_s
+    long, short = (
+        attention_s(H100, "bf16", 1e12, backward=False, tokens=tokens) for tokens in (np.inf, half)
+    )
+    assert half > 0
+    assert short - launch == pytest.approx(2 * (long - launch))
+
+
 def test_memory_bound_work_is_bytes_over_the_reached_rate_and_a_gap_for_each_kernel() -> None:
     alone = memory_bound_s(H100, 1e9, 0)
     assert alone == pytest.approx(1e9 / (0.8 * 3.35e12))

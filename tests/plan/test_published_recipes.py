@@ -61,3 +61,40 @@ def test_every_recipe_is_of_some_published_row_and_its_recomputation_is_understo
     for run in rows[::7]:
         if not re.search("architecture|regression", run.notes):
             assert "recomputation" not in " ".join(setup_of(run).assumptions)
+
+
+def test_experts_are_padded_by_copies_unless_what_brings_their_rows_pads_them() -> None:
+    copied, by_hybridep, graphed, wide = (
+        with_recipe(MEGATRON, row(qwen(release, **other))).pads_apart
+        for release, other in (
+            ("26.02", {"gpu": "H100-80GB", "precision": "fp8"}),
+            ("26.02", {}),
+            ("26.06", {}),
+            ("26.02", {"gpu": "H100-80GB", "precision": "bf16"}),
+        )
+    )
+    assert copied
+    assert not by_hybridep
+    assert not graphed
+    assert not wide
+
+
+def test_gpt_oss_clamps_and_turns_by_kernels_of_their_own() -> None:
+    oss = qwen("26.04", precision="bf16", model="GPT OSS 120B")
+    stack = with_recipe(MEGATRON, row(oss))
+    assert stack.weighs_biases
+    assert stack.clamps_apart
+    assert stack.turns_apart
+    whole = with_recipe(
+        MEGATRON, row(oss | {"precision": "mxfp8", "notes": "Megatron-Bridge 26.06 container"})
+    )
+    assert not whole.clamps_apart
+    assert whole.turns_apart
+
+
+@pytest.mark.parametrize(
+    ("precision", "kernels", "reads"), [("fp8", 4, 2), ("fp8-cs", 4, 2), ("mxfp8", 1, 1), ("bf16", 0, 1)]
+)
+def test_casts_are_those_of_the_rows_recipe_for_eight_bits(precision: str, kernels: int, reads: int) -> None:
+    stack = setup_of(row(qwen("26.02", precision=precision))).job.stack
+    assert (stack.cast_kernels, stack.cast_reads) == (kernels, reads)

@@ -133,11 +133,50 @@ def test_further_communicators_are_counted_beside_those_of_the_axes() -> None:
     assert more == pytest.approx(3 * STACKS["megatron"].communicator_bytes)
 
 
-def test_biases_that_are_weighed_apart_cost_memory_traffic_for_every_routed_token() -> None:
-    bare, biased = (with_facts(MIXTURE, "qwen3-30b-a3b", weighs_biases=weighs) for weighs in (False, True))
-    changed = {name for name, seconds in biased.time.items() if seconds > bare.time[name] * (1 + 1e-9)}
+@pytest.mark.parametrize("fact", ["weighs_biases", "clamps_apart", "pads_apart", "turns_apart"])
+def test_what_is_done_apart_from_the_kernels_around_it_costs_memory_traffic_and_nothing_else(
+    fact: str,
+) -> None:
+    fused, apart = (with_facts(MIXTURE, "qwen3-30b-a3b", **{fact: is_apart}) for is_apart in (False, True))
+    changed = {name for name, seconds in apart.time.items() if seconds > fused.time[name] * (1 + 1e-9)}
     assert "pointwise" in changed
     assert changed <= {"pointwise", "host", "scale_tax", "bubble"}
+
+
+def test_experts_of_a_rank_that_add_their_biases_one_by_one_launch_kernels_for_each() -> None:
+    few, many = (
+        with_facts(
+            one(Layout(shard=64, expert=expert), zero=1).at(0),
+            "qwen3-30b-a3b",
+            weighs_biases=True,
+            launch_s=1e-3,  # so slow that everything waits for the host
+        ).time["host"]
+        - with_facts(one(Layout(shard=64, expert=expert), zero=1).at(0), "qwen3-30b-a3b", launch_s=1e-3).time[
+            "host"
+        ]
+        for expert in (64, 8)
+    )
+    assert many > 6 * few
+
+
+def test_a_cast_that_finds_its_scale_first_reads_once_more() -> None:
+    fp8 = [each.name for each in PRECISIONS].index("fp8")
+    layout = one(Layout(shard=64), zero=1, precision=fp8).at(0)
+    once, twice, thrice = (with_facts(layout, cast_reads=reads).time["matmul"] for reads in (1, 2, 3))
+    assert once < twice
+    assert thrice - twice == pytest.approx(twice - once)
+
+
+def test_casts_of_one_expert_after_the_other_begin_as_many_kernels() -> None:
+    fp8 = [each.name for each in PRECISIONS].index("fp8")
+    layout = MIXTURE | {"precision": fp8}
+    together, each, each_by_four = (
+        with_facts(layout, "qwen3-30b-a3b", cast_kernels=kernels_).time["matmul"] for kernels_ in (0, 1, 4)
+    )
+    local = 128 / 16
+    assert (each_by_four - together) / (each - together) == pytest.approx(
+        (4 * local - 1) / (local - 1), rel=0.2
+    )
 
 
 def test_of_a_part_that_is_computed_again_by_half_half_is_kept() -> None:

@@ -71,6 +71,8 @@ class Pointwise:
     backward: float
     over: Axis = "none"
     kernels: int = 1
+    experts: int = 0
+    """Of the model, where every expert on a rank takes so many kernels for itself."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ def layers(workload: Workload, stack: Stack) -> dict[str, Layer]:
     """What each of ``KINDS`` does with one micro-batch."""
     model = workload.model
     attention = _norm(model) + (
-        _attention(model) if model.mla is None else _latent_attention(model, model.mla)
+        _attention(model, stack) if model.mla is None else _latent_attention(model, model.mla)
     )
     attention += _fused_core(workload) if stack.flash_attention else _core_in_memory(workload)
     attention += Layer(kept=(Kept("input", "local", model.dim),))
@@ -155,19 +157,21 @@ def _norm(model: ModelSpec) -> Layer:
     )
 
 
-def _attention(model: ModelSpec) -> Layer:
+def _attention(model: ModelSpec, stack: Stack) -> Layer:
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     turned = queries + keys
+    # Apart: products with cosine and sine, the halves turned and joined, their sum, and a copy of it; backward the same way.
+    turn_forward, turn_backward, turns = (12, 13, 12) if stack.turns_apart else (2, 2, 2)
     operations = (
         Exchange("projection", "gather", model.dim),
         Product("projection", "tokens", queries + 2 * keys, model.dim, columns_over="tensor"),
         Pointwise(
             "projection",
             "tokens",
-            (2 + 2 * model.qk_norm) * turned,
-            (2 + 4 * model.qk_norm) * turned,
+            (turn_forward + 2 * model.qk_norm) * turned,
+            (turn_backward + 4 * model.qk_norm) * turned,
             "tensor",
-            kernels=2 + 2 * model.qk_norm,
+            kernels=turns + 2 * model.qk_norm,
         ),
         Exchange("core", "context", 2 * keys),
         Attention(model.heads, 2 * model.head_dim),
@@ -297,9 +301,23 @@ def _mixture(model: ModelSpec, moe: MoeSpec, stack: Stack) -> Layer:
         ),
     )
     shared = _feed_forward(model, moe.shared * inner, stack) if moe.shared else Layer()
+    return routed + shared + _apart(model, moe, stack)
+
+
+def _apart(model: ModelSpec, moe: MoeSpec, stack: Stack) -> Layer:
+    """What experts' padding, activation and biases take where the kernels around them do not do it on their way."""
+    dim, inner = model.dim, moe.ffn_dim
+    # Gates and values are clamped and joined; backward they are masked by what was clamped, and joined.
+    clamps = Layer(
+        (Pointwise("expert_activation", "routed", 8 * inner, 10 * inner, "expert_tensor", kernels=3),),
+        (Kept("expert_activation", "routed", 2 * inner, "expert_tensor"),),
+    )
     # Weighted in fp32, added, joined, to 16 bits; backward the same way, with sums for weights and biases.
-    biases = Layer((Pointwise("expert_down", "routed", 14 * dim, 18 * dim, kernels=8),))
-    return routed + shared + (biases if stack.weighs_biases else Layer())
+    biases = Layer((Pointwise("expert_down", "routed", 14 * dim, 18 * dim, kernels=2, experts=moe.experts),))
+    # Rows read and written into the experts, and out of them; backward the same for their gradients.
+    padding = Layer((Pointwise("dispatch", "routed", 4 * dim, 4 * dim, kernels=2),))
+    asked = ((stack.clamps_apart, clamps), (stack.weighs_biases, biases), (stack.pads_apart, padding))
+    return sum((layer for is_asked, layer in asked if is_asked), Layer())
 
 
 def _sorting(moe: MoeSpec, stack: Stack) -> tuple[float, float]:

@@ -161,7 +161,12 @@ def _fit_attention(points: Points, accelerator: Accelerator, start: Constants, o
     provenance = _provenance(np.array(seen), len(seen), origin)
     # What stands in for a measurement of its own does not outlast the measurement of the rest.
     return dataclasses.replace(
-        start.attention, **shares, latent_forward=0.0, latent_backward=0.0, provenance=provenance
+        start.attention,
+        **shares,
+        latent_forward=0.0,
+        latent_backward=0.0,
+        half_tokens=0.0,
+        provenance=provenance,
     )
 
 

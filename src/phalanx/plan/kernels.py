@@ -89,6 +89,7 @@ def attention_s(
     backward: bool,
     widths: int = 0,
     latent: bool = False,
+    tokens: Numbers = np.inf,
 ) -> Seconds:
     """Seconds of fused attention that does ``flops`` in this direction.
 
@@ -104,6 +105,7 @@ def attention_s(
         backward: The direction.
         widths: Of a head's query and of its value, together; 0 means those that were measured.
         latent: Whether queries are wider than values.
+        tokens: Of a sequence, or of the piece of it that one kernel attends to.
     """
     fit = profile.constants.attention
     flops = np.asarray(flops, dtype=np.float64)
@@ -114,9 +116,11 @@ def attention_s(
     each = 1 / min(fit.share(backward, latent) * _peak(profile, wide), _power_limited(profile, wide))
     softmax = 0.0
     if fit.exponentials_per_s and known:
-        each = max(each - 1 / (products_of_a_score * measured * fit.exponentials_per_s), 0.0)
-        softmax = 1 / (products_of_a_score * (widths or measured) * known.value)
+        waited = 1.0 if backward else fit.exponentials_forward
+        each = max(each - waited / (products_of_a_score * measured * fit.exponentials_per_s), 0.0)
+        softmax = waited / (products_of_a_score * (widths or measured) * known.value)
     seconds = flops * (each * _peak(profile, wide) / _peak(profile, format) + softmax)
+    seconds = seconds * (1 + fit.half_tokens / np.asarray(tokens, dtype=np.float64))
     return np.where(flops > 0, fit.launch_s + seconds, 0.0)
 
 

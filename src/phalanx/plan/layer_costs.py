@@ -211,7 +211,7 @@ class _Rank:
         if isinstance(operation, Attention):
             return np.stack([ones, 2 * ones, 0 * ones]) * self.keys.context
         if isinstance(operation, Pointwise):
-            kernels_ = operation.kernels * (1 if self.job.stack.fused_pointwise else 3)
+            kernels_ = self._kernels(operation)
             return np.stack([kernels_ * ones, 2 * kernels_ * ones, 0 * ones])
         size = self._members(operation)
         return np.stack([ones, ones, 0 * ones]) * np.where(size > 1, _EXCHANGE_LAUNCHES, 0)
@@ -240,7 +240,9 @@ class _Rank:
         # The output projection and the router stay in the format of activations.
         inside = product.part != "router" and product.columns != self.job.workload.model.vocab_size
         format_ = self.precision.matmul if inside or self.precision.matmul in ("fp16", "fp32") else "bf16"
-        casts = self._casts(format_, rows * inner, rows * columns)
+        local = product.experts / self.keys.expert if product.experts else np.ones(len(self.keys.tensor))
+        starts = np.maximum(self.job.stack.cast_kernels * local, 1)
+        casts = self._casts(format_, (rows * inner, rows * columns), starts)
         seconds: Callable[..., Floats] = partial(kernels.matmul_s, self.job.profile, format_)
         each = rows
         if product.experts:
@@ -257,14 +259,14 @@ class _Rank:
             ]
         )
 
-    def _casts(self, format_: str, inputs: Floats, outputs: Floats) -> Floats:
+    def _casts(self, format_: str, operands: tuple[Floats, Floats], starts: Floats) -> Floats:
         """Seconds to bring the input, and in backward the output's gradient, into a narrow format; weights are cast once."""
         if format_ not in ("fp8", "fp4"):
             return np.zeros((len(PHASES), 1))
-        # Read once, written twice: along rows for one product and along columns for another.
-        moved = self.precision.activation_bytes + 2 * self.precision.operand_bytes
+        # Written twice: along rows for one product and along columns for another.
+        moved = self.job.stack.cast_reads * self.precision.activation_bytes + 2 * self.precision.operand_bytes
         forward, backward = (
-            kernels.memory_bound_s(self.job.profile, moved * elements) for elements in (inputs, outputs)
+            kernels.memory_bound_s(self.job.profile, moved * elements, starts) for elements in operands
         )
         return np.stack([forward, backward, np.zeros_like(forward)])
 
@@ -283,16 +285,25 @@ class _Rank:
             format_,
             widths=attention.widths,
             latent=attention.latent,
+            tokens=self.job.workload.seq_len / self.keys.context,
         )
         forward, backward = seconds(flops, backward=False), seconds(2.5 * flops, backward=True)
         return np.stack([forward, backward, np.zeros_like(forward)])
 
+    def _kernels(self, operation: Pointwise) -> Floats:
+        local = operation.experts / self.keys.expert if operation.experts else np.ones(len(self.keys.tensor))
+        return operation.kernels * self._passes * local
+
+    @property
+    def _passes(self) -> int:
+        """Eager code keeps intermediate results in fp32 and makes several passes of what one kernel would do."""
+        return 1 if self.job.stack.fused_pointwise else 3
+
     def _pointwise(self, operation: Pointwise) -> Floats:
-        # Eager code keeps intermediate results in fp32 and makes several passes of what one kernel would do.
-        passes = 1 if self.job.stack.fused_pointwise else 3
+        passes = self._passes
         elements = self.rows(operation.rows) / self.over(operation.over) * self.precision.activation_bytes
         forward, backward = (
-            kernels.memory_bound_s(self.job.profile, elements * passes * count, operation.kernels * passes)
+            kernels.memory_bound_s(self.job.profile, elements * passes * count, self._kernels(operation))
             for count in (operation.forward, operation.backward)
         )
         return np.stack([forward, backward, np.zeros_like(forward)])

@@ -135,9 +135,13 @@ def with_recipe(stack: Stack, run: PublishedRun) -> Stack:
     if recipe.flex:
         stack = replace(stack, dispatch="hybrid" if recipe.flex == "hybridep" else "once per node")
     if re.match("gpt.oss", run.model, re.IGNORECASE):
-        stack = replace(
-            stack, weighs_biases=not recipe.whole_graph
-        )  # Megatron Core's TEGroupedMLP._apply_bias
+        # Megatron Core's TEGroupedMLP._apply_bias and weighted_bias_quick_geglu_impl, unless CuTe's grouped products do both;
+        # and its apply_rotary_pos_emb, whose kernel does not scale as YaRN asks for.
+        apart = not recipe.whole_graph
+        stack = replace(stack, weighs_biases=apart, clamps_apart=apart, turns_apart=True)
+    narrow = re.search("fp8|fp4", run.precision) is not None
+    if narrow and recipe_of(run) is not None and recipe.flex != "hybridep" and not recipe.whole_graph:
+        stack = replace(stack, pads_apart=True)  # TEGroupedMLP's Fp8Padding; HybridEP pads as it sorts
     if recipe.narrow_attention:
         stack = replace(stack, narrow_attention=True)
     if recipe.overlap:

@@ -213,9 +213,24 @@ def stack_of_run(run: PublishedRun, software: Software) -> Stack:
         stack = replace(stack, split="last")
     if software.unfolded_experts:
         stack = replace(stack, fused_permutation=False)  # Megatron Core fuses it since 0.11
-    stack = with_recipe(stack, run)
+    stack = with_recipe(_casting(stack, software, run), run)
     eager = not software.compiled and not re.search(r"\bcompile", run.notes)
     return replace(stack, fused_pointwise=False) if eager else stack
+
+
+def _casting(stack: Stack, software: Software, run: PublishedRun) -> Stack:
+    """Transformer Engine's casts, by the row's recipe for eight bits.
+
+    Its multi_tensor_quantize_impl casts one expert after the other unless scaling is delayed; with current scaling, which
+    Megatron-Bridge's tables call FP8 or FP8-CS, each takes four kernels: the maximum is set to zero and found, then the scale,
+    then the cast (Float8CurrentScalingQuantizer::quantize_impl; pytorch/csrc/extensions/cast.cpp, v2.9).
+    """
+    if software.name not in ("megatron-bridge", "megatron-core"):
+        return stack
+    if software.name == "megatron-bridge" and run.precision in ("fp8", "fp8-cs"):
+        return replace(stack, cast_kernels=4, cast_reads=2)
+    blocks = re.search(r"mx|block|nvfp4", run.precision)
+    return replace(stack, cast_kernels=1) if blocks else stack
 
 
 def _bigscience(stack: Stack, run: PublishedRun) -> Stack:
@@ -268,7 +283,7 @@ def profile_of_run(accelerator: Accelerator, software: Software, run: PublishedR
     shares = _ATTENTION.get((software.attention, accelerator.key[:1]))
     if shares is None:
         return profile
-    attention = replace(profile.constants.attention, forward=shares[0], backward=shares[1])
+    attention = replace(profile.constants.attention, forward=shares[0], backward=shares[1], half_tokens=0.0)
     return replace(profile, constants=replace(profile.constants, attention=attention))
 
 

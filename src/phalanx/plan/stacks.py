@@ -133,10 +133,20 @@ class Stack:
     """Whether the inputs of experts' activation are kept in the format of products."""
     narrow_attention: bool = False
     """Whether attention multiplies in fp8 where other products are narrow."""
+    cast_kernels: int = 0
+    """Kernels that cast one expert's operand to a narrow format; 0 where one casts those of all experts."""
+    cast_reads: int = 1
+    """How often a cast reads its tensor: once more where the scale is found first, from the tensor itself (current scaling)."""
     wide_operands: bool = False
     """Whether operands of narrow products are kept as they were before the cast."""
     weighs_biases: bool = False
     """Whether experts' results have biases, which are weighted and added by one small kernel after the other, in fp32."""
+    clamps_apart: bool = False
+    """Whether kernels of their own clamp experts' gates and values before the activation."""
+    pads_apart: bool = False
+    """Whether copies bring experts' rows to a multiple that narrow products need, and their results back."""
+    turns_apart: bool = False
+    """Whether queries and keys are turned to their positions by one small kernel after the other rather than by one."""
     context_exchange: Literal["ring", "gather"] = "ring"
     """How keys and values come: block by block while attention computes with the last, or all before it begins."""
     launch_s: float = 20e-6

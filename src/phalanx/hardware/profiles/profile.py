@@ -45,7 +45,7 @@ class MatmulFit:
 
 @dataclass(frozen=True)
 class AttentionFit:
-    """Share of the peak in 16 bits that fused attention reaches with queries and values of 128 each."""
+    """Share of the peak in 16 bits that fused attention reaches with queries and values of 128 each, on long sequences."""
 
     forward: float
     backward: float
@@ -56,6 +56,11 @@ class AttentionFit:
     latent_backward: float = 0.0
     exponentials_per_s: float = 0.0
     """Of the accelerator that was measured; 0 where they are not known."""
+    exponentials_forward: float = 1.0
+    """Share of forward's exponentials that wait for those units: others are polynomials of fused multiply-adds, or hidden
+    behind products (arXiv 2603.05451, section 3)."""
+    half_tokens: float = 0.0
+    """Length of a causal sequence that takes twice the time of its FLOP: of a short one, much is begun, masked and ended."""
 
     def share(self, backward: bool, latent: bool = False) -> float:
         """Of the peak, in one direction."""

@@ -65,6 +65,8 @@ def read_constants(file: Table, name: str) -> Constants:
             attention.number("latent_forward", 0.0),
             attention.number("latent_backward", 0.0),
             attention.number("exponentials_per_s", 0.0),
+            attention.number("exponentials_forward", 1.0),
+            attention.number("half_tokens", 0.0),
         ),
         memory=MemoryFit(memory.number("efficiency"), memory.number("kernel_s"), _provenance(memory, shared)),
         collectives={key: _collective(table.table("collectives").table(key), shared) for key in COLLECTIVES},
