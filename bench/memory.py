@@ -26,7 +26,7 @@ from torch import nn
 from phalanx.model.presets import PRESETS
 from phalanx.model.shape import resolve
 from phalanx.model.transformer import Transformer
-from phalanx.observe.memory import size
+from phalanx.observe.throughput import format_bytes
 from phalanx.run.spec import MemorySpec, ModelSpec, RunSpec
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.offload import apply_activation_offload
@@ -69,7 +69,7 @@ def main() -> None:
     for row in rows:
         recompute, offload = row.way.split(" + ")
         print(
-            f"{recompute:<12}{offload:<10}{size(row.activation_bytes):>14}{row.memory_over_none:>12.2f}"
+            f"{recompute:<12}{offload:<10}{format_bytes(row.activation_bytes):>14}{row.memory_over_none:>12.2f}"
             f"{row.step_s * 1e3:>8.0f} ms{row.time_over_none:>12.2f}"
         )
 

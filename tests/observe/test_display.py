@@ -1,7 +1,9 @@
 """What people see: the same from the same events, never wider than their terminal, never garbled."""
 
 import io
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import reduce as fold
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from rich.console import Console
 
 from observe.recorded import bodies, crashed_run, step
 from phalanx.observe.display import plain_lines, render, show_events, sparkline
-from phalanx.observe.display_state import CURVE_POINTS, Curve, State, reduce, reduce_all
+from phalanx.observe.display_state import CURVE_POINTS, Curve, State, reduce
 from phalanx.observe.events import (
     CheckpointFailed,
     Event,
@@ -24,6 +26,10 @@ from phalanx.observe.events import (
     Torn,
     Unknown,
 )
+
+
+def state_after(events: Iterable[Event]) -> State:
+    return fold(reduce, events, State())
 
 
 def screen(state: State, width: int = 80) -> str:
@@ -46,14 +52,14 @@ def log(events: list[Event], every_s: float = 10.0, **terminal: bool) -> str:
 def test_a_new_attempt_keeps_the_curve_and_forgets_the_speed() -> None:
     events = crashed_run()
     second = next(i for i, event in enumerate(events) if event.attempt == 1)
-    before, after = reduce_all(events[:second]), reduce_all(events[: second + 1])
+    before, after = state_after(events[:second]), state_after(events[: second + 1])
     assert after.curve == before.curve
     assert after.recent_step_s == ()
     assert after.attempt == 1
 
 
 def test_an_attempt_that_ended_without_a_word_is_noted() -> None:
-    notes = [note.text for note in reduce_all(crashed_run()).notes]
+    notes = [note.text for note in state_after(crashed_run()).notes]
     assert "attempt 1 ended without a word after step 25" in notes
 
 
@@ -61,7 +67,7 @@ def test_the_end_of_an_epoch_that_its_fleet_has_explained_is_not_noted_again() -
     events = crashed_run()
     second = next(i for i, event in enumerate(events) if event.attempt == 1)
     why = replace(events[second - 1], body=Message("warning", "leave epoch 0: node node-1 fell silent"))
-    notes = [note.text for note in reduce_all([*events[:second], why, *events[second:]]).notes]
+    notes = [note.text for note in state_after([*events[:second], why, *events[second:]]).notes]
     assert not any("without a word" in note for note in notes)
     assert why.body.text in notes
 
@@ -91,7 +97,7 @@ def test_the_curve_in_memory_is_bounded_and_evenly_spaced(count: int) -> None:
     st.integers(50, 200),
 )
 def test_any_events_can_be_drawn_at_any_width(events: list[Event], width: int) -> None:
-    assert all(cell_len(line) <= width for line in screen(reduce_all(events), width).splitlines())
+    assert all(cell_len(line) <= width for line in screen(state_after(events), width).splitlines())
 
 
 def test_the_panel_shows_what_one_asks_about_a_run() -> None:
@@ -100,7 +106,7 @@ def test_the_panel_shows_what_one_asks_about_a_run() -> None:
     )
     events = [*crashed_run()[:20], Event(1.8e9 + 99, 0, started)]
     events.append(Event(1.8e9 + 100, 0, step(18, 40, mfu=0.412, goodput=0.9, peak_memory_bytes=3 << 30)))
-    shown = screen(reduce_all(events))
+    shown = screen(state_after(events))
     for fact in (
         "step 18 of 40",
         "45.0 %",
@@ -119,7 +125,7 @@ def test_the_panel_shows_what_one_asks_about_a_run() -> None:
 
 
 def test_a_finished_run_shows_its_hash_whole() -> None:
-    assert "ab" * 32 in screen(reduce_all(crashed_run()))
+    assert "ab" * 32 in screen(state_after(crashed_run()))
 
 
 def test_markup_in_a_message_is_shown_as_it_is() -> None:
@@ -191,7 +197,7 @@ def test_on_a_terminal_the_panel_ends_with_the_last_state() -> None:
 def test_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system="truecolor")
-    console.print(render(reduce_all(crashed_run())))
+    console.print(render(state_after(crashed_run())))
     assert isinstance(console.file, io.StringIO)
     coloured = [f"\x1b[3{digit}m" for digit in range(8)]
     assert not any(code in console.file.getvalue() for code in coloured)

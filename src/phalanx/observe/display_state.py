@@ -4,9 +4,7 @@
 nothing, so the display of a run that died last week is the display it had then.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import reduce as fold
 
 from phalanx.observe.events import (
     CheckpointFailed,
@@ -128,10 +126,6 @@ def reduce(state: State, event: Event) -> State:
         case Finished() as body:
             return replace(state, finished=body)
     return state
-
-
-def reduce_all(events: Iterable[Event], state: State | None = None) -> State:
-    return fold(reduce, events, state or State())
 
 
 def _next_attempt(state: State, event: Event) -> State:

@@ -108,8 +108,3 @@ def energy(
     nodes = (accelerators + spare_accelerators) / cluster.per_node * cluster.node_power_w.value * kwh_per_w
     facility = (cluster.pue.value - 1) * (steps + waiting + spares + nodes)
     return Energy(steps, waiting, spares, nodes, facility)
-
-
-def energy_at_power_kwh(power_w: float, wall_s: float) -> float:
-    """Energy (kWh) of a constant draw."""
-    return power_w * wall_s / J_PER_KWH

@@ -219,11 +219,6 @@ class Estimate:
         """``flops_per_s`` over the dense bf16 peak."""
         return self.flops_per_s / self.peak_flops
 
-    @property
-    def dollars_per_step(self) -> float:
-        """Rent of the ranks for one step."""
-        return self.price_per_hour * self.ranks * self.step_s / 3600
-
 
 def estimate(job: Job, numbers: Mapping[str, int]) -> Estimate:
     """Memory and time of one layout, given as ``Candidates.at`` gives it.
