@@ -140,6 +140,7 @@ def test_any_layout_with_any_schedule_is_the_same(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("model", sorted(MODELS))
 def test_eight_ranks_compute_the_same_on_layouts_of_every_pair_of_axes(
     ranks: Ranks, references: dict[tuple[str, ParallelSpec], Whole], model: str
