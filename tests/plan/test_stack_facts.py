@@ -134,13 +134,24 @@ def test_further_communicators_are_counted_beside_those_of_the_axes() -> None:
 
 
 @pytest.mark.parametrize("fact", ["weighs_biases", "clamps_apart", "pads_apart", "turns_apart"])
-def test_what_is_done_apart_from_the_kernels_around_it_costs_memory_traffic_and_nothing_else(
+def test_what_is_done_apart_from_the_kernels_around_it_takes_time_as_memory_traffic_and_nothing_else(
     fact: str,
 ) -> None:
     fused, apart = (with_facts(MIXTURE, "qwen3-30b-a3b", **{fact: is_apart}) for is_apart in (False, True))
     changed = {name for name, seconds in apart.time.items() if seconds > fused.time[name] * (1 + 1e-9)}
     assert "pointwise" in changed
     assert changed <= {"pointwise", "host", "scale_tax", "bubble"}
+
+
+def test_what_is_clamped_apart_is_kept_besides_what_was_clamped() -> None:
+    model = job("qwen3-30b-a3b").workload.model
+    assert model.moe is not None
+    fused, apart = (kept(clamps_apart=is_apart) for is_apart in (False, True))
+    routed = (
+        4096 * model.moe.per_token
+    )  # a rank's own tokens, as experts have them when they are dealt evenly
+    assert apart - fused >= model.layers * routed * 2 * model.moe.ffn_dim * 2
+    assert kept(pads_apart=True, turns_apart=True, weighs_biases=True) == fused
 
 
 def test_experts_of_a_rank_that_add_their_biases_one_by_one_launch_kernels_for_each() -> None:

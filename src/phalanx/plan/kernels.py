@@ -96,7 +96,8 @@ def attention_s(
     Forward 4 s_q s_kv a d_h (half if causal); backward 2.5 times that, because it recomputes the scores (Dao 2023,
     arXiv 2307.08691, section 4.1). Each score takes an exponential in either direction, whatever the heads' width: where the
     special function units' rate is known, that part of the measured time is theirs, and the rest scales with width and format
-    (arXiv 2603.05451, section 3: on Blackwell the two limits are alike at a width of 128).
+    (arXiv 2603.05451, section 3: on Blackwell the two limits are alike at a width of 128). All of it takes
+    (1 + half_tokens / tokens) times as long: what a block of queries begins and ends with does not shrink with the sequence.
 
     Args:
         profile: The accelerator and its constants.

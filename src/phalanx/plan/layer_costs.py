@@ -206,13 +206,13 @@ class _Rank:
         if isinstance(operation, Product):
             # A narrow format takes a cast of each operand beside the product.
             casts = 2 if self.precision.matmul in ("fp8", "fp4") else 0
-            each = (1 + casts) * (operation.experts / self.keys.expert if operation.experts else ones)
+            each = (1 + casts) * self._local(operation.experts)
             return np.stack([each, each, each])
         if isinstance(operation, Attention):
             return np.stack([ones, 2 * ones, 0 * ones]) * self.keys.context
         if isinstance(operation, Pointwise):
-            kernels_ = self._kernels(operation)
-            return np.stack([kernels_ * ones, 2 * kernels_ * ones, 0 * ones])
+            each = self._kernels(operation)
+            return np.stack([each, 2 * each, 0 * each])
         size = self._members(operation)
         return np.stack([ones, ones, 0 * ones]) * np.where(size > 1, _EXCHANGE_LAUNCHES, 0)
 
@@ -240,13 +240,11 @@ class _Rank:
         # The output projection and the router stay in the format of activations.
         inside = product.part != "router" and product.columns != self.job.workload.model.vocab_size
         format_ = self.precision.matmul if inside or self.precision.matmul in ("fp16", "fp32") else "bf16"
-        local = product.experts / self.keys.expert if product.experts else np.ones(len(self.keys.tensor))
-        starts = np.maximum(self.job.stack.cast_kernels * local, 1)
-        casts = self._casts(format_, (rows * inner, rows * columns), starts)
+        groups = self._local(product.experts)
+        casts = self._casts(format_, (rows * inner, rows * columns), groups)
         seconds: Callable[..., Floats] = partial(kernels.matmul_s, self.job.profile, format_)
         each = rows
         if product.experts:
-            groups = product.experts / self.keys.expert
             streams = self.job.stack.expert_streams
             seconds = partial(kernels.grouped_matmul_s, self.job.profile, format_, groups, streams=streams)
             each = rows / groups
@@ -259,11 +257,12 @@ class _Rank:
             ]
         )
 
-    def _casts(self, format_: str, operands: tuple[Floats, Floats], starts: Floats) -> Floats:
+    def _casts(self, format_: str, operands: tuple[Floats, Floats], groups: Floats) -> Floats:
         """Seconds to bring the input, and in backward the output's gradient, into a narrow format; weights are cast once."""
         if format_ not in ("fp8", "fp4"):
             return np.zeros((len(PHASES), 1))
         # Written twice: along rows for one product and along columns for another.
+        starts = np.maximum(self.job.stack.cast_kernels * groups, 1)
         moved = self.job.stack.cast_reads * self.precision.activation_bytes + 2 * self.precision.operand_bytes
         forward, backward = (
             kernels.memory_bound_s(self.job.profile, moved * elements, starts) for elements in operands
@@ -290,9 +289,12 @@ class _Rank:
         forward, backward = seconds(flops, backward=False), seconds(2.5 * flops, backward=True)
         return np.stack([forward, backward, np.zeros_like(forward)])
 
+    def _local(self, experts: int) -> Floats:
+        """Of so many experts, those of a rank; one for what is not done for each expert."""
+        return experts / self.keys.expert if experts else np.ones(len(self.keys.tensor))
+
     def _kernels(self, operation: Pointwise) -> Floats:
-        local = operation.experts / self.keys.expert if operation.experts else np.ones(len(self.keys.tensor))
-        return operation.kernels * self._passes * local
+        return operation.kernels * self._passes * self._local(operation.experts)
 
     @property
     def _passes(self) -> int:

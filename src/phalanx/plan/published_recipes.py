@@ -131,7 +131,8 @@ def _precision(run: PublishedRun) -> str:
 
 def with_recipe(stack: Stack, run: PublishedRun) -> Stack:
     """The stack as the row's recipe and notes set it."""
-    recipe = recipe_of(run) or _noted(run)
+    known = recipe_of(run)
+    recipe = known or _noted(run)
     if recipe.flex:
         stack = replace(stack, dispatch="hybrid" if recipe.flex == "hybridep" else "once per node")
     if re.match("gpt.oss", run.model, re.IGNORECASE):
@@ -139,8 +140,7 @@ def with_recipe(stack: Stack, run: PublishedRun) -> Stack:
         # and its apply_rotary_pos_emb, whose kernel does not scale as YaRN asks for.
         apart = not recipe.whole_graph
         stack = replace(stack, weighs_biases=apart, clamps_apart=apart, turns_apart=True)
-    narrow = re.search("fp8|fp4", run.precision) is not None
-    if narrow and recipe_of(run) is not None and recipe.flex != "hybridep" and not recipe.whole_graph:
+    if known and re.search("fp8|fp4", run.precision) and recipe.flex != "hybridep" and not recipe.whole_graph:
         stack = replace(stack, pads_apart=True)  # TEGroupedMLP's Fp8Padding; HybridEP pads as it sorts
     if recipe.narrow_attention:
         stack = replace(stack, narrow_attention=True)
