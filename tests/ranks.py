@@ -29,6 +29,8 @@ def _serve(connection: Connection) -> None:
     from phalanx.parallel.rendezvous import Place, join, leave
 
     torch.set_num_threads(1)
+    # Nobody begins before all have connected: a function without a collective would leave while others still connect.
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     while True:
         try:
             rank, ranks, meeting_point, function, args = connection.recv()
@@ -65,10 +67,8 @@ class Ranks:
                 self._workers[rank][1].send((rank, ranks, meeting_point, function, args))
             try:
                 results = [self._receive(rank) for rank in range(ranks)]
-            except (
-                BaseException
-            ):  # a test's time limit, too: what still comes would be taken for the next test's answer
-                self.close()
+            except BaseException:  # also a test's time limit
+                self.close()  # what still comes would be taken for the next test's answer
                 raise
         failures = [f"rank {rank}:\n{value}" for rank, (good, value) in enumerate(results) if not good]
         if failures:

@@ -50,7 +50,7 @@ def test_evaluations_come_when_they_are_due_and_at_the_end(finished: Path) -> No
 
 def test_old_checkpoints_are_let_go(finished: Path) -> None:
     # Whether the first attempt got to say that step 2 was written depends on the disk: it was broken off two steps later.
-    assert [saved.step for saved in bodies(finished, CheckpointSaved)][-2:] == [4, 6]
+    assert [saved.step for saved in bodies(finished, CheckpointSaved)] in ([2, 4, 6], [4, 6])
     assert DiskTier(finished / "checkpoints").steps() == [2, 4, 6]
 
 
