@@ -39,18 +39,18 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from phalanx.model.facts.shape import parameters, resolve
 from phalanx.model.init import fill
-from phalanx.model.shape import parameters, resolve
 from phalanx.model.transformer import Transformer
 from phalanx.observe.ledger import Bucket, Ledger
-from phalanx.parallel.mesh import build_mesh
-from phalanx.parallel.rendezvous import Place, join, leave
-from phalanx.parallel.schedules import bubble
+from phalanx.parallel.mesh.mesh import build_mesh
+from phalanx.parallel.pipeline.schedules import bubble
+from phalanx.parallel.process_group.rendezvous import Place, join, leave
 from phalanx.run.layout import micro_batches_per_slot, stages_per_rank
 from phalanx.run.spec import ModelSpec, MoeSpec, ParallelSpec, PrecisionSpec, RunSpec, RuntimeSpec, TrainSpec
-from phalanx.train.assemble import make_deterministic
-from phalanx.train.compose import build_model
-from phalanx.train.state import fill_initial
+from phalanx.train.lifecycle.assemble import make_deterministic
+from phalanx.train.lifecycle.compose import build_model
+from phalanx.train.step.state import fill_initial
 
 CPU = torch.device("cpu")
 Step = Callable[[], None]

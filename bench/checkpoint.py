@@ -24,12 +24,12 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint import state_dict_saver as dcp
 
-from phalanx.checkpoint.blocks import BLOCK_BYTES, page_aligned
-from phalanx.checkpoint.disk import DiskTier
-from phalanx.checkpoint.layout import ByteArray
-from phalanx.checkpoint.restore import restore
-from phalanx.checkpoint.saver import AsyncSaver
-from phalanx.checkpoint.state import shards_of
+from phalanx.checkpoint.format.blocks import BLOCK_BYTES, page_aligned
+from phalanx.checkpoint.format.image import ByteArray
+from phalanx.checkpoint.format.state import shards_of
+from phalanx.checkpoint.save.saver import AsyncSaver
+from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.checkpoint.tiers.restore import restore
 
 State = dict[str, torch.Tensor]
 

@@ -26,11 +26,11 @@ from pathlib import Path
 
 import tomli_w
 
-from phalanx.fleet import messages as m
-from phalanx.fleet.coordinator import door_of
-from phalanx.fleet.coordinator_link import CoordinatorLink
-from phalanx.fleet.fleet_file import FleetFile, FleetFileError, read_fleet_file
-from phalanx.fleet.transport import Door
+from phalanx.fleet.control.coordinator import door_of
+from phalanx.fleet.control.coordinator_link import CoordinatorLink
+from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, read_fleet_file
+from phalanx.fleet.control.transport import Door
+from phalanx.fleet.core import messages as m
 from phalanx.run.read import to_table
 from phalanx.run.spec import DataSpec, FleetSpec, ModelSpec, RunSpec, TrainSpec
 
@@ -185,7 +185,9 @@ def main() -> None:
         spec = make_run(folder, given.nodes, given.heartbeat_s)
         with (folder / "coordinator.log").open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "phalanx.fleet.coordinator", "--run-dir", name], stdout=log, stderr=log
+                [sys.executable, "-m", "phalanx.fleet.control.coordinator", "--run-dir", name],
+                stdout=log,
+                stderr=log,
             )
         try:
             asyncio.run(_measured(folder, spec, process, given.seconds, given.patience_s))

@@ -23,13 +23,13 @@ import torch
 
 from phalanx.hardware.accelerators import accelerator_named
 from phalanx.hardware.matmul_peak import measure_matmul_flops
-from phalanx.model.counts import count
-from phalanx.model.presets import PRESETS
-from phalanx.model.shape import resolve
-from phalanx.parallel.rendezvous import Place, join, leave
+from phalanx.model.facts.counts import count
+from phalanx.model.facts.presets import PRESETS
+from phalanx.model.facts.shape import resolve
+from phalanx.parallel.process_group.rendezvous import Place, join, leave
 from phalanx.run.spec import ParallelSpec, PrecisionSpec, RunSpec, RuntimeSpec, ScheduleSpec, TrainSpec
-from phalanx.train.assemble import make_deterministic
-from phalanx.train.state import weights_sha256
+from phalanx.train.lifecycle.assemble import make_deterministic
+from phalanx.train.step.state import weights_sha256
 from step import build_stepper, seconds_of
 
 

@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from phalanx.model.presets import PRESETS
-from phalanx.model.shape import parameters, resolve
+from phalanx.model.facts.presets import PRESETS
+from phalanx.model.facts.shape import parameters, resolve
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Evaluated, Step
 from phalanx.observe.throughput import smooth

@@ -60,7 +60,7 @@ WAYS: dict[str, tuple[str, ...]] = {
     "kept": ("--nodes", "2"),
 }
 WARM_UP_STEPS = 3
-WATCHERS = ("phalanx.fleet.agent", "phalanx.fleet.coordinator")
+WATCHERS = ("phalanx.fleet.node.agent", "phalanx.fleet.control.coordinator")
 
 
 def step_s(folder: Path, way: str, number: int, steps: int) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 Stages do not compute but sleep, as long for the gradients of inputs and of weights as for forward, so that four ranks have
 two cores' worth of time each whatever the machine; everything else (messages, autograd, the interpreter) is the real thing.
 ``measured`` is the share of the slot, from the common start to the last rank's end, that the ranks did not sleep away;
-``closed form`` is ``phalanx.parallel.schedules.bubble``; ``waited`` is what the ranks' clocks give the ledger as bubble
+``closed form`` is ``phalanx.parallel.pipeline.schedules.bubble``; ``waited`` is what the ranks' clocks give the ledger as bubble
 (without the wait for the last rank after the slot). Of several slots the one that idled least: other programs only add. And: what one rank pays to know its schedule, against PyTorch's class of the same schedule.
 
     python bench/pipeline.py [--json]
@@ -26,10 +26,10 @@ import torch.distributed.pipelining.schedules as torch_schedules
 import torch.multiprocessing as multiprocessing
 from torch import Tensor, nn
 
-from phalanx.model.linear import Linear
-from phalanx.parallel.pipeline import Pipeline
-from phalanx.parallel.rendezvous import Place, join, leave
-from phalanx.parallel.schedules import Name, Schedule, bubble
+from phalanx.model.layers.linear import Linear
+from phalanx.parallel.pipeline.runner import Pipeline
+from phalanx.parallel.pipeline.schedules import Name, Schedule, bubble
+from phalanx.parallel.process_group.rendezvous import Place, join, leave
 
 SCHEDULES: list[tuple[Name, int]] = [
     ("gpipe", 1),

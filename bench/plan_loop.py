@@ -20,12 +20,12 @@ import torch
 
 from phalanx.hardware.catalogue import cluster
 from phalanx.hardware.cluster import Cluster
-from phalanx.model.shape import resolve
-from phalanx.plan.request import estimate_written
+from phalanx.model.facts.shape import resolve
+from phalanx.plan.search.request import estimate_written
 from phalanx.run.layout import layout_problems
 from phalanx.run.spec import MemorySpec, ModelSpec, MoeSpec, ParallelSpec, PrecisionSpec, RunSpec, TrainSpec
-from phalanx.train.calibrate import usual_clock
-from phalanx.train.calibrate_ranks import measure_step
+from phalanx.train.measure.calibrate import usual_clock
+from phalanx.train.measure.calibrate_ranks import measure_step
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,10 +9,10 @@ import time
 
 from phalanx.hardware import catalogue
 from phalanx.hardware.profiles import profile_of
-from phalanx.model.presets import PRESETS
-from phalanx.model.shape import resolve
-from phalanx.plan.search import search
-from phalanx.plan.stacks import STACKS, Job, Workload
+from phalanx.model.facts.presets import PRESETS
+from phalanx.model.facts.shape import resolve
+from phalanx.plan.search.search import search
+from phalanx.plan.workload.stacks import STACKS, Job, Workload
 
 SPACES = (
     ("llama3-405b", "h100:16384", 2048, 8192, "megatron"),

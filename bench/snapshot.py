@@ -19,15 +19,15 @@ from dataclasses import asdict, dataclass
 import torch
 
 from checkpoint import State, make_state, memcpy_s, timed
-from phalanx.checkpoint.blocks import page_aligned
-from phalanx.checkpoint.layout import ByteArray
-from phalanx.checkpoint.restore import restore
-from phalanx.checkpoint.snapshot_client import push
-from phalanx.checkpoint.snapshot_memory import SnapshotMemory
-from phalanx.checkpoint.snapshot_server import SnapshotServer
-from phalanx.checkpoint.snapshot_tier import SnapshotHolder, SnapshotTier
-from phalanx.checkpoint.snapshot_writer import SnapshotWriter
-from phalanx.checkpoint.state import Shard, shards_of
+from phalanx.checkpoint.format.blocks import page_aligned
+from phalanx.checkpoint.format.image import ByteArray
+from phalanx.checkpoint.format.state import Shard, shards_of
+from phalanx.checkpoint.snapshot.client import push
+from phalanx.checkpoint.snapshot.memory import SnapshotMemory
+from phalanx.checkpoint.snapshot.server import SnapshotServer
+from phalanx.checkpoint.snapshot.tier import SnapshotHolder, SnapshotTier
+from phalanx.checkpoint.snapshot.writer import SnapshotWriter
+from phalanx.checkpoint.tiers.restore import restore
 
 _RUN, _TOKEN = "bench", "the token of this bench only"
 

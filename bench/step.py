@@ -33,19 +33,19 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from phalanx.hardware.matmul_peak import measure_matmul_flops
-from phalanx.model.counts import count
+from phalanx.model.facts.counts import count
+from phalanx.model.facts.presets import PRESETS
+from phalanx.model.facts.shape import parameters, resolve
 from phalanx.model.init import fill
-from phalanx.model.presets import PRESETS
-from phalanx.model.shape import parameters, resolve
 from phalanx.model.transformer import Transformer
 from phalanx.observe.ledger import Ledger
-from phalanx.parallel.mesh import build_mesh
-from phalanx.parallel.rendezvous import Place, join, leave
+from phalanx.parallel.mesh.mesh import build_mesh
+from phalanx.parallel.process_group.rendezvous import Place, join, leave
 from phalanx.run.spec import ParallelSpec, PrecisionSpec, RunSpec, RuntimeSpec, ScheduleSpec, TrainSpec
-from phalanx.train.assemble import make_deterministic
-from phalanx.train.compose import build_model
-from phalanx.train.state import fill_initial
-from phalanx.train.step import Stepper
+from phalanx.train.lifecycle.assemble import make_deterministic
+from phalanx.train.lifecycle.compose import build_model
+from phalanx.train.step.state import fill_initial
+from phalanx.train.step.step import Stepper
 
 Step = Callable[[], None]
 CPU = torch.device("cpu")

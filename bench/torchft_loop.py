@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from phalanx.model.shape import resolve
+from phalanx.model.facts.shape import resolve
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
 

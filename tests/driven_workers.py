@@ -15,12 +15,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from phalanx.checkpoint.snapshot_client import push
-from phalanx.checkpoint.snapshot_memory import SnapshotKey, SnapshotMemory
-from phalanx.checkpoint.snapshot_server import SnapshotServer
+from phalanx.checkpoint.snapshot.client import push
+from phalanx.checkpoint.snapshot.memory import SnapshotKey, SnapshotMemory
+from phalanx.checkpoint.snapshot.server import SnapshotServer
 from phalanx.data.index import read_index
-from phalanx.fleet.security import run_token
-from phalanx.fleet.worker_link import (
+from phalanx.fleet.control.security import run_token
+from phalanx.fleet.node.worker_link import (
     Alive,
     Bind,
     Bound,
@@ -39,7 +39,7 @@ from phalanx.fleet.worker_link import (
 )
 from phalanx.run.identity import identity
 from phalanx.run.spec import RunSpec
-from phalanx.train.run_directory import open_run
+from phalanx.train.lifecycle.run_directory import open_run
 
 PATIENCE_S = 60.0
 
@@ -48,7 +48,7 @@ class Node:
     """One worker, the memory for its snapshots, and what it has said."""
 
     def __init__(
-        self, spec: RunSpec, number: int, program: tuple[str, ...] = ("-m", "phalanx.fleet.worker")
+        self, spec: RunSpec, number: int, program: tuple[str, ...] = ("-m", "phalanx.fleet.node.worker")
     ) -> None:
         self.number, self.spec, self.program = number, spec, program
         self.run_dir = Path(spec.run_dir)

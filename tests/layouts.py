@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from phalanx.model.shape import resolve
+from phalanx.model.facts.shape import resolve
 from phalanx.run.layout import Layout, layout_of, layout_problems
 from phalanx.run.spec import (
     MlaSpec,
@@ -79,11 +79,11 @@ def steps_on_this_rank(spec: RunSpec, steps: int = 2) -> Outcome:
     import torch.distributed as dist
 
     from phalanx.observe.ledger import Ledger
-    from phalanx.parallel.data_parallel import named_parameters
-    from phalanx.parallel.mesh import build_mesh
-    from phalanx.train.assemble import make_deterministic
-    from phalanx.train.compose import build_model
-    from phalanx.train.state import fill_initial, weights_sha256
+    from phalanx.parallel.mesh.mesh import build_mesh
+    from phalanx.parallel.reduction.data_parallel import named_parameters
+    from phalanx.train.lifecycle.assemble import make_deterministic
+    from phalanx.train.lifecycle.compose import build_model
+    from phalanx.train.step.state import fill_initial, weights_sha256
 
     device = torch.device("cpu")
     make_deterministic(spec, device)

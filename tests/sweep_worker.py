@@ -1,7 +1,7 @@
 """Real workers that break right before a collective of a test's choice, and the process that they are forked from.
 
 A sweep over all collectives of a step needs hundreds of workers. Importing PyTorch takes seconds, so one process does it
-once and then forks a worker whenever it is asked to: ``phalanx.fleet.worker`` itself, in which a dispatch mode counts the
+once and then forks a worker whenever it is asked to: ``phalanx.fleet.node.worker`` itself, in which a dispatch mode counts the
 operations that talk to other ranks. Which of them is to break is written in the run directory; each break
 happens once in a run, so a step that is computed again after it does not break again.
 
@@ -28,10 +28,10 @@ from typing import Any, Literal
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.fleet import worker
-from phalanx.fleet.worker_link import Bind
-from phalanx.train import loop
-from phalanx.train.step import Stepper
+from phalanx.fleet.node import worker
+from phalanx.fleet.node.worker_link import Bind
+from phalanx.train.lifecycle import loop
+from phalanx.train.step.step import Stepper
 
 START, END = "start", "end"
 """Collectives before the first step of an epoch, and after the last step of the run."""
@@ -231,7 +231,7 @@ def _serve(control: socket.socket) -> None:
 
 
 def _become_worker(control: socket.socket, arguments: list[str], descriptors: list[int]) -> None:
-    """Does in a forked process what ``python -m phalanx.fleet.worker`` does in a new one."""
+    """Does in a forked process what ``python -m phalanx.fleet.node.worker`` does in a new one."""
     try:
         control.close()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -22,7 +22,7 @@ from phalanx.run.spec import (
     ScheduleSpec,
     TrainSpec,
 )
-from phalanx.train.prepare import resolve
+from phalanx.train.lifecycle.prepare import resolve
 
 TINY_MODEL = ModelSpec(layers=2, dim=32, heads=4, kv_heads=2, ffn_dim=64, tie_embeddings=True)
 
@@ -76,11 +76,11 @@ def train_on_this_rank(spec: RunSpec, stop_before_step: int | None = None) -> di
 
     from phalanx.observe.event_log import EventLog, next_attempt
     from phalanx.observe.ledger import Ledger
-    from phalanx.train.assemble import Origin, assemble
-    from phalanx.train.interrupt import StopRequest
-    from phalanx.train.loop import train
-    from phalanx.train.reporter import Reporter
-    from phalanx.train.run_directory import RunDirectory, open_run
+    from phalanx.train.lifecycle.assemble import Origin, assemble
+    from phalanx.train.lifecycle.interrupt import StopRequest
+    from phalanx.train.lifecycle.loop import train
+    from phalanx.train.lifecycle.reporter import Reporter
+    from phalanx.train.lifecycle.run_directory import RunDirectory, open_run
 
     opened: list[Any] = [None]
     lock_fd = -1

@@ -28,7 +28,7 @@ import pytest
 
 import driven_workers
 from driven_workers import PATIENCE_S, Driver, Node
-from phalanx.fleet.worker_link import Bound, Broken, Finished, Park, Parked, Resume, Warm
+from phalanx.fleet.node.worker_link import Bound, Broken, Finished, Park, Parked, Resume, Warm
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Step
 from phalanx.observe.recoveries import recoveries

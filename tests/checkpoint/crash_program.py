@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
-from phalanx.checkpoint.disk import DiskTier
-from phalanx.checkpoint.restore import candidates, restore
-from phalanx.checkpoint.retention import Retention
-from phalanx.checkpoint.saver import AsyncSaver
-from phalanx.checkpoint.state import shards_of
-from phalanx.checkpoint.verify import verify
+from phalanx.checkpoint.format.state import shards_of
+from phalanx.checkpoint.save.saver import AsyncSaver
+from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.checkpoint.tiers.restore import candidates, restore
+from phalanx.checkpoint.tiers.retention import Retention
+from phalanx.checkpoint.tiers.verify import verify
 
 RANKS = 2
 

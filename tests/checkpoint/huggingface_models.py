@@ -13,11 +13,11 @@ from transformers import (
 )
 
 from parity.hf_models import MIXTURES, QWEN3_MOE, SMALL, YARN, hf_model
-from phalanx.checkpoint.disk import DiskTier
-from phalanx.checkpoint.huggingface import export_hf
-from phalanx.checkpoint.restore import restore
-from phalanx.checkpoint.saver import AsyncSaver
-from phalanx.checkpoint.state import shards_of
+from phalanx.checkpoint.format.state import shards_of
+from phalanx.checkpoint.interop.huggingface import export_hf
+from phalanx.checkpoint.save.saver import AsyncSaver
+from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.checkpoint.tiers.restore import restore
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
 

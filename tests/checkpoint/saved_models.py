@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from phalanx.checkpoint.disk import DiskTier
-from phalanx.checkpoint.restore import restore
-from phalanx.checkpoint.saver import AsyncSaver
-from phalanx.checkpoint.state import shards_of
+from phalanx.checkpoint.format.state import shards_of
+from phalanx.checkpoint.save.saver import AsyncSaver
+from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.checkpoint.tiers.restore import restore
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
 

@@ -12,9 +12,9 @@ import time
 
 import torch
 
-from phalanx.checkpoint.snapshot_memory import NO_STEP, Segment, SnapshotMemory, verified
-from phalanx.checkpoint.snapshot_writer import SnapshotWriter
-from phalanx.checkpoint.state import shards_of
+from phalanx.checkpoint.format.state import shards_of
+from phalanx.checkpoint.snapshot.memory import NO_STEP, Segment, SnapshotMemory, verified
+from phalanx.checkpoint.snapshot.writer import SnapshotWriter
 
 _ELEMENTS = 300_000
 _BLOCK_BYTES = 64 << 10

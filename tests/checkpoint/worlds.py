@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from phalanx.checkpoint.boxes import Box, whole
-from phalanx.checkpoint.saver import AsyncSaver, SaveOutcome
-from phalanx.checkpoint.state import Shard, dtype_name
-from phalanx.checkpoint.tier import Tier
+from phalanx.checkpoint.format.boxes import Box, whole
+from phalanx.checkpoint.format.state import Shard, dtype_name
+from phalanx.checkpoint.save.saver import AsyncSaver, SaveOutcome
+from phalanx.checkpoint.tiers.tier import Tier
 
 State = dict[str, torch.Tensor]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from phalanx.cli.agent_command import command
+from phalanx.cli.fleet.agent_command import command
 from phalanx_process import last_json, run, start
 
 

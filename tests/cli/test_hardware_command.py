@@ -7,10 +7,10 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from phalanx.cli.hardware_command import command as hardware
-from phalanx.cli.models_command import command as models
+from phalanx.cli.plan.hardware_command import command as hardware
+from phalanx.cli.plan.models_command import command as models
 from phalanx.hardware.catalogue import accelerators, systems
-from phalanx.model.presets import PRESETS
+from phalanx.model.facts.presets import PRESETS
 
 
 def test_the_list_names_every_accelerator_and_system() -> None:

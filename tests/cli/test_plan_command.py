@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from phalanx.cli.plan_command import command
-from phalanx.model.presets import PRESETS
+from phalanx.cli.plan.plan_command import command
+from phalanx.model.facts.presets import PRESETS
 from phalanx.plan.published import TABLE
 from phalanx.run.read import read_run
 
@@ -178,7 +178,7 @@ def test_a_table_of_runs_is_validated_row_by_row(tmp_path: Path) -> None:
 
 def test_help_needs_neither_torch_nor_numpy() -> None:
     code = (
-        "import sys; from phalanx.cli.plan_command import command; from phalanx.cli.calibrate_command import command;"
+        "import sys; from phalanx.cli.plan.plan_command import command; from phalanx.cli.plan.calibrate_command import command;"
         "sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'rich')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -186,7 +186,7 @@ def test_help_needs_neither_torch_nor_numpy() -> None:
 
 def test_planning_never_imports_torch() -> None:
     code = (
-        "import sys; from phalanx.cli.plan_command import command;"
+        "import sys; from phalanx.cli.plan.plan_command import command;"
         f"command({[*SMALL, '--json']!r}, standalone_mode=False); sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)

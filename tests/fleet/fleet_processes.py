@@ -15,7 +15,7 @@ from pathlib import Path
 
 import tomli_w
 
-from phalanx.fleet.fleet_file import FleetFile, FleetFileError, read_fleet_file
+from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, read_fleet_file
 from phalanx.run.read import to_table
 from phalanx.run.spec import DataSpec, FleetSpec, ModelSpec, RunSpec, TrainSpec
 
@@ -51,11 +51,11 @@ class Fleet:
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
 
     def start_coordinator(self, *extra: str) -> None:
-        self.coordinator = self._start("phalanx.fleet.coordinator", "coordinator", *extra)
+        self.coordinator = self._start("phalanx.fleet.control.coordinator", "coordinator", *extra)
 
     def start_agent(self, node: str, *extra: str) -> None:
         program = ("--worker-program", sys.executable, STAND_IN)
-        self.agents[node] = self._start("phalanx.fleet.agent", node, "--node", node, *extra, *program)
+        self.agents[node] = self._start("phalanx.fleet.node.agent", node, "--node", node, *extra, *program)
 
     def modules_of(self, node: str) -> Path:
         """Modules in this folder are found first by this node's processes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from phalanx.fleet.worker import main
+from phalanx.fleet.node.worker import main
 
 multiply = torch.Tensor.__matmul__
 

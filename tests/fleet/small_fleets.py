@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from phalanx.fleet import messages as m
-from phalanx.fleet.core import initial_state, step
-from phalanx.fleet.orders import Order, deliveries
-from phalanx.fleet.state import FleetState, Formation, Settings
+from phalanx.fleet.core import messages as m
+from phalanx.fleet.core.decide import initial_state, step
+from phalanx.fleet.core.orders import Order, deliveries
+from phalanx.fleet.core.state import FleetState, Formation, Settings
 
 
 def settings(wanted: int = 4, **changes: object) -> Settings:

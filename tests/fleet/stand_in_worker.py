@@ -20,20 +20,20 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from phalanx.checkpoint.manifest import Manifest, encode_manifest
-from phalanx.checkpoint.snapshot_client import SnapshotClient
-from phalanx.checkpoint.snapshot_memory import (
+from phalanx.checkpoint.format.manifest import Manifest, encode_manifest
+from phalanx.checkpoint.snapshot.client import SnapshotClient
+from phalanx.checkpoint.snapshot.memory import (
     BLOCK_BYTES,
     Segment,
     Snapshot,
     SnapshotKey,
     encode_record,
 )
-from phalanx.fleet import worker_link as wl
-from phalanx.fleet.security import run_token
+from phalanx.fleet.control.security import run_token
+from phalanx.fleet.node import worker_link as wl
 from phalanx.run.identity import identity
-from phalanx.train.run_directory import RunDirectory, read_resolved
-from phalanx.train.worker import die_with_parent
+from phalanx.train.lifecycle.run_directory import RunDirectory, read_resolved
+from phalanx.train.lifecycle.worker import die_with_parent
 
 STEP_S = float(os.environ.get("STAND_IN_STEP_S", "0.02"))
 WORD = struct.Struct("<q?32s")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from phalanx.model.facts.shape import parameters, resolve
 from phalanx.model.init import fill
-from phalanx.model.shape import parameters, resolve
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
 

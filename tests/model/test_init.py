@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from phalanx.model.facts.shape import Parameter, buffers, parameters, resolve
 from phalanx.model.init import deviation, fill, flat_indices
-from phalanx.model.shape import Parameter, buffers, parameters, resolve
 from phalanx.run.spec import ModelSpec, MoeSpec
 
 SPEC = resolve(

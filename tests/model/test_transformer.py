@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from model.initialised import initialised
-from phalanx.model.cache import empty_cache
-from phalanx.model.shape import resolve
+from phalanx.model.facts.shape import resolve
+from phalanx.model.layers.cache import empty_cache
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 

@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from model.initialised import initialised
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.pipeline import Forward, Pipeline
-from phalanx.parallel.schedules import Name, Schedule, stages_of_rank
+from phalanx.parallel.pipeline.runner import Forward, Pipeline
+from phalanx.parallel.pipeline.schedules import Name, Schedule, stages_of_rank
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
-from phalanx.train.loss import summed_cross_entropy
+from phalanx.train.step.loss import summed_cross_entropy
 
 BATCH, SEQ, VOCABULARY, DIM = 2, 8, 48, 16
 SCALE = 1 / 64

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from parallel.pipelined import DENSE, DIM, SCALE, SEQ, batches, losses_of, stages_here, whole_model
 from phalanx.model.block import Block
-from phalanx.parallel.pipeline import Pipeline
-from phalanx.parallel.reduction import _PlainBuffers
-from phalanx.parallel.schedules import Name, Schedule
-from phalanx.parallel.torch_compat import ReduceScatter, finish_backward
+from phalanx.parallel.mesh.torch_compat import ReduceScatter, finish_backward
+from phalanx.parallel.pipeline.runner import Pipeline
+from phalanx.parallel.pipeline.schedules import Name, Schedule
+from phalanx.parallel.reduction.tree import _PlainBuffers
 
 MICRO_BATCHES = 4
 SHARDS = 2

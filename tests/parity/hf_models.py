@@ -16,7 +16,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from phalanx.checkpoint.huggingface_config import parameter_name, spec_of
+from phalanx.checkpoint.interop.huggingface_config import parameter_name, spec_of
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
 

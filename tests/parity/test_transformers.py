@@ -25,13 +25,13 @@ from parity.hf_models import (
     our_model,
     random_tokens,
 )
-from phalanx.checkpoint.huggingface_config import hf_config_of, hf_name, spec_of
-from phalanx.model.cache import empty_cache
-from phalanx.model.counts import count
+from phalanx.checkpoint.interop.huggingface_config import hf_config_of, hf_name, spec_of
+from phalanx.model.facts.counts import count
+from phalanx.model.facts.presets import PRESETS
+from phalanx.model.facts.shape import parameters, resolve
+from phalanx.model.layers.cache import empty_cache
+from phalanx.model.layers.rotary import rotation
 from phalanx.model.mtp import PredictionAhead
-from phalanx.model.presets import PRESETS
-from phalanx.model.rotary import rotation
-from phalanx.model.shape import parameters, resolve
 
 TOLERANCE = 1e-5  # relative to the largest element
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from phalanx.hardware import catalogue
 from phalanx.hardware.profiles import profile_of
-from phalanx.model.presets import PRESETS
-from phalanx.model.shape import resolve
-from phalanx.plan.candidates import one
-from phalanx.plan.stacks import STACKS, Job, Stack, Workload
+from phalanx.model.facts.presets import PRESETS
+from phalanx.model.facts.shape import resolve
+from phalanx.plan.workload.candidates import one
+from phalanx.plan.workload.stacks import STACKS, Job, Stack, Workload
 from phalanx.run.layout import Layout
 from phalanx.run.spec import ModelSpec
 

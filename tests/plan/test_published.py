@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.hardware.catalogue import accelerator
-from phalanx.model.counts import count
-from phalanx.model.presets import PRESETS
-from phalanx.model.shape import resolve
-from phalanx.plan.candidates import PRECISIONS
+from phalanx.model.facts.counts import count
+from phalanx.model.facts.presets import PRESETS
+from phalanx.model.facts.shape import resolve
 from phalanx.plan.published import (
     TABLE,
     Excluded,
@@ -27,6 +26,7 @@ from phalanx.plan.published import (
     read_published,
 )
 from phalanx.plan.published_setup import setup_of
+from phalanx.plan.workload.candidates import PRECISIONS
 
 GPT3 = {
     "id": "some-gpt3",

@@ -6,11 +6,11 @@ import re
 
 import pytest
 
-from phalanx.plan.candidates import PARTS
 from phalanx.plan.published import read_published
 from phalanx.plan.published_recipes import RECIPES, recipe_of, with_recipe
 from phalanx.plan.published_setup import setup_of
-from phalanx.plan.stacks import STACKS
+from phalanx.plan.workload.candidates import PARTS
+from phalanx.plan.workload.stacks import STACKS
 
 from .test_published import GPT3, row
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.model.presets import PRESETS
+from phalanx.model.facts.presets import PRESETS
 from phalanx.run.check import check
 from phalanx.run.layout import layout_problems
 from phalanx.run.problems import Problem

@@ -95,7 +95,7 @@ def test_a_bound_reads_as_a_sentence() -> None:
 
 def test_reading_and_counting_do_without_torch() -> None:
     code = (
-        "import sys, phalanx.run.read, phalanx.run.identity, phalanx.run.check, phalanx.model.presets, "
-        "phalanx.model.shape, phalanx.model.counts; sys.exit('torch' in sys.modules)"
+        "import sys, phalanx.run.read, phalanx.run.identity, phalanx.run.check, phalanx.model.facts.presets, "
+        "phalanx.model.facts.shape, phalanx.model.facts.counts; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

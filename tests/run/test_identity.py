@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 from hypothesis import given, settings
 
-from phalanx.model.presets import PRESETS
+from phalanx.model.facts.presets import PRESETS
 from phalanx.run.identity import differences, identity, run_owned
 from phalanx.run.read import FieldType, field_types
 from phalanx.run.spec import MlaSpec, MoeSpec, RopeScalingSpec, RunSpec

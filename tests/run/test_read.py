@@ -12,8 +12,8 @@ import tomli_w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.model.presets import PRESETS
-from phalanx.model.shape import resolve
+from phalanx.model.facts.presets import PRESETS
+from phalanx.model.facts.shape import resolve
 from phalanx.run.check import check
 from phalanx.run.problems import Problem, RunFileError
 from phalanx.run.read import read_run, replace_at, spec_from_table, to_table

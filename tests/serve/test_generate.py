@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from checkpoint.saved_models import save_models
 from model.initialised import initialised
-from phalanx.checkpoint.disk import DiskTier
-from phalanx.checkpoint.errors import MismatchError, NoSuchStepError
+from phalanx.checkpoint.format.errors import MismatchError, NoSuchStepError
+from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizer import BytesTokenizer, train_bpe
-from phalanx.model.router import routers
-from phalanx.model.shape import resolve
+from phalanx.model.facts.shape import resolve
+from phalanx.model.layers.router import routers
 from phalanx.model.transformer import Transformer
 from phalanx.run.read import to_table
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec

@@ -8,7 +8,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from phalanx.cli.simulate_command import command
+from phalanx.cli.fleet.simulate_command import command
 from phalanx.simulate.account import Account
 from phalanx.simulate.clock import Clock
 from phalanx.simulate.large import Scenario, simulate

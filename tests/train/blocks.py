@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from phalanx.model.shape import resolve
+from phalanx.model.facts.shape import resolve
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 

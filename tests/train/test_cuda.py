@@ -19,11 +19,11 @@ pytestmark = [
 def test_two_equal_runs_on_a_gpu_have_one_hash(dataset: Path, tmp_path: Path) -> None:
     import os
 
-    from phalanx.parallel.rendezvous import Place, join, leave
+    from phalanx.parallel.process_group.rendezvous import Place, join, leave
     from phalanx.run.read import replace_at
-    from phalanx.train.interrupt import StopRequest
-    from phalanx.train.run_directory import open_run
-    from phalanx.train.worker import run_rank
+    from phalanx.train.lifecycle.interrupt import StopRequest
+    from phalanx.train.lifecycle.run_directory import open_run
+    from phalanx.train.lifecycle.worker import run_rank
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     hashes = set()

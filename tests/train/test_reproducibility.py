@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from phalanx.checkpoint.digest import digest_checkpoint
-from phalanx.checkpoint.disk import DiskTier
-from phalanx.parallel.slots import SlotTree
+from phalanx.checkpoint.tiers.digest import digest_checkpoint
+from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.parallel.mesh.slots import SlotTree
 from phalanx.run.read import replace_at
 from ranks import Ranks
 from tiny_runs import on_layout, tiny_run, train_on_this_rank

@@ -14,26 +14,26 @@ import click
 import phalanx
 
 _COMMANDS = {
-    "train": "Train a run on this machine, or as a rank of torchrun or srun.",
-    "data": "Prepare and check token shards.",
-    "generate": "Text from a checkpoint.",
-    "show": "Parameters, FLOPs per token and state bytes of a run's model.",
-    "hash": "SHA-256 of all weights of a run or checkpoint.",
-    "checkpoint": "List, verify and export checkpoints.",
-    "export": "Write a run's weights for other software.",
-    "import": "Read a Hugging Face model into a run directory.",
-    "simulate": "A fleet under failures, by the code that keeps a real one alive.",
-    "goodput": "Where every second of a run went.",
-    "status": "Members, spares and happenings of a run's fleet.",
-    "fleet": "Drain, add or stop: ask something of a running fleet.",
-    "agent": "Take part in a run with this node of a cluster.",
-    "watch": "Look at a run while it goes on, or afterwards.",
-    "plan": "The best layouts of a run on a cluster: memory, time, cost, and why.",
-    "calibrate": "Measure this machine, for plans that are made for it.",
-    "hardware": "Accelerators and systems that plans are made for, with sources.",
-    "models": "The model shapes that are known by name.",
-    "health": "Check that this machine is fit to train.",
-    "spec": "Every field of a run file, with its default and meaning.",
+    "train": ("train", "Train a run on this machine, or as a rank of torchrun or srun."),
+    "data": ("train", "Prepare and check token shards."),
+    "generate": ("weights", "Text from a checkpoint."),
+    "show": ("plan", "Parameters, FLOPs per token and state bytes of a run's model."),
+    "hash": ("weights", "SHA-256 of all weights of a run or checkpoint."),
+    "checkpoint": ("weights", "List, verify and export checkpoints."),
+    "export": ("weights", "Write a run's weights for other software."),
+    "import": ("weights", "Read a Hugging Face model into a run directory."),
+    "simulate": ("fleet", "A fleet under failures, by the code that keeps a real one alive."),
+    "goodput": ("watch", "Where every second of a run went."),
+    "status": ("watch", "Members, spares and happenings of a run's fleet."),
+    "fleet": ("fleet", "Drain, add or stop: ask something of a running fleet."),
+    "agent": ("fleet", "Take part in a run with this node of a cluster."),
+    "watch": ("watch", "Look at a run while it goes on, or afterwards."),
+    "plan": ("plan", "The best layouts of a run on a cluster: memory, time, cost, and why."),
+    "calibrate": ("plan", "Measure this machine, for plans that are made for it."),
+    "hardware": ("plan", "Accelerators and systems that plans are made for, with sources."),
+    "models": ("plan", "The model shapes that are known by name."),
+    "health": ("fleet", "Check that this machine is fit to train."),
+    "spec": ("plan", "Every field of a run file, with its default and meaning."),
 }
 
 
@@ -46,13 +46,14 @@ class _Lazy(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in _COMMANDS:
             return None
-        module = importlib.import_module(f"phalanx.cli.{cmd_name}_command")
+        folder, _ = _COMMANDS[cmd_name]
+        module = importlib.import_module(f"phalanx.cli.{folder}.{cmd_name}_command")
         command: click.Command = module.command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         with formatter.section("Commands"):
-            formatter.write_dl(list(_COMMANDS.items()))
+            formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
 
 
 @click.command(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})

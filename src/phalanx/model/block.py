@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from phalanx.model.attention import Attention
-from phalanx.model.cache import LayerCache
-from phalanx.model.feed_forward import FeedForward
-from phalanx.model.mla import MlaAttention
-from phalanx.model.moe import MoE
-from phalanx.model.norm import RMSNorm
-from phalanx.model.shape import is_mixture
+from phalanx.model.facts.shape import is_mixture
+from phalanx.model.layers.attention import Attention
+from phalanx.model.layers.cache import LayerCache
+from phalanx.model.layers.feed_forward import FeedForward
+from phalanx.model.layers.mla import MlaAttention
+from phalanx.model.layers.moe import MoE
+from phalanx.model.layers.norm import RMSNorm
 from phalanx.run.spec import ModelSpec
 
 

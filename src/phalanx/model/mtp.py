@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.model.block import Block
-from phalanx.model.linear import Linear
-from phalanx.model.norm import RMSNorm
+from phalanx.model.layers.linear import Linear
+from phalanx.model.layers.norm import RMSNorm
 from phalanx.run.spec import ModelSpec
 
 ReadoutAhead = Callable[[Tensor, Tensor, int], Tensor]

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.model.block import Block
-from phalanx.model.cache import LayerCache
-from phalanx.model.linear import Linear
+from phalanx.model.layers.cache import LayerCache
+from phalanx.model.layers.linear import Linear
+from phalanx.model.layers.norm import RMSNorm
+from phalanx.model.layers.rotary import rotation
 from phalanx.model.mtp import PredictionAhead, ReadoutAhead, tokens_ahead
-from phalanx.model.norm import RMSNorm
-from phalanx.model.rotary import rotation
 from phalanx.run.spec import ModelSpec
 
 Readout = Callable[[Tensor, Tensor], Tensor]

@@ -2,7 +2,7 @@
 
 The counts follow from what each axis does, and when: the tensor axis around every pair of matrices, the context axis in every
 attention, the expert axis around every mixture, the pipeline between stages, FSDP before weights are needed and after a slot
-is done, and a few numbers of the whole step. ``phalanx show --ranks`` prints them; the dry run (``phalanx.train.dry_run``)
+is done, and a few numbers of the whole step. ``phalanx show --ranks`` prints them; the dry run (``phalanx.train.measure.dry_run``)
 counts what the trainer really calls and compares.
 
 Without recomputation of activations, which runs the forward passes' collectives of a block once more, and for AdamW, which
@@ -16,11 +16,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from phalanx.model.holdings import Holding, Piece
-from phalanx.model.shape import is_mixture
-from phalanx.model.stages import stage_layers
-from phalanx.parallel.schedules import Action, Schedule
-from phalanx.parallel.slots import Deal
+from phalanx.model.facts.holdings import Holding, Piece
+from phalanx.model.facts.shape import is_mixture
+from phalanx.model.facts.stages import stage_layers
+from phalanx.parallel.mesh.slots import Deal
+from phalanx.parallel.pipeline.schedules import Action, Schedule
 from phalanx.run.layout import Layout, micro_batches_per_slot, stages_per_rank
 from phalanx.run.spec import RunSpec
 

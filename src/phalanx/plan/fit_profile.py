@@ -1,7 +1,7 @@
 """Fits the constants of the cost formulas to what was measured on a machine, and says how well they predict what they have
 not seen.
 
-The law that is fitted is the one that plans are made with (``phalanx.plan.kernels``, ``phalanx.plan.collectives``), by a
+The law that is fitted is the one that plans are made with (``phalanx.plan.step_cost.kernels``, ``phalanx.plan.step_cost.collectives``), by a
 search along the coordinates of the mean error's logarithm: the constants are few and the points at most some hundred. Every
 third point is held out, or of few points each in turn; the errors that a profile carries are of these.
 """
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from phalanx.hardware.cluster import Accelerator, Fact
 from phalanx.hardware.profiles import Constants, MatmulFit, Profile, Provenance, profile_of
-from phalanx.plan.kernels import matmul_s
+from phalanx.plan.step_cost.kernels import matmul_s
 
 Points = Mapping[str, Sequence[tuple[tuple[float, ...], float]]]
 """By the name of the work: its sizes, and seconds."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from phalanx.hardware.cluster import Accelerator
-from phalanx.model.counts import Counts
+from phalanx.model.facts.counts import Counts
 from phalanx.run.spec import ModelSpec
 
 TABLE = Path(__file__).parent / "data" / "published_runs.csv"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from phalanx.plan.published import PublishedRun
-from phalanx.plan.stacks import Stack
+from phalanx.plan.workload.stacks import Stack
 
 ATTENTION_PARTS = frozenset({"norm", "projection", "latent_up", "core", "out"})
 ROUTER_PARTS = frozenset({"router"})

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from phalanx.plan.candidates import RECOMPUTE, Recompute
 from phalanx.plan.published import PublishedRun
 from phalanx.plan.published_recipes import recipe_of
 from phalanx.plan.published_software import Software, stack_of_run
+from phalanx.plan.workload.candidates import RECOMPUTE, Recompute
 
 _PARTS = {
     "core_attn": {"core"},

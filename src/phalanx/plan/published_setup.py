@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from phalanx.model.counts import Counts, count
-from phalanx.model.shape import resolve
-from phalanx.plan.candidates import PRECISIONS, SCHEDULES, divisors
+from phalanx.model.facts.counts import Counts, count
+from phalanx.model.facts.shape import resolve
 from phalanx.plan.published import Excluded, PublishedRun
 from phalanx.plan.published_recipes import recipe_of
 from phalanx.plan.published_recompute import recompute_modes
@@ -29,7 +28,8 @@ from phalanx.plan.published_software import (
     software_of,
     stack_of_run,
 )
-from phalanx.plan.stacks import Job, Workload
+from phalanx.plan.workload.candidates import PRECISIONS, SCHEDULES, divisors
+from phalanx.plan.workload.stacks import Job, Workload
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 
 _GPT2_VOCAB = 51_200

@@ -21,7 +21,7 @@ from phalanx.hardware.cluster import Accelerator, Cluster, Fact
 from phalanx.hardware.profiles import Profile, profile_of
 from phalanx.plan.published import Excluded, PublishedRun
 from phalanx.plan.published_recipes import with_recipe
-from phalanx.plan.stacks import STACKS, Stack, State
+from phalanx.plan.workload.stacks import STACKS, Stack, State
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from statistics import fmean, median
 from typing import Literal
 from zlib import crc32
 
-from phalanx.plan.estimate import Estimate, estimates
 from phalanx.plan.published import Excluded, PublishedRun, measured_step, read_published
 from phalanx.plan.published_setup import Setup, counts_of, setup_of
 from phalanx.plan.stack_scalars import NO_SCALAR, Point, Scalar, scalar_for, scalars
+from phalanx.plan.step_cost.estimate import Estimate, estimates
 
 _GIB = 2.0**30
 MemoryBasis = Literal["allocated", "reserved", "device", "peak, not said of what"]

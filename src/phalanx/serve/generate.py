@@ -1,6 +1,6 @@
 """Text from a checkpoint: restore the weights alone, fill the cache with the prompt, then decode token by token.
 
-Decoding keeps each layer's keys and values (`phalanx.model.cache`), so a token costs one pass over the weights instead
+Decoding keeps each layer's keys and values (`phalanx.model.layers.cache`), so a token costs one pass over the weights instead
 of one over the whole text. Sampling is temperature, then the `top_k` likeliest tokens, then the smallest set of them
 that holds `top_p` of the probability (nucleus sampling, Holtzman et al., arXiv 1904.09751). Random numbers come from
 one CPU generator, so that a seed gives the same text wherever the logits are the same.
@@ -16,19 +16,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.boxes import whole
-from phalanx.checkpoint.digest import WEIGHTS
-from phalanx.checkpoint.disk import DiskTier
-from phalanx.checkpoint.errors import CorruptError, MissingFileError, NoSuchStepError, StorageError
-from phalanx.checkpoint.restore import candidates, restore
-from phalanx.checkpoint.state import Shard
+from phalanx.checkpoint.format.boxes import whole
+from phalanx.checkpoint.format.errors import CorruptError, MissingFileError, NoSuchStepError, StorageError
+from phalanx.checkpoint.format.state import Shard
+from phalanx.checkpoint.tiers.digest import WEIGHTS
+from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.checkpoint.tiers.restore import candidates, restore
 from phalanx.data.tokenizer import Tokenizer, load_tokenizer
-from phalanx.model.cache import empty_cache
-from phalanx.model.router import routers
-from phalanx.model.shape import resolve
+from phalanx.model.facts.shape import resolve
+from phalanx.model.layers.cache import empty_cache
+from phalanx.model.layers.router import routers
 from phalanx.model.transformer import Transformer, logits
 from phalanx.run.spec import ModelSpec
-from phalanx.train.run_directory import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.train.lifecycle.run_directory import RunDirectory, RunDirectoryError, read_resolved
 
 _log = logging.getLogger(__name__)
 

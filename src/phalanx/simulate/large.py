@@ -12,12 +12,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from phalanx.fleet import core
-from phalanx.fleet import messages as m
-from phalanx.fleet.epochs import can_grow, next_deadline_s
-from phalanx.fleet.invariants import BrokenInvariant, check, mark
-from phalanx.fleet.state import NO_SEAT, Formation, Phase, RestorePoint, Settings
-from phalanx.plan.failures import DAY_S
+from phalanx.fleet.core import decide as core
+from phalanx.fleet.core import messages as m
+from phalanx.fleet.core.epochs import can_grow, next_deadline_s
+from phalanx.fleet.core.invariants import BrokenInvariant, check, mark
+from phalanx.fleet.core.state import NO_SEAT, Formation, Phase, RestorePoint, Settings
+from phalanx.plan.whole_run.failures import DAY_S
 from phalanx.simulate import account as buckets
 from phalanx.simulate.account import Account, to_ns
 from phalanx.simulate.clock import Clock

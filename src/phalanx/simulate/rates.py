@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass
 from enum import StrEnum
 
-from phalanx.plan.failures import DAY_S, LLAMA3_INTERRUPTIONS
+from phalanx.plan.whole_run.failures import DAY_S, LLAMA3_INTERRUPTIONS
 
 DEFAULT_RATE = 3.79
 """Failures per 1,000 node-days of 8 accelerators (arXiv:2407.21783, derived)."""

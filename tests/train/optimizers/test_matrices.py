@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.model.presets import PRESETS
-from phalanx.model.shape import Parameter, parameters, resolve
-from phalanx.parallel.partition import Box, piece
+from phalanx.model.facts.presets import PRESETS
+from phalanx.model.facts.shape import Parameter, parameters, resolve
+from phalanx.parallel.mesh.partition import Box, piece
 from phalanx.run.spec import OptimizerSpec
 from phalanx.train.optimizers.choose import takes
 from phalanx.train.optimizers.matrices import deal, matrices_of, shares_of

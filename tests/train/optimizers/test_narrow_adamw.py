@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from phalanx.model.facts.shape import Parameter
 from phalanx.model.random_bits import random_words, stream_key
-from phalanx.model.shape import Parameter
-from phalanx.parallel.partition import Box
+from phalanx.parallel.mesh.partition import Box
 from phalanx.run.spec import OptimizerSpec
 from phalanx.train.optimizers.adamw import AdamW
 from phalanx.train.optimizers.choose import make_optimizer

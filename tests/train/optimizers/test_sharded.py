@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.model.shape import Parameter
+from phalanx.model.facts.shape import Parameter
 from phalanx.run.spec import OptimizerSpec
 from ranks import Ranks
 
@@ -73,8 +73,8 @@ class Model:
 
     def shards(self) -> list[Any]:
         """Weights and state, as a checkpoint takes them."""
-        from phalanx.checkpoint.boxes import Box
-        from phalanx.checkpoint.state import Shard, dtype_name, shards_of
+        from phalanx.checkpoint.format.boxes import Box
+        from phalanx.checkpoint.format.state import Shard, dtype_name, shards_of
 
         shards = shards_of({f"model/{name}": p.detach() for name, p in self.parameters.items()})
         for name, parts in self.optimizer.state().items():
@@ -125,8 +125,8 @@ def test_matrices_that_do_not_fit_a_buffer_together_cross_one_after_another(rank
 def save_after_two_steps(spec: OptimizerSpec, folder: str) -> None:
     import torch.distributed as dist
 
-    from phalanx.checkpoint.disk import DiskTier
-    from phalanx.checkpoint.saver import AsyncSaver
+    from phalanx.checkpoint.save.saver import AsyncSaver
+    from phalanx.checkpoint.tiers.disk import DiskTier
 
     model = Model(spec)
     model.steps(range(1, 3))
@@ -140,8 +140,8 @@ def save_after_two_steps(spec: OptimizerSpec, folder: str) -> None:
 def go_on(spec: OptimizerSpec, folder: str) -> dict[str, bytes]:
     import torch.distributed as dist
 
-    from phalanx.checkpoint.disk import DiskTier
-    from phalanx.checkpoint.restore import restore
+    from phalanx.checkpoint.tiers.disk import DiskTier
+    from phalanx.checkpoint.tiers.restore import restore
 
     model = Model(spec)
     restore(DiskTier(Path(folder)), 2, model.shards(), rank=dist.get_rank())

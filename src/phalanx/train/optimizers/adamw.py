@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from phalanx.model.shape import Parameter
-from phalanx.parallel.data_parallel import local
-from phalanx.parallel.partition import Box
+from phalanx.model.facts.shape import Parameter
+from phalanx.parallel.mesh.partition import Box
+from phalanx.parallel.reduction.data_parallel import local
 from phalanx.run.spec import OptimizerSpec
-from phalanx.train.offload_moments import MomentStore
+from phalanx.train.optimizers.offload_moments import MomentStore
 from phalanx.train.optimizers.optimizer import Optimizer, StatePart, boxes_of, decays, gradient_of
 
 # Elements updated at once. On a CPU, per thread: six fp32 arrays of them fit into a core's second-level cache. On a GPU:

@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping
 import torch.distributed as dist
 from torch import nn
 
-from phalanx.model.shape import Parameter
-from phalanx.parallel.partition import Box
+from phalanx.model.facts.shape import Parameter
+from phalanx.parallel.mesh.partition import Box
 from phalanx.run.spec import OptimizerSpec
-from phalanx.train.offload_moments import MomentStore
 from phalanx.train.optimizers.adafactor import Adafactor
 from phalanx.train.optimizers.adamw import AdamW
 from phalanx.train.optimizers.matrix_optimizer import MatrixOptimizer, MatrixRule
 from phalanx.train.optimizers.muon import Muon
 from phalanx.train.optimizers.narrow_adamw import NarrowAdamW
+from phalanx.train.optimizers.offload_moments import MomentStore
 from phalanx.train.optimizers.optimizer import Optimizer, Several
 from phalanx.train.optimizers.shampoo import Shampoo
 from phalanx.train.optimizers.soap import Soap

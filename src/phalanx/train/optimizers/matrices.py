@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.parallel.partition import Box
+from phalanx.parallel.mesh.partition import Box
 
 BATCH_ELEMENTS = 1 << 27
 """Elements of matrices that an owner receives at once: what bounds the buffers (512 MiB in fp32)."""

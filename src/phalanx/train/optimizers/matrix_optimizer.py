@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.model.shape import Parameter
-from phalanx.parallel.data_parallel import local
-from phalanx.parallel.partition import Box
+from phalanx.model.facts.shape import Parameter
+from phalanx.parallel.mesh.partition import Box
+from phalanx.parallel.reduction.data_parallel import local
 from phalanx.run.spec import OptimizerSpec
 from phalanx.train.optimizers.matrices import Exchange, Matrix
 from phalanx.train.optimizers.optimizer import Optimizer, StatePart, boxes_of, decays, gradient_of

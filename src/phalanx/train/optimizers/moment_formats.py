@@ -23,7 +23,7 @@ from torch import Tensor
 
 from phalanx.model.init import flat_indices
 from phalanx.model.random_bits import random_words, stream_key
-from phalanx.parallel.partition import Box
+from phalanx.parallel.mesh.partition import Box
 
 INT8_BLOCK = 64
 """Elements with a common scale: few enough to divide what tensor ranks hold of a row."""

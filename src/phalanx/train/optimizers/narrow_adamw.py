@@ -12,9 +12,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from phalanx.model.shape import Parameter
-from phalanx.parallel.data_parallel import local
-from phalanx.parallel.partition import Box
+from phalanx.model.facts.shape import Parameter
+from phalanx.parallel.mesh.partition import Box
+from phalanx.parallel.reduction.data_parallel import local
 from phalanx.run.spec import OptimizerSpec
 from phalanx.train.optimizers.adamw import adamw_update, chunk_elements
 from phalanx.train.optimizers.moment_formats import INT8_BLOCK, Bf16Moments, Elements, Int8Moments, Moments

@@ -14,10 +14,10 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from phalanx.model.shape import Parameter
-from phalanx.parallel.data_parallel import local
-from phalanx.parallel.partition import Box
-from phalanx.parallel.torch_compat import box_of
+from phalanx.model.facts.shape import Parameter
+from phalanx.parallel.mesh.partition import Box
+from phalanx.parallel.mesh.torch_compat import box_of
+from phalanx.parallel.reduction.data_parallel import local
 from phalanx.run.spec import OptimizerSpec
 
 

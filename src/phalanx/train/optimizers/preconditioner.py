@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from phalanx.parallel.partition import piece
+from phalanx.parallel.mesh.partition import piece
 
 
 @dataclass(frozen=True)

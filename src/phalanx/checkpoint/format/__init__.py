@@ -1,0 +1,1 @@
+"""The checkpoint format: boxes, rank images, checksummed blocks, manifests and restore plans."""

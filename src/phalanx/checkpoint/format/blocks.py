@@ -1,0 +1,284 @@
+"""Files written and read in large checksummed blocks.
+
+Writing goes past the page cache where the file system allows it (O_DIRECT): at several GB/s the cache costs more
+than the disk, and 8 MiB blocks from two threads reach what the device can do. Each block's checksum is taken in the
+thread that writes it. Reading verifies every block it touches, a few blocks ahead of whoever consumes them, into a
+few buffers that are used again and again, so memory stays bounded whatever the file's size.
+"""
+
+import errno
+import mmap
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from phalanx.checkpoint.format.errors import (
+    AbandonedError,
+    CheckpointError,
+    CorruptError,
+    MissingFileError,
+    StorageError,
+    StorageFullError,
+)
+from phalanx.checkpoint.format.image import PAGE_BYTES, ByteArray, Layout
+from phalanx.checkpoint.format.manifest import Manifest, checksum
+
+BLOCK_BYTES = 8 << 20
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_DIRECT_IO = (errno.EINVAL, errno.ENOTSUP)
+
+
+@contextmanager
+def storage_errors(path: Path, needed_bytes: int = 0) -> Iterator[None]:
+    """Turn an OSError into a CheckpointError that says what to do about it."""
+    try:
+        yield
+    except OSError as error:
+        raise explain(error, path, needed_bytes) from error
+
+
+def explain(error: OSError, path: Path, needed_bytes: int) -> CheckpointError:
+    """The CheckpointError for `error`, met while `path` was written (`needed_bytes` > 0) or read."""
+    if error.errno in _FULL:
+        return StorageFullError(
+            f"{path}: no room ({error.strerror}): {needed_bytes:,} bytes needed, {_free_bytes(path):,} free. "
+            "This checkpoint was given up; training goes on and the older checkpoints are intact. Free space, "
+            "raise the quota or the file size limit, or keep fewer checkpoints; the next save tries again."
+        )
+    if isinstance(error, FileNotFoundError) and needed_bytes:
+        return AbandonedError(
+            f"{path}: the save's folder is gone: the save was given up meanwhile, or swept away."
+        )
+    if isinstance(error, FileNotFoundError):
+        return MissingFileError(f"{path}: is missing. Restore another step, or copy the file back.")
+    if isinstance(error, PermissionError):
+        return StorageError(
+            f"{path}: permission denied. Give this user the right to it, or name another folder."
+        )
+    return StorageError(
+        f"{path}: {error.strerror} ({errno.errorcode.get(error.errno or 0, '?')}). The storage failed; older "
+        "checkpoints are untouched. Check the disk or mount, then save again or restore from elsewhere."
+    )
+
+
+def _free_bytes(path: Path) -> int:
+    folder = next(parent for parent in path.parents if parent.exists())
+    stat = os.statvfs(folder)
+    return stat.f_bavail * stat.f_frsize
+
+
+def require_room(folder: Path, needed_bytes: int) -> None:
+    """Raise StorageFullError where `folder`'s file system cannot take `needed_bytes` more."""
+    if _free_bytes(folder / "file") < needed_bytes:
+        raise explain(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), folder, needed_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenBlocks:
+    """The checksum of each block, and whether the page cache was bypassed."""
+
+    checksums: tuple[str, ...]
+    direct: bool
+
+
+def write_blocks(
+    path: Path,
+    data: ByteArray,
+    *,
+    block_bytes: int = BLOCK_BYTES,
+    threads: int = 2,
+    cancelled: Callable[[], bool],
+) -> WrittenBlocks:
+    """Write `data` (uint8) to a new file at `path`, durably (fsync), and return its blocks' checksums.
+
+    An existing file is replaced. Raises StorageFullError, StorageError, or AbandonedError where `cancelled()` turns
+    true between two blocks.
+    """
+    with storage_errors(path, data.nbytes):
+        if data.ctypes.data % PAGE_BYTES == 0 and block_bytes % PAGE_BYTES == 0:
+            try:
+                return WrittenBlocks(_write(path, data, block_bytes, threads, cancelled, os.O_DIRECT), True)
+            except OSError as error:
+                if error.errno not in _NO_DIRECT_IO:
+                    raise
+        return WrittenBlocks(_write(path, data, block_bytes, threads, cancelled, 0), False)
+
+
+def _write(
+    path: Path, data: ByteArray, block_bytes: int, threads: int, cancelled: Callable[[], bool], flag: int
+) -> tuple[str, ...]:
+    descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC | flag, 0o644)
+
+    def write_one(start: int) -> str:
+        if cancelled():
+            raise AbandonedError(f"{path}: the save was cancelled")
+        block = data[start : start + block_bytes]
+        digest = checksum(block)
+        _write_all(descriptor, _padded(block) if flag else block, start)
+        return digest
+
+    try:
+        # The size first: writes from two threads then fill a file instead of queueing up to extend it.
+        os.ftruncate(descriptor, data.nbytes)
+        with ThreadPoolExecutor(threads, "checkpoint-write") as pool:
+            futures = [pool.submit(write_one, start) for start in range(0, data.nbytes, block_bytes)]
+            try:
+                checksums = tuple(future.result() for future in futures)
+            finally:
+                pool.shutdown(cancel_futures=True)
+        os.ftruncate(descriptor, data.nbytes)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return checksums
+
+
+def _padded(block: ByteArray) -> ByteArray:
+    """`block`, or where it ends within a page a copy that ends on one: direct writes take whole pages only."""
+    if block.nbytes % PAGE_BYTES == 0:
+        return block
+    padded = page_aligned(-(-block.nbytes // PAGE_BYTES) * PAGE_BYTES)
+    padded[: block.nbytes] = block
+    return padded
+
+
+def _write_all(descriptor: int, block: ByteArray, start: int) -> None:
+    view = block.data
+    while len(view):
+        written = os.pwrite(descriptor, view, start)
+        view, start = view[written:], start + written
+
+
+def page_aligned(nbytes: int) -> ByteArray:
+    """A new array of zeros (uint8) that begins on a page."""
+    return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=np.uint8)[:nbytes]
+
+
+def write_small(path: Path, data: bytes) -> None:
+    """Write a small file durably and appear under `path` only when complete. Raises as `write_blocks`."""
+    temporary = path.with_name(path.name + ".tmp")
+    with storage_errors(path, len(data)):
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(temporary, path)
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFile:
+    """A file that was written in blocks, as its manifest describes it."""
+
+    path: Path
+    manifest: Manifest
+
+    def span_of(self, index: int) -> tuple[int, int]:
+        """The bytes of block `index`: start and stop in the file."""
+        start = index * self.manifest.block_bytes
+        return start, min(start + self.manifest.block_bytes, self.manifest.nbytes)
+
+    def blocks(self, numbers: Iterable[int]) -> "Iterator[ByteArray]":
+        """`verified_blocks` of this file."""
+        return verified_blocks((self, number) for number in numbers)
+
+
+Wanted = tuple[BlockFile, int]
+_T = TypeVar("_T")
+
+
+def verified_blocks(wanted: Iterable[Wanted], *, threads: int = 3) -> Iterator[ByteArray]:
+    """The bytes of each wanted block in turn, checked; a block is valid until the next one is asked for.
+
+    Raises CorruptError, MissingFileError or StorageError, naming the file, the block and the tensors in it.
+    """
+    return read_ahead(wanted, lambda block: block[0].manifest.block_bytes, _read_block, threads=threads)
+
+
+def read_ahead(
+    wanted: Iterable[_T],
+    size_of: Callable[[_T], int],
+    read: Callable[[_T, ByteArray], int],
+    *,
+    threads: int,
+) -> Iterator[ByteArray]:
+    """What `read` puts into a buffer of `size_of(each)` bytes, for each of `wanted` in turn, `threads` of them ahead.
+
+    `read` returns how many bytes it has put there, and runs in one of `threads` threads; what it raises is raised where
+    its bytes are due. A result is valid until the next one is asked for.
+    """
+    todo = iter(wanted)
+    with ThreadPoolExecutor(threads, "checkpoint-read") as pool:
+        spare: deque[ByteArray] = deque()
+        ahead: deque[tuple[Future[int], ByteArray]] = deque()
+
+        def submit(one: _T) -> None:
+            size = size_of(one)
+            buffer = spare.popleft() if spare and spare[0].nbytes >= size else page_aligned(size)
+            ahead.append((pool.submit(read, one, buffer), buffer))
+
+        for one in islice(todo, threads):
+            submit(one)
+        while ahead:
+            future, buffer = ahead.popleft()
+            size = future.result()
+            for one in islice(todo, 1):
+                submit(one)
+            yield buffer[:size]
+            spare.append(buffer)
+
+
+def _read_block(block: Wanted, buffer: ByteArray) -> int:
+    file, index = block
+    start, stop = file.span_of(index)
+    view = buffer.data[: stop - start]
+    with storage_errors(file.path):
+        descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            read = _read_all(descriptor, view, start)
+        finally:
+            os.close(descriptor)
+    if read < len(view):
+        raise CorruptError(
+            f"{_where(file, index)}: the file ends at byte {file.path.stat().st_size:,} of {file.manifest.nbytes:,}. {_REMEDY}"
+        )
+    if checksum(view) != file.manifest.checksums[index]:
+        raise CorruptError(f"{_where(file, index)}: the bytes differ from their checksum. {_REMEDY}")
+    return len(view)
+
+
+_REMEDY = "Restore another step or tier, or copy the file back from where it is whole."
+
+
+def _where(file: BlockFile, index: int) -> str:
+    start, stop = file.span_of(index)
+    names = Layout(b"", file.manifest.entries, file.manifest.nbytes).names_in(start, stop)
+    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return f"{file.path}, block {index} (bytes {start:,} to {stop:,}; {shown or 'the header'})"
+
+
+def _read_all(descriptor: int, view: memoryview, start: int) -> int:
+    done = 0
+    while done < len(view):
+        count = os.preadv(descriptor, [view[done:]], start + done)
+        if not count:
+            break
+        done += count
+    return done

@@ -1,0 +1,1 @@
+"""Checkpoints in other software's formats: Hugging Face and torch.distributed.checkpoint."""

@@ -1,0 +1,47 @@
+"""Checkpoints as `torch.distributed.checkpoint` folders, for tools that read that format.
+
+One process holds the full tensors meanwhile: this is for export, not for the way a run saves itself. Names stay as
+they are (`model/<parameter>`, `optimizer/<state>/<parameter>`); `extra` goes under the key "extra".
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from phalanx.checkpoint.format.boxes import whole
+from phalanx.checkpoint.format.errors import CheckpointError
+from phalanx.checkpoint.format.state import Shard, torch_dtype
+from phalanx.checkpoint.tiers.restore import restore
+from phalanx.checkpoint.tiers.tier import Tier
+
+EXTRA = "extra"
+
+
+def export_dcp(tier: Tier, step: int, out_dir: Path | str) -> None:
+    """Write committed `step` to the new folder `out_dir` in PyTorch's distributed-checkpoint format.
+
+    Takes host memory for all tensors. `extra` is stored as JSON text. Raises CheckpointError where `out_dir` exists
+    and is not empty, and what `restore` raises.
+    """
+    out = Path(out_dir)
+    if out.exists() and any(out.iterdir()):
+        raise CheckpointError(f"{out}: is not empty; name a new folder")
+    shards = empty_shards(tier, step)
+    extra = restore(tier, step, shards)
+    state: dict[str, object] = {shard.box.name: shard.tensor for shard in shards}
+    state[EXTRA] = json.dumps(extra)
+    save(state, checkpoint_id=out, no_dist=True)
+
+
+def empty_shards(tier: Tier, step: int) -> list[Shard]:
+    """Full, uninitialised CPU tensors for every tensor of committed `step`, sorted by name."""
+    boxes = {held.box.name: held.box for held in tier.boxes(step)}
+    return [
+        Shard(
+            whole(name, box.dtype, box.global_shape),
+            torch.empty(box.global_shape, dtype=torch_dtype(box.dtype)),
+        )
+        for name, box in sorted(boxes.items())
+    ]

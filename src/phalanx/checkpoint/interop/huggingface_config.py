@@ -1,0 +1,343 @@
+"""Hugging Face's `config.json` for this project's models, both ways.
+
+What differs is words, not mathematics: each way is a pure function over the tables of `huggingface_families.py`, and what
+the other side cannot say, or asks for and this project does not compute, is an error that lists every field concerned.
+
+Source: the configuration classes of transformers 4.51 to 5.x. Version 5 keeps the rotary embedding's numbers in
+`rope_parameters`, version 4 in `rope_theta` and `rope_scaling`; both are written, either is read.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from phalanx.checkpoint.format.errors import CheckpointError
+from phalanx.checkpoint.interop.huggingface_families import (
+    DEEPSEEK_V3,
+    FAMILIES,
+    LLAMA,
+    MIXTRAL,
+    OPTIONAL,
+    QWEN3,
+    QWEN3_MOE,
+    Family,
+)
+from phalanx.checkpoint.interop.huggingface_names import hf_name, parameter_name
+from phalanx.model.facts.shape import is_mixture, resolve
+from phalanx.run.read import spec_from_table, to_table
+from phalanx.run.spec import ModelSpec, MoeSpec, RopeScalingSpec
+
+__all__ = [
+    "Dtype",
+    "HuggingFaceError",
+    "Storage",
+    "UnsupportedModelError",
+    "hf_config_of",
+    "hf_name",
+    "parameter_name",
+    "spec_of",
+    "storage_of",
+]
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+_DEFAULT_MAX_SEQ_LEN = 8192  # nothing in the model depends on it; readers size their buffers by it
+
+_STRETCHES: Mapping[str, Mapping[str, str]] = {
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "original_max_seq_len": "original_max_position_embeddings",
+    },
+    "yarn": {
+        "factor": "factor",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "mscale": "mscale",
+        "mscale_all_dim": "mscale_all_dim",
+        "original_max_seq_len": "original_max_position_embeddings",
+    },
+}
+# What YaRN does without; the temperature's strengths are written only where they are given.
+_YARN_OPTIONAL = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+# What else a config.json can ask for, and the only value that this project's transformer computes.
+_ONLY: Mapping[str, object] = {
+    "hidden_act": "silu",
+    "attention_dropout": 0,
+    "use_sliding_window": False,
+    "partial_rotary_factor": 1,
+}
+_ONLY_ROPE: Mapping[str, object] = {"partial_rotary_factor": 1, "attention_factor": None, "truncate": True}
+
+_TEMPERATURE = (
+    "mscale without mscale_all_dim, or the reverse, means different things to different readers; supported: both "
+    "or neither"
+)
+
+
+class HuggingFaceError(CheckpointError):
+    """A model cannot be imported or exported; the message says why and what to do."""
+
+
+class UnsupportedModelError(HuggingFaceError):
+    """The model computes something that the other side has no way to say."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How a folder's files hold the weights, beyond what the model is."""
+
+    interleaved: bool = True
+    """Whether the rotated rows of latent attention lie in pairs, as published, and not in halves."""
+    fp8_block: tuple[int, int] | None = None
+    """Rows and columns that share a scale, where matrices are stored in fp8."""
+
+
+# Writing
+
+
+def hf_config_of(
+    spec: ModelSpec, *, max_seq_len: int = 0, dtype: Dtype = "float32", end_token: int | None = None
+) -> dict[str, Any]:
+    """The `config.json` of a model, as a plain table.
+
+    `max_seq_len` is the context that readers are told of; 0 means the stretched one where the rotary embedding is
+    stretched, else 8192. Raises UnsupportedModelError for a model that no family can express.
+    """
+    spec = resolve(spec)
+    family = _family_for(spec)
+    flat = _flat(spec)
+    _require_expressible(spec, family, flat)
+    stretch = _stretch_of(spec.rope_scaling)
+    if spec.rope_scaling is not None:
+        max_seq_len = max_seq_len or round(spec.rope_scaling.factor * spec.rope_scaling.original_max_seq_len)
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        **{theirs: flat[ours] for ours, theirs in family.fields.items()},
+        **family.constants,
+        **_of_one_family(spec, family),
+        "hidden_act": "silu",
+        "max_position_embeddings": max_seq_len or _DEFAULT_MAX_SEQ_LEN,
+        "rope_parameters": {**stretch, "rope_theta": spec.rope_theta},
+        "rope_theta": spec.rope_theta,
+        "rope_scaling": None if spec.rope_scaling is None else stretch,
+        "attention_dropout": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": end_token,
+        "use_cache": True,
+        "torch_dtype": dtype,
+        "dtype": dtype,
+    }
+
+
+def _family_for(spec: ModelSpec) -> Family:
+    if spec.mla is not None:
+        return DEEPSEEK_V3
+    if spec.moe is not None:
+        return QWEN3_MOE if spec.qk_norm else MIXTRAL
+    return QWEN3 if spec.qk_norm else LLAMA
+
+
+def _flat(spec: ModelSpec) -> dict[str, Any]:
+    """All fields of a model, those of its sections as `moe.experts`."""
+    flat: dict[str, Any] = {}
+    for name, value in to_table(spec).items():
+        flat |= {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {}
+        flat[name] = value
+    return flat
+
+
+def _of_one_family(spec: ModelSpec, family: Family) -> dict[str, Any]:
+    """Fields of `config.json` that are no field of ModelSpec under another name."""
+    if family is QWEN3_MOE and spec.moe is not None:
+        dense = sorted({*range(spec.layers)} - {*_mixtures(spec.moe, spec.layers)})
+        regular = not spec.moe.first_dense
+        return {
+            "decoder_sparse_step": spec.moe.every if regular else 1,
+            "mlp_only_layers": [] if regular else dense,
+        }
+    if family is DEEPSEEK_V3 and spec.mla is not None:
+        return {
+            "num_key_value_heads": spec.heads,
+            "q_lora_rank": spec.mla.query_rank or None,
+            "rope_interleave": True,
+        }
+    return {}
+
+
+def _mixtures(moe: MoeSpec, layers: int) -> list[int]:
+    spec = ModelSpec(moe=moe)
+    return [layer for layer in range(layers) if is_mixture(spec, layer)]
+
+
+def _stretch_of(scaling: RopeScalingSpec | None) -> dict[str, Any]:
+    if scaling is None:
+        return {"rope_type": "default"}
+    given = {theirs: getattr(scaling, ours) for ours, theirs in _STRETCHES[scaling.kind].items()}
+    return {"rope_type": scaling.kind} | {key: value for key, value in given.items() if value}
+
+
+def _same_temperature(scaling: Mapping[str, Any]) -> bool:
+    """Whether readers agree on YaRN's temperature: DeepSeek's code and transformers do where both strengths are given."""
+    return bool(scaling.get("mscale")) == bool(scaling.get("mscale_all_dim"))
+
+
+def _require_expressible(spec: ModelSpec, family: Family, flat: Mapping[str, Any]) -> None:
+    name = family.architecture.removesuffix("ForCausalLM")
+    problems = [
+        f"{ours} = {json.dumps(flat[ours])}: {name} has only {json.dumps(only)}"
+        for ours, only in family.fixed.items()
+        if ours in flat and flat[ours] != only
+    ]
+    if family is LLAMA and spec.dim % spec.heads:
+        problems.append(f"dim = {spec.dim} with {spec.heads} heads: Llama's dim is a multiple of its heads")
+    if family is DEEPSEEK_V3 and (spec.moe is None or not spec.moe.shared):
+        problems.append(f"mla without moe, or moe.shared = 0: {name} has routed and shared experts")
+    if spec.rope_scaling is not None and not _same_temperature(to_table(spec.rope_scaling)):
+        problems.append(_TEMPERATURE)
+    if not spec.vocab_size:
+        problems.append("vocab_size = 0: take the resolved model, with the vocabulary that it was trained on")
+    if problems:
+        raise UnsupportedModelError(
+            "the model cannot be written in Hugging Face's format: " + "; ".join(problems)
+        )
+
+
+# Reading
+
+
+def spec_of(hf_config: Mapping[str, Any]) -> ModelSpec:
+    """The resolved model that a `config.json` describes.
+
+    Raises UnsupportedModelError with every field that asks for something else than this transformer computes.
+    """
+    family = _family_of(hf_config)
+    problems = [
+        f"{field} = {hf_config[field]!r} is not supported; supported: {only!r}"
+        for field, only in {**_ONLY, **family.constants}.items()
+        if hf_config.get(field) is not None and hf_config[field] != only
+    ]
+    if any(kind != "full_attention" for kind in hf_config.get("layer_types") or ()):
+        problems.append("layer_types: supported: 'full_attention' alone")
+    problems += [problem] if (problem := _quantisation_problem(hf_config)) else []
+    given = _given(hf_config, family)
+    wanted = family.fields.keys() - OPTIONAL
+    problems += [f"{family.fields[ours]} is missing" for ours in sorted(wanted - given.keys())]
+    rope, rope_problems = _rope_of(hf_config, family)
+    layers, layer_problems = _layers_of(hf_config, family)
+    table = _nested({**family.absent, **given, **family.fixed, **rope, **layers})
+    problems += rope_problems + layer_problems
+    spec, mistakes = spec_from_table({"model": table}, {})
+    problems += [str(mistake) for mistake in mistakes if not problems]
+    if problems or spec is None:
+        raise UnsupportedModelError("the model cannot be imported: " + "; ".join(problems))
+    return resolve(spec.model)
+
+
+def storage_of(hf_config: Mapping[str, Any]) -> Storage:
+    """How the weights beside a `config.json` are stored. Raises UnsupportedModelError for a quantisation not read here."""
+    problem = _quantisation_problem(hf_config)
+    if problem:
+        raise UnsupportedModelError(problem)
+    quantisation = hf_config.get("quantization_config") or {}
+    block = quantisation.get("weight_block_size")
+    interleaved = hf_config.get("rope_interleave")
+    return Storage(interleaved is None or bool(interleaved), (block[0], block[1]) if block else None)
+
+
+def _quantisation_problem(hf_config: Mapping[str, Any]) -> str:
+    quantisation = hf_config.get("quantization_config")
+    if quantisation is None:
+        return ""
+    if quantisation.get("quant_method") == "fp8" and len(quantisation.get("weight_block_size") or ()) == 2:
+        return ""
+    return (
+        f"quantization_config = {quantisation!r} is not supported; supported: none, or quant_method 'fp8' with a "
+        "weight_block_size; save the model unquantised (as bfloat16, say) and import that"
+    )
+
+
+def _family_of(hf_config: Mapping[str, Any]) -> Family:
+    family = FAMILIES.get(str(hf_config.get("model_type")))
+    if family is None:
+        supported = ", ".join(f'"{name}"' for name in FAMILIES)
+        raise UnsupportedModelError(
+            f"model_type {hf_config.get('model_type')!r} is not supported; supported: {supported}"
+        )
+    return family
+
+
+def _given(hf_config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """What `config.json` says of our fields; null is as if it said nothing."""
+    given: dict[str, Any] = {}
+    for ours, theirs in family.fields.items():
+        for name in (theirs, family.aliases.get(theirs, theirs)):
+            if hf_config.get(name) is not None:
+                given.setdefault(ours, hf_config[name])
+    return given
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `_flat`."""
+    table: dict[str, Any] = {}
+    for name, value in flat.items():
+        section, dot, field = name.partition(".")
+        if dot:
+            table.setdefault(section, {})[field] = value
+        else:
+            table[name] = value
+    return table
+
+
+def _layers_of(hf_config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
+    """Which layers are mixtures, where that is not a field of its own, and what is wrong with the answer."""
+    heads = hf_config.get("num_attention_heads")
+    if family is DEEPSEEK_V3 and (kv_heads := hf_config.get("num_key_value_heads")) not in (None, heads):
+        return {}, [
+            f"num_key_value_heads = {kv_heads} is not supported; supported: as many as heads ({heads})"
+        ]
+    layers = hf_config.get("num_hidden_layers")
+    if family is not QWEN3_MOE or not isinstance(layers, int):
+        return {}, []
+    step, dense = hf_config.get("decoder_sparse_step") or 1, hf_config.get("mlp_only_layers") or []
+    mixtures = sorted(layer for layer in range(layers) if (layer + 1) % step == 0 and layer not in dense)
+    if mixtures:
+        every = mixtures[1] - mixtures[0] if mixtures[1:] else layers - mixtures[0]
+        first_dense = mixtures[0] - every + 1
+        if _mixtures(MoeSpec(first_dense=first_dense, every=every), layers) == mixtures and first_dense >= 0:
+            return {"moe.first_dense": first_dense, "moe.every": every}, []
+    return {}, [
+        f"mlp_only_layers = {dense} with decoder_sparse_step = {step} is not supported; supported: dense layers first, "
+        "and then every so-many-th layer a mixture"
+    ]
+
+
+def _rope_of(hf_config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
+    """The rotary fields of ModelSpec, and what is wrong with them."""
+    rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+    theta = rope.get("rope_theta") or hf_config.get("rope_theta") or family.absent.get("rope_theta", 10000.0)
+    fields: dict[str, Any] = {"rope_theta": theta}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        return fields, ["rope_parameters by layer type are not supported; supported: one set for all layers"]
+    problems = [
+        f"{key} = {rope[key]!r} in the rotary embedding's parameters is not supported; supported: {only!r}"
+        for key, only in _ONLY_ROPE.items()
+        if rope.get(key) is not None and rope[key] != only
+    ]
+    if kind == "default":
+        return fields, problems
+    if kind not in _STRETCHES:
+        known = "', '".join(_STRETCHES)
+        return fields, [f"rope_type {kind!r} is not supported; supported: 'default', '{known}'"]
+    said = {"original_max_position_embeddings": hf_config.get("max_position_embeddings"), **rope}
+    stretch: dict[str, Any] = {"kind": kind}
+    for ours, theirs in _STRETCHES[kind].items():
+        if said.get(theirs) is not None:
+            stretch[ours] = said[theirs]
+        elif ours not in _YARN_OPTIONAL:
+            problems.append(f"the {kind} rotary embedding lacks {theirs}")
+    problems += [] if _same_temperature(stretch) else [_TEMPERATURE]
+    return {**fields, "rope_scaling": stretch}, problems

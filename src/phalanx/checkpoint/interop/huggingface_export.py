@@ -1,0 +1,205 @@
+"""A checkpoint as a Hugging Face model folder.
+
+A model trained here is useful elsewhere once it is a folder of `config.json` and safetensors that `transformers`, vLLM
+and the like open. No number changes: tensors are renamed, stacks of experts taken apart, rotated rows put into the published
+order (`huggingface_names.py`), and copied in pieces of bounded size, whatever the model's. The folder appears under
+its name only when it is complete. Format of the weights: https://github.com/huggingface/safetensors.
+"""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from phalanx.checkpoint.format.boxes import Box, whole
+from phalanx.checkpoint.format.image import spans
+from phalanx.checkpoint.format.restore_plan import Held
+from phalanx.checkpoint.format.state import torch_dtype
+from phalanx.checkpoint.interop.huggingface_config import Dtype, HuggingFaceError, hf_config_of
+from phalanx.checkpoint.interop.huggingface_files import (
+    CONFIG,
+    PIECE_BYTES,
+    SAFETENSORS_DTYPE,
+    new_folder,
+    write_json,
+)
+from phalanx.checkpoint.interop.huggingface_names import Published, published, shared_copies
+from phalanx.checkpoint.tiers.digest import WEIGHTS
+from phalanx.checkpoint.tiers.gather import gather
+from phalanx.checkpoint.tiers.tier import Tier
+from phalanx.data.tokenizer import load_tokenizer
+from phalanx.model.facts.shape import resolve
+from phalanx.run.spec import ModelSpec
+
+FILE_BYTES = 5_000_000_000  # of one safetensors file, as the Hub recommends
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """A safetensors file to be written: its name, its header, and the tensors in it, in order."""
+
+    name: str
+    header: bytes
+    tensors: tuple[Published, ...]
+
+
+def export_hf(
+    tier: Tier,
+    step: int,
+    spec: ModelSpec,
+    out_dir: Path | str,
+    dtype: Dtype = "bfloat16",
+    tokenizer_dir: Path | None = None,
+    *,
+    max_seq_len: int = 0,
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Write the weights of committed `step` as a Hugging Face model into the new folder `out_dir`.
+
+    `spec` is the run's resolved model; `tokenizer_dir` holds the tokenizer to go with it. Memory: some pieces of
+    64 MiB. Raises UnsupportedModelError, HuggingFaceError where `out_dir` exists or a number does not fit `dtype`,
+    and what reading the tier raises; nothing is left behind then.
+    """
+    out, spec = Path(out_dir), resolve(spec)
+    tokenizer = load_tokenizer(tokenizer_dir) if tokenizer_dir is not None else None
+    if tokenizer is not None and tokenizer.vocab_size > spec.vocab_size:
+        raise HuggingFaceError(
+            f"{tokenizer_dir}: {tokenizer.vocab_size} tokens, but the model embeds {spec.vocab_size}; "
+            "give the tokenizer that the model was trained with"
+        )
+    end_token = tokenizer.end_of_document if tokenizer is not None else None
+    config = hf_config_of(spec, max_seq_len=max_seq_len, dtype=dtype, end_token=end_token)
+    source = Source(tier, step, spec)
+    with new_folder(out) as folder:
+        files = weight_files(tensors_of(spec), dtype, file_bytes)
+        for file in files:
+            with open(folder / file.name, "wb") as stream:
+                stream.write(file.header)
+                for tensor in file.tensors:
+                    for piece in _pieces(source, tensor, dtype):
+                        stream.write(piece)
+        if len(files) > 1:
+            write_json(folder / "model.safetensors.index.json", _index_of(files, dtype))
+        write_json(folder / CONFIG, config)
+        write_json(folder / "generation_config.json", {"eos_token_id": end_token, "pad_token_id": end_token})
+        if tokenizer is not None:
+            tokenizer.save(folder)
+
+
+def tensors_of(spec: ModelSpec) -> list[Published]:
+    """All tensors of a resolved model's folder, in the order in which they are written."""
+    if spec.mla is not None and spec.moe is not None:
+        # Readers of this family want a bias with every router, which is zero where none was trained.
+        spec = replace(spec, moe=replace(spec.moe, balance_bias=True))
+    return [*published(spec), *shared_copies(spec)]
+
+
+def weight_files(tensors: Sequence[Published], dtype: Dtype, file_bytes: int) -> list[WeightFile]:
+    """How tensors are dealt out over files of at most `file_bytes` bytes of data (or one tensor, if larger)."""
+    groups: list[list[Published]] = [[]]
+    room = file_bytes
+    for tensor in tensors:
+        nbytes = _nbytes(tensor, dtype)
+        if groups[-1] and nbytes > room:
+            groups.append([])
+            room = file_bytes
+        groups[-1].append(tensor)
+        room -= nbytes
+    names = ["model.safetensors"]
+    if len(groups) > 1:
+        names = [f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors" for number in range(len(groups))]
+    return [
+        WeightFile(name, _header(group, dtype), tuple(group))
+        for name, group in zip(names, groups, strict=True)
+    ]
+
+
+def _dtype_of(tensor: Published, dtype: Dtype) -> Dtype:
+    # The bias moves in steps far below what half precision tells apart; it is published, and loaded, as fp32.
+    return "float32" if tensor.name.endswith(".e_score_correction_bias") else dtype
+
+
+def _nbytes(tensor: Published, dtype: Dtype) -> int:
+    return math.prod(tensor.shape) * torch_dtype(_dtype_of(tensor, dtype)).itemsize
+
+
+def _header(tensors: Sequence[Published], dtype: Dtype) -> bytes:
+    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for tensor in tensors:
+        stop = start + _nbytes(tensor, dtype)
+        fields[tensor.name] = {
+            "dtype": SAFETENSORS_DTYPE[_dtype_of(tensor, dtype)],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, stop],
+        }
+        start = stop
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _index_of(files: Sequence[WeightFile], dtype: Dtype) -> dict[str, object]:
+    total = sum(_nbytes(tensor, dtype) for file in files for tensor in file.tensors)
+    places = {tensor.name: file.name for file in files for tensor in file.tensors}
+    return {"metadata": {"total_size": total}, "weight_map": places}
+
+
+class Source:
+    """The model's tensors in a committed step."""
+
+    def __init__(self, tier: Tier, step: int, spec: ModelSpec) -> None:
+        self._tier, self._step = tier, step
+        self._trained_bias = spec.moe is not None and spec.moe.balance_bias
+        self._held: dict[str, list[Held]] = defaultdict(list)
+        for entry in tier.boxes(step):
+            self._held[entry.box.name].append(entry)
+        self._last: tuple[Box, torch.Tensor] | None = None
+
+    def published(self, tensor: Published, box: Box) -> torch.Tensor:
+        """The elements of a box of a tensor's parameter, with its rows in the published order; fp32."""
+        if tensor.parameter.kind == "balance" and not self._trained_bias:
+            return torch.zeros(box.shape)
+        if tensor.rotary is None:
+            return self._read(box)
+        first, rows = box.offset[0], box.shape[0]
+        start, stop = tensor.rotary.around(first, first + rows)
+        groups = self._read(box.part((start, *box.offset[1:]), (stop - start, *box.shape[1:])))
+        ordered: torch.Tensor = tensor.rotary.reordered(groups, tensor.rotary.kept_at)
+        return ordered[first - start : first - start + rows]
+
+    def _read(self, box: Box) -> torch.Tensor:
+        """The elements of a box; those behind it are kept for the next call, which asks for the next expert."""
+        if self._last is None or not self._last[0].contains(box):
+            wide = _with_what_follows(box)
+            (raw,) = gather(self._tier, self._step, [wide], self._held[box.name])
+            self._last = wide, torch.from_numpy(raw).view(torch.float32)
+        held, values = self._last
+        return values[box.slices_in(held)]
+
+
+def _with_what_follows(box: Box) -> Box:
+    """A box of whole rows, and as many rows behind it as fit into a piece with it; any other box as it is."""
+    if box.shape[1:] != box.global_shape[1:]:
+        return box
+    rows = max(box.shape[0], PIECE_BYTES // (box.nbytes // box.shape[0]))
+    return box.part(box.offset, (min(rows, box.global_shape[0] - box.offset[0]), *box.shape[1:]))
+
+
+def _pieces(source: Source, tensor: Published, dtype: Dtype) -> Iterator[memoryview]:
+    """The bytes of a tensor in its dtype, in C order."""
+    box = whole(WEIGHTS + tensor.parameter.name, "float32", tensor.parameter.shape)
+    if tensor.expert is not None:
+        box = box.rows(tensor.expert, tensor.expert + 1)
+    for span in spans(box, box, PIECE_BYTES):
+        values = source.published(tensor, span.part)
+        converted = values.to(torch_dtype(_dtype_of(tensor, dtype)))
+        if torch.stack(converted.aminmax()).isinf().any() and (largest := values.abs().max()).isfinite():
+            raise HuggingFaceError(
+                f"{span.part}: {largest:g} is beyond the range of {dtype}; export as float32"
+            )
+        yield converted.reshape(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,67 @@
+"""Folders of Hugging Face models on disk: written as a whole or not at all, and read with errors that name the file."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from phalanx.checkpoint.format.blocks import sync_folder
+from phalanx.checkpoint.interop.huggingface_config import Dtype, HuggingFaceError
+
+CONFIG = "config.json"
+PIECE_BYTES = 64 << 20
+"""How much of a tensor, as fp32, is in memory at once."""
+SAFETENSORS_DTYPE: Mapping[Dtype, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder under a temporary name that gets the name `out` when all went well, and vanishes when not."""
+    if out.exists():
+        raise HuggingFaceError(f"{out}: exists; name a new folder, or remove that one first")
+    folder = out.parent / f".{out.name}.partial-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True)
+        yield folder
+        _sync_all(folder)
+        os.rename(folder, out)
+        sync_folder(out.parent)
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise HuggingFaceError(
+            f"{error.filename or out}: {error.strerror}. Nothing was left behind; free space or name another folder."
+        ) from error
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _sync_all(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            sync_folder(path)
+        else:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+    sync_folder(folder)
+
+
+def write_json(path: Path, content: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise HuggingFaceError(
+            f"{path}: {error.strerror}; give the folder of a Hugging Face model"
+        ) from error
+    except ValueError as error:
+        raise HuggingFaceError(f"{path}: not JSON ({error}); copy or download it again") from error
+    if not isinstance(content, dict):
+        raise HuggingFaceError(f"{path}: not a JSON object; copy or download it again")
+    return content

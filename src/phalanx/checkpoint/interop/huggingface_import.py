@@ -1,0 +1,287 @@
+"""A Hugging Face model folder as a run to start from.
+
+A published model can be trained on, and text generated from it, once it is a run directory. No number changes: tensors are
+renamed, the experts of a layer stacked and rotated rows put into halves (`huggingface_names.py`), in pieces of bounded
+size, whatever the model's. What is stored in half precision becomes the same number in fp32, and what is stored in fp8 by
+blocks, as DeepSeek-V3 is, the product with its block's scale. The directory appears under its name only when it is complete.
+"""
+
+import hashlib
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tomli_w
+import torch
+from safetensors import SafetensorError, safe_open
+
+from phalanx.checkpoint.format.blocks import page_aligned
+from phalanx.checkpoint.format.boxes import Box, Extent, whole
+from phalanx.checkpoint.format.image import Image, layout_of, spans
+from phalanx.checkpoint.interop.huggingface_config import HuggingFaceError, Storage, spec_of, storage_of
+from phalanx.checkpoint.interop.huggingface_files import (
+    CONFIG,
+    PIECE_BYTES,
+    SAFETENSORS_DTYPE,
+    new_folder,
+    read_json,
+)
+from phalanx.checkpoint.interop.huggingface_names import Published, hf_name, published, shared_copies
+from phalanx.checkpoint.tiers.digest import WEIGHTS, TensorDigest, combine
+from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.checkpoint.tiers.tier import Draft, Record
+from phalanx.data.errors import TokenizerError
+from phalanx.data.tokenizer import TOKENIZER_FILE, bpe_from_file
+from phalanx.model.facts.shape import resolve
+from phalanx.run.read import to_table
+from phalanx.run.spec import ModelSpec
+
+_IMAGE_BYTES = 1 << 30
+_FP8 = "F8_E4M3"
+_LATENT_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was imported: the resolved model and its digest (see `digest.py`)."""
+
+    spec: ModelSpec
+    weights_sha256: str
+    no_tokenizer_because: str = ""
+    """Why there is no tokenizer; empty if there is one."""
+    notes: tuple[str, ...] = ()
+    """What of the folder was left out or is taken otherwise, as sentences."""
+
+
+def import_hf(directory: Path, out: Path, *, image_bytes: int = _IMAGE_BYTES) -> Imported:
+    """Make the Hugging Face model in `directory` a new run directory `out` with a checkpoint at step 0.
+
+    `out` gets `run.toml` (the model), `checkpoints/` (fp32 weights, and nothing else) and, where the model comes with
+    a byte-level BPE, `tokenizer/`. Memory: `image_bytes`, and two pieces of 64 MiB. Raises UnsupportedModelError, or
+    HuggingFaceError where `out` exists or the model's files are incomplete or damaged; nothing is left behind then.
+    """
+    config = read_json(directory / CONFIG)
+    spec = spec_of(config)
+    with new_folder(out) as folder, ExitStack() as stack:
+        weights = Weights(_open_weights(directory, stack), storage_of(config))
+        spec, notes = _settle_mtp(spec, weights.tensors)
+        _require_tensors(directory, spec, weights)
+        tier = DiskTier(folder / "checkpoints")
+        extra = {"step": 0, "imported_from": str(directory.absolute())}
+        digest = _copy_weights(tier, weights, spec, extra, image_bytes)
+        (folder / "run.toml").write_text(tomli_w.dumps({"name": out.name, "model": to_table(spec)}))
+        no_tokenizer_because = _copy_tokenizer(directory, folder / "tokenizer")
+        return Imported(spec, digest, no_tokenizer_because, notes + _notes(spec))
+
+
+# The folder's tensors
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The tensors of a folder by Hugging Face's names, read in parts."""
+
+    tensors: dict[str, Any]
+    storage: Storage
+
+    def read(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
+        """A part of a tensor, as fp32."""
+        stored = self.tensors[name]
+        values: torch.Tensor = stored[part].to(torch.float32)
+        if stored.get_dtype() != _FP8 or self.storage.fp8_block is None:
+            return values
+        scale: torch.Tensor = self.tensors[scale_name(name)][:]
+        for dim, (piece, size) in enumerate(zip(part, self.storage.fp8_block, strict=True)):
+            scale = scale.index_select(dim, torch.arange(piece.start, piece.stop) // size)
+        return values * scale
+
+    def kept(self, tensor: Published, part: tuple[slice, ...]) -> torch.Tensor:
+        """A part of a published tensor with its rows in the order in which this project keeps them, as fp32."""
+        if tensor.rotary is None or not self.storage.interleaved:
+            return self.read(tensor.name, part)
+        rows, *rest = part
+        start, stop = tensor.rotary.around(rows.start, rows.stop)
+        groups = self.read(tensor.name, (slice(start, stop), *rest))
+        ordered: torch.Tensor = tensor.rotary.reordered(groups, tensor.rotary.published_at)
+        return ordered[rows.start - start : rows.stop - start]
+
+
+def scale_name(name: str) -> str:
+    """Where the scales of a matrix in fp8 are."""
+    return f"{name}_scale_inv"
+
+
+def _open_weights(directory: Path, stack: ExitStack) -> dict[str, Any]:
+    """For each tensor of the model, by Hugging Face's name, the slice object that reads parts of it."""
+    index = directory / "model.safetensors.index.json"
+    files = ["model.safetensors"]
+    if index.exists():
+        files = sorted(set(read_json(index).get("weight_map", {}).values()))
+    found: dict[str, Any] = {}
+    for file in files:
+        path = directory / file
+        if not path.is_file():
+            raise HuggingFaceError(
+                f"{path}: is missing; copy or download it again (weights in other formats than safetensors must be "
+                "saved as safetensors first)"
+            )
+        try:
+            opened = stack.enter_context(safe_open(path, framework="pt"))
+        except SafetensorError as error:
+            raise HuggingFaceError(f"{path}: damaged ({error}); copy or download it again") from error
+        found |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
+    # Buffers that old versions saved; they follow from the configuration.
+    return {name: tensor for name, tensor in found.items() if not name.endswith("rotary_emb.inv_freq")}
+
+
+def _settle_mtp(spec: ModelSpec, tensors: dict[str, Any]) -> tuple[ModelSpec, tuple[str, ...]]:
+    """The model with as many modules of multi-token prediction as the files hold and `config.json` speaks of.
+
+    Tensors of modules that `config.json` does not speak of are taken out of `tensors`.
+    """
+    if spec.mla is None:
+        return spec, ()
+    found = {name: re.match(r"model\.layers\.(\d+)\.", name) for name in tensors}
+    behind = [name for name, layer in found.items() if layer and int(layer[1]) >= spec.layers]
+    if spec.mtp_depth and not behind:
+        note = (
+            f"{CONFIG} speaks of {spec.mtp_depth} modules for multi-token prediction, but the files hold none"
+        )
+        return resolve(replace(spec, mtp_depth=0)), (note,)
+    if behind and not spec.mtp_depth:
+        for name in behind:
+            del tensors[name]
+        return spec, (f"left out: layers behind the last, of which {CONFIG} does not speak",)
+    return spec, ()
+
+
+def _notes(spec: ModelSpec) -> tuple[str, ...]:
+    if spec.mla is None or spec.norm_eps == _LATENT_EPS:
+        return ()
+    return (
+        f"rms_norm_eps = {spec.norm_eps:g} holds for the norms of attention's latents too; transformers has "
+        f"{_LATENT_EPS:g} there whatever {CONFIG} says",
+    )
+
+
+def _require_tensors(directory: Path, spec: ModelSpec, weights: Weights) -> None:
+    wanted = {tensor.name: tensor.shape for tensor in published(spec)}
+    copies = {tensor.name: hf_name(tensor.parameter.name) for tensor in shared_copies(spec)}
+    if spec.tie_embeddings:
+        copies["lm_head.weight"] = "model.embed_tokens.weight"
+    held = weights.tensors.keys()
+    scales = {scale_name(name) for name in held if weights.tensors[name].get_dtype() == _FP8}
+    problems = [f"{name} is missing" for name in (wanted.keys() | scales) - held]
+    problems += [
+        f"{name} is not a part of the model" for name in held - wanted.keys() - copies.keys() - scales
+    ]
+    for name in wanted.keys() & held:
+        shape = tuple(weights.tensors[name].get_shape())
+        if shape != wanted[name]:
+            problems.append(f"{name} has shape {shape}, and {CONFIG} says {wanted[name]}")
+        problems += _dtype_problems(name, weights)
+    if problems:
+        more = f" ... and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise HuggingFaceError(f"{directory}: {'; '.join(sorted(problems)[:8])}{more}")
+    for copy in copies.keys() & held:
+        _require_same(directory, copy, copies[copy], weights)
+
+
+def _dtype_problems(name: str, weights: Weights) -> list[str]:
+    dtype = weights.tensors[name].get_dtype()
+    if dtype in SAFETENSORS_DTYPE.values():
+        return []
+    if dtype != _FP8:
+        return [f"{name} has dtype {dtype}; supported: {', '.join(SAFETENSORS_DTYPE.values())}, {_FP8}"]
+    block, scale = weights.storage.fp8_block, weights.tensors.get(scale_name(name))
+    if block is None:
+        return [f"{name} has dtype {dtype}, and {CONFIG} has no quantization_config with a weight_block_size"]
+    blocks = [-(-size // of) for size, of in zip(weights.tensors[name].get_shape(), block, strict=False)]
+    if scale is not None and list(scale.get_shape()) != blocks:
+        return [
+            f"{scale_name(name)} has shape {tuple(scale.get_shape())}, and blocks of {block} make {blocks}"
+        ]
+    return []
+
+
+def _require_same(directory: Path, copy: str, original: str, weights: Weights) -> None:
+    """Readers differ in which of two copies they take, so they must be the same."""
+    first, second = weights.tensors[copy], weights.tensors[original]
+    shape = tuple(second.get_shape())
+    box = whole(copy, "float32", shape)
+    parts = (span.part.slices_in(box) for span in spans(box, box, PIECE_BYTES))
+    if tuple(first.get_shape()) != shape or not all(torch.equal(first[part], second[part]) for part in parts):
+        raise HuggingFaceError(
+            f"{directory}: {copy} differs from {original}, which it should repeat; where that is the output projection, "
+            f"set tie_word_embeddings to false in {CONFIG}"
+        )
+
+
+# The checkpoint
+
+
+def _copy_weights(
+    tier: DiskTier, weights: Weights, spec: ModelSpec, extra: dict[str, Any], image_bytes: int
+) -> str:
+    """Commit the tensors as step 0, an image of `image_bytes` at a time as one rank's share; returns their digest."""
+    draft = Draft(0, 0)
+    sources: dict[str, list[Published]] = defaultdict(list)
+    for tensor in published(spec):
+        sources[tensor.parameter.name].append(tensor)
+    hashes = {name: hashlib.sha256() for name in sources}
+    shapes = {name: tensors[0].parameter.shape for name, tensors in sources.items()}
+    shares = list(_shares(shapes, image_bytes))
+    for rank, share in enumerate(shares):
+        layout = layout_of(share)
+        data = page_aligned(layout.nbytes)
+        data[: len(layout.header)] = np.frombuffer(layout.header, dtype=np.uint8)
+        for entry in layout.entries:
+            name = entry.box.name.removeprefix(WEIGHTS)
+            values = _values(entry.box, sources[name], weights)
+            data[entry.start : entry.stop] = values.contiguous().reshape(-1).view(torch.uint8).numpy()
+            hashes[name].update(data[entry.start : entry.stop].data)
+        tier.write(draft, rank, Image(layout, data))
+    digest = combine({name: TensorDigest("float32", shapes[name], hashes[name].digest()) for name in sources})
+    tier.commit(draft, Record(0, len(shares), extra, digest), timeout_s=0)
+    return digest
+
+
+def _values(box: Box, tensors: Sequence[Published], weights: Weights) -> torch.Tensor:
+    """The elements of a box of a parameter, which is one tensor of the folder or a stack of them; fp32."""
+    part = box.slices_in(whole(box.name, box.dtype, box.global_shape))
+    if tensors[0].expert is None:
+        return weights.kept(tensors[0], part)
+    return torch.stack([weights.kept(tensor, part[1:]) for tensor in tensors[part[0]]])
+
+
+def _shares(shapes: Mapping[str, Extent], image_bytes: int) -> Iterator[list[Box]]:
+    """The model's tensors in parts, in order, so that each list of parts fits into an image."""
+    tensors = (whole(WEIGHTS + name, "float32", shape) for name, shape in shapes.items())
+    parts = (span.part for box in tensors for span in spans(box, box, min(image_bytes, PIECE_BYTES)))
+    share: list[Box] = []
+    nbytes = 0
+    for part in parts:
+        if share and nbytes + part.nbytes > image_bytes:
+            yield share
+            share, nbytes = [], 0
+        share.append(part)
+        nbytes += part.nbytes
+    yield share
+
+
+def _copy_tokenizer(directory: Path, folder: Path) -> str:
+    """Copies the tokenizer; the empty string, or why there is none to copy."""
+    if not (directory / TOKENIZER_FILE).exists():
+        return f"{directory} has no {TOKENIZER_FILE}"
+    try:
+        tokenizer = bpe_from_file(directory)
+    except TokenizerError as error:
+        return str(error)
+    folder.mkdir()
+    tokenizer.save(folder)
+    return ""

@@ -1,0 +1,180 @@
+"""Hugging Face's names of parameters, and how one parameter lies in several of its tensors.
+
+Most tensors differ in name alone. Two kinds do not: a stack of experts `(experts, ...)` is published as one tensor per
+expert (whatever `transformers` fuses in memory), and the rows of latent attention that are rotated are published in pairs
+`x0 y0 x1 y1 ...` where this project keeps halves `x0 x1 ... y0 y1 ...` (see `phalanx.model.layers.rotary`); reordering the rows
+once makes both compute the same. DeepSeek-V3's modules for multi-token prediction are published as layers behind the
+last one, with copies of the embedding and the output projection that they share with the model.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.checkpoint.format.boxes import Extent
+from phalanx.model.facts.shape import Parameter, buffers, parameters
+from phalanx.run.spec import ModelSpec
+
+_OUTER = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
+_LINEAR = {
+    "attention_norm": "input_layernorm",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.output": "self_attn.o_proj",
+    "attention.query_norm": "self_attn.q_norm",
+    "attention.key_norm": "self_attn.k_norm",
+    "attention.query_down": "self_attn.q_a_proj",
+    "attention.query_latent_norm": "self_attn.q_a_layernorm",
+    "attention.query_up": "self_attn.q_b_proj",
+    "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_latent_norm": "self_attn.kv_a_layernorm",
+    "attention.kv_up": "self_attn.kv_b_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn.gate": "mlp.gate_proj",
+    "ffn.up": "mlp.up_proj",
+    "ffn.down": "mlp.down_proj",
+    "ffn.shared.gate": "mlp.shared_experts.gate_proj",
+    "ffn.shared.up": "mlp.shared_experts.up_proj",
+    "ffn.shared.down": "mlp.shared_experts.down_proj",
+}
+_IN_BLOCK = {
+    f"{ours}.{last}": f"{theirs}.{last}" for ours, theirs in _LINEAR.items() for last in ("weight", "bias")
+} | {
+    "ffn.router.weight": "mlp.gate.weight",
+    "ffn.router.bias": "mlp.gate.e_score_correction_bias",
+    # The asterisk stands for the number of an expert.
+    "ffn.experts.gate": "mlp.experts.*.gate_proj.weight",
+    "ffn.experts.up": "mlp.experts.*.up_proj.weight",
+    "ffn.experts.down": "mlp.experts.*.down_proj.weight",
+}
+_IN_MIXTRAL = {
+    "ffn.router.weight": "block_sparse_moe.gate.weight",
+    "ffn.experts.gate": "block_sparse_moe.experts.*.w1.weight",
+    "ffn.experts.up": "block_sparse_moe.experts.*.w3.weight",
+    "ffn.experts.down": "block_sparse_moe.experts.*.w2.weight",
+}
+_IN_MTP = {
+    "embedding_norm.weight": "enorm.weight",
+    "hidden_norm.weight": "hnorm.weight",
+    "projection.weight": "eh_proj.weight",
+    "norm.weight": "shared_head.norm.weight",
+}
+_OUTER_BACK = {theirs: ours for ours, theirs in _OUTER.items()}
+_IN_BLOCK_BACK = {theirs: ours for table in (_IN_BLOCK, _IN_MIXTRAL) for ours, theirs in table.items()}
+
+
+@dataclass(frozen=True)
+class RotaryRows:
+    """Rows in groups of `group`, the last `rotated` of each published in pairs: heads, or a latent and the key's part."""
+
+    group: int
+    rotated: int
+
+    def around(self, start: int, stop: int) -> tuple[int, int]:
+        """The whole groups that rows `start:stop` lie in."""
+        return start // self.group * self.group, -(-stop // self.group) * self.group
+
+    def reordered(self, values: Any, order: list[int]) -> Any:
+        """The rows of a tensor or array of whole groups, each group in the given order."""
+        groups = values.reshape(-1, self.group, *values.shape[1:])
+        return groups[:, order].reshape(values.shape)
+
+    @property
+    def published_at(self) -> list[int]:
+        """For each row of a group as this project keeps it, where it is published."""
+        plain = self.group - self.rotated
+        return [*range(plain), *range(plain, self.group, 2), *range(plain + 1, self.group, 2)]
+
+    @property
+    def kept_at(self) -> list[int]:
+        """The inverse of `published_at`."""
+        return sorted(range(self.group), key=self.published_at.__getitem__)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A tensor of a Hugging Face folder, as the whole or one expert of a parameter."""
+
+    name: str
+    parameter: Parameter
+    expert: int | None = None
+    rotary: RotaryRows | None = None
+
+    @property
+    def shape(self) -> Extent:
+        """The tensor's own shape."""
+        return self.parameter.shape if self.expert is None else self.parameter.shape[1:]
+
+
+def published(spec: ModelSpec) -> Iterator[Published]:
+    """Every tensor of a resolved model as it is published, parameter by parameter, then the routers' biases."""
+    for parameter in (*parameters(spec), *buffers(spec)):
+        name, rotary = hf_name(parameter.name, spec), _rotary_rows(parameter.name, spec)
+        if "*" in name:
+            for expert in range(parameter.shape[0]):
+                yield Published(name.replace("*", str(expert)), parameter, expert)
+        else:
+            yield Published(name, parameter, rotary=rotary)
+
+
+def shared_copies(spec: ModelSpec) -> Iterator[Published]:
+    """Tensors that are published once more with each module of multi-token prediction, which shares them."""
+    by_name = {parameter.name: parameter for parameter in parameters(spec)}
+    embedding = by_name["embedding.weight"]
+    for depth in range(spec.mtp_depth):
+        layer = f"model.layers.{spec.layers + depth}"
+        yield Published(f"{layer}.embed_tokens.weight", embedding)
+        yield Published(f"{layer}.shared_head.head.weight", by_name.get("head.weight", embedding))
+
+
+def hf_name(name: str, spec: ModelSpec | None = None) -> str:
+    """Hugging Face's name of a parameter: `blocks.3.attention.query.weight` is `model.layers.3.self_attn.q_proj.weight`.
+
+    In the name of a stack of experts an asterisk stands for the number of the expert. `spec` is the parameter's model, and
+    may be left out for a dense one. Raises KeyError for a name that is not a parameter of the transformer.
+    """
+    if name in _OUTER:
+        return _OUTER[name]
+    module, layer, rest = _split(name, r"(blocks|mtp)\.(\d+)\.(.+)")
+    if module == "mtp":
+        if spec is None:
+            raise KeyError(name)
+        layer = str(spec.layers + int(layer))
+        if rest in _IN_MTP:
+            return f"model.layers.{layer}.{_IN_MTP[rest]}"
+        rest = rest.removeprefix("block.")
+    mixtral = spec is not None and spec.moe is not None and spec.mla is None and not spec.qk_norm
+    table = _IN_BLOCK | _IN_MIXTRAL if mixtral else _IN_BLOCK
+    return f"model.layers.{layer}.{table[rest]}"
+
+
+def parameter_name(name: str) -> str:
+    """The inverse of `hf_name`, but for modules of multi-token prediction. Raises KeyError for a tensor of no parameter."""
+    if name in _OUTER_BACK:
+        return _OUTER_BACK[name]
+    layer, rest = _split(name, r"model\.layers\.(\d+)\.(.+)")
+    return f"blocks.{layer}.{_IN_BLOCK_BACK[rest]}"
+
+
+def _split(name: str, pattern: str) -> tuple[str, ...]:
+    found = re.fullmatch(pattern, name)
+    if found is None:
+        raise KeyError(name)
+    return found.groups()
+
+
+def _rotary_rows(name: str, spec: ModelSpec) -> RotaryRows | None:
+    if spec.mla is None:
+        return None
+    module = name.removesuffix(".weight")
+    if module.endswith((".attention.query", ".attention.query_up")):
+        return RotaryRows(spec.mla.nope_head_dim + spec.mla.rope_head_dim, spec.mla.rope_head_dim)
+    if module.endswith(".attention.kv_down"):
+        return RotaryRows(spec.mla.kv_rank + spec.mla.rope_head_dim, spec.mla.rope_head_dim)
+    return None

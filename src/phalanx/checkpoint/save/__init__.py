@@ -1,0 +1,1 @@
+"""Asynchronous save: one memory copy on the critical path, a thread that writes."""

@@ -1,0 +1,278 @@
+"""Saving off the critical path: the training step pays one memory copy, a thread does the rest.
+
+`save` stages this rank's share and returns; a background thread writes it to the tier, and on rank 0 commits the
+step and removes expired ones. Ranks meet through the tier alone, never through collectives, so a save cannot
+disturb the trainer's communication, and a dead peer costs a timeout of the background thread of rank 0. A save that
+fails is reported by `poll` and never raises into the training loop.
+"""
+
+import json
+import logging
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from phalanx.checkpoint.format.boxes import Box
+from phalanx.checkpoint.format.errors import AbandonedError, CheckpointError
+from phalanx.checkpoint.format.restore_plan import share_of
+from phalanx.checkpoint.format.state import Copies, Shard
+from phalanx.checkpoint.save.staging import Staged, Staging
+from phalanx.checkpoint.tiers.retention import Retention
+from phalanx.checkpoint.tiers.tier import Draft, Record, Tier
+
+_log = logging.getLogger(__name__)
+
+Status = Literal["committed", "written", "existed", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReceipt:
+    """What `save` cost the training step: `stall_s` in all, of it `waited_s` for a buffer and `copied_s` copying.
+
+    `staged` is false where the step was committed already and nothing was done.
+    """
+
+    step: int
+    staged: bool
+    nbytes: int
+    stall_s: float
+    waited_s: float = 0.0
+    copied_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOutcome:
+    """How a save ended. Rank 0 reports "committed", other ranks "written": their share is durable.
+
+    "existed": the step was committed before. "failed": see `error`; training and older checkpoints are untouched.
+    `deleted`: the expired steps that went; `retention_error` says why they could not.
+    """
+
+    step: int
+    status: Status
+    nbytes: int
+    seconds: float
+    error: CheckpointError | None = None
+    deleted: tuple[int, ...] = ()
+    retention_error: CheckpointError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    draft: Draft
+    staged: Staged
+    record: Record
+    required: tuple[Box, ...]
+
+
+class AsyncSaver:
+    """Saves checkpoints of a job of `world_size` ranks, of which this one is `rank`, to `tier`.
+
+    `replica` of `replicas` equal ranks: plain shards (those whose `copies` are the default) are held alike by all
+    of them, and each writes its share. `attempt` must be the same on all ranks and new after each restart or rollback.
+    `timeout_s`: how long rank 0 waits for the others' shares. `buffers`: 1 waits while the previous save is still
+    being written, 2 takes twice the host memory and does not. `retention`, used by rank 0, is applied after each
+    commit. On rank 0 the constructor sweeps away what other attempts left unfinished.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        rank: int,
+        world_size: int,
+        replica: int = 0,
+        replicas: int = 1,
+        attempt: int = 0,
+        *,
+        timeout_s: float = 600.0,
+        buffers: int = 1,
+        copy_threads: int = 2,
+        retention: Retention | None = None,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is not one of {world_size}")
+        self._tier = tier
+        self._rank = rank
+        self._world_size = world_size
+        self._copies = Copies(replica, replicas)
+        self._attempt = attempt
+        self._timeout_s = timeout_s
+        self._retention = retention
+        self._staging = Staging(buffers=buffers, copy_threads=copy_threads)
+        self._share: tuple[tuple[tuple[Box, Copies], ...], list[tuple[int, Box]]] | None = None
+        self._jobs: queue.Queue[_Job | None] = queue.Queue()
+        self._outcomes: queue.SimpleQueue[SaveOutcome] = queue.SimpleQueue()
+        self._cancelled = threading.Event()
+        self._closed = False
+        if rank == 0:
+            tier.sweep(attempt)
+        # A daemon: an interpreter that exits without close() must not wait for a slow disk. The draft is abandoned.
+        self._thread = threading.Thread(target=self._work, name="checkpoint-save", daemon=True)
+        self._thread.start()
+
+    def prepare(self, shards: Sequence[Shard]) -> None:
+        """Allocate the staging buffers now rather than in the first save."""
+        self._staging.prepare(self._own(shards))
+
+    def save(
+        self,
+        step: int,
+        shards: Sequence[Shard],
+        extra: Mapping[str, Any],
+        *,
+        weights_sha256: str | None = None,
+    ) -> SaveReceipt:
+        """Stage this rank's share of `shards` for `step` and return; every rank calls this with its own shards.
+
+        `extra` is small JSON, copied at once; rank 0's is kept. The tensors may change as soon as this returns (on
+        CUDA: after `fence`). Raises TypeError where `extra` is not JSON, RuntimeError after `close`.
+        """
+        if self._closed:
+            raise RuntimeError(f"save of step {step}: the saver is closed")
+        begin = time.perf_counter()
+        record = Record(step, self._world_size, json.loads(json.dumps(dict(extra))), weights_sha256)
+        if self._tier.has(step):
+            _log.info("step %d is committed already; nothing to save", step)
+            self._outcomes.put(SaveOutcome(step, "existed", 0, 0.0))
+            return SaveReceipt(step, False, 0, time.perf_counter() - begin)
+        staged = self._staging.stage(self._own(shards))
+        required = tuple(shard.box for shard in shards)
+        self._jobs.put(_Job(Draft(step, self._attempt), staged, record, required))
+        stall_s = time.perf_counter() - begin
+        return SaveReceipt(step, True, staged.image.layout.nbytes, stall_s, staged.waited_s, staged.copied_s)
+
+    def fence(self) -> None:
+        """Call before the optimiser changes weights (CUDA only; on CPU it does nothing)."""
+        self._staging.fence()
+
+    def poll(self) -> list[SaveOutcome]:
+        """The saves that have ended since the last call, in order."""
+        outcomes: list[SaveOutcome] = []
+        while not self._outcomes.empty():
+            outcomes.append(self._outcomes.get())
+        return outcomes
+
+    def wait(self) -> None:
+        """Block until every save so far has ended, one way or the other."""
+        self._jobs.join()
+
+    def cancel(self) -> None:
+        """Give up the saves under way, soon; they end as "failed". The saver can then only be closed."""
+        self._closed = True
+        self._cancelled.set()
+
+    def close(self) -> None:
+        """Wait for the saves under way and stop the thread."""
+        self._closed = True
+        if self._thread.is_alive():
+            self._jobs.put(None)
+            self._thread.join()
+            self._staging.close()
+
+    def _own(self, shards: Sequence[Shard]) -> list[Shard]:
+        """This rank's share: of each box held by several ranks, the part that is this one's to write."""
+        key = tuple((shard.box, shard.copies) for shard in shards)
+        if self._share is None or self._share[0] != key:
+            self._share = key, _own_boxes(shards, self._copies)
+        return [
+            shards[index]
+            if shards[index].box == box
+            else replace(shards[index], box=box, tensor=shards[index].part(box))
+            for index, box in self._share[1]
+        ]
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._outcomes.put(self._finish(job))
+            finally:
+                self._jobs.task_done()
+        self._jobs.task_done()
+
+    def _finish(self, job: _Job) -> SaveOutcome:
+        begin = time.perf_counter()
+        nbytes = job.staged.image.layout.nbytes
+        error = self._write(job)
+        if self._rank == 0:
+            # Also after a failure of its own: this is where the draft is given up, at once.
+            commit_error = self._commit(job)
+            error = error or commit_error
+        seconds = time.perf_counter() - begin
+        if error is not None:
+            _log.error("checkpoint of step %d failed; training goes on: %s", job.draft.step, error)
+            return SaveOutcome(job.draft.step, "failed", nbytes, seconds, error)
+        if self._rank != 0:
+            return SaveOutcome(job.draft.step, "written", nbytes, seconds)
+        deleted, retention_error = self._retain()
+        return SaveOutcome(job.draft.step, "committed", nbytes, seconds, None, deleted, retention_error)
+
+    def _write(self, job: _Job) -> CheckpointError | None:
+        try:
+            self._tier.write(job.draft, self._rank, job.staged.wait(), cancelled=self._cancelled.is_set)
+        except Exception as error:
+            return self._report(job.draft, _as_checkpoint_error(error))
+        finally:
+            self._staging.release(job.staged)
+        return None
+
+    def _report(self, draft: Draft, error: CheckpointError) -> CheckpointError:
+        if isinstance(error, AbandonedError):
+            return error
+        try:
+            self._tier.fail(draft, self._rank, str(error))
+        except CheckpointError as unheard:
+            # Rank 0 then finds out by its timeout.
+            _log.warning("rank %d could not tell that its share failed: %s", self._rank, unheard)
+        return error
+
+    def _commit(self, job: _Job) -> CheckpointError | None:
+        try:
+            self._tier.commit(
+                job.draft,
+                job.record,
+                timeout_s=self._timeout_s,
+                required=job.required,
+                cancelled=self._cancelled.is_set,
+            )
+        except Exception as error:
+            return _as_checkpoint_error(error)
+        return None
+
+    def _retain(self) -> tuple[tuple[int, ...], CheckpointError | None]:
+        deleted: list[int] = []
+        try:
+            for step in self._retention.expired(self._tier.steps()) if self._retention else ():
+                self._tier.delete(step)
+                deleted.append(step)
+        except Exception as error:
+            _log.warning("expired checkpoints could not be deleted: %s", error)
+            return tuple(deleted), _as_checkpoint_error(error)
+        return tuple(deleted), None
+
+
+def _as_checkpoint_error(error: Exception) -> CheckpointError:
+    if isinstance(error, CheckpointError):
+        return error
+    unexpected = CheckpointError(f"unexpected {type(error).__name__}: {error}")
+    unexpected.__cause__ = error
+    return unexpected
+
+
+def _own_boxes(shards: Sequence[Shard], default: Copies) -> list[tuple[int, Box]]:
+    """The boxes this rank writes, each with the index of the shard it is cut from."""
+    together: dict[Copies, list[int]] = {}
+    for index, shard in enumerate(shards):
+        copies = default if shard.copies == Copies() else shard.copies
+        together.setdefault(copies, []).append(index)
+    own: list[tuple[int, Box]] = []
+    for copies, members in together.items():
+        by_name: dict[str, list[int]] = {}
+        for index in members:
+            by_name.setdefault(shards[index].box.name, []).append(index)
+        for box in share_of([shards[index].box for index in members], copies.index, copies.count):
+            source = next(index for index in by_name[box.name] if shards[index].box.contains(box))
+            own.append((source, box))
+    return own

@@ -1,0 +1,138 @@
+"""Talking to a node's data port: pushing a snapshot to a buddy, and reading one, or a part of it, from whoever holds it.
+
+The agent pushes, from its own segments, what its workers have taken; a worker that restores reads. Calls block: an event
+loop makes them in a thread.
+"""
+
+import socket
+import ssl
+from types import TracebackType
+
+from phalanx.checkpoint.format.errors import NoSuchStepError
+from phalanx.checkpoint.snapshot.memory import SnapshotKey, SnapshotMemory
+from phalanx.checkpoint.snapshot.wire import (
+    LONGEST_RECORD_BYTES,
+    Answer,
+    Bytes,
+    Describe,
+    Kept,
+    Key,
+    Missing,
+    Push,
+    Read,
+    Refused,
+    RefusedError,
+    Wire,
+    WireError,
+    authenticate,
+    secured_client,
+)
+
+
+class SnapshotClient:
+    """A connection to the data port of a node's agent; for one thread at a time.
+
+    Every method raises WireError where the connection fails, RefusedError where the other side does not want, and
+    NoSuchStepError where it does not hold the snapshot. After a WireError the connection is of no more use.
+    """
+
+    def __init__(
+        self, address: str, token: str, *, tls: ssl.SSLContext | None = None, timeout_s: float = 10.0
+    ) -> None:
+        """Connect to `address` ("host:port"). `timeout_s` is for how long the other side may be silent."""
+        self._wire = _connect(address, tls, timeout_s)
+        try:
+            authenticate(self._wire, token, server=False)
+        except BaseException:
+            self._wire.close()
+            raise
+
+    def record(self, key: SnapshotKey) -> bytes:
+        """The record of a snapshot, as `decode_record` takes it."""
+        nbytes = self._ask(Describe(Key.of(key)))
+        if nbytes > LONGEST_RECORD_BYTES:
+            raise WireError(f"{self._wire.peer}: announces a record of {nbytes:,} bytes")
+        return self._wire.receive(nbytes)
+
+    def read_into(self, key: SnapshotKey, start: int, view: memoryview) -> None:
+        """Fill `view` with the bytes of a snapshot's image from byte `start` on. Not checked: see `verified`."""
+        nbytes = self._ask(Read(Key.of(key), start, start + len(view)))
+        if nbytes != len(view):
+            raise WireError(f"{self._wire.peer}: answers {nbytes:,} bytes where {len(view):,} were asked for")
+        self._wire.receive_into(view)
+
+    def push(self, memory: SnapshotMemory, key: SnapshotKey) -> None:
+        """Give the other side a copy of a snapshot that `memory` holds; when this returns it has it, complete and checked.
+
+        RefusedError also where the bytes were damaged on the way, or the snapshot was replaced meanwhile.
+        """
+        with memory.reading(key) as (segment, snapshot):
+            record = segment.record()
+            if record is None:
+                raise NoSuchStepError(f"{key} was replaced meanwhile")
+            offer = Push(snapshot.run, Key.of(key), snapshot.previous, snapshot.nbytes, len(record))
+            self._wire.say(offer)
+            answer = self._wire.hear_answer()
+            if isinstance(answer, Bytes):
+                self._wire.send(record)
+                self._wire.send(segment.image(snapshot.nbytes).data)
+                answer = self._wire.hear_answer()
+        if not isinstance(answer, Kept):
+            raise _failure(answer, self._wire.peer)
+
+    def close(self) -> None:
+        """End the connection."""
+        self._wire.close()
+
+    def __enter__(self) -> "SnapshotClient":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _ask(self, question: Describe | Read) -> int:
+        self._wire.say(question)
+        answer = self._wire.hear_answer()
+        if not isinstance(answer, Bytes):
+            raise _failure(answer, self._wire.peer)
+        return answer.nbytes
+
+
+def _connect(address: str, tls: ssl.SSLContext | None, timeout_s: float) -> Wire:
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    try:
+        connection = socket.create_connection((host, int(port)), timeout_s)
+    except (OSError, ValueError) as error:
+        raise WireError(f"{address}: cannot be reached ({error})") from error
+    try:
+        return Wire(secured_client(connection, tls, host), address)
+    except OSError as error:
+        connection.close()
+        raise WireError(f"{address}: no secure connection ({error})") from error
+
+
+def _failure(answer: Answer, peer: str) -> Exception:
+    match answer:
+        case Missing(text):
+            return NoSuchStepError(f"{peer}: {text}")
+        case Refused(text):
+            return RefusedError(f"{peer}: {text}")
+        case _:
+            return WireError(f"{peer}: answers {type(answer).__name__} to another question")
+
+
+def push(
+    address: str,
+    token: str,
+    memory: SnapshotMemory,
+    key: SnapshotKey,
+    *,
+    tls: ssl.SSLContext | None = None,
+    timeout_s: float = 10.0,
+) -> None:
+    """`SnapshotClient.push` over a connection of its own."""
+    with SnapshotClient(address, token, tls=tls, timeout_s=timeout_s) as client:
+        client.push(memory, key)

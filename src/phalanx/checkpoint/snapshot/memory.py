@@ -1,0 +1,379 @@
+"""Memory that holds snapshots of ranks' state and outlives the workers that write them.
+
+A node's agent owns the memory, its workers write into it. A *segment* is an anonymous file (memfd_create(2)): the agent
+makes it, a worker inherits its descriptor, and both map it; it stays when the worker dies, and goes with the last process
+that has it open, however that one ends. Each worker has two segments, so that while one is written the other is whole; what
+buddies push lies in further segments, under the same rule: **the step that everybody could go back to is never overwritten**.
+
+A segment holds one snapshot: a page that says whether it is complete, the image (`format/image.py`, also a valid safetensors file),
+and its *record*: run, epoch, layout, rank, step, the boxes, and a checksum of each block. Before anything is changed the first
+bytes are cleared, and set again last, so that a writer killed at any moment leaves a whole snapshot or none.
+
+No torch: this is the agent's side; `snapshot_writer.py` is the worker's. Sources: Gemini (Wang et al., SOSP 2023,
+https://doi.org/10.1145/3600006.3613145) for snapshots in the memory of peers.
+"""
+
+import errno
+import json
+import mmap
+import os
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import xxhash
+
+from phalanx.checkpoint.format.errors import CorruptError, NoSuchStepError, StorageFullError
+from phalanx.checkpoint.format.image import PAGE_BYTES, ByteArray
+from phalanx.checkpoint.format.manifest import Manifest, checksum, decode_manifest
+
+BLOCK_BYTES = 1 << 20
+"""Of an image, under one checksum: what is read of a peer at least."""
+NO_STEP = -1
+_FORMAT = 1
+_COMPLETE = b"PHXSNAP1"
+_HEAD = struct.Struct("<8sQQ")
+_DIGEST_BYTES = 8
+_LENGTHS = struct.Struct("<II")
+_MADV_POPULATE_WRITE = 23  # <linux/mman.h>, since Linux 5.14
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SnapshotKey:
+    """Whose state, and when: rank `rank` of a layout of `ranks` ranks after step `step`."""
+
+    ranks: int
+    rank: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"step {self.step} of rank {self.rank} of {self.ranks}"
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """A complete snapshot that this memory holds: of a worker of this node, or of a buddy."""
+
+    key: SnapshotKey
+    kind: Literal["own", "buddy"]
+    nbytes: int
+    epoch: int
+    """In which it was taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a record says. `previous` is the step that must be kept until this snapshot is safe everywhere (-1: none)."""
+
+    run: str
+    epoch: int
+    key: SnapshotKey
+    previous: int
+    extra: dict[str, Any]
+    manifest: Manifest
+
+    @property
+    def nbytes(self) -> int:
+        return self.manifest.nbytes
+
+
+def encode_record(snapshot: Snapshot, boxes: bytes, digests: bytes) -> bytes:
+    """The record of a snapshot: `boxes` is its manifest without checksums (`encode_manifest`, the same for every snapshot
+    of a layout), `digests` the xxh3_64 of each block, 8 bytes each, little-endian. The record ends with its own checksum."""
+    key = snapshot.key
+    text = json.dumps(
+        {
+            "format": _FORMAT,
+            "run": snapshot.run,
+            "epoch": snapshot.epoch,
+            "ranks": key.ranks,
+            "rank": key.rank,
+            "step": key.step,
+            "previous": snapshot.previous,
+            "extra": snapshot.extra,
+        },
+        separators=(",", ":"),
+    ).encode()
+    body = _LENGTHS.pack(len(text), len(boxes)) + text + boxes + digests
+    return body + xxhash.xxh3_64_digest(body)
+
+
+def decode_record(record: bytes, where: str) -> Snapshot:
+    """The inverse of `encode_record`. `where` is for messages. Raises CorruptError."""
+    if not _is_whole(record):
+        raise CorruptError(
+            f"{where}: the snapshot's record differs from its checksum; restore from another holder"
+        )
+    try:
+        text_bytes, box_bytes = _LENGTHS.unpack_from(record)
+        boxes_start = _LENGTHS.size + text_bytes
+        fields = json.loads(record[_LENGTHS.size : boxes_start])
+        manifest = decode_manifest(record[boxes_start : boxes_start + box_bytes], where)
+        digests = np.frombuffer(record[boxes_start + box_bytes : -_DIGEST_BYTES], dtype="<u8")
+        if fields["format"] != _FORMAT or len(digests) != -(-manifest.nbytes // manifest.block_bytes):
+            raise ValueError("another format, or blocks without checksums")
+        key = SnapshotKey(fields["ranks"], fields["rank"], fields["step"])
+        checksums = tuple(f"{digest:016x}" for digest in digests.tolist())
+        return Snapshot(
+            fields["run"],
+            fields["epoch"],
+            key,
+            fields["previous"],
+            fields["extra"],
+            replace(manifest, checksums=checksums),
+        )
+    except (KeyError, TypeError, ValueError, struct.error, ArithmeticError) as error:
+        raise CorruptError(
+            f"{where}: not a snapshot's record ({error!r}); restore from another holder"
+        ) from error
+
+
+def _is_whole(record: bytes) -> bool:
+    return xxhash.xxh3_64_digest(record[:-_DIGEST_BYTES]) == record[-_DIGEST_BYTES:]
+
+
+class Segment:
+    """One snapshot's memory, seen from any process that has its descriptor. One process writes at a time."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Takes over `descriptor`: of a memfd, made by `create` here or in another process."""
+        self.descriptor = descriptor
+        self._memory: ByteArray = np.empty(0, dtype=np.uint8)
+        self._parsed: tuple[bytes, Snapshot] | None = None
+
+    @classmethod
+    def create(cls, name: str) -> "Segment":
+        """A new, empty segment; `name` shows in /proc/PID/maps. Its descriptor is inherited only where it is passed on."""
+        descriptor = os.memfd_create(f"phalanx-{name}", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, PAGE_BYTES)
+        return cls(descriptor)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Memory that the segment takes."""
+        return os.fstat(self.descriptor).st_size
+
+    def snapshot(self) -> Snapshot | None:
+        """The record of the snapshot that lies here complete; None where there is none."""
+        record = self.record()
+        if record is None:
+            return None
+        if self._parsed is None or self._parsed[0] != record:
+            self._parsed = record, decode_record(record, f"segment {self.descriptor}")
+        return self._parsed[1]
+
+    def record(self) -> bytes | None:
+        """The record as bytes (see `decode_record`); None where nothing lies here complete."""
+        magic, start, length = _HEAD.unpack_from(self._mapped().data)
+        if magic != _COMPLETE or start + length > self._memory.nbytes:
+            return None
+        record = self._memory[start : start + length].tobytes()
+        return record if _is_whole(record) else None
+
+    def image(self, nbytes: int) -> ByteArray:
+        """The image's first `nbytes` bytes (uint8), as a view of the memory itself."""
+        return self._mapped()[PAGE_BYTES : PAGE_BYTES + nbytes]
+
+    def begin(self, nbytes: int) -> ByteArray:
+        """From now on nothing lies here complete; returns the memory for an image of `nbytes` bytes. Pages stay mapped
+        from one snapshot to the next."""
+        self.void()
+        self._grow(nbytes)
+        return self.image(nbytes)
+
+    def reserve(self, nbytes: int) -> None:
+        """Make room for an image of `nbytes` bytes and map its pages now; what lies here stays. Raises StorageFullError."""
+        self._grow(nbytes)
+        self._populate(_end_of(nbytes))
+
+    def _grow(self, nbytes: int) -> None:
+        if _end_of(nbytes) > self._mapped().nbytes:
+            # Room for a record too, so that the mapping is not replaced under a snapshot; untouched, it costs nothing.
+            os.ftruncate(self.descriptor, _end_of(nbytes) + _end_of(nbytes // 64 + (1 << 20)))
+
+    def complete(self, nbytes: int, record: bytes) -> None:
+        """The image of `nbytes` bytes is there; put its record behind it, then say that all is complete."""
+        start = _end_of(nbytes)
+        if start + len(record) > self._memory.nbytes:
+            os.ftruncate(self.descriptor, _end_of(start + len(record)))
+        memory = self._mapped()
+        memory[start : start + len(record)] = np.frombuffer(record, dtype=np.uint8)
+        head = _HEAD.pack(_COMPLETE, start, len(record))
+        memory[8 : len(head)] = np.frombuffer(head[8:], dtype=np.uint8)
+        memory[:8] = np.frombuffer(head[:8], dtype=np.uint8)
+
+    def void(self) -> None:
+        """From now on nothing lies here complete."""
+        self._mapped()[: len(_COMPLETE)] = 0
+
+    def close(self) -> None:
+        """Let the memory go, once every process has."""
+        self._memory = np.empty(0, dtype=np.uint8)
+        os.close(self.descriptor)
+
+    def _mapped(self) -> ByteArray:
+        """All of the memory; mapped anew where it has grown since, here or in another process."""
+        if self._memory.nbytes < (size := self.capacity_bytes):
+            shared = mmap.mmap(self.descriptor, size)
+            with suppress(OSError):  # Advice: without huge pages nothing but speed is lost.
+                shared.madvise(mmap.MADV_HUGEPAGE)
+            self._memory = np.frombuffer(shared, dtype=np.uint8)
+        return self._memory
+
+    def _populate(self, nbytes: int) -> None:
+        memory = self._mapped()
+        try:
+            memory.base.obj.madvise(_MADV_POPULATE_WRITE, 0, nbytes)  # type: ignore[union-attr]
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise StorageFullError(
+                    f"no memory for a snapshot of {nbytes:,} bytes ({error.strerror}); give the node more, or take snapshots "
+                    "of fewer ranks on it"
+                ) from error
+            # An older kernel: one write that changes nothing touches each page.
+            pages = memory[:nbytes:PAGE_BYTES]
+            np.bitwise_or(pages, 0, out=pages)
+
+
+def _end_of(nbytes: int) -> int:
+    """The page on which an image of `nbytes` bytes ends."""
+    return PAGE_BYTES + -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def verified(manifest: Manifest, index: int, block: ByteArray, where: str) -> ByteArray:
+    """`block`, the bytes of block `index`. Raises CorruptError, naming the holder `where`, if they are not."""
+    if checksum(block) != manifest.checksums[index]:
+        raise CorruptError(
+            f"{where}: block {index} of the snapshot differs from its checksum (or the snapshot was replaced meanwhile). "
+            "Restore from another holder."
+        )
+    return block
+
+
+class SnapshotMemory:
+    """All segments of a node. The agent's; safe to use from several threads."""
+
+    def __init__(self, run: str, workers: int, *, buddy_limit_bytes: int | None = None) -> None:
+        """`run` identifies the run; snapshots of another are refused. `buddy_limit_bytes` bounds what buddies may push."""
+        self.run = run
+        self._own = tuple(
+            (Segment.create(f"worker-{w}-a"), Segment.create(f"worker-{w}-b")) for w in range(workers)
+        )
+        self._buddies: list[Segment] = []
+        self._limit_bytes = buddy_limit_bytes
+        self._busy: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def worker_segments(self, worker: int) -> tuple[Segment, Segment]:
+        """The two segments of worker `worker`, the same in each of its lives: pass their descriptors to its process."""
+        return self._own[worker]
+
+    def holdings(self) -> tuple[Holding, ...]:
+        """Every complete snapshot, sorted."""
+        with self._lock:
+            found = [(segment in self._buddies, self._held(segment)) for segment in self._segments()]
+        holdings = [
+            Holding(s.key, "buddy" if pushed else "own", s.nbytes, s.epoch)
+            for pushed, s in found
+            if s is not None
+        ]
+        return tuple(sorted(holdings, key=lambda holding: (holding.key, holding.kind)))
+
+    def holds(self, key: SnapshotKey) -> bool:
+        """Whether that snapshot lies here complete."""
+        with self._lock:
+            return any(held is not None and held.key == key for held in map(self._held, self._segments()))
+
+    @contextmanager
+    def reading(self, key: SnapshotKey) -> Iterator[tuple[Segment, Snapshot]]:
+        """A snapshot that no push overwrites meanwhile. Raises NoSuchStepError where none is held."""
+        with self._lock:
+            segment, snapshot = self._find(key)
+            self._hold(segment)
+        try:
+            yield segment, snapshot
+        finally:
+            self._let_go(segment)
+
+    @contextmanager
+    def receiving(self, key: SnapshotKey, previous: int, nbytes: int) -> Iterator[Segment]:
+        """A segment for a buddy's snapshot `key`: empty, or with what is neither of that step nor of step `previous`.
+
+        Raises StorageFullError where the buddies' limit leaves no room.
+        """
+        with self._lock:
+            segment = self._room_for(key, previous, nbytes)
+            self._hold(segment)
+        try:
+            yield segment
+        finally:
+            self._let_go(segment)
+
+    def discard_after(self, step: int) -> None:
+        """Forget every snapshot newer than `step`. For a return to `step`, while no worker of this node is in an epoch."""
+        with self._lock:
+            for segment in self._segments():
+                held = self._held(segment)
+                if held is not None and held.key.step > step:
+                    segment.void()
+
+    def close(self) -> None:
+        """Let all memory go (workers that still have it open keep theirs)."""
+        with self._lock:
+            for segment in self._segments():
+                segment.close()
+            self._own, self._buddies = (), []
+
+    def _segments(self) -> list[Segment]:
+        return [*(segment for pair in self._own for segment in pair), *self._buddies]
+
+    def _held(self, segment: Segment) -> Snapshot | None:
+        snapshot = segment.snapshot()
+        return snapshot if snapshot is not None and snapshot.run == self.run else None
+
+    def _find(self, key: SnapshotKey) -> tuple[Segment, Snapshot]:
+        for segment in self._segments():
+            held = self._held(segment)
+            if held is not None and held.key == key:
+                return segment, held
+        raise NoSuchStepError(f"{key} is not held here")
+
+    def _room_for(self, key: SnapshotKey, previous: int, nbytes: int) -> Segment:
+        kept = {previous, key.step}
+        free = [s for s in self._buddies if id(s) not in self._busy and _step_in(s) not in kept]
+        fitting = [s for s in free if s.capacity_bytes >= nbytes]
+        segment = min(fitting or free, key=_step_in, default=None)
+        used = sum(other.capacity_bytes for other in self._buddies if other is not segment)
+        if self._limit_bytes is not None and used + nbytes > self._limit_bytes:
+            raise StorageFullError(
+                f"no room for {key}: {nbytes:,} bytes needed, {used:,} of {self._limit_bytes:,} in use. Give the buddies "
+                "more memory, or take snapshots of fewer ranks per node."
+            )
+        if segment is None:
+            segment = Segment.create(f"buddy-{len(self._buddies)}")
+            self._buddies.append(segment)
+        return segment
+
+    def _hold(self, segment: Segment) -> None:
+        self._busy[id(segment)] = self._busy.get(id(segment), 0) + 1
+
+    def _let_go(self, segment: Segment) -> None:
+        with self._lock:
+            self._busy[id(segment)] -= 1
+            if not self._busy[id(segment)]:
+                del self._busy[id(segment)]
+
+
+def _step_in(segment: Segment) -> int:
+    """The step held; below all others where there is none."""
+    snapshot = segment.snapshot()
+    return NO_STEP - 1 if snapshot is None else snapshot.key.step
+
+
+def segments_from(descriptors: Sequence[int]) -> tuple[Segment, ...]:
+    """The segments that a worker has inherited."""
+    return tuple(map(Segment, descriptors))

@@ -1,0 +1,212 @@
+"""A node's data port: buddies push snapshots to it, and whoever restores reads them.
+
+Each connection is served by a thread of its own, up to a limit; strangers are shown the door after the handshake
+(`snapshot_wire.py`) fails. What is pushed goes straight into a free segment, each block is checked as it comes, and only
+then is the snapshot complete: a push that is torn leaves what was there before.
+"""
+
+import logging
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from phalanx.checkpoint.format.errors import CheckpointError, CorruptError, NoSuchStepError
+from phalanx.checkpoint.format.image import ByteArray
+from phalanx.checkpoint.format.manifest import checksum
+from phalanx.checkpoint.snapshot.memory import Snapshot, SnapshotMemory, decode_record
+from phalanx.checkpoint.snapshot.wire import (
+    LONGEST_READ_BYTES,
+    Bytes,
+    Describe,
+    Kept,
+    Missing,
+    Push,
+    Read,
+    Refused,
+    RefusedError,
+    Request,
+    Wire,
+    WireError,
+    authenticate,
+    secured_server,
+)
+
+_log = logging.getLogger(__name__)
+_HANDSHAKE_S = 5.0
+
+
+class SnapshotServer:
+    """Serves a `SnapshotMemory` from construction until `close`."""
+
+    def __init__(
+        self,
+        memory: SnapshotMemory,
+        token: str,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        tls: ssl.SSLContext | None = None,
+        most_connections: int = 64,
+        idle_s: float = 600.0,
+    ) -> None:
+        """Listens on `host`:`port` (0: any free one; see `port`). A connection silent for `idle_s` seconds is closed.
+
+        Raises OSError where the port cannot be had.
+        """
+        self._memory = memory
+        self._token = token
+        self._tls = tls
+        self._idle_s = idle_s
+        self._room = threading.BoundedSemaphore(most_connections)
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._listener = socket.create_server((host, port), family=_family(host))
+        self._thread = threading.Thread(target=self._accept, name="snapshot-server", daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self._listener.getsockname()[1])
+
+    def close(self) -> None:
+        """End all connections and listen no more."""
+        with self._lock:
+            self._closed = True
+            for connection in self._open:
+                _shut(connection)
+        _shut(self._listener)
+        self._thread.join()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, address = self._listener.accept()
+            except OSError:
+                if self._closed:
+                    return
+                continue
+            if not self._room.acquire(blocking=False):
+                _log.warning("%s:%s: refused: too many connections", *address[:2])
+                connection.close()
+                continue
+            threading.Thread(target=self._serve, args=(connection, address), daemon=True).start()
+
+    def _serve(self, accepted: socket.socket, address: tuple[str, int]) -> None:
+        peer = f"{address[0]}:{address[1]}"
+        try:
+            accepted.settimeout(_HANDSHAKE_S)
+            with secured_server(accepted, self._tls) as connection, self._listed(connection):
+                self._converse(Wire(connection, peer))
+        except (CheckpointError, OSError) as error:
+            accepted.close()
+            if not self._closed:
+                _log.warning("%s: connection closed: %s", peer, error)
+        finally:
+            self._room.release()
+
+    @contextmanager
+    def _listed(self, connection: socket.socket) -> Iterator[None]:
+        """Among those that `close` ends."""
+        with self._lock:
+            if self._closed:
+                raise WireError("the server is closing")
+            self._open.add(connection)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+
+    def _converse(self, wire: Wire) -> None:
+        authenticate(wire, self._token, server=True)
+        wire.set_timeout(self._idle_s)
+        while (request := wire.hear_request()) is not None:
+            self._answer(wire, request)
+
+    def _answer(self, wire: Wire, request: Request) -> None:
+        try:
+            match request:
+                case Describe():
+                    self._describe(wire, request)
+                case Read():
+                    self._read(wire, request)
+                case Push():
+                    self._receive(wire, request)
+        except NoSuchStepError as error:
+            wire.say(Missing(str(error)))
+        except WireError:
+            raise
+        except CheckpointError as error:
+            _log.warning("%s: refused: %s", wire.peer, error)
+            wire.say(Refused(str(error)[:8192]))
+
+    def _describe(self, wire: Wire, request: Describe) -> None:
+        with self._memory.reading(request.key.value()) as (segment, _):
+            record = segment.record()
+        if record is None:
+            raise NoSuchStepError(f"{request.key.value()} was replaced meanwhile")
+        wire.say(Bytes(len(record)), record)
+
+    def _read(self, wire: Wire, request: Read) -> None:
+        start, stop = request.start, request.stop
+        with self._memory.reading(request.key.value()) as (segment, snapshot):
+            if not start < stop <= snapshot.nbytes or stop - start > LONGEST_READ_BYTES:
+                raise RefusedError(
+                    f"bytes {start:,} to {stop:,} of {snapshot.nbytes:,}: not a range that is read"
+                )
+            wire.say(Bytes(stop - start), segment.image(stop)[start:].data)
+
+    def _receive(self, wire: Wire, offer: Push) -> None:
+        key = offer.key.value()
+        if offer.run != self._memory.run:
+            raise RefusedError(f"this memory is of run {self._memory.run}, not {offer.run}")
+        if self._memory.holds(key):
+            wire.say(Kept())
+            return
+        with self._memory.receiving(key, offer.previous, offer.image_bytes) as segment:
+            image = segment.begin(offer.image_bytes)
+            wire.say(Bytes(offer.record_bytes + offer.image_bytes))
+            record = wire.receive(offer.record_bytes)
+            _receive_image(wire, _offered(record, offer, wire.peer), image)
+            segment.complete(offer.image_bytes, record)
+        wire.say(Kept())
+
+
+def _offered(record: bytes, offer: Push, peer: str) -> Snapshot:
+    """What the record says. Raises WireError, which ends the connection, unless that is what was offered."""
+    try:
+        snapshot = decode_record(record, peer)
+    except CorruptError as error:
+        raise WireError(f"{peer}: pushed a damaged record") from error
+    said = (snapshot.run, snapshot.key, snapshot.previous, snapshot.nbytes)
+    if said != (offer.run, offer.key.value(), offer.previous, offer.image_bytes):
+        raise WireError(f"{peer}: pushed the record of another snapshot than it had offered")
+    return snapshot
+
+
+def _receive_image(wire: Wire, snapshot: Snapshot, image: ByteArray) -> None:
+    """Fill `image`; raise CorruptError, after all of it has come, where a block is not what its checksum says."""
+    manifest = snapshot.manifest
+    damaged = []
+    for index, start in enumerate(range(0, manifest.nbytes, manifest.block_bytes)):
+        block = image[start : start + manifest.block_bytes]
+        wire.receive_into(block.data)
+        if checksum(block) != manifest.checksums[index]:
+            damaged.append(index)
+    if damaged:
+        raise CorruptError(f"blocks {damaged[:8]} of {snapshot.key} came damaged; push it again")
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _shut(connection: socket.socket) -> None:
+    """Wake whoever waits on it."""
+    with suppress(OSError):  # it has ended by itself
+        connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,287 @@
+"""A snapshot as a tier to restore from: one step, of one layout, wherever its ranks' states lie.
+
+Who restores is told where each rank's state is held: in segments of its own, with its node's agent, with peers. What it needs
+it takes from the nearest; of equally near ones different readers take different ones (`plan.py`). Only the blocks that contain
+something needed are moved, each under its checksum from the moment the snapshot was taken. A holder that fails or returns
+damaged bytes is not asked again, so that the same restore, tried anew, uses another: `restore_from_holders` does that.
+"""
+
+import logging
+import ssl
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from phalanx.checkpoint.format.blocks import read_ahead
+from phalanx.checkpoint.format.boxes import Box
+from phalanx.checkpoint.format.errors import CheckpointError, CorruptError, NoSuchStepError
+from phalanx.checkpoint.format.image import ByteArray, RawArray
+from phalanx.checkpoint.format.parts import read_parts
+from phalanx.checkpoint.format.restore_plan import OWN_MEMORY, PEER, Held, Place, Read
+from phalanx.checkpoint.format.state import Shard
+from phalanx.checkpoint.snapshot.client import SnapshotClient
+from phalanx.checkpoint.snapshot.memory import Segment, Snapshot, SnapshotKey, decode_record, verified
+from phalanx.checkpoint.tiers.restore import restore
+from phalanx.checkpoint.tiers.tier import ReadableTier, Record
+
+_log = logging.getLogger(__name__)
+_DESCRIBERS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotHolder:
+    """Where the state of `rank` is held: the data port ("host:port") of an agent; `distance` as in `plan.py`."""
+
+    rank: int
+    address: str
+    distance: int = PEER
+
+
+class _OwnMemory:
+    """A segment of this process."""
+
+    distance = OWN_MEMORY
+
+    def __init__(self, segment: Segment, snapshot: Snapshot) -> None:
+        self.rank = snapshot.key.rank
+        self.name = f"rank {self.rank} in own memory"
+        self._segment = segment
+        self._snapshot = snapshot
+
+    def snapshot(self) -> Snapshot:
+        return self._snapshot
+
+    @property
+    def moved_bytes(self) -> int:
+        """Nothing goes over a wire."""
+        return 0
+
+    def blocks(self, numbers: Iterable[int]) -> Iterator[ByteArray]:
+        manifest = self._snapshot.manifest
+        image = self._segment.image(manifest.nbytes)
+        for number in numbers:
+            start = number * manifest.block_bytes
+            yield verified(manifest, number, image[start : start + manifest.block_bytes], self.name)
+
+    def close(self) -> None:
+        pass
+
+
+class _Peer:
+    """A snapshot behind a data port, read over a few connections at once."""
+
+    def __init__(
+        self,
+        key: SnapshotKey,
+        holder: SnapshotHolder,
+        token: str,
+        tls: ssl.SSLContext | None,
+        timeout_s: float,
+        connections: int,
+    ) -> None:
+        self.rank = holder.rank
+        self.distance = holder.distance
+        self.name = f"rank {holder.rank} at {holder.address}"
+        self._key = key
+        self._address = holder.address
+        self._token = token
+        self._tls = tls
+        self._timeout_s = timeout_s
+        self._connections = connections
+        self._idle: deque[SnapshotClient] = deque()
+        self._read_bytes: deque[int] = deque()  # by several threads
+        self._snapshot: Snapshot | None = None
+
+    def snapshot(self) -> Snapshot:
+        if self._snapshot is None:
+            with self._connected() as client:
+                record = client.record(self._key)
+            snapshot = decode_record(record, self.name)
+            if snapshot.key != self._key:
+                raise CorruptError(
+                    f"{self.name}: gave {snapshot.key} for {self._key}; restore from another holder"
+                )
+            self._snapshot = snapshot
+        return self._snapshot
+
+    @property
+    def moved_bytes(self) -> int:
+        """Of the image, so far."""
+        return sum(self._read_bytes)
+
+    def blocks(self, numbers: Iterable[int]) -> Iterator[ByteArray]:
+        block_bytes = self.snapshot().manifest.block_bytes
+        return read_ahead(numbers, lambda _: block_bytes, self._read, threads=self._connections)
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.popleft().close()
+
+    def _read(self, number: int, buffer: ByteArray) -> int:
+        manifest = self.snapshot().manifest
+        start = number * manifest.block_bytes
+        size = min(manifest.block_bytes, manifest.nbytes - start)
+        with self._connected() as client:
+            client.read_into(self._key, start, buffer[:size].data)
+        self._read_bytes.append(size)
+        verified(manifest, number, buffer[:size], self.name)
+        return size
+
+    @contextmanager
+    def _connected(self) -> Iterator[SnapshotClient]:
+        """A connection that nobody else uses; it is kept for the next use unless this one fails."""
+        try:
+            client = self._idle.popleft()
+        except IndexError:
+            client = SnapshotClient(self._address, self._token, tls=self._tls, timeout_s=self._timeout_s)
+        try:
+            yield client
+        except BaseException:
+            client.close()
+            raise
+        self._idle.append(client)
+
+
+_Source = _OwnMemory | _Peer
+
+
+class SnapshotTier:
+    """The reading side of a tier over the snapshot of one step of one layout; for one thread. Close it after the restore."""
+
+    def __init__(
+        self,
+        ranks: int,
+        step: int,
+        *,
+        own: Sequence[Segment] = (),
+        holders: Sequence[SnapshotHolder] = (),
+        token: str = "",
+        tls: ssl.SSLContext | None = None,
+        timeout_s: float = 10.0,
+        connections: int = 3,
+    ) -> None:
+        """The snapshot of `step` taken on `ranks` ranks. `own` are segments of this process (those with something else are
+        ignored); `connections` are opened at most to each holder, each silent for `timeout_s` at most."""
+        self._ranks = ranks
+        self._step = step
+        found = [(segment, segment.snapshot()) for segment in own]
+        self._sources: list[_Source] = [
+            _OwnMemory(segment, held)
+            for segment, held in found
+            if held is not None and (held.key.ranks, held.key.step) == (ranks, step)
+        ]
+        self._sources += [
+            _Peer(SnapshotKey(ranks, holder.rank, step), holder, token, tls, timeout_s, connections)
+            for holder in holders
+        ]
+        self._failed: set[str] = set()
+
+    @property
+    def name(self) -> str:
+        return "snapshot"
+
+    @property
+    def failed(self) -> frozenset[str]:
+        """The holders that have failed, which are not asked any more."""
+        return frozenset(self._failed)
+
+    @property
+    def moved_bytes(self) -> int:
+        """What has come from other processes, without records."""
+        return sum(source.moved_bytes for source in self._sources)
+
+    def steps(self) -> list[int]:
+        return [self._step] if self._good() else []
+
+    def has(self, step: int) -> bool:
+        return step in self.steps()
+
+    def record(self, step: int) -> Record:
+        return Record(step, self._ranks, self.extra(step))
+
+    def extra(self, step: int) -> dict[str, Any]:
+        self._require(step)
+        for source in sorted(self._good(), key=lambda one: one.distance):
+            snapshot = self._described(source)
+            if snapshot is not None:
+                return snapshot.extra
+        raise NoSuchStepError(f"snapshot of step {step}: no holder answers; restore from a checkpoint")
+
+    def boxes(self, step: int, rank: int | None = None) -> tuple[Held, ...]:
+        self._require(step)
+        by_rank: dict[int, list[_Source]] = defaultdict(list)
+        for source in self._good():
+            if rank is None or source.rank == rank:
+                by_rank[source.rank].append(source)
+        with ThreadPoolExecutor(_DESCRIBERS, "snapshot-describe") as pool:
+            nearest = pool.map(self._nearest, (by_rank[one] for one in sorted(by_rank)))
+            return tuple(
+                Held(entry.box, Place(self.name, source.name, source.distance))
+                for group in nearest
+                for source, snapshot in group
+                for entry in snapshot.manifest.entries
+            )
+
+    def read(self, step: int, reads: Sequence[Read]) -> Iterator[tuple[Box, RawArray]]:
+        self._require(step)
+        by_name = {source.name: source for source in self._sources}
+        for name, group in groupby(reads, key=lambda read: read.source.place.holder):
+            source = by_name[name]
+            try:
+                yield from read_parts(source.snapshot().manifest, list(group), source.blocks)
+            except CheckpointError:
+                self._failed.add(name)
+                raise
+
+    def close(self) -> None:
+        """End all connections."""
+        for source in self._sources:
+            source.close()
+
+    def _good(self) -> list[_Source]:
+        return [source for source in self._sources if source.name not in self._failed]
+
+    def _require(self, step: int) -> None:
+        if step != self._step:
+            raise NoSuchStepError(f"these are the snapshots of step {self._step}, not of step {step}")
+
+    def _nearest(self, sources: Sequence[_Source]) -> list[tuple[_Source, Snapshot]]:
+        """Of the holders of one rank's state the nearest that answer."""
+        for _, group in groupby(sorted(sources, key=lambda one: one.distance), key=lambda one: one.distance):
+            answers = [(source, self._described(source)) for source in group]
+            if any(snapshot is not None for _, snapshot in answers):
+                return [(source, snapshot) for source, snapshot in answers if snapshot is not None]
+        return []
+
+    def _described(self, source: _Source) -> Snapshot | None:
+        try:
+            return source.snapshot()
+        except CheckpointError as error:
+            _log.warning("the snapshot of %s is passed over: %s", source.name, error)
+            self._failed.add(source.name)
+            return None
+
+
+def restore_from_holders(
+    snapshot: SnapshotTier,
+    step: int,
+    shards: Sequence[Shard],
+    *,
+    rank: int | None = None,
+    further: Sequence[ReadableTier] = (),
+    may_be_missing: Collection[str] = (),
+) -> dict[str, Any]:
+    """`checkpoint.restore.restore` from `snapshot` (and `further` tiers), anew as long as another holder can replace one that
+    failed. Raises as `restore` does: NotCoveredError where too many have failed."""
+    while True:
+        failed = snapshot.failed
+        try:
+            return restore([snapshot, *further], step, shards, rank=rank, may_be_missing=may_be_missing)
+        except CheckpointError as error:
+            if snapshot.failed == failed:
+                raise
+            _log.warning("step %d: another holder is asked: %s", step, error)

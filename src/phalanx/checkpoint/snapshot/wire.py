@@ -1,0 +1,241 @@
+"""What is said on a connection to a node's snapshot memory: who one is, small requests, and raw bytes.
+
+Both sides first prove that they know the run's token without saying it: each sends random bytes, and the HMAC-SHA256 (RFC
+2104) of both sides' under the token. Then each request and each answer is a short message (length, then msgpack of a tagged
+struct, https://jcristharif.com/msgspec), followed by as many raw bytes as it announces, sent from and received into memory
+without a copy. This keeps strangers out, not those who can rewrite traffic on its way: over such a network give TLS.
+
+Sockets block, in threads: bulk bytes then never pass through an event loop, which has heartbeats to keep.
+"""
+
+import hashlib
+import hmac
+import secrets
+import socket
+import ssl
+import struct
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from phalanx.checkpoint.format.errors import CheckpointError
+from phalanx.checkpoint.snapshot.memory import SnapshotKey
+
+LONGEST_READ_BYTES = 64 << 20
+LONGEST_RECORD_BYTES = 256 << 20
+_LONGEST_MESSAGE_BYTES = 1 << 20
+_MAGIC = b"PHXDATA1"
+_NONCE_BYTES = 32
+_PROOF_BYTES = hashlib.sha256().digest_size
+_LENGTH = struct.Struct("<I")
+_SEND_BYTES = 8 << 20
+
+Count = Annotated[int, Meta(ge=0, lt=2**53)]
+Step = Annotated[int, Meta(ge=-1, lt=2**53)]
+Text = Annotated[str, Meta(max_length=8192)]
+
+
+class WireError(CheckpointError):
+    """The connection failed, or the other side says what nobody understands; another holder may do better."""
+
+
+class RefusedError(CheckpointError):
+    """The other side is not of this run, or does not take what was sent."""
+
+
+class _Said(Struct, frozen=True, tag=True):
+    pass
+
+
+class Key(Struct, frozen=True):
+    """A `SnapshotKey` on the wire."""
+
+    ranks: Count
+    rank: Count
+    step: Count
+
+    @classmethod
+    def of(cls, key: SnapshotKey) -> "Key":
+        return cls(key.ranks, key.rank, key.step)
+
+    def value(self) -> SnapshotKey:
+        return SnapshotKey(self.ranks, self.rank, self.step)
+
+
+class Describe(_Said, frozen=True):
+    """Asks for the record of a snapshot. Answered by `Bytes`."""
+
+    key: Key
+
+
+class Read(_Said, frozen=True):
+    """Asks for bytes `start:stop` of a snapshot's image. Answered by `Bytes`."""
+
+    key: Key
+    start: Count
+    stop: Count
+
+
+class Push(_Said, frozen=True):
+    """Offers a snapshot. After `Bytes` for an answer its record follows, then its image, then `Kept` is the answer."""
+
+    run: Text
+    key: Key
+    previous: Step
+    image_bytes: Count
+    record_bytes: Annotated[int, Meta(ge=0, le=LONGEST_RECORD_BYTES)]
+
+
+class Bytes(_Said, frozen=True):
+    """As many raw bytes follow: from whoever says it, or, in the answer to `Push`, from the other."""
+
+    nbytes: Count
+
+
+class Kept(_Said, frozen=True):
+    """The snapshot that was offered is held, complete and checked."""
+
+
+class Missing(_Said, frozen=True):
+    """The snapshot asked for is not held."""
+
+    text: Text
+
+
+class Refused(_Said, frozen=True):
+    """What was asked for is not done, and why."""
+
+    text: Text
+
+
+Request = Describe | Read | Push
+Answer = Bytes | Kept | Missing | Refused
+_T = TypeVar("_T")
+_encoder = msgspec.msgpack.Encoder()
+_requests: "msgspec.msgpack.Decoder[Request]" = msgspec.msgpack.Decoder(Request)
+_answers: "msgspec.msgpack.Decoder[Answer]" = msgspec.msgpack.Decoder(Answer)
+
+
+class Wire:
+    """One authenticated connection. Every method raises WireError where it breaks or is silent for the timeout."""
+
+    def __init__(self, connection: socket.socket, peer: str) -> None:
+        self._connection = connection
+        self.peer = peer
+
+    def say(self, message: Request | Answer, body: memoryview | bytes = b"") -> None:
+        """Send a message and the raw bytes that it announces."""
+        text = _encoder.encode(message)
+        self.send(_LENGTH.pack(len(text)) + text)
+        self.send(body)
+
+    def hear_request(self) -> Request | None:
+        """The next request; None where the other side has ended the connection in between."""
+        head = self._receive_or_end()
+        return None if head is None else self._decoded(_requests, head)
+
+    def hear_answer(self) -> Answer:
+        """The answer to a request."""
+        return self._decoded(_answers, self.receive(_LENGTH.size))
+
+    def send(self, body: memoryview | bytes) -> None:
+        """Send raw bytes, straight from their memory."""
+        view = memoryview(body)
+        try:
+            for start in range(0, len(view), _SEND_BYTES):  # the timeout is for each piece, not for all
+                self._connection.sendall(view[start : start + _SEND_BYTES])
+        except OSError as error:
+            raise self._broken(error) from error
+
+    def receive(self, nbytes: int) -> bytes:
+        """That many raw bytes."""
+        body = bytearray(nbytes)
+        self.receive_into(memoryview(body))
+        return bytes(body)
+
+    def receive_into(self, view: memoryview) -> None:
+        """Fill `view` with raw bytes, straight into its memory."""
+        done = 0
+        try:
+            while done < len(view):
+                count = self._connection.recv_into(view[done:])
+                if not count:
+                    raise WireError(f"{self.peer}: the connection ended {len(view) - done:,} bytes too early")
+                done += count
+        except OSError as error:
+            raise self._broken(error) from error
+
+    def set_timeout(self, silent_s: float) -> None:
+        """For how long the other side may be silent from now on."""
+        self._connection.settimeout(silent_s)
+
+    def close(self) -> None:
+        """End the connection."""
+        self._connection.close()
+
+    def _receive_or_end(self) -> bytes | None:
+        try:
+            first = self._connection.recv(1)
+        except OSError as error:
+            raise self._broken(error) from error
+        return first + self.receive(_LENGTH.size - 1) if first else None
+
+    def _decoded(self, decoder: "msgspec.msgpack.Decoder[_T]", head: bytes) -> _T:
+        (length,) = _LENGTH.unpack(head)
+        if length > _LONGEST_MESSAGE_BYTES:
+            raise WireError(
+                f"{self.peer}: announces a message of {length:,} bytes; at most {_LONGEST_MESSAGE_BYTES:,}"
+            )
+        try:
+            return decoder.decode(self.receive(length))
+        except msgspec.MsgspecError as error:
+            raise WireError(f"{self.peer}: says what nobody understands: {error}") from error
+
+    def _broken(self, error: OSError) -> WireError:
+        return WireError(f"{self.peer}: {error or type(error).__name__}; the other holders are asked instead")
+
+
+def authenticate(wire: Wire, token: str, *, server: bool) -> None:
+    """Prove to each other that both know `token`. Raises RefusedError, or WireError where the other side is no peer."""
+    own = secrets.token_bytes(_NONCE_BYTES)
+    wire.send(_MAGIC + own)
+    hello = wire.receive(len(_MAGIC) + _NONCE_BYTES)
+    if hello[: len(_MAGIC)] != _MAGIC:
+        raise WireError(f"{wire.peer}: does not speak for a snapshot memory of this version")
+    other = hello[len(_MAGIC) :]
+    roles = (b"server", b"client") if server else (b"client", b"server")
+    # The client proves itself first, so that a server gives nothing to strangers, not even something to guess at.
+    if server:
+        _check(wire, token, roles[1], other, own)
+        wire.send(_proof(token, roles[0], own, other))
+    else:
+        wire.send(_proof(token, roles[0], own, other))
+        try:
+            _check(wire, token, roles[1], other, own)
+        except WireError as error:
+            raise RefusedError(
+                f"{wire.peer}: ended the connection, most likely because it has another run's token; give every node the "
+                "same one"
+            ) from error
+
+
+def _check(wire: Wire, token: str, role: bytes, theirs: bytes, ours: bytes) -> None:
+    if not hmac.compare_digest(wire.receive(_PROOF_BYTES), _proof(token, role, theirs, ours)):
+        raise RefusedError(f"{wire.peer}: does not know this run's token; give every node the same one")
+
+
+def _proof(token: str, role: bytes, prover: bytes, verifier: bytes) -> bytes:
+    return hmac.digest(token.encode(), _MAGIC + role + prover + verifier, "sha256")
+
+
+def secured_server(connection: socket.socket, tls: ssl.SSLContext | None) -> socket.socket:
+    """An accepted connection, under TLS where there is a context; small messages go at once. Raises OSError."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection if tls is None else tls.wrap_socket(connection, server_side=True)
+
+
+def secured_client(connection: socket.socket, tls: ssl.SSLContext | None, host: str) -> socket.socket:
+    """The same for a connection that was made to `host`."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection if tls is None else tls.wrap_socket(connection, server_hostname=host)

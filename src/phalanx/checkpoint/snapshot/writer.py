@@ -1,0 +1,212 @@
+"""The worker's side of snapshots: after a step, one memory copy of the state into memory that outlives the worker.
+
+Of its two segments (`snapshot_memory.py`) a worker writes the one that does not hold the step which everybody could go back
+to. The copy is all that the training step waits for; a thread then takes the checksums and marks the snapshot complete. On
+CUDA the copy itself runs on a side stream (`fence()` before weights change), and the thread waits for it.
+
+The caller keeps the rule that makes this safe: `take` only when the newest snapshot is known to be safe on all ranks.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from phalanx.checkpoint.format.boxes import Box
+from phalanx.checkpoint.format.image import ByteArray, Layout, layout_of
+from phalanx.checkpoint.format.manifest import Manifest, encode_manifest
+from phalanx.checkpoint.format.state import Shard
+from phalanx.checkpoint.save.image_copy import ImageCopier, on_cuda, pin, unpin
+from phalanx.checkpoint.snapshot.memory import (
+    BLOCK_BYTES,
+    NO_STEP,
+    Segment,
+    Snapshot,
+    SnapshotKey,
+    encode_record,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A snapshot that was taken, and what it cost the step: waiting for the one before to be complete, and the copy."""
+
+    epoch: int
+    key: SnapshotKey
+    nbytes: int
+    waited_s: float
+    copied_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What this worker is in the present epoch."""
+
+    epoch: int
+    ranks: int
+    rank: int
+
+
+class SnapshotWriter:
+    """Takes snapshots of one worker's state; for one thread at a time."""
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        run: str,
+        *,
+        on_complete: Callable[[Taken], None] | None = None,
+        copy_threads: int = 2,
+        block_bytes: int = BLOCK_BYTES,
+    ) -> None:
+        """`segments` are the worker's two; `on_complete` is called, in a thread, when a snapshot is complete."""
+        if len(segments) != 2:
+            raise ValueError(f"{len(segments)} segments: a worker has two, one to write and one to keep")
+        self._segments = tuple(segments)
+        self._run = run
+        self._on_complete = on_complete
+        self._block_bytes = block_bytes
+        self._copier = ImageCopier(copy_threads)
+        self._finisher = ThreadPoolExecutor(1, "snapshot-finish")
+        self._hashers = ThreadPoolExecutor(copy_threads, "snapshot-checksum")
+        self._pending: tuple[Future[None], int, int] | None = None
+        self._place: _Place | None = None
+        self._kept: int | None = None
+        self._previous = NO_STEP
+        self._layout: tuple[tuple[Box, ...], Layout] | None = None
+        self._boxes: tuple[Layout, int, bytes] | None = None
+        self._pinned: list[ByteArray | None] = [None, None]
+
+    def bind(self, epoch: int, ranks: int, rank: int, resumed_step: int = NO_STEP) -> None:
+        """Become a rank of an epoch that begins at `resumed_step` (-1: from no snapshot), which must not be overwritten.
+
+        What this worker holds of later steps is forgotten: it belongs to a past that did not happen.
+        """
+        if self._pending is not None:
+            self._pending[0].exception()
+            self._pending = None
+        self._place = _Place(epoch, ranks, rank)
+        self._previous, self._kept = resumed_step, None
+        for index, segment in enumerate(self._segments):
+            held = segment.snapshot()
+            if held is not None and held.key.step == resumed_step:
+                self._kept = index
+            elif held is not None and held.key.step > resumed_step:
+                segment.void()
+
+    def prepare(self, shards: Sequence[Shard]) -> None:
+        """Make room in both segments and map their pages now, so that the first snapshot is as quick as later ones."""
+        layout = self._layout_for(shards)
+        for index, segment in enumerate(self._segments):
+            segment.reserve(layout.nbytes)
+            self._pin(index, segment.image(layout.nbytes), shards)
+
+    def take(self, step: int, shards: Sequence[Shard], extra: Mapping[str, Any]) -> Taken:
+        """Copy the state after `step` into the segment that need not be kept. Blocks for one memory copy.
+
+        Raises what kept the snapshot before from becoming complete, if anything did; RuntimeError before `bind`.
+        """
+        place = self._place
+        if place is None:
+            raise RuntimeError("a snapshot needs to know whose it is: call bind first")
+        begin = time.perf_counter()
+        self.wait()
+        waited = time.perf_counter()
+        layout = self._layout_for(shards)
+        index = 0 if self._kept is None else 1 - self._kept
+        image = self._segments[index].begin(layout.nbytes)
+        self._pin(index, image, shards)
+        image[: len(layout.header)] = np.frombuffer(layout.header, dtype=np.uint8)
+        copied = self._copier.copy(layout, shards, image)
+        key = SnapshotKey(place.ranks, place.rank, step)
+        taken = Taken(place.epoch, key, layout.nbytes, waited - begin, time.perf_counter() - waited)
+        sources = tuple(shards) if copied is not None else ()
+        finished = self._finisher.submit(
+            self._finish, index, taken, layout, dict(extra), self._previous, copied, sources
+        )
+        self._pending = finished, index, step
+        return taken
+
+    def wait(self) -> None:
+        """Until the last snapshot is complete. Raises what kept it from that."""
+        if self._pending is not None:
+            (finished, index, step), self._pending = self._pending, None
+            finished.result()
+            self._kept, self._previous = index, step
+
+    def fence(self) -> None:
+        """Call before weights are next written: device copies that still run come first. Does not block the host."""
+        self._copier.fence()
+
+    def close(self) -> None:
+        """Stop the threads; the segments and what they hold stay."""
+        for pool in (self._finisher, self._hashers):
+            pool.shutdown()
+        self._copier.close()
+        for index in range(2):
+            self._unpin(index)
+
+    def _finish(
+        self,
+        index: int,
+        taken: Taken,
+        layout: Layout,
+        extra: dict[str, Any],
+        previous: int,
+        copied: "torch.cuda.Event | None",
+        _sources: tuple[
+            Shard, ...
+        ],  # memory that a side stream still reads must not be given to another tensor
+    ) -> None:
+        if copied is not None:
+            copied.synchronize()
+        segment = self._segments[index]
+        image = segment.image(layout.nbytes)
+        blocks = [
+            image[start : start + self._block_bytes] for start in range(0, layout.nbytes, self._block_bytes)
+        ]
+        digests = np.fromiter(
+            self._hashers.map(xxhash.xxh3_64_intdigest, blocks), dtype="<u8", count=len(blocks)
+        )
+        manifest = Manifest(taken.key.rank, "", layout.nbytes, self._block_bytes, (), layout.entries)
+        snapshot = Snapshot(self._run, taken.epoch, taken.key, previous, extra, manifest)
+        segment.complete(
+            layout.nbytes, encode_record(snapshot, self._boxes_of(manifest, layout), digests.tobytes())
+        )
+        if self._on_complete is not None:
+            self._on_complete(taken)
+
+    def _boxes_of(self, manifest: Manifest, layout: Layout) -> bytes:
+        """The part of a record that is the same for every snapshot of a layout."""
+        if self._boxes is None or self._boxes[0] is not layout or self._boxes[1] != manifest.rank:
+            self._boxes = layout, manifest.rank, encode_manifest(manifest)
+        return self._boxes[2]
+
+    def _layout_for(self, shards: Sequence[Shard]) -> Layout:
+        boxes = tuple(shard.box for shard in shards)
+        if self._layout is None or self._layout[0] != boxes:
+            self._layout = boxes, layout_of(boxes)
+        return self._layout[1]
+
+    def _pin(self, index: int, image: ByteArray, shards: Sequence[Shard]) -> None:
+        pinned = self._pinned[index]
+        if not on_cuda(shards) or (pinned is not None and _same_memory(pinned, image)):
+            return
+        self._unpin(index)
+        pin(image)
+        self._pinned[index] = image
+
+    def _unpin(self, index: int) -> None:
+        pinned = self._pinned[index]
+        if pinned is not None:
+            unpin(pinned)
+            self._pinned[index] = None
+
+
+def _same_memory(pinned: ByteArray, image: ByteArray) -> bool:
+    return pinned.ctypes.data == image.ctypes.data and pinned.nbytes >= image.nbytes

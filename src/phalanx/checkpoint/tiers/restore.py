@@ -1,0 +1,86 @@
+"""Restoring: fill the tensors a rank has with the elements a checkpoint holds, whatever layout wrote them."""
+
+import logging
+from collections.abc import Collection, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from phalanx.checkpoint.format.boxes import Box
+from phalanx.checkpoint.format.errors import MismatchError, NotCoveredError
+from phalanx.checkpoint.format.image import RawArray
+from phalanx.checkpoint.format.restore_plan import Held, Read, plan_restore
+from phalanx.checkpoint.format.state import Shard, torch_dtype
+from phalanx.checkpoint.tiers.tier import ReadableTier
+
+_log = logging.getLogger(__name__)
+
+
+def candidates(tier: ReadableTier) -> list[int]:
+    """The steps that can be restored, newest first."""
+    return sorted(tier.steps(), reverse=True)
+
+
+def restore(
+    tier: ReadableTier | Sequence[ReadableTier],
+    step: int,
+    shards: Sequence[Shard],
+    *,
+    rank: int | None = None,
+    may_be_missing: Collection[str] = (),
+) -> dict[str, Any]:
+    """Fill `shards` in place with the elements of committed `step`, and return the step's `extra`.
+
+    Of several tiers, each element comes from the nearest that holds it. With `rank`, what was saved as that rank
+    is looked at first, so that a restart on the same layout reads one manifest and not all. Every tensor must be
+    held in full, but those in `may_be_missing`, which stay as they are where the checkpoint has nothing of them.
+    Tensors of the checkpoint that no shard asks for are not read.
+
+    Raises NotCoveredError and MismatchError before anything is changed; CorruptError, MissingFileError or
+    StorageError may leave shards half filled: restore another step or from another tier then.
+    """
+    tiers = list(tier) if isinstance(tier, Sequence) else [tier]
+    present = [one for one in tiers if one.has(step)] or tiers
+    needed = [shard.box for shard in shards]
+    reads = _plan(present, step, needed, rank, frozenset(may_be_missing))
+    targets: dict[str, list[Shard]] = {}
+    for shard in shards:
+        targets.setdefault(shard.box.name, []).append(shard)
+    by_name = {one.name: one for one in present}
+    for name, group in groupby(reads, key=lambda read: read.source.place.tier):
+        for piece, data in by_name[name].read(step, list(group)):
+            _fill(targets[piece.name], piece, data)
+    return present[0].extra(step)
+
+
+def _plan(
+    tiers: Sequence[ReadableTier],
+    step: int,
+    needed: Sequence[Box],
+    rank: int | None,
+    may_be_missing: frozenset[str],
+) -> tuple[Read, ...]:
+    if rank is not None:
+        try:
+            return plan_restore(needed, _held(tiers, step, rank), reader=rank)
+        except (NotCoveredError, MismatchError):
+            _log.info("step %d was saved on another layout than this one; looking at all ranks' shares", step)
+    held = _held(tiers, step, None)
+    if may_be_missing:
+        present = {entry.box.name for entry in held}
+        needed = [box for box in needed if box.name in present or box.name not in may_be_missing]
+    return plan_restore(needed, held, reader=rank or 0)
+
+
+def _held(tiers: Sequence[ReadableTier], step: int, rank: int | None) -> list[Held]:
+    return [held for tier in tiers for held in tier.boxes(step, rank)]
+
+
+def _fill(shards: Sequence[Shard], piece: Box, data: RawArray) -> None:
+    source = torch.from_numpy(data).view(torch_dtype(piece.dtype))
+    for shard in shards:
+        common = piece.intersection(shard.box)
+        if common is not None:
+            target = shard.tensor.detach()[common.slices_in(shard.box)]
+            target.copy_(source[common.slices_in(piece)])

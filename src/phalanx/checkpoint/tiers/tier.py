@@ -1,0 +1,122 @@
+"""A tier: a place where checkpoints are, whatever it is made of.
+
+A save is a *draft* until it is committed: every rank writes its image into the draft, then one rank commits, and
+only then is the step there. Committed steps never change. The protocol says nothing of files or sockets: a disk, the
+memory of this process and a peer's memory look the same to whoever saves, restores, verifies or digests.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from phalanx.checkpoint.format.boxes import Box
+from phalanx.checkpoint.format.image import Image, RawArray
+from phalanx.checkpoint.format.restore_plan import Held, Read
+
+
+def never() -> bool:
+    """The answer of a save that nobody cancels."""
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A save on its way: the step, and the attempt (incarnation of the job) that saves it.
+
+    Drafts of different attempts never mix, so what a dead attempt left behind, or a stale one still writes, cannot
+    end up in a committed checkpoint.
+    """
+
+    step: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a committed checkpoint says of itself. `extra` is small JSON; `weights_sha256` as in `digest.py`."""
+
+    step: int
+    world_size: int
+    extra: dict[str, Any]
+    weights_sha256: str | None = None
+
+
+class ReadableTier(Protocol):
+    """A place from which checkpoints are restored. Every method raises a CheckpointError where the place fails."""
+
+    @property
+    def name(self) -> str:
+        """Names the tier in plans (`Place.tier`) and messages."""
+        ...
+
+    def steps(self) -> list[int]:
+        """The committed steps, oldest first."""
+        ...
+
+    def has(self, step: int) -> bool:
+        """Whether the step is committed."""
+        ...
+
+    def record(self, step: int) -> Record:
+        """The record of a committed step. Raises NoSuchStepError."""
+        ...
+
+    def extra(self, step: int) -> dict[str, Any]:
+        """The small JSON saved with a committed step. Raises NoSuchStepError."""
+        ...
+
+    def boxes(self, step: int, rank: int | None = None) -> tuple[Held, ...]:
+        """What is held of a committed step: by all ranks, or by the one that was saved as `rank`.
+
+        A `rank` that the checkpoint does not have holds nothing. Raises NoSuchStepError.
+        """
+        ...
+
+    def read(self, step: int, reads: Sequence[Read]) -> Iterator[tuple[Box, RawArray]]:
+        """The wanted elements, in pieces of bounded size that together are the parts of `reads`.
+
+        A piece is a box and its elements as raw unsigned integers, perhaps a strided view; it is valid until the
+        next piece is asked for. Raises CorruptError where the bytes are not those that were written.
+        """
+        ...
+
+
+class Tier(ReadableTier, Protocol):
+    """A place where checkpoints are kept. Every method raises a CheckpointError where the place fails."""
+
+    def write(self, draft: Draft, rank: int, image: Image, *, cancelled: Callable[[], bool] = never) -> None:
+        """Keep `rank`'s image in the draft; durable when this returns. Reads the image, never changes it."""
+        ...
+
+    def fail(self, draft: Draft, rank: int, reason: str) -> None:
+        """Tell whoever would commit the draft that `rank` cannot deliver."""
+        ...
+
+    def commit(
+        self,
+        draft: Draft,
+        record: Record,
+        *,
+        timeout_s: float,
+        required: Sequence[Box] = (),
+        cancelled: Callable[[], bool] = never,
+    ) -> None:
+        """Wait for all of `record.world_size` ranks, then make the step visible at once.
+
+        Raises AbandonedError, and drops the draft, where a rank failed, is not there after `timeout_s`, or
+        `cancelled()` turns true; NotCoveredError, likewise, where the ranks' boxes together do not cover `required`
+        or all of a tensor that they name. Committing a step that is there already leaves that one and drops the draft.
+        """
+        ...
+
+    def sweep(self, attempt: int) -> list[str]:
+        """Remove what attempts other than `attempt` left unfinished. Returns the names of what went."""
+        ...
+
+    def delete(self, step: int) -> None:
+        """Remove a committed step: at once for whoever lists steps. Raises NoSuchStepError."""
+        ...
+
+    def set_aside(self, step: int) -> None:
+        """Take a damaged step out of the list, so that it can be saved anew; what is left of it may be kept."""
+        ...

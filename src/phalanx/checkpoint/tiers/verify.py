@@ -1,0 +1,142 @@
+"""Read a checkpoint folder back in full, and say everything that is wrong with it.
+
+Every byte is under a checksum that the index leads to; on top of that the boxes must cover their tensors. Streams
+block by block with bounded memory, and needs no torch, so that it runs on a storage node.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.checkpoint.format.blocks import BlockFile, storage_errors, verified_blocks
+from phalanx.checkpoint.format.errors import CheckpointError, CorruptError, NoSuchStepError
+from phalanx.checkpoint.format.restore_plan import DISK, Held, Place, require_complete
+from phalanx.checkpoint.tiers.disk import INDEX, DiskTier
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something wrong with a committed step: where, and what with the remedy."""
+
+    step: int
+    path: Path
+    error: CheckpointError
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.error}"
+
+
+def silent(_done_bytes: int, _total_bytes: int) -> None:
+    """Report progress to nobody."""
+
+
+def verify(root: Path | str, step: int | None = None, *, progress: Progress = silent) -> list[Finding]:
+    """Everything wrong with committed `step` in folder `root`, or with all of its steps where `step` is None.
+
+    An empty list means that every byte is as it was written. `progress(done_bytes, total_bytes)` is called after
+    each block. Raises NoSuchStepError where there is nothing to verify.
+    """
+    if not Path(root).is_dir():
+        raise NoSuchStepError(f"{root}: no such folder")
+    tier = DiskTier(root)
+    steps = tier.steps() if step is None else [step]
+    if not steps or not all(map(tier.has, steps)):
+        raise NoSuchStepError(
+            f"{root}: {f'step {step}' if step is not None else 'nothing'} is committed here"
+        )
+    findings: list[Finding] = []
+    files: list[tuple[int, BlockFile]] = []
+    for one in steps:
+        step_files, wrong = _manifests(tier, one)
+        files += [(one, file) for file in step_files]
+        findings += wrong
+    total_bytes = sum(file.manifest.nbytes for _, file in files)
+    done_bytes = 0
+    for one, file in files:
+        findings += [
+            Finding(one, file.path, error) for error in _check_file(file, done_bytes, total_bytes, progress)
+        ]
+        done_bytes += file.manifest.nbytes
+    return sorted(findings, key=lambda finding: (finding.step, finding.path))
+
+
+def _manifests(tier: DiskTier, step: int) -> tuple[list[BlockFile], list[Finding]]:
+    folder = tier.folder(step)
+    try:
+        index = tier.index(step)
+    except CheckpointError as error:
+        return [], [Finding(step, folder / INDEX, error)]
+    files: list[BlockFile] = []
+    findings: list[Finding] = []
+    for ref in index.manifests:
+        try:
+            manifest = tier.manifest(step, ref)
+            files.append(BlockFile(folder / manifest.file, manifest))
+        except CheckpointError as error:
+            findings.append(Finding(step, folder / ref.file, error))
+    try:
+        _require_whole(index.step, step, index.world_size, len(index.manifests))
+        if not findings:
+            require_complete(_held(files))
+    except CheckpointError as error:
+        findings.append(Finding(step, folder / INDEX, error))
+    return files, findings
+
+
+def _require_whole(recorded_step: int, step: int, world_size: int, manifests: int) -> None:
+    if recorded_step != step:
+        raise CorruptError(
+            f"the index is of step {recorded_step}: the folder was renamed. Give it its own name back."
+        )
+    if manifests != world_size:
+        raise CorruptError(f"{manifests} manifests for {world_size} ranks. Restore another step.")
+
+
+def _held(files: list[BlockFile]) -> list[Held]:
+    return [
+        Held(entry.box, Place("disk", str(file.manifest.rank), DISK))
+        for file in files
+        for entry in file.manifest.entries
+    ]
+
+
+def _check_file(
+    file: BlockFile, done_bytes: int, total_bytes: int, progress: Progress
+) -> Iterator[CheckpointError]:
+    manifest = file.manifest
+    try:
+        with storage_errors(file.path):
+            size = file.path.stat().st_size
+            _drop_cached(file.path)
+    except CheckpointError as error:
+        yield error
+        return
+    if size != manifest.nbytes:
+        yield CorruptError(
+            f"{file.path}: {size:,} bytes; its manifest says {manifest.nbytes:,}. Restore another step."
+        )
+    blocks = len(manifest.checksums) if size >= manifest.nbytes else size // manifest.block_bytes
+    # The fast path reads ahead; after a bad block it starts again behind it.
+    number = 0
+    while number < blocks:
+        try:
+            for _ in verified_blocks((file, later) for later in range(number, blocks)):
+                number += 1
+                progress(done_bytes + min(number * manifest.block_bytes, manifest.nbytes), total_bytes)
+        except CheckpointError as error:
+            yield error
+            number += 1
+            if not isinstance(error, CorruptError):
+                return
+
+
+def _drop_cached(path: Path) -> None:
+    """Let the disk be read, not what the kernel remembers of it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)

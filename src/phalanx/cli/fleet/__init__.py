@@ -1,0 +1,1 @@
+"""Commands for fleets: agents, operators, health and simulation."""

@@ -1,0 +1,162 @@
+"""``phalanx agent``: a node's part in a fleet, on a real cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from phalanx.cli.errors import explained
+
+if TYPE_CHECKING:
+    from phalanx.run.spec import RunSpec
+
+_LOOK_AGAIN_S, _SAY_AGAIN_S = 0.5, 30.0
+
+
+@click.command("agent")
+@click.option(
+    "--run",
+    "run",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="The run file, the same on every node, with run_dir where all see it; or a run directory.",
+)
+@click.option(
+    "--coordinator",
+    default="",
+    metavar="HOST:PORT",
+    help="Where all find each other: HOST is the node that leads. For a run directory as its fleet.json says.",
+)
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="FIELD=VALUE",
+    help="Override a field; the same on every node.",
+)
+@click.option(
+    "--lead/--no-lead",
+    default=None,
+    help="Whether this node starts the coordinator; by default if HOST is its own.",
+)
+@click.option("--node", help="This node's name in the fleet; by default its Slurm name or host name.")
+@click.option("--host", help="This machine, as the other nodes reach it; found out by default.")
+@click.option(
+    "--domain", multiple=True, help="Failure domains from the widest to the narrowest; may be repeated."
+)
+@click.option("--spare", is_flag=True, help="Take ranks at first only if the other nodes are too few.")
+@click.option(
+    "--certificates",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Folder with ca.pem, node.pem and node.key: everything then goes over mutual TLS.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
+def command(
+    run: Path,
+    coordinator: str,
+    overrides: tuple[str, ...],
+    lead: bool | None,
+    node: str | None,
+    host: str | None,
+    domain: tuple[str, ...],
+    spare: bool,
+    certificates: Path | None,
+    as_json: bool,
+) -> None:
+    """Train with this node as part of a fleet: once on every node, in torchrun's place.
+
+    The node that is HOST leads: it prepares the data and the run directory, coordinates, and shows the run's progress. The
+    others wait for it. Started again after a crash, the same command goes on. The token that all must show lies in the run
+    directory, or is in PHALANX_RUN_TOKEN.
+
+    \b
+      srun --ntasks-per-node 1 phalanx agent --run run.toml --coordinator head:29400
+      phalanx agent --run run.toml --coordinator head:29400 --domain hall-2 --domain rack-17 --spare
+      phalanx agent --run runs/big                          # into a fleet that runs, by its fleet.json
+    """
+    from phalanx.train.lifecycle.run_directory import RunDirectory, RunDirectoryError
+
+    name = node or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    if coordinator and not coordinator.rpartition(":")[2].isdigit():
+        raise click.BadParameter(f'"{coordinator}" is not HOST:PORT', param_hint="--coordinator")
+    folder = run.parent if run.name == "run.toml" and (run.parent / "record.json").exists() else run
+    if not folder.is_dir():
+        spec = _read(run, overrides, coordinator)
+        folder = Path(spec.run_dir)
+        if _leads(lead, coordinator):
+            from phalanx.cli.train.train_fleet import train_fleet
+            from phalanx.fleet.node.local_fleet import Lead
+
+            here, _, port = coordinator.rpartition(":")
+            part = Lead(name, here, int(port), domain, spare, certificates)
+            raise SystemExit(train_fleet(spec, run, (), as_json, part))
+        _wait_for(coordinator)
+    from phalanx.fleet.control.security import SecurityError
+    from phalanx.fleet.node.agent import Post, own_host, run_agent
+
+    with explained(RunDirectoryError, SecurityError):
+        post = Post(
+            run_dir=folder,
+            node=name,
+            attempt=RunDirectory(folder).newest_attempt(),
+            coordinator=coordinator,
+            host=host or (own_host(coordinator) if coordinator else "127.0.0.1"),
+            domain=domain,
+            spare=spare,
+        )
+        run_agent(post, certificates)
+    if as_json:
+        click.echo(json.dumps({"node": name, "ended": True}))
+
+
+def _read(run: Path, overrides: tuple[str, ...], coordinator: str) -> RunSpec:
+    """The run of a run file, if it can be one on a cluster."""
+    from phalanx.model.facts.presets import PRESETS
+    from phalanx.run.read import read_run
+
+    spec = read_run(run, PRESETS, list(overrides))
+    if not spec.run_dir:
+        raise click.UsageError(
+            f"{run} has no run_dir, and all nodes must find the same one: add it, or --set 'run_dir=\"/shared/runs/big\"'"
+        )
+    if not spec.fleet.nodes:
+        raise click.UsageError(f"{run} does not say how many nodes are to hold ranks: --set fleet.nodes=N")
+    if not coordinator:
+        raise click.UsageError(
+            "where do the nodes find each other? --coordinator HOST:PORT, HOST one of them"
+        )
+    return spec
+
+
+def _leads(told: bool | None, coordinator: str) -> bool:
+    """Whether this node is the one that all look for: its host is an address of this machine."""
+    if told is not None:
+        return told
+    try:
+        with socket.socket() as probe:
+            probe.bind((coordinator.rpartition(":")[0], 0))
+    except OSError:
+        return False
+    return os.environ.get("SLURM_LOCALID", "0") == "0"
+
+
+def _wait_for(coordinator: str) -> None:
+    """Until somebody listens there, which nobody does before the run directory is ready."""
+    host, _, port = coordinator.rpartition(":")
+    said_s = -_SAY_AGAIN_S
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=5.0).close()
+        except OSError as error:
+            if time.monotonic() - said_s >= _SAY_AGAIN_S:
+                said_s = time.monotonic()
+                click.echo(f"waiting for the coordinator at {coordinator} ({error})", err=True)
+            time.sleep(_LOOK_AGAIN_S)
+        else:
+            return

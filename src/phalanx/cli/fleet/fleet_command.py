@@ -1,0 +1,141 @@
+"""``phalanx fleet``: what an operator may ask of a running fleet, and its coordinator where no launcher starts one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from phalanx.cli.errors import explained
+
+if TYPE_CHECKING:
+    from phalanx.fleet.core.messages import Operation
+
+
+def _common(function: Callable[..., None]) -> Callable[..., None]:
+    """The options that every operation has."""
+    decorators = (
+        click.option("--json", "as_json", is_flag=True, help="Print the answer as one JSON object."),
+        click.option(
+            "--certificates",
+            type=click.Path(path_type=Path, exists=True, file_okay=False),
+            help="Folder with ca.pem, node.pem and node.key, if the fleet speaks TLS.",
+        ),
+    )
+    for decorator in decorators:
+        function = decorator(function)
+    return function
+
+
+@click.group("fleet")
+def command() -> None:
+    """Ask something of the fleet that trains a run.
+
+    \b
+      phalanx fleet drain runs/quickstart-1f3a9c04 node-2
+      phalanx fleet add runs/quickstart-1f3a9c04 node-2
+      phalanx fleet stop runs/quickstart-1f3a9c04
+    """
+
+
+@command.command("drain")
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.argument("node")
+@_common
+def drain(run_dir: Path, node: str, certificates: Path | None, as_json: bool) -> None:
+    """Take NODE out of the run at the next step boundary; nothing is computed twice.
+
+    \b
+      phalanx fleet drain runs/quickstart-1f3a9c04 node-2
+    """
+    from phalanx.fleet.core.messages import Drain
+
+    _ask(run_dir, Drain(node), certificates, as_json)
+
+
+@command.command("add")
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.argument("node")
+@_common
+def add(run_dir: Path, node: str, certificates: Path | None, as_json: bool) -> None:
+    """Let NODE take part again after it was drained or quarantined. (A new node joins by starting its agent.)
+
+    \b
+      phalanx fleet add runs/quickstart-1f3a9c04 node-2
+    """
+    from phalanx.fleet.core.messages import Admit
+
+    _ask(run_dir, Admit(node), certificates, as_json)
+
+
+@command.command("stop")
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@_common
+def stop(run_dir: Path, certificates: Path | None, as_json: bool) -> None:
+    """Save and end the run; asked twice, end it at once.
+
+    \b
+      phalanx fleet stop runs/quickstart-1f3a9c04
+    """
+    from phalanx.fleet.core.messages import StopRun
+
+    _ask(run_dir, StopRun(), certificates, as_json)
+
+
+@command.command("serve")
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, help="On which it listens and agents find it."
+)
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=29400, show_default=True, help="0: any free one."
+)
+@_common
+def serve(run_dir: Path, host: str, port: int, certificates: Path | None, as_json: bool) -> None:
+    """Coordinate the run in RUN_DIR for agents on other machines, until it is over. May be killed and started again.
+
+    \b
+      phalanx fleet serve runs/big --host head --port 29400
+    """
+    from phalanx.fleet.control.coordinator import Post, run_coordinator
+    from phalanx.fleet.control.fleet_file import read_fleet_file
+    from phalanx.fleet.control.journal import JournalError
+    from phalanx.fleet.control.security import SecurityError
+    from phalanx.fleet.control.transport import TransportError
+    from phalanx.train.lifecycle.run_directory import RunDirectory, RunDirectoryError
+
+    with explained(JournalError, RunDirectoryError, SecurityError, TransportError, ValueError):
+        attempt = RunDirectory(run_dir).newest_attempt()
+        code = run_coordinator(Post(run_dir, attempt, host, port), certificates)
+        ended = read_fleet_file(run_dir)
+    if as_json:
+        click.echo(json.dumps({"phase": ended.phase, "reason": ended.reason, "result": ended.result_json}))
+    raise SystemExit(code)
+
+
+def _ask(run_dir: Path, operation: Operation, certificates: Path | None, as_json: bool) -> None:
+    from phalanx.fleet.control.coordinator import door_of
+    from phalanx.fleet.control.coordinator_link import operate
+    from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
+    from phalanx.fleet.control.security import SecurityError
+    from phalanx.fleet.control.transport import TransportError
+    from phalanx.train.lifecycle.run_directory import RunDirectory, RunDirectoryError, read_resolved
+
+    with explained(FleetFileError, SecurityError, TransportError, RunDirectoryError):
+        seen = read_fleet_file(run_dir)
+        if seen.over:
+            raise TransportError(f"the run in {run_dir} is over: {seen.phase}, {seen.reason}")
+        door = door_of(run_dir, read_resolved(RunDirectory(run_dir)), certificates)
+        answer = asyncio.run(operate(seen.coordinator, door, operation))
+    _print(answer, as_json)
+
+
+def _print(answer: str, as_json: bool) -> None:
+    done: dict[str, Any] = {"accepted": answer == "accepted", "answer": answer}
+    click.echo(json.dumps(done) if as_json else answer)
+    if not done["accepted"]:
+        raise SystemExit(1)

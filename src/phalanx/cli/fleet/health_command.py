@@ -1,0 +1,83 @@
+"""``phalanx health``: whether this machine is fit to train."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from phalanx.fleet.health import checks as health_checks
+from phalanx.fleet.health import gpu as gpu_health
+from phalanx.fleet.health.checks import CheckResult, HealthLimits, fit, guarded
+
+_COLORS = {"good": "green", "bad": "red", "slow": "yellow", "not checked": None}
+
+
+@click.command("health")
+@click.option("--device", default="auto", help="Where to compute: auto, cpu, cuda, cuda:1, ...")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    default=".",
+    help="On the disk to check.",
+)
+@click.option(
+    "--memory-mib",
+    type=click.IntRange(min=1),
+    default=256,
+    show_default=True,
+    help="How much memory to check.",
+)
+@click.option(
+    "--disk-mib", type=click.IntRange(min=1), default=64, show_default=True, help="How much to write to disk."
+)
+@click.option("--least-tflops", type=float, default=0.0, help="A slower matrix product fails.")
+@click.option("--least-disk-mbps", type=float, default=0.0, help="A slower disk (MB/s) fails.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(
+    device: str,
+    folder: Path,
+    memory_mib: int,
+    disk_mib: int,
+    least_tflops: float,
+    least_disk_mbps: float,
+    as_json: bool,
+) -> None:
+    """Check this machine: matrix products, memory, disk, network stack, and what its GPUs report.
+
+    Exits with code 1 if anything is wrong or too slow.
+
+    \b
+      phalanx health
+      phalanx health --device cuda:0 --least-tflops 500 --folder /scratch --json
+    """
+    limits = HealthLimits(matmul_flops=least_tflops * 1e12, disk_bytes_per_s=least_disk_mbps * 1e6)
+    where = _device() if device == "auto" else device
+    results = [
+        guarded("matrix product", lambda: health_checks.matrix_product(where, limits=limits)),
+        guarded("memory", lambda: health_checks.memory(where, memory_mib << 20)),
+        guarded("disk", lambda: health_checks.disk(folder, disk_mib << 20, limits)),
+        guarded("link", lambda: health_checks.loopback(limits=limits)),
+        *gpu_health.gpus(limits),
+    ]
+    if as_json:
+        checks = [dataclasses.asdict(result) for result in results]
+        click.echo(json.dumps({"fit": fit(results), "device": where, "checks": checks}))
+    else:
+        _print(results)
+    sys.exit(0 if fit(results) else 1)
+
+
+def _device() -> str:
+    from phalanx.hardware.detect import gpu_count
+
+    return "cuda" if gpu_count() else "cpu"
+
+
+def _print(results: list[CheckResult]) -> None:
+    for result in results:
+        status = click.style(f"{result.status:12}", fg=_COLORS[result.status])
+        click.echo(f"{status}{result.check:16}{result.text}")

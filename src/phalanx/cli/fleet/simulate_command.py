@@ -1,0 +1,130 @@
+"""``phalanx simulate``: the code that keeps a fleet alive, under a simulated clock."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections import Counter
+
+import click
+
+from phalanx.fleet.core.invariants import BrokenInvariant
+from phalanx.simulate.hostile.world import run_seed
+from phalanx.simulate.large import Report, Scenario, simulate
+from phalanx.simulate.rates import DEFAULT_RATE
+
+
+@click.group("simulate")
+def command() -> None:
+    """Simulate a fleet with the code that decides in a real one."""
+
+
+@command.command("fleet")
+@click.option(
+    "--nodes", default=12_500, show_default=True, type=click.IntRange(2), help="Nodes of 8 that hold ranks."
+)
+@click.option("--spares", type=click.IntRange(0), help="Nodes more; 1 % of the nodes if left out.")
+@click.option("--days", default=30.0, show_default=True, type=click.FloatRange(0, min_open=True))
+@click.option("--seed", default=0, show_default=True)
+@click.option(
+    "--rate",
+    default=DEFAULT_RATE,
+    show_default=True,
+    type=click.FloatRange(0, min_open=True),
+    help="Failures per 1,000 node-days; published fleets had 2.34 to 6.50.",
+)
+@click.option("--step-s", default=10.0, show_default=True, type=click.FloatRange(0, min_open=True))
+@click.option(
+    "--small", is_flag=True, help="Small worlds in which everything fails, checked after every event."
+)
+@click.option("--seeds", default="0:100", show_default=True, help="Which small worlds, FIRST:END.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def fleet(
+    nodes: int,
+    spares: int | None,
+    days: float,
+    seed: int,
+    rate: float,
+    step_s: float,
+    small: bool,
+    seeds: str,
+    as_json: bool,
+) -> None:
+    """A large fleet under published failure rates, or many small ones under hostile faults.
+
+    \b
+      phalanx simulate fleet --nodes 12500 --days 30 --seed 7
+      phalanx simulate fleet --nodes 2000 --spares 0 --rate 6.5 --json
+      phalanx simulate fleet --small --seeds 0:1000
+    """
+    try:
+        if small:
+            _small(_range(seeds), as_json)
+            return
+        spares = nodes // 100 if spares is None else spares
+        report = simulate(Scenario(nodes, spares, days, seed, rate, step_s))
+    except BrokenInvariant as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(json.dumps(dataclasses.asdict(report)) if as_json else _format(report))
+
+
+def _range(seeds: str) -> range:
+    first, _, end = seeds.partition(":")
+    if not (first.isdigit() and end.isdigit() and int(first) < int(end)):
+        raise click.BadParameter(
+            f"{seeds!r} is not FIRST:END with FIRST < END, such as 0:100", param_hint="--seeds"
+        )
+    return range(int(first), int(end))
+
+
+def _small(seeds: range, as_json: bool) -> None:
+    began_s = time.monotonic()
+    faults: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
+    worst = 0
+    for seed in seeds:
+        outcome = run_seed(seed)
+        faults.update(outcome.faults)
+        totals.update(recoveries=outcome.recoveries, regroups=outcome.regroups, events=outcome.events)
+        worst = max(worst, outcome.worst_lost_steps)
+    seconds = time.monotonic() - began_s
+    result = {
+        "worlds": len(seeds),
+        "faults": dict(faults.most_common()),
+        **totals,
+        "most_steps_lost_from_memory": worst,
+        "seconds": seconds,
+    }
+    if as_json:
+        click.echo(json.dumps(result))
+    else:
+        click.echo(
+            f"{len(seeds)} worlds, {faults.total()} faults, {totals['recoveries']} recoveries, {totals['regroups']} planned "
+            f"changes, {totals['events']} events: no broken invariant ({len(seeds) / seconds:.1f} worlds/s)"
+        )
+
+
+def _format(report: Report) -> str:
+    scenario = report.scenario
+    causes = ", ".join(f"{name} {count}" for name, count in report.failures.items())
+    lines = [
+        f"{scenario.nodes:,} nodes of 8 and {scenario.spares} spares, {scenario.days:g} days, {scenario.rate:g} failures per "
+        f"1,000 node-days, seed {scenario.seed}",
+        f"failures       {sum(report.failures.values()):,} ({report.of_members:,} of members): {causes}",
+        f"recoveries     {report.recoveries:,} in {report.mean_recovery_s:.1f} s on average; epochs restored from memory "
+        f"{report.from_memory:,}, from disk {report.from_disk:,}; planned changes {report.regroups:,}",
+        f"spares         at least {report.fewest_spares} ready at any turn",
+        f"steps          {report.steps:,} of {scenario.step_s:g} s",
+        f"goodput        {100 * report.goodput:.3f} %",
+        "",
+        *_shares(report.buckets_s, report.elapsed_s),
+        "",
+        *_shares(report.node_s, sum(report.node_s.values())),
+    ]
+    return "\n".join(lines)
+
+
+def _shares(seconds: dict[str, float], whole_s: float) -> list[str]:
+    rows = [*sorted(seconds.items(), key=lambda row: -row[1]), ("total", whole_s)]
+    return [f"{name:<20} {value:>18,.1f} s {100 * value / whole_s:>8.3f} %" for name, value in rows]

@@ -1,0 +1,1 @@
+"""Commands that plan: layouts, hardware, models, and what a run file means."""

@@ -1,0 +1,86 @@
+"""``phalanx models``: the known model shapes, with their sizes and sources."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from phalanx.model.facts import presets
+from phalanx.model.facts.counts import count
+from phalanx.model.facts.presets import PRESETS
+from phalanx.model.facts.shape import resolve
+from phalanx.run.spec import DataSpec, ModelSpec
+
+_SEQ_LEN = 4096
+_VOCAB = DataSpec().vocab_size
+"""Of presets that take their vocabulary from the data: that of its default."""
+
+
+@click.command("models")
+@click.argument("name", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(name: str | None, as_json: bool) -> None:
+    """List the models that a run file or a plan can name, or every dimension of the one called NAME.
+
+    \b
+      phalanx models
+      phalanx models llama3-405b
+      phalanx models --json
+    """
+    if name is not None and name not in PRESETS:
+        raise click.ClickException(f"there is no model {name!r}: there are {', '.join(PRESETS)}")
+    found = {key: _facts(spec) for key, spec in PRESETS.items() if name in (None, key)}
+    if as_json:
+        click.echo(json.dumps({"models": found, "sources": presets.__doc__}))
+    elif name is not None:
+        _print_one(name, found[name])
+    else:
+        _print_all(found)
+
+
+def _facts(spec: ModelSpec) -> dict[str, Any]:
+    model = resolve(spec, _VOCAB)
+    counts = count(model, _SEQ_LEN)
+    return {
+        "parameters": counts.parameters,
+        "active_parameters": counts.active_parameters,
+        "flops_per_token": counts.flops_per_token,
+        "seq_len": _SEQ_LEN,
+        "shape": {
+            key: value for key, value in dataclasses.asdict(model).items() if value not in (None, "", False)
+        },
+    }
+
+
+def _print_all(found: dict[str, dict[str, Any]]) -> None:
+    table = Table()
+    for column in ("name", "parameters", "active", "layers", "dim", "heads", "KV heads", "experts"):
+        table.add_column(column, justify="left" if column == "name" else "right")
+    for key, facts in found.items():
+        shape = facts["shape"]
+        sizes = (f"{facts[part] / 1e9:,.4g} B" for part in ("parameters", "active_parameters"))
+        table.add_row(
+            key,
+            *sizes,
+            *(f"{shape[part]:,}" for part in ("layers", "dim", "heads", "kv_heads")),
+            f"{shape['moe']['experts']:,}" if "moe" in shape else "-",
+        )
+    console = Console()
+    console.print(table)
+    console.print(presets.__doc__, highlight=False)
+
+
+def _print_one(name: str, facts: dict[str, Any]) -> None:
+    table = Table.grid(padding=(0, 2))
+    for key in ("parameters", "active_parameters", "flops_per_token"):
+        table.add_row(key, f"{facts[key]:,}")
+    for key, value in facts["shape"].items():
+        table.add_row(key, f"{value:,}" if type(value) is int else str(value))
+    console = Console()
+    console.print(f"[bold]{name}[/bold] (FLOPs per token at {facts['seq_len']:,} tokens)", highlight=False)
+    console.print(table)

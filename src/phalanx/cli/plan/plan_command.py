@@ -1,0 +1,257 @@
+"""``phalanx plan``: which layout, how fast, will it fit, for how much, and how sure that is.
+
+The heavy parts (arrays, catalogues) are imported when they are needed, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from phalanx.cli.errors import explained
+
+if TYPE_CHECKING:
+    from phalanx.hardware.cluster import Cluster
+    from phalanx.plan.search.facts import Plan
+    from phalanx.plan.search.request import Aim
+    from phalanx.run.spec import RunSpec
+
+_PUBLISHED = "published"
+_STEP_ERROR = 0.12
+
+
+@click.command("plan")
+@click.argument("run_file", required=False, type=click.Path(path_type=Path))
+@click.option("--model", help="A known model instead of a run file, such as llama3-405b.")
+@click.option(
+    "--cluster", "cluster_name", default="this", show_default=True, help="Where: NAME:COUNT, or a TOML file."
+)
+@click.option(
+    "--tokens", help="Train on so many, as in 15T; by default what the run file says, or 20 a parameter."
+)
+@click.option("--optimise", type=click.Choice(["time", "cost", "gpus"]), default="time", show_default=True)
+@click.option(
+    "--layout", help='One layout: tp=8,pp=16,dp=128; what it leaves out, or "file", is as in the run file.'
+)
+@click.option(
+    "--explain", is_flag=True, help="Memory and time of the layout term by term, beside the best one's."
+)
+@click.option(
+    "--require", multiple=True, metavar="CONDITION", help="Only layouts where this holds; may be repeated."
+)
+@click.option(
+    "--top", type=click.IntRange(1, 1000), default=8, show_default=True, help="How many layouts to list."
+)
+@click.option(
+    "--stack", default="phalanx", show_default=True, help="The software that trains, as published runs used."
+)
+@click.option(
+    "--batch", type=click.IntRange(min=1), default=2048, show_default=True, help="With --model: sequences."
+)
+@click.option(
+    "--seq-len", type=click.IntRange(min=1), default=8192, show_default=True, help="With --model: tokens."
+)
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="FIELD=VALUE",
+    help="Override a field of the run file, or a figure.",
+)
+@click.option(
+    "--step-error", type=click.FloatRange(0, 1), default=_STEP_ERROR, show_default=True, help="Of step times."
+)
+@click.option(
+    "--assume",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Of the run: recovery=restart, repair_s=14400, failures_per_1000_node_days=6.5, ...",
+)
+@click.option(
+    "--report",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write a page that stands alone (HTML); with --validate, Markdown.",
+)
+@click.option(
+    "--trace", type=click.Path(dir_okay=False, path_type=Path), help="Write the step for ui.perfetto.dev."
+)
+@click.option(
+    "--out", type=click.Path(dir_okay=False, path_type=Path), help="Write a run file for the best layout."
+)
+@click.option(
+    "--validate",
+    is_flag=False,
+    flag_value=_PUBLISHED,
+    metavar="[FILE]",
+    help="Predicted against published runs.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(
+    run_file: Path | None,
+    model: str | None,
+    cluster_name: str,
+    tokens: str | None,
+    optimise: str,
+    layout: str | None,
+    explain: bool,
+    require: tuple[str, ...],
+    top: int,
+    stack: str,
+    batch: int,
+    seq_len: int,
+    overrides: tuple[str, ...],
+    step_error: float,
+    assume: tuple[str, ...],
+    report: Path | None,
+    trace: Path | None,
+    out: Path | None,
+    validate: str | None,
+    as_json: bool,
+) -> None:
+    """Find the best layouts of a run on a cluster, and say why; or explain one layout.
+
+    Needs no accelerator. Figures of the cluster can be overridden with --set cluster.NAME=VALUE, as in
+    --set cluster.accelerator.price_per_hour=1.9. Conditions are on tp, cp, pp, ep, dp, vpp, mbs, zero, gpus, schedule and
+    recompute.
+
+    \b
+      phalanx plan configs/llama3-405b.toml --cluster h100:16384
+      phalanx plan configs/deepseek-v3.toml --cluster "gb200-nvl72 x 29" --tokens 15T --optimise cost
+      phalanx plan configs/llama3-405b.toml --cluster h100:16384 --layout tp=8,pp=16,dp=128 --explain
+      phalanx plan --model moe-100t --cluster vr200-nvl72:100000 --require 'tp<=8' --report out.html
+      phalanx plan configs/quickstart.toml --cluster this --out winner.toml
+      phalanx plan --validate
+    """
+    with _mistakes():
+        if validate is not None:
+            _validate(validate, as_json, report)
+            return
+        from phalanx.cli.plan.plan_table import print_plan
+        from phalanx.plan.search.facts import make_plan, plan_facts
+        from phalanx.plan.search.request import Aim
+
+        given = {name for name in ("batch", "seq_len") if _is_given(name)}
+        if given and run_file is not None:
+            raise click.UsageError(
+                "--batch and --seq-len go with --model; of a run file, use --set train.batch_size=..."
+            )
+        spec = _spec(run_file, model, batch, seq_len, _without_cluster(overrides))
+        cluster = _cluster(cluster_name, overrides)
+        aim = Aim(optimise, require, top, stack, layout, tokens, step_error, assume)
+        searching = layout is None or explain
+        plan = make_plan(spec, cluster, aim, keep_slots=run_file is not None, searching=searching)
+        _write_files(plan, spec, aim, report, trace, out)
+        if as_json:
+            click.echo(json.dumps(_finite(plan_facts(plan)), allow_nan=False))
+        else:
+            print_plan(plan, explain=explain)
+
+
+class _Mistake(click.ClickException):
+    """Something wrong with a request."""
+
+    exit_code = click.UsageError.exit_code
+
+
+@contextmanager
+def _mistakes() -> Iterator[None]:
+    """Shows what is wrong with a request in one message, exit code 2."""
+    try:
+        with explained(ValueError, OSError):
+            yield
+    except click.UsageError:
+        raise
+    except click.ClickException as error:
+        raise _Mistake(error.message) from error
+
+
+def _is_given(option: str) -> bool:
+    source = click.get_current_context().get_parameter_source(option)
+    return source is click.core.ParameterSource.COMMANDLINE
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with null for what JSON has no number for: a run that would never end."""
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _spec(
+    run_file: Path | None, model: str | None, batch: int, seq_len: int, overrides: Iterable[str]
+) -> RunSpec:
+    if (run_file is None) == (model is None):
+        raise click.UsageError("give a run file, or --model NAME (phalanx models lists them)")
+    from phalanx.model.facts.presets import PRESETS
+    from phalanx.plan.search.request import run_of_model
+    from phalanx.run.read import read_run
+
+    if model is not None:
+        return run_of_model(model, seq_len, batch)
+    assert run_file is not None, "one of the two is given"
+    return read_run(run_file, PRESETS, tuple(overrides))
+
+
+_CLUSTER = "cluster."
+
+
+def _without_cluster(overrides: Iterable[str]) -> list[str]:
+    return [text for text in overrides if not text.startswith(_CLUSTER)]
+
+
+def _cluster(name: str, overrides: Iterable[str]) -> Cluster:
+    from phalanx.hardware.catalogue import cluster
+    from phalanx.hardware.overrides import with_value
+
+    found = cluster(name)
+    for text in overrides:
+        if text.startswith(_CLUSTER):
+            figure, _, value = text.removeprefix(_CLUSTER).partition("=")
+            try:
+                found = with_value(found, figure, float(value))
+            except ValueError as error:
+                raise click.UsageError(f"--set {text}: {error}") from error
+    return found
+
+
+def _write_files(
+    plan: Plan, spec: RunSpec, aim: Aim, report: Path | None, trace: Path | None, out: Path | None
+) -> None:
+    if report is not None:
+        from phalanx.plan.report.page import report_page
+
+        report.write_text(report_page(plan), encoding="utf-8")
+    if trace is not None:
+        from phalanx.plan.report.trace import perfetto
+
+        trace.write_text(json.dumps(perfetto(plan.job, plan.chosen)), encoding="utf-8")
+    if out is not None:
+        import tomli_w
+
+        from phalanx.plan.search.advice import run_of_layout
+        from phalanx.run.read import to_table
+
+        winner = run_of_layout(spec, plan.job, plan.chosen.layout, plan.tokens if aim.tokens else None)
+        out.write_text(tomli_w.dumps(to_table(winner)), encoding="utf-8")
+    written = [str(path) for path in (report, trace, out) if path is not None]
+    if written:
+        click.echo(f"wrote {', '.join(written)}", err=True)
+
+
+def _validate(file: str, as_json: bool, report: Path | None) -> None:
+    from phalanx.cli.plan.plan_validation import print_validation
+
+    found = print_validation(None if file == _PUBLISHED else Path(file), as_json)
+    if report is not None:
+        from phalanx.plan.accuracy_document import document
+
+        report.write_text(document(found), encoding="utf-8")
+        click.echo(f"wrote {report}", err=True)

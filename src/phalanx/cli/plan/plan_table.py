@@ -1,0 +1,197 @@
+"""The tables of ``phalanx plan``: layouts ranked, what beat the others, one layout term by term, and the run as a whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from rich.console import Console
+from rich.table import Table
+
+from phalanx.plan.search.facts import Plan, short
+from phalanx.plan.search.search import RunnerUp
+from phalanx.plan.step_cost.estimate import Estimate
+from phalanx.plan.whole_run.estimate import RunEstimate
+from phalanx.plan.workload.candidates import layout_at
+
+_FAMILIES = 12
+"""Of the families that lost, how many are shown."""
+
+
+def print_plan(plan: Plan, *, explain: bool) -> None:
+    """Everything that fits a terminal."""
+    console = Console(highlight=False)
+    _print_head(console, plan)
+    if plan.aim.layout is None:
+        console.print(_ranking(plan))
+        _print_losers(console, plan)
+    if explain or plan.aim.layout is not None:
+        _print_explained(console, plan)
+    console.print(_run_table(plan))
+    for warning in plan.run.warnings:
+        console.print(f"[yellow]note:[/yellow] {warning}")
+
+
+def _print_head(console: Console, plan: Plan) -> None:
+    job = plan.job
+    counts, cluster = job.workload.counts, job.cluster
+    announced = " (announced, not yet measured by anyone)" if cluster.accelerator.announced_only else ""
+    console.print(
+        f"[bold]{plan.name}[/bold]: {_count(counts.parameters)} parameters ({_count(counts.active_parameters)} active), "
+        f"{job.workload.batch:,} x {job.workload.seq_len:,} tokens a step, {_count(plan.tokens)} tokens"
+    )
+    console.print(
+        f"{cluster.key}: {cluster.accelerators:,} x {cluster.accelerator.name}{announced}; stack {job.stack.name}, "
+        f"constants {job.profile.constants.name}; step times are +- {plan.aim.step_error:.0%}"
+    )
+    for name, value in cluster.overrides.items():
+        console.print(f"  {name} = {value:g}, set by you")
+
+
+def _ranking(plan: Plan) -> Table:
+    table = Table()
+    for column in ("layout", "step s", "MFU", "GB", "of", "GPUs", "days", "M$"):
+        table.add_column(column, justify="left" if column == "layout" else "right", overflow="fold")
+    for found in plan.best:
+        days = plan.tokens / found.tokens_per_s / 86_400
+        table.add_row(
+            short(plan.job, found.layout),
+            f"{found.step_s:.4g}",
+            f"{found.mfu:.1%}",
+            f"{found.memory_bytes / 1e9:.1f}",
+            f"{found.capacity_bytes / 1e9:.0f}",
+            f"{found.ranks:,}",
+            f"{days:,.3g}",
+            f"{found.price_per_hour * found.ranks * days * 24 / 1e6:,.3g}",
+        )
+    table.caption = "days and M$ without failures; the whole run, with them, below"
+    table.caption_justify = "left"
+    return table
+
+
+def _print_losers(console: Console, plan: Plan) -> None:
+    found = plan.found
+    if found is None:
+        return
+    table = Table.grid(padding=(0, 2))
+    nearest = sorted(found.runners_up, key=lambda one: lost(plan, one))
+    for one in nearest[:_FAMILIES]:
+        share = lost(plan, one)
+        table.add_row(
+            f"  {one.family}", f"{share:+.1%}" if math.isfinite(share) else "does not fit", one.reason
+        )
+    what = {"time": "step", "cost": "accelerator-hours", "gpus": "accelerators"}[plan.aim.optimise]
+    console.print(
+        f"\n[bold]What the best of every other family loses[/bold] ({what}; where most of the step's time goes)"
+    )
+    console.print(table)
+    killed = ", ".join(f"{number:,} by {reason}" for reason, number in found.killed.items() if number)
+    console.print(
+        f"{found.looked_at:,} layouts looked at, {found.valid:,} legal and fitting; excluded: {killed}\n"
+    )
+
+
+def lost(plan: Plan, one: RunnerUp) -> float:
+    """By how much a runner-up is worse than the winner in what was optimised."""
+    winner = plan.best[0]
+    ranks = layout_at(one.layout).ranks / winner.ranks
+    return {"time": one.slower, "cost": (1 + one.slower) * ranks - 1, "gpus": ranks - 1}[plan.aim.optimise]
+
+
+def _print_explained(console: Console, plan: Plan) -> None:
+    """The layout's breakdown; beside it the best other one, where there was a search."""
+    other = _rival(plan)
+    console.print(f"\n[bold]{short(plan.job, plan.chosen.layout)}[/bold]")
+    if other is not None:
+        console.print(f"beside [bold]{short(plan.job, other.layout)}[/bold]")
+    console.print(_breakdown("memory", plan.chosen, other))
+    console.print(_breakdown("time", plan.chosen, other))
+    console.print(_verdict(plan.chosen, other))
+
+
+def _rival(plan: Plan) -> Estimate | None:
+    found = plan.found
+    return next((one for one in found.best if one.layout != plan.chosen.layout), None) if found else None
+
+
+def _breakdown(what: str, mine: Estimate, other: Estimate | None) -> Table:
+    rows = dict(terms(what, mine, other))
+    total = (sum(one for one, _ in rows.values()), sum(two or 0.0 for _, two in rows.values()))
+    unit, scale = ("GB", 1e-9) if what == "memory" else ("s", 1.0)
+    table = Table(
+        title=f"{what}, {unit}" + (" of the worst rank" if what == "memory" else ""), title_justify="left"
+    )
+    for column in ("", "this", "share", *(("other", "difference") if other else ())):
+        table.add_column(column, justify="right" if column else "left")
+    for name, (one, two) in [*rows.items(), ("total", (total[0], total[1] if other else None))]:
+        row = [name.replace("_", " "), f"{one * scale:.4g}", f"{one / total[0]:.1%}"]
+        if two is not None:
+            row += [f"{two * scale:.4g}", f"{(one - two) * scale:+.3g}"]
+        table.add_row(*row, style="bold" if name == "total" else None)
+    return table
+
+
+def terms(
+    what: str, mine: Estimate, other: Estimate | None
+) -> Iterator[tuple[str, tuple[float, float | None]]]:
+    """Each term that either layout has: (this, other)."""
+    first: Mapping[str, float] = getattr(mine, what)
+    second: Mapping[str, float] = getattr(other, what) if other else {}
+    for name in dict.fromkeys((*first, *second)):
+        pair = first.get(name, 0.0), second.get(name, 0.0)
+        if any(pair):
+            yield name, (pair[0], pair[1] if other else None)
+
+
+def _verdict(mine: Estimate, other: Estimate | None) -> str:
+    room = (mine.capacity_bytes - mine.memory_bytes) / 1e9
+    text = f"fits with {room:.1f} GB to spare" if mine.fits else f"does not fit: {-room:.1f} GB too much"
+    text += f"; {mine.tokens_per_s:,.0f} tokens/s, MFU {mine.mfu:.1%}, {mine.flops_per_s / 1e12:,.4g} TFLOP/s each"
+    text += f"; exact schedule against closed form {mine.step_s / mine.closed_form_s - 1:+.2%}"
+    if other is None:
+        return text
+    most = max(terms("time", mine, other), key=lambda term: abs(term[1][0] - (term[1][1] or 0.0)))
+    change = mine.step_s / other.step_s - 1
+    winner = "this is the quicker" if change < 0 else "the other is the quicker"
+    return f"{text}\n{winner} by {abs(change):.1%} of its step, most of it {most[0].replace('_', ' ')}"
+
+
+def _run_table(plan: Plan) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.title, table.title_justify = "The run as a whole", "left"
+    table.add_column(style="dim")
+    for name, value in _run_rows(plan.run):
+        table.add_row(name, value)
+    return table
+
+
+def _run_rows(run: RunEstimate) -> Iterator[tuple[str, str]]:
+    levels = run.goodput_by_level
+    finish = run.finish_days
+    yield (
+        "days",
+        f"{run.days:,.4g} ({run.failure_free_days:,.4g} without failures), {_count(run.tokens_per_day)} tokens a day",
+    )
+    yield "finish", f"P5 {finish.p5:,.4g}, P50 {finish.p50:,.4g}, P95 {finish.p95:,.4g} days"
+    yield "goodput", f"{run.goodput:.1%} (failure rates low {levels['low']:.1%}, high {levels['high']:.1%})"
+    yield (
+        "failures",
+        f"one every {run.mtti_s / 60:,.4g} minutes, {run.failures:,.0f} in all; recovery {run.recovery_s:,.4g} s",
+    )
+    yield (
+        "checkpoints",
+        f"every {run.interval_s:,.4g} s into {run.tier.name}, every {run.durable_interval_s:,.4g} s to storage",
+    )
+    yield "spares", f"{run.spare_nodes:,} nodes ({run.spare_accelerators:,} accelerators)"
+    yield (
+        "energy",
+        f"{run.energy.total_kwh / 1e6:,.4g} GWh, {run.mean_power_w / 1e6:,.4g} MW, {run.co2_kg / 1e6:,.4g} kt CO2",
+    )
+    yield "cost", f"{run.cost.total_usd / 1e6:,.4g} M$, {run.usd_per_million_tokens:.3g} $ per million tokens"
+
+
+def _count(number: float) -> str:
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:,.4g} {unit}"
+    return f"{number:,.4g}"

@@ -1,0 +1,98 @@
+"""``phalanx data``: token shards made from text, and checked."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from phalanx.cli.errors import explained
+from phalanx.data.errors import DataError
+
+
+@click.group("data")
+def command() -> None:
+    """Prepare and check token shards."""
+
+
+@command.command("prepare")
+@click.argument("text", nargs=-1, required=True)
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
+@click.option("--tokenizer", default="bpe", show_default=True, help='"bpe", "bytes", or a tokenizer.json.')
+@click.option(
+    "--vocab-size", type=click.IntRange(min=257), default=32_768, show_default=True, help="Of a trained BPE."
+)
+@click.option(
+    "--held-out",
+    type=click.FloatRange(0.0, 0.5, min_open=True, max_open=True),
+    default=0.05,
+    show_default=True,
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def prepare_command(
+    text: tuple[str, ...], out: Path, tokenizer: str, vocab_size: int, held_out: float, as_json: bool
+) -> None:
+    """Turn TEXT (UTF-8 files, folders, globs, or a known corpus) into token shards in --out.
+
+    \b
+      phalanx data prepare books/ notes/*.md --out data/books
+      phalanx data prepare python-stdlib --out data/stdlib --vocab-size 8192
+    """
+    from phalanx.data.prepare import prepare
+    from phalanx.train.lifecycle.prepare import documents_of
+
+    with explained(DataError):
+        info = prepare(
+            documents_of(text),
+            out,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size if tokenizer == "bpe" else None,
+            held_out_fraction=held_out,
+            on_progress=None if as_json else _progress(),
+        )
+    facts = {
+        "path": str(out),
+        "reused": info.reused,
+        "vocab_size": info.vocab_size,
+        "train_tokens": info.index.train.tokens,
+        "held_out_tokens": info.index.held_out.tokens,
+        "xz_bits_per_byte": info.held_out_xz_bits_per_byte,
+        "fingerprint": info.fingerprint,
+    }
+    if as_json:
+        click.echo(json.dumps(facts))
+        return
+    click.echo(f"{out}: {'was there already' if info.reused else 'written'}")
+    click.echo(f"  {facts['train_tokens']:,} tokens to train on, {facts['held_out_tokens']:,} held out")
+    click.echo(f"  vocabulary {info.vocab_size:,}; fingerprint {info.fingerprint[:16]}")
+
+
+def _progress() -> Callable[[str, int, int], None]:
+    last = 0.0
+
+    def show(what: str, done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if done == total or now - last > 1.0:
+            last = now
+            click.echo(f"{what}: {done:,} of {total:,}", err=True)
+
+    return show
+
+
+@command.command("verify")
+@click.argument("folder", type=click.Path(path_type=Path))
+def verify_command(folder: Path) -> None:
+    """Read every token shard in FOLDER and compare it with its checksum.
+
+    \b
+      phalanx data verify data/books
+    """
+    from phalanx.data.shards import verify
+
+    with explained(DataError):
+        verify(folder)
+    click.echo("every shard is as it was written")

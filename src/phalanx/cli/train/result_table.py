@@ -1,0 +1,36 @@
+"""The closing table of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.table import Table
+
+from phalanx.train.lifecycle.run_directory import RunDirectory
+
+
+def result_table(result: Mapping[str, Any], directory: RunDirectory) -> Table:
+    """What one compares after a run, two columns."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    for label, value in _rows(result, directory):
+        table.add_row(label, value)
+    return table
+
+
+def _rows(result: Mapping[str, Any], directory: RunDirectory) -> Iterator[tuple[str, str]]:
+    if result.get("bits_per_byte") is not None:
+        text = f"{result['bits_per_byte']:.3f} bits per byte"
+        if result.get("xz_bits_per_byte") is not None:
+            text += f" (xz -9 reaches {result['xz_bits_per_byte']:.3f} on the same text)"
+        yield "held-out text", text
+    if result.get("tokens_per_s"):
+        yield (
+            "speed",
+            f"{result['tokens_per_s']:,.0f} tokens/s, MFU {result['mfu']:.1%} of {result['peak_source']}",
+        )
+    yield "run directory", str(directory.path)
+    yield "loss curve", str(directory.curve)
+    yield "weights", f"sha256 {result['weights_sha256']}"

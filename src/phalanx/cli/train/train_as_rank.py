@@ -1,0 +1,93 @@
+"""``phalanx train`` as one of many processes that somebody else's launcher has started."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from phalanx.run.problems import RunFileError
+from phalanx.run.spec import RunSpec
+from phalanx.train.lifecycle.interrupt import StopRequest
+from phalanx.train.lifecycle.worker import EXIT_FAILED, EXIT_STOPPED, known_errors, run_rank
+
+
+def train_as_rank(spec: RunSpec, run_file: Path, as_json: bool) -> int:
+    """Joins the others, lets rank 0 prepare the run, and trains; the exit code."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    from phalanx.parallel.process_group.rendezvous import device_for, join, leave, place_of
+
+    first, stop = False, StopRequest()
+    stop.listen()
+    try:
+        place = place_of(os.environ)
+        assert place is not None
+        first = place.rank == 0
+        join(place, device_for(spec.runtime.device, place.local_rank), timeout_s=1800.0)
+        run_dir, attempt = _agree(spec, run_file, first)
+        follower = _follow(run_dir, attempt, as_json) if first else None
+        result = run_rank(run_dir, attempt, stop)
+        if follower is not None:
+            follower()
+        leave()
+    except Exception as error:
+        if isinstance(error, (RunFileError, *known_errors())):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exc()
+        os._exit(EXIT_FAILED)  # a clean exit would wait for ranks that wait for this one
+    if result is None:
+        return EXIT_STOPPED
+    if first and as_json:
+        print(json.dumps(result), flush=True)
+    return 0
+
+
+def _agree(spec: RunSpec, run_file: Path, first: bool) -> tuple[Path, int]:
+    """The run directory and attempt that rank 0 has prepared; its error, on every rank, if it could not."""
+    import torch.distributed as dist
+
+    from phalanx.train.lifecycle.prepare import prepare_run
+
+    answer: list[Any] = [None]
+    failure: Exception | None = None
+    if first:
+        try:
+            run = prepare_run(spec, run_file, lambda _what, _done, _total: None)
+            answer = [(str(run.directory.path), run.attempt)]
+        except Exception as error:
+            # The others wait for an answer, whatever went wrong; what it was must be out before they end.
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            failure, answer = error, [f"{error}"]
+    dist.broadcast_object_list(answer, src=0)
+    if failure is not None or isinstance(answer[0], str):
+        os._exit(EXIT_FAILED)  # rank 0 has said why
+    run_dir, attempt = answer[0]
+    return Path(run_dir), attempt
+
+
+def _follow(run_dir: Path, attempt: int, as_json: bool) -> Any:
+    """Shows the run's events as plain lines, from a thread; returns what ends it."""
+    from rich.console import Console
+
+    from phalanx.observe.display.terminal import show_events
+    from phalanx.observe.event_log import follow
+
+    ended = False
+    events = run_dir / "events.jsonl"
+    events.touch()
+    ours = (event for event in follow(events, lambda: ended) if event.attempt >= attempt)
+    console = Console(stderr=as_json, highlight=False)
+    thread = Thread(target=show_events, args=(ours, console, False), daemon=True)
+    thread.start()
+
+    def end() -> None:
+        nonlocal ended
+        ended = True
+        thread.join(timeout=5.0)
+
+    return end

@@ -1,0 +1,91 @@
+"""``phalanx train --nodes``: a fleet of nodes on this machine, with faults on demand."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from phalanx.cli.errors import explained
+from phalanx.cli.train.train_command import already_done, conclude, console_for, progress_on, shower
+from phalanx.data.errors import DataError
+from phalanx.fleet.faults.fault import FaultError
+from phalanx.fleet.faults.fault_list import FleetShape, read_faults
+from phalanx.fleet.node.local_fleet import Lead, LocalFleet, run_fleet
+from phalanx.observe.event_log import read_events
+from phalanx.observe.goodput import goodput
+from phalanx.observe.ledger import NS_PER_S
+from phalanx.observe.recoveries import recoveries
+from phalanx.run.layout import layout_problems
+from phalanx.run.problems import Problem, RunFileError
+from phalanx.run.spec import FleetSpec, RunSpec
+from phalanx.train.lifecycle.prepare import prepare_run
+from phalanx.train.lifecycle.run_directory import OpenRun, RunDirectory, RunDirectoryError
+
+
+def train_fleet(
+    spec: RunSpec, run_file: Path, faults: tuple[str, ...], as_json: bool, lead: Lead | None = None
+) -> int:
+    """Trains as a local fleet, or as the node that leads one on a cluster; the exit code."""
+    console = console_for(as_json)
+    ranks = spec.fleet.nodes * spec.fleet.workers_per_node
+    spec = dataclasses.replace(spec, parallel=dataclasses.replace(spec.parallel, ranks=ranks))
+    problems = [*layout_problems(spec, ranks), *_too_few(spec.fleet)]
+    with explained():
+        if problems:
+            raise RunFileError(run_file, problems)
+    planned = _faults(spec, faults)
+    with explained(DataError, RunDirectoryError):
+        if spec.run_dir and (done := RunDirectory(Path(spec.run_dir)).finished_result()) is not None:
+            return already_done(spec, run_file, done, console, as_json)
+        run = prepare_run(spec, run_file, progress_on(console))
+    nodes, spares = spec.fleet.nodes, spec.fleet.spares
+    console.print(
+        f"run directory {run.directory.path}, a fleet of {nodes} {'node' if nodes == 1 else 'nodes'} and {spares} "
+        f"{'spare' if spares == 1 else 'spares'}, {ranks} {'rank' if ranks == 1 else 'ranks'}"
+    )
+    console.print(f"[dim]look at it with[/] phalanx status {run.directory.path}")
+    ending = run_fleet(run, LocalFleet(nodes, spares, planned, lead=lead), shower(run, console))
+    os.close(run.lock_fd)
+    return conclude(run, ending, console, as_json, _story(run, planned))
+
+
+def _too_few(fleet: FleetSpec) -> Iterator[Problem]:
+    """A fleet that would wait for ever without a word."""
+    if fleet.min_nodes > fleet.nodes + fleet.spares:
+        yield Problem(
+            "fleet.min_nodes",
+            f"{fleet.min_nodes} nodes are never there: fleet.nodes and fleet.spares make {fleet.nodes + fleet.spares}",
+            f"at most {fleet.nodes + fleet.spares}, or more nodes",
+            ("fleet.nodes", "fleet.spares"),
+        )
+
+
+def _faults(spec: RunSpec, given: tuple[str, ...]) -> tuple[str, ...]:
+    fleet = spec.fleet
+    shape = FleetShape(
+        nodes=fleet.nodes + fleet.spares,
+        workers_per_node=fleet.workers_per_node,
+        ranks=fleet.nodes * fleet.workers_per_node,
+        steps=spec.train.steps,
+        losable_nodes=max(0, fleet.nodes + fleet.spares - fleet.min_nodes),
+    )
+    try:
+        return tuple(map(str, read_faults(given, shape)))
+    except (FaultError, ValueError, OSError) as error:
+        raise click.BadParameter(str(error), param_hint="--fault") from error
+
+
+def _story(run: OpenRun, faults: tuple[str, ...]) -> dict[str, Any]:
+    """What happened to the fleet, for the result."""
+    events = [event for event in read_events(run.directory.events) if event.attempt >= run.attempt]
+    account = goodput(events)
+    return {
+        "faults": list(faults),
+        "recoveries": [dataclasses.asdict(one) for one in recoveries(events, run.attempt)],
+        "ledger": {bucket: ns / NS_PER_S for bucket, ns in account.buckets_ns.items()},
+    }

@@ -1,0 +1,33 @@
+"""``phalanx goodput``: where every second of a run went."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import click
+
+from phalanx.cli.errors import explained
+from phalanx.observe.event_log import EventLogError, read_events
+from phalanx.observe.goodput import format_goodput, goodput
+from phalanx.train.lifecycle.run_directory import RunDirectory
+
+
+@click.command("goodput")
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; times in nanoseconds.")
+def command(run_dir: Path, as_json: bool) -> None:
+    """Show where the time of the run in RUN_DIR went, over all its attempts. The buckets sum to wall time.
+
+    \b
+      phalanx goodput runs/quickstart-1f3a9c04
+    """
+    with explained(EventLogError):
+        result = goodput(read_events(RunDirectory(run_dir).events))
+    if as_json:
+        click.echo(
+            json.dumps({**dataclasses.asdict(result), "goodput": result.goodput, "held_ns": result.held_ns})
+        )
+    else:
+        click.echo(format_goodput(result))

@@ -1,0 +1,74 @@
+"""``phalanx status``: who is a member of a run's fleet, who a spare, and what happened when."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+import msgspec
+
+from phalanx.cli.errors import explained
+from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, read_fleet_file
+
+_STALE_S = 10.0
+
+
+@click.command("status")
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option(
+    "--last", type=click.IntRange(min=0), default=10, show_default=True, help="Show so many happenings."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object: fleet.json as it is.")
+def command(run_dir: Path, last: int, as_json: bool) -> None:
+    """Show the fleet that trains the run in RUN_DIR: members, spares, epoch, pace, and what happened when.
+
+    \b
+      phalanx status runs/quickstart-1f3a9c04
+      phalanx status runs/quickstart-1f3a9c04 --json
+    """
+    with explained(FleetFileError):
+        seen = read_fleet_file(run_dir)
+    if as_json:
+        click.echo(msgspec.json.encode(seen).decode())
+    else:
+        _print(seen, last)
+
+
+def _print(seen: FleetFile, last: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.print(_headline(seen))
+    table = Table("node", "role", "ranks", "host", "last heard", "", box=None, pad_edge=False)
+    for member in sorted(seen.members, key=lambda one: (one.ranks or (10**9,), one.name)):
+        heard = (
+            "over"
+            if seen.over
+            else f"{member.silent_s:.1f} s ago" + ("" if member.attached else ", not attached")
+        )
+        table.add_row(member.name, member.role, _ranks(member.ranks), member.host, heard, member.why)
+    console.print(table)
+    for one in seen.happenings[len(seen.happenings) - last :] if last else ():
+        clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.unix_s))
+        console.print(f"[dim]{clock}[/]  epoch {one.epoch}  {one.node}  {one.what}", markup=True)
+    if seen.refused:
+        refused = ", ".join(f"{kind}: {count}" for kind, count in seen.refused.items())
+        console.print(f"[yellow]refused[/] {refused}")
+
+
+def _headline(seen: FleetFile) -> str:
+    pace = f", {seen.step_s:.3g} s a step" if seen.step_s else ""
+    step = f", step {seen.step}" if seen.step >= 0 else ""
+    line = f"[bold]{seen.phase}[/] epoch {seen.epoch}, {seen.ranks} ranks{step}{pace}; {seen.recoveries} recoveries"
+    if seen.reason:
+        line += f" (last: {seen.reason})"
+    age_s = time.time() - seen.written_unix_s
+    if not seen.over and age_s > _STALE_S:
+        line += f"\n[yellow]as of {age_s:.0f} s ago: the coordinator at {seen.coordinator} does not answer or is gone[/]"
+    return line
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return "" if not ranks else str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"

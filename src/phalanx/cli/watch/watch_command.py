@@ -1,0 +1,29 @@
+"""``phalanx watch``: a run's display, drawn from its event stream, from anywhere that sees its directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from phalanx.cli.errors import explained
+from phalanx.observe.display.terminal import show_events
+from phalanx.observe.event_log import EventLogError, follow
+from phalanx.train.lifecycle.run_directory import RunDirectory
+
+
+@click.command("watch")
+@click.argument("run_dir", type=click.Path(path_type=Path, exists=True))
+@click.option("--once", is_flag=True, help="Show what there is and end, instead of following the run.")
+def command(run_dir: Path, once: bool) -> None:
+    """Show the run in RUN_DIR as it goes on, or as it went. Ctrl-C ends the display, never the run.
+
+    \b
+      phalanx watch runs/quickstart-1f3a9c04
+    """
+    from rich.console import Console
+
+    directory, console = RunDirectory(run_dir), Console(highlight=False)
+    with explained(EventLogError):
+        events = follow(directory.events, lambda: once or directory.result.exists())
+        show_events(events, console, live=console.is_terminal)

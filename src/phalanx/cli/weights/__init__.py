@@ -1,0 +1,1 @@
+"""Commands for weights: checkpoints, conversion, hashes and text generation."""

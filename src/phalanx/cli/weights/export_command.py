@@ -1,0 +1,58 @@
+"""``phalanx export``: a run's weights for other software."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from phalanx.checkpoint.format.errors import CheckpointError
+from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.cli.errors import explained
+from phalanx.cli.run_places import checkpoint_place
+from phalanx.train.lifecycle.run_directory import RunDirectory, RunDirectoryError, read_resolved
+
+
+@click.command("export")
+@click.argument("place", type=click.Path(path_type=Path))
+@click.option("--to", "kind", type=click.Choice(["hf", "dcp"]), default="hf", help="The format (hf).")
+@click.option("--step", type=int, help="A step other than the newest.")
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Of the weights (hf only)."
+)
+@click.argument("out", type=click.Path(path_type=Path))
+def command(
+    place: Path, kind: str, step: int | None, dtype: Literal["float32", "bfloat16"], out: Path
+) -> None:
+    """Write the weights of the run in PLACE to the folder OUT.
+
+    "hf" is a Hugging Face folder (config, safetensors, tokenizer) that transformers opens; "dcp" is PyTorch's
+    distributed checkpoint, with the optimiser's state.
+
+    \b
+      phalanx export runs/quickstart-1f3a9c04 --to hf exported/
+    """
+    export_to(place, kind, step, out, dtype)
+
+
+def export_to(
+    place: Path, kind: str, step: int | None, out: Path, dtype: Literal["float32", "bfloat16"]
+) -> None:
+    """Exports a checkpoint; errors end the command with a message."""
+    where = checkpoint_place(place, step)
+    with explained(CheckpointError, RunDirectoryError):
+        tier = DiskTier(where.root)
+        chosen = where.newest(tier.steps())
+        if kind == "dcp":
+            from phalanx.checkpoint.interop.dcp import export_dcp
+
+            export_dcp(tier, chosen, out)
+        else:
+            from phalanx.checkpoint.interop.huggingface import export_hf
+
+            run = RunDirectory(where.root.parent)
+            spec = read_resolved(run)
+            tokenizer = run.tokenizer if run.tokenizer.is_dir() else None
+            export_hf(tier, chosen, spec.model, out, dtype, tokenizer, max_seq_len=spec.train.seq_len)
+    click.echo(f"step {chosen} written to {out}")

@@ -1,0 +1,40 @@
+"""``phalanx hash``: the identity of the weights on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from phalanx.checkpoint.format.errors import CheckpointError
+from phalanx.checkpoint.tiers.digest import digest_checkpoint
+from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.cli.errors import explained
+from phalanx.cli.run_places import checkpoint_place
+
+
+@click.command("hash")
+@click.argument("place", type=click.Path(path_type=Path))
+@click.option("--step", type=int, help="A step other than the newest.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(place: Path, step: int | None, as_json: bool) -> None:
+    """Print the SHA-256 of all weights in PLACE: a run directory or a checkpoint.
+
+    It is computed from the bytes on disk and equals the hash that training prints, however many ranks wrote them.
+
+    \b
+      phalanx hash runs/quickstart-1f3a9c04
+      phalanx hash runs/quickstart-1f3a9c04/checkpoints/step-00000100
+    """
+    where = checkpoint_place(place, step)
+    with explained(CheckpointError):
+        tier = DiskTier(where.root)
+        chosen = where.newest(tier.steps())
+        digest = digest_checkpoint(tier, chosen)
+    if as_json:
+        click.echo(
+            json.dumps({"checkpoint": str(tier.folder(chosen)), "step": chosen, "weights_sha256": digest})
+        )
+    else:
+        click.echo(f"{digest}  {tier.folder(chosen)}")

@@ -1,0 +1,44 @@
+"""``phalanx import``: other software's weights as a run directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from phalanx.cli.errors import explained
+
+
+@click.command("import")
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), help="The run directory to make (imported/NAME).")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(directory: Path, out: Path | None, as_json: bool) -> None:
+    """Read the Hugging Face model in DIRECTORY into a run directory.
+
+    Families: Llama, Qwen3, Mixtral, Qwen3-MoE, DeepSeek-V3 and Kimi K2, as safetensors; also in fp8 by blocks.
+
+    Text can be generated from it, and a run can start from it: --set checkpoint.init_from=RUN_DIR.
+
+    \b
+      phalanx import Llama-3.1-8B --out imported/llama
+      phalanx generate imported/llama --prompt "Once"
+    """
+    from phalanx.checkpoint.format.errors import CheckpointError
+    from phalanx.checkpoint.interop.huggingface import import_hf
+    from phalanx.data.errors import DataError
+
+    target = out or Path("imported") / directory.resolve().name
+    with explained(CheckpointError, DataError):
+        imported = import_hf(directory, target)
+    if as_json:
+        result = {"run_dir": str(target), "weights_sha256": imported.weights_sha256, "notes": imported.notes}
+        click.echo(json.dumps(result))
+        return
+    click.echo(f"{target}: imported")
+    for note in imported.notes:
+        click.echo(f"  note: {note}")
+    if imported.no_tokenizer_because:
+        click.echo(f"  without a tokenizer: {imported.no_tokenizer_because}")
+    click.echo(f"  weights sha256 {imported.weights_sha256}")

@@ -1,0 +1,1 @@
+"""The coordinator's shell: sockets, journal, credentials, fleet file and hang inquiry."""

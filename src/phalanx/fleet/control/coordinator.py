@@ -1,0 +1,398 @@
+"""The coordinator: the core, with ears, a voice, a clock and a memory.
+
+What agents and operators say is queued, written to the journal, given to ``phalanx.fleet.core.decide.step``, and the orders that come
+back are sent once the journal is on the disk: nobody is told anything that a restarted coordinator would not know. It
+holds no other state of consequence, so ``kill -9`` costs nothing: the next one replays the journal, agents dial in again and say how
+things stand, and training has gone on meanwhile. Heartbeats are gathered and given to the core once per tick, so that
+12,500 nodes cost one entry in the journal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from phalanx.checkpoint.format.errors import CheckpointError
+from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.fleet.control.fleet_file import fleet_file, path_in, read_fleet_file, write_fleet_file
+from phalanx.fleet.control.hang_inquiry import Inquiry
+from phalanx.fleet.control.journal import Journal, JournalError
+from phalanx.fleet.control.security import SecurityError, read_certificates, run_token
+from phalanx.fleet.control.transport import AgentLink, Door, FleetServer, TransportError
+from phalanx.fleet.core import messages as m
+from phalanx.fleet.core.decide import initial_state, step
+from phalanx.fleet.core.orders import Order, deliveries
+from phalanx.fleet.core.state import FleetState, Phase, decode_state, encode_state, settings_of
+from phalanx.observe.event_log import EventLog, EventLogError
+from phalanx.observe.events import Message
+from phalanx.run.identity import identity
+from phalanx.run.spec import RunSpec
+from phalanx.train.lifecycle.run_directory import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.train.lifecycle.worker import die_with_parent
+
+_LONGEST_TICK_S = 1.0
+_UNSYNCED_BYTES = 1 << 20
+_RENEW_BYTES = 64 << 20
+_FILE_SHARE = 0.02
+"""Of one core's time, at most this goes into writing fleet.json."""
+_RETRY_S = 1.0
+_FAREWELL_S = 1.0
+
+
+class Began(msgspec.Struct, frozen=True, tag=True):
+    """The first line of a journal: the state that the rest builds on."""
+
+    state: msgspec.Raw
+    restarts: int = 0
+
+
+class Happened(msgspec.Struct, frozen=True, tag=True):
+    """A later line: events, in the order in which the core saw them, all at one time."""
+
+    now_s: float
+    events: tuple[m.Event, ...]
+
+
+_RESTARTED = (m.Restarted(),)
+"""The only event of a line: a coordinator began."""
+_lines: msgspec.json.Decoder[Began | Happened] = msgspec.json.Decoder(Began | Happened)
+
+
+@dataclass(frozen=True)
+class Post:
+    """What a coordinator is told about itself by whoever starts it."""
+
+    run_dir: Path
+    attempt: int
+    host: str
+    """On which it listens, and where agents find it."""
+    port: int
+
+
+class Coordinator:
+    """One life of the coordinator."""
+
+    def __init__(self, post: Post, spec: RunSpec, door: Door) -> None:
+        self._post, self._spec, self._directory = post, spec, RunDirectory(post.run_dir)
+        self._server = FleetServer(door, self)
+        self._door, self._address = door, ""
+        self._inbox: list[m.Event] = []
+        self._beats: dict[str, m.Beat] = {}
+        self._wake, self._stop_asked = asyncio.Event(), False
+        self._checkpoints: tuple[int, ...] = ()
+        self._disk_due_s, self._turned_s = 0.0, math.inf
+        self._events: EventLog | None = None
+        self._inquiry: Inquiry | None = None
+        """Under way, into an epoch that hangs."""
+        self._file_due_s, self._shown_epoch = 0.0, m.NO_EPOCH
+        fleet = spec.fleet
+        self._tick_s = min(_LONGEST_TICK_S, min(fleet.lease_s, fleet.confirm_s or fleet.lease_s) / 8)
+        self._journal = Journal(_journal_path(post))
+        self._state, self._restarts = self._remembered()
+        # What a coordinator before this one saw, it has told.
+        self._told = max((incident.at_s for incident in self._state.incidents), default=0.0)
+        self._clock_ahead_s = max(self._state.now_s, time.time()) - time.monotonic()
+
+    # --- memory ------------------------------------------------------------------------------
+
+    def _remembered(self) -> tuple[FleetState, int]:
+        """The state in which the last coordinator of this attempt was killed, or that of a fleet without nodes."""
+        if not self._journal.lines:
+            state = initial_state(settings_of(self._spec), time.time())
+            self._journal.append(_began(state, 0))
+            self._journal.sync()
+            return state, 0
+        state, restarts = replayed(self._journal.lines)
+        self._journal.lines = []
+        state, _ = step(state, *_RESTARTED, now_s := max(state.now_s, time.time()))
+        self._journal.append(msgspec.json.encode(Happened(now_s, _RESTARTED)))
+        return state, restarts + 1
+
+    def _now_s(self) -> float:
+        """Unix time, that neither steps back nor jumps with the machine's clock while this process lives."""
+        return time.monotonic() + self._clock_ahead_s
+
+    # --- what the server hears -----------------------------------------------------------------
+
+    def said(self, report: m.Said) -> None:
+        """A report of an attached agent."""
+        if isinstance(report, m.Beat):
+            self._beats[report.node] = report  # a later one says all that an earlier one did
+            return
+        if isinstance(report, m.Recorded):
+            self._take_record(report)
+            return
+        self._inbox.append(report)
+        self._wake.set()
+
+    def _take_record(self, report: m.Recorded) -> None:
+        if self._inquiry is None:
+            return
+        if trouble := self._inquiry.add(report):
+            self.log(f"{report.node}: {trouble}")
+        if self._inquiry.over(self._now_s()):
+            self._wake.set()
+
+    def lost(self, link: AgentLink) -> None:
+        """An agent's stream ended."""
+        self._inbox.append(m.Disconnected(link.node, link.incarnation))
+        self._wake.set()
+
+    async def asked(self, operation: m.Operation) -> str:
+        """An operator's wish; the answer says what will come of it."""
+        if isinstance(operation, m.Drain | m.Admit) and operation.node not in self._state.nodes:
+            known = ", ".join(sorted(self._state.nodes)[:20]) or "none yet"
+            return f"there is no node {operation.node}; there are: {known}"
+        self._inbox.append(operation)
+        self._wake.set()
+        return "accepted"
+
+    def log(self, line: str) -> None:
+        """A line into this process's log."""
+        print(time.strftime("%H:%M:%S"), line, flush=True)
+
+    # --- the loop --------------------------------------------------------------------------------
+
+    async def run(self) -> int:
+        """Coordinates until the run is over. Returns the exit code: 0 finished or stopped, 1 failed."""
+        port = await self._server.start(self._post.host, self._port())
+        self._address = f"{self._post.host}:{port}"
+        # Before the file says that this process is the coordinator: who reads that may send the signal.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._ask_to_stop)
+        self._write_file(self._now_s())
+        self.log(f"coordinates {self._post.run_dir} at {self._address}, start {self._restarts + 1}")
+        while not self._over:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), self._tick_s)
+            self._wake.clear()
+            try:
+                await self._turn()
+            except JournalError as error:
+                self.log(f"{error}; decides nothing until it can")
+                await asyncio.sleep(_RETRY_S)
+        await self._farewell()
+        return 1 if self._state.phase is Phase.FAILED else 0
+
+    @property
+    def _over(self) -> bool:
+        return self._state.phase in (Phase.FINISHED, Phase.FAILED)
+
+    def _port(self) -> int:
+        """The port of the last coordinator of this attempt, so that agents find this one where they look."""
+        if self._restarts and not self._post.port and path_in(self._post.run_dir).exists():
+            return int(read_fleet_file(self._post.run_dir).coordinator.rpartition(":")[2] or 0)
+        return self._post.port
+
+    def _ask_to_stop(self) -> None:
+        self._inbox.append(m.StopRun())
+        self._wake.set()
+
+    async def _turn(self) -> None:
+        """Everything that has come in since the last turn: remembered, decided, said."""
+        now_s = self._now_s()
+        if self._inquiry is not None and self._inquiry.over(now_s):
+            self._inbox.append(self._inquiry.finding())
+            self._inquiry = None
+        batch = self._batch(now_s)
+        self._journal.append(msgspec.json.encode(Happened(now_s, batch)))
+        # No await between this and the core: what is in the journal is what the core has seen.
+        self._inbox, self._beats = [], {}
+        sending: list[tuple[str, m.Command]] = []
+        for event in batch:
+            sending += self._decide(event, now_s)
+        if sending or self._journal.unsynced_bytes > _UNSYNCED_BYTES:
+            await self._synced()
+        self._set_aside()
+        for node, command in sending:
+            self._server.send(node, command)
+        self._tell(now_s)
+
+    def _set_aside(self) -> None:
+        """Checkpoints that are not to be trusted, before anybody is told to restore; their steps will be saved anew."""
+        for saved in self._state.condemned:
+            with suppress(CheckpointError):
+                DiskTier(self._directory.checkpoints).set_aside(saved)
+
+    def _batch(self, now_s: float) -> tuple[m.Event, ...]:
+        events: list[m.Event] = []
+        if now_s >= self._disk_due_s:
+            self._disk_due_s = now_s + self._tick_s
+            checkpoints = _committed(self._directory.checkpoints)
+            if checkpoints != self._checkpoints:
+                self._checkpoints = checkpoints
+                events.append(m.DiskHolds(checkpoints))
+        if self._beats:
+            events.append(m.Folded(tuple(self._beats.values())))
+        events += self._inbox
+        if now_s - self._turned_s > self._tick_s + self._spec.fleet.lease_s / 4:
+            # This process itself stood still (stopped, swapped out, starved): silence and broken connections are its own.
+            events.append(m.Restarted())
+        self._turned_s = now_s
+        return (*events, m.Tick())
+
+    def _decide(self, event: m.Event, now_s: float) -> list[tuple[str, m.Command]]:
+        orders: list[Order]
+        self._state, orders = step(self._state, event, now_s)
+        for order in orders:
+            if isinstance(order.command, m.Diagnose):
+                self._inquiry = Inquiry.into(self._state, order.command.silent_s, now_s)
+        return list(deliveries(self._state, orders))
+
+    async def _synced(self) -> None:
+        """Waits until the disk has all that was decided on; the server goes on listening."""
+        while True:
+            try:
+                await asyncio.get_running_loop().run_in_executor(None, self._journal.sync)
+            except JournalError as error:
+                self.log(f"{error}; says nothing until it can")
+                await asyncio.sleep(_RETRY_S)
+            else:
+                break
+        if self._journal.size_bytes > _RENEW_BYTES:
+            self._journal.begin_anew(_began(self._state, self._restarts))
+
+    # --- what it shows ---------------------------------------------------------------------------
+
+    def _tell(self, now_s: float) -> None:
+        """New incidents into the run's history; the present into fleet.json, now and then."""
+        for incident in self._state.incidents:
+            if incident.at_s > self._told:
+                self._record(f"node {incident.node}: {incident.what}" if incident.node else incident.what)
+        self._told = max((i.at_s for i in self._state.incidents), default=self._told)
+        formed = self._state.phase is Phase.RUNNING and self._state.epoch != self._shown_epoch
+        if now_s >= self._file_due_s or self._over or formed:
+            self._shown_epoch = self._state.epoch if formed else self._shown_epoch
+            self._write_file(now_s)
+
+    def _record(self, text: str) -> None:
+        self.log(text)
+        try:
+            if self._events is None:
+                self._events = EventLog(self._directory.events, self._post.attempt)
+            self._events.append(Message("warning", text))
+        except EventLogError as error:
+            self.log(str(error))
+
+    def _write_file(self, now_s: float) -> None:
+        began_s = time.thread_time()
+        attached = frozenset(self._server.links)
+        content = fleet_file(
+            self._state, self._door.run, self._address, attached, self._server.refused, self._restarts
+        )
+        try:
+            write_fleet_file(self._post.run_dir, content)
+        except OSError as error:
+            self.log(f"cannot write {path_in(self._post.run_dir)}: {error.strerror}")
+        took_s = time.thread_time() - began_s
+        self._file_due_s = now_s + max(self._tick_s, took_s / _FILE_SHARE)
+
+    async def _farewell(self) -> None:
+        """Everybody hears that it is over, and is given a moment to hang up."""
+        self.log(f"the run is over: {self._state.phase}, {self._state.reason}")
+        for node in list(self._server.links):
+            self._server.send(node, m.Shutdown(self._state.reason))
+        deadline_s = time.monotonic() + _FAREWELL_S
+        while self._server.links and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.02)
+        await self._server.stop()
+        self._write_file(self._now_s())
+        self._journal.close()
+
+
+def _journal_path(post: Post) -> Path:
+    folder = post.run_dir / "fleet"
+    folder.mkdir(exist_ok=True)
+    return folder / f"journal-{post.attempt:03d}.jsonl"
+
+
+def _began(state: FleetState, restarts: int) -> bytes:
+    return msgspec.json.encode(Began(msgspec.Raw(encode_state(state)), restarts))
+
+
+def replayed(lines: Sequence[bytes]) -> tuple[FleetState, int]:
+    """What a journal's lines lead to: the state, and how often the coordinator had been restarted.
+
+    Raises ``JournalError`` if they are no journal of this version.
+    """
+    try:
+        began = _lines.decode(lines[0])
+        if not isinstance(began, Began):
+            raise JournalError("the journal does not begin with a state; move it away and start again")
+        state, restarts = decode_state(bytes(began.state)), began.restarts
+        for line in lines[1:]:
+            happened = _lines.decode(line)
+            if isinstance(happened, Began):
+                raise JournalError("the journal begins twice; move it away and start again")
+            restarts += happened.events == _RESTARTED
+            for event in happened.events:
+                state, _ = step(state, event, happened.now_s)
+    except msgspec.MsgspecError as error:
+        raise JournalError(
+            f"the journal was written by another version ({error}); move it away and start again: the run goes on from "
+            "its newest checkpoint"
+        ) from error
+    return state, restarts
+
+
+def _committed(folder: Path) -> tuple[int, ...]:
+    """Steps of the committed checkpoints on disk, rising."""
+    if not folder.is_dir():
+        return ()
+    names = (entry.name for entry in os.scandir(folder) if entry.name.startswith("step-"))
+    return tuple(sorted(int(name[5:]) for name in names if (folder / name / "checkpoint.json").exists()))
+
+
+def door_of(run_dir: Path, spec: RunSpec, certificates: Path | None) -> Door:
+    """What one shows and demands to speak about a run. Raises ``SecurityError``."""
+    return Door(identity(spec), run_token(run_dir), read_certificates(certificates) if certificates else None)
+
+
+def run_coordinator(post: Post, certificates: Path | None = None) -> int:
+    """Coordinates in this process, to the end of the run. Returns 0 if it finished or was stopped, 1 if it failed.
+
+    Raises:
+        RunDirectoryError: There is no run in the run directory.
+        SecurityError: Token or certificates are missing.
+        JournalError, TransportError: It cannot remember, or cannot listen.
+        ValueError: The run file asks for a fleet that no layout fits.
+    """
+    spec = read_resolved(RunDirectory(post.run_dir))
+    return asyncio.run(_coordinate(post, spec, door_of(post.run_dir, spec, certificates)))
+
+
+def main() -> int:
+    """The process that a launcher starts."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher tells it what to do
+    parser = argparse.ArgumentParser(prog="phalanx.fleet.control.coordinator")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--attempt", type=int, default=0)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--certificates", type=Path)
+    arguments = parser.parse_args()
+    post = Post(arguments.run_dir, arguments.attempt, arguments.host, arguments.port)
+    try:
+        return run_coordinator(post, arguments.certificates)
+    except (JournalError, RunDirectoryError, SecurityError, TransportError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+
+
+async def _coordinate(post: Post, spec: RunSpec, door: Door) -> int:
+    return await Coordinator(post, spec, door).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

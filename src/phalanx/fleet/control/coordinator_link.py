@@ -1,0 +1,153 @@
+"""The agent's end of the wire, and the operator's: attached whenever the coordinator is there.
+
+An agent works on without a coordinator. Whenever it is not attached it dials, with growing, random pauses (so that 12,500
+do not come at once after a restart), and begins by saying how things stand; what was said into the void before is
+therefore not kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import grpc
+import grpc.aio
+import msgspec
+
+from phalanx.fleet.control.transport import (
+    CLIENT_OPTIONS,
+    QUEUED,
+    SERVICE,
+    Door,
+    TransportError,
+)
+from phalanx.fleet.core.messages import Command, Operation, Report, Said, decode_command, encode
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
+
+
+class CoordinatorLink:
+    """An agent's end: attached whenever the coordinator is there."""
+
+    def __init__(
+        self,
+        where: Callable[[], str],
+        door: Door,
+        greet: Callable[[], list[Report]],
+        obey: Callable[[Command], None],
+        log: Callable[[str], None],
+    ) -> None:
+        """
+        Args:
+            where: The coordinator's address as "host:port", asked before each dial; empty while it is not known.
+            door: What to show.
+            greet: What to say first, each time: a Joined and all else that the coordinator may have missed.
+            obey: Called with each command, in the event loop.
+            log: Called with lines for people.
+        """
+        self._where, self._door, self._greet, self._obey, self._log = where, door, greet, obey, log
+        self._queue: asyncio.Queue[Said] | None = None
+
+    @property
+    def attached(self) -> bool:
+        """Whether a stream is open (as far as this side knows)."""
+        return self._queue is not None
+
+    def say(self, report: Said) -> None:
+        """Sends a report; dropped while not attached, since ``greet`` tells what matters."""
+        if self._queue is not None:
+            with suppress(asyncio.QueueFull):
+                self._queue.put_nowait(report)
+
+    async def run(self) -> None:
+        """Attaches, again and again, until cancelled."""
+        pause_s, complaint = _FIRST_PAUSE_S, ""
+        while True:
+            failure, was_attached = await self._attach_once()
+            if was_attached:
+                pause_s = _FIRST_PAUSE_S
+            if failure and failure != complaint:
+                self._log(f"not attached to the coordinator: {failure}; trying again")
+            complaint = failure
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _attach_once(self) -> tuple[str, bool]:
+        """One stream, to its end. Returns why it ended, and whether the coordinator ever answered on it."""
+        address, answered = self._where(), False
+        if not address:
+            return "its address is not known yet", False
+        async with _channel(address, self._door) as channel:
+            call = channel.stream_stream(f"/{SERVICE}/Attach")(metadata=self._door.metadata())
+            queue: asyncio.Queue[Said] = asyncio.Queue(QUEUED)
+            writing = None
+            try:
+                await call.wait_for_connection()
+                for report in self._greet():
+                    queue.put_nowait(report)
+                self._queue = queue
+                writing = asyncio.create_task(_send_all(call, queue))
+                while (body := await call.read()) is not grpc.aio.EOF:
+                    answered = True
+                    self._obey_encoded(body)
+                return _ending(await call.code(), await call.details()), answered
+            except grpc.RpcError as error:
+                return _reason(error), answered
+            finally:
+                self._queue = None
+                if writing is not None:
+                    writing.cancel()
+                call.cancel()
+
+    def _obey_encoded(self, body: bytes) -> None:
+        try:
+            command = decode_command(body)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            self._log(f"a command that nobody understands: {error}")
+        else:
+            self._obey(command)
+
+
+async def _send_all(call: Any, queue: asyncio.Queue[Said]) -> None:
+    with suppress(grpc.RpcError, asyncio.InvalidStateError):  # the reader sees the same end, and says why
+        while True:
+            await call.write(encode(await queue.get()))
+
+
+def _ending(code: grpc.StatusCode, details: str) -> str:
+    return "it closed the connection" if code is grpc.StatusCode.OK else f"{code.name.lower()}: {details}"
+
+
+def _reason(error: grpc.RpcError) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name.lower()}: {error.details()}"
+    return repr(error)
+
+
+def _channel(address: str, door: Door) -> Any:
+    shown = door.certificates
+    if shown is None:
+        return grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
+    credentials = grpc.ssl_channel_credentials(shown.authority, shown.key, shown.certificate)
+    return grpc.aio.secure_channel(address, credentials, options=CLIENT_OPTIONS)
+
+
+async def operate(address: str, door: Door, operation: Operation, timeout_s: float = 10.0) -> str:
+    """Asks a coordinator for something, as an operator; returns its answer.
+
+    Raises:
+        TransportError: It is not there, or refuses.
+    """
+    async with _channel(address, door) as channel:
+        call = channel.unary_unary(f"/{SERVICE}/Operate")
+        try:
+            answer: bytes = await call(encode(operation), metadata=door.metadata(), timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise TransportError(
+                f"the coordinator at {address} did not do it ({_reason(error)}); is the run going on? "
+                "see phalanx status RUN"
+            ) from error
+        return answer.decode()

@@ -1,0 +1,151 @@
+"""``fleet.json``: the fleet as anybody may see it who sees the run directory, written by the coordinator.
+
+It tells agents where the coordinator listens, the launcher how the run ended, and people who is a member, who a spare, what
+happened and when. It is replaced as a whole, so a reader never sees half of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+
+from phalanx.fleet.core.state import NO_SEAT, FleetState, Node, Phase
+
+
+class FleetFileError(RuntimeError):
+    """There is no readable ``fleet.json``; the message says what to do."""
+
+
+class Member(msgspec.Struct, frozen=True):
+    """One node, as people want to see it."""
+
+    name: str
+    role: str
+    """ "member", "spare", "warming", "lost", "quarantined" or "drained"."""
+    host: str
+    ranks: tuple[int, ...] = ()
+    attached: bool = False
+    silent_s: float = 0.0
+    why: str = ""
+
+
+class Happening(msgspec.Struct, frozen=True):
+    """Something that happened."""
+
+    unix_s: float
+    epoch: int
+    node: str
+    what: str
+
+
+class FleetFile(msgspec.Struct, frozen=True):
+    """The content of ``fleet.json``."""
+
+    run: str
+    coordinator: str
+    """Where it listens, as "host:port"."""
+    coordinator_pid: int
+    written_unix_s: float
+    phase: Phase
+    reason: str
+    epoch: int
+    ranks: int
+    step: int
+    """Last completed in this epoch, as of the last heartbeats; -1 before the first."""
+    step_s: float
+    """Seconds a step usually takes; 0 while unknown."""
+    recoveries: int
+    regroups: int
+    restarts: int
+    """How often the coordinator was started anew."""
+    stopping: bool
+    durable_steps: tuple[int, ...]
+    result_json: str
+    members: tuple[Member, ...]
+    happenings: tuple[Happening, ...]
+    stale: int
+    refused: dict[str, int]
+
+    @property
+    def over(self) -> bool:
+        """Whether the run has ended."""
+        return self.phase in (Phase.FINISHED, Phase.FAILED)
+
+
+def fleet_file(
+    state: FleetState,
+    run: str,
+    coordinator: str,
+    attached: frozenset[str],
+    refused: Counter[str],
+    restarts: int,
+) -> FleetFile:
+    """What ``state`` looks like from outside."""
+    return FleetFile(
+        run=run,
+        coordinator=coordinator,
+        coordinator_pid=os.getpid(),
+        written_unix_s=state.now_s,
+        phase=state.phase,
+        reason=state.reason,
+        epoch=state.epoch,
+        ranks=state.ranks,
+        step=state.step,
+        step_s=state.pace_s,
+        recoveries=state.recoveries,
+        regroups=state.regroups,
+        restarts=restarts,
+        stopping=state.stopping,
+        durable_steps=tuple(state.durable),
+        result_json=state.result_json,
+        members=tuple(_member(state, node, node.name in attached) for node in state.nodes.values()),
+        happenings=tuple(Happening(i.at_s, i.epoch, i.node, i.what) for i in state.incidents),
+        stale=state.stale,
+        refused=dict(refused),
+    )
+
+
+def _member(state: FleetState, node: Node, attached: bool) -> Member:
+    seated = node.seat != NO_SEAT
+    ranks = tuple(state.settings.formation.ranks_of(node.seat, state.ranks)) if seated else ()
+    silent_s = max(0.0, state.now_s - max(state.heard.get(node.name, 0.0), state.rolled_s))
+    return Member(node.name, _role(state, node, seated), node.host, ranks, attached, silent_s, node.why)
+
+
+def _role(state: FleetState, node: Node, seated: bool) -> str:
+    if not node.alive:
+        return "lost"
+    if node.verdict != "good":
+        return str(node.verdict)
+    if seated:
+        return "member"
+    return "spare" if node.name in state.spares else "warming"
+
+
+def path_in(run_dir: Path) -> Path:
+    """Where the file of a run lies."""
+    return run_dir / "fleet.json"
+
+
+def write_fleet_file(run_dir: Path, content: FleetFile) -> None:
+    """Replaces the file at once."""
+    path = path_in(run_dir)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1))
+    temporary.replace(path)
+
+
+def read_fleet_file(run_dir: Path) -> FleetFile:
+    """The file of a run. Raises ``FleetFileError``."""
+    path = path_in(run_dir)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=FleetFile)
+    except FileNotFoundError:
+        raise FleetFileError(
+            f"there is no {path}: no fleet was ever started there; start one with phalanx train RUN_FILE --nodes N"
+        ) from None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise FleetFileError(f"cannot read {path}: {error}; is it of this version of Phalanx?") from error

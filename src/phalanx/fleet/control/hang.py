@@ -1,0 +1,216 @@
+"""Which rank a hanging run waits for, and in which collective, from all ranks' flight records.
+
+PyTorch's flight recorder keeps the last collectives of a process: group, number in the group, operation, sizes, and whether it
+is over. When nothing moves, whoever is inside a collective waits for the members of its group that have not come so far.
+Those may wait for others in other groups in turn; the ranks at the end of all chains, who wait for nobody, are the cause
+(the idea of PyTorch's ``fr_trace`` analyser, here as a function on values).
+
+Records are taken by ``phalanx.parallel.mesh.torch_compat.flight_record`` in any thread of a worker, also while its main thread hangs; a
+worker that gives none is as good as absent. A process records only if ``TORCH_FR_BUFFER_SIZE`` was above 0 in its environment
+when its first group was made; agents set it for their workers. Gloo does not record messages between two ranks (the
+pipeline's); a rank that waits for one looks idle, and may be named beside the culprit, or in its place. NCCL records them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from phalanx.fleet.core.messages import MOST_RECORD_BYTES
+
+_LOOKED_AT = (
+    "process_group",
+    "collective_seq_id",
+    "profiling_name",
+    "input_sizes",
+    "retired",
+    "state",
+    "time_created_ns",
+    "is_p2p",
+)
+
+
+class FlightRecordError(ValueError):
+    """A flight record that cannot be read."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A rank's last collective in a group."""
+
+    number: int
+    """Counts the group's collectives from 1, the same on all members."""
+    operation: str
+    """As the recorder calls it, such as ``gloo:all_reduce``."""
+    sizes: tuple[tuple[int, ...], ...]
+    """Shapes of its inputs."""
+    over: bool
+    since_ns: int
+    """When it was called, in ns of the Unix clock of its node."""
+
+
+@dataclass(frozen=True)
+class FlightRecord:
+    """What one rank was in when asked."""
+
+    rank: int
+    groups: Mapping[str, tuple[int, ...]]
+    """The ranks of each of its process groups, by the group's name."""
+    last: Mapping[str, Call]
+    """Its last collective in each group; no entry where there was none."""
+    taken_ns: int = 0
+    """When the record was taken, by the same clock as ``Call.since_ns``."""
+    cut: bool = False
+    """Whether ``shortened`` has left groups out."""
+
+
+@dataclass(frozen=True)
+class Stuck:
+    """A collective that cannot end."""
+
+    group: str
+    number: int
+    operation: str
+    sizes: tuple[tuple[int, ...], ...]
+    waiting: tuple[int, ...]
+    """The ranks that are in it."""
+    absent: tuple[int, ...]
+    """The ranks of the group that have not come to it. Empty: all are in it, and it does not end."""
+    odd: tuple[int, ...]
+    """Ranks that came to it with another operation or other sizes than most."""
+    waited_s: float = 0.0
+    """How long the last of those that are in it had been in it."""
+
+    def __str__(self) -> str:
+        what = f"{self.operation} number {self.number} of group {self.group[:12]}"
+        if self.odd:
+            return f"{what}: ranks {_list(self.odd)} call something else"
+        if self.absent:
+            return f"{what}: ranks {_list(self.waiting)} wait, ranks {_list(self.absent)} never came"
+        return f"{what}: ranks {_list(self.waiting)} are all in it, and it does not end"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Why nothing moves."""
+
+    culprits: tuple[int, ...]
+    """The ranks that others wait for and that wait for nobody, or that call something else than their peers."""
+    stuck: tuple[Stuck, ...]
+    """All collectives that cannot end, those that wait for a culprit first."""
+    silent: tuple[int, ...]
+    """Ranks that gave no record, or not all of it."""
+
+    def proven(self, least_s: float) -> tuple[int, ...]:
+        """The culprits, if no doubt is left: every rank has shown its record, theirs is not in the collective that all the
+        others of its group have been in for ``least_s`` and more. Empty otherwise."""
+        waits = [found for found in self.stuck if set(self.culprits) & set(found.absent)]
+        doubt = self.silent or any(found.odd for found in self.stuck)
+        return () if doubt or any(found.waited_s < least_s for found in waits) else self.culprits
+
+    def __str__(self) -> str:
+        if not self.stuck:
+            return "no rank is in a collective: the run hangs elsewhere, if it does"
+        named = f"rank {_list(self.culprits)}: " if self.culprits else ""
+        return f"{named}{self.stuck[0]}"
+
+
+def _list(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def parse_record(record: bytes) -> FlightRecord:
+    """A record as ``torch_compat.flight_record`` gives it. Raises ``FlightRecordError``."""
+    try:
+        data = json.loads(record)
+        groups = {str(name): tuple(map(int, ranks)) for name, ranks in data["groups"].items()}
+        last: dict[str, Call] = {}
+        for entry in data["recorder"].get("entries", []):
+            # Numbers of messages between two ranks count pairs, not groups.
+            if not entry["is_p2p"]:
+                last[str(entry["process_group"][0])] = _call(entry)
+        return FlightRecord(
+            int(data["rank"]), groups, last, int(data["taken_ns"]), bool(data.get("cut", False))
+        )
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise FlightRecordError(
+            f"this is no flight record ({error!r}); take it with torch_compat.flight_record of the same version"
+        ) from error
+
+
+def shortened(record: bytes, most_bytes: int = MOST_RECORD_BYTES) -> str:
+    """A record without what ``diagnose`` does not look at: of each group the last collective, those that are not over
+    first, then the newest, as many as fit into ``most_bytes``. Raises ``FlightRecordError`` if not even one does, or it is no record."""
+    try:
+        data = json.loads(record)
+        last = {
+            entry["process_group"][0]: entry
+            for entry in data["recorder"].get("entries", [])
+            if not entry["is_p2p"]
+        }
+        # Where it waits now says most.
+        newest = sorted(last.values(), key=lambda entry: (_over(entry), -entry["time_created_ns"]))
+        for count in range(len(newest), -1, -1):
+            entries = [{key: entry[key] for key in _LOOKED_AT} for entry in newest[:count]]
+            names = {entry["process_group"][0] for entry in entries}
+            groups = {
+                name: ranks for name, ranks in data["groups"].items() if name in names or count == len(newest)
+            }
+            content = {**data, "groups": groups, "recorder": {"entries": entries}, "cut": count < len(newest)}
+            short = json.dumps(content, separators=(",", ":"))
+            if len(short) <= most_bytes and (count or not newest):
+                return short
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise FlightRecordError(f"this is no flight record ({error!r})") from error
+    raise FlightRecordError(f"not one collective of this flight record fits into {most_bytes} bytes")
+
+
+def _call(entry: Mapping[str, object]) -> Call:
+    sizes = entry["input_sizes"]
+    assert isinstance(sizes, list)
+    return Call(
+        number=int(str(entry["collective_seq_id"])),
+        operation=str(entry["profiling_name"]),
+        sizes=tuple(tuple(map(int, shape)) for shape in sizes),
+        over=_over(entry),
+        since_ns=int(str(entry["time_created_ns"])),
+    )
+
+
+def _over(entry: Mapping[str, object]) -> bool:
+    return bool(entry["retired"]) or entry["state"] == "completed"
+
+
+def diagnose(records: Sequence[FlightRecord], ranks: int) -> Diagnosis:
+    """Why a run of ``ranks`` ranks does not go on."""
+    by_rank = {record.rank: record for record in records}
+    # Where each rank counts its own groups, two of them may have the same name.
+    groups = {(name, members) for record in records for name, members in record.groups.items()}
+    stuck = [found for name, members in sorted(groups) for found in _stuck(name, members, by_rank)]
+    silent = tuple(rank for rank in range(ranks) if rank not in by_rank or by_rank[rank].cut)
+    blocked = {rank for found in stuck for rank in found.waiting}
+    culprits = {rank for found in stuck for rank in (*found.absent, *found.odd) if rank not in blocked}
+    culprits |= {rank for found in stuck for rank in found.odd}
+    first = sorted(stuck, key=lambda found: not culprits & {*found.absent, *found.odd})
+    return Diagnosis(tuple(sorted(culprits)), tuple(first), silent)
+
+
+def _stuck(name: str, members: tuple[int, ...], by_rank: Mapping[int, FlightRecord]) -> list[Stuck]:
+    """The collective of one group that its members wait in, if any: the earliest one."""
+    calls = {
+        rank: by_rank[rank].last.get(name)
+        for rank in members
+        if rank in by_rank and by_rank[rank].groups.get(name) == members
+    }
+    inside = {rank: call for rank, call in calls.items() if call and not call.over}
+    if not inside:
+        return []
+    number = min(call.number for call in inside.values())
+    here = {rank: call for rank, call in inside.items() if call.number == number}
+    absent = tuple(rank for rank in members if (call := calls.get(rank)) is None or call.number < number)
+    kinds = [(call.operation, call.sizes) for call in here.values()]
+    usual = max(kinds, key=kinds.count)
+    odd = tuple(rank for rank, kind in zip(here, kinds, strict=True) if kind[0] != usual[0])
+    waited_s = min(by_rank[rank].taken_ns - call.since_ns for rank, call in here.items()) / 1e9
+    return [Stuck(name, number, *usual, tuple(sorted(here)), absent, odd, waited_s)]

@@ -1,0 +1,285 @@
+"""The wire between agents and the coordinator: one gRPC stream per agent, both ways, and one call for operators. Here is
+what both sides share, and the coordinator's end; the agent's is in ``phalanx.fleet.control.coordinator_link``.
+
+gRPC (https://grpc.io) brings what is tedious to get right: framing, flow control, TLS, keep-alive, bounds on sizes. On top of
+it there are three rules. Nobody is listened to who does not name the run, its token and our version of the
+vocabulary. What cannot be understood is refused, counted and logged, and harms nobody. And nothing waits for a slow reader:
+its queue is short, and when it is full the connection is closed; the agent will come back and say how things stand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+import msgspec
+
+from phalanx.fleet.control.security import Certificates, same_token
+from phalanx.fleet.core.messages import (
+    VERSION,
+    Command,
+    Expel,
+    Folded,
+    Joined,
+    Operation,
+    Rollcall,
+    Said,
+    Suspect,
+    decode_report,
+    encode,
+)
+
+MAX_REPORT_BYTES = 4 << 20
+"""Of a message to the coordinator; a Joined with 65,536 holdings stays below it."""
+MAX_COMMAND_BYTES = 256 << 20
+"""Of a message to an agent: a Bind onto another layout may name the holders of every rank."""
+QUEUED = 256
+_KEEPALIVE_MS, _KEEPALIVE_PATIENCE_MS = 20_000, 60_000
+"""A half-open connection is noticed in this time; a busy machine must not be taken for one."""
+SERVICE = "phalanx.Fleet"
+_SERVER_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_REPORT_BYTES),
+    ("grpc.max_send_message_length", MAX_COMMAND_BYTES),
+    ("grpc.so_reuseport", 0),  # a second coordinator on the same port is a mistake
+    ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
+    ("grpc.http2.max_ping_strikes", 0),
+]
+CLIENT_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_COMMAND_BYTES),
+    ("grpc.max_send_message_length", MAX_REPORT_BYTES),
+    ("grpc.use_local_subchannel_pool", 1),  # each dial is a new connection, not a share in a broken one
+    ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", _KEEPALIVE_PATIENCE_MS),
+    ("grpc.enable_http_proxy", 0),
+]
+
+
+class TransportError(RuntimeError):
+    """The coordinator cannot be reached, or refuses; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Door:
+    """What both sides must know to speak about a run."""
+
+    run: str
+    """The run's identity."""
+    token: str = field(repr=False)
+    certificates: Certificates | None = None
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What a caller shows."""
+        return (
+            ("phalanx-version", str(VERSION)),
+            ("phalanx-run", self.run),
+            ("authorization", f"Bearer {self.token}"),
+        )
+
+    def refusal(self, shown: Sequence[tuple[str, str | bytes]]) -> str:
+        """Why a caller who shows this is not let in; empty if it is."""
+        given = {name: value for name, value in shown if isinstance(value, str)}
+        if not same_token(given.get("authorization", ""), f"Bearer {self.token}"):
+            return "wrong token"
+        if given.get("phalanx-version") != str(VERSION):
+            return f"version {given.get('phalanx-version')} of the messages, not {VERSION}: install the same Phalanx"
+        if given.get("phalanx-run") != self.run:
+            return "another run"
+        return ""
+
+
+# --- the coordinator's side -----------------------------------------------------------------------
+
+
+class AgentLink:
+    """The coordinator's end of one agent's stream."""
+
+    def __init__(self, node: str, incarnation: int) -> None:
+        self.node, self.incarnation = node, incarnation
+        self.queue: asyncio.Queue[bytes] = asyncio.Queue(QUEUED)
+        self.closed = asyncio.Event()
+
+    def send(self, command: bytes) -> None:
+        """Queues an encoded command; an agent that does not read its commands is cut off, and may dial again."""
+        try:
+            self.queue.put_nowait(command)
+        except asyncio.QueueFull:
+            self.close()
+
+    def close(self) -> None:
+        """Ends the stream."""
+        self.closed.set()
+
+
+class Listener(Protocol):
+    """What the coordinator does with what arrives; called from the event loop, must not block."""
+
+    def said(self, report: Said) -> None:
+        """An attached agent said something (its Joined included)."""
+
+    def lost(self, link: AgentLink) -> None:
+        """The stream of an attached agent ended."""
+
+    async def asked(self, operation: Operation) -> str:
+        """An operator wants something; returns what to tell it."""
+
+    def log(self, line: str) -> None:
+        """Something that a person may want to know."""
+
+
+class FleetServer:
+    """The coordinator's listening side: who is attached, and what was refused."""
+
+    def __init__(self, door: Door, listener: Listener) -> None:
+        self._door, self._listener = door, listener
+        self.links: dict[str, AgentLink] = {}
+        """Of every attached node, its current stream."""
+        self.refused: Counter[str] = Counter()
+        self._server: Any = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Listens; returns the port (a free one for 0). Raises ``TransportError`` if the port is taken."""
+        self._server = grpc.aio.server(options=_SERVER_OPTIONS)
+        methods = {
+            "Attach": grpc.stream_stream_rpc_method_handler(self._attach),
+            "Operate": grpc.unary_unary_rpc_method_handler(self._operate),
+        }
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
+        try:
+            bound = self._bind(f"{host}:{port}")
+        except RuntimeError as error:
+            raise TransportError(
+                f"cannot listen on {host}:{port}; set fleet.port to a free one: {error}"
+            ) from error
+        await self._server.start()
+        return bound
+
+    def _bind(self, address: str) -> int:
+        shown = self._door.certificates
+        if shown is None:
+            return int(self._server.add_insecure_port(address))
+        credentials = grpc.ssl_server_credentials(
+            [(shown.key, shown.certificate)], shown.authority, require_client_auth=True
+        )
+        return int(self._server.add_secure_port(address, credentials))
+
+    async def stop(self, grace_s: float = 0.5) -> None:
+        """Ends all streams, after what is queued has been sent or the grace has passed."""
+        for link in list(self.links.values()):
+            link.close()
+        await self._server.stop(grace_s)
+
+    def send(self, node: str, command: Command) -> None:
+        """To a node's current stream; dropped if there is none, since an agent that attaches says how things stand."""
+        if node in self.links:
+            self.links[node].send(encode(command))
+
+    def _refuse(self, kind: str, who: str, detail: str = "") -> None:
+        self.refused[kind] += 1
+        count = self.refused[kind]
+        if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th ...: a flood does not fill the log
+            self._listener.log(f"refused {kind} from {who} ({count} so far) {detail}".rstrip())
+
+    async def _admit(self, context: Any) -> None:
+        if why := self._door.refusal(context.invocation_metadata() or ()):
+            self._refuse(why.split(":")[0], context.peer())
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, why)
+
+    async def _attach(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        await self._admit(context)
+        reports = self._understood(requests, context.peer())
+        link, tasks = None, list[asyncio.Task[Any]]()
+        try:
+            async for first in reports:
+                link = self._linked(first, context.peer())
+                break
+            if link is None:
+                return
+            writing = asyncio.create_task(_write(link, context))
+            reading = asyncio.create_task(self._read(link, reports, context.peer()))
+            tasks = [writing, reading, asyncio.create_task(link.closed.wait())]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await _flushed(link, writing)
+        finally:
+            for task in tasks:
+                task.cancel()
+            if link is not None and self.links.get(link.node) is link:
+                del self.links[link.node]
+                self._listener.lost(link)
+
+    async def _understood(self, requests: AsyncIterator[bytes], who: str) -> AsyncIterator[Any]:
+        """The reports of a stream; what is none is left out. Ends with the stream, however that ends."""
+        with suppress(grpc.RpcError, asyncio.CancelledError, grpc.aio.UsageError, EOFError):
+            async for body in requests:
+                try:
+                    yield decode_report(body)
+                except (msgspec.MsgspecError, RecursionError) as error:
+                    self._refuse("malformed message", who, str(error)[:200])
+
+    def _linked(self, first: Any, who: str) -> AgentLink | None:
+        """The stream that begins with this message, unless it does not begin as it must."""
+        if not isinstance(first, Joined):
+            self._refuse("stream that does not begin with Joined", who)
+            return None
+        link = AgentLink(first.node, first.incarnation)
+        before = self.links.get(first.node)
+        if before is not None and before.incarnation > first.incarnation:
+            self._refuse("superseded incarnation", f"{first.node} at {who}")
+            link.send(encode(Expel("a newer agent of this node is attached", first.incarnation)))
+            link.close()
+            return link
+        self.links[first.node] = link
+        if before is not None:
+            before.close()
+        self._listener.said(first)
+        return link
+
+    async def _read(self, link: AgentLink, reports: AsyncIterator[Any], who: str) -> None:
+        async for report in reports:
+            if self.links.get(link.node) is not link:
+                return
+            if isinstance(report, Joined) and report.node == link.node:
+                link.incarnation = report.incarnation
+            if _speaks_for_itself(report, link.node):
+                self._listener.said(report)
+            else:
+                self._refuse("message that speaks for others", f"{link.node} at {who}", type(report).__name__)
+
+    async def _operate(self, body: bytes, context: Any) -> bytes:
+        await self._admit(context)
+        try:
+            operation = decode_report(body)
+            if not isinstance(operation, Operation):
+                raise msgspec.ValidationError(f"{type(operation).__name__} is no operation")
+        except msgspec.MsgspecError as error:
+            self._refuse("malformed message", context.peer(), str(error)[:200])
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:500])
+            raise AssertionError("abort raises") from error
+        return (await self._listener.asked(operation)).encode()
+
+
+def _speaks_for_itself(report: Any, node: str) -> bool:
+    """Audits and statistics may accuse another node; operations come by their own call; else each for itself."""
+    if isinstance(report, Suspect):
+        return True
+    return not isinstance(report, Operation | Folded | Rollcall) and getattr(report, "node", node) == node
+
+
+async def _write(link: AgentLink, context: Any) -> None:
+    while True:
+        await context.write(await link.queue.get())
+
+
+async def _flushed(link: AgentLink, writing: asyncio.Task[None], grace_s: float = 0.2) -> None:
+    """Gives the last commands (an Expel, a Shutdown) a moment to leave."""
+    if link.queue.empty():
+        await asyncio.sleep(0)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(grace_s):
+            while not link.queue.empty() and not writing.done():
+                await asyncio.sleep(0.01)

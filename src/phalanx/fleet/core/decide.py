@@ -1,0 +1,431 @@
+"""The core: every decision of the control plane, as ``(state, event, now) -> (state, orders)``.
+
+No clock, no I/O, no randomness. It is total: every event has a defined answer in every state, and most often that is to
+count it and do nothing. A message is believed if it comes from the node's present, unfenced incarnation and speaks of
+the present epoch. Nothing relies on a message arriving, or on the order in which messages of different nodes arrive:
+heartbeats repeat what matters, and where they contradict what is known, the command is said again or the node is asked.
+
+The live coordinator and the simulator drive this same function; the journal of events replays to the same state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from phalanx.fleet.core import messages as m
+from phalanx.fleet.core.epochs import (
+    IN_EPOCH,
+    OVER,
+    advance,
+    check_deadlines,
+    check_leases,
+    end,
+    forget_copies,
+    lose,
+    regroup,
+    stepped,
+    strike,
+)
+from phalanx.fleet.core.orders import SEATED, Order
+from phalanx.fleet.core.rollcall import rollcall
+from phalanx.fleet.core.state import (
+    NO_SEAT,
+    FleetState,
+    Node,
+    Phase,
+    Settings,
+    Verdict,
+    change,
+    distrust,
+    note,
+    put,
+    trusts,
+)
+
+DURABLE_KEPT = 1024
+
+
+def initial_state(settings: Settings, now_s: float) -> FleetState:
+    """A fleet without nodes."""
+    return FleetState(settings=settings, now_s=now_s, since_s=now_s, step_s=now_s)
+
+
+def step(state: FleetState, event: m.Event, now_s: float) -> tuple[FleetState, list[Order]]:
+    """What is true after ``event``, and what is to be said to whom. The state given is used up.
+
+    ``now_s`` is any clock's reading, in seconds; one that steps back counts as standing still.
+    """
+    state.now_s = max(state.now_s, now_s)
+    orders: list[Order] = []
+    _answer(state, event, orders)
+    advance(state, orders)
+    return state, orders
+
+
+def replay(state: FleetState, journal: Iterable[tuple[float, m.Event]]) -> FleetState:
+    """The state after all events of a journal; their orders were given long ago."""
+    for now_s, event in journal:
+        state, _ = step(state, event, now_s)
+    return state
+
+
+def _answer(state: FleetState, event: m.Event, orders: list[Order]) -> None:
+    if isinstance(event, m.Folded):
+        for one in event.events:
+            _answer(state, one, orders)
+    elif state.phase in OVER:
+        if isinstance(event, m.Joined):
+            orders.append(Order(event.node, m.Shutdown(state.reason)))
+    else:
+        _ANSWERS[type(event)](state, event, orders)
+
+
+def _speaker(
+    state: FleetState, name: str, incarnation: int, orders: list[Order], *, life: bool = True
+) -> Node | None:
+    """The node that speaks, or None if it is not to be believed: unknown, of another incarnation, or fenced."""
+    node = state.nodes.get(name)
+    if node is None or incarnation > node.incarnation:
+        orders.append(Order(name, m.TellAll()))
+    elif not node.alive and incarnation == node.incarnation:
+        orders.append(Order(name))
+    elif incarnation == node.incarnation:
+        if life:
+            state.heard[name] = state.now_s
+            state.suspects.pop(name, None)
+        return node
+    state.stale += 1
+    return None
+
+
+# --- what agents say ------------------------------------------------------------------------------
+
+
+def _joined(state: FleetState, event: m.Joined, orders: list[Order]) -> None:
+    old = state.nodes.get(event.node)
+    if (
+        old is not None
+        and event.incarnation <= old.incarnation
+        and not (old.alive and event.incarnation == old.incarnation)
+    ):
+        _speaker(state, event.node, event.incarnation, orders)
+        return
+    if old is not None and event.incarnation > old.incarnation:
+        if old.alive:
+            lose(state, orders, old, "its agent began anew")
+        old = state.nodes[event.node]
+    state.heard[event.node] = state.now_s
+    state.suspects.pop(event.node, None)
+    forget_copies(state, event.node)
+    node = put(state, _described(old, event))
+    _compare(state, node, event.epoch, _level(event), orders)
+
+
+def _described(old: Node | None, event: m.Joined) -> Node:
+    return Node(
+        name=event.node,
+        incarnation=event.incarnation,
+        workers=event.workers,
+        host=event.host,
+        data_port=event.data_port,
+        domain=event.domain,
+        meeting_points=event.meeting_points,
+        held=event.held,
+        engaged=old.engaged if old and old.incarnation == event.incarnation else False,
+        verdict=old.verdict if old else Verdict.GOOD,
+        why=old.why if old else "",
+        seat=old.seat if old else NO_SEAT,
+        reserve=event.reserve,
+        strikes=old.strikes if old else (),
+    )
+
+
+def _level(event: m.Joined) -> m.WorkerPhase:
+    if event.epoch != m.NO_EPOCH:
+        return m.WorkerPhase.BOUND if event.bound else m.WorkerPhase.BINDING
+    warm = len(event.meeting_points) == event.workers and all(event.meeting_points)
+    return m.WorkerPhase.WARM if warm else m.WorkerPhase.COLD
+
+
+def _ready(state: FleetState, event: m.Ready, orders: list[Order]) -> None:
+    node = _speaker(state, event.node, event.incarnation, orders)
+    if node is not None:
+        change(state, node, meeting_points=event.meeting_points, engaged=False)
+
+
+def _beat(state: FleetState, event: m.Beat, orders: list[Order]) -> None:
+    node = _speaker(state, event.node, event.incarnation, orders)
+    if node is None:
+        return
+    if event.epoch == state.epoch and node.seat != NO_SEAT and event.phase is m.WorkerPhase.BOUND:
+        stepped(state, event.step)
+    _compare(state, node, event.epoch, event.phase, orders)
+
+
+def _compare(state: FleetState, node: Node, epoch: int, phase: m.WorkerPhase, orders: list[Order]) -> None:
+    """Mends what a lost message left: ``epoch`` and ``phase`` are where the node's workers really are."""
+    free, member = (
+        epoch == m.NO_EPOCH,
+        node.seat != NO_SEAT and state.phase not in (Phase.WAITING, Phase.FORMING),
+    )
+    # Only where the journal was lost is it higher than ours: the number of an epoch must never be used twice.
+    state.seen_epoch = max(state.seen_epoch, epoch)
+    if phase is m.WorkerPhase.COLD and node.warm:
+        node = change(state, node, meeting_points=(), why="its workers are not warm")
+    elif phase is not m.WorkerPhase.COLD and not node.warm:
+        orders.append(Order(node.name, m.TellAll()))
+    if not member:
+        if not free:
+            node = change(state, node, engaged=True)
+            orders.append(Order(node.name, m.Park(epoch, "it is not a member of this epoch")))
+        elif node.engaged:
+            change(state, node, engaged=False)
+    elif state.phase is Phase.PARKING and node.name in state.awaiting:
+        orders.append(Order(node.name))
+    elif state.phase is Phase.BINDING and node.name in state.awaiting:
+        if epoch == state.epoch and phase is m.WorkerPhase.BOUND:
+            state.awaiting.discard(node.name)
+        elif epoch < state.epoch and phase is not m.WorkerPhase.COLD:
+            orders.append(Order(node.name))
+        elif phase is m.WorkerPhase.LEAVING:
+            regroup(state, orders, f"node {node.name} is leaving epoch {state.epoch}")
+    elif state.phase in IN_EPOCH and (epoch != state.epoch or phase is m.WorkerPhase.LEAVING):
+        regroup(state, orders, f"node {node.name} has left epoch {state.epoch}")
+    elif state.phase is Phase.RUNNING and state.stopping:
+        orders.append(Order(node.name, m.Stop(state.epoch)))
+
+
+def _worker_failed(state: FleetState, event: m.WorkerExited | m.WorkerHung, orders: list[Order]) -> None:
+    node = _speaker(state, event.node, event.incarnation, orders)
+    if node is None:
+        return
+    member = node.seat != NO_SEAT and state.phase in (*IN_EPOCH, Phase.PARKING)
+    earlier = m.NO_EPOCH < event.epoch < state.epoch
+    if not node.warm or (
+        member and (earlier or (state.phase is Phase.RUNNING and event.epoch == m.NO_EPOCH))
+    ):
+        state.stale += 1
+        return
+    if isinstance(event, m.WorkerExited):
+        why = f"worker {event.worker} exited with code {event.code}" + (
+            event.text and f": {event.text[:200]}"
+        )
+    else:
+        why = f"worker {event.worker} hung, silent for {event.silent_s:.1f} s"
+    if isinstance(event, m.WorkerExited) and event.innocent:
+        note(state, node.name, why)
+        change(state, node, why=why, meeting_points=())
+        return
+    strike(state, node, why, meeting_points=())
+
+
+def _broken(state: FleetState, event: m.Broken, orders: list[Order]) -> None:
+    node = _speaker(state, event.node, event.incarnation, orders)
+    if node is None or event.epoch != state.epoch or state.phase not in IN_EPOCH:
+        state.stale += node is not None
+        return
+    state.evidence = True
+    for name in sorted(state.suspects):
+        lose(state, orders, state.nodes[name], "its connection and a collective broke")
+    if not state.vacant:
+        regroup(
+            state,
+            orders,
+            f"node {node.name}, worker {event.worker}: {event.text[:200] or 'a collective broke'}",
+        )
+
+
+def _parked(state: FleetState, event: m.Parked, orders: list[Order]) -> None:
+    node = _speaker(state, event.node, event.incarnation, orders)
+    if node is None:
+        return
+    member = node.seat != NO_SEAT and state.phase in (*IN_EPOCH, Phase.PARKING)
+    if event.epoch < state.epoch and member:
+        state.stale += 1
+        return
+    forget_copies(state, node.name)
+    change(state, node, meeting_points=event.meeting_points, held=event.held, engaged=False)
+    if state.phase is Phase.PARKING:
+        state.awaiting.discard(node.name)
+    elif member:
+        # It knew before we did: what it says is kept, or it would be waited for in vain.
+        state.early.add(node.name)
+        regroup(state, orders, f"node {node.name} has left epoch {state.epoch}")
+
+
+def _bound(state: FleetState, event: m.Bound, orders: list[Order]) -> None:
+    node = _speaker(state, event.node, event.incarnation, orders)
+    if node is not None and event.epoch == state.epoch and state.phase is Phase.BINDING:
+        state.awaiting.discard(node.name)
+    else:
+        state.stale += node is not None
+
+
+def _durable(state: FleetState, event: m.Durable, orders: list[Order]) -> None:
+    node = _speaker(state, event.node, event.incarnation, orders)
+    if node is None or event.epoch > state.epoch:
+        return
+    if trusts(state, event.epoch, event.step):
+        state.condemned = [step_ for step_ in state.condemned if step_ != event.step]
+        state.durable = sorted({*state.durable, event.step} - {m.NO_STEP})[-DURABLE_KEPT:]
+
+
+def _suspect(state: FleetState, event: m.Suspect, orders: list[Order]) -> None:
+    named = _named(state, event)
+    state.stale += not named
+    for name in named:
+        _doubt(state, event, state.nodes[name], orders)
+
+
+def _named(state: FleetState, event: m.Suspect) -> list[str]:
+    """The nodes that are unsound by a report."""
+    if not event.ranks:
+        return [event.node] if event.node in state.nodes else []
+    # All say so before they leave the epoch, so a report of an earlier one repeats what is known.
+    if event.epoch != state.epoch:
+        return []
+    seats = {rank // state.settings.formation.workers_per_node for rank in event.ranks}
+    return [state.seats[seat] for seat in sorted(seats) if seat < len(state.seats)]
+
+
+def _doubt(state: FleetState, event: m.Suspect, node: Node, orders: list[Order]) -> None:
+    trusted_step = event.trusted_step
+    if event.reason == "corruption" and trusted_step is not None:
+        _roll_back(state, event, node, trusted_step, orders)
+    if node.verdict is not Verdict.GOOD:
+        state.stale += 1
+        return
+    if event.reason == "straggler" and not state.spares and node.seat != NO_SEAT:
+        note(state, node.name, f"slow, and no spare to take its place: {event.evidence[:200]}")
+        return
+    why = f"{event.reason}: {event.evidence[:200]}"
+    note(state, node.name, why)
+    change(state, state.nodes[node.name], verdict=Verdict.QUARANTINED, why=why)
+
+
+def _roll_back(state: FleetState, event: m.Suspect, node: Node, step_: int, orders: list[Order]) -> None:
+    # An audit compares the steps of its own epoch, so an older one's find is new only if it goes further back.
+    limits = [
+        limit.step for limit in state.distrust if event.epoch is not None and event.epoch <= limit.epoch
+    ]
+    if limits and min(limits) <= step_:
+        return
+    distrust(state, step_)
+    regroup(state, orders, f"node {node.name} computed wrongly; back to step {step_}")
+
+
+def _finished(state: FleetState, event: m.Finished, orders: list[Order]) -> None:
+    # Also while binding: where few steps are left, all can have ended before everybody has been heard to begin.
+    if event.epoch == state.epoch and state.phase in (*IN_EPOCH, Phase.PARKING):
+        state.result_json = event.result_json
+        end(state, orders, Phase.FINISHED, "stopped" if state.stopping else "all steps are done")
+    else:
+        state.stale += 1
+
+
+def _fatal(state: FleetState, event: m.Fatal, orders: list[Order]) -> None:
+    if event.epoch == state.epoch and state.phase in (*IN_EPOCH, Phase.PARKING):
+        end(state, orders, Phase.FAILED, f"node {event.node}: {event.text}")
+    else:
+        state.stale += 1
+
+
+# --- what operators and the shell say ---------------------------------------------------------------
+
+
+def _drain(state: FleetState, event: m.Drain, orders: list[Order]) -> None:  # noqa: ARG001
+    node = state.nodes.get(event.node)
+    if node is None or node.verdict is Verdict.DRAINED:
+        state.stale += 1
+        return
+    note(state, node.name, "drained by the operator")
+    change(state, node, verdict=Verdict.DRAINED, why="drained by the operator")
+
+
+def _admit(state: FleetState, event: m.Admit, orders: list[Order]) -> None:  # noqa: ARG001
+    node = state.nodes.get(event.node)
+    if node is None or (node.verdict is Verdict.GOOD and not node.strikes):
+        state.stale += 1
+        return
+    note(state, node.name, "admitted by the operator")
+    change(state, node, verdict=Verdict.GOOD, why="", strikes=())
+
+
+def _stop(state: FleetState, event: m.StopRun, orders: list[Order]) -> None:  # noqa: ARG001
+    if state.stopping:
+        end(state, orders, Phase.FINISHED, "stopped at once")
+        return
+    state.stopping = True
+    if state.phase is Phase.RUNNING:
+        orders.append(Order(SEATED, m.Stop(state.epoch)))
+
+
+def _disconnected(state: FleetState, event: m.Disconnected, orders: list[Order]) -> None:
+    node = _speaker(state, event.node, event.incarnation, orders, life=False)
+    if node is None:
+        return
+    if state.evidence and node.seat != NO_SEAT:
+        lose(state, orders, node, "its connection and a collective broke")
+    else:
+        state.suspects.setdefault(node.name, state.now_s)
+
+
+def _tick(state: FleetState, event: m.Tick, orders: list[Order]) -> None:  # noqa: ARG001
+    check_leases(state, orders)
+    check_deadlines(state, orders)
+
+
+def _disk_holds(state: FleetState, event: m.DiskHolds, orders: list[Order]) -> None:  # noqa: ARG001
+    known = {*state.durable, *state.condemned}
+    steps = {step_ for step_ in event.steps if step_ != m.NO_STEP}
+    condemned = steps.intersection(state.condemned)
+    # While the wrong epoch has not ended yet, what is new was made in it.
+    condemned |= {step_ for step_ in steps - known if not trusts(state, state.epoch, step_)}
+    state.condemned = sorted(condemned)
+    state.durable = sorted(steps - condemned)[-DURABLE_KEPT:]
+
+
+def _diagnosed(state: FleetState, event: m.Diagnosed, orders: list[Order]) -> None:
+    if event.epoch != state.epoch or state.phase is not Phase.RUNNING or not state.diagnosed:
+        state.stale += 1
+        return
+    note(state, "", f"epoch {event.epoch} hangs: {event.text}")
+    per_node, ranks = state.settings.formation.workers_per_node, [r for r in event.ranks if r < state.ranks]
+    # Where ranks also wait for messages, which records may not show, one that waits is taken for one that does not come.
+    if state.settings.formation.pipeline == 1 and 2 * len(ranks) <= state.ranks:
+        for rank in ranks:
+            node = state.nodes[state.seats[rank // per_node]]
+            orders.append(Order(node.name, m.KillWorker(rank % per_node)))
+            if node.warm:
+                strike(state, node, f"hangs: {event.text[:200]}", meeting_points=())
+
+
+def _restarted(state: FleetState, event: m.Restarted, orders: list[Order]) -> None:  # noqa: ARG001
+    state.rolled_s, state.silent, state.suspects = state.now_s, set(), {}
+    state.since_s = state.step_s = state.now_s
+    state.next_lease_s = state.now_s + state.settings.lease_s
+
+
+_ANSWERS: dict[type, Callable[..., None]] = {
+    m.Joined: _joined,
+    m.Ready: _ready,
+    m.Beat: _beat,
+    m.WorkerExited: _worker_failed,
+    m.WorkerHung: _worker_failed,
+    m.Broken: _broken,
+    m.Parked: _parked,
+    m.Bound: _bound,
+    m.Durable: _durable,
+    m.Suspect: _suspect,
+    m.Finished: _finished,
+    m.Fatal: _fatal,
+    m.Drain: _drain,
+    m.Admit: _admit,
+    m.StopRun: _stop,
+    m.Disconnected: _disconnected,
+    m.Tick: _tick,
+    m.DiskHolds: _disk_holds,
+    m.Diagnosed: _diagnosed,
+    m.Restarted: _restarted,
+    m.Rollcall: rollcall,
+}

@@ -1,0 +1,360 @@
+"""The turns of the fleet: an epoch is formed, runs, is left, and the next one is formed.
+
+FORMING -> BINDING -> RUNNING -> PARKING -> BINDING ..., with WAITING while too few nodes are usable. Whatever goes wrong
+in whichever phase leads back to PARKING, and from there to a higher epoch; nothing of a broken epoch is mended. A new
+epoch begins only when each member of the last one has said that its workers have left, or is fenced.
+"""
+
+from __future__ import annotations
+
+from phalanx.fleet.core.messages import NO_STEP, Diagnose, Fresh, Park, Shutdown, Stop
+from phalanx.fleet.core.orders import LIVING, SEATED, Order
+from phalanx.fleet.core.plans import Plan, is_complete, plan_epoch, possible_ranks, ranks_without_reserve
+from phalanx.fleet.core.state import (
+    NO_SEAT,
+    FleetState,
+    Node,
+    Phase,
+    RestorePoint,
+    Source,
+    Verdict,
+    change,
+    note,
+)
+
+IN_EPOCH = (Phase.BINDING, Phase.RUNNING)
+OVER = (Phase.FINISHED, Phase.FAILED)
+QUICK_TRIES, FIRST_PAUSE_S, LONGEST_PAUSE_S = 4, 0.1, 10.0
+MASS_PATIENCE = 4
+"""When most nodes fall silent at once it is likely the coordinator that is cut off: it waits so many times longer."""
+
+
+def advance(state: FleetState, orders: list[Order]) -> None:
+    """Takes every turn that is due. Called after each event."""
+    turned = True
+    while turned and state.phase not in OVER:
+        turned = _TURNS[state.phase](state, orders)
+
+
+def _from_forming(state: FleetState, orders: list[Order]) -> bool:
+    settings, ranks = state.settings, possible_ranks(state)
+    if state.stopping:
+        end(state, orders, Phase.FINISHED, "stopped before it was formed")
+        return True
+    whole = settings.formation.largest(settings.wanted_nodes * settings.formation.workers_per_node)
+    # A node that is known to be unfit is not waited for: a spare takes its place.
+    unfit = any(node.verdict is not Verdict.GOOD for node in state.nodes.values() if not node.reserve)
+    ready = ranks if unfit else ranks_without_reserve(state)
+    patient = ready < whole and state.now_s - state.since_s < settings.form_s
+    return bool(ranks) and not patient and _form(state, orders)
+
+
+def _from_binding(state: FleetState, orders: list[Order]) -> bool:
+    if state.vacant:
+        return _fill_vacancies(state, orders)
+    if state.awaiting:
+        lost = isinstance(state.source, RestorePoint) and not is_complete(state, state.source)
+        if lost:
+            regroup(state, orders, "the state was lost before all had restored it")
+        return lost
+    _enter(state, Phase.RUNNING)
+    state.step_s = state.now_s
+    if state.stopping:
+        orders.append(Order(SEATED, Stop(state.epoch)))
+    return True
+
+
+def _from_running(state: FleetState, orders: list[Order]) -> bool:
+    if state.vacant:
+        return _fill_vacancies(state, orders)
+    settled = state.now_s - state.since_s >= state.settings.grow_s and not state.stopping
+    if settled and can_grow(state):
+        regroup(state, orders, "more nodes are ready", planned=True)
+        return True
+    return False
+
+
+def _from_parking(state: FleetState, orders: list[Order]) -> bool:
+    rested = state.now_s >= state.since_s + pause_s(state.tries)
+    return not state.awaiting and rested and _form(state, orders)
+
+
+def pause_s(tries: int) -> float:
+    """How long to wait before the next epoch is tried: not at all, unless one after another has failed without a step.
+
+    What lasts some seconds (a link that comes and goes, a switch that restarts) must not use up all tries within them.
+    """
+    return (
+        0.0
+        if tries <= QUICK_TRIES
+        else min(FIRST_PAUSE_S * 2.0 ** (tries - QUICK_TRIES - 1), LONGEST_PAUSE_S)
+    )
+
+
+def _from_waiting(state: FleetState, orders: list[Order]) -> bool:
+    if possible_ranks(state):
+        return _form(state, orders)
+    if state.stopping:
+        end(
+            state,
+            orders,
+            Phase.FINISHED,
+            "stopped while waiting for nodes; it goes on from the newest checkpoint",
+        )
+        return True
+    return False
+
+
+_TURNS = {
+    Phase.FORMING: _from_forming,
+    Phase.BINDING: _from_binding,
+    Phase.RUNNING: _from_running,
+    Phase.PARKING: _from_parking,
+    Phase.WAITING: _from_waiting,
+}
+
+
+def _enter(state: FleetState, phase: Phase) -> None:
+    state.phase, state.since_s = phase, state.now_s
+
+
+def can_grow(state: FleetState) -> bool:
+    """Whether the usable nodes allow more ranks than the present epoch has."""
+    return len(state.seats) < state.settings.wanted_nodes and possible_ranks(state) > state.ranks
+
+
+def _fill_vacancies(state: FleetState, orders: list[Order]) -> bool:
+    nodes = [state.nodes[state.seats[seat]] for seat in sorted(state.vacant)]
+    whole = all(node.alive and node.warm and not node.engaged for node in nodes)
+    why = "; ".join(f"node {node.name}: {node.why or 'its workers are gone'}" for node in nodes[:4])
+    regroup(state, orders, why, planned=whole)
+    return True
+
+
+def regroup(state: FleetState, orders: list[Order], reason: str, *, planned: bool = False) -> None:
+    """Ends the present epoch. A planned end loses no step; a fault meanwhile turns it into an unplanned one."""
+    if state.phase is Phase.PARKING and state.planned and not planned:
+        state.planned, state.left_planned, state.reason = False, False, reason
+        _enter(state, Phase.PARKING)
+        state.recoveries += 1
+        orders += [Order(name, Park(state.epoch, reason)) for name in sorted(state.awaiting)]
+    elif state.phase in IN_EPOCH:
+        planned = planned and state.phase is Phase.RUNNING
+        state.recoveries += not planned
+        state.regroups += planned
+        state.tries += not planned
+        state.reason, state.planned = reason, planned
+        if state.phase is Phase.RUNNING or state.left_s is None:
+            state.left_s, state.left_planned = state.now_s, planned
+        _enter(state, Phase.PARKING)
+        note(state, "", f"leave epoch {state.epoch}: {reason}")
+        gone = {state.seats[seat] for seat in state.vacant if not state.nodes[state.seats[seat]].alive}
+        state.awaiting = set(state.seats)
+        state.awaiting.difference_update(gone, state.early)
+        orders.append(Order(SEATED, Park(state.epoch, reason, planned)))
+
+
+def _form(state: FleetState, orders: list[Order]) -> bool:
+    """Begins the next epoch if there are nodes for it; otherwise the fleet waits."""
+    if state.tries > state.settings.max_tries:
+        text = f"{state.tries} faults in a row without a step between them; the last one: {state.reason}"
+        end(state, orders, Phase.FAILED, text)
+        return True
+    plan = plan_epoch(state)
+    if plan is None:
+        if state.phase is not Phase.WAITING:
+            _enter(state, Phase.WAITING)
+            note(state, "", "too few nodes: the fleet waits, its state safe in memory and on disk")
+            return True
+        return False
+    _begin(state, orders, plan)
+    return True
+
+
+def _begin(state: FleetState, orders: list[Order], plan: Plan) -> None:
+    left = set(state.seats) - set(plan.seats)
+    state.epoch = max(state.epoch, state.seen_epoch) + 1
+    before = _step_of(state.source)
+    state.ring, state.ring_level = list(plan.ring), plan.ring_level
+    _reseat(state, plan.seats)
+    state.awaiting, state.early, state.evidence, state.planned = set(plan.seats), set(), False, False
+    state.ranks, state.source = plan.ranks, plan.source
+    state.step, state.diagnosed = _step_of(plan.source), False
+    if state.step < before:
+        # Ground was lost: to make it good again is progress too.
+        state.best_step = state.step
+    progressed(state, state.step)
+    _enter(state, Phase.BINDING)
+    orders += [Order(SEATED), *(Order(name) for name in sorted(left))]
+
+
+def _step_of(source: Source) -> int:
+    return NO_STEP if isinstance(source, Fresh) else source.step
+
+
+def _reseat(state: FleetState, seats: tuple[str, ...]) -> None:
+    old, state.seats = state.seats, list(seats)
+    # With as many seats as before only the vacant ones change hands.
+    changed = sorted(state.vacant) if len(old) == len(seats) else range(max(len(old), len(seats)))
+    state.vacant = set()
+    stand = [old[seat] for seat in changed if seat < len(old)]
+    sit = {seats[seat]: seat for seat in changed if seat < len(seats)}
+    for name in stand:
+        if name not in sit:
+            change(state, state.nodes[name], seat=NO_SEAT)
+    for name, seat in sit.items():
+        if state.nodes[name].seat != seat:
+            change(state, state.nodes[name], seat=seat)
+    state.vacant.clear()
+
+
+def progressed(state: FleetState, step: int) -> None:
+    """A step was reached: beyond the furthest one so far, the faults before it are forgotten."""
+    if step > state.best_step:
+        state.best_step, state.tries = step, 0
+
+
+def stepped(state: FleetState, step: int) -> None:
+    """The members have completed ``step``."""
+    if state.phase is not Phase.RUNNING or step <= state.step:
+        return
+    pace_s = (state.now_s - state.step_s) / (step - state.step)
+    state.pace_s = 0.8 * state.pace_s + 0.2 * pace_s if state.pace_s else pace_s
+    state.step, state.step_s, state.diagnosed = step, state.now_s, False
+    progressed(state, step)
+
+
+def end(state: FleetState, orders: list[Order], phase: Phase, reason: str) -> None:
+    """The run is over."""
+    _enter(state, phase)
+    state.reason, state.awaiting = reason, set()
+    note(state, "", f"{phase}: {reason}")
+    orders.append(Order(LIVING, Shutdown(reason)))
+
+
+# --- losing nodes ---------------------------------------------------------------------------------
+
+
+def lose(state: FleetState, orders: list[Order], node: Node, why: str) -> None:
+    """Fences a node: whatever this incarnation says from now on is ignored, and its memory counts as gone."""
+    strike(state, node, why, alive=False, meeting_points=(), held=())
+    forget_copies(state, node.name)
+    state.suspects.pop(node.name, None)
+    state.silent.discard(node.name)
+    state.awaiting.discard(node.name)
+    orders.append(Order(node.name))
+
+
+def strike(state: FleetState, node: Node, why: str, **changes: object) -> None:
+    """Writes down a failure of a node; one that fails too often is quarantined."""
+    settings = state.settings
+    recent = tuple(at_s for at_s in node.strikes if state.now_s - at_s < settings.strike_window_s)
+    strikes = (*recent, state.now_s)
+    lemon = len(strikes) >= settings.strikes and node.verdict is Verdict.GOOD
+    if lemon:
+        why = f"{why}; {len(strikes)} failures within {settings.strike_window_s:g} s: quarantined"
+        changes["verdict"] = Verdict.QUARANTINED
+    note(state, node.name, why)
+    change(state, node, why=why, strikes=strikes[-settings.strikes :], **changes)
+
+
+def forget_copies(state: FleetState, name: str) -> None:
+    """From now on a node speaks for itself about the copies it holds, whatever a roll call said."""
+    census = state.census
+    if census is not None and name not in census.absent and name in census.seats:
+        census.absent[name] = census.seats.index(name)
+
+
+# --- time -----------------------------------------------------------------------------------------
+
+
+def last_heard_s(state: FleetState, name: str) -> float:
+    """When a node last gave a sign of life."""
+    heard_s = state.heard.get(name, state.rolled_s)
+    return heard_s if name in state.silent else max(heard_s, state.rolled_s)
+
+
+def check_leases(state: FleetState, orders: list[Order]) -> None:
+    """Fences the nodes that have been silent, or without connection, for too long."""
+    settings, now_s = state.settings, state.now_s
+    _lose_late(state, orders, state.suspects, settings.confirm_s, "its connection broke")
+    if now_s < state.next_lease_s:
+        return
+    rolled = now_s - state.rolled_s < settings.lease_s
+    names = state.silent if rolled else [name for name, node in state.nodes.items() if node.alive]
+    heard = {name: last_heard_s(state, name) for name in names}
+    _lose_late(state, orders, heard, settings.lease_s, "it fell silent")
+    left = [heard_s for name, heard_s in heard.items() if state.nodes[name].alive]
+    if rolled:
+        left.append(state.rolled_s)
+    soonest_s = min(left, default=now_s) + settings.lease_s
+    state.next_lease_s = soonest_s if soonest_s > now_s else now_s + settings.lease_s / 4
+
+
+def _lose_late(
+    state: FleetState, orders: list[Order], since: dict[str, float], limit_s: float, what: str
+) -> None:
+    late = sorted(name for name, at_s in since.items() if state.now_s - at_s >= limit_s)
+    alive = len(state.seats) - len(state.vacant) + len(state.spares)
+    if len(late) > 2 and 2 * len(late) > alive and not state.evidence:
+        late = [name for name in late if state.now_s - since[name] >= MASS_PATIENCE * limit_s]
+    for name in late:
+        lose(state, orders, state.nodes[name], f"{what} {state.now_s - since[name]:.1f} s ago")
+
+
+def check_deadlines(state: FleetState, orders: list[Order]) -> None:
+    """Acts on phases that take too long."""
+    deadline_s = phase_deadline_s(state)
+    if deadline_s is None or state.now_s < deadline_s:
+        return
+    if state.phase is Phase.PARKING and state.planned:
+        regroup(state, orders, f"no step boundary was reached ({state.reason})")
+    elif state.phase is Phase.PARKING:
+        for name in sorted(state.awaiting):
+            lose(state, orders, state.nodes[name], f"it did not leave epoch {state.epoch}")
+    elif state.phase is Phase.BINDING:
+        _blame_unbound(state)
+        regroup(state, orders, f"epoch {state.epoch} was not bound within {state.settings.bind_s:g} s")
+    elif state.phase is Phase.RUNNING and not state.diagnosed:
+        state.diagnosed = True
+        orders.append(Order(SEATED, Diagnose(state.epoch, state.now_s - state.step_s)))
+    elif state.phase is Phase.RUNNING:
+        regroup(state, orders, f"no step ended for {state.now_s - state.step_s:.0f} s")
+
+
+def _blame_unbound(state: FleetState) -> None:
+    # One that cannot bind keeps all from training, not from binding: a minority is at fault, a majority is not.
+    if 2 * len(state.awaiting) < len(state.seats):
+        for name in sorted(state.awaiting):
+            strike(state, state.nodes[name], f"it did not bind epoch {state.epoch}")
+
+
+def phase_deadline_s(state: FleetState) -> float | None:
+    """When the present phase has taken too long, or None."""
+    settings = state.settings
+    if state.phase is Phase.FORMING and state.now_s - state.since_s < settings.form_s:
+        return state.since_s + settings.form_s
+    if state.phase is Phase.PARKING and not state.awaiting:
+        return state.since_s + pause_s(state.tries)
+    if state.phase is Phase.PARKING:
+        return state.since_s + (settings.stall_s if state.planned else settings.park_s)
+    if state.phase is Phase.BINDING:
+        return state.since_s + settings.bind_s
+    if state.phase is Phase.RUNNING:
+        patience_s = max(settings.stall_s, 10 * state.pace_s)
+        return max(state.step_s, state.since_s) + patience_s * (2 if state.diagnosed else 1)
+    return None
+
+
+def next_deadline_s(state: FleetState) -> float:
+    """When a Tick will next make a difference if nothing else happens; it may turn out to be too early, never late.
+
+    It may be now: where nodes are overdue but are given more time, a Tick every quarter of a second is enough.
+    """
+    times = [state.next_lease_s, *(at_s + state.settings.confirm_s for at_s in state.suspects.values())]
+    deadline_s = phase_deadline_s(state)
+    if deadline_s is not None:
+        times.append(deadline_s)
+    if state.phase is Phase.RUNNING and not state.stopping and can_grow(state):
+        times.append(state.since_s + state.settings.grow_s)
+    return max(state.now_s, min(times))

@@ -1,0 +1,83 @@
+"""What must hold of the core's state after every event, whatever has happened.
+
+The simulator checks this; so may a live coordinator. A violation is a bug in the core, never a fault of the fleet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from msgspec import Struct
+
+from phalanx.fleet.core.epochs import pause_s
+from phalanx.fleet.core.state import NO_SEAT, FleetState, Phase, usable
+
+
+class BrokenInvariant(AssertionError):  # noqa: N818
+    """The core has contradicted itself; the text says in what, and how to see it again."""
+
+
+class Mark(Struct, frozen=True):
+    """What may only grow."""
+
+    epoch: int
+    ended: int
+    """Epochs that were ended."""
+    phase: Phase
+
+
+def mark(state: FleetState) -> Mark:
+    """What the next state is compared with."""
+    return Mark(state.epoch, state.recoveries + state.regroups, state.phase)
+
+
+def check(state: FleetState, before: Mark | None = None) -> None:
+    """Raises BrokenInvariant naming everything that does not hold. Costs O(nodes)."""
+    wrong = [*_seats(state), *_phases(state), *(_order(state, before) if before else ())]
+    if wrong:
+        raise BrokenInvariant("; ".join(wrong))
+
+
+def _seats(state: FleetState) -> Iterator[str]:
+    if len(set(state.seats)) != len(state.seats):
+        yield f"a node has two seats: {state.seats}"
+    for seat, name in enumerate(state.seats):
+        if state.nodes[name].seat != seat:
+            yield f"node {name} believes in seat {state.nodes[name].seat}, and holds seat {seat}"
+        if usable(state, state.nodes[name]) == (seat in state.vacant):
+            yield f"seat {seat} (node {name}) is wrongly called {'vacant' if seat in state.vacant else 'taken'}"
+    for name, node in state.nodes.items():
+        if node.seat != NO_SEAT and state.seats[node.seat : node.seat + 1] != [name]:
+            yield f"node {name} believes in seat {node.seat}, which is another's"
+        if (name in state.spares) != (node.seat == NO_SEAT and usable(state, node)):
+            yield f"node {name} is wrongly {'' if name in state.spares else 'not '}called a spare"
+    if state.seats and sorted(state.ring) != list(range(len(state.seats))):
+        yield f"the ring of buddies {state.ring} is no permutation of the seats"
+
+
+def _phases(state: FleetState) -> Iterator[str]:
+    seated, formation = set(state.seats), state.settings.formation
+    if not state.awaiting <= seated:
+        yield f"waits for nodes without a seat: {sorted(state.awaiting - seated)}"
+    if state.awaiting and state.phase not in (Phase.PARKING, Phase.BINDING):
+        yield f"waits for {sorted(state.awaiting)} while {state.phase}"
+    pausing = state.phase is Phase.PARKING and state.now_s < state.since_s + pause_s(state.tries)
+    if not state.awaiting and state.phase in (Phase.PARKING, Phase.BINDING) and not pausing:
+        yield f"waits for nobody while {state.phase}"
+    if any(not state.nodes[name].alive for name in state.awaiting):
+        yield "waits for the dead"
+    if state.phase in (Phase.BINDING, Phase.RUNNING):
+        if state.vacant:
+            yield f"{state.phase} with vacant seats {sorted(state.vacant)}"
+        if state.ranks not in formation.legal or formation.seats(state.ranks) != len(state.seats):
+            yield f"{len(state.seats)} seats for {state.ranks} ranks"
+
+
+def _order(state: FleetState, before: Mark) -> Iterator[str]:
+    if state.epoch < before.epoch:
+        yield f"epoch {before.epoch} was followed by {state.epoch}"
+    ended = state.recoveries + state.regroups > before.ended
+    if state.epoch > before.epoch and before.phase in (Phase.RUNNING, Phase.BINDING) and not ended:
+        yield f"epoch {state.epoch} began while {before.epoch} was {before.phase}"
+    if before.phase in (Phase.FINISHED, Phase.FAILED) and state.phase is not before.phase:
+        yield f"{before.phase} was followed by {state.phase}"

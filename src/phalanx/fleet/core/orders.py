@@ -1,0 +1,100 @@
+"""Orders: what the core wants said to whom, and what each node should be told at any moment.
+
+Most orders go to everyone and differ only in each node's own ranks, so the core gives one, addressed to a group, and
+``deliveries`` turns it into a command for each node. What a node should be told is a function of the state, its
+*standing order*: a lost command is repeated by computing it again, and the core keeps no list of what it has sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from msgspec import Struct
+
+from phalanx.fleet.core.messages import (
+    Bind,
+    Command,
+    Expel,
+    FromMemory,
+    Holder,
+    Park,
+    Release,
+    Resume,
+    Shutdown,
+)
+from phalanx.fleet.core.plans import holders_for, needs_buddy
+from phalanx.fleet.core.state import NO_SEAT, FleetState, Node, Phase, RestorePoint
+
+SEATED = "*seated"
+"""All nodes that have a seat."""
+LIVING = "*living"
+"""All nodes that are not fenced."""
+
+
+class Order(Struct, frozen=True):
+    """A command for a node or a group; without a command, the standing order of each."""
+
+    to: str
+    command: Command | None = None
+
+
+def deliveries(state: FleetState, orders: Iterable[Order]) -> Iterator[tuple[str, Command]]:
+    """(node, command) for each order. To be called with the state that came with the orders."""
+    for order in orders:
+        for name in _addressed(state, order.to):
+            command = order.command
+            if command is None and name in state.nodes:
+                command = standing_order(state, state.nodes[name])
+            if command is not None:
+                yield name, command
+
+
+def _addressed(state: FleetState, to: str) -> list[str]:
+    if to == SEATED:
+        return list(state.seats)
+    if to == LIVING:
+        return [name for name, node in state.nodes.items() if node.alive]
+    return [to]
+
+
+def standing_order(state: FleetState, node: Node) -> Command | None:
+    """What a node should be told now, or None if there is nothing that it does not know."""
+    if not node.alive:
+        return Expel(node.why, node.incarnation)
+    if state.phase in (Phase.FINISHED, Phase.FAILED):
+        return Shutdown(state.reason)
+    if state.phase is Phase.PARKING and node.name in state.awaiting:
+        return Park(state.epoch, state.reason, state.planned)
+    if state.phase is Phase.BINDING:
+        return bind(state, node) if node.seat != NO_SEAT else Release(state.epoch)
+    return None
+
+
+def bind(state: FleetState, node: Node) -> Bind:
+    """How a node with a seat enters the present epoch."""
+    ranks = state.settings.formation.ranks_of(node.seat, state.ranks)
+    return Bind(
+        epoch=state.epoch,
+        ranks=state.ranks,
+        places=tuple(enumerate(ranks)),
+        meeting_point=state.nodes[state.seats[0]].meeting_points[0],
+        resume=_resume(state, node),
+        buddies=tuple(_buddies(state, node)),
+        left_s_ago=None if state.left_s is None else max(0.0, state.now_s - state.left_s),
+        left_planned=state.left_planned,
+    )
+
+
+def _resume(state: FleetState, node: Node) -> Resume:
+    source = state.source
+    if isinstance(source, RestorePoint):
+        return FromMemory(source.step, source.ranks, holders_for(state, source, node))
+    return source
+
+
+def _buddies(state: FleetState, node: Node) -> Iterator[Holder]:
+    buddy = state.nodes[state.seats[state.ring[node.seat]]]
+    if buddy.name != node.name:
+        for rank in state.settings.formation.ranks_of(node.seat, state.ranks):
+            if needs_buddy(state, state.seats, state.ranks, rank):
+                yield Holder(rank, buddy.name, buddy.host, buddy.data_port)

@@ -1,0 +1,252 @@
+"""Plans: who gets which rank, who keeps whose second copy, and from where the state is restored. Pure functions.
+
+Survivors keep their ranks and spares fill the holes; only when there are too few spares, or more nodes than before,
+does the number of ranks change, by whole replicas. Second copies of snapshots go to a *buddy* in another failure domain
+(after Gemini, SOSP 2023, whose copies are placed so that a failure of one group loses none). A snapshot can be restored
+when a living node holds each of its different states; ranks that differ only in the replicate axis hold the same one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from phalanx.fleet.core.messages import NO_STEP, Fresh, FromDisk, Holder
+from phalanx.fleet.core.state import FleetState, Node, RestorePoint, Settings, Source
+
+HOLDERS_NAMED = 3
+"""Of one state: more are not sent, that messages stay small."""
+
+
+class Plan(Struct, frozen=True):
+    """The next epoch."""
+
+    ranks: int
+    seats: tuple[str, ...]
+    ring: tuple[int, ...]
+    ring_level: int
+    source: Source
+
+
+def common_levels(one: Sequence[str], other: Sequence[str]) -> int:
+    """In how many levels, from the widest, two failure domains agree."""
+    levels = 0
+    for mine, theirs in zip(one, other, strict=False):
+        if mine != theirs:
+            break
+        levels += 1
+    return levels
+
+
+# --- seats ----------------------------------------------------------------------------------------
+
+
+def possible_ranks(state: FleetState) -> int:
+    """The largest legal number of ranks with the nodes that are usable now; 0 if they are too few.
+
+    A run that is to stop needs fewer: any that can put on disk what only memory holds.
+    """
+    usable = len(state.seats) - len(state.vacant) + len(state.spares)
+    least = 1 if state.stopping and _only_in_memory(state) else state.settings.min_nodes
+    return ranks_of_nodes(state.settings, usable, least)
+
+
+def _only_in_memory(state: FleetState) -> bool:
+    source = restore_source(state)
+    return isinstance(source, RestorePoint) and source.step > max(state.durable, default=NO_STEP)
+
+
+def ranks_without_reserve(state: FleetState) -> int:
+    """The same for a fleet that has not formed yet, without the nodes that were started as spares."""
+    ready = sum(not state.nodes[name].reserve for name in state.spares)
+    return ranks_of_nodes(state.settings, ready, state.settings.min_nodes)
+
+
+def ranks_of_nodes(settings: Settings, nodes: int, least: int) -> int:
+    """The largest legal number of ranks on so many nodes; 0 if they are fewer than ``least``, or too few."""
+    if nodes < least:
+        return 0
+    per_node = settings.formation.workers_per_node
+    return settings.formation.largest(min(nodes, settings.wanted_nodes) * per_node)
+
+
+def plan_epoch(state: FleetState) -> Plan | None:
+    """The next epoch with the nodes usable now, or None if they are too few. Nobody may be in an epoch any more."""
+    ranks = possible_ranks(state)
+    if not ranks:
+        return None
+    seats = deal(state, state.settings.formation.seats(ranks))
+    ring, level = _ring(state, seats)
+    return Plan(ranks, seats, ring, level, restore_source(state))
+
+
+def deal(state: FleetState, count: int) -> tuple[str, ...]:
+    """Who sits where: survivors stay where they are, holes are filled from seats that fall away and from spares."""
+    kept: list[str | None] = list(state.seats[:count]) + [None] * (count - len(state.seats))
+    lost = {state.nodes[state.seats[seat]].domain for seat in state.vacant}
+    for seat in state.vacant:
+        if seat < count:
+            kept[seat] = None
+    candidates = set(state.spares)
+    candidates.update(
+        state.seats[seat] for seat in range(count, len(state.seats)) if seat not in state.vacant
+    )
+    if not state.seats:
+        # Neighbouring ranks talk most, so at first they are dealt along the domains.
+        along = sorted(candidates, key=lambda name: (state.nodes[name].domain, name))
+        first = sorted(along, key=lambda name: state.nodes[name].reserve)[:count]
+        return tuple(name for name in along if name in set(first))
+    for seat in [seat for seat, name in enumerate(kept) if name is None]:
+        near = state.nodes[state.seats[min(seat, len(state.seats) - 1)]].domain
+        chosen = min(candidates, key=lambda name: _distance(state.nodes[name], near, lost))
+        candidates.remove(chosen)
+        kept[seat] = chosen
+    return tuple(filter(None, kept))
+
+
+def _distance(node: Node, near: tuple[str, ...], lost: set[tuple[str, ...]]) -> tuple[bool, int, str]:
+    # Where one node of a rack has just failed the next one may follow, so the neighbouring rack is better than this.
+    return bool(node.domain) and node.domain in lost, -common_levels(node.domain, near), node.name
+
+
+# --- buddies --------------------------------------------------------------------------------------
+
+
+def buddy_ring(domains: Sequence[tuple[str, ...]]) -> tuple[tuple[int, ...], int]:
+    """Seat -> the seat of its buddy, and in how many levels of the domain buddies may not agree.
+
+    Each seat is the buddy of exactly one other. Sorted by domain and rotated by the size of the largest one, nobody's
+    buddy is in his own domain, provided that none has more than half of the seats; the widest level for which that
+    holds is taken. With a single seat it is its own buddy, and keeps one copy only.
+    """
+    count = len(domains)
+    order = sorted(range(count), key=lambda seat: domains[seat])
+    depth = max(map(len, domains), default=0)
+    shift, level = min(1, count - 1), 0
+    for levels in range(1, depth + 1):
+        largest = max(Counter(domain[:levels] for domain in domains).values())
+        if 2 * largest <= count:
+            shift, level = largest, levels
+            break
+    ring = [0] * count
+    for place, seat in enumerate(order):
+        ring[seat] = order[(place + shift) % count]
+    return tuple(ring), level
+
+
+def _ring(state: FleetState, seats: tuple[str, ...]) -> tuple[tuple[int, ...], int]:
+    """The present ring as long as it is good for the new seats: the copies then lie where they are needed."""
+    nodes, level = state.nodes, state.ring_level
+    if len(seats) == len(state.ring):
+        changed = sorted(state.vacant)
+        touched = {*changed, *(state.ring.index(seat) for seat in changed)}
+        if all(
+            not level or nodes[seats[seat]].domain[:level] != nodes[seats[state.ring[seat]]].domain[:level]
+            for seat in touched
+        ):
+            return tuple(state.ring), level
+    return buddy_ring([nodes[name].domain for name in seats])
+
+
+def needs_buddy(state: FleetState, seats: Sequence[str], ranks: int, rank: int) -> bool:
+    """Whether no replica in another failure domain, or on another node where domains are unknown, has its state."""
+    formation = state.settings.formation
+    node = state.nodes[seats[rank // formation.workers_per_node]]
+    for replica in formation.replicas(ranks, formation.key(ranks, rank)):
+        other = state.nodes[seats[replica // formation.workers_per_node]]
+        if other.name != node.name and (not node.domain or other.domain != node.domain):
+            return False
+    return True
+
+
+# --- snapshots ------------------------------------------------------------------------------------
+
+
+def restore_source(state: FleetState) -> Source:
+    """Where the next epoch gets its state from: the newest step of which all is held, memory before disk."""
+    point = newest_in_memory(state)
+    saved = max(state.durable, default=NO_STEP)
+    if point is not None and point.step >= saved:
+        return point
+    return FromDisk(saved) if saved != NO_STEP else Fresh()
+
+
+def newest_in_memory(state: FleetState) -> RestorePoint | None:
+    """The newest snapshot that living nodes hold completely."""
+    points = {RestorePoint(*map(int, name.split("/"))) for name in state.copies}
+    census = state.census
+    if census is not None:
+        points |= {RestorePoint(census.ranks, step) for step in census.steps}
+    for point in sorted(points, key=lambda point: (point.step, point.ranks), reverse=True):
+        if is_complete(state, point):
+            return point
+    return None
+
+
+def is_complete(state: FleetState, point: RestorePoint) -> bool:
+    """Whether a living node holds each different state of a snapshot."""
+    formation, census = state.settings.formation, state.census
+    if census is None or point.ranks != census.ranks or point.step not in census.steps:
+        return len(state.copies.get(_name(point), ())) == formation.keys(point.ranks)
+    keys = {
+        formation.key(point.ranks, rank)
+        for seat in census.absent.values()
+        for rank in formation.ranks_of(seat, point.ranks)
+    }
+    return all(copies_of(state, point, key) for key in keys)
+
+
+def copies_of(state: FleetState, point: RestorePoint, key: int) -> dict[str, int]:
+    """Living nodes that hold one state of a snapshot, own copies before buddies'; each with the rank whose copy it is."""
+    formation, census = state.settings.formation, state.census
+    names = {
+        name: _rank_held(state, point, key, name)
+        for name in state.copies.get(_name(point), {}).get(str(key), ())
+    }
+    if census is None or point.ranks != census.ranks or point.step not in census.steps:
+        return names
+    for rank in formation.replicas(point.ranks, key):
+        seat = rank // formation.workers_per_node
+        buddy = census.ring[seat] if needs_buddy(state, census.seats, point.ranks, rank) else seat
+        for name in (census.seats[seat], census.seats[buddy]):
+            if name not in census.absent and name not in names:
+                names[name] = rank
+    return names
+
+
+def _rank_held(state: FleetState, point: RestorePoint, key: int, name: str) -> int:
+    return next(
+        held.rank
+        for held in state.nodes[name].held
+        if (held.ranks, held.step) == (point.ranks, point.step)
+        and state.settings.formation.key(held.ranks, held.rank) == key
+    )
+
+
+def _name(point: RestorePoint) -> str:
+    return f"{point.ranks}/{point.step}"
+
+
+def holders_for(state: FleetState, point: RestorePoint, node: Node) -> tuple[Holder, ...]:
+    """Where a member of the present epoch finds what it needs of a snapshot, nearest first.
+
+    With the same layout these are the holders of its own ranks' states, otherwise of all: it cuts out its boxes.
+    """
+    formation = state.settings.formation
+    if point.ranks == state.ranks:
+        wanted = list(formation.ranks_of(node.seat, state.ranks))
+    else:
+        wanted = [formation.replicas(point.ranks, key)[0] for key in range(formation.keys(point.ranks))]
+    return tuple(holder for rank in wanted for holder in _nearest(state, point, node, rank))
+
+
+def _nearest(state: FleetState, point: RestorePoint, node: Node, rank: int) -> list[Holder]:
+    held = copies_of(state, point, state.settings.formation.key(point.ranks, rank))
+    order = sorted(
+        held,
+        key=lambda name: (name != node.name, -common_levels(state.nodes[name].domain, node.domain), name),
+    )
+    nodes = [state.nodes[name] for name in order[:HOLDERS_NAMED]]
+    return [Holder(held[near.name], near.name, near.host, near.data_port) for near in nodes]

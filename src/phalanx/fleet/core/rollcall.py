@@ -1,0 +1,53 @@
+"""Roll calls: one event that stands for the same report of thousands of healthy nodes.
+
+A fleet of 12,500 nodes says the same thing 12,500 times at each turn. An aggregator above the agents folds that into one
+roll call that names only who is absent from it, and the core takes it in at the cost of a few set operations.
+"""
+
+from __future__ import annotations
+
+from phalanx.fleet.core.epochs import IN_EPOCH, last_heard_s, stepped
+from phalanx.fleet.core.messages import Rollcall
+from phalanx.fleet.core.orders import Order
+from phalanx.fleet.core.state import Census, FleetState, Phase, trusts
+
+
+def rollcall(state: FleetState, event: Rollcall, orders: list[Order]) -> None:  # noqa: ARG001
+    """Takes a roll call for what it stands for."""
+    if event.what == "beat":
+        for name in set(event.absent) - state.silent:
+            if name in state.nodes:
+                state.heard[name] = last_heard_s(state, name)
+        state.silent = {name for name in event.absent if name in state.nodes and state.nodes[name].alive}
+        state.rolled_s = state.now_s
+        if state.silent:
+            soonest_s = min(last_heard_s(state, name) for name in state.silent)
+            state.next_lease_s = min(state.next_lease_s, soonest_s + state.settings.lease_s)
+        state.suspects = {name: at_s for name, at_s in state.suspects.items() if name in state.silent}
+        if event.epoch == state.epoch:
+            stepped(state, event.step)
+    elif event.epoch != state.epoch or state.phase not in (*IN_EPOCH, Phase.PARKING):
+        state.stale += 1
+    elif event.what == "bound":
+        if state.phase is Phase.BINDING:
+            state.awaiting.intersection_update(event.absent)
+    else:
+        _parked_all(state, event)
+
+
+def _parked_all(state: FleetState, event: Rollcall) -> None:
+    if state.phase is not Phase.PARKING:
+        # Nothing was asked, so nobody can have answered for all.
+        state.stale += 1
+        return
+    spoken = state.awaiting.difference(event.absent)
+    state.awaiting -= spoken
+    steps = tuple(step for step in event.steps if step >= 0 and trusts(state, state.epoch, step))
+    census = state.census
+    if census is not None and census.epoch == state.epoch:
+        census.steps = tuple(step for step in census.steps if step in steps)
+        for name in spoken:
+            census.absent.pop(name, None)
+    elif steps:
+        absent = {name: state.seats.index(name) for name in set(state.seats) - spoken}
+        state.census = Census(state.epoch, state.ranks, steps, tuple(state.seats), tuple(state.ring), absent)

@@ -1,0 +1,302 @@
+"""Faults on demand: what ``--fault`` says, as values.
+
+A sentence such as ``kill node 2 at step 30 in backward`` is read into a ``Fault``; printed, it is the same sentence again.
+Whoever injects faults (the agent for processes and links, the worker for its own step) acts on these values; nothing is done
+here. A run's faults, given or drawn at random, are put together in ``phalanx.fleet.faults.fault_list``.
+
+The grammar, one fault a line::
+
+    kill worker N | node N | rank N | coordinator
+    stop rank N                     (SIGSTOP; "for T s" later SIGCONT)
+    slow rank N by Fx
+    cut link node N node N
+    delay link node N node N by T s
+    corrupt gradient rank N | corrupt parameter rank N | corrupt snapshot rank N
+    fill disk
+    ... at step N | from step N | at T s        (needed; "from" for what lasts)
+    ... in forward | backward | reduction | optimiser | snapshot | commit | recovery
+    ... for T s
+
+``worker N`` is the N-th worker process of the fleet, spares included; ``rank N`` is whoever holds rank N at that moment.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar, cast, get_args
+
+Phase = Literal["forward", "backward", "reduction", "optimiser", "snapshot", "commit", "recovery"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+T = TypeVar("T")
+
+
+class FaultError(ValueError):
+    """A fault that cannot be read: where, and what would have been right there."""
+
+    def __init__(self, text: str, column: int, expected: str, found: str) -> None:
+        self.text, self.column, self.expected = text, column, expected
+        got = f'found "{found}"' if found else "but the fault ends here"
+        super().__init__(f"column {column}: expected {expected}, {got}\n  {text}\n  {' ' * (column - 1)}^")
+
+
+@dataclass(frozen=True)
+class When:
+    """The moment of a fault: a step or a time, and perhaps a phase of the step."""
+
+    step: int | None = None
+    """The step in which it happens, from 1; ``None`` if a time is given."""
+    time_s: float | None = None
+    """Seconds since the run started to train."""
+    phase: Phase | None = None
+    """Inside what; ``recovery`` is the first recovery from that moment on. ``None``: at once."""
+
+    def __str__(self) -> str:
+        moment = f"at step {self.step}" if self.step is not None else f"at {_number(self.time_s or 0)} s"
+        return f"{moment} in {self.phase}" if self.phase else moment
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL; of a node, to its agent and workers, so that its memory is gone too."""
+
+    target: Literal["worker", "node", "rank", "coordinator"]
+    number: int = 0
+
+    def __str__(self) -> str:
+        return "kill coordinator" if self.target == "coordinator" else f"kill {self.target} {self.number}"
+
+
+@dataclass(frozen=True)
+class Stop:
+    """SIGSTOP to a rank's worker: it hangs, and its sockets stay open."""
+
+    rank: int
+
+    def __str__(self) -> str:
+        return f"stop rank {self.rank}"
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A rank computes slower by a factor."""
+
+    rank: int
+    factor: float
+
+    def __str__(self) -> str:
+        return f"slow rank {self.rank} by {_number(self.factor)}x"
+
+
+@dataclass(frozen=True)
+class CutLink:
+    """Nothing passes between two nodes."""
+
+    nodes: tuple[int, int]
+
+    def __str__(self) -> str:
+        return f"cut link node {self.nodes[0]} node {self.nodes[1]}"
+
+
+@dataclass(frozen=True)
+class DelayLink:
+    """What passes between two nodes takes longer."""
+
+    nodes: tuple[int, int]
+    delay_s: float
+
+    def __str__(self) -> str:
+        return f"delay link node {self.nodes[0]} node {self.nodes[1]} by {_number(self.delay_s)} s"
+
+
+Corruptible = Literal["gradient", "parameter", "snapshot"]
+
+
+@dataclass(frozen=True)
+class Corrupt:
+    """One bit of a rank's gradient, of its parameters, or of its snapshot, is flipped."""
+
+    what: Corruptible
+    rank: int
+
+    def __str__(self) -> str:
+        return f"corrupt {self.what} rank {self.rank}"
+
+
+@dataclass(frozen=True)
+class FillDisk:
+    """Writing to the run directory fails for want of space."""
+
+    def __str__(self) -> str:
+        return "fill disk"
+
+
+Action = Kill | Stop | Slow | CutLink | DelayLink | Corrupt | FillDisk
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens, when, and for how long."""
+
+    action: Action
+    when: When
+    for_s: float | None = None
+    """After how many seconds it is over; ``None``: it stays."""
+
+    def __str__(self) -> str:
+        lasting = f" for {_number(self.for_s)} s" if self.for_s is not None else ""
+        when = str(self.when)
+        if isinstance(self.action, Slow) and self.when.step is not None:
+            when = when.replace("at step", "from step", 1)
+        return f"{self.action} {when}{lasting}"
+
+
+def _number(value: float) -> str:
+    """The shortest text that reads back as ``value``."""
+    return str(int(value)) if value == int(value) else repr(value)
+
+
+class _Words:
+    """The words of a fault, taken one after another."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._words = [(found.start() + 1, found.group()) for found in re.finditer(r"\S+", text)]
+        self._next = 0
+
+    @property
+    def done(self) -> bool:
+        return self._next == len(self._words)
+
+    def wrong(self, expected: str) -> FaultError:
+        """The error that the next word is not what was expected."""
+        column, word = (len(self.text.rstrip()) + 2, "") if self.done else self._words[self._next]
+        return FaultError(self.text, column, expected, word)
+
+    def take(self, expected: str, read: Callable[[str], T | None]) -> T:
+        """The next word as ``read`` sees it; ``None`` from it means that the word is wrong."""
+        value = None if self.done else read(self._words[self._next][1])
+        if value is None:
+            raise self.wrong(expected)
+        self._next += 1
+        return value
+
+    def one_of(self, *words: str) -> str:
+        return self.take(_either(words), lambda word: word if word in words else None)
+
+    def count(self, expected: str, least: int = 0) -> int:
+        def read(word: str) -> int | None:
+            return int(word) if re.fullmatch(r"[0-9]{1,9}", word) and int(word) >= least else None
+
+        return self.take(expected, read)
+
+    def factor(self) -> float:
+        def read(word: str) -> float | None:
+            return _decimal(word[:-1]) if word.endswith("x") and (_decimal(word[:-1]) or 0) > 1 else None
+
+        return self.take('a factor above 1, such as "2x"', read)
+
+    def seconds(self) -> float:
+        value = self.take("a number of seconds above 0", lambda word: _decimal(word) or None)
+        self.one_of("s")
+        return value
+
+
+def _either(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _decimal(word: str) -> float | None:
+    return float(word) if re.fullmatch(r"[0-9]{1,9}(\.[0-9]+)?(e-[0-9]{1,2})?", word) else None
+
+
+def parse_fault(text: str) -> Fault:
+    """The fault that ``text`` says. Raises ``FaultError`` with the column and what is expected there."""
+    words = _Words(text)
+    action = _action(words)
+    moment: When | None = None
+    phase: Phase | None = None
+    for_s: float | None = None
+    while not words.done:
+        open_parts = [*(["at", "from"] * (moment is None)), *(["in"] * (not phase)), *(["for"] * (not for_s))]
+        if not open_parts:
+            raise words.wrong("the end of the fault")
+        match words.one_of(*open_parts):
+            case "at":
+                moment = _moment(words)
+            case "from":
+                words.one_of("step")
+                moment = When(step=words.count("a step, from 1", least=1))
+            case "in":
+                name = words.one_of(*PHASES)
+                phase = next(known for known in PHASES if known == name)
+            case "for":
+                for_s = words.seconds()
+    if moment is None:
+        raise words.wrong('when: "at step N", "from step N" or "at T s"')
+    return Fault(action, When(moment.step, moment.time_s, phase), for_s)
+
+
+def _action(words: _Words) -> Action:
+    match words.one_of("kill", "stop", "slow", "cut", "delay", "corrupt", "fill"):
+        case "kill":
+            return _kill(words)
+        case "stop":
+            return Stop(_numbered(words, "rank"))
+        case "slow":
+            rank = _numbered(words, "rank")
+            words.one_of("by")
+            return Slow(rank, words.factor())
+        case "cut":
+            return CutLink(_link(words))
+        case "delay":
+            nodes = _link(words)
+            words.one_of("by")
+            return DelayLink(nodes, words.seconds())
+        case "corrupt":
+            what = words.one_of(*get_args(Corruptible))
+            return Corrupt(cast(Corruptible, what), _numbered(words, "rank"))
+        case _:
+            words.one_of("disk")
+            return FillDisk()
+
+
+def _kill(words: _Words) -> Kill:
+    match words.one_of("worker", "node", "rank", "coordinator"):
+        case "coordinator":
+            return Kill("coordinator")
+        case "worker":
+            return Kill("worker", words.count("the number of a worker"))
+        case "node":
+            return Kill("node", words.count("the number of a node"))
+        case _:
+            return Kill("rank", words.count("the number of a rank"))
+
+
+def _numbered(words: _Words, kind: str) -> int:
+    words.one_of(kind)
+    return words.count(f"the number of a {kind}")
+
+
+def _link(words: _Words) -> tuple[int, int]:
+    words.one_of("link")
+    first = _numbered(words, "node")
+    words.one_of("node")
+
+    def other(word: str) -> int | None:
+        return int(word) if re.fullmatch(r"[0-9]{1,9}", word) and int(word) != first else None
+
+    return first, words.take(f"the number of a node other than {first}", other)
+
+
+def _moment(words: _Words) -> When:
+    def step_or_time(word: str) -> float | None:
+        return -1.0 if word == "step" else _decimal(word)
+
+    found = words.take('"step N" or a number of seconds', step_or_time)
+    if found < 0:
+        return When(step=words.count("a step, from 1", least=1))
+    words.one_of("s")
+    return When(time_s=found)

@@ -1,0 +1,247 @@
+"""Commits faults on demand inside a worker: the part of ``phalanx.fleet.faults.fault`` that needs to be in the middle of a step.
+
+A fault is committed once in a run, by whoever comes to its moment first: the one who makes its marker file in the run
+directory. So a step that is computed again after a recovery does not break again.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.checkpoint.snapshot.memory import Segment
+from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
+from phalanx.fleet.faults.fault import (
+    Corrupt,
+    CutLink,
+    DelayLink,
+    Fault,
+    FillDisk,
+    Kill,
+    Phase,
+    Slow,
+    Stop,
+    parse_fault,
+)
+from phalanx.observe.ledger import Bucket
+from phalanx.parallel.reduction.data_parallel import local
+from phalanx.parallel.reduction.witness import Witness, attach
+from phalanx.train.lifecycle.assemble import Training
+from phalanx.train.step.state import state_tensors
+
+_FULL_BYTES = 4096
+_CUT_AGAIN_S = 0.02
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """Who this worker is; nodes and workers are numbered as they were started."""
+
+    run_dir: Path
+    node: int
+    worker: int
+    """Of all workers of the fleet."""
+
+
+@dataclass
+class Saboteur:
+    """Breaks this worker, or what is around it, at the moments that its faults name."""
+
+    here: Whereabouts
+    segments: tuple[Segment, ...]
+    cut: Callable[[], None]
+    """Ends this worker's connections to other ranks."""
+    rank: int = -1
+    step: int = 0
+    """The step that is being computed."""
+    witness: Witness = field(default_factory=Witness)
+    """Through which gradients pass; with audits, theirs."""
+    began_s: float = field(default_factory=time.monotonic)
+    _faults: list[tuple[int, Fault]] = field(default_factory=list)
+    _slow: float = 1.0
+    _parts: Sequence[nn.Module] = ()
+
+    def learn(self, sentences: Iterable[str]) -> None:
+        """Takes faults into the plan; the order in which they were given numbers them."""
+        known = len(self._faults)
+        self._faults += [(known + n, parse_fault(sentence)) for n, sentence in enumerate(sentences)]
+
+    def enters(self, rank: int) -> None:
+        """This worker has become a rank."""
+        self.rank, self._slow = rank, 1.0
+
+    def forget(self) -> None:
+        """The epoch has ended, and with it the model through which gradients passed."""
+        self.witness = Witness()
+
+    def rig(self, training: Training) -> None:
+        """Watches a training for the moments in a step."""
+        if not self._faults:
+            return
+        model = training.built.model
+        self._parts = model.parts
+        _before(model, "begin", lambda: self.at("forward"))
+        _before(model, "before_backward", lambda: self.at("backward"))
+        _before(training.saver, "save", lambda: self._soon("commit"))
+        training.built.waits[Bucket.COMM_EXPOSED_DP].entered = lambda: self.at("reduction")
+        _between(model, "begin", "end", self._dawdle)
+        if training.spec.fleet.audit_every_steps == 0 and any(
+            isinstance(fault.action, Corrupt) for _, fault in self._faults
+        ):
+            self.witness = attach(model)
+
+    def next_step(self, step: int) -> None:
+        """``step`` begins."""
+        self.step = step
+        self.at(None)
+
+    def at(self, phase: Phase | None) -> None:
+        """Commits what is due in this phase of the present step."""
+        for number, fault in self._faults:
+            if self._due(fault, phase) and self._concerns_me(fault) and self._first(number):
+                self._commit(fault)
+
+    def _soon(self, phase: Phase) -> None:
+        threading.Timer(0.002, lambda: self.at(phase)).start()  # while the writing goes on in its thread
+
+    def _due(self, fault: Fault, phase: Phase | None) -> bool:
+        when = fault.when
+        if when.phase != phase:
+            return False
+        if when.step is None:
+            return time.monotonic() - self.began_s >= (when.time_s or 0.0)
+        return self.step >= when.step if phase == "recovery" else self.step == when.step
+
+    def _concerns_me(self, fault: Fault) -> bool:
+        match fault.action:
+            case Kill(target="worker", number=number):
+                return number == self.here.worker
+            case Kill(target="node", number=number):
+                return number == self.here.node
+            case Kill(target="rank", number=rank) | Stop(rank) | Slow(rank) | Corrupt(_, rank):
+                return rank == self.rank
+            case CutLink(nodes) | DelayLink(nodes):
+                return self.here.node in nodes
+            case _:
+                return self.rank == 0
+
+    def _first(self, number: int) -> bool:
+        """Whether nobody has committed this fault yet."""
+        with suppress(FileExistsError):
+            folder = self.here.run_dir / "faults"
+            folder.mkdir(exist_ok=True)
+            (folder / f"{number}").touch(exist_ok=False)
+            return True
+        return False
+
+    def _commit(self, fault: Fault) -> None:
+        print(f"fault: {fault} (rank {self.rank}, step {self.step})", flush=True)
+        match fault.action:
+            case Kill(target="coordinator"):
+                with suppress(FleetFileError, ProcessLookupError):
+                    os.kill(read_fleet_file(self.here.run_dir).coordinator_pid, signal.SIGKILL)
+            case Kill(target="node"):
+                os.killpg(os.getpgrp(), signal.SIGKILL)
+            case Kill():
+                os.kill(os.getpid(), signal.SIGKILL)
+            case Stop():
+                self._stop(fault.for_s)
+            case Slow(_, factor):
+                self._slow = factor
+                self._later(fault.for_s, lambda: setattr(self, "_slow", 1.0))
+            case CutLink():
+                self._cut_off(fault.for_s)
+            case DelayLink(_, delay_s):
+                time.sleep(delay_s)
+            case Corrupt("gradient", _):
+                self.witness.corrupt = _once(self.witness)
+            case Corrupt("parameter", _):
+                _flip_bit(max(map(local, state_tensors(self._parts).values()), key=Tensor.numel))
+            case Corrupt():
+                self._corrupt_snapshot()
+            case FillDisk():
+                soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (_FULL_BYTES, hard))
+                self._later(fault.for_s, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard)))
+
+    def _stop(self, for_s: float | None) -> None:
+        if for_s is not None:  # a stopped process cannot wake itself
+            wake = f"sleep {for_s}; kill -CONT {os.getpid()}"
+            subprocess.Popen(["sh", "-c", wake], start_new_session=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def _cut_off(self, for_s: float | None) -> None:
+        """Ends the connections once, or whatever connections there are again and again until the time is over."""
+        self.cut()
+        until_s = time.monotonic() + (for_s or 0.0)
+
+        def again() -> None:
+            while time.monotonic() < until_s:
+                self.cut()
+                time.sleep(_CUT_AGAIN_S)
+
+        threading.Thread(target=again, name="cut link", daemon=True).start()
+
+    def _later(self, after_s: float | None, act: Callable[[], None]) -> None:
+        if after_s is not None:
+            threading.Timer(after_s, act).start()
+
+    def _dawdle(self, seconds: float) -> None:
+        """After a slot that took ``seconds`` since its round began."""
+        if self._slow > 1:
+            time.sleep((self._slow - 1) * seconds)
+
+    def _corrupt_snapshot(self) -> None:
+        for segment in self.segments:
+            snapshot = segment.snapshot()
+            if snapshot is not None:
+                image = segment.image(snapshot.nbytes)
+                image[snapshot.nbytes // 2] ^= 1
+
+
+def _once(witness: Witness) -> Callable[[Tensor], None]:
+    """Flips one bit of the next gradient that the witness sees."""
+
+    def flip(gradient: Tensor) -> None:
+        witness.corrupt = None
+        _flip_bit(gradient)
+
+    return flip
+
+
+def _flip_bit(tensor: Tensor) -> None:
+    bits = tensor.view(-1).view(torch.int32)
+    bits[bits.numel() // 2] ^= 1 << 21
+
+
+def _before(owner: object, method: str, act: Callable[[], None]) -> None:
+    """From now on, ``act`` is called before each call of that one object's method."""
+    original = getattr(owner, method)
+
+    def both(*args: object, **kwargs: object) -> object:
+        act()
+        return original(*args, **kwargs)
+
+    setattr(owner, method, both)
+
+
+def _between(owner: object, first: str, last: str, act: Callable[[float], None]) -> None:
+    """From now on, ``act`` is called at the end of each call of ``last`` with the seconds since ``first`` was called."""
+    began_s = [0.0]
+
+    def begin() -> None:
+        began_s[0] = time.monotonic()
+
+    _before(owner, first, begin)
+    _before(owner, last, lambda: act(time.monotonic() - began_s[0]))

@@ -1,0 +1,221 @@
+"""Silent corruption: who recomputes what, who is wrong, and to which step to go back.
+
+A slot's gradient has the same bits on any healthy rank, so a second computation on another node and a comparison of two
+checksums show a machine that computes wrongly, whatever it is that it gets wrong (Dixit et al., "Silent Data Corruptions at
+Scale", 2021, found about one core in a thousand; vendors' tests miss many). In an audited step every data-parallel *team* (the
+ranks that compute a slot together, see ``phalanx.parallel.mesh.slots``) computes one slot more: one of another team's. So one
+extra round checks every team of the fleet.
+
+On a mismatch there are more turns, with other teams as witnesses, until a majority says who is wrong. The step is not applied
+meanwhile. A team that contradicts itself is guilty without a majority; two teams that both stand by their answers are both
+named, and their nodes' health checks decide.
+
+What the slots do not show are a wrong update and wrong memory: the parameters of replicas must be equal, so their checksums
+are compared the same way (``equal_holders``).
+
+Everything is a function of the run's seed and the step. No rank needs to be told anything, and a replay audits the same slots.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from phalanx.parallel.mesh.slots import Deal
+from phalanx.run.layout import Layout
+
+MOST_TURNS = 4
+"""Computations of a slot by further teams, before all who disagree are named."""
+
+Sums = tuple[int, ...]
+"""What a team found: a checksum from each of its ranks, in the order of ``team_ranks``."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One slot computed a second time."""
+
+    owner: int
+    """The team whose slots these are in this step."""
+    checker: int
+    """The team that computes them again; the owner itself in a turn that asks whether it stands by its answer."""
+    round: int
+    """In which of the owner's rounds it computes them."""
+    slots: tuple[int, ...]
+    """One for each data-parallel rank of the team."""
+
+
+@dataclass(frozen=True)
+class Vote:
+    """What a voter found of a thing of which there is one right value."""
+
+    voter: int
+    sums: Sums
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Who is wrong, among those who voted on one thing."""
+
+    wrong: tuple[int, ...]
+    """Empty if all agree."""
+    sure: bool
+    """Whether a majority or a contradiction proves it; otherwise some of ``wrong`` may be right."""
+    places: tuple[int, ...] = ()
+    """In which places of their sums the wrong differ: which of a team's ranks saw it."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is to be done about a mismatch."""
+
+    ranks: tuple[int, ...]
+    """Whose nodes are to be quarantined."""
+    sure: bool
+    """If not, health checks must tell which of them."""
+    roll_back_to: int
+    """The last step whose audit found nothing wrong; 0 is the beginning. What was computed since is not to be trusted."""
+    slots: tuple[int, ...] = ()
+    """The slots that were computed wrongly; none if it was parameters."""
+
+
+def due(step: int, every: int) -> bool:
+    """Whether step ``step`` (from 1) is audited; ``every`` 0 means never."""
+    return every > 0 and step % every == 0
+
+
+def teams(deal: Deal) -> int:
+    """How many teams of data-parallel ranks there are, over all replicas."""
+    return deal.replicas * (deal.shard_ranks // deal.team)
+
+
+def checks(deal: Deal, seed: int, step: int, turn: int = 0) -> tuple[Check, ...]:
+    """Who computes what again in step ``step``: every team that has slots is checked once, and every team checks at most once.
+
+    ``turn`` 0 is the audit; further turns call other witnesses for the same slots, the owners themselves last. Nothing is
+    audited where one team computes all.
+    """
+    count = teams(deal)
+    if count == 1:
+        return ()
+    shift = _shifts(count, seed, step)[turn % count]
+    found = []
+    for owner in range(count):
+        hands = _hands(deal, owner)
+        if hands:
+            number = _draw(seed, step, f"round of team {owner}") % len(hands)
+            found.append(Check(owner, (owner + shift) % count, number, hands[number]))
+    return tuple(found)
+
+
+def _hands(deal: Deal, team: int) -> list[tuple[int, ...]]:
+    """The slots of one team in each round in which it has any."""
+    per_replica = deal.shard_ranks // deal.team
+    first = team % per_replica * deal.team
+    rounds = (slots[first : first + deal.team] for slots in deal.rounds(team // per_replica))
+    return [tuple(slot for slot in slots if slot is not None) for slots in rounds if slots[0] is not None]
+
+
+def _shifts(count: int, seed: int, step: int) -> list[int]:
+    """By turn, how far from the owner the checker is: all other teams in a random order, then the owner."""
+    start = _draw(seed, step, "shift") % (count - 1)
+    return [1 + (start + turn) % (count - 1) for turn in range(count - 1)] + [0]
+
+
+def _draw(seed: int, step: int, what: str) -> int:
+    digest = hashlib.blake2b(f"audit\0{seed}\0{step}\0{what}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def judge(votes: Sequence[Vote]) -> Judgement:
+    """Who is wrong. A voter may vote several times: whoever contradicts itself is wrong, and its votes are void."""
+    answers: dict[int, set[Sums]] = {}
+    for vote in votes:
+        answers.setdefault(vote.voter, set()).add(vote.sums)
+    fickle = {voter for voter, given in answers.items() if len(given) > 1}
+    steady = {voter: next(iter(given)) for voter, given in answers.items() if voter not in fickle}
+    support = Counter(steady.values()).most_common(1)
+    right, backing = support[0] if support else ((), 0)
+    outvoted = {voter for voter, sums in steady.items() if sums != right}
+    if not outvoted and (not fickle or steady):
+        return Judgement(tuple(sorted(fickle)), True, _places(answers, fickle, right))
+    if 2 * backing > len(steady) and backing >= 2:
+        wrong = fickle | outvoted
+        return Judgement(tuple(sorted(wrong)), True, _places(answers, wrong, right))
+    return Judgement(tuple(sorted(answers)), False)
+
+
+def _places(answers: Mapping[int, set[Sums]], wrong: Iterable[int], right: Sums) -> tuple[int, ...]:
+    given = [sums for voter in wrong for sums in answers[voter]]
+    return tuple(place for place in range(len(right)) if any(sums[place] != right[place] for sums in given))
+
+
+def team_ranks(layout: Layout, team: int) -> tuple[int, ...]:
+    """The ranks of a data-parallel team, of all its stages, in the order of a team's ``Sums``."""
+    per_replica = layout.shard // layout.team
+    replica, first = team // per_replica, team % per_replica * layout.team
+    return tuple(
+        ((stage * layout.replicate + replica) * layout.shard + shard) * layout.model_ranks + inner
+        for stage in range(layout.pipeline)
+        for shard in range(first, first + layout.team)
+        for inner in range(layout.model_ranks)
+    )
+
+
+def slot_verdict(
+    layout: Layout, votes: Mapping[tuple[int, ...], Sequence[Vote]], good_step: int
+) -> Verdict | None:
+    """What all votes on all audited slots come to; ``None`` if they agree.
+
+    Args:
+        votes: By the slots that were voted on, the teams' votes.
+        good_step: The last step whose audit passed; 0 if none has.
+
+    A rank's mistake spreads to those that compute the slot with it, so that all ranks of a team whose checksums differ are
+    named; if one alone differs, it is the one.
+    """
+    judged = {slots: judge(cast) for slots, cast in votes.items()}
+    proven = {team for judgement in judged.values() if judgement.sure for team in judgement.wrong}
+    ranks: set[int] = set()
+    for judgement in judged.values():
+        # Where nothing is proven for these slots, what is proven for others explains it.
+        explained = not judgement.sure and proven & set(judgement.wrong)
+        for team in explained or judgement.wrong:
+            members = team_ranks(layout, team)
+            ranks |= {members[place] for place in judgement.places or range(len(members))}
+    if not ranks:
+        return None
+    sure = all(judgement.sure or proven & set(judgement.wrong) for judgement in judged.values())
+    bad = sorted(slot for slots, judgement in judged.items() if judgement.wrong for slot in slots)
+    return Verdict(tuple(sorted(ranks)), sure, good_step, tuple(bad))
+
+
+def open_cases(votes: Mapping[tuple[int, ...], Sequence[Vote]]) -> tuple[tuple[int, ...], ...]:
+    """The slots on which another turn is needed: nobody is proven wrong yet, though not all agree."""
+    return tuple(slots for slots, cast in votes.items() if not judge(cast).sure)
+
+
+def equal_holders(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """The groups of ranks that hold equal parameters, and so must have equal checksums of them; none without replicas."""
+    if layout.replicate == 1:
+        return ()
+    inner = layout.shard * layout.model_ranks
+    return tuple(
+        tuple((stage * layout.replicate + replica) * inner + place for replica in range(layout.replicate))
+        for stage in range(layout.pipeline)
+        for place in range(inner)
+    )
+
+
+def parameter_verdict(layout: Layout, sums: Mapping[int, int], good_step: int) -> Verdict | None:
+    """What the parameters' checksums, by rank, come to; ``None`` if replicas agree. Ranks that gave none are left out."""
+    judged = [
+        judge([Vote(rank, (sums[rank],)) for rank in group if rank in sums])
+        for group in equal_holders(layout)
+    ]
+    ranks = {rank for judgement in judged for rank in judgement.wrong}
+    if not ranks:
+        return None
+    return Verdict(tuple(sorted(ranks)), all(judgement.sure for judgement in judged), good_step)

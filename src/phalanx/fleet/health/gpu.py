@@ -1,0 +1,174 @@
+"""What NVIDIA GPUs say of themselves: memory errors, temperature, throttled clocks, Xid errors.
+
+Readings are taken through NVML (package ``nvidia-ml-py``, optional) and from the kernel's log, and judged as values. Meanings of
+the Xid numbers: NVIDIA, "Xid Errors" (docs.nvidia.com/deploy/xid-errors); of the throttle reasons: nvml.h.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.fleet.health.checks import ANY_RATE, CheckResult, HealthLimits
+
+_THROTTLED = {
+    0x08: "hardware slowdown",
+    0x40: "thermal slowdown by hardware",
+    0x20: "thermal slowdown by software",
+    0x80: "power brake",
+}
+"""Reasons (bits) for low clocks that a healthy GPU does not have; idle clocks and the power cap are none."""
+
+FATAL_XIDS = {
+    48: "double-bit memory error",
+    62: "internal micro-controller halt",
+    63: "memory row remapped",
+    64: "memory row could not be remapped",
+    74: "NVLink error",
+    79: "the GPU has fallen off the bus",
+    92: "high rate of single-bit memory errors",
+    94: "contained memory error",
+    95: "uncontained memory error",
+    119: "GSP does not answer",
+    120: "GSP error",
+}
+"""Xid errors that speak against the hardware; others (13, 31, 43, 45) are usually the program's own."""
+
+
+@dataclass(frozen=True)
+class GpuReading:
+    """What one GPU reports."""
+
+    name: str
+    bus: str
+    """PCI address, such as ``0000:3b:00.0``."""
+    temperature_c: float
+    limit_c: float
+    """Where it begins to slow down; 0 if it does not say."""
+    clock_mhz: float
+    throttle_reasons: int
+    """Bits."""
+    uncorrected_errors: int
+    """Of memory, since the driver was loaded."""
+    remap_pending: bool
+    """Whether memory rows wait for a reset to be replaced."""
+    remap_failed: bool
+
+
+@dataclass(frozen=True)
+class Xid:
+    """A line of the kernel's log about a GPU."""
+
+    bus: str
+    number: int
+
+
+def xids(log: str) -> tuple[Xid, ...]:
+    """The Xid errors in a kernel log."""
+    return tuple(
+        Xid(found[1], int(found[2]))
+        for found in re.finditer(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): ([0-9]+)", log)
+    )
+
+
+def judge_gpu(reading: GpuReading, errors: Sequence[Xid], limits: HealthLimits = ANY_RATE) -> CheckResult:
+    """Whether a GPU is fit, by what it and the kernel's log say."""
+    limit_c = limits.temperature_c or reading.limit_c
+    throttled = [text for bit, text in _THROTTLED.items() if reading.throttle_reasons & bit]
+    fatal = sorted({x.number for x in errors if x.number in FATAL_XIDS and _same_bus(x.bus, reading.bus)})
+    bad = [
+        *(f"{n} uncorrected memory errors" for n in [reading.uncorrected_errors] if n),
+        *(["memory rows wait for a reset to be replaced"] if reading.remap_pending else []),
+        *(["memory rows could not be replaced"] if reading.remap_failed else []),
+        *(f"Xid {number}: {FATAL_XIDS[number]}" for number in fatal),
+    ]
+    slow = [
+        *throttled,
+        *([f"{reading.temperature_c:.0f} C, limit {limit_c:.0f}"] * (0 < limit_c <= reading.temperature_c)),
+    ]
+    measures = {"temperature_c": reading.temperature_c, "clock_mhz": reading.clock_mhz}
+    found = (
+        "; ".join([*bad, *slow]) or f"{reading.temperature_c:.0f} C, {reading.clock_mhz:.0f} MHz, no errors"
+    )
+    return CheckResult(
+        "gpu",
+        "bad" if bad else "slow" if slow else "good",
+        f"{reading.name} at {reading.bus}: {found}",
+        measures,
+    )
+
+
+def _same_bus(left: str, right: str) -> bool:
+    """NVML writes the domain of a PCI address with eight digits, the kernel with four, and leaves the function out."""
+    short = [address.lower().split(".")[0].split(":")[-2:] for address in (left, right)]
+    return short[0] == short[1]
+
+
+def gpus(limits: HealthLimits = ANY_RATE) -> list[CheckResult]:
+    """All GPUs of this machine; one result "not checked" where there are none or NVML cannot be asked."""
+    try:
+        pynvml: Any = importlib.import_module("pynvml")  # optional: only machines with GPUs have a use for it
+    except ImportError:
+        return [CheckResult("gpu", "not checked", "nvidia-ml-py is not installed")]
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return [CheckResult("gpu", "not checked", f"NVML: {error}")]
+    try:
+        errors = xids(_kernel_log())
+        count = pynvml.nvmlDeviceGetCount()
+        return [judge_gpu(read_gpu(pynvml, number), errors, limits) for number in range(count)]
+    except pynvml.NVMLError as error:
+        return [CheckResult("gpu", "bad", f"a GPU does not answer: {error}")]
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def read_gpu(nvml: Any, number: int) -> GpuReading:
+    """What GPU ``number`` reports through the module ``nvml``; what it does not support counts as no error."""
+    gpu = nvml.nvmlDeviceGetHandleByIndex(number)
+
+    def ask(question: Callable[..., Any], *args: Any, otherwise: Any = 0) -> Any:
+        try:
+            return question(gpu, *args)
+        except nvml.NVMLError_NotSupported:
+            return otherwise
+
+    _, _, pending, failed = ask(nvml.nvmlDeviceGetRemappedRows, otherwise=(0, 0, 0, 0))
+    return GpuReading(
+        name=str(nvml.nvmlDeviceGetName(gpu)),
+        bus=str(nvml.nvmlDeviceGetPciInfo(gpu).busId),
+        temperature_c=float(nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)),
+        limit_c=float(ask(nvml.nvmlDeviceGetTemperatureThreshold, nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN)),
+        clock_mhz=float(ask(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM)),
+        throttle_reasons=int(ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons)),
+        uncorrected_errors=int(
+            ask(
+                nvml.nvmlDeviceGetTotalEccErrors,
+                nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+                nvml.NVML_VOLATILE_ECC,
+            )
+        ),
+        remap_pending=bool(pending),
+        remap_failed=bool(failed),
+    )
+
+
+def _kernel_log() -> str:
+    """The kernel's messages, as far as this user may read them."""
+    lines: list[bytes] = []
+    try:
+        log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return ""
+    try:
+        while True:
+            lines.append(os.read(log, 8192))
+    except OSError:  # the end of what there is, or not allowed
+        return b"\n".join(lines).decode(errors="replace")
+    finally:
+        os.close(log)

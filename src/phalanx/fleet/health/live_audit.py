@@ -1,0 +1,167 @@
+"""Audits of slots in a running step: the plan of ``phalanx.fleet.health.audit``, carried out on every rank.
+
+In an audited step a rank first compares its parameters with those of the other replicas and computes another team's slot
+(``begin``), watches its own audited round on the way (``around``), and then compares with all others (``verdict``). If all agree, the step goes on, its bits untouched. If not, the step's
+gradients are given up, and more teams compute the slots until somebody is proven wrong; every rank comes to the same verdict.
+
+Parameters are compared once more before the next step: only then is it known that the update of the audited step was right
+too, and its result is what a later find goes back to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from phalanx.fleet.health.audit import (
+    MOST_TURNS,
+    Check,
+    Verdict,
+    Vote,
+    checks,
+    due,
+    equal_holders,
+    open_cases,
+    parameter_verdict,
+    slot_verdict,
+    team_ranks,
+)
+from phalanx.parallel.mesh.slots import Deal
+from phalanx.parallel.reduction.checksum import named_checksum, total_checksum
+from phalanx.parallel.reduction.data_parallel import DataParallel, Round, local
+from phalanx.parallel.reduction.witness import Witness, attach, extra_round
+from phalanx.train.step.state import state_tensors
+
+Votes = dict[tuple[int, ...], list[Vote]]
+
+
+class CorruptionFoundError(RuntimeError):
+    """A rank computed wrongly; raised on every rank alike."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        self.verdict = verdict
+        named = ", ".join(map(str, verdict.ranks))
+        doubt = "" if verdict.sure else " (one of them)"
+        what = (
+            f"slots {verdict.slots} computed wrongly by"
+            if verdict.slots
+            else "replicas' parameters to differ, the wrong ones on"
+        )
+        super().__init__(
+            f"an audit found {what} rank {named}{doubt}; all is good up to step {verdict.roll_back_to}"
+        )
+
+
+@dataclass
+class LiveAudit:
+    """The audits of one rank."""
+
+    model: DataParallel
+    deal: Deal
+    seed: int
+    every: int
+    """Steps between audits."""
+    compute: Callable[[Round], object]
+    """Forward and backward of a round's slot, between ``begin`` and ``end`` of the model."""
+    good_step: int = 0
+    """The last step whose audit found nothing wrong, neither before its update nor after it."""
+    witness: Witness = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.witness = attach(self.model)
+        self._plan: tuple[Check, ...] = ()
+        self._mine = self._checked = 0
+        self._unsealed = self.good_step
+        """Its slots were right; whether its update was, is not known yet."""
+
+    @property
+    def team(self) -> int:
+        """This rank's team, among all of the fleet."""
+        mesh = self.model.mesh
+        return mesh.replica * (self.deal.shard_ranks // self.deal.team) + mesh.shard_rank // self.deal.team
+
+    def begin(self, step: int) -> None:
+        """Before the rounds of step ``step``: computes the slot that this rank checks, if the step is audited.
+
+        Raises ``CorruptionFoundError`` if it is, or the last one was, and replicas' parameters differ.
+        """
+        if due(step, self.every) or due(step - 1, self.every):
+            self._compare_parameters()
+        self._plan = checks(self.deal, self.seed, step) if due(step, self.every) else ()
+        if self._plan:
+            self._checked = self._extra(self._plan)
+
+    def _compare_parameters(self) -> None:
+        layout = self.model.mesh.layout
+        if equal_holders(layout):
+            held = state_tensors(self.model.parts).items()
+            mine = total_checksum([named_checksum(name, local(tensor)) for name, tensor in held])
+            found = parameter_verdict(layout, dict(enumerate(self._gathered(mine))), self.good_step)
+            if found is not None:
+                raise CorruptionFoundError(found)
+        self.good_step = self._unsealed
+
+    def around(self, number: int) -> AbstractContextManager[None]:
+        """Encloses round ``number`` of the step, so that it is watched if it is the audited one."""
+        if any(check.owner == self.team and check.round == number for check in self._plan):
+            return self.witness.watch()
+        return nullcontext()
+
+    def ended(self, step: int) -> None:
+        """After the rounds, before the update: raises ``CorruptionFoundError`` if anything is wrong."""
+        found = self.verdict(step)
+        if found is not None:
+            raise CorruptionFoundError(found)
+
+    def verdict(self, step: int) -> Verdict | None:
+        """After the rounds, before the update; ``None`` if nothing is wrong. On every rank, with the same result.
+
+        With a verdict the step's gradients are gone: it must not be applied.
+        """
+        if not self._plan:
+            return None
+        self._mine = self.witness.take()
+        own, checked = self._gathered(self._mine), self._gathered(self._checked)
+        votes: Votes = {}
+        for check in self._plan:
+            votes[check.slots] = [self._vote(check.owner, own), self._vote(check.checker, checked)]
+        if open_cases(votes):
+            self.model.abandon()
+            self._call_witnesses(step, votes)
+        found = slot_verdict(self.model.mesh.layout, votes, self.good_step)
+        if found is None:
+            self._unsealed = step
+        return found
+
+    def _call_witnesses(self, step: int, votes: Votes) -> None:
+        for turn in range(1, 1 + MOST_TURNS):
+            wanted = open_cases(votes)
+            if not wanted:
+                return
+            plan = checks(self.deal, self.seed, step, turn)
+            sums = self._gathered(self._extra(plan))
+            for check in plan:
+                if check.slots in wanted:
+                    votes[check.slots].append(self._vote(check.checker, sums))
+
+    def _extra(self, plan: tuple[Check, ...]) -> int:
+        """The checksum of this rank's slot in an extra round."""
+        mesh, deal = self.model.mesh, self.deal
+        by_checker = {check.checker: check.slots for check in plan}
+        first = mesh.replica * (deal.shard_ranks // deal.team)
+        # A team with nothing to check computes some slot all the same: weights are gathered by all.
+        hands = [by_checker.get(first + i, plan[0].slots) for i in range(deal.shard_ranks // deal.team)]
+        with self.witness.watch(extra=True):
+            self.compute(extra_round(tuple(slot for hand in hands for slot in hand), mesh.shard_rank))
+        return self.witness.take()
+
+    def _gathered(self, mine: int) -> list[int]:
+        everybody: list[int] = [0] * self.model.mesh.ranks
+        dist.all_gather_object(everybody, mine)
+        return everybody
+
+    def _vote(self, team: int, sums: list[int]) -> Vote:
+        return Vote(team, tuple(sums[rank] for rank in team_ranks(self.model.mesh.layout, team)))

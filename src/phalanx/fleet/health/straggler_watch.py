@@ -1,0 +1,56 @@
+"""Finds slow ranks while a run goes on: the statistics of ``phalanx.fleet.health.stragglers``, fed by the ranks themselves.
+
+In a synchronous run all ranks take equally long for a step, so only the time in which a rank computes tells. At the end of each
+window of steps the ranks tell each other theirs (one number each) and all come to the same judgement; the one who is meant
+reports itself to its agent.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from phalanx.fleet.health.stragglers import (
+    History,
+    Straggler,
+    StragglerRule,
+    judge_window,
+    roles,
+    window_time_s,
+)
+from phalanx.observe.ledger import NS_PER_S, Bucket
+from phalanx.train.step.step import Stepper
+
+
+class StragglerWatch:
+    """Watches the ranks of one epoch, from one of them."""
+
+    def __init__(self, stepper: Stepper, window_steps: int) -> None:
+        self._stepper, self._window_steps, self._rule = stepper, window_steps, StragglerRule()
+        self._mesh = stepper.model.mesh
+        self._slots = sum(current.counts for current in stepper.rounds)
+        self._history = History()
+        self._times_s: list[float] = []
+        self._computed_ns = self._compute_ns()
+
+    def step_ended(self, step: int) -> tuple[Straggler, ...]:
+        """Takes in a step; at the end of a window the stragglers, on every rank alike."""
+        computed_ns = self._compute_ns()
+        self._times_s.append((computed_ns - self._computed_ns) / NS_PER_S / max(1, self._slots))
+        self._computed_ns = computed_ns
+        if step % self._window_steps:
+            return ()
+        times_s, self._times_s = self._exchange(window_time_s(self._times_s)), []
+        self._history, found = judge_window(self._history, times_s, roles(self._mesh.layout), self._rule)
+        return found
+
+    def _compute_ns(self) -> int:
+        return self._stepper.ledger.totals_ns().get(Bucket.STEP_COMPUTE.value, 0)
+
+    def _exchange(self, mine_s: float) -> dict[int, float]:
+        """Every rank's time of a slot; ranks without slots have none."""
+        times = torch.zeros(self._mesh.ranks, dtype=torch.float64, device=self._mesh.device)
+        if self._slots:
+            times[self._mesh.rank] = mine_s
+        dist.all_reduce(times)
+        return {rank: time_s for rank, time_s in enumerate(times.tolist()) if time_s > 0}

@@ -1,0 +1,1 @@
+"""One node: its agent, its workers, and the links between them."""

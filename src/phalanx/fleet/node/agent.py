@@ -1,0 +1,380 @@
+"""The agent of a node: starts and watches its workers, keeps their snapshots, and does what the coordinator says.
+
+All decisions are those of ``AgentState``; this shell turns sockets, processes and the clock into calls of it, and its
+actions into effects. The agent holds the memory into which its workers write their snapshots, so a worker that
+crashes leaves its state behind; it holds no torch and little else, so it has little reason to crash itself. If
+it dies all the same, the kernel kills its workers with it: a node is there as a whole, or not at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.checkpoint.format.errors import CheckpointError
+from phalanx.checkpoint.snapshot.client import SnapshotClient
+from phalanx.checkpoint.snapshot.memory import SnapshotKey, SnapshotMemory
+from phalanx.checkpoint.snapshot.server import SnapshotServer
+from phalanx.fleet.control.coordinator import door_of
+from phalanx.fleet.control.coordinator_link import CoordinatorLink
+from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
+from phalanx.fleet.control.security import SecurityError
+from phalanx.fleet.control.transport import Door
+from phalanx.fleet.core.messages import Command, Holding
+from phalanx.fleet.core.state import leave_s
+from phalanx.fleet.health.quick import complaints, of_node
+from phalanx.fleet.node.agent_actions import (
+    Action,
+    End,
+    Examine,
+    Explain,
+    Forget,
+    Identity,
+    Kill,
+    Patience,
+    Push,
+    Say,
+    Start,
+    Tell,
+)
+from phalanx.fleet.node.agent_state import AgentState
+from phalanx.fleet.node.worker_link import Inject, Taken, ToAgent, Warm
+from phalanx.fleet.node.worker_process import WorkerProcess
+from phalanx.run.spec import RunSpec
+from phalanx.train.lifecycle.run_directory import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.train.lifecycle.worker import die_with_parent
+
+_PUSH_AGAIN_S = 0.1
+_LONGEST_RESTART_PAUSE_S = 10.0
+_FAREWELL_S = 0.5
+_EXAMINE_S, _EXAMINE_AGAIN_S = 30.0, 30.0
+WORKER_PROGRAM = (sys.executable, "-m", "phalanx.fleet.node.worker")
+
+
+@dataclass(frozen=True)
+class Post:
+    """What an agent is told about itself by whoever starts it."""
+
+    run_dir: Path
+    node: str
+    attempt: int = 0
+    coordinator: str = ""
+    """ "host:port"; empty: as fleet.json in the run directory says."""
+    host: str = "127.0.0.1"
+    """This machine, as the other nodes reach it."""
+    domain: tuple[str, ...] = ()
+    """Failure domains from the widest to the narrowest: hall, switch, rack."""
+    spare: bool = False
+    """At first it takes ranks only if the other nodes are too few."""
+    faults: tuple[str, ...] = ()
+    """Passed on to every worker."""
+    worker_program: tuple[str, ...] = WORKER_PROGRAM
+
+
+class Agent:
+    """One life of an agent."""
+
+    def __init__(self, post: Post, spec: RunSpec, door: Door) -> None:
+        self._post, self._spec, self._door, fleet = post, spec, door, spec.fleet
+        certificates = door.certificates
+        self._tls = certificates.client_context() if certificates else None
+        self._certificates = certificates.folder if certificates else None
+        self._memory = SnapshotMemory(door.run, fleet.workers_per_node)
+        self._data = SnapshotServer(
+            self._memory,
+            door.token,
+            host=_listening(post.host),
+            tls=certificates.server_context() if certificates else None,
+        )
+        identity = Identity(
+            post.node, fleet.workers_per_node, post.host, self._data.port, post.domain, post.spare
+        )
+        patience = Patience(fleet.worker_lease_s, leave_s(fleet))
+        self._state = AgentState(
+            identity, time.time_ns() // 1_000_000, patience, self._held, checked=fleet.health_checks
+        )
+        self._doctor, self._suspicion = ThreadPoolExecutor(1, "health"), asyncio.Event()
+        self._link = CoordinatorLink(self._where, door, self._state.greet, self._obey, self.log)
+        self._workers: dict[int, WorkerProcess] = {}
+        self._deaths = [0] * fleet.workers_per_node
+        self._pushers = [ThreadPoolExecutor(1, f"push-{i}") for i in range(fleet.workers_per_node)]
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._over, self._reason = asyncio.Event(), ""
+
+    def log(self, line: str) -> None:
+        """A line into this process's log."""
+        print(time.strftime("%H:%M:%S"), line, flush=True)
+
+    async def run(self) -> None:
+        """Until the run is over, or SIGTERM; nothing that it started is left then."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._end, "asked to end")
+        self.log(f"node {self._post.node}, incarnation {self._state.incarnation}, process {os.getpid()}")
+        self._do([Start(i) for i in range(self._spec.fleet.workers_per_node)])
+        self._do(self._state.examine())
+        for forever in (self._link.run(), self._tick(), self._beat(), self._examine()):
+            self._in_background(forever)
+        await self._over.wait()
+        self.log(f"ends: {self._reason}")
+        await self._farewell()
+
+    async def _farewell(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for worker in self._workers.values():
+            worker.kill()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_FAREWELL_S):
+                gone = [worker.gone() for worker in self._workers.values()]
+                await asyncio.gather(*gone, *self._tasks, return_exceptions=True)
+        for pusher in (*self._pushers, self._doctor):
+            pusher.shutdown(wait=False, cancel_futures=True)
+        self._data.close()
+
+    def _end(self, reason: str) -> None:
+        self._reason = self._reason or reason
+        self._over.set()
+
+    def _in_background(self, coroutine: object) -> None:
+        assert asyncio.iscoroutine(coroutine)
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not self._over.is_set():
+            self.log(f"cannot go on: {error!r}")
+            self._end(repr(error))
+
+    def _where(self) -> str:
+        if self._post.coordinator:
+            return self._post.coordinator
+        with suppress(FleetFileError):
+            return read_fleet_file(self._post.run_dir).coordinator
+        return ""
+
+    def _held(self) -> tuple[Holding, ...]:
+        return tuple(
+            Holding(h.key.ranks, h.key.rank, h.key.step, h.kind, h.nbytes, h.epoch)
+            for h in self._memory.holdings()
+        )
+
+    # --- time ----------------------------------------------------------------------------------
+
+    async def _tick(self) -> None:
+        pause_s = min(0.25, self._spec.fleet.worker_lease_s / 8)
+        while True:
+            self._do(self._state.ticks(time.monotonic(), time.time()))
+            await asyncio.sleep(pause_s)
+
+    async def _beat(self) -> None:
+        while True:
+            self._link.say(self._state.beat())
+            await asyncio.sleep(self._spec.fleet.heartbeat_s)
+
+    async def _examine(self) -> None:
+        """Checks the node whenever that is wanted; one that is unfit again and again, should somebody mend it."""
+        while True:
+            await self._suspicion.wait()
+            self._suspicion.clear()
+            found = await self._complaints()
+            if self._suspicion.is_set():
+                continue  # what made it suspect again may have come after the check
+            if found:
+                self.log(f"unfit: {found}")
+            self._do(self._state.examined(found))
+            if found:
+                await asyncio.sleep(_EXAMINE_AGAIN_S)
+                self._suspicion.set()
+
+    async def _complaints(self) -> str:
+        checks = asyncio.get_running_loop().run_in_executor(self._doctor, of_node)
+        try:
+            return complaints(await asyncio.wait_for(checks, _EXAMINE_S))
+        except TimeoutError:
+            return f"its checks did not end within {_EXAMINE_S:g} s"
+
+    # --- news ----------------------------------------------------------------------------------
+
+    def _obey(self, command: Command) -> None:
+        self.log(f"told: {str(command)[:300]}")
+        self._do(self._state.obey(command, time.monotonic(), time.time()))
+
+    def _heard(self, index: int, said: ToAgent) -> None:
+        self._do(self._state.hears(index, said, time.monotonic(), time.time()))
+        if isinstance(said, Warm):
+            self._deaths[index] = 0
+            self._do([Tell(index, Inject(fault)) for fault in self._post.faults])
+
+    def _exited(self, index: int, code: int, text: str) -> None:
+        self._workers.pop(index, None)
+        self.log(f"worker {index} ended with code {code}")
+        self._do(self._state.exited(index, code, text, time.time()))
+
+    # --- effects -------------------------------------------------------------------------------
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if not self._over.is_set():
+                self._carry_out(action)
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Say(report):
+                self._link.say(report)
+            case Tell(index, message):
+                if index in self._workers:
+                    self._workers[index].tell(message)
+            case Kill(index):
+                if index in self._workers:
+                    self._workers[index].kill()
+            case Start(index):
+                self._in_background(self._start(index))
+            case Push(index, taken, address):
+                self._in_background(self._push(index, taken, address))
+            case Forget(step):
+                self._memory.discard_after(step)
+            case Explain(silent_s):
+                self.log(f"no step for {silent_s:.0f} s: {self._state.beat()}")
+            case Examine():
+                self._suspicion.set()
+            case End(reason):
+                self._end(reason)
+
+    async def _start(self, index: int) -> None:
+        """A fresh process, after a pause that grows with each death before it was warm."""
+        deaths = self._deaths[index]
+        await asyncio.sleep(min(0.1 * 2**deaths, _LONGEST_RESTART_PAUSE_S) if deaths else 0.0)
+        self._deaths[index] += 1
+        segments = [segment.descriptor for segment in self._memory.worker_segments(index)]
+        command = [
+            *self._post.worker_program,
+            "--run-dir",
+            str(self._post.run_dir),
+            "--worker",
+            str(index),
+            "--attempt",
+            str(self._post.attempt),
+            "--host",
+            self._post.host,
+            "--node",
+            self._post.node,
+            *(["--certificates", str(self._certificates)] if self._certificates else []),
+            "--segments",
+            *map(str, segments),
+        ]
+        log = self._post.run_dir / "logs" / f"attempt-{self._post.attempt:03d}-{self._post.node}-{index}.log"
+        self._state.started(index, time.monotonic())
+        self._workers[index] = await WorkerProcess.start(
+            command,
+            segments,
+            self._spec.runtime.threads,
+            log,
+            lambda said: self._heard(index, said),
+            lambda code, text: self._exited(index, code, text),
+        )
+
+    async def _push(self, index: int, taken: Taken, address: str) -> None:
+        """Streams a snapshot to its buddy, again and again until it is there or nobody needs it any more."""
+        loop = asyncio.get_running_loop()
+        key = SnapshotKey(taken.ranks, taken.rank, taken.step)
+        while self._state.workers[index].epoch == taken.epoch:
+            try:
+                await loop.run_in_executor(self._pushers[index], self._stream, address, key)
+            except CheckpointError as error:
+                self.log(f"{key} has not reached its buddy: {error}")
+                await asyncio.sleep(_PUSH_AGAIN_S)
+            else:
+                self._do(self._state.pushed(index, taken))
+                return
+
+    def _stream(self, address: str, key: SnapshotKey) -> None:
+        with SnapshotClient(address, self._door.token, tls=self._tls) as client:
+            client.push(self._memory, key)
+
+
+def _listening(host: str) -> str:
+    """Loopback stays private; else every interface, since ``host`` may be a name that others give us."""
+    return host if host.startswith("127.") else "0.0.0.0"
+
+
+def own_host(coordinator: str) -> str:
+    """The address of this machine on the way to the coordinator, which others can most likely reach too."""
+    host, _, port = coordinator.rpartition(":")
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host or "127.0.0.1", int(port or 1)))  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return socket.gethostname()
+
+
+def run_agent(post: Post, certificates: Path | None = None) -> None:
+    """Runs an agent in this process, to the end of the run.
+
+    Raises:
+        RunDirectoryError: There is no run in the run directory.
+        SecurityError: Token or certificates are missing.
+    """
+    directory = RunDirectory(post.run_dir)
+    spec = read_resolved(directory)
+    door = door_of(post.run_dir, spec, certificates)
+    (post.run_dir / "logs").mkdir(exist_ok=True)
+    asyncio.run(_run(lambda: Agent(post, spec, door)))
+
+
+async def _run(make: Callable[[], Agent]) -> None:
+    await make().run()
+
+
+def main() -> int:
+    """The process that a launcher starts for each node of a local fleet."""
+    die_with_parent()
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stdout)
+    parser = argparse.ArgumentParser(prog="phalanx.fleet.node.agent")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--node", required=True)
+    parser.add_argument("--attempt", type=int, default=0)
+    parser.add_argument("--coordinator", default="")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--domain", nargs="*", default=())
+    parser.add_argument("--spare", action="store_true")
+    parser.add_argument("--fault", action="append", default=[])
+    parser.add_argument("--certificates", type=Path)
+    parser.add_argument("--worker-program", nargs="+", default=list(WORKER_PROGRAM))
+    given = parser.parse_args()
+    post = Post(
+        run_dir=given.run_dir,
+        node=given.node,
+        attempt=given.attempt,
+        coordinator=given.coordinator,
+        host=given.host,
+        domain=tuple(given.domain),
+        spare=given.spare,
+        faults=tuple(given.fault),
+        worker_program=tuple(given.worker_program),
+    )
+    try:
+        run_agent(post, given.certificates)
+    except (RunDirectoryError, SecurityError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+    sys.stdout.flush()
+    os._exit(0)  # not waiting for a push that hangs in a dead peer
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,453 @@
+"""What an agent knows of its node, and what it does about whatever happens: no sockets, no processes, no clock.
+
+Everything that reaches an agent (a command, a word from a worker, the end of a process, the passing of time) is a method
+here that changes the state and returns actions for the shell in ``phalanx.fleet.node.agent`` to carry out. Two rules hold
+everywhere. An epoch that was parked is never entered again, whoever asks: that is what lets the coordinator re-form the fleet
+without waiting for messages that may still be under way. And what was reported is a level (*my workers are in no epoch*), so
+saying it again does no harm; ``greet`` says it all after every reconnection.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from phalanx.fleet.core.messages import (
+    MOST_RECORD_BYTES,
+    NO_EPOCH,
+    NO_STEP,
+    Beat,
+    Bind,
+    Bound,
+    Broken,
+    Command,
+    Diagnose,
+    Durable,
+    Expel,
+    Fatal,
+    Finished,
+    Fresh,
+    FromDisk,
+    FromMemory,
+    Holdings,
+    Joined,
+    KillWorker,
+    Park,
+    Parked,
+    Ready,
+    Recorded,
+    Release,
+    Report,
+    Resume,
+    Shutdown,
+    Stop,
+    Suspect,
+    TellAll,
+    WorkerExited,
+    WorkerHung,
+    WorkerPhase,
+)
+from phalanx.fleet.node import worker_link
+from phalanx.fleet.node.agent_actions import (
+    Action,
+    End,
+    Examine,
+    Explain,
+    Forget,
+    Identity,
+    Kill,
+    Patience,
+    Push,
+    Say,
+    Start,
+    Tell,
+    WorkerLife,
+)
+from phalanx.fleet.node.worker_link import ToAgent
+
+_TEXT_MAX = 2000
+_MEETING_LEAVE_S = 1.0
+"""Who has not begun to train leaves at once, or not at all: while gloo connects it cannot be called back."""
+_START_S = 600.0
+"""A worker that is not warm after so long (PyTorch from a cold network disk) is started again."""
+
+
+@dataclass
+class AgentState:
+    """All that an agent knows; see the module."""
+
+    identity: Identity
+    incarnation: int
+    patience: Patience
+    held: Callable[[], Holdings]
+    """The snapshots that the node's memory holds now."""
+    fence: int = NO_EPOCH
+    """This epoch and those before it are never entered again."""
+    owed: int | None = None
+    """Parked is owed for this epoch, once all workers are out."""
+    planned: bool = False
+    ended_unix_s: float = 0.0
+    """When this node learnt that the present epoch must end; 0 while it need not."""
+    buddies: dict[int, str] = field(default_factory=dict)
+    """Rank -> address of who keeps its second copy."""
+    evidence: list[Report] = field(default_factory=list)
+    """What of the present epoch the coordinator must know, should it not have heard."""
+    ticked_s: float = 0.0
+    checked: bool = False
+    """Whether the node must pass its checks before it is offered."""
+
+    def __post_init__(self) -> None:
+        self.cleared = not self.checked
+        self.workers = [WorkerLife() for _ in range(self.identity.workers)]
+
+    # --- levels ------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """In which the workers are (the newest, should they differ)."""
+        return max(worker.epoch for worker in self.workers)
+
+    def joined(self) -> Joined:
+        """Everything about this node."""
+        me, bound = self.identity, self.phase() is WorkerPhase.BOUND
+        return Joined(
+            node=me.node,
+            incarnation=self.incarnation,
+            workers=me.workers,
+            host=me.host,
+            data_port=me.data_port,
+            domain=me.domain,
+            held=self.held(),
+            epoch=self.epoch,
+            bound=bound,
+            meeting_points=self._meeting_points(),
+            reserve=me.reserve,
+        )
+
+    def greet(self) -> list[Report]:
+        """What to say first on a new connection."""
+        return [self.joined(), *self.evidence]
+
+    def beat(self) -> Beat:
+        """A sign of life."""
+        placed = self._placed()
+        step = min((worker.step for worker in placed), default=NO_STEP)
+        return Beat(self.identity.node, self.incarnation, self.epoch, step, self.phase())
+
+    def phase(self) -> WorkerPhase:
+        """Where the workers are, all of them together."""
+        placed = self._placed()
+        if not all(self._meeting_points()):
+            return WorkerPhase.COLD
+        if not placed:
+            return WorkerPhase.WARM
+        if any(worker.leaving for worker in placed):
+            return WorkerPhase.LEAVING
+        return WorkerPhase.BOUND if all(worker.bound for worker in placed) else WorkerPhase.BINDING
+
+    def _placed(self) -> list[WorkerLife]:
+        return [worker for worker in self.workers if worker.epoch != NO_EPOCH]
+
+    def _meeting_points(self) -> tuple[str, ...]:
+        return tuple(worker.meeting_point if self.cleared else "" for worker in self.workers)
+
+    # --- commands of the coordinator -----------------------------------------------------------
+
+    def obey(self, command: Command, now_s: float, unix_s: float) -> list[Action]:
+        """Does what the coordinator says. ``unix_s`` is the time of day, for the accounts of the next epoch."""
+        match command:
+            case Park():
+                return self._park(command, now_s, unix_s)
+            case Bind():
+                return self._bind(command, now_s, unix_s)
+            case Release(epoch):
+                return self._tell_out(epoch - 1, "this node is a spare now", planned=False, now_s=now_s)
+            case KillWorker(worker):
+                return [Kill(worker)] if worker < len(self.workers) and self.workers[worker].running else []
+            case Stop():
+                return [Tell(i, worker_link.Stop("asked to stop")) for i in self._in_epoch()]
+            case Expel(reason, incarnation):
+                return self._expel(reason, incarnation, unix_s) if self.incarnation <= incarnation else []
+            case TellAll():
+                return [Say(report) for report in self.greet()]
+            case Diagnose():
+                return [Explain(command.silent_s), *self._ask(command.epoch)]
+            case Shutdown(reason):
+                return [End(reason)]
+
+    def _ask(self, epoch: int) -> list[Action]:
+        """Wants the flight record of each worker in ``epoch``."""
+        asked = [i for i, worker in enumerate(self.workers) if worker.epoch == epoch != NO_EPOCH]
+        for i in asked:
+            self.workers[i].asked = True
+        return [Tell(i, worker_link.Explain(epoch)) for i in asked]
+
+    def _in_epoch(self) -> list[int]:
+        return [i for i, worker in enumerate(self.workers) if worker.epoch != NO_EPOCH]
+
+    def _park(self, park: Park, now_s: float, unix_s: float) -> list[Action]:
+        self.ended_unix_s = self.ended_unix_s or unix_s
+        self.owed, self.planned = max(self.owed or NO_EPOCH, park.epoch), park.planned
+        actions = self._tell_out(park.epoch, park.reason, planned=park.planned, now_s=now_s)
+        return actions + self._parked()
+
+    def _tell_out(self, epoch: int, reason: str, *, planned: bool, now_s: float) -> list[Action]:
+        """Nobody is to stay in ``epoch`` or an earlier one."""
+        self.fence = max(self.fence, epoch)
+        actions: list[Action] = []
+        for i, worker in enumerate(self.workers):
+            hurried = not planned and worker.leave_by_s == math.inf
+            if not NO_EPOCH < worker.epoch <= self.fence:
+                continue
+            if not worker.running:  # it had ended with the run, and the run goes on
+                self.workers[i] = WorkerLife()
+                actions.append(Start(i))
+            elif not worker.leaving or hurried:
+                worker.leaving = True
+                patience_s = self.patience.leave_s if worker.bound else _MEETING_LEAVE_S
+                worker.leave_by_s = math.inf if planned else now_s + patience_s
+                actions.append(Tell(i, worker_link.Park(self.fence, planned=planned, reason=reason)))
+        return actions
+
+    def _parked(self) -> list[Action]:
+        """The answer to Park, once it is true."""
+        if self.owed is None or self._placed():
+            return []
+        epoch, self.owed, self.evidence = self.owed, None, []
+        me = self.identity.node
+        return [Say(Parked(me, self.incarnation, epoch, self._meeting_points(), self.held()))]
+
+    def _ending(self, bind: Bind, unix_s: float) -> tuple[bool, float]:
+        """Whether the last epoch that trained was left as planned, and since when that has been known; 0 if there was none."""
+        if bind.left_s_ago is None:
+            return self.planned, self.ended_unix_s
+        told_unix_s = unix_s - bind.left_s_ago
+        if not self.ended_unix_s:  # this node was not in it
+            return bind.left_planned, told_unix_s
+        return self.planned, min(self.ended_unix_s, told_unix_s)
+
+    def _bind(self, bind: Bind, now_s: float, unix_s: float) -> list[Action]:
+        places = dict(bind.places)
+        if bind.epoch <= self.fence:
+            return []
+        if bind.epoch == self.epoch:  # said twice: so our Bound was lost, if there was one
+            return self._bound()
+        fit = [i for i in places if i < len(self.workers) and self.workers[i].meeting_point]
+        if len(fit) != len(places) or self._placed():
+            return [Say(report) for report in self.greet()]
+        self.fence, self.owed, self.evidence = bind.epoch - 1, None, []
+        self.buddies = {b.rank: f"{b.host}:{b.data_port}" for b in bind.buddies if b.data_port}
+        planned, ended_unix_s = self._ending(bind, unix_s)
+        self.planned, self.ended_unix_s = False, 0.0
+        for i, rank in places.items():
+            self.workers[i].enter(bind.epoch, rank, now_s)
+        forget = Forget(NO_STEP if isinstance(bind.resume, Fresh) else bind.resume.step)
+        tells = [
+            Tell(
+                i,
+                worker_link.Bind(
+                    epoch=bind.epoch,
+                    rank=rank,
+                    ranks=bind.ranks,
+                    meeting_point=bind.meeting_point,
+                    resume=_for_worker(bind.resume),
+                    planned=planned,
+                    detected_unix_s=ended_unix_s,
+                ),
+            )
+            for i, rank in places.items()
+        ]
+        return [forget, *tells]
+
+    def _expel(self, reason: str, incarnation: int, unix_s: float) -> list[Action]:
+        """This incarnation is fenced: its workers die, its memory stays, and it comes back as another."""
+        self.incarnation = max(incarnation + 1, int(unix_s * 1000))
+        self.owed, self.evidence, self.buddies = None, [], {}
+        self.fence = max(self.fence, self.epoch)
+        self.ended_unix_s = self.ended_unix_s or unix_s
+        actions: list[Action] = []
+        for i, worker in enumerate(self.workers):
+            worker.leave("")
+            if worker.running:
+                worker.doomed, worker.last_words = True, f"expelled: {reason}"
+                actions.append(Kill(i))
+        return [*actions, Say(self.joined())]
+
+    # --- words of the workers --------------------------------------------------------------------
+
+    def hears(self, index: int, said: ToAgent, now_s: float, unix_s: float) -> list[Action]:
+        """A worker has said something."""
+        worker = self.workers[index]
+        worker.heard_s = now_s
+        if worker.doomed or not worker.running:
+            return []
+        match said:
+            case worker_link.Warm():
+                worker.meeting_point = said.meeting_point
+                return self._ready()
+            case worker_link.Unfit(evidence):
+                # Its end is no failure of its own; the next one is checked again.
+                worker.doomed = True
+                return self._unfit(f"worker {index}: {evidence}")
+            case worker_link.Alive(epoch=epoch, step=step) | worker_link.StepEnded(epoch=epoch, step=step):
+                if epoch == worker.epoch:
+                    worker.step = max(worker.step, step)
+            case worker_link.Bound(epoch=epoch) if epoch == worker.epoch:
+                worker.bound = True
+                return self._bound()
+            case worker_link.Broken(epoch=epoch, text=text) if epoch == worker.epoch:
+                self.ended_unix_s = self.ended_unix_s or unix_s
+                return self._testify(
+                    Broken(self.identity.node, self.incarnation, epoch, index, text[:_TEXT_MAX])
+                )
+            case worker_link.Doubted(epoch=epoch) if epoch == worker.epoch:
+                if said.reason == "corruption":
+                    self.ended_unix_s = self.ended_unix_s or unix_s
+                report = Suspect(
+                    self.identity.node,
+                    said.reason,
+                    said.evidence[:_TEXT_MAX],
+                    said.trusted_step,
+                    epoch,
+                    said.ranks,
+                )
+                return self._testify(report)
+            case worker_link.Recorded(epoch=epoch, record=record) if epoch == worker.epoch and worker.asked:
+                worker.asked = False
+                return [
+                    Say(Recorded(self.identity.node, self.incarnation, epoch, record[:MOST_RECORD_BYTES]))
+                ]
+            case worker_link.Parked(epoch=epoch) if worker.epoch <= epoch:
+                return self._left(worker, said)
+            case worker_link.Taken():
+                return self._second_copy(index, said)
+            case worker_link.Saved(step):
+                return [Say(Durable(self.identity.node, self.incarnation, max(worker.epoch, 0), step))]
+            case worker_link.Finished(epoch=epoch, result=result) if epoch == worker.epoch:
+                worker.finished, worker.last_words = True, result
+                return self._finished(epoch)
+            case worker_link.Fatal(epoch=epoch, text=text):
+                worker.last_words = text
+                if epoch == worker.epoch != NO_EPOCH:
+                    return self._testify(Fatal(epoch, self.identity.node, text[:_TEXT_MAX]))
+        return []
+
+    # --- health ------------------------------------------------------------------------------------
+
+    def examine(self) -> list[Action]:
+        """Before the node is offered, again: at the start, and where a worker died or hung."""
+        self.cleared = not self.checked
+        return [Examine()] if self.checked else []
+
+    def examined(self, complaints: str) -> list[Action]:
+        """What the node's checks have found; the node is offered if it is nothing."""
+        self.cleared = not complaints
+        return self._ready() if self.cleared else self._unfit(complaints)
+
+    def _unfit(self, evidence: str) -> list[Action]:
+        return [Say(Suspect(self.identity.node, "health", evidence[:_TEXT_MAX]))]
+
+    def _testify(self, report: Report) -> list[Action]:
+        self.evidence.append(report)
+        return [Say(report)]
+
+    def _ready(self) -> list[Action]:
+        if not all(self._meeting_points()) or self._placed():
+            return []
+        return [Say(Ready(self.identity.node, self.incarnation, self._meeting_points()))]
+
+    def _bound(self) -> list[Action]:
+        if self.phase() is not WorkerPhase.BOUND:
+            return []
+        return [Say(Bound(self.identity.node, self.incarnation, self.epoch))]
+
+    def _left(self, worker: WorkerLife, said: worker_link.Parked) -> list[Action]:
+        if worker.epoch != NO_EPOCH:
+            self.owed = max(self.owed or NO_EPOCH, said.epoch)
+        self.fence = max(self.fence, said.epoch)
+        worker.leave(said.meeting_point)
+        return self._parked()
+
+    def _second_copy(self, index: int, taken: worker_link.Taken) -> list[Action]:
+        """A snapshot lies in our memory: it needs a copy elsewhere, unless replicas of its state make one needless."""
+        address = self.buddies.get(taken.rank)
+        if taken.epoch != self.workers[index].epoch:
+            return []
+        if address is None:
+            return [Tell(index, worker_link.Safe(taken.epoch, taken.step))]
+        return [Push(index, taken, address)]
+
+    def pushed(self, index: int, taken: worker_link.Taken) -> list[Action]:
+        """The buddy has the snapshot."""
+        if taken.epoch != self.workers[index].epoch:
+            return []
+        return [Tell(index, worker_link.Safe(taken.epoch, taken.step))]
+
+    def _finished(self, epoch: int) -> list[Action]:
+        """Whoever has rank 0 speaks for all: it writes the result, and commits the last checkpoint when all have written."""
+        placed = self._placed()
+        if not all(worker.finished for worker in placed):
+            return []
+        return [
+            action for w in placed if w.rank == 0 for action in self._testify(Finished(epoch, w.last_words))
+        ]
+
+    # --- processes and time ------------------------------------------------------------------------
+
+    def started(self, index: int, now_s: float) -> None:
+        """A worker's process runs."""
+        self.workers[index] = WorkerLife(running=True, heard_s=now_s)
+
+    def exited(self, index: int, code: int, text: str, unix_s: float) -> list[Action]:
+        """A worker's process has ended (``code`` below 0: by that signal); ``text`` is what it last wrote."""
+        worker = self.workers[index]
+        if worker.finished and not worker.leaving:
+            worker.running = False
+            return []
+        epoch, self.workers[index] = worker.epoch, WorkerLife()
+        actions: list[Action] = [Start(index)]
+        if not worker.doomed:
+            self.ended_unix_s = self.ended_unix_s or (unix_s if epoch != NO_EPOCH else 0.0)
+            text = (worker.last_words or text)[-_TEXT_MAX:]
+            said = WorkerExited(self.identity.node, self.incarnation, epoch, index, code, text, worker.stuck)
+            actions += [*(self._testify(said) if epoch != NO_EPOCH else [Say(said)]), *self.examine()]
+        return actions + self._parked()
+
+    def ticks(self, now_s: float, unix_s: float) -> list[Action]:
+        """Time has passed: whoever is silent for too long, or does not leave, is killed."""
+        paused = now_s - self.ticked_s > self.patience.lease_s / 2
+        self.ticked_s = now_s
+        if paused:  # it was this agent that stood still: what the workers said meanwhile is still unread
+            for worker in self.workers:
+                worker.heard_s = now_s
+            return []
+        actions: list[Action] = []
+        for index, worker in enumerate(self.workers):
+            if not worker.running or worker.doomed or worker.finished:
+                continue
+            silent_s = now_s - worker.heard_s
+            if silent_s > (self.patience.lease_s if worker.meeting_point else _START_S):
+                self.ended_unix_s = self.ended_unix_s or (unix_s if worker.epoch != NO_EPOCH else 0.0)
+                actions += self._hung(index, worker, silent_s)
+            elif now_s > worker.leave_by_s:
+                worker.leave_by_s, worker.stuck = math.inf, True
+                worker.last_words = f"could not be called back from epoch {worker.epoch}: killed"
+                actions.append(Kill(index))
+        return actions
+
+    def _hung(self, index: int, worker: WorkerLife, silent_s: float) -> list[Action]:
+        worker.doomed = True
+        said = WorkerHung(self.identity.node, self.incarnation, worker.epoch, index, silent_s)
+        told = self._testify(said) if worker.epoch != NO_EPOCH else [Say(said)]
+        return [Kill(index), *told, *self.examine()]
+
+
+def _for_worker(resume: Resume) -> worker_link.Resume:
+    """What an epoch begins with, in the words of the worker link."""
+    if isinstance(resume, FromDisk):
+        return worker_link.Resume(disk_step=resume.step)
+    if not isinstance(resume, FromMemory):
+        return worker_link.Resume()
+    holders = tuple(worker_link.Holder(h.rank, f"{h.host}:{h.data_port}") for h in resume.holders)
+    return worker_link.Resume(step=resume.step, ranks=resume.ranks, holders=holders)

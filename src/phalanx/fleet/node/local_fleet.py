@@ -1,0 +1,281 @@
+"""A fleet as far as it runs on this machine: all of it, a coordinator and an agent per "node", or on a cluster the part of
+the node that leads: the coordinator and this node's agent. Each is a process in a session of its own.
+
+What nobody else would do is done here: they are started, the coordinator is started again if it dies, a killed node of a
+local fleet comes back after its repair time, and Ctrl-C is passed on as one wish to save and stop. If this process is
+killed, the kernel kills all of them with it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, read_fleet_file
+from phalanx.fleet.control.security import run_token
+from phalanx.fleet.core.state import Phase
+from phalanx.train.lifecycle.ending import Ending
+from phalanx.train.lifecycle.run_directory import OpenRun
+from phalanx.train.lifecycle.worker import EXIT_STOPPED
+
+_POLL_S = 0.1
+_COORDINATOR_PAUSE_S = 0.2
+_MOST_COORDINATORS = 1000
+_QUICK_DEATH_S, _QUICK_DEATHS = 5.0, 5
+"""A coordinator that dies so often so soon after its start will not live."""
+_FAREWELL_S = 10.0
+
+
+@dataclass(frozen=True)
+class Lead:
+    """This machine is one node of a cluster, and the one whose coordinator the others look for."""
+
+    node: str
+    host: str
+    """Of this machine, as the others reach it."""
+    port: int
+    domain: tuple[str, ...] = ()
+    spare: bool = False
+    certificates: Path | None = None
+
+    @property
+    def coordinator_arguments(self) -> list[str]:
+        """For ``phalanx.fleet.control.coordinator``."""
+        return ["--host", self.host, "--port", str(self.port), *self._certified]
+
+    @property
+    def agent_arguments(self) -> list[str]:
+        """For ``phalanx.fleet.node.agent``, beside the node's name."""
+        domain = ["--domain", *self.domain] if self.domain else []
+        return ["--host", self.host, *domain, *self._certified]
+
+    @property
+    def _certified(self) -> list[str]:
+        return ["--certificates", str(self.certificates)] if self.certificates else []
+
+
+@dataclass(frozen=True)
+class LocalFleet:
+    """What to start."""
+
+    nodes: int
+    spares: int = 0
+    faults: tuple[str, ...] = ()
+    """Sentences of ``phalanx.fleet.faults.fault``, passed on to every worker."""
+    repair_s: float | None = None
+    """After so long a killed node comes back, empty; ``None``: never."""
+    worker_program: tuple[str, ...] = ()
+    """Instead of the real worker; for tests."""
+    lead: Lead | None = None
+    """If this machine is one node of a cluster; the agents of the others are started there."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the nodes here, spares last."""
+        if self.lead is not None:
+            return (self.lead.node,)
+        return tuple(f"node-{number}" for number in range(self.nodes + self.spares))
+
+    @property
+    def spare_names(self) -> tuple[str, ...]:
+        """Of the nodes here that get no rank at first."""
+        if self.lead is not None:
+            return self.names if self.lead.spare else ()
+        return self.names[self.nodes :]
+
+
+def run_fleet(run: OpenRun, fleet: LocalFleet, while_running: Callable[[Callable[[], bool]], None]) -> Ending:
+    """Runs a fleet to the run's end.
+
+    Args:
+        run: The opened run directory; its ``spec.fleet`` must say the same number of nodes.
+        fleet: What to start.
+        while_running: Called once with a function that tells whether the run has ended; returns after it has (it shows
+            the run's progress meanwhile).
+    """
+    path = run.directory.path
+    run_token(path)  # made before anybody needs it
+    (path / "fleet.json").unlink(missing_ok=True)  # of the attempt before
+    processes = _Processes(run, fleet)
+    try:
+        with _stopping_on_signals(processes):
+            processes.start()
+            try:
+                while_running(processes.ended)
+            except Exception as error:
+                # A display that breaks (a closed pipe, say) is no reason to end a run.
+                print(f"phalanx: warning: the display failed: {error!r}; training goes on", file=sys.stderr)
+            while not processes.ended():
+                time.sleep(_POLL_S)
+    finally:
+        processes.end()
+    return _ending(run, processes)
+
+
+@dataclass
+class _Processes:
+    """The processes of a local fleet, and what became of them."""
+
+    run: OpenRun
+    fleet: LocalFleet
+    coordinator: subprocess.Popen[bytes] | None = None
+    agents: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    back_at_s: dict[str, float] = field(default_factory=dict)
+    stop_asked: int = 0
+    stop_told: tuple[int, int] = (0, 0)
+    """Process id of the coordinator that was told, and how often."""
+    started: int = 0
+    started_s: float = 0.0
+    quick_deaths: int = 0
+    over: bool = False
+
+    def start(self) -> None:
+        """The coordinator and all agents; those ask for its address until they know it."""
+        self._start_coordinator()
+        for name in self.fleet.names:
+            self.agents[name] = self._agent(name)
+
+    def ended(self) -> bool:
+        """Looks after the processes; whether the run is over and everybody has gone."""
+        coordinator = self.coordinator
+        if coordinator is not None and coordinator.poll() is not None and not self.over:
+            self._coordinator_died(coordinator.returncode)
+        self._hand_on_stop()
+        for name, agent in list(self.agents.items()):
+            if agent.poll() is not None:
+                del self.agents[name]
+                if self.fleet.repair_s is not None and not self.over:
+                    self.back_at_s[name] = time.monotonic() + self.fleet.repair_s
+        for name, due_s in list(self.back_at_s.items()):
+            if time.monotonic() >= due_s and not self.over:
+                del self.back_at_s[name]
+                self.agents[name] = self._agent(name)
+        return self.over
+
+    def _coordinator_died(self, code: int) -> None:
+        seen = self.seen()
+        if seen is not None and seen.over and code in (0, 1):
+            self.over = True
+            return
+        lived_s = time.monotonic() - self.started_s
+        self.quick_deaths = self.quick_deaths + 1 if lived_s < _QUICK_DEATH_S and code > 0 else 0
+        if self.quick_deaths >= _QUICK_DEATHS or self.started >= _MOST_COORDINATORS:
+            self.over = True
+            return
+        time.sleep(_COORDINATOR_PAUSE_S)
+        self.stop_told = 0, 0
+        self._start_coordinator()
+
+    def seen(self) -> FleetFile | None:
+        """fleet.json, if it can be read."""
+        with suppress(FleetFileError):
+            return read_fleet_file(self.run.directory.path)
+        return None
+
+    def _hand_on_stop(self) -> None:
+        """Tells the coordinator what it does not know yet: one wish is to save and stop, a second to end at once.
+
+        Not before it has written its file: until then SIGTERM would end it, and one that replays its journal may know.
+        """
+        if self.stop_told[1] >= min(self.stop_asked, 2):
+            return
+        coordinator, seen = self.coordinator, self.seen()
+        if coordinator is None or seen is None or seen.coordinator_pid != coordinator.pid:
+            return
+        told = self.stop_told[1] if self.stop_told[0] == coordinator.pid else int(seen.stopping)
+        if told < self.stop_asked and coordinator.poll() is None:
+            coordinator.send_signal(signal.SIGTERM)
+            told += 1
+        self.stop_told = coordinator.pid, told
+
+    def end(self) -> None:
+        """Nobody is left: who has not gone by itself after the farewell is killed, with its workers."""
+        seen = self.seen()
+        told = self.over and seen is not None and seen.over
+        deadline_s = time.monotonic() + (_FAREWELL_S if told else 0.0)
+        for agent in self.agents.values():
+            with suppress(subprocess.TimeoutExpired):
+                agent.wait(max(0.0, deadline_s - time.monotonic()))
+        for process in (*self.agents.values(), self.coordinator):
+            if process is not None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def _start_coordinator(self) -> None:
+        self.started, self.started_s = self.started + 1, time.monotonic()
+        lead = self.fleet.lead
+        where = lead.coordinator_arguments if lead else ["--port", str(self.run.spec.fleet.port)]
+        self.coordinator = self._process("coordinator", "phalanx.fleet.control.coordinator", *where)
+
+    def _agent(self, name: str) -> subprocess.Popen[bytes]:
+        arguments = ["--node", name, *["--spare"] * (name in self.fleet.spare_names)]
+        arguments += self.fleet.lead.agent_arguments if self.fleet.lead else []
+        arguments += [*(part for fault in self.fleet.faults for part in ("--fault", fault))]
+        if self.fleet.worker_program:
+            arguments += ["--worker-program", *self.fleet.worker_program]
+        return self._process(name, "phalanx.fleet.node.agent", *arguments)
+
+    def _process(self, name: str, module: str, *arguments: str) -> subprocess.Popen[bytes]:
+        run = self.run
+        command = [sys.executable, "-m", module, "--run-dir", str(run.directory.path)]
+        with self.log(name).open("ab") as output:
+            return subprocess.Popen(
+                [*command, "--attempt", str(run.attempt), *arguments],
+                env={**os.environ, "PHALANX_LAUNCHER": str(os.getpid())},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=[run.lock_fd],  # the directory stays taken until the last process has ended
+            )
+
+    def log(self, name: str) -> Path:
+        """What a coordinator or agent prints."""
+        return self.run.directory.path / "logs" / f"attempt-{self.run.attempt:03d}-{name}.log"
+
+
+@contextmanager
+def _stopping_on_signals(processes: _Processes) -> Iterator[None]:
+    """Ctrl-C, SIGTERM and a closed terminal ask the coordinator to save and stop."""
+
+    def pass_on(_number: int, _frame: FrameType | None) -> None:
+        processes.stop_asked += 1  # handed on by the next look at the processes
+
+    asking = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [(number, signal.signal(number, pass_on)) for number in asking]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+def _ending(run: OpenRun, processes: _Processes) -> Ending:
+    seen = processes.seen()
+    if run.directory.finished_result() is not None:
+        return Ending("finished")
+    if seen is not None and seen.phase is Phase.FINISHED:
+        if seen.result_json:
+            return Ending("finished")
+        return Ending("stopped", exit_code=EXIT_STOPPED)
+    if seen is not None and seen.phase is Phase.FAILED:
+        return Ending("failed", None, 1, seen.reason)
+    return Ending("failed", None, 1, _tail(processes.log("coordinator")))
+
+
+def _tail(log: Path, lines: int = 15) -> str:
+    """The end of a log, with its own error line first if it has one."""
+    written: Sequence[str] = log.read_text(errors="replace").splitlines() if log.exists() else []
+    for line in reversed(written):
+        if line.startswith("error: "):
+            return f"the coordinator could not run: {line.removeprefix('error: ')}"
+    return "\n".join([f"the coordinator could not run; the end of {log}:", *written[-lines:]])

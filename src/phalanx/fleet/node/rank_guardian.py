@@ -1,0 +1,233 @@
+"""The guardian of one rank of a fleet: tells the agent how it goes, keeps snapshots, and ends the epoch when told to.
+
+The rule for snapshots: each rank has two, and the next is taken only when all ranks have said, by a vote that travels in the
+step's own collectives, that a buddy holds their newest. All ranks count the same votes in the same step, so all decide
+alike; and the newest step that everybody can go back to is never the one that is overwritten.
+"""
+
+from __future__ import annotations
+
+import ssl
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from phalanx.checkpoint.format.errors import CheckpointError
+from phalanx.checkpoint.format.state import Shard
+from phalanx.checkpoint.snapshot.memory import NO_STEP, Segment
+from phalanx.checkpoint.snapshot.tier import SnapshotHolder, SnapshotTier, restore_from_holders
+from phalanx.checkpoint.snapshot.writer import SnapshotWriter, Taken
+from phalanx.checkpoint.tiers.tier import Tier
+from phalanx.fleet.core.retention import may_begin
+from phalanx.fleet.faults.saboteur import Saboteur
+from phalanx.fleet.health.live_audit import LiveAudit
+from phalanx.fleet.health.straggler_watch import StragglerWatch
+from phalanx.fleet.node import worker_link as link
+from phalanx.fleet.node.worker_orders import Orders, ParkedError
+from phalanx.parallel.mesh.mesh import Mesh
+from phalanx.parallel.mesh.torch_compat import set_group_timeouts
+from phalanx.run.identity import identity
+from phalanx.run.spec import RunSpec
+from phalanx.train.lifecycle.guardian import Guardian, Samples
+from phalanx.train.step.state import RestoredState, restore_newest
+from phalanx.train.step.step import Audit, Stepper, StepReport
+
+_GROUP_TIMEOUT_S = 3600.0
+"""Collectives are broken off by order, never by their own clock."""
+_MOST_FAILURES = 3
+"""So often is a step in memory tried before all turn to the disk."""
+
+
+class SnapshotsUnreadableError(RuntimeError):
+    """Some rank found no copy that it could read; the same on all ranks."""
+
+
+def last_audit(step: int, every: int) -> int:
+    """The last audited step before ``step``: a state that is gone back to has passed it, or something older would have been taken.
+
+    Steps since then are not known to be good, in whichever epoch they were computed; nor is ``step`` itself, whose update is
+    looked at when the next one begins.
+    """
+    return (step - 1) - (step - 1) % every if step > 0 else 0
+
+
+class RankGuardian(Guardian):
+    """Watches over this worker's rank, whichever it is in each epoch."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        segments: Sequence[Segment],
+        token: str,
+        tls: ssl.SSLContext | None,
+        send: Callable[[link.ToAgent], None],
+        orders: Orders,
+        saboteur: Saboteur,
+    ) -> None:
+        """``segments`` are this worker's own two, ``token`` (and ``tls``) open the data ports of other nodes."""
+        self._spec, self._segments, self._send = spec, segments, send
+        self._token, self._tls = token, tls
+        self._orders, self._saboteur = orders, saboteur
+        self._every = spec.fleet.snapshot_every_steps
+        self._writer = SnapshotWriter(segments, identity(spec), on_complete=self._complete)
+        self._bind: link.Bind | None = None
+        self._newest = NO_STEP
+        self._began_at = 0
+        """The step that this epoch begins with."""
+        self._failed: dict[int, int] = {}
+        """How often the snapshots of the last step that could not be read could not be read."""
+        self._watch: StragglerWatch | None = None
+        self.epoch, self.step, self.phase, self.since_s = -1, NO_STEP, "warm", time.monotonic()
+
+    def enters(self, bind: link.Bind) -> None:
+        """This worker becomes a rank."""
+        self._bind, self.epoch, self.step = bind, bind.epoch, NO_STEP
+        self._newest = NO_STEP
+        self._saboteur.enters(bind.rank)
+        self._at("meeting")
+
+    def leaves(self) -> None:
+        """The epoch has ended for this worker."""
+        self.epoch, self.step = -1, NO_STEP
+        # Both lead to the model and its optimiser: there may be no room for the next epoch's beside them.
+        self._watch = None
+        self._saboteur.forget()
+        self._at("warm")
+
+    def restore(self, disk: Tier, shards: Sequence[Shard], mesh: Mesh) -> RestoredState | None:
+        """Fills ``shards`` as the agent has said: from snapshots in memory, or from the newest checkpoint on disk."""
+        restored = self._restored(disk, shards, mesh)
+        self._began_at = 0 if restored is None else restored.step
+        return restored
+
+    def _restored(self, disk: Tier, shards: Sequence[Shard], mesh: Mesh) -> RestoredState | None:
+        set_group_timeouts(_GROUP_TIMEOUT_S)  # all have connected
+        self._at("restoring")
+        bind = self._bound()
+        resume, began_s = bind.resume, time.monotonic()
+        if bind.detected_unix_s > 0:
+            self._saboteur.at("recovery")
+        self._writer.bind(bind.epoch, bind.ranks, bind.rank, resume.step)
+        if resume.step >= 0:
+            error, extra, moved_bytes = self._from_memory(bind, shards)
+            told: list[tuple[str, int, int]] = [("", 0, 0)] * mesh.ranks
+            dist.all_gather_object(told, (error, moved_bytes, self._failed.get(resume.step, 0)))
+            errors = sorted({error for error, _, _ in told if error})
+            if not errors:
+                seconds, moved = time.monotonic() - began_s, sum(moved for _, moved, _ in told)
+                return RestoredState(resume.step, extra, (), "snapshots in memory", seconds, moved)
+            text = f"snapshots of step {resume.step} cannot be restored: {errors}"
+            failed = 1 + max(before for _, _, before in told)
+            self._failed = {resume.step: failed}
+            if failed < _MOST_FAILURES:
+                # A link that broke may be whole again, and a node that is gone has taken its copies with it.
+                raise SnapshotsUnreadableError(text)
+            print(text, flush=True)
+        # Also where too many copies in memory turned out to be damaged: all ranks turn to the disk together.
+        limit = resume.step if resume.step >= 0 else resume.disk_step
+        return restore_newest(disk, shards, mesh, up_to=None if limit < 0 else limit)
+
+    def _from_memory(self, bind: link.Bind, shards: Sequence[Shard]) -> tuple[str, dict[str, Any], int]:
+        """What went wrong while ``shards`` were filled from snapshots (empty: nothing), what goes with the tensors, and how many
+        bytes of them came from other processes."""
+        resume = bind.resume
+        holders = [SnapshotHolder(holder.rank, holder.address) for holder in resume.holders]
+        memory = SnapshotTier(
+            resume.ranks,
+            resume.step,
+            own=self._segments,
+            holders=holders,
+            token=self._token,
+            tls=self._tls,
+        )
+        try:
+            rank = bind.rank if bind.ranks == resume.ranks else None
+            extra = restore_from_holders(memory, resume.step, shards, rank=rank)
+            return "", extra, memory.moved_bytes
+        except CheckpointError as error:
+            return str(error), {}, memory.moved_bytes
+        finally:
+            memory.close()
+
+    # --- what the training loop calls ---
+
+    def safe(self) -> bool:
+        return may_begin(self._newest, self._orders.safe_step(self.epoch))
+
+    def leaving(self) -> bool:
+        return self._orders.leaving(self.epoch)
+
+    def audit(self, stepper: Stepper, samples: Samples) -> Audit | None:
+        window_steps = self._spec.fleet.straggler_window_steps
+        self._watch = StragglerWatch(stepper, window_steps) if window_steps else None
+        every = self._spec.fleet.audit_every_steps
+        if every == 0:
+            return None
+        deal = stepper.model.mesh.deal(self._spec.train.slots)
+        seed = self._spec.runtime.seed
+        audit = LiveAudit(
+            stepper.model,
+            deal,
+            seed,
+            every,
+            lambda extra: stepper.again(extra, samples(self.step + 1, extra.slot)),
+            good_step=last_audit(self._began_at, every),
+        )
+        self._saboteur.witness = audit.witness
+        return audit
+
+    def begins(self, step: int, shards: Sequence[Shard], extra: dict[str, Any]) -> None:
+        self._orders.check(self.epoch)
+        self._send(link.Bound(self.epoch, step))
+        if self._every:
+            self._take(step, shards, extra)
+        self._progress(step)
+
+    def ended(self, step: int, shards: Sequence[Shard], extra: dict[str, Any], report: StepReport) -> None:
+        self._orders.check(self.epoch)
+        self._send(link.StepEnded(self.epoch, step))
+        self._look_for_stragglers(step)
+        safe, leave = not report.votes.unsafe, report.votes.leave
+        if self._every and safe and (leave or step % self._every == 0):
+            self._take(step, shards, extra)
+        self._progress(step)
+        if leave and (safe or not self._every):
+            self._writer.wait()
+            raise ParkedError
+
+    def saved(self, step: int) -> None:
+        self._send(link.Saved(step))
+
+    def fence(self) -> None:
+        self._saboteur.at("optimiser")
+        self._writer.fence()
+
+    def _take(self, step: int, shards: Sequence[Shard], extra: dict[str, Any]) -> None:
+        self._at("snapshot")
+        self._writer.take(step, shards, extra)
+        self._saboteur.at("snapshot")
+        self._newest = step
+
+    def _look_for_stragglers(self, step: int) -> None:
+        for straggler in self._watch.step_ended(step) if self._watch is not None else ():
+            if straggler.rank == self._bound().rank:
+                self._send(link.Doubted(self.epoch, "straggler", str(straggler)))
+
+    def _complete(self, taken: Taken) -> None:
+        key = taken.key
+        self._send(link.Taken(taken.epoch, key.ranks, key.rank, key.step))
+
+    def _progress(self, step: int) -> None:
+        self.step = step
+        self._at("step")
+        self._saboteur.next_step(step + 1)
+
+    def _at(self, phase: str) -> None:
+        self.phase, self.since_s = phase, time.monotonic()
+
+    def _bound(self) -> link.Bind:
+        if self._bind is None:
+            raise RuntimeError("restore before this worker became a rank")
+        return self._bind

@@ -1,0 +1,304 @@
+"""A worker: the process that holds a rank, for as many epochs of membership as it lives.
+
+``python -m phalanx.fleet.node.worker --link FD --segments FD FD --run-dir DIR --worker I`` is what an agent starts. The worker loads what takes long
+(PyTorch, the accelerator's context, the data), says that it is warm, and waits. For each epoch that it is bound to, it meets the
+other ranks, builds the model for the layout of that epoch, restores the state that all agreed on, and trains. When the epoch ends,
+by a fault or because the fleet changes, everything of it is dropped (model, optimiser, process groups), and only the process with
+what it has loaded stays. So nothing that a broken step has left half done can reach the next epoch, and going on costs
+no start of a process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phalanx.checkpoint.format.errors import CheckpointError
+from phalanx.checkpoint.snapshot.memory import segments_from
+from phalanx.fleet.control.hang import shortened
+from phalanx.fleet.control.security import read_certificates, run_token
+from phalanx.fleet.faults.saboteur import Saboteur, Whereabouts
+from phalanx.fleet.health.live_audit import CorruptionFoundError
+from phalanx.fleet.health.quick import complaints, of_device
+from phalanx.fleet.node.rank_guardian import RankGuardian
+from phalanx.fleet.node.worker_link import (
+    Alive,
+    Bind,
+    Broken,
+    Doubted,
+    Explain,
+    Fatal,
+    Finished,
+    LinkError,
+    Parked,
+    Recorded,
+    ToAgent,
+    ToWorker,
+    Unfit,
+    Warm,
+    WorkerEnd,
+)
+from phalanx.fleet.node.worker_orders import Orders
+from phalanx.observe.event_log import newest_event
+from phalanx.observe.goodput import ledger_of
+from phalanx.observe.ledger import NS_PER_S, Bucket, Ledger
+from phalanx.parallel.mesh.torch_compat import flight_record
+from phalanx.parallel.process_group.abort import Connections, abort
+from phalanx.parallel.process_group.meeting import MeetingPoint, meet
+from phalanx.parallel.process_group.rendezvous import RendezvousError, device_for, leave
+from phalanx.train.lifecycle.assemble import Origin, keep, make_deterministic
+from phalanx.train.lifecycle.interrupt import StopRequest
+from phalanx.train.lifecycle.run_directory import RunDirectory, read_resolved
+from phalanx.train.lifecycle.worker import EXIT_FAILED, die_with_parent, known_errors, live
+
+_MEET_TIMEOUT_S = 60.0
+"""For the ranks of an epoch to connect to each other: gloo cannot be called back from that, nor does it notice that a
+connection ends in the middle of it."""
+_PULSES_IN_A_LEASE = 5
+_OF_THE_FLEET = (RendezvousError, CheckpointError)
+"""Known errors that another epoch may not have: a peer that went while it was to be met, or read from."""
+
+
+@dataclass(frozen=True)
+class Post:
+    """What a worker is told about itself by whoever started it."""
+
+    run_dir: Path
+    segments: tuple[int, ...]
+    """Descriptors of the memory for this worker's snapshots."""
+    attempt: int
+    """Of the run directory's, that epoch 0 is."""
+    local_rank: int
+    node: str
+    """The node's name; of a local fleet it ends with the node's number."""
+    host: str
+    """This machine, as the other nodes reach it."""
+    certificates: Path | None = None
+    """For the data ports of other nodes."""
+
+
+class Worker:
+    """One worker process."""
+
+    def __init__(self, link: WorkerEnd, post: Post, stop: StopRequest) -> None:
+        self._link, self._post, self._stop = link, post, stop
+        self._orders = Orders(stop)
+        self._directory = RunDirectory(post.run_dir)
+        self._spec = read_resolved(self._directory)
+        self._device = device_for(self._spec.runtime.device, post.local_rank)
+        segments = segments_from(post.segments)
+        tls = read_certificates(post.certificates).client_context() if post.certificates else None
+        node = int(re.sub(r".*?(\d*)$", r"\1", post.node) or 0)
+        whereabouts = Whereabouts(
+            post.run_dir, node, node * self._spec.fleet.workers_per_node + post.local_rank
+        )
+        self._saboteur = Saboteur(whereabouts, segments, self._cut)
+        self._guardian = RankGuardian(
+            self._spec, segments, run_token(post.run_dir), tls, link.send, self._orders, self._saboteur
+        )
+        self._meeting = MeetingPoint(post.host)
+        self._began_ns = time.time_ns()
+        make_deterministic(self._spec, self._device)
+        self._kept = keep(self._spec, self._device)
+
+    def serve(self) -> None:
+        """Obeys the agent until told to end."""
+        _in_thread("orders", self._listen)
+        _in_thread("break-off", self._orders.break_off)
+        _in_thread("pulse", self._pulse)
+        _warm_up(self._device)
+        if self._spec.fleet.health_checks and (found := complaints(of_device(str(self._device)))):
+            self._link.send(Unfit(found))
+            return
+        self._link.send(Warm(os.getpid(), self._meeting.address))
+        while (bind := self._orders.next_bind()) is not None:
+            self._epoch(bind)
+
+    def _listen(self) -> None:
+        try:
+            self._orders.listen(self._received)
+        except LinkError:
+            os._exit(EXIT_FAILED)  # nobody is left to work for
+
+    def _received(self) -> ToWorker:
+        """The next order for the main thread; what is asked while it may hang is answered beside it."""
+        while isinstance(said := self._link.receive(), Explain):
+            # A thread of its own: if the recorder hangs too, Park must still be heard.
+            _in_thread("flight record", partial(self._explain, said.epoch))
+        return said
+
+    def _explain(self, epoch: int) -> None:
+        """What this rank's collectives are at. Without an epoch there is no rank, and nothing to say."""
+        with suppress(LinkError, ValueError):
+            if epoch == self._guardian.epoch:
+                self._link.send(Recorded(epoch, shortened(flight_record(self._began_ns))))
+
+    def _pulse(self) -> None:
+        """Shows the agent that this process runs, and what its main thread is at."""
+        while True:
+            guardian = self._guardian
+            since_s = time.monotonic() - guardian.since_s
+            with suppress(LinkError):
+                self._link.send(Alive(guardian.epoch, guardian.step, guardian.phase, since_s))
+            time.sleep(self._spec.fleet.worker_lease_s / _PULSES_IN_A_LEASE)
+
+    def _epoch(self, bind: Bind) -> None:
+        """One epoch, from meeting to leaving."""
+        self._connections = connections = Connections.now()
+        self._saboteur.learn(self._orders.faults())
+        with self._orders.session(bind.epoch, lambda: abort(connections, self._device)):
+            said = self._lived(bind)
+            if said is not None:
+                self._link.send(said)
+            stopped = isinstance(said, Finished) and not said.result
+            if not stopped:
+                self._orders.wait_for_park(bind.epoch)
+            self._guardian.leaves()
+            with suppress(Exception):  # what is broken need not be left in good order
+                leave()
+        # The exception, and with it every frame of the epoch, is gone by now; so are the groups' threads after this.
+        gc.collect()
+        if not stopped:
+            self._link.send(Parked(bind.epoch, self._fresh_meeting_point()))
+
+    def _lived(self, bind: Bind) -> ToAgent | None:
+        """How an epoch ended: what is to be told of it; ``None`` if it ended by order."""
+        try:
+            result = self._live(bind)
+            return Finished(bind.epoch, "" if result is None else json.dumps(result))
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            if isinstance(error, CorruptionFoundError):
+                # Said even if the epoch is over: another rank may have been quicker to say that it broke, not why.
+                found = error.verdict
+                return Doubted(bind.epoch, "corruption", text, found.ranks, found.roll_back_to)
+            if self._orders.over(bind.epoch):
+                return None
+            if isinstance(error, known_errors()) and not isinstance(error, _OF_THE_FLEET):
+                return Fatal(bind.epoch, str(error))
+            traceback.print_exc()  # into this worker's log
+            sys.stderr.flush()
+            return Broken(bind.epoch, text)
+
+    def _live(self, bind: Bind) -> dict[str, Any] | None:
+        ledger, self._began_ns = _account(self._directory, bind), time.time_ns()
+        self._guardian.enters(bind)
+        meet(
+            bind.meeting_point,
+            self._meeting if bind.rank == 0 else None,
+            bind.epoch,
+            bind.rank,
+            bind.ranks,
+            self._device,
+            _MEET_TIMEOUT_S,
+            lambda: self._orders.check(bind.epoch),
+        )
+        origin = Origin(self._guardian.restore, self._guardian, self._kept)
+        attempt = self._post.attempt + bind.epoch
+
+        return live(
+            self._spec, self._directory, attempt, self._device, ledger, self._stop, origin, self._saboteur.rig
+        )
+
+    def _cut(self) -> None:
+        """Ends this worker's connections to the others."""
+        self._connections.shut()
+
+    def _fresh_meeting_point(self) -> str:
+        """Where others could meet in the next epoch: a meeting point is used once, by rank 0."""
+        self._meeting.close()
+        self._meeting = MeetingPoint(self._post.host)
+        return self._meeting.address
+
+
+def _account(directory: RunDirectory, bind: Bind) -> Ledger:
+    """The ledger of this epoch. On rank 0, whose ledger goes into the events, it begins where the last one ended: time
+    that nobody was there to count went by undetected until the fault was known, and then for bringing all to a halt."""
+    now_ns = time.monotonic_ns()
+    if bind.rank != 0 or bind.detected_unix_s == 0 or not directory.events.exists():
+        return Ledger(now_ns, Bucket.START_RENDEZVOUS)
+    accounted = newest_event(directory.events, lambda event: bool(ledger_of(event)))
+    ended_unix_s = bind.detected_unix_s if accounted is None else accounted.t
+    now_unix_s = time.time()
+    away_ns = max(0, int((now_unix_s - ended_unix_s) * NS_PER_S))
+    drain_ns = min(away_ns, max(0, int((now_unix_s - bind.detected_unix_s) * NS_PER_S)))
+    ledger = Ledger(now_ns - away_ns, Bucket.RECONFIGURE if bind.planned else Bucket.FAULT_DRAIN)
+    ledger.switch(Bucket.START_RENDEZVOUS)
+    if not bind.planned:
+        ledger.reassign(Bucket.FAULT_DRAIN, Bucket.FAULT_UNDETECTED, away_ns - drain_ns)
+    return ledger
+
+
+def _warm_up(device: torch.device) -> None:
+    """Makes PyTorch do for the first time what it will do in every epoch."""
+    with torch.device(device):
+        weights = torch.ones(8, 8, requires_grad=True)
+        (weights @ weights).sum().backward()  # type: ignore[no-untyped-call]
+    gc.collect()
+    gc.freeze()  # what an epoch leaves behind is then found quickly
+
+
+def _in_thread(name: str, run: Callable[[], None]) -> None:
+    threading.Thread(target=run, name=name, daemon=True).start()
+
+
+def main() -> None:
+    """The process that an agent starts."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # its agent tells it what to do
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    parser = argparse.ArgumentParser(prog="phalanx.fleet.node.worker")
+    parser.add_argument("--link", type=int, required=True, help="descriptor of the socket to the agent")
+    parser.add_argument(
+        "--segments", type=int, nargs=2, required=True, help="descriptors of its snapshot memory"
+    )
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--worker", type=int, required=True, help="number among the node's workers")
+    parser.add_argument("--attempt", type=int, default=0, help="of the run directory's, that epoch 0 is")
+    parser.add_argument(
+        "--node", default="node-0", help="name of the node; its number says which faults are meant for it"
+    )
+    parser.add_argument("--certificates", type=Path, help="folder with ca.pem, node.pem and node.key")
+    parser.add_argument("--host", default="127.0.0.1", help="this machine, as the other nodes reach it")
+    arguments = parser.parse_args()
+    if arguments.host.startswith("127."):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if os.uname().sysname == "Linux" else "lo0")
+    link = WorkerEnd(arguments.link)
+    post = Post(
+        arguments.run_dir,
+        tuple(arguments.segments),
+        arguments.attempt,
+        arguments.worker,
+        arguments.node,
+        arguments.host,
+        arguments.certificates,
+    )
+    try:
+        Worker(link, post, StopRequest()).serve()
+    except Exception as error:
+        traceback.print_exc()
+        with suppress(LinkError):
+            link.send(Fatal(-1, str(error)))
+        os._exit(EXIT_FAILED)
+    sys.stdout.flush()
+    os._exit(0)  # daemon threads are in the middle of reading
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""One worker as its agent sees it: a child process, the socket to it, and the news of its end.
+
+The worker is in the agent's process group, so whoever kills the group kills the node; it asks the kernel to be killed when the
+agent dies; and when its end comes, what it said before is still read, and then its end is told, once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from phalanx.fleet.node.worker_link import LinkError, ToAgent, ToWorker, frame, length_of, said_to_agent
+
+_HEAD_BYTES = 4
+_LAST_READ_S = 0.5
+_TAIL_BYTES = 4096
+RECORDED_COLLECTIVES = "2000"
+"""Entries of PyTorch's flight recorder; it allocates them as they come, some hundred bytes each."""
+
+
+class WorkerProcess:
+    """A running worker. Make it in an event loop, by ``start``."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self._process, self._log = process, log
+        self._writer: asyncio.StreamWriter | None = None
+        self._watch: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        command: Sequence[str],
+        descriptors: Sequence[int],
+        threads: int,
+        log: Path,
+        heard: Callable[[ToAgent], None],
+        ended: Callable[[int, str], None],
+    ) -> WorkerProcess:
+        """Starts ``command`` with ``--link FD`` appended.
+
+        Args:
+            command: The worker's program and arguments.
+            descriptors: Of this process, that it inherits.
+            threads: For OMP_NUM_THREADS.
+            log: Where what it prints is appended.
+            heard: Called with each thing that it says.
+            ended: Called once, with its exit code (below 0: the signal) and the end of its log.
+        """
+        ours, theirs = socket.socketpair()
+        environment = {
+            **os.environ,
+            "PHALANX_LAUNCHER": str(os.getpid()),
+            "OMP_NUM_THREADS": str(threads),
+            # Read when the first process group is made: without it nobody can say what a hanging run waits for.
+            "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_FR_BUFFER_SIZE", RECORDED_COLLECTIVES),
+        }
+        with theirs, log.open("ab") as output:
+            process = subprocess.Popen(
+                [*command, "--link", str(theirs.fileno())],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno(), *descriptors],
+            )
+        worker = cls(process, log)
+        reader, worker._writer = await asyncio.open_connection(sock=ours)
+        worker._watch = asyncio.create_task(worker._follow(reader, heard, ended))
+        return worker
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def tell(self, message: ToWorker) -> None:
+        """Sends a message; what a dying worker does not read is lost."""
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(frame(message))
+
+    def kill(self) -> None:
+        """SIGKILL: works on a stopped or hanging process too."""
+        if self._process.poll() is None:
+            self._process.kill()
+
+    async def gone(self) -> None:
+        """Until its end has been told."""
+        if self._watch is not None:
+            await self._watch
+
+    async def _follow(
+        self,
+        reader: asyncio.StreamReader,
+        heard: Callable[[ToAgent], None],
+        ended: Callable[[int, str], None],
+    ) -> None:
+        reading = asyncio.create_task(self._read(reader, heard))
+        await self._exit()
+        await asyncio.wait((reading,), timeout=_LAST_READ_S)
+        reading.cancel()
+        if self._writer is not None:
+            self._writer.close()
+        code = self._process.wait()
+        ended(code, self._last_words())
+
+    async def _read(self, reader: asyncio.StreamReader, heard: Callable[[ToAgent], None]) -> None:
+        try:
+            while True:
+                body = await reader.readexactly(length_of(await reader.readexactly(_HEAD_BYTES)))
+                heard(said_to_agent(body))
+        except LinkError:
+            self.kill()  # it speaks nonsense: its memory is damaged, or it is of another version
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+
+    async def _exit(self) -> None:
+        """Until the process has ended."""
+        fd = os.pidfd_open(self._process.pid)
+        over = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        try:
+            loop.add_reader(fd, over.set)
+            await over.wait()
+        finally:
+            loop.remove_reader(fd)
+            os.close(fd)
+
+    def _last_words(self) -> str:
+        with suppress(OSError), self._log.open("rb") as file:
+            file.seek(max(0, self._log.stat().st_size - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+            return "\n".join(lines[-5:])
+        return ""

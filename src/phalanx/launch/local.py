@@ -1,0 +1,188 @@
+"""Starts a run's ranks on this machine, watches them, and leaves nothing behind.
+
+Each rank is a process in a session of its own, so that Ctrl-C reaches only the launcher, which passes on one SIGTERM
+and lets the ranks save. If a rank dies the others are ended too (they hang in a collective). If the launcher itself
+is killed, the kernel kills the ranks with it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from phalanx.train.lifecycle.ending import Ending
+from phalanx.train.lifecycle.run_directory import OpenRun
+from phalanx.train.lifecycle.worker import EXIT_STOPPED
+
+_POLL_S = 0.1
+_GRACE_S = 10.0
+"""How long the other ranks may take to notice that one has died."""
+
+
+def run_locally(run: OpenRun, ranks: int, while_running: Callable[[Callable[[], bool]], None]) -> Ending:
+    """Runs all ranks to their end.
+
+    Args:
+        run: The opened run directory.
+        ranks: How many to start.
+        while_running: Called once with a function that tells whether the ranks have ended; returns after they have
+            (it shows the run's progress meanwhile).
+    """
+    meeting_point = _fresh_meeting_point(run)
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        with _passing_on_signals(processes) as request:
+            for rank in range(ranks):
+                processes.append(_start(run, rank, ranks, meeting_point.as_uri()))
+                if request.made:  # meanwhile, and this rank has not heard of it
+                    processes[-1].send_signal(signal.SIGTERM)
+            watcher = _Watcher(processes, request)
+            try:
+                while_running(watcher.ended)
+            except Exception as error:
+                # A display that breaks (a closed pipe, say) is no reason to end a run.
+                print(f"phalanx: warning: the display failed: {error!r}; training goes on", file=sys.stderr)
+            watcher.wait()
+    finally:
+        _end(processes)
+        meeting_point.unlink(missing_ok=True)
+    return _ending(run, processes, watcher.first_failure)
+
+
+def _fresh_meeting_point(run: OpenRun) -> Path:
+    """The file through which the ranks of this attempt meet; those of attempts that were killed are removed."""
+    for stale in run.directory.path.glob(".meeting-point-*"):
+        stale.unlink(missing_ok=True)
+    return (run.directory.path / f".meeting-point-{run.attempt}").resolve()
+
+
+def _start(run: OpenRun, rank: int, ranks: int, meeting_point: str) -> subprocess.Popen[bytes]:
+    environment = {
+        **os.environ,
+        "PHALANX_RANK": str(rank),
+        "PHALANX_RANKS": str(ranks),
+        "PHALANX_MEETING_POINT": meeting_point,
+        "PHALANX_LAUNCHER": str(os.getpid()),
+        "OMP_NUM_THREADS": str(run.spec.runtime.threads),
+    }
+    log = run.directory.log(run.attempt, rank)
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "phalanx.train.lifecycle.worker",
+                str(run.directory.path),
+                "--attempt",
+                str(run.attempt),
+            ],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=[run.lock_fd],  # the directory stays taken until the last rank has ended
+        )
+
+
+class _Watcher:
+    """Looks at the ranks now and then; ends the others when one has failed."""
+
+    def __init__(self, processes: list[subprocess.Popen[bytes]], request: _Request) -> None:
+        self._processes, self._request = processes, request
+        self._deadline_s: float | None = None
+        self.first_failure: int | None = None
+
+    def ended(self) -> bool:
+        """Whether all ranks have ended."""
+        codes = [process.poll() for process in self._processes]
+        if self.first_failure is None:
+            # A rank that had not yet set up its handler ends by the signal itself: it was asked to.
+            asked = self._request.made
+            fine = {None, 0, EXIT_STOPPED} | ({-signal.SIGTERM, -signal.SIGKILL} if asked else set())
+            if asked and -signal.SIGTERM in codes and self._deadline_s is None:
+                self._deadline_s = time.monotonic() + _GRACE_S  # the others wait for it in vain
+            failed = [rank for rank, code in enumerate(codes) if code not in fine]
+            if failed:
+                self.first_failure = _culprit(failed, codes)
+                self._deadline_s = time.monotonic() + _GRACE_S
+        if self._deadline_s is not None and time.monotonic() > self._deadline_s:
+            _end(self._processes)
+        return None not in codes
+
+    def wait(self) -> None:
+        """Until all ranks have ended."""
+        while not self.ended():
+            time.sleep(_POLL_S)
+
+
+def _culprit(failed: list[int], codes: list[int | None]) -> int:
+    """The rank that most likely failed first: one killed by a signal rather than one that lost its peer."""
+    return min(failed, key=lambda rank: (codes[rank] or 0) > 0)
+
+
+@dataclass
+class _Request:
+    """Whether the ranks were asked to stop."""
+
+    made: bool = False
+
+
+@contextmanager
+def _passing_on_signals(processes: list[subprocess.Popen[bytes]]) -> Iterator[_Request]:
+    """Ctrl-C, SIGTERM and a closed terminal become one SIGTERM to every rank; asked twice, they end at once."""
+    request = _Request()
+
+    def pass_on(_number: int, _frame: FrameType | None) -> None:
+        number = signal.SIGKILL if request.made else signal.SIGTERM
+        request.made = True
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    asking = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [(number, signal.signal(number, pass_on)) for number in asking]
+    try:
+        yield request
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+    for process in processes:
+        process.wait()
+
+
+def _ending(run: OpenRun, processes: list[subprocess.Popen[bytes]], culprit: int | None) -> Ending:
+    codes = [process.returncode for process in processes]
+    if (codes and all(code == 0 for code in codes)) or (
+        culprit is None and run.directory.finished_result() is not None
+    ):
+        return Ending("finished")
+    if culprit is None:  # asked to stop, perhaps before all were started
+        return Ending("stopped", exit_code=EXIT_STOPPED)
+    log = run.directory.log(run.attempt, culprit)
+    return Ending("failed", culprit, codes[culprit], _last_words(log, codes[culprit]))
+
+
+def _last_words(log: Path, code: int) -> str:
+    """What to tell the user of a rank's end: its own error line if it wrote one, else the tail of its log."""
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    lines = log.read_text(errors="replace").splitlines()
+    for number, line in enumerate(lines):
+        if line.startswith("error: "):
+            return "\n".join([line.removeprefix("error: "), *lines[number + 1 :]])
+    return "\n".join([f"ended with exit code {code}; the end of {log}:", *lines[-15:]])

@@ -1,0 +1,109 @@
+"""How many parameters a model has, what a token costs, and what a run's state weighs.
+
+FLOP conventions, since published figures differ:
+
+- ``matmul``: 2 FLOP per multiply-add, forward once and backward twice: 6 per weight that a token is multiplied
+  with. The embedding look-up multiplies nothing; the output projection does, once more for each prediction ahead. Of
+  routed experts, ``per_token`` count.
+- ``attention``: scores and weighted values. ``causal`` counts the half of the square that a causal mask needs,
+  ``3 * heads * (query width + value width) * seq`` per token and layer; ``full`` counts the whole square, twice that, as
+  PaLM (arXiv 2204.02311, appendix B) and most published MFU figures do. The widths are both ``head_dim``, but for latent
+  attention, whose expansion of keys and values is counted once per token, as in training.
+
+*Active* parameters are all that a token meets on its way through the main model, embedding and output projection
+included, as papers count them: of the routed experts ``per_token``, and no predictions ahead.
+
+``mfu`` in this project uses ``full``, so that it compares with what others publish; the throughput benchmark
+states FLOP/s by the smaller, ``causal``, count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.model.facts.shape import Parameter, parameters
+from phalanx.run.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Sizes of one resolved model at one sequence length."""
+
+    parameters: int
+    embedding_parameters: int
+    active_parameters: int
+    """Of the main model, what one token meets."""
+    expert_parameters: int
+    """Of routed experts, all of them."""
+    matmul_parameters: int
+    """Weights that a token is multiplied with (a tied embedding counts once, for the projection)."""
+    attention_flops_per_token_full: int
+    attention_flops_per_token_causal: int
+
+    @property
+    def flops_per_token(self) -> int:
+        """Training FLOP per token, attention counted in full (PaLM's convention, used for MFU)."""
+        return 6 * self.matmul_parameters + self.attention_flops_per_token_full
+
+    @property
+    def flops_per_token_causal(self) -> int:
+        """Training FLOP per token that a causal mask needs."""
+        return 6 * self.matmul_parameters + self.attention_flops_per_token_causal
+
+    def state_bytes(self, compute_bytes: int) -> dict[str, int]:
+        """Bytes of a run's state over the whole fleet, by kind; ``compute_bytes`` is 2 for bf16, 4 for fp32.
+
+        Master weights, both moments of Adam and gradients are fp32; the compute copy exists only where its
+        format differs from the master's.
+        """
+        sizes = {
+            "weights": 4 * self.parameters,
+            "exp_avg": 4 * self.parameters,
+            "exp_avg_sq": 4 * self.parameters,
+            "gradients": 4 * self.parameters,
+        }
+        if compute_bytes != 4:
+            sizes["compute copy"] = compute_bytes * self.parameters
+        return sizes
+
+
+def count(spec: ModelSpec, seq_len: int) -> Counts:
+    """Counts of a resolved model (see ``phalanx.model.facts.shape.resolve``) at ``seq_len`` tokens."""
+    total = embedding = active = experts = matmul = 0
+    for parameter in parameters(spec):
+        met = _met(parameter, spec)
+        total += parameter.numel
+        active += 0 if parameter.name.startswith("mtp.") else met
+        if parameter.kind == "embedding":
+            embedding += parameter.numel
+        if parameter.stacked:
+            experts += parameter.numel
+        if parameter.kind in ("matrix", "output", "router") or (
+            parameter.kind == "embedding" and spec.tie_embeddings
+        ):
+            matmul += met
+    matmul += spec.mtp_depth * spec.vocab_size * spec.dim
+    full = _attention_flops(spec, seq_len)
+    return Counts(
+        parameters=total,
+        embedding_parameters=embedding,
+        active_parameters=active,
+        expert_parameters=experts,
+        matmul_parameters=matmul,
+        attention_flops_per_token_full=full,
+        attention_flops_per_token_causal=full // 2,
+    )
+
+
+def _met(parameter: Parameter, spec: ModelSpec) -> int:
+    """How many elements of a parameter one token meets."""
+    if parameter.stacked and spec.moe is not None:
+        return parameter.numel // spec.moe.experts * spec.moe.per_token
+    return parameter.numel
+
+
+def _attention_flops(spec: ModelSpec, seq_len: int) -> int:
+    """Of one token in all layers, the whole square of scores."""
+    widths = spec.head_dim + (spec.head_dim if spec.mla is None else spec.mla.value_head_dim)
+    # Forward: QK^T and PV, 2 FLOP x heads x width x keys seen; backward twice that.
+    return 6 * (spec.layers + spec.mtp_depth) * spec.heads * widths * seq_len

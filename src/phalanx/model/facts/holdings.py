@@ -1,0 +1,205 @@
+"""What each rank of a layout holds of a model, in closed form: no torch, nothing built.
+
+A parameter is divided in three ways, one after the other: the layers over the stages of the pipeline, each matrix over the
+tensor ranks (the experts of a layer over the expert ranks), and what is left, along its first dimension, over the ranks that
+hold the same (FSDP: ``ceil(rows / ranks)`` each, the last ones less or nothing). ``phalanx show --ranks`` prints these
+numbers, the dry run (``phalanx.train.measure.dry_run``) holds them against the modules that the trainer really builds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phalanx.model.facts.shape import Parameter, parameters
+from phalanx.model.facts.stages import stage_layers
+from phalanx.run.layout import SPLIT_BACKWARD, Layout, micro_batches_per_slot, stages_per_rank
+from phalanx.run.spec import ParallelSpec, RunSpec
+
+_BY_ROWS = ("query", "key", "value", "query_up", "kv_up", "gate", "up")
+_BY_COLUMNS = ("output", "down")
+_MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / 64}  # int8 with a scale for every 64 elements
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's place in the layout, as far as it decides what the rank holds."""
+
+    pipeline: int = 0
+    fsdp: int = 0
+    """Among the ranks that a stage's dense parameters are sharded over (shard and context together)."""
+    tensor: int = 0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a rank has of one parameter."""
+
+    parameter: Parameter
+    gathered: int
+    """Elements while FSDP has the weights gathered: what the other axes leave."""
+    held: int
+    """Elements of the rank's own share."""
+
+    @property
+    def unit(self) -> str:
+        """The parameters that are gathered together with this one; empty for embedding, head and final norm."""
+        name = self.parameter.name
+        parts = name.split(".")
+        if "experts" in parts:
+            return name.rpartition(".")[0]
+        if parts[0] == "mtp":
+            return ".".join(parts[:3]) if parts[2] == "block" else ""
+        return ".".join(parts[:2]) if parts[0] == "blocks" else ""
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What one rank holds."""
+
+    place: Place
+    stages: tuple[int, ...]
+    layers: tuple[int, ...]
+    embedding: bool
+    head: bool
+    """Whether it has the output projection and the final norm."""
+    pieces: tuple[Piece, ...]
+    """Of each of its parameters, in the canonical order."""
+
+    @property
+    def dense(self) -> int:
+        """Elements of dense parameters."""
+        return sum(piece.held for piece in self.pieces if not piece.parameter.stacked)
+
+    @property
+    def experts(self) -> int:
+        """Elements of routed experts."""
+        return sum(piece.held for piece in self.pieces if piece.parameter.stacked)
+
+    @property
+    def elements(self) -> int:
+        """Elements of all parameters."""
+        return self.dense + self.experts
+
+
+def place_of(layout: Layout, rank: int) -> Place:
+    """The place of rank ``rank`` of the whole layout."""
+    stage_ranks = layout.data_ranks * layout.model_ranks
+    inner = rank % (layout.shard * layout.model_ranks)
+    return Place(rank // stage_ranks, inner // layout.tensor, inner % layout.tensor)
+
+
+def stages_at(parallel: ParallelSpec, rank: int) -> tuple[int, ...]:
+    """The stages of a pipeline rank: dealt round by round, or down and up like a V."""
+    if parallel.pipeline == 1:
+        return (0,)
+    turns = range(stages_per_rank(parallel))
+    up = parallel.pipeline_schedule in SPLIT_BACKWARD
+    return tuple(
+        turn * parallel.pipeline + (parallel.pipeline - 1 - rank if up and turn % 2 else rank)
+        for turn in turns
+    )
+
+
+def holding(spec: RunSpec, layout: Layout, place: Place) -> Holding:
+    """What the rank at ``place`` holds of the model of ``spec``, which is resolved."""
+    stages, layers = stages_at(spec.parallel, place.pipeline), stage_layers(spec)
+    first, last = 0 in stages, len(layers) - 1 in stages
+    mine = tuple(layer for stage in stages for layer in layers[stage])
+    pieces = tuple(
+        _piece(parameter, layout, place)
+        for parameter in parameters(spec.model)
+        if _is_in(parameter, frozenset(mine), first=first, last=last)
+    )
+    return Holding(place, stages, mine, first, last, pieces)
+
+
+def fullest(spec: RunSpec, layout: Layout, pipeline: int) -> Holding:
+    """What the rank holds that holds most of those at one place in the pipeline.
+
+    Of all shares of a part the first is the largest; only the tensor ranks' parts may differ, by a row of the vocabulary.
+    """
+    ranks = (Place(pipeline, 0, tensor) for tensor in {0, layout.tensor - 1})
+    return max((holding(spec, layout, place) for place in ranks), key=lambda held: held.elements)
+
+
+def state_bytes(spec: RunSpec, layout: Layout, held: Holding, compute_bytes: int) -> dict[str, int]:
+    """Bytes of what a rank keeps, by kind, without activations.
+
+    - weights and gradients: fp32, its own share; so is what AdamW keeps of them, or in narrower formats. The state of other
+      optimisers is left out.
+    - open sums: beside the gradients, what a binary tree over the rank's slots holds while its last slot is computed: a
+      share for each level but one.
+    - slot gradients: of the whole part, fp32, while the micro-batches of a slot add up.
+    - compute copy: gathered weights in the format of computing. ZeRO-3 gathers a block before it is needed and gives it up
+      after: two at a time, beside embedding and head. The others keep all.
+    """
+    sizes = {"weights": 4 * held.elements}
+    if spec.optimizer.name == "adamw":
+        wide = sum(piece.held for piece in held.pieces if len(piece.parameter.shape) == 1)
+        narrow = held.elements - wide
+        sizes["moments"] = round(2 * (4 * wide + _MOMENT_BYTES[spec.optimizer.state] * narrow))
+    sizes["gradients"] = 4 * held.elements
+    rounds = max(spec.train.slots // layout.data_ranks, 1)
+    sizes["open sums"] = max(rounds.bit_length() - 2, 0) * sizes["gradients"]
+    sharded = [piece for piece in held.pieces if _ranks_of(piece.parameter, layout) > 1]
+    if micro_batches_per_slot(spec) > 1:
+        sizes["slot gradients"] = 4 * sum(piece.gathered for piece in held.pieces)
+    copied = held.pieces if compute_bytes != 4 else sharded
+    sizes["compute copy"] = compute_bytes * _gathered_at_once(copied, keep=spec.parallel.sharding != "zero3")
+    return {kind: size for kind, size in sizes.items() if size}
+
+
+def _gathered_at_once(pieces: Sequence[Piece], *, keep: bool) -> int:
+    if keep:
+        return sum(piece.gathered for piece in pieces)
+    blocks: Counter[str] = Counter()
+    for piece in pieces:
+        blocks[piece.unit.removesuffix(".ffn.experts")] += piece.gathered
+    return blocks.pop("", 0) + sum(size for _, size in blocks.most_common(2))
+
+
+def _is_in(parameter: Parameter, layers: frozenset[int], *, first: bool, last: bool) -> bool:
+    top, _, rest = parameter.name.partition(".")
+    if top == "blocks":
+        return int(rest.partition(".")[0]) in layers
+    return first if top == "embedding" else last
+
+
+def _ranks_of(parameter: Parameter, layout: Layout) -> int:
+    """Ranks that FSDP divides a parameter over."""
+    return layout.expert_shard if parameter.stacked else layout.shard * layout.context
+
+
+def _piece(parameter: Parameter, layout: Layout, place: Place) -> Piece:
+    shape, share = list(parameter.shape), place.fsdp
+    dim = divided_dim(parameter)
+    if parameter.stacked:
+        shape[0] //= layout.expert
+        shape[1 if parameter.kind == "matrix" else 2] //= layout.expert_tensor
+        share = (place.fsdp * layout.tensor + place.tensor) // (layout.expert * layout.expert_tensor)
+    elif dim is not None:
+        size = shape[dim]
+        shape[dim] = (place.tensor + 1) * size // layout.tensor - place.tensor * size // layout.tensor
+    return Piece(parameter, math.prod(shape), _chunk(shape, share, _ranks_of(parameter, layout)))
+
+
+def divided_dim(parameter: Parameter) -> int | None:
+    """The dimension of a dense parameter that the tensor axis divides; ``None`` for what is alike on its ranks."""
+    *path, module, kind = parameter.name.split(".")
+    if not path:
+        return 0 if module in ("embedding", "head") else None
+    if module in _BY_ROWS and path[-1] in ("attention", "ffn", "shared"):
+        return 0
+    if module in _BY_COLUMNS and path[-1] in ("attention", "ffn", "shared"):
+        return 1 if kind == "weight" else None
+    return None
+
+
+def _chunk(shape: list[int], index: int, ranks: int) -> int:
+    """Elements of FSDP's share ``index`` of ``ranks``."""
+    rows = -(-shape[0] // ranks)
+    mine = max(0, min(rows, shape[0] - index * rows))
+    return mine * math.prod(shape[1:])

@@ -1,0 +1,71 @@
+"""Which layers belong to which stage of a pipeline.
+
+A pipeline is as slow as its slowest stage. Layers differ (a mixture of experts costs another amount than a dense layer), and
+the output projection comes on top of the last layer; so the division is found exactly, by dynamic programming over the
+costs of the layers, rather than by giving each stage as many.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from phalanx.model.facts.counts import count
+from phalanx.model.facts.shape import is_mixture, resolve
+from phalanx.run.layout import stages_per_rank
+from phalanx.run.spec import ModelSpec, RunSpec
+
+
+def balance(costs: Sequence[float], stages: int) -> tuple[int, ...]:
+    """How many consecutive layers each stage gets, at least one, so that the dearest stage is as cheap as can be.
+
+    Args:
+        costs: Of each layer, in any unit; what comes before the first layer or after the last is part of theirs.
+        stages: At most as many as layers.
+
+    Raises ``ValueError`` when there are more stages than layers.
+    """
+    layers = len(costs)
+    if not 1 <= stages <= layers:
+        raise ValueError(f"{layers} layers cannot be divided into {stages} stages of at least one layer")
+    before = [0.0, *accumulate(costs)]
+    # For the first `end` layers in so many stages: the dearest stage, squares that prefer even stages, the last boundary.
+    tables: list[dict[int, tuple[float, float, int]]] = [{0: (0.0, 0.0, 0)}]
+    for stage in range(1, stages + 1):
+        shorter = tables[-1]
+        table = {}
+        for end in range(stage, layers - (stages - stage) + 1):
+            ways = ((shorter[begin], before[end] - before[begin], begin) for begin in shorter if begin < end)
+            table[end] = min((max(way[0], cost), way[1] + cost * cost, begin) for way, cost, begin in ways)
+        tables.append(table)
+    sizes, end = [], layers
+    for table in reversed(tables[1:]):
+        begin = table[end][2]
+        sizes.append(end - begin)
+        end = begin
+    return tuple(reversed(sizes))
+
+
+def layer_costs(spec: ModelSpec, seq_len: int) -> list[float]:
+    """Training FLOP per token of each layer of a resolved model, the output projection's in the last one's."""
+
+    def flops(layers: int, mixture: bool) -> float:
+        moe = dataclasses.replace(spec.moe, first_dense=0, every=1) if mixture and spec.moe else None
+        part = dataclasses.replace(spec, layers=layers, moe=moe, mtp_depth=0)
+        return float(count(part, seq_len).flops_per_token_causal)
+
+    outside = flops(0, False)
+    by_kind = {mixture: flops(1, mixture) - outside for mixture in (False, True)}
+    costs = [by_kind[is_mixture(spec, layer)] for layer in range(spec.layers)]
+    costs[-1] += outside
+    return costs
+
+
+def stage_layers(spec: RunSpec) -> list[range]:
+    """The layers of each stage of a run, first stage first: as the run file says, or else balanced by FLOP."""
+    parallel, model = spec.parallel, resolve(spec.model)
+    stages = parallel.pipeline * stages_per_rank(parallel) if parallel.pipeline > 1 else 1
+    sizes = parallel.pipeline_split or balance(layer_costs(model, spec.train.seq_len), stages)
+    boundaries = [0, *accumulate(sizes)]
+    return [range(begin, end) for begin, end in pairwise(boundaries)]

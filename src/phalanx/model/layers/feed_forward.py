@@ -1,0 +1,25 @@
+"""The feed-forward layer: gated (SwiGLU, Shazeer, arXiv 2002.05202) or plain GELU as in GPT-3."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.model.layers.linear import Linear
+from phalanx.run.spec import ModelSpec
+
+
+class FeedForward(nn.Module):
+    """SwiGLU, ``down(silu(gate(x)) * up(x))``, or ``down(gelu(up(x)))``."""
+
+    def __init__(self, spec: ModelSpec, inner: int) -> None:
+        """``inner`` is the width between ``up`` and ``down``."""
+        super().__init__()
+        self.gate = Linear(spec.dim, inner, bias=spec.ffn_bias) if spec.ffn == "swiglu" else None
+        self.up = Linear(spec.dim, inner, bias=spec.ffn_bias)
+        self.down = Linear(inner, spec.dim, bias=spec.ffn_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(..., d)`` to ``(..., d)``."""
+        inner = F.gelu(self.up(x)) if self.gate is None else F.silu(self.gate(x)) * self.up(x)
+        return self.down(inner)  # type: ignore[no-any-return]

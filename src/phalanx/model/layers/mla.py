@@ -1,0 +1,90 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+Keys and values of all heads are expanded from one small latent per token, so a cache holds only that latent. Positions
+cannot be put into keys that are expanded later; so a head's query and key have a part without position, expanded from the
+latent, and a part that is rotated, which for the keys comes straight from the token and is shared by all heads.
+
+Rotated elements are paired in halves, ``i`` with ``i + rope_head_dim / 2``, as everywhere in this project. DeepSeek's
+published weights pair neighbours (``rope_interleave`` in their ``config.json``): there element ``2 i`` is rotated with
+``2 i + 1``. Importing moves the rows: of each head's rotated rows of ``query_up`` (or ``query``) and of the last
+``rope_head_dim`` rows of ``kv_down``, the even ones come first, then the odd ones; exporting moves them back. Scores are
+sums over the elements of a head, so nothing else changes.
+
+Both latents are normalised with the model's ``norm_eps`` (in ``transformers``, always 1e-6).
+
+Shapes as in ``phalanx.model.layers.attention``; ``r`` is the rank of the latent of keys and values.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.model.layers.attention import CausalCore, Core
+from phalanx.model.layers.cache import LayerCache
+from phalanx.model.layers.linear import Linear
+from phalanx.model.layers.norm import RMSNorm
+from phalanx.model.layers.rotary import rotate, softmax_temperature
+from phalanx.run.spec import MlaSpec, ModelSpec
+
+
+class MlaAttention(nn.Module):
+    """Attention whose keys and values are expanded from a latent.
+
+    ``query_up`` has a head's unrotated rows, then its rotated ones; ``kv_down`` the latent's rows, then the rotated ones
+    that all heads share; ``kv_up`` a head's unrotated key rows, then its value rows.
+    """
+
+    def __init__(self, spec: ModelSpec, mla: MlaSpec) -> None:
+        super().__init__()
+        self.mla = mla
+        self.head_dim = mla.nope_head_dim + mla.rope_head_dim
+        queries = spec.heads * self.head_dim
+        if mla.query_rank:
+            self.query_down = Linear(spec.dim, mla.query_rank, bias=False)
+            self.query_latent_norm = RMSNorm(mla.query_rank, spec.norm_eps)
+            self.query_up = Linear(mla.query_rank, queries, bias=False)
+        else:
+            self.query = Linear(spec.dim, queries, bias=False)
+        self.kv_down = Linear(spec.dim, mla.kv_rank + mla.rope_head_dim, bias=False)
+        self.kv_latent_norm = RMSNorm(mla.kv_rank, spec.norm_eps)
+        self.kv_up = Linear(mla.kv_rank, spec.heads * (mla.nope_head_dim + mla.value_head_dim), bias=False)
+        self.output = Linear(spec.heads * mla.value_head_dim, spec.dim, bias=False)
+        temperature = softmax_temperature(spec.rope_scaling)
+        self.core: Core = CausalCore(self.head_dim**-0.5 * temperature if temperature != 1 else None)
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        documents: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """``(b, s, d)`` to ``(b, s, d)``; with a cache, ``x`` is the continuation of what the cache holds."""
+        query = self._queries(x)
+        fixed = self.mla.nope_head_dim
+        query = torch.cat((query[..., :fixed], rotate(query[..., fixed:], cos, sin)), dim=-1)
+        latent, shared = self.kv_down(x).split((self.mla.kv_rank, self.mla.rope_head_dim), dim=-1)
+        latent, shared = self.kv_latent_norm(latent), rotate(shared.unsqueeze(1), cos, sin)
+        if cache is not None:
+            latent, shared = cache.append(latent.unsqueeze(1), shared)
+            latent = latent.squeeze(1)
+        key, value = self._expand(latent, shared)
+        mixed = self.core(query, key, value, documents)
+        return self.output(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def _queries(self, x: Tensor) -> Tensor:
+        """``(b, h, s, e)``, not rotated yet."""
+        if self.mla.query_rank:
+            queries = self.query_up(self.query_latent_norm(self.query_down(x)))
+        else:
+            queries = self.query(x)
+        return queries.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # type: ignore[no-any-return]
+
+    def _expand(self, latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys ``(b, h, s, e)`` and values ``(b, h, s, v)`` from ``(b, s, r)`` and rotated ``(b, 1, s, rope)``."""
+        widths = (self.mla.nope_head_dim, self.mla.value_head_dim)
+        expanded = self.kv_up(latent).unflatten(-1, (-1, sum(widths))).transpose(1, 2)
+        fixed, value = expanded.split(widths, dim=-1)
+        return torch.cat((fixed, shared.expand(-1, fixed.shape[1], -1, -1)), dim=-1), value

@@ -1,0 +1,191 @@
+"""Mixture of experts: each token passes through a few of many feed-forward layers (arXiv 1701.06538, 2401.06066).
+
+No token is dropped and none is padded: the copies of the tokens are put in the order of their experts, and one grouped
+matrix product multiplies each expert's rows with its matrix. How copies get to their experts and back is the ``exchange``,
+which expert parallelism replaces.
+
+Everything that moves rows is a permutation, whose backward pass is the inverse permutation, and the k results of a token
+are added in the order of its choices. So no two additions ever race for one place, as they would if gradients were scattered
+back by index.
+
+Shapes: ``n`` tokens, ``d`` model width, ``f`` inner width, ``k`` experts per token, ``m`` rows, one per copy of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.model.layers.feed_forward import FeedForward
+from phalanx.model.layers.router import Router, Routing, tokens_per_expert
+from phalanx.run.spec import ModelSpec, MoeSpec
+
+GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Rows ``(m, i)`` sorted by expert, matrices ``(experts, o, i)`` and each expert's end among the rows ``(experts,)`` int32
+to ``(m, o)``: each row times the transpose of its expert's matrix."""
+
+
+_uncompiled_grouped_mm = torch.compiler.disable(F.grouped_mm)  # type: ignore[no-untyped-call]
+
+
+class Experts(nn.Module):
+    """A stack of feed-forward layers without biases: ``gate`` (or ``None``) and ``up`` ``(experts, f, d)``, ``down``
+    ``(experts, d, f)``."""
+
+    product: GroupedProduct | None = None
+    """``None`` is PyTorch's own."""
+
+    def __init__(self, spec: ModelSpec, moe: MoeSpec) -> None:
+        super().__init__()
+        wide, narrow = (moe.experts, moe.ffn_dim, spec.dim), (moe.experts, spec.dim, moe.ffn_dim)
+        self.gate = nn.Parameter(torch.empty(wide)) if spec.ffn == "swiglu" else None
+        self.up = nn.Parameter(torch.empty(wide))
+        self.down = nn.Parameter(torch.empty(narrow))
+
+    def forward(self, sources: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """Each source's ``rows`` ``(m, d)``, sorted by expert, ``counts`` ``(experts,)`` int64 of them for each, to ``(m, d)``.
+
+        Sources do not mix: each has products of its own, and their weight gradients are added in a binary tree over the
+        sources, whose number is a power of two.
+        """
+        weights = [weight for weight in (self.gate, self.up, self.down) if weight is not None]
+        return list(self._each(sources, weights))
+
+    def _each(self, sources: Sequence[tuple[Tensor, Tensor]], weights: Sequence[Tensor]) -> Iterator[Tensor]:
+        if len(sources) == 1:
+            yield self._feed_forward(*sources[0], *weights)
+            return
+        # Backward runs in the reverse order: a half's gradients are added before the other half's are computed.
+        middle, halves = len(sources) // 2, [twice(weight) for weight in weights]
+        yield from self._each(sources[:middle], [left for left, _ in halves])
+        yield from self._each(sources[middle:], [right for _, right in halves])
+
+    def _feed_forward(self, rows: Tensor, counts: Tensor, *weights: Tensor) -> Tensor:
+        ends = counts.cumsum(0).to(torch.int32)
+        *gate, up, down = (partial(self._times, matrices=matrices, ends=ends) for matrices in weights)
+        inner = F.silu(gate[0](rows)) * up(rows) if gate else F.gelu(up(rows))
+        return down(inner)
+
+    def _times(self, rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+        if self.product is not None:
+            return self.product(rows, matrices, ends)
+        # The compiler's description of grouped_mm knows bf16 alone.
+        product = F.grouped_mm if rows.dtype == torch.bfloat16 else _uncompiled_grouped_mm
+        return product(rows, matrices.transpose(1, 2), offs=ends)
+
+
+class _Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG004
+        return weight.view_as(weight), weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Tensor:  # noqa: ARG004
+        left, right = upstream
+        return left + right
+
+
+def twice(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Two names for ``weight``; their gradients are added as left plus right."""
+    return cast(tuple[Tensor, Tensor], _Twice.apply(weight))  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class Order:
+    """The copies of all tokens, sorted by expert; a token's copies are numbered ``token * k + choice``."""
+
+    copies: Tensor
+    """Which copy is in each place, ``(n * k,)``, int64."""
+    places: Tensor
+    """The place of each copy, ``(n * k,)``, int64: the inverse permutation."""
+    counts: Tensor
+    """Copies for each expert, ``(experts,)``, int64."""
+
+
+def order_by_expert(chosen: Tensor, experts: int) -> Order:
+    """The order by expert, and among equals by token, of ``chosen`` ``(n, k)``."""
+    copies = chosen.flatten().argsort(stable=True)
+    return Order(copies, copies.argsort(), tokens_per_expert(chosen, experts))
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, taken: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows.index_select(0, taken)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return upstream[0].index_select(0, inverse), None, None
+
+
+def permute(rows: Tensor, taken: Tensor, inverse: Tensor) -> Tensor:
+    """``rows[taken]`` for a permutation ``taken`` ``(m,)`` of the rows ``(m, d)``; ``inverse`` is its inverse."""
+    return cast(Tensor, _Permute.apply(rows, taken, inverse))  # type: ignore[no-untyped-call]
+
+
+class _Copies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, copies: Tensor, places: Tensor, per_token: int) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.per_token = per_token
+        return tokens.index_select(0, copies // per_token)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
+        (places,) = ctx.saved_tensors
+        by_token = upstream[0].index_select(0, places).view(-1, ctx.per_token, upstream[0].shape[1])
+        return by_token.sum(dim=1), None, None, None
+
+
+def copies_by_expert(tokens: Tensor, order: Order) -> Tensor:
+    """The copies ``(n * k, d)`` of ``tokens`` ``(n, d)``, sorted by expert."""
+    per_token = len(order.copies) // max(1, len(tokens))
+    return cast(Tensor, _Copies.apply(tokens, order.copies, order.places, per_token))  # type: ignore[no-untyped-call]
+
+
+def combine(rows: Tensor, order: Order, weights: Tensor) -> Tensor:
+    """The weighted sum ``(n, d)``, in the rows' dtype, of each token's results ``rows`` ``(n * k, d)``, sorted by expert.
+
+    ``weights`` ``(n, k)``, fp32; the sum is fp32 too.
+    """
+    by_token = permute(rows, order.places, order.copies).view(*weights.shape, -1)
+    return (by_token.float() * weights.unsqueeze(2)).sum(dim=1).to(rows.dtype)
+
+
+class LocalExchange:
+    """All experts are here."""
+
+    def __call__(self, tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
+        """``tokens`` ``(n, d)`` through their experts: ``(n, d)``."""
+        order = order_by_expert(routing.experts, len(experts.up))
+        (rows,) = experts([(copies_by_expert(tokens, order), order.counts)])
+        return combine(rows, order, routing.weights)
+
+
+Exchange = Callable[[Tensor, Routing, Experts], Tensor]
+"""Tokens ``(n, d)`` through the experts that their routing names: ``(n, d)``."""
+
+
+class MoE(nn.Module):
+    """A feed-forward layer of routed experts and, if there are any, experts that every token passes through."""
+
+    def __init__(self, spec: ModelSpec, moe: MoeSpec) -> None:
+        super().__init__()
+        self.router = Router(spec.dim, moe)
+        self.experts = Experts(spec, moe)
+        self.shared = FeedForward(spec, moe.shared * moe.ffn_dim) if moe.shared else None
+        self.exchange: Exchange = LocalExchange()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(b, s, d)`` to ``(b, s, d)``."""
+        tokens = x.flatten(0, -2)
+        mixed = self.exchange(tokens, self.router(tokens), self.experts).view_as(x)
+        return mixed if self.shared is None else mixed + self.shared(x)

@@ -1,0 +1,85 @@
+"""Rotary position embeddings (Su et al., arXiv 2104.09864), stretched to longer contexts as in Llama 3 or YaRN.
+
+Pairs are element ``i`` and element ``i + head_dim / 2`` of a head, the layout of the published Llama and Qwen
+weights in Hugging Face format, so that those load unchanged. (For DeepSeek's, see ``phalanx.model.layers.mla``.)
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from phalanx.run.spec import ModelSpec, RopeScalingSpec
+
+
+def inverse_frequencies(spec: ModelSpec, device: torch.device) -> Tensor:
+    """Radians per position of each pair: half as many as a head has rotated elements, fp32."""
+    width = spec.head_dim if spec.mla is None else spec.mla.rope_head_dim
+    exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
+    frequencies = 1.0 / spec.rope_theta**exponents
+    scaling = spec.rope_scaling
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "yarn":
+        return _stretch_by_turns(frequencies, scaling, spec.rope_theta)
+    return _stretch(frequencies, scaling)
+
+
+def _stretch(frequencies: Tensor, scaling: RopeScalingSpec) -> Tensor:
+    """Divides low frequencies by ``factor``, keeps high ones, blends linearly between (arXiv 2407.21783)."""
+    turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
+    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blend = blend.clamp(0.0, 1.0)
+    return (1 - blend) * frequencies / scaling.factor + blend * frequencies
+
+
+def _stretch_by_turns(frequencies: Tensor, scaling: RopeScalingSpec, theta: float) -> Tensor:
+    """YaRN (arXiv 2309.00071, section 3.2): as ``_stretch``, but blended linearly in the number of the pair."""
+    pairs = len(frequencies)
+
+    def pair_that_turns(turns: float) -> float:
+        return pairs * math.log(scaling.original_max_seq_len / (turns * 2 * math.pi)) / math.log(theta)
+
+    low = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
+    high = min(math.ceil(pair_that_turns(scaling.beta_slow)), 2 * pairs - 1)
+    numbers = torch.arange(pairs, dtype=torch.float32, device=frequencies.device)
+    blend = ((numbers - low) / ((high - low) or 0.001)).clamp(0.0, 1.0)
+    return blend * frequencies / scaling.factor + (1 - blend) * frequencies
+
+
+def _temperature(factor: float, strength: float) -> float:
+    """By how much attention is sharpened over a context ``factor`` times as long (arXiv 2309.00071, equation 22)."""
+    return 0.1 * strength * math.log(factor) + 1.0
+
+
+def rotary_temperature(scaling: RopeScalingSpec | None) -> float:
+    """What the rotary tables are multiplied with: 1, but for YaRN."""
+    if scaling is None or scaling.kind != "yarn":
+        return 1.0
+    above, below = scaling.mscale or 1.0, scaling.mscale_all_dim
+    return _temperature(scaling.factor, above) / _temperature(scaling.factor, below)
+
+
+def softmax_temperature(scaling: RopeScalingSpec | None) -> float:
+    """What the scores of latent attention are multiplied with: 1, but for DeepSeek's YaRN with ``mscale_all_dim``."""
+    if scaling is None or scaling.kind != "yarn":
+        return 1.0
+    return _temperature(scaling.factor, scaling.mscale_all_dim) ** 2
+
+
+def rotation(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine at ``positions`` ``(seq,)``: each ``(seq, rotated elements)``, fp32, both halves alike."""
+    angles = positions.float()[:, None] * inverse_frequencies(spec, positions.device)[None, :]
+    angles = torch.cat((angles, angles), dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    temperature = rotary_temperature(spec.rope_scaling)
+    return (cos, sin) if temperature == 1 else (cos * temperature, sin * temperature)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``x`` ``(batch, heads, seq, head_dim)`` turned by its positions' angles; keeps ``x``'s dtype."""
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return (x * cos + turned * sin).to(x.dtype)

@@ -1,0 +1,215 @@
+"""What a viewer of a run must remember: a fold over the events.
+
+``reduce(state, event) -> state`` is the whole logic of the live display. It has no clock and draws
+nothing, so the display of a run that died last week is the display it had then.
+"""
+
+from dataclasses import dataclass, replace
+
+from phalanx.observe.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    Finished,
+    MemoryMeasured,
+    Message,
+    NonFinite,
+    RanksChanged,
+    Restored,
+    RunStarted,
+    Step,
+    Stopped,
+    Torn,
+    Unknown,
+)
+from phalanx.observe.throughput import RECENT_STEPS, format_bytes, format_duration, time_left_s
+
+NOTES_KEPT = 6
+CURVE_POINTS = 256
+
+
+@dataclass(frozen=True)
+class Note:
+    """A line worth a person's eye. ``level`` is info, warning or error."""
+
+    t: float
+    level: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The loss over the whole run in at most ``CURVE_POINTS`` values: every ``stride``-th event."""
+
+    values: tuple[float, ...] = ()
+    stride: int = 1
+    seen: int = 0
+
+    def add(self, value: float) -> "Curve":
+        values = (*self.values, value) if self.seen % self.stride == 0 else self.values
+        if len(values) <= CURVE_POINTS:
+            return replace(self, values=values, seen=self.seen + 1)
+        return Curve(values[::2], 2 * self.stride, self.seen + 1)
+
+
+@dataclass(frozen=True)
+class State:
+    """A run as its events tell it so far."""
+
+    t: float | None = None
+    attempt: int = 0
+    started: RunStarted | None = None
+    ranks: int | None = None
+    step: Step | None = None
+    step_t: float | None = None
+    curve: Curve = Curve()
+    recent_step_s: tuple[float, ...] = ()
+    recent_t: tuple[float, ...] = ()
+    evaluated: Evaluated | None = None
+    saved: CheckpointSaved | None = None
+    notes: tuple[Note, ...] = ()
+    stopped: Stopped | None = None
+    finished: Finished | None = None
+    explained: bool = False
+    """A fleet has said why this attempt, one of its epochs, ends."""
+
+    @property
+    def done(self) -> bool:
+        """The attempt is over: nothing more will come from it."""
+        return self.stopped is not None or self.finished is not None
+
+    @property
+    def time_left_s(self) -> float | None:
+        """From the recent step times and from what evaluations and checkpoints add to them."""
+        if self.step is None or self.done:
+            return None
+        return time_left_s(self.step.steps - self.step.step, self.recent_step_s, self._step_share())
+
+    def _step_share(self) -> float:
+        """The part of recent wall time that was spent in steps; 1 while too little has been seen."""
+        if len(self.recent_t) < 2 or self.recent_t[-1] <= self.recent_t[0]:
+            return 1.0
+        share = sum(self.recent_step_s[1:]) / (self.recent_t[-1] - self.recent_t[0])
+        # Below a tenth, one event stands for many steps: the share says nothing then.
+        return min(1.0, share) if share > 0.1 else 1.0
+
+
+def reduce(state: State, event: Event) -> State:
+    """The state after ``event``. Kinds that the display does not know leave it as it is."""
+    new = notes(state, event)
+    if isinstance(event.body, Message):
+        # Messages of a fleet's coordinator have its own attempt, whichever the ranks are in.
+        leaving = event.body.text.startswith(_LEAVING)
+        return replace(
+            state,
+            t=event.t,
+            notes=(*state.notes, *new)[-NOTES_KEPT:],
+            explained=state.explained or leaving,
+        )
+    if event.attempt != state.attempt:
+        state = _next_attempt(state, event)
+    state = replace(state, t=event.t, notes=(*state.notes, *new)[-NOTES_KEPT:])
+    match event.body:
+        case RunStarted() as body:
+            return replace(state, started=body, ranks=body.ranks)
+        case RanksChanged() as body:
+            return replace(state, ranks=body.ranks)
+        case Step() as body:
+            return _with_step(state, event.t, body)
+        case Evaluated() as body:
+            return replace(state, evaluated=body)
+        case CheckpointSaved() as body:
+            return replace(state, saved=body)
+        case Stopped() as body:
+            return replace(state, stopped=body)
+        case Finished() as body:
+            return replace(state, finished=body)
+    return state
+
+
+def _next_attempt(state: State, event: Event) -> State:
+    """The curve and the last checkpoint are the run's; speeds and endings were the old attempt's."""
+    return replace(
+        state,
+        attempt=event.attempt,
+        recent_step_s=(),
+        recent_t=(),
+        stopped=None,
+        finished=None,
+        step_t=None,
+        explained=False,
+    )
+
+
+def _with_step(state: State, t: float, body: Step) -> State:
+    return replace(
+        state,
+        step=body,
+        step_t=t,
+        curve=state.curve.add(body.loss),
+        recent_step_s=(*state.recent_step_s, body.step_s)[-RECENT_STEPS:],
+        recent_t=(*state.recent_t, t)[-RECENT_STEPS:],
+    )
+
+
+_LEAVING = "leave epoch "
+"""So begins what a fleet's coordinator says when it ends an epoch (``phalanx.fleet.core.epochs.regroup``)."""
+
+
+def notes(state: State, event: Event) -> list[Note]:
+    """What people would want to see pass by when ``event`` comes after ``state``."""
+    found = []
+    ended = event.attempt != state.attempt and not isinstance(event.body, Message)
+    if ended and state.started is not None and not state.done and not state.explained:
+        after = f" after step {state.step.step:,}" if state.step else ""
+        found.append(Note(event.t, "warning", f"attempt {state.attempt + 1} ended without a word{after}"))
+    own = _note(event)
+    return found if own is None else [*found, own]
+
+
+def _note(event: Event) -> Note | None:
+    match event.body:
+        case Restored(step=step, source=source, seconds=seconds, reason=reason):
+            after = f" ({reason})" if reason else ""
+            text = f"restored step {step:,} from {source} in {format_duration(seconds)}{after}"
+            return Note(event.t, "info", text)
+        case RanksChanged(step=step, ranks=ranks, reason=reason):
+            after = f": {reason}" if reason else ""
+            return Note(event.t, "info", f"{ranks:,} ranks from step {step + 1:,} on{after}")
+        case MemoryMeasured(step=step, most=most) if most:
+            kinds = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in most.items() if size)
+            return Note(event.t, "info", f"memory in step {step:,}, of the rank with most: {kinds}")
+        case CheckpointFailed(step=step, path=path, reason=reason):
+            return Note(event.t, "error", f"checkpoint of step {step:,} failed ({path}): {reason}")
+        case NonFinite(step=step, what=what, skipped=skipped):
+            outcome = "step skipped" if skipped else "step kept"
+            return Note(event.t, "warning", f"{what} was not finite at step {step:,}: {outcome}")
+        case Message(level=level, text=text):
+            return Note(event.t, level, text)
+        case Stopped(step=step, reason=reason):
+            return Note(event.t, "warning", f"stopped after step {step:,}: {reason}")
+        case Torn(line=line):
+            return Note(event.t, "info", f"line {line:,} of the event file is torn: its writer was killed")
+        case Unknown(kind=kind) if kind:
+            return Note(event.t, "info", f"an event of a kind this version does not know: {kind}")
+    return None
+
+
+def describe_evaluation(body: Evaluated, xz_bits_per_byte: float | None) -> str:
+    """``loss 1.4301 · 1.792 bits/byte (xz -9: 2.310)``."""
+    text = f"loss {body.loss:.4f}"
+    if body.bits_per_byte is not None:
+        text += f" · {body.bits_per_byte:.3f} bits/byte"
+        if xz_bits_per_byte is not None:
+            text += f" (xz -9: {xz_bits_per_byte:.3f})"
+    return text
+
+
+def describe_checkpoint(body: CheckpointSaved) -> str:
+    """``412 MiB in 3.1 s, training stood still for 0.0 s``."""
+    parts = [format_bytes(body.size_bytes)] if body.size_bytes else []
+    parts += [f"in {format_duration(body.seconds)}"] if body.seconds else []
+    text = " ".join(parts)
+    blocked = f"blocked for {format_duration(body.blocked_s)}" if body.blocked_s else ""
+    return ", ".join(part for part in (text, blocked) if part)

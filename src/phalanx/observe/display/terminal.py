@@ -1,0 +1,323 @@
+"""A run for people to watch: a live panel on a terminal, plain lines everywhere else.
+
+Both are fed by events alone (``display_state``), so that the same code shows a running job, follows one
+from another terminal, and replays a dead one. Off the terminal there are no control characters and no
+bars, and at most one progress line every so many seconds: logs stay small and can be searched.
+"""
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from phalanx.observe.display.state import (
+    Note,
+    State,
+    describe_checkpoint,
+    describe_evaluation,
+    notes,
+    reduce,
+)
+from phalanx.observe.events import CheckpointSaved, Evaluated, Event, Finished, RunStarted, Step
+from phalanx.observe.throughput import format_bytes, format_count, format_duration
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+NOTE_STYLES = {"info": "dim", "warning": "yellow", "error": "bold red"}
+WIDEST = 104
+REFRESHES_PER_S = 8
+UNKNOWN = "–"
+LARGEST_DRAWN = 1e30
+
+
+def show_events(events: Iterable[Event], console: Console, live: bool, every_s: float = 10.0) -> None:
+    """Show the events as they come, until there are no more.
+
+    ``live`` asks for the panel, which needs a terminal; without one, or without ``live``, plain lines
+    are printed: see ``plain_lines``. Colours follow the console, and so NO_COLOR.
+    """
+    if live and console.is_terminal and not console.is_dumb_terminal:
+        _show_panel(events, console)
+        return
+    for line in plain_lines(events, every_s):
+        console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def _show_panel(events: Iterable[Event], console: Console) -> None:
+    state = State()
+    # Drawn on a timer, not per event: a replay of a million events costs no more than a live run.
+    with Live(
+        get_renderable=lambda: render(state, console.width),
+        console=console,
+        refresh_per_second=REFRESHES_PER_S,
+    ):
+        for event in events:
+            state = reduce(state, event)
+
+
+# --- the panel ----------------------------------------------------------------------------------
+
+
+def render(state: State, width: int = 80) -> RenderableType:
+    """The state as a panel of at most ``width`` columns."""
+    inner = min(width, WIDEST) - 4
+    parts: list[RenderableType] = [_progress(state, inner), Text("")]
+    parts += [_loss(state, inner), _numbers(state, inner), _facts(state)]
+    if state.finished is not None:
+        parts += [Text(""), _result(state.finished.result)]
+    if state.notes:
+        parts += [Text(""), *(_note_line(note) for note in state.notes)]
+    return Panel(
+        Group(*parts),
+        title=_title(state),
+        title_align="left",
+        subtitle=_subtitle(state),
+        subtitle_align="right",
+        box=box.ROUNDED,
+        width=inner + 4,
+        border_style=_border(state),
+    )
+
+
+def _title(state: State) -> Text:
+    name = state.started.run if state.started else "waiting for the run to start"
+    return Text.assemble(("phalanx", "bold"), " · ", (printable(name), "bold cyan"))
+
+
+def _subtitle(state: State) -> Text:
+    device = state.started.device if state.started else ""
+    parts = [f"attempt {state.attempt + 1}"] if state.attempt else []
+    parts += [f"{state.ranks:,} rank{'' if state.ranks == 1 else 's'}"] if state.ranks else []
+    parts += [printable(device)] if device else []
+    return Text(" · ".join(parts), style="dim")
+
+
+def _border(state: State) -> str:
+    return "green" if state.finished else "yellow" if state.stopped else "cyan"
+
+
+def _progress(state: State, width: int) -> RenderableType:
+    if state.step is None:
+        return Text(f"starting: 0 of {state.started.steps:,} steps" if state.started else "starting")
+    step, steps = state.step.step, state.step.steps
+    share = step / steps if steps else 0.0
+    left = f"step {step:,} of {steps:,}"
+    right = f"{100 * share:.1f} %   {_ending(state)}"
+    bar = ProgressBar(
+        total=max(1, steps),
+        completed=step,
+        width=max(10, width - len(left) - len(right) - 4),
+        complete_style="cyan",
+        finished_style="green",
+    )
+    row = Table.grid(padding=(0, 2))
+    row.add_row(Text(left, style="bold"), bar, Text(right))
+    return row
+
+
+def _ending(state: State) -> str:
+    if state.finished is not None:
+        return "finished"
+    if state.stopped is not None:
+        return "stopped"
+    left_s = state.time_left_s
+    return "" if left_s is None else f"{format_duration(left_s)} left"
+
+
+def _loss(state: State, width: int) -> RenderableType:
+    value = UNKNOWN if state.step is None else _number(state.step.loss)
+    row = _grid((11, 10, width - 21))
+    row.add_row(
+        _label("loss"), Text(value, style="bold"), Text(sparkline(state.curve.values, width - 21), "cyan")
+    )
+    return row
+
+
+def _numbers(state: State, width: int) -> RenderableType:
+    cells = [*_step_cells(state.step)]
+    half = (width - 22) // 2
+    grid = _grid((11, half, 11, half))
+    for left, right in zip(cells[::2], cells[1::2], strict=True):
+        grid.add_row(_label(left[0]), left[1], _label(right[0]), right[1])
+    return grid
+
+
+def _step_cells(step: Step | None) -> Iterator[tuple[str, str]]:
+    """Label and value of each number, left column and right column in turn."""
+    if step is None:
+        yield from ((name, UNKNOWN) for name in ("grad norm", "tokens/s", "lr", "MFU"))
+        return
+    yield "grad norm", _number(step.grad_norm)
+    yield "tokens/s", format_count(step.tokens_per_s)
+    yield "lr", f"{step.lr:.2e}"
+    yield "step time", _short_time(step.step_s)
+    yield "tokens", format_count(step.tokens)
+    yield "goodput", _percent(step.goodput)
+    yield "MFU", _percent(step.mfu)
+    yield (
+        "memory",
+        UNKNOWN if step.peak_memory_bytes is None else f"{format_bytes(step.peak_memory_bytes)} peak",
+    )
+
+
+def _facts(state: State) -> RenderableType:
+    grid = _grid((11, None))
+    started = state.started
+    if started is not None and started.peak_flops_per_s is not None:
+        source = f", {started.peak_source}" if started.peak_source else ""
+        grid.add_row(
+            _label("peak"), Text(f"{format_count(started.peak_flops_per_s)}FLOP/s{printable(source)}")
+        )
+    if state.evaluated is not None:
+        text = describe_evaluation(state.evaluated, started.xz_bits_per_byte if started else None)
+        grid.add_row(_label("held out"), Text(f"{text} at step {state.evaluated.step:,}"))
+    if state.saved is not None:
+        detail = describe_checkpoint(state.saved)
+        grid.add_row(
+            _label("checkpoint"), Text(f"step {state.saved.step:,}" + (f", {detail}" if detail else ""))
+        )
+    return grid
+
+
+def _result(result: Mapping[str, object]) -> RenderableType:
+    lines = []
+    for name, value in result.items():
+        shown = f"{value:.6g}" if isinstance(value, float) else str(value)
+        lines.append(Text.assemble((f"{printable(name):<15} ", "dim"), printable(shown), overflow="fold"))
+    return Group(*lines)
+
+
+def _note_line(note: Note) -> Text:
+    return Text.assemble(
+        (clock(note.t) + "  ", "dim"),
+        (printable(note.text), NOTE_STYLES.get(note.level, "")),
+        overflow="fold",
+    )
+
+
+def _grid(widths: Sequence[int | None]) -> Table:
+    grid = Table.grid()
+    for width in widths:
+        grid.add_column(width=width, overflow="fold")
+    return grid
+
+
+def _label(text: str) -> Text:
+    return Text(text, style="dim")
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The values as at most ``width`` blocks, each the mean of its share; a gap where none is a sane number."""
+    count = min(width, len(values))
+    bins = [values[i * len(values) // count : (i + 1) * len(values) // count] for i in range(count)]
+    means = [_mean([value for value in part if abs(value) < LARGEST_DRAWN]) for part in bins]
+    finite = [mean for mean in means if mean is not None]
+    if not finite:
+        return ""
+    low, span = min(finite), max(finite) - min(finite)
+    heights = [None if mean is None else (mean - low) / span if span else 0.0 for mean in means]
+    return "".join(" " if height is None else BLOCKS[round(height * 7)] for height in heights)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
+
+
+def _number(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3e}"
+
+
+def _percent(share: float | None) -> str:
+    return UNKNOWN if share is None else f"{100 * share:.1f} %"
+
+
+def _short_time(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms" if seconds < 0.9995 else format_duration(seconds)
+
+
+def printable(text: str) -> str:
+    """``text`` on one line and without characters that would steer a terminal."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def clock(t: float) -> str:
+    """Time of day in UTC, as 17:04:09."""
+    return time.strftime("%H:%M:%S", time.gmtime(t))
+
+
+# --- plain lines --------------------------------------------------------------------------------
+
+
+def plain_lines(events: Iterable[Event], every_s: float) -> Iterator[str]:
+    """A line for the first and the last step, one for a step every ``every_s`` seconds between them, and
+    one for each other event worth reading. Seconds are those of the events, not of the reader."""
+    state, printed_t, held = State(), -math.inf, ""
+    for event in events:
+        before, state = state, reduce(state, event)
+        if isinstance(event.body, Step):
+            held = _step_line(state, event.t, event.body)
+            if event.t - printed_t >= every_s or event.body.step == event.body.steps:
+                yield held
+                printed_t, held = event.t, ""
+        elif lines := _other_lines(before, state, event):
+            if held:  # other lines are read against the step that they follow
+                yield held
+                printed_t, held = event.t, ""
+            yield from lines
+    if held:
+        yield held
+
+
+def _step_line(state: State, t: float, step: Step) -> str:
+    parts = [
+        f"{clock(t)}  step {step.step:,}/{step.steps:,}",
+        f"loss {_number(step.loss)}",
+        f"grad {step.grad_norm:.3g}",
+        f"lr {step.lr:.2e}",
+        f"{format_count(step.tokens_per_s)} tok/s",
+    ]
+    parts += [f"MFU {_percent(step.mfu)}"] if step.mfu is not None else []
+    parts += [f"goodput {_percent(step.goodput)}"] if step.goodput is not None else []
+    left_s = state.time_left_s
+    parts += [f"{format_duration(left_s)} left"] if left_s else []
+    return "  ".join(parts)
+
+
+def _other_lines(before: State, state: State, event: Event) -> list[str]:
+    lines = []
+    for note in notes(before, event):
+        level = "" if note.level == "info" else f"{note.level}: "
+        lines.append(f"{clock(note.t)}  {level}{printable(note.text)}")
+    milestone = _milestone(state, event)
+    return [*lines, milestone] if milestone else lines
+
+
+def _milestone(state: State, event: Event) -> str | None:
+    at = clock(event.t)
+    match event.body:
+        case RunStarted() as body:
+            return _start_line(event, body)
+        case Evaluated() as body:
+            baseline = state.started.xz_bits_per_byte if state.started else None
+            return f"{at}  held out at step {body.step:,}: {describe_evaluation(body, baseline)}"
+        case CheckpointSaved() as body:
+            detail = describe_checkpoint(body)
+            return f"{at}  checkpoint of step {body.step:,}" + (f": {detail}" if detail else "")
+        case Finished(result=result):
+            shown = (f"{k}={v:.6g}" if isinstance(v, float) else f"{k}={v}" for k, v in result.items())
+            return f"{at}  finished  {printable(' '.join(shown))}"
+    return None
+
+
+def _start_line(event: Event, body: RunStarted) -> str:
+    day = time.strftime("%Y-%m-%d", time.gmtime(event.t))
+    parts = [f"run {printable(body.run)}", f"attempt {event.attempt + 1}", f"{body.ranks:,} rank(s)"]
+    parts += [printable(body.device)] if body.device else []
+    parts += [f"{format_count(body.parameters)} parameters"] if body.parameters else []
+    return f"{day} {clock(event.t)} UTC  {' · '.join(parts)} · {body.steps:,} steps"

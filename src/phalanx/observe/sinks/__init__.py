@@ -1,0 +1,1 @@
+"""Outside trackers that get a run's events: TensorBoard, Weights & Biases, MLflow."""

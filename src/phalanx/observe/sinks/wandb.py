@@ -1,0 +1,49 @@
+"""Weights & Biases: one W&B run a run, resumed by later attempts; the x-axis is the step.
+
+Offline unless WANDB_MODE says otherwise: files go to ``RUN_DIRECTORY/wandb`` and ``wandb sync`` uploads
+them when nobody is waiting. (Online, W&B's own exit handler may wait for its upload.)
+"""
+
+import hashlib
+import importlib
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from phalanx.observe.events import Event, Finished, Message, RunStarted
+from phalanx.observe.sinks.base import scalars, step_of
+
+
+class WandbSink:
+    def __init__(self, run_directory: Path, run: str) -> None:
+        wandb: Any = importlib.import_module("wandb")  # untyped: what it exports varies by version
+        # The same directory is the same W&B run, so that a restart goes on in it.
+        identity = hashlib.sha256(str(run_directory.resolve()).encode()).hexdigest()[:16]
+        self._run: Any = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "phalanx"),
+            name=run,
+            id=identity,
+            resume="allow",
+            dir=str(run_directory),
+            mode=os.environ.get("WANDB_MODE", "offline"),
+            settings=wandb.Settings(silent=True),
+        )
+        # W&B drops a step lower than its last one, which a restart logs: the step is a metric of its own.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, event: Event) -> None:
+        values = scalars(event)
+        if values:
+            self._run.log({**values, "step": step_of(event)})
+        match event.body:
+            case RunStarted() as body:
+                self._run.config.update(asdict(body), allow_val_change=True)
+            case Finished(result=result):
+                self._run.summary.update(result)
+            case Message(level="warning" | "error", text=text):
+                self._run.alert(title=text[:60], text=text)
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,1 @@
+"""The context axis: each sequence divided over ranks, with ring or all-gather attention."""

@@ -1,0 +1,37 @@
+"""The context axis: the ranks that share each sequence, for contexts whose activations no single rank could hold.
+
+Everything in a transformer but attention treats tokens one by one. So each context rank takes some tokens of every sequence
+(``context_positions``) through the whole model, with their true positions, and only attention's ``core`` is exchanged for
+one that comes by the other ranks' keys and values: passed round in a ring (``RingCore``) or gathered (``GatherCore``).
+Losses and weight gradients of a rank are those of its tokens; the sum over the ranks is the sequence's.
+
+With ``positions = context_positions(...)``, a rank is given ``tokens[:, positions]``, ``targets[:, positions]`` and
+``positions``, but the documents of the *whole* sequence. Tensor ranks work on their own heads and each context group is
+their own. Under activation recomputation the forward pass communicates again, in the same order on all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from phalanx.model.block import Block
+from phalanx.model.layers.attention import CausalCore
+from phalanx.model.transformer import Transformer
+from phalanx.parallel.context.gather import GatherCore
+from phalanx.parallel.context.head_tail import context_positions
+from phalanx.parallel.context.ring import RingCore
+from phalanx.parallel.mesh.comm_clock import CommClock
+from phalanx.parallel.mesh.mesh import Mesh
+from phalanx.run.spec import RunSpec
+
+__all__ = ["apply_context", "context_positions"]
+
+
+def apply_context(module: Transformer, mesh: Mesh, spec: RunSpec, clock: CommClock) -> None:
+    """Lets all attention of ``module`` see the tokens of this rank's whole context group; alone, changes nothing."""
+    if spec.parallel.context == 1:
+        return
+    kind = RingCore if spec.parallel.context_mode == "ring" else GatherCore
+    for block in module.blocks.values():
+        attention = cast(Block, block).attention
+        attention.core = kind(mesh.context_group, clock, cast(CausalCore, attention.core).scale)

@@ -1,0 +1,104 @@
+"""Attention with all keys and values gathered (Llama 3, arXiv 2407.21783, section 3.3.2).
+
+One all-gather brings every rank the keys and values of the whole sequence; then each computes its own queries' rows. With
+few key/value heads that is little to send, and one collective costs less latency than a ring of them; but nothing hides it,
+and for as long as a layer's attention runs, a rank holds the whole sequence's keys. They are not kept for backward: it
+gathers them again, and hands each rank its share of their gradient by an all-to-all whose parts are added in the order of
+ranks, in fp32: the volume of a reduce-scatter, in an order that no library chooses.
+
+With head and tail pieces (``phalanx.parallel.context.head_tail``) every rank computes the same area: each of its two pieces sees
+all pieces before it and half of itself, and where the head sees little, the tail sees much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.parallel.context.head_tail import in_order, own_pieces
+from phalanx.parallel.context.packing import pack, unpack
+from phalanx.parallel.context.tiles import Documents, OnlineSoftmax, Saved, Tile, divided_attention
+from phalanx.parallel.mesh.comm_clock import CommClock
+from phalanx.parallel.mesh.torch_compat import all_gather_single
+
+
+def tiles(rank: int, ranks: int, seq: int) -> Iterator[Tile]:
+    """What the ``seq`` queries of ``rank`` see of the whole sequence's keys."""
+    piece = seq // 2
+    for number, index in enumerate((rank, 2 * ranks - 1 - rank)):
+        rows, begin = slice(number * piece, (number + 1) * piece), index * piece
+        if begin:
+            yield Tile(rows, slice(0, begin))
+        yield Tile(rows, slice(begin, begin + piece), causal=True)
+
+
+@dataclass(frozen=True)
+class GatherCore:
+    """Takes the place of ``phalanx.model.layers.attention.CausalCore`` on the ranks of ``group``."""
+
+    group: dist.ProcessGroup
+    clock: CommClock
+    scale: float | None = None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None = None) -> Tensor:
+        """This rank's ``(b, h, s, e)``, ``(b, k, s, e)`` and ``(b, k, s, v)``, and the documents of the whole sequence
+        ``(b, s * ranks)`` or ``None``, to ``(b, h, s, v)``. On all ranks of the group together."""
+        return divided_attention(self, query, key, value, documents)
+
+    def mix(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """See ``attention_tiles.Method``."""
+        keys, values = self._gather(key, value)
+        rows, known = OnlineSoftmax(query, value.shape[-1]), self._documents(documents)
+        for seen in tiles(self.group.rank(), self.group.size(), query.shape[2]):
+            rows.add(seen.rows, *seen.forward(query, keys, values, known, self._scale(query)))
+        return rows.out, rows.lse
+
+    def differentiate(
+        self, saved: Saved, grad_out: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See ``attention_tiles.Method``."""
+        keys, values = self._gather(key, value)
+        known, scale = self._documents(documents), self._scale(saved.query)
+        sums = [torch.zeros_like(whole, dtype=torch.float32) for whole in (saved.query, keys, values)]
+        for seen in tiles(self.group.rank(), self.group.size(), grad_out.shape[2]):
+            shares = seen.backward(saved, grad_out, keys, values, known, scale)
+            for total, part, share in zip(sums, (seen.rows, seen.columns, seen.columns), shares, strict=True):
+                total[:, :, part] += share
+        return sums[0], *self._scatter(sums[1], sums[2])
+
+    def _gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """All ranks' keys and values in the order of the sequence."""
+        packed = pack(key, value)
+        gathered = packed.new_empty(self.group.size() * packed.numel())
+        with self.clock.measure():
+            all_gather_single(gathered, packed, self.group)
+        parts = [unpack(part, key.shape, value.shape) for part in gathered.chunk(self.group.size())]
+        return in_order([part[0] for part in parts], dim=2), in_order([part[1] for part in parts], dim=2)
+
+    def _scatter(self, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum over all ranks of this rank's pieces of the whole sequence's gradients."""
+        ranks = self.group.size()
+        pieces = [
+            [own_pieces(whole, ranks, rank, dim=2) for whole in (grad_key, grad_value)]
+            for rank in range(ranks)
+        ]
+        sent = torch.cat([pack(*parts) for parts in pieces])
+        received = torch.empty_like(sent)
+        with self.clock.measure():
+            dist.all_to_all_single(received, sent, group=self.group)
+        return unpack(received.view(ranks, -1).sum(0), pieces[0][0].shape, pieces[0][1].shape)
+
+    def _documents(self, documents: Tensor | None) -> Documents | None:
+        if documents is None:
+            return None
+        return Documents(own_pieces(documents, self.group.size(), self.group.rank(), dim=1), documents)
+
+    def _scale(self, query: Tensor) -> float:
+        return query.shape[-1] ** -0.5 if self.scale is None else self.scale

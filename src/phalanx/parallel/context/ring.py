@@ -1,0 +1,127 @@
+"""Ring attention (Liu, Zaharia and Abbeel, arXiv 2310.01889): keys and values travel, queries stay.
+
+The ranks that share a sequence stand in a ring. Each computes attention of its own queries with the keys and values at
+hand, while these are already on their way to the next rank and the previous rank's are arriving; after as many steps as
+there are ranks, every query has met every key, and no rank ever held more than two ranks' keys. Backward goes round once
+more: the gradient of a rank's keys and values travels behind them, each rank adds its share, and it arrives home complete.
+
+With head and tail pieces (``phalanx.parallel.context.head_tail``) every step is the same work on every rank: with one's own keys a
+causal square, which is two of the four pieces' area; with those of a lower rank, all queries with their head; with those of
+a higher rank, the tail's queries with all of them. What the causal mask empties is never computed.
+
+Order of summation: a rank takes the keys of ranks r, r - 1, ... and a gradient collects the shares of ranks r, r + 1, ...;
+it depends on the number of context ranks and nothing else. Sums are fp32, gradients on the wire too. Grouped key/value
+heads travel as they are, not one for each query head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.parallel.context.head_tail import own_pieces
+from phalanx.parallel.context.packing import pack, unpack
+from phalanx.parallel.context.tiles import Documents, OnlineSoftmax, Saved, Tile, divided_attention
+from phalanx.parallel.mesh.comm_clock import CommClock
+
+_ALL = slice(None)
+_KEYS, _GRADIENTS = 0, 1  # tags of the two kinds of messages that are on their way at the same time
+
+
+def tile(rank: int, source: int, seq: int) -> Tile:
+    """What the ``seq`` queries of ``rank`` see of the ``seq`` keys of ``source``."""
+    if source == rank:
+        return Tile(_ALL, _ALL, causal=True)
+    return Tile(_ALL, slice(0, seq // 2)) if source < rank else Tile(slice(seq // 2, seq), _ALL)
+
+
+@dataclass
+class Passing:
+    """A buffer on its way to the next rank, and the one that arrives in turn."""
+
+    works: list[dist.Work]
+    sent: Tensor
+    """Held until it has left."""
+    arriving: Tensor
+    clock: CommClock
+
+    def wait(self) -> Tensor:
+        """The buffer that has arrived."""
+        with self.clock.measure():
+            for work in self.works:
+                work.wait()
+        return self.arriving
+
+
+@dataclass(frozen=True)
+class RingCore:
+    """Takes the place of ``phalanx.model.layers.attention.CausalCore`` on the ranks of ``group``."""
+
+    group: dist.ProcessGroup
+    clock: CommClock
+    scale: float | None = None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None = None) -> Tensor:
+        """This rank's ``(b, h, s, e)``, ``(b, k, s, e)`` and ``(b, k, s, v)``, and the documents of the whole sequence
+        ``(b, s * ranks)`` or ``None``, to ``(b, h, s, v)``. On all ranks of the group together."""
+        return divided_attention(self, query, key, value, documents)
+
+    def mix(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """See ``attention_tiles.Method``."""
+        scale = self._scale(query)
+        rows = OnlineSoftmax(query, value.shape[-1])
+        for source, keys, values in self._rounds(key, value):
+            seen = tile(self.group.rank(), source, query.shape[2])
+            rows.add(seen.rows, *seen.forward(query, keys, values, self._documents(documents, source), scale))
+        return rows.out, rows.lse
+
+    def differentiate(
+        self, saved: Saved, grad_out: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See ``attention_tiles.Method``."""
+        scale = self._scale(saved.query)
+        grad_query = torch.zeros_like(saved.query, dtype=torch.float32)
+        collected = key.new_zeros(key.numel() + value.numel(), dtype=torch.float32)
+        arriving: Passing | None = None
+        for source, keys, values in self._rounds(key, value):
+            seen = tile(self.group.rank(), source, grad_out.shape[2])
+            shares = seen.backward(saved, grad_out, keys, values, self._documents(documents, source), scale)
+            if arriving is not None:
+                collected = arriving.wait()
+            grad_key, grad_value = unpack(collected, key.shape, value.shape)
+            grad_query[:, :, seen.rows] += shares[0]
+            grad_key[:, :, seen.columns] += shares[1]
+            grad_value[:, :, seen.columns] += shares[2]
+            arriving = self._pass_on(collected, _GRADIENTS)
+        assert arriving is not None, "a ring has at least one rank"
+        return grad_query, *unpack(arriving.wait(), key.shape, value.shape)
+
+    def _rounds(self, key: Tensor, value: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Each rank's keys and values and its number, one's own first; the next are fetched while one set is in use."""
+        rank, ranks, held = self.group.rank(), self.group.size(), pack(key, value)
+        for step in range(ranks):
+            passing = self._pass_on(held, _KEYS) if step < ranks - 1 else None
+            yield (rank - step) % ranks, *unpack(held, key.shape, value.shape)
+            held = passing.wait() if passing is not None else held
+
+    def _pass_on(self, buffer: Tensor, tag: int) -> Passing:
+        rank, ranks, arriving = self.group.rank(), self.group.size(), torch.empty_like(buffer)
+        there = dist.P2POp(dist.isend, buffer, group=self.group, tag=tag, group_peer=(rank + 1) % ranks)
+        here = dist.P2POp(dist.irecv, arriving, group=self.group, tag=tag, group_peer=(rank - 1) % ranks)
+        return Passing(dist.batch_isend_irecv([there, here]), buffer, arriving, self.clock)
+
+    def _documents(self, documents: Tensor | None, source: int) -> Documents | None:
+        if documents is None:
+            return None
+        ranks = self.group.size()
+        return Documents(*(own_pieces(documents, ranks, rank, dim=1) for rank in (self.group.rank(), source)))
+
+    def _scale(self, query: Tensor) -> float:
+        return query.shape[-1] ** -0.5 if self.scale is None else self.scale

@@ -1,0 +1,185 @@
+"""The mesh: a rank's place on every axis, and the process groups of the axes.
+
+``phalanx.run.layout`` says which degrees there are and which are legal; here they become groups of processes. The same
+ranks are looked at in several ways:
+
+- dense: ``pipeline x replicate x fsdp x tensor``, where ``fsdp`` is shard and context taken together, because parameters
+  are the same on all ranks of a context group and so can be divided among them too;
+- context and sequence: the ranks that share one slot's tokens, for attention and for whatever is summed over a slot;
+- experts: ``pipeline x replicate x expert_shard x expert x expert_tensor``, for the mixtures' weights and tokens.
+
+Each rank makes only the groups that it is in, a few dozen whatever the number of ranks; PyTorch's ``init_device_mesh`` goes
+through all groups of the fleet on every rank, a hundred thousand at a hundred thousand ranks. The order is the same on all
+ranks, so the members of a group meet.
+
+The mesh is made once and passed to whoever needs it; nothing here is global.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from phalanx.parallel.mesh.slots import Deal
+from phalanx.parallel.mesh.torch_compat import group_timeout
+from phalanx.run.layout import Layout, layout_of, layout_problems
+from phalanx.run.problems import Problem
+from phalanx.run.spec import RunSpec
+
+
+class LayoutError(ValueError):
+    """A run that cannot be laid out on the ranks that there are."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("; ".join(map(str, problems)))
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's place in the layout, and its process groups."""
+
+    layout: Layout
+    device: torch.device
+    rank: int
+    """This rank's number among all."""
+    dense: DeviceMesh
+    stage_mesh: DeviceMesh
+    expert_mesh: DeviceMesh
+    context_group: dist.ProcessGroup
+    """The ranks that share each sequence."""
+    sequence_group: dist.ProcessGroup
+    """The ranks that share one slot's tokens: context and tensor together."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.layout.ranks
+
+    @property
+    def replicas(self) -> int:
+        """Number of copies of the weights."""
+        return self.layout.replicate
+
+    @property
+    def replica(self) -> int:
+        """Which copy this rank works on."""
+        return int(self.dense.get_local_rank("replicate"))
+
+    @property
+    def shard_rank(self) -> int:
+        """Which of the data-parallel ranks that share a copy this is."""
+        return self.fsdp_rank // self.layout.context
+
+    @property
+    def data_rank(self) -> int:
+        """Which of all data-parallel ranks this is: those that compute different slots."""
+        return self.replica * self.layout.shard + self.shard_rank
+
+    @property
+    def pipeline_rank(self) -> int:
+        """Which of the ranks that share the layers this is."""
+        return int(self.dense.get_local_rank("pipeline"))
+
+    @property
+    def context_rank(self) -> int:
+        """Which of the ranks that share a sequence this is."""
+        return self.fsdp_rank % self.layout.context
+
+    @property
+    def tensor_rank(self) -> int:
+        """Which of the ranks that share a matrix this is."""
+        return int(self.dense.get_local_rank("tensor"))
+
+    @property
+    def expert_rank(self) -> int:
+        """Which of the ranks that share a layer's experts this is."""
+        return int(self.expert_mesh.get_local_rank("expert"))
+
+    @property
+    def fsdp_ranks(self) -> int:
+        """Number of ranks that the dense parameters of a stage are sharded over."""
+        return self.layout.shard * self.layout.context
+
+    @property
+    def fsdp_rank(self) -> int:
+        """Which share of the dense parameters this rank holds."""
+        return int(self.dense.get_local_rank("fsdp"))
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the same share of each copy."""
+        return self.dense.get_group("replicate")
+
+    @property
+    def pipeline_groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """The ranks that share the layers, twice: one group for each direction of messages."""
+        return self.dense.get_group("pipeline"), self.stage_mesh.get_group("pipeline")
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup:
+        """The ranks that share each matrix."""
+        return self.dense.get_group("tensor")
+
+    @property
+    def stage_group(self) -> dist.ProcessGroup:
+        """The ranks that hold one stage of one replica between them."""
+        return self.stage_mesh.get_group("stage")
+
+    @property
+    def expert_group(self) -> dist.ProcessGroup:
+        """The ranks that share a layer's experts; in the order of their tokens: by shard, then context, then tensor."""
+        return self.expert_mesh.get_group("expert")
+
+    @property
+    def expert_tensor_group(self) -> dist.ProcessGroup:
+        """The ranks that share each expert's matrices."""
+        return self.expert_mesh.get_group("expert_tensor")
+
+    def deal(self, slots: int) -> Deal:
+        """How ``slots`` are dealt over this mesh."""
+        return Deal(slots, self.layout.replicate, self.layout.shard, self.layout.team)
+
+
+def build_mesh(spec: RunSpec, ranks: int, device: torch.device) -> Mesh:
+    """The mesh for a run on all ``ranks`` of the default process group.
+
+    Raises ``LayoutError`` when the run does not allow that number of ranks.
+    """
+    problems = layout_problems(spec, ranks)
+    if problems:
+        raise LayoutError(problems)
+    layout = layout_of(spec.parallel, ranks)
+    outer = {"pipeline": layout.pipeline, "replicate": layout.replicate}
+    dense = _view(device, **outer, fsdp=layout.shard * layout.context, tensor=layout.tensor)
+    stage = _view(device, **outer, stage=layout.shard * layout.model_ranks)
+    experts = _view(
+        device,
+        **outer,
+        expert_shard=layout.expert_shard,
+        expert=layout.expert,
+        expert_tensor=layout.expert_tensor,
+    )
+    slots = layout.pipeline * layout.data_ranks
+    context = _group(torch.arange(ranks).view(slots, layout.context, layout.tensor), 1)
+    sequence = _group(torch.arange(ranks).view(slots, layout.model_ranks), 1)
+    return Mesh(layout, device, dist.get_rank(), dense, stage, experts, context, sequence)
+
+
+def _view(device: torch.device, **degrees: int) -> DeviceMesh:
+    """All ranks as a mesh of ``degrees``, the last fastest."""
+    ranks = torch.arange(dist.get_world_size()).view(*degrees.values())
+    groups = [_group(ranks, dim) for dim in range(ranks.ndim)]
+    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=tuple(degrees))
+
+
+def _group(ranks: torch.Tensor, dim: int) -> dist.ProcessGroup:
+    """The group of the ranks that stand in one line with this rank along dimension ``dim`` of ``ranks``."""
+    lines = ranks.movedim(dim, -1).flatten(0, -2)
+    (mine,) = lines[(lines == dist.get_rank()).any(1)].tolist()
+    group = dist.new_group(mine, timeout=group_timeout(), use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup), "this rank is a member"
+    return group

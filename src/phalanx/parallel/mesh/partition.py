@@ -1,0 +1,81 @@
+"""Where a rank's part of a parameter lies in the whole.
+
+The tensor and expert axes leave each rank with plain tensors that are parts of the whole; FSDP2 then divides these parts
+and knows of nothing else. A ``Partition`` keeps what FSDP2 does not know, so that initial values, checkpoints, hashes and
+norms can speak of the whole parameter: for each dimension that is divided, which piece of how many this is, and among
+which ranks. Pieces are as even as can be: piece *i* of *n* of a size *s* begins at ``i * s // n``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.parallel.mesh.torch_compat import box_of
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offset and shape."""
+
+
+def piece(size: int, index: int, count: int) -> range:
+    """The indices of piece ``index`` of ``count`` of a dimension."""
+    return range(index * size // count, (index + 1) * size // count)
+
+
+@dataclass(frozen=True)
+class Split:
+    """One dimension of a parameter, divided over the ranks of ``group``; this rank has piece ``index`` of ``count``."""
+
+    dim: int
+    index: int
+    count: int
+    group: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class Partition:
+    """How a parameter of shape ``whole`` is divided over the tensor and expert axes."""
+
+    whole: tuple[int, ...]
+    splits: tuple[Split, ...] = ()
+    copy: int = 0
+    """Of the ranks of these axes that hold the same part, which one this is."""
+    copies: int = 1
+
+    @property
+    def part(self) -> Box:
+        """Offset and shape of this rank's part, before FSDP divides it."""
+        offset, shape = [0] * len(self.whole), list(self.whole)
+        for split in self.splits:
+            indices = piece(self.whole[split.dim], split.index, split.count)
+            offset[split.dim], shape[split.dim] = indices.start, len(indices)
+        return tuple(offset), tuple(shape)
+
+    def box(self, tensor: Tensor) -> Box:
+        """Offset and shape, in the whole, of what this rank holds of a tensor that is laid out like the parameter."""
+        begin, _ = self.part
+        offset, shape = box_of(tensor)
+        return tuple(a + b for a, b in zip(begin, offset, strict=True)), shape
+
+    def gather(self, part: Tensor) -> Tensor:
+        """The whole from everybody's parts (not divided by FSDP). On all ranks of the splits' groups together."""
+        for split in self.splits:
+            size = self.whole[split.dim]
+            longest = -(-size // split.count)
+            shape = list(part.shape)
+            shape[split.dim] = longest
+            padded = part.new_zeros(shape)
+            padded.narrow(split.dim, 0, part.shape[split.dim]).copy_(part)
+            pieces = [torch.empty_like(padded) for _ in range(split.count)]
+            dist.all_gather(pieces, padded, group=split.group)
+            part = torch.cat(
+                [
+                    other.narrow(split.dim, 0, len(piece(size, index, split.count)))
+                    for index, other in enumerate(pieces)
+                ],
+                split.dim,
+            )
+        return part

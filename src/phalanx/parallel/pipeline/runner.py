@@ -1,0 +1,189 @@
+"""Runs a slot's micro-batches through the stages of a pipeline.
+
+Each rank holds one stage of the model or several (``Transformer.keep``) and works through its list of actions
+(``phalanx.parallel.pipeline.schedules``); inputs and gradients of stages travel between the ranks (``phalanx.parallel.pipeline.stage_links``).
+The interpreter is our own rather than that of ``torch.distributed.pipelining``, because that one makes every rank's list
+on every rank, divides backward passes in a way that changes bits and cannot use this project's loss (see
+``phalanx.parallel.pipeline.weight_gradients``), holds a sharded stage's weights gathered for the whole slot, and cuts batches and
+keyword arguments into pieces by rules of its own.
+
+A stage is called as the undivided model is: the caller's ``Forward`` says how, for each micro-batch. So all that a pipeline
+changes is where the graph is cut, and the gradients have the bits of one rank that runs micro-batch after micro-batch.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from phalanx.parallel.mesh.comm_clock import CommClock
+from phalanx.parallel.pipeline.schedules import Action, Message, Schedule, stages_of_rank
+from phalanx.parallel.pipeline.stage_links import StageLinks
+from phalanx.parallel.pipeline.weight_gradients import WeightGradients, put_off_weight_gradients
+from phalanx.run.layout import SPLIT_BACKWARD
+
+Forward = Callable[[nn.Module, Tensor, int], Tensor]
+"""Calls a stage with its input (tokens ``(b, s)`` or hidden states ``(b, s, d)``) for the micro-batch of that number. Gives
+hidden states, or of the last stage the loss, 0-dim."""
+
+
+class Accumulation(Protocol):
+    """Whoever adds up the gradients of the stages. Stages are numbered as on their rank, from 0."""
+
+    @abstractmethod
+    def before_backward(self, part: int, *, last: bool) -> None:
+        """Before gradients of a stage are computed; after the last time they are the slot's."""
+
+    @abstractmethod
+    def after_weights(self, part: int, *, last: bool) -> None:
+        """After weight gradients that had been put off were added, outside of any backward pass."""
+
+
+class Pipeline:
+    """One rank's stages, and the engine that runs micro-batches through them."""
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        schedule: Schedule,
+        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+        hidden: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Connects the ranks of the pipeline: on all of them at once.
+
+        Args:
+            parts: This rank's stages, in the order of ``stages_of_rank``.
+            schedule: Of the whole pipeline.
+            groups: Two with the pipeline's ranks in order, for messages to higher and to lower ranks; the same on gloo.
+            hidden: Tokens and width ``(s, d)`` of hidden states between stages, as this rank holds them.
+            dtype: Their format.
+            device: Where they live.
+        """
+        self.rank, self.schedule, self.parts = dist.get_rank(groups[0]), schedule, parts
+        self.hidden, self.device = hidden, device
+        self.clock = CommClock(blocking=device.type == "cpu")
+        """Time that this rank stood still because it had nothing to compute with."""
+        self.links = StageLinks(schedule, groups, device, dtype, self.clock)
+        stages = stages_of_rank(schedule.name, schedule.pipeline, self.rank, schedule.per_rank)
+        self.part_of = {stage: part for part, stage in enumerate(stages)}
+        divides = schedule.name in SPLIT_BACKWARD
+        self.put_off = [put_off_weight_gradients(part) if divides else WeightGradients() for part in parts]
+
+    def run(
+        self, tokens: Sequence[Tensor], forward: Forward, scale: float, accumulation: Accumulation
+    ) -> Tensor:
+        """Forward and backward of a slot: the loss of each micro-batch, zero except on the rank with the last stage.
+
+        The gradients of ``scale`` times the losses are added to the parameters', in the order of micro-batches.
+
+        Args:
+            tokens: Of each micro-batch ``(b, s)``, int64; all of one shape.
+            forward: Calls a stage.
+            scale: Multiplies the losses.
+            accumulation: Is told before and after gradients are computed.
+        """
+        passage = _Passage(self, tokens, forward, scale, accumulation)
+        return passage.run(self.schedule.actions)
+
+    def evaluate(self, tokens: Sequence[Tensor], forward: Forward) -> Tensor:
+        """The loss of each micro-batch ``(b, s)``, zero except on the rank with the last stage; no gradients."""
+        with torch.no_grad():
+            return _Passage(self, tokens, forward).run(self.schedule.forward_only)
+
+
+@dataclass
+class _Passage:
+    """One set of micro-batches on its way through the stages of a rank."""
+
+    pipeline: Pipeline
+    tokens: Sequence[Tensor]
+    forward: Forward
+    scale: float = 1.0
+    accumulation: Accumulation | None = None
+    local: dict[Message, Tensor] = field(default_factory=dict)
+    """Messages from one stage of this rank to the next."""
+    graphs: dict[tuple[int, int], tuple[Tensor, GradientEdge]] = field(default_factory=dict)
+    """Of each stage and micro-batch on its way: the input, and where backward begins. Not the output: it is sent."""
+    divided: frozenset[tuple[int, int]] = frozenset()
+    """The stages and micro-batches whose backward pass is divided."""
+
+    def run(self, actions_of: Callable[[int, int], list[Action]]) -> Tensor:
+        """Works through this rank's actions; ``actions_of(rank, micro_batches)`` gives any rank's."""
+        pipeline, count = self.pipeline, len(self.tokens)
+        actions = actions_of(pipeline.rank, count)
+        self.divided = frozenset(action[1:] for action in actions if action.kind == "I")
+        self.losses = torch.zeros(count, device=pipeline.device)
+        links, schedule = pipeline.links, pipeline.schedule
+        coming = {source: schedule.sent(actions_of(source, count), pipeline.rank) for source in links.sources}
+        links.open(coming, (len(self.tokens[0]), *pipeline.hidden))
+        for action in actions:
+            self._perform(action)
+        links.close()
+        return self.losses
+
+    def _perform(self, action: Action) -> None:
+        kind, stage, micro_batch = action
+        part = self.pipeline.part_of[stage]
+        put_off = self.pipeline.put_off[part]
+        put_off.micro_batch = micro_batch if (stage, micro_batch) in self.divided else None
+        if kind == "F":
+            self._forward(part, action)
+            return
+        last = kind != "I" and micro_batch == len(self.tokens) - 1
+        assert self.accumulation is not None
+        self.accumulation.before_backward(part, last=last)
+        if kind == "W":
+            put_off.add(micro_batch)
+            self.accumulation.after_weights(part, last=last)
+        else:
+            self._backward(action)
+
+    def _forward(self, part: int, action: Action) -> None:
+        _, stage, micro_batch = action
+        x = self.tokens[micro_batch] if stage == 0 else self._receive(Message("F", stage, micro_batch))
+        if stage > 0 and torch.is_grad_enabled():
+            x.requires_grad_()
+        y = self.forward(self.pipeline.parts[part], x, micro_batch)
+        if stage == self.pipeline.schedule.stages - 1:
+            self.losses[micro_batch] = y.detach()
+            y = y * self.scale
+        else:
+            self._send(action, y.detach())
+        if torch.is_grad_enabled():
+            self.graphs[stage, micro_batch] = x, get_gradient_edge(y)
+
+    def _backward(self, action: Action) -> None:
+        _, stage, micro_batch = action
+        x, end = self.graphs.pop((stage, micro_batch))
+        if stage == self.pipeline.schedule.stages - 1:
+            slope = torch.ones((), device=self.pipeline.device)
+        else:
+            slope = self._receive(Message("B", stage, micro_batch))
+        torch.autograd.backward((end,), (slope,))
+        if stage > 0:
+            assert x.grad is not None
+            self._send(action, x.grad)
+
+    def _receive(self, message: Message) -> Tensor:
+        if message in self.local:
+            return self.local.pop(message)
+        neighbour = message.stage - 1 if message.kind == "F" else message.stage + 1
+        return self.pipeline.links.receive(self.pipeline.schedule.rank_of(neighbour), message)
+
+    def _send(self, action: Action, tensor: Tensor) -> None:
+        message = self.pipeline.schedule.result(action)
+        assert message is not None
+        target = self.pipeline.schedule.rank_of(message.stage)
+        if target == self.pipeline.rank:
+            self.local[message] = tensor
+        else:
+            self.pipeline.links.send(target, tensor)

@@ -1,0 +1,126 @@
+"""Puts off the weight gradients of a stage, so that a pipeline can pass on its input's gradient first.
+
+The zero-bubble schedules (arXiv 2401.10241) divide a backward pass in two: I, the gradient of the stage's input, for which
+the stage before is waiting, and W, those of the weights, for which nobody is. Nearly all weights are used in matrix products,
+and of these the layers allow the product to be exchanged (``Linear.product``, ``Experts.product``). The one put there
+computes the input's gradient in the backward pass and notes the two factors of the weight's; ``add`` multiplies them later.
+What is not such a product (norms, router, embedding, the loss) is small, and is computed with I.
+
+PyTorch's own way (``torch.distributed.pipelining``) runs the same graph twice, once for inputs and once for weights. That
+calls functions that allow it once, such as the chunked loss, a second time, computes checkpointed layers a third time, and
+adds bf16 gradients in bf16. Here every operation is that of an undivided backward pass, and so are the bits.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.model.layers.linear import Linear
+from phalanx.model.layers.moe import Experts
+
+
+class WeightGradients:
+    """The weight gradients that one stage has put off."""
+
+    def __init__(self) -> None:
+        self.micro_batch: int | None = None
+        """The micro-batch that passes forward or back, if its weight gradients are to be put off; else ``None``."""
+        self._put_off: dict[int, list[tuple[Tensor, Callable[[], Tensor]]]] = defaultdict(list)
+
+    def note(self, weight: Tensor, gradient: Callable[[], Tensor]) -> None:
+        """Remembers how a gradient of ``weight`` will be computed."""
+        assert self.micro_batch is not None, "this backward pass was to be undivided"
+        self._put_off[self.micro_batch].append((weight, gradient))
+
+    def add(self, micro_batch: int) -> None:
+        """Computes what ``micro_batch`` has put off, and adds it as a backward pass would, hooks included."""
+        derived = []
+        for weight, gradient in self._put_off.pop(micro_batch, ()):
+            if weight.is_leaf:
+                torch.autograd.backward((weight,), (gradient(),))
+            else:
+                derived.append((weight, gradient()))
+        if derived:  # what they derive from may be waiting for the gradients of all of them
+            weights, gradients = zip(*derived, strict=True)
+            torch.autograd.backward(weights, gradients)
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The product of ``Linear``."""
+        # A weight that is summed over ranks on its way to the parameter: that collective should run once, with all it sums.
+        if not self._puts_off(x) or not weight.is_leaf:
+            return F.linear(x, weight)
+        return cast(Tensor, _LinearProduct.apply(x, weight.detach(), (self, weight)))  # type: ignore[no-untyped-call]
+
+    def grouped(self, rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+        """The product of ``Experts``."""
+        if not self._puts_off(rows):
+            return F.grouped_mm(rows, matrices.transpose(1, 2), offs=ends)
+        return cast(
+            Tensor,
+            _GroupedProduct.apply(rows, matrices.detach(), ends, (self, matrices)),  # type: ignore[no-untyped-call]
+        )
+
+    def _puts_off(self, x: Tensor) -> bool:
+        return self.micro_batch is not None and torch.is_grad_enabled() and x.requires_grad
+
+
+_Owner = tuple[WeightGradients, Tensor]
+# In a tuple, autograd does not see the weight: an edge to it would have to deliver a gradient in the pass itself.
+
+
+def put_off_weight_gradients(part: nn.Module) -> WeightGradients:
+    """Lets the products of a stage put off their weight gradients; those with a format of their own or biases do not."""
+    store = WeightGradients()
+    for module in part.modules():
+        if isinstance(module, Linear) and module.product is None and module.bias is None:
+            module.product = store.linear
+        elif isinstance(module, Experts) and module.product is None:
+            module.product = store.grouped
+    return store
+
+
+class _LinearProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, owner: _Owner) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.owner = owner
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
+        x, weight = ctx.saved_tensors
+        slope = upstream[0].reshape(-1, weight.shape[0])
+        store, owner = ctx.owner
+        store.note(owner, partial(_linear_gradient, slope, x.reshape(-1, weight.shape[1])))
+        return slope.mm(weight).view_as(x), None, None
+
+
+def _linear_gradient(slope: Tensor, rows: Tensor) -> Tensor:
+    return slope.t().mm(rows)
+
+
+class _GroupedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, matrices: Tensor, ends: Tensor, owner: _Owner) -> Tensor:
+        ctx.save_for_backward(rows, matrices, ends)
+        ctx.owner = owner
+        return F.grouped_mm(rows, matrices.transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
+        rows, matrices, ends = ctx.saved_tensors
+        slope = upstream[0].contiguous()
+        store, owner = ctx.owner
+        store.note(owner, partial(_grouped_gradient, slope, rows, ends))
+        return F.grouped_mm(slope, matrices, offs=ends), None, None, None
+
+
+def _grouped_gradient(slope: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    return F.grouped_mm(slope.t(), rows, offs=ends)

@@ -1,0 +1,160 @@
+"""How the ranks of a run find each other, whoever started them.
+
+Our own launcher, ``torchrun`` and ``srun`` each tell a process its rank through different environment variables.
+``place_of`` is a pure function from that environment to a ``Place``; ``join`` acts on it. On one machine the meeting
+point is a file, so no port can be in use; across machines it is a TCP address.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from urllib.parse import unquote, urlparse
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from phalanx.parallel.mesh.torch_compat import forget_groups
+
+_DEFAULT_PORT = 29_500  # torchrun's
+
+
+class RendezvousError(RuntimeError):
+    """The ranks cannot find each other; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a process is told about itself by whoever started it."""
+
+    rank: int
+    ranks: int
+    local_rank: int
+    """Number among the processes on this machine; chooses the GPU."""
+    meeting_point: str
+    """An ``init_method`` URL of ``torch.distributed``."""
+    launcher: str
+
+
+def place_of(environ: Mapping[str, str]) -> Place | None:
+    """This process's place, or ``None`` when nobody started it as a rank.
+
+    Raises ``RendezvousError`` when an environment is there but incomplete.
+    """
+    if "PHALANX_RANK" in environ:
+        return Place(
+            int(environ["PHALANX_RANK"]),
+            int(environ["PHALANX_RANKS"]),
+            int(environ["PHALANX_RANK"]),
+            environ["PHALANX_MEETING_POINT"],
+            "phalanx",
+        )
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        address = _tcp(environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", ""), "torchrun")
+        # torchrun serves the store itself and says so; connecting by env:// respects that.
+        point = "env://" if "TORCHELASTIC_RUN_ID" in environ else address
+        rank = int(environ["RANK"])
+        return Place(
+            rank, int(environ["WORLD_SIZE"]), int(environ.get("LOCAL_RANK", rank)), point, "torchrun"
+        )
+    if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
+        ranks = int(environ.get("SLURM_NTASKS", "1"))
+        nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST", "")
+        host = environ.get("MASTER_ADDR") or first_host(nodes)
+        point = _tcp(host, environ.get("MASTER_PORT", ""), "srun")
+        return Place(
+            int(environ["SLURM_PROCID"]), ranks, int(environ.get("SLURM_LOCALID", "0")), point, "srun"
+        )
+    return None
+
+
+def _tcp(host: str, port: str, launcher: str) -> str:
+    if not host:
+        raise RendezvousError(f"{launcher} gave this process a rank but no address: set MASTER_ADDR")
+    return f"tcp://{host}:{port or _DEFAULT_PORT}"
+
+
+def first_host(nodes: str) -> str:
+    """The first of Slurm's compressed host names: ``"gpu[003-007,9],x"`` gives ``"gpu003"``."""
+    match = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes)
+    return "" if match is None else match.group(1) + (match.group(2) or "")
+
+
+def device_for(kind: str, local_rank: int) -> torch.device:
+    """The device of a rank: ``kind`` is "cpu", "cuda" or "auto" (a GPU if there is one)."""
+    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise RendezvousError(
+            'runtime.device = "cuda", but PyTorch sees no GPU here: set it to "cpu" or "auto"'
+        )
+    if local_rank >= torch.cuda.device_count():
+        raise RendezvousError(
+            f"rank {local_rank} of this machine has no GPU of its own: there are {torch.cuda.device_count()}; "
+            "start fewer ranks, or set runtime.device to cpu"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def join(place: Place, device: torch.device, timeout_s: float) -> None:
+    """Makes this process a rank of the default process group: gloo on CPUs, NCCL (and gloo) on GPUs.
+
+    Raises ``RendezvousError`` when the address cannot be used or not everybody came within ``timeout_s``.
+    """
+    if place.launcher == "phalanx":
+        # All ranks are on this machine: a laptop's host name may resolve to nowhere, loopback always works.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if os.uname().sysname == "Linux" else "lo0")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        store = _file_store(place)
+        dist.init_process_group(
+            backend="gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+            init_method=None if store else place.meeting_point,
+            store=store,
+            rank=place.rank,
+            world_size=place.ranks,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
+        raise RendezvousError(_explain(error, place)) from error
+
+
+def _file_store(place: Place) -> FileStore | None:
+    """The file in which the ranks of one machine meet, or ``None`` if they meet elsewhere.
+
+    PyTorch takes the path of a ``file://`` address as it is written, and would look for one with ``%20`` in its name.
+    """
+    address = urlparse(place.meeting_point)
+    return FileStore(unquote(address.path), place.ranks) if address.scheme == "file" else None
+
+
+def _explain(error: Exception, place: Place) -> str:
+    text = str(error)
+    where = place.meeting_point
+    if "EADDRINUSE" in text or os.strerror(errno.EADDRINUSE) in text:
+        return (
+            f"the port of {where} is in use by another program: set MASTER_PORT to a free one and start again"
+        )
+    first_line = text.splitlines()[0] if text else type(error).__name__
+    return (
+        f"rank {place.rank} of {place.ranks} could not meet the others at {where}: {first_line}; "
+        "check that every rank was started, and that MASTER_ADDR and MASTER_PORT name the machine of rank 0"
+    )
+
+
+def leave() -> None:
+    """Leaves the process group, if this process is in one or has begun to make one.
+
+    Raises what a group that is broken raises on the way; it is left all the same.
+    """
+    try:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    finally:
+        forget_groups()

@@ -1,0 +1,199 @@
+"""Adds up slot gradients in tree order while the backward pass runs, and leaves each rank its share of the sum.
+
+With a sharded model, FSDP2 hands every parameter group's gradient to a reduce-scatter after each backward pass
+(``FSDPModule.set_custom_reduce_scatter`` is PyTorch's extension point for it). Ours is an all-to-all: the rank that
+owns a share of the parameters receives that share of *every* slot's gradient, unsummed, and adds in the order of
+``phalanx.parallel.mesh.slots``. The volume on the wire is that of a reduce-scatter (for each rank; it does not combine on the way as a ring does). After the last round, copies of the
+weights in other replicas exchange what is left of their trees the same way, and share the sums by an all-gather:
+the volume of an all-reduce when a replica's slots fill a whole subtree.
+
+``Step`` tells the reducers which slots the current backward pass computes; it is the only state they share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.parallel.mesh.comm_clock import CommClock
+from phalanx.parallel.mesh.mesh import Mesh
+from phalanx.parallel.mesh.slots import Leaves, SlotTree
+from phalanx.parallel.mesh.torch_compat import AllGather, ReduceScatter, all_gather_single
+
+
+@dataclass
+class Step:
+    """Where the ranks of a replica are in the current step."""
+
+    round_slots: tuple[int | None, ...] = ()
+    """The slots whose gradients the current backward pass yields, by shard rank; ``None`` is to be ignored."""
+    last_round: bool = False
+    """Whether the sum is due after this backward pass."""
+
+
+def _add(left: Tensor, right: Tensor) -> Tensor:
+    return left.add_(right)
+
+
+@dataclass
+class TreeReducer:
+    """Sums one flat gradient over all slots of a step.
+
+    Each parameter group has one, since their trees grow side by side.
+    """
+
+    mesh: Mesh
+    leaves: Leaves
+    step: Step
+    tree: SlotTree[Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tree = SlotTree(self.leaves.count, _add)
+
+    def push(self, gradients: Tensor) -> None:
+        """Takes in this round's gradients ``(ranks, share)``, one of each rank, of the share that this rank owns."""
+        leaves = self.leaves.of_round(self.step.round_slots)
+        push_run(self.tree, leaves.start, gradients[: len(leaves)])
+
+    def keep(self) -> None:
+        """Copies what the tree holds out of buffers that it shares with gradients already added."""
+        self.tree.nodes = {
+            node: value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
+            for node, value in self.tree.nodes.items()
+        }
+
+    def finish(self, out: Tensor) -> None:
+        """Writes the sum over all slots of the fleet into ``out``; the tree is empty afterwards."""
+        if self.mesh.replicas == 1:
+            out.copy_(self.tree.take_root())
+            return
+        nodes = [self.tree.nodes.pop(node) for node in self.leaves.forest(self.mesh.replica)]
+        exchange(nodes, self.leaves, self.mesh, out)
+
+    def clear(self) -> None:
+        """Forgets a step that was broken off."""
+        self.tree.nodes.clear()
+
+
+def push_run(tree: SlotTree[Tensor], first: int, block: Tensor) -> None:
+    """Takes in the leaves ``first``, ``first + 1``, ... whose values are the rows of ``block``; overwrites them.
+
+    The same additions as pushing one leaf after another, a level of the tree at a time instead of a node at a time:
+    a thousand leaves are ten additions, not a thousand.
+    """
+    level = 0
+    while len(block):
+        if first % 2:
+            tree.push_node((level, first), block[0])
+            first, block = first + 1, block[1:]
+        if len(block) % 2:
+            tree.push_node((level, first + len(block) - 1), block[-1])
+            block = block[:-1]
+        sums = block[0::2]
+        sums.add_(block[1::2])
+        first, block, level = first // 2, sums, level + 1
+
+
+def exchange(nodes: Sequence[Tensor], leaves: Leaves, mesh: Mesh, out: Tensor) -> None:
+    """Adds up what all replicas' trees were left with and writes the sum into ``out``, on every replica.
+
+    Replica *j* becomes responsible for the *j*-th piece: it receives that piece of every node that any replica was
+    left with, adds them in tree order, and the pieces are gathered.
+
+    Args:
+        nodes: What this replica was left with, in the order of ``leaves.forest``; each contiguous, with as many
+            elements as ``out``. Not needed afterwards.
+        out: Contiguous.
+    """
+    replicas, flat = mesh.replicas, out.view(-1)
+    piece = -(-flat.numel() // replicas)
+    forests = [leaves.forest(replica) for replica in range(replicas)]
+    counts = [len(forest) * piece for forest in forests]
+    received = out.new_empty(sum(counts))
+    sent = _by_piece(nodes, replicas, piece)
+    dist.all_to_all_single(
+        received, sent, counts, [len(nodes) * piece] * replicas, group=mesh.replicate_group
+    )
+    tree: SlotTree[Tensor] = SlotTree(leaves.count, _add)
+    for forest, part in zip(forests, torch.split(received, counts), strict=True):
+        for node, value in zip(forest, part.view(len(forest), piece), strict=True):
+            tree.push_node(node, value)
+    whole = flat if flat.numel() == replicas * piece else out.new_empty(replicas * piece)
+    all_gather_single(whole, tree.take_root().contiguous(), mesh.replicate_group)
+    if whole is not flat:
+        flat.copy_(whole[: flat.numel()])
+
+
+def _by_piece(nodes: Sequence[Tensor], replicas: int, piece: int) -> Tensor:
+    """All nodes' first pieces, then all their second ones, and so on; padded with zeros at the end."""
+    if len(nodes) == 1 and nodes[0].numel() == replicas * piece:
+        return nodes[0].view(-1)
+    arranged = nodes[0].new_zeros((replicas, len(nodes), piece))
+    for position, node in enumerate(nodes):
+        for replica, part in enumerate(torch.split(node.view(-1), piece)):
+            arranged[replica, position, : part.numel()] = part
+    return arranged.view(-1)
+
+
+class _PlainBuffers:
+    """Communication buffers as FSDP asks for them: uninitialised, since they are written over anyway."""
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """A buffer of ``size``."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class TreeReduceScatter(_PlainBuffers, ReduceScatter):
+    """The reduce-scatter of one FSDP parameter group, by all-to-all and addition in tree order.
+
+    Until the last round of a step its output means nothing; whoever drives the step drops the gradients that FSDP
+    makes of it.
+    """
+
+    def __init__(self, reducer: TreeReducer, clock: CommClock) -> None:
+        self.reducer, self.clock = reducer, clock
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: object,  # noqa: ARG002  the operation is a sum, whatever FSDP would have asked for
+        async_op: bool = False,  # noqa: ARG002
+    ) -> None:
+        """``input_tensor`` ``(ranks * share,)`` is this rank's slot; ``output_tensor`` ``(share,)`` is the sum."""
+        received = torch.empty_like(input_tensor)
+        with self.clock.measure():
+            dist.all_to_all_single(received, input_tensor, group=group)
+        self.reducer.push(received.view(group.size(), -1))
+        if self.reducer.step.last_round:
+            with self.clock.measure():
+                self.reducer.finish(output_tensor)
+        else:
+            self.reducer.keep()
+            output_tensor.zero_()
+
+
+class TimedAllGather(_PlainBuffers, AllGather):
+    """FSDP's own all-gather, with the time that a CPU spends in it measured."""
+
+    def __init__(self, clock: CommClock) -> None:
+        self.clock = clock
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,  # noqa: ARG002
+    ) -> dist.Work | None:
+        """Concatenates every rank's ``input_tensor`` ``(n,)`` in ``output_tensor`` ``(ranks * n,)``."""
+        with self.clock.measure():
+            all_gather_single(output_tensor, input_tensor, group)
+        return None

@@ -1,0 +1,210 @@
+"""The tensor axis: each matrix divided over a few ranks, and the sequence between the matrices.
+
+Megatron's division (Shoeybi et al., arXiv 1909.08053): the first matrices of attention and of the feed-forward layer are
+divided by rows, so that a rank has some of the heads or inner elements; the last by columns, so that the ranks' products add
+up to the whole. Between those pairs a rank holds a piece of the sequence (``phalanx.parallel.tensor.sequence_comm``). Embedding and
+output projection are divided by rows of the vocabulary; the loss (``phalanx.train.step.loss``) never puts the scores together.
+
+What is not divided is alike on all ranks: norms, routers, biases that are added after a sum, and the projections into the
+latents of latent attention, which are small. Each rank sees its own part of their gradients, so these are summed: one
+collective for each block and backward pass.
+
+Routed experts are left as they are (``phalanx.parallel.expert.apply``); each rank routes the tokens of its piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.model.block import Block
+from phalanx.model.layers.attention import Attention
+from phalanx.model.layers.feed_forward import FeedForward
+from phalanx.model.layers.linear import Linear
+from phalanx.model.layers.mla import MlaAttention
+from phalanx.model.layers.moe import Experts
+from phalanx.model.layers.router import routers
+from phalanx.model.mtp import PredictionAhead
+from phalanx.model.transformer import Transformer
+from phalanx.parallel.mesh.comm_clock import CommClock
+from phalanx.parallel.mesh.mesh import Mesh
+from phalanx.parallel.mesh.partition import Partition, Split, piece
+from phalanx.parallel.mesh.torch_compat import overlap_with_products
+from phalanx.parallel.tensor.sequence_comm import SequenceComm
+from phalanx.run.spec import RunSpec
+
+_BY_ROWS = ("query", "key", "value", "query_up", "kv_up", "gate", "up")
+_BY_COLUMNS = ("output", "down")
+_UNITS = (Transformer, PredictionAhead, Block)
+
+
+@dataclass(frozen=True)
+class VocabularyPiece:
+    """Which rows of the vocabulary this rank has."""
+
+    start: int
+    """The first."""
+    comm: SequenceComm
+    """To those who have the others."""
+
+
+def vocabulary_piece(mesh: Mesh, spec: RunSpec, clock: CommClock) -> VocabularyPiece | None:
+    """This rank's rows of embedding and output projection; ``None`` if it has all."""
+    if mesh.layout.tensor == 1:
+        return None
+    start = piece(spec.model.vocab_size, mesh.tensor_rank, mesh.layout.tensor).start
+    return VocabularyPiece(start, SequenceComm(mesh.tensor_group, clock))
+
+
+class RowLinear(Linear):
+    """A linear layer that has some of the inputs, and gives a piece of the sequence: the sum over ranks, plus bias."""
+
+    def __init__(self, whole: Linear, comm: SequenceComm) -> None:
+        """Takes over the parameters of ``whole``, cut already."""
+        super().__init__(1, 1, bias=False, device="meta")
+        self.in_features, self.out_features = whole.in_features, whole.out_features
+        self.weight, self.bias, self.product, self.comm = whole.weight, whole.bias, whole.product, comm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(b, s, inputs / ranks)`` to ``(b, s / ranks, outputs)``."""
+        product = F.linear if self.product is None else self.product
+        y = self.comm.sum_scatter(product(x, self.weight))
+        return y if self.bias is None else y + self.bias
+
+
+class VocabularyEmbedding(nn.Embedding):
+    """Some rows of an embedding; gives a piece of the sequence."""
+
+    def __init__(self, whole: nn.Embedding, rows: VocabularyPiece) -> None:
+        """Takes over the parameter of ``whole``, cut already."""
+        super().__init__(1, 1, device="meta")
+        self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
+        self.weight, self.rows = whole.weight, rows
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens ``(b, s)`` of the whole vocabulary to ``(b, s / ranks, d)``."""
+        count = self.weight.shape[0]
+        row = tokens - self.rows.start
+        absent = (row < 0) | (row >= count)
+        # Any row will do for absent tokens; taking all rows by turns spares backward a row that everybody adds to.
+        found = F.embedding(row % count, self.weight).masked_fill(absent.unsqueeze(-1), 0)
+        return self.rows.comm.sum_scatter(found)
+
+
+class _SummedGradients:
+    """Hooks of a module: while it runs, it sees parameters whose gradients are summed over the ranks.
+
+    Not by storing them in the module for good, because FSDP exchanges parameters before and after it runs.
+    """
+
+    def __init__(self, names: tuple[str, ...], comm: SequenceComm) -> None:
+        self._names, self._comm = names, comm
+        self._kept: tuple[Tensor, ...] = ()
+
+    def install(self, module: nn.Module) -> None:
+        """Lets it see them from now on."""
+        module.register_forward_pre_hook(self._enter)
+        # Always, because recomputation of activations breaks off as soon as it has what it needs.
+        module.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, module: nn.Module, args: object) -> None:  # noqa: ARG002
+        self._kept = tuple(module.get_parameter(name) for name in self._names)
+        self._put(module, self._comm.sum_gradients(self._kept))
+
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:  # noqa: ARG002
+        self._put(module, self._kept)
+        self._kept = ()
+
+    def _put(self, module: nn.Module, tensors: tuple[Any, ...]) -> None:
+        for full_name, tensor in zip(self._names, tensors, strict=False):  # none were kept if entering failed
+            path, _, name = full_name.rpartition(".")
+            module.get_submodule(path)._parameters[name] = tensor
+
+
+def apply_tensor(module: Transformer, mesh: Mesh, spec: RunSpec, clock: CommClock) -> dict[str, Partition]:
+    """Divides ``module``, on the meta device and not yet sharded, over the tensor axis of ``mesh``.
+
+    Afterwards its parameters are this rank's parts. It takes tokens of whole sequences (of this context rank), or as a
+    later stage of a pipeline hidden states ``(b, s / ranks, d)`` with the ``positions`` of whole sequences; its readout
+    gets hidden states ``(b, s / ranks, d)`` and this rank's rows of the projection.
+
+    Returns:
+        Where the part of each parameter lies, routed experts left out; empty with a single tensor rank.
+    """
+    if mesh.layout.model_ranks > 1:
+        total = SequenceComm(mesh.sequence_group, clock).total
+        for _, router in routers(module):
+            router.total_over = total
+    rows = vocabulary_piece(mesh, spec, clock)
+    if rows is None:
+        return {}
+    if spec.parallel.async_tensor:
+        overlap_with_products(mesh.tensor_group)
+    partitions = _cut(module, mesh)
+    _communicate(module, rows)
+    for host, names in _alike(module, partitions):
+        _SummedGradients(names, rows.comm).install(host)
+    return partitions
+
+
+def _cut(module: nn.Module, mesh: Mesh) -> dict[str, Partition]:
+    """Replaces each parameter that is divided by this rank's part of it."""
+    dims, index, count = dict(_divided(module)), mesh.tensor_rank, mesh.layout.tensor
+    partitions = {}
+    for owner_name, owner in module.named_modules():
+        if isinstance(owner, Experts):
+            continue
+        for name, whole in owner.named_parameters(prefix=owner_name, recurse=False):
+            shape, dim = tuple(whole.shape), dims.get(name)
+            if dim is None:
+                partitions[name] = Partition(shape, copy=index, copies=count)
+                continue
+            partitions[name] = Partition(shape, (Split(dim, index, count, mesh.tensor_group),))
+            part = nn.Parameter(whole.new_empty(partitions[name].part[1]), whole.requires_grad)
+            setattr(owner, name.rpartition(".")[2], part)
+    return partitions
+
+
+def _divided(module: nn.Module) -> Iterator[tuple[str, int]]:
+    """The parameters that are divided, each with the dimension along which it is."""
+    for name, part in module.named_modules():
+        if isinstance(part, Attention | MlaAttention | FeedForward):
+            for child, linear in part.named_children():
+                if child in _BY_ROWS:
+                    yield from ((f"{name}.{child}.{each}", 0) for each, _ in linear.named_parameters())
+                elif child in _BY_COLUMNS:
+                    yield f"{name}.{child}.weight", 1
+    yield from (("embedding.weight", 0), ("head.weight", 0))
+
+
+def _communicate(module: Transformer, rows: VocabularyPiece) -> None:
+    """Puts the collectives around the divided matrices."""
+
+    def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return rows.comm.gather(args[0]), *args[1:]
+
+    for part in list(module.modules()):
+        if isinstance(part, Attention | MlaAttention | FeedForward):
+            part.register_forward_pre_hook(gather)
+            for child in _BY_COLUMNS:
+                if hasattr(part, child):
+                    setattr(part, child, RowLinear(getattr(part, child), rows.comm))
+    if module.embedding is not None:
+        module.embedding = VocabularyEmbedding(module.embedding, rows)
+
+
+def _alike(
+    module: nn.Module, partitions: dict[str, Partition]
+) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
+    """The undivided parameters of each module that FSDP may treat as a unit, without those of units inside it."""
+    units = {name: part for name, part in module.named_modules() if isinstance(part, _UNITS)}
+    inside: dict[str, list[str]] = {name: [] for name in units}
+    for name, partition in partitions.items():
+        if not partition.splits:
+            unit = max((unit for unit in units if not unit or name.startswith(f"{unit}.")), key=len)
+            inside[unit].append(name.removeprefix(f"{unit}."))
+    return ((units[unit], tuple(names)) for unit, names in inside.items() if names)

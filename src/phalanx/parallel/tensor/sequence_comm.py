@@ -1,0 +1,108 @@
+"""What the ranks that share each matrix say to each other.
+
+Sequence parallelism (Korthikanti et al., arXiv 2205.05198): between the divided matrices a rank holds a contiguous piece of
+the sequence; before them the pieces are gathered, after them the partial products are summed and divided along the
+sequence again. Each of the two is the other's backward pass. Parameters that are whole on every rank, but see only a piece
+of the sequence or some of the heads, get the sum of the ranks' gradients.
+
+On a CPU the calling thread waits in a collective, which the clock counts; in compiled code it cannot, and nothing is
+counted there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.parallel.mesh.comm_clock import CommClock
+from phalanx.parallel.mesh.torch_compat import gather_along, sum_over, sum_scatter_along
+
+_SEQUENCE = 1
+"""The dimension of hidden states ``(b, s, d)`` that is divided."""
+
+
+@dataclass(frozen=True)
+class SequenceComm:
+    """Collectives, with gradients, over the ranks that share each matrix."""
+
+    group: dist.ProcessGroup
+    clock: CommClock
+
+    def gather(self, piece: Tensor) -> Tensor:
+        """The whole sequence ``(b, s, d)`` from the ranks' pieces ``(b, s / ranks, d)``; gradients are summed."""
+        return cast(Tensor, _Gather.apply(piece, self))  # type: ignore[no-untyped-call]
+
+    def sum_scatter(self, partial: Tensor) -> Tensor:
+        """This rank's piece ``(b, s / ranks, d)`` of the sum of the ranks' ``(b, s, d)``; gradients are gathered."""
+        return cast(Tensor, _SumScatter.apply(partial, self))  # type: ignore[no-untyped-call]
+
+    def sum_gradients(self, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The same tensors, whose gradients are the sums of the ranks', in fp32, by one collective for all."""
+        return cast(tuple[Tensor, ...], _SumGradients.apply(self, *parameters))  # type: ignore[no-untyped-call]
+
+    def total(self, statistics: Tensor) -> Tensor:
+        """The sum of the ranks' tensors, without a gradient."""
+        with self.waiting():
+            return sum_over(statistics, self.group)
+
+    def stack(self, statistics: Tensor) -> Tensor:
+        """Every rank's tensor, ``(ranks, ...)``, without a gradient."""
+        with self.waiting():
+            return gather_along(statistics.unsqueeze(0), 0, self.group)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """To be put around a collective."""
+        return nullcontext() if torch.compiler.is_compiling() else self.clock.measure()
+
+
+def _gathered(piece: Tensor, comm: SequenceComm) -> Tensor:
+    with comm.waiting():
+        return gather_along(piece.contiguous(), _SEQUENCE, comm.group)
+
+
+def _sum_scattered(partial: Tensor, comm: SequenceComm) -> Tensor:
+    with comm.waiting():
+        return sum_scatter_along(partial.contiguous(), _SEQUENCE, comm.group)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, piece: Tensor, comm: SequenceComm) -> Tensor:
+        ctx.comm = comm
+        return _gathered(piece, comm)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+        return _sum_scattered(upstream[0], ctx.comm), None
+
+
+class _SumScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, comm: SequenceComm) -> Tensor:
+        ctx.comm = comm
+        return _sum_scattered(partial, comm)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+        return _gathered(upstream[0], ctx.comm), None
+
+
+class _SumGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, comm: SequenceComm, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.comm = comm
+        return tuple(parameter.view_as(parameter) for parameter in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        comm: SequenceComm = ctx.comm
+        flat = torch.cat([gradient.flatten().float() for gradient in upstream])
+        sums = torch.split(comm.total(flat), [gradient.numel() for gradient in upstream])
+        pairs = zip(sums, upstream, strict=True)
+        return None, *(part.view_as(gradient).to(gradient.dtype) for part, gradient in pairs)

@@ -1,0 +1,288 @@
+"""The report of a plan: one HTML page that stands alone, with charts, tables, and every assumption with its source."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+
+import numpy as np
+
+from phalanx.model.facts.shape import is_mixture
+from phalanx.parallel.pipeline.schedules import Schedule
+from phalanx.plan.report.charts import Bar, Dot, Span, curves, gantt, scatter, stacked_bars, tornado
+from phalanx.plan.report.trace import Event, step_timeline
+from phalanx.plan.search.facts import Plan, short
+from phalanx.plan.search.sensitivity import CHANGE, days_changes, step_changes
+from phalanx.plan.step_cost.estimate import Estimate, Evaluation, prepare
+from phalanx.plan.step_cost.memory import Place, memory_at
+from phalanx.plan.whole_run.estimate import LEVELS, goodput_plan
+from phalanx.plan.whole_run.failures import Level
+from phalanx.plan.workload.candidates import SCHEDULES, from_numbers
+from phalanx.plan.workload.stages import split
+
+_MOST_BARS = 32
+_MOST_SPANS = 12_000
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 900px; margin: 2em auto; padding: 0 1em; color: #222 }
+svg { max-width: 100%; height: auto } svg text { font: 11px system-ui, sans-serif; fill: #444 }
+table { border-collapse: collapse; margin: 1em 0 } td, th { padding: 2px 10px 2px 0; text-align: right }
+td:first-child, th:first-child, .left td, .left th { text-align: left } th { border-bottom: 1px solid #999 }
+.legend span { margin-right: 1em; white-space: nowrap; font-size: 13px }
+.legend i { display: inline-block; width: 11px; height: 11px; margin-right: 4px }
+.note { color: #666; font-size: 13px } h2 { margin-top: 2em; border-bottom: 1px solid #ddd }
+"""
+
+
+def report_page(plan: Plan) -> str:
+    """The whole page."""
+    sections = [
+        ("Answer", _answer(plan)),
+        ("Memory of each pipeline rank", _memory(plan)),
+        ("Where the step goes", _time(plan)),
+        ("A step, as the schedule has it", _timeline(plan)),
+        *([("Pareto front", _front(plan)), ("What the others lose", _losers(plan))] if plan.found else []),
+        ("What moves the answer", _sensitivity(plan)),
+        ("Goodput against the checkpoint interval", _goodput(plan)),
+        ("The whole run", _run(plan)),
+        ("Assumptions and sources", _assumptions(plan)),
+    ]
+    body = "".join(f"<section><h2>{escape(title)}</h2>{content}</section>" for title, content in sections)
+    name = escape(f"Plan of {plan.name} on {plan.job.cluster.key}")
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/><title>{name}</title>'
+        f"<style>{_STYLE}</style></head><body><h1>{name}</h1>{body}</body></html>\n"
+    )
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[object]], kind: str = "") -> str:
+    top = "".join(f"<th>{escape(name)}</th>" for name in head)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    return f'<table class="{kind}"><tr>{top}</tr>{body}</table>'
+
+
+def _answer(plan: Plan) -> str:
+    run, chosen, error = plan.run, plan.chosen, plan.aim.step_error
+    announced = (
+        " Its accelerator is announced, not for sale yet."
+        if plan.job.cluster.accelerator.announced_only
+        else ""
+    )
+    text = (
+        f"{plan.job.workload.counts.parameters / 1e9:,.5g} B parameters, {plan.tokens / 1e12:,.4g} T tokens on "
+        f"{chosen.ranks:,} x {plan.job.cluster.accelerator.name}: a step of {chosen.step_s:.4g} s +- {error:.0%}, "
+        f"MFU {chosen.mfu:.1%}, {run.days:,.4g} days (P5 {run.finish_days.p5:,.4g}, P95 {run.finish_days.p95:,.4g}), "
+        f"{run.cost.total_usd / 1e6:,.4g} M$, {run.energy.total_kwh / 1e6:,.4g} GWh.{announced}"
+    )
+    rows = [
+        (
+            short(plan.job, one.layout),
+            f"{one.step_s:.4g}",
+            f"{one.mfu:.1%}",
+            f"{one.memory_bytes / 1e9:.1f} of {one.capacity_bytes / 1e9:.0f}",
+            f"{one.ranks:,}",
+        )
+        for one in plan.best
+    ]
+    return f"<p>{escape(text)}</p>" + _table(("layout", "step s", "MFU", "GB", "accelerators"), rows)
+
+
+def _memory(plan: Plan) -> str:
+    bars = rank_memory(plan)
+    if len(bars) > _MOST_BARS:
+        chosen = np.unique(np.linspace(0, len(bars) - 1, _MOST_BARS).astype(int))
+        bars = [bars[place] for place in chosen]
+    return stacked_bars(bars, "GB", plan.chosen.capacity_bytes / 1e9)
+
+
+def rank_memory(plan: Plan) -> list[Bar]:
+    """GB by kind on every rank of a pipeline."""
+    evaluation = prepare(plan.job, from_numbers([plan.chosen.layout]))
+    place = _every_rank(evaluation, plan.chosen)
+    kinds = memory_at(
+        plan.job, evaluation.candidates, evaluation.held, evaluation.costs, evaluation.pipes, place
+    )
+    ranks = len(place.rank)
+    wide = {kind: np.broadcast_to(size, ranks) / 1e9 for kind, size in kinds.items()}
+    return [
+        Bar(f"pipeline rank {rank}", {kind: float(size[rank]) for kind, size in wide.items()})
+        for rank in range(ranks)
+    ]
+
+
+def _every_rank(evaluation: Evaluation, found: Estimate) -> Place:
+    """What each pipeline rank holds, ranks along the only axis."""
+    workload, layout = evaluation.job.workload, found.layout
+    ranks, per_rank = layout["pipeline"], layout["stages_per_rank"]
+    placed = Schedule(SCHEDULES[layout["schedule"]], ranks, per_rank)
+    counts, layer = np.zeros((4, ranks), dtype=np.int64), 0
+    for stage, size in enumerate(split(workload, evaluation.job.stack, ranks * per_rank)):
+        mixtures = sum(is_mixture(workload.model, number) for number in range(layer, layer + size))
+        rank = placed.rank_of(stage)
+        counts[0, rank] += size - mixtures
+        counts[1, rank] += mixtures
+        layer += size
+    counts[2, placed.rank_of(0)] = counts[3, placed.rank_of(placed.stages - 1)] = 1
+    return Place((counts[0], counts[1], counts[2], counts[3]), np.arange(ranks))
+
+
+def _time(plan: Plan) -> str:
+    return stacked_bars(_time_bars(plan), "s")
+
+
+def _time_bars(plan: Plan) -> list[Bar]:
+    others = [one for one in plan.best if one is not plan.chosen][:5]
+    found = [("chosen", plan.chosen), *((f"next {number}", one) for number, one in enumerate(others, 1))]
+    return [
+        Bar(name, {term.replace("_", " "): seconds for term, seconds in one.time.items() if seconds > 0})
+        for name, one in found
+    ]
+
+
+def _timeline(plan: Plan) -> str:
+    line = step_timeline(plan.job, plan.chosen)
+    events = line.events
+    rows = sorted({event.rank for event in events})
+    if len(events) > _MOST_SPANS:
+        kept = max(1, _MOST_SPANS * len(rows) // len(events))
+        rows = [rows[place] for place in np.unique(np.linspace(0, len(rows) - 1, kept).astype(int))]
+    place = {rank: row for row, rank in enumerate(rows)}
+    spans = [_span(event, place[event.rank]) for event in events if event.rank in place]
+    note = (
+        f"{line.flushes} flushes of the pipeline; the first is drawn action by action"
+        if line.flushes > 1
+        else ""
+    )
+    names = [f"rank {rank}" for rank in rows]
+    return gantt(spans, names, line.step_s, "s") + f'<p class="note">{note}</p>'
+
+
+def _span(event: Event, row: int) -> Span:
+    kind = "not drawn in detail" if event.name[0].isdigit() or event.name.startswith("flush") else event.name
+    where = f", stage {event.stage}, micro-batch {event.micro_batch}" if event.stage >= 0 else ""
+    title = f"{event.name}{where}: {event.end_s - event.begin_s:.4g} s"
+    return Span(row, kind.replace("_", " "), event.begin_s, event.end_s, title)
+
+
+def _front(plan: Plan) -> str:
+    assert plan.found is not None, "only called after a search"
+    dots = [
+        Dot(
+            point.step_s,
+            point.memory_bytes / 1e9,
+            f"{short(plan.job, point.layout)}: {point.step_s:.4g} s, {point.memory_bytes / 1e9:.1f} GB, {point.ranks:,}",
+        )
+        for point in plan.found.front
+    ]
+    mine = Dot(plan.chosen.step_s, plan.chosen.memory_bytes / 1e9, "chosen (exact schedule)", marked=True)
+    return scatter([*dots, mine], "seconds a step", "GB") + (
+        '<p class="note">Layouts that no other beats in time, memory and accelerators at once, by the closed form.</p>'
+    )
+
+
+def _losers(plan: Plan) -> str:
+    assert plan.found is not None, "only called after a search"
+    rows = [
+        (one.family, "does not fit" if one.slower == float("inf") else f"{one.slower:+.1%}", one.reason)
+        for one in sorted(plan.found.runners_up, key=lambda one: one.slower)
+    ]
+    killed = [(reason, f"{count:,}") for reason, count in plan.found.killed.items() if count]
+    return (
+        _table(("best layout with", "step", "most of it"), rows, "left")
+        + f"<p>{plan.found.looked_at:,} layouts looked at; {plan.found.valid:,} are legal and fit.</p>"
+        + _table(("excluded because", "layouts"), killed)
+    )
+
+
+def _sensitivity(plan: Plan) -> str:
+    days = [(name, f"{value:,.4g}") for name, value in days_changes(plan).items()]
+    return (
+        f"<p>Change of the step when a figure is {CHANGE:.0%} lower or higher, the layout kept:</p>"
+        + tornado(step_changes(plan), "% of the step")
+        + _table(("days of the run, with", "days"), [("as planned", f"{plan.run.days:,.4g}"), *days])
+    )
+
+
+def _goodput(plan: Plan) -> str:
+    best = plan.run.interval_s
+    intervals = [best * 10**power for power in np.linspace(-1, 2, 31)]
+    lines = {f"failure rates {level}": list(_curve(plan, level, intervals)) for level in LEVELS}
+    return curves(lines, "seconds between checkpoints", "goodput", (best, f"planned: {best:.4g} s"))
+
+
+def _curve(plan: Plan, level: Level, intervals: Sequence[float]) -> Iterator[tuple[float, float]]:
+    for interval_s in intervals:
+        given = dataclasses.replace(plan.assumptions, checkpoint_interval_s=interval_s)
+        yield interval_s, goodput_plan(plan.inputs, given, level).goodput
+
+
+def _run(plan: Plan) -> str:
+    run = plan.run
+    shares = {name: share for name, share in run.breakdown.items() if share > 0}
+    rows = [
+        ("steps", f"{run.steps:,}"),
+        ("tokens per day", f"{run.tokens_per_day:,.4g}"),
+        ("days without failures", f"{run.failure_free_days:,.4g}"),
+        ("days", f"{run.days:,.4g}"),
+        (
+            "finish P5, P50, P95",
+            f"{run.finish_days.p5:,.4g}, {run.finish_days.p50:,.4g}, {run.finish_days.p95:,.4g}",
+        ),
+        ("goodput", f"{run.goodput:.2%}"),
+        ("time to interruption", f"{run.mtti_s / 60:,.4g} min"),
+        ("failures", f"{run.failures:,.0f}"),
+        ("checkpoints", f"every {run.interval_s:,.4g} s, {run.tier.name}"),
+        ("spare nodes", f"{run.spare_nodes:,}"),
+        ("energy", f"{run.energy.total_kwh / 1e6:,.4g} GWh"),
+        ("CO2", f"{run.co2_kg / 1e6:,.4g} kt"),
+        ("cost", f"{run.cost.total_usd / 1e6:,.4g} M$"),
+    ]
+    notes = "".join(f'<p class="note">{escape(warning)}</p>' for warning in run.warnings)
+    return _table(("", ""), rows) + stacked_bars([Bar("wall time", shares)], "share") + notes
+
+
+def _assumptions(plan: Plan) -> str:
+    job, chip = plan.job, plan.job.cluster.accelerator
+    facts = [
+        (f"peak {name}", f"{fact.value / 1e12:,.5g} TFLOP/s", fact.source, fact.date)
+        for name, fact in chip.flops.items()
+    ]
+    for name in ("memory_bytes", "memory_bytes_per_s", "host_bytes_per_s", "power_w", "price_per_hour"):
+        fact = getattr(chip, name)
+        facts.append((name.replace("_", " "), f"{fact.value:,.5g}", fact.source, fact.date))
+    for name, fact in (
+        ("domain", job.cluster.domain.bytes_per_s),
+        ("network", job.cluster.fabric.bytes_per_s),
+    ):
+        facts.append((f"{name} bytes per s", f"{fact.value:,.5g}", fact.source, fact.date))
+    for format_, fit in job.profile.constants.matmul.items():
+        origin = fit.provenance
+        error = f"{fit.efficiency:.3g} of peak" + (
+            f"; median error {origin.median_error:.1%}" if origin.points else ""
+        )
+        facts.append((f"products in {format_}", error, origin.source, origin.date))
+    stack = [(field.name, _plain(getattr(job.stack, field.name))) for field in dataclasses.fields(job.stack)]
+    given = [
+        (field.name, _plain(getattr(plan.assumptions, field.name)))
+        for field in dataclasses.fields(plan.assumptions)
+        if field.name != "failure_classes"
+    ]
+    classes = [
+        (one.name, f"{one.low:.3g} - {one.typical:.3g} - {one.high:.3g}", one.source)
+        for one in plan.assumptions.failure_classes
+    ]
+    return (
+        _table(("machine", "value", "source", "date"), facts, "left")
+        + _table(("run", "source"), plan.run.sources.items(), "left")
+        + _table(("failures per 1,000 device-days", "low - typical - high", "source"), classes, "left")
+        + _table(("stack", job.stack.name), stack, "left")
+        + _table(("assumption", "value"), given, "left")
+    )
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(_plain, value))
+    return f"{value:,.5g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,112 @@
+"""What to do with a plan: a run file for the winner, and what would help where nothing fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from phalanx.hardware.overrides import with_value
+from phalanx.plan.search.request import OWN, RequestError, problems_of, steps_for
+from phalanx.plan.search.search import search
+from phalanx.plan.search.space import Options
+from phalanx.plan.workload.candidates import PRECISIONS, SCHEDULES, layout_at
+from phalanx.plan.workload.stacks import Job
+from phalanx.run.spec import MemorySpec, ParallelSpec, RunSpec
+
+_MOST_DOUBLINGS = 7
+
+
+def run_of_layout(
+    spec: RunSpec, job: Job, numbers: Mapping[str, int], tokens: float | None = None
+) -> RunSpec:
+    """The run of ``spec`` in the layout of ``numbers``, ready to be trained.
+
+    Raises ``RequestError`` where the trainer cannot do what the plan says.
+    """
+    if job.stack.name != OWN:
+        raise RequestError(f"a run file is for this project's trainer: plan without --stack {job.stack.name}")
+    layout = layout_at(numbers)
+    found = replace(
+        spec,
+        parallel=parallel_of(spec, numbers),
+        memory=_memory(spec.memory, job, numbers),
+        train=replace(
+            spec.train,
+            micro_batch_size=numbers["micro_batch"],
+            slots=job.workload.slots or layout.data_ranks,
+            steps=steps_for(tokens, job.workload.tokens) if tokens else spec.train.steps,
+        ),
+        precision=_precision(spec, numbers),
+    )
+    problems = problems_of(found, layout.ranks)
+    if problems:
+        raise RequestError(f"the trainer cannot run this layout:\n{problems}")
+    return found
+
+
+def parallel_of(spec: RunSpec, numbers: Mapping[str, int]) -> ParallelSpec:
+    """The ``[parallel]`` section that describes a layout."""
+    layout = layout_at(numbers)
+    many = layout.pipeline > 1
+    return replace(
+        spec.parallel,
+        ranks=layout.ranks,
+        sharding="zero3" if numbers["zero"] == 3 else "zero2" if layout.shard > 1 else "none",
+        shard_ranks=0 if layout.replicate == 1 or layout.shard == 1 else layout.shard,
+        tensor=layout.tensor,
+        context=layout.context,
+        pipeline=layout.pipeline,
+        pipeline_schedule=SCHEDULES[numbers["schedule"]] if many else "1f1b",
+        pipeline_stages=numbers["stages_per_rank"] if many else 0,
+        pipeline_split=(),
+        expert=layout.expert,
+        expert_tensor=layout.expert_tensor,
+    )
+
+
+def _memory(memory: MemorySpec, job: Job, numbers: Mapping[str, int]) -> MemorySpec:
+    def place(name: str, before: str) -> Any:
+        return ("host" if before == "none" else before) if numbers[name] else "none"
+
+    recompute: Any = job.modes[numbers["recompute"]].name
+    return replace(
+        memory,
+        recompute=recompute,
+        offload_activations=place("offload_activations", memory.offload_activations),
+        offload_optimizer=place("offload_optimizer", memory.offload_optimizer),
+    )
+
+
+def _precision(spec: RunSpec, numbers: Mapping[str, int]) -> Any:
+    name = PRECISIONS[numbers["precision"]].name
+    if name == "fp8" and spec.precision.matmul == "compute":
+        return replace(spec.precision, matmul="fp8-rowwise")
+    return spec.precision
+
+
+def what_would_fit(job: Job, options: Options) -> str:
+    """Where nothing fits: how many accelerators more, or how much memory more, would do. Empty if neither helps."""
+    advice = []
+    count = max(options.gpus or (job.cluster.accelerators,))
+    for doubling in range(1, _MOST_DOUBLINGS + 1):
+        if _fits(job, replace(options, gpus=(count << doubling,))):
+            advice.append(f"{count << doubling:,} accelerators of the same kind would do")
+            break
+    have = job.cluster.accelerator.memory_bytes.value
+    for factor in (1.25, 1.5, 2, 3, 4, 8):
+        larger = with_value(job.cluster, "accelerator.memory_bytes", have * factor)
+        if _fits(replace(job, cluster=larger), options):
+            advice.append(
+                f"so would {have * factor / 1e9:,.0f} GB of memory in each, {factor:g} times as much"
+            )
+            break
+    return "; ".join(advice)
+
+
+def _fits(job: Job, options: Options) -> bool:
+    try:
+        search(job, replace(options, finalists=1, top=1))
+    except ValueError:
+        return False
+    return True

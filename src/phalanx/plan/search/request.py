@@ -1,0 +1,367 @@
+"""What a user asks of the planner, turned into what the planner computes with.
+
+A run file (or a known model) and a cluster become a ``Job``; a line such as ``tp=8,pp=16,dp=128`` becomes a layout; a step's
+estimate and a number of tokens become the inputs of the whole run. Everything here is a function on values; what is wrong
+with them is said by the name of the field, with the remedy.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import get_args
+
+from phalanx.hardware.cluster import Cluster
+from phalanx.hardware.profiles import profile_of
+from phalanx.model.facts.counts import count
+from phalanx.model.facts.presets import PRESETS
+from phalanx.model.facts.shape import resolve
+from phalanx.plan.search.search import Objective
+from phalanx.plan.search.space import Options
+from phalanx.plan.step_cost.estimate import Estimate, estimate
+from phalanx.plan.whole_run.assumptions import RunInputs
+from phalanx.plan.whole_run.energy import Activity
+from phalanx.plan.workload.candidates import PRECISIONS, RECOMPUTE, SCHEDULES
+from phalanx.plan.workload.stacks import Job, Stack, stack_named, stack_of, workload_of
+from phalanx.run.layout import SPLIT_BACKWARD, layout_of, layout_problems, replica_ranks, stages_per_rank
+from phalanx.run.spec import DataSpec, PrecisionSpec, RunSpec, TrainSpec
+
+OWN = "phalanx"
+"""This project's own stack, the only one that run files are for."""
+
+_TRAINABLE = tuple(mode for mode in RECOMPUTE if mode.name in ("none", "selective", "full"))
+"""What a run file can have computed again."""
+_UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+_LONGEST_RUN_STEPS = 10**9
+_TOKENS_PER_PARAMETER = 20
+"""Of a model without a run file: compute-optimal for dense models (Hoffmann et al., arXiv 2203.15556)."""
+
+_SHORT = {
+    "tp": "tensor",
+    "cp": "context",
+    "pp": "pipeline",
+    "ep": "expert",
+    "etp": "expert_tensor",
+    "dp": "data",
+    "fsdp": "shard",
+    "vpp": "stages_per_rank",
+    "mbs": "micro_batch",
+}
+_WORDS = ("schedule", "recompute", "precision")
+_FIELDS = (
+    *_SHORT.values(),
+    "zero",
+    "offload_activations",
+    "offload_optimizer",
+    "sequence_parallel",
+    *_WORDS,
+)
+
+
+class RequestError(ValueError):
+    """Something that was asked for and cannot be; the message names the field and the remedy."""
+
+
+@dataclass(frozen=True)
+class Aim:
+    """How a plan is looked for, in the words of the command line."""
+
+    optimise: str = "time"
+    require: tuple[str, ...] = ()
+    top: int = 8
+    stack: str = OWN
+    layout: str | None = None
+    tokens: str | None = None
+    step_error: float = 0.12
+    """Relative standard deviation of the true step time around the estimate; the default is the goal of the validation
+    without any end-to-end measurement."""
+    assume: tuple[str, ...] = ()
+    """Of the run: ``NAME=VALUE``, with the names of ``RunAssumptions``."""
+
+
+def run_of_model(name: str, seq_len: int, batch: int) -> RunSpec:
+    """A run of the known model ``name``; the words of a name may stand in any order."""
+    words = sorted(name.lower().split("-"))
+    found = next((key for key in PRESETS if sorted(key.split("-")) == words), None)
+    if found is None:
+        raise RequestError(f"there is no model {name!r}: there are {', '.join(PRESETS)}; or give a run file")
+    model = replace(PRESETS[found], preset=found)
+    active = count(resolve(model, DataSpec().vocab_size), seq_len).active_parameters
+    steps = steps_for(_TOKENS_PER_PARAMETER * active, batch * seq_len)
+    train = TrainSpec(steps=steps, batch_size=batch, seq_len=seq_len, slots=batch)
+    return RunSpec(name=found, model=model, train=train)
+
+
+def job_of(spec: RunSpec, cluster: Cluster, *, stack: str = OWN, keep_slots: bool = True) -> Job:
+    """What is estimated: the workload of ``spec``, by a stack, on ``cluster``."""
+    spec = replace(spec, precision=_resolved(spec, cluster))
+    profile = profile_of(cluster.accelerator)
+    workload = workload_of(spec, keep_slots=keep_slots and stack == OWN)
+    if stack != OWN:
+        return Job(workload, stack_named(stack), cluster, profile)
+    return Job(workload, calibrated(_own_stack(spec, cluster), cluster), cluster, profile, modes=_TRAINABLE)
+
+
+def _own_stack(spec: RunSpec, cluster: Cluster) -> Stack:
+    stack = stack_of(spec)
+    if spec.runtime.compile:
+        schedules = tuple(name for name in stack.schedules if name not in SPLIT_BACKWARD)
+        stack = replace(stack, schedules=schedules)
+    if spec.precision.compute == "fp32":
+        stack = replace(stack, gather_bytes=4.0)
+    if _is_cpu(cluster):
+        # gloo's collectives keep the caller waiting: nothing is hidden.
+        stack = replace(
+            stack,
+            data_overlap=0.0,
+            context_overlap=0.0,
+            tensor_overlap=0.0,
+            expert_overlap=0.0,
+            launch_s=0.0,  # the host is what computes: starting a kernel is part of the kernel
+        )
+    return stack
+
+
+def calibrated(stack: Stack, cluster: Cluster) -> Stack:
+    """``stack`` with the scalar that a calibration of this accelerator measured on real steps, if there is one.
+
+    Ranks that work at the same time share caches, memory and cores' units: for more than one there is a scalar of its own.
+    """
+    path = Path(cluster.accelerator.profile)
+    if path.suffix != ".toml" or not path.is_file():
+        return stack
+    measured = tomllib.loads(path.read_text()).get("profile", {}).get("stack", {})
+    name = "time_scalar_together" if cluster.accelerators > 1 else "time_scalar"
+    scalar = measured.get(name, measured.get("time_scalar", stack.time_scalar))
+    return replace(stack, time_scalar=scalar)
+
+
+def _resolved(spec: RunSpec, cluster: Cluster) -> PrecisionSpec:
+    """The format of computing that "auto" stands for on ``cluster``."""
+    if spec.precision.compute != "auto":
+        return spec.precision
+    return replace(spec.precision, compute="bf16" if _narrow(cluster) != "fp32" else "fp32")
+
+
+def _narrow(cluster: Cluster) -> str:
+    """What the trainer's "auto" computes in: fp32 on a CPU, else the narrow format that there is."""
+    if _is_cpu(cluster):
+        return "fp32"
+    return next((name for name in ("bf16", "fp16") if name in cluster.accelerator.flops), "fp32")
+
+
+def _is_cpu(cluster: Cluster) -> bool:
+    return cluster.accelerator.vendor == "any"
+
+
+def precision_of(spec: RunSpec, cluster: Cluster) -> int:
+    """The index into ``PRECISIONS`` of what a run file asks for."""
+    compute = spec.precision.compute
+    name = _narrow(cluster) if compute == "auto" else compute
+    if spec.precision.matmul != "compute":
+        name = "fp8"
+    if name not in cluster.accelerator.flops:
+        known = ", ".join(cluster.accelerator.flops)
+        raise RequestError(
+            f"precision: {cluster.accelerator.name} does not multiply in {name!r}, only in {known}: set "
+            "precision.compute or precision.matmul"
+        )
+    return [precision.name for precision in PRECISIONS].index(name)
+
+
+def options_of(
+    spec: RunSpec, job: Job, *, optimise: str, require: tuple[str, ...], top: int, gpus: tuple[int, ...] = ()
+) -> Options:
+    """What a search for this run looks at."""
+    if optimise not in get_args(Objective):
+        raise RequestError(f"--optimise {optimise}: take one of {', '.join(get_args(Objective))}")
+    everything = job.cluster.accelerators
+    fewer = {"time": 0, "cost": 3, "gpus": everything.bit_length()}[optimise]
+    halved = tuple(n for step in range(fewer + 1) if (n := everything >> step) > 0)
+    adam = (spec.optimizer.name, spec.optimizer.state) == ("adamw", "fp32")
+    return Options(
+        gpus=gpus or halved,
+        precision=precision_of(spec, job.cluster),
+        # A CPU's own memory is the host's: there is nowhere to offload to.
+        offload=adam and not _is_cpu(job.cluster),
+        require=require,
+        objective=optimise,
+        top=top,
+        finalists=max(16, top),
+    )
+
+
+def written_layout(spec: RunSpec, job: Job, ranks: int) -> dict[str, int]:
+    """The layout that the run file itself describes, on ``ranks`` ranks."""
+    parallel, memory, train = spec.parallel, spec.memory, spec.train
+    layout = layout_of(parallel, ranks)
+    slots = job.workload.slots or layout.data_ranks
+    modes = [mode.name for mode in job.modes]
+    return {
+        "tensor": layout.tensor,
+        "context": layout.context,
+        "expert": layout.expert,
+        "expert_tensor": layout.expert_tensor,
+        "pipeline": layout.pipeline,
+        "stages_per_rank": stages_per_rank(parallel) if layout.pipeline > 1 else 1,
+        "replicate": layout.replicate,
+        "shard": layout.shard,
+        "zero": _zero(spec, job),
+        "micro_batch": train.micro_batch_size or max(1, train.batch_size // slots),
+        "recompute": modes.index(memory.recompute) if memory.recompute in modes else 0,
+        "schedule": SCHEDULES.index(parallel.pipeline_schedule if layout.pipeline > 1 else "1f1b"),
+        "precision": precision_of(spec, job.cluster),
+        "offload_activations": int(memory.offload_activations != "none"),
+        "offload_optimizer": int(memory.offload_optimizer != "none"),
+        "sequence_parallel": 1,
+    }
+
+
+def estimate_written(spec: RunSpec, cluster: Cluster, ranks: int) -> Estimate:
+    """What a run takes as its file describes it, on ``ranks`` ranks."""
+    job = job_of(spec, cluster)
+    return estimate(job, written_layout(spec, job, ranks))
+
+
+def _zero(spec: RunSpec, job: Job) -> int:
+    # Without sharding the trainer has one rank to a copy, so that it does not matter what would be sharded.
+    wanted = {"none": 2, "zero2": 2, "zero3": 3}[spec.parallel.sharding]
+    return wanted if wanted in job.stack.zero_stages else max(job.stack.zero_stages)
+
+
+def read_layout(text: str, spec: RunSpec, job: Job) -> dict[str, int]:
+    """The layout that ``text`` describes, such as ``tp=8,pp=16,dp=128``; what it leaves out is as in the run file.
+
+    ``file`` alone means just what the run file says. Raises ``RequestError``.
+    """
+    given = {} if text.strip() == "file" else _fields(text, job)
+    parallel = spec.parallel
+    degrees = {
+        name: given.pop(name, getattr(parallel, name))
+        for name in ("tensor", "context", "pipeline", "expert", "expert_tensor")
+    }
+    parallel = replace(parallel, **degrees)
+    inner = degrees["tensor"] * degrees["context"] * degrees["pipeline"]
+    data = given.pop("data", 0) or max(1, (parallel.ranks or job.cluster.accelerators) // inner)
+    if parallel.shard_ranks and data % parallel.shard_ranks:
+        parallel = replace(parallel, shard_ranks=0)
+    numbers = written_layout(replace(spec, parallel=parallel), job, inner * data)
+    numbers |= {"replicate": data // given.get("shard", numbers["shard"])}
+    numbers |= given
+    if numbers["replicate"] * numbers["shard"] != data:
+        raise RequestError(f"--layout {text}: fsdp={numbers['shard']} does not divide dp={data}")
+    _check_room(text, inner * data, job, replica_ranks(parallel))
+    return numbers
+
+
+def _fields(text: str, job: Job) -> dict[str, int]:
+    found = {}
+    for part in text.split(","):
+        name, sign, value = (piece.strip() for piece in part.partition("="))
+        name = _SHORT.get(name, name)
+        if not sign or name not in _FIELDS:
+            known = ", ".join((*_SHORT, *(field for field in _FIELDS if field not in _SHORT.values())))
+            raise RequestError(
+                f"--layout: cannot read {part.strip()!r}: write FIELD=VALUE, FIELD one of {known}"
+            )
+        found[name] = _value(name, value, job)
+    return found
+
+
+def _value(name: str, value: str, job: Job) -> int:
+    words = {
+        "schedule": SCHEDULES,
+        "recompute": tuple(mode.name for mode in job.modes),
+        "precision": tuple(precision.name for precision in PRECISIONS),
+    }
+    if name in words:
+        if value not in words[name]:
+            raise RequestError(f"--layout: {name}={value}: take one of {', '.join(words[name])}")
+        return words[name].index(value)
+    stages = job.stack.zero_stages
+    if name == "zero" and value.isdigit() and int(value) not in stages:
+        raise RequestError(
+            f"--layout: zero={value}: the stack {job.stack.name!r} has {', '.join(map(str, stages))}"
+        )
+    if not value.isdigit() or (int(value) < 1 and not name.startswith(("offload", "zero", "sequence"))):
+        raise RequestError(f"--layout: {name}={value!r} must be a whole number, at least 1")
+    return int(value)
+
+
+def _check_room(text: str, ranks: int, job: Job, replica: int) -> None:
+    if ranks > job.cluster.accelerators:
+        raise RequestError(
+            f"--layout {text}: {ranks:,} ranks, but the cluster {job.cluster.key} has {job.cluster.accelerators:,} "
+            "accelerators: name a larger one with --cluster NAME:ACCELERATORS, or take smaller degrees"
+        )
+    if ranks % replica:
+        raise RequestError(
+            f"--layout {text}: {ranks} ranks are no multiple of the {replica} that hold one replica"
+        )
+
+
+_MOST_TOKENS = 1e18
+
+
+def read_tokens(text: str) -> float:
+    """A number of tokens such as ``15T`` or ``300B``. Raises ``RequestError``."""
+    match = re.fullmatch(r"\s*([\d._]+(?:[eE]\d+)?)\s*([kMBGT]?)\s*", text)
+    try:
+        tokens = float(match[1].replace("_", "")) * _UNITS[match[2]] if match else 0.0
+    except ValueError:
+        tokens = 0.0
+    if not 0 < tokens <= _MOST_TOKENS:
+        raise RequestError(
+            f"--tokens {text}: write a number above 0, at most {_MOST_TOKENS:.0e}, with k, M, B or T, as in 15T"
+        )
+    return tokens
+
+
+def problems_of(spec: RunSpec, ranks: int) -> str:
+    """What is impossible about the run on so many ranks, in lines; empty if nothing is."""
+    return "\n".join(f"  {problem}" for problem in layout_problems(spec, ranks))
+
+
+_ACTIVITY: Mapping[str, Activity] = {
+    "matmul": "compute",
+    "attention": "compute",
+    "recompute": "compute",
+    "pointwise": "memory",
+    "optimizer": "memory",
+    "bubble": "idle",
+    "scale_tax": "idle",
+}
+"""What an accelerator does in each term of a step; the rest is communication, and the scalar of a stack all alike."""
+
+
+def activities(found: Estimate) -> dict[Activity, float]:
+    """Shares of a step by what the accelerator does meanwhile; they sum to 1."""
+    shares: dict[Activity, float] = dict.fromkeys(get_args(Activity), 0.0)
+    terms = {name: seconds for name, seconds in found.time.items() if name != "stack_scalar"}
+    whole = sum(terms.values())
+    for name, seconds in terms.items():
+        shares[_ACTIVITY.get(name, "communication")] += seconds / whole
+    return shares
+
+
+def run_inputs(job: Job, found: Estimate, tokens: float) -> RunInputs:
+    """The run of ``tokens`` tokens with the layout that was estimated."""
+    saved = sum(state.bytes for state in job.stack.states if state.kind != "gradients")
+    return RunInputs(
+        cluster=job.cluster,
+        step_s=found.step_s,
+        tokens_per_step=found.tokens,
+        tokens=max(tokens, float(found.tokens)),
+        checkpoint_bytes=saved * job.workload.counts.parameters,
+        accelerators=found.ranks,
+        replicas=found.layout["replicate"] * found.layout["shard"],
+        activities=activities(found),
+    )
+
+
+def steps_for(tokens: float, tokens_per_step: int) -> int:
+    """Steps that train on ``tokens``, as a run file may have them."""
+    return max(1, min(_LONGEST_RUN_STEPS, -int(-tokens // tokens_per_step)))

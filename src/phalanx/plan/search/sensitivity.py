@@ -1,0 +1,80 @@
+"""What moves the answer: the step and the days of a plan, with one figure at a time lowered and raised.
+
+An estimate is only as good as its inputs, and they are not equally good. A figure that hardly matters need not be known well;
+one that decides is worth measuring. The layout stays as it was chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from phalanx.hardware.overrides import with_value
+from phalanx.hardware.profiles import Profile
+from phalanx.plan.search.facts import Plan
+from phalanx.plan.search.request import run_inputs
+from phalanx.plan.step_cost.estimate import estimate
+from phalanx.plan.whole_run.estimate import LEVELS, estimate_run
+from phalanx.plan.workload.stacks import Job
+
+CHANGE = 0.2
+"""By how much of itself each figure is lowered and raised."""
+
+
+def step_changes(plan: Plan) -> dict[str, tuple[float, float]]:
+    """By figure: the step's change in per cent when it is a fifth lower, and a fifth higher; the largest first."""
+    found = {}
+    for name, lower, higher in _jobs(plan.job):
+        pair = [estimate(job, plan.chosen.layout).step_s for job in (lower, higher)]
+        found[name] = tuple(100 * (seconds / plan.chosen.step_s - 1) for seconds in pair)
+    ordered = sorted(found.items(), key=lambda item: -max(map(abs, item[1])))
+    return {name: (low, high) for name, (low, high) in ordered}
+
+
+def _jobs(job: Job) -> Iterator[tuple[str, Job, Job]]:
+    chip = job.cluster.accelerator
+    figures = {
+        "memory bandwidth": ("accelerator.memory_bytes_per_s", chip.memory_bytes_per_s.value),
+        "link in the domain": ("domain.bytes_per_s", job.cluster.domain.bytes_per_s.value),
+        "network": ("fabric.bytes_per_s", job.cluster.fabric.bytes_per_s.value),
+        "link to the host": ("accelerator.host_bytes_per_s", chip.host_bytes_per_s.value),
+    }
+    for name, (figure, value) in figures.items():
+        if value > 0:
+            low, high = (_with(job, figure, value * factor) for factor in (1 - CHANGE, 1 + CHANGE))
+            yield name, low, high
+    yield "peak FLOP/s", _with_flops(job, 1 - CHANGE), _with_flops(job, 1 + CHANGE)
+    stack = job.stack
+    for name, field in (("scale tax", "tax_per_doubling"), ("overlap of data axes", "data_overlap")):
+        low, high = (
+            replace(job, stack=replace(stack, **{field: getattr(stack, field) * factor}))
+            for factor in (1 - CHANGE, 1 + CHANGE)
+        )
+        yield name, low, high
+
+
+def _with(job: Job, figure: str, value: float) -> Job:
+    cluster = with_value(job.cluster, figure, value)
+    return replace(job, cluster=cluster, profile=Profile(cluster.accelerator, job.profile.constants))
+
+
+def _with_flops(job: Job, factor: float) -> Job:
+    for name, fact in job.cluster.accelerator.flops.items():
+        job = _with(job, f"accelerator.flops.{name}", fact.value * factor)
+    return job
+
+
+def days_changes(plan: Plan) -> dict[str, float]:
+    """Days of the run when one thing about it is otherwise."""
+    given = plan.assumptions
+    changed = {f"failure rates: {level}": replace(given, failure_level=level) for level in LEVELS}
+    changed |= {
+        "recovery: restart from storage": replace(given, recovery="restart"),
+        "recovery: shrink by a replica": replace(given, recovery="shrink"),
+    }
+    found = {name: estimate_run(plan.inputs, one).days for name, one in changed.items()}
+    for sign in (-1, 1):
+        step_s = plan.chosen.step_s * (1 + sign * plan.aim.step_error)
+        inputs = replace(run_inputs(plan.job, plan.chosen, plan.tokens), step_s=step_s)
+        found[f"step {sign * plan.aim.step_error:+.0%}"] = estimate_run(inputs, given).days
+    return found

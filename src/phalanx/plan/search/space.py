@@ -1,0 +1,319 @@
+"""Every layout that a model, a batch and a number of accelerators allow, as axes of arrays.
+
+The geometry (how many ranks on which axis, sequences of a micro-batch, the pipeline's schedule) is enumerated row by row, each row legal by the rules
+of ``phalanx.run.layout``; what can be chosen freely beside it (recomputation, ZeRO stage, offload) has an axis of
+its own. The whole space is the product.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from phalanx.model.facts.shape import is_mixture
+from phalanx.plan.step_cost.bubbles import Pipelines, legal
+from phalanx.plan.workload.candidates import SCHEDULES, Bools, Candidates, Ints, divisors
+from phalanx.plan.workload.stacks import Job
+from phalanx.plan.workload.stages import most_stages
+
+AXES = 5
+"""Of a space."""
+_ALIASES = {
+    "tp": "tensor",
+    "pp": "pipeline",
+    "cp": "context",
+    "ep": "expert",
+    "etp": "expert_tensor",
+    "dp": "data",
+    "vpp": "stages_per_rank",
+    "mbs": "micro_batch",
+    "gpus": "ranks",
+}
+_NUMBERS = (
+    "tensor",
+    "pipeline",
+    "context",
+    "expert",
+    "expert_tensor",
+    "data",
+    "replicate",
+    "shard",
+    "stages_per_rank",
+    "micro_batch",
+    "zero",
+    "ranks",
+    "offload_activations",
+    "offload_optimizer",
+)
+_OPERATORS: dict[str, Callable[[Ints, int], Bools]] = {
+    "<=": operator.le,
+    ">=": operator.ge,
+    "!=": operator.ne,
+    "==": operator.eq,
+    "<": operator.lt,
+    ">": operator.gt,
+    "=": operator.eq,
+}
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A condition of the user's on one field: "tp<=8"."""
+
+    text: str
+    name: str
+    compare: Callable[[Ints, int], Bools]
+    value: int
+
+    def holds(self, candidates: Candidates) -> Bools:
+        """Where it is met, in the axes that its field has."""
+        return self.compare(getattr(candidates, self.name), self.value)
+
+
+def requirement(text: str, job: Job) -> Requirement:
+    """Reads a condition. Raises ``ValueError`` that names what can be required."""
+    match = re.fullmatch(r"\s*(\w+)\s*(<=|>=|!=|==|=|<|>)\s*([\w-]+)\s*", text)
+    if match is None:
+        raise ValueError(f"{text!r} is no condition: write a field, a comparison and a value, as in tp<=8")
+    name, sign, value = match.groups()
+    name = _ALIASES.get(name, name)
+    words = {"schedule": SCHEDULES, "recompute": tuple(mode.name for mode in job.modes)}
+    if name in words:
+        if value not in words[name] or sign not in ("=", "==", "!="):
+            raise ValueError(f"{text!r}: {name} is one of {', '.join(words[name])}, with = or !=")
+        return Requirement(text, name, _OPERATORS[sign], words[name].index(value))
+    if name not in _NUMBERS or not value.isdigit():
+        known = ", ".join((*_ALIASES, *_NUMBERS, *words))
+        raise ValueError(f"{text!r}: a whole number can be required of {known}")
+    return Requirement(text, name, _OPERATORS[sign], int(value))
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a search looks at. Empty tuples mean all that is legal."""
+
+    gpus: tuple[int, ...] = ()
+    """Numbers of accelerators to plan for; empty means all of the cluster's."""
+    least_use: float = 0.9
+    """Of those, the fraction that a layout must use; the rest are spares."""
+    micro_batches: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 16)
+    stages_per_rank: tuple[int, ...] = (2, 3, 4, 5, 6, 8, 10, 12)
+    """Of interleaved schedules."""
+    precision: int = 0
+    offload: bool = True
+    require: tuple[str, ...] = ()
+    objective: str = "time"
+    """Rank by seconds of a step ("time"), accelerator-hours of a step ("cost"), or accelerators ("gpus")."""
+    top: int = 10
+    finalists: int = 16
+    """How many are timed by the exact schedule before the best ``top`` of them are taken."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """All layouts, as axes: recomputation, ZeRO stage, offloaded optimizer, offloaded activations, geometry.
+
+    Geometry, by far the longest, is the axis along which arrays are contiguous.
+    """
+
+    candidates: Candidates
+    killed: dict[str, int] = field(default_factory=dict)
+    """Layouts that a rule or a requirement on the geometry excludes, by its name; each counted before the axes that come after
+    it in the enumeration multiply them."""
+
+    @property
+    def rows(self) -> int:
+        """Geometries."""
+        return self.candidates.shape[-1]
+
+
+def space(job: Job, options: Options) -> Space:
+    """Every layout for every number of accelerators. Raises ``ValueError`` when there is none."""
+    needs = [requirement(text, job) for text in options.require]
+    free = _free_axes(job, options)
+    counts = options.gpus or (job.cluster.accelerators,)
+    table, killed = _geometry(job, options, counts)
+    if not len(table["tensor"]):
+        worst = max(killed, key=lambda rule: killed[rule])
+        raise ValueError(
+            f"no layout of {job.workload.model.layers} layers and {job.workload.batch} sequences uses "
+            f"{options.least_use:.0%} of {', '.join(map(str, counts))} accelerators; most fail because "
+            f"{worst!r}: change the batch, or the number of accelerators"
+        )
+    candidates = _with_axes(table, free, options.precision)
+    for need in needs:
+        met = need.holds(candidates)
+        if met.shape[-1] == met.size == candidates.shape[-1]:
+            killed[need.text] = int((~met).sum())
+            candidates = candidates.rows(met.ravel())
+    if not candidates.shape[-1]:
+        raise ValueError(f"the requirements {', '.join(options.require)} leave no layout: relax one")
+    each = int(np.prod(candidates.shape[:-1]))
+    return Space(candidates, {name: number * each for name, number in killed.items() if number})
+
+
+def excluded(job: Job, candidates: Candidates, options: Options) -> dict[str, Bools]:
+    """By reason, where a choice on the free axes does not go with the geometry, or with what the user requires."""
+    first = np.asarray(min(job.stack.zero_stages))
+    reasons = {
+        "nothing to shard": (candidates.dense_shard == 1) & (candidates.zero != first),
+        "sharded over some, with nothing sharded": (candidates.zero == 0) & (candidates.replicate > 1),
+    }
+    needs = [requirement(text, job) for text in options.require]
+    return reasons | {need.text: ~need.holds(candidates) for need in needs}
+
+
+def _free_axes(job: Job, options: Options) -> tuple[Ints, Ints, Ints, Ints]:
+    """Values of recompute, zero, offloaded optimizer, and offloaded activations."""
+    model = job.workload.model
+    mixed = any(is_mixture(model, layer) for layer in range(model.layers))
+    recompute = [
+        code for code, mode in enumerate(job.modes) if mixed or not mode.parts or mode.parts & _DENSE_PARTS
+    ]
+    offload = np.array([0, 1] if options.offload else [0])
+    return np.array(recompute), np.array(job.stack.zero_stages), offload, offload
+
+
+_DENSE_PARTS = frozenset({"norm", "projection", "core", "out", "residual", "widen", "activation", "down"})
+_STAGES = {"1f1b": (1,), "zbv": (2,), "dualpipev": (2,)}
+
+Table = dict[str, Ints]
+
+
+def _geometry(job: Job, options: Options, counts: tuple[int, ...]) -> tuple[Table, dict[str, int]]:
+    """Rows of every legal geometry, and how many rows each rule took before the axes after it were crossed in."""
+    workload, model = job.workload, job.workload.model
+    most = max(counts)
+    killed: dict[str, int] = {}
+    heads = int(np.gcd.reduce(_divided_sizes(job)))
+    table: Table = {"tensor": np.array(list(divisors(heads, most)), dtype=np.int64)}
+    table = _cross(table, "context", [1] if model.mtp_depth else [2**power for power in range(7)])
+    pieces = np.where(table["context"] > 1, 2 * table["context"], 1) * table["tensor"]
+    table = _keep(table, workload.seq_len % pieces == 0, "the sequence does not divide", killed)
+    table = _cross(table, "pipeline", list(range(1, _longest_pipeline(job) + 1)))
+    model_ranks = table["tensor"] * table["context"] * table["pipeline"]
+    table = _keep(table, model_ranks <= most, "more ranks than accelerators", killed)
+    table = _cross(table, "data", list(divisors(workload.slots or workload.batch, most)))
+    ranks = table["tensor"] * table["context"] * table["pipeline"] * table["data"]
+    used = np.zeros(len(ranks), dtype=bool)
+    for count in counts:
+        used |= (ranks <= count) & (ranks >= options.least_use * count)
+    table = _keep(table, used, "too many or too few ranks", killed)
+    table = _cross(table, "micro_batch", list(options.micro_batches))
+    slots = workload.slots or table["data"]
+    divides = workload.batch % (slots * table["micro_batch"]) == 0
+    table = _keep(table, divides, "the batch does not divide", killed)
+    table = _schedules(job, options, table, killed)
+    table = _experts(job, table, killed)
+    return _shards(job, table), killed
+
+
+def _longest_pipeline(job: Job) -> int:
+    model = job.workload.model
+    # This project's trainer has no way to share one matrix between two stages (``phalanx.run.layout``).
+    alone = job.stack.name == "phalanx" and (model.tie_embeddings or model.mtp_depth > 0)
+    return 1 if alone else model.layers
+
+
+def _schedules(job: Job, options: Options, table: Table, killed: dict[str, int]) -> Table:
+    """Crosses with schedules and how many stages each rank has."""
+    choices = [
+        (SCHEDULES.index(name), per_rank)
+        for name in job.stack.schedules
+        # GPipe waits as long as 1F1B and holds more.
+        if name != "gpipe"
+        for per_rank in _STAGES.get(name, options.stages_per_rank)
+    ]
+    table = _cross(table, "choice", list(range(len(choices))))
+    schedule, per_rank = np.array(choices, dtype=np.int64)[table.pop("choice")].T
+    table |= {"schedule": schedule, "stages_per_rank": per_rank}
+    few = table["pipeline"] * per_rank <= most_stages(job.workload, job.stack)
+    table = _keep(table, few, "more stages than layers", killed)
+    slots = job.workload.slots or table["data"]
+    batches = job.workload.batch // (slots * table["micro_batch"])
+    pipes = Pipelines(table["schedule"], table["pipeline"], table["stages_per_rank"], batches)
+    return _keep(table, legal(pipes), "the micro-batches do not suit the schedule", killed)
+
+
+def _divided_sizes(job: Job) -> list[int]:
+    """What tensor ranks must divide."""
+    model = job.workload.model
+    sizes = [model.heads, model.ffn_dim]
+    if model.mla is None:
+        sizes.append(model.kv_heads)
+    if model.moe is not None and model.moe.shared:
+        sizes.append(model.moe.shared * model.moe.ffn_dim)
+    return sizes
+
+
+def _experts(job: Job, table: Table, killed: dict[str, int]) -> Table:
+    """Crosses with the ways to fold experts over tensor, context and shard (``phalanx.run.layout``)."""
+    moe = job.workload.model.moe
+    if moe is None:
+        ones = np.ones_like(table["tensor"])
+        return table | {"expert": ones, "expert_tensor": ones}
+    table = _cross(table, "expert", list(divisors(moe.experts)))
+    table = _cross(table, "divided", [0, 1])
+    whole = (table["divided"] == 0) | (table["tensor"] > 1)
+    table = _keep(table, whole, "an expert is whole without tensor ranks", killed)
+    table["expert_tensor"] = np.where(table.pop("divided") > 0, table["tensor"], 1)
+    inner = (table["expert_tensor"] == 1) | (moe.ffn_dim % (8 * table["expert_tensor"]) == 0)
+    table = _keep(table, inner, "an expert's width does not divide", killed)
+    group, ranks = table["expert"] * table["expert_tensor"], table["tensor"] * table["context"]
+    team = np.maximum(1, group // ranks)
+    folds = np.maximum(group, ranks) % np.minimum(group, ranks) == 0
+    folds &= (team & (team - 1)) == 0
+    folds &= table["data"] % team == 0
+    if job.workload.slots:
+        folds &= job.workload.slots % team == 0
+    return _keep(table, folds, "experts cannot be folded", killed)
+
+
+def _shards(job: Job, table: Table) -> Table:
+    """Crosses with how many data-parallel ranks share one copy: all, or so many that a copy ends with a domain of the fabric."""
+    reaches = [job.cluster.domain.size, *(level.reach for level in job.cluster.fabric.levels)]
+    inner = table["tensor"] * table["context"]
+    experts = np.maximum(1, table["expert"] * table["expert_tensor"] // inner)
+    tables = [table | {"shard": table["data"]}]
+    seen = [table["data"]]
+    for reach in sorted(set(reaches)):
+        shard = np.gcd(np.maximum(1, reach // inner), table["data"])
+        new = (shard % experts == 0) & np.logical_and.reduce([shard != other for other in seen])
+        tables.append({name: column[new] for name, column in (table | {"shard": shard}).items()})
+        seen.append(np.where(new, shard, table["data"]))
+    return {name: np.concatenate([each[name] for each in tables]) for name in tables[0]}
+
+
+def _cross(table: Table, name: str, values: list[int]) -> Table:
+    """Every row with every value."""
+    length = len(next(iter(table.values())))
+    crossed = {key: np.repeat(column, len(values)) for key, column in table.items()}
+    return crossed | {name: np.tile(np.array(values, dtype=np.int64), length)}
+
+
+def _keep(table: Table, mask: Bools, rule: str, killed: dict[str, int]) -> Table:
+    killed[rule] = killed.get(rule, 0) + int((~mask).sum())
+    return {name: column[mask] for name, column in table.items()}
+
+
+def _with_axes(table: Table, free: tuple[Ints, Ints, Ints, Ints], precision: int) -> Candidates:
+    recompute, zero, offload_optimizer, offload_activations = free
+
+    def along(values: Ints, axis: int) -> Ints:
+        return values.reshape([-1 if place == axis % AXES else 1 for place in range(AXES)])
+
+    row = {name: along(column, -1) for name, column in table.items() if name != "data"}
+    return Candidates(
+        **row,
+        replicate=along(table["data"] // table["shard"], -1),
+        recompute=along(recompute, 0),
+        zero=along(zero, 1),
+        offload_optimizer=along(offload_optimizer, 2),
+        offload_activations=along(offload_activations, 3),
+        precision=np.full((1,) * AXES, precision, dtype=np.int64),
+        sequence_parallel=np.ones((1,) * AXES, dtype=np.int64),
+    )

@@ -1,0 +1,1 @@
+"""The cost of one step: kernels, collectives, bubbles, memory and time of a layout."""

@@ -1,0 +1,128 @@
+"""How long a pipeline stands idle, and how many micro-batches it holds, in closed form, for arrays of layouts.
+
+With R_i the time of one micro-batch on rank i (all its stages, forward and backward), a flush of m micro-batches takes about
+``m max R + idle``. The idle times, for stages that are alike, are exact for the schedules as this project builds them
+(``phalanx.parallel.pipeline.schedules``), whose flushes do not overlap:
+
+- ``gpipe``, ``1f1b``: the micro-batch's way through all other ranks, ``sum R - max R`` (arXiv 1811.06965, 2104.04473).
+- ``interleaved``: of that, one part in v (arXiv 2104.04473, section 2.2.2).
+- ``zbv``, ``dualpipev``: whichever of a few critical paths is longest, each linear in the times of a stage's forward (F),
+  gradient of the input (I) and of the weights (W); read off exact schedules, to which the tests hold them. With F = I = W both
+  are (p - 1) F. (Papers count less, because their steps overlap: arXiv 2401.10241; DeepSeek's DualPipe.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from phalanx.plan.workload.candidates import SCHEDULES, Bools, Floats, Ints
+
+
+@dataclass(frozen=True)
+class Pipelines:
+    """Pipelines as arrays that broadcast."""
+
+    schedule: Ints
+    """Indices into ``SCHEDULES``."""
+    ranks: Ints
+    per_rank: Ints
+    """Stages on each rank."""
+    micro_batches: Ints
+    """Of one flush."""
+
+    def follows(self, *names: str) -> Bools:
+        """Whether the schedule is one of these."""
+        found = np.zeros(np.shape(self.schedule), dtype=bool)
+        for name in names:
+            found |= self.schedule == SCHEDULES.index(name)
+        return found
+
+
+def legal(pipes: Pipelines) -> Bools:
+    """Whether a schedule takes so many stages and micro-batches; without a pipeline only ``1f1b`` does, for one stage."""
+    single = pipes.follows("gpipe", "1f1b") & (pipes.per_rank == 1)
+    interleaved = (pipes.per_rank >= 2) & (pipes.micro_batches % pipes.ranks == 0)
+    folded = (pipes.per_rank == 2) & (pipes.micro_batches >= 2 * pipes.ranks)
+    several = (pipes.follows("interleaved") & interleaved) | (pipes.follows("zbv", "dualpipev") & folded)
+    found: Bools = np.where(pipes.ranks == 1, single & pipes.follows("1f1b"), single | several)
+    return found
+
+
+def idle_s(
+    pipes: Pipelines,
+    slowest_s: Floats,
+    sum_s: Floats,
+    forward_s: Floats,
+    input_gradient_s: Floats,
+    weight_gradient_s: Floats,
+) -> Floats:
+    """Seconds of a flush in which the slowest rank waits for the others.
+
+    Args:
+        slowest_s: Of one micro-batch on the slowest rank.
+        sum_s: Of one micro-batch on all ranks together.
+        forward_s, input_gradient_s, weight_gradient_s: Of one micro-batch in the mean stage.
+    """
+    idle: Floats = (sum_s - slowest_s) / np.where(pipes.follows("interleaved"), pipes.per_rank, 1)
+    for name, folded in (("zbv", _zbv), ("dualpipev", _dualpipev)):
+        mine = pipes.follows(name)
+        if mine.any():
+            idle = np.where(mine, folded(pipes, forward_s, input_gradient_s, weight_gradient_s), idle)
+    return idle
+
+
+def _zbv(pipes: Pipelines, forward: Floats, inputs: Floats, weights: Floats) -> Floats:
+    others = pipes.ranks - 1
+    paths = (
+        2 * others * (inputs - weights),
+        others * inputs,
+        (2 * others - 1) * forward - (others - 1) * inputs,
+        np.maximum(forward, inputs) + (others - 1) * weights,
+    )
+    return _longest(paths) * (others > 0)
+
+
+def _dualpipev(pipes: Pipelines, forward: Floats, inputs: Floats, weights: Floats) -> Floats:
+    others = pipes.ranks - 1
+    paths = (
+        others * (2 * inputs - weights) - forward,
+        others * (forward + inputs - weights),
+        others * forward,
+    )
+    return _longest(paths) * (others > 0)
+
+
+def _longest(paths: tuple[Floats, ...]) -> Floats:
+    longest = paths[0]
+    for path in paths[1:]:
+        longest = np.maximum(longest, path)
+    return longest
+
+
+def exposed_hops(pipes: Pipelines) -> Floats:
+    """How many transfers between stages a flush waits for, if one takes much less time than a stage.
+
+    ``1f1b`` holds so few micro-batches that it waits in its steady state too, about twice for each; the others wait only
+    while the pipeline fills and drains. Read off exact schedules with equal stages.
+    """
+    ranks, batches = pipes.ranks, pipes.micro_batches
+    steady = np.where(ranks == 2, batches, 2 * (batches + 0.75 * ranks - 4))
+    hops = np.where(pipes.follows("1f1b"), np.maximum(steady, 2 * (ranks - 1)), 2.0 * (ranks - 1))
+    hops = np.where(pipes.follows("interleaved"), 2 * (ranks * pipes.per_rank - 1), hops)
+    hops = np.where(pipes.follows("zbv"), 5 * ranks - 7, hops)
+    hops = np.where(pipes.follows("dualpipev"), 4 * (ranks - 1), hops)
+    return np.where(ranks > 1, hops, 0.0)
+
+
+def in_flight(pipes: Pipelines, rank: Ints) -> Floats:
+    """The most micro-batches whose activations rank ``rank`` holds at once, in units of all its stages' activations."""
+    after, batches = pipes.ranks - rank, pipes.micro_batches
+    held = np.where(pipes.follows("1f1b"), np.minimum(batches, after), batches)
+    chunks = (pipes.per_rank - 1) * pipes.ranks + 2 * (after - 1) + 1
+    all_chunks = batches * pipes.per_rank
+    interleaved = np.minimum(chunks, all_chunks) / pipes.per_rank
+    held = np.where(pipes.follows("interleaved"), interleaved, held)
+    held = np.where(pipes.follows("zbv"), np.minimum(batches, pipes.ranks), held)
+    return np.where(pipes.follows("dualpipev"), np.minimum(batches, pipes.ranks + 0.5), held)

@@ -1,0 +1,375 @@
+"""One layout, in full: memory by kind on the worst rank, and time by term, the pipeline's schedule followed action by action.
+
+``estimate`` is what the command line explains, what validation holds against published runs and calibration against measured
+ones. It uses the same arrays of formulas as the search, of length one, so the two cannot disagree but in what the search
+approximates: the bubble, which here is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from phalanx.model.facts.shape import is_mixture
+from phalanx.parallel.pipeline.schedules import Name
+from phalanx.plan.step_cost.bubbles import Pipelines, legal
+from phalanx.plan.step_cost.exact_schedule import StageTimes, flush_s
+from phalanx.plan.step_cost.layer_costs import LayerCosts, layer_costs
+from phalanx.plan.step_cost.memory import (
+    OVERHEADS,
+    PlaceTable,
+    memory_at,
+    memory_parts,
+    pipelines_of,
+    place_table,
+    total,
+)
+from phalanx.plan.step_cost.step_time import (
+    PassTimes,
+    Slowest,
+    blocked_hops,
+    hop_s,
+    pass_times,
+    slowest,
+    slowest_place,
+    step_s,
+    step_terms,
+    with_tax,
+)
+from phalanx.plan.workload.candidates import (
+    SCHEDULES,
+    Candidates,
+    Floats,
+    Ints,
+    at_last,
+    from_numbers,
+    layout_at,
+)
+from phalanx.plan.workload.holdings import Holdings, holdings
+from phalanx.plan.workload.stacks import Job
+from phalanx.plan.workload.stages import most_stages, split
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Everything that the formulas need of some candidates, computed once."""
+
+    job: Job
+    candidates: Candidates
+    held: Holdings
+    costs: LayerCosts
+    pipes: Pipelines
+    table: PlaceTable
+
+    def memory(self, kind: int) -> dict[str, Floats]:
+        """Bytes by kind on the ranks of the ``kind``-th place."""
+        return memory_at(self.job, self.candidates, self.held, self.costs, self.pipes, self.table[kind])
+
+    def most_memory(self, more: Floats | float = 0.0) -> Floats:
+        """Bytes of the worst rank of each candidate; ``more`` bytes are added to those of state."""
+        candidate, kind = self.table.each()
+        each = self.rows(candidate)
+        place = each.table[kind.reshape(each.table.row.shape)]
+        parts = memory_parts(each.job, each.candidates, each.held, each.costs, each.pipes, place)
+        state, activations = (_by_kind(part, candidate, kind) for part in parts)
+        most = (state[0] + more) + activations[0]
+        here = np.empty_like(most)
+        for one in range(1, len(state)):
+            np.add(state[one], activations[one], out=here)
+            np.maximum(most, here, out=most)
+        return most
+
+    def rows(self, index: slice | Ints) -> Evaluation:
+        """Of the candidates at ``index`` of the last axis."""
+        length = self.candidates.shape[-1]
+        return Evaluation(
+            self.job,
+            self.candidates.rows(index),
+            self.held.rows(index, length),
+            replace(self.costs, row=at_last(self.costs.row, index, length)),
+            Pipelines(
+                *(at_last(getattr(self.pipes, field.name), index, length) for field in fields(Pipelines))
+            ),
+            replace(self.table, row=at_last(self.table.row, index, length)),
+        )
+
+    def layouts(self, geometries: Ints, layouts: Sequence[Mapping[str, int]]) -> Evaluation:
+        """Of ``layouts``, which are choices for these places of the last axis, in one axis."""
+        chosen = self.rows(geometries)
+
+        def flat(arrays: tuple[Floats, ...]) -> tuple[Floats, ...]:
+            return tuple(array.reshape(-1) for array in arrays)
+
+        return Evaluation(
+            self.job,
+            from_numbers(layouts),
+            Holdings(*(flat(getattr(chosen.held, field.name)) for field in fields(Holdings))),
+            replace(chosen.costs, row=chosen.costs.row.reshape(-1)),
+            Pipelines(*(getattr(chosen.pipes, field.name).reshape(-1) for field in fields(Pipelines))),
+            replace(chosen.table, row=chosen.table.row.reshape(-1)),
+        )
+
+    def seconds(self) -> Floats:
+        """Seconds of a step: the sum of ``time``, with most of the work done on few axes."""
+        place = slowest_place(self.passes, self.table)
+        first = place[(0,) * (place.ndim - 1)].reshape((1,) * (place.ndim - 1) + (-1,))
+        seconds = self._seconds(first)
+        # Where what is chosen beside the geometry decides which rank is slowest, more depends on it.
+        (torn,) = np.nonzero((place != first).any(axis=tuple(range(place.ndim - 1))))
+        if len(torn):
+            seconds[..., torn] = self.rows(torn)._seconds(place[..., torn])
+        return seconds
+
+    def _seconds(self, place: Ints) -> Floats:
+        rank = slowest(self.candidates, self.passes, self.table, place)
+        return step_s(self.job, self.candidates, self.held, self.pipes, rank)
+
+    def time(self) -> dict[str, Floats]:
+        """Seconds of a step by term, the bubble in closed form."""
+        return step_terms(self.job, self.candidates, self.held, self.costs, self.pipes, self.slowest)
+
+    @cached_property
+    def passes(self) -> PassTimes:
+        """Seconds of one micro-batch in a layer."""
+        return pass_times(self.job, self.candidates, self.costs)
+
+    @cached_property
+    def slowest(self) -> Slowest:
+        """The rank of each candidate that the others wait for."""
+        return slowest(self.candidates, self.passes, self.table, slowest_place(self.passes, self.table))
+
+
+def _by_kind(values: Floats, candidate: Ints, kind: Ints) -> list[Floats]:
+    """What ``PlaceTable.each`` lists as arrays over the candidates, one for each kind; nothing where a candidate has not so many."""
+    first, *ends = np.searchsorted(kind, np.arange(1, kind[-1] + 2)).tolist()
+    found = [values[..., :first]]
+    for begin, end in pairwise((first, *ends)):
+        wide = np.full((*values.shape[:-1], first), -np.inf)
+        wide[..., candidate[begin:end]] = values[..., begin:end]
+        found.append(wide)
+    return found
+
+
+def prepare(job: Job, candidates: Candidates) -> Evaluation:
+    """Looks up what layers cost and what ranks hold."""
+    return Evaluation(
+        job,
+        candidates,
+        holdings(job.workload.model, candidates, job.stack.shards),
+        layer_costs(job, candidates),
+        pipelines_of(job, candidates),
+        place_table(job, candidates),
+    )
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one layout takes. Bytes are of the worst rank, seconds of one optimiser step."""
+
+    layout: Mapping[str, int]
+    """The candidate's fields by name."""
+    schedule: str
+    recompute: str
+    ranks: int
+    tokens: int
+    """Of a step."""
+    memory: Mapping[str, float]
+    """Bytes by kind."""
+    worst_rank: int
+    """The earliest pipeline rank of those that hold most."""
+    capacity_bytes: float
+    time: Mapping[str, float]
+    """Seconds by term."""
+    closed_form_s: float
+    """The step as the search saw it, to tell how far its formula is from the schedule."""
+    flops_per_token: int
+    """Of the model, attention counted in full and nothing recomputed, as most published MFU figures do."""
+    peak_flops: float
+    """Of one accelerator in bf16, dense."""
+    price_per_hour: float
+
+    @property
+    def memory_bytes(self) -> float:
+        """The sum of ``memory``."""
+        return sum(self.memory.values())
+
+    @property
+    def allocated_bytes(self) -> float:
+        """What an allocator would report as allocated: without contexts, communicators and fragmentation."""
+        return sum(size for kind, size in self.memory.items() if kind not in OVERHEADS)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the worst rank has room."""
+        return self.memory_bytes <= self.capacity_bytes
+
+    @property
+    def step_s(self) -> float:
+        """The sum of ``time``."""
+        return sum(self.time.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the whole fleet."""
+        return self.tokens / self.step_s
+
+    @property
+    def flops_per_s(self) -> float:
+        """Of the model, per accelerator."""
+        return self.flops_per_token * self.tokens_per_s / self.ranks
+
+    @property
+    def mfu(self) -> float:
+        """``flops_per_s`` over the dense bf16 peak."""
+        return self.flops_per_s / self.peak_flops
+
+
+def estimate(job: Job, numbers: Mapping[str, int]) -> Estimate:
+    """Memory and time of one layout, given as ``Candidates.at`` gives it.
+
+    Raises ``ValueError`` if the layout cannot do this work: a batch that does not divide, or too few layers or micro-batches.
+    """
+    return estimates(job, [numbers])[0]
+
+
+def estimates(job: Job, layouts: Sequence[Mapping[str, int]], *, exact: bool = True) -> tuple[Estimate, ...]:
+    """``estimate`` of several layouts at once; if not ``exact``, with the bubble in closed form."""
+    for numbers in layouts:
+        _check(job, from_numbers([numbers]))
+    return estimated(prepare(job, from_numbers(layouts)), layouts, exact=exact)
+
+
+def estimated(
+    evaluation: Evaluation, layouts: Sequence[Mapping[str, int]], *, exact: bool
+) -> tuple[Estimate, ...]:
+    """``estimates`` of ``layouts``, which are legal and what ``evaluation`` is of, in one axis."""
+    job, length = evaluation.job, len(layouts)
+    memory = [_columns(evaluation.memory(kind), length) for kind in range(len(evaluation.table))]
+    closed = evaluation.time()
+    terms = _columns(_with_exact_schedule(evaluation, closed) if exact else closed, length)
+    closed_s = np.broadcast_to(total(closed), length)
+    found = []
+    for place, numbers in enumerate(layouts):
+        worst = max(range(len(memory)), key=lambda kind: sum(memory[kind][place].values()))
+        rank = int(evaluation.table[worst].rank[place])
+        found.append(
+            _estimate(job, numbers, memory[worst][place], rank, terms[place], float(closed_s[place]))
+        )
+    return tuple(found)
+
+
+def _estimate(
+    job: Job,
+    numbers: Mapping[str, int],
+    memory: Mapping[str, float],
+    worst_rank: int,
+    time: Mapping[str, float],
+    closed_form_s: float,
+) -> Estimate:
+    accelerator = job.cluster.accelerator
+    return Estimate(
+        layout=dict(numbers),
+        schedule=SCHEDULES[numbers["schedule"]],
+        recompute=job.modes[numbers["recompute"]].name,
+        ranks=layout_at(numbers).ranks,
+        tokens=job.workload.tokens,
+        memory=memory,
+        worst_rank=worst_rank,
+        capacity_bytes=accelerator.memory_bytes.value,
+        time=time,
+        closed_form_s=closed_form_s,
+        flops_per_token=job.workload.counts.flops_per_token,
+        peak_flops=_peak(job),
+        price_per_hour=accelerator.price_per_hour.value,
+    )
+
+
+def _peak(job: Job) -> float:
+    flops = job.cluster.accelerator.flops
+    return next(flops[name].value for name in ("bf16", "fp16", *flops) if name in flops)
+
+
+def _columns(terms: Mapping[str, Floats], length: int) -> list[dict[str, float]]:
+    """The terms of each layout by name."""
+    wide = {name: np.broadcast_to(term, length) for name, term in terms.items()}
+    return [{name: float(term[place]) for name, term in wide.items()} for place in range(length)]
+
+
+def _check(job: Job, candidates: Candidates) -> None:
+    slots = job.workload.slots or int(candidates.data[0])
+    each = int(slots * candidates.micro_batch[0])
+    if job.workload.batch % each or slots % int(candidates.data[0]):
+        raise ValueError(
+            f"a batch of {job.workload.batch} sequences cannot be divided into {slots} slots on {candidates.data[0]} "
+            f"data-parallel ranks of micro-batches of {candidates.micro_batch[0]}: change batch_size, slots, "
+            "micro_batch or the data-parallel degree"
+        )
+    pipes = pipelines_of(job, candidates)
+    if not legal(pipes)[0]:
+        raise ValueError(
+            f"{SCHEDULES[int(candidates.schedule[0])]} with {candidates.stages_per_rank[0]} stages on each of "
+            f"{candidates.pipeline[0]} ranks cannot run {pipes.micro_batches[0]} micro-batches: gpipe and 1f1b take one "
+            "stage; interleaved several, and a multiple of the ranks; zbv and dualpipev two, and twice the ranks or more"
+        )
+    if int((candidates.pipeline * candidates.stages_per_rank)[0]) > most_stages(job.workload, job.stack):
+        raise ValueError(
+            f"{candidates.pipeline[0]} x {candidates.stages_per_rank[0]} stages for {job.workload.model.layers} "
+            "layers: take a smaller pipeline or fewer stages"
+        )
+
+
+def stage_times(evaluation: Evaluation, index: Ints) -> StageTimes:
+    """Seconds of each stage of the layouts at ``index``, which have equal pipelines, shape (layouts, stages)."""
+    candidates, workload = evaluation.candidates, evaluation.job.workload
+    stages = int((candidates.pipeline * candidates.stages_per_rank)[index[0]])
+    sizes = split(workload, evaluation.job.stack, stages)
+    mixture = [is_mixture(workload.model, layer) for layer in range(workload.model.layers)]
+    counts = np.zeros((4, stages))
+    layer = 0
+    for stage, size in enumerate(sizes):
+        mixtures = sum(mixture[layer : layer + size])
+        counts[:2, stage] = size - mixtures, mixtures
+        layer += size
+    counts[2, 0] = counts[3, -1] = 1
+    passes = evaluation.passes
+
+    def of(seconds: tuple[Floats, ...]) -> Floats:
+        each: Floats = np.stack([term[index] for term in seconds], axis=1) @ counts
+        return each
+
+    return StageTimes(of(passes.forward_s), of(passes.input_gradient_s), of(passes.weight_gradient_s))
+
+
+def _with_exact_schedule(evaluation: Evaluation, terms: dict[str, Floats]) -> dict[str, Floats]:
+    """The same terms, with the bubble and the waits between stages as the schedule really has them."""
+    job, candidates, pipes = evaluation.job, evaluation.candidates, evaluation.pipes
+    hop = np.broadcast_to(hop_s(job, candidates), candidates.shape)
+    still, moving = np.zeros((2, *candidates.shape))
+    for size, index in _alike(pipes):
+        times = stage_times(evaluation, index)
+        twice = StageTimes(*(np.concatenate([seconds, seconds]) for seconds in vars(times).values()))
+        hops = np.concatenate([np.zeros(len(index)), hop[index]])
+        still[index], moving[index] = flush_s(*size, twice, hops).reshape(2, -1)
+    flushes = job.workload.batch / (candidates.data * candidates.micro_batch * pipes.micro_batches)
+    busy = pipes.micro_batches * (evaluation.slowest.forward_s + evaluation.slowest.backward_s)
+    changed = {
+        "bubble": flushes * np.maximum(still - busy, 0.0),
+        "pipeline_comm": flushes * np.maximum(moving - still, blocked_hops(job, pipes) * hop),
+    }
+    kept = {term: seconds for term, seconds in terms.items() if term not in ("scale_tax", "stack_scalar")}
+    return with_tax(job, candidates, kept | changed)
+
+
+def _alike(pipes: Pipelines) -> Iterator[tuple[tuple[Name, int, int, int], Ints]]:
+    """Pipelines with equal schedules, and which layouts have them."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    columns = (pipes.schedule, pipes.ranks, pipes.per_rank, pipes.micro_batches)
+    for place, key in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        if key[1] > 1:
+            groups.setdefault(key, []).append(place)
+    for (code, ranks, per_rank, micro_batches), places in groups.items():
+        yield (SCHEDULES[code], ranks, per_rank, micro_batches), np.array(places)

@@ -1,0 +1,195 @@
+"""When a pipeline's schedule ends, action by action, with stages that take different times.
+
+A closed form (``phalanx.plan.step_cost.bubbles``) takes stages to be alike, or nearly. The finalists of a search are timed exactly: each
+rank's actions are those of ``phalanx.parallel.pipeline.schedules``, which the trainer itself follows; an action starts when its rank is
+free and what it needs has arrived. What comes after what depends on the schedule alone, so actions are dealt once into *waves*,
+at most one for each rank, of which none needs another; a wave is a row of arrays, for any number of layouts at once.
+
+A schedule with very many actions is followed only in part: once the slowest stage sets the pace, every further round of
+``pipeline`` micro-batches takes as long as the one before (the completion time of such an event graph is eventually periodic;
+Cohen et al., 1985, "A linear-system-theoretic view of discrete-event processes").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from phalanx.parallel.pipeline.schedules import Action, Name, Schedule
+from phalanx.plan.workload.candidates import Bools, Floats, Ints
+
+_MOST_ACTIONS = 40_000
+"""Of a schedule that is followed to its end."""
+_KINDS = "FIWB"
+"""Kinds of actions in the order of ``_durations``."""
+_KIND_OF_LETTER = np.array([_KINDS.find(chr(letter)) for letter in range(128)])
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds of one micro-batch in each stage, shape (layouts, stages)."""
+
+    forward_s: Floats
+    input_gradient_s: Floats
+    """Recomputation included."""
+    weight_gradient_s: Floats
+
+
+@dataclass(frozen=True)
+class Waves:
+    """A schedule in waves, shape (waves, ranks); the ends of wave ``w`` are row ``w + 1`` of a table whose row 0 is the start."""
+
+    duration: Ints
+    """Which of ``_durations`` an action takes."""
+    needs: Ints
+    """The place in the flattened table of ends where what an action needs was made; 0 where it needs nothing."""
+    far: Bools
+    """Whether that comes from another rank."""
+    number: Ints
+    """The place of an action among those of its rank; -1 where a rank waits."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """An action of one layout with its times, for charts."""
+
+    rank: int
+    action: Action
+    begin_s: float
+    end_s: float
+
+
+def flush_s(
+    name: Name, pipeline: int, per_rank: int, micro_batches: int, times: StageTimes, hop_s: Floats
+) -> Floats:
+    """Seconds from the first forward to the last backward, of each layout.
+
+    Args:
+        hop_s: From the end of an action to when its result is at a neighbouring rank, shape (layouts,).
+    """
+    followed = max(4 * pipeline, _MOST_ACTIONS // (3 * pipeline * per_rank))
+    if micro_batches <= followed + pipeline:
+        return _flush_s(waves(name, pipeline, per_rank, micro_batches), times, hop_s)
+    rest = (micro_batches - followed) % pipeline
+    long = _flush_s(waves(name, pipeline, per_rank, followed + rest), times, hop_s)
+    short = _flush_s(waves(name, pipeline, per_rank, followed + rest - pipeline), times, hop_s)
+    return long + (micro_batches - followed - rest) // pipeline * (long - short)
+
+
+def timeline(
+    name: Name, pipeline: int, per_rank: int, micro_batches: int, times: StageTimes, hop_s: float
+) -> list[Span]:
+    """Every action of the first layout of ``times``, in an order in which it could be computed."""
+    dealt = waves(name, pipeline, per_rank, micro_batches)
+    ends, took = (table[..., 0] for table in _ends(dealt, times, np.array([hop_s])))
+    schedule = Schedule(name, pipeline, per_rank)
+    actions = [schedule.actions(rank, micro_batches) for rank in range(pipeline)]
+    spans = []
+    for wave, rank in np.argwhere(dealt.number >= 0).tolist():
+        end = float(ends[wave + 1, rank])
+        action = actions[rank][dealt.number[wave, rank]]
+        spans.append(Span(rank, action, end - float(took[wave, rank]), end))
+    return spans
+
+
+@lru_cache(maxsize=64)
+def waves(name: Name, pipeline: int, per_rank: int, micro_batches: int) -> Waves:
+    """All actions of all ranks, each in the first wave after that of what it needs."""
+    schedule = Schedule(name, pipeline, per_rank)
+    columns = [_columns(schedule, rank, micro_batches) for rank in range(pipeline)]
+    made, wave_of = _deal([(column.needs.tolist(), column.makes.tolist()) for column in columns])
+    if any(len(found) < len(column.needs) for found, column in zip(wave_of, columns, strict=True)):
+        raise ValueError(f"{name} on {pipeline} ranks cannot run {micro_batches} micro-batches to the end")
+    shape = (max(map(max, wave_of)), pipeline)
+    duration, number = np.full(shape, len(_KINDS) * schedule.stages), np.full(shape, -1)
+    needs, far = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=bool)
+    when = np.array(made)
+    for rank, column in enumerate(columns):
+        place = np.array(wave_of[rank]) - 1, rank
+        duration[place] = column.duration
+        needs[place] = np.where(column.needs >= 0, when[column.needs] * pipeline + column.source, 0)
+        number[place] = np.arange(len(wave_of[rank]))
+        far[place] = (column.needs >= 0) & (column.source != rank)
+    return Waves(duration, needs, far, number)
+
+
+class _Columns(NamedTuple):
+    """The actions of a rank as arrays."""
+
+    duration: Ints
+    needs: Ints
+    """The number of what it needs of another stage, an output or a gradient; or -1."""
+    makes: Ints
+    source: Ints
+    """The rank of what it needs."""
+
+
+def _columns(schedule: Schedule, rank: int, micro_batches: int) -> _Columns:
+    """Outputs of stages are numbered by stage and micro-batch; behind them the gradients of inputs; the last is what none needs."""
+    kinds, stages, numbers = zip(*schedule.actions(rank, micro_batches), strict=True)
+    letters = np.frombuffer("".join(kinds).encode(), dtype=np.uint8)
+    kind = _KIND_OF_LETTER[letters]
+    stage, number = np.array(stages), np.array(numbers)
+    forward, weights = kind == _KINDS.index("F"), kind == _KINDS.index("W")
+    source = np.where(forward, stage - 1, stage + 1)
+    half = schedule.stages * micro_batches
+    within = ~weights & (source >= 0) & (source < schedule.stages)
+    behind = np.where(forward, 0, half)
+    rank_of = np.array([schedule.rank_of(one) for one in range(schedule.stages)])
+    return _Columns(
+        kind * schedule.stages + stage,
+        np.where(within, behind + source * micro_batches + number, -1),
+        np.where(weights, 2 * half, behind + stage * micro_batches + number),
+        rank_of[source.clip(0, schedule.stages - 1)],
+    )
+
+
+def _deal(queues: list[tuple[list[int], list[int]]]) -> tuple[list[int], list[list[int]]]:
+    """The wave, counted from 1, of each result by its number (0: never made), and of each action of each rank."""
+    made = [0] * (1 + max(max(makes) for _, makes in queues))
+    dealt: list[list[int]] = [[] for _ in queues]
+    before = -1
+    while before < (now := sum(map(len, dealt))):
+        before = now
+        for (needs, makes), waves_ in zip(queues, dealt, strict=True):
+            wave = waves_[-1] if waves_ else 0
+            for place in range(len(waves_), len(needs)):
+                if needs[place] >= 0:
+                    ready = made[needs[place]]
+                    if not ready:
+                        break
+                    if ready > wave:
+                        wave = ready
+                wave += 1
+                made[makes[place]] = wave
+                waves_.append(wave)
+    return made, dealt
+
+
+def _durations(times: StageTimes) -> Floats:
+    """Seconds of each of ``_KINDS`` in each stage, and of waiting, shape (kinds x stages + 1, layouts)."""
+    forward, inputs, weights = times.forward_s, times.input_gradient_s, times.weight_gradient_s
+    idle = np.zeros((len(forward), 1))
+    return np.concatenate([forward, inputs, weights, inputs + weights, idle], axis=1).T
+
+
+def _ends(dealt: Waves, times: StageTimes, hop_s: Floats) -> tuple[Floats, Floats]:
+    """When each rank is free after each wave, row 0 before the first; and how long it computed in each."""
+    took = _durations(times)[dealt.duration]
+    waits = np.where(dealt.far[..., None], hop_s, 0.0)
+    ends = np.zeros((1 + len(took), *took.shape[1:]))
+    flat = ends.reshape(-1, ends.shape[-1])
+    for needs, wait, seconds, free, end in zip(dealt.needs, waits, took, ends[:-1], ends[1:], strict=True):
+        begin = flat.take(needs, axis=0)
+        begin += wait
+        np.maximum(begin, free, out=begin)
+        np.add(begin, seconds, out=end)
+    return ends, took
+
+
+def _flush_s(dealt: Waves, times: StageTimes, hop_s: Floats) -> Floats:
+    last: Floats = _ends(dealt, times, hop_s)[0][-1].max(axis=0)
+    return last

@@ -1,0 +1,254 @@
+"""Bytes that a rank holds, by kind, for arrays of layouts and for every kind of rank of a pipeline.
+
+State is what the stack keeps for each parameter, divided as its ZeRO stage says (``phalanx.plan.workload.stacks``); activations are what
+the layers' lists say is kept (``phalanx.plan.workload.architecture``), for as many micro-batches as the schedule has in flight on that
+rank. The worst rank decides, and it is not always the first: the last has the logits. Sources: ZeRO (arXiv 1910.02054),
+activations (arXiv 2205.05198), schedules (arXiv 2104.04473, 2401.10241).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+
+import numpy as np
+
+from phalanx.plan.step_cost.bubbles import Pipelines, in_flight
+from phalanx.plan.step_cost.layer_costs import LayerCosts
+from phalanx.plan.workload.candidates import PRECISIONS, SCHEDULES, Candidates, Floats, Ints, distinct
+from phalanx.plan.workload.holdings import Holdings
+from phalanx.plan.workload.stacks import Job, State
+from phalanx.plan.workload.stages import Places, most_stages, places
+from phalanx.run.layout import SPLIT_BACKWARD
+
+_OFFLOADED_LAYERS = 2
+"""Of offloaded activations, what is on the accelerator at once: a layer on its way out and one in use."""
+OVERHEADS = ("context", "communicators", "fragmentation")
+"""Kinds that no allocator counts as allocated."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One kind of rank of each candidate: how much of each of ``KINDS`` it has, in the candidates' axes."""
+
+    counts: tuple[Ints, Ints, Ints, Ints]
+    rank: Ints
+    """Its place in the pipeline."""
+
+
+@dataclass(frozen=True)
+class PlaceTable:
+    """The places of every candidate."""
+
+    table: Places
+    row: Ints
+    """Of each candidate, in ``table``."""
+
+    def __len__(self) -> int:
+        return self.table.kinds
+
+    def __getitem__(self, kind: int | Ints) -> Place:
+        """The ``kind``-th place of each candidate, or of each the place that an array says, which broadcasts."""
+        table, row = self.table, self.row
+        if not 0 <= np.max(kind) < table.kinds:
+            raise IndexError(f"there are {table.kinds} places")
+        dense, mixture, embedding, head, rank = (
+            column[row, kind]
+            for column in (table.dense, table.mixture, table.embedding, table.head, table.rank)
+        )
+        return Place((dense, mixture, embedding, head), rank)
+
+    def each(self) -> tuple[Ints, Ints]:
+        """Every place of every candidate of the last axis, as (candidate, kind); by kind."""
+        number = self.table.number[self.row.ravel()]
+        kind, candidate = np.nonzero(np.arange(len(self))[:, None] < number)
+        return candidate, kind
+
+
+def place_table(job: Job, candidates: Candidates) -> PlaceTable:
+    """The kinds of ranks of all ``candidates``."""
+    folded = np.logical_or.reduce([candidates.schedule == SCHEDULES.index(name) for name in SPLIT_BACKWARD])
+    # What has more stages than layers is not legal; it is looked up as if it had one stage a rank.
+    enough = candidates.pipeline * candidates.stages_per_rank <= most_stages(job.workload, job.stack)
+    per_rank = np.where(enough, candidates.stages_per_rank, 1)
+    columns, row = distinct([candidates.pipeline, per_rank, folded.astype(np.int64)])
+    pipelines = [
+        (ranks, each, bool(turns)) for ranks, each, turns in zip(*(c.tolist() for c in columns), strict=True)
+    ]
+    wide = np.broadcast_to(row, (*row.shape[:-1], candidates.shape[-1]))
+    return PlaceTable(places(job.workload, job.stack, pipelines), wide)
+
+
+def pipelines_of(job: Job, candidates: Candidates) -> Pipelines:
+    """The pipelines of candidates, with the micro-batches of one flush: of a slot, or of all that a rank computes."""
+    slots = job.workload.slots or candidates.data
+    each = job.workload.batch // (slots * candidates.micro_batch)
+    return Pipelines(
+        candidates.schedule, candidates.pipeline, candidates.stages_per_rank, np.maximum(each, 1)
+    )
+
+
+def state_bytes(job: Job, candidates: Candidates, held: Holdings, place: Place) -> dict[str, Floats]:
+    """Bytes of everything that is kept for parameters, by kind."""
+    stack = job.stack
+    whole, share = (
+        times(place.counts, held.dense) + times(place.counts, held.experts),
+        times(place.counts, held.dense_share) + times(place.counts, held.experts_share),
+    )
+    kinds = {state.kind: _state(state, candidates, whole, share) for state in stack.states}
+    kinds["compute copy"] = stack.copy_bytes * _gathered(job, candidates, held, place)
+    micro_batches = pipelines_of(job, candidates).micro_batches
+    if stack.slot_gradient_bytes:
+        kinds["slot gradients"] = stack.slot_gradient_bytes * whole * (micro_batches > 1)
+    if stack.slot_tree:
+        kinds["open sums"] = (_open_sums(job, candidates) - 1) * kinds["gradients"]
+    if stack.unit_gradient_bytes:
+        kinds["gradient buffers"] = _unit_gradients(job, candidates, held, place)
+    if stack.embedding_gradient_bytes:
+        ends = np.maximum(place.counts[2], place.counts[3])
+        kinds["gradient of the embedding"] = stack.embedding_gradient_bytes * ends * held.dense[2]
+    return kinds
+
+
+def _unit_gradients(job: Job, candidates: Candidates, held: Holdings, place: Place) -> Floats:
+    """Bytes of the gradient of the largest block, whole, while its shares are exchanged."""
+    largest = np.maximum.reduce([count.clip(0, 1) * block for count, block in _blocks(place, held)])
+    whole: Floats = job.stack.unit_gradient_bytes * largest * (candidates.zero >= 2)
+    return whole
+
+
+def _state(state: State, candidates: Candidates, whole: Floats, share: Floats) -> Floats:
+    elements = np.where(candidates.zero >= state.sharded_from, share, whole)
+    here = 1 - candidates.offload_optimizer if state.optimizer else 1
+    return state.bytes * elements * here
+
+
+def times(counts: tuple[Ints, ...], values: tuple[Floats, ...]) -> Floats:
+    """The sum of ``values`` of each kind, each so often as it occurs; kinds that occur nowhere cost nothing."""
+    pairs = zip(counts, values, strict=True)
+    terms = [count * value for count, value in pairs if count.max() > 0]
+    return reduce(np.add, terms) if terms else np.zeros(1)
+
+
+def _open_sums(job: Job, candidates: Candidates) -> Floats:
+    """Sums that a binary tree holds at once while a rank's last slot is computed, at least one: a branch for each level."""
+    rounds = np.maximum(job.workload.slots // candidates.data, 1)
+    return np.maximum(np.floor(np.log2(rounds)), 1.0)
+
+
+def _blocks(place: Place, held: Holdings) -> list[tuple[Ints, Floats]]:
+    """How many blocks of each size there are."""
+    return [(count, block) for count, block in zip(place.counts, held.block, strict=True)]
+
+
+def _gathered(job: Job, candidates: Candidates, held: Holdings, place: Place) -> Floats:
+    """Elements that are there in the format of computing: all, or with ZeRO-3 two blocks and what is outside blocks."""
+    # Where nothing is divided and formats agree, the weights themselves are computed with.
+    always = job.stack.copies_unsharded
+    dense_in, experts_in = (
+        np.asarray((ranks > 1) & (candidates.zero > 0) | always, dtype=np.float64)
+        for ranks in (candidates.dense_shard, candidates.expert_shard)
+    )
+    everything = times(place.counts, held.dense) * dense_in + times(place.counts, held.experts) * experts_in
+    if not (candidates.zero >= 3).any():
+        return everything
+    first = second = in_blocks = np.zeros(1)
+    for count, block, experts in zip(place.counts, held.block, held.experts, strict=True):
+        size = (block - experts) * dense_in + experts * experts_in
+        in_blocks = in_blocks + count * size
+        one, more = size * (count > 0), size * (count > 1)
+        second = np.maximum(np.maximum(second, more), np.minimum(first, one))
+        first = np.maximum(first, one)
+    return np.where(candidates.zero >= 3, first + second + everything - in_blocks, everything)
+
+
+def activation_bytes(
+    job: Job, candidates: Candidates, held: Holdings, costs: LayerCosts, pipes: Pipelines, place: Place
+) -> dict[str, Floats]:
+    """Bytes of what forward leaves for backward, and of what a pass needs for the moment, by kind."""
+    layers = [kind for kind in (0, 1) if place.counts[kind].any()]  # the kinds that some rank has
+    per_layer = {kind: costs.by_mode(costs.kept_bytes, kind, candidates.recompute) for kind in (*layers, 3)}
+    kept = times(tuple(place.counts[kind] for kind in layers), tuple(per_layer[kind] for kind in layers))
+    if job.stack.keeps_stage_outputs:
+        kept = kept + _boundary(job, candidates) * candidates.stages_per_rank
+    kept = kept * in_flight(pipes, place.rank)
+    # The end of the model is computed backward as soon as it was computed forward.
+    kept = kept + place.counts[3] * per_layer[3]
+    if candidates.offload_activations.any():
+        window = np.zeros(1)
+        for kind in layers:
+            window = np.maximum(window, _OFFLOADED_LAYERS * per_layer[kind] * (place.counts[kind] > 0))
+        kept = np.where(candidates.offload_activations > 0, np.minimum(kept, window), kept)
+    again, widest = np.zeros(1), np.zeros(1)
+    for kind in layers:
+        present = place.counts[kind] > 0
+        whole = costs.of(costs.kept_bytes, kind, 0)
+        again = np.maximum(again, (whole - per_layer[kind]) * present)
+        widest = np.maximum(widest, costs.of(costs.widest_bytes, kind) * present)
+    # When the layers are computed backward, the loss's arrays are gone: of the two, what needs more decides.
+    later = again + widest
+    if job.stack.unit_gradient_bytes:
+        later = later + _unit_gradients(job, candidates, held, place)
+    loss = np.maximum(place.counts[3] * _logits(job, candidates) - later, 0.0)
+    return {
+        "activations": kept,
+        "recomputed layer": again,
+        "gradients of activations": widest,
+        "logits": loss,
+    }
+
+
+def _boundary(job: Job, candidates: Candidates) -> Floats:
+    """Bytes that a stage hands on of a micro-batch; none where there is one stage."""
+    tokens = candidates.micro_batch * job.workload.seq_len / candidates.context
+    rows = tokens / np.where(candidates.sequence_parallel > 0, candidates.tensor, 1)
+    width = np.array([precision.activation_bytes for precision in PRECISIONS])[candidates.precision]
+    bytes_: Floats = rows * job.workload.model.dim * width * (candidates.pipeline > 1)
+    return bytes_
+
+
+def _logits(job: Job, candidates: Candidates) -> Floats:
+    tokens = candidates.micro_batch * job.workload.seq_len / candidates.context
+    at_once = np.minimum(tokens, job.stack.loss_chunk or np.inf)
+    width = np.array([precision.activation_bytes for precision in PRECISIONS])[candidates.precision]
+    # The figure of a stack is for two bytes in the format of activations, beside fp32.
+    bytes_each = job.stack.logit_bytes + 2.0 * (width - 2)
+    return at_once * job.workload.model.vocab_size / candidates.tensor * bytes_each
+
+
+def overhead_bytes(job: Job, candidates: Candidates) -> dict[str, Floats]:
+    """Bytes that software holds whatever the model."""
+    groups = (candidates.tensor, candidates.context, candidates.pipeline, candidates.data, candidates.expert)
+    count = sum((degree > 1).astype(np.float64) for degree in groups) + job.stack.further_communicators
+    return {
+        "context": np.full(1, job.stack.context_bytes + job.stack.buffer_bytes),
+        "communicators": job.stack.communicator_bytes * np.asarray(count),
+    }
+
+
+def memory_at(
+    job: Job, candidates: Candidates, held: Holdings, costs: LayerCosts, pipes: Pipelines, place: Place
+) -> dict[str, Floats]:
+    """Bytes by kind of the ranks at ``place``; their sum is the total."""
+    kinds = state_bytes(job, candidates, held, place)
+    kinds |= activation_bytes(job, candidates, held, costs, pipes, place)
+    return kinds | {"fragmentation": job.stack.fragmentation * total(kinds)} | overhead_bytes(job, candidates)
+
+
+def memory_parts(
+    job: Job, candidates: Candidates, held: Holdings, costs: LayerCosts, pipes: Pipelines, place: Place
+) -> tuple[Floats, Floats]:
+    """``memory_at`` as two terms, each over the few axes it depends on: state with overheads, and activations."""
+    state = total(state_bytes(job, candidates, held, place))
+    activations = total(activation_bytes(job, candidates, held, costs, pipes, place))
+    factor = 1 + job.stack.fragmentation
+    return factor * state + total(overhead_bytes(job, candidates)), factor * activations
+
+
+def total(terms: dict[str, Floats]) -> Floats:
+    """The sum of terms that broadcast."""
+    # Sorted by size, so that most of the work is done on small arrays.
+    result = np.zeros(1)
+    for term in sorted(terms.values(), key=np.size):
+        result = result + term
+    return result

@@ -1,0 +1,321 @@
+"""Seconds of an optimiser step, term by term, for arrays of layouts.
+
+One rank decides: that whose stages take longest. Its work is counted once for each micro-batch; to it are added what it waits
+for: the pipeline (``phalanx.plan.step_cost.bubbles``), the part of each exchange that computing does not hide, the update, and the
+scale tax. Every term is an array of its own, in seconds, over just the axes it depends on; their sum is the step.
+
+Overlap is a bound, not a promise: of the time of a backward pass a fraction (``Stack.data_overlap``) can hide the reduction of
+gradients; at least one block's share, the last, is always exposed (Rashidi et al., arXiv 2305.18169 and Calculon, arXiv
+2305.18176, treat the tail alike).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from phalanx.plan.step_cost import collectives, kernels
+from phalanx.plan.step_cost.bubbles import Pipelines, exposed_hops, idle_s
+from phalanx.plan.step_cost.layer_costs import CATEGORIES, PHASES, LayerCosts
+from phalanx.plan.step_cost.memory import PlaceTable, times, total
+from phalanx.plan.workload.architecture import KINDS
+from phalanx.plan.workload.candidates import PRECISIONS, SCHEDULES, Candidates, Floats, Ints
+from phalanx.plan.workload.holdings import Holdings
+from phalanx.plan.workload.stacks import Job
+
+_UPDATE_BYTES = 30
+"""Read and written for each parameter by Adam with fp32 state: weight, two moments, gradient, and the copy; and once more the
+gradient for its norm."""
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Seconds of one micro-batch in one layer of each of ``KINDS``."""
+
+    forward_s: tuple[Floats, ...]
+    input_gradient_s: tuple[Floats, ...]
+    """Recomputation included."""
+    weight_gradient_s: tuple[Floats, ...]
+
+    @cached_property
+    def backward_s(self) -> tuple[Floats, ...]:
+        """Both gradients."""
+        return tuple(i + w for i, w in zip(self.input_gradient_s, self.weight_gradient_s, strict=True))
+
+    @cached_property
+    def layer_s(self) -> tuple[Floats, ...]:
+        """Forward and backward."""
+        each = zip(self.forward_s, self.input_gradient_s, self.weight_gradient_s, strict=True)
+        return tuple(f + i + w for f, i, w in each)
+
+
+@dataclass(frozen=True)
+class Slowest:
+    """The rank that the others wait for, in each candidate."""
+
+    counts: tuple[Ints, ...]
+    forward_s: Floats
+    """Of one micro-batch in all its stages."""
+    backward_s: Floats
+    mean_stage_s: tuple[Floats, Floats, Floats]
+    """Forward, gradient of the input and of the weights in the mean stage of the pipeline."""
+    sum_s: Floats
+    """Of one micro-batch on all ranks of the pipeline together."""
+
+
+def pass_times(job: Job, candidates: Candidates, costs: LayerCosts) -> PassTimes:
+    """Of each kind of layer."""
+    kinds = range(len(KINDS))
+    forward, inputs, weights = (
+        tuple(costs.of(costs.by_phase, kind, phase) for kind in kinds) for phase in range(len(PHASES))
+    )
+    again = tuple(costs.by_mode(costs.recompute_s, kind, candidates.recompute) for kind in kinds)
+    waits = [offload_waits(job, candidates, costs, kind) for kind in kinds]
+    return PassTimes(
+        tuple(f + wait[0] for f, wait in zip(forward, waits, strict=True)),
+        tuple(i + a + wait[1] for i, a, wait in zip(inputs, again, waits, strict=True)),
+        weights,
+    )
+
+
+def slowest_place(passes: PassTimes, table: PlaceTable) -> Ints:
+    """Which of each candidate's places takes longest."""
+    layer = passes.layer_s
+    longest = times(table[0].counts, layer)
+    slow = np.zeros(longest.shape, dtype=np.int64)
+    for kind in range(1, len(table)):
+        seconds = times(table[kind].counts, layer)
+        slow[seconds > longest] = kind
+        longest = np.maximum(longest, seconds)
+    return slow
+
+
+def slowest(candidates: Candidates, passes: PassTimes, table: PlaceTable, place: Ints) -> Slowest:
+    """The rank at ``place``, as ``slowest_place`` gives it."""
+    counts = table[place].counts
+    everything = _whole_model(table)
+    stages = candidates.pipeline * candidates.stages_per_rank
+    return Slowest(
+        counts,
+        times(counts, passes.forward_s),
+        times(counts, passes.backward_s),
+        (
+            times(everything, passes.forward_s) / stages,
+            times(everything, passes.input_gradient_s) / stages,
+            times(everything, passes.weight_gradient_s) / stages,
+        ),
+        times(everything, passes.layer_s),
+    )
+
+
+def _whole_model(table: PlaceTable) -> tuple[Ints, ...]:
+    """How many of each of ``KINDS`` the model has."""
+    layers = table.table
+    return tuple(np.asarray(n, dtype=np.int64) for n in (layers.layers[0], layers.layers[1], 1, 1))
+
+
+def step_terms(
+    job: Job,
+    candidates: Candidates,
+    held: Holdings,
+    costs: LayerCosts,
+    pipes: Pipelines,
+    rank: Slowest,
+) -> dict[str, Floats]:
+    """Seconds of a step by term; their sum is the step."""
+    passes = _passes(job, candidates)
+    terms = compute_terms(candidates, costs, rank, passes)
+    terms |= waiting_terms(job, candidates, held, pipes, rank)
+    waits = (offload_waits(job, candidates, costs, kind) for kind in range(len(KINDS)))
+    terms["activation_offload"] = passes * times(rank.counts, tuple(f + b for f, b in waits))
+    terms["optimizer_offload"] = state_copy_s(job, candidates, held, rank.counts)
+    return with_tax(job, candidates, terms)
+
+
+def step_s(job: Job, candidates: Candidates, held: Holdings, pipes: Pipelines, rank: Slowest) -> Floats:
+    """The sum of ``step_terms``, with what the slowest rank computes and copies in one term."""
+    terms = waiting_terms(job, candidates, held, pipes, rank)
+    terms["busy"] = _passes(job, candidates) * (rank.forward_s + rank.backward_s)
+    terms["optimizer_offload"] = state_copy_s(job, candidates, held, rank.counts)
+    factor = (1 + scale_tax(job, candidates.ranks)) * job.stack.time_scalar
+    return total({term: factor * seconds for term, seconds in terms.items()})
+
+
+def _passes(job: Job, candidates: Candidates) -> Floats:
+    """Micro-batches that a rank computes in a step."""
+    return np.asarray(job.workload.batch / (candidates.data * candidates.micro_batch))
+
+
+def waiting_terms(
+    job: Job, candidates: Candidates, held: Holdings, pipes: Pipelines, rank: Slowest
+) -> dict[str, Floats]:
+    """What the slowest rank waits for in all its micro-batches, and the update."""
+    passes = _passes(job, candidates)
+    flushes = passes / pipes.micro_batches
+    idle = idle_s(pipes, rank.forward_s + rank.backward_s, rank.sum_s, *rank.mean_stage_s)
+    hops = np.maximum(exposed_hops(pipes), blocked_hops(job, pipes))
+    # What waits for the host can hide the network meanwhile.
+    windows = (rank.forward_s, rank.backward_s)
+    return {
+        "bubble": flushes * idle,
+        "pipeline_comm": flushes * hops * hop_s(job, candidates),
+        **data_terms(job, candidates, held, rank.counts, windows, passes, flushes),
+        "optimizer": optimizer_s(job, candidates, held, rank.counts),
+    }
+
+
+def compute_terms(
+    candidates: Candidates, costs: LayerCosts, rank: Slowest, passes: Floats
+) -> dict[str, Floats]:
+    """What the slowest rank does in all its micro-batches."""
+    terms = {}
+    for number, category in enumerate(CATEGORIES):
+        each = tuple(costs.of(costs.by_category, kind, number) for kind in range(len(KINDS)))
+        terms[category] = passes * times(rank.counts, each)
+    again = tuple(costs.by_mode(costs.recompute_s, kind, candidates.recompute) for kind in range(len(KINDS)))
+    terms["recompute"] = passes * times(rank.counts, again)
+    return terms
+
+
+def blocked_hops(job: Job, pipes: Pipelines) -> Floats:
+    """Hops of a flush in which a rank can do nothing else: one each way for every micro-batch, where sends block."""
+    each = 2.0 * pipes.micro_batches * pipes.per_rank * (pipes.ranks > 1)
+    return np.asarray(each if job.stack.blocking_sends else 0 * each)
+
+
+def hop_s(job: Job, candidates: Candidates) -> Floats:
+    """Seconds to carry a micro-batch's hidden states from one stage to the next, as far as no pairing hides them."""
+    width = np.array([precision.activation_bytes for precision in PRECISIONS])[candidates.precision]
+    rows = candidates.micro_batch * job.workload.seq_len / candidates.context
+    rows = rows / np.where(candidates.sequence_parallel > 0, candidates.tensor, 1)
+    stride = candidates.tensor * candidates.context * candidates.data
+    seconds = collectives.point_to_point_s(
+        job.cluster, stride, rows * job.workload.model.dim * width, candidates.pipeline
+    )
+    paired = np.where(candidates.schedule == SCHEDULES.index("dualpipev"), job.stack.paired_overlap, 0)
+    exposed: Floats = np.asarray(seconds) * (1 - paired)
+    return exposed
+
+
+def data_terms(
+    job: Job,
+    candidates: Candidates,
+    held: Holdings,
+    counts: tuple[Ints, ...],
+    windows: tuple[Floats, Floats],
+    passes: Floats,
+    flushes: Floats,
+) -> dict[str, Floats]:
+    """What is not hidden of gathering weights and of reducing gradients, behind the ``windows`` of one forward and backward."""
+    stack, zero = job.stack, candidates.zero
+    gather, scatter, among = _weights_s(job, candidates, held, counts)
+    blocks = np.maximum(counts[0] + counts[1], 1)
+    forward, backward = (stack.data_overlap * seconds for seconds in windows)
+    sharded = zero >= 3
+    gathered = _exposed(gather, forward, blocks)
+    # After an update, the next step's first forward pass is what hides the gathering of new weights.
+    weights_s = np.where(zero >= 1, gathered, 0.0)
+    window = backward
+    if sharded.any():
+        weights_s = np.where(sharded, passes * (gathered + _exposed(gather, backward, blocks)), weights_s)
+        window = np.maximum(backward - np.where(sharded, gather, 0.0), 0.0)
+    # What is added up over shards is added up over replicas once, with the last of a flush.
+    gradients_s = flushes * _exposed(scatter + among, window, blocks)
+    if stack.reduces_each_micro_batch:
+        further = np.where(zero >= 2, passes - flushes, 0.0)
+        gradients_s = gradients_s + further * _exposed(scatter, window, blocks)
+    return {"weight_gather": weights_s, "gradient_reduce": gradients_s}
+
+
+def _exposed(seconds: Floats, window: Floats, blocks: Ints) -> Floats:
+    """What sticks out of a window; of ``blocks`` equal parts at least one does."""
+    return np.maximum(seconds - window, seconds / blocks)
+
+
+def _weights_s(
+    job: Job, candidates: Candidates, held: Holdings, counts: tuple[Ints, ...]
+) -> tuple[Floats, Floats, Floats]:
+    """Seconds to gather all weights of a rank's stages, to reduce all their gradients over shards, and then over replicas.
+
+    What overlaps with computing goes block by block, and each block pays the latency of its collectives.
+    """
+    cluster, stack = job.cluster, job.stack
+    gather = scatter = among = np.zeros(1)
+    inside = candidates.tensor * candidates.context * candidates.shard
+    divided = candidates.zero >= 1
+    pieces = stack.gathers_per_block * np.maximum(counts[0] + counts[1], 1) if stack.data_overlap else 1
+    for elements, size, stride in (
+        (held.dense, candidates.dense_shard, candidates.tensor),
+        (held.experts, candidates.expert_shard, candidates.expert * candidates.expert_tensor),
+    ):
+        if not any(each.any() for each in elements):
+            continue
+        each = times(counts, elements) / pieces
+        bytes_ = stack.reduce_bytes * each
+        gather = gather + pieces * collectives.all_gather_s(cluster, size, stride, stack.gather_bytes * each)
+        reduce_s = collectives.reduce_scatter_s(cluster, size, stride, bytes_)
+        if not divided.all():
+            everyone = collectives.all_reduce_s(cluster, size * candidates.replicate, stride, bytes_)
+            reduce_s = np.where(divided, reduce_s, everyone)
+        scatter = scatter + pieces * reduce_s
+        if (candidates.replicate > 1).any():
+            replicas_s = collectives.all_reduce_s(
+                cluster, candidates.replicate, inside, bytes_ / np.maximum(size, 1)
+            )
+            among = among + pieces * np.where(divided, replicas_s, 0.0)
+    return gather, scatter, among
+
+
+def optimizer_s(job: Job, candidates: Candidates, held: Holdings, counts: tuple[Ints, ...]) -> Floats:
+    """Seconds of the update of a rank's share, clipping included."""
+    return np.asarray(
+        kernels.memory_bound_s(job.profile, _UPDATE_BYTES * _updated(job, candidates, held, counts))
+    )
+
+
+def _updated(job: Job, candidates: Candidates, held: Holdings, counts: tuple[Ints, ...]) -> Floats:
+    """Parameters that a rank updates."""
+    sharded_from = min(state.sharded_from for state in job.stack.states if state.kind == "moments")
+    whole = times(counts, held.dense) + times(counts, held.experts)
+    share = times(counts, held.dense_share) + times(counts, held.experts_share)
+    return np.where(candidates.zero >= sharded_from, share, whole)
+
+
+def offload_waits(job: Job, candidates: Candidates, costs: LayerCosts, kind: int) -> tuple[Floats, Floats]:
+    """Seconds by which copies of a layer's activations to and from the host's memory outlast its forward and backward."""
+    if not candidates.offload_activations.any() or not costs.kept_bytes[kind].any():
+        return np.zeros(1), np.zeros(1)
+    forward, inputs, weights = (costs.of(costs.by_phase, kind, phase) for phase in range(3))
+    again = costs.by_mode(costs.recompute_s, kind, candidates.recompute)
+    copy = kernels.host_copy_s(job.profile, costs.by_mode(costs.kept_bytes, kind, candidates.recompute))
+    copy = copy * candidates.offload_activations
+    return np.maximum(copy - forward, 0), np.maximum(copy - (inputs + again + weights), 0)
+
+
+def state_copy_s(job: Job, candidates: Candidates, held: Holdings, counts: tuple[Ints, ...]) -> Floats:
+    """Seconds to fetch the optimiser's state from the host's memory for the update, and to put it back."""
+    moved = sum(state.bytes for state in job.stack.states if state.optimizer)
+    seconds = 2 * kernels.host_copy_s(job.profile, moved * _updated(job, candidates, held, counts))
+    return np.asarray(candidates.offload_optimizer * seconds)
+
+
+def scale_tax(job: Job, ranks: Ints) -> Floats:
+    """The fraction by which a step grows because ``ranks`` ranks wait for the slowest of them, and share the fabric.
+
+    ``tax_per_doubling x log2(ranks / ranks of a node)``: logarithmic, as the largest of many delays with an exponential tail
+    is (Gumbel); one constant, fitted to runs of one model on growing fleets (MegaScale, arXiv 2402.15627, table 2).
+    """
+    doublings = np.log2(np.maximum(ranks / job.cluster.per_node, 1))
+    return np.asarray(job.stack.tax_per_doubling * doublings)
+
+
+def with_tax(job: Job, candidates: Candidates, terms: dict[str, Floats]) -> dict[str, Floats]:
+    """Adds the scale tax and what the stack's scalar makes of it all."""
+    tax = scale_tax(job, candidates.ranks)
+    clean = total(terms)
+    terms = terms | {"scale_tax": clean * tax}
+    if job.stack.time_scalar != 1:
+        terms["stack_scalar"] = clean * (1 + tax) * (job.stack.time_scalar - 1)
+    return terms

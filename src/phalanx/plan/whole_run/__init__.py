@@ -1,0 +1,1 @@
+"""The run as a whole: days, failures, goodput, energy and money."""

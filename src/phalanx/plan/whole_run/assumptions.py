@@ -1,0 +1,146 @@
+"""What is run, on what, and what an estimate of the run takes for granted: every default has a name, and a
+source or the word "assumption"."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, get_args
+
+import msgspec
+
+from phalanx.hardware.cluster import Cluster
+from phalanx.plan.whole_run.cost import ELECTRICITY_USD_PER_KWH, STORAGE_USD_PER_GB_MONTH
+from phalanx.plan.whole_run.energy import GRID_KG_PER_KWH, Activity
+from phalanx.plan.whole_run.failures import CLASSES, DAY_S, FailureClass, Level, classes_at_node_rate
+from phalanx.plan.whole_run.recovery import Method
+
+
+class RunEstimateError(ValueError):
+    """An assumption or a quantity of the run that cannot be."""
+
+
+@dataclass(frozen=True)
+class RunAssumptions:
+    """What the estimate takes for granted. Every figure can be set."""
+
+    recovery: Method = "spare"
+    """How the run gets over a failure: a spare takes over, the lost replica is left out, all start again."""
+    failure_level: Level = "typical"
+    """Which end of the published failure rates the mean is computed at."""
+    failure_classes: tuple[FailureClass, ...] = CLASSES
+    recovery_level: Level = "typical"
+    """Which end of the published recovery times."""
+    beyond_peer_share: float = 0.01
+    """Of failures, those that take a shard's both copies in memory: back to durable storage. ByteRobust
+    (arXiv:2509.16293) saw under 1 % catastrophic cases."""
+    snapshot_overlap: float = 0.0
+    """Of the copy to host memory, the share that computation hides."""
+    asynchronous_saves: bool = True
+    """Whether training goes on while a save drains from host memory to its tier."""
+    durable_interval_s: float = 1800.0
+    """Between saves to durable storage when memory holds the frequent ones; longer if one takes longer to
+    drain."""
+    checkpoint_interval_s: float | None = None
+    """Of the frequent saves; the best possible one if None."""
+    repair_s: float = DAY_S
+    """Until a lost node is back. An assumption: hours where a pool is at hand (OPT's logbook), days for a
+    part to be replaced."""
+    spare_confidence: float = 0.99
+    """Probability that a spare is there; ByteRobust keeps enough for the 99th percentile."""
+    planned_pauses_per_day: float = 47 / 54
+    """Llama 3 405B (arXiv:2407.21783): 47 planned interruptions in 54 days."""
+    planned_pause_s: float = 600.0
+    """An assumption: a clean stop and start."""
+    step_time_sd: float = 0.0
+    """Relative standard deviation of the true step time around the estimate: the planner's own validated
+    error."""
+    pue: float | None = None
+    """The cluster's, if None."""
+    usd_per_accelerator_hour: float | None = None
+    """The catalogue's default price, if None."""
+    electricity_in_price: bool = True
+    usd_per_kwh: float = ELECTRICITY_USD_PER_KWH.value
+    grid_kg_per_kwh: float = GRID_KG_PER_KWH.value
+    checkpoints_kept: int = 5
+    usd_per_gb_month: float = STORAGE_USD_PER_GB_MONTH.value
+    draws: int = 1000
+    """Simulated runs."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("beyond_peer_share", "snapshot_overlap"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise RunEstimateError(f"{name} must be between 0 and 1, is {getattr(self, name)}")
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if isinstance(value, int | float) and not value >= 0:
+                raise RunEstimateError(f"{one.name} must not be negative, is {value}")
+        if self.draws < 1:
+            raise RunEstimateError(
+                "draws must be at least 1; 1000 gives percentiles to about a tenth of their spread"
+            )
+        if not 0 <= self.spare_confidence < 1:
+            raise RunEstimateError(f"spare_confidence must be in [0, 1), is {self.spare_confidence}")
+
+
+NODE_RATE = "failures_per_1000_node_days"
+"""The name by which a fleet's own rate of failures is assumed, instead of the published ones of each class."""
+
+
+def assumed(texts: Sequence[str], step_time_sd: float) -> RunAssumptions:
+    """The assumptions with some of them as a user gave them: ``recovery=restart``, ``repair_s=3600``.
+
+    Raises ``RunEstimateError`` that names what cannot be, and what could.
+    """
+    names = {one.name for one in fields(RunAssumptions)} - {"failure_classes", "step_time_sd"}
+    given: dict[str, Any] = {"step_time_sd": step_time_sd}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if name not in names | {NODE_RATE}:
+            near = difflib.get_close_matches(name, [*names, NODE_RATE], n=1)
+            hint = (
+                f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted([*names, NODE_RATE]))}"
+            )
+            raise RunEstimateError(f"--assume {text}: {name!r} is not an assumption; {hint}")
+        given[name] = value
+    try:
+        rate = msgspec.convert(given.pop(NODE_RATE, None), float | None, strict=False)
+        assumptions = msgspec.convert(given, RunAssumptions, strict=False)
+        classes = CLASSES if rate is None else classes_at_node_rate(rate)
+    except ValueError as error:
+        words = f"; recovery is {_either(Method)}, a level {_either(Level)}" if "enum" in str(error) else ""
+        raise RunEstimateError(f"--assume {' '.join(texts)}: {error}{words}") from error
+    return replace(assumptions, failure_classes=classes)
+
+
+def _either(words: Any) -> str:
+    return " or ".join(get_args(words))
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """What is run, and on what."""
+
+    cluster: Cluster
+    step_s: float
+    """One optimiser step of the whole fleet, without failures."""
+    tokens_per_step: float
+    tokens: float
+    """That the run shall train on."""
+    checkpoint_bytes: float
+    """Of all ranks together: fp32 master weights and moments, and whatever else is saved."""
+    accelerators: int
+    """That hold ranks; spares come on top."""
+    replicas: int = 1
+    """Data-parallel replicas: what joins and leaves as one."""
+    activities: Mapping[Activity, float] = field(default_factory=lambda: {"compute": 1.0})
+    """What an accelerator does during a step; shares that sum to 1."""
+
+    def __post_init__(self) -> None:
+        for name in ("step_s", "tokens_per_step", "tokens", "accelerators", "replicas"):
+            if not getattr(self, name) > 0:
+                raise RunEstimateError(f"{name} must be positive, is {getattr(self, name)}")
+        if self.checkpoint_bytes < 0:
+            raise RunEstimateError(f"checkpoint_bytes must not be negative, is {self.checkpoint_bytes}")

@@ -1,0 +1,1 @@
+"""The workload: operations, stages, parameters per rank and software stack, for arrays of candidate layouts."""

@@ -1,0 +1,1 @@
+"""Small hostile worlds: everything that can fail does, and the core must hold."""

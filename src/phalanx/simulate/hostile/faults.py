@@ -1,0 +1,139 @@
+"""What befalls a hostile world: one fault at a time, each a function of the world and its random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+from phalanx.fleet.core import messages as m
+
+if TYPE_CHECKING:
+    from phalanx.simulate.hostile.node import SimulatedNode
+    from phalanx.simulate.hostile.world import World
+
+
+def strike_somewhere(world: World) -> None:
+    """One fault, drawn from the world's seed."""
+    names, weights = zip(*((name, weight) for name, (weight, _) in _FAULTS.items()), strict=True)
+    name = world.random.choices(names, weights)[0]
+    world.faults[name] += 1
+    _FAULTS[name][1](world)
+
+
+def _somebody(world: World) -> SimulatedNode:
+    return world.nodes[world.random.choice(list(world.nodes))]
+
+
+def _crash(world: World, node: SimulatedNode) -> None:
+    node.crash(silently=world.random.random() < 0.3)
+    world.clock.after(world.random.uniform(0.5, 30), node.start)
+
+
+def _worker(world: World) -> None:
+    _somebody(world).kill_worker()
+
+
+def _hang(world: World) -> None:
+    _somebody(world).hang(seen=world.random.random() < 0.7)
+
+
+def _node(world: World) -> None:
+    _crash(world, _somebody(world))
+
+
+def _rack(world: World) -> None:
+    domain = _somebody(world).domain
+    for node in world.nodes.values():
+        if node.domain == domain and world.random.random() < 0.9:
+            world.clock.after(world.random.uniform(0, 0.2), partial(_crash, world, node))
+
+
+def _link(world: World) -> None:
+    node = _somebody(world)
+    group = node.group
+    if group is None:
+        return
+    for other in group.members:
+        if other.epoch == group.epoch and (other is node or world.random.random() < 0.5):
+            other.break_collective()
+
+
+def _cut(world: World) -> None:
+    _isolate(world, _somebody(world))
+
+
+def _cut_all(world: World) -> None:
+    for node in world.nodes.values():
+        _isolate(world, node)
+
+
+def _isolate(world: World, node: SimulatedNode) -> None:
+    def mend() -> None:
+        node.cut = False
+
+    if not node.cut and node.up:
+        node.cut = True
+        if world.random.random() < 0.5:
+            world.coordinator.hear(m.Disconnected(node.name, node.incarnation))
+        world.clock.after(world.random.uniform(0.1, 15), mend)
+
+
+def _coordinator(world: World) -> None:
+    world.coordinator.crash()
+    world.clock.after(world.random.uniform(0.1, 20), world.coordinator.start)
+
+
+def _slow(world: World) -> None:
+    _accuse(world, "straggler")
+
+
+def _unsound(world: World) -> None:
+    _accuse(world, "health")
+
+
+def _accuse(world: World, reason: Literal["straggler", "health"]) -> None:
+    name = _somebody(world).name
+    world.coordinator.hear(m.Suspect(name, reason, "a test"))
+    world.clock.after(world.random.uniform(1, 20), lambda: world.coordinator.hear(m.Admit(name)))
+
+
+def _corrupt(world: World) -> None:
+    node = _somebody(world)
+    group = node.group
+    if group is None or not group.running or not node.computes(group.epoch) or group.tainted(group.step + 1):
+        return
+    group.right_until = group.step
+    if not world.coordinator.up:
+        world.coordinator.start()
+    found = m.Suspect(node.name, "corruption", "checksums differ", trusted_step=group.step, epoch=group.epoch)
+    world.unheard += 1
+    world.clock.after(world.random.uniform(0, 3), lambda: _report(world, found))
+
+
+def _report(world: World, found: m.Suspect) -> None:
+    world.coordinator.start()
+    world.unheard -= 1
+    world.coordinator.hear(found)
+
+
+def _drain(world: World) -> None:
+    name = _somebody(world).name
+    world.coordinator.hear(m.Drain(name))
+    world.clock.after(world.random.uniform(1, 20), lambda: world.coordinator.hear(m.Admit(name)))
+
+
+_FAULTS: dict[str, tuple[float, Callable[[World], None]]] = {
+    "worker killed": (4, _worker),
+    "worker hung": (3, _hang),
+    "node lost": (4, _node),
+    "rack lost": (1, _rack),
+    "link broken": (2, _link),
+    "node cut off": (2, _cut),
+    "all cut off": (0.5, _cut_all),
+    "coordinator crashed": (2, _coordinator),
+    "straggler": (1, _slow),
+    "unsound": (0.5, _unsound),
+    "corruption": (0.5, _corrupt),
+    "drained": (1, _drain),
+}

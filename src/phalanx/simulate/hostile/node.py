@@ -1,0 +1,244 @@
+"""A simulated node: its agent, its workers and its snapshot memory, as the core sees them through messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from phalanx.fleet.core import messages as m
+from phalanx.fleet.core.retention import droppable
+
+if TYPE_CHECKING:
+    from phalanx.simulate.hostile.training import Group
+    from phalanx.simulate.hostile.world import World
+
+
+class SimulatedNode:
+    """What an agent does with commands, and what may befall it."""
+
+    def __init__(self, world: World, name: str, domain: tuple[str, ...]) -> None:
+        self.world, self.name, self.domain = world, name, domain
+        self.incarnation = 0
+        self.life = 0
+        """Counts what cuts off everything begun before: the agent's death, or its fencing."""
+        self.up = False
+        self.cut = False
+        """No message passes between it and the coordinator."""
+        self.held: dict[m.Holding, bool] = {}
+        """Snapshots, and whether their content is corrupt."""
+        self._forget()
+
+    def _forget(self) -> None:
+        self.life += 1
+        self.incarnation += 1
+        self.warm = self.hung = self.maimed = self.leaving = self.bound = self.leave_at_boundary = False
+        self.epoch = self.parked = m.NO_EPOCH
+        self.step = m.NO_STEP
+        self.bind: m.Bind | None = None
+        self.group: Group | None = None
+
+    # --- what befalls it
+
+    def start(self) -> None:
+        """The machine comes up: an agent with empty memory, workers that have yet to warm up."""
+        if not self.up:
+            self.up, self.held = True, {}
+            self._begin()
+
+    def _begin(self) -> None:
+        self.join()
+        self._warm_up()
+        self._later(self.world.random.uniform(0, self.world.heartbeat_s), self._beat)
+
+    def crash(self, silently: bool) -> None:
+        """The machine is gone, with its memory; its peers and the coordinator may or may not see connections break."""
+        if self.up:
+            self.up = False
+            if not silently:
+                gone = m.Disconnected(self.name, self.incarnation)
+                self.world.clock.after(0.01, lambda: self.world.coordinator.hear(gone))
+            self._forget()
+
+    def kill_worker(self, code: int = -9) -> None:
+        """A worker dies; the agent sees it at once."""
+        if self.up and self.warm:
+            self.warm, epoch = False, self.epoch
+            self.maimed = epoch != m.NO_EPOCH
+            self.say(m.WorkerExited(self.name, self.incarnation, epoch, 0, code))
+            self._warm_up()
+
+    def hang(self, seen: bool) -> None:
+        """The workers stop; unless ``seen``, their heartbeats go on."""
+        if self.up and self.epoch != m.NO_EPOCH and not self.maimed:
+            self.hung = True
+            if seen:
+                self._later(1.0, self._kill_hung)
+
+    def _kill_hung(self) -> None:
+        if self.hung:
+            self.hung, self.warm, self.maimed = False, False, True
+            self.say(m.WorkerHung(self.name, self.incarnation, self.epoch, 0, 1.0))
+            self._warm_up()
+
+    def break_collective(self) -> None:
+        """A collective fails in its workers."""
+        if self.up and self.epoch != m.NO_EPOCH and not (self.hung or self.maimed or self.leaving):
+            self.leaving = True
+            self.say(m.Broken(self.name, self.incarnation, self.epoch, 0, "connection reset by peer"))
+
+    # --- what it says
+
+    def say(self, message: m.Report) -> None:
+        self.world.to_coordinator(self, message)
+
+    def join(self) -> None:
+        self.say(
+            m.Joined(
+                self.name,
+                self.incarnation,
+                self.world.workers,
+                self.name,
+                1,
+                self.domain,
+                tuple(self.held),
+                self.epoch,
+                self.bound,
+                self._points(),
+            )
+        )
+
+    def _points(self) -> tuple[str, ...]:
+        return (f"{self.name}:{self.incarnation}" if self.warm else "",) * self.world.workers
+
+    def _beat(self) -> None:
+        self.say(m.Beat(self.name, self.incarnation, self.epoch, self.step, self._phase()))
+        self._later(self.world.heartbeat_s, self._beat)
+
+    def _phase(self) -> m.WorkerPhase:
+        if not self.warm:
+            return m.WorkerPhase.COLD
+        if self.epoch == m.NO_EPOCH:
+            return m.WorkerPhase.WARM
+        if self.leaving:
+            return m.WorkerPhase.LEAVING
+        return m.WorkerPhase.BOUND if self.bound else m.WorkerPhase.BINDING
+
+    def _later(self, delay_s: float, action: Callable[[], None]) -> None:
+        life = self.life
+        self.world.clock.after(delay_s, lambda: action() if self.life == life else None)
+
+    def _warm_up(self) -> None:
+        self._later(self.world.random.uniform(*self.world.warm_up_s), self._is_warm)
+
+    def _is_warm(self) -> None:
+        if not self.warm:
+            self.warm = True
+            if self.epoch == m.NO_EPOCH:
+                self.say(m.Ready(self.name, self.incarnation, self._points()))
+
+    # --- what it is told
+
+    def obey(self, command: m.Command) -> None:
+        """Does what the coordinator says."""
+        if isinstance(command, m.Park):
+            self._park(command)
+        elif isinstance(command, m.Bind):
+            self._enter(command)
+        elif isinstance(command, m.Expel) and command.incarnation >= self.incarnation:
+            self._forget()
+            self._begin()
+        elif isinstance(command, m.TellAll):
+            self.join()
+
+    def _park(self, command: m.Park) -> None:
+        if self.epoch > command.epoch:
+            return
+        if self.epoch == m.NO_EPOCH:
+            self._is_parked(command.epoch)
+        elif command.planned and self.bound and not self.maimed:
+            self.leave_at_boundary = True
+        elif self.hung:
+            # It cannot be asked; the agent kills it, and the fresh worker is in no epoch.
+            self._later(1.0, self._kill_hung)
+            self._later(1.1, self.leave)
+        else:
+            self.leaving = True
+            self._later(self.world.random.uniform(0.001, 0.05), self.leave)
+
+    def leave(self) -> None:
+        """All workers leave the epoch in which they are."""
+        if self.epoch != m.NO_EPOCH:
+            epoch, self.epoch = self.epoch, m.NO_EPOCH
+            self.maimed = self.leaving = self.bound = self.leave_at_boundary = False
+            self._is_parked(epoch)
+
+    def _is_parked(self, epoch: int) -> None:
+        self.parked = max(self.parked, epoch)
+        self.say(m.Parked(self.name, self.incarnation, epoch, self._points(), tuple(self.held)))
+
+    def _enter(self, bind: m.Bind) -> None:
+        if bind.epoch <= max(self.parked, self.epoch) or not self.warm:
+            return
+        self.epoch, self.bind, self.bound, self.step = bind.epoch, bind, False, m.NO_STEP
+        resumed = m.NO_STEP if isinstance(bind.resume, m.Fresh) else bind.resume.step
+        # What lies after the step that is gone back to happens anew.
+        self.held = {held: tainted for held, tainted in self.held.items() if held.step <= resumed}
+        self.group = self.world.group(bind)
+        self.group.enter(self, bind)
+        self._later(self.world.random.uniform(0.01, self.world.restore_s), lambda: self._restore(bind))
+
+    def _restore(self, bind: m.Bind) -> None:
+        if self.computes(bind.epoch) and self.group is not None:
+            if self.world.fetch(self, self.group, bind):
+                self.group.has_restored(self)
+            else:
+                self.break_collective()
+
+    def begin(self) -> None:
+        """Everybody has met and restored."""
+        self.bound, self.step = True, self.group.step if self.group else m.NO_STEP
+        self.say(m.Bound(self.name, self.incarnation, self.epoch))
+
+    # --- what its workers do
+
+    def computes(self, epoch: int) -> bool:
+        """Whether its workers take part in ``epoch``."""
+        return self.up and self.epoch == epoch and not (self.hung or self.maimed or self.leaving)
+
+    def holds(self, rank: int, epoch: int) -> bool:
+        """Whether one of its workers is ``rank`` in ``epoch``."""
+        bind = self.bind
+        return (
+            bind is not None and self.epoch == bind.epoch == epoch and any(rank == r for _, r in bind.places)
+        )
+
+    def copies_wanted(self) -> Iterator[tuple[int, bool]]:
+        """(rank, whether it is the second copy) of each snapshot."""
+        if self.bind is not None:
+            yield from ((rank, False) for _, rank in self.bind.places)
+            yield from ((buddy.rank, True) for buddy in self.bind.buddies)
+
+    def complete(self, group: Group, step: int) -> None:
+        """Ends a step, and takes a snapshot of it if the last one is safe."""
+        self.step = step
+        for old in droppable(self.held, group.safe):
+            del self.held[old]
+        if self.bind is None or group.newest != step:
+            return
+        for _, rank in self.bind.places:
+            self._keep(group, rank, step, "own")
+        for buddy in self.bind.buddies:
+            self._send(group, self.world.nodes[buddy.node], buddy.rank, step)
+
+    def _send(self, group: Group, to: SimulatedNode, rank: int, step: int) -> None:
+        def arrive() -> None:
+            if self.epoch == to.epoch == group.epoch and self.up and to.up:
+                to._keep(group, rank, step, "buddy")
+
+        self._later(self.world.random.uniform(0.001, self.world.copy_s), arrive)
+
+    def _keep(self, group: Group, rank: int, step: int, kind: str) -> None:
+        second = kind == "buddy"
+        holding = m.Holding(group.ranks, rank, step, "buddy" if second else "own", 1, group.epoch)
+        self.held[holding] = group.tainted(step)
+        group.copy_arrived(rank, step, second)

@@ -1,0 +1,141 @@
+"""Simulated training: the process groups of epochs, the steps they take together, and checkpoints on disk.
+
+A group steps only while every rank is held by a living node that is in its epoch and does not hang; a step ends at
+slightly different times on different nodes, so that a fault may fall between. Snapshots follow the commit rule
+(``fleet.retention``), which the workers of a real run apply by a vote in their own all-reduce.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from phalanx.fleet.core.invariants import BrokenInvariant
+from phalanx.fleet.core.messages import NO_STEP, Bind, Fresh
+from phalanx.fleet.core.retention import may_begin
+
+if TYPE_CHECKING:
+    from phalanx.simulate.hostile.node import SimulatedNode
+    from phalanx.simulate.hostile.world import World
+
+
+KEPT = 8
+FOREVER = 2**60
+
+
+class Disk:
+    """Committed checkpoints: step -> whether its content is corrupt. A commit of a fenced epoch is refused."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, bool] = {}
+        self.fence = -1
+
+    def commit(self, epoch: int, step: int, tainted: bool) -> bool:
+        """Whether the checkpoint was accepted. Raises BrokenInvariant if the step was there already."""
+        if epoch < self.fence:
+            return False
+        if step in self.steps:
+            raise BrokenInvariant(f"step {step} was committed twice")
+        self.steps[step] = tainted
+        for old in sorted(self.steps)[:-KEPT]:
+            del self.steps[old]
+        return True
+
+    def delete(self, steps: list[int]) -> None:
+        """Deletes checkpoints, as the coordinator's shell does with those that the core has condemned."""
+        for step in steps:
+            self.steps.pop(step, None)
+
+
+class Group:
+    """The workers of one epoch."""
+
+    def __init__(self, world: World, bind: Bind) -> None:
+        self.world, self.epoch, self.ranks, self.resume = world, bind.epoch, bind.ranks, bind.resume
+        self.seats = world.settings.formation.seats(bind.ranks)
+        self.owners: dict[int, str] = {}
+        self.members: list[SimulatedNode] = []
+        self.restored: set[str] = set()
+        self.step = -1 if isinstance(bind.resume, Fresh) else bind.resume.step
+        self.newest = self.safe = self.step
+        self.done: set[str] = set()
+        self.copied: set[tuple[int, bool]] = set()
+        self.wanted: set[tuple[int, bool]] = set()
+        self.right_until = FOREVER
+        """Steps after this one are computed wrongly."""
+        self.running = False
+
+    def tainted(self, step: int) -> bool:
+        """Whether the state after ``step`` is corrupt."""
+        return step > self.right_until
+
+    def inherit(self, tainted: bool) -> None:
+        """Takes over state that is corrupt, or not."""
+        if tainted:
+            self.right_until = NO_STEP - 1
+
+    def enter(self, node: SimulatedNode, bind: Bind) -> None:
+        """A node takes its ranks. Raises BrokenInvariant if they are another's."""
+        who = f"{node.name} (incarnation {node.incarnation})"
+        for _, rank in bind.places:
+            if self.owners.setdefault(rank, who) != who:
+                raise BrokenInvariant(
+                    f"rank {rank} of epoch {self.epoch} belongs to {self.owners[rank]} and {who}"
+                )
+        if (bind.ranks, type(bind.resume)) != (self.ranks, type(self.resume)):
+            raise BrokenInvariant(f"epoch {self.epoch} was described in two ways")
+        self.members.append(node)
+
+    def has_restored(self, node: SimulatedNode) -> None:
+        """A node's state is in place; the last one lets all begin."""
+        self.restored.add(node.name)
+        if len(self.restored) == self.seats and self.whole():
+            self.running = True
+            self.world.begun(self)
+            for member in self.members:
+                member.begin()
+            self._next()
+
+    def whole(self) -> bool:
+        """Whether every rank is held by somebody who can compute."""
+        return len(self.members) == self.seats and all(node.computes(self.epoch) for node in self.members)
+
+    def _next(self) -> None:
+        self.world.clock.after(self.world.random.uniform(0.5, 1.5) * self.world.step_s, self._ends)
+
+    def _ends(self) -> None:
+        if not self.whole():
+            return self.world.broken(self)
+        self.step += 1
+        self.done = set()
+        if may_begin(self.newest, self.safe):
+            self.newest, self.copied = self.step, set()
+            self.wanted = {(rank, kind) for node in self.members for rank, kind in node.copies_wanted()}
+        for node in self.members:
+            self.world.clock.after(
+                self.world.random.uniform(0, 0.02), partial(self._completes, node, self.step)
+            )
+        return None
+
+    def _completes(self, node: SimulatedNode, step: int) -> None:
+        if step != self.step or not node.computes(self.epoch):
+            return
+        node.complete(self, step)
+        self.done.add(node.name)
+        if len(self.done) == self.seats:
+            self._boundary()
+
+    def _boundary(self) -> None:
+        self.world.stepped(self)
+        if all(node.leave_at_boundary for node in self.members):
+            for node in self.members:
+                node.leave()
+        else:
+            self._next()
+
+    def copy_arrived(self, rank: int, step: int, second: bool) -> None:
+        """A copy of the newest snapshot is complete; with the last one it is safe."""
+        if step == self.newest:
+            self.copied.add((rank, second))
+            if self.copied >= self.wanted:
+                self.safe = step

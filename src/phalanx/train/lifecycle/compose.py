@@ -1,0 +1,154 @@
+"""Builds this rank's model: the one place where axes, formats and memory are put together.
+
+The order matters. First the axes that make modules smaller (pipeline, tensor, experts) or let them see more than they hold
+(context); then what changes how they compute (formats, recomputation, compilation); FSDP last, which divides whatever
+parameters it finds. Which combinations are legal is decided in ``phalanx.run.layout``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from phalanx.model.facts.shape import buffers, parameters
+from phalanx.model.facts.stages import stage_layers
+from phalanx.model.transformer import Transformer
+from phalanx.observe.ledger import Bucket, Ledger
+from phalanx.parallel.context.apply import apply_context
+from phalanx.parallel.expert.apply import apply_experts
+from phalanx.parallel.mesh.comm_clock import CommClock
+from phalanx.parallel.mesh.mesh import Mesh
+from phalanx.parallel.mesh.partition import Partition
+from phalanx.parallel.pipeline.runner import Pipeline
+from phalanx.parallel.pipeline.schedules import Schedule, stages_of_rank
+from phalanx.parallel.reduction.data_parallel import DataParallel, Round, named_parameters, rounds_of, spread
+from phalanx.parallel.tensor.apply import apply_tensor, vocabulary_piece
+from phalanx.run.layout import stages_per_rank
+from phalanx.run.spec import RunSpec
+from phalanx.train.optimizers.choose import make_optimizer
+from phalanx.train.optimizers.offload_moments import MomentStore
+from phalanx.train.optimizers.optimizer import Optimizer
+from phalanx.train.step.placement import Placement
+from phalanx.train.step.slot import Loop, Losses, SlotRunner, Staged
+from phalanx.train.step.step import Batches, Stepper
+from phalanx.train.transforms.offload import apply_activation_offload
+from phalanx.train.transforms.precision import apply_precision
+from phalanx.train.transforms.recompute import apply_recompute
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model on one rank, with memory but without values."""
+
+    model: DataParallel
+    placement: Placement
+    """Where what this rank holds lies in the whole."""
+    runner: SlotRunner
+    optimizer: Optimizer
+    rounds: list[Round]
+    """What this rank computes in each step."""
+    waits: Mapping[Bucket, CommClock]
+    """What counts the time that forward and backward wait, by the ledger's buckets."""
+
+    def stepper(self, batches: Batches, ledger: Ledger) -> Stepper:
+        """What runs steps on ``batches``, from the first update on."""
+        return Stepper(
+            spec=self.runner.losses.spec,
+            model=self.model,
+            placement=self.placement,
+            runner=self.runner,
+            optimizer=self.optimizer,
+            rounds=self.rounds,
+            batches=batches,
+            ledger=ledger,
+            waits=self.waits,
+        )
+
+
+_AXES = (Bucket.COMM_EXPOSED_DP, Bucket.COMM_EXPOSED_TP, Bucket.COMM_EXPOSED_CP, Bucket.COMM_EXPOSED_EP)
+
+
+def build_model(spec: RunSpec, mesh: Mesh) -> Built:
+    """This rank's parts of the model of a resolved ``spec``, their optimiser, and what runs slots through them."""
+    waits = clocks(mesh.device)
+    parts, partitions = divided_parts(spec, mesh, waits)
+    model = spread(parts, mesh, spec, waits[Bucket.COMM_EXPOSED_DP])
+    kinds = {kind.name: kind for kind in (*parameters(spec.model), *buffers(spec.model))}
+    placement = Placement(mesh, kinds, partitions)
+    held = named_parameters(parts)
+    optimizer = make_optimizer(
+        spec.optimizer,
+        held,
+        placement.kinds,
+        seed=spec.runtime.seed,
+        boxes={name: placement.partition(name).box(parameter) for name, parameter in held.items()},
+        group=mesh.stage_group,
+        store=None if spec.memory.offload_optimizer == "none" else MomentStore(spec.memory, mesh.device),
+    )
+    rounds = rounds_of(mesh.deal(spec.train.slots), mesh.replica, mesh.shard_rank)
+    return Built(model, placement, _runner(spec, mesh, model, waits), optimizer, rounds, waits)
+
+
+def clocks(device: torch.device) -> dict[Bucket, CommClock]:
+    """What counts the time that forward and backward wait for each axis."""
+    return {axis: CommClock(blocking=device.type == "cpu") for axis in _AXES}
+
+
+def divided_parts(
+    spec: RunSpec, mesh: Mesh, waits: Mapping[Bucket, CommClock]
+) -> tuple[list[Transformer], dict[str, Partition]]:
+    """This rank's stages of the model, on the meta device, divided by all axes but FSDP's, and where its parts lie."""
+    parts: list[Transformer] = []
+    partitions: dict[str, Partition] = {}
+    for stage in _stages(spec, mesh):
+        part, divided = _part(spec, mesh, stage, waits)
+        parts.append(part)
+        partitions |= divided
+    return parts, partitions
+
+
+def _stages(spec: RunSpec, mesh: Mesh) -> tuple[int, ...]:
+    parallel = spec.parallel
+    if parallel.pipeline == 1:
+        return (0,)
+    return stages_of_rank(
+        parallel.pipeline_schedule, parallel.pipeline, mesh.pipeline_rank, stages_per_rank(parallel)
+    )
+
+
+def _part(
+    spec: RunSpec, mesh: Mesh, stage: int, waits: Mapping[Bucket, CommClock]
+) -> tuple[Transformer, dict[str, Partition]]:
+    """One stage of the model, divided over the inner axes, on the meta device."""
+    with torch.device("meta"):
+        part = Transformer(spec.model)
+    stages = stage_layers(spec)
+    if len(stages) > 1:
+        part.keep(stages[stage], first=stage == 0, last=stage == len(stages) - 1)
+    partitions = {
+        **apply_tensor(part, mesh, spec, waits[Bucket.COMM_EXPOSED_TP]),
+        **apply_experts(part, mesh, spec, waits[Bucket.COMM_EXPOSED_EP]),
+    }
+    apply_context(part, mesh, spec, waits[Bucket.COMM_EXPOSED_CP])
+    apply_precision(part, spec)
+    apply_recompute(part, spec)
+    apply_activation_offload(part, spec.memory, mesh.device)
+    if spec.runtime.compile:
+        for block in part.blocks.values():
+            block.compile(dynamic=False)  # shapes are the run's, never the fleet's
+    return part, partitions
+
+
+def _runner(spec: RunSpec, mesh: Mesh, model: DataParallel, waits: dict[Bucket, CommClock]) -> SlotRunner:
+    losses = Losses(spec, mesh, vocabulary_piece(mesh, spec, waits[Bucket.COMM_EXPOSED_TP]))
+    parallel = spec.parallel
+    if parallel.pipeline == 1:
+        return Loop(model, losses)
+    schedule = Schedule(parallel.pipeline_schedule, parallel.pipeline, stages_per_rank(parallel))
+    held = spec.train.seq_len // mesh.layout.model_ranks, spec.model.dim
+    dtype = torch.bfloat16 if spec.precision.compute == "bf16" else torch.float32
+    engine = Pipeline(model.parts, schedule, mesh.pipeline_groups, held, dtype, mesh.device)
+    waits[Bucket.STEP_BUBBLE] = engine.clock
+    return Staged(model, losses, engine)

@@ -1,0 +1,124 @@
+"""From a run file to a run that can start: data at hand, every default written out, a directory taken.
+
+Nothing here needs torch, so that mistakes show before a rank is started.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from phalanx.data.corpus import Document, named_corpus, text_files
+from phalanx.data.errors import DataError
+from phalanx.data.index import DatasetIndex, read_index
+from phalanx.data.prepare import prepare
+from phalanx.data.tokenizer import load_tokenizer
+from phalanx.hardware.detect import gpu_count
+from phalanx.model.facts.shape import resolve as resolve_model
+from phalanx.run.layout import layout_problems
+from phalanx.run.problems import Problem, RunFileError
+from phalanx.run.spec import DataSpec, RunSpec
+from phalanx.train.lifecycle.run_directory import OpenRun, open_run
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how much is done, and how much there is."""
+
+
+def documents_of(corpus: tuple[str, ...]) -> Iterable[Document]:
+    """The documents of a corpus: a known name, or files and folders."""
+    if len(corpus) == 1 and not Path(corpus[0]).exists():
+        return named_corpus(corpus[0])
+    return text_files(list(corpus))
+
+
+def ready_data(data: DataSpec, on_progress: Progress) -> DatasetIndex:
+    """The index of the run's prepared dataset, prepared first from its corpus where there is none.
+
+    Raises ``DataError`` with what is missing.
+    """
+    folder = Path(data.path)
+    if (folder / "index.json").exists() or not data.corpus:
+        return _read_or_explain(folder)
+    return prepare(
+        documents_of(data.corpus),
+        folder,
+        tokenizer=data.tokenizer,
+        vocab_size=data.vocab_size if data.tokenizer == "bpe" else None,
+        held_out_fraction=data.held_out,
+        on_progress=on_progress,
+    ).index
+
+
+def _read_or_explain(folder: Path) -> DatasetIndex:
+    if not folder.exists():
+        raise DataError(
+            f"there is no dataset at data.path = {folder}: prepare one with `phalanx data prepare TEXT... "
+            f"--out {folder}`, or name a corpus in data.corpus"
+        )
+    return read_index(folder)
+
+
+def resolve(spec: RunSpec, index: DatasetIndex, path: Path) -> RunSpec:
+    """The run with nothing left to a rule: vocabulary, dimensions, device and format as they will be.
+
+    Raises ``RunFileError`` where the model cannot take the data.
+    """
+    if spec.model.vocab_size and spec.model.vocab_size < index.vocab_size:
+        problem = Problem(
+            "model.vocab_size",
+            f"{spec.model.vocab_size} is less than the tokenizer's {index.vocab_size}",
+            f"at least {index.vocab_size}, or 0 for the tokenizer's own",
+        )
+        raise RunFileError(path, [problem])
+    device = spec.runtime.device
+    if device == "auto":
+        device = "cuda" if gpu_count() else "cpu"
+    compute = spec.precision.compute
+    if compute == "auto":
+        compute = "bf16" if device == "cuda" else "fp32"
+    train = spec.train
+    if train.document_mask and train.end_of_document < 0:
+        end = load_tokenizer(Path(spec.data.path)).end_of_document
+        train = dataclasses.replace(train, end_of_document=end)
+    resolved = dataclasses.replace(
+        spec,
+        train=train,
+        checkpoint=dataclasses.replace(
+            spec.checkpoint, init_from=pinned_checkpoint(spec.checkpoint.init_from, path)
+        ),
+        model=resolve_model(spec.model, index.vocab_size),
+        runtime=dataclasses.replace(spec.runtime, device=device),
+        precision=dataclasses.replace(spec.precision, compute=compute),
+    )
+    # Some sizes are known only now.
+    problems = layout_problems(resolved, spec.parallel.ranks)
+    if problems:
+        raise RunFileError(path, problems)
+    return resolved
+
+
+def pinned_checkpoint(source: str, path: Path) -> str:
+    """The one checkpoint that ``checkpoint.init_from`` means: the newest now, so that a later start means the same.
+
+    Raises ``RunFileError`` if there is none.
+    """
+    if not source:
+        return ""
+    folder = Path(source).resolve()
+    if (folder / "checkpoint.json").exists():
+        return str(folder)
+    root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    steps = sorted(root.glob("step-*/checkpoint.json"))
+    if not steps:
+        remedy = "give a run directory that has saved, an imported model, or a checkpoint"
+        raise RunFileError(
+            path, [Problem("checkpoint.init_from", f"there is no checkpoint in {source}", remedy)]
+        )
+    return str(steps[-1].parent)
+
+
+def prepare_run(spec: RunSpec, path: Path, on_progress: Progress) -> OpenRun:
+    """Everything before the first rank starts; ``path`` is the run file's, for messages."""
+    index = ready_data(spec.data, on_progress)
+    return open_run(resolve(spec, index, path), index.fingerprint, Path(spec.data.path))

@@ -1,0 +1,69 @@
+"""What one rank tells the world, and nothing that can stop it from training.
+
+Rank 0 writes the event stream; the others say nothing. A disk that is too full for an event is a reason to complain,
+not to lose a run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from phalanx.checkpoint.save.saver import SaveOutcome
+from phalanx.observe.event_log import EventLog, EventLogError
+from phalanx.observe.events import CheckpointFailed, CheckpointSaved, Known, Message
+from phalanx.observe.sinks.base import Background, close_sinks
+
+
+@dataclass
+class Reporter:
+    """Appends events to the run's stream and passes them on to the sinks; without a log, does nothing."""
+
+    log: EventLog | None
+    sinks: Sequence[Background] = ()
+    _complained: bool = field(default=False, init=False)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether anybody listens: gathering what to say may be work."""
+        return self.log is not None
+
+    def emit(self, body: Known) -> None:
+        """Records that something happened."""
+        if self.log is None:
+            return
+        try:
+            event = self.log.append(body)
+        except EventLogError as error:
+            if not self._complained:
+                self._complained = True
+                print(f"phalanx: warning: {error}; training goes on", file=sys.stderr, flush=True)
+            return
+        for sink in self.sinks:
+            sink.offer(event)
+
+    def warn(self, text: str) -> None:
+        """Records a warning for people."""
+        self.emit(Message("warning", text))
+
+    def saved(self, outcomes: Sequence[SaveOutcome], stalls_s: dict[int, float], root: str) -> None:
+        """Records how saves ended. ``stalls_s``: for how long each step's save held training up."""
+        for outcome in outcomes:
+            if outcome.status == "failed":
+                self.emit(CheckpointFailed(outcome.step, root, str(outcome.error)))
+            elif outcome.status == "committed":
+                stall_s = stalls_s.get(outcome.step, 0.0)
+                self.emit(CheckpointSaved(outcome.step, root, outcome.nbytes, outcome.seconds, stall_s))
+
+    def close(self) -> None:
+        """Flushes the sinks, within a bounded time, and closes the stream."""
+        for health in close_sinks(self.sinks):
+            if health.dropped or health.failed:
+                self.warn(
+                    f"sink {health.name} missed {health.dropped + health.failed} events: {health.last_error}"
+                )
+        self.sinks = ()
+        if self.log is not None:
+            self.log.close()
+            self.log = None

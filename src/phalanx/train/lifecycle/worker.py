@@ -1,0 +1,183 @@
+"""One rank of a run, as a process.
+
+``python -m phalanx.train.lifecycle.worker RUN_DIR --attempt N`` is what the local launcher starts; ``torchrun`` and ``srun`` start
+``phalanx train`` itself on every rank, which ends up in ``run_rank`` as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.train.lifecycle.interrupt import StopRequest
+
+if TYPE_CHECKING:
+    import torch
+
+    from phalanx.observe.ledger import Ledger
+    from phalanx.run.spec import RunSpec
+    from phalanx.train.lifecycle.assemble import Origin, Training
+    from phalanx.train.lifecycle.reporter import Reporter
+    from phalanx.train.lifecycle.run_directory import RunDirectory
+
+EXIT_FAILED = 1
+EXIT_STOPPED = 75
+"""The run was asked to stop and can be started again (``EX_TEMPFAIL`` of sysexits.h)."""
+
+
+def die_with_parent() -> None:
+    """Asks Linux to kill this process when the one that started it dies, however it dies."""
+    if sys.platform != "linux":
+        return
+    pr_set_pdeathsig = 1  # linux/prctl.h
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != int(os.environ.get("PHALANX_LAUNCHER", os.getppid())):  # it died before we asked
+        os._exit(EXIT_FAILED)
+
+
+def run_rank(spec_dir: Path, attempt: int, stop: StopRequest) -> dict[str, Any] | None:
+    """Trains the run of a run directory on this rank; the process group has been joined.
+
+    Returns the result, or ``None`` if the run was asked to stop. Lets every error through.
+    """
+    from phalanx.observe.ledger import Bucket, Ledger
+    from phalanx.observe.records import process_age_ns
+    from phalanx.parallel.process_group.rendezvous import Place, device_for, place_of
+    from phalanx.train.lifecycle.assemble import Origin, make_deterministic
+    from phalanx.train.lifecycle.run_directory import RunDirectory, read_resolved
+
+    ledger = Ledger(time.monotonic_ns() - process_age_ns(), Bucket.START_PROCESS)
+    directory = RunDirectory(spec_dir)
+    spec = read_resolved(directory)
+    place = place_of(os.environ) or Place(0, 1, 0, "", "phalanx")
+    device = device_for(spec.runtime.device, place.local_rank)
+    make_deterministic(spec, device)
+    return live(spec, directory, attempt, device, ledger, stop, Origin(), _freeze)
+
+
+def live(
+    spec: RunSpec,
+    directory: RunDirectory,
+    attempt: int,
+    device: torch.device,
+    ledger: Ledger,
+    stop: StopRequest,
+    origin: Origin,
+    assembled: Callable[[Training], None],
+) -> dict[str, Any] | None:
+    """One life of a rank, from its process group to the result; ``None`` if the run was asked to stop.
+
+    ``assembled`` is called once everything is in place. Whatever happens, nothing is left open.
+    """
+    import torch.distributed as dist
+
+    from phalanx.observe.event_log import EventLog
+    from phalanx.observe.sinks.base import open_sinks
+    from phalanx.train.lifecycle.assemble import assemble
+    from phalanx.train.lifecycle.loop import train
+    from phalanx.train.lifecycle.reporter import Reporter
+
+    first = dist.get_rank() == 0
+    reporter = Reporter(EventLog(directory.events, attempt) if first else None)
+    if first:
+        reporter.sinks = open_sinks(spec.observe.sinks, directory.path, directory.path.name)
+    training = None
+    try:
+        training = assemble(spec, directory, attempt, device, reporter, ledger, stop, origin)
+        assembled(training)
+        result = train(training)
+        if first:
+            _draw(directory, reporter)
+        return result
+    finally:
+        reporter.close()
+        if training is not None:
+            training.saver.cancel()
+            training.saver.close()
+
+
+def _freeze(_training: Training) -> None:
+    """What lives as long as the process need not be looked at by every collection."""
+    gc.collect()
+    gc.freeze()
+
+
+def _draw(directory: RunDirectory, reporter: Reporter) -> None:
+    from phalanx.observe.display.curve import CurveError, draw_curve
+    from phalanx.observe.event_log import EventLogError, read_events
+
+    try:
+        draw_curve(read_events(directory.events), directory.curve)
+    except (CurveError, EventLogError, OSError) as error:
+        reporter.warn(f"the loss curve could not be drawn: {error}")
+
+
+def known_errors() -> tuple[type[Exception], ...]:
+    """Errors whose message is meant for the user: no traceback is shown."""
+    from phalanx.checkpoint.format.errors import CheckpointError
+    from phalanx.data.errors import DataError
+    from phalanx.observe.event_log import EventLogError
+    from phalanx.observe.sinks.base import SinkError
+    from phalanx.parallel.mesh.mesh import LayoutError
+    from phalanx.parallel.process_group.rendezvous import RendezvousError
+    from phalanx.train.lifecycle.loop import NonFiniteError, UnsavedError
+    from phalanx.train.lifecycle.run_directory import RunDirectoryError
+    from phalanx.train.step.state import NoGoodCheckpointError
+
+    return (
+        CheckpointError,
+        DataError,
+        EventLogError,
+        LayoutError,
+        NoGoodCheckpointError,
+        NonFiniteError,
+        RendezvousError,
+        RunDirectoryError,
+        SinkError,
+        UnsavedError,
+    )
+
+
+def main() -> int:
+    """The process that the local launcher starts for each rank; its place comes from the environment."""
+    die_with_parent()
+    stop = StopRequest()
+    stop.listen()  # before the imports, which take seconds
+    # Before torch starts CUDA: without it, cuBLAS may pick another algorithm from one run to the next.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    parser = argparse.ArgumentParser(prog="phalanx.train.lifecycle.worker")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--attempt", type=int, required=True)
+    arguments = parser.parse_args()
+    from phalanx.parallel.process_group.rendezvous import device_for, join, leave, place_of
+    from phalanx.train.lifecycle.run_directory import RunDirectory, read_resolved
+
+    try:
+        place = place_of(os.environ)
+        assert place is not None, "started without a place"
+        spec = read_resolved(RunDirectory(arguments.run_dir))
+        join(place, device_for(spec.runtime.device, place.local_rank), timeout_s=1800.0)
+        result = run_rank(arguments.run_dir, arguments.attempt, stop)
+        leave()
+    except known_errors() as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        # At once: the others hang in a collective until the launcher ends them, and so would a clean exit here.
+        os._exit(EXIT_FAILED)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(EXIT_FAILED)
+    return 0 if result is not None else EXIT_STOPPED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

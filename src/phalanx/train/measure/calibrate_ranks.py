@@ -1,0 +1,201 @@
+"""What of a calibration needs ranks: collectives between processes of this machine, and real steps of the trainer.
+
+Each rank is a process of its own, as in a run. A step is that of ``phalanx.train.step.step`` on made-up tokens: model, axes,
+sharding, optimiser and reduction are the trainer's; only files, checkpoints and the display are left out. Memory is what the
+trainer's own meter sees (``phalanx.train.step.memory``).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from phalanx.observe.ledger import Ledger
+from phalanx.parallel.mesh.mesh import build_mesh
+from phalanx.parallel.mesh.torch_compat import all_gather_single, sum_scatter_along
+from phalanx.parallel.process_group.rendezvous import Place, join, leave
+from phalanx.run.spec import RunSpec
+from phalanx.train.lifecycle.assemble import make_deterministic
+from phalanx.train.lifecycle.compose import Built, build_model
+from phalanx.train.measure.calibrate import Points, Settings
+from phalanx.train.step.memory import MemoryMeter, extremes
+from phalanx.train.step.state import fill_initial
+from phalanx.train.step.step import Stepper
+
+_JOIN_TIMEOUT_S = 300.0
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "point_to_point")
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A step of the trainer; of the slowest rank, and of the rank that holds most."""
+
+    wall_s: float
+    cpu_s: float
+    """Processor time of all threads of a rank."""
+    memory_bytes: dict[str, int]
+    """By kind and "total", as ``phalanx.observe.memory`` names them."""
+
+
+def on_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """What ``function(*args)`` returns on each of ``ranks`` new processes that form one group."""
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        point = (Path(folder) / "store").as_uri()
+        workers = [
+            context.Process(target=_rank, args=(rank, ranks, point, results, function, args))
+            for rank in range(ranks)
+        ]
+        for worker in workers:
+            worker.start()
+        found = dict(results.get() for _ in workers)
+        for worker in workers:
+            worker.join()
+    failed = [f"rank {rank}: {error}" for rank, (error, _) in sorted(found.items()) if error]
+    if failed:
+        raise RuntimeError("; ".join(failed))
+    return [found[rank][1] for rank in range(ranks)]
+
+
+def _rank(
+    rank: int, ranks: int, point: str, results: Any, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # of libraries: nobody who calibrates can act on them
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        join(Place(rank, ranks, rank, point, "phalanx"), device, _JOIN_TIMEOUT_S)
+        results.put((rank, ("", function(*args))))
+    except Exception as error:
+        results.put((rank, (f"{type(error).__name__}: {error}", None)))
+    finally:
+        leave()
+
+
+def collectives(settings: Settings, members: int) -> Points:
+    """Each collective between ``members`` ranks, sizes (members, bytes); the slowest rank's time."""
+    by_rank = on_ranks(members, _time_collectives, settings)
+    points: Points = {}
+    for name in COLLECTIVES:
+        columns = zip(*(found[name] for found in by_rank), strict=True)
+        points[name] = [(one[0][0], max(seconds for _, seconds in one)) for one in columns]
+    return points
+
+
+def _time_collectives(settings: Settings) -> Points:
+    powers = (12, 20, 24) if settings.quick else (12, 14, 16, 18, 20, 22, 24)
+    points: Points = {}
+    for name in COLLECTIVES:
+        points[name] = []
+        for power in powers:
+            work, rounds = _collective(name, 2**power // 4, settings.device), 3 if settings.quick else 7
+            seconds = _rounds(work, rounds, settings) / (2 if name == "point_to_point" else 1)
+            points[name].append(((float(dist.get_world_size()), float(2**power)), seconds))
+    return points
+
+
+def _rounds(work: Callable[[], object], rounds: int, settings: Settings) -> float:
+    """The least of so many rounds: all ranks must do equally many, so that a budget of time will not do."""
+    read = time.process_time if settings.clock == "cpu" else time.perf_counter
+    best = float("inf")
+    for _ in range(rounds + 1):
+        dist.barrier()
+        begin = read()
+        # Four in a row, so that how ranks leave the barrier counts little.
+        for _ in range(4):
+            work()
+        if settings.device.type == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, (read() - begin) / 4)
+    return max(best, 1e-9)
+
+
+def _collective(name: str, elements: int, device: torch.device) -> Callable[[], object]:
+    ranks, everyone = dist.get_world_size(), dist.group.WORLD
+    assert everyone is not None, "the ranks have joined"
+    whole = torch.ones(elements // ranks * ranks, device=device)
+    piece = torch.ones(elements // ranks, device=device)
+    if name == "all_gather":
+        return lambda: all_gather_single(whole, piece, everyone)
+    if name == "reduce_scatter":
+        return lambda: sum_scatter_along(whole, 0, everyone)
+    if name == "all_reduce":
+        return lambda: dist.all_reduce(whole)
+    if name == "all_to_all":
+        received = torch.empty_like(whole)
+        return lambda: dist.all_to_all_single(received, whole)
+    return lambda: _there_and_back(whole)
+
+
+def _there_and_back(whole: torch.Tensor) -> None:
+    """From the first rank to the second, and back: one way alone would be over for the sender before it arrived."""
+    first, rank = (dist.send, dist.recv), dist.get_rank()
+    if rank < 2:
+        for pass_on in first if rank == 0 else reversed(first):
+            pass_on(whole, 1 - rank)
+
+
+def measure_step(spec: RunSpec, ranks: int, steps: int = 4) -> MeasuredStep:
+    """The median of ``steps`` steps of ``spec`` on ``ranks`` ranks of this machine, after two that warm up."""
+    found = on_ranks(ranks, _steps, spec, steps)
+    return MeasuredStep(
+        wall_s=max(one.wall_s for one in found),
+        cpu_s=max(one.cpu_s for one in found),
+        memory_bytes=found[0].memory_bytes,
+    )
+
+
+def _steps(spec: RunSpec, steps: int) -> MeasuredStep:
+    device = torch.device("cuda", dist.get_rank()) if torch.cuda.is_available() else torch.device("cpu")
+    make_deterministic(spec, device)
+    built = build_model(spec, build_mesh(spec, dist.get_world_size(), device))
+    fill_initial(built.model.parts, built.placement, spec)
+    stepper = built.stepper(_batches(spec, built), Ledger())
+    stepper.run(1)
+    memory = _memory(built, stepper, device)
+    wall, cpu = [], []
+    for number in range(3, 3 + steps):
+        dist.barrier()
+        begin, begin_cpu = time.perf_counter(), time.process_time()
+        stepper.run(number)
+        wall.append(time.perf_counter() - begin)
+        cpu.append(time.process_time() - begin_cpu)
+    return MeasuredStep(float(np.median(wall)), float(np.median(cpu)), memory)
+
+
+def _memory(built: Built, stepper: Stepper, device: torch.device) -> dict[str, int]:
+    """What the second step holds, the most of any rank by kind."""
+    meter = MemoryMeter(
+        built.model.parts,
+        lambda: [part.tensor for held in built.optimizer.state().values() for part in held],
+        device,
+        compiled=False,
+    )
+    stepper.before_update = meter.gradients_complete
+    with meter:
+        stepper.run(2)
+    stepper.before_update = lambda: None
+    return extremes(meter.result(), device)[0]
+
+
+def _batches(spec: RunSpec, built: Built) -> Iterator[NDArray[np.int64]]:
+    """Made-up tokens: speed does not depend on what they say."""
+    random = np.random.default_rng(0)
+    per_slot = spec.train.batch_size // spec.train.slots
+    while True:
+        for _ in built.rounds:
+            yield random.integers(
+                0, spec.model.vocab_size, (per_slot, spec.train.seq_len + 1), dtype=np.int64
+            )

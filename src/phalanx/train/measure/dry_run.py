@@ -1,0 +1,259 @@
+"""One rank of a large fleet, built and stepped in a single process: nothing is trained, but nothing is made up either.
+
+A process that believes it is rank 40,000 of 98,304 is given by a *fake* process group, whose collectives return at once. The
+trainer's own code then builds the real meshes and, on the meta device, the real modules; what they hold is compared with
+``phalanx.model.facts.holdings``. For the collectives a model of the same layers, layout and schedule, but of tiny width, takes one
+real optimiser step, and everything that it calls is counted and compared with ``phalanx.parallel.collectives``.
+
+A slot of the counted step has as few micro-batches as its schedule allows, and a rank has one slot: what a step calls is
+proportional to both, or is called once. Activations are not recomputed, and the optimiser is AdamW.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from phalanx.model.facts.holdings import holding, place_of
+from phalanx.model.facts.stages import stage_layers
+from phalanx.observe.ledger import Bucket, Ledger
+from phalanx.parallel.collectives import Calls, collectives
+from phalanx.parallel.mesh.mesh import Mesh, build_mesh
+from phalanx.parallel.mesh.torch_compat import group_of, join_fake
+from phalanx.parallel.reduction.data_parallel import local, named_parameters, spread
+from phalanx.run.layout import SPLIT_BACKWARD, layout_of, micro_batches_per_slot
+from phalanx.run.spec import MemorySpec, ModelSpec, OptimizerSpec, PrecisionSpec, RunSpec, RuntimeSpec
+from phalanx.train.lifecycle.compose import build_model, clocks, divided_parts
+from phalanx.train.step.state import fill_initial
+
+_DEVICE = torch.device("cpu")
+_KINDS = {
+    "allreduce_": "all_reduce",
+    "all_reduce": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
+    "send": "send",
+    "recv_": "recv",
+}
+"""What the operations of ``c10d`` and ``_c10d_functional`` are."""
+
+_SILENT = ("wait_tensor", "_wrap_tensor_autograd")
+"""Operations that say nothing to other ranks."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was derived and what was found on one rank."""
+
+    rank: int
+    stages: tuple[int, ...]
+    elements: dict[str, tuple[int, int]]
+    """Of each parameter that either has: by the closed form, and in the module."""
+    calls: dict[tuple[str, str], tuple[int, int]]
+    """Of each kind of collective: by the closed form, and counted."""
+
+    @property
+    def matches(self) -> bool:
+        """Whether everything is equal."""
+        pairs = (*self.elements.values(), *self.calls.values())
+        return all(derived == found for derived, found in pairs)
+
+
+def dry_run(spec: RunSpec, ranks: int, rank: int) -> Comparison:
+    """Builds and steps rank ``rank`` of a resolved ``spec`` on ``ranks`` ranks, alone.
+
+    Raises ``LayoutError`` when the run does not allow that number of ranks.
+    """
+    join_fake(rank, ranks)
+    try:
+        mesh = build_mesh(spec, ranks, _DEVICE)
+        small = tiny(spec, ranks)
+        held = holding(spec, mesh.layout, place_of(mesh.layout, rank))
+        narrow = holding(small, mesh.layout, place_of(mesh.layout, rank))
+        derived = {piece.parameter.name: piece.held for piece in held.pieces}
+        return Comparison(
+            rank,
+            held.stages,
+            _beside(derived, held_elements(spec, mesh)),
+            _beside(collectives(small, mesh.layout, narrow), counted(small, mesh)),
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+def _beside(derived: Mapping[Any, int], found: Mapping[Any, int]) -> dict[Any, tuple[int, int]]:
+    return {key: (derived.get(key, 0), found.get(key, 0)) for key in sorted({*derived, *found})}
+
+
+def held_elements(spec: RunSpec, mesh: Mesh) -> dict[str, int]:
+    """Elements of every parameter that this rank's modules hold; nothing is allocated."""
+    spec = _plain(spec)
+    waits = clocks(mesh.device)
+    parts, _ = divided_parts(spec, mesh, waits)
+    nowhere = dataclasses.replace(mesh, device=torch.device("meta"))
+    model = spread(parts, nowhere, spec, waits[Bucket.COMM_EXPOSED_DP])
+    return {name: local(p).numel() for name, p in named_parameters(model.parts).items()}
+
+
+def counted(spec: RunSpec, mesh: Mesh) -> Calls:
+    """The collectives of one optimiser step of a tiny ``spec``."""
+    built = build_model(spec, mesh)
+    fill_initial(built.model.parts, built.placement, spec)
+    stepper = built.stepper(_batches(spec), Ledger(time.monotonic_ns()))
+    with _Counting(_axes(mesh)) as counting:
+        report = stepper.run(1)
+    assert report.applied, "nothing in a dry run is infinite"
+    calls: Calls = counting.calls
+    return calls
+
+
+def _batches(spec: RunSpec) -> Iterator[NDArray[np.int64]]:
+    random = np.random.default_rng(0)
+    shape = spec.train.batch_size // spec.train.slots, spec.train.seq_len + 1
+    while True:
+        yield random.integers(0, spec.model.vocab_size, shape)
+
+
+def tiny(spec: RunSpec, ranks: int, rounds: int = 1) -> RunSpec:
+    """A run that does what a resolved ``spec`` does on ``ranks`` ranks, with the same layers and stages, in miniature."""
+    parallel, layout = spec.parallel, layout_of(spec.parallel, ranks)
+    per_slot = min(micro_batches_per_slot(spec), _fewest(spec))
+    slots = min(spec.train.slots, rounds * layout.data_ranks)
+    tokens = (
+        max(1, spec.train.micro_batch_size or spec.train.batch_size // spec.train.slots) * spec.train.seq_len
+    )
+    chunks = -(-tokens // layout.context // spec.train.loss_chunk)
+    seq_len = 2 * layout.model_ranks * chunks
+    split = tuple(map(len, stage_layers(spec))) if parallel.pipeline > 1 else ()
+    return dataclasses.replace(
+        _plain(spec),
+        model=_tiny_model(spec.model, layout.tensor),
+        train=dataclasses.replace(
+            spec.train,
+            batch_size=slots * per_slot,
+            micro_batch_size=1,
+            slots=slots,
+            seq_len=seq_len,
+            loss_chunk=seq_len // layout.context // chunks,
+            end_of_document=0,
+        ),
+        optimizer=OptimizerSpec(),
+        precision=PrecisionSpec(compute=spec.precision.compute),
+        parallel=dataclasses.replace(parallel, pipeline_split=split, async_tensor=False),
+    )
+
+
+def _plain(spec: RunSpec) -> RunSpec:
+    """Without what only changes how operations are carried out."""
+    return dataclasses.replace(
+        spec,
+        memory=MemorySpec(),
+        runtime=RuntimeSpec(device="cpu"),
+        parallel=dataclasses.replace(spec.parallel, async_tensor=False),
+    )
+
+
+def _fewest(spec: RunSpec) -> int:
+    """Micro-batches of a slot that a schedule needs; two where it does not matter."""
+    schedule, ranks = spec.parallel.pipeline_schedule, spec.parallel.pipeline
+    if ranks == 1:
+        return 2
+    return {"interleaved": ranks, **dict.fromkeys(SPLIT_BACKWARD, 2 * ranks)}.get(schedule, 2)
+
+
+def _tiny_model(model: ModelSpec, tensor: int) -> ModelSpec:
+    mla = model.mla
+    if mla is not None:
+        ranks = {"query_rank": 8 if mla.query_rank else 0, "kv_rank": 8}
+        mla = dataclasses.replace(mla, **ranks, nope_head_dim=8, rope_head_dim=8, value_head_dim=8)
+    return dataclasses.replace(
+        model,
+        dim=16,
+        heads=tensor,
+        kv_heads=tensor,
+        head_dim=8 if mla is None else 16,
+        ffn_dim=8 * tensor,
+        vocab_size=8 * tensor,
+        mla=mla,
+        moe=dataclasses.replace(model.moe, ffn_dim=8 * tensor) if model.moe else None,
+    )
+
+
+def _axes(mesh: Mesh) -> dict[str, str]:
+    """The axis of each process group, by the group's name."""
+    groups = {
+        "fsdp": mesh.dense.get_group("fsdp"),
+        "replicate": mesh.replicate_group,
+        "tensor": mesh.tensor_group,
+        "context": mesh.context_group,
+        "sequence": mesh.sequence_group,
+        "expert_shard": mesh.expert_mesh.get_group("expert_shard"),
+        "expert": mesh.expert_group,
+        "expert_tensor": mesh.expert_tensor_group,
+    }
+    names = {str(group.group_name): axis for axis, group in groups.items()}
+    names |= {str(group.group_name): "pipeline" for group in mesh.pipeline_groups}
+    names[str(mesh.expert_mesh.get_group("replicate").group_name)] = "replicate"
+    assert dist.group.WORLD is not None
+    return names | {str(dist.group.WORLD.group_name): "all"}
+
+
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts collectives, and gives them results that a step can go on with: as if all ranks had what this one has."""
+
+    def __init__(self, axes: Mapping[str, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.axes = axes
+        self.calls: Calls = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if func.namespace not in ("c10d", "_c10d_functional") or name in _SILENT:
+            return result
+        axis = self.axes[group_of(args)]
+        self.calls[axis, _KINDS[name]] += 1
+        if func.namespace == "c10d":
+            _fill(name, args, everybody=axis == "all")
+        elif isinstance(result, Tensor):
+            _spread(args[0], result)
+        return result
+
+
+def _fill(name: str, args: tuple[Any, ...], *, everybody: bool) -> None:
+    """The result of an operation of ``c10d``, which has been left empty."""
+    if name == "recv_":
+        args[0][0].zero_()
+    elif name == "allreduce_":
+        # Another rank adds a one: sums over the fleet that this rank has no part in are not empty.
+        args[0][0].add_(int(everybody))
+    elif name != "send":
+        _spread(args[1], args[0])
+
+
+def _spread(given: Tensor, result: Tensor) -> None:
+    """Repeats what is given, or cuts it off, to fill the result."""
+    source, target = given.reshape(-1), result.reshape(-1)
+    if target.numel() > source.numel() > 0 and target.numel() % source.numel() == 0:
+        source = source.repeat(target.numel() // source.numel())
+    result.copy_(
+        source[: target.numel()].view_as(result)
+        if source.numel() >= target.numel()
+        else torch.zeros_like(result)
+    )

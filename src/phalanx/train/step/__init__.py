@@ -1,0 +1,1 @@
+"""One optimizer step: slots, loss, learning rate, evaluation, and the state it updates."""

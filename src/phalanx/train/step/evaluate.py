@@ -1,0 +1,75 @@
+"""The loss on held-out text, the same number on any fleet.
+
+The held-out sequences are cut into batches of a fixed shape, dealt to the data-parallel ranks in turn; the losses are added
+in the order of batches, and of context ranks within a batch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from phalanx.data.dataset import RunData
+from phalanx.parallel.reduction.data_parallel import DataParallel, reshard
+from phalanx.run.spec import RunSpec
+from phalanx.train.step.loss import IGNORE
+from phalanx.train.step.slot import SlotRunner
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What came of an evaluation."""
+
+    loss: float
+    """Mean cross-entropy in nats a token."""
+    bits_per_byte: float
+    """Bits needed for a byte of the text, as a compressor counts."""
+
+
+def _batch(data: RunData, numbers: NDArray[np.int64], size: int) -> tuple[Tensor, Tensor]:
+    """Held-out samples ``(size, seq + 1)`` and their targets ``(size, seq)``; what is missing to ``size`` is ignored.
+
+    So every batch has one shape: another would have the blocks compiled anew, on those ranks that see it.
+    """
+    held_out = np.concatenate([data.held_out_samples(int(number), 1) for number in numbers])
+    samples = F.pad(torch.from_numpy(held_out), (0, 0, 0, size - len(numbers)))
+    targets = samples[:, 1:].clone()
+    targets[len(numbers) :] = IGNORE
+    return samples, targets
+
+
+@torch.no_grad()
+def evaluate(
+    model: DataParallel, runner: SlotRunner, data: RunData, spec: RunSpec, wanted: int
+) -> Evaluation | None:
+    """The loss on ``wanted`` held-out sequences (0: on all), evenly spaced; ``None`` if there are none."""
+    sequences = min(wanted or data.held_out_len, data.held_out_len)
+    if sequences == 0:
+        return None
+    numbers = np.arange(sequences) * data.held_out_len // sequences
+    mesh = model.mesh
+    size = spec.train.micro_batch_size or spec.train.batch_size // spec.train.slots
+    batches = -(-sequences // size)
+    context = mesh.layout.context
+    losses = torch.zeros(batches * context, dtype=torch.float64, device=mesh.device)
+    for turn in range(-(-batches // mesh.layout.data_ranks)):
+        batch = turn * mesh.layout.data_ranks + mesh.data_rank
+        # A rank without a batch repeats the first, since the forward pass gathers weights from everybody.
+        first = (batch if batch < batches else 0) * size
+        samples, targets = _batch(data, numbers[first : first + size], size)
+        loss = runner.evaluate(runner.losses.cut(samples.to(mesh.device), targets.to(mesh.device)))
+        if batch < batches and runner.reports:
+            losses[batch * context + mesh.context_rank] = loss.double()
+    # The next forward pass, and whoever looks at the weights, is to find shards and not their gathered copies.
+    reshard(model.parts)
+    dist.all_reduce(losses)
+    nats = math.fsum(losses.tolist())
+    text_bytes = int(data.held_out_bytes(numbers).sum())
+    return Evaluation(nats / (sequences * spec.train.seq_len), nats / math.log(2) / max(1, text_bytes))

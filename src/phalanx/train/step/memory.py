@@ -1,0 +1,200 @@
+"""Measures what a step holds in memory, by kind, on one rank.
+
+Parameters, buffers, gradients and the optimiser's state are tensors that can be asked for their size. Activations have no
+name: they are what a forward pass leaves allocated that was not there before it. On a GPU the allocator counts what is
+allocated; on a CPU a dispatch mode watches every operation's results, during one step. Compiled code would not run as
+compiled under such a mode, so there only what has a name is told.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+
+from phalanx.observe.memory import MemoryByKind
+from phalanx.parallel.reduction.data_parallel import local
+
+
+class MemoryMeter:
+    """Measures the step that runs inside ``with meter:``; ``gradients_complete`` is to be called before its update.
+
+    Args:
+        parts: The model as it is on this rank: whole, or some stages of it.
+        state: Gives the tensors of the optimiser's state.
+        compiled: Whether parts of the model are compiled.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        state: Callable[[], Iterable[Tensor]],
+        device: torch.device,
+        *,
+        compiled: bool,
+    ) -> None:
+        self._parts, self._state, self._device = parts, state, device
+        self._watch = _Watch() if device.type == "cpu" and not compiled else None
+        self._sees = device.type == "cuda" or self._watch is not None
+        self._hooks: list[RemovableHandle] = []
+        self._before: list[int] = []
+        self._in_flight = self._activations = self._gradients = self._parameters = 0
+        self._held: set[int] = set()
+        """Where this rank's shares of the weights lie."""
+
+    def __enter__(self) -> MemoryMeter:
+        shares = self._shares()
+        self._parameters = storage_bytes(shares, self._device)
+        self._held = {share.untyped_storage().data_ptr() for share in shares}
+        if self._sees:
+            for part in self._parts:
+                self._hooks.append(part.register_forward_pre_hook(self._forward_begins, prepend=True))
+                self._hooks.append(part.register_forward_hook(self._forward_ends))
+        if self._watch is not None:
+            buffers = (buffer for part in self._parts for buffer in part.buffers())
+            self._watch.leave_out([*shares, *buffers, *self._state()])
+            self._watch.__enter__()  # type: ignore[no-untyped-call]
+        elif self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._watch is not None:
+            self._watch.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:
+            hook.remove()
+
+    def gradients_complete(self) -> None:
+        """Looks at the gradients: all of them are there, as the optimiser will find them."""
+        held = [local(p.grad) for p in self._parameters_of_parts() if p.grad is not None]
+        self._gradients = max(self._gradients, storage_bytes(held, self._device))
+
+    def result(self) -> MemoryByKind:
+        """What was measured, once the step is done."""
+        optimizer = storage_bytes(self._state(), self._device)
+        buffers = storage_bytes((buffer for part in self._parts for buffer in part.buffers()), self._device)
+        named = self._parameters + self._gradients + optimizer + buffers + self._activations
+        peak = self._peak()
+        activations = self._activations if self._sees else None
+        return MemoryByKind(
+            self._parameters, self._gradients, optimizer, activations, buffers, max(0, peak - named)
+        )
+
+    def _shares(self) -> list[Tensor]:
+        return [local(parameter.detach()) for parameter in self._parameters_of_parts()]
+
+    def _parameters_of_parts(self) -> Iterator[nn.Parameter]:
+        return (parameter for part in self._parts for parameter in part.parameters())
+
+    def _allocated(self) -> int:
+        """Bytes in use, without weights that are gathered for the moment."""
+        # While it is gathered, a module shows the whole weight in place of this rank's share.
+        whole = [share for share in self._shares() if share.untyped_storage().data_ptr() not in self._held]
+        gathered = storage_bytes(whole, self._device)
+        if self._watch is not None:
+            return self._watch.live() - gathered
+        return torch.cuda.memory_allocated(self._device) - gathered
+
+    def _peak(self) -> int:
+        if self._watch is not None:
+            return self._watch.peak + self._watch.left_out_bytes
+        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
+
+    def _forward_begins(self, *_: Any) -> None:
+        self._before.append(self._allocated())
+
+    def _forward_ends(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        left = self._allocated() - self._before.pop()
+        if not (isinstance(output, Tensor) and output.requires_grad):
+            return
+        self._in_flight += left
+        self._activations = max(self._activations, self._in_flight)
+
+        def backward_begins(_gradient: Tensor) -> None:
+            self._in_flight -= left
+
+        output.register_hook(backward_begins)  # type: ignore[no-untyped-call]
+
+
+def extremes(mine: MemoryByKind, device: torch.device) -> tuple[dict[str, int], dict[str, int]]:
+    """For each kind that could be seen, the bytes of the rank with most and of that with least. On all ranks together."""
+    kinds = {
+        kind: value for kind, value in {**asdict(mine), "total": mine.total}.items() if value is not None
+    }
+    values = torch.tensor([*kinds.values()], dtype=torch.int64, device=device)
+    both = torch.stack((values, -values))
+    dist.all_reduce(both, dist.ReduceOp.MAX)
+    most, least = both.tolist()
+    return dict(zip(kinds, most, strict=True)), dict(zip(kinds, (-value for value in least), strict=True))
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees the memory of every tensor that an operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._left_out: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.peak = 0
+        self.left_out_bytes = 0
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Does not count the memory of ``tensors``, which was there before, when an operation makes a view of it."""
+        storages = {
+            id(storage): storage
+            for tensor in tensors
+            if (storage := local(tensor).untyped_storage()).device.type == "cpu"
+        }
+        self._left_out = {key: weakref.ref(storage) for key, storage in storages.items()}
+        self.left_out_bytes = sum(storage.nbytes() for storage in storages.values())
+
+    def live(self) -> int:
+        """Bytes of all that were seen and still exist."""
+        # Asked anew each time: FSDP frees gathered weights by shrinking their storage.
+        return sum(
+            storage.nbytes() for ref in list(self._storages.values()) if (storage := ref()) is not None
+        )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if sum(self._is_new(tensor.untyped_storage()) for tensor in _tensors(result)):
+            self.peak = max(self.peak, self.live())
+        return result
+
+    def _is_new(self, storage: torch.UntypedStorage) -> bool:
+        key = id(storage)
+        if key in self._storages or (key in self._left_out and self._left_out[key]() is storage):
+            return False
+        self._storages[key] = weakref.ref(storage, lambda _: self._storages.pop(key, None))
+        return True
+
+
+def _tensors(result: Any) -> Iterator[Tensor]:
+    if isinstance(result, Tensor):
+        yield local(result)  # a DTensor's own storage is that of the whole, and no memory at all
+    elif isinstance(result, (tuple, list)):
+        for item in result:
+            yield from _tensors(item)
+
+
+def storage_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
+    """Bytes of the memory on ``device`` behind ``tensors``, what they share counted once."""
+    storages = {
+        storage.data_ptr(): storage.nbytes()
+        for tensor in tensors
+        if tensor.device.type == device.type and (storage := local(tensor).untyped_storage()).nbytes()
+    }
+    return sum(storages.values())

@@ -1,0 +1,96 @@
+"""Where everything that a run keeps lies: which part of which tensor this rank holds, and who else holds the same.
+
+The tensor, expert and pipeline axes divide the model's parameters before FSDP does (``phalanx.parallel.mesh.partition``); this
+table puts both together, for whoever must speak of whole tensors: initial values, checkpoints, the hash of the weights and
+the norm of the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from phalanx.checkpoint.format.boxes import Box
+from phalanx.checkpoint.format.state import Copies, Shard, dtype_name
+from phalanx.model.facts.shape import Parameter
+from phalanx.parallel.mesh.mesh import Mesh
+from phalanx.parallel.mesh.partition import Partition
+from phalanx.parallel.reduction.data_parallel import local
+from phalanx.train.optimizers.optimizer import StatePart
+
+
+@dataclass(frozen=True)
+class Placement:
+    """This rank's parts of the model's parameters."""
+
+    mesh: Mesh
+    kinds: Mapping[str, Parameter]
+    """Every parameter and balance bias of the whole model, in the canonical order."""
+    partitions: Mapping[str, Partition]
+    """Those that the tensor and expert axes divide or copy, as far as this rank holds them."""
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of elements of the whole model's parameters."""
+        return sum(kind.numel for kind in self.kinds.values() if kind.kind != "balance")
+
+    @property
+    def routers(self) -> list[str]:
+        """The names of all routers of the whole model, in the order of layers."""
+        return [name.removesuffix(".weight") for name, kind in self.kinds.items() if kind.kind == "router"]
+
+    def partition(self, name: str) -> Partition:
+        """How a parameter is divided before FSDP divides it."""
+        return self.partitions.get(name) or Partition(self.kinds[name].shape)
+
+    def owns(self, name: str) -> bool:
+        """Whether, of all ranks that hold this rank's part of a parameter, this is the one that answers for it."""
+        return self.mesh.rank == self.holders(name)[0]
+
+    def holders(self, name: str) -> tuple[int, ...]:
+        """The ranks that hold the same part of a parameter as this one, this one included, in ascending order."""
+        mesh, kind = self.mesh, self.kinds[name]
+        if kind.stacked:
+            place = mesh.expert_mesh.get_coordinate()
+            assert place is not None, "every rank has a place"
+            held = mesh.expert_mesh.mesh[place[0], :, place[2], place[3], place[4]]
+        elif kind.kind == "balance":
+            held = mesh.dense.mesh[mesh.pipeline_rank]
+        elif self.partition(name).splits:
+            held = mesh.dense.mesh[mesh.pipeline_rank, :, mesh.fsdp_rank, mesh.tensor_rank]
+        else:
+            held = mesh.dense.mesh[mesh.pipeline_rank, :, mesh.fsdp_rank]
+        return tuple(sorted(int(rank) for rank in held.flatten().tolist()))
+
+    def shard(self, prefix: str, name: str, tensor: Tensor) -> Shard:
+        """What this rank holds of a tensor that is laid out like parameter ``name``, for a checkpoint."""
+        partition = self.partition(name)
+        offset, shape = partition.box(tensor)
+        if 0 in shape:
+            offset = (0,) * len(shape)
+        holders = self.holders(name)
+        box = Box(f"{prefix}/{name}", dtype_name(tensor.dtype), partition.whole, offset, shape)
+        return Shard(
+            box, local(tensor.detach()), Copies(holders.index(self.mesh.rank), len(holders), holders)
+        )
+
+    def state_shard(self, name: str, part: StatePart) -> Shard:
+        """A part of the optimiser's state, for a checkpoint."""
+        shape = tuple(part.tensor.shape)
+        offset = (0,) * len(shape) if 0 in shape else part.offset
+        mesh = self.mesh.stage_mesh
+        alone = mesh.mesh[self.mesh.pipeline_rank, :, mesh.get_local_rank("stage")]
+        holders = self.holders(part.like) if part.like else tuple(int(rank) for rank in alone.tolist())
+        return Shard(
+            Box(name, dtype_name(part.tensor.dtype), part.whole, offset, shape),
+            part.tensor,
+            Copies(holders.index(self.mesh.rank), len(holders), holders),
+        )
+
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """All of a tensor that is laid out like parameter ``name``. On all ranks of a stage and replica together."""
+        part = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return self.partition(name).gather(part)

@@ -1,0 +1,141 @@
+"""A run's state as named tensors: how it begins, how it is found again, and what its weights hash to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx.checkpoint.format.errors import CheckpointError
+from phalanx.checkpoint.format.state import Shard, dtype_name
+from phalanx.checkpoint.tiers.digest import TensorDigest, combine, tensor_digest
+from phalanx.checkpoint.tiers.restore import candidates, restore
+from phalanx.checkpoint.tiers.tier import Tier
+from phalanx.model.init import fill
+from phalanx.model.layers.router import routers
+from phalanx.parallel.mesh.mesh import Mesh
+from phalanx.parallel.reduction.data_parallel import local, named_parameters
+from phalanx.run.spec import RunSpec
+from phalanx.train.optimizers.optimizer import Optimizer
+from phalanx.train.step.placement import Placement
+
+
+class NoGoodCheckpointError(RuntimeError):
+    """There are checkpoints, but none can be restored."""
+
+
+@dataclass(frozen=True)
+class RestoredState:
+    """What was restored, and what had to be passed over on the way."""
+
+    step: int
+    extra: dict[str, Any]
+    passed_over: tuple[str, ...]
+    source: str
+    """From where; empty means the run's checkpoints."""
+    seconds: float
+    """How long it took on this rank."""
+    moved_bytes: int = 0
+    """What all ranks together fetched from other nodes' memory."""
+
+
+def state_tensors(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """What this rank holds of the model's state by name: parameters, and the biases that balance experts."""
+    tensors: dict[str, Tensor] = {name: p.detach() for name, p in named_parameters(parts).items()}
+    for part in parts:
+        tensors |= {f"{name}.bias": r.bias for name, r in routers(part) if r.bias is not None}
+    return tensors
+
+
+def fill_initial(parts: Sequence[nn.Module], placement: Placement, spec: RunSpec) -> None:
+    """Fills what this rank holds of every parameter with its initial values."""
+    for name, tensor in state_tensors(parts).items():
+        offset, _ = placement.partition(name).box(tensor)
+        fill(local(tensor), placement.kinds[name], offset, spec.model, spec.runtime.seed)
+
+
+def weight_shards(parts: Sequence[nn.Module], placement: Placement) -> list[Shard]:
+    """What this rank holds of the weights, named as in a checkpoint."""
+    return [placement.shard("model", name, tensor) for name, tensor in state_tensors(parts).items()]
+
+
+def state_shards(parts: Sequence[nn.Module], optimizer: Optimizer, placement: Placement) -> list[Shard]:
+    """What this rank holds of weights and moments, named as in a checkpoint."""
+    return [
+        *weight_shards(parts, placement),
+        *(
+            placement.state_shard(f"optimizer/{name}", part)
+            for name, held in optimizer.state().items()
+            for part in held
+        ),
+    ]
+
+
+def restore_newest(
+    tier: Tier, shards: Sequence[Shard], mesh: Mesh, *, up_to: int | None = None
+) -> RestoredState | None:
+    """Fills ``shards`` from the newest checkpoint that every rank can read in full; ``None`` if there is none.
+
+    Those after step ``up_to`` are left out of account.
+    A rank that finds its part torn or corrupted says so, and all ranks turn to the next older one together. Raises
+    ``NoGoodCheckpointError`` when none is left.
+    """
+    began_s = time.monotonic()
+    passed_over: list[str] = []
+    damaged: list[int] = []
+    for step in _agreed_candidates(tier, mesh):
+        if up_to is not None and step > up_to:
+            continue
+        error = ""
+        extra: dict[str, Any] = {}
+        try:
+            extra = restore(tier, step, shards, rank=mesh.rank)
+        except CheckpointError as problem:
+            error = str(problem)
+        errors: list[str] = [""] * mesh.ranks
+        dist.all_gather_object(errors, error)
+        if not any(errors):
+            if mesh.rank == 0:
+                # Training will come by these steps again, and then they are to be saved anew.
+                for bad in damaged:
+                    tier.set_aside(bad)
+            dist.barrier()
+            return RestoredState(step, extra, tuple(passed_over), "", time.monotonic() - began_s)
+        damaged.append(step)
+        passed_over += sorted({f"step {step}: {text}" for text in errors if text})
+    if passed_over:
+        raise NoGoodCheckpointError(
+            "no checkpoint can be restored; remove the damaged ones to start from scratch:\n"
+            + "\n".join(f"  {line}" for line in passed_over)
+        )
+    return None
+
+
+def _agreed_candidates(tier: Tier, mesh: Mesh) -> list[int]:
+    """The steps to try, as rank 0 sees them: a shared file system may show them to others a moment later."""
+    steps = [candidates(tier) if mesh.rank == 0 else []]
+    dist.broadcast_object_list(steps, src=0)
+    return steps[0]
+
+
+def weights_sha256(parts: Sequence[nn.Module], placement: Placement) -> str:
+    """The hash of all weights, the same on any mesh and from any checkpoint (``phalanx.checkpoint.tiers.digest``).
+
+    One tensor at a time is made whole; the ranks of a stage take turns at hashing.
+    """
+    mesh = placement.mesh
+    stage = mesh.dense.mesh[mesh.pipeline_rank].flatten().tolist()
+    mine: dict[str, TensorDigest] = {}
+    for number, (name, tensor) in enumerate(state_tensors(parts).items()):
+        whole = placement.whole(name, tensor)
+        if number % len(stage) == stage.index(mesh.rank):
+            data = whole.cpu().contiguous().view(torch.uint8).numpy()
+            mine[name] = tensor_digest(dtype_name(whole.dtype), tuple(whole.shape), [data])
+    gathered: list[dict[str, TensorDigest]] = [{} for _ in range(mesh.ranks)]
+    dist.all_gather_object(gathered, mine)
+    return combine({name: digest for part in gathered for name, digest in part.items()})

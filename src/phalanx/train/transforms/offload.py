@@ -1,0 +1,348 @@
+"""Keeping what is not needed just now away from the accelerator: in host memory, or in a file on a local disk.
+
+A block's activations lie idle from its forward to its backward pass (as an optimiser's moments do from step to step; these
+are in ``offload_moments``; ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857). Activations come by PyTorch's
+saved-tensor hooks; they are copied away while the next blocks compute, and brought back one block ahead of the backward
+pass. Copies are exact, and strides are kept, so no bit changes.
+
+Files have no name: whatever becomes of the process, the operating system frees them when it ends. Space in them is
+reserved before it is used, so that a full disk is an error with a remedy and not a bus error.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+import weakref
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from phalanx.model.block import Block
+from phalanx.parallel.reduction.data_parallel import local
+from phalanx.run.spec import MemorySpec
+
+SMALLEST_BYTES = 1 << 16
+"""Smaller tensors stay where they are: they save nothing."""
+_PAGE = 4096
+_WRITES_AT_ONCE = 16  # tensors that wait for the disk; more would only take their memory again
+
+
+class OffloadError(RuntimeError):
+    """There is no room for what is to be kept elsewhere."""
+
+
+class Regions:
+    """A nameless file in ``folder``, and which parts of it are free."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  lives as long as this object
+        self.fd = self._file.fileno()
+        self.size = 0
+        """Bytes of the file."""
+        self._free: dict[int, list[int]] = {}
+
+    def take(self, length: int) -> int:
+        """The offset of a region for ``length`` bytes. Raises ``OffloadError`` if the disk is full."""
+        size = _rounded(length)
+        if self._free.get(size):
+            return self._free[size].pop()
+        return self._extend(size)
+
+    def give_back(self, offset: int, length: int) -> None:
+        """Frees the region that ``take(length)`` gave."""
+        self._free.setdefault(_rounded(length), []).append(offset)
+
+    def mapped(self, length: int) -> NDArray[np.uint8]:
+        """A region of ``length`` bytes, all zero, for as long as the file lives, mapped into memory."""
+        offset = self._extend(-(-length // _PAGE) * _PAGE)
+        return np.memmap(self._file, dtype=np.uint8, mode="r+", offset=offset, shape=(length,))
+
+    def _extend(self, size: int) -> int:
+        offset = self.size
+        try:
+            os.posix_fallocate(self.fd, offset, size)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            raise OffloadError(
+                f"{self.folder} has no room for {offset + size:,} bytes of offloaded tensors ({error.strerror}): free some "
+                'space, point memory.offload_path to a larger disk, or offload to "host"'
+            ) from error
+        self.size += size
+        return offset
+
+
+def _rounded(length: int) -> int:
+    """Sizes come in eighths of powers of two, so that tensors of nearly one size take turns in one region."""
+    unit = max(_PAGE, 1 << max(0, length.bit_length() - 4))
+    return -(-length // unit) * unit
+
+
+# --- activations ----------------------------------------------------------------------------------
+
+
+class Waiting(Protocol):
+    """The bytes of one tensor, elsewhere."""
+
+    @abstractmethod
+    def fetch(self) -> None:
+        """Begins to bring them back, if that has not begun yet."""
+
+    @abstractmethod
+    def get(self) -> Tensor:
+        """The bytes ``(n,)``, uint8, on the device again."""
+
+
+Store = Callable[[Tensor], Waiting]
+"""Takes the bytes ``(n,)``, uint8, of a tensor that nobody will change; returns at once."""
+
+
+class HostStore:
+    """Pinned host memory of a CUDA device, copied to and from on a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def __call__(self, source: Tensor) -> _OnHost:
+        return _OnHost(self, source)
+
+
+class _OnHost(Waiting):
+    def __init__(self, store: HostStore, source: Tensor) -> None:
+        self._store, self._device = store, source.device
+        self._host = torch.empty(len(source), dtype=torch.uint8, pin_memory=True)
+        self._back: Tensor | None = None
+        store.stream.wait_stream(torch.cuda.current_stream(source.device))
+        with torch.cuda.stream(store.stream):
+            self._host.copy_(source, non_blocking=True)
+            self.copied = store.stream.record_event()
+        # Its memory is not given to others before the copy is made.
+        source.record_stream(store.stream)
+
+    def host(self) -> Tensor:
+        """The bytes on the host, once they are all there."""
+        self.copied.synchronize()
+        return self._host
+
+    def fetch(self) -> None:
+        if self._back is not None:
+            return
+        self._back = torch.empty(len(self._host), dtype=torch.uint8, device=self._device)
+        # The memory may have been somebody else's until now.
+        self._store.stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._store.stream):
+            self._back.copy_(self._host, non_blocking=True)
+            self.copied = self._store.stream.record_event()
+        self._back.record_stream(self._store.stream)
+
+    def get(self) -> Tensor:
+        self.fetch()
+        torch.cuda.current_stream(self._device).wait_event(self.copied)
+        return cast(Tensor, self._back)
+
+
+class FileStore:
+    """A file, written and read by a few threads."""
+
+    def __init__(self, folder: Path, device: torch.device, threads: int = 2) -> None:
+        self.regions = Regions(folder)
+        self.pool = ThreadPoolExecutor(threads, thread_name_prefix="offload")
+        self._host = HostStore(device) if device.type == "cuda" else None
+        self._writes: deque[Future[None]] = deque()
+
+    def __call__(self, source: Tensor) -> Waiting:
+        self.flush(_WRITES_AT_ONCE - 1)
+        offset = self.regions.take(len(source))
+        on_host = self._host(source) if self._host else None
+        write = self.pool.submit(self._write, source if on_host is None else on_host, offset)
+        self._writes.append(write)
+        waiting = _InFile(self, write, offset, len(source), source.device)
+        # Backward may never come (an exception, an evaluation); a region is free when nobody can ask for it any more, and
+        # nobody is still writing to it.
+        weakref.finalize(waiting, _free_after, write, self.regions, offset, len(source)).atexit = False
+        return waiting
+
+    def flush(self, left: int = 0) -> None:
+        """Waits until at most ``left`` tensors are still on their way to the file."""
+        while len(self._writes) > left:
+            self._writes.popleft().result()
+
+    def _write(self, source: Tensor | _OnHost, offset: int) -> None:
+        data = _bytes(source if isinstance(source, Tensor) else source.host())
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self.regions.fd, data[done:], offset + done)
+
+    def read(self, write: Future[None], offset: int, length: int, *, pinned: bool) -> Tensor:
+        """The ``length`` bytes at ``offset`` once ``write`` has put them there."""
+        write.result()
+        host = torch.empty(length, dtype=torch.uint8, pin_memory=pinned)
+        data, done = _bytes(host), 0
+        while done < length:
+            read = os.preadv(self.regions.fd, [data[done:]], offset + done)
+            if not read:
+                raise OSError(
+                    f"offloaded tensors in {self.regions.folder} have become shorter: who truncates open files?"
+                )
+            done += read
+        return host
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.numpy())  # type: ignore[arg-type]
+
+
+def _free_after(write: Future[None], regions: Regions, offset: int, length: int) -> None:
+    write.add_done_callback(lambda _: regions.give_back(offset, length))
+
+
+class _InFile(Waiting):
+    def __init__(
+        self, store: FileStore, write: Future[None], offset: int, length: int, device: torch.device
+    ) -> None:
+        self._store, self._write, self._offset, self._length = store, write, offset, length
+        self._device = device
+        self._read: Future[Tensor] | None = None
+        self._back: Tensor | None = None
+
+    def fetch(self) -> None:
+        if self._read is None:
+            pinned = self._device.type == "cuda"
+            self._read = self._store.pool.submit(
+                self._store.read, self._write, self._offset, self._length, pinned=pinned
+            )
+
+    def get(self) -> Tensor:
+        self.fetch()
+        if self._back is None:
+            self._back = cast(Future[Tensor], self._read).result().to(self._device, non_blocking=True)
+        return self._back
+
+
+class _Item:
+    """One storage that went away, and the pass that it belongs to."""
+
+    def __init__(self, waiting: Waiting, owner: _Pass) -> None:
+        self.waiting, self.owner = waiting, owner
+
+
+class _View:
+    """A tensor in a storage that went away."""
+
+    def __init__(self, item: _Item, tensor: Tensor) -> None:
+        self._item, self._dtype = item, tensor.dtype
+        self._place = (tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def restore(self) -> Tensor:
+        self._item.owner.coming_back()
+        storage = self._item.waiting.get().untyped_storage()
+        return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._place)
+
+
+class _Pass:
+    """One forward pass of one block: what it keeps for backward goes away, each storage once."""
+
+    def __init__(
+        self, store: Store, smallest: int, staying: Iterable[Tensor], previous: _Pass | None
+    ) -> None:
+        self._store, self._smallest, self._previous = store, smallest, previous
+        self._staying = {_address(tensor) for tensor in staying}
+        self._away: dict[tuple[int, int], tuple[weakref.ref[Any], weakref.ref[_Item]]] = {}
+        self._items: list[weakref.ref[_Item]] = []
+        self._back = False
+
+    def pack(self, tensor: Tensor) -> Tensor | _View:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < self._smallest or _address(tensor) in self._staying:
+            return tensor
+        return _View(self._item(tensor, storage), tensor)
+
+    def _item(self, tensor: Tensor, storage: torch.UntypedStorage) -> _Item:
+        key = (_address(tensor), tensor._version)
+        # An address says little once its memory has been given to another tensor.
+        known, item = (ref() for ref in self._away.get(key, (lambda: None, lambda: None)))
+        if item is None or known is not storage:
+            content = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            item = _Item(self._store(content), self)
+            self._away[key] = (weakref.ref(storage), weakref.ref(item))
+            self._items.append(weakref.ref(item))
+        return cast(_Item, item)
+
+    def coming_back(self) -> None:
+        """Brings all of this pass back, and of the one that backward will come to next."""
+        if not self._back:
+            self._back = True
+            self.fetch()
+            if self._previous is not None:
+                self._previous.fetch()
+
+    def fetch(self) -> None:
+        for reference in reversed(self._items):
+            item = reference()
+            if item is not None:
+                item.waiting.fetch()
+
+
+def _address(tensor: Tensor) -> int:
+    return local(tensor).untyped_storage().data_ptr()
+
+
+def _unpack(saved: Tensor | _View) -> Tensor:
+    return saved.restore() if isinstance(saved, _View) else saved
+
+
+class _Offloading:
+    """Wraps the blocks' forward functions; knows which pass came last."""
+
+    def __init__(self, store: Store, smallest: int) -> None:
+        self._store, self._smallest = store, smallest
+        self._last: _Pass | None = None
+
+    def wrap(self, block: nn.Module, *, first: bool) -> Callable[..., Tensor]:
+        inner = block.forward
+
+        @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
+        def forward(x: Tensor, *tables: Tensor | None) -> Tensor:
+            if not torch.is_grad_enabled():
+                return cast(Tensor, inner(x, *tables))
+            # Weights are the block's as long as it lives; the tables are all blocks'.
+            staying = (*block.parameters(), *(table for table in tables if isinstance(table, Tensor)))
+            self._last = _Pass(self._store, self._smallest, staying, None if first else self._last)
+            with saved_tensors_hooks(self._last.pack, _unpack):
+                return cast(Tensor, inner(x, *tables))
+
+        return cast(Callable[..., Tensor], forward)
+
+
+def apply_activation_offload(module: nn.Module, spec: MemorySpec, device: torch.device) -> None:
+    """Has what each block of ``module`` keeps for backward wait where ``spec.offload_activations`` says.
+
+    After recomputation is applied (what is offloaded then is what it keeps through autograd: the blocks' inputs), before
+    blocks are compiled and sharded. On a CPU, activations are in host memory already: "host" changes nothing.
+    """
+    where = spec.offload_activations
+    if where == "host" and device.type == "cuda":
+        offload_activations(module, HostStore(device))
+    elif where == "file":
+        offload_activations(module, FileStore(Path(spec.offload_path), device))
+
+
+def offload_activations(module: nn.Module, store: Store, smallest: int = SMALLEST_BYTES) -> None:
+    """Has what each block of ``module`` keeps for backward, from ``smallest`` bytes on, wait in ``store``."""
+    offloading = _Offloading(store, smallest)
+    blocks = [part for part in module.modules() if isinstance(part, Block)]
+    for number, block in enumerate(blocks):
+        block.forward = offloading.wrap(block, first=number == 0)  # type: ignore[method-assign]

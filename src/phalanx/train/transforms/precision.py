@@ -1,0 +1,291 @@
+"""Matrix products of the blocks with 8-bit operands.
+
+An H100 multiplies 8-bit floating-point numbers twice as fast as bf16. Their range and precision are small, so each operand
+is divided by a scale beforehand, chosen from its own largest element at the moment of use ("dynamic scaling"; Micikevicius
+et al., arXiv 2209.05433), and the product is accumulated in a wide format. What shares a scale is what distinguishes the
+formats, which follow the recipes of the same names in torchao:
+
+- ``fp8-tensorwise``: the whole operand; e4m3 forward, e5m2 (more range) for gradients.
+- ``fp8-rowwise``: a row of the product's left operand or a column of its right; e4m3 throughout.
+- ``mxfp8``: 32 elements that follow each other in the sum (OCP Microscaling, arXiv 2310.10537); e4m3 throughout.
+
+Scales are powers of two in all of them. Dividing by one rounds nothing, and a quantised number is exact in bf16: where the
+hardware lacks a format, multiplying the same numbers in the compute format gives the same result up to the order of sums.
+So every format can be tried, and is tested, on a laptop.
+
+A scale is a function of this rank's operands of this micro-batch alone, never of a history or of other ranks: data-parallel
+ranks have no say in the bits. For the same reason grouped products have their scales by row, or by 32 elements of a row:
+which experts are on a rank, and whose tokens stand beside whose, is nothing to a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.functional import ScalingType, SwizzleType
+
+from phalanx.model.block import Block
+from phalanx.model.layers.linear import Linear
+from phalanx.model.layers.moe import Experts
+from phalanx.run.spec import RunSpec
+
+Scaling = Literal["tensor", "row", "block"]
+
+_BLOCK = 32  # elements that share a scale in mxfp8; also what the kernels want sums to be a multiple of
+_TILE = 16  # what they want the number of results of a row to be a multiple of
+
+
+@dataclass(frozen=True)
+class Format:
+    """How the operands of a product are written."""
+
+    scaling: Scaling
+    """What shares a scale."""
+    forward: torch.dtype
+    """Of activations and weights."""
+    gradient: torch.dtype
+    """Of gradients."""
+    capability: tuple[int, int]
+    """The first CUDA compute capability with a kernel for it."""
+
+
+FORMATS = {
+    "fp8-tensorwise": Format("tensor", torch.float8_e4m3fn, torch.float8_e5m2, (8, 9)),
+    "fp8-rowwise": Format("row", torch.float8_e4m3fn, torch.float8_e4m3fn, (9, 0)),
+    "mxfp8": Format("block", torch.float8_e4m3fn, torch.float8_e4m3fn, (10, 0)),
+}
+
+
+def apply_precision(module: nn.Module, spec: RunSpec) -> None:
+    """Has the blocks' linear layers and experts multiply in ``spec.precision.matmul``.
+
+    Router, embedding, output projection and norms stay as they are. Before the tensor axis is applied, which wraps its
+    communication around the products that it finds.
+    """
+    if spec.precision.matmul == "compute":
+        return
+    for block in (part for part in module.modules() if isinstance(part, Block)):
+        for part in block.modules():
+            if isinstance(part, Linear):
+                part.product = NarrowProduct(spec.precision.matmul)
+            elif isinstance(part, Experts):
+                part.product = NarrowGroupedProduct(spec.precision.matmul)
+
+
+@dataclass(frozen=True)
+class NarrowProduct:
+    """``phalanx.model.layers.linear.Product`` with operands of a narrow format, forward and in both products of backward."""
+
+    format: str
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        """``(..., inputs)`` times the transpose of ``(outputs, inputs)``: ``(..., outputs)``, in ``x``'s dtype."""
+        rows = _NarrowProduct.apply(x.flatten(0, -2), weight, self.format)  # type: ignore[no-untyped-call]
+        return cast(Tensor, rows).view(*x.shape[:-1], -1)
+
+
+@dataclass(frozen=True)
+class NarrowGroupedProduct:
+    """``phalanx.model.layers.moe.GroupedProduct`` with operands of a narrow format, forward and for the gradient of the rows.
+
+    The matrices' gradient is a sum over each expert's tokens, whose number only the accelerator knows; it is computed in the
+    compute format, as in torchao's recipes with a high-precision weight gradient.
+    """
+
+    format: str
+
+    def __call__(self, rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+        """``(m, i)``, ``(experts, o, i)`` and ``(experts,)`` int32 to ``(m, o)``, in the rows' dtype."""
+        product = _NarrowGroupedProduct.apply(rows, matrices, ends, self.format)  # type: ignore[no-untyped-call]
+        return cast(Tensor, product)
+
+
+class Quantised(NamedTuple):
+    """Narrow numbers ``(..., r, k)`` and their scales: ``values * scale`` is what they stand for.
+
+    ``scale`` is fp32: ``(..., 1, 1)`` by tensor, ``(..., r, 1)`` by row, ``(..., r, k / 32)`` by block.
+    """
+
+    values: Tensor
+    scale: Tensor
+
+
+def quantise(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> Quantised:
+    """``x`` ``(..., r, k)`` in a narrow format; by block, ``k`` is a multiple of 32.
+
+    What is not finite makes everything that shares its scale not finite.
+    """
+    grouped = x.view(*x.shape[:-1], -1, _BLOCK) if scaling == "block" else x
+    largest = grouped.abs().amax(dim=(-2, -1) if scaling == "tensor" else -1, keepdim=True)
+    scale = _scale(largest, torch.finfo(dtype).max)
+    values = (grouped.float() / scale).to(dtype)
+    return (
+        Quantised(values.flatten(-2), scale.squeeze(-1)) if scaling == "block" else Quantised(values, scale)
+    )
+
+
+def _scale(largest: Tensor, limit: float) -> Tensor:
+    """The least power of two that brings ``largest`` within ``limit``; infinite if ``largest`` is."""
+    # On the bits of the quotient: adding a mantissa's largest value carries into the exponent unless the mantissa is zero.
+    # Logarithms and powers would round differently from device to device.
+    bits = (largest.float() / limit).view(torch.int32)
+    exponent = ((bits + 0x7FFFFF) >> 23).clamp(1, 255)
+    return (exponent << 23).view(torch.float32)
+
+
+def dequantise(quantised: Quantised, dtype: torch.dtype) -> Tensor:
+    """What the narrow numbers stand for, exactly: ``dtype`` is fp32 or bf16."""
+    values, scale = quantised
+    # Each scale belongs to as many neighbours as there are columns for it.
+    parts = values.to(dtype).view(*values.shape[:-1], scale.shape[-1], -1)
+    return (parts * scale.to(dtype).unsqueeze(-1)).flatten(-2)
+
+
+class _NarrowProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, name: str) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.name = name
+        narrow = FORMATS[name].forward
+        return _product(x, weight, (narrow, narrow), FORMATS[name], fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        form, gradient = FORMATS[ctx.name], upstream[0]
+        dtypes = (form.gradient, form.forward)
+        grad_x = _product(gradient, weight.t(), dtypes, form) if ctx.needs_input_grad[0] else None
+        grad_weight = _product(gradient.t(), x.t(), dtypes, form) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, None
+
+
+def _product(
+    left: Tensor, right: Tensor, dtypes: tuple[torch.dtype, torch.dtype], form: Format, *, fast: bool = False
+) -> Tensor:
+    """``(m, k)`` times the transpose of ``(n, k)``, both quantised along ``k``: ``(m, n)``, in ``left``'s dtype.
+
+    ``fast`` allows the accumulation of Hopper's tensor cores, good enough forward but not for gradients.
+    """
+    kernel, outputs = has_kernel(form, left), right.shape[0]
+    # Zeros add nothing to a sum and raise no largest element; kernels want multiples.
+    left, right = _padded(left, 1, _BLOCK), _padded(right, _TILE if kernel else 1, _BLOCK)
+    a, b = quantise(left, dtypes[0], form.scaling), quantise(right, dtypes[1], form.scaling)
+    if kernel:
+        product = multiply_narrow(a, b, form.scaling, left.dtype, fast=fast)
+        return product[:, :outputs] if len(right) > outputs else product
+    return dequantise(a, left.dtype) @ dequantise(b, left.dtype).t()
+
+
+def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
+    """``x`` ``(..., r, k)`` with zeros after its end, up to multiples of ``rows`` and ``columns``."""
+    more_rows, more_columns = -x.shape[-2] % rows, -x.shape[-1] % columns
+    return F.pad(x, (0, more_columns, 0, more_rows)) if more_rows or more_columns else x
+
+
+def has_kernel(form: Format, operand: Tensor) -> bool:
+    """Whether the hardware that ``operand`` lies on multiplies in this format (with bf16 around it)."""
+    if operand.device.type != "cuda" or operand.dtype != torch.bfloat16 or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(operand.device) >= form.capability
+
+
+def multiply_narrow(
+    a: Quantised, b: Quantised, scaling: Scaling, dtype: torch.dtype, *, fast: bool
+) -> Tensor:
+    """``a`` ``(m, k)`` times the transpose of ``b`` ``(n, k)`` by the hardware's own kernel: ``(m, n)``.
+
+    ``k`` is a multiple of 32, ``n`` of 16.
+    """
+    recipe = {
+        "tensor": ScalingType.TensorWise,
+        "row": ScalingType.RowWise,
+        "block": ScalingType.BlockWise1x32,
+    }
+    swizzle = SwizzleType.SWIZZLE_32_4_4 if scaling == "block" else None
+    product: Tensor = F.scaled_mm(
+        a.values.contiguous(),
+        b.values.contiguous().t(),
+        _kernel_scale(a.scale, scaling),
+        recipe[scaling],
+        _kernel_scale(b.scale, scaling).t() if scaling == "row" else _kernel_scale(b.scale, scaling),
+        recipe[scaling],
+        swizzle_a=swizzle,
+        swizzle_b=swizzle,
+        output_dtype=dtype,
+        use_fast_accum=fast,
+    )
+    return product
+
+
+def _kernel_scale(scale: Tensor, scaling: Scaling) -> Tensor:
+    """Scales of ``(r, k)`` as the kernel reads them: by block, as exponents in the order of the tensor cores' tiles."""
+    if scaling != "block":
+        return scale
+    # Tiles of 128 rows by 4 blocks; within a tile the rows r, r + 32, r + 64 and r + 96 are neighbours (cuBLAS, "1D block
+    # scaling factors layout").
+    rows, blocks = scale.shape
+    padded = F.pad(scale, (0, -blocks % 4, 0, -rows % 128))
+    tiled = padded.view(len(padded) // 128, 4, 32, -1, 4)
+    return tiled.permute(0, 3, 2, 1, 4).to(torch.float8_e8m0fnu).flatten()
+
+
+class _NarrowGroupedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, matrices: Tensor, ends: Tensor, name: str) -> Tensor:
+        ctx.save_for_backward(rows, matrices, ends)
+        ctx.name = name
+        narrow = FORMATS[name].forward
+        return _grouped_product(rows, matrices, ends, (narrow, narrow), FORMATS[name], fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        rows, matrices, ends = ctx.saved_tensors
+        form, gradient = FORMATS[ctx.name], upstream[0].contiguous()
+        grad_rows = grad_matrices = None
+        if ctx.needs_input_grad[0]:
+            dtypes = (form.forward, form.forward)
+            grad_rows = _grouped_product(gradient, matrices.transpose(1, 2), ends, dtypes, form)
+        if ctx.needs_input_grad[1]:
+            grad_matrices = F.grouped_mm(gradient.t(), rows, offs=ends)
+        return grad_rows, grad_matrices, None, None
+
+
+def _grouped_product(
+    rows: Tensor,
+    matrices: Tensor,
+    ends: Tensor,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    form: Format,
+    *,
+    fast: bool = False,
+) -> Tensor:
+    """Each of ``rows`` ``(m, k)`` times the transpose of its expert's matrix, of ``(experts, n, k)``: ``(m, n)``."""
+    rows, matrices = _padded(rows, 1, _BLOCK), _padded(matrices, 1, _BLOCK)
+    scaling: Scaling = "row" if form.scaling == "tensor" else form.scaling
+    a, b = quantise(rows, dtypes[0], scaling), quantise(matrices, dtypes[1], scaling)
+    if scaling == "row" and has_kernel(form, rows):
+        return multiply_narrow_groups(a, b, ends, rows.dtype, fast=fast)
+    wide = dequantise(b, rows.dtype)
+    return F.grouped_mm(dequantise(a, rows.dtype), wide.transpose(1, 2), offs=ends)
+
+
+def multiply_narrow_groups(
+    a: Quantised, b: Quantised, ends: Tensor, dtype: torch.dtype, *, fast: bool
+) -> Tensor:
+    """As ``_grouped_product``, by the hardware's own kernel, of operands with a scale for each row."""
+    product: Tensor = F.scaled_grouped_mm(  # type: ignore[attr-defined]
+        a.values.contiguous(),
+        b.values.contiguous().transpose(1, 2),
+        a.scale.flatten(),
+        ScalingType.RowWise,
+        b.scale.squeeze(-1).contiguous(),
+        ScalingType.RowWise,
+        offs=ends,
+        output_dtype=dtype,
+        use_fast_accum=fast,
+    )
+    return product

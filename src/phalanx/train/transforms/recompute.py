@@ -1,0 +1,88 @@
+"""Computing activations again in the backward pass instead of keeping them (Chen et al., arXiv 1604.06174).
+
+What a block keeps for backward is, without this, some dozen tensors as wide as the model or wider. ``full`` keeps a block's
+input alone and computes the block twice. ``selective`` keeps the results that cost much time per byte, and computes only the
+cheap rest again (Korthikanti et al., arXiv 2205.05198); ``budget`` leaves the choice to the compiler, which solves a knapsack
+problem for each block.
+
+Recomputation does the same operations on the same numbers, so no bit changes: that includes the choices of a router, and
+collectives, which all ranks of a group run again in the same order. PyTorch's non-reentrant checkpoint is put around a
+block's ``forward`` rather than around the block, so that parameters keep their names, and so that whatever hooks the block
+has (FSDP's gathering of weights) run once and stay outside.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
+
+from phalanx.model.block import Block
+from phalanx.parallel.mesh.torch_compat import keep_activations_within
+from phalanx.run.spec import RunSpec
+
+ATTENTION = frozenset(
+    {
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    }
+)
+"""Attention in one kernel: quadratic time, a result as wide as its queries."""
+PRODUCTS = frozenset(
+    {"mm", "bmm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"}
+)
+"""Matrix products whose first argument is the left operand ``(..., m, k)`` and whose second is the right, ``(..., k, n)``."""
+FUNCTIONAL_COLLECTIVES = "_c10d_functional"
+
+
+def apply_recompute(module: nn.Module, spec: RunSpec) -> None:
+    """Has the blocks of ``module`` recompute what ``spec.memory.recompute`` says. Before they are compiled and sharded."""
+    how = spec.memory.recompute
+    if how == "none":
+        return
+    if how == "budget":
+        keep_activations_within(spec.memory.recompute_budget)
+        return
+    contexts = noop_context_fn if how == "full" else partial(create_selective_checkpoint_contexts, policy)
+    for block in (part for part in module.modules() if isinstance(part, Block)):
+        # There is no randomness in a block whose state would have to be kept.
+        block.forward = partial(  # type: ignore[method-assign]
+            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+        )
+
+
+def policy(
+    context: SelectiveCheckpointContext,  # noqa: ARG001  PyTorch's signature
+    operation: Any,
+    *args: Any,
+    **kwargs: Any,  # noqa: ARG001
+) -> CheckpointPolicy:
+    """What of a block is kept: results of attention and of collectives, and of products that do not widen.
+
+    A product's time for each byte of its result is as its inner dimension. All products that read the residual stream are
+    alike in that; but the two that widen it to a feed-forward layer's inner width are two thirds of the bytes or more of
+    what could be kept. Computing just these again costs about as much time as computing every second product, and keeps
+    a good deal less.
+    """
+    name = operation.overloadpacket.__name__
+    if name in ATTENTION or operation.namespace == FUNCTIONAL_COLLECTIVES:
+        return CheckpointPolicy.MUST_SAVE
+    operands = args[1:3] if name == "addmm" else args[:2] if name in PRODUCTS else ()
+    if operands and not _widens(*operands):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _widens(left: Tensor, right: Tensor) -> bool:
+    return right.shape[-1] > left.shape[-1]

@@ -1,0 +1,109 @@
+"""Restore plans and shares, against element-wise copies."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpoint.worlds import box_of, grids, holdings, random_tensor, states
+from phalanx.checkpoint.format.boxes import Box, whole
+from phalanx.checkpoint.format.errors import MismatchError, NotCoveredError
+from phalanx.checkpoint.format.restore_plan import DISK, OWN_MEMORY, PEER, Held, Place, plan_restore, share_of
+
+FULL = whole("t", "float32", (8, 6))
+
+
+def held_at(box: Box, distance: int, holder: str = "0") -> Held:
+    return Held(box, Place("tier", holder, distance))
+
+
+@given(st.data())
+def test_each_needed_element_is_read_exactly_once_whatever_the_layouts(data: st.DataObject) -> None:
+    state = data.draw(states())
+    stored = data.draw(holdings(state, 3))
+    needed = [box for boxes in data.draw(holdings(state, 2)) for box in boxes]
+    held = [
+        held_at(box, data.draw(st.sampled_from([0, 2, 3])), str(r))
+        for r, boxes in enumerate(stored)
+        for box in boxes
+    ]
+    reads = plan_restore(needed, held, reader=data.draw(st.integers(0, 3)))
+    times = {name: np.zeros(tuple(tensor.shape), int) for name, tensor in state.items()}
+    for read in reads:
+        assert read.source.box.contains(read.part)
+        times[read.part.name][read.part.slices_in(box_of(read.part.name, state[read.part.name]))] += 1
+    wanted = {name: np.zeros_like(count) for name, count in times.items()}
+    for box in needed:
+        wanted[box.name][box.slices_in(box_of(box.name, state[box.name]))] += 1
+    assert all((times[name] == wanted[name]).all() for name in state)
+
+
+@given(st.data())
+def test_no_element_comes_from_further_away_than_it_must(data: st.DataObject) -> None:
+    held = [held_at(box, data.draw(st.integers(0, 4))) for _ in range(2) for box in data.draw(grids(FULL))]
+    nearest = np.full(FULL.shape, 9)
+    for entry in held:
+        where = entry.box.slices_in(FULL)
+        nearest[where] = np.minimum(nearest[where], entry.place.distance)
+    for read in plan_restore([FULL], held):
+        assert (nearest[read.part.slices_in(FULL)] == read.source.place.distance).all()
+
+
+def test_what_memory_lacks_comes_from_a_peer_and_then_from_disk() -> None:
+    held = [held_at(FULL, DISK), held_at(FULL.rows(2, 8), PEER), held_at(FULL.rows(4, 8), OWN_MEMORY)]
+    parts = {read.source.place.distance: read.part for read in plan_restore([FULL], held)}
+    assert parts == {OWN_MEMORY: FULL.rows(4, 8), PEER: FULL.rows(2, 4), DISK: FULL.rows(0, 2)}
+
+
+def test_equal_readers_ask_different_equally_near_holders() -> None:
+    held = [held_at(FULL, PEER, str(holder)) for holder in range(4)]
+    asked = {plan_restore([FULL], held, reader=rank)[0].source.place.holder for rank in range(4)}
+    assert asked == {"0", "1", "2", "3"}
+
+
+def test_reads_come_in_the_order_in_which_sources_are_listed() -> None:
+    held = [held_at(FULL.rows(row, row + 1), DISK) for row in (5, 0, 7, 1, 2, 6, 3, 4)]
+    assert [read.source for read in plan_restore([FULL], held)] == held
+
+
+def test_elements_held_nowhere_are_named() -> None:
+    with pytest.raises(NotCoveredError, match=r"t\[3:8,0:6\]") as caught:
+        plan_restore([FULL], [held_at(FULL.rows(0, 3), DISK)])
+    assert caught.value.names == ("t",)
+
+
+@pytest.mark.parametrize("other", [whole("t", "bfloat16", (8, 6)), whole("t", "float32", (8, 7))])
+def test_another_dtype_or_shape_is_refused_and_named(other: Box) -> None:
+    with pytest.raises(MismatchError, match=r"needed float32 \(8, 6\), held") as caught:
+        plan_restore([FULL], [held_at(other, DISK)])
+    assert caught.value.names == ("t",)
+
+
+def test_an_empty_box_needs_nothing() -> None:
+    assert plan_restore([FULL.rows(3, 3)], []) == ()
+
+
+@given(st.data(), st.integers(1, 9))
+def test_shares_are_disjoint_and_complete(data: st.DataObject, replicas: int) -> None:
+    state = data.draw(states())
+    boxes = [cell for name, tensor in state.items() for cell in data.draw(grids(box_of(name, tensor)))]
+    counts = {name: np.zeros(tuple(tensor.shape), int) for name, tensor in state.items()}
+    for replica in range(replicas):
+        for box in share_of(boxes, replica, replicas):
+            counts[box.name][box.slices_in(box_of(box.name, state[box.name]))] += 1
+    assert all((count == 1).all() for count in counts.values())
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 8)), min_size=1, max_size=8), st.integers(1, 9))
+def test_a_share_is_within_a_row_of_the_equal_one(sizes: list[tuple[int, int]], replicas: int) -> None:
+    boxes = [whole(f"t{i}", "float32", size) for i, size in enumerate(sizes)]
+    shares = [sum(box.nbytes for box in share_of(boxes, replica, replicas)) for replica in range(replicas)]
+    longest_row = max(4 * columns for _, columns in sizes)
+    equal = sum(shares) / replicas
+    assert all(abs(share - equal) <= longest_row + 1 for share in shares)
+
+
+def test_shares_do_not_depend_on_the_order_of_the_boxes() -> None:
+    boxes = [box_of(f"t{i}", random_tensor((5 + i, 3), torch.float32, 0)) for i in range(6)]
+    assert share_of(boxes, 1, 3) == share_of(boxes[::-1], 1, 3)

@@ -1,0 +1,20 @@
+"""A writer killed at any moment leaves the old set of committed steps, or that and one more, all whole."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_a_kill_at_any_moment_leaves_only_whole_steps_and_loses_none(tmp_path: Path) -> None:
+    program = Path(__file__).with_name("crash_program.py")
+    source = Path(__file__).parents[3] / "src"
+    done = subprocess.run(
+        [sys.executable, program, tmp_path, "25", "1"],
+        env={**os.environ, "PYTHONPATH": str(source)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(done.stdout.split()[2]) >= 12, "a kill after a commit lost it"

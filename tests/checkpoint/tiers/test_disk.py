@@ -1,0 +1,249 @@
+"""The disk tier when things go wrong: damage, missing files, full and forbidden storage."""
+
+import json
+import os
+import resource
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from checkpoint.worlds import save_state
+from phalanx.checkpoint.format.blocks import page_aligned, verified_blocks, write_blocks
+from phalanx.checkpoint.format.errors import (
+    CorruptError,
+    FormatVersionError,
+    MissingFileError,
+    NoSuchStepError,
+    NotCoveredError,
+    StorageError,
+    StorageFullError,
+)
+from phalanx.checkpoint.format.manifest import _sealed, decode_index
+from phalanx.checkpoint.format.state import shards_of
+from phalanx.checkpoint.save.saver import AsyncSaver
+from phalanx.checkpoint.tiers.disk import INDEX, DiskTier
+from phalanx.checkpoint.tiers.restore import restore
+from phalanx.checkpoint.tiers.tier import never
+from phalanx.checkpoint.tiers.verify import verify
+
+STATE = {f"model/w{i}": torch.arange(300.0) + i for i in range(8)}
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> DiskTier:
+    made = DiskTier(tmp_path / "checkpoints", block_bytes=4096)
+    save_state(made, 100, STATE, {"tokens": 1})
+    return made
+
+
+def restored(tier: DiskTier) -> dict[str, torch.Tensor]:
+    state = {name: torch.empty_like(tensor) for name, tensor in STATE.items()}
+    restore(DiskTier(tier.root), 100, shards_of(state))
+    return state
+
+
+def flip(path: Path, position: int, mask: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= mask
+    path.write_bytes(data)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_flipped_bits_in_any_file_are_found_by_verify_and_by_a_full_restore(
+    tier: DiskTier, data: st.DataObject
+) -> None:
+    path = data.draw(st.sampled_from(sorted(tier.folder(100).iterdir())))
+    position = data.draw(st.integers(0, path.stat().st_size - 1))
+    mask = data.draw(st.integers(1, 255))
+    flip(path, position, mask)
+    try:
+        findings = verify(tier.root)
+        assert findings, f"{path.name} byte {position}"
+        assert all(str(finding.path) in str(finding.error) for finding in findings)
+        in_header = path.suffix == ".safetensors" and position < 4096
+        if not in_header:
+            with pytest.raises((CorruptError, FormatVersionError)):
+                restored(tier)
+    finally:
+        flip(path, position, mask)
+    assert verify(tier.root) == []
+
+
+def test_damage_is_reported_with_file_block_and_tensors(tier: DiskTier) -> None:
+    flip(tier.folder(100) / "rank-00000.safetensors", 4096 + 1200 * 2, 1)
+    with pytest.raises(
+        CorruptError, match=r"rank-00000\.safetensors, block 1 .*model/w2.*Restore another step"
+    ):
+        restored(tier)
+
+
+def test_damage_that_a_restore_does_not_touch_does_not_stop_it(tier: DiskTier) -> None:
+    flip(tier.folder(100) / "rank-00000.safetensors", 4096 + 1200 * 8 - 1, 1)
+    first = torch.empty(300)
+    restore(tier, 100, shards_of({"model/w0": first}))
+    assert torch.equal(first, STATE["model/w0"])
+
+
+@pytest.mark.parametrize("keep_bytes", [0, 100, 4096, 9000])
+def test_a_truncated_file_is_found(tier: DiskTier, keep_bytes: int) -> None:
+    os.truncate(tier.folder(100) / "rank-00000.safetensors", keep_bytes)
+    with pytest.raises(CorruptError, match=f"the file ends at byte {keep_bytes:,} of"):
+        restored(tier)
+    assert any("its manifest says" in str(finding) for finding in verify(tier.root))
+
+
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00000.json"])
+def test_a_missing_file_is_named(tier: DiskTier, name: str) -> None:
+    (tier.folder(100) / name).unlink()
+    with pytest.raises(MissingFileError, match=name):
+        restored(tier)
+    assert [finding.path.name for finding in verify(tier.root)] == [name]
+
+
+def test_a_folder_without_an_index_is_not_a_checkpoint(tier: DiskTier) -> None:
+    (tier.folder(100) / INDEX).unlink()
+    assert tier.steps() == []
+    with pytest.raises(NoSuchStepError, match="committed: none"):
+        restored(tier)
+
+
+def test_another_format_version_is_refused_by_number(tier: DiskTier) -> None:
+    path = tier.folder(100) / INDEX
+    content = json.loads(path.read_bytes())["content"]
+    path.write_bytes(_sealed({**content, "version": 99}))
+    with pytest.raises(FormatVersionError, match="version 99; this version of Phalanx reads 1"):
+        restored(tier)
+
+
+def test_a_renamed_checkpoint_is_found_by_verify(tier: DiskTier) -> None:
+    tier.folder(100).rename(tier.folder(200))
+    assert "of step 100: the folder was renamed" in str(verify(tier.root)[0])
+
+
+def test_the_index_carries_what_was_saved_with_the_step(tier: DiskTier) -> None:
+    index = decode_index((tier.folder(100) / INDEX).read_bytes(), "index")
+    assert (index.step, index.world_size, index.extra) == (100, 1, {"tokens": 1})
+
+
+def test_a_rank_file_opens_with_the_safetensors_library(tier: DiskTier) -> None:
+    with safe_open(tier.folder(100) / "rank-00000.safetensors", "pt") as file:
+        assert set(file.keys()) == set(STATE)
+        assert all(torch.equal(file.get_tensor(name), tensor) for name, tensor in STATE.items())
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 50_000, 65_536])
+@pytest.mark.parametrize("offset", [0, 3])
+def test_blocks_come_back_as_written_whatever_size_and_alignment(
+    tmp_path: Path, nbytes: int, offset: int
+) -> None:
+    data = page_aligned(nbytes + offset)[offset:]
+    data[:] = np.random.default_rng(0).integers(0, 256, nbytes, dtype=np.uint8)
+    written = write_blocks(tmp_path / "f", data, block_bytes=8192, cancelled=never)
+    assert (tmp_path / "f").read_bytes() == data.tobytes()
+    assert len(written.checksums) == -(-nbytes // 8192)
+    assert offset == 0 or nbytes == 0 or not written.direct
+    assert list(verified_blocks([])) == []
+
+
+# Storage that refuses
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    mount = tmp_path / "small"
+    mount.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", mount], capture_output=True, check=False
+    )
+    if made.returncode:
+        pytest.skip(f"cannot mount a small file system: {made.stderr.decode().strip()}")
+    yield mount
+    subprocess.run(["umount", mount], check=True)
+
+
+def test_a_full_disk_fails_the_save_but_neither_training_nor_older_checkpoints(small_disk: Path) -> None:
+    tier = DiskTier(small_disk)
+    save_state(tier, 1, STATE)
+    saver = AsyncSaver(tier, 0, 1, attempt=1)
+    saver.save(2, shards_of({"big": torch.zeros(1 << 21)}), {})
+    saver.wait()
+    (full,) = saver.poll()
+    assert isinstance(full.error, StorageFullError)
+    assert "8,392,704 bytes needed" in str(full.error)
+    assert "older checkpoints are intact" in str(full.error)
+    saver.save(3, shards_of(STATE), {})
+    saver.close()
+    assert [outcome.status for outcome in saver.poll()] == ["committed"]
+    assert verify(small_disk) == []
+    assert sorted(path.name for path in small_disk.iterdir()) == ["step-00000001", "step-00000003"]
+
+
+def test_a_disk_that_fills_up_while_writing_says_so(small_disk: Path) -> None:
+    with pytest.raises(StorageFullError, match=r"No space left.*8,388,608 bytes needed"):
+        write_blocks(small_disk / "f", page_aligned(8 << 20), block_bytes=1 << 20, cancelled=never)
+
+
+def test_a_file_size_limit_reads_as_full_storage(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        with pytest.raises(StorageFullError, match="file size limit"):
+            write_blocks(tmp_path / "f", page_aligned(1 << 18), block_bytes=1 << 14, cancelled=never)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StorageError, match="file"):
+        DiskTier(tmp_path / "file" / "checkpoints")
+
+
+def test_verify_reports_progress_up_to_every_byte(tier: DiskTier) -> None:
+    save_state(tier, 200, STATE)
+    reports: list[tuple[int, int]] = []
+    assert verify(tier.root, progress=lambda done, total: reports.append((done, total))) == []
+    files = sum(path.stat().st_size for path in tier.root.glob("step-*/*.safetensors"))
+    assert reports[-1] == (files, files)
+    assert [done for done, _ in reports] == sorted(done for done, _ in reports)
+
+
+def test_verify_looks_at_the_step_that_is_asked_for(tier: DiskTier) -> None:
+    save_state(tier, 200, STATE)
+    flip(tier.folder(100) / "rank-00000.safetensors", 5000, 1)
+    assert verify(tier.root, 200) == []
+    assert [finding.step for finding in verify(tier.root)] == [100]
+    with pytest.raises(NoSuchStepError, match="step 300"):
+        verify(tier.root, 300)
+
+
+def test_every_damaged_block_is_found_not_only_the_first(tier: DiskTier) -> None:
+    for position in (5000, 10_000, 12_500):
+        flip(tier.folder(100) / "rank-00000.safetensors", position, 1)
+    assert [str(finding).split(", ")[1].split(" (")[0] for finding in verify(tier.root)] == [
+        "block 1",
+        "block 2",
+        "block 3",
+    ]
+
+
+@pytest.mark.parametrize(
+    "state", [{"w": torch.zeros(8)}, STATE], ids=["half a tensor", "half of the tensors"]
+)
+def test_a_checkpoint_that_lacks_what_rank_0_holds_is_not_committed(
+    tmp_path: Path, state: dict[str, torch.Tensor]
+) -> None:
+    tier = DiskTier(tmp_path)
+    saver = AsyncSaver(tier, 0, 1, replica=0, replicas=2)  # The other replica is not there to write its half.
+    saver.save(1, shards_of(state), {})
+    saver.close()
+    assert isinstance(saver.poll()[0].error, NotCoveredError)
+    assert tier.steps() == []

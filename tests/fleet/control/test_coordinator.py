@@ -1,0 +1,234 @@
+"""The launcher of a local fleet, the coordinator's memory, and the operator's commands, with real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from fleet.fleet_processes import FLEET, PATIENCE_S, STAND_IN, Fleet, make_run, running_fleet
+from fleet.stand_in_worker import state_after
+from phalanx.fleet.control.coordinator import replayed
+from phalanx.fleet.control.fleet_file import read_fleet_file
+from phalanx.fleet.control.journal import Journal, JournalError
+from phalanx.fleet.node.local_fleet import LocalFleet, run_fleet
+from phalanx.launch.local import Ending
+from phalanx.observe.event_log import read_events
+from phalanx.observe.events import Message
+from phalanx.run.read import to_table
+from phalanx.train.lifecycle.run_directory import OpenRun, RunDirectory
+from phalanx_process import alive
+
+STEPS = 60
+LAUNCHER = """
+import os, sys, json
+from pathlib import Path
+from phalanx.fleet.node.local_fleet import LocalFleet, run_fleet
+from phalanx.train.lifecycle.run_directory import OpenRun, RunDirectory, read_resolved
+directory = RunDirectory(Path(sys.argv[1]))
+lock = os.open(directory.path / "lock", os.O_RDWR | os.O_CREAT)
+fleet = LocalFleet(2, 1, worker_program=(sys.executable, sys.argv[2]))
+ending = run_fleet(OpenRun(directory, read_resolved(directory), 0, lock), fleet, lambda ended: None)
+print(json.dumps([ending.status, ending.exit_code, ending.message]))
+"""
+
+
+def processes_of(run_dir: Path) -> set[int]:
+    """All living processes that have the run directory on their command line, but the launcher."""
+    found = subprocess.run(["pgrep", "-f", f"run-dir {run_dir}"], capture_output=True, text=True, check=False)
+    return {int(line) for line in found.stdout.split() if alive(int(line))}
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def launched(run_dir: Path, hold_at: int) -> tuple[subprocess.Popen[str], Fleet]:
+    """A launcher in a process of its own, and its fleet as a test sees it."""
+    make_run(run_dir, replace(FLEET, nodes=2, spares=1), STEPS)
+    fleet = Fleet(run_dir)
+    fleet.hold_at(hold_at)
+    process = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, str(run_dir), STAND_IN],
+        env=fleet.environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return process, fleet
+
+
+def test_the_launcher_tells_how_the_run_ended_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    process, fleet = launched(tmp_path, hold_at=20)
+    fleet.held(20)
+    fleet.hold_at(None)
+    out, _ = process.communicate(timeout=PATIENCE_S)
+    assert json.loads(out) == ["finished", 0, ""]
+    assert fleet.result() == {"step": STEPS, "state": state_after(STEPS).hex()}
+    assert not processes_of(tmp_path)
+
+
+def test_ctrl_c_is_one_wish_to_stop_and_the_launcher_says_that_one_can_go_on(tmp_path: Path) -> None:
+    process, fleet = launched(tmp_path, hold_at=20)
+    fleet.held(20)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=PATIENCE_S)
+    assert json.loads(out) == ["stopped", 75, ""]
+    assert not processes_of(tmp_path)
+
+
+def test_a_killed_launcher_takes_everything_with_it(tmp_path: Path) -> None:
+    process, fleet = launched(tmp_path, hold_at=20)
+    fleet.held(20)
+    started = processes_of(tmp_path)
+    assert len(started) == 1 + 3 + 3  # coordinator, agents, workers
+    process.kill()
+    process.communicate()
+    wait_for(lambda: not any(alive(pid) for pid in started))
+
+
+def test_the_launcher_starts_a_killed_coordinator_again_and_a_killed_node_after_its_repair(
+    tmp_path: Path,
+) -> None:
+    spec = make_run(tmp_path, replace(FLEET, nodes=2, spares=0), STEPS)
+    fleet = Fleet(tmp_path)
+    fleet.hold_at(20)
+    lock = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
+    run = OpenRun(RunDirectory(tmp_path), spec, 0, lock)
+    what = LocalFleet(2, repair_s=0.1, worker_program=(sys.executable, STAND_IN))
+
+    def disturb(_ended: Callable[[], bool]) -> None:
+        """Kills one after the other, from a thread, while the main thread looks after the processes."""
+        threading.Thread(target=scene, daemon=True).start()
+
+    def scene() -> None:
+        os.kill(fleet.held(20).coordinator_pid, signal.SIGKILL)
+        fleet.until(lambda seen: seen.restarts == 1 and all(one.attached for one in seen.members))
+        (agent,) = (pid for pid in processes_of(tmp_path) if is_agent(pid, "node-1"))
+        os.killpg(agent, signal.SIGKILL)
+        fleet.held(20, epoch=1)
+        fleet.until(
+            lambda seen: any(one.name == "node-1" and one.role in ("spare", "member") for one in seen.members)
+        )
+        fleet.hold_at(None)
+
+    ending = run_fleet(run, what, disturb)
+    os.close(lock)
+    assert ending == Ending("finished")
+    assert fleet.result()["state"] == state_after(STEPS).hex()
+
+
+def is_agent(pid: int, node: str) -> bool:
+    arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return b"phalanx.fleet.node.agent" in arguments and node.encode() in arguments
+
+
+def test_a_fleet_that_no_layout_fits_fails_with_the_reason(tmp_path: Path) -> None:
+    spec = make_run(tmp_path, replace(FLEET, nodes=1), STEPS)
+    spec = replace(spec, parallel=replace(spec.parallel, tensor=2))
+    (tmp_path / "run.toml").write_text(tomli_w.dumps(to_table(spec)))
+    lock = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
+    ending = run_fleet(OpenRun(RunDirectory(tmp_path), spec, 0, lock), LocalFleet(1), lambda _: None)
+    os.close(lock)
+    assert ending.status == "failed"
+    assert "fleet.nodes" in ending.message
+
+
+# --- the coordinator's memory -----------------------------------------------------------------------
+
+
+def test_the_journal_alone_leads_to_the_state_that_the_coordinator_had(tmp_path: Path) -> None:
+    with running_fleet(tmp_path, nodes=2, spares=1, steps=STEPS, hold_at=20) as fleet:
+        seen = fleet.held(20)
+        victim = next(one.name for one in seen.members if one.role == "member")
+        fleet.kill_node(victim)
+        fleet.held(20, epoch=1)
+        fleet.hold_at(None)
+        fleet.result()
+        assert fleet.coordinator is not None
+        fleet.coordinator.wait(timeout=PATIENCE_S)
+    (path,) = (tmp_path / "fleet").glob("journal-*")
+    journal = Journal(path)
+    journal.close()
+    state, restarts = replayed(journal.lines)
+    last = read_fleet_file(tmp_path)
+    assert (state.phase, state.epoch, state.recoveries, state.stale) == (
+        last.phase,
+        last.epoch,
+        last.recoveries,
+        last.stale,
+    )
+    assert state.result_json == last.result_json
+    assert restarts == 0
+    told = [
+        event.body.text for event in read_events(tmp_path / "events.jsonl") if isinstance(event.body, Message)
+    ]
+    assert any(victim in text for text in told)  # the run's history knows what happened
+
+
+def test_a_journal_that_is_none_is_refused_with_the_remedy() -> None:
+    with pytest.raises(JournalError, match="start again"):
+        replayed([b'{"type":"Happened","now_s":1.0,"events":[]}'])
+    with pytest.raises(JournalError, match="start again"):
+        replayed([b"{}"])
+
+
+# --- operators --------------------------------------------------------------------------------------
+
+
+def phalanx(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "phalanx", *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def answer(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    found = json.loads(done.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_an_operator_drains_a_node_lets_it_back_and_stops_the_run(tmp_path: Path) -> None:
+    run = str(tmp_path)
+    with running_fleet(tmp_path, nodes=2, spares=1, steps=STEPS, hold_at=20) as fleet:
+        seen = fleet.held(20)
+        victim = next(one.name for one in seen.members if one.role == "member")
+        assert answer(phalanx("fleet", "drain", run, victim, "--json"))["accepted"]
+        after = fleet.held(20, epoch=1)
+        assert [one.role for one in after.members if one.name == victim] == ["drained"]
+        assert after.ranks == 2
+        assert answer(phalanx("fleet", "add", run, victim, "--json"))["accepted"]
+        fleet.until(lambda seen: any(one.name == victim and one.role == "spare" for one in seen.members))
+        wrong = phalanx("fleet", "drain", run, "node-17", "--json")
+        assert wrong.returncode == 1
+        assert "node-17" in answer(wrong)["answer"]
+        status = answer(phalanx("status", run, "--json"))
+        assert (status["phase"], status["ranks"]) == ("running", 2)
+        shown = phalanx("status", run)
+        assert shown.returncode == 0
+        assert victim in shown.stdout
+        assert phalanx("fleet", "stop", run).returncode == 0
+        over = fleet.until(lambda seen: seen.over)
+        assert (over.phase, over.result_json) == ("finished", "")
+        late = phalanx("fleet", "stop", run)
+        assert late.returncode == 1
+        assert "over" in late.stderr
+
+
+def test_where_no_fleet_was_ever_started_status_says_how_to_start_one(tmp_path: Path) -> None:
+    done = phalanx("status", str(tmp_path))
+    assert done.returncode == 1
+    assert "phalanx train" in done.stderr

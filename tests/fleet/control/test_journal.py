@@ -1,0 +1,148 @@
+"""The journal: what was synced is there again, a torn end is dropped, damage in the middle is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.fleet.control.journal import Journal, JournalError
+
+LINES = st.lists(st.binary(max_size=60).filter(lambda data: b"\n" not in data), min_size=1, max_size=8)
+
+
+def written(folder: Path, lines: list[bytes]) -> Path:
+    path = folder / "journal"
+    path.unlink(missing_ok=True)
+    journal = Journal(path)
+    for line in lines:
+        journal.append(line)
+    journal.sync()
+    journal.close()
+    return path
+
+
+def read(path: Path) -> list[bytes]:
+    journal = Journal(path)
+    journal.close()
+    return journal.lines
+
+
+@given(lines=LINES)
+@settings(max_examples=20, deadline=None)
+def test_what_was_appended_is_read_back_in_order(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes]
+) -> None:
+    assert read(written(tmp_path_factory.mktemp("j"), lines)) == lines
+
+
+@given(lines=LINES, data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_cut_anywhere_it_keeps_the_whole_lines_before_the_cut_and_goes_on_behind_them(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], data: st.DataObject
+) -> None:
+    path = written(tmp_path_factory.mktemp("j"), lines)
+    whole = path.read_bytes()
+    cut = data.draw(st.integers(0, len(whole)))
+    path.write_bytes(whole[:cut])
+    kept = whole[:cut].count(b"\n")
+    journal = Journal(path)
+    assert journal.lines == lines[:kept]
+    journal.append(b"after")
+    journal.close()
+    assert read(path) == [*lines[:kept], b"after"]
+
+
+@given(lines=LINES.filter(lambda lines: len(lines) > 1), data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_one_flipped_bit_is_never_read_as_something_else(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], data: st.DataObject
+) -> None:
+    path = written(tmp_path_factory.mktemp("j"), lines)
+    content = bytearray(path.read_bytes())
+    where = data.draw(st.integers(0, len(content) - 1))
+    content[where] ^= 1 << data.draw(st.integers(0, 7))
+    path.write_bytes(content)
+    with suppress(JournalError):
+        found = read(path)
+        assert found == lines[: len(found)]  # only ever the end is missing
+
+
+def test_damage_before_a_whole_line_is_refused_with_the_line_number(tmp_path: Path) -> None:
+    path = written(tmp_path, [b"one", b"two", b"three"])
+    path.write_bytes(path.read_bytes().replace(b"two", b"tow"))
+    with pytest.raises(JournalError, match=r"line 2 .* damaged.*\n?.*start again"):
+        Journal(path)
+
+
+def test_begun_anew_it_holds_only_the_new_first_line_and_what_follows(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal")
+    journal.append(b"old")
+    journal.begin_anew(b"state")
+    journal.append(b"next")
+    journal.close()
+    assert read(tmp_path / "journal") == [b"state", b"next"]
+    assert [file.name for file in tmp_path.iterdir()] == ["journal"]
+
+
+def test_where_the_disk_is_full_nothing_changes_and_the_same_append_succeeds_later(tmp_path: Path) -> None:
+    program = """
+import resource, signal, sys
+from pathlib import Path
+from phalanx.fleet.control.journal import Journal, JournalError
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+journal = Journal(Path(sys.argv[1]))
+journal.append(b"kept")
+soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (journal.size_bytes + 10, hard))  # a disk with room for ten bytes
+try:
+    journal.append(b"too long for what is left")
+except JournalError:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    journal.append(b"too long for what is left")
+    journal.sync()
+    print("refused once")
+"""
+    path = tmp_path / "journal"
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "refused once\n", done.stderr
+    assert read(path) == [b"kept", b"too long for what is left"]
+
+
+def test_a_process_killed_while_it_appends_loses_at_most_what_it_had_not_appended(tmp_path: Path) -> None:
+    program = """
+import sys
+from pathlib import Path
+from phalanx.fleet.control.journal import Journal
+journal = Journal(Path(sys.argv[1]))
+for number in range(10**9):
+    journal.append(str(number).encode())
+    sys.stdout.write(f"{number}\\n"); sys.stdout.flush()
+"""
+    path = tmp_path / "journal"
+    process = subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    told = [int(process.stdout.readline()) for _ in range(200)]
+    process.kill()
+    process.wait()
+    found = [int(line) for line in read(path)]
+    assert found == list(range(len(found)))
+    assert found[-1] >= told[-1]
+
+
+def test_others_cannot_read_it(tmp_path: Path) -> None:
+    Journal(tmp_path / "journal").close()
+    assert os.stat(tmp_path / "journal").st_mode & 0o077 == 0
+
+
+def test_an_unwritable_place_is_named(tmp_path: Path) -> None:
+    with pytest.raises(JournalError, match="cannot open the journal"):
+        Journal(tmp_path / "missing" / "journal")

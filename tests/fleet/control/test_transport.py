@@ -1,0 +1,371 @@
+"""The wire: who is let in, what is refused, and that nothing which arrives can do harm."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import socket
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from phalanx.fleet.control.coordinator_link import CoordinatorLink, operate
+from phalanx.fleet.control.security import Certificates, SecurityError, read_certificates, run_token
+from phalanx.fleet.control.transport import MAX_REPORT_BYTES, AgentLink, Door, FleetServer, TransportError
+from phalanx.fleet.core import messages as m
+
+DOOR = Door("run-1", "a token that nobody guesses")
+PATIENCE_S = 30.0
+
+
+def joined(node: str = "node-0", incarnation: int = 1) -> m.Joined:
+    return m.Joined(node, incarnation, 1, "127.0.0.1", 4000)
+
+
+class Ear:
+    """A listener that remembers."""
+
+    def __init__(self) -> None:
+        self.reports: list[m.Report] = []
+        self.lost_nodes: list[str] = []
+        self.lines: list[str] = []
+
+    def said(self, report: m.Report) -> None:
+        self.reports.append(report)
+
+    def lost(self, link: AgentLink) -> None:
+        self.lost_nodes.append(link.node)
+
+    async def asked(self, operation: m.Operation) -> str:
+        return f"heard {operation}"
+
+    def log(self, line: str) -> None:
+        self.lines.append(line)
+
+
+class Caller:
+    """An agent's end that remembers."""
+
+    def __init__(self, address: str, door: Door = DOOR, node: str = "node-0", incarnation: int = 1) -> None:
+        self.commands: list[m.Command] = []
+        self.lines: list[str] = []
+        self.greetings = 0
+        self.joined = joined(node, incarnation)
+        self.link = CoordinatorLink(
+            lambda: address, door, self.greet, self.commands.append, self.lines.append
+        )
+
+    def greet(self) -> list[m.Report]:
+        self.greetings += 1
+        return [self.joined]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+class Wire:
+    """A server, and agents that are cancelled at the end."""
+
+    def __init__(self, door: Door = DOOR) -> None:
+        self.ear = Ear()
+        self.server = FleetServer(door, self.ear)
+        self.tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Wire:
+        self.port = await self.server.start("127.0.0.1", 0)
+        self.address = f"127.0.0.1:{self.port}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await self.server.stop()
+
+    def dial(self, **how: Any) -> Caller:
+        caller = Caller(self.address, **how)
+        self.tasks.append(asyncio.create_task(caller.link.run()))
+        return caller
+
+    async def raw(
+        self, *bodies: bytes, metadata: tuple[tuple[str, str], ...] = DOOR.metadata()
+    ) -> grpc.StatusCode:
+        """Sends bytes as they are; returns how the stream ended."""
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.insecure_channel(self.address, options=options) as channel:
+            call = channel.stream_stream("/phalanx.Fleet/Attach")(metadata=metadata)
+            try:
+                for body in bodies:
+                    await call.write(body)
+                await call.done_writing()
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+            except (grpc.RpcError, asyncio.InvalidStateError):
+                pass
+            code = await call.code()
+            assert isinstance(code, grpc.StatusCode)
+            return code
+
+
+def test_reports_and_commands_arrive_in_order() -> None:
+    async def scene() -> None:
+        async with Wire() as wire:
+            caller = wire.dial()
+            await until(lambda: wire.server.links)
+            steps = [m.Beat("node-0", 1, 0, step, m.WorkerPhase.BOUND) for step in range(50)]
+            for beat in steps:
+                caller.link.say(beat)
+            orders = [m.Park(epoch, "because") for epoch in range(50)]
+            for order in orders:
+                wire.server.send("node-0", order)
+            await until(lambda: len(wire.ear.reports) == 51 and len(caller.commands) == 50)
+            assert wire.ear.reports == [joined(), *steps]
+            assert caller.commands == orders
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("door", "kind"),
+    [
+        (dataclasses.replace(DOOR, token="a token that somebody guessed"), "wrong token"),
+        (dataclasses.replace(DOOR, token=""), "wrong token"),
+        (dataclasses.replace(DOOR, run="run-2"), "another run"),
+    ],
+)
+def test_a_stranger_is_refused_counted_and_logged_and_told_why(door: Door, kind: str) -> None:
+    async def scene() -> None:
+        async with Wire() as wire:
+            caller = wire.dial(door=door)
+            await until(lambda: wire.server.refused[kind])
+            await until(lambda: any(kind in line for line in caller.lines))
+            with pytest.raises(TransportError, match=kind):
+                await operate(wire.address, door, m.StopRun())
+            assert any(kind in line for line in wire.ear.lines)
+            assert not any(door.token and door.token in line for line in wire.ear.lines)
+            assert wire.ear.reports == []
+            friend = wire.dial()
+            await until(lambda: friend.link.attached and wire.ear.reports)
+
+    asyncio.run(scene())
+
+
+def test_another_version_of_the_vocabulary_is_refused() -> None:
+    async def scene() -> None:
+        async with Wire() as wire:
+            shown = tuple((k, "999" if k == "phalanx-version" else v) for k, v in DOOR.metadata())
+            assert await wire.raw(metadata=shown) is grpc.StatusCode.UNAUTHENTICATED
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"not json",
+        b"[" * 100_000,
+        b'{"type":"Nonsense"}',
+        b'{"type":"Tick"}',
+        b'{"type":"Beat","node":"node-0","incarnation":-1,"epoch":0,"step":0,"phase":"bound"}',
+        m.encode(m.Beat("node-9", 1, 0, 5, m.WorkerPhase.BOUND)),
+        m.encode(m.StopRun()),
+        m.encode(m.Folded((m.Tick(),))),
+    ],
+)
+def test_what_is_no_report_of_this_node_is_refused_and_what_follows_is_heard(body: bytes) -> None:
+    async def scene() -> None:
+        async with Wire() as wire:
+            await wire.raw(m.encode(joined()), body, m.encode(m.Durable("node-0", 1, 0, 7)))
+            await until(lambda: len(wire.ear.reports) == 2 and wire.ear.lost_nodes)
+            assert wire.ear.reports[1] == m.Durable("node-0", 1, 0, 7)
+            assert sum(wire.server.refused.values()) == 1
+
+    asyncio.run(scene())
+
+
+def test_a_stream_that_does_not_begin_with_joined_is_closed() -> None:
+    async def scene() -> None:
+        async with Wire() as wire:
+            await wire.raw(m.encode(m.Durable("node-0", 1, 0, 7)))
+            assert (wire.ear.reports, wire.ear.lost_nodes, wire.server.links) == ([], [], {})
+
+    asyncio.run(scene())
+
+
+def test_an_oversized_message_ends_its_stream_and_no_other() -> None:
+    async def scene() -> None:
+        async with Wire() as wire:
+            friend = wire.dial(node="node-1")
+            await until(lambda: wire.ear.reports)
+            code = await wire.raw(m.encode(joined()), b"x" * (MAX_REPORT_BYTES + 1))
+            assert code is not grpc.StatusCode.OK
+            friend.link.say(m.Durable("node-1", 1, 0, 7))
+            await until(lambda: m.Durable("node-1", 1, 0, 7) in wire.ear.reports)
+            assert friend.greetings == 1
+
+    asyncio.run(scene())
+
+
+def test_bytes_that_are_no_http_harm_nobody() -> None:
+    async def scene() -> None:
+        async with Wire() as wire:
+            friend = wire.dial()
+            await until(lambda: wire.ear.reports)
+            for noise in (b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 100, b""):
+                with socket.create_connection(("127.0.0.1", wire.port)) as stranger:
+                    stranger.sendall(noise)
+            friend.link.say(m.Durable("node-0", 1, 0, 7))
+            await until(lambda: len(wire.ear.reports) == 2)
+
+    asyncio.run(scene())
+
+
+def test_an_agent_attaches_again_when_the_coordinator_comes_back_and_says_how_things_stand() -> None:
+    async def scene() -> None:
+        async with Wire() as first:
+            caller = first.dial()
+            await until(lambda: first.ear.reports)
+            await first.server.stop()
+            second_ear = Ear()
+            second = FleetServer(DOOR, second_ear)
+            assert await second.start("127.0.0.1", first.port) == first.port
+            await until(lambda: second_ear.reports)
+            assert second_ear.reports == [joined()]
+            assert caller.greetings == 2
+            await second.stop()
+
+    asyncio.run(scene())
+
+
+def test_a_newer_life_of_a_node_takes_the_place_of_the_older_and_the_older_one_is_expelled() -> None:
+    async def scene() -> None:
+        async with Wire() as wire:
+            new = wire.dial(incarnation=2)
+            await until(lambda: wire.ear.reports)
+            old = wire.dial(incarnation=1)
+            await until(lambda: old.commands)
+            assert isinstance(old.commands[0], m.Expel)
+            wire.server.send("node-0", m.Release(1))
+            await until(lambda: new.commands)
+            assert new.commands == [m.Release(1)]
+            assert wire.ear.lost_nodes == []
+
+    asyncio.run(scene())
+
+
+def test_an_agent_that_reads_nothing_is_cut_off_and_holds_up_nobody() -> None:
+    async def scene() -> None:
+        async with Wire() as wire:
+            await until(lambda: True)
+            async with grpc.aio.insecure_channel(wire.address) as channel:
+                call = channel.stream_stream("/phalanx.Fleet/Attach")(metadata=DOOR.metadata())
+                await call.write(m.encode(joined()))
+                await until(lambda: wire.server.links)
+                for _ in range(600):  # all at once: no turn of the loop in which one could leave
+                    wire.server.send("node-0", m.Park(1, "x" * 1000))
+                await until(lambda: wire.ear.lost_nodes == ["node-0"])
+                call.cancel()
+
+    asyncio.run(scene())
+
+
+def test_an_operator_is_answered() -> None:
+    async def scene() -> None:
+        async with Wire() as wire:
+            assert "node-3" in await operate(wire.address, DOOR, m.Drain("node-3"))
+        with pytest.raises(TransportError, match="phalanx status"):
+            await operate("127.0.0.1:1", DOOR, m.StopRun(), timeout_s=1.0)
+
+    asyncio.run(scene())
+
+
+def test_a_taken_port_is_an_error_that_names_it() -> None:
+    async def scene() -> None:
+        async with Wire() as wire:
+            with pytest.raises(TransportError, match=rf"{wire.port}.*fleet\.port"):
+                await FleetServer(DOOR, Ear()).start("127.0.0.1", wire.port)
+
+    asyncio.run(scene())
+
+
+# --- TLS ------------------------------------------------------------------------------------------
+
+
+def certificates(folder: Path, authority: Path | None = None) -> Certificates:
+    """A node's certificate, of an authority of its own or of another folder's."""
+    folder.mkdir()
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+
+    new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    if authority is None:
+        openssl(
+            "req", "-x509", *new_key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=run", "-days", "2"
+        )
+    else:
+        for name in ("ca.key", "ca.pem"):
+            (folder / name).write_bytes((authority / name).read_bytes())
+    openssl("req", *new_key, "-keyout", "node.key", "-out", "node.csr", "-subj", "/CN=node")
+    (folder / "names").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost")
+    signing = ("-CA", "ca.pem", "-CAkey", "ca.key", "-days", "2", "-extfile", "names")
+    openssl("x509", "-req", "-in", "node.csr", *signing, "-out", "node.pem")
+    return read_certificates(folder)
+
+
+def test_with_certificates_only_those_whom_the_runs_authority_vouches_for_get_in(tmp_path: Path) -> None:
+    ours = certificates(tmp_path / "a")
+    friend = certificates(tmp_path / "b", authority=tmp_path / "a")
+    stranger = certificates(tmp_path / "c")
+
+    async def scene() -> None:
+        async with Wire(dataclasses.replace(DOOR, certificates=ours)) as wire:
+            caller = wire.dial(door=dataclasses.replace(DOOR, certificates=friend))
+            await until(lambda: wire.ear.reports)
+            wire.server.send("node-0", m.Release(1))
+            await until(lambda: caller.commands)
+            for door in (DOOR, dataclasses.replace(DOOR, certificates=stranger)):
+                with pytest.raises(TransportError):
+                    await operate(wire.address, door, m.StopRun(), timeout_s=2.0)
+
+    asyncio.run(scene())
+
+
+def test_a_missing_certificate_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SecurityError, match=r"ca\.pem"):
+        read_certificates(tmp_path)
+
+
+# --- the token ------------------------------------------------------------------------------------
+
+
+def test_the_token_is_made_once_and_is_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PHALANX_RUN_TOKEN", raising=False)
+    token = run_token(tmp_path)
+    assert len(token) >= 32
+    assert run_token(tmp_path) == token
+    (file,) = tmp_path.iterdir()
+    assert file.stat().st_mode & 0o077 == 0
+
+
+def test_a_token_in_the_environment_comes_first_and_must_be_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PHALANX_RUN_TOKEN", "given by the scheduler")
+    assert run_token(tmp_path) == "given by the scheduler"
+    monkeypatch.setenv("PHALANX_RUN_TOKEN", "short")
+    with pytest.raises(SecurityError, match="PHALANX_RUN_TOKEN"):
+        run_token(tmp_path)
+
+
+def test_the_token_is_not_printed() -> None:
+    assert DOOR.token not in repr(DOOR)

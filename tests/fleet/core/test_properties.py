@@ -1,0 +1,150 @@
+"""The core under any sequence of events: it answers, keeps its invariants, and replays."""
+
+from __future__ import annotations
+
+import msgspec
+from hypothesis import given
+from hypothesis import settings as effort
+from hypothesis import strategies as st
+
+from fleet.small_fleets import Fleet, running, settings
+from phalanx.fleet.core import messages as m
+from phalanx.fleet.core.decide import initial_state, replay, step
+from phalanx.fleet.core.invariants import check, mark
+from phalanx.fleet.core.orders import deliveries
+from phalanx.fleet.core.state import decode_state, encode_state
+
+NAMES = st.sampled_from(["0", "1", "2", "3"])
+LIVES, EPOCHS, STEPS = st.integers(1, 3), st.integers(-1, 4), st.integers(-1, 6)
+POINTS = st.sampled_from([("a:1",), ("",), (), ("a:1", "b:2")])
+HELD = st.lists(
+    st.builds(
+        m.Holding,
+        st.integers(0, 5),
+        st.integers(0, 4),
+        STEPS.filter(lambda s: s >= 0),
+        st.just("own"),
+        st.just(1),
+        EPOCHS,
+    ),
+    max_size=3,
+).map(tuple)
+DOMAINS = st.sampled_from([(), ("r0",), ("r1",), ("r1", "s2")])
+EVENTS = st.one_of(
+    st.builds(
+        m.Joined,
+        NAMES,
+        LIVES,
+        st.integers(1, 2),
+        st.just("h"),
+        st.just(1),
+        DOMAINS,
+        HELD,
+        EPOCHS,
+        st.booleans(),
+        POINTS,
+    ),
+    st.builds(m.Ready, NAMES, LIVES, POINTS),
+    st.builds(m.Beat, NAMES, LIVES, EPOCHS, STEPS, st.sampled_from(m.WorkerPhase)),
+    st.builds(m.WorkerExited, NAMES, LIVES, EPOCHS, st.just(0), st.just(-9)),
+    st.builds(m.WorkerHung, NAMES, LIVES, EPOCHS, st.just(0), st.just(1.5)),
+    st.builds(m.Broken, NAMES, LIVES, EPOCHS, st.just(0)),
+    st.builds(m.Parked, NAMES, LIVES, EPOCHS, POINTS, HELD),
+    st.builds(m.Bound, NAMES, LIVES, EPOCHS),
+    st.builds(m.Durable, NAMES, LIVES, EPOCHS, STEPS),
+    st.builds(
+        m.Suspect,
+        NAMES,
+        st.sampled_from(["straggler", "corruption", "health"]),
+        st.just(""),
+        st.none() | STEPS,
+    ),
+    st.builds(m.Disconnected, NAMES, LIVES),
+    st.builds(m.Drain, NAMES),
+    st.builds(m.Admit, NAMES),
+    st.builds(m.DiskHolds, st.lists(STEPS, max_size=3).map(tuple)),
+    st.builds(
+        m.Rollcall,
+        st.sampled_from(["beat", "parked", "bound"]),
+        EPOCHS,
+        STEPS,
+        st.lists(STEPS, max_size=2).map(tuple),
+        st.lists(NAMES, max_size=2, unique=True).map(tuple),
+    ),
+    st.builds(
+        m.Diagnosed,
+        EPOCHS,
+        st.just("rank 1 is not there"),
+        st.lists(st.integers(0, 4), max_size=2).map(tuple),
+    ),
+    st.sampled_from([m.Tick(), m.Restarted()]),
+)
+ENDINGS = st.one_of(
+    st.just(m.StopRun()), st.builds(m.Finished, EPOCHS), st.builds(m.Fatal, EPOCHS, NAMES, st.just("NaN"))
+)
+HISTORIES = st.lists(st.tuples(st.floats(0, 30), EVENTS | EVENTS | EVENTS | ENDINGS), max_size=40)
+
+
+def journal_of(history: list[tuple[float, m.Event]]) -> list[tuple[float, m.Event]]:
+    now_s, journal = 0.0, []
+    for wait_s, event in history:
+        now_s += wait_s
+        journal.append((now_s, event))
+    return journal
+
+
+@effort(max_examples=300, deadline=None)
+@given(HISTORIES, st.booleans())
+def test_every_event_in_every_state_has_an_answer_and_breaks_no_invariant(
+    history: list[tuple[float, m.Event]], formed: bool
+) -> None:
+    fleet = running(wanted=3, spares=1) if formed else Fleet(settings(3))
+    for wait_s, event in history:
+        before = mark(fleet.state)
+        said = fleet.hear(event, after_s=wait_s)
+        check(fleet.state, before)
+        assert all(m.decode_command(m.encode(command)) == command for _, command in said)
+
+
+@effort(max_examples=100, deadline=None)
+@given(HISTORIES)
+def test_the_journal_replays_to_the_same_state_even_across_an_encoding(
+    history: list[tuple[float, m.Event]],
+) -> None:
+    fleet = running(wanted=3, spares=1)
+    for wait_s, event in history:
+        fleet.hear(event, after_s=wait_s)
+    journal = [(now_s, m.decode_event(m.encode(event))) for now_s, event in fleet.journal]
+    half = len(journal) // 2
+    state = replay(initial_state(fleet.state.settings, 0.0), journal[:half])
+    state = replay(decode_state(encode_state(state)), journal[half:])
+    assert encode_state(state) == encode_state(fleet.state)
+
+
+@effort(max_examples=100, deadline=None)
+@given(HISTORIES, EVENTS)
+def test_a_message_of_an_earlier_life_changes_nothing_but_the_count(
+    history: list[tuple[float, m.Event]], late: m.Event
+) -> None:
+    fleet = running(wanted=3, spares=1)
+    for wait_s, event in history:
+        fleet.hear(event, after_s=wait_s)
+    if not hasattr(late, "incarnation") or fleet.state.nodes.get(late.node) is None:
+        return
+    late = msgspec.structs.replace(late, incarnation=0)
+    before, said = encode_state(fleet.state), fleet.hear(late)
+    fleet.state.stale = decode_state(before).stale
+    assert encode_state(fleet.state) == before
+    assert not said or isinstance(said[0][1], m.Shutdown)
+
+
+def test_the_same_event_twice_is_the_same_as_once_for_reports_of_a_level() -> None:
+    fleet = running()
+    fleet.hear(m.WorkerExited("0", 1, 0, 0, -9))
+    for event in (m.Parked("2", 1, 0, ("2:1",), ()), m.Bound("2", 1, 0)):
+        state, _ = step(fleet.state, event, fleet.now_s)
+        once = decode_state(encode_state(state))
+        again, orders = step(state, event, fleet.now_s)
+        again.stale = once.stale
+        assert encode_state(again) == encode_state(once)
+        assert not list(deliveries(again, orders))

@@ -1,0 +1,213 @@
+"""Workers that lose peers, and go on in the same process with the same bits."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from driven_workers import PATIENCE_S, Driver, Node
+from phalanx.fleet.node.worker_link import (
+    Broken,
+    Doubted,
+    Holder,
+    Inject,
+    Park,
+    Resume,
+    Saved,
+    StepEnded,
+    Unfit,
+)
+from phalanx.run.read import replace_at
+from phalanx.run.spec import FleetSpec, ParallelSpec, RunSpec
+from tiny_runs import make_dataset, tiny_run, train_on_this_rank
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("data") / "bytes")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(dataset: Path, tmp_path_factory: pytest.TempPathFactory, ranks: Any) -> str:
+    spec = tiny_run(dataset, tmp_path_factory.mktemp("undisturbed") / "run", steps=STEPS)
+    (result,) = ranks.run(1, train_on_this_rank, spec)
+    return str(result["weights_sha256"])
+
+
+@pytest.fixture
+def make_driver(dataset: Path, tmp_path: Path) -> Iterator[Any]:
+    made: list[Driver] = []
+
+    def make(
+        nodes: int, fleet: FleetSpec | None = None, every_steps: int | None = None, **parallel: Any
+    ) -> Driver:
+        spec: RunSpec = tiny_run(dataset, tmp_path / "run", steps=STEPS)
+        if every_steps is not None:
+            spec = replace_at(spec, "checkpoint.every_steps", every_steps)
+        spec = dataclasses.replace(spec, parallel=ParallelSpec(**parallel), fleet=fleet or spec.fleet)
+        made.append(Driver(spec, nodes))
+        return made[-1]
+
+    yield make
+    for driver in made:
+        driver.close()
+
+
+def test_a_spare_steps_into_the_place_of_a_lost_node(make_driver: Any, undisturbed: str) -> None:
+    driver = make_driver(3)
+    first, second, spare = driver.nodes
+    driver.bind([first, second])
+    driver.wait_for_step(3)
+    second.lose()
+    assert first.hear(Broken).epoch == 1
+    driver.park([first])
+    resume = driver.resume([first, spare])
+    assert resume.step >= 2, "at most the step before the one that broke is lost"
+    driver.bind([first, spare], resume)
+    assert driver.finish() == undisturbed
+    assert first.pids == [first.process.pid], "the survivor is the same process"
+
+
+def test_after_a_peer_stopped_the_fleet_shrinks_and_grows_again(make_driver: Any, undisturbed: str) -> None:
+    driver = make_driver(3)
+    first, second, spare = driver.nodes
+    driver.bind([first, second])
+    driver.wait_for_step(2)
+    os.kill(second.process.pid, signal.SIGSTOP)
+    driver.park([first])  # it hangs in a collective: nobody has died
+    driver.bind([first], driver.resume([first, second]))
+    driver.wait_for_step(5)
+    driver.park([first], planned=True)
+    resume = driver.resume([first])
+    assert resume.step >= 6, "a planned change loses nothing"
+    driver.bind([first, spare], resume)
+    assert driver.finish() == undisturbed
+    assert first.pids == [first.process.pid], "the survivor is the same process"
+
+
+def test_a_checkpoint_due_when_an_epoch_was_left_is_written_by_the_next(
+    make_driver: Any, undisturbed: str
+) -> None:
+    driver = make_driver(2, every_steps=1)
+    driver.bind(driver.nodes)
+    driver.wait_for_step(3)
+    assert not (Path(driver.spec.run_dir) / "checkpoints" / "step-00000000").exists()
+    driver.park(driver.nodes, planned=True)
+    resume = driver.resume(driver.nodes)
+    checkpoint = Path(driver.spec.run_dir) / "checkpoints" / f"step-{resume.step:08}"
+    assert not checkpoint.exists(), "the epoch was left before"
+    driver.bind(driver.nodes, resume)
+    assert driver.nodes[0].hear(Saved).step == resume.step
+    assert checkpoint.exists()
+    assert driver.finish() == undisturbed
+
+
+def test_a_planned_change_without_snapshots_goes_by_the_disk_and_loses_nothing(
+    make_driver: Any, undisturbed: str
+) -> None:
+    driver = make_driver(2, fleet=FleetSpec(snapshot_every_steps=0), every_steps=100)
+    driver.bind(driver.nodes)
+    driver.wait_for_step(3)
+    for node in driver.nodes:
+        node.tell(Park(driver.epoch, planned=True))
+    saved = driver.nodes[0].hear(Saved).step
+    assert saved >= 4
+    driver.park(driver.nodes, planned=True)
+    driver.bind(driver.nodes, Resume(disk_step=saved))
+    assert driver.nodes[0].hear(StepEnded).step == saved + 1
+    assert driver.finish() == undisturbed
+
+
+def test_an_audit_after_a_recovery_goes_back_to_the_last_audit_before_it(make_driver: Any) -> None:
+    driver = make_driver(3, fleet=FleetSpec(audit_every_steps=6))
+    for node in driver.nodes:
+        node.tell(Inject("slow rank 0 by 10x at step 7"))
+        node.tell(Inject("corrupt gradient rank 1 at step 12"))
+    driver.bind(driver.nodes)
+    driver.wait_for_step(8)
+    driver.park(driver.nodes)
+    resume = driver.resume(driver.nodes)
+    assert 6 < resume.step < 12, "between two audits"
+    driver.bind(driver.nodes, resume)
+    assert driver.nodes[0].hear(Doubted).trusted_step == 6, "what came after it nobody has looked at"
+
+
+def test_a_worker_that_has_left_an_epoch_holds_nothing_of_it(make_driver: Any) -> None:
+    driver = make_driver(2)
+    first, second = driver.nodes
+    before = _sockets(first.process.pid)
+    driver.bind([first, second])
+    driver.wait_for_step(2)
+    assert _sockets(first.process.pid) > before
+    driver.park([first, second])
+    assert _sockets(first.process.pid) == before, (
+        "whoever holds the model holds its groups, and they their connections"
+    )
+
+
+def _sockets(pid: int) -> int:
+    count = 0
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # a worker at work closes files while they are being counted
+            count += os.readlink(descriptor).startswith("socket:")
+    return count
+
+
+def test_workers_that_change_ranks_in_the_same_processes_keep_the_bits(
+    make_driver: Any, undisturbed: str
+) -> None:
+    driver = make_driver(3)  # by three the weights cannot be divided evenly
+    first, second, third = driver.nodes
+    driver.bind([first, second, third])
+    driver.wait_for_step(3)
+    driver.park([first, second, third], planned=True)
+    driver.bind([second, third, first], driver.resume(driver.nodes))
+    assert driver.finish() == undisturbed
+    assert all(len(node.pids) == 1 for node in driver.nodes)
+
+
+def test_without_memory_the_newest_checkpoint_on_disk_is_taken(make_driver: Any, undisturbed: str) -> None:
+    driver = make_driver(2, sharding="none")
+    driver.bind(driver.nodes)
+    driver.wait_for_step(7)
+    driver.nodes[1].kill()
+    driver.park([driver.nodes[0]])
+    driver.bind([driver.nodes[0]])
+    assert driver.finish() == undisturbed
+
+
+def test_snapshots_that_cannot_be_read_are_tried_again_and_then_all_turn_to_the_disk_together(
+    make_driver: Any, undisturbed: str
+) -> None:
+    driver = make_driver(2)
+    driver.bind(driver.nodes)
+    driver.wait_for_step(7)
+    driver.park(driver.nodes)
+    nowhere = Resume(step=7, ranks=3, holders=tuple(Holder(rank, "127.0.0.1:1") for rank in range(3)))
+    for _ in range(2):
+        driver.bind(driver.nodes, nowhere, wait=False)
+        assert "cannot be restored" in driver.nodes[0].hear(Broken).text
+        driver.park(driver.nodes)
+    driver.bind(driver.nodes, nowhere)
+    assert driver.finish() == undisturbed
+
+
+def test_a_worker_whose_machine_computes_wrongly_says_so_instead_of_being_warm_and_ends(
+    make_driver: Any,
+) -> None:
+    driver = make_driver(0)
+    node = Node(driver.spec, 0, (str(Path(__file__).with_name("miscomputing_worker.py")),))
+    driver.nodes.append(node)
+    said = node.said.get(timeout=PATIENCE_S)
+    assert isinstance(said, Unfit)
+    assert said.evidence == "matrix product: bfloat16 product 2 of 2: 1 of 1024 rows are wrong"
+    assert node.process.wait(timeout=PATIENCE_S) == 0

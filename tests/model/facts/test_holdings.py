@@ -1,0 +1,75 @@
+"""What the closed form says that ranks hold, against sums over all of them; the modules themselves are in the dry run's tests."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layouts import DENSE, MIXTURE, legal_layouts, tiny
+from phalanx.model.facts.holdings import Holding, fullest, holding, place_of, state_bytes
+from phalanx.model.facts.shape import parameters
+from phalanx.run.layout import Layout
+from phalanx.run.spec import OptimizerSpec, ParallelSpec, RunSpec
+
+LAYOUTS = [
+    (model, ranks, parallel, layout)
+    for model in (DENSE, MIXTURE)
+    for ranks in (1, 2, 4, 8)
+    for parallel, layout in legal_layouts(model, ranks)
+]
+
+
+def held_by_all(spec: RunSpec, layout: Layout) -> list[Holding]:
+    """What every rank holds."""
+    return [holding(spec, layout, place_of(layout, rank)) for rank in range(layout.ranks)]
+
+
+@given(st.sampled_from(LAYOUTS))
+def test_all_ranks_together_hold_each_replica_once_and_what_tensor_ranks_have_alike_once_each(
+    drawn: tuple[object, int, ParallelSpec, Layout],
+) -> None:
+    model, _, parallel, layout = drawn
+    spec = tiny(model, parallel)  # type: ignore[arg-type]
+    total: dict[str, int] = {}
+    for held in held_by_all(spec, layout):
+        for piece in held.pieces:
+            total[piece.parameter.name] = total.get(piece.parameter.name, 0) + piece.held
+    for parameter in parameters(spec.model):
+        copies, rest = divmod(total[parameter.name], layout.replicate * parameter.numel)
+        assert rest == 0
+        assert copies in ({1} if parameter.stacked else {1, layout.tensor})
+
+
+@given(st.sampled_from(LAYOUTS))
+def test_no_rank_holds_more_than_the_fullest_of_its_place(
+    drawn: tuple[object, int, ParallelSpec, Layout],
+) -> None:
+    model, _, parallel, layout = drawn
+    spec = tiny(model, parallel)  # type: ignore[arg-type]
+    most = [fullest(spec, layout, rank).elements for rank in range(layout.pipeline)]
+    found = [0] * layout.pipeline
+    for held in held_by_all(spec, layout):
+        found[held.place.pipeline] = max(found[held.place.pipeline], held.elements)
+    assert found == most
+
+
+def test_zero3_keeps_a_share_where_zero2_keeps_gathered_weights() -> None:
+    layout = Layout(shard=4)
+    sizes = {}
+    for sharding in ("zero2", "zero3"):
+        spec = tiny(DENSE, ParallelSpec(sharding=sharding))  # type: ignore[arg-type]
+        sizes[sharding] = state_bytes(spec, layout, fullest(spec, layout, 0), 2)
+    assert sizes["zero2"]["compute copy"] == 2 * sum(p.numel for p in parameters(spec.model))
+    assert sizes["zero3"]["compute copy"] < sizes["zero2"]["compute copy"]
+    assert sizes["zero2"]["weights"] == sizes["zero3"]["weights"] < 4 * sizes["zero2"]["compute copy"]
+
+
+def test_narrow_moments_take_the_bytes_of_their_format() -> None:
+    spec, layout = tiny(DENSE, ParallelSpec()), Layout()
+    held = fullest(spec, layout, 0)
+    narrow = dataclasses.replace(spec, optimizer=OptimizerSpec(state="bf16"))
+    wide = sum(p.held for p in held.pieces if len(p.parameter.shape) == 1)
+    assert state_bytes(spec, layout, held, 4)["moments"] == 8 * held.elements
+    assert state_bytes(narrow, layout, held, 4)["moments"] == 8 * wide + 4 * (held.elements - wide)

@@ -1,0 +1,151 @@
+"""Attention against its formula: documents, latent attention's parts, and what may be replaced from outside."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.initialised import initialised
+from phalanx.model.facts.shape import resolve
+from phalanx.model.layers.attention import Attention, CausalCore
+from phalanx.model.layers.cache import empty_cache
+from phalanx.model.layers.mla import MlaAttention
+from phalanx.model.layers.rotary import rotate, rotation, softmax_temperature
+from phalanx.run.spec import MlaSpec, ModelSpec, RopeScalingSpec
+
+GROUPED = ModelSpec(layers=2, dim=32, heads=4, kv_heads=2, vocab_size=40, init_std=0.3)
+MLA = MlaSpec(query_rank=20, kv_rank=12, nope_head_dim=6, rope_head_dim=8, value_head_dim=10)
+LATENT = ModelSpec(layers=2, dim=32, heads=4, vocab_size=40, init_std=0.3, mla=MLA)
+each_kind = pytest.mark.parametrize("spec", [GROUPED, LATENT], ids=["grouped", "latent"])
+
+
+def tokens(batch: int, seq: int) -> Tensor:
+    return torch.randint(40, (batch, seq), generator=torch.Generator().manual_seed(seq))
+
+
+def by_formula(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float) -> Tensor:
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    scores = (query @ key.transpose(2, 3) * scale).masked_fill(~seen, -torch.inf)
+    return scores.softmax(-1) @ value
+
+
+@pytest.mark.parametrize("scale", [None, 0.7])
+@pytest.mark.parametrize(("key_heads", "width"), [(4, 8), (2, 8), (4, 6)])
+def test_the_core_is_softmax_attention_on_what_came_before(
+    scale: float | None, key_heads: int, width: int
+) -> None:
+    query, key = torch.randn(2, 4, 9, 8), torch.randn(2, key_heads, 9, 8)
+    value = torch.randn(2, key_heads, 9, width)
+    expected = by_formula(query, key, value, torch.ones(9, 9).tril().bool(), scale or 8**-0.5)
+    torch.testing.assert_close(CausalCore(scale)(query, key, value, None), expected)
+
+
+def test_the_core_keeps_to_the_document() -> None:
+    query, key, value = torch.randn(3, 2, 4, 9, 8).unbind()
+    documents = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2], [5, 5, 5, 5, 5, 5, 5, 5, 1]])
+    seen = torch.ones(9, 9).tril().bool() & (documents[:, None, :, None] == documents[:, None, None, :])
+    expected = by_formula(query, key, value, seen, 8**-0.5)
+    torch.testing.assert_close(CausalCore()(query, key, value, documents), expected)
+
+
+@each_kind
+def test_documents_in_one_sequence_are_as_if_alone_at_their_positions(spec: ModelSpec) -> None:
+    model, text = initialised(spec), tokens(1, 20)
+    documents = torch.tensor([[0] * 7 + [3] * 12 + [4]])
+    parts = [
+        model(text[:, start:stop], positions=torch.arange(start, stop))
+        for start, stop in ((0, 7), (7, 19), (19, 20))
+    ]
+    torch.testing.assert_close(
+        model(text, documents=documents), torch.cat(parts, dim=1), rtol=1e-4, atol=1e-5
+    )
+
+
+@each_kind
+def test_one_document_is_no_mask(spec: ModelSpec) -> None:
+    model, text = initialised(spec), tokens(2, 11)
+    torch.testing.assert_close(model(text, documents=torch.zeros_like(text)), model(text))
+
+
+@each_kind
+def test_positions_may_begin_anywhere(spec: ModelSpec) -> None:
+    model, text = initialised(spec), tokens(1, 11)
+    torch.testing.assert_close(
+        model(text, positions=torch.arange(100, 111)), model(text), rtol=1e-3, atol=1e-4
+    )
+
+
+@each_kind
+def test_a_module_with_the_rows_of_half_the_heads_gives_its_half_of_the_sum(spec: ModelSpec) -> None:
+    model = initialised(spec)
+    spec = model.spec
+    attention = model.get_submodule("blocks.0.attention")
+    x, tables = torch.randn(2, 7, 32), rotation(spec, torch.arange(7))
+    whole = attention(x, *tables)
+    rows = {"query", "key", "value"} if spec.mla is None else {"query_up", "kv_up"}
+    total = torch.zeros_like(whole)
+    for half in range(2):
+        part = Attention(spec) if spec.mla is None else MlaAttention(spec, spec.mla)
+        part.load_state_dict(attention.state_dict())
+        for name, linear in part.named_children():
+            if name in rows:
+                linear.weight = torch.nn.Parameter(linear.weight.chunk(2, 0)[half])
+            elif name == "output":
+                linear.weight = torch.nn.Parameter(linear.weight.chunk(2, 1)[half])
+        total += part(x, *tables)
+    torch.testing.assert_close(total, whole, rtol=1e-4, atol=1e-5)
+
+
+def test_the_core_can_be_replaced() -> None:
+    model, text = initialised(LATENT), tokens(1, 5)
+    seen: list[tuple[int, ...]] = []
+
+    def core(query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
+        seen.extend(tuple(x.shape) for x in (query, key, value))
+        return CausalCore()(query, key, value, documents)
+
+    expected = model(text)
+    model.get_submodule("blocks.0.attention").core = core  # type: ignore[assignment]
+    assert torch.equal(model(text), expected)
+    assert seen == [(1, 4, 5, 14), (1, 4, 5, 14), (1, 4, 5, 10)]
+
+
+@pytest.mark.parametrize("query_rank", [0, 20])
+def test_latent_attention_is_the_papers_equations_head_by_head(query_rank: int) -> None:
+    spec = resolve(ModelSpec(**{**vars(LATENT), "mla": MlaSpec(**{**vars(MLA), "query_rank": query_rank})}))
+    assert spec.mla is not None
+    attention = initialised(spec).get_submodule("blocks.1.attention")
+    assert isinstance(attention, MlaAttention)
+    x, (cos, sin) = torch.randn(1, 6, 32), rotation(spec, torch.arange(6))
+    latent, shared = (x[0] @ attention.kv_down.weight.t()).split((12, 8), dim=1)
+    latent = attention.kv_latent_norm(latent)
+    source = attention.query_latent_norm(attention.query_down(x[0])) if query_rank else x[0]
+    query_rows = (attention.query_up if query_rank else attention.query).weight.view(4, 14, -1)
+    heads = []
+    for head, rows in enumerate(attention.kv_up.weight.view(4, 16, 12)):
+        key = torch.cat((latent @ rows[:6].t(), rotate(shared, cos, sin)), dim=1)
+        query = source @ query_rows[head].t()
+        query = torch.cat((query[:, :6], rotate(query[:, 6:], cos, sin)), dim=1)
+        scores = (query @ key.t() / 14**0.5).masked_fill(~torch.ones(6, 6).tril().bool(), -torch.inf)
+        heads.append(scores.softmax(1) @ (latent @ rows[6:].t()))
+    expected = torch.cat(heads, dim=1) @ attention.output.weight.t()
+    torch.testing.assert_close(attention(x, cos, sin)[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_yarns_temperature_sharpens_latent_attention_and_no_other() -> None:
+    yarn = RopeScalingSpec(kind="yarn", factor=40.0, mscale=1.0, mscale_all_dim=1.0)
+    assert softmax_temperature(yarn) == pytest.approx((0.1 * 3.6888794541139363 + 1) ** 2)
+    attention = MlaAttention(resolve(ModelSpec(**{**vars(LATENT), "rope_scaling": yarn})), MLA)
+    assert isinstance(attention.core, CausalCore)
+    assert attention.core.scale == pytest.approx(14**-0.5 * softmax_temperature(yarn))
+    grouped = Attention(resolve(ModelSpec(**{**vars(GROUPED), "rope_scaling": yarn})))
+    assert isinstance(grouped.core, CausalCore)
+    assert grouped.core.scale is None
+
+
+def test_a_cache_and_documents_do_not_go_together() -> None:
+    model, text = initialised(GROUPED), tokens(1, 5)
+    cache = empty_cache(model.spec, 1, 5, torch.device("cpu"))
+    with pytest.raises(ValueError, match="give either a cache or documents"):
+        model(text, documents=text, cache=cache)

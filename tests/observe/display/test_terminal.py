@@ -1,0 +1,212 @@
+"""What people see: the same from the same events, never wider than their terminal, never garbled."""
+
+import io
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import reduce as fold
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
+
+from observe.recorded import bodies, crashed_run, step
+from phalanx.observe.display.state import CURVE_POINTS, Curve, State, reduce
+from phalanx.observe.display.terminal import plain_lines, render, show_events, sparkline
+from phalanx.observe.events import (
+    CheckpointFailed,
+    Event,
+    Finished,
+    Message,
+    NonFinite,
+    RanksChanged,
+    RunStarted,
+    Stopped,
+    Torn,
+    Unknown,
+)
+
+
+def state_after(events: Iterable[Event]) -> State:
+    return fold(reduce, events, State())
+
+
+def screen(state: State, width: int = 80) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
+    console.print(render(state, width))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def log(events: list[Event], every_s: float = 10.0, **terminal: bool) -> str:
+    console = Console(file=io.StringIO(), width=40, **terminal)  # type: ignore[arg-type]
+    show_events(events, console, live=True, every_s=every_s)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+# --- the fold ---
+
+
+def test_a_new_attempt_keeps_the_curve_and_forgets_the_speed() -> None:
+    events = crashed_run()
+    second = next(i for i, event in enumerate(events) if event.attempt == 1)
+    before, after = state_after(events[:second]), state_after(events[: second + 1])
+    assert after.curve == before.curve
+    assert after.recent_step_s == ()
+    assert after.attempt == 1
+
+
+def test_an_attempt_that_ended_without_a_word_is_noted() -> None:
+    notes = [note.text for note in state_after(crashed_run()).notes]
+    assert "attempt 1 ended without a word after step 25" in notes
+
+
+def test_the_end_of_an_epoch_that_its_fleet_has_explained_is_not_noted_again() -> None:
+    events = crashed_run()
+    second = next(i for i, event in enumerate(events) if event.attempt == 1)
+    why = replace(events[second - 1], body=Message("warning", "leave epoch 0: node node-1 fell silent"))
+    notes = [note.text for note in state_after([*events[:second], why, *events[second:]]).notes]
+    assert not any("without a word" in note for note in notes)
+    assert why.body.text in notes
+
+
+def test_the_time_left_includes_what_evaluations_cost() -> None:
+    state = State()
+    for number in range(1, 11):  # a second a step, two seconds of wall time each
+        state = reduce(state, Event(2.0 * number, 0, step(number, 20)))
+    assert state.time_left_s == pytest.approx(20.0)
+
+
+@given(st.integers(0, 3000))
+def test_the_curve_in_memory_is_bounded_and_evenly_spaced(count: int) -> None:
+    curve = Curve()
+    for value in range(count):
+        curve = curve.add(float(value))
+    assert len(curve.values) <= CURVE_POINTS
+    assert list(curve.values) == [float(v) for v in range(0, count, curve.stride)]
+
+
+# --- the panel ---
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.builds(Event, t=st.floats(0, 4e9), attempt=st.integers(0, 3), body=bodies()), max_size=8),
+    st.integers(50, 200),
+)
+def test_any_events_can_be_drawn_at_any_width(events: list[Event], width: int) -> None:
+    assert all(cell_len(line) <= width for line in screen(state_after(events), width).splitlines())
+
+
+def test_the_panel_shows_what_one_asks_about_a_run() -> None:
+    started = RunStarted(
+        "tiny", 40, 4, peak_flops_per_s=1.84e12, peak_source="measured at start", xz_bits_per_byte=2.3
+    )
+    events = [*crashed_run()[:20], Event(1.8e9 + 99, 0, started)]
+    events.append(Event(1.8e9 + 100, 0, step(18, 40, mfu=0.412, goodput=0.9, peak_memory_bytes=3 << 30)))
+    shown = screen(state_after(events))
+    for fact in (
+        "step 18 of 40",
+        "45.0 %",
+        "41.2 %",
+        "1.84 TFLOP/s, measured at start",
+        "90.0 %",
+        "3.00 GiB",
+        "3.00e-04",
+        "7.000 bits/byte (xz -9: 2.300)",
+        "step 10, 1.00 MiB",
+        "4 ranks",
+        "grad_norm was not finite at step 15",
+        "left",
+    ):
+        assert fact in shown
+
+
+def test_a_finished_run_shows_its_hash_whole() -> None:
+    assert "ab" * 32 in screen(state_after(crashed_run()))
+
+
+def test_markup_in_a_message_is_shown_as_it_is() -> None:
+    assert "[bold]x[/]" in screen(reduce(State(), Event(1.0, 0, Message("info", "[bold]x[/]"))))
+
+
+# --- plain lines ---
+
+
+def test_off_the_terminal_there_are_no_control_characters_whatever_a_message_holds() -> None:
+    events = [*crashed_run(), Event(1.9e9, 1, Message("error", "a\x1b[31mb\rc\nd\x07"))]
+    shown = log(events, force_terminal=False)
+    assert all(letter.isprintable() or letter == "\n" for letter in shown)
+    assert "error: a [31mb c d " in shown
+
+
+def test_a_plain_line_is_one_line_however_narrow_the_console() -> None:
+    first = log(crashed_run()).splitlines()[0]
+    assert len(first) > 40
+    assert first.endswith("40 steps")
+
+
+def test_the_first_and_the_last_step_are_always_shown() -> None:
+    lines = [line for line in plain_lines(crashed_run(), every_s=1e9) if "  step " in line]
+    assert "step 1/40" in lines[0]
+    assert "step 40/40" in lines[-1]
+
+
+def test_the_last_step_before_a_crash_is_shown() -> None:
+    events = [event for event in crashed_run() if event.attempt == 0]
+    assert "step 25/40" in list(plain_lines(events, every_s=1e9))[-1]
+
+
+@given(every_s=st.integers(1, 20))
+def test_between_other_events_a_step_is_shown_every_so_many_seconds(every_s: int) -> None:
+    events = [Event(float(number), 0, step(number, 99)) for number in range(1, 99)]
+    assert len(list(plain_lines(events, every_s))) == -(-98 // every_s) + (97 % every_s != 0)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (
+            CheckpointFailed(3, "ckpt/3", "disk full"),
+            "error: checkpoint of step 3 failed (ckpt/3): disk full",
+        ),
+        (NonFinite(3, "loss", skipped=False), "warning: loss was not finite at step 3: step kept"),
+        (RanksChanged(3, 5, "node07 came back"), "5 ranks from step 4 on: node07 came back"),
+        (Stopped(3, "SIGTERM"), "warning: stopped after step 3: SIGTERM"),
+        (Finished({"loss": 1.25, "run_dir": "runs/x"}), "finished  loss=1.25 run_dir=runs/x"),
+        (Torn(7, "{"), "line 7 of the event file is torn: its writer was killed"),
+        (Unknown("Levitated", {}), "an event of a kind this version does not know: Levitated"),
+    ],
+)
+def test_every_notable_event_is_a_line(body: object, said: str) -> None:
+    lines = list(plain_lines([Event(0.0, 0, body)], every_s=10))  # type: ignore[arg-type]
+    assert lines == [f"00:00:00  {said}"]
+
+
+# --- the terminal ---
+
+
+def test_on_a_terminal_the_panel_ends_with_the_last_state() -> None:
+    shown = log(crashed_run(), force_terminal=True)
+    assert "\x1b[" in shown
+    assert "finished" in shown
+
+
+def test_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system="truecolor")
+    console.print(render(state_after(crashed_run())))
+    assert isinstance(console.file, io.StringIO)
+    coloured = [f"\x1b[3{digit}m" for digit in range(8)]
+    assert not any(code in console.file.getvalue() for code in coloured)
+
+
+@given(st.lists(st.floats(), max_size=300), st.integers(1, 120))
+def test_a_sparkline_fits_and_spans_the_blocks(values: list[float], width: int) -> None:
+    assert len(sparkline(values, width)) <= width
+
+
+def test_a_falling_loss_is_a_falling_sparkline() -> None:
+    assert sparkline([float(8 - i) for i in range(8)], 8) == "█▇▆▅▄▃▂▁"

@@ -1,0 +1,223 @@
+"""A tracker may hang, fail or be missing: training does not notice."""
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from observe.recorded import crashed_run, step
+from phalanx.observe.events import Evaluated, Event, Message
+from phalanx.observe.sinks.base import (
+    FAILURES_IN_A_ROW,
+    Background,
+    Sink,
+    SinkError,
+    SinkHealth,
+    Vendor,
+    close_sinks,
+    fill,
+    open_sinks,
+    scalars,
+    step_of,
+)
+
+
+class Recording:
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.closed = False
+
+    def write(self, event: Event) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Gated(Recording):
+    """Hangs at the first event until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.go = threading.Event(), threading.Event()
+
+    def write(self, event: Event) -> None:
+        self.reached.set()
+        self.go.wait()
+        super().write(event)
+
+
+class Failing(Recording):
+    """Raises for every step in ``bad``."""
+
+    def __init__(self, bad: set[int]) -> None:
+        super().__init__()
+        self.bad = bad
+
+    def write(self, event: Event) -> None:
+        if step_of(event) in self.bad:
+            raise ConnectionError("no route to tracker")
+        super().write(event)
+
+
+def steps(count: int) -> list[Event]:
+    return [Event(float(number), 0, step(number, count)) for number in range(1, count + 1)]
+
+
+def accounted(health: SinkHealth) -> int:
+    return health.written + health.waiting + health.dropped + health.failed
+
+
+def test_every_event_arrives_in_order_and_the_sink_is_closed() -> None:
+    sink = Recording()
+    background = Background("x", lambda: sink)
+    assert all(background.offer(event) for event in crashed_run())
+    health = background.close()
+    assert sink.events == crashed_run()
+    assert sink.closed
+    assert health == SinkHealth("x", len(crashed_run()), 0, 0, 0, "", given_up=False)
+
+
+def test_a_hanging_sink_costs_drops_that_are_counted_and_nothing_else() -> None:
+    sink = Gated()
+    background = Background("x", lambda: sink, queue_events=10, close_timeout_s=0.05)
+    background.offer(steps(1)[0])
+    sink.reached.wait()
+    taken = [background.offer(event) for event in steps(100)]
+    assert sum(taken) == 10
+    health = background.close()
+    assert health.given_up
+    assert "did not finish within 0.05 s" in health.last_error
+    assert accounted(health) == 101
+    sink.go.set()
+
+
+def test_a_sink_left_behind_writes_nothing_more_when_it_wakes() -> None:
+    sink = Gated()
+    background = Background("x", lambda: sink, close_timeout_s=0.01)
+    for event in steps(5):
+        background.offer(event)
+    sink.reached.wait()
+    background.close()
+    sink.go.set()
+    background._thread.join()
+    assert len(sink.events) == 1
+
+
+def test_a_failure_now_and_then_is_counted_and_survived() -> None:
+    sink = Failing({2, 4, 6})
+    background = Background("x", lambda: sink)
+    for event in steps(8):
+        background.offer(event)
+    health = background.close()
+    assert [step_of(event) for event in sink.events] == [1, 3, 5, 7, 8]
+    assert (health.written, health.failed, health.given_up) == (5, 3, False)
+    assert "no route to tracker" in health.last_error
+
+
+def test_a_sink_that_keeps_failing_is_given_up_with_its_reason() -> None:
+    background = Background("x", lambda: Failing(set(range(100))))
+    for event in steps(20):
+        background.offer(event)
+    health = background.close()
+    assert health.given_up
+    assert health.failed == FAILURES_IN_A_ROW
+    assert "ConnectionError: no route to tracker" in health.last_error
+    assert accounted(health) == 20
+    assert background.offer(steps(1)[0]) is False
+
+
+def test_a_sink_that_cannot_be_opened_is_reported_not_raised() -> None:
+    def refuse() -> Sink:
+        raise PermissionError("log in first")
+
+    background = Background("x", refuse)
+    health = background.close()
+    assert "could not be opened: PermissionError: log in first" in health.last_error
+
+
+def test_a_sink_that_hangs_while_opening_does_not_hold_up_the_start() -> None:
+    forever = threading.Event()
+
+    def open_sink() -> Sink:
+        forever.wait()
+        return Recording()
+
+    background = Background("x", open_sink, close_timeout_s=0.01)
+    assert background.offer(steps(1)[0])
+    assert background.close().given_up
+    forever.set()
+
+
+def test_several_sinks_are_closed_at_the_same_time() -> None:
+    meeting = threading.Barrier(4)
+
+    class Meeting(Recording):
+        def close(self) -> None:
+            meeting.wait()  # for ever, if the sinks were closed one after the other
+
+    sinks = [Background(str(i), Meeting, close_timeout_s=5.0) for i in range(4)]
+    healths = close_sinks(sinks)
+    assert [(health.name, health.given_up) for health in healths] == [(str(i), False) for i in range(4)]
+
+
+def test_a_process_exits_while_its_sink_hangs_for_ever() -> None:
+    code = """
+import threading
+from phalanx.observe.events import Event, Message
+from phalanx.observe.sinks.base import Background
+class Hanging:
+    def write(self, event): threading.Event().wait()
+    def close(self): threading.Event().wait()
+sink = Background("x", Hanging, close_timeout_s=0.1)
+sink.offer(Event(0.0, 0, Message("info", "x")))
+print(sink.close().given_up)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "True\n"
+
+
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(tmp_path: Path) -> None:
+    vendors = {"abacus": Vendor("abacus_not_installed", "abacus", lambda *_: Recording())}
+    with pytest.raises(SinkError, match=r"pip install 'phalanx-train\[abacus\]'"):
+        open_sinks(["abacus"], tmp_path, "run", vendors)
+
+
+def test_an_unknown_sink_is_refused_with_those_there_are(tmp_path: Path) -> None:
+    with pytest.raises(SinkError, match=r"no sink 'tensorbord'; there are: mlflow, tensorboard, wandb"):
+        open_sinks(["tensorbord"], tmp_path, "run")
+
+
+def test_each_named_sink_is_opened_with_the_directory_and_the_run(tmp_path: Path) -> None:
+    opened: dict[str, tuple[Path, str]] = {}
+
+    def vendor(name: str) -> Vendor:
+        def open_sink(directory: Path, run: str) -> Sink:
+            opened[name] = (directory, run)
+            return Recording()
+
+        return Vendor("json", "none", open_sink)
+
+    close_sinks(open_sinks(["a", "b"], tmp_path, "run", {"a": vendor("a"), "b": vendor("b")}))
+    assert opened == {"a": (tmp_path, "run"), "b": (tmp_path, "run")}
+
+
+def test_a_recorded_run_can_be_sent_to_a_sink_afterwards() -> None:
+    sink = Recording()
+    fill(sink, crashed_run())
+    assert sink.events == crashed_run()
+    assert sink.closed
+
+
+def test_numbers_that_were_not_measured_are_not_sent() -> None:
+    tags = scalars(Event(1.0, 0, step(3, 9, mfu=0.4)))
+    assert tags["speed/mfu"] == 0.4
+    assert "speed/goodput" not in tags
+    assert scalars(Event(1.0, 0, Evaluated(3, 2.0))) == {"eval/loss": 2.0}
+    assert scalars(Event(1.0, 0, Message("info", "x"))) == {}

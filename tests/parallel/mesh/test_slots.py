@@ -1,0 +1,147 @@
+"""The tree in which slots are added, and how slots are dealt."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.parallel.mesh.slots import Deal, Leaves, SlotTree
+from phalanx.parallel.reduction.data_parallel import rounds_of
+from phalanx.parallel.reduction.tree import push_run
+
+slots_counts = st.integers(1, 40)
+
+
+def written_out(low: int, level: int, slots: int) -> str:
+    """The sum that the tree stands for, by recursion from the top: an independent definition."""
+    if low >= slots:
+        return ""
+    if level == 0:
+        return str(low)
+    left, right = written_out(low, level - 1, slots), written_out(low + (1 << level - 1), level - 1, slots)
+    return f"({left}+{right})" if right else left
+
+
+def text_tree(slots: int) -> SlotTree[str]:
+    return SlotTree(slots, lambda left, right: f"({left}+{right})")
+
+
+@given(slots_counts, st.randoms())
+def test_slots_are_added_in_the_same_tree_in_whatever_order_they_arrive(
+    slots: int, shuffler: random.Random
+) -> None:
+    order = list(range(slots))
+    shuffler.shuffle(order)
+    tree = text_tree(slots)
+    for slot in order:
+        tree.push(slot, str(slot))
+    assert tree.take_root() == written_out(0, (slots - 1).bit_length(), slots)
+
+
+@given(slots_counts, st.integers(1, 9), st.integers(1, 5), st.integers(1, 4))
+def test_the_sum_is_the_same_however_slots_are_dealt_over_replicas(
+    slots: int, replicas: int, shard_ranks: int, per_hand: int
+) -> None:
+    leaves = Leaves(Deal(slots, replicas, shard_ranks), per_hand)
+    whole = text_tree(leaves.count)
+    for replica in range(replicas):
+        own = text_tree(leaves.count)
+        for round_slots in leaves.deal.rounds(replica):
+            for leaf in leaves.of_round(round_slots):
+                own.push(leaf, str(leaf))
+        assert sorted(own.nodes) == sorted(leaves.forest(replica))
+        for node, value in own.nodes.items():
+            whole.push_node(node, value)
+    assert whole.take_root() == written_out(0, (leaves.count - 1).bit_length(), leaves.count)
+
+
+@given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 4), st.sampled_from([1, 2, 4]))
+def test_a_team_is_dealt_its_slots_together_and_its_sums_are_nodes_of_the_tree_over_slots(
+    hands: int, replicas: int, teams: int, team: int
+) -> None:
+    deal = Deal(hands * team, replicas, teams * team, team)
+    over_hands, over_slots = text_tree(Leaves(deal, 1).count), text_tree(deal.slots)
+    for replica in range(replicas):
+        for round_slots in deal.rounds(replica):
+            for leaf in Leaves(deal, 1).of_round(round_slots):
+                own = text_tree(deal.slots)
+                for slot in range(leaf * team, (leaf + 1) * team):
+                    assert slot in round_slots
+                    own.push(slot, str(slot))
+                    over_slots.push(slot, str(slot))
+                (text,) = own.nodes.values()
+                over_hands.push(leaf, text)
+    assert over_hands.take_root() == over_slots.take_root()
+
+
+@given(slots_counts, st.integers(1, 9), st.integers(1, 5))
+def test_every_slot_is_computed_exactly_once_and_counts_once(
+    slots: int, replicas: int, shard_ranks: int
+) -> None:
+    deal = Deal(slots, replicas, shard_ranks)
+    counted = [
+        current.slot
+        for replica in range(replicas)
+        for shard_rank in range(shard_ranks)
+        for current in rounds_of(deal, replica, shard_rank)
+        if current.counts
+    ]
+    assert sorted(counted) == list(range(slots))
+
+
+@given(slots_counts, st.integers(1, 9), st.integers(1, 5))
+def test_the_ranks_of_a_replica_always_have_equally_many_rounds(
+    slots: int, replicas: int, shard_ranks: int
+) -> None:
+    deal = Deal(slots, replicas, shard_ranks)
+    for replica in range(replicas):
+        rounds = [rounds_of(deal, replica, shard_rank) for shard_rank in range(shard_ranks)]
+        assert len({len(own) for own in rounds}) == 1
+        assert all(own[-1].last and not any(r.last for r in own[:-1]) for own in rounds if own)
+
+
+@given(st.integers(0, 5), st.integers(0, 5))
+def test_a_replica_whose_slots_fill_a_subtree_has_one_sum_to_send(log_slots: int, log_replicas: int) -> None:
+    slots, replicas = 1 << max(log_slots, log_replicas), 1 << log_replicas
+    leaves = Leaves(Deal(slots, replicas, 1), 1)
+    assert all(len(leaves.forest(replica)) == 1 for replica in range(replicas))
+
+
+def test_a_sum_is_refused_while_slots_are_missing() -> None:
+    tree = text_tree(4)
+    tree.push(0, "0")
+    tree.push(3, "3")
+    with pytest.raises(ValueError, match="slots are missing"):
+        tree.take_root()
+
+
+def test_a_slot_given_twice_is_refused() -> None:
+    tree = text_tree(4)
+    tree.push(2, "2")
+    with pytest.raises(ValueError, match="twice"):
+        tree.push(2, "2")
+
+
+def test_a_slot_out_of_range_is_refused() -> None:
+    with pytest.raises(ValueError, match="outside"):
+        text_tree(4).push(4, "4")
+
+
+@given(slots_counts, st.data())
+def test_a_run_of_slots_is_added_as_one_slot_after_another_would_be(slots: int, data: st.DataObject) -> None:
+    generator = torch.Generator().manual_seed(slots)
+    values = torch.randn(slots, 3, generator=generator)
+    one_by_one: SlotTree[torch.Tensor] = SlotTree(slots, lambda left, right: left + right)
+    in_runs: SlotTree[torch.Tensor] = SlotTree(slots, lambda left, right: left + right)
+    first = 0
+    while first < slots:
+        length = data.draw(st.integers(1, slots - first))
+        push_run(in_runs, first, values[first : first + length].clone())
+        first += length
+    for slot in range(slots):
+        one_by_one.push(slot, values[slot])
+    assert torch.equal(in_runs.take_root(), one_by_one.take_root())

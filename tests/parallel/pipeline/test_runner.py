@@ -1,0 +1,87 @@
+"""A pipeline of any schedule gives the bits of one rank that runs micro-batch after micro-batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel.pipelined import (
+    BIASED,
+    DENSE,
+    MIXTURE,
+    evaluated_in_a_pipeline,
+    in_a_pipeline,
+    in_one_piece,
+    recomputed_in_a_pipeline,
+    waiting_ns,
+)
+from parallel.sharded_pipelines import pipelined, undivided
+from phalanx.parallel.pipeline.schedules import Name
+from phalanx.run.spec import ModelSpec
+from ranks import Ranks
+
+SCHEDULES: list[tuple[Name, int]] = [
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("interleaved", 2),
+    ("zbv", 2),
+    ("dualpipev", 2),
+]
+
+
+def assert_same_bits(
+    results: list[tuple[list[float], dict[str, Tensor]]], expected: tuple[list[float], dict[str, Tensor]]
+) -> None:
+    losses, gradients = expected
+    assert [sum(column) for column in zip(*(r[0] for r in results), strict=True)] == losses
+    merged = {name: gradient for _, held in results for name, gradient in held.items()}
+    assert merged.keys() == gradients.keys()
+    assert [name for name in merged if not torch.equal(merged[name], gradients[name])] == []
+
+
+@pytest.mark.parametrize("pipeline", [2, 4])
+@pytest.mark.parametrize(("name", "per_rank"), SCHEDULES)
+def test_losses_and_gradients_have_the_bits_of_the_undivided_model(
+    ranks: Ranks, name: Name, per_rank: int, pipeline: int
+) -> None:
+    results = ranks.run(pipeline, in_a_pipeline, name, per_rank, DENSE, 8)
+    assert_same_bits(results, in_one_piece(DENSE, 8))
+
+
+@pytest.mark.parametrize("spec", [BIASED, MIXTURE], ids=["biased", "mixture"])
+@pytest.mark.parametrize(("name", "per_rank"), SCHEDULES[-2:])
+def test_divided_backward_passes_have_the_bits_of_whole_ones_for_other_layers_too(
+    ranks: Ranks, name: Name, per_rank: int, spec: ModelSpec
+) -> None:
+    assert_same_bits(ranks.run(2, in_a_pipeline, name, per_rank, spec, 5), in_one_piece(spec, 5))
+
+
+@pytest.mark.parametrize(("name", "per_rank"), SCHEDULES[-2:])
+def test_checkpointed_layers_change_no_bit(ranks: Ranks, name: Name, per_rank: int) -> None:
+    results = ranks.run(2, recomputed_in_a_pipeline, name, per_rank, MIXTURE, 4)
+    assert_same_bits(results, in_one_piece(MIXTURE, 4))
+
+
+@pytest.mark.parametrize(("name", "per_rank"), SCHEDULES)
+def test_evaluation_gives_the_undivided_models_losses(ranks: Ranks, name: Name, per_rank: int) -> None:
+    results = ranks.run(2, evaluated_in_a_pipeline, name, per_rank, DENSE, 3)
+    assert_same_bits(results, (in_one_piece(DENSE, 3)[0], {}))
+
+
+def test_waiting_for_the_neighbour_is_counted(ranks: Ranks) -> None:
+    assert all(waited > 0 for waited in ranks.run(2, waiting_ns))
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("name", "per_rank"), SCHEDULES[1:])
+def test_sharded_stages_reduce_once_and_give_the_sharded_models_bits(
+    ranks: Ranks, name: Name, per_rank: int, narrow: bool
+) -> None:
+    expected = ranks.run(2, undivided, narrow)[0]
+    for zero3 in (False, True):
+        results = ranks.run(4, pipelined, name, per_rank, narrow, zero3)
+        assert [calls for _, calls in results] == [{1}] * 4
+        merged = {name: gradient for held, _ in results for name, gradient in held.items()}
+        assert merged.keys() == expected.keys()
+        assert [name for name in merged if not torch.equal(merged[name], expected[name])] == []

@@ -1,0 +1,148 @@
+"""Schedules are PyTorch's, made by each rank alone; they end, keep the order of sums, and idle as their papers say."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+import torch.distributed.pipelining.schedules as torch_schedules
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.parallel.pipeline.schedules import Action, Kind, Message, Name, Schedule, bubble, stages_of_rank
+
+UNITS: dict[Kind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> tuple[Schedule, int]:
+    """A legal schedule and a number of micro-batches."""
+    name: Name = draw(st.sampled_from(("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")))
+    pipeline = draw(st.integers(1, 6))
+    per_rank = {"gpipe": 1, "1f1b": 1, "interleaved": draw(st.integers(2, 4))}.get(name, 2)
+    if name == "interleaved":
+        return Schedule(name, pipeline, per_rank), pipeline * draw(st.integers(1, 5))
+    least = 2 * pipeline if name in ("zbv", "dualpipev") else 1
+    return Schedule(name, pipeline, per_rank), least + draw(st.integers(0, 12))
+
+
+def torchs_actions(schedule: Schedule, rank: int, micro_batches: int) -> list[Action]:
+    """The list that PyTorch's class of the schedule makes for one rank, without making it for all."""
+    kinds = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+    of_torch = {
+        "gpipe": torch_schedules.ScheduleGPipe,
+        "interleaved": torch_schedules.ScheduleInterleaved1F1B,
+        "zbv": torch_schedules.ScheduleZBVZeroBubble,
+        "dualpipev": torch_schedules.ScheduleDualPipeV,
+    }[schedule.name]
+    maker = object.__new__(of_torch)
+    maker._n_microbatches, maker._num_stages = micro_batches, schedule.stages
+    maker.rank, maker.num_stages, maker.n_local_stages = rank, schedule.stages, schedule.per_rank
+    maker.pp_group_size = maker.microbatches_per_round = schedule.pipeline
+    if schedule.per_rank == 1:
+        made = maker._get_pipeline_order()[rank]
+    else:
+        made = maker._calculate_single_rank_operations(rank)
+    single = (part for action in made if action is not None for part in (action.sub_actions or (action,)))
+    return [
+        Action(kinds[action.computation_type.name], action.stage_index, action.microbatch_index)
+        for action in single
+        if action.computation_type.name in kinds
+    ]
+
+
+@given(
+    schedules().filter(lambda drawn: drawn[0].name != "1f1b")
+)  # of 1F1B, PyTorch has a loop but no true list
+def test_a_ranks_actions_are_those_of_torch(drawn: tuple[Schedule, int]) -> None:
+    schedule, micro_batches = drawn
+    for rank in range(schedule.pipeline):
+        assert schedule.actions(rank, micro_batches) == torchs_actions(schedule, rank, micro_batches)
+
+
+@given(schedules())
+def test_each_micro_batch_goes_once_forward_and_once_back_through_each_stage(
+    drawn: tuple[Schedule, int],
+) -> None:
+    schedule, micro_batches = drawn
+    seen: dict[tuple[int, int], str] = defaultdict(str)
+    for rank in range(schedule.pipeline):
+        for action in schedule.actions(rank, micro_batches):
+            seen[action.stage, action.micro_batch] += action.kind
+    assert seen.keys() == {(s, m) for s in range(schedule.stages) for m in range(micro_batches)}
+    assert set(seen.values()) <= {"FB", "FIW"}
+
+
+@given(schedules())
+def test_weight_gradients_come_in_the_order_of_micro_batches(drawn: tuple[Schedule, int]) -> None:
+    schedule, micro_batches = drawn
+    for rank in range(schedule.pipeline):
+        actions = schedule.actions(rank, micro_batches)
+        for stage in stages_of_rank(schedule.name, schedule.pipeline, rank, schedule.per_rank):
+            for kinds in ("BI", "BW"):
+                order = [a.micro_batch for a in actions if a.stage == stage and a.kind in kinds]
+                assert order == list(range(micro_batches))
+
+
+@given(schedules())
+def test_every_message_that_a_rank_needs_is_sent_to_it_once_over_a_link(drawn: tuple[Schedule, int]) -> None:
+    schedule, micro_batches = drawn
+    lists = [schedule.actions(rank, micro_batches) for rank in range(schedule.pipeline)]
+    for rank, actions in enumerate(lists):
+        sources = [source for source, target in schedule.links() if target == rank]
+        sent = [message for source in sources for message in schedule.sent(lists[source], rank)]
+        needed = [message for action in actions if (message := need_of(schedule, action)) is not None]
+        from_others = [m for m in needed if schedule.rank_of(m.stage + (-1 if m.kind == "F" else 1)) != rank]
+        assert sorted(sent) == sorted(from_others)
+
+
+@given(schedules())
+def test_the_bubble_is_that_of_following_all_dependencies(drawn: tuple[Schedule, int]) -> None:
+    schedule, micro_batches = drawn
+    whole, busy = timeline(schedule, micro_batches)
+    idle = 1 - sum(busy) / (schedule.pipeline * whole)
+    closed = bubble(schedule.name, schedule.pipeline, micro_batches, schedule.per_rank)
+    assert closed == pytest.approx(idle, abs=1e-9)
+
+
+@given(st.integers(1, 6), st.integers(1, 12))
+def test_1f1b_holds_no_more_micro_batches_than_stages_follow(pipeline: int, micro_batches: int) -> None:
+    for rank in range(pipeline):
+        held = [0]
+        for action in Schedule("1f1b", pipeline, 1).actions(rank, micro_batches):
+            held.append(held[-1] + (1 if action.kind == "F" else -1))
+        assert max(held) == min(micro_batches, pipeline - rank)
+
+
+@pytest.mark.parametrize("name", ["zbv", "dualpipev"])
+def test_v_schedules_hold_the_first_and_the_last_stage_on_one_rank(name: Name) -> None:
+    assert [stages_of_rank(name, 3, rank, 2) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
+
+
+def test_interleaved_stages_are_dealt_round_by_round() -> None:
+    assert [stages_of_rank("interleaved", 2, rank, 3) for rank in range(2)] == [(0, 2, 4), (1, 3, 5)]
+
+
+def need_of(schedule: Schedule, action: Action) -> Message | None:
+    """What an action waits for."""
+    if action.kind == "F" and action.stage > 0:
+        return Message("F", action.stage, action.micro_batch)
+    if action.kind in "BI" and action.stage < schedule.stages - 1:
+        return Message("B", action.stage, action.micro_batch)
+    return None
+
+
+def timeline(schedule: Schedule, micro_batches: int) -> tuple[float, list[float]]:
+    """When the last rank ends, and how long each was busy, if each begins as soon as it can; fails on a deadlock."""
+    waiting = {rank: schedule.actions(rank, micro_batches)[::-1] for rank in range(schedule.pipeline)}
+    now, busy = [0.0] * schedule.pipeline, [0.0] * schedule.pipeline
+    ready: dict[Message | None, float] = {None: 0.0}
+    while any(waiting.values()):
+        able = [r for r, actions in waiting.items() if actions and need_of(schedule, actions[-1]) in ready]
+        assert able, "deadlock"
+        for rank in able:
+            action = waiting[rank].pop()
+            now[rank] = max(now[rank], ready[need_of(schedule, action)]) + UNITS[action.kind]
+            busy[rank] += UNITS[action.kind]
+            ready.setdefault(schedule.result(action), now[rank])
+    return max(now), busy

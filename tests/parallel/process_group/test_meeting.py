@@ -1,0 +1,168 @@
+"""Processes that stay alive while one process group after another breaks."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.parallel.process_group.abort import Connections, abort
+from phalanx.parallel.process_group.meeting import MeetingPoint, meet
+from phalanx.parallel.process_group.rendezvous import leave
+
+CPU = torch.device("cpu")
+
+
+def serve(connection: Connection) -> None:
+    """A process that lives through epochs: in each it sums with the others, or hangs, or waits for one who hangs."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    here = MeetingPoint("127.0.0.1")
+    connection.send(here.address)
+    while True:
+        try:
+            address, epoch, rank, ranks, hangs, abort_after_s = connection.recv()
+        except EOFError:
+            return
+        over, done = threading.Event(), threading.Event()
+        aborter = threading.Thread(target=keep_aborting, args=(Connections.now(), abort_after_s, over, done))
+        aborter.start()
+        answer: Any
+        try:
+            meet(address, here if rank == 0 else None, epoch, rank, ranks, CPU, 60.0, still(over))
+            if hangs:
+                time.sleep(2 * abort_after_s)
+            total = torch.full((1000,), float(rank + 1))
+            dist.all_reduce(total)
+            answer = float(total[0])
+        except Exception as error:
+            answer = f"{type(error).__name__}: {error}"
+        done.set()
+        aborter.join()
+        leave()
+        here = MeetingPoint("127.0.0.1")
+        connection.send((answer, os.getpid(), here.address))
+
+
+def still(over: threading.Event) -> Callable[[], None]:
+    """Raises once an epoch is over."""
+
+    def check() -> None:
+        if over.is_set():
+            raise RuntimeError("the epoch is over")
+
+    return check
+
+
+def keep_aborting(
+    connections: Connections, after_s: float, over: threading.Event, done: threading.Event
+) -> None:
+    """As a worker does once its epoch is over: a rank may be about to open its next connection."""
+    if not done.wait(after_s):
+        over.set()
+        while not done.wait(0.02):
+            abort(connections, CPU)
+
+
+class Fleet:
+    """A few such processes."""
+
+    def __init__(self, workers: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        pipes = [context.Pipe() for _ in range(workers)]
+        self.processes = [context.Process(target=serve, args=(theirs,), daemon=True) for _, theirs in pipes]
+        for process in self.processes:
+            process.start()
+        self.ends = [ours for ours, _ in pipes]
+        self.addresses = [end.recv() for end in self.ends]
+        self.epoch = 0
+
+    def live(
+        self, members: list[int], hangs: int | None = None, abort_after_s: float = 60.0
+    ) -> list[tuple[Any, int]]:
+        """One epoch of ``members``: what each got, and its process."""
+        self.epoch += 1
+        for rank, member in enumerate(members):
+            self.ends[member].send(
+                (
+                    self.addresses[members[0]],
+                    self.epoch,
+                    rank,
+                    len(members),
+                    member == hangs,
+                    abort_after_s,
+                )
+            )
+        answers = []
+        for member in members:
+            assert self.ends[member].poll(30.0), "a rank hangs"
+            answer, pid, self.addresses[member] = self.ends[member].recv()
+            answers.append((answer, pid))
+        return answers
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Any:
+    made = Fleet(3)
+    yield made
+    made.close()
+
+
+def test_the_same_processes_meet_again_in_a_smaller_group_after_one_hung(fleet: Fleet) -> None:
+    whole = fleet.live([0, 1, 2])
+    assert [answer for answer, _ in whole] == [6.0, 6.0, 6.0]
+    broken = fleet.live([0, 1, 2], hangs=2, abort_after_s=2.0)
+    assert all(isinstance(answer, str) for answer, _ in broken), (
+        "a collective with a missing rank cannot end well"
+    )
+    smaller = fleet.live([1, 0])
+    assert [answer for answer, _ in smaller] == [3.0, 3.0]
+    assert [pid for _, pid in whole[:2]] == [pid for _, pid in reversed(smaller)]
+
+
+def test_an_abort_reaches_a_rank_that_waits_for_somebody_who_never_comes(fleet: Fleet) -> None:
+    fleet.epoch += 1
+    fleet.ends[1].send((fleet.addresses[0], fleet.epoch, 1, 3, False, 1.0))  # rank 0 is not there
+    assert not fleet.ends[1].poll(0.5)
+    fleet.ends[0].send((fleet.addresses[0], fleet.epoch, 0, 3, False, 1.5))  # and rank 2 never comes
+    for member in (0, 1):
+        assert fleet.ends[member].poll(20.0), "the rank still waits"
+        answer, _, fleet.addresses[member] = fleet.ends[member].recv()
+        assert isinstance(answer, str)
+
+
+def test_one_who_broke_off_while_meeting_meets_one_who_did_not(fleet: Fleet) -> None:
+    fleet.epoch += 1
+    fleet.ends[0].send((fleet.addresses[0], fleet.epoch, 0, 2, False, 0.5))  # rank 1 never comes
+    assert fleet.ends[0].poll(20.0), "the rank still waits"
+    answer, _, fleet.addresses[0] = fleet.ends[0].recv()
+    assert isinstance(answer, str)
+    assert [answer for answer, _ in fleet.live([0, 1])] == [3.0, 3.0]
+
+
+def test_an_abort_leaves_connections_alone_that_were_there_before() -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+    mine = socket.create_connection(server.getsockname())
+    other, _ = server.accept()
+    before = Connections.now()
+    later = socket.create_connection(server.getsockname())
+    accepted, _ = server.accept()
+    assert before.shut() == 2
+    assert accepted.recv(1) == b""
+    mine.sendall(b"x")
+    assert other.recv(1) == b"x"
+    for one in (mine, other, later, accepted, server):
+        one.close()

@@ -1,0 +1,100 @@
+"""How a process learns its rank, and what it is told when the ranks cannot meet."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx.parallel.process_group.rendezvous import (
+    Place,
+    RendezvousError,
+    device_for,
+    first_host,
+    join,
+    leave,
+    place_of,
+)
+
+
+def test_a_process_started_by_nobody_has_no_place() -> None:
+    assert place_of({"HOME": "/root"}) is None
+
+
+def test_torchrun_gives_rank_and_address() -> None:
+    environ = {
+        "RANK": "3",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "node1",
+        "MASTER_PORT": "1234",
+    }
+    assert place_of(environ) == Place(3, 8, 1, "tcp://node1:1234", "torchrun")
+
+
+def test_srun_gives_rank_and_the_first_node_is_the_meeting_point() -> None:
+    environ = {
+        "SLURM_PROCID": "9",
+        "SLURM_NTASKS": "16",
+        "SLURM_LOCALID": "1",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "gpu[003-004]",
+    }
+    assert place_of(environ) == Place(9, 16, 1, "tcp://gpu003:29500", "srun")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [("gpu[003-007,9],x", "gpu003"), ("a,b", "a"), ("host7", "host7"), ("n[1,3]", "n1"), ("", "")],
+)
+def test_the_first_host_of_a_compressed_list_is_found(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
+
+
+def test_a_rank_without_an_address_is_told_what_to_set() -> None:
+    with pytest.raises(RendezvousError, match="set MASTER_ADDR"):
+        place_of({"RANK": "0", "WORLD_SIZE": "2"})
+
+
+def test_our_own_launcher_comes_before_an_environment_inherited_from_another() -> None:
+    environ = {
+        "PHALANX_RANK": "1",
+        "PHALANX_RANKS": "2",
+        "PHALANX_MEETING_POINT": "file:///x",
+        "SLURM_PROCID": "0",
+        "SLURM_STEP_ID": "0",
+    }
+    place = place_of(environ)
+    assert place is not None
+    assert (place.rank, place.launcher) == (1, "phalanx")
+
+
+def test_a_port_in_use_is_named_with_what_to_change() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(RendezvousError, match=r"port .* in use .*set MASTER_PORT"):
+            join(Place(0, 2, 0, address, "torchrun"), torch.device("cpu"), timeout_s=5.0)
+
+
+def test_ranks_meet_in_a_folder_whose_name_an_address_must_write_otherwise(tmp_path: Path) -> None:
+    folder = tmp_path / "a b,c%20d"
+    folder.mkdir()
+    join(Place(0, 1, 0, (folder / "store").as_uri(), "phalanx"), torch.device("cpu"), timeout_s=5.0)
+    there = (folder / "store").exists()
+    leave()
+    assert there
+
+
+def test_ranks_that_never_come_are_reported() -> None:
+    with pytest.raises(RendezvousError, match=r"rank 1 of 2 could not meet the others"):
+        join(Place(1, 2, 1, "tcp://127.0.0.1:1", "torchrun"), torch.device("cpu"), timeout_s=1.0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_asking_for_a_gpu_where_there_is_none_says_so() -> None:
+    with pytest.raises(RendezvousError, match="sees no GPU"):
+        device_for("cuda", 0)

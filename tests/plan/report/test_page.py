@@ -1,0 +1,106 @@
+"""The report of a plan."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.hardware.catalogue import cluster
+from phalanx.plan.report.charts import Bar, Dot, curves, gantt, scatter, stacked_bars, tornado
+from phalanx.plan.report.page import rank_memory, report_page
+from phalanx.plan.search.facts import Plan, make_plan
+from phalanx.plan.search.request import Aim, run_of_model
+from phalanx.plan.search.sensitivity import step_changes
+
+
+def planned(aim: Aim, *, searching: bool) -> Plan:
+    spec = run_of_model("llama3-8b", 4096, 128)
+    return make_plan(spec, cluster("h100:64"), aim, keep_slots=False, searching=searching)
+
+
+@pytest.fixture(scope="module")
+def searched() -> Plan:
+    return planned(Aim(), searching=True)
+
+
+@pytest.fixture(scope="module")
+def piped() -> Plan:
+    return planned(Aim(layout="tp=2,pp=8,dp=4,schedule=1f1b"), searching=False)
+
+
+def body(page: str) -> ET.Element:
+    return ET.fromstring(page.removeprefix("<!DOCTYPE html>"))
+
+
+@pytest.mark.parametrize("name", ["searched", "piped"])
+def test_the_page_is_well_formed_and_loads_nothing(name: str, request: pytest.FixtureRequest) -> None:
+    page = report_page(request.getfixturevalue(name))
+    root = body(page)
+    assert not [tag for tag in root.iter() if tag.tag in ("script", "link", "img", "iframe", "object")]
+    assert not [tag for tag in root.iter() for key in tag.attrib if key in ("src", "href")]
+    assert not re.search(r"url\(|@import", page)
+
+
+def test_the_page_answers_every_question_of_a_plan(searched: Plan) -> None:
+    titles = [title.text for title in body(report_page(searched)).iter("h2")]
+    for wanted in ("Memory", "A step", "Pareto", "What moves", "Goodput", "Assumptions"):
+        assert any(wanted in (title or "") for title in titles)
+
+
+def test_peaks_are_listed_with_their_source(searched: Plan) -> None:
+    page = report_page(searched)
+    assert searched.job.cluster.accelerator.flops["bf16"].source in page
+
+
+def test_the_fullest_rank_of_the_chart_is_the_one_that_the_estimate_is_of(piped: Plan) -> None:
+    totals = [sum(bar.parts.values()) * 1e9 for bar in rank_memory(piped)]
+    assert max(totals) == pytest.approx(piped.chosen.memory_bytes)
+    assert totals[piped.chosen.worst_rank] == pytest.approx(piped.chosen.memory_bytes)
+
+
+def test_of_ranks_with_equal_weights_the_earlier_hold_more_activations_under_1f1b(piped: Plan) -> None:
+    alike: dict[float, list[float]] = {}
+    for bar in rank_memory(piped):
+        alike.setdefault(bar.parts["master weights"], []).append(bar.parts["activations"])
+    assert max(map(len, alike.values())) > 1
+    assert all(kept == sorted(kept, reverse=True) for kept in alike.values())
+
+
+def test_lower_figures_never_make_a_step_quicker(searched: Plan) -> None:
+    for name, (lower, higher) in step_changes(searched).items():
+        sign = -1 if name in ("scale tax",) else 1
+        assert sign * lower >= -1e-9
+        assert sign * higher <= 1e-9
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(
+        st.dictionaries(st.text("abc<&\"'", min_size=1), st.floats(0, 1e15), min_size=1),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_bars_of_any_size_and_name_make_well_formed_pictures(sizes: list[dict[str, float]]) -> None:
+    picture = stacked_bars([Bar(f"<{number}>", parts) for number, parts in enumerate(sizes)], "GB", 80.0)
+    root = ET.fromstring(f"<div>{picture}</div>")
+    widths = [float(box.attrib["width"]) for box in root.iter("rect")]
+    assert all(0 < width <= 860 for width in widths)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.floats(1e-6, 1e6), st.floats(0, 1)), min_size=1, max_size=9))
+def test_points_lie_inside_their_chart(points: list[tuple[float, float]]) -> None:
+    root = ET.fromstring(scatter([Dot(x, y, "point") for x, y in points], "s", "GB"))
+    for mark in root.iter("circle"):
+        assert 0 <= float(mark.attrib["cx"]) <= 860
+        assert 0 <= float(mark.attrib["cy"]) <= 300
+    ET.fromstring(f"<div>{curves({'line': points}, 's', 'share', (points[0][0], 'here'))}</div>")
+
+
+def test_empty_changes_and_time_lines_are_drawn_too() -> None:
+    ET.fromstring(f"<div>{tornado({'nothing': (0.0, 0.0)}, '%')}{gantt([], [], 1.0, 's')}</div>")

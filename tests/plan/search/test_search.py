@@ -1,0 +1,165 @@
+"""The search against looking at every layout one by one, and what it says about those that lost."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from phalanx.hardware.cluster import Fact
+from phalanx.plan.search.search import SearchResult, search
+from phalanx.plan.search.space import Options, requirement, space
+from phalanx.plan.step_cost.estimate import estimate, estimates, prepare
+from phalanx.plan.workload.candidates import SCHEDULES, layout_at
+from phalanx.plan.workload.stacks import Job
+from phalanx.run.layout import layout_problems
+from phalanx.run.spec import ParallelSpec, RunSpec, RuntimeSpec, TrainSpec
+from plan.jobs import job
+
+_SMALL = Options(micro_batches=(1, 2), stages_per_rank=(2,), offload=False, require=("tp<=4", "cp<=2"))
+
+
+def with_memory(mine: Job, factor: float) -> Job:
+    """The same job with so much more memory."""
+    accelerator = mine.cluster.accelerator
+    memory = Fact(accelerator.memory_bytes.value * factor, "test")
+    cluster = dataclasses.replace(
+        mine.cluster, accelerator=dataclasses.replace(accelerator, memory_bytes=memory)
+    )
+    return dataclasses.replace(mine, cluster=cluster)
+
+
+def fields(result: SearchResult) -> list[float]:
+    """Seconds of the best."""
+    return [found.step_s for found in result.best]
+
+
+@pytest.mark.parametrize(("model", "cluster"), [("llama3-8b", "h100:16"), ("mixtral-8x7b", "h100:32")])
+def test_the_search_finds_what_looking_at_every_layout_finds(model: str, cluster: str) -> None:
+    mine = job(model, cluster, batch=32)
+    result = search(mine, _SMALL)
+    candidates = space(mine, _SMALL).candidates
+    everything = [candidates.at(flat) for flat in range(int(np.prod(candidates.shape)))]
+    # The same layout may not be counted twice: with nothing to share, every ZeRO stage is alike.
+    met = [
+        numbers
+        for numbers in everything
+        if numbers["tensor"] <= 4
+        and numbers["context"] <= 2
+        and not (numbers["zero"] == 0 and numbers["replicate"] > 1)
+        and not (numbers["shard"] * numbers["context"] == 1 and numbers["zero"] > 0)
+    ]
+    one_by_one = [found for found in estimates(mine, met, exact=False) if found.fits]
+    assert result.valid == len(one_by_one)
+    best = min(one_by_one, key=lambda found: found.step_s)
+    assert min(found.closed_form_s for found in result.best) <= best.step_s * (1 + 1e-9)
+    assert fields(result) == sorted(fields(result))
+
+
+def test_every_layout_of_the_space_is_one_that_the_trainer_accepts() -> None:
+    mine = job("mixtral-8x7b", "h100:64", batch=64, stack="phalanx")
+    candidates = space(mine, Options(micro_batches=(1, 2))).candidates
+    for row in np.random.default_rng(0).integers(0, candidates.shape[0], 200):
+        numbers = candidates.at(int(row) * int(np.prod(candidates.shape[1:])))
+        layout = layout_at(numbers)
+        spec = RunSpec(
+            model=mine.workload.model,
+            train=TrainSpec(
+                batch_size=64, seq_len=4096, slots=layout.data_ranks, micro_batch_size=numbers["micro_batch"]
+            ),
+            parallel=ParallelSpec(
+                shard_ranks=layout.shard,
+                tensor=layout.tensor,
+                context=layout.context,
+                pipeline=layout.pipeline,
+                pipeline_schedule=SCHEDULES[numbers["schedule"]],
+                pipeline_stages=numbers["stages_per_rank"] if layout.pipeline > 1 else 0,
+                expert=layout.expert,
+                expert_tensor=layout.expert_tensor,
+            ),
+            runtime=RuntimeSpec(device="cuda"),
+        )
+        assert layout_problems(spec, layout.ranks) == []
+
+
+def test_more_memory_never_makes_a_layout_infeasible() -> None:
+    mine = job("llama3-70b", "h100:64", batch=64)
+    valid = [search(with_memory(mine, factor), _SMALL).valid for factor in (1, 1.5, 4)]
+    assert valid == sorted(valid)
+    for found in search(mine, _SMALL).best:
+        assert estimate(with_memory(mine, 2), found.layout).fits
+
+
+def test_nothing_on_the_front_is_beaten() -> None:
+    front = search(job("llama3-8b", "h100:64"), Options(gpus=(32, 64))).front
+    assert {point.ranks for point in front} >= {32, 64}
+    for point in front:
+        for other in front:
+            better = (other.step_s, other.memory_bytes, other.ranks)
+            assert other is point or not all(
+                a <= b for a, b in zip(better, (point.step_s, point.memory_bytes, point.ranks), strict=True)
+            )
+
+
+@pytest.mark.parametrize(
+    "text", ["tp<=2", "pp>=4", "schedule==1f1b", "zero=1", "recompute!=none", "gpus==64"]
+)
+def test_what_is_required_holds_for_all_that_is_found(text: str) -> None:
+    mine = job("llama3-8b", "h100:64")
+    result = search(mine, Options(require=(text,)))
+    need = requirement(text, mine)
+    for found in result.best:
+        value = found.ranks if need.name == "ranks" else found.layout[need.name]
+        assert need.compare(np.array(value), need.value)
+    assert result.killed[text] > 0 or text == "gpus==64"
+
+
+def test_what_lost_says_to_what() -> None:
+    result = search(job("llama3-70b", "h100:64", batch=128))
+    by_family = {loser.family: loser for loser in result.runners_up}
+    assert "GB >" in by_family["zero=0"].reason or by_family["zero=0"].slower >= 0
+    winner = result.best[0]
+    assert f"tensor={winner.layout['tensor']}" not in by_family
+    for loser in result.runners_up:
+        name, value = loser.family.split("=")
+        if value.isdigit():
+            assert loser.layout[name] == int(value)
+        assert loser.slower >= -1e-9 or not loser.reason
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("tp", "a field, a comparison"), ("size<=3", "can be required of"), ("schedule<=zbv", "with =")],
+)
+def test_a_condition_that_cannot_be_read_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        search(job(), Options(require=(text,)))
+
+
+def test_if_nothing_fits_the_leanest_layout_is_named() -> None:
+    with pytest.raises(ValueError, match="the leanest layout needs"):
+        search(job("llama3-405b", "h100:8", batch=8))
+
+
+@pytest.mark.parametrize(("model", "stack"), [("llama3-70b", "megatron"), ("deepseek-v3", "phalanx")])
+def test_what_the_search_compares_is_what_an_estimate_says(model: str, stack: str) -> None:
+    mine = job(model, "h100:512", batch=512, stack=stack)
+    whole = prepare(mine, space(mine, Options(micro_batches=(1, 2))).candidates)
+    geometries = np.random.default_rng(0).choice(whole.candidates.shape[-1], 40, replace=False)
+    some = whole.rows(geometries)
+    bytes_, seconds = (
+        np.broadcast_to(each, some.candidates.shape).ravel() for each in (some.most_memory(), some.seconds())
+    )
+    # Of every place and every choice some, each estimated as one layout among others.
+    flat = np.arange(0, bytes_.size, 7)
+    alone = estimates(mine, [some.candidates.at(int(number)) for number in flat], exact=False)
+    assert bytes_[flat] == pytest.approx(np.array([each.memory_bytes for each in alone]), rel=1e-12)
+    assert seconds[flat] == pytest.approx(np.array([each.step_s for each in alone]), rel=1e-12)
+
+
+def test_finalists_are_what_an_estimate_of_each_alone_says() -> None:
+    mine = job("mixtral-8x7b", "h100:64", stack="phalanx")
+    for found in search(mine).best:
+        alone = estimate(mine, found.layout)
+        assert (alone.time, alone.memory, alone.worst_rank) == (found.time, found.memory, found.worst_rank)

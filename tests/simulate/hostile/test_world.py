@@ -1,0 +1,73 @@
+"""Small hostile worlds hold for a sample of seeds, are functions of their seed, and would notice a broken core."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from msgspec.structs import replace
+
+from phalanx.fleet.core import decide as core
+from phalanx.fleet.core import messages as m
+from phalanx.fleet.core.invariants import BrokenInvariant
+from phalanx.fleet.core.orders import Order
+from phalanx.fleet.core.state import FleetState, Phase, RestorePoint
+from phalanx.simulate.hostile.world import run_seed
+
+Answer = tuple[FleetState, list[Order]]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_world_survives_whatever_befalls_it(seed: int) -> None:
+    assert run_seed(seed).steps > 0
+
+
+def test_from_memory_at_most_two_steps_are_lost_where_copies_are_quick() -> None:
+    assert max(run_seed(seed).worst_lost_steps for seed in range(12, 20)) <= 2
+
+
+def test_a_world_is_a_function_of_its_seed() -> None:
+    assert run_seed(3) == run_seed(3) != run_seed(4)
+
+
+def run_seeds(seeds: range, step: Callable[[FleetState, m.Event, float], Answer]) -> None:
+    for seed in seeds:
+        run_seed(seed, step)
+
+
+def has_no_sense_of_time(state: FleetState, event: m.Event, now_s: float) -> Answer:
+    """No lease and no deadline ever runs out."""
+    return (state, []) if isinstance(event, m.Tick) else core.step(state, event, now_s)
+
+
+def does_not_wait_for_all(state: FleetState, event: m.Event, now_s: float) -> Answer:
+    """A new epoch begins though one member may still train in the old one."""
+    if state.phase is Phase.PARKING and len(state.awaiting) == 1:
+        state.awaiting.clear()
+    return core.step(state, event, now_s)
+
+
+def prefers_old_state(state: FleetState, event: m.Event, now_s: float) -> Answer:
+    """The disk, though memory has newer steps."""
+    before = state.epoch
+    state, orders = core.step(state, event, now_s)
+    if state.epoch > before and isinstance(state.source, RestorePoint):
+        state.source = m.Fresh()
+    return state, orders
+
+
+def trusts_corrupt_state(state: FleetState, event: m.Event, now_s: float) -> Answer:
+    """After a silent corruption, the newest snapshot is restored all the same."""
+    if isinstance(event, m.Suspect) and event.trusted_step is not None:
+        event = replace(event, trusted_step=2**40)
+    return core.step(state, event, now_s)
+
+
+@pytest.mark.parametrize(
+    "broken", [has_no_sense_of_time, does_not_wait_for_all, prefers_old_state, trusts_corrupt_state]
+)
+def test_a_broken_core_is_found_within_a_few_seeds(
+    broken: Callable[[FleetState, m.Event, float], Answer],
+) -> None:
+    with pytest.raises(BrokenInvariant, match="phalanx simulate fleet --small --seeds"):
+        run_seeds(range(25), broken)

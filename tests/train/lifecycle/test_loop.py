@@ -1,0 +1,174 @@
+"""What a run does besides stepping: it reports, saves, recovers and refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.checkpoint.tiers.verify import verify
+from phalanx.observe.event_log import read_events
+from phalanx.observe.events import CheckpointSaved, Evaluated, Finished, Message, NonFinite, Restored, Step
+from phalanx.observe.goodput import goodput
+from phalanx.run.spec import RunSpec
+from ranks import Ranks
+from tiny_runs import on_layout, tiny_run, train_on_this_rank
+
+
+def bodies(run_dir: Path, kind: type) -> list[Any]:
+    return [event.body for event in read_events(run_dir / "events.jsonl") if isinstance(event.body, kind)]
+
+
+@pytest.fixture(scope="module")
+def finished(ranks: Ranks, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run that was broken off in step 4 and finished on other ranks."""
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    spec = tiny_run(dataset, run_dir)
+    ranks.run(2, train_on_this_rank, spec, 4)
+    ranks.run(3, train_on_this_rank, spec)
+    return run_dir
+
+
+def test_every_step_is_in_the_event_stream_and_redone_ones_have_the_same_loss(finished: Path) -> None:
+    losses: dict[int, set[float]] = {}
+    for step in bodies(finished, Step):
+        losses.setdefault(step.step, set()).add(step.loss)
+    assert sorted(losses) == [1, 2, 3, 4, 5, 6]
+    assert all(len(values) == 1 for values in losses.values())
+
+
+def test_a_restart_goes_on_from_the_newest_checkpoint(finished: Path) -> None:
+    assert [restored.step for restored in bodies(finished, Restored)] == [2]
+
+
+def test_evaluations_come_when_they_are_due_and_at_the_end(finished: Path) -> None:
+    assert {evaluation.step for evaluation in bodies(finished, Evaluated)} == {2, 4, 6}
+
+
+def test_old_checkpoints_are_let_go(finished: Path) -> None:
+    # Whether the first attempt got to say that step 2 was written depends on the disk: it was broken off two steps later.
+    assert [saved.step for saved in bodies(finished, CheckpointSaved)] in ([2, 4, 6], [4, 6])
+    assert DiskTier(finished / "checkpoints").steps() == [2, 4, 6]
+
+
+def test_tokens_are_counted_over_the_run_and_not_over_attempts(finished: Path) -> None:
+    assert bodies(finished, Step)[-1].tokens == 6 * 16 * 24
+
+
+def test_the_ledger_of_each_step_sums_to_the_time_since_the_start(finished: Path) -> None:
+    events = list(read_events(finished / "events.jsonl"))
+    last = [event for event in events if isinstance(event.body, Step)][-1]
+    assert isinstance(last.body, Step)
+    started = min(event.t for event in events if event.attempt == last.attempt)
+    held_s = sum(last.body.ledger.values())
+    assert last.t - started <= held_s + 0.1
+    assert held_s <= last.t - started + 30.0  # the ledger begins before the first event, but not long before
+
+
+def test_the_time_of_redone_steps_is_counted_as_lost(finished: Path) -> None:
+    result = goodput(read_events(finished / "events.jsonl"))
+    assert result.rollback_ns > 0
+    assert result.committed_ns > 0
+
+
+def test_the_result_says_what_one_compares(finished: Path) -> None:
+    (end,) = bodies(finished, Finished)
+    assert {"run_dir", "step", "loss", "tokens_per_s", "mfu", "weights_sha256"} <= end.result.keys()
+
+
+# --- numbers that are not finite ----------------------------------------------------------------
+
+
+def poisoned(spec: RunSpec, steps: set[int]) -> Any:
+    """Trains with embeddings that are NaN throughout the given steps, on one rank."""
+    import torch
+
+    from phalanx.train.step.step import step as step_module
+
+    original = step_module.Stepper._slots
+
+    def slots(self: Any) -> Any:
+        losses, tokens = original(self)
+        self.seen = getattr(self, "seen", 0) + 1
+        if self.seen in steps:
+            next(iter(self.model.parts[0].parameters())).grad[0, 0] = torch.nan
+        return losses, tokens
+
+    step_module.Stepper._slots = slots  # type: ignore[method-assign]
+    try:
+        return train_on_this_rank(spec)
+    finally:
+        step_module.Stepper._slots = original  # type: ignore[method-assign]
+
+
+def test_a_gradient_that_is_not_a_number_stops_the_run_with_the_weights_saved(
+    ranks: Ranks, dataset: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    with pytest.raises(AssertionError, match=r"step 4: .*gradient of embedding\.weight \(1 of"):
+        ranks.run(1, poisoned, tiny_run(dataset, run_dir), {4})
+    assert DiskTier(run_dir / "checkpoints").steps() == [2, 3]
+    (report,) = bodies(run_dir, NonFinite)
+    assert (report.step, report.skipped) == (4, False)
+
+
+def test_a_step_that_is_not_finite_is_skipped_when_asked_and_said_so(
+    ranks: Ranks, dataset: Path, tmp_path: Path
+) -> None:
+    spec = tiny_run(dataset, tmp_path / "run", on_nonfinite="skip")
+    result = ranks.run(1, poisoned, spec, {2, 5})[0]
+    assert result["step"] == 6
+    assert [(report.step, report.skipped) for report in bodies(tmp_path / "run", NonFinite)] == [
+        (2, True),
+        (5, True),
+    ]
+
+
+def test_too_many_skipped_steps_in_a_row_stop_the_run(ranks: Ranks, dataset: Path, tmp_path: Path) -> None:
+    spec = tiny_run(dataset, tmp_path / "run", on_nonfinite="skip", max_skipped=2)
+    with pytest.raises(AssertionError, match="2 steps in a row were skipped"):
+        ranks.run(1, poisoned, spec, {3, 4})
+
+
+# --- damaged checkpoints ------------------------------------------------------------------------
+
+
+def flip_a_byte(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    file.write_bytes(content)
+
+
+def test_a_corrupted_checkpoint_is_named_and_the_one_before_is_used(
+    ranks: Ranks, dataset: Path, tmp_path: Path
+) -> None:
+    spec = tiny_run(dataset, tmp_path / "run")
+    undisturbed = ranks.run(
+        2, train_on_this_rank, dataclasses.replace(spec, run_dir=str(tmp_path / "whole"))
+    )[0]
+    ranks.run(2, train_on_this_rank, spec, 6)
+    newest = DiskTier(tmp_path / "run" / "checkpoints").folder(4)
+    flip_a_byte(newest / "rank-00001.safetensors")
+    result = ranks.run(3, train_on_this_rank, spec)[0]
+    assert [restored.step for restored in bodies(tmp_path / "run", Restored)] == [2]
+    assert any("step-00000004" in note.text for note in bodies(tmp_path / "run", Message))
+    assert result["weights_sha256"] == undisturbed["weights_sha256"]
+    # The damaged step was set aside when training passed it again, so what is there now is good.
+    tier = DiskTier(tmp_path / "run" / "checkpoints")
+    assert tier.steps() == [2, 4, 6]
+    assert not verify(tier.root)
+
+
+def test_when_no_checkpoint_is_good_the_run_refuses_to_begin_anew(
+    ranks: Ranks, dataset: Path, tmp_path: Path
+) -> None:
+    spec = on_layout(tiny_run(dataset, tmp_path / "run"), "none", 0)
+    ranks.run(1, train_on_this_rank, spec, 6)
+    tier = DiskTier(tmp_path / "run" / "checkpoints")
+    for step in tier.steps():
+        flip_a_byte(tier.folder(step) / "rank-00000.safetensors")
+    with pytest.raises(AssertionError, match=r"no checkpoint can be restored(.|\n)*step 4(.|\n)*step 2"):
+        ranks.run(1, train_on_this_rank, spec)

@@ -1,0 +1,166 @@
+"""Whose a run directory is, and what a start in it may do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from phalanx.data.index import read_index
+from phalanx.run.read import replace_at
+from phalanx.run.spec import RunSpec
+from phalanx.train.lifecycle.run_directory import (
+    OpenRun,
+    RunDirectory,
+    RunDirectoryError,
+    choose,
+    open_run,
+    read_resolved,
+    run_key,
+)
+from tiny_runs import tiny_run
+
+
+@pytest.fixture
+def spec(dataset: Path, tmp_path: Path) -> RunSpec:
+    return tiny_run(dataset, tmp_path / "run")
+
+
+def with_checkpoint(spec: RunSpec) -> None:
+    """As if the run had saved once: from then on the directory is its own."""
+    opened(spec)
+    (Path(spec.run_dir) / "checkpoints" / "step-00000001").mkdir(parents=True)
+
+
+def opened(spec: RunSpec) -> OpenRun:
+    """Opens and closes the run's directory, as a start that ends at once."""
+    run = open_run(spec, read_index(Path(spec.data.path)).fingerprint, Path(spec.data.path))
+    os.close(run.lock_fd)
+    return run
+
+
+def test_the_resolved_run_file_reads_back_as_the_run(spec: RunSpec) -> None:
+    assert read_resolved(opened(spec).directory) == spec
+
+
+def test_the_tokenizer_is_copied_so_that_the_folder_stands_alone(spec: RunSpec) -> None:
+    assert (opened(spec).directory.tokenizer / "tokenizer.json").exists()
+
+
+def test_a_run_may_continue_in_its_directory_on_another_fleet(spec: RunSpec) -> None:
+    with_checkpoint(spec)
+    opened(replace_at(replace_at(spec, "parallel.ranks", 5), "checkpoint.every_steps", 7))
+
+
+def test_a_run_may_go_on_on_another_layout_and_its_history_is_kept(spec: RunSpec) -> None:
+    with_checkpoint(spec)
+    assert opened(replace_at(spec, "parallel.tensor", 2)).layout_changes == ("parallel.tensor: 1 != 2",)
+    other = opened(replace_at(spec, "parallel.context", 3))
+    assert other.layout_changes == ("parallel.context: 1 != 3", "parallel.tensor: 2 != 1")
+    kept = json.loads(other.directory.record.read_text())["layout_changes"]
+    assert kept == ["parallel.tensor: 1 != 2", "parallel.context: 1 != 3", "parallel.tensor: 2 != 1"]
+
+
+def test_a_directory_of_another_run_is_refused_with_what_differs(spec: RunSpec) -> None:
+    with_checkpoint(spec)
+    with pytest.raises(
+        RunDirectoryError, match=r"belongs to another run(.|\n)*optimizer\.lr: 0\.01 != 0\.02"
+    ):
+        opened(replace_at(spec, "optimizer.lr", 0.02))
+
+
+def test_a_directory_of_a_run_on_other_data_is_refused(spec: RunSpec) -> None:
+    with_checkpoint(spec)
+    with pytest.raises(RunDirectoryError, match="trained on other data"):
+        open_run(spec, "0" * 64, Path(spec.data.path))
+
+
+def test_a_directory_with_a_strangers_files_is_refused_and_left_alone(spec: RunSpec) -> None:
+    folder = Path(spec.run_dir)
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("years of work")
+    with pytest.raises(RunDirectoryError, match=r"not a run directory but holds thesis\.tex"):
+        opened(spec)
+    assert (folder / "thesis.tex").read_text() == "years of work"
+
+
+def test_two_starts_never_train_in_one_directory_at_once(spec: RunSpec) -> None:
+    fingerprint = read_index(Path(spec.data.path)).fingerprint
+    first = open_run(spec, fingerprint, Path(spec.data.path))
+    with pytest.raises(RunDirectoryError, match=rf"is being trained by process {os.getpid()}"):
+        open_run(spec, fingerprint, Path(spec.data.path))
+    os.close(first.lock_fd)
+    opened(spec)
+
+
+def test_an_unfinished_run_goes_on_in_its_folder_and_a_finished_one_is_left_alone(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    nameless = dataclasses.replace(spec, run_dir="")
+    first = choose(nameless, "f")
+    assert first.path == Path("runs") / f"tiny-{run_key(nameless, 'f')[:8]}"
+    first.path.mkdir(parents=True)
+    assert choose(nameless, "f") == first
+    first.write_result({"step": 6})
+    second = choose(nameless, "f")
+    assert second.path.name == f"{first.path.name}-2"
+
+
+def test_runs_that_differ_in_any_bit_never_share_a_default_folder(spec: RunSpec) -> None:
+    nameless = dataclasses.replace(spec, run_dir="")
+    other = replace_at(nameless, "runtime.seed", 4)
+    assert choose(nameless, "f") != choose(other, "f")
+    assert choose(nameless, "f") != choose(nameless, "g")
+    assert choose(nameless, "f") == choose(replace_at(nameless, "parallel.sharding", "none"), "f")
+
+
+def test_a_damaged_run_file_is_named(spec: RunSpec) -> None:
+    directory = opened(spec).directory
+    for damage in (b"[model\n", b"\xff\xfe", b"[model]\nlayers = 'many'\n"):
+        directory.run_file.write_bytes(damage)
+        with pytest.raises(RunDirectoryError, match=r"run(\.toml)? is (not a run directory|damaged)"):
+            read_resolved(directory)
+
+
+def test_a_directory_in_which_nothing_was_saved_may_be_taken_over(spec: RunSpec) -> None:
+    opened(spec)
+    opened(replace_at(spec, "optimizer.lr", 0.02))
+
+
+@pytest.mark.parametrize("kept", [["logs"], ["run.toml"], ["logs", "run.toml", ".run.toml.123"]])
+def test_a_start_that_was_killed_half_way_does_not_lock_the_run_out(spec: RunSpec, kept: list[str]) -> None:
+    folder = Path(spec.run_dir)
+    folder.mkdir()
+    for name in kept:
+        (folder / name).mkdir() if name == "logs" else (folder / name).write_text("")
+    opened(spec)
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"{}", b"[1]", b"\xff\xfe"])
+def test_a_damaged_record_or_result_is_made_anew(spec: RunSpec, damage: bytes) -> None:
+    directory = opened(spec).directory
+    directory.record.write_bytes(damage)
+    directory.result.write_bytes(damage)
+    assert directory.finished_result() is None
+    opened(spec)
+
+
+def test_every_start_is_an_attempt_of_its_own(spec: RunSpec) -> None:
+    assert [opened(spec).attempt for _ in range(3)] == [0, 1, 2]
+
+
+def test_a_place_where_no_directory_can_be_is_named(spec: RunSpec, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirectoryError, match=r"file/run: Not a directory, .*--set run_dir="):
+        opened(dataclasses.replace(spec, run_dir=str(tmp_path / "file" / "run")))
+
+
+def test_a_result_survives_being_written(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    assert directory.finished_result() is None
+    directory.write_result({"step": 3, "loss": 0.1, "weights_sha256": "0"})
+    assert directory.finished_result() == {"step": 3, "loss": 0.1, "weights_sha256": "0"}

@@ -1,0 +1,85 @@
+"""What single ranks of fleets that do not exist hold and call, against the closed forms."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layouts import DENSE, MIXTURE, legal_layouts
+from layouts import tiny as tiny_run
+from phalanx.model.facts.holdings import holding, place_of
+from phalanx.parallel.collectives import BUCKET_ELEMENTS, collectives
+from phalanx.parallel.mesh.mesh import LayoutError
+from phalanx.parallel.reduction.data_parallel import _BUCKET_ELEMENTS
+from phalanx.run.layout import layout_of
+from phalanx.run.spec import ModelSpec, ParallelSpec, PrecisionSpec
+from phalanx.train.measure.dry_run import Comparison, dry_run, tiny
+
+DRAWN = [
+    (model, ranks, parallel)
+    for model in (DENSE, MIXTURE)
+    for ranks in (4, 8)
+    for parallel, _ in legal_layouts(model, ranks)
+]
+BALANCED = dataclasses.replace(MIXTURE, moe=dataclasses.replace(MIXTURE.moe, aux_loss=0.01))  # type: ignore[type-var]
+LAYOUTS: dict[str, tuple[ModelSpec, ParallelSpec, int]] = {
+    "alone": (DENSE, ParallelSpec(), 1),
+    "zero3": (DENSE, ParallelSpec(), 4),
+    "zero2": (DENSE, ParallelSpec(sharding="zero2"), 4),
+    "replicated": (DENSE, ParallelSpec(sharding="none"), 4),
+    "hybrid": (DENSE, ParallelSpec(shard_ranks=2), 4),
+    "tensor": (DENSE, ParallelSpec(tensor=2), 4),
+    "ring": (DENSE, ParallelSpec(context=2), 4),
+    "gathered context": (DENSE, ParallelSpec(context=4, context_mode="allgather"), 8),
+    "gpipe": (DENSE, ParallelSpec(pipeline=4, pipeline_schedule="gpipe", sharding="zero2"), 8),
+    "1f1b": (DENSE, ParallelSpec(pipeline=4), 8),
+    "interleaved": (DENSE, ParallelSpec(pipeline=2, pipeline_schedule="interleaved"), 4),
+    "zbv with tensor": (MIXTURE, ParallelSpec(pipeline=2, pipeline_schedule="zbv", tensor=2), 8),
+    "dualpipev with a team": (MIXTURE, ParallelSpec(pipeline=2, pipeline_schedule="dualpipev", expert=4), 8),
+    "divided experts": (MIXTURE, ParallelSpec(expert=4, expert_tensor=2, tensor=2), 8),
+    "experts over context": (BALANCED, ParallelSpec(expert=2, context=2, tensor=2), 8),
+}
+
+
+def differing(found: Comparison) -> dict[object, tuple[int, int]]:
+    """What was derived and what was found, where these are not the same."""
+    return {key: pair for key, pair in {**found.elements, **found.calls}.items() if pair[0] != pair[1]}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_rank_holds_and_calls_what_the_closed_forms_say(name: str) -> None:
+    model, parallel, ranks = LAYOUTS[name]
+    for rank in {0, ranks // 2, ranks - 1}:
+        found = dry_run(tiny_run(model, parallel), ranks, rank)
+        assert found.matches, differing(found)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from(DRAWN), st.integers(0, 7), st.sampled_from(["fp32", "bf16"]))
+def test_so_it_does_on_any_layout(drawn: tuple[ModelSpec, int, ParallelSpec], at: int, compute: str) -> None:
+    model, ranks, parallel = drawn
+    spec = dataclasses.replace(tiny_run(model, parallel), precision=PrecisionSpec(compute=compute))  # type: ignore[arg-type]
+    found = dry_run(spec, ranks, at % ranks)
+    assert found.matches, differing(found)
+
+
+def test_what_a_slot_calls_is_proportional_to_micro_batches_and_rounds() -> None:
+    spec = tiny_run(DENSE, ParallelSpec(tensor=2, pipeline=2))
+    layout = layout_of(spec.parallel, 8)
+    one, two = (tiny(spec, 8, rounds) for rounds in (1, 2))
+    calls = [collectives(s, layout, holding(s, layout, place_of(layout, 0))) for s in (one, two)]
+    for key in (("tensor", "all_gather"), ("pipeline", "send"), ("fsdp", "all_gather")):
+        assert calls[1][key] == 2 * calls[0][key]
+    assert calls[1]["all", "all_reduce"] == calls[0]["all", "all_reduce"]
+
+
+def test_an_impossible_layout_is_refused() -> None:
+    with pytest.raises(LayoutError, match="multiple of 3"):
+        dry_run(tiny_run(DENSE, ParallelSpec(pipeline=3)), 4, 0)
+
+
+def test_buckets_of_replicas_are_those_of_the_reduction() -> None:
+    assert BUCKET_ELEMENTS == _BUCKET_ELEMENTS

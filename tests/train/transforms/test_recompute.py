@@ -1,0 +1,142 @@
+"""Recomputation: less memory, the same bits, the same names."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from phalanx.model.layers.router import routers
+from phalanx.run.spec import MemorySpec, RunSpec
+from phalanx.train.transforms.recompute import apply_recompute
+from ranks import Ranks
+from train.blocks import DENSE, MIXTURE, MODELS, build, gradients_of, loss_of, same_bits
+
+KINDS = ("full", "selective")
+
+
+def recompute(kind: Any) -> Any:
+    return partial(apply_recompute, spec=RunSpec(memory=MemorySpec(recompute=kind)))
+
+
+class Counted(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.calls[name] = self.calls.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def counted(model: nn.Module) -> dict[str, int]:
+    """How often each operation runs in a forward and backward pass."""
+    with Counted() as mode:
+        loss_of(model).backward()
+    return mode.calls
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradients_keep_their_bits(kind: str, model: str) -> None:
+    plain, saving = build(MODELS[model]), build(MODELS[model], recompute(kind))
+    assert same_bits(gradients_of(plain), gradients_of(saving))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_keep_their_names(kind: str) -> None:
+    plain, saving = build(MIXTURE), build(MIXTURE, recompute(kind))
+    assert plain.state_dict().keys() == saving.state_dict().keys()
+    assert dict(plain.named_parameters()).keys() == dict(saving.named_parameters()).keys()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_counted_once(kind: str) -> None:
+    plain, saving = build(MIXTURE), build(MIXTURE, recompute(kind))
+    gradients_of(plain)
+    gradients_of(saving)
+    seen = {name: router.seen for name, router in routers(plain)}
+    assert seen
+    assert all(
+        int(counts.sum()) == 2 * 32 * 2 for counts in seen.values()
+    )  # batch x sequence x experts a token
+    assert same_bits(seen, {name: router.seen for name, router in routers(saving)})
+
+
+def test_full_recomputation_runs_attention_twice_and_selective_once() -> None:
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    runs = {
+        kind: counted(build(DENSE, recompute(kind)))[name] / DENSE.layers
+        for kind in ("none", "full", "selective")
+    }
+    assert runs == {"none": 1, "full": 2, "selective": 1}
+
+
+def test_selective_recomputation_repeats_only_the_products_that_widen() -> None:
+    extra = counted(build(DENSE, recompute("selective")))["mm"] - counted(build(DENSE))["mm"]
+    assert extra == 2 * DENSE.layers  # gate and up
+
+
+def test_evaluation_recomputes_nothing() -> None:
+    model = build(DENSE, recompute("full"))
+    with torch.no_grad():
+        assert torch.equal(loss_of(model), loss_of(build(DENSE)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*KINDS, "budget"])
+def test_compiled_blocks_can_recompute(kind: str) -> None:
+    def compiled(model: nn.Module) -> None:
+        for block in model.get_submodule("blocks").children():
+            block.compile(dynamic=False)
+
+    torch.compiler.reset()
+    saving = gradients_of(build(DENSE, recompute(kind), compiled))
+    torch.testing.assert_close(saving, gradients_of(build(DENSE)), rtol=1e-4, atol=1e-4)
+
+
+def gradients_on_two_tensor_ranks(kinds: tuple[Any, ...]) -> list[dict[str, torch.Tensor]]:
+    """This rank's part of the gradients of a mixture, for each kind of recomputation."""
+    from phalanx.model.facts.shape import resolve
+    from phalanx.model.transformer import Transformer
+    from phalanx.parallel.mesh.comm_clock import CommClock
+    from phalanx.parallel.mesh.mesh import build_mesh
+    from phalanx.parallel.tensor.apply import apply_tensor
+    from phalanx.run.spec import ParallelSpec, TrainSpec
+
+    results = []
+    for kind in kinds:
+        spec = RunSpec(
+            model=resolve(MIXTURE),
+            train=TrainSpec(seq_len=32),
+            parallel=ParallelSpec(tensor=2),
+            memory=MemorySpec(recompute=kind),
+        )
+        device = torch.device("cpu")
+        with torch.device("meta"):
+            model = Transformer(spec.model)
+        apply_tensor(model, build_mesh(spec, 2, device), spec, CommClock(blocking=True))
+        apply_recompute(model, spec)
+        model.to_empty(device=device)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
+        tokens = torch.randint(0, 97, (2, 32), generator=generator)
+        model(tokens, lambda hidden, weight: hidden.square().mean() + weight.square().mean()).backward()
+        results.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    return results
+
+
+def test_collectives_of_the_tensor_axis_can_be_in_what_is_recomputed(ranks: Ranks) -> None:
+    for plain, *saving in ranks.run(2, gradients_on_two_tensor_ranks, ("none", *KINDS)):
+        assert len(plain) > 10
+        for gradients in saving:
+            assert same_bits(plain, gradients)
