@@ -169,11 +169,11 @@ def main() -> int:
                 f"{outcome.seconds:.0f} s, unattributed {outcome.unaccounted:.2%} {outcome.message}",
                 flush=True,
             )
-    summarise(outcomes)
+    summarize(outcomes)
     return 0 if all(outcome.same for outcome in outcomes) else 1
 
 
-def summarise(outcomes: list[Outcome]) -> None:
+def summarize(outcomes: list[Outcome]) -> None:
     """The figures of all runs together."""
     recoveries = [one for outcome in outcomes for one in outcome.recoveries]
     print(

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.parquet as pq
 
-from phalanx.hardware.catalogue import accelerator, system
+from phalanx.hardware.catalog import accelerator, system
 from phalanx.hardware.cluster import Accelerator
 from phalanx.hardware.profiles import CollectiveFit, Profile, Provenance, profile_of
 from phalanx.hardware.system import System
@@ -223,7 +223,7 @@ def _fit_inside(
 def _fit(
     predict: Callable[[Array, Array], Array], measured: Array, start: Array, most: Array
 ) -> tuple[Array, Array, int]:
-    """The constants that minimise the mean |log(predicted / measured)|, errors on the held-out third, points used.
+    """The constants that minimize the mean |log(predicted / measured)|, errors on the held-out third, points used.
 
     A pattern search in the logarithms: each constant in turn goes up or down by a factor that shrinks. The mean of
     absolute logarithms, because a few points of any table are outliers.

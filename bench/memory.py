@@ -2,7 +2,7 @@
 
 One model on one rank, forward and backward without an update. For each way of keeping activations: the most that forward
 leaves behind for backward, measured by ``phalanx.train.step.memory``, and the time of a step, both over those of keeping
-everything. Ways take turns in each round, and ratios of neighbours in time are what the medians are of. Time is compared
+everything. Ways take turns in each round, and ratios of neighbors in time are what the medians are of. Time is compared
 with memory's watch off. On a CPU host memory is the device's own, so that only files are offloaded to; what a step costs with
 them depends on the disk and on what the machine has to spare for copying.
 

@@ -1,4 +1,4 @@
-"""What does a step of each optimiser cost, and how far does it get?
+"""What does a step of each optimizer cost, and how far does it get?
 
 (a) cost: time of the update alone on one rank, with random gradients, over AdamW's (medians of paired ratios, everything
     interleaved), and the bytes of state for each parameter;
@@ -41,7 +41,7 @@ SPECS = {
     "Shampoo": OptimizerSpec(name="shampoo"),
     "SOAP": OptimizerSpec(name="soap"),
 }
-DRAWN = {  # colours
+DRAWN = {  # colors
     "AdamW": "#2f6fd0",
     "AdamW, int8 state": "#7aa7e8",
     "Adafactor": "#96948b",
@@ -86,7 +86,7 @@ def cost(arguments: argparse.Namespace) -> None:
         number += period
     count = sum(p.numel for p in kinds.values())
     print(f"{arguments.preset}, {count / 1e6:.1f} M parameters, {device}, {arguments.threads} threads")
-    print("| optimiser | ms a step | over AdamW | bytes of state a parameter |\n|---|---|---|---|")
+    print("| optimizer | ms a step | over AdamW | bytes of state a parameter |\n|---|---|---|---|")
     for name, optimizer in optimizers.items():
         ms, ratio = 1e3 * statistics.median(seconds[name][1:]), statistics.median(ratios[name][1:])
         print(f"| {name} | {ms:.1f} | {ratio:.1f} | {state_bytes(optimizer) / count:.2f} |")
@@ -122,7 +122,7 @@ def train(spec: OptimizerSpec, arguments: argparse.Namespace, folder: Path) -> P
 def curves(arguments: argparse.Namespace) -> None:
     """(b)."""
     found = {}
-    print("| optimiser | training loss, last tenth | held-out loss |\n|---|---|---|")
+    print("| optimizer | training loss, last tenth | held-out loss |\n|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         for name in DRAWN:
             spec = SPECS[name]
@@ -154,7 +154,7 @@ def svg(found: dict[str, tuple[list[float], float]]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="system-ui,sans-serif" '
         'font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff" stroke="#dcdcd6"/>',
-        f'<text x="{LEFT}" y="32" font-size="16" font-weight="600" fill="#1b1b1a">Training loss by optimiser, at one '
+        f'<text x="{LEFT}" y="32" font-size="16" font-weight="600" fill="#1b1b1a">Training loss by optimizer, at one '
         "learning rate</text>",
         f'<text x="{(LEFT + RIGHT) / 2}" y="{BOTTOM + 38}" text-anchor="middle" fill="#66655f">step</text>',
     ]
@@ -168,10 +168,10 @@ def svg(found: dict[str, tuple[list[float], float]]) -> str:
         ]
     for number, (name, losses) in enumerate(smoothed.items()):
         points = " ".join(place(step, loss) for step, loss in enumerate(losses))
-        y, colour = TOP + 14 + 24 * number, DRAWN[name]
+        y, color = TOP + 14 + 24 * number, DRAWN[name]
         parts += [
-            f'<polyline fill="none" stroke="{colour}" stroke-width="1.8" points="{points}"/>',
-            f'<line x1="{RIGHT + 16}" y1="{y}" x2="{RIGHT + 38}" y2="{y}" stroke="{colour}" stroke-width="3"/>',
+            f'<polyline fill="none" stroke="{color}" stroke-width="1.8" points="{points}"/>',
+            f'<line x1="{RIGHT + 16}" y1="{y}" x2="{RIGHT + 38}" y2="{y}" stroke="{color}" stroke-width="3"/>',
             f'<text x="{RIGHT + 44}" y="{y + 4}" fill="#1b1b1a">{name}: {found[name][1]:.3f}</text>',
         ]
     y = TOP + 14 + 24 * len(smoothed)

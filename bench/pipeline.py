@@ -170,7 +170,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def making() -> list[dict[str, Any]]:
-    """What a rank in the middle pays for its list and its neighbours', against PyTorch's lists for all ranks."""
+    """What a rank in the middle pays for its list and its neighbors', against PyTorch's lists for all ranks."""
     ranks, micro_batches = LARGE
     rows = []
     for name, of_torch in (
@@ -183,8 +183,8 @@ def making() -> list[dict[str, Any]]:
         def ours(schedule: Schedule = schedule) -> None:
             rank = ranks // 2
             schedule.actions(rank, micro_batches)
-            for neighbour in (rank - 1, rank + 1):
-                list(schedule.sent(schedule.actions(neighbour, micro_batches), rank))
+            for neighbor in (rank - 1, rank + 1):
+                list(schedule.sent(schedule.actions(neighbor, micro_batches), rank))
 
         ours_s = median(seconds_of(ours) for _ in range(5))
         torch_s = seconds_of(lambda made=of_torch: _of_torch(made))

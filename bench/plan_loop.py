@@ -18,7 +18,7 @@ import statistics
 
 import torch
 
-from phalanx.hardware.catalogue import cluster
+from phalanx.hardware.catalog import cluster
 from phalanx.hardware.cluster import Cluster
 from phalanx.model.facts.shape import resolve
 from phalanx.plan.search.request import estimate_written

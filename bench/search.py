@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 
-from phalanx.hardware import catalogue
+from phalanx.hardware import catalog
 from phalanx.hardware.profiles import profile_of
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import resolve
@@ -29,7 +29,7 @@ def main() -> None:
         f"{'model':14} {'cluster':20} {'looked at':>12} {'valid':>11} {'CPU s':>7} {'wall s':>7} {'valid/CPU-s':>12}"
     )
     for model, fleet, batch, seq_len, stack in SPACES:
-        cluster = catalogue.cluster(fleet)
+        cluster = catalog.cluster(fleet)
         workload = Workload(resolve(PRESETS[model]), seq_len, batch)
         job = Job(workload, STACKS[stack], cluster, profile_of(cluster.accelerator))
         cpu, wall = time.process_time(), time.perf_counter()

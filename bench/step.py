@@ -1,7 +1,7 @@
 """How fast is a training step, beside its peers and beside what the machine can multiply?
 
 One run, on one machine, everything interleaved, medians of paired ratios (machines are noisy; a ratio of two
-neighbours in time is not):
+neighbors in time is not):
 
 (a) our step over the same model in a bare PyTorch loop (``F.cross_entropy``, ``clip_grad_norm_``, ``torch.optim.AdamW``);
 (b) our step over ``transformers``' Llama of the same shape in the same bare loop;

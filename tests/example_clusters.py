@@ -1,4 +1,4 @@
-"""Clusters for tests that must not change when the catalogue learns a better figure."""
+"""Clusters for tests that must not change when the catalog learns a better figure."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from phalanx.cli.plan.hardware_command import command as hardware
 from phalanx.cli.plan.models_command import command as models
-from phalanx.hardware.catalogue import accelerators, systems
+from phalanx.hardware.catalog import accelerators, systems
 from phalanx.model.facts.presets import PRESETS
 
 
@@ -34,7 +34,7 @@ def test_json_carries_every_figure_with_its_source(name: str) -> None:
     assert all(fit["provenance"]["source"] for fit in shown["fitted"].values())
 
 
-def test_json_of_the_whole_catalogue_is_one_object() -> None:
+def test_json_of_the_whole_catalog_is_one_object() -> None:
     shown = json.loads(CliRunner().invoke(hardware, ["--json"]).output)
     assert set(shown["accelerators"]) == set(accelerators())
     assert set(shown["systems"]) == set(systems())

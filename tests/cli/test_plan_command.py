@@ -63,14 +63,14 @@ def test_tokens_set_the_length_of_the_run() -> None:
     assert long["failure_free_days"] == pytest.approx(2 * short["failure_free_days"], rel=1e-3)
 
 
-def test_a_run_optimised_for_cost_costs_no_more_than_one_optimised_for_time() -> None:
-    quick, cheap = (facts(*SMALL, "--optimise", aim)["best"][0] for aim in ("time", "cost"))
+def test_a_run_optimized_for_cost_costs_no_more_than_one_optimized_for_time() -> None:
+    quick, cheap = (facts(*SMALL, "--optimize", aim)["best"][0] for aim in ("time", "cost"))
     assert cheap["failure_free_usd"] <= quick["failure_free_usd"] * (1 + 1e-9)
     assert quick["step_s"] <= cheap["step_s"]
 
 
 def test_fewest_accelerators_are_found() -> None:
-    assert facts(*SMALL, "--optimise", "gpus")["best"][0]["accelerators"] < 64
+    assert facts(*SMALL, "--optimize", "gpus")["best"][0]["accelerators"] < 64
 
 
 def test_explaining_shows_terms_of_both_layouts_and_the_winner() -> None:
@@ -122,13 +122,13 @@ def test_the_published_layout_of_llama_is_planned_from_its_run_file() -> None:
         (["--model", "llama9", "--cluster", "h100:8"], "llama3-8b"),
         (["--model", "llama3-8b", "--cluster", "h9:8"], "gb200-nvl72"),
         (["--model", "llama3-8b", "--cluster", "h100:8", "--tokens", "many"], "15T"),
-        ([*SMALL, "--require", "colour=red"], "tp"),
+        ([*SMALL, "--require", "color=red"], "tp"),
         ([*SMALL, "--layout", "tensor_parallel=8"], "tp"),
         ([*SMALL, "--layout", "tp=3"], "divide"),
         ([*SMALL, "--layout", "tp=8,dp=128"], "--cluster"),
         ([*SMALL, "--layout", "zero=7"], "has 2, 3"),
         ([*SMALL, "--stack", "mine"], "megatron"),
-        ([*SMALL, "--set", "cluster.colour=1"], "colour"),
+        ([*SMALL, "--set", "cluster.color=1"], "color"),
         (["nowhere.toml", "--cluster", "h100:8"], "give the path"),
         ([], "--model"),
     ],

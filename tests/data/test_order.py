@@ -142,7 +142,7 @@ def test_blocks_of_the_shuffle_are_as_even_as_a_true_shuffle(n: int) -> None:
             assert abs(z_of_chi_square(counts, expected, degrees)) < 4.5
 
 
-def test_steps_between_neighbours_are_as_even_as_a_true_shuffle() -> None:
+def test_steps_between_neighbors_are_as_even_as_a_true_shuffle() -> None:
     n, bins = 100_003, 256
     for key in range(4):
         steps = np.diff(permute(np.arange(n), n=n, key=key)) % n

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from model.initialized import initialized
 from torch import Tensor
 
-from model.initialised import initialised
 from phalanx.model.mtp import targets_ahead, tokens_ahead, training_loss
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 
@@ -37,7 +37,7 @@ def states(text: Tensor) -> list[Tensor]:
         return readout(hidden, weight)
 
     with torch.no_grad():
-        assert initialised(SPEC)(text, readout, ahead=ahead).shape == (3,)
+        assert initialized(SPEC)(text, readout, ahead=ahead).shape == (3,)
     return seen
 
 
@@ -52,7 +52,7 @@ def test_a_depth_sees_so_many_tokens_further_and_no_more(depth: int) -> None:
 
 
 def test_without_a_readout_for_them_no_prediction_is_made() -> None:
-    model = initialised(SPEC)
+    model = initialized(SPEC)
     called: list[str] = []
     model.mtp[0].register_forward_hook(lambda *_: called.append("depth 1"))
     assert model(TEXT).shape == (1, 12, 40)
@@ -74,7 +74,7 @@ def test_the_training_loss_is_the_main_one_and_a_share_of_the_mean_of_the_others
 
 
 def test_the_training_loss_reaches_every_parameter() -> None:
-    model = initialised(SPEC).requires_grad_(True)
+    model = initialized(SPEC).requires_grad_(True)
     parts = model(TEXT, lambda h, w: (h @ w.t()).logsumexp(-1).sum(), ahead=lambda h, w, _: (h @ w.t()).sum())
     training_loss(parts, SPEC).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())

@@ -58,7 +58,7 @@ def test_each_of_the_64_bits_is_set_half_of_the_time() -> None:
         assert abs(ones - COUNT / 2) < 4.5 * math.sqrt(COUNT) / 2, bit
 
 
-def test_bits_of_neighbouring_indices_are_independent() -> None:
+def test_bits_of_neighboring_indices_are_independent() -> None:
     drawn = random_words(stream_key(0, "x"), torch.arange(COUNT + 1))
     flipped = drawn[1:] ^ drawn[:-1]
     for bit in range(64):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model.initialized import initialized
 from torch import Tensor
 
-from model.initialised import initialised
 from phalanx.model.facts.shape import resolve
 from phalanx.model.layers.cache import empty_cache
 from phalanx.model.transformer import Transformer
@@ -38,7 +38,7 @@ def tokens(batch: int, seq: int) -> Tensor:
 
 @each_spec
 def test_a_token_changes_nothing_before_it(spec: ModelSpec) -> None:
-    model, text = initialised(spec), tokens(1, 20)
+    model, text = initialized(spec), tokens(1, 20)
     before = model(text)
     text[0, 12] = (text[0, 12] + 1) % SMALL.vocab_size
     after = model(text)
@@ -48,14 +48,14 @@ def test_a_token_changes_nothing_before_it(spec: ModelSpec) -> None:
 
 @each_spec
 def test_sequences_of_a_batch_do_not_see_each_other(spec: ModelSpec) -> None:
-    model, text = initialised(spec), tokens(3, 15)
+    model, text = initialized(spec), tokens(3, 15)
     alone = torch.cat([model(text[row : row + 1]) for row in range(3)])
     torch.testing.assert_close(model(text), alone, rtol=1e-4, atol=1e-5)
 
 
 @each_spec
 def test_order_matters(spec: ModelSpec) -> None:
-    model = initialised(spec)
+    model = initialized(spec)
     one, other = model(torch.tensor([[1, 2, 3]])), model(torch.tensor([[2, 1, 3]]))
     assert (one[0, -1] - other[0, -1]).abs().max() > 1e-3
 
@@ -66,7 +66,7 @@ def test_order_matters(spec: ModelSpec) -> None:
 def test_a_text_through_the_cache_in_any_pieces_gives_the_logits_of_the_whole(
     spec: ModelSpec, pieces: list[int]
 ) -> None:
-    model, text = initialised(spec), tokens(2, sum(pieces))
+    model, text = initialized(spec), tokens(2, sum(pieces))
     cache = empty_cache(model.spec, 2, sum(pieces), torch.device("cpu"))
     parts = [model(part, cache=cache) for part in text.split(pieces, dim=1)]
     torch.testing.assert_close(torch.cat(parts, dim=1), model(text), rtol=1e-3, atol=1e-4)
@@ -75,7 +75,7 @@ def test_a_text_through_the_cache_in_any_pieces_gives_the_logits_of_the_whole(
 
 def test_the_readout_is_given_the_last_hidden_states_and_the_output_projection() -> None:
     for spec in SPECS.values():
-        model = initialised(spec)
+        model = initialized(spec)
         seen: list[Tensor] = []
 
         def readout(hidden: Tensor, weight: Tensor, seen: list[Tensor] = seen) -> Tensor:
@@ -94,8 +94,8 @@ def test_the_readout_is_given_the_last_hidden_states_and_the_output_projection()
 @each_spec
 def test_stages_one_after_the_other_compute_what_the_whole_does(spec: ModelSpec) -> None:
     spec = replace(spec, layers=4, tie_embeddings=False)
-    whole, text = initialised(spec), tokens(2, 9)
-    stages = [initialised(spec) for _ in range(3)]
+    whole, text = initialized(spec), tokens(2, 9)
+    stages = [initialized(spec) for _ in range(3)]
     stages[0].keep(range(1), first=True, last=False)
     stages[1].keep(range(1, 3), first=False, last=False)
     stages[2].keep(range(3, 4), first=False, last=True)
@@ -108,7 +108,7 @@ def test_stages_one_after_the_other_compute_what_the_whole_does(spec: ModelSpec)
 
 
 def test_only_the_last_stage_predicts_ahead() -> None:
-    stages = [initialised(replace(SMALL, mtp_depth=1)) for _ in range(2)]
+    stages = [initialized(replace(SMALL, mtp_depth=1)) for _ in range(2)]
     stages[0].keep(range(1), first=True, last=False)
     stages[1].keep(range(1, 2), first=False, last=True)
     assert [len(stage.mtp) for stage in stages] == [0, 1]

@@ -49,7 +49,7 @@ def test_a_kind_of_a_newer_version_is_kept_with_its_fields() -> None:
 
 def test_a_new_field_of_a_known_kind_does_no_harm() -> None:
     assert decode(
-        b'{"t":1,"attempt":0,"kind":"Message","level":"info","text":"x","colour":"red"}'
+        b'{"t":1,"attempt":0,"kind":"Message","level":"info","text":"x","color":"red"}'
     ).body == Message("info", "x")
 
 

@@ -58,11 +58,11 @@ def test_a_straight_line_does_not_lag_when_smoothed(slope: float, count: int, ha
 
 
 @given(values=st.lists(FINITE, min_size=1, max_size=40), half_span=st.integers(0, 50))
-def test_smoothing_is_the_plain_mean_of_the_neighbours(values: list[float], half_span: int) -> None:
+def test_smoothing_is_the_plain_mean_of_the_neighbors(values: list[float], half_span: int) -> None:
     for index, found in enumerate(smooth(values, half_span)):
         reach = min(half_span, index)
-        neighbours = values[index - reach : index + reach + 1]
-        assert found == pytest.approx(sum(neighbours) / len(neighbours), abs=1e-4)
+        neighbors = values[index - reach : index + reach + 1]
+        assert found == pytest.approx(sum(neighbors) / len(neighbors), abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from model.initialized import initialized
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from model.initialised import initialised
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.pipeline.runner import Forward, Pipeline
 from phalanx.parallel.pipeline.schedules import Name, Schedule, stages_of_rank
@@ -62,7 +62,7 @@ def losses_of(targets: Sequence[Tensor]) -> Forward:
 
 def whole_model(spec: ModelSpec) -> Transformer:
     """The undivided model."""
-    return initialised(spec).requires_grad_(True)
+    return initialized(spec).requires_grad_(True)
 
 
 def in_one_piece(spec: ModelSpec, micro_batches: int) -> tuple[list[float], dict[str, Tensor]]:

@@ -157,7 +157,7 @@ def in_our_words(named: Iterable[tuple[str, Tensor]], config: Any) -> dict[str, 
 
 
 def _in_halves(name: str, value: Tensor, config: Any) -> Tensor:
-    """Rows that are rotated, from neighbours `x0 y0 x1 y1` to halves `x0 x1 y0 y1`."""
+    """Rows that are rotated, from neighbors `x0 y0 x1 y1` to halves `x0 x1 y0 y1`."""
     if not getattr(config, "rope_interleave", False):
         return value
     turned = config.qk_rope_head_dim

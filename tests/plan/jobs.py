@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.hardware import catalogue
+from phalanx.hardware import catalog
 from phalanx.hardware.profiles import profile_of
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import resolve
@@ -21,7 +21,7 @@ def job(
     stack: str | Stack = "megatron",
 ) -> Job:
     """A job by names."""
-    fleet = catalogue.cluster(cluster)
+    fleet = catalog.cluster(cluster)
     shape = resolve(PRESETS[model] if isinstance(model, str) else model)
     software = STACKS[stack] if isinstance(stack, str) else stack
     return Job(Workload(shape, seq_len, batch), software, fleet, profile_of(fleet.accelerator))

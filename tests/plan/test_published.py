@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.hardware.catalogue import accelerator
+from phalanx.hardware.catalog import accelerator
 from phalanx.model.facts.counts import count
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import resolve
@@ -135,7 +135,7 @@ def test_missing_columns_are_named() -> None:
 
 def test_a_column_that_may_be_empty_may_be_missing_and_others_may_be_there() -> None:
     optional = ("micro_batch", "vpp", "recompute", "hfu_pct", "schedule")
-    header = [column for column in GPT3 if column not in optional] + ["colour"]
+    header = [column for column in GPT3 if column not in optional] + ["color"]
     lines = io.StringIO()
     csv.writer(lines).writerows([header, [GPT3.get(column, "blue") for column in header]])
     (found,) = parse_published(io.StringIO(lines.getvalue()))

@@ -96,7 +96,7 @@ def test_latent_attention_has_widths_of_its_own(path: str, model: ModelSpec) -> 
         "model.moe.groups": MoeSpec(experts=8, groups=3),
         "model.moe.groups_per_token": MoeSpec(experts=8, groups=2, groups_per_token=3),
         "model.moe.first_dense": MoeSpec(first_dense=4),
-        "model.moe.normalise": MoeSpec(per_token=1),
+        "model.moe.normalize": MoeSpec(per_token=1),
         "model.moe.ffn_dim": MoeSpec(ffn_dim=100),
     }.items(),
 )
@@ -120,7 +120,7 @@ def test_experts_have_no_biases() -> None:
 
 
 def test_one_expert_per_token_needs_its_score() -> None:
-    assert check(RunSpec(model=ModelSpec(moe=MoeSpec(per_token=1, normalise=False)))) == []
+    assert check(RunSpec(model=ModelSpec(moe=MoeSpec(per_token=1, normalize=False)))) == []
 
 
 def test_slots_divide_the_batch() -> None:

@@ -11,9 +11,9 @@ import tomli_w
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model.initialized import initialized
 
 from checkpoint.saved_models import save_models
-from model.initialised import initialised
 from phalanx.checkpoint.format.errors import MismatchError, NoSuchStepError
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.data.errors import TokenizerError
@@ -37,7 +37,7 @@ from phalanx.serve.generate import (
 SPEC = resolve(ModelSpec(layers=2, dim=32, heads=4, kv_heads=2, vocab_size=50, qk_norm=True, init_std=0.5))
 
 
-MODEL = initialised(SPEC, 0)
+MODEL = initialized(SPEC, 0)
 
 
 MIXTURE = resolve(
@@ -56,7 +56,7 @@ MIXTURE = resolve(
 
 def biased_mixture() -> Transformer:
     """A mixture of experts whose balance bias has moved."""
-    model = initialised(MIXTURE)
+    model = initialized(MIXTURE)
     for number, (_, router) in enumerate(routers(model)):
         assert router.bias is not None
         # Not exact in bf16.
@@ -95,7 +95,7 @@ prompts = st.lists(st.integers(0, SPEC.vocab_size - 1), min_size=1, max_size=12)
 def test_greedy_generation_with_the_cache_is_that_of_recomputing_everything(
     spec: ModelSpec, prompt: list[int], seed: int
 ) -> None:
-    model = initialised(spec, seed)
+    model = initialized(spec, seed)
     text = list(prompt)
     with torch.no_grad():
         for _ in range(16):
@@ -232,16 +232,16 @@ def test_an_empty_prompt_begins_a_document() -> None:
 
 def test_the_newest_checkpoint_is_loaded_bit_for_bit(tmp_path: Path) -> None:
     run = make_run(
-        tmp_path / "run", {1: initialised(SPEC, 1), 12: initialised(SPEC, 12), 3: initialised(SPEC, 3)}
+        tmp_path / "run", {1: initialized(SPEC, 1), 12: initialized(SPEC, 12), 3: initialized(SPEC, 3)}
     )
     model, spec = load_model(run)
     assert spec == SPEC
-    assert same(model, initialised(SPEC, 12))
+    assert same(model, initialized(SPEC, 12))
 
 
 def test_a_step_may_be_asked_for(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", {1: initialised(SPEC, 1), 2: initialised(SPEC, 2)})
-    assert same(load_model(run, 1)[0], initialised(SPEC, 1))
+    run = make_run(tmp_path / "run", {1: initialized(SPEC, 1), 2: initialized(SPEC, 2)})
+    assert same(load_model(run, 1)[0], initialized(SPEC, 1))
     with pytest.raises(NoSuchStepError, match="committed: "):
         load_model(run, 7)
 
@@ -249,16 +249,16 @@ def test_a_step_may_be_asked_for(tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = make_run(tmp_path / "run", {1: initialised(SPEC, 1), 2: initialised(SPEC, 2)})
+    run = make_run(tmp_path / "run", {1: initialized(SPEC, 1), 2: initialized(SPEC, 2)})
     damage(run, 2)
     with caplog.at_level(logging.WARNING):
         model, _ = load_model(run)
-    assert same(model, initialised(SPEC, 1))
+    assert same(model, initialized(SPEC, 1))
     assert "step 2 cannot be read and is passed over" in caplog.text
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_refused(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", {1: initialised(SPEC, 1)})
+    run = make_run(tmp_path / "run", {1: initialized(SPEC, 1)})
     damage(run, 1)
     with pytest.raises(RunDirectoryError, match=r"none of the steps \[1\] can be read"):
         load_model(run)

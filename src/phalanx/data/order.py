@@ -4,11 +4,11 @@ Shuffling by a stored list costs seconds and gigabytes to resume in the middle o
 holds the list. Here the shuffle is a keyed pseudo-random permutation: the place of sample *i* is computed from
 (seed, epoch, *i*) alone, so any rank of any fleet can ask for any stretch of the run, and resuming is free.
 
-The permutation is the generalised Feistel cipher of Black and Rogaway, "Ciphers with Arbitrary Finite Domains"
+The permutation is the generalized Feistel cipher of Black and Rogaway, "Ciphers with Arbitrary Finite Domains"
 (CT-RSA 2002). A position x < n is written as a pair (left, right) in a grid of a x b >= n cells; each round adds a
 keyed hash of one half to the other, modulo that half's size, which can be undone and so is a permutation of the grid.
 Whoever lands outside n is sent through again until inside ("cycle walking"); as a is the root of n rounded up, fewer
-than one in sqrt(n) cells are outside. The hash is the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014).
+than one in sqrt(n) cells are outside. The hash is the finalizer of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014).
 Eight rounds reach every permutation of a handful of items, but not equally often (a chi-square over all orders of six
 items is off by hundreds of standard deviations), so up to ``SORTED_UP_TO`` samples the order is a sort by keyed hash.
 
@@ -66,7 +66,7 @@ class SampleOrder:
     def dataset_indices(self, first: int, count: int) -> NDArray[np.int64]:
         """Which dataset samples the run's samples ``first`` to ``first + count`` are; shape (count,), int64.
 
-        Run sample i is in epoch i // n. Neighbouring stretches join up however the run is cut into batches.
+        Run sample i is in epoch i // n. Neighboring stretches join up however the run is cut into batches.
         """
         _require_range("first", first, 0, MAX_SAMPLES)
         _require_range("count", count, 0, MAX_SAMPLES)
@@ -103,7 +103,7 @@ def _order_by_hash(n: int, round_keys: NDArray[np.uint64]) -> NDArray[np.int64]:
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's finaliser: every input bit changes every output bit with probability near one half."""
+    """SplitMix64's finalizer: every input bit changes every output bit with probability near one half."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -42,7 +42,7 @@ _COMMON_END_TOKENS = (
     "<|im_end|>",
     "<|end▁of▁sentence|>",
 )
-# In normal form C, so that tokenizers which normalise (Qwen's) pass; spells an end token, as scraped text does.
+# In normal form C, so that tokenizers which normalize (Qwen's) pass; spells an end token, as scraped text does.
 _PROBE = "It's naïve:\tx  ==   1234567\r\n\n  日本語 👩‍🚀 \x00\x7f <|endoftext|></s> end "
 
 

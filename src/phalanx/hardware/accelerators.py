@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.hardware.catalogue import accelerators
+from phalanx.hardware.catalog import accelerators
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class KnownPeak:
 
 
 def accelerator_named(device_name: str) -> KnownPeak | None:
-    """The catalogue's peak for a driver's device name such as "NVIDIA H200", or ``None``."""
+    """The catalog's peak for a driver's device name such as "NVIDIA H200", or ``None``."""
     matches = [
         (len(part), entry)
         for entry in accelerators().values()

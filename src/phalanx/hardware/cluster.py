@@ -50,7 +50,7 @@ class Accelerator:
     profile: str = ""
     """Name or TOML file of the fitted constants that hold for it; empty means those of its own key."""
     device_names: tuple[str, ...] = ()
-    """Parts of the name that its driver reports, by which it is recognised."""
+    """Parts of the name that its driver reports, by which it is recognized."""
     exponentials_per_s: Fact | None = None
     """Of its special function units, which attention's softmax waits for; ``None`` where they are not known."""
 
@@ -68,7 +68,7 @@ class Level:
     """One way, between two accelerators that meet here."""
 
 
-FabricKind: TypeAlias = Literal["fat-tree", "rail-optimised", "dragonfly", "torus", "none"]
+FabricKind: TypeAlias = Literal["fat-tree", "rail-optimized", "dragonfly", "torus", "none"]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Turns the catalogue's TOML tables into accelerators and systems."""
+"""Turns the catalog's TOML tables into accelerators and systems."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _FACTS = frozenset((*_ACCELERATOR_FACTS, *_SYSTEM_FACTS, "bytes_per_s", _EXPONEN
 _TABLES_OF_FACTS = frozenset(("flops", "sparse_flops"))
 
 
-def inherited(table: Table, catalogue: Table, key: str) -> Table:
-    """``table`` with what it does not say taken from the entry of ``catalogue`` that its ``like`` names, and so on.
+def inherited(table: Table, catalog: Table, key: str) -> Table:
+    """``table`` with what it does not say taken from the entry of ``catalog`` that its ``like`` names, and so on.
 
     An inherited figure keeps its own source and date.
     """
     values = {"key": key, **table.values}
     name = values.pop("like", None)
     if name is not None:
-        if name not in catalogue:
-            known = ", ".join(catalogue.values)
-            raise HardwareError(f"{table.place}: like = {name!r} is not in the catalogue: there are {known}")
-        parent = inherited(catalogue.table(name), catalogue, name)
+        if name not in catalog:
+            known = ", ".join(catalog.values)
+            raise HardwareError(f"{table.place}: like = {name!r} is not in the catalog: there are {known}")
+        parent = inherited(catalog.table(name), catalog, name)
         values = _merged(_with_sources(parent.values, parent.values), values)
     return Table(values, table.place)
 
@@ -137,16 +137,16 @@ def _merged(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
 def _with_sources(
     values: Mapping[str, Any], owner: Mapping[str, Any], all_facts: bool = False
 ) -> dict[str, Any]:
-    """``values`` with every plain figure spelt out with the source and date of its ``owner``."""
-    spelt: dict[str, Any] = {}
+    """``values`` with every plain figure spelled out with the source and date of its ``owner``."""
+    spelled: dict[str, Any] = {}
     for name, value in values.items():
         if all_facts or name in _FACTS:
             fact = (
                 value if isinstance(value, Mapping) else {"value": value, "source": owner.get("source", "")}
             )
-            spelt[name] = {"date": owner.get("date", ""), **fact}
+            spelled[name] = {"date": owner.get("date", ""), **fact}
         elif isinstance(value, Mapping):
-            spelt[name] = _with_sources(value, owner, name in _TABLES_OF_FACTS)
+            spelled[name] = _with_sources(value, owner, name in _TABLES_OF_FACTS)
         else:
-            spelt[name] = value
-    return spelt
+            spelled[name] = value
+    return spelled

@@ -1,4 +1,4 @@
-"""One layer: attention and feed-forward, each normalised before and added to the residual stream."""
+"""One layer: attention and feed-forward, each normalized before and added to the residual stream."""
 
 from __future__ import annotations
 

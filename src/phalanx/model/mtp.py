@@ -8,7 +8,7 @@ Here a sequence keeps its length at every depth, so that shapes stay what the la
 have no token that far ahead, get an arbitrary one, and their targets are ignored. Attention is causal, so they spoil
 nothing else.
 
-As in DeepSeek's published weights, hidden states come normalised by the norm before the projection, and the projection's
+As in DeepSeek's published weights, hidden states come normalized by the norm before the projection, and the projection's
 first half is for the embedding.
 """
 

@@ -1,7 +1,7 @@
 """Random numbers that are a function of (seed, name, index), computed anywhere, in any order.
 
 A pseudo-random generator with a running state ties a value to everything drawn before it, and so to the layout
-of shards. Here element ``i`` of a tensor is ``mix(key + i * golden)``, where ``mix`` is the finaliser of SplitMix64
+of shards. Here element ``i`` of a tensor is ``mix(key + i * golden)``, where ``mix`` is the finalizer of SplitMix64
 (Steele, Lea and Flood, OOPSLA 2014; constants: Stafford's variant 13) and the key is drawn from SHA-256 of the
 seed and the parameter's name. Only integer operations are used, so every device gives the same bits.
 

@@ -3,7 +3,7 @@
 Pre-norm residual blocks with RMSNorm (arXiv 1910.07467) and rotary attention: the Llama family with grouped-query
 attention and SwiGLU; with QK-norm, Qwen3; with a plain GELU layer, GPT-3's shape; with mixtures of experts, Mixtral and
 Qwen3-MoE; with latent attention as well, DeepSeek-V3 and Kimi K2. The module is plain: no parallelism, no precision, no
-initialisation. Build it on the meta device and let ``phalanx.parallel`` shard it and ``phalanx.model.init`` fill it.
+initialization. Build it on the meta device and let ``phalanx.parallel`` shard it and ``phalanx.model.init`` fill it.
 
 Shapes: ``b`` batch, ``s`` sequence, ``d`` model width.
 """

@@ -69,7 +69,7 @@ class Step:
     step_s: float
     """Seconds of this one step, evaluations and checkpoints left out."""
     mfu: float | None = None
-    """Model FLOPs utilisation, 0 to 1."""
+    """Model FLOPs utilization, 0 to 1."""
     bits_per_byte: float | None = None
     goodput: float | None = None
     """0 to 1, of this attempt so far."""
@@ -289,7 +289,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` with non-finite floats spelt out, at any depth."""
+    """``value`` with non-finite floats spelled out, at any depth."""
     if isinstance(value, float):
         return value if math.isfinite(value) else _spell(value)
     if isinstance(value, Mapping):

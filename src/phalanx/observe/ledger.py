@@ -29,7 +29,7 @@ class Bucket(StrEnum):
     START_RENDEZVOUS = "start.rendezvous"
     """Waiting for the other ranks to appear, building the process groups."""
     START_PREPARE_DATA = "start.prepare_data"
-    """Tokenising and sharding the text, once a data set."""
+    """Tokenizing and sharding the text, once a data set."""
     START_PLAN_COMPILE = "start.plan_compile"
     """Building the model, planning its layout, compiling."""
     START_RESTORE = "start.restore"

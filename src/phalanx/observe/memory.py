@@ -12,9 +12,9 @@ class MemoryByKind:
     parameters: int
     """Master weights, or this rank's share of them."""
     gradients: int
-    """As the optimiser finds them."""
+    """As the optimizer finds them."""
     optimizer: int
-    """The optimiser's state, unless it is offloaded."""
+    """The optimizer's state, unless it is offloaded."""
     activations: int | None
     """What forward passes leave behind for backward, all micro-batches in flight together; ``None`` if it cannot be seen."""
     buffers: int

@@ -1,6 +1,6 @@
 """How fast a run is and when it will be done: small functions on numbers, and numbers for people.
 
-Step times have outliers (a checkpoint, a page fault, a neighbour), so the typical step is the median
+Step times have outliers (a checkpoint, a page fault, a neighbor), so the typical step is the median
 of the recent ones; what evaluations and checkpoints add is put back by the share of time spent in steps.
 """
 
@@ -30,9 +30,9 @@ def time_left_s(steps_left: int, step_s: Sequence[float], step_share: float = 1.
 
 
 def smooth(values: Sequence[float], half_span: int) -> list[float]:
-    """The mean of each value and up to ``half_span`` neighbours on either side, all finite.
+    """The mean of each value and up to ``half_span`` neighbors on either side, all finite.
 
-    Centred, so that it does not lag behind a falling loss as an exponential average does. Near the
+    Centerd, so that it does not lag behind a falling loss as an exponential average does. Near the
     start, where the loss is steep, both sides shrink alike; near the end only the later side does.
     """
     sums = [0.0, *accumulate(values)]

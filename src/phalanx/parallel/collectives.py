@@ -38,7 +38,7 @@ def rounds_per_step(spec: RunSpec, layout: Layout) -> int:
 
 
 def collectives(spec: RunSpec, layout: Layout, held: Holding) -> Calls:
-    """What the rank that holds ``held`` calls in one optimiser step of a resolved ``spec``, on a CPU or a GPU alike."""
+    """What the rank that holds ``held`` calls in one optimizer step of a resolved ``spec``, on a CPU or a GPU alike."""
     return _Rank(spec, layout, held).step()
 
 
@@ -144,12 +144,12 @@ class _Rank:
         return calls
 
     def _pipeline(self) -> Calls:
-        """Of a slot: inputs of stages, and the gradients of outputs, where the neighbour is on another rank."""
+        """Of a slot: inputs of stages, and the gradients of outputs, where the neighbor is on another rank."""
         calls: Calls = Counter()
         rank, schedule = self.held.place.pipeline, self.schedule
         for action in self.actions:
-            neighbours = (action.stage - 1, action.stage + 1)
-            before, after = neighbours if action.kind == "F" else reversed(neighbours)
+            neighbors = (action.stage - 1, action.stage + 1)
+            before, after = neighbors if action.kind == "F" else reversed(neighbors)
             for stage, kind in ((before, "recv"), (after, "send")):
                 away = 0 <= stage < schedule.stages and schedule.rank_of(stage) != rank
                 calls["pipeline", kind] += away and action.kind != "W"

@@ -270,7 +270,7 @@ def _provenance(errors: Array, points: int, origin: Origin) -> Provenance:
 
 
 def to_tables(fitted: Fitted, cores: int, host_memory_bytes: float, origin: Origin) -> dict[str, Any]:
-    """The TOML tables of this machine, as ``phalanx.hardware.catalogue.load_user`` reads them."""
+    """The TOML tables of this machine, as ``phalanx.hardware.catalog.load_user`` reads them."""
     chip = fitted.accelerator
     measured = {"source": origin.source, "date": origin.date}
     return {

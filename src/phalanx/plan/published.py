@@ -154,7 +154,7 @@ class PublishedRun:
 
     @property
     def family(self) -> str:
-        """Rows that are summarised together: one origin, one accelerator, dense models or mixtures."""
+        """Rows that are summarized together: one origin, one accelerator, dense models or mixtures."""
         accelerator = (self.gpu.split() or ["no accelerator"])[0]
         return f"{self.origin}, {accelerator}, {'mixture' if self.mixture else 'dense'}"
 

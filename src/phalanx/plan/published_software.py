@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from phalanx.hardware.catalogue import cluster, systems
+from phalanx.hardware.catalog import cluster, systems
 from phalanx.hardware.cluster import Accelerator, Cluster, Fact
 from phalanx.hardware.profiles import Profile, profile_of
 from phalanx.plan.published import Excluded, PublishedRun
@@ -46,7 +46,7 @@ class Software:
     logit_bytes: float = 0.0
     """Of a token's score while the loss is computed, where it is not as the stack supposes."""
     system: str = ""
-    """A system of the catalogue that the runs are known to have used."""
+    """A system of the catalog that the runs are known to have used."""
     micro_batch: int = 0
     """Sequences, where the row does not say and the software's recipes do."""
     accumulates: bool = True
@@ -242,7 +242,7 @@ def _bigscience(stack: Stack, run: PublishedRun) -> Stack:
     if run.precision.startswith("bf16"):
         # BF16_Optimizer accumulates in fp32 beside the gradients that autograd leaves in bf16; each is copied to fp32 on its way.
         return replace(_with_gradients(stack, 6.0), embedding_gradient_bytes=6.0)
-    # The fp16 optimiser keeps gradients in fp16, and makes of a rank's share a flat copy and one in fp32 for the update.
+    # The fp16 optimizer keeps gradients in fp16, and makes of a rank's share a flat copy and one in fp32 for the update.
     copies = State("gradients of the update", 6.0, 1, optimizer=True)
     stack = _with_gradients(stack, 2.0)
     return replace(stack, states=(*stack.states, copies), accumulating_bytes=4)
@@ -297,13 +297,13 @@ def _with_states(stack: Stack, sizes: Mapping[str, float]) -> Stack:
 
 
 def cluster_of_run(run: PublishedRun, software: Software) -> Cluster:
-    """The machines that a row names. Raises ``Excluded`` if the catalogue does not have them."""
+    """The machines that a row names. Raises ``Excluded`` if the catalog does not have them."""
     gpu = run.gpu.lower()
     found = next(
         ((re.search(pattern, gpu), key) for pattern, key in _SYSTEMS if re.search(pattern, gpu)), None
     )
     if found is None or found[0] is None:
-        raise Excluded(f"the catalogue has no accelerator {run.gpu!r}")
+        raise Excluded(f"the catalog has no accelerator {run.gpu!r}")
     if not run.gpus:
         raise Excluded("does not state how many accelerators ran")
     key = found[1] or found[0][1]

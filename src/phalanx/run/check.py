@@ -154,9 +154,9 @@ def _routing(moe: MoeSpec) -> Iterator[Problem]:
             f"at most {open_experts}" + (", or more groups_per_token" if moe.groups > 1 else ""),
             ("model.moe.experts", "model.moe.groups", "model.moe.groups_per_token"),
         )
-    if moe.per_token == 1 and moe.normalise:
+    if moe.per_token == 1 and moe.normalize:
         yield Problem(
-            "model.moe.normalise",
+            "model.moe.normalize",
             "the score of a single expert, scaled to sum to one, is always one: the router would learn nothing",
             "set it to false, or per_token above 1",
             ("model.moe.per_token",),

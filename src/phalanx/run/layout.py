@@ -1,7 +1,7 @@
 """The layout: how a run's ranks are divided over the axes of the mesh, and the one place that says which ways are legal.
 
 The mesh is ``pipeline x replicate x shard x context x tensor``, the tensor axis fastest, because it talks most and its
-ranks should be neighbours. Experts are folded over the inner axes: the ranks that share a layer's experts are neighbours
+ranks should be neighbors. Experts are folded over the inner axes: the ranks that share a layer's experts are neighbors
 too, first along tensor (unless each expert's matrices are divided there), then context, then shard. The data-parallel
 ranks whose experts are shared form a *team*: a team computes its slots together, and joins or leaves as one.
 
@@ -162,7 +162,7 @@ def _context(spec: RunSpec) -> Iterator[Problem]:
     if parallel.context > 1 and spec.model.mtp_depth:
         yield Problem(
             "model.mtp_depth",
-            "predicting further ahead needs the neighbouring token, which another context rank holds",
+            "predicting further ahead needs the neighboring token, which another context rank holds",
             "set parallel.context or parallel.tensor to 1, or model.mtp_depth = 0",
             ("parallel.context",),
         )

@@ -73,7 +73,7 @@ class MoeSpec:
     """Of the layers after first_dense, every so-many-th is a mixture, the last of each such group; the rest are dense."""
     score: Literal["softmax", "sigmoid"] = "softmax"
     """How the router's outputs become scores."""
-    normalise: bool = True
+    normalize: bool = True
     """Whether the scores of the chosen experts are scaled to sum to one."""
     scale: Annotated[float, Bound(above=0)] = 1.0
     """Multiplies the chosen scores (DeepSeek's routed_scaling_factor)."""
@@ -119,7 +119,7 @@ class ModelSpec:
     norm_eps: Annotated[float, Bound(above=0)] = 1e-5
     """Added to the mean square in RMSNorm."""
     qk_norm: bool = False
-    """Whether queries and keys are RMS-normalised per head (Qwen3)."""
+    """Whether queries and keys are RMS-normalized per head (Qwen3)."""
     attention_bias: bool = False
     """Whether the projections of attention have biases."""
     ffn_bias: bool = False
@@ -161,7 +161,7 @@ class TrainSpec:
     """How much is computed, and in which pieces."""
 
     steps: Annotated[int, Bound(at_least=1, at_most=10**9)] = 100
-    """Number of optimiser steps."""
+    """Number of optimizer steps."""
     batch_size: Annotated[int, POSITIVE] = 32
     """Sequences per step, over the whole fleet."""
     seq_len: Annotated[int, POSITIVE] = 256
@@ -186,7 +186,7 @@ class TrainSpec:
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """The optimiser and the clipping of its gradients."""
+    """The optimizer and the clipping of its gradients."""
 
     name: Literal["adamw", "adafactor", "muon", "shampoo", "soap"] = "adamw"
     """AdamW (arXiv 1711.05101), Adafactor (arXiv 1804.04235), Muon (Jordan et al. 2024, arXiv 2502.16982), Shampoo
@@ -253,7 +253,7 @@ class MemorySpec:
     offload_activations: Annotated[Literal["none", "host", "file"], FLEET] = "none"
     """Where what backward needs of each block waits."""
     offload_optimizer: Annotated[Literal["none", "host", "file"], FLEET] = "none"
-    """Where the optimiser's state lives between updates."""
+    """Where the optimizer's state lives between updates."""
     offload_path: Annotated[str, FLEET] = ".cache/offload"
     """Folder of offloaded files, on a fast local disk; each rank makes its own files in it and removes them."""
 
@@ -281,7 +281,7 @@ class ParallelSpec:
     ranks: Annotated[int, FLEET, NOT_NEGATIVE] = 0
     """Ranks to start on this machine; 0 means one per GPU, or cores / runtime.threads, but at least one replica."""
     sharding: Annotated[Literal["none", "zero2", "zero3"], FLEET] = "zero3"
-    """ "none" replicates; "zero2" shards gradients and optimiser; "zero3" shards the weights too."""
+    """ "none" replicates; "zero2" shards gradients and optimizer; "zero3" shards the weights too."""
     shard_ranks: Annotated[int, FLEET, NOT_NEGATIVE] = 0
     """Data-parallel ranks that one copy of the model is sharded over (hybrid sharding when fewer than all); 0 means
     all."""

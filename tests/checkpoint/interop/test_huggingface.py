@@ -12,11 +12,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from model.initialized import initialized
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from checkpoint.saved_models import restored, save_models
-from model.initialised import initialised
 from parity.hf_models import CONFIGS, MIXTURES, hf_model, our_model, random_tokens
 from phalanx.checkpoint.format.errors import CheckpointError, MismatchError, NoSuchStepError, StorageFullError
 from phalanx.checkpoint.format.image import Image, layout_of
@@ -51,7 +51,7 @@ TEXT = ["def f(x):\n    return x + 1\n", "naïve 日本語 👩‍🚀", "the ca
 
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory: pytest.TempPathFactory) -> tuple[Transformer, DiskTier]:
-    model = initialised(ODD)
+    model = initialized(ODD)
     return model, save_models(tmp_path_factory.mktemp("odd"), {7: model})
 
 
@@ -298,7 +298,7 @@ def test_a_model_of_other_shapes_than_the_checkpoint_is_refused(
 
 
 def test_a_corrupt_checkpoint_is_not_exported(tmp_path: Path) -> None:
-    tier = save_models(tmp_path / "run", {7: initialised(ODD)})
+    tier = save_models(tmp_path / "run", {7: initialized(ODD)})
     path = tier.folder(7) / "rank-00000.safetensors"
     data = bytearray(path.read_bytes())
     data[-1000] ^= 1
@@ -309,7 +309,7 @@ def test_a_corrupt_checkpoint_is_not_exported(tmp_path: Path) -> None:
 
 
 def test_a_weight_beyond_the_range_of_fp16_is_refused(tmp_path: Path) -> None:
-    model = initialised(ODD)
+    model = initialized(ODD)
     model.norm.weight.data[3] = 70_000.0
     tier = save_models(tmp_path / "run", {7: model})
     with pytest.raises(HuggingFaceError, match=r"model/norm.weight: 70000 is beyond the range of float16"):

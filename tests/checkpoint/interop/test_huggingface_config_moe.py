@@ -253,7 +253,7 @@ def models(draw: st.DrawFn) -> ModelSpec:
         return dataclasses.replace(spec, moe=dataclasses.replace(moe, ffn_dim=ffn_dim))
     first_dense = draw(st.integers(0, layers - 1))
     moe = dataclasses.replace(
-        moe, ffn_dim=draw(_WIDTHS), normalise=draw(st.booleans()), first_dense=first_dense
+        moe, ffn_dim=draw(_WIDTHS), normalize=draw(st.booleans()), first_dense=first_dense
     )
     if family == "qwen3_moe":
         moe = dataclasses.replace(moe, every=draw(st.integers(1, layers - first_dense)))
@@ -371,7 +371,7 @@ MOE = MoeSpec(score="sigmoid", shared=1)
     ("spec", "message"),
     [
         (ModelSpec(moe=MoeSpec(shared=1)), "moe.shared = 1: Mixtral has only 0"),
-        (ModelSpec(moe=MoeSpec(normalise=False)), "moe.normalise = false: Mixtral has only true"),
+        (ModelSpec(moe=MoeSpec(normalize=False)), "moe.normalize = false: Mixtral has only true"),
         (ModelSpec(moe=MoeSpec(first_dense=1)), "moe.first_dense = 1: Mixtral has only 0"),
         (ModelSpec(moe=MoeSpec(balance_bias=True)), "moe.balance_bias = true: Mixtral has only false"),
         (ModelSpec(moe=MoeSpec(), ffn="gelu"), 'ffn = "gelu": Mixtral has only "swiglu"'),

@@ -130,7 +130,7 @@ def test_shared_tensors_may_be_left_out_but_not_differ(
 # Weights in fp8
 
 BLOCK = (16, 12)
-QUANTISATION = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(BLOCK)}
+QUANTIZATION = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(BLOCK)}
 
 
 def spread(scale: Tensor, shape: torch.Size) -> Tensor:
@@ -139,7 +139,7 @@ def spread(scale: Tensor, shape: torch.Size) -> Tensor:
     return scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[: shape[0], : shape[1]]
 
 
-def quantised(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def quantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The linear layers of blocks in fp8 with random scales, as DeepSeek publishes them."""
     generator = torch.Generator().manual_seed(3)
     found = dict(tensors)
@@ -156,8 +156,8 @@ def quantised(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def fp8(tmp_path: Path) -> Path:
     """A model in fp8 whose matrices are no multiples of the blocks."""
     folder = saved_by_transformers(CONFIGS["deepseek v3"], tmp_path / "fp8")
-    save_file(quantised(load_file(folder / "model.safetensors")), folder / "model.safetensors")
-    edit_config(folder, quantization_config=QUANTISATION)
+    save_file(quantized(load_file(folder / "model.safetensors")), folder / "model.safetensors")
+    edit_config(folder, quantization_config=QUANTIZATION)
     return folder
 
 

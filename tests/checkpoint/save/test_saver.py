@@ -147,7 +147,7 @@ def test_a_rank_that_cannot_write_ends_the_save_for_all_without_waiting(tmp_path
     assert "no such luck" in str(second.poll()[0].error)
 
 
-def test_cancelling_ends_a_save_that_waits_for_others(tmp_path: Path) -> None:
+def test_canceling_ends_a_save_that_waits_for_others(tmp_path: Path) -> None:
     saver = AsyncSaver(DiskTier(tmp_path), 0, 2, timeout_s=3600)
     saver.save(1, shards_of(state(1)), {})
     saver.cancel()

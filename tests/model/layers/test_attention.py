@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from model.initialized import initialized
 from torch import Tensor
 
-from model.initialised import initialised
 from phalanx.model.facts.shape import resolve
 from phalanx.model.layers.attention import Attention, CausalCore
 from phalanx.model.layers.cache import empty_cache
@@ -51,7 +51,7 @@ def test_the_core_keeps_to_the_document() -> None:
 
 @each_kind
 def test_documents_in_one_sequence_are_as_if_alone_at_their_positions(spec: ModelSpec) -> None:
-    model, text = initialised(spec), tokens(1, 20)
+    model, text = initialized(spec), tokens(1, 20)
     documents = torch.tensor([[0] * 7 + [3] * 12 + [4]])
     parts = [
         model(text[:, start:stop], positions=torch.arange(start, stop))
@@ -64,13 +64,13 @@ def test_documents_in_one_sequence_are_as_if_alone_at_their_positions(spec: Mode
 
 @each_kind
 def test_one_document_is_no_mask(spec: ModelSpec) -> None:
-    model, text = initialised(spec), tokens(2, 11)
+    model, text = initialized(spec), tokens(2, 11)
     torch.testing.assert_close(model(text, documents=torch.zeros_like(text)), model(text))
 
 
 @each_kind
 def test_positions_may_begin_anywhere(spec: ModelSpec) -> None:
-    model, text = initialised(spec), tokens(1, 11)
+    model, text = initialized(spec), tokens(1, 11)
     torch.testing.assert_close(
         model(text, positions=torch.arange(100, 111)), model(text), rtol=1e-3, atol=1e-4
     )
@@ -78,7 +78,7 @@ def test_positions_may_begin_anywhere(spec: ModelSpec) -> None:
 
 @each_kind
 def test_a_module_with_the_rows_of_half_the_heads_gives_its_half_of_the_sum(spec: ModelSpec) -> None:
-    model = initialised(spec)
+    model = initialized(spec)
     spec = model.spec
     attention = model.get_submodule("blocks.0.attention")
     x, tables = torch.randn(2, 7, 32), rotation(spec, torch.arange(7))
@@ -98,7 +98,7 @@ def test_a_module_with_the_rows_of_half_the_heads_gives_its_half_of_the_sum(spec
 
 
 def test_the_core_can_be_replaced() -> None:
-    model, text = initialised(LATENT), tokens(1, 5)
+    model, text = initialized(LATENT), tokens(1, 5)
     seen: list[tuple[int, ...]] = []
 
     def core(query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
@@ -115,7 +115,7 @@ def test_the_core_can_be_replaced() -> None:
 def test_latent_attention_is_the_papers_equations_head_by_head(query_rank: int) -> None:
     spec = resolve(ModelSpec(**{**vars(LATENT), "mla": MlaSpec(**{**vars(MLA), "query_rank": query_rank})}))
     assert spec.mla is not None
-    attention = initialised(spec).get_submodule("blocks.1.attention")
+    attention = initialized(spec).get_submodule("blocks.1.attention")
     assert isinstance(attention, MlaAttention)
     x, (cos, sin) = torch.randn(1, 6, 32), rotation(spec, torch.arange(6))
     latent, shared = (x[0] @ attention.kv_down.weight.t()).split((12, 8), dim=1)
@@ -145,7 +145,7 @@ def test_yarns_temperature_sharpens_latent_attention_and_no_other() -> None:
 
 
 def test_a_cache_and_documents_do_not_go_together() -> None:
-    model, text = initialised(GROUPED), tokens(1, 5)
+    model, text = initialized(GROUPED), tokens(1, 5)
     cache = empty_cache(model.spec, 1, 5, torch.device("cpu"))
     with pytest.raises(ValueError, match="give either a cache or documents"):
         model(text, documents=text, cache=cache)

@@ -21,7 +21,7 @@ SPECS = {
     "swiglu": SPEC,
     "gelu": replace(SPEC, ffn="gelu"),
     "shared": replace(SPEC, moe=replace(MOE, shared=2)),
-    "one expert": replace(SPEC, moe=replace(MOE, per_token=1, normalise=False)),
+    "one expert": replace(SPEC, moe=replace(MOE, per_token=1, normalize=False)),
     "sigmoid": replace(SPEC, moe=replace(MOE, score="sigmoid", scale=2.0)),
 }
 

@@ -40,7 +40,7 @@ def routings(draw: st.DrawFn) -> MoeSpec:
         experts=experts,
         per_token=draw(st.integers(1, experts // groups * groups_per_token)),
         score=draw(st.sampled_from(["softmax", "sigmoid"])),
-        normalise=draw(st.booleans()),
+        normalize=draw(st.booleans()),
         scale=draw(st.sampled_from([1.0, 2.5])),
         groups=groups,
         groups_per_token=groups_per_token,
@@ -61,7 +61,7 @@ def by_hand(router: Router, token: Tensor) -> dict[int, float]:
         groups.sort(key=lambda group: -sum(sorted(preference[e] for e in group)[-2:]))
     open_experts = [expert for group in groups[: moe.groups_per_token] for expert in group]
     chosen = sorted(open_experts, key=lambda expert: -preference[expert])[: moe.per_token]
-    total = sum(scores[expert] for expert in chosen) if moe.normalise else 1.0
+    total = sum(scores[expert] for expert in chosen) if moe.normalize else 1.0
     return {expert: moe.scale * scores[expert] / total for expert in chosen}
 
 
@@ -173,7 +173,7 @@ def test_the_bias_moves_by_its_speed_against_the_load() -> None:
 
 
 def test_a_moving_bias_evens_out_a_load_that_no_gradient_touches() -> None:
-    router = Router(DIM, MoeSpec(experts=4, per_token=1, normalise=False, balance_bias=True, bias_speed=0.02))
+    router = Router(DIM, MoeSpec(experts=4, per_token=1, normalize=False, balance_bias=True, bias_speed=0.02))
     text = tokens(400)
     with torch.no_grad():
         router.weight.normal_(std=0.1, generator=torch.Generator().manual_seed(1))

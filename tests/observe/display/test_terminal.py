@@ -194,13 +194,13 @@ def test_on_a_terminal_the_panel_ends_with_the_last_state() -> None:
     assert "finished" in shown
 
 
-def test_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_color_is_honored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system="truecolor")
     console.print(render(state_after(crashed_run())))
     assert isinstance(console.file, io.StringIO)
-    coloured = [f"\x1b[3{digit}m" for digit in range(8)]
-    assert not any(code in console.file.getvalue() for code in coloured)
+    colored = [f"\x1b[3{digit}m" for digit in range(8)]
+    assert not any(code in console.file.getvalue() for code in colored)
 
 
 @given(st.lists(st.floats(), max_size=300), st.integers(1, 120))

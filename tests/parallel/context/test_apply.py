@@ -13,11 +13,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from model.initialized import initialized
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from model.initialised import initialised
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.context.apply import apply_context
 from phalanx.parallel.context.gather import GatherCore
@@ -238,7 +238,7 @@ def loss_of(model: Transformer, positions: Tensor, documents: Tensor | None) -> 
 
 
 def ready(model: ModelSpec) -> Transformer:
-    return initialised(dataclasses.replace(model, init_std=0.1)).requires_grad_(True)
+    return initialized(dataclasses.replace(model, init_std=0.1)).requires_grad_(True)
 
 
 def on_this_rank(model: ModelSpec, mode: str, tensor: int = 1) -> tuple[Transformer, Mesh, Tensor]:

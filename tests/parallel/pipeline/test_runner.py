@@ -69,7 +69,7 @@ def test_evaluation_gives_the_undivided_models_losses(ranks: Ranks, name: Name, 
     assert_same_bits(results, (in_one_piece(DENSE, 3)[0], {}))
 
 
-def test_waiting_for_the_neighbour_is_counted(ranks: Ranks) -> None:
+def test_waiting_for_the_neighbor_is_counted(ranks: Ranks) -> None:
     assert all(waited > 0 for waited in ranks.run(2, waiting_ns))
 
 

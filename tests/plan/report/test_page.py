@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.hardware.catalogue import cluster
+from phalanx.hardware.catalog import cluster
 from phalanx.plan.report.charts import Bar, Dot, curves, gantt, scatter, stacked_bars, tornado
 from phalanx.plan.report.page import rank_memory, report_page
 from phalanx.plan.search.facts import Plan, make_plan

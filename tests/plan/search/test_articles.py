@@ -142,7 +142,7 @@ CLAIMS = (
     Claim("training state of 175B: 2.8 TB", 2.8, lambda: state_bytes(175e9) / 1e12),
     Claim("H100 of 80 GB that hold 16 TB: ~200", 200, lambda: math.ceil(state_bytes(T) / H100_BYTES)),
     Claim(
-        "optimiser state of 1T, '4x or 8x the parameter size': 4-8 TB",
+        "optimizer state of 1T, '4x or 8x the parameter size': 4-8 TB",
         8,
         lambda: 8 * 2 * T / 1e12,
         follows=False,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.hardware.catalogue import cluster
+from phalanx.hardware.catalog import cluster
 from phalanx.hardware.cluster import Cluster, Level
 from phalanx.hardware.overrides import with_value
 from phalanx.plan.step_cost.collectives import (

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.hardware.catalogue import accelerator, accelerators
+from phalanx.hardware.catalog import accelerator, accelerators
 from phalanx.hardware.cluster import Accelerator, Fact
 from phalanx.hardware.errors import HardwareError
 from phalanx.hardware.profiles import Profile, profile_of

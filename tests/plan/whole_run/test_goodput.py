@@ -136,7 +136,7 @@ def test_a_table_of_fleets_at_llama_3_s_failure_rate_is_reproduced(
 def test_what_meta_reports_at_100k_gpus_is_what_recoveries_leave_less_some_work_done_again(
     stall: float, reported: float
 ) -> None:
-    """FT-HSDP (arXiv:2602.00277): a failure every 18 minutes (as summarised by others), stalls of 10 and of 3
+    """FT-HSDP (arXiv:2602.00277): a failure every 18 minutes (as summarized by others), stalls of 10 and of 3
     minutes.
 
     Recoveries alone leave e^(-10/18) = 57 % and e^(-3/18) = 85 %; (18 - 10) / 18 = 44 % has no lost work in

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.hardware.catalogue import accelerator, load_user
+from phalanx.hardware.catalog import accelerator, load_user
 from phalanx.hardware.profiles import Profile, profile_of
 from phalanx.model.facts.shape import resolve
 from phalanx.plan.fit_profile import Origin, fit_profile, to_tables

@@ -47,7 +47,7 @@ def stepped(spec: OptimizerSpec, steps: int, box: Box = ((0, 0), SHAPE)) -> Tens
 
 
 @given(st.floats(-(2.0**100), 2.0**100, width=32), st.integers(0, 2**32))
-def test_stochastic_rounding_gives_one_of_the_two_neighbours(value: float, seed: int) -> None:
+def test_stochastic_rounding_gives_one_of_the_two_neighbors(value: float, seed: int) -> None:
     exact = torch.tensor([value])
     words = random_words(seed, torch.arange(1))
     rounded = stochastic_bf16(exact, words).float()

@@ -37,7 +37,7 @@ def changes(rule: MatrixRule, gradients: list[Tensor]) -> list[Tensor]:
 
 
 def pytorchs_weights(optimizer: type, gradients: list[Tensor], **options: object) -> list[Tensor]:
-    """The weights after each step of one of PyTorch's optimisers, from zero."""
+    """The weights after each step of one of PyTorch's optimizers, from zero."""
     weights = nn.Parameter(torch.zeros_like(gradients[0]))
     reference = optimizer([weights], **options)
     found = []

@@ -1,4 +1,4 @@
-"""Whole runs with every optimiser: the bits of the weights are the run's, and a run goes on where it was broken off."""
+"""Whole runs with every optimizer: the bits of the weights are the run's, and a run goes on where it was broken off."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run_with(optimizer: OptimizerSpec, dataset: Path, run_dir: Path) -> RunSpec:
 
 @pytest.fixture(scope="module")
 def alone(ranks: Ranks, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The weights that each optimiser comes to on one rank, undisturbed."""
+    """The weights that each optimizer comes to on one rank, undisturbed."""
     folder = tmp_path_factory.mktemp("alone")
     found = {}
     for name, optimizer in SPECS.items():
@@ -47,5 +47,5 @@ def test_a_run_broken_off_on_one_fleet_ends_on_another_with_the_weights_of_one_r
     assert all(result["weights_sha256"] == alone[name] for result in results)
 
 
-def test_every_optimiser_comes_to_weights_of_its_own(alone: dict[str, str]) -> None:
+def test_every_optimizer_comes_to_weights_of_its_own(alone: dict[str, str]) -> None:
     assert len(set(alone.values())) == len(SPECS)

@@ -1,4 +1,4 @@
-"""Optimisers on several ranks: the bits of one rank, a state that any fleet can go on with, and what crosses the wire."""
+"""Optimizers on several ranks: the bits of one rank, a state that any fleet can go on with, and what crosses the wire."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def values(name: str, shape: tuple[int, ...], step: int) -> Any:
 
 
 class Model:
-    """Parameters sharded by rows over all ranks, as FSDP does, and their optimiser."""
+    """Parameters sharded by rows over all ranks, as FSDP does, and their optimizer."""
 
     def __init__(self, spec: OptimizerSpec) -> None:
         import torch.distributed as dist

@@ -21,9 +21,9 @@ from phalanx.train.transforms.precision import (
     NarrowGroupedProduct,
     NarrowProduct,
     apply_precision,
-    dequantise,
+    dequantize,
     multiply_narrow,
-    quantise,
+    quantize,
 )
 from phalanx.train.transforms.recompute import apply_recompute
 from ranks import Ranks
@@ -66,7 +66,7 @@ def test_a_number_is_off_by_half_its_last_place_at_most(
 ) -> None:
     x = random(rows, 32 * blocks) * 2.0**exponent
     x *= 2.0 ** (spread * torch.arange(rows)[:, None])
-    back = dequantise(quantise(x, dtype, scaling), torch.float32)
+    back = dequantize(quantize(x, dtype, scaling), torch.float32)
     # Below the smallest normal number of the name, under the largest scale that there can be, errors are absolute.
     floor = x.abs().max() / torch.finfo(dtype).max * 2 * torch.finfo(dtype).smallest_normal
     assert bool(((back - x).abs() <= FINEST[dtype] * x.abs().clamp(min=floor)).all())
@@ -75,20 +75,20 @@ def test_a_number_is_off_by_half_its_last_place_at_most(
 @given(st.floats(2.0**-100, 2.0**100), st.sampled_from(SCALINGS), st.sampled_from([E4M3, E5M2]))
 def test_a_scale_is_the_least_power_of_two_that_fits(value: float, scaling: Any, dtype: torch.dtype) -> None:
     largest = float(torch.tensor(value, dtype=torch.float32))
-    scale = float(quantise(torch.full((1, 32), largest), dtype, scaling).scale)
+    scale = float(quantize(torch.full((1, 32), largest), dtype, scaling).scale)
     assert math.frexp(scale)[0] == 0.5
     assert largest / scale <= torch.finfo(dtype).max < largest / (scale / 2)
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_narrow_numbers_are_exact_in_bf16(scaling: Any) -> None:
-    quantised = quantise(random(16, 64) * torch.logspace(-3, 3, 16)[:, None], E4M3, scaling)
-    assert torch.equal(dequantise(quantised, torch.bfloat16).float(), dequantise(quantised, torch.float32))
+    quantized = quantize(random(16, 64) * torch.logspace(-3, 3, 16)[:, None], E4M3, scaling)
+    assert torch.equal(dequantize(quantized, torch.bfloat16).float(), dequantize(quantized, torch.float32))
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_zeros_stay_zeros(scaling: Any) -> None:
-    assert dequantise(quantise(torch.zeros(3, 32), E4M3, scaling), torch.float32).count_nonzero() == 0
+    assert dequantize(quantize(torch.zeros(3, 32), E4M3, scaling), torch.float32).count_nonzero() == 0
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
@@ -105,12 +105,12 @@ def test_what_is_not_finite_shows_in_the_product(name: str, bad: float) -> None:
 def test_multiplying_in_the_wide_format_gives_what_the_kernel_gives(
     scaling: Any, left: torch.dtype, right: torch.dtype
 ) -> None:
-    a, b = quantise(random(24, 96), left, scaling), quantise(random(32, 96, seed=1), right, scaling)
+    a, b = quantize(random(24, 96), left, scaling), quantize(random(32, 96, seed=1), right, scaling)
     try:
         kernel = multiply_narrow(a, b, scaling, torch.float32, fast=False)
     except NotImplementedError:
         pytest.skip("this PyTorch has no such kernel for CPUs")
-    reference = dequantise(a, torch.float32) @ dequantise(b, torch.float32).t()
+    reference = dequantize(a, torch.float32) @ dequantize(b, torch.float32).t()
     torch.testing.assert_close(kernel, reference, rtol=1e-6, atol=1e-5)
 
 
@@ -121,7 +121,7 @@ def test_mx_numbers_and_scales_are_those_of_torchao() -> None:
     mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
     x = random(64, 128) * torch.logspace(-6, 6, 64)[:, None]
     scale, values = mx.to_mx(x, E4M3, 32, mx.ScaleCalculationMode.RCEIL)
-    ours = quantise(x, E4M3, "block")
+    ours = quantize(x, E4M3, "block")
     assert torch.equal(ours.values.float(), values.float())
     assert torch.equal(ours.scale, scale.float())
 
@@ -138,7 +138,7 @@ def test_fp8_numbers_and_scales_are_those_of_torchao(scaling: Any) -> None:
     factor = utils.tensor_to_scale(
         x, E4M3, scaling_granularity=granularity, axiswise_dim=axis, round_scales_to_power_of_2=True
     )
-    ours = quantise(x, E4M3, scaling)
+    ours = quantize(x, E4M3, scaling)
     assert torch.equal(ours.scale, (1 / factor).expand_as(ours.scale))
     assert torch.equal(ours.values.float(), (x * factor).to(E4M3).float())
 

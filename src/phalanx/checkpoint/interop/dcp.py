@@ -36,7 +36,7 @@ def export_dcp(tier: Tier, step: int, out_dir: Path | str) -> None:
 
 
 def empty_shards(tier: Tier, step: int) -> list[Shard]:
-    """Full, uninitialised CPU tensors for every tensor of committed `step`, sorted by name."""
+    """Full, uninitialized CPU tensors for every tensor of committed `step`, sorted by name."""
     boxes = {held.box.name: held.box for held in tier.boxes(step)}
     return [
         Shard(

@@ -221,7 +221,7 @@ def spec_of(hf_config: Mapping[str, Any]) -> ModelSpec:
     ]
     if any(kind != "full_attention" for kind in hf_config.get("layer_types") or ()):
         problems.append("layer_types: supported: 'full_attention' alone")
-    problems += [problem] if (problem := _quantisation_problem(hf_config)) else []
+    problems += [problem] if (problem := _quantization_problem(hf_config)) else []
     given = _given(hf_config, family)
     wanted = family.fields.keys() - OPTIONAL
     problems += [f"{family.fields[ours]} is missing" for ours in sorted(wanted - given.keys())]
@@ -237,25 +237,25 @@ def spec_of(hf_config: Mapping[str, Any]) -> ModelSpec:
 
 
 def storage_of(hf_config: Mapping[str, Any]) -> Storage:
-    """How the weights beside a `config.json` are stored. Raises UnsupportedModelError for a quantisation not read here."""
-    problem = _quantisation_problem(hf_config)
+    """How the weights beside a `config.json` are stored. Raises UnsupportedModelError for a quantization not read here."""
+    problem = _quantization_problem(hf_config)
     if problem:
         raise UnsupportedModelError(problem)
-    quantisation = hf_config.get("quantization_config") or {}
-    block = quantisation.get("weight_block_size")
+    quantization = hf_config.get("quantization_config") or {}
+    block = quantization.get("weight_block_size")
     interleaved = hf_config.get("rope_interleave")
     return Storage(interleaved is None or bool(interleaved), (block[0], block[1]) if block else None)
 
 
-def _quantisation_problem(hf_config: Mapping[str, Any]) -> str:
-    quantisation = hf_config.get("quantization_config")
-    if quantisation is None:
+def _quantization_problem(hf_config: Mapping[str, Any]) -> str:
+    quantization = hf_config.get("quantization_config")
+    if quantization is None:
         return ""
-    if quantisation.get("quant_method") == "fp8" and len(quantisation.get("weight_block_size") or ()) == 2:
+    if quantization.get("quant_method") == "fp8" and len(quantization.get("weight_block_size") or ()) == 2:
         return ""
     return (
-        f"quantization_config = {quantisation!r} is not supported; supported: none, or quant_method 'fp8' with a "
-        "weight_block_size; save the model unquantised (as bfloat16, say) and import that"
+        f"quantization_config = {quantization!r} is not supported; supported: none, or quant_method 'fp8' with a "
+        "weight_block_size; save the model unquantized (as bfloat16, say) and import that"
     )
 
 

@@ -1,7 +1,7 @@
 """Hugging Face's model families, each as tables: which field of ModelSpec is which field of `config.json`.
 
 A family can say some fields of a model and holds the others fixed: Mixtral has no shared experts, Qwen3 always
-normalises queries and keys. Both directions read the same tables, so that what is written is what is read back. Fields of
+normalizes queries and keys. Both directions read the same tables, so that what is written is what is read back. Fields of
 `ModelSpec` that only training reads (the strength of a balance loss, say) and that a family has no word for appear in no
 table: they are not written, and an imported model has their defaults.
 
@@ -102,7 +102,7 @@ MIXTRAL = Family(
         "qk_norm": False,
         "attention_bias": False,
         "ffn_bias": False,
-        "moe.normalise": True,
+        "moe.normalize": True,
         "moe.first_dense": 0,
         "moe.every": 1,
     },
@@ -119,7 +119,7 @@ QWEN3_MOE = Family(
         "moe.ffn_dim": "moe_intermediate_size",
         "moe.experts": "num_experts",
         "moe.per_token": "num_experts_per_tok",
-        "moe.normalise": "norm_topk_prob",
+        "moe.normalize": "norm_topk_prob",
         "moe.aux_loss": "router_aux_loss_coef",
     },
     _DENSE | _SOFTMAX_ROUTER | {"qk_norm": True, "ffn_bias": False},
@@ -142,7 +142,7 @@ DEEPSEEK_V3 = Family(
         "moe.per_token": "num_experts_per_tok",
         "moe.shared": "n_shared_experts",
         "moe.first_dense": "first_k_dense_replace",
-        "moe.normalise": "norm_topk_prob",
+        "moe.normalize": "norm_topk_prob",
         "moe.scale": "routed_scaling_factor",
         "moe.groups": "n_group",
         "moe.groups_per_token": "topk_group",

@@ -1,7 +1,7 @@
 """Filling an image with the bytes of tensors: one memory copy by several threads, or on CUDA on a side stream.
 
 One core does not saturate memory, so the bytes are divided evenly over a few threads. On CUDA the image is pinned memory and
-the copies run on a stream of their own: `fence()`, called before the weights are next changed, keeps the optimiser from
+the copies run on a stream of their own: `fence()`, called before the weights are next changed, keeps the optimizer from
 overtaking them.
 """
 

@@ -145,7 +145,7 @@ class AsyncSaver:
         return SaveReceipt(step, True, staged.image.layout.nbytes, stall_s, staged.waited_s, staged.copied_s)
 
     def fence(self) -> None:
-        """Call before the optimiser changes weights (CUDA only; on CPU it does nothing)."""
+        """Call before the optimizer changes weights (CUDA only; on CPU it does nothing)."""
         self._staging.fence()
 
     def poll(self) -> list[SaveOutcome]:

@@ -6,7 +6,7 @@ pages cost many times the copy. The writer streams the buffer out meanwhile. Whi
 next save takes the second one if there is one, else it waits, and says for how long.
 
 On CUDA the buffer is registered as pinned memory, and the copies run on a side stream: `fence()`, called before the
-weights are next changed, keeps the optimiser from overtaking them.
+weights are next changed, keeps the optimizer from overtaking them.
 """
 
 import mmap

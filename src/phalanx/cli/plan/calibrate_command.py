@@ -45,7 +45,7 @@ def command(out: Path | None, ranks: int | None, quick: bool, clock: Any, as_jso
     """
     import tomli_w
 
-    from phalanx.hardware.catalogue import this_machine
+    from phalanx.hardware.catalog import this_machine
     from phalanx.hardware.errors import HardwareError
 
     with explained(HardwareError, RuntimeError):
@@ -63,7 +63,7 @@ def command(out: Path | None, ranks: int | None, quick: bool, clock: Any, as_jso
 def _measure(ranks: int | None, quick: bool, clock: Any, *, quiet: bool) -> dict[str, Any]:
     import torch
 
-    from phalanx.hardware.catalogue import accelerator
+    from phalanx.hardware.catalog import accelerator
     from phalanx.plan.fit_profile import fit_profile, to_tables
     from phalanx.train.measure.calibrate import Settings, cores, host_memory_bytes, operations, usual_clock
     from phalanx.train.measure.calibrate_ranks import collectives
@@ -91,8 +91,8 @@ def _say(quiet: bool, what: str) -> None:
 
 
 def _key(device_name: str) -> str:
-    """The catalogue's accelerator that a driver calls so."""
-    from phalanx.hardware.catalogue import accelerators
+    """The catalog's accelerator that a driver calls so."""
+    from phalanx.hardware.catalog import accelerators
 
     found = [
         (len(part), key)
@@ -102,7 +102,7 @@ def _key(device_name: str) -> str:
     ]
     if not found:
         raise click.ClickException(
-            f"the catalogue has no {device_name!r}: describe it under [accelerator] in a TOML file of your own"
+            f"the catalog has no {device_name!r}: describe it under [accelerator] in a TOML file of your own"
         )
     return max(found)[1]
 
@@ -147,7 +147,7 @@ def _ratios(tables: dict[str, Any], settings: Settings, ranks: int) -> list[floa
 
     import tomli_w
 
-    from phalanx.hardware.catalogue import cluster
+    from phalanx.hardware.catalog import cluster
     from phalanx.plan.search.request import estimate_written
     from phalanx.train.measure.calibrate_ranks import measure_step
 

@@ -1,4 +1,4 @@
-"""``phalanx hardware``: the catalogue of accelerators and systems, with where each figure comes from."""
+"""``phalanx hardware``: the catalog of accelerators and systems, with where each figure comes from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from phalanx.cli.errors import explained
-from phalanx.hardware.catalogue import accelerator, accelerators, systems
+from phalanx.hardware.catalog import accelerator, accelerators, systems
 from phalanx.hardware.cluster import Accelerator, Fact
 from phalanx.hardware.errors import HardwareError
 from phalanx.hardware.profiles import Provenance, profile_of

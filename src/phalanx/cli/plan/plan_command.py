@@ -1,6 +1,6 @@
 """``phalanx plan``: which layout, how fast, will it fit, for how much, and how sure that is.
 
-The heavy parts (arrays, catalogues) are imported when they are needed, so that ``--help`` answers at once.
+The heavy parts (arrays, catalogs) are imported when they are needed, so that ``--help`` answers at once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _STEP_ERROR = 0.12
 @click.option(
     "--tokens", help="Train on so many, as in 15T; by default what the run file says, or 20 a parameter."
 )
-@click.option("--optimise", type=click.Choice(["time", "cost", "gpus"]), default="time", show_default=True)
+@click.option("--optimize", type=click.Choice(["time", "cost", "gpus"]), default="time", show_default=True)
 @click.option(
     "--layout", help='One layout: tp=8,pp=16,dp=128; what it leaves out, or "file", is as in the run file.'
 )
@@ -97,7 +97,7 @@ def command(
     model: str | None,
     cluster_name: str,
     tokens: str | None,
-    optimise: str,
+    optimize: str,
     layout: str | None,
     explain: bool,
     require: tuple[str, ...],
@@ -122,7 +122,7 @@ def command(
 
     \b
       phalanx plan configs/llama3-405b.toml --cluster h100:16384
-      phalanx plan configs/deepseek-v3.toml --cluster "gb200-nvl72 x 29" --tokens 15T --optimise cost
+      phalanx plan configs/deepseek-v3.toml --cluster "gb200-nvl72 x 29" --tokens 15T --optimize cost
       phalanx plan configs/llama3-405b.toml --cluster h100:16384 --layout tp=8,pp=16,dp=128 --explain
       phalanx plan --model moe-100t --cluster vr200-nvl72:100000 --require 'tp<=8' --report out.html
       phalanx plan configs/quickstart.toml --cluster this --out winner.toml
@@ -143,7 +143,7 @@ def command(
             )
         spec = _spec(run_file, model, batch, seq_len, _without_cluster(overrides))
         cluster = _cluster(cluster_name, overrides)
-        aim = Aim(optimise, require, top, stack, layout, tokens, step_error, assume)
+        aim = Aim(optimize, require, top, stack, layout, tokens, step_error, assume)
         searching = layout is None or explain
         plan = make_plan(spec, cluster, aim, keep_slots=run_file is not None, searching=searching)
         _write_files(plan, spec, aim, report, trace, out)
@@ -208,7 +208,7 @@ def _without_cluster(overrides: Iterable[str]) -> list[str]:
 
 
 def _cluster(name: str, overrides: Iterable[str]) -> Cluster:
-    from phalanx.hardware.catalogue import cluster
+    from phalanx.hardware.catalog import cluster
     from phalanx.hardware.overrides import with_value
 
     found = cluster(name)

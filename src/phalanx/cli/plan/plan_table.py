@@ -80,7 +80,7 @@ def _print_losers(console: Console, plan: Plan) -> None:
         table.add_row(
             f"  {one.family}", f"{share:+.1%}" if math.isfinite(share) else "does not fit", one.reason
         )
-    what = {"time": "step", "cost": "accelerator-hours", "gpus": "accelerators"}[plan.aim.optimise]
+    what = {"time": "step", "cost": "accelerator-hours", "gpus": "accelerators"}[plan.aim.optimize]
     console.print(
         f"\n[bold]What the best of every other family loses[/bold] ({what}; where most of the step's time goes)"
     )
@@ -92,10 +92,10 @@ def _print_losers(console: Console, plan: Plan) -> None:
 
 
 def lost(plan: Plan, one: RunnerUp) -> float:
-    """By how much a runner-up is worse than the winner in what was optimised."""
+    """By how much a runner-up is worse than the winner in what was optimized."""
     winner = plan.best[0]
     ranks = layout_at(one.layout).ranks / winner.ranks
-    return {"time": one.slower, "cost": (1 + one.slower) * ranks - 1, "gpus": ranks - 1}[plan.aim.optimise]
+    return {"time": one.slower, "cost": (1 + one.slower) * ranks - 1, "gpus": ranks - 1}[plan.aim.optimize]
 
 
 def _print_explained(console: Console, plan: Plan) -> None:

@@ -28,7 +28,7 @@ def command(
     """Write the weights of the run in PLACE to the folder OUT.
 
     "hf" is a Hugging Face folder (config, safetensors, tokenizer) that transformers opens; "dcp" is PyTorch's
-    distributed checkpoint, with the optimiser's state.
+    distributed checkpoint, with the optimizer's state.
 
     \b
       phalanx export runs/quickstart-1f3a9c04 --to hf exported/

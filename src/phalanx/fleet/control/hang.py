@@ -3,7 +3,7 @@
 PyTorch's flight recorder keeps the last collectives of a process: group, number in the group, operation, sizes, and whether it
 is over. When nothing moves, whoever is inside a collective waits for the members of its group that have not come so far.
 Those may wait for others in other groups in turn; the ranks at the end of all chains, who wait for nobody, are the cause
-(the idea of PyTorch's ``fr_trace`` analyser, here as a function on values).
+(the idea of PyTorch's ``fr_trace`` analyzer, here as a function on values).
 
 Records are taken by ``phalanx.parallel.mesh.torch_compat.flight_record`` in any thread of a worker, also while its main thread hangs; a
 worker that gives none is as good as absent. A process records only if ``TORCH_FR_BUFFER_SIZE`` was above 0 in its environment

@@ -94,7 +94,7 @@ def deal(state: FleetState, count: int) -> tuple[str, ...]:
         state.seats[seat] for seat in range(count, len(state.seats)) if seat not in state.vacant
     )
     if not state.seats:
-        # Neighbouring ranks talk most, so at first they are dealt along the domains.
+        # Neighboring ranks talk most, so at first they are dealt along the domains.
         along = sorted(candidates, key=lambda name: (state.nodes[name].domain, name))
         first = sorted(along, key=lambda name: state.nodes[name].reserve)[:count]
         return tuple(name for name in along if name in set(first))
@@ -107,7 +107,7 @@ def deal(state: FleetState, count: int) -> tuple[str, ...]:
 
 
 def _distance(node: Node, near: tuple[str, ...], lost: set[tuple[str, ...]]) -> tuple[bool, int, str]:
-    # Where one node of a rack has just failed the next one may follow, so the neighbouring rack is better than this.
+    # Where one node of a rack has just failed the next one may follow, so the neighboring rack is better than this.
     return bool(node.domain) and node.domain in lost, -common_levels(node.domain, near), node.name
 
 

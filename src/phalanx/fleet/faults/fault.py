@@ -14,7 +14,7 @@ The grammar, one fault a line::
     corrupt gradient rank N | corrupt parameter rank N | corrupt snapshot rank N
     fill disk
     ... at step N | from step N | at T s        (needed; "from" for what lasts)
-    ... in forward | backward | reduction | optimiser | snapshot | commit | recovery
+    ... in forward | backward | reduction | optimizer | snapshot | commit | recovery
     ... for T s
 
 ``worker N`` is the N-th worker process of the fleet, spares included; ``rank N`` is whoever holds rank N at that moment.
@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar, cast, get_args
 
-Phase = Literal["forward", "backward", "reduction", "optimiser", "snapshot", "commit", "recovery"]
+Phase = Literal["forward", "backward", "reduction", "optimizer", "snapshot", "commit", "recovery"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 T = TypeVar("T")

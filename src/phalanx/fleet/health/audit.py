@@ -56,7 +56,7 @@ class Vote:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class Judgment:
     """Who is wrong, among those who voted on one thing."""
 
     wrong: tuple[int, ...]
@@ -129,7 +129,7 @@ def _draw(seed: int, step: int, what: str) -> int:
     return int.from_bytes(digest, "little")
 
 
-def judge(votes: Sequence[Vote]) -> Judgement:
+def judge(votes: Sequence[Vote]) -> Judgment:
     """Who is wrong. A voter may vote several times: whoever contradicts itself is wrong, and its votes are void."""
     answers: dict[int, set[Sums]] = {}
     for vote in votes:
@@ -140,11 +140,11 @@ def judge(votes: Sequence[Vote]) -> Judgement:
     right, backing = support[0] if support else ((), 0)
     outvoted = {voter for voter, sums in steady.items() if sums != right}
     if not outvoted and (not fickle or steady):
-        return Judgement(tuple(sorted(fickle)), True, _places(answers, fickle, right))
+        return Judgment(tuple(sorted(fickle)), True, _places(answers, fickle, right))
     if 2 * backing > len(steady) and backing >= 2:
         wrong = fickle | outvoted
-        return Judgement(tuple(sorted(wrong)), True, _places(answers, wrong, right))
-    return Judgement(tuple(sorted(answers)), False)
+        return Judgment(tuple(sorted(wrong)), True, _places(answers, wrong, right))
+    return Judgment(tuple(sorted(answers)), False)
 
 
 def _places(answers: Mapping[int, set[Sums]], wrong: Iterable[int], right: Sums) -> tuple[int, ...]:
@@ -177,18 +177,18 @@ def slot_verdict(
     named; if one alone differs, it is the one.
     """
     judged = {slots: judge(cast) for slots, cast in votes.items()}
-    proven = {team for judgement in judged.values() if judgement.sure for team in judgement.wrong}
+    proven = {team for judgment in judged.values() if judgment.sure for team in judgment.wrong}
     ranks: set[int] = set()
-    for judgement in judged.values():
+    for judgment in judged.values():
         # Where nothing is proven for these slots, what is proven for others explains it.
-        explained = not judgement.sure and proven & set(judgement.wrong)
-        for team in explained or judgement.wrong:
+        explained = not judgment.sure and proven & set(judgment.wrong)
+        for team in explained or judgment.wrong:
             members = team_ranks(layout, team)
-            ranks |= {members[place] for place in judgement.places or range(len(members))}
+            ranks |= {members[place] for place in judgment.places or range(len(members))}
     if not ranks:
         return None
-    sure = all(judgement.sure or proven & set(judgement.wrong) for judgement in judged.values())
-    bad = sorted(slot for slots, judgement in judged.items() if judgement.wrong for slot in slots)
+    sure = all(judgment.sure or proven & set(judgment.wrong) for judgment in judged.values())
+    bad = sorted(slot for slots, judgment in judged.items() if judgment.wrong for slot in slots)
     return Verdict(tuple(sorted(ranks)), sure, good_step, tuple(bad))
 
 
@@ -215,7 +215,7 @@ def parameter_verdict(layout: Layout, sums: Mapping[int, int], good_step: int) -
         judge([Vote(rank, (sums[rank],)) for rank in group if rank in sums])
         for group in equal_holders(layout)
     ]
-    ranks = {rank for judgement in judged for rank in judgement.wrong}
+    ranks = {rank for judgment in judged for rank in judgment.wrong}
     if not ranks:
         return None
-    return Verdict(tuple(sorted(ranks)), all(judgement.sure for judgement in judged), good_step)
+    return Verdict(tuple(sorted(ranks)), all(judgment.sure for judgment in judged), good_step)

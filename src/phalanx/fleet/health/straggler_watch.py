@@ -1,7 +1,7 @@
 """Finds slow ranks while a run goes on: the statistics of ``phalanx.fleet.health.stragglers``, fed by the ranks themselves.
 
 In a synchronous run all ranks take equally long for a step, so only the time in which a rank computes tells. At the end of each
-window of steps the ranks tell each other theirs (one number each) and all come to the same judgement; the one who is meant
+window of steps the ranks tell each other theirs (one number each) and all come to the same judgment; the one who is meant
 reports itself to its agent.
 """
 

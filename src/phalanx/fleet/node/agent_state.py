@@ -88,7 +88,7 @@ class AgentState:
     """Parked is owed for this epoch, once all workers are out."""
     planned: bool = False
     ended_unix_s: float = 0.0
-    """When this node learnt that the present epoch must end; 0 while it need not."""
+    """When this node learned that the present epoch must end; 0 while it need not."""
     buddies: dict[int, str] = field(default_factory=dict)
     """Rank -> address of who keeps its second copy."""
     evidence: list[Report] = field(default_factory=list)

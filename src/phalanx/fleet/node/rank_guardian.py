@@ -91,7 +91,7 @@ class RankGuardian(Guardian):
     def leaves(self) -> None:
         """The epoch has ended for this worker."""
         self.epoch, self.step = -1, NO_STEP
-        # Both lead to the model and its optimiser: there may be no room for the next epoch's beside them.
+        # Both lead to the model and its optimizer: there may be no room for the next epoch's beside them.
         self._watch = None
         self._saboteur.forget()
         self._at("warm")
@@ -201,7 +201,7 @@ class RankGuardian(Guardian):
         self._send(link.Saved(step))
 
     def fence(self) -> None:
-        self._saboteur.at("optimiser")
+        self._saboteur.at("optimizer")
         self._writer.fence()
 
     def _take(self, step: int, shards: Sequence[Shard], extra: dict[str, Any]) -> None:

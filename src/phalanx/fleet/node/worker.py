@@ -3,7 +3,7 @@
 ``python -m phalanx.fleet.node.worker --link FD --segments FD FD --run-dir DIR --worker I`` is what an agent starts. The worker loads what takes long
 (PyTorch, the accelerator's context, the data), says that it is warm, and waits. For each epoch that it is bound to, it meets the
 other ranks, builds the model for the layout of that epoch, restores the state that all agreed on, and trains. When the epoch ends,
-by a fault or because the fleet changes, everything of it is dropped (model, optimiser, process groups), and only the process with
+by a fault or because the fleet changes, everything of it is dropped (model, optimizer, process groups), and only the process with
 what it has loaded stays. So nothing that a broken step has left half done can reach the next epoch, and going on costs
 no start of a process.
 """

@@ -1,4 +1,4 @@
-"""What a profile holds: the constants of the cost formulae in ``phalanx.plan.step_cost.kernels`` and ``phalanx.plan.step_cost.collectives``.
+"""What a profile holds: the constants of the cost formulas in ``phalanx.plan.step_cost.kernels`` and ``phalanx.plan.step_cost.collectives``.
 
 Rates are kept as shares of the accelerator's peaks, and latencies in seconds, so that a profile that was fitted on one
 accelerator serves a sibling whose peaks differ (an H100's for an H800).
@@ -72,7 +72,7 @@ class AttentionFit:
 
 @dataclass(frozen=True)
 class MemoryFit:
-    """Constants of element-wise and normalising kernels."""
+    """Constants of element-wise and normalizing kernels."""
 
     efficiency: float
     """Share of the memory's rate."""

@@ -129,7 +129,7 @@ def state_bytes(spec: RunSpec, layout: Layout, held: Holding, compute_bytes: int
     """Bytes of what a rank keeps, by kind, without activations.
 
     - weights and gradients: fp32, its own share; so is what AdamW keeps of them, or in narrower formats. The state of other
-      optimisers is left out.
+      optimizers is left out.
     - open sums: beside the gradients, what a binary tree over the rank's slots holds while its last slot is computed: a
       share for each level but one.
     - slot gradients: of the whole part, fp32, while the micro-batches of a slot add up.

@@ -211,7 +211,7 @@ PRESETS: Mapping[str, ModelSpec] = MappingProxyType(
             vocab_size=32_128,
             tie_embeddings=True,
             norm_eps=1e-6,
-            moe=MoeSpec(experts=2048, per_token=1, normalise=False, aux_loss=0.01),
+            moe=MoeSpec(experts=2048, per_token=1, normalize=False, aux_loss=0.01),
         ),
         "moe-100t": ModelSpec(
             preset="moe-100t",

@@ -5,12 +5,12 @@ cannot be put into keys that are expanded later; so a head's query and key have 
 latent, and a part that is rotated, which for the keys comes straight from the token and is shared by all heads.
 
 Rotated elements are paired in halves, ``i`` with ``i + rope_head_dim / 2``, as everywhere in this project. DeepSeek's
-published weights pair neighbours (``rope_interleave`` in their ``config.json``): there element ``2 i`` is rotated with
+published weights pair neighbors (``rope_interleave`` in their ``config.json``): there element ``2 i`` is rotated with
 ``2 i + 1``. Importing moves the rows: of each head's rotated rows of ``query_up`` (or ``query``) and of the last
 ``rope_head_dim`` rows of ``kv_down``, the even ones come first, then the odd ones; exporting moves them back. Scores are
 sums over the elements of a head, so nothing else changes.
 
-Both latents are normalised with the model's ``norm_eps`` (in ``transformers``, always 1e-6).
+Both latents are normalized with the model's ``norm_eps`` (in ``transformers``, always 1e-6).
 
 Shapes as in ``phalanx.model.layers.attention``; ``r`` is the rank of the latent of keys and values.
 """

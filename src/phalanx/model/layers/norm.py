@@ -40,7 +40,7 @@ class _EagerRMSNorm(torch.autograd.Function):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation with a gain; weights are named as in ``torch.nn.RMSNorm``."""
+    """Root-mean-square normalization with a gain; weights are named as in ``torch.nn.RMSNorm``."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()

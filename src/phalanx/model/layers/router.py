@@ -91,7 +91,7 @@ class Router(nn.Module):
         scores, logits = self._scores(tokens)
         experts = self._choose(scores.detach())
         weights = scores.gather(1, experts)
-        if self.moe.normalise:
+        if self.moe.normalize:
             weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)
         if self.moe.scale != 1:
             weights = weights * self.moe.scale

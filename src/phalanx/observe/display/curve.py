@@ -1,13 +1,13 @@
 """The loss curve of a run as one SVG file, written by hand: no plotting library, some tens of kilobytes.
 
-Training loss is drawn twice, raw and smoothed (a centred moving average); held-out evaluations are
-points. Loss is in nats a token and depends on the tokeniser; bits a byte does not, and can be held
+Training loss is drawn twice, raw and smoothed (a centerd moving average); held-out evaluations are
+points. Loss is in nats a token and depends on the tokenizer; bits a byte does not, and can be held
 against a compressor. On one held-out text the two differ by a constant factor, so one set of points
 serves two axes: nats on the left, bits a byte on the right, with the line that ``xz -9`` reaches. The
 factor is that of the latest evaluation.
 
 Steps done again after a restart are drawn once, from the last attempt at them; dashes mark the steps
-from which attempts went on. The colours follow the reader's light or dark setting, and the file brings
+from which attempts went on. The colors follow the reader's light or dark setting, and the file brings
 its own ground, so that it can be read on any page.
 """
 
@@ -127,7 +127,7 @@ def gather(events: Iterable[Event]) -> Series:
 
 
 def _factor(score: Evaluated) -> float | None:
-    """Bits a byte for one nat a token, on this text with this tokeniser."""
+    """Bits a byte for one nat a token, on this text with this tokenizer."""
     if score.bits_per_byte is None or not score.loss:
         return None
     factor = score.bits_per_byte / score.loss
@@ -340,7 +340,7 @@ def _attribute(text: str) -> str:
 
 
 def _style() -> str:
-    # Plain colours, not CSS variables, which many viewers outside browsers do not know.
+    # Plain colors, not CSS variables, which many viewers outside browsers do not know.
     layout = (
         'text{font:12px system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif}'
         ".title{font-size:16px;font-weight:600}.small{font-size:11px}"
@@ -348,10 +348,10 @@ def _style() -> str:
         ".smooth{fill:none;stroke-width:2;stroke-linejoin:round}"
         ".held{stroke-width:1.5}.xz{stroke-width:1.5;stroke-dasharray:7 4}.restart{stroke-dasharray:3 4}"
     )
-    return f"{layout}{_colours(LIGHT)}@media (prefers-color-scheme:dark){{{_colours(DARK)}}}"
+    return f"{layout}{_colors(LIGHT)}@media (prefers-color-scheme:dark){{{_colors(DARK)}}}"
 
 
-def _colours(palette: Mapping[str, str]) -> str:
+def _colors(palette: Mapping[str, str]) -> str:
     rules = (
         "text{{fill:{soft}}}.title{{fill:{ink}}}.ground{{fill:{ground};stroke:{frame}}}"
         ".grid{{stroke:{grid}}}.axis,.restart{{stroke:{mark}}}.raw,.smooth{{stroke:{train}}}"

@@ -40,7 +40,7 @@ def show_events(events: Iterable[Event], console: Console, live: bool, every_s: 
     """Show the events as they come, until there are no more.
 
     ``live`` asks for the panel, which needs a terminal; without one, or without ``live``, plain lines
-    are printed: see ``plain_lines``. Colours follow the console, and so NO_COLOR.
+    are printed: see ``plain_lines``. Colors follow the console, and so NO_COLOR.
     """
     if live and console.is_terminal and not console.is_dumb_terminal:
         _show_panel(events, console)

@@ -1,7 +1,7 @@
 """The expert axis: the routed experts of each layer dealt over a few ranks, and perhaps each one's matrices divided.
 
 A layer's experts lie on ``layout.expert`` ranks, folded over the inner axes of the mesh (``phalanx.run.layout``): the ranks
-along tensor and context, which share a slot's tokens anyhow, and as many neighbouring data-parallel ranks as are needed
+along tensor and context, which share a slot's tokens anyhow, and as many neighboring data-parallel ranks as are needed
 beyond these. Each holds the same number of experts, whole, or with ``layout.expert_tensor`` some of their inner elements.
 The tokens travel (``phalanx.parallel.expert.exchange``). Routers and shared experts are not dealt; the tensor axis cares for
 them.

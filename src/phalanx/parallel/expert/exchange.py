@@ -56,7 +56,7 @@ class ExpertExchange:
 
     group: dist.ProcessGroup
     slots: int
-    """How many slots the ranks' tokens belong to; the ranks of one are neighbours."""
+    """How many slots the ranks' tokens belong to; the ranks of one are neighbors."""
     clock: CommClock
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # sizes are known only as it runs

@@ -176,8 +176,8 @@ class _Passage:
     def _receive(self, message: Message) -> Tensor:
         if message in self.local:
             return self.local.pop(message)
-        neighbour = message.stage - 1 if message.kind == "F" else message.stage + 1
-        return self.pipeline.links.receive(self.pipeline.schedule.rank_of(neighbour), message)
+        neighbor = message.stage - 1 if message.kind == "F" else message.stage + 1
+        return self.pipeline.links.receive(self.pipeline.schedule.rank_of(neighbor), message)
 
     def _send(self, action: Action, tensor: Tensor) -> None:
         message = self.pipeline.schedule.result(action)

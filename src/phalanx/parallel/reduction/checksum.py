@@ -6,7 +6,7 @@ a flipped bit above all, changes the sum. Words that trade places, and errors th
 (all but about one in 2^32). Without the xor, two flipped upper bits would cancel: ``2^63 * odd`` is the same for all. Integer addition has no order, so
 any device, chunk size or number of threads gives the same value, and several tensors' sums can be added up.
 Multipliers are the products of a random odd number for the row and one for the column, as if the words lay in rows, because
-drawing a number costs more than multiplying by one. This is no defence against an adversary.
+drawing a number costs more than multiplying by one. This is no defense against an adversary.
 """
 
 from __future__ import annotations

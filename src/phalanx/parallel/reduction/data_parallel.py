@@ -46,7 +46,7 @@ class Round:
 
     slots: tuple[int | None, ...]
     slot: int
-    """What this rank computes: its own slot, or when it has none, a neighbour's, whose result is dropped."""
+    """What this rank computes: its own slot, or when it has none, a neighbor's, whose result is dropped."""
     counts: bool
     """Whether this rank's result counts."""
     last: bool

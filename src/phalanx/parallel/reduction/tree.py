@@ -140,7 +140,7 @@ def _by_piece(nodes: Sequence[Tensor], replicas: int, piece: int) -> Tensor:
 
 
 class _PlainBuffers:
-    """Communication buffers as FSDP asks for them: uninitialised, since they are written over anyway."""
+    """Communication buffers as FSDP asks for them: uninitialized, since they are written over anyway."""
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device

@@ -13,7 +13,7 @@ from html import escape
 
 WIDTH = 860
 _LEFT, _RIGHT, _BOTTOM = 150, 20, 34
-_COLOURS = (
+_COLORS = (
     "#4e79a7",
     "#f28e2b",
     "#59a14f",
@@ -62,9 +62,9 @@ class Dot:
     marked: bool = False
 
 
-def colours(kinds: Iterable[str]) -> dict[str, str]:
-    """A colour for each kind, in order."""
-    return {kind: _COLOURS[number % len(_COLOURS)] for number, kind in enumerate(kinds)}
+def colors(kinds: Iterable[str]) -> dict[str, str]:
+    """A color for each kind, in order."""
+    return {kind: _COLORS[number % len(_COLORS)] for number, kind in enumerate(kinds)}
 
 
 def stacked_bars(bars: Sequence[Bar], unit: str, limit: float | None = None) -> str:
@@ -74,7 +74,7 @@ def stacked_bars(bars: Sequence[Bar], unit: str, limit: float | None = None) -> 
         for kind in dict.fromkeys(k for bar in bars for k in bar.parts)
         if any(b.parts.get(kind) for b in bars)
     ]
-    colour = colours(kinds)
+    color = colors(kinds)
     most = max([sum(bar.parts.values()) for bar in bars] + ([limit] if limit else []))
     scale = _scale(0, most)
     marks = []
@@ -86,19 +86,19 @@ def stacked_bars(bars: Sequence[Bar], unit: str, limit: float | None = None) -> 
             if size > 0:
                 title = f"{bar.label}: {kind} {size:.4g} {unit}"
                 marks.append(
-                    _box(scale(before), y, scale(before + size) - scale(before), 17, colour[kind], title)
+                    _box(scale(before), y, scale(before + size) - scale(before), 17, color[kind], title)
                 )
             before += size
     height = 8 + 22 * len(bars)
     if limit:
         marks.append(_line(scale(limit), 2, scale(limit), height, "#c00", f"capacity {limit:.4g} {unit}"))
-    return _svg(height + _BOTTOM, [*marks, *_x_axis(0, most, height, unit)]) + legend(colour)
+    return _svg(height + _BOTTOM, [*marks, *_x_axis(0, most, height, unit)]) + legend(color)
 
 
-def legend(colour: Mapping[str, str]) -> str:
-    """What the colours mean."""
+def legend(color: Mapping[str, str]) -> str:
+    """What the colors mean."""
     items = (
-        f'<span><i style="background:{value}"></i>{escape(kind)}</span>' for kind, value in colour.items()
+        f'<span><i style="background:{value}"></i>{escape(kind)}</span>' for kind, value in color.items()
     )
     return f'<p class="legend">{"".join(items)}</p>'
 
@@ -106,7 +106,7 @@ def legend(colour: Mapping[str, str]) -> str:
 def gantt(spans: Sequence[Span], rows: Sequence[str], length: float, unit: str) -> str:
     """A time line with one row for each of ``rows``."""
     kinds = list(dict.fromkeys(span.kind for span in spans))
-    colour = colours(kinds) | {kind: "#e8e8e8" for kind in kinds if kind == "idle"}
+    color = colors(kinds) | {kind: "#e8e8e8" for kind in kinds if kind == "idle"}
     scale, each = _scale(0, length), max(5, min(18, 460 // max(1, len(rows))))
     every = max(1, math.ceil(12 / each))
     marks = [
@@ -117,10 +117,10 @@ def gantt(spans: Sequence[Span], rows: Sequence[str], length: float, unit: str) 
     for span in spans:
         x = scale(span.begin)
         marks.append(
-            _box(x, 4 + each * span.row, scale(span.end) - x, each - 1, colour[span.kind], span.title)
+            _box(x, 4 + each * span.row, scale(span.end) - x, each - 1, color[span.kind], span.title)
         )
     height = 6 + each * len(rows)
-    return _svg(height + _BOTTOM, [*marks, *_x_axis(0, length, height, unit)]) + legend(colour)
+    return _svg(height + _BOTTOM, [*marks, *_x_axis(0, length, height, unit)]) + legend(color)
 
 
 def scatter(dots: Sequence[Dot], x_unit: str, y_unit: str, *, joined: bool = False) -> str:
@@ -148,12 +148,12 @@ def curves(
     mark: tuple[float, str] | None = None,
 ) -> str:
     """Lines over a logarithmic x axis; ``mark`` is an x with a caption."""
-    height, colour = 260, colours(lines)
+    height, color = 260, colors(lines)
     points = [point for line in lines.values() for point in line]
     low, high = (math.log10(bound) for bound in (min(p[0] for p in points), max(p[0] for p in points)))
     y_low, y_high = _range([point[1] for point in points])
     x, y = _scale(low, high), _vertical(y_low, y_high, height)
-    marks = [_path([(x(math.log10(a)), y(b)) for a, b in line], colour[name]) for name, line in lines.items()]
+    marks = [_path([(x(math.log10(a)), y(b)) for a, b in line], color[name]) for name, line in lines.items()]
     if mark is not None and low <= math.log10(mark[0]) <= high:
         at = x(math.log10(mark[0]))
         marks += [_line(at, 2, at, height, "#c00", mark[1]), _text(at + 4, 14, mark[1], "start")]
@@ -161,7 +161,7 @@ def curves(
         marks.append(_line(x(power), 2, x(power), height, "#eee", ""))
         marks.append(_text(x(power), height + 16, f"{10.0**power:g}", "middle"))
     marks.append(_text(WIDTH - _RIGHT, height + 31, x_unit, "end"))
-    return _svg(height + _BOTTOM, [*marks, *_y_axis(y_low, y_high, height, y_unit)]) + legend(colour)
+    return _svg(height + _BOTTOM, [*marks, *_y_axis(y_low, y_high, height, y_unit)]) + legend(color)
 
 
 def tornado(changes: Mapping[str, tuple[float, float]], unit: str) -> str:
@@ -172,10 +172,10 @@ def tornado(changes: Mapping[str, tuple[float, float]], unit: str) -> str:
     for row, (name, pair) in enumerate(changes.items()):
         y = 8 + 22 * row
         marks.append(_text(_LEFT - 6, y + 13, name, "end"))
-        for value, colour, what in zip(pair, ("#4e79a7", "#f28e2b"), ("lower", "higher"), strict=True):
+        for value, color, what in zip(pair, ("#4e79a7", "#f28e2b"), ("lower", "higher"), strict=True):
             x = min(scale(0), scale(value))
             title = f"{name} {what}: {value:+.2f} {unit}"
-            marks.append(_box(x, y, abs(scale(value) - scale(0)), 17, colour, title))
+            marks.append(_box(x, y, abs(scale(value) - scale(0)), 17, color, title))
     height = 8 + 22 * len(changes)
     return _svg(height + _BOTTOM, [*marks, *_x_axis(-most, most, height, unit)]) + legend(
         {"lower": "#4e79a7", "higher": "#f28e2b"}
@@ -238,23 +238,23 @@ def _svg(height: float, marks: Iterable[str]) -> str:
     return f'<svg viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" height="{height:.0f}" role="img">{body}</svg>'
 
 
-def _box(x: float, y: float, width: float, height: float, colour: str, title: str) -> str:
+def _box(x: float, y: float, width: float, height: float, color: str, title: str) -> str:
     return (
-        f'<rect x="{x:.2f}" y="{y:.1f}" width="{max(width, 0.05):.2f}" height="{height:.1f}" fill="{colour}">'
+        f'<rect x="{x:.2f}" y="{y:.1f}" width="{max(width, 0.05):.2f}" height="{height:.1f}" fill="{color}">'
         f"<title>{escape(title)}</title></rect>"
     )
 
 
-def _line(x1: float, y1: float, x2: float, y2: float, colour: str, title: str) -> str:
+def _line(x1: float, y1: float, x2: float, y2: float, color: str, title: str) -> str:
     return (
-        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}" stroke-width="1.5">'
+        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{color}" stroke-width="1.5">'
         f"<title>{escape(title)}</title></line>"
     )
 
 
-def _path(points: Sequence[tuple[float, float]], colour: str) -> str:
+def _path(points: Sequence[tuple[float, float]], color: str) -> str:
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    return f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>'
+    return f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"/>'
 
 
 def _text(x: float, y: float, text: str, anchor: str) -> str:

@@ -64,7 +64,7 @@ def make_plan(
     asked = None if aim.layout is None else _asked(spec, job, aim.layout)
     found = None
     if searching:
-        options = options_of(spec, job, optimise=aim.optimise, require=aim.require, top=aim.top)
+        options = options_of(spec, job, optimize=aim.optimize, require=aim.require, top=aim.top)
         found = _search(job, options)
     chosen = asked or (found.best[0] if found else None)
     if chosen is None:

@@ -69,7 +69,7 @@ class RequestError(ValueError):
 class Aim:
     """How a plan is looked for, in the words of the command line."""
 
-    optimise: str = "time"
+    optimize: str = "time"
     require: tuple[str, ...] = ()
     top: int = 8
     stack: str = OWN
@@ -173,13 +173,13 @@ def precision_of(spec: RunSpec, cluster: Cluster) -> int:
 
 
 def options_of(
-    spec: RunSpec, job: Job, *, optimise: str, require: tuple[str, ...], top: int, gpus: tuple[int, ...] = ()
+    spec: RunSpec, job: Job, *, optimize: str, require: tuple[str, ...], top: int, gpus: tuple[int, ...] = ()
 ) -> Options:
     """What a search for this run looks at."""
-    if optimise not in get_args(Objective):
-        raise RequestError(f"--optimise {optimise}: take one of {', '.join(get_args(Objective))}")
+    if optimize not in get_args(Objective):
+        raise RequestError(f"--optimize {optimize}: take one of {', '.join(get_args(Objective))}")
     everything = job.cluster.accelerators
-    fewer = {"time": 0, "cost": 3, "gpus": everything.bit_length()}[optimise]
+    fewer = {"time": 0, "cost": 3, "gpus": everything.bit_length()}[optimize]
     halved = tuple(n for step in range(fewer + 1) if (n := everything >> step) > 0)
     adam = (spec.optimizer.name, spec.optimizer.state) == ("adamw", "fp32")
     return Options(
@@ -188,7 +188,7 @@ def options_of(
         # A CPU's own memory is the host's: there is nowhere to offload to.
         offload=adam and not _is_cpu(job.cluster),
         require=require,
-        objective=optimise,
+        objective=optimize,
         top=top,
         finalists=max(16, top),
     )

@@ -52,7 +52,7 @@ class _Path:
     span: Array
     """Ranks from the first member to behind the last."""
     hop: Array
-    """Ranks between neighbours of the ring that each member runs across domains."""
+    """Ranks between neighbors of the ring that each member runs across domains."""
 
 
 def all_gather_s(cluster: Cluster, size: Numbers, stride: Numbers, bytes: Numbers) -> Array:  # noqa: A002
@@ -117,7 +117,7 @@ def dispatch_s(
 
 
 def point_to_point_s(cluster: Cluster, stride: Numbers, bytes: Numbers, size: Numbers = 2) -> Array:  # noqa: A002
-    """Seconds to send ``bytes`` to the rank ``stride`` further on, for the worst neighbours of a chain of ``size``."""
+    """Seconds to send ``bytes`` to the rank ``stride`` further on, for the worst neighbors of a chain of ``size``."""
     path, volume = _path(cluster, size, stride), np.asarray(bytes, dtype=np.float64)
     inside = inside_s(
         path.cluster.domain,
@@ -189,7 +189,7 @@ def inside_s(domain: Domain, fit: CollectiveFit, volume: Array, k: Array | float
 
 
 def _torus_axes(domain: Domain, members: Array) -> Array:
-    """Axes of the torus that a group of so many neighbours fills, each as far as the torus is long."""
+    """Axes of the torus that a group of so many neighbors fills, each as far as the torus is long."""
     side = domain.size ** (1 / domain.torus_axes)
     needed = np.ceil(np.log(np.maximum(members, 2)) / np.log(side) - 1e-9)
     axes: Array = np.clip(needed, 1, domain.torus_axes)

@@ -168,7 +168,7 @@ def prepare(job: Job, candidates: Candidates) -> Evaluation:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one layout takes. Bytes are of the worst rank, seconds of one optimiser step."""
+    """What one layout takes. Bytes are of the worst rank, seconds of one optimizer step."""
 
     layout: Mapping[str, int]
     """The candidate's fields by name."""

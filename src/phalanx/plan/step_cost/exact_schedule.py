@@ -68,7 +68,7 @@ def flush_s(
     """Seconds from the first forward to the last backward, of each layout.
 
     Args:
-        hop_s: From the end of an action to when its result is at a neighbouring rank, shape (layouts,).
+        hop_s: From the end of an action to when its result is at a neighboring rank, shape (layouts,).
     """
     followed = max(4 * pipeline, _MOST_ACTIONS // (3 * pipeline * per_rank))
     if micro_batches <= followed + pipeline:

@@ -7,7 +7,7 @@ A matrix product is timed by a law with five fitted constants,
 
 where M' and N' are M and N rounded up to tiles of 128, and ``waste`` is what the last, partly filled wave of tiles over
 the multiprocessors loses. The power of four joins the two limits smoothly (their maximum is the roofline of Williams et al.,
-2009; tile and wave quantisation as in NVIDIA's "Matrix Multiplication Background User's Guide"). The constants come from
+2009; tile and wave quantization as in NVIDIA's "Matrix Multiplication Background User's Guide"). The constants come from
 measurements (``phalanx.hardware.profiles``), the peaks from the accelerator. All functions take scalars or arrays and
 broadcast.
 """

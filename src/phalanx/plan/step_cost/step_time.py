@@ -1,4 +1,4 @@
-"""Seconds of an optimiser step, term by term, for arrays of layouts.
+"""Seconds of an optimizer step, term by term, for arrays of layouts.
 
 One rank decides: that whose stages take longest. Its work is counted once for each micro-batch; to it are added what it waits
 for: the pipeline (``phalanx.plan.step_cost.bubbles``), the part of each exchange that computing does not hide, the update, and the
@@ -295,7 +295,7 @@ def offload_waits(job: Job, candidates: Candidates, costs: LayerCosts, kind: int
 
 
 def state_copy_s(job: Job, candidates: Candidates, held: Holdings, counts: tuple[Ints, ...]) -> Floats:
-    """Seconds to fetch the optimiser's state from the host's memory for the update, and to put it back."""
+    """Seconds to fetch the optimizer's state from the host's memory for the update, and to put it back."""
     moved = sum(state.bytes for state in job.stack.states if state.optimizer)
     seconds = 2 * kernels.host_copy_s(job.profile, moved * _updated(job, candidates, held, counts))
     return np.asarray(candidates.offload_optimizer * seconds)

@@ -59,7 +59,7 @@ class RunAssumptions:
     pue: float | None = None
     """The cluster's, if None."""
     usd_per_accelerator_hour: float | None = None
-    """The catalogue's default price, if None."""
+    """The catalog's default price, if None."""
     electricity_in_price: bool = True
     usd_per_kwh: float = ELECTRICITY_USD_PER_KWH.value
     grid_kg_per_kwh: float = GRID_KG_PER_KWH.value
@@ -125,7 +125,7 @@ class RunInputs:
 
     cluster: Cluster
     step_s: float
-    """One optimiser step of the whole fleet, without failures."""
+    """One optimizer step of the whole fleet, without failures."""
     tokens_per_step: float
     tokens: float
     """That the run shall train on."""

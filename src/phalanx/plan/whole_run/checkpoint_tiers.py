@@ -18,7 +18,7 @@ TierName = Literal["host", "peer", "nvme", "storage"]
 
 NVME_BYTES_PER_S = Fact(
     10e9,
-    "assumption: sequential write of a node with several data-centre NVMe drives",
+    "assumption: sequential write of a node with several data-center NVMe drives",
 )
 COPIES_IN_FLIGHT = 2
 """The last complete save, and the one that is being written (a crash must never find only a torn one)."""

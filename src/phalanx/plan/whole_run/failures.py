@@ -116,7 +116,7 @@ CLASSES: tuple[FailureClass, ...] = (
 
 @dataclass(frozen=True)
 class CorrelatedDomain:
-    """Machines that go together. No primary source states a rate of these: they are stated, not modelled
+    """Machines that go together. No primary source states a rate of these: they are stated, not modeled
     one by one, and enter as the share of failures that a copy in a peer's memory does not survive."""
 
     name: str

@@ -24,7 +24,7 @@ _TRAINMOVER = "TrainMover (Alibaba, OSDI 2026), restart at 8,192 GPUs, as report
 _BYTEROBUST = "ByteRobust, arXiv:2509.16293, Table 3"
 _BYTEDANCE = "explicit failures are detected in about 60 s on ByteDance's platform (arXiv:2509.16293)"
 _MEGASCALE = "MegaScale, arXiv:2402.15627: communicators of over 10,000 GPUs in under 30 s"
-_FT_HSDP = "FT-HSDP, arXiv:2602.00277, synchronous recovery at O(100k) GPUs, as summarised by others"
+_FT_HSDP = "FT-HSDP, arXiv:2602.00277, synchronous recovery at O(100k) GPUs, as summarized by others"
 
 # Seconds (low, typical, high) and the source of each.
 _PHASES: dict[Method, tuple[tuple[str, tuple[float, float, float], str], ...]] = {

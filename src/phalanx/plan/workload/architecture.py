@@ -233,7 +233,7 @@ def _fused_core(workload: Workload) -> Layer:
 def _core_in_memory(workload: Workload) -> Layer:
     """Scores in memory: the softmax, a dropout mask and its result are kept, 5 bytes for each score (arXiv 2205.05198)."""
     scores = workload.model.heads * workload.seq_len
-    # Written by the product, scaled and masked, normalised, dropped, read by the product.
+    # Written by the product, scaled and masked, normalized, dropped, read by the product.
     moved = Pointwise("core", "tokens", 8 * scores, 8 * scores, "tensor", kernels=4)
     return Layer((moved,), (Kept("core", "tokens", 5 * scores, "tensor", bytes=1),))
 

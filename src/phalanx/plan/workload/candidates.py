@@ -120,7 +120,7 @@ class Candidates:
     shard: Ints
     """Data-parallel ranks that state is sharded over, whatever ``zero`` says is sharded."""
     zero: Ints
-    """0: nothing is sharded over data-parallel ranks; 1: the optimiser's state; 2: gradients too; 3: weights too."""
+    """0: nothing is sharded over data-parallel ranks; 1: the optimizer's state; 2: gradients too; 3: weights too."""
     micro_batch: Ints
     """Sequences of one forward pass."""
     recompute: Ints
@@ -129,7 +129,7 @@ class Candidates:
     offload_activations: Ints
     """1 where what backward needs waits in the host's memory."""
     offload_optimizer: Ints
-    """1 where the optimiser's state lives in the host's memory."""
+    """1 where the optimizer's state lives in the host's memory."""
     sequence_parallel: Ints
     """1 where tensor ranks divide the sequence between matrix products; 0 where they repeat that work."""
 

@@ -100,7 +100,7 @@ class Stack:
     context_balanced: bool = True
     """Whether ranks of the context axis have equal shares of causal attention, rather than contiguous pieces of the sequence."""
     blocking_sends: bool = False
-    """Whether a stage computes nothing while it hands a micro-batch to its neighbour."""
+    """Whether a stage computes nothing while it hands a micro-batch to its neighbor."""
     expert_overlap: float = 0.0
     """Of the exchange of tokens, what can be hidden, as far as there is something to compute meanwhile."""
     data_overlap: float = 0.8
@@ -269,7 +269,7 @@ since 0.13 (commit 2659630, "Memory efficient token permutation"); DeepSeek-V3 k
 flash attention, with dropout, as published then; DeepSpeed's buckets for reducing and gathering are of 5e8 elements of two bytes,
 and its pipeline engine keeps a stage's outputs. Its context is that of an A100 with torch 1.11, 1573 MiB before any tensor
 (bigscience, train/tr11-176B-ml/chronicles-prequel.md); beside the axes it has communicators of all ranks, of a model's ranks, of the tied
-embedding, and of a stage with each neighbour."""
+embedding, and of a stage with each neighbor."""
 
 
 def stack_named(name: str) -> Stack:

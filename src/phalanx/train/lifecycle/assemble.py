@@ -1,4 +1,4 @@
-"""Puts a run together on one rank: mesh, model, optimiser, data, checkpoints, ledger."""
+"""Puts a run together on one rank: mesh, model, optimizer, data, checkpoints, ledger."""
 
 from __future__ import annotations
 

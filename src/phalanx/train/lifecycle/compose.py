@@ -71,7 +71,7 @@ _AXES = (Bucket.COMM_EXPOSED_DP, Bucket.COMM_EXPOSED_TP, Bucket.COMM_EXPOSED_CP,
 
 
 def build_model(spec: RunSpec, mesh: Mesh) -> Built:
-    """This rank's parts of the model of a resolved ``spec``, their optimiser, and what runs slots through them."""
+    """This rank's parts of the model of a resolved ``spec``, their optimizer, and what runs slots through them."""
     waits = clocks(mesh.device)
     parts, partitions = divided_parts(spec, mesh, waits)
     model = spread(parts, mesh, spec, waits[Bucket.COMM_EXPOSED_DP])

@@ -1,7 +1,7 @@
 """What of a calibration needs ranks: collectives between processes of this machine, and real steps of the trainer.
 
 Each rank is a process of its own, as in a run. A step is that of ``phalanx.train.step.step`` on made-up tokens: model, axes,
-sharding, optimiser and reduction are the trainer's; only files, checkpoints and the display are left out. Memory is what the
+sharding, optimizer and reduction are the trainer's; only files, checkpoints and the display are left out. Memory is what the
 trainer's own meter sees (``phalanx.train.step.memory``).
 """
 

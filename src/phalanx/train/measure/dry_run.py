@@ -3,10 +3,10 @@
 A process that believes it is rank 40,000 of 98,304 is given by a *fake* process group, whose collectives return at once. The
 trainer's own code then builds the real meshes and, on the meta device, the real modules; what they hold is compared with
 ``phalanx.model.facts.holdings``. For the collectives a model of the same layers, layout and schedule, but of tiny width, takes one
-real optimiser step, and everything that it calls is counted and compared with ``phalanx.parallel.collectives``.
+real optimizer step, and everything that it calls is counted and compared with ``phalanx.parallel.collectives``.
 
 A slot of the counted step has as few micro-batches as its schedule allows, and a rank has one slot: what a step calls is
-proportional to both, or is called once. Activations are not recomputed, and the optimiser is AdamW.
+proportional to both, or is called once. Activations are not recomputed, and the optimizer is AdamW.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def held_elements(spec: RunSpec, mesh: Mesh) -> dict[str, int]:
 
 
 def counted(spec: RunSpec, mesh: Mesh) -> Calls:
-    """The collectives of one optimiser step of a tiny ``spec``."""
+    """The collectives of one optimizer step of a tiny ``spec``."""
     built = build_model(spec, mesh)
     fill_initial(built.model.parts, built.placement, spec)
     stepper = built.stepper(_batches(spec), Ledger(time.monotonic_ns()))

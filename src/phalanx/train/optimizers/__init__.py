@@ -1,1 +1,1 @@
-"""Optimisers: AdamW for single elements, and those that look at a matrix as a whole."""
+"""Optimizers: AdamW for single elements, and those that look at a matrix as a whole."""

@@ -7,7 +7,7 @@ until ``beta2`` is reached.
 
 Of the variants, this is the one of Zhai et al. (arXiv 2106.04560, section 3.4): the learning rate is not multiplied by the
 size of the weights, so that AdamW's carries over; and with ``beta1 > 0`` changes are averaged, which costs as much memory as
-AdamW's first moment. With ``beta1 = 0`` it is the memory-saving optimiser of the paper.
+AdamW's first moment. With ``beta1 = 0`` it is the memory-saving optimizer of the paper.
 """
 
 from __future__ import annotations

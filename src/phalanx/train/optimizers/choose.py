@@ -1,4 +1,4 @@
-"""Which optimiser a run file asks for, and which parameters it takes."""
+"""Which optimizer a run file asks for, and which parameters it takes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make_optimizer(
     group: dist.ProcessGroup | None = None,
     store: MomentStore | None = None,
 ) -> Optimizer:
-    """The optimiser of ``parameters``, on every rank together.
+    """The optimizer of ``parameters``, on every rank together.
 
     Args:
         kinds: What each parameter is, with the shape of the whole.
@@ -69,7 +69,7 @@ def make_optimizer(
 
 
 def takes(spec: OptimizerSpec, parameter: Parameter) -> bool:
-    """Whether an optimiser of matrices takes a parameter, or leaves it to AdamW.
+    """Whether an optimizer of matrices takes a parameter, or leaves it to AdamW.
 
     Rows of the embedding, and of the head, belong to tokens, most of which a batch does not have; rows of a router belong
     to experts. Muon, Shampoo and SOAP look for directions of the whole matrix and leave these alone. Adafactor takes

@@ -1,6 +1,6 @@
-"""Whole matrices for optimisers that need them, though every rank holds only a share of each.
+"""Whole matrices for optimizers that need them, though every rank holds only a share of each.
 
-Orthogonalising a matrix, or taking roots of its statistics, is not the sum of doing so to its shards; and a product that is
+Orthogonalizing a matrix, or taking roots of its statistics, is not the sum of doing so to its shards; and a product that is
 computed in pieces rounds as it is divided. So each matrix has one *owner* among the ranks that hold it between them. In a
 step, all shares of its gradient go to the owner, who works on the whole in a fixed order of operations, and the owner
 sends each rank its share of the change: a matrix crosses the wire twice, whatever is done to it, and its result has the

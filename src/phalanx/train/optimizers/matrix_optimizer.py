@@ -1,4 +1,4 @@
-"""A step of an optimiser that looks at whole matrices: what is common to Adafactor, Muon, Shampoo and SOAP.
+"""A step of an optimizer that looks at whole matrices: what is common to Adafactor, Muon, Shampoo and SOAP.
 
 Each of them is a ``MatrixRule``: it says what it keeps for a matrix, and how a gradient becomes a change. Here gradients are
 brought to the owners of the matrices, who follow the rule, and the changes are brought back (``matrices``). The weights
@@ -24,7 +24,7 @@ from phalanx.train.optimizers.optimizer import Optimizer, StatePart, boxes_of, d
 
 
 class MatrixRule(Protocol):
-    """What an optimiser does with one matrix, which is there as a whole."""
+    """What an optimizer does with one matrix, which is there as a whole."""
 
     @abstractmethod
     def cost(self, rows: int, columns: int) -> float:
@@ -98,7 +98,7 @@ class MatrixOptimizer(Optimizer):
 
 
 def _runs(matrices: list[Matrix]) -> Iterator[list[Matrix]]:
-    """Matrices that are neighbours in one stack, together."""
+    """Matrices that are neighbors in one stack, together."""
     run: list[Matrix] = []
     for matrix in matrices:
         follows = run and matrix.index is not None and run[-1].index is not None

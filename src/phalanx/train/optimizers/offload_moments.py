@@ -1,7 +1,7 @@
-"""An optimiser's state that lives in host memory or in a file, and visits the accelerator a piece at a time.
+"""An optimizer's state that lives in host memory or in a file, and visits the accelerator a piece at a time.
 
-An optimiser works through its state in pieces anyhow (see ``phalanx.train.optimizers.adamw``). ``MomentStore.zeros`` gives
-it memory elsewhere, and ``MomentStore.visiting`` takes its pieces to the device and back while the neighbouring pieces are
+An optimizer works through its state in pieces anyhow (see ``phalanx.train.optimizers.adamw``). ``MomentStore.zeros`` gives
+it memory elsewhere, and ``MomentStore.visiting`` takes its pieces to the device and back while the neighboring pieces are
 computed with. The numbers, and so the bits, are those of a state that stays. On a CPU a state in a file is mapped into
 memory and worked on where it is; the operating system writes it out and reads it in.
 """
@@ -20,11 +20,11 @@ from phalanx.run.spec import MemorySpec
 from phalanx.train.transforms.offload import Regions
 
 Piece = tuple[list[Tensor], ...]
-"""What one launch of an optimiser works on: weights, gradients, moments, each a list of flat tensors."""
+"""What one launch of an optimizer works on: weights, gradients, moments, each a list of flat tensors."""
 
 
 class MomentStore:
-    """Where the optimiser's state of one rank lives, as ``spec.offload_optimizer`` says."""
+    """Where the optimizer's state of one rank lives, as ``spec.offload_optimizer`` says."""
 
     def __init__(self, spec: MemorySpec, device: torch.device) -> None:
         self._device, self._pinned = device, spec.offload_optimizer == "host" and device.type == "cuda"

@@ -1,6 +1,6 @@
-"""What all optimisers have in common: a step, and a state that a checkpoint can name.
+"""What all optimizers have in common: a step, and a state that a checkpoint can name.
 
-An optimiser on one rank knows the parameters that this rank holds a part of. What it keeps between steps is told as
+An optimizer on one rank knows the parameters that this rank holds a part of. What it keeps between steps is told as
 ``StatePart``s: rectangular boxes of named tensors whose shapes depend on the model alone, so that a state that was saved
 by one fleet is found again by another.
 """
@@ -26,7 +26,7 @@ class StatePart:
     """What this rank holds of one named tensor of the state."""
 
     tensor: Tensor
-    """Plain; the optimiser works on this very memory."""
+    """Plain; the optimizer works on this very memory."""
     whole: tuple[int, ...]
     """Shape of the named tensor."""
     offset: tuple[int, ...]
@@ -52,7 +52,7 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True)
 class Several(Optimizer):
-    """Different optimisers for different parameters."""
+    """Different optimizers for different parameters."""
 
     parts: Sequence[Optimizer]
 

@@ -1,6 +1,6 @@
 """Measures what a step holds in memory, by kind, on one rank.
 
-Parameters, buffers, gradients and the optimiser's state are tensors that can be asked for their size. Activations have no
+Parameters, buffers, gradients and the optimizer's state are tensors that can be asked for their size. Activations have no
 name: they are what a forward pass leaves allocated that was not there before it. On a GPU the allocator counts what is
 allocated; on a CPU a dispatch mode watches every operation's results, during one step. Compiled code would not run as
 compiled under such a mode, so there only what has a name is told.
@@ -29,7 +29,7 @@ class MemoryMeter:
 
     Args:
         parts: The model as it is on this rank: whole, or some stages of it.
-        state: Gives the tensors of the optimiser's state.
+        state: Gives the tensors of the optimizer's state.
         compiled: Whether parts of the model are compiled.
     """
 
@@ -78,7 +78,7 @@ class MemoryMeter:
             hook.remove()
 
     def gradients_complete(self) -> None:
-        """Looks at the gradients: all of them are there, as the optimiser will find them."""
+        """Looks at the gradients: all of them are there, as the optimizer will find them."""
         held = [local(p.grad) for p in self._parameters_of_parts() if p.grad is not None]
         self._gradients = max(self._gradients, storage_bytes(held, self._device))
 

@@ -78,7 +78,7 @@ class Placement:
         )
 
     def state_shard(self, name: str, part: StatePart) -> Shard:
-        """A part of the optimiser's state, for a checkpoint."""
+        """A part of the optimizer's state, for a checkpoint."""
         shape = tuple(part.tensor.shape)
         offset = (0,) * len(shape) if 0 in shape else part.offset
         mesh = self.mesh.stage_mesh

@@ -1,4 +1,4 @@
-"""One optimiser step: every slot's gradient, their sum, its norm, the update.
+"""One optimizer step: every slot's gradient, their sum, its norm, the update.
 
 Everything that is summed over ranks here is summed in a way that does not show how many there were: gradients in tree
 order (``phalanx.parallel``), the gradient's norm by exact addition, losses slot by slot in the order of slots.

@@ -1,6 +1,6 @@
 """Keeping what is not needed just now away from the accelerator: in host memory, or in a file on a local disk.
 
-A block's activations lie idle from its forward to its backward pass (as an optimiser's moments do from step to step; these
+A block's activations lie idle from its forward to its backward pass (as an optimizer's moments do from step to step; these
 are in ``offload_moments``; ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857). Activations come by PyTorch's
 saved-tensor hooks; they are copied away while the next blocks compute, and brought back one block ahead of the backward
 pass. Copies are exact, and strides are kept, so no bit changes.

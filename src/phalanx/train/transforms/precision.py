@@ -9,7 +9,7 @@ formats, which follow the recipes of the same names in torchao:
 - ``fp8-rowwise``: a row of the product's left operand or a column of its right; e4m3 throughout.
 - ``mxfp8``: 32 elements that follow each other in the sum (OCP Microscaling, arXiv 2310.10537); e4m3 throughout.
 
-Scales are powers of two in all of them. Dividing by one rounds nothing, and a quantised number is exact in bf16: where the
+Scales are powers of two in all of them. Dividing by one rounds nothing, and a quantized number is exact in bf16: where the
 hardware lacks a format, multiplying the same numbers in the compute format gives the same result up to the order of sums.
 So every format can be tried, and is tested, on a laptop.
 
@@ -104,7 +104,7 @@ class NarrowGroupedProduct:
         return cast(Tensor, product)
 
 
-class Quantised(NamedTuple):
+class Quantized(NamedTuple):
     """Narrow numbers ``(..., r, k)`` and their scales: ``values * scale`` is what they stand for.
 
     ``scale`` is fp32: ``(..., 1, 1)`` by tensor, ``(..., r, 1)`` by row, ``(..., r, k / 32)`` by block.
@@ -114,7 +114,7 @@ class Quantised(NamedTuple):
     scale: Tensor
 
 
-def quantise(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> Quantised:
+def quantize(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> Quantized:
     """``x`` ``(..., r, k)`` in a narrow format; by block, ``k`` is a multiple of 32.
 
     What is not finite makes everything that shares its scale not finite.
@@ -124,7 +124,7 @@ def quantise(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> Quantised:
     scale = _scale(largest, torch.finfo(dtype).max)
     values = (grouped.float() / scale).to(dtype)
     return (
-        Quantised(values.flatten(-2), scale.squeeze(-1)) if scaling == "block" else Quantised(values, scale)
+        Quantized(values.flatten(-2), scale.squeeze(-1)) if scaling == "block" else Quantized(values, scale)
     )
 
 
@@ -137,10 +137,10 @@ def _scale(largest: Tensor, limit: float) -> Tensor:
     return (exponent << 23).view(torch.float32)
 
 
-def dequantise(quantised: Quantised, dtype: torch.dtype) -> Tensor:
+def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
     """What the narrow numbers stand for, exactly: ``dtype`` is fp32 or bf16."""
-    values, scale = quantised
-    # Each scale belongs to as many neighbours as there are columns for it.
+    values, scale = quantized
+    # Each scale belongs to as many neighbors as there are columns for it.
     parts = values.to(dtype).view(*values.shape[:-1], scale.shape[-1], -1)
     return (parts * scale.to(dtype).unsqueeze(-1)).flatten(-2)
 
@@ -166,18 +166,18 @@ class _NarrowProduct(torch.autograd.Function):
 def _product(
     left: Tensor, right: Tensor, dtypes: tuple[torch.dtype, torch.dtype], form: Format, *, fast: bool = False
 ) -> Tensor:
-    """``(m, k)`` times the transpose of ``(n, k)``, both quantised along ``k``: ``(m, n)``, in ``left``'s dtype.
+    """``(m, k)`` times the transpose of ``(n, k)``, both quantized along ``k``: ``(m, n)``, in ``left``'s dtype.
 
     ``fast`` allows the accumulation of Hopper's tensor cores, good enough forward but not for gradients.
     """
     kernel, outputs = has_kernel(form, left), right.shape[0]
     # Zeros add nothing to a sum and raise no largest element; kernels want multiples.
     left, right = _padded(left, 1, _BLOCK), _padded(right, _TILE if kernel else 1, _BLOCK)
-    a, b = quantise(left, dtypes[0], form.scaling), quantise(right, dtypes[1], form.scaling)
+    a, b = quantize(left, dtypes[0], form.scaling), quantize(right, dtypes[1], form.scaling)
     if kernel:
         product = multiply_narrow(a, b, form.scaling, left.dtype, fast=fast)
         return product[:, :outputs] if len(right) > outputs else product
-    return dequantise(a, left.dtype) @ dequantise(b, left.dtype).t()
+    return dequantize(a, left.dtype) @ dequantize(b, left.dtype).t()
 
 
 def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -194,7 +194,7 @@ def has_kernel(form: Format, operand: Tensor) -> bool:
 
 
 def multiply_narrow(
-    a: Quantised, b: Quantised, scaling: Scaling, dtype: torch.dtype, *, fast: bool
+    a: Quantized, b: Quantized, scaling: Scaling, dtype: torch.dtype, *, fast: bool
 ) -> Tensor:
     """``a`` ``(m, k)`` times the transpose of ``b`` ``(n, k)`` by the hardware's own kernel: ``(m, n)``.
 
@@ -225,7 +225,7 @@ def _kernel_scale(scale: Tensor, scaling: Scaling) -> Tensor:
     """Scales of ``(r, k)`` as the kernel reads them: by block, as exponents in the order of the tensor cores' tiles."""
     if scaling != "block":
         return scale
-    # Tiles of 128 rows by 4 blocks; within a tile the rows r, r + 32, r + 64 and r + 96 are neighbours (cuBLAS, "1D block
+    # Tiles of 128 rows by 4 blocks; within a tile the rows r, r + 32, r + 64 and r + 96 are neighbors (cuBLAS, "1D block
     # scaling factors layout").
     rows, blocks = scale.shape
     padded = F.pad(scale, (0, -blocks % 4, 0, -rows % 128))
@@ -266,15 +266,15 @@ def _grouped_product(
     """Each of ``rows`` ``(m, k)`` times the transpose of its expert's matrix, of ``(experts, n, k)``: ``(m, n)``."""
     rows, matrices = _padded(rows, 1, _BLOCK), _padded(matrices, 1, _BLOCK)
     scaling: Scaling = "row" if form.scaling == "tensor" else form.scaling
-    a, b = quantise(rows, dtypes[0], scaling), quantise(matrices, dtypes[1], scaling)
+    a, b = quantize(rows, dtypes[0], scaling), quantize(matrices, dtypes[1], scaling)
     if scaling == "row" and has_kernel(form, rows):
         return multiply_narrow_groups(a, b, ends, rows.dtype, fast=fast)
-    wide = dequantise(b, rows.dtype)
-    return F.grouped_mm(dequantise(a, rows.dtype), wide.transpose(1, 2), offs=ends)
+    wide = dequantize(b, rows.dtype)
+    return F.grouped_mm(dequantize(a, rows.dtype), wide.transpose(1, 2), offs=ends)
 
 
 def multiply_narrow_groups(
-    a: Quantised, b: Quantised, ends: Tensor, dtype: torch.dtype, *, fast: bool
+    a: Quantized, b: Quantized, ends: Tensor, dtype: torch.dtype, *, fast: bool
 ) -> Tensor:
     """As ``_grouped_product``, by the hardware's own kernel, of operands with a scale for each row."""
     product: Tensor = F.scaled_grouped_mm(  # type: ignore[attr-defined]

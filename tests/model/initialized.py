@@ -8,7 +8,7 @@ from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
 
 
-def initialised(spec: ModelSpec, seed: int = 0) -> Transformer:
+def initialized(spec: ModelSpec, seed: int = 0) -> Transformer:
     """The module of a spec, filled as a run with this seed fills it."""
     model = Transformer(resolve(spec)).requires_grad_(False)
     by_name = dict(model.named_parameters())

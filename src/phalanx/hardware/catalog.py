@@ -1,4 +1,4 @@
-"""The catalogue: accelerators and systems by name, and clusters from a few words such as ``h100:16384``.
+"""The catalog: accelerators and systems by name, and clusters from a few words such as ``h100:16384``.
 
 The facts stand in ``data/*.toml``. A user's own TOML file has the same tables in the singular, ``[accelerator]``,
 ``[system]`` and ``[profile]``; with ``like = "h100"`` he states only what differs.
@@ -27,7 +27,7 @@ _CLUSTER = re.compile(r"\s*(?P<name>[^:\s]+?)\s*(?:(?P<sign>[:x×])\s*(?P<count>
 
 @lru_cache(maxsize=1)
 def accelerators() -> Mapping[str, Accelerator]:
-    """Every accelerator of the catalogue, by key."""
+    """Every accelerator of the catalog, by key."""
     file = _data("accelerators")
     return MappingProxyType(
         {key: read_accelerator(inherited(file.table(key), file, key)) for key in file.values}
@@ -36,7 +36,7 @@ def accelerators() -> Mapping[str, Accelerator]:
 
 @lru_cache(maxsize=1)
 def systems() -> Mapping[str, System]:
-    """Every system of the catalogue, by key."""
+    """Every system of the catalog, by key."""
     file = _data("systems")
     known = accelerators()
     return MappingProxyType(
@@ -81,7 +81,7 @@ def this_machine() -> Path:
 
 
 def load_user(path: Path) -> System:
-    """The system in a user's TOML file: ``[system]``, and ``[accelerator]`` and ``[profile]`` where the catalogue has none.
+    """The system in a user's TOML file: ``[system]``, and ``[accelerator]`` and ``[profile]`` where the catalog has none.
 
     Raises ``HardwareError`` that names the field and the remedy.
     """
@@ -105,7 +105,7 @@ def load_user(path: Path) -> System:
 
 
 def _stated(file: Table, name: str) -> Table:
-    """The table ``name`` of a user's file; figures without a source are his own, and not dated as the catalogue's."""
+    """The table ``name`` of a user's file; figures without a source are his own, and not dated as the catalog's."""
     table = file.table(name, inherit=("source", "date"))
     return replace(table, values={"source": f"stated in {file.place}", "date": "", **table.values})
 

@@ -1,4 +1,4 @@
-"""The catalogue: every figure has a source, clusters are named in a few words, and users add their own."""
+"""The catalog: every figure has a source, clusters are named in a few words, and users add their own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.hardware.catalogue import accelerator, accelerators, cluster, load_user, systems
+from phalanx.hardware.catalog import accelerator, accelerators, cluster, load_user, systems
 from phalanx.hardware.cluster import Fact
 from phalanx.hardware.errors import HardwareError
 from phalanx.hardware.overrides import with_value
@@ -133,7 +133,7 @@ def test_this_machine_is_read_from_its_calibration(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ('[system]\nlike = "zork"\n', "not in the catalogue"),
+        ('[system]\nlike = "zork"\n', "not in the catalog"),
         ('[system]\nlike = "h100"\nper_nod = 4\n', "unknown field 'per_nod'"),
         ('[system]\nlike = "h100"\npue = "low"\n', "'pue' must be a number"),
         ('[system]\naccelerator = "h100"\n', "is missing"),
