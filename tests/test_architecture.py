@@ -1,4 +1,4 @@
-"""The house: a package imports only from lower floors, and quick commands never wait for torch."""
+"""The house: packages import only from lower floors, pure rooms, and quick commands without torch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "phalanx"
 FLOORS = {
@@ -26,67 +24,139 @@ FLOORS = {
     "simulate": 7,
     "cli": 8,
 }
-FILES = sorted(SOURCE.rglob("*.py"))
+PURE = (
+    "fleet/core",
+    "model/facts",
+    "plan/workload",
+    "plan/step_cost",
+    "plan/whole_run",
+    "plan/report",
+    "simulate/hostile",
+    "checkpoint/format/boxes.py",
+    "checkpoint/format/image.py",
+    "checkpoint/format/restore_plan.py",
+    "parallel/pipeline/schedules.py",
+    "run/layout.py",
+)
+"""Rooms that decide on values alone: no I/O, no clock, no torch."""
+
+IMPURE = frozenset(
+    [
+        "asyncio",
+        "datetime",
+        "grpc",
+        "io",
+        "logging",
+        "multiprocessing",
+        "os",
+        "pathlib",
+        "secrets",
+        "select",
+        "shutil",
+        "signal",
+        "socket",
+        "subprocess",
+        "tempfile",
+        "threading",
+        "time",
+        "torch",
+        "uuid",
+    ]
+)
+QUICK = (
+    "phalanx.cli.main",
+    "phalanx.cli.fleet.simulate_command",
+    "phalanx.cli.plan.plan_command",
+    "phalanx.cli.plan.show_command",
+    "phalanx.cli.plan.spec_command",
+    "phalanx.cli.train.data_command",
+    "phalanx.cli.train.train_command",
+    "phalanx.cli.watch.goodput_command",
+    "phalanx.cli.watch.watch_command",
+    "phalanx.fleet.control.coordinator",
+    "phalanx.fleet.node.agent",
+    "phalanx.launch.local",
+    "phalanx.parallel.pipeline.schedules",
+    "phalanx.plan",
+    "phalanx.simulate",
+    "phalanx.train.lifecycle.prepare",
+    "phalanx.fleet.core",
+    "phalanx.model.facts",
+)
+"""What must start in a blink. A package stands for every module in it."""
 
 
-def imported_packages(file: Path) -> set[str]:
-    """The packages of ours that a file imports, wherever in the file."""
+def module_name(file: Path) -> str:
+    """The dotted name under which a source file is imported."""
+    return ".".join(("phalanx", *file.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
+
+
+MODULES = {module_name(file): ast.parse(file.read_text()) for file in sorted(SOURCE.rglob("*.py"))}
+
+
+def imports(tree: ast.Module) -> set[str]:
+    """Modules, ours and others', that a source file imports, wherever in the file, for types too."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            for alias in node.names:
+                member = f"{node.module}.{alias.name}"
+                names.add(member if member in MODULES else node.module)
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-    return {name.split(".")[1] for name in names if name.startswith("phalanx.")} & FLOORS.keys()
+    return names
 
 
-def test_every_package_has_a_floor() -> None:
-    packages = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
-    assert packages == FLOORS.keys()
+IMPORTS = {name: imports(tree) for name, tree in MODULES.items()}
 
 
-@pytest.mark.parametrize(
-    "file", [f for f in FILES if f.parent != SOURCE], ids=lambda f: str(f.relative_to(SOURCE))
-)
-def test_a_package_imports_only_from_lower_floors(file: Path) -> None:
-    own = file.relative_to(SOURCE).parts[0]
-    too_high = {name for name in imported_packages(file) if name != own and FLOORS[name] >= FLOORS[own]}
-    assert not too_high
+def package(module: str) -> str:
+    """The package on whose floor a module stands; empty for ``phalanx`` and ``phalanx.__main__``."""
+    part = module.split(".")[1] if module.startswith("phalanx.") else ""
+    return part if part in FLOORS else ""
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(SOURCE)))
-def test_a_module_says_what_it_is_for(file: Path) -> None:
-    assert ast.get_docstring(ast.parse(file.read_text()))
+def test_a_package_imports_only_from_lower_floors() -> None:
+    assert {path.parent.name for path in SOURCE.glob("*/__init__.py")} == FLOORS.keys()
+    assert [
+        f"{module} imports {name}"
+        for module, names in IMPORTS.items()
+        for name in names
+        if package(module) and package(name) and package(module) != package(name)
+        if FLOORS[package(name)] >= FLOORS[package(module)]
+    ] == []
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "phalanx.cli.main",
-        "phalanx.cli.train.train_command",
-        "phalanx.cli.plan.show_command",
-        "phalanx.cli.watch.goodput_command",
-        "phalanx.cli.watch.watch_command",
-        "phalanx.cli.plan.spec_command",
-        "phalanx.cli.train.data_command",
-        "phalanx.train.lifecycle.prepare",
-        "phalanx.launch.local",
-        "phalanx.fleet.core.decide",
-        "phalanx.fleet.core.messages",
-        "phalanx.fleet.core.retention",
-        "phalanx.simulate.hostile.world",
-        "phalanx.simulate.large",
-        "phalanx.cli.fleet.simulate_command",
-        "phalanx.plan.search.search",
-        "phalanx.plan.step_cost.estimate",
-        "phalanx.plan.search.request",
-        "phalanx.plan.report.page",
-        "phalanx.model.facts.holdings",
-        "phalanx.parallel.pipeline.schedules",
-        "phalanx.fleet.control.coordinator",
-        "phalanx.fleet.node.agent",
-    ],
-)
-def test_quick_commands_do_not_import_torch(module: str) -> None:
-    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def test_pure_rooms_touch_neither_clock_nor_disk_nor_network_nor_torch() -> None:
+    assert all((SOURCE / room).exists() for room in PURE)
+    pure = {
+        module_name(file)
+        for room in PURE
+        for file in ([SOURCE / room] if room.endswith(".py") else (SOURCE / room).rglob("*.py"))
+    }
+    assert [
+        f"{module} imports {name}"
+        for module in sorted(pure)
+        for name in IMPORTS[module]
+        if name.split(".")[0] in IMPURE
+    ] == []
+    assert [
+        f"{module} calls {node.func.id}"
+        for module in sorted(pure)
+        for node in ast.walk(MODULES[module])
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("open", "print")
+    ] == []
+
+
+def test_quick_commands_do_not_import_torch() -> None:
+    quick = sorted(name for name in MODULES if any(f"{name}.".startswith(f"{start}.") for start in QUICK))
+    code = (
+        "import importlib, sys\n"
+        f"for name in {quick}:\n"
+        "    importlib.import_module(name)\n"
+        "    if 'torch' in sys.modules: sys.exit(f'{name} imports torch')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from model.initialized import initialized
 from torch import Tensor
 
+from model.initialized import initialized
 from phalanx.model.mtp import targets_ahead, tokens_ahead, training_loss
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model.initialized import initialized
 from torch import Tensor
 
+from model.initialized import initialized
 from phalanx.model.facts.shape import resolve
 from phalanx.model.layers.cache import empty_cache
 from phalanx.model.transformer import Transformer

@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from model.initialized import initialized
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from model.initialized import initialized
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.pipeline.runner import Forward, Pipeline
 from phalanx.parallel.pipeline.schedules import Name, Schedule, stages_of_rank

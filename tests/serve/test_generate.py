@@ -11,9 +11,9 @@ import tomli_w
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model.initialized import initialized
 
 from checkpoint.saved_models import save_models
+from model.initialized import initialized
 from phalanx.checkpoint.format.errors import MismatchError, NoSuchStepError
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.data.errors import TokenizerError

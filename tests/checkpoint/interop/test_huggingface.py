@@ -12,11 +12,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from model.initialized import initialized
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from checkpoint.saved_models import restored, save_models
+from model.initialized import initialized
 from parity.hf_models import CONFIGS, MIXTURES, hf_model, our_model, random_tokens
 from phalanx.checkpoint.format.errors import CheckpointError, MismatchError, NoSuchStepError, StorageFullError
 from phalanx.checkpoint.format.image import Image, layout_of

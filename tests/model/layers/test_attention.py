@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from model.initialized import initialized
 from torch import Tensor
 
+from model.initialized import initialized
 from phalanx.model.facts.shape import resolve
 from phalanx.model.layers.attention import Attention, CausalCore
 from phalanx.model.layers.cache import empty_cache
