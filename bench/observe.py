@@ -21,7 +21,7 @@ from statistics import median
 from phalanx.observe.event_log import EventLog, read_events
 from phalanx.observe.events import Event, Step
 from phalanx.observe.ledger import Bucket, Ledger
-from phalanx.observe.sinks.base import Background
+from phalanx.observe.sinks.background import Background
 
 PAIRS = 15
 LEDGER = {bucket.value: 1234.5678 for bucket in list(Bucket)[:20]}

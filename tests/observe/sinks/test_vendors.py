@@ -10,7 +10,8 @@ import pytest
 
 from observe.recorded import crashed_run
 from phalanx.observe.events import Event, Message, Step
-from phalanx.observe.sinks.base import close_sinks, open_sinks
+from phalanx.observe.sinks.background import close_sinks
+from phalanx.observe.sinks.registry import open_sinks
 
 
 def send(name: str, directory: Path, events: list[Event]) -> None:
@@ -56,7 +57,7 @@ def send_in_a_process(name: str, directory: Path) -> None:
     """These two keep services and exit handlers of their own: they get a process of their own."""
     code = (
         "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1])\n"
-        "from observe.recorded import crashed_run; from observe.test_sink_vendors import send\n"
+        "from observe.recorded import crashed_run; from observe.sinks.test_vendors import send\n"
         "send(sys.argv[2], Path(sys.argv[3]), crashed_run())\n"
     )
     tests = str(Path(__file__).parents[2])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from phalanx.checkpoint.save.saver import SaveOutcome
 from phalanx.observe.event_log import EventLog, EventLogError
 from phalanx.observe.events import CheckpointFailed, CheckpointSaved, Known, Message
-from phalanx.observe.sinks.base import Background, close_sinks
+from phalanx.observe.sinks.background import Background, close_sinks
 
 
 @dataclass

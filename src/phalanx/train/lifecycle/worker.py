@@ -81,7 +81,7 @@ def live(
     import torch.distributed as dist
 
     from phalanx.observe.event_log import EventLog
-    from phalanx.observe.sinks.base import open_sinks
+    from phalanx.observe.sinks.registry import open_sinks
     from phalanx.train.lifecycle.assemble import assemble
     from phalanx.train.lifecycle.loop import train
     from phalanx.train.lifecycle.reporter import Reporter
@@ -126,7 +126,7 @@ def known_errors() -> tuple[type[Exception], ...]:
     from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.data.errors import DataError
     from phalanx.observe.event_log import EventLogError
-    from phalanx.observe.sinks.base import SinkError
+    from phalanx.observe.sinks.registry import SinkError
     from phalanx.parallel.mesh.mesh import LayoutError
     from phalanx.parallel.process_group.rendezvous import RendezvousError
     from phalanx.train.lifecycle.loop import NonFiniteError, UnsavedError

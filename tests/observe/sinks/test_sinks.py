@@ -9,19 +9,9 @@ import pytest
 
 from observe.recorded import crashed_run, step
 from phalanx.observe.events import Evaluated, Event, Message
-from phalanx.observe.sinks.base import (
-    FAILURES_IN_A_ROW,
-    Background,
-    Sink,
-    SinkError,
-    SinkHealth,
-    Vendor,
-    close_sinks,
-    fill,
-    open_sinks,
-    scalars,
-    step_of,
-)
+from phalanx.observe.sinks.background import FAILURES_IN_A_ROW, Background, SinkHealth, close_sinks
+from phalanx.observe.sinks.base import Sink, scalars, step_of
+from phalanx.observe.sinks.registry import SinkError, Vendor, open_sinks
 
 
 class Recording:
@@ -169,7 +159,7 @@ def test_a_process_exits_while_its_sink_hangs_for_ever() -> None:
     code = """
 import threading
 from phalanx.observe.events import Event, Message
-from phalanx.observe.sinks.base import Background
+from phalanx.observe.sinks.background import Background
 class Hanging:
     def write(self, event): threading.Event().wait()
     def close(self): threading.Event().wait()
@@ -206,13 +196,6 @@ def test_each_named_sink_is_opened_with_the_directory_and_the_run(tmp_path: Path
 
     close_sinks(open_sinks(["a", "b"], tmp_path, "run", {"a": vendor("a"), "b": vendor("b")}))
     assert opened == {"a": (tmp_path, "run"), "b": (tmp_path, "run")}
-
-
-def test_a_recorded_run_can_be_sent_to_a_sink_afterwards() -> None:
-    sink = Recording()
-    fill(sink, crashed_run())
-    assert sink.events == crashed_run()
-    assert sink.closed
 
 
 def test_numbers_that_were_not_measured_are_not_sent() -> None:

@@ -1,0 +1,157 @@
+"""Feeds a tracker (TensorBoard, W&B, MLflow) from a thread of its own, so that it can never hold training up.
+
+Trackers hang at login, throttle, and upload for hours at exit. A sink therefore lives on a thread of its
+own behind a bounded queue: ``offer`` only appends to the queue, and when that is full the event is dropped
+and counted. A sink that raises is tried again with the next event and given up after a few failures in
+a row; one that hangs is left behind at ``close`` after a bounded wait. Nothing is lost by it: the event
+file has everything.
+
+Even opening a sink happens on its thread.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from phalanx.observe.events import Event
+from phalanx.observe.sinks.base import Sink
+
+QUEUE_EVENTS = 4096
+CLOSE_TIMEOUT_S = 5.0
+FAILURES_IN_A_ROW = 5
+
+
+@dataclass(frozen=True)
+class SinkHealth:
+    """How a sink is doing. Every event offered is written, waiting, dropped or failed."""
+
+    name: str
+    written: int
+    waiting: int
+    dropped: int
+    failed: int
+    last_error: str
+    given_up: bool
+
+
+class Background:
+    """A sink behind a bounded queue, with one writer thread.
+
+    ``open_sink`` runs on that thread. ``offer`` and ``health`` never block on the sink.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        open_sink: Callable[[], Sink],
+        queue_events: int = QUEUE_EVENTS,
+        close_timeout_s: float = CLOSE_TIMEOUT_S,
+    ) -> None:
+        self.name = name
+        self._open_sink = open_sink
+        self._room, self._close_timeout_s = queue_events, close_timeout_s
+        self._queue: deque[Event] = deque()
+        self._changed = threading.Condition()
+        self._written = self._dropped = self._failed = 0
+        self._busy = 0
+        self._last_error = ""
+        self._closing = self._given_up = False
+        # A daemon: the interpreter does not wait for it at exit.
+        self._thread = threading.Thread(target=self._run, name=f"sink-{name}", daemon=True)
+        self._thread.start()
+
+    def offer(self, event: Event) -> bool:
+        """Hand over an event; False if it was dropped: the queue is full, or the sink gone."""
+        with self._changed:
+            if self._given_up or self._closing or len(self._queue) >= self._room:
+                self._dropped += 1
+                return False
+            self._queue.append(event)
+            self._changed.notify()
+            return True
+
+    def health(self) -> SinkHealth:
+        with self._changed:
+            return SinkHealth(
+                self.name,
+                self._written,
+                len(self._queue) + self._busy,
+                self._dropped,
+                self._failed,
+                self._last_error,
+                self._given_up,
+            )
+
+    def close(self) -> SinkHealth:
+        """Let the sink finish what is queued, for at most ``close_timeout_s``; then leave it behind."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(self._close_timeout_s)
+        if self._thread.is_alive():
+            self._give_up(f"did not finish within {self._close_timeout_s:g} s of closing")
+        return self.health()
+
+    def _run(self) -> None:
+        try:
+            sink = self._open_sink()
+        except Exception as error:
+            self._give_up(f"could not be opened: {_describe(error)}")
+            return
+        failures = 0
+        while (event := self._next()) is not None:
+            failures = 0 if self._written_to(sink, event) else failures + 1
+            if failures == FAILURES_IN_A_ROW:
+                self._give_up(f"failed {failures} times in a row, at last: {self._last_error}")
+        try:
+            sink.close()
+        except Exception as error:
+            self._give_up(f"could not be closed: {_describe(error)}")
+
+    def _next(self) -> Event | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._closing or self._given_up)
+            if self._given_up or not self._queue:
+                return None
+            self._busy = 1
+            return self._queue.popleft()
+
+    def _written_to(self, sink: Sink, event: Event) -> bool:
+        problem = ""
+        try:
+            sink.write(event)
+        except Exception as error:
+            problem = _describe(error)
+        with self._changed:
+            self._busy = 0
+            self._written += not problem
+            self._failed += bool(problem)
+            self._last_error = problem or self._last_error
+        return not problem
+
+    def _give_up(self, reason: str) -> None:
+        with self._changed:
+            self._given_up = True
+            self._last_error = reason
+            self._dropped += len(self._queue)
+            self._queue.clear()
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def close_sinks(sinks: Iterable[Background]) -> list[SinkHealth]:
+    """Close all at once: the wait is that of the slowest, not the sum."""
+    waiting = list(sinks)
+    results: dict[int, SinkHealth] = {}
+    closers = [
+        threading.Thread(target=lambda i=i, sink=sink: results.__setitem__(i, sink.close()))
+        for i, sink in enumerate(waiting)
+    ]
+    for closer in closers:
+        closer.start()
+    for closer in closers:
+        closer.join()
+    return [results[i] for i in range(len(waiting))]
