@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from phalanx.hardware.cluster import Fact
-from phalanx.plan.search.search import SearchResult, search
-from phalanx.plan.search.space import Options, requirement, space
+from phalanx.plan.search.search import NothingFitsError, SearchResult, search
+from phalanx.plan.search.space import Options, exclusions, requirement, space
 from phalanx.plan.step_cost.estimate import estimate, estimates, prepare
 from phalanx.plan.workload.candidates import SCHEDULES, layout_at
 from phalanx.plan.workload.stacks import Job
@@ -112,7 +112,7 @@ def test_what_is_required_holds_for_all_that_is_found(text: str) -> None:
     for found in result.best:
         value = found.ranks if need.name == "ranks" else found.layout[need.name]
         assert need.compare(np.array(value), need.value)
-    assert result.killed[text] > 0 or text == "gpus==64"
+    assert result.excluded[text] > 0 or text == "gpus==64"
 
 
 def test_what_lost_says_to_what() -> None:
@@ -138,8 +138,23 @@ def test_a_condition_that_cannot_be_read_is_refused(text: str, message: str) -> 
 
 
 def test_if_nothing_fits_the_leanest_layout_is_named() -> None:
-    with pytest.raises(ValueError, match="the leanest layout needs"):
-        search(job("llama3-405b", "h100:8", batch=8))
+    mine = job("llama3-405b", "h100:8", batch=8)
+    with pytest.raises(NothingFitsError, match="the leanest layout needs") as caught:
+        search(mine)
+    candidates = space(mine, Options()).candidates
+    everything = prepare(mine, candidates).most_memory()
+    legal = np.ones((1,), dtype=bool)
+    for mask in exclusions(mine, candidates, Options()).values():
+        legal = legal & ~mask
+    assert caught.value.needed_bytes == pytest.approx(np.where(legal, everything, np.inf).min())
+    assert caught.value.capacity_bytes == mine.cluster.accelerator.memory_bytes.value
+    assert caught.value.needed_bytes > caught.value.capacity_bytes
+
+
+def test_where_nothing_is_legal_the_search_does_not_say_that_nothing_fits() -> None:
+    with pytest.raises(ValueError, match="relax") as caught:
+        search(job(), Options(require=("tp=1", "tp=2")))
+    assert not isinstance(caught.value, NothingFitsError)
 
 
 @pytest.mark.parametrize(("model", "stack"), [("llama3-70b", "megatron"), ("deepseek-v3", "phalanx")])

@@ -85,9 +85,9 @@ def _print_losers(console: Console, plan: Plan) -> None:
         f"\n[bold]What the best of every other family loses[/bold] ({what}; where most of the step's time goes)"
     )
     console.print(table)
-    killed = ", ".join(f"{number:,} by {reason}" for reason, number in found.killed.items() if number)
+    excluded = ", ".join(f"{number:,} by {reason}" for reason, number in found.excluded.items() if number)
     console.print(
-        f"{found.looked_at:,} layouts looked at, {found.valid:,} legal and fitting; excluded: {killed}\n"
+        f"{found.looked_at:,} layouts looked at, {found.valid:,} legal and fitting; excluded: {excluded}\n"
     )
 
 

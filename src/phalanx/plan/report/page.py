@@ -188,11 +188,11 @@ def _losers(plan: Plan) -> str:
         (one.family, "does not fit" if one.slower == float("inf") else f"{one.slower:+.1%}", one.reason)
         for one in sorted(plan.found.runners_up, key=lambda one: one.slower)
     ]
-    killed = [(reason, f"{count:,}") for reason, count in plan.found.killed.items() if count]
+    excluded = [(reason, f"{count:,}") for reason, count in plan.found.excluded.items() if count]
     return (
         _table(("best layout with", "step", "most of it"), rows, "left")
         + f"<p>{plan.found.looked_at:,} layouts looked at; {plan.found.valid:,} are legal and fit.</p>"
-        + _table(("excluded because", "layouts"), killed)
+        + _table(("excluded because", "layouts"), excluded)
     )
 
 

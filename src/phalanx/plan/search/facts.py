@@ -20,7 +20,7 @@ from phalanx.plan.search.request import (
     read_tokens,
     run_inputs,
 )
-from phalanx.plan.search.search import RunnerUp, SearchResult, search
+from phalanx.plan.search.search import NothingFitsError, RunnerUp, SearchResult, search
 from phalanx.plan.search.space import Options
 from phalanx.plan.step_cost.estimate import Estimate, estimate
 from phalanx.plan.whole_run.assumptions import RunAssumptions, RunInputs, assumed
@@ -93,9 +93,7 @@ def _asked(spec: RunSpec, job: Job, text: str) -> Estimate:
 def _search(job: Job, options: Options) -> SearchResult:
     try:
         return search(job, options)
-    except ValueError as error:
-        if not str(error).startswith("nothing fits"):
-            raise
+    except NothingFitsError as error:
         helps = what_would_fit(job, options)
         raise RequestError(f"{error}\n{helps}" if helps else str(error)) from error
 
@@ -179,7 +177,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
             "runners_up": [_runner_up(plan.job, one) for one in found.runners_up],
             "looked_at": found.looked_at,
             "valid": found.valid,
-            "killed": dict(found.killed),
+            "excluded": dict(found.excluded),
         }
     return facts
 

@@ -16,7 +16,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from phalanx.plan.search.space import AXES, Options, excluded, space
+from phalanx.plan.search.space import AXES, Options, exclusions, space
 from phalanx.plan.step_cost.estimate import Estimate, Evaluation, estimated, prepare
 from phalanx.plan.workload.candidates import SCHEDULES, Bools, Candidates, Floats, Ints
 from phalanx.plan.workload.stacks import Job
@@ -31,6 +31,20 @@ _ROW_FAMILIES = ("tensor", "context", "pipeline", "expert", "micro_batch", "sche
 _FREE_FAMILIES = ("recompute", "zero", "offload_activations", "offload_optimizer")
 
 Objective = Literal["time", "cost", "gpus"]
+
+
+class NothingFitsError(ValueError):
+    """Layouts are legal, but none of them fits an accelerator's memory."""
+
+    def __init__(self, needed_bytes: float, capacity_bytes: float) -> None:
+        self.needed_bytes = needed_bytes
+        """Bytes on the worst rank of the legal layout that needs least."""
+        self.capacity_bytes = capacity_bytes
+        """Memory of one accelerator."""
+        super().__init__(
+            f"nothing fits: the leanest layout needs {needed_bytes / 1e9:.1f} GB of {capacity_bytes / 1e9:.1f} GB; take more "
+            "accelerators, more memory, offload, or a smaller micro-batch"
+        )
 
 
 @dataclass(frozen=True)
@@ -68,29 +82,32 @@ class SearchResult:
     """Layouts of the space, legal or not."""
     valid: int
     """Layouts that are legal and fit."""
-    killed: Mapping[str, int]
+    excluded: Mapping[str, int]
     """How many layouts each rule excluded that none before it did; "memory" comes last."""
 
 
 def search(job: Job, options: Options | None = None) -> SearchResult:
-    """The best layouts of ``job``. Raises ``ValueError`` if nothing is legal or nothing fits, saying what is in the way."""
+    """The best layouts of ``job``.
+
+    Raises ``NothingFitsError`` if no legal layout fits, another ``ValueError`` if none is legal; both say what is in the way.
+    """
     options = options or Options()
     if options.objective not in get_args(Objective):
         raise ValueError(f"objective {options.objective!r}: take one of {', '.join(get_args(Objective))}")
     everything = space(job, options)
-    tally = _Tally(prepare(job, everything.candidates), options, dict(everything.killed))
+    tally = _Tally(prepare(job, everything.candidates), options, dict(everything.excluded))
     for first, evaluation in _chunks(tally.whole):
         tally.add(first, evaluation)
     if not tally.valid:
-        raise ValueError(_nothing_fits(tally))
+        raise _failure(tally)
     found, runners_up = _decide(job, tally, options)
     return SearchResult(
         best=found[: options.top],
         front=tally.front.points(tally.layout),
         runners_up=runners_up,
-        looked_at=int(np.prod(everything.candidates.shape)) + sum(everything.killed.values()),
+        looked_at=int(np.prod(everything.candidates.shape)) + sum(everything.excluded.values()),
         valid=tally.valid,
-        killed=tally.killed,
+        excluded=tally.excluded,
     )
 
 
@@ -102,15 +119,14 @@ def _chunks(whole: Evaluation) -> Iterator[tuple[int, Evaluation]]:
         yield first, whole.rows(slice(first, first + each))
 
 
-def _nothing_fits(tally: _Tally) -> str:
-    least = float(tally.lean.of_row.min())
-    if not np.isfinite(least):
-        worst = max(tally.killed, key=lambda name: tally.killed[name])
-        return f"no layout is legal: most ({tally.killed[worst]:,}) fail by {worst!r}; change the batch or relax the conditions"
-    capacity = tally.whole.job.cluster.accelerator.memory_bytes.value
-    return (
-        f"nothing fits: the leanest layout needs {least / 1e9:.1f} GB of {capacity / 1e9:.1f} GB; take more accelerators, "
-        "more memory, offload, or a smaller micro-batch"
+def _failure(tally: _Tally) -> ValueError:
+    """The error of a search that found no layout: nothing is legal, or nothing fits."""
+    needed_bytes = float(tally.lean.of_row.min())
+    if np.isfinite(needed_bytes):
+        return NothingFitsError(needed_bytes, tally.whole.job.cluster.accelerator.memory_bytes.value)
+    worst = max(tally.excluded, key=lambda name: tally.excluded[name])
+    return ValueError(
+        f"no layout is legal: most ({tally.excluded[worst]:,}) fail by {worst!r}; change the batch or relax the conditions"
     )
 
 
@@ -130,17 +146,17 @@ class _Look:
     """Layouts that are legal and fit."""
 
 
-def _look(evaluation: Evaluation, options: Options, killed: dict[str, int]) -> _Look:
-    """Memory of all, and time of what fits. Adds to ``killed`` how many layouts each rule excludes."""
+def _look(evaluation: Evaluation, options: Options, excluded: dict[str, int]) -> _Look:
+    """Memory of all, and time of what fits. Adds to ``excluded`` how many layouts each rule excludes."""
     job, candidates = evaluation.job, evaluation.candidates
     shape = candidates.shape
 
     def count(reason: str, mask: Bools) -> None:
         cells = int(np.count_nonzero(mask)) * (int(np.prod(shape)) // mask.size)
-        killed[reason] = killed.get(reason, 0) + cells
+        excluded[reason] = excluded.get(reason, 0) + cells
 
     legal = np.ones((1,) * AXES, dtype=bool)
-    for reason, mask in excluded(job, candidates, options).items():
+    for reason, mask in exclusions(job, candidates, options).items():
         count(reason, legal & mask)
         legal = legal & ~mask
     most = evaluation.most_memory(np.where(legal, 0.0, np.inf))
@@ -148,7 +164,7 @@ def _look(evaluation: Evaluation, options: Options, killed: dict[str, int]) -> _
     fits = bytes_ <= job.cluster.accelerator.memory_bytes.value
     valid = int(np.count_nonzero(fits))
     count("memory", legal)
-    killed["memory"] -= valid
+    excluded["memory"] -= valid
     (alive,) = np.nonzero(fits.any(axis=0))
     seconds, ranks = np.zeros((len(fits), 0)), candidates.ranks.ravel()[alive]
     if len(alive):
@@ -181,7 +197,7 @@ class _Tally:
 
     whole: Evaluation
     options: Options
-    killed: dict[str, int]
+    excluded: dict[str, int]
     valid: int = 0
     quick: _Best = field(init=False)
     """By the objective, of layouts that fit."""
@@ -200,7 +216,7 @@ class _Tally:
 
     def add(self, first: int, evaluation: Evaluation) -> None:
         """Looks at a chunk whose first geometry is number ``first``."""
-        look = _look(evaluation, self.options, self.killed)
+        look = _look(evaluation, self.options, self.excluded)
         self.valid += look.valid
         self.lean.add(first + np.arange(look.bytes.shape[1]), look.bytes)
         if look.valid:

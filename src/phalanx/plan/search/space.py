@@ -121,7 +121,7 @@ class Space:
     """
 
     candidates: Candidates
-    killed: dict[str, int] = field(default_factory=dict)
+    excluded: dict[str, int] = field(default_factory=dict)
     """Layouts that a rule or a requirement on the geometry excludes, by its name; each counted before the axes that come after
     it in the enumeration multiply them."""
 
@@ -136,9 +136,9 @@ def space(job: Job, options: Options) -> Space:
     needs = [requirement(text, job) for text in options.require]
     free = _free_axes(job, options)
     counts = options.gpus or (job.cluster.accelerators,)
-    table, killed = _geometry(job, options, counts)
+    table, excluded = _geometry(job, options, counts)
     if not len(table["tensor"]):
-        worst = max(killed, key=lambda rule: killed[rule])
+        worst = max(excluded, key=lambda rule: excluded[rule])
         raise ValueError(
             f"no layout of {job.workload.model.layers} layers and {job.workload.batch} sequences uses "
             f"{options.least_use:.0%} of {', '.join(map(str, counts))} accelerators; most fail because "
@@ -148,15 +148,15 @@ def space(job: Job, options: Options) -> Space:
     for need in needs:
         met = need.holds(candidates)
         if met.shape[-1] == met.size == candidates.shape[-1]:
-            killed[need.text] = int((~met).sum())
+            excluded[need.text] = int((~met).sum())
             candidates = candidates.rows(met.ravel())
     if not candidates.shape[-1]:
         raise ValueError(f"the requirements {', '.join(options.require)} leave no layout: relax one")
     each = int(np.prod(candidates.shape[:-1]))
-    return Space(candidates, {name: number * each for name, number in killed.items() if number})
+    return Space(candidates, {name: number * each for name, number in excluded.items() if number})
 
 
-def excluded(job: Job, candidates: Candidates, options: Options) -> dict[str, Bools]:
+def exclusions(job: Job, candidates: Candidates, options: Options) -> dict[str, Bools]:
     """By reason, where a choice on the free axes does not go with the geometry, or with what the user requires."""
     first = np.asarray(min(job.stack.zero_stages))
     reasons = {
@@ -188,28 +188,28 @@ def _geometry(job: Job, options: Options, counts: tuple[int, ...]) -> tuple[Tabl
     """Rows of every legal geometry, and how many rows each rule took before the axes after it were crossed in."""
     workload, model = job.workload, job.workload.model
     most = max(counts)
-    killed: dict[str, int] = {}
+    excluded: dict[str, int] = {}
     heads = int(np.gcd.reduce(_divided_sizes(job)))
     table: Table = {"tensor": np.array(list(divisors(heads, most)), dtype=np.int64)}
     table = _cross(table, "context", [1] if model.mtp_depth else [2**power for power in range(7)])
     pieces = np.where(table["context"] > 1, 2 * table["context"], 1) * table["tensor"]
-    table = _keep(table, workload.seq_len % pieces == 0, "the sequence does not divide", killed)
+    table = _keep(table, workload.seq_len % pieces == 0, "the sequence does not divide", excluded)
     table = _cross(table, "pipeline", list(range(1, _longest_pipeline(job) + 1)))
     model_ranks = table["tensor"] * table["context"] * table["pipeline"]
-    table = _keep(table, model_ranks <= most, "more ranks than accelerators", killed)
+    table = _keep(table, model_ranks <= most, "more ranks than accelerators", excluded)
     table = _cross(table, "data", list(divisors(workload.slots or workload.batch, most)))
     ranks = table["tensor"] * table["context"] * table["pipeline"] * table["data"]
     used = np.zeros(len(ranks), dtype=bool)
     for count in counts:
         used |= (ranks <= count) & (ranks >= options.least_use * count)
-    table = _keep(table, used, "too many or too few ranks", killed)
+    table = _keep(table, used, "too many or too few ranks", excluded)
     table = _cross(table, "micro_batch", list(options.micro_batches))
     slots = workload.slots or table["data"]
     divides = workload.batch % (slots * table["micro_batch"]) == 0
-    table = _keep(table, divides, "the batch does not divide", killed)
-    table = _schedules(job, options, table, killed)
-    table = _experts(job, table, killed)
-    return _shards(job, table), killed
+    table = _keep(table, divides, "the batch does not divide", excluded)
+    table = _schedules(job, options, table, excluded)
+    table = _experts(job, table, excluded)
+    return _shards(job, table), excluded
 
 
 def _longest_pipeline(job: Job) -> int:
@@ -219,7 +219,7 @@ def _longest_pipeline(job: Job) -> int:
     return 1 if alone else model.layers
 
 
-def _schedules(job: Job, options: Options, table: Table, killed: dict[str, int]) -> Table:
+def _schedules(job: Job, options: Options, table: Table, excluded: dict[str, int]) -> Table:
     """Crosses with schedules and how many stages each rank has."""
     choices = [
         (SCHEDULES.index(name), per_rank)
@@ -232,11 +232,11 @@ def _schedules(job: Job, options: Options, table: Table, killed: dict[str, int])
     schedule, per_rank = np.array(choices, dtype=np.int64)[table.pop("choice")].T
     table |= {"schedule": schedule, "stages_per_rank": per_rank}
     few = table["pipeline"] * per_rank <= most_stages(job.workload, job.stack)
-    table = _keep(table, few, "more stages than layers", killed)
+    table = _keep(table, few, "more stages than layers", excluded)
     slots = job.workload.slots or table["data"]
     batches = job.workload.batch // (slots * table["micro_batch"])
     pipes = Pipelines(table["schedule"], table["pipeline"], table["stages_per_rank"], batches)
-    return _keep(table, legal(pipes), "the micro-batches do not suit the schedule", killed)
+    return _keep(table, legal(pipes), "the micro-batches do not suit the schedule", excluded)
 
 
 def _divided_sizes(job: Job) -> list[int]:
@@ -250,7 +250,7 @@ def _divided_sizes(job: Job) -> list[int]:
     return sizes
 
 
-def _experts(job: Job, table: Table, killed: dict[str, int]) -> Table:
+def _experts(job: Job, table: Table, excluded: dict[str, int]) -> Table:
     """Crosses with the ways to fold experts over tensor, context and shard (``phalanx.run.layout``)."""
     moe = job.workload.model.moe
     if moe is None:
@@ -259,10 +259,10 @@ def _experts(job: Job, table: Table, killed: dict[str, int]) -> Table:
     table = _cross(table, "expert", list(divisors(moe.experts)))
     table = _cross(table, "divided", [0, 1])
     whole = (table["divided"] == 0) | (table["tensor"] > 1)
-    table = _keep(table, whole, "an expert is whole without tensor ranks", killed)
+    table = _keep(table, whole, "an expert is whole without tensor ranks", excluded)
     table["expert_tensor"] = np.where(table.pop("divided") > 0, table["tensor"], 1)
     inner = (table["expert_tensor"] == 1) | (moe.ffn_dim % (8 * table["expert_tensor"]) == 0)
-    table = _keep(table, inner, "an expert's width does not divide", killed)
+    table = _keep(table, inner, "an expert's width does not divide", excluded)
     group, ranks = table["expert"] * table["expert_tensor"], table["tensor"] * table["context"]
     team = np.maximum(1, group // ranks)
     folds = np.maximum(group, ranks) % np.minimum(group, ranks) == 0
@@ -270,7 +270,7 @@ def _experts(job: Job, table: Table, killed: dict[str, int]) -> Table:
     folds &= table["data"] % team == 0
     if job.workload.slots:
         folds &= job.workload.slots % team == 0
-    return _keep(table, folds, "experts cannot be folded", killed)
+    return _keep(table, folds, "experts cannot be folded", excluded)
 
 
 def _shards(job: Job, table: Table) -> Table:
@@ -295,8 +295,8 @@ def _cross(table: Table, name: str, values: list[int]) -> Table:
     return crossed | {name: np.tile(np.array(values, dtype=np.int64), length)}
 
 
-def _keep(table: Table, mask: Bools, rule: str, killed: dict[str, int]) -> Table:
-    killed[rule] = killed.get(rule, 0) + int((~mask).sum())
+def _keep(table: Table, mask: Bools, rule: str, excluded: dict[str, int]) -> Table:
+    excluded[rule] = excluded.get(rule, 0) + int((~mask).sum())
     return {name: column[mask] for name, column in table.items()}
 
 
