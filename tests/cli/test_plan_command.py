@@ -14,7 +14,6 @@ from click.testing import CliRunner, Result
 
 from phalanx.cli.plan.plan_command import command
 from phalanx.model.facts.presets import PRESETS
-from phalanx.plan.published import TABLE
 from phalanx.run.read import read_run
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -160,22 +159,6 @@ def test_the_words_of_a_models_name_may_stand_in_any_order(name: str) -> None:
     assert facts("--model", name, *arguments)["run"] == "llama3-405b"
 
 
-@pytest.mark.slow  # factors are fitted to the whole published table
-def test_a_table_of_runs_is_validated_row_by_row(tmp_path: Path) -> None:
-    from phalanx.plan.published import TABLE
-
-    head, *rows = TABLE.read_text().splitlines()
-    path = tmp_path / "few.csv"
-    path.write_text("\n".join([head, *rows[:4]]) + "\n")
-    page = tmp_path / "accuracy.md"
-    found = facts("--validate", str(path), "--report", str(page))
-    assert page.read_text().startswith("#")
-    assert len(found["rows"]) == 4
-    for row in found["rows"]:
-        assert row["excluded"] or row["predicted_step_s"] > 0 or row["predicted_memory_bytes"] > 0
-    assert found["families"]
-
-
 def test_help_needs_neither_torch_nor_numpy() -> None:
     code = (
         "import sys; from phalanx.cli.plan.plan_command import command; from phalanx.cli.plan.calibrate_command import command;"
@@ -217,13 +200,3 @@ def test_what_goes_with_a_model_is_refused_with_a_run_file() -> None:
     result = plan(str(CONFIGS / "quickstart.toml"), "--cluster", "h100:8", "--batch", "3")
     assert result.exit_code == 2
     assert "--batch and --seq-len go with --model" in result.output
-
-
-def test_the_table_of_any_file_in_the_published_format_says_why_a_row_is_left_out(tmp_path: Path) -> None:
-    head = TABLE.read_text().splitlines()[0]
-    table = tmp_path / "runs.csv"
-    table.write_text(f"{head}\nonly,a,name\n")
-    result = plan("--validate", str(table), "--json")
-    assert result.exit_code == 0, result.output
-    (found,) = json.loads(result.stdout)["rows"]
-    assert found["excluded"]

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from phalanx.plan.search.request import Aim
     from phalanx.run.spec import RunSpec
 
-_PUBLISHED = "published"
 _STEP_ERROR = 0.12
 
 
@@ -76,20 +75,13 @@ _STEP_ERROR = 0.12
 @click.option(
     "--report",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Write a page that stands alone (HTML); with --validate, Markdown.",
+    help="Write a page that stands alone (HTML).",
 )
 @click.option(
     "--trace", type=click.Path(dir_okay=False, path_type=Path), help="Write the step for ui.perfetto.dev."
 )
 @click.option(
     "--out", type=click.Path(dir_okay=False, path_type=Path), help="Write a run file for the best layout."
-)
-@click.option(
-    "--validate",
-    is_flag=False,
-    flag_value=_PUBLISHED,
-    metavar="[FILE]",
-    help="Predicted against published runs.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
@@ -111,7 +103,6 @@ def command(
     report: Path | None,
     trace: Path | None,
     out: Path | None,
-    validate: str | None,
     as_json: bool,
 ) -> None:
     """Find the best layouts of a run on a cluster, and say why; or explain one layout.
@@ -126,12 +117,8 @@ def command(
       phalanx plan configs/llama3-405b.toml --cluster h100:16384 --layout tp=8,pp=16,dp=128 --explain
       phalanx plan --model moe-100t --cluster vr200-nvl72:100000 --require 'tp<=8' --report out.html
       phalanx plan configs/quickstart.toml --cluster this --out winner.toml
-      phalanx plan --validate
     """
     with _mistakes():
-        if validate is not None:
-            _validate(validate, as_json, report)
-            return
         from phalanx.cli.plan.plan_table import print_plan
         from phalanx.plan.search.facts import make_plan, plan_facts
         from phalanx.plan.search.request import Aim
@@ -244,14 +231,3 @@ def _write_files(
     written = [str(path) for path in (report, trace, out) if path is not None]
     if written:
         click.echo(f"wrote {', '.join(written)}", err=True)
-
-
-def _validate(file: str, as_json: bool, report: Path | None) -> None:
-    from phalanx.cli.plan.plan_validation import print_validation
-
-    found = print_validation(None if file == _PUBLISHED else Path(file), as_json)
-    if report is not None:
-        from phalanx.plan.accuracy_document import document
-
-        report.write_text(document(found), encoding="utf-8")
-        click.echo(f"wrote {report}", err=True)

@@ -2,7 +2,7 @@
 
 Two programs with the same layout differ in what they keep in which format, in what they hide behind computing, and in what
 they hold on to. Each difference is a field here, so that the formulas of memory and time are written once for all. Where a
-figure cannot be read off a source it is a default to be fitted (``phalanx calibrate``, ``phalanx plan --validate``): the
+figure cannot be read off a source it is a default to be fitted (``phalanx calibrate``, ``python -m validation``): the
 overlap fractions, ``time_scalar`` and ``tax_per_doubling``.
 
 Sources: Megatron-LM's distributed optimizer and main gradients (docs/source/api-guide/dist_optimizer.md of NVIDIA/Megatron-LM);

@@ -15,7 +15,8 @@ from phalanx.hardware.catalog import accelerator
 from phalanx.model.facts.counts import count
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import resolve
-from phalanx.plan.published import (
+from phalanx.plan.workload.candidates import PRECISIONS
+from validation.runs import (
     TABLE,
     Excluded,
     PublishedRun,
@@ -25,8 +26,7 @@ from phalanx.plan.published import (
     parse_published,
     read_published,
 )
-from phalanx.plan.published_setup import setup_of
-from phalanx.plan.workload.candidates import PRECISIONS
+from validation.setup import setup_of
 
 GPT3 = {
     "id": "some-gpt3",

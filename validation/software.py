@@ -2,7 +2,7 @@
 
 A row names its source, not its software's habits. This table maps the one to the other, first match first; a source that no
 entry knows is taken for Megatron Core, or for FSDP where the row says ZeRO-3. Nothing here is fitted: factors that are
-(``phalanx.plan.stack_scalars``) are kept by the names in this table.
+(``validation.factors``) are kept by the names in this table.
 
 Sources: gradients of NeMo's and Megatron-Bridge's performance recipes are reduced in bf16 (grad_reduce_in_fp32 = False; the
 memory that NVIDIA/dgxc-benchmarking prints after a step agrees with no other size); Jean Zay's nodes have eight A100 and four Omni-Path links of 100 Gb/s (BLOOM, arXiv 2211.05100, section 3.4);
@@ -19,9 +19,9 @@ from typing import Literal
 from phalanx.hardware.catalog import cluster, systems
 from phalanx.hardware.cluster import Accelerator, Cluster, Fact
 from phalanx.hardware.profiles import Profile, profile_of
-from phalanx.plan.published import Excluded, PublishedRun
-from phalanx.plan.published_recipes import with_recipe
 from phalanx.plan.workload.stacks import STACKS, Stack, State
+from validation.recipes import with_recipe
+from validation.runs import Excluded, PublishedRun
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What a published row computes again in backward, in the planner's words.
 
 Sources name parts of a layer as their software does: Megatron's ``recompute_modules``, MaxText's policies, torchtitan's selective
-checkpointing. A row that names none is as its recipe has it (``phalanx.plan.published_recipes``), else it is left open.
+checkpointing. A row that names none is as its recipe has it (``validation.recipes``), else it is left open.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from phalanx.plan.published import PublishedRun
-from phalanx.plan.published_recipes import recipe_of
-from phalanx.plan.published_software import Software, stack_of_run
 from phalanx.plan.workload.candidates import RECOMPUTE, Recompute
+from validation.recipes import recipe_of
+from validation.runs import PublishedRun
+from validation.software import Software, stack_of_run
 
 _PARTS = {
     "core_attn": {"core"},

@@ -11,8 +11,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from phalanx.plan.published import PublishedRun
 from phalanx.plan.workload.stacks import Stack
+from validation.runs import PublishedRun
 
 ATTENTION_PARTS = frozenset({"norm", "projection", "latent_up", "core", "out"})
 ROUTER_PARTS = frozenset({"router"})

@@ -6,13 +6,13 @@ import re
 
 import pytest
 
-from phalanx.plan.published import read_published
-from phalanx.plan.published_recipes import RECIPES, recipe_of, with_recipe
-from phalanx.plan.published_setup import setup_of
 from phalanx.plan.workload.candidates import PARTS
 from phalanx.plan.workload.stacks import STACKS
+from validation.recipes import RECIPES, recipe_of, with_recipe
+from validation.runs import read_published
+from validation.setup import setup_of
 
-from .test_published import GPT3, row
+from .test_runs import GPT3, row
 
 MEGATRON = STACKS["megatron"]
 

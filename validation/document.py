@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from phalanx.plan.validate import Errors, Outcome, Validation, errors
+from validation.compare import Errors, Outcome, Validation, errors
 
 FAMILY_LIMIT = 0.20
 """No family's median may be further off."""
@@ -84,12 +84,12 @@ def document(validation: Validation) -> str:
 
 _INTRODUCTION = """# How accurate the planner is
 
-Made by `phalanx plan --validate`; do not edit. The rows are those of `src/phalanx/plan/data/published_runs.csv`, or of the file
-that was named. An error is predicted over measured, less one: below zero the planner is too optimistic.
+Made by `python -m validation --report docs/planner-accuracy.md`; do not edit. The rows are those of
+`validation/data/published_runs.csv`, or of the file that was named. An error is predicted over measured, less one: below zero the planner is too optimistic.
 
 - *Raw*: data sheets and micro-benchmarks, and four constants that whole training steps were needed for: the scale tax, the
   host's time to launch a kernel, what an overlapped exchange of tokens hides, and how much more energy a FLOP takes on H100 than
-  on GB200, where it was measured (fitted on one half of the models). Not blind all the same: what `phalanx.plan.published_software` and `published_recipes` say of each
+  on GB200, where it was measured (fitted on one half of the models). Not blind all the same: what `validation.software` and `validation.recipes` say of each
   software (which fused attention, which loss, eager or fused, format of gradients, dispatcher, CUDA graphs) was written down
   after a first comparison, from the sources' own repositories where they say it.
 - *With the factor*: multiplied by the median of measured over predicted time of other runs of the same software on the same

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.plan.accuracy_document import document, goals
-from phalanx.plan.published import PublishedRun, read_published
-from phalanx.plan.stack_scalars import Point, scalar_for, scalars
-from phalanx.plan.validate import Validation, errors, fits, kendall_tau, outcome_of, sweeps, validate
+from validation.compare import Validation, errors, fits, kendall_tau, outcome_of, sweeps, validate
+from validation.document import document, goals
+from validation.factors import Point, scalar_for, scalars
+from validation.runs import PublishedRun, read_published
 
-from .test_published import GPT3, LLAMA_8B, row
+from .test_runs import GPT3, LLAMA_8B, row
 
 
 def several() -> tuple[PublishedRun, ...]:

@@ -2,7 +2,7 @@
 
 Each row of a table of published runs becomes an estimate of the same model, layout and machines. Time is judged raw, with no
 end-to-end measurement used at all, and after one factor for the software stack fitted on other models' runs
-(``phalanx.plan.stack_scalars``). Memory is judged where a source says what it measured, and every run that ran out of memory,
+(``validation.factors``). Memory is judged where a source says what it measured, and every run that ran out of memory,
 or did not, is a fact that the planner must reproduce. Where one model was run in several layouts on the same machines, what
 counts is the decision: how much slower than the best measured layout is the one that the planner would have chosen (its
 *regret*), and how far the two orders agree (Kendall's tau; Kendall, Biometrika 30, 1938).
@@ -19,10 +19,10 @@ from statistics import fmean, median
 from typing import Literal
 from zlib import crc32
 
-from phalanx.plan.published import Excluded, PublishedRun, measured_step, read_published
-from phalanx.plan.published_setup import Setup, counts_of, setup_of
-from phalanx.plan.stack_scalars import NO_SCALAR, Point, Scalar, scalar_for, scalars
 from phalanx.plan.step_cost.estimate import Estimate, estimates
+from validation.factors import NO_SCALAR, Point, Scalar, scalar_for, scalars
+from validation.runs import Excluded, PublishedRun, measured_step, read_published
+from validation.setup import Setup, counts_of, setup_of
 
 _GIB = 2.0**30
 MemoryBasis = Literal["allocated", "reserved", "device", "peak, not said of what"]
@@ -184,7 +184,7 @@ def validate(
     Args:
         rows: What to predict.
         calibration: Further runs that factors may be fitted on, beside other rows of ``rows``; by default, those of the
-            package's table. What a row may learn from which others, ``phalanx.plan.stack_scalars`` says.
+            package's table. What a row may learn from which others, ``validation.factors`` says.
         progress: Called with the number of rows done and their total.
     """
     known = {row.id for row in rows}

@@ -17,10 +17,13 @@ from typing import Literal
 
 from phalanx.model.facts.counts import Counts, count
 from phalanx.model.facts.shape import resolve
-from phalanx.plan.published import Excluded, PublishedRun
-from phalanx.plan.published_recipes import recipe_of
-from phalanx.plan.published_recompute import recompute_modes
-from phalanx.plan.published_software import (
+from phalanx.plan.workload.candidates import PRECISIONS, SCHEDULES, divisors
+from phalanx.plan.workload.stacks import Job, Workload
+from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
+from validation.recipes import recipe_of
+from validation.recompute import recompute_modes
+from validation.runs import Excluded, PublishedRun
+from validation.software import (
     Software,
     cluster_of_run,
     profile_of_run,
@@ -28,9 +31,6 @@ from phalanx.plan.published_software import (
     software_of,
     stack_of_run,
 )
-from phalanx.plan.workload.candidates import PRECISIONS, SCHEDULES, divisors
-from phalanx.plan.workload.stacks import Job, Workload
-from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 
 _GPT2_VOCAB = 51_200
 _SIZE_TOLERANCE = 0.05

@@ -2,7 +2,7 @@
 
     git clone https://github.com/calculon-ai/calculon   # caa4b11; the name on PyPI is another program
     pip install pandas psutil                           # Calculon imports them
-    python bench/calculon.py path/to/calculon [--json]
+    python -m validation.calculon path/to/calculon [--json]
 
 Calculon (Isaev et al., SC'23, arXiv 2305.18176) knows dense models with plain multi-head attention and a two-matrix
 feed-forward layer on an A100 or H100, tensor, pipeline and data parallelism, ZeRO-1, and full or attention-only recomputation.
@@ -23,9 +23,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.plan.published import read_published
-from phalanx.plan.stack_scalars import Point, scalar_for
-from phalanx.plan.validate import Errors, Outcome, errors, validate
+from validation.compare import Errors, Outcome, errors, validate
+from validation.factors import Point, scalar_for
+from validation.runs import read_published
 
 _SYSTEMS = {"a100": "a100_80g.json", "a100-40": "a100_80g.json", "h100": "h100_80g_nvl8.json"}
 _RECOMPUTE = {"none": "none", "full": "full", "attention": "attn_only"}

@@ -1,4 +1,4 @@
-"""``phalanx plan --validate``: what the planner says of published runs, beside what they took."""
+"""``python -m validation``: predictions of the planner beside what published runs measured."""
 
 from __future__ import annotations
 
@@ -12,19 +12,42 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from phalanx.plan.published import PublishedRun, read_published
-from phalanx.plan.validate import Outcome, Validation, errors, validate
+from validation.compare import Outcome, Validation, errors, validate
+from validation.document import document
+from validation.runs import PublishedRun, PublishedRunError, read_published
 
 
-def print_validation(path: Path | None, as_json: bool) -> Validation:
-    """Holds the planner against the rows of ``path``, or of the package's own table, and prints what comes out."""
-    rows = read_published() if path is None else read_published(path)
+@click.command()
+@click.argument("table", required=False, type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option(
+    "--report",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the accuracy document (Markdown).",
+)
+def command(table: Path | None, as_json: bool, report: Path | None) -> None:
+    """Compare the planner's predictions with published runs, row by row.
+
+    TABLE is a CSV file with the columns of validation/data/published_runs.csv, which is the default. What a row does not state
+    may be left blank; a row that says too little is listed with the reason.
+
+    \b
+      python -m validation
+      python -m validation my-runs.csv --json
+      python -m validation --report docs/planner-accuracy.md
+    """
+    try:
+        rows = read_published() if table is None else read_published(table)
+    except PublishedRunError as error:
+        raise click.UsageError(str(error)) from error
     found = _validated(rows, quiet=as_json)
     if as_json:
         click.echo(json.dumps(validation_facts(found)))
     else:
         _print(found)
-    return found
+    if report is not None:
+        report.write_text(document(found), encoding="utf-8")
+        click.echo(f"wrote {report}", err=True)
 
 
 def _validated(rows: Sequence[PublishedRun], *, quiet: bool) -> Validation:

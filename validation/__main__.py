@@ -1,0 +1,5 @@
+"""``python -m validation``."""
+
+from validation.command import command
+
+command(prog_name="python -m validation")
