@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import click
 
 from phalanx.cli.errors import explained
+from phalanx.cli.train.session import already_done, conclude, console_for, event_display, progress_on
 from phalanx.data.errors import DataError
 from phalanx.hardware.detect import gpu_count
+from phalanx.launch.foreign import started_as_rank
 from phalanx.model.facts.presets import PRESETS
 from phalanx.observe.records import usable_cores
 from phalanx.run.layout import layout_problems, replica_ranks
 from phalanx.run.problems import RunFileError
 from phalanx.run.read import read_run
 from phalanx.run.spec import RunSpec
-from phalanx.train.lifecycle.ending import Ending
-from phalanx.train.lifecycle.run_directory import OpenRun, RunDirectory, RunDirectoryError
+from phalanx.train.lifecycle.run_directory import RunDirectory, RunDirectoryError
 
 
 @click.command("train")
 @click.argument("run_file", type=click.Path(path_type=Path))
-@click.option("--ranks", type=click.IntRange(min=1), help="Data-parallel ranks to start on this machine.")
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=1),
+    help="Ranks to start on this machine, of all axes (short for --set parallel.ranks=...).",
+)
 @click.option(
     "--set", "overrides", multiple=True, metavar="FIELD=VALUE", help="Override a field; may be repeated."
 )
@@ -79,7 +80,7 @@ def command(
     extra += [f"fleet.spares={spares}"] if spares is not None else []
     with explained(DataError, RunDirectoryError):
         spec = read_run(run_file, PRESETS, [*overrides, *extra])
-    if _started_as_rank():
+    if started_as_rank(os.environ):
         from phalanx.cli.train.train_as_rank import train_as_rank
 
         sys.exit(train_as_rank(spec, run_file, as_json))
@@ -90,12 +91,6 @@ def command(
     if faults or spares:
         raise click.UsageError(f"{'--fault' if faults else '--spares'} needs a fleet: add --nodes N")
     sys.exit(_train_here(spec, run_file, as_json))
-
-
-def _started_as_rank() -> bool:
-    from phalanx.launch.foreign import started_as_rank
-
-    return started_as_rank(os.environ)
 
 
 def _train_here(spec: RunSpec, run_file: Path, as_json: bool) -> int:
@@ -115,25 +110,9 @@ def _train_here(spec: RunSpec, run_file: Path, as_json: bool) -> int:
         console.print(
             f"[yellow]another layout than before[/]: {change}; the bits of the weights depend on it"
         )
-    ending = run_locally(run, ranks, shower(run, console))
+    ending = run_locally(run, ranks, event_display(run, console))
     os.close(run.lock_fd)
     return conclude(run, ending, console, as_json, {})
-
-
-def conclude(run: OpenRun, ending: Ending, console: Any, as_json: bool, more: dict[str, Any]) -> int:
-    """Says how a run ended, with ``more`` in its result; the exit code."""
-    if ending.status == "finished":
-        _report(run.directory, run.spec, console, as_json, more)
-        return 0
-    again = shlex.join(["phalanx", *sys.argv[1:]])
-    if ending.status == "stopped":
-        console.print(f"[yellow]stopped[/]; to go on: {again}")
-        return ending.exit_code
-    who = "" if ending.failed_rank is None else f"rank {ending.failed_rank} "
-    click.echo(f"error: {who}{ending.message}", err=True)
-    if any(run.directory.checkpoints.glob("step-*")):
-        click.echo(f"To go on from the newest checkpoint: {again}", err=True)
-    return 1
 
 
 def _ranks(spec: RunSpec, run_file: Path) -> int:
@@ -150,68 +129,3 @@ def _ranks(spec: RunSpec, run_file: Path) -> int:
     if problems:
         raise RunFileError(run_file, problems)
     return ranks
-
-
-def console_for(as_json: bool) -> Any:
-    from rich.console import Console
-
-    return Console(stderr=as_json, highlight=False)
-
-
-def progress_on(console: Any) -> Callable[[str, int, int], None]:
-    """Prints what is being prepared, at most once a second."""
-    last: dict[str, float] = {}
-
-    def show(what: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        if done == total or now - last.get(what, 0.0) > 1.0:
-            last[what] = now
-            console.print(f"[dim]{what}[/] {done:,}" + (f" of {total:,}" if total else ""))
-
-    return show
-
-
-def shower(run: OpenRun, console: Any) -> Callable[[Callable[[], bool]], None]:
-    """What shows the run's progress while its ranks run: the events of this attempt, as they come."""
-
-    def show(ended: Callable[[], bool]) -> None:
-        from phalanx.observe.display.terminal import show_events
-        from phalanx.observe.event_log import follow
-
-        ours = (event for event in follow(run.directory.events, ended) if event.attempt >= run.attempt)
-        run.directory.events.touch()
-        show_events(ours, console, live=console.is_terminal)
-
-    return show
-
-
-def already_done(spec: RunSpec, run_file: Path, done: dict[str, Any], console: Any, as_json: bool) -> int:
-    from phalanx.train.lifecycle.prepare import prepare_run
-
-    run = prepare_run(spec, run_file, progress_on(console))  # checks that it is this run's directory
-    os.close(run.lock_fd)
-    console.print(f"{run.directory.path} is complete: {done['step']} steps, nothing to do")
-    _report(run.directory, run.spec, console, as_json, {})
-    return 0
-
-
-def _report(
-    directory: RunDirectory, spec: RunSpec, console: Any, as_json: bool, more: dict[str, Any]
-) -> None:
-    """What a finished run is worth: sample, held-out text beside xz, directory, hash."""
-    result = directory.finished_result()
-    assert result is not None
-    result |= more
-    if spec.sample.prompt:
-        from phalanx.serve.sample import sample_text
-
-        text = sample_text(directory.path, spec.sample)
-        console.rule("[bold]sample[/]", align="left")
-        console.print(text, markup=False)
-        console.rule()
-        result["sample"] = text
-    from phalanx.cli.train.result_table import result_table
-
-    console.print(result_table(result, directory))
-    if as_json:
-        click.echo(json.dumps(result))

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from phalanx.cli.errors import explained
-from phalanx.cli.train.train_command import already_done, conclude, console_for, progress_on, shower
+from phalanx.cli.train.session import already_done, conclude, console_for, event_display, progress_on
 from phalanx.data.errors import DataError
 from phalanx.fleet.faults.fault import FaultError
 from phalanx.fleet.faults.fault_list import FleetShape, read_faults
@@ -49,7 +49,7 @@ def train_fleet(
         f"{'spare' if spares == 1 else 'spares'}, {ranks} {'rank' if ranks == 1 else 'ranks'}"
     )
     console.print(f"[dim]look at it with[/] phalanx status {run.directory.path}")
-    ending = run_fleet(run, LocalFleet(nodes, spares, planned, lead=lead), shower(run, console))
+    ending = run_fleet(run, LocalFleet(nodes, spares, planned, lead=lead), event_display(run, console))
     os.close(run.lock_fd)
     return conclude(run, ending, console, as_json, _story(run, planned))
 

@@ -1,0 +1,107 @@
+"""The parts of a training session that every way to train from the command line shares.
+
+They are the console, the display of events while ranks run, and the messages with which a run ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from phalanx.run.spec import RunSpec
+from phalanx.train.lifecycle.ending import Ending
+from phalanx.train.lifecycle.run_directory import OpenRun, RunDirectory
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def console_for(as_json: bool) -> Console:
+    """The console for people: stderr if stdout is to carry JSON."""
+    from rich.console import Console
+
+    return Console(stderr=as_json, highlight=False)
+
+
+def progress_on(console: Console) -> Callable[[str, int, int], None]:
+    """Returns a callback ``(what, done, total)`` that prints the progress of data preparation, at most once a second."""
+    last_s: dict[str, float] = {}
+
+    def show(what: str, done: int, total: int) -> None:
+        now_s = time.monotonic()
+        if done == total or now_s - last_s.get(what, 0.0) > 1.0:
+            last_s[what] = now_s
+            console.print(f"[dim]{what}[/] {done:,}" + (f" of {total:,}" if total else ""))
+
+    return show
+
+
+def event_display(run: OpenRun, console: Console) -> Callable[[Callable[[], bool]], None]:
+    """Returns a function for launchers: it shows the events of this attempt until the ``ended`` given to it is true."""
+
+    def show(ended: Callable[[], bool]) -> None:
+        from phalanx.observe.display.terminal import show_events
+        from phalanx.observe.event_log import follow
+
+        ours = (event for event in follow(run.directory.events, ended) if event.attempt >= run.attempt)
+        run.directory.events.touch()
+        show_events(ours, console, live=console.is_terminal)
+
+    return show
+
+
+def already_done(spec: RunSpec, run_file: Path, done: dict[str, Any], console: Console, as_json: bool) -> int:
+    """Reports a run directory whose run is complete; returns the exit code."""
+    from phalanx.train.lifecycle.prepare import prepare_run
+
+    run = prepare_run(spec, run_file, progress_on(console))  # checks that it is this run's directory
+    os.close(run.lock_fd)
+    console.print(f"{run.directory.path} is complete: {done['step']} steps, nothing to do")
+    _report(run.directory, run.spec, console, as_json, {})
+    return 0
+
+
+def conclude(run: OpenRun, ending: Ending, console: Console, as_json: bool, more: dict[str, Any]) -> int:
+    """Reports how a run ended, with ``more`` added to its result; returns the exit code."""
+    if ending.status == "finished":
+        _report(run.directory, run.spec, console, as_json, more)
+        return 0
+    again = shlex.join(["phalanx", *sys.argv[1:]])
+    if ending.status == "stopped":
+        console.print(f"[yellow]stopped[/]; to go on: {again}")
+        return ending.exit_code
+    who = "" if ending.failed_rank is None else f"rank {ending.failed_rank} "
+    click.echo(f"error: {who}{ending.message}", err=True)
+    if any(run.directory.checkpoints.glob("step-*")):
+        click.echo(f"To go on from the newest checkpoint: {again}", err=True)
+    return 1
+
+
+def _report(
+    directory: RunDirectory, spec: RunSpec, console: Console, as_json: bool, more: dict[str, Any]
+) -> None:
+    """Prints a finished run's sample, held-out loss beside xz, speed, directory and hash; as JSON if asked."""
+    result = directory.finished_result()
+    assert result is not None
+    result |= more
+    if spec.sample.prompt:
+        from phalanx.serve.sample import sample_text
+
+        text = sample_text(directory.path, spec.sample)
+        console.rule("[bold]sample[/]", align="left")
+        console.print(text, markup=False)
+        console.rule()
+        result["sample"] = text
+    from phalanx.cli.train.result_table import result_table
+
+    console.print(result_table(result, directory))
+    if as_json:
+        click.echo(json.dumps(result))
