@@ -15,10 +15,10 @@ A line is ``{"t": unix seconds, "attempt": n, "kind": "Step", ...}``. Three rule
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from functools import cache
-from types import UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import msgspec
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ Known = (
 )
 Body = Known | Unknown | Torn
 
-KINDS: Mapping[str, Any] = {kind.__name__: kind for kind in get_args(Known)}
+KINDS: Mapping[str, type[Known]] = {kind.__name__: kind for kind in get_args(Known)}
 ENVELOPE = ("t", "attempt", "kind")
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -226,87 +226,55 @@ def encode(event: Event) -> bytes:
         (body.kind, body.fields) if isinstance(body, Unknown) else (type(body).__name__, vars(body))
     )
     record = {"t": event.t, "attempt": event.attempt, "kind": kind, **content}
-    return (json.dumps(_plain(record), allow_nan=False, separators=(",", ":")) + "\n").encode()
+    return (json.dumps(_spelled(record), allow_nan=False, separators=(",", ":")) + "\n").encode()
+
+
+@dataclass(frozen=True)
+class _Envelope:
+    """The fields that every line has."""
+
+    t: float
+    attempt: int
+    kind: str
 
 
 def decode(line: bytes) -> Event:
-    """The event that ``line`` holds. Raises ValueError if it is no event: torn, or not ours."""
+    """The event that ``line`` holds. Raises ValueError if it is no event: torn, or not ours.
+
+    A kind that is not in ``KINDS``, or whose fields do not have the types of its class, becomes ``Unknown``.
+    """
     record = json.loads(line)
-    if not isinstance(record, dict):
-        raise ValueError(f"an event is a JSON object, not {type(record).__name__}")
+    envelope = msgspec.convert(record, _Envelope)
+    content = {name: value for name, value in record.items() if name not in ENVELOPE}
     try:
-        t, attempt, kind = (record.pop(name) for name in ENVELOPE)
-    except KeyError as missing:
-        raise ValueError(f"an event needs {missing}") from None
-    if not (_fits(t, float) and _fits(attempt, int) and isinstance(kind, str)):
-        raise ValueError(f"an event needs numbers t and attempt, not {t=} {attempt=} {kind=}")
-    return Event(float(t), attempt, _body(kind, record))
+        return Event(envelope.t, envelope.attempt, _known(envelope.kind, content))
+    except (KeyError, msgspec.ValidationError):
+        return Event(envelope.t, envelope.attempt, Unknown(envelope.kind, _revived(content)))
 
 
-def _body(kind: str, content: dict[str, Any]) -> Body:
-    if kind not in KINDS:
-        return Unknown(kind, _revive(content))
-    known = {}
-    for name, hint in _shape(KINDS[kind]).items():
-        if name not in content:
-            continue
-        value = _typed(content[name], hint)
-        if not _fits(value, hint):
-            return Unknown(kind, _revive(content))
-        known[name] = value
-    try:
-        body: Known = KINDS[kind](**known)
-    except TypeError:  # a field without a default is missing
-        return Unknown(kind, _revive(content))
-    return body
+def _known(kind: str, content: Mapping[str, object]) -> Known:
+    """The body of class ``KINDS[kind]``; fields that the class lacks are left out.
+
+    Converted leniently: a float may be written as a whole number or as "NaN". Inside a table of free form (such as
+    ``result``) no type says where a number is meant, so there the three words always mean numbers.
+    """
+    values = {name: _revived(value) if isinstance(value, dict) else value for name, value in content.items()}
+    return msgspec.convert(values, KINDS[kind], strict=False)
 
 
-@cache
-def _shape(kind: Any) -> dict[str, Any]:
-    hints = get_type_hints(kind)
-    return {f.name: hints[f.name] for f in fields(kind)}
-
-
-def _typed(value: Any, hint: Any) -> Any:
-    """``value`` from JSON, as the field's type would have it: 1 is a float where a float is meant."""
-    if hint is float or (isinstance(hint, UnionType) and float in get_args(hint)):
-        if isinstance(value, str):
-            return NON_FINITE.get(value, value)
-        return float(value) if _fits(value, int) else value
-    return _revive(value) if get_origin(hint) is dict else value
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    if isinstance(hint, UnionType):
-        return any(_fits(value, part) for part in get_args(hint))
-    if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    if get_origin(hint) is dict:
-        return isinstance(value, dict)
-    if hint in (int, float) and isinstance(value, bool):
-        return False
-    return isinstance(value, (int, float) if hint is float else hint)
-
-
-def _plain(value: Any) -> Any:
-    """``value`` with non-finite floats spelled out, at any depth."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else _spell(value)
+def _spelled(value: Any) -> Any:
+    """``value`` with non-finite floats as words, at any depth."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
+        return {str(key): _spelled(item) for key, item in value.items()}
+    return [_spelled(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _spell(value: float) -> str:
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
-def _revive(value: Any) -> Any:
-    """The inverse of ``_plain`` on free-form values; there the word "NaN" always means the number."""
+def _revived(value: Any) -> Any:
+    """The inverse of ``_spelled`` for values of free form."""
     if isinstance(value, str):
         return NON_FINITE.get(value, value)
     if isinstance(value, dict):
-        return {key: _revive(item) for key, item in value.items()}
-    return [_revive(item) for item in value] if isinstance(value, list) else value
+        return {key: _revived(item) for key, item in value.items()}
+    return [_revived(item) for item in value] if isinstance(value, list) else value
