@@ -26,10 +26,10 @@ from pathlib import Path
 
 import tomli_w
 
-from phalanx.fleet.control.coordinator import door_of
+from phalanx.fleet.control.coordinator import credentials_of
 from phalanx.fleet.control.coordinator_link import CoordinatorLink
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, read_fleet_file
-from phalanx.fleet.control.transport import Door
+from phalanx.fleet.control.transport import Credentials
 from phalanx.fleet.core import messages as m
 from phalanx.run.read import to_table
 from phalanx.run.spec import DataSpec, FleetSpec, ModelSpec, RunSpec, TrainSpec
@@ -42,29 +42,31 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 class SimulatedAgent:
     """An agent without workers: they are always warm, and obey at once."""
 
-    def __init__(self, number: int, address: str, door: Door, heartbeat_s: float) -> None:
+    def __init__(self, number: int, address: str, credentials: Credentials, heartbeat_s: float) -> None:
         self.name, self.heartbeat_s = f"node-{number}", heartbeat_s
         self.epoch, self.bound_s = m.NO_EPOCH, 0.0
         self.points = tuple(f"10.{number >> 8}.{number & 255}.1:{5000 + w}" for w in range(WORKERS))
-        self.held: tuple[m.Holding, ...] = ()
+        self.held: tuple[m.HeldSnapshot, ...] = ()
         self.number = number
-        self.link = CoordinatorLink(lambda: address, door, self.greet, self.obey, lambda _line: None)
+        self.link = CoordinatorLink(
+            lambda: address, credentials, self.greet, self.on_command, lambda _line: None
+        )
 
     @property
     def step(self) -> int:
         return int((time.monotonic() - self.bound_s) / STEP_S) if self.epoch != m.NO_EPOCH else m.NO_STEP
 
-    def greet(self) -> list[m.Report]:
+    def greet(self) -> list[m.AgentReport]:
         rack = (f"switch-{self.number // 640}", f"rack-{self.number // 16}")
         bound = self.epoch != m.NO_EPOCH
         host = f"10.{self.number >> 8}.{self.number & 255}.1"
         return [m.Joined(self.name, 1, WORKERS, host, 4000, rack, self.held, self.epoch, bound, self.points)]
 
-    def obey(self, command: m.Command) -> None:
+    def on_command(self, command: m.Command) -> None:
         match command:
             case m.Bind(epoch=epoch, ranks=ranks, places=places):
                 self.epoch, self.bound_s = epoch, time.monotonic()
-                self.held = tuple(m.Holding(ranks, rank, 0, "own", 1, epoch) for _, rank in places)
+                self.held = tuple(m.HeldSnapshot(ranks, rank, 0, "own", 1, epoch) for _, rank in places)
                 self.link.say(m.Bound(self.name, 1, epoch))
             case m.Park(epoch=epoch):
                 self.epoch = m.NO_EPOCH
@@ -77,7 +79,7 @@ class SimulatedAgent:
         await asyncio.sleep(self.heartbeat_s * (self.number % 1000) / 1000)
         while True:
             phase = m.WorkerPhase.WARM if self.epoch == m.NO_EPOCH else m.WorkerPhase.BOUND
-            self.link.say(m.Beat(self.name, 1, self.epoch, self.step, phase))
+            self.link.say(m.Heartbeat(self.name, 1, self.epoch, self.step, phase))
             await asyncio.sleep(self.heartbeat_s)
 
 
@@ -125,9 +127,9 @@ async def measure(
 ) -> dict[str, float]:
     """Attaches all agents, watches, breaks one connection."""
     await until(folder, "listening", lambda _: True, patience_s)
-    address, door = read_fleet_file(folder).coordinator, door_of(folder, spec, None)
+    address, credentials = read_fleet_file(folder).coordinator, credentials_of(folder, spec, None)
     agents = [
-        SimulatedAgent(number, address, door, spec.fleet.heartbeat_s)
+        SimulatedAgent(number, address, credentials, spec.fleet.heartbeat_s)
         for number in range(spec.fleet.nodes + spec.fleet.spares)
     ]
     tasks: dict[str, asyncio.Task[None]] = {}

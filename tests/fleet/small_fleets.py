@@ -5,25 +5,25 @@ from __future__ import annotations
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state, step
 from phalanx.fleet.core.orders import Order, deliveries
-from phalanx.fleet.core.state import FleetState, Formation, Settings
+from phalanx.fleet.core.state import CoreSettings, FleetState, Formation
 
 
-def settings(wanted: int = 4, **changes: object) -> Settings:
+def settings(wanted: int = 4, **changes: object) -> CoreSettings:
     """One worker a node, any number of ranks, every rank with a state of its own."""
     formation = Formation(1, tuple(range(1, wanted + 1)))
-    return Settings(**{"formation": formation, "wanted_nodes": wanted, "form_s": 10.0, **changes})
+    return CoreSettings(**{"formation": formation, "wanted_nodes": wanted, "form_s": 10.0, **changes})
 
 
 class Fleet:
     """A core and the time; remembers what it ordered."""
 
-    def __init__(self, using: Settings) -> None:
+    def __init__(self, using: CoreSettings) -> None:
         self.state: FleetState = initial_state(using, 0.0)
         self.now_s = 0.0
-        self.journal: list[tuple[float, m.Event]] = []
+        self.journal: list[tuple[float, m.CoreEvent]] = []
         self.said: list[tuple[str, m.Command]] = []
 
-    def hear(self, *events: m.Event, after_s: float = 0.0) -> list[tuple[str, m.Command]]:
+    def hear(self, *events: m.CoreEvent, after_s: float = 0.0) -> list[tuple[str, m.Command]]:
         """The commands that follow from these events."""
         self.now_s += after_s
         self.said = []
@@ -51,8 +51,8 @@ class Fleet:
         for seat, name in enumerate(state.seats):
             if name in state.awaiting and name not in but:
                 held = (
-                    m.Holding(ranks, seat, step, "own", epoch=state.epoch),
-                    m.Holding(ranks, state.ring.index(seat), step, "buddy", epoch=state.epoch),
+                    m.HeldSnapshot(ranks, seat, step, "own", epoch=state.epoch),
+                    m.HeldSnapshot(ranks, state.ring.index(seat), step, "buddy", epoch=state.epoch),
                 )
                 self.hear(m.Parked(name, self.incarnation(name), state.epoch, (f"{name}:1",), held))
 

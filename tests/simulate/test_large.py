@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from phalanx.cli.fleet.simulate_command import command
 from phalanx.simulate.account import Account
-from phalanx.simulate.clock import Clock
+from phalanx.simulate.clock import SimulatedClock
 from phalanx.simulate.large import Scenario, simulate
 
 SMALL = Scenario(nodes=300, spares=12, days=40.0, seed=1)
@@ -49,7 +49,7 @@ def test_time_that_does_not_add_up_is_refused() -> None:
 
 
 def test_what_happens_at_one_time_happens_in_the_order_of_its_making() -> None:
-    clock, seen = Clock(), list[int]()
+    clock, seen = SimulatedClock(), list[int]()
     for number in range(3):
         clock.at(1.0, lambda number=number: seen.append(number))
     clock.run_until(2.0)

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable
 
 
-class Clock:
+class SimulatedClock:
     """Simulated seconds since the start, and what is still to happen."""
 
     def __init__(self) -> None:

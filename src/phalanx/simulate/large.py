@@ -16,12 +16,12 @@ from phalanx.fleet.core import decide as core
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.epochs import can_grow, next_deadline_s
 from phalanx.fleet.core.invariants import BrokenInvariant, check, mark
-from phalanx.fleet.core.state import NO_SEAT, Formation, Phase, RestorePoint, Settings
+from phalanx.fleet.core.state import NO_SEAT, CoreSettings, FleetPhase, Formation, RestorePoint
 from phalanx.plan.whole_run.failures import DAY_S
 from phalanx.simulate import account as buckets
 from phalanx.simulate.account import Account, to_ns
-from phalanx.simulate.clock import Clock
-from phalanx.simulate.rates import DEFAULT_RATE, SILENT, Cause, Scope, draw_cause
+from phalanx.simulate.clock import SimulatedClock
+from phalanx.simulate.rates import DEFAULT_RATE, SILENT, Cause, FailureScope, draw_cause
 
 WORKERS = 8
 RACK_NODES, SWITCH_NODES, HALL_NODES = 4, 32, 3200
@@ -54,7 +54,7 @@ class Scenario:
 
 
 @dataclass(frozen=True)
-class Report:
+class FleetReport:
     """What came of it. Times in seconds."""
 
     scenario: Scenario
@@ -79,11 +79,13 @@ class LargeFleet:
     """The physical side: which nodes are up, how far training is; and the core, which hears of it."""
 
     def __init__(self, scenario: Scenario) -> None:
-        self.scenario, self.clock, self.random = scenario, Clock(), random.Random(scenario.seed)
+        self.scenario, self.clock, self.random = scenario, SimulatedClock(), random.Random(scenario.seed)
         self.total = scenario.nodes + scenario.spares
         legal = tuple(range(WORKERS, scenario.nodes * WORKERS + 1, WORKERS))
         self.state = core.initial_state(
-            Settings(Formation(WORKERS, legal), wanted_nodes=scenario.nodes, min_nodes=scenario.nodes // 2),
+            CoreSettings(
+                Formation(WORKERS, legal), wanted_nodes=scenario.nodes, min_nodes=scenario.nodes // 2
+            ),
             0.0,
         )
         self.incarnation = {str(index): 1 for index in range(self.total)}
@@ -104,7 +106,7 @@ class LargeFleet:
 
     # --- the core hears
 
-    def hear(self, event: m.Event) -> None:
+    def hear(self, event: m.CoreEvent) -> None:
         """One event to the core, and what follows from its answer."""
         self._count_nodes()
         before, planned = mark(self.state), self.state.planned
@@ -120,25 +122,25 @@ class LargeFleet:
 
     def _turn(self) -> None:
         state, now_ns = self.state, to_ns(self.clock.now_s)
-        if state.phase is Phase.PARKING and state.planned and self.account.bucket == buckets.USEFUL:
+        if state.phase is FleetPhase.PARKING and state.planned and self.account.bucket == buckets.USEFUL:
             step_ns = to_ns(self.scenario.step_s)
             left_ns = step_ns - (now_ns - self.account.since_ns) % step_ns
             self.clock.at((now_ns + left_ns) / buckets.NS_PER_S, self._if_still(self._boundary))
-        elif state.phase is Phase.PARKING:
+        elif state.phase is FleetPhase.PARKING:
             self._halt(buckets.PARKING)
             self.account.switch(buckets.PARKING, now_ns)
             self.clock.after(self.scenario.park_s, self._if_still(self._all_parked))
-        elif state.phase is Phase.BINDING:
+        elif state.phase is FleetPhase.BINDING:
             self.account.switch(buckets.BINDING, now_ns)
             memory, disk = isinstance(state.source, RestorePoint), isinstance(state.source, m.FromDisk)
             self.from_memory, self.from_disk = self.from_memory + memory, self.from_disk + disk
             restore_s = self.scenario.disk_restore_s if disk else self.scenario.restore_s
             self.clock.after(self.scenario.meet_s + restore_s, self._if_still(self._all_bound))
-        elif state.phase is Phase.RUNNING:
+        elif state.phase is FleetPhase.RUNNING:
             self._run()
-        elif state.phase is Phase.WAITING:
+        elif state.phase is FleetPhase.WAITING:
             self.account.switch(buckets.WAITING, now_ns)
-        elif state.phase is not Phase.FORMING:
+        elif state.phase is not FleetPhase.FORMING:
             raise BrokenInvariant(f"the fleet is {state.phase}: {state.reason}")
         self.fewest_spares = min(self.fewest_spares, len(state.spares))
 
@@ -186,32 +188,36 @@ class LargeFleet:
         for name in sorted(self.cold & self.state.awaiting - self.down):
             no_points = ("",) * WORKERS
             self.hear(m.Parked(name, self.incarnation[name], epoch, no_points, self._held(name, steps)))
-        if self.state.phase is Phase.PARKING and self.state.epoch == epoch:
+        if self.state.phase is FleetPhase.PARKING and self.state.epoch == epoch:
             self.hear(m.Rollcall("parked", epoch, steps=steps, absent=self._down_of(self.state.awaiting)))
 
     def _down_of(self, names: set[str]) -> tuple[str, ...]:
         return tuple(sorted(name for name in self.unnoticed if name in names))
 
-    def _held(self, name: str, steps: tuple[int, ...]) -> tuple[m.Holding, ...]:
+    def _held(self, name: str, steps: tuple[int, ...]) -> tuple[m.HeldSnapshot, ...]:
         state = self.state
         formation, seat = state.settings.formation, state.nodes[name].seat
         cared_for = state.ring.index(seat)
         ranks = [*formation.ranks_of(seat, state.ranks), *formation.ranks_of(cared_for, state.ranks)]
         return tuple(
-            m.Holding(state.ranks, rank, step, "own", epoch=state.epoch) for step in steps for rank in ranks
+            m.HeldSnapshot(state.ranks, rank, step, "own", epoch=state.epoch)
+            for step in steps
+            for rank in ranks
         )
 
     def _all_bound(self) -> None:
         epoch, members = self.state.epoch, self.state.awaiting
         for name in sorted(self.cold & members - self.down):
             if self.state.epoch == epoch:
-                self.hear(m.Beat(name, self.incarnation[name], m.NO_EPOCH, m.NO_STEP, m.WorkerPhase.COLD))
-        if self.state.phase is Phase.BINDING and self.state.epoch == epoch:
+                self.hear(
+                    m.Heartbeat(name, self.incarnation[name], m.NO_EPOCH, m.NO_STEP, m.WorkerPhase.COLD)
+                )
+        if self.state.phase is FleetPhase.BINDING and self.state.epoch == epoch:
             self.hear(m.Rollcall("bound", epoch, absent=self._down_of(self.state.awaiting)))
 
     def _plan_tick(self) -> None:
         state = self.state
-        growing = state.phase is Phase.RUNNING and can_grow(state)
+        growing = state.phase is FleetPhase.RUNNING and can_grow(state)
         if state.suspects or self.unnoticed or growing:
             at_s = max(next_deadline_s(state), self.clock.now_s + 0.05)
             if at_s < self.tick_s:
@@ -229,7 +235,7 @@ class LargeFleet:
         if self.account.bucket == buckets.USEFUL:
             running_ns = to_ns(self.clock.now_s) - self.account.since_ns
             step = self.started + running_ns // to_ns(self.scenario.step_s)
-        self.hear(m.Rollcall("beat", self.state.epoch, step=step, absent=tuple(sorted(self.unnoticed))))
+        self.hear(m.Rollcall("heartbeat", self.state.epoch, step=step, absent=tuple(sorted(self.unnoticed))))
 
     def _count_nodes(self) -> None:
         now_ns, state = to_ns(self.clock.now_s), self.state
@@ -255,12 +261,12 @@ class LargeFleet:
     def _befall(self, cause: Cause, name: str) -> None:
         self.failures[cause.name] += 1
         self.of_members += self.state.nodes[name].seat != NO_SEAT
-        if cause.scope is Scope.RESULT:
+        if cause.scope is FailureScope.RESULT:
             self._compute_wrongly(name)
-        elif cause.scope in (Scope.WORKER, Scope.HANG):
-            self._lose_worker(name, hang=cause.scope is Scope.HANG)
+        elif cause.scope in (FailureScope.WORKER, FailureScope.HANG):
+            self._lose_worker(name, hang=cause.scope is FailureScope.HANG)
         else:
-            size = {Scope.RACK: RACK_NODES, Scope.SWITCH: SWITCH_NODES}.get(cause.scope, 1)
+            size = {FailureScope.RACK: RACK_NODES, FailureScope.SWITCH: SWITCH_NODES}.get(cause.scope, 1)
             first = int(name) // size * size
             back_s = self.random.expovariate(1 / cause.repair_s) + self.scenario.warm_up_s
             silent = self.random.random() < SILENT
@@ -353,7 +359,7 @@ class LargeFleet:
 
     # --- the run of things
 
-    def run(self) -> Report:
+    def run(self) -> FleetReport:
         """Simulates it all. Raises BrokenInvariant."""
         for name in list(self.incarnation):
             self.hear(self._joined(name))
@@ -366,13 +372,13 @@ class LargeFleet:
         check(self.state)
         return self._report(end_s)
 
-    def _report(self, end_s: float) -> Report:
+    def _report(self, end_s: float) -> FleetReport:
         totals_ns, state = self.account.totals_ns, self.state
         if sum(totals_ns.values()) != to_ns(end_s) or sum(self.node_ns.values()) != self.total * to_ns(end_s):
             raise BrokenInvariant(f"{totals_ns} and {self.node_ns} do not add up to {end_s} s")
         if totals_ns.get(buckets.USEFUL, 0) != (self.furthest + 1) * to_ns(self.scenario.step_s):
             raise BrokenInvariant(f"{self.furthest + 1} steps in {totals_ns.get(buckets.USEFUL, 0)} ns")
-        return Report(
+        return FleetReport(
             scenario=self.scenario,
             elapsed_s=end_s,
             failures=dict(self.failures.most_common()),
@@ -391,7 +397,7 @@ class LargeFleet:
         )
 
 
-def simulate(scenario: Scenario) -> Report:
+def simulate(scenario: Scenario) -> FleetReport:
     """The fleet of a scenario. Raises BrokenInvariant, with the command that shows it again."""
     fleet = LargeFleet(scenario)
     try:

@@ -24,7 +24,7 @@ SILENT = 0.1
 HOUR_S = 3_600.0
 
 
-class Scope(StrEnum):
+class FailureScope(StrEnum):
     """What a cause takes away, and so who notices how."""
 
     WORKER = "worker"
@@ -44,7 +44,7 @@ class Cause:
     """One cause of interruptions."""
 
     name: str
-    scope: Scope
+    scope: FailureScope
     repair_s: float
     """Mean time until the node is back (assumed)."""
 
@@ -52,22 +52,22 @@ class Cause:
 def _cause(name: str) -> Cause:
     match name:
         case "software bug" | "dependency":
-            return Cause(name, Scope.WORKER, 60.0)
+            return Cause(name, FailureScope.WORKER, 60.0)
         case "NCCL watchdog":
-            return Cause(name, Scope.HANG, 60.0)
+            return Cause(name, FailureScope.HANG, 60.0)
         case "silent data corruption":
-            return Cause(name, Scope.RESULT, DAY_S)
+            return Cause(name, FailureScope.RESULT, DAY_S)
         case "network switch or cable":
-            return Cause(name, Scope.NODE, 4 * HOUR_S)
+            return Cause(name, FailureScope.NODE, 4 * HOUR_S)
         case "host maintenance":
-            return Cause(name, Scope.NODE, 2 * HOUR_S)
+            return Cause(name, FailureScope.NODE, 2 * HOUR_S)
         case _:
-            return Cause(name, Scope.NODE, DAY_S)
+            return Cause(name, FailureScope.NODE, DAY_S)
 
 
 CAUSES = tuple(_cause(name) for name in LLAMA3_INTERRUPTIONS)
-RACK_LOST = Cause("rack", Scope.RACK, 2 * HOUR_S)
-SWITCH_LOST = Cause("switch", Scope.SWITCH, 2 * HOUR_S)
+RACK_LOST = Cause("rack", FailureScope.RACK, 2 * HOUR_S)
+SWITCH_LOST = Cause("switch", FailureScope.SWITCH, 2 * HOUR_S)
 
 
 def draw_cause(random_numbers: random.Random) -> Cause:

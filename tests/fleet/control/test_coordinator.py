@@ -186,6 +186,12 @@ def test_a_journal_that_is_none_is_refused_with_the_remedy() -> None:
         replayed([b"{}"])
 
 
+@pytest.mark.parametrize("version", [b"", b'"version":1,', b'"version":3,'], ids=["none", "older", "newer"])
+def test_a_journal_of_another_version_is_refused_with_the_remedy(version: bytes) -> None:
+    with pytest.raises(JournalError, match=r"version.*start again"):
+        replayed([b'{"type":"Began",' + version + b'"state":{}}'])
+
+
 # --- operators --------------------------------------------------------------------------------------
 
 

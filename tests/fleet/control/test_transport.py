@@ -16,10 +16,16 @@ import pytest
 
 from phalanx.fleet.control.coordinator_link import CoordinatorLink, operate
 from phalanx.fleet.control.security import Certificates, SecurityError, read_certificates, run_token
-from phalanx.fleet.control.transport import MAX_REPORT_BYTES, AgentLink, Door, FleetServer, TransportError
+from phalanx.fleet.control.transport import (
+    MAX_REPORT_BYTES,
+    AgentLink,
+    Credentials,
+    FleetServer,
+    TransportError,
+)
 from phalanx.fleet.core import messages as m
 
-DOOR = Door("run-1", "a token that nobody guesses")
+CREDENTIALS = Credentials("run-1", "a token that nobody guesses")
 PATIENCE_S = 30.0
 
 
@@ -31,17 +37,17 @@ class Ear:
     """A listener that remembers."""
 
     def __init__(self) -> None:
-        self.reports: list[m.Report] = []
+        self.reports: list[m.AgentReport] = []
         self.lost_nodes: list[str] = []
         self.lines: list[str] = []
 
-    def said(self, report: m.Report) -> None:
+    def on_report(self, report: m.AgentReport) -> None:
         self.reports.append(report)
 
-    def lost(self, link: AgentLink) -> None:
+    def on_disconnect(self, link: AgentLink) -> None:
         self.lost_nodes.append(link.node)
 
-    async def asked(self, operation: m.Operation) -> str:
+    async def on_operation(self, operation: m.OperatorRequest) -> str:
         return f"heard {operation}"
 
     def log(self, line: str) -> None:
@@ -51,16 +57,18 @@ class Ear:
 class Caller:
     """An agent's end that remembers."""
 
-    def __init__(self, address: str, door: Door = DOOR, node: str = "node-0", incarnation: int = 1) -> None:
+    def __init__(
+        self, address: str, credentials: Credentials = CREDENTIALS, node: str = "node-0", incarnation: int = 1
+    ) -> None:
         self.commands: list[m.Command] = []
         self.lines: list[str] = []
         self.greetings = 0
         self.joined = joined(node, incarnation)
         self.link = CoordinatorLink(
-            lambda: address, door, self.greet, self.commands.append, self.lines.append
+            lambda: address, credentials, self.greet, self.commands.append, self.lines.append
         )
 
-    def greet(self) -> list[m.Report]:
+    def greet(self) -> list[m.AgentReport]:
         self.greetings += 1
         return [self.joined]
 
@@ -74,9 +82,9 @@ async def until(condition: Callable[[], object]) -> None:
 class Wire:
     """A server, and agents that are cancelled at the end."""
 
-    def __init__(self, door: Door = DOOR) -> None:
+    def __init__(self, credentials: Credentials = CREDENTIALS) -> None:
         self.ear = Ear()
-        self.server = FleetServer(door, self.ear)
+        self.server = FleetServer(credentials, self.ear)
         self.tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Wire:
@@ -96,7 +104,7 @@ class Wire:
         return caller
 
     async def raw(
-        self, *bodies: bytes, metadata: tuple[tuple[str, str], ...] = DOOR.metadata()
+        self, *bodies: bytes, metadata: tuple[tuple[str, str], ...] = CREDENTIALS.metadata()
     ) -> grpc.StatusCode:
         """Sends bytes as they are; returns how the stream ended."""
         options = [("grpc.use_local_subchannel_pool", 1)]
@@ -120,7 +128,7 @@ def test_reports_and_commands_arrive_in_order() -> None:
         async with Wire() as wire:
             caller = wire.dial()
             await until(lambda: wire.server.links)
-            steps = [m.Beat("node-0", 1, 0, step, m.WorkerPhase.BOUND) for step in range(50)]
+            steps = [m.Heartbeat("node-0", 1, 0, step, m.WorkerPhase.BOUND) for step in range(50)]
             for beat in steps:
                 caller.link.say(beat)
             orders = [m.Park(epoch, "because") for epoch in range(50)]
@@ -134,23 +142,23 @@ def test_reports_and_commands_arrive_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("door", "kind"),
+    ("credentials", "kind"),
     [
-        (dataclasses.replace(DOOR, token="a token that somebody guessed"), "wrong token"),
-        (dataclasses.replace(DOOR, token=""), "wrong token"),
-        (dataclasses.replace(DOOR, run="run-2"), "another run"),
+        (dataclasses.replace(CREDENTIALS, token="a token that somebody guessed"), "wrong token"),
+        (dataclasses.replace(CREDENTIALS, token=""), "wrong token"),
+        (dataclasses.replace(CREDENTIALS, run="run-2"), "another run"),
     ],
 )
-def test_a_stranger_is_refused_counted_and_logged_and_told_why(door: Door, kind: str) -> None:
+def test_a_stranger_is_refused_counted_and_logged_and_told_why(credentials: Credentials, kind: str) -> None:
     async def scene() -> None:
         async with Wire() as wire:
-            caller = wire.dial(door=door)
+            caller = wire.dial(credentials=credentials)
             await until(lambda: wire.server.refused[kind])
             await until(lambda: any(kind in line for line in caller.lines))
             with pytest.raises(TransportError, match=kind):
-                await operate(wire.address, door, m.StopRun())
+                await operate(wire.address, credentials, m.StopRun())
             assert any(kind in line for line in wire.ear.lines)
-            assert not any(door.token and door.token in line for line in wire.ear.lines)
+            assert not any(credentials.token and credentials.token in line for line in wire.ear.lines)
             assert wire.ear.reports == []
             friend = wire.dial()
             await until(lambda: friend.link.attached and wire.ear.reports)
@@ -161,7 +169,7 @@ def test_a_stranger_is_refused_counted_and_logged_and_told_why(door: Door, kind:
 def test_another_version_of_the_vocabulary_is_refused() -> None:
     async def scene() -> None:
         async with Wire() as wire:
-            shown = tuple((k, "999" if k == "phalanx-version" else v) for k, v in DOOR.metadata())
+            shown = tuple((k, "999" if k == "phalanx-version" else v) for k, v in CREDENTIALS.metadata())
             assert await wire.raw(metadata=shown) is grpc.StatusCode.UNAUTHENTICATED
 
     asyncio.run(scene())
@@ -175,8 +183,8 @@ def test_another_version_of_the_vocabulary_is_refused() -> None:
         b"[" * 100_000,
         b'{"type":"Nonsense"}',
         b'{"type":"Tick"}',
-        b'{"type":"Beat","node":"node-0","incarnation":-1,"epoch":0,"step":0,"phase":"bound"}',
-        m.encode(m.Beat("node-9", 1, 0, 5, m.WorkerPhase.BOUND)),
+        b'{"type":"Heartbeat","node":"node-0","incarnation":-1,"epoch":0,"step":0,"phase":"bound"}',
+        m.encode(m.Heartbeat("node-9", 1, 0, 5, m.WorkerPhase.BOUND)),
         m.encode(m.StopRun()),
         m.encode(m.Folded((m.Tick(),))),
     ],
@@ -236,7 +244,7 @@ def test_an_agent_attaches_again_when_the_coordinator_comes_back_and_says_how_th
             await until(lambda: first.ear.reports)
             await first.server.stop()
             second_ear = Ear()
-            second = FleetServer(DOOR, second_ear)
+            second = FleetServer(CREDENTIALS, second_ear)
             assert await second.start("127.0.0.1", first.port) == first.port
             await until(lambda: second_ear.reports)
             assert second_ear.reports == [joined()]
@@ -253,7 +261,7 @@ def test_a_newer_life_of_a_node_takes_the_place_of_the_older_and_the_older_one_i
             await until(lambda: wire.ear.reports)
             old = wire.dial(incarnation=1)
             await until(lambda: old.commands)
-            assert isinstance(old.commands[0], m.Expel)
+            assert isinstance(old.commands[0], m.Fence)
             wire.server.send("node-0", m.Release(1))
             await until(lambda: new.commands)
             assert new.commands == [m.Release(1)]
@@ -267,7 +275,7 @@ def test_an_agent_that_reads_nothing_is_cut_off_and_holds_up_nobody() -> None:
         async with Wire() as wire:
             await until(lambda: True)
             async with grpc.aio.insecure_channel(wire.address) as channel:
-                call = channel.stream_stream("/phalanx.Fleet/Attach")(metadata=DOOR.metadata())
+                call = channel.stream_stream("/phalanx.Fleet/Attach")(metadata=CREDENTIALS.metadata())
                 await call.write(m.encode(joined()))
                 await until(lambda: wire.server.links)
                 for _ in range(600):  # all at once: no turn of the loop in which one could leave
@@ -281,9 +289,9 @@ def test_an_agent_that_reads_nothing_is_cut_off_and_holds_up_nobody() -> None:
 def test_an_operator_is_answered() -> None:
     async def scene() -> None:
         async with Wire() as wire:
-            assert "node-3" in await operate(wire.address, DOOR, m.Drain("node-3"))
+            assert "node-3" in await operate(wire.address, CREDENTIALS, m.Drain("node-3"))
         with pytest.raises(TransportError, match="phalanx status"):
-            await operate("127.0.0.1:1", DOOR, m.StopRun(), timeout_s=1.0)
+            await operate("127.0.0.1:1", CREDENTIALS, m.StopRun(), timeout_s=1.0)
 
     asyncio.run(scene())
 
@@ -292,7 +300,7 @@ def test_a_taken_port_is_an_error_that_names_it() -> None:
     async def scene() -> None:
         async with Wire() as wire:
             with pytest.raises(TransportError, match=rf"{wire.port}.*fleet\.port"):
-                await FleetServer(DOOR, Ear()).start("127.0.0.1", wire.port)
+                await FleetServer(CREDENTIALS, Ear()).start("127.0.0.1", wire.port)
 
     asyncio.run(scene())
 
@@ -328,14 +336,14 @@ def test_with_certificates_only_those_whom_the_runs_authority_vouches_for_get_in
     stranger = certificates(tmp_path / "c")
 
     async def scene() -> None:
-        async with Wire(dataclasses.replace(DOOR, certificates=ours)) as wire:
-            caller = wire.dial(door=dataclasses.replace(DOOR, certificates=friend))
+        async with Wire(dataclasses.replace(CREDENTIALS, certificates=ours)) as wire:
+            caller = wire.dial(credentials=dataclasses.replace(CREDENTIALS, certificates=friend))
             await until(lambda: wire.ear.reports)
             wire.server.send("node-0", m.Release(1))
             await until(lambda: caller.commands)
-            for door in (DOOR, dataclasses.replace(DOOR, certificates=stranger)):
+            for credentials in (CREDENTIALS, dataclasses.replace(CREDENTIALS, certificates=stranger)):
                 with pytest.raises(TransportError):
-                    await operate(wire.address, door, m.StopRun(), timeout_s=2.0)
+                    await operate(wire.address, credentials, m.StopRun(), timeout_s=2.0)
 
     asyncio.run(scene())
 
@@ -368,4 +376,4 @@ def test_a_token_in_the_environment_comes_first_and_must_be_one(
 
 
 def test_the_token_is_not_printed() -> None:
-    assert DOOR.token not in repr(DOOR)
+    assert CREDENTIALS.token not in repr(CREDENTIALS)

@@ -10,13 +10,13 @@ from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import step
 from phalanx.fleet.core.epochs import next_deadline_s
 from phalanx.fleet.core.invariants import check
-from phalanx.fleet.core.state import Phase, RestorePoint, Verdict
+from phalanx.fleet.core.state import Eligibility, FleetPhase, RestorePoint
 
 
 def test_the_first_epoch_begins_fresh_when_all_wanted_nodes_are_ready() -> None:
     fleet = Fleet(settings(2))
     fleet.join("0")
-    assert fleet.state.phase is Phase.FORMING
+    assert fleet.state.phase is FleetPhase.FORMING
     fleet.join("1")
     binds = dict(fleet.said)
     assert {name: bind.places for name, bind in binds.items()} == {"0": ((0, 0),), "1": ((0, 1),)}
@@ -25,28 +25,32 @@ def test_the_first_epoch_begins_fresh_when_all_wanted_nodes_are_ready() -> None:
 
 def test_nodes_started_as_spares_get_no_rank_at_first_even_if_they_are_ready_before_others() -> None:
     fleet = Fleet(settings(2))
-    for name, reserve in (("0", True), ("1", False), ("2", False)):
-        assert fleet.state.phase is Phase.FORMING
-        fleet.hear(m.Joined(name, 1, 1, name, 7, meeting_points=(f"{name}:1",), reserve=reserve))
+    for name, started_as_spare in (("0", True), ("1", False), ("2", False)):
+        assert fleet.state.phase is FleetPhase.FORMING
+        fleet.hear(
+            m.Joined(name, 1, 1, name, 7, meeting_points=(f"{name}:1",), started_as_spare=started_as_spare)
+        )
     assert fleet.state.seats == ["1", "2"]
 
 
 def test_a_spare_takes_part_at_first_if_the_others_do_not_come() -> None:
     fleet = Fleet(settings(2, form_s=10.0))
-    for name, reserve in (("0", True), ("1", False)):
-        fleet.hear(m.Joined(name, 1, 1, name, 7, meeting_points=(f"{name}:1",), reserve=reserve))
+    for name, started_as_spare in (("0", True), ("1", False)):
+        fleet.hear(
+            m.Joined(name, 1, 1, name, 7, meeting_points=(f"{name}:1",), started_as_spare=started_as_spare)
+        )
     fleet.hear(m.Tick(), after_s=9.0)
-    assert fleet.state.phase is Phase.FORMING
+    assert fleet.state.phase is FleetPhase.FORMING
     fleet.hear(m.Tick(), after_s=2.0)
     assert fleet.state.seats == ["0", "1"]
 
 
 def test_a_spare_takes_the_place_of_a_node_that_is_known_to_be_unfit_without_waiting() -> None:
     fleet = Fleet(settings(2, form_s=60.0))
-    for name, reserve, warm in (("0", True, True), ("1", False, True), ("2", False, False)):
+    for name, started_as_spare, warm in (("0", True, True), ("1", False, True), ("2", False, False)):
         points = (f"{name}:1",) if warm else ("",)
-        fleet.hear(m.Joined(name, 1, 1, name, 7, meeting_points=points, reserve=reserve))
-    assert fleet.state.phase is Phase.FORMING
+        fleet.hear(m.Joined(name, 1, 1, name, 7, meeting_points=points, started_as_spare=started_as_spare))
+    assert fleet.state.phase is FleetPhase.FORMING
     fleet.hear(m.Suspect("2", "health", "memory: 3 words"))
     assert fleet.state.seats == ["0", "1"]
     assert fleet.state.nodes["2"].why == "health: memory: 3 words"
@@ -55,7 +59,7 @@ def test_a_spare_takes_the_place_of_a_node_that_is_known_to_be_unfit_without_wai
 def test_a_lost_node_is_replaced_by_the_spare_and_survivors_keep_their_ranks() -> None:
     fleet = running()
     assert fleet.state.seats == ["0", "2", "1", "3"]
-    assert fleet.state.phase is Phase.RUNNING
+    assert fleet.state.phase is FleetPhase.RUNNING
     buddy = fleet.state.seats[fleet.state.ring[2]]
     fleet.hear(m.Disconnected("1", 1), m.Broken("0", 1, 0, 0))
     fleet.park(step=5)
@@ -74,14 +78,14 @@ def test_without_a_spare_the_fleet_shrinks_at_once_and_grows_when_the_node_is_ba
     fleet.hear(m.Disconnected("1", 1), m.Broken("0", 1, 0, 0))
     fleet.park()
     assert fleet.state.ranks == 3
-    assert fleet.state.phase is Phase.BINDING
+    assert fleet.state.phase is FleetPhase.BINDING
     fleet.bind()
     fleet.join("1", incarnation=2)
-    assert fleet.state.phase is Phase.RUNNING, "it has only just begun"
+    assert fleet.state.phase is FleetPhase.RUNNING, "it has only just begun"
     for name in fleet.state.seats:
-        fleet.hear(m.Beat(name, 1, 1, 9, m.WorkerPhase.BOUND), after_s=10.0)
-    fleet.hear(m.Beat("1", 2, -1, -1, m.WorkerPhase.WARM))
-    assert fleet.state.phase is Phase.PARKING
+        fleet.hear(m.Heartbeat(name, 1, 1, 9, m.WorkerPhase.BOUND), after_s=10.0)
+    fleet.hear(m.Heartbeat("1", 2, -1, -1, m.WorkerPhase.WARM))
+    assert fleet.state.phase is FleetPhase.PARKING
     assert fleet.state.planned
     fleet.park()
     assert fleet.state.ranks == 4
@@ -91,9 +95,9 @@ def test_below_the_minimum_the_fleet_waits_and_goes_on_from_memory() -> None:
     fleet = running(wanted=2, spares=0, min_nodes=2)
     fleet.hear(m.Disconnected("1", 1), m.Broken("0", 1, 0, 0))
     fleet.park(step=7)
-    assert fleet.state.phase is Phase.WAITING
+    assert fleet.state.phase is FleetPhase.WAITING
     fleet.join("9", incarnation=1)
-    assert fleet.state.phase is Phase.BINDING
+    assert fleet.state.phase is FleetPhase.BINDING
     assert fleet.state.source == RestorePoint(2, 7)
 
 
@@ -102,7 +106,7 @@ def test_a_fleet_that_waits_and_is_told_to_stop_puts_on_disk_what_only_memory_ho
     fleet.hear(m.Disconnected("1", 1), m.Broken("0", 1, 0, 0))
     fleet.park(step=7)
     fleet.hear(m.StopRun())
-    assert fleet.state.phase is Phase.BINDING
+    assert fleet.state.phase is FleetPhase.BINDING
     assert fleet.state.source == RestorePoint(2, 7)
     fleet.bind()
     assert fleet.told("0") == [m.Stop(fleet.state.epoch)]
@@ -113,16 +117,16 @@ def test_a_fleet_that_waits_and_is_told_to_stop_ends_at_once_if_the_disk_has_it_
     fleet.hear(m.Durable("0", 1, 0, 7), m.Disconnected("1", 1), m.Broken("0", 1, 0, 0))
     fleet.park(step=7)
     fleet.hear(m.StopRun())
-    assert fleet.state.phase is Phase.FINISHED
+    assert fleet.state.phase is FleetPhase.FINISHED
 
 
 def test_a_worker_that_exits_costs_its_node_the_rank_but_not_its_memory() -> None:
     fleet = running()
     fleet.hear(m.WorkerExited("0", 1, 0, 0, -9))
-    assert fleet.state.phase is Phase.PARKING
+    assert fleet.state.phase is FleetPhase.PARKING
     assert "0" in fleet.state.awaiting
     fleet.park("0")
-    own = m.Holding(4, 0, 5, "own", epoch=0)
+    own = m.HeldSnapshot(4, 0, 5, "own", epoch=0)
     fleet.hear(m.Parked("0", 1, 0, ("",), (own,)))
     (bind,) = fleet.told("4")
     assert bind.places == ((0, 0),)
@@ -133,7 +137,7 @@ def test_reports_that_come_before_the_fault_is_known_are_kept() -> None:
     """A survivor that parks by itself, before its peer's death is known, is not waited for in vain."""
     fleet = running()
     fleet.hear(m.Parked("0", 1, 0, ("0:1",), ()))
-    assert fleet.state.phase is Phase.PARKING
+    assert fleet.state.phase is FleetPhase.PARKING
     assert "0" not in fleet.state.awaiting
 
 
@@ -141,10 +145,10 @@ def test_a_broken_connection_alone_is_given_time_and_a_broken_collective_is_proo
     fleet = running(confirm_s=2.0)
     fleet.hear(m.Disconnected("1", 1))
     fleet.hear(m.Tick(), after_s=1.0)
-    assert fleet.state.phase is Phase.RUNNING
-    fleet.hear(m.Beat("1", 1, 0, 3, m.WorkerPhase.BOUND))
+    assert fleet.state.phase is FleetPhase.RUNNING
+    fleet.hear(m.Heartbeat("1", 1, 0, 3, m.WorkerPhase.BOUND))
     fleet.hear(m.Tick(), after_s=3.0)
-    assert fleet.state.phase is Phase.RUNNING, "it came back"
+    assert fleet.state.phase is FleetPhase.RUNNING, "it came back"
     fleet.hear(m.Disconnected("1", 1), m.Broken("0", 1, 0, 0))
     assert not fleet.state.nodes["1"].alive
 
@@ -153,10 +157,10 @@ def test_a_silent_node_is_lost_when_its_lease_runs_out() -> None:
     fleet = running(lease_s=15.0)
     for _ in range(4):
         others = [name for name in fleet.state.nodes if name != "1"]
-        fleet.hear(*(m.Beat(name, 1, 0, 1, m.WorkerPhase.BOUND) for name in others if name != "4"))
-        fleet.hear(m.Beat("4", 1, -1, -1, m.WorkerPhase.WARM), m.Tick(), after_s=5.0)
+        fleet.hear(*(m.Heartbeat(name, 1, 0, 1, m.WorkerPhase.BOUND) for name in others if name != "4"))
+        fleet.hear(m.Heartbeat("4", 1, -1, -1, m.WorkerPhase.WARM), m.Tick(), after_s=5.0)
     assert not fleet.state.nodes["1"].alive
-    assert fleet.state.phase is Phase.PARKING
+    assert fleet.state.phase is FleetPhase.PARKING
 
 
 def test_a_fenced_node_is_told_to_start_anew_and_nothing_that_it_says_counts() -> None:
@@ -165,17 +169,17 @@ def test_a_fenced_node_is_told_to_start_anew_and_nothing_that_it_says_counts() -
     before = fleet.state.epoch, set(fleet.state.awaiting)
     said = fleet.hear(m.Parked("1", 1, 0, ("1:1",), ()))
     assert (fleet.state.epoch, fleet.state.awaiting) == before
-    assert [type(command) for _, command in said] == [m.Expel]
+    assert [type(command) for _, command in said] == [m.Fence]
 
 
 def test_a_lost_command_is_repeated_when_a_heartbeat_shows_that_it_was_lost() -> None:
     fleet = running()
     fleet.hear(m.WorkerExited("0", 1, 0, 0, -9))
-    fleet.hear(m.Beat("2", 1, 0, 4, m.WorkerPhase.BOUND))
+    fleet.hear(m.Heartbeat("2", 1, 0, 4, m.WorkerPhase.BOUND))
     assert [type(command) for command in fleet.told("2")] == [m.Park]
     fleet.park("0")
-    fleet.hear(m.Parked("0", 1, 0, ("",), (m.Holding(4, 0, 5, "own", epoch=0),)))
-    fleet.hear(m.Beat("2", 1, -1, -1, m.WorkerPhase.WARM))
+    fleet.hear(m.Parked("0", 1, 0, ("",), (m.HeldSnapshot(4, 0, 5, "own", epoch=0),)))
+    fleet.hear(m.Heartbeat("2", 1, -1, -1, m.WorkerPhase.WARM))
     assert [type(command) for command in fleet.told("2")] == [m.Bind]
 
 
@@ -183,7 +187,7 @@ def test_a_node_that_computed_wrongly_is_quarantined_and_later_state_is_not_used
     fleet = running()
     fleet.hear(m.DiskHolds((4, 8)), m.Suspect("1", "corruption", trusted_step=6))
     fleet.park(step=9)
-    assert fleet.state.nodes["1"].verdict is Verdict.QUARANTINED
+    assert fleet.state.nodes["1"].eligibility is Eligibility.QUARANTINED
     assert "1" not in fleet.state.seats
     assert fleet.state.source == m.FromDisk(4)
 
@@ -196,8 +200,10 @@ def test_whoever_finds_a_corruption_first_names_the_rank_and_its_node_is_quarant
     again = m.Suspect(fleet.state.seats[3], "corruption", trusted_step=6, epoch=fleet.state.epoch, ranks=(2,))
     fleet.park()
     fleet.hear(again)
-    verdicts = {name: node.verdict for name, node in fleet.state.nodes.items()}
-    assert [name for name, verdict in verdicts.items() if verdict is Verdict.QUARANTINED] == [culprit]
+    eligibilities = {name: node.eligibility for name, node in fleet.state.nodes.items()}
+    assert [
+        name for name, eligibility in eligibilities.items() if eligibility is Eligibility.QUARANTINED
+    ] == [culprit]
     assert culprit not in fleet.state.seats
 
 
@@ -218,8 +224,8 @@ def test_a_run_that_ends_before_all_are_heard_to_have_begun_has_ended() -> None:
     fleet = running(2, 0)
     fleet.hear(m.Broken("0", 1, 0, 0))
     fleet.park()
-    fleet.hear(m.Bound("0", 1, 1), m.Finished(1, "{}"))
-    assert (fleet.state.phase, fleet.state.result_json) == (Phase.FINISHED, "{}")
+    fleet.hear(m.Bound("0", 1, 1), m.RunFinished(1, "{}"))
+    assert (fleet.state.phase, fleet.state.result_json) == (FleetPhase.FINISHED, "{}")
 
 
 def test_drained_nodes_leave_at_a_step_boundary_and_come_back_when_admitted() -> None:
@@ -238,10 +244,10 @@ def test_drained_nodes_leave_at_a_step_boundary_and_come_back_when_admitted() ->
 def test_a_slow_node_is_swapped_only_for_a_spare() -> None:
     fleet = running(spares=0)
     fleet.hear(m.Suspect("1", "straggler"))
-    assert fleet.state.phase is Phase.RUNNING
+    assert fleet.state.phase is FleetPhase.RUNNING
     fleet.join("4")
     fleet.hear(m.Suspect("1", "straggler"))
-    assert fleet.state.phase is Phase.PARKING
+    assert fleet.state.phase is FleetPhase.PARKING
     assert fleet.state.planned
 
 
@@ -254,7 +260,7 @@ def test_a_worker_killed_because_it_could_not_be_called_back_is_no_mark_against_
         fleet.park()
         fleet.hear(m.Ready(victim, 1, ("again:1",)))
         fleet.bind()
-    assert fleet.state.nodes[victim].verdict is Verdict.GOOD
+    assert fleet.state.nodes[victim].eligibility is Eligibility.GOOD
     assert fleet.state.nodes[victim].strikes == ()
 
 
@@ -264,7 +270,7 @@ def test_a_node_that_fails_again_and_again_is_quarantined() -> None:
         fleet.hear(m.Disconnected("4", incarnation))
         fleet.hear(m.Tick(), after_s=3.0)
         fleet.join("4", incarnation=incarnation + 1)
-    assert fleet.state.nodes["4"].verdict is Verdict.QUARANTINED
+    assert fleet.state.nodes["4"].eligibility is Eligibility.QUARANTINED
 
 
 def test_a_run_that_fails_at_the_same_step_for_ever_is_given_up() -> None:
@@ -273,7 +279,7 @@ def test_a_run_that_fails_at_the_same_step_for_ever_is_given_up() -> None:
         fleet.hear(m.Broken("0", 1, fleet.state.epoch, 0, "illegal instruction"))
         fleet.park(step=5)
         fleet.bind()
-    assert fleet.state.phase is Phase.FAILED
+    assert fleet.state.phase is FleetPhase.FAILED
     assert "illegal instruction" in fleet.state.reason
 
 
@@ -298,15 +304,15 @@ def test_a_stop_lets_the_run_save_and_end() -> None:
     fleet = running()
     fleet.hear(m.StopRun())
     assert fleet.told("0") == [m.Stop(0)]
-    fleet.hear(m.Finished(0, '{"step": 9}'))
-    assert fleet.state.phase is Phase.FINISHED
+    fleet.hear(m.RunFinished(0, '{"step": 9}'))
+    assert fleet.state.phase is FleetPhase.FINISHED
     assert fleet.told("4") == [m.Shutdown("stopped")]
 
 
 def test_a_coordinator_that_was_away_does_not_take_its_own_silence_for_theirs() -> None:
     fleet = running(lease_s=15.0)
     fleet.hear(m.Restarted(), m.Tick(), after_s=1000.0)
-    assert fleet.state.phase is Phase.RUNNING
+    assert fleet.state.phase is FleetPhase.RUNNING
     assert all(node.alive for node in fleet.state.nodes.values())
 
 
@@ -317,7 +323,7 @@ def test_a_coordinator_without_its_journal_never_uses_the_number_of_an_epoch_twi
         assert [type(command) for command in fleet.told(name)] == [m.Park]
     for name in "01":
         fleet.hear(m.Parked(name, 3, 41, (f"{name}:1",), ()))
-    assert fleet.state.phase is Phase.BINDING
+    assert fleet.state.phase is FleetPhase.BINDING
     assert fleet.state.epoch == 42
 
 
@@ -331,7 +337,7 @@ def test_a_rollcall_means_the_same_as_the_reports_that_it_stands_for() -> None:
     assert other.state.seats == one.state.seats
     assert sorted(one.said) == sorted(other.said) or dict(one.said)["4"] == dict(other.said)["4"]
     other.hear(m.Rollcall("bound", 1))
-    assert other.state.phase is Phase.RUNNING
+    assert other.state.phase is FleetPhase.RUNNING
 
 
 def test_what_only_the_coordinator_may_say_is_refused_from_the_network() -> None:
@@ -379,16 +385,16 @@ def test_a_doubtful_diagnosis_is_told_and_the_epoch_ends_by_the_clock(
     formation = structs.replace(fleet.state.settings.formation, pipeline=pipeline)
     fleet.state.settings = structs.replace(fleet.state.settings, formation=formation)
     fleet.hear(m.Diagnosed(0, "all wait", ranks))
-    assert (fleet.said, fleet.state.phase) == ([], Phase.RUNNING)
+    assert (fleet.said, fleet.state.phase) == ([], FleetPhase.RUNNING)
     assert fleet.state.incidents[-1].what == "epoch 0 hangs: all wait"
     fleet.hear(m.Tick(), after_s=20.0)
-    assert fleet.state.phase is Phase.PARKING
+    assert fleet.state.phase is FleetPhase.PARKING
 
 
 def test_a_diagnosis_that_comes_after_a_step_or_an_epoch_changes_nothing() -> None:
     fleet = hanging()
     for seat in fleet.state.seats:
-        fleet.hear(m.Beat(seat, 1, 0, 9, m.WorkerPhase.BOUND))
+        fleet.hear(m.Heartbeat(seat, 1, 0, 9, m.WorkerPhase.BOUND))
     assert fleet.hear(m.Diagnosed(0, "late", (2,))) == []
     assert fleet.hear(m.Diagnosed(3, "of another", (2,))) == []
     assert not fleet.state.vacant

@@ -19,7 +19,7 @@ LIVES, EPOCHS, STEPS = st.integers(1, 3), st.integers(-1, 4), st.integers(-1, 6)
 POINTS = st.sampled_from([("a:1",), ("",), (), ("a:1", "b:2")])
 HELD = st.lists(
     st.builds(
-        m.Holding,
+        m.HeldSnapshot,
         st.integers(0, 5),
         st.integers(0, 4),
         STEPS.filter(lambda s: s >= 0),
@@ -45,7 +45,7 @@ EVENTS = st.one_of(
         POINTS,
     ),
     st.builds(m.Ready, NAMES, LIVES, POINTS),
-    st.builds(m.Beat, NAMES, LIVES, EPOCHS, STEPS, st.sampled_from(m.WorkerPhase)),
+    st.builds(m.Heartbeat, NAMES, LIVES, EPOCHS, STEPS, st.sampled_from(m.WorkerPhase)),
     st.builds(m.WorkerExited, NAMES, LIVES, EPOCHS, st.just(0), st.just(-9)),
     st.builds(m.WorkerHung, NAMES, LIVES, EPOCHS, st.just(0), st.just(1.5)),
     st.builds(m.Broken, NAMES, LIVES, EPOCHS, st.just(0)),
@@ -65,7 +65,7 @@ EVENTS = st.one_of(
     st.builds(m.DiskHolds, st.lists(STEPS, max_size=3).map(tuple)),
     st.builds(
         m.Rollcall,
-        st.sampled_from(["beat", "parked", "bound"]),
+        st.sampled_from(["heartbeat", "parked", "bound"]),
         EPOCHS,
         STEPS,
         st.lists(STEPS, max_size=2).map(tuple),
@@ -80,12 +80,12 @@ EVENTS = st.one_of(
     st.sampled_from([m.Tick(), m.Restarted()]),
 )
 ENDINGS = st.one_of(
-    st.just(m.StopRun()), st.builds(m.Finished, EPOCHS), st.builds(m.Fatal, EPOCHS, NAMES, st.just("NaN"))
+    st.just(m.StopRun()), st.builds(m.RunFinished, EPOCHS), st.builds(m.Fatal, EPOCHS, NAMES, st.just("NaN"))
 )
 HISTORIES = st.lists(st.tuples(st.floats(0, 30), EVENTS | EVENTS | EVENTS | ENDINGS), max_size=40)
 
 
-def journal_of(history: list[tuple[float, m.Event]]) -> list[tuple[float, m.Event]]:
+def journal_of(history: list[tuple[float, m.CoreEvent]]) -> list[tuple[float, m.CoreEvent]]:
     now_s, journal = 0.0, []
     for wait_s, event in history:
         now_s += wait_s
@@ -96,7 +96,7 @@ def journal_of(history: list[tuple[float, m.Event]]) -> list[tuple[float, m.Even
 @effort(max_examples=300, deadline=None)
 @given(HISTORIES, st.booleans())
 def test_every_event_in_every_state_has_an_answer_and_breaks_no_invariant(
-    history: list[tuple[float, m.Event]], formed: bool
+    history: list[tuple[float, m.CoreEvent]], formed: bool
 ) -> None:
     fleet = running(wanted=3, spares=1) if formed else Fleet(settings(3))
     for wait_s, event in history:
@@ -109,7 +109,7 @@ def test_every_event_in_every_state_has_an_answer_and_breaks_no_invariant(
 @effort(max_examples=100, deadline=None)
 @given(HISTORIES)
 def test_the_journal_replays_to_the_same_state_even_across_an_encoding(
-    history: list[tuple[float, m.Event]],
+    history: list[tuple[float, m.CoreEvent]],
 ) -> None:
     fleet = running(wanted=3, spares=1)
     for wait_s, event in history:
@@ -124,7 +124,7 @@ def test_the_journal_replays_to_the_same_state_even_across_an_encoding(
 @effort(max_examples=100, deadline=None)
 @given(HISTORIES, EVENTS)
 def test_a_message_of_an_earlier_life_changes_nothing_but_the_count(
-    history: list[tuple[float, m.Event]], late: m.Event
+    history: list[tuple[float, m.CoreEvent]], late: m.CoreEvent
 ) -> None:
     fleet = running(wanted=3, spares=1)
     for wait_s, event in history:

@@ -19,7 +19,7 @@ from fleet.stand_in_worker import state_after
 from phalanx.fleet.control.coordinator_link import operate
 from phalanx.fleet.control.fleet_file import FleetFile, Member
 from phalanx.fleet.control.security import run_token
-from phalanx.fleet.control.transport import Door
+from phalanx.fleet.control.transport import Credentials
 from phalanx.fleet.core.messages import Admit
 from phalanx_process import alive
 
@@ -255,8 +255,8 @@ def test_a_node_whose_worker_died_is_checked_before_it_is_offered_again(tmp_path
         seen = fleet.held(HELD, epoch=1)
         assert victim not in holders(seen)
         mark.unlink()
-        door = Door(seen.run, run_token(tmp_path))
+        credentials = Credentials(seen.run, run_token(tmp_path))
         fleet.until(lambda _: "worker 0 ended with code 0" in fleet.logs())
-        asyncio.run(operate(seen.coordinator, door, Admit(victim)))
+        asyncio.run(operate(seen.coordinator, credentials, Admit(victim)))
         fleet.until(lambda seen: member(seen, victim).role == "spare")
         assert ends_well(fleet).recoveries == 1

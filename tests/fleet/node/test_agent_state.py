@@ -25,7 +25,7 @@ from phalanx.fleet.node.agent_actions import (
 from phalanx.fleet.node.agent_state import AgentState
 
 LEASE_S, LEAVE_S = 1.0, 5.0
-HOLDING = m.Holding(2, 0, 7, "own", 64)
+HOLDING = m.HeldSnapshot(2, 0, 7, "own", 64)
 
 
 def agent(workers: int = 1, *, checked: bool = False) -> AgentState:
@@ -62,7 +62,7 @@ def in_epoch(epoch: int, *ranks: int, **more: object) -> AgentState:
     return state
 
 
-def said(actions: list[Action]) -> list[m.Report]:
+def said(actions: list[Action]) -> list[m.AgentReport]:
     return [action.report for action in actions if isinstance(action, Say)]
 
 
@@ -198,14 +198,14 @@ def test_a_planned_end_that_turns_into_a_fault_is_hurried() -> None:
 
 def test_an_expelled_agent_kills_its_workers_and_comes_back_as_another() -> None:
     state = in_epoch(4, 0, 1)
-    actions = state.obey(m.Expel("too late", 5), 0.0, 100.0)
+    actions = state.obey(m.Fence("too late", 5), 0.0, 100.0)
     assert {action for action in actions if isinstance(action, Kill)} == {Kill(0), Kill(1)}
     (joined,) = said(actions)
     assert isinstance(joined, m.Joined)
     assert joined.incarnation > 5
     assert (joined.epoch, joined.held, joined.meeting_points) == (m.NO_EPOCH, (HOLDING,), ("", ""))
     assert state.hears(0, wl.Finished(4, "{}"), 0.0, 0.0) == []  # it was fenced
-    assert state.obey(m.Expel("too late", 5), 0.0, 100.0) == []  # that was the one before
+    assert state.obey(m.Fence("too late", 5), 0.0, 100.0) == []  # that was the one before
     assert said(state.exited(0, -9, "", 0.0)) == []
 
 
@@ -214,7 +214,7 @@ def test_only_the_node_of_rank_0_says_that_the_run_has_ended_and_when_all_its_wo
     assert said(other.hears(0, wl.Finished(4, "{}"), 0.0, 0.0)) == []
     first = in_epoch(4, 0, 1)
     assert said(first.hears(0, wl.Finished(4, '{"step": 9}'), 0.0, 0.0)) == []
-    assert said(first.hears(1, wl.Finished(4, ""), 0.0, 0.0)) == [m.Finished(4, '{"step": 9}')]
+    assert said(first.hears(1, wl.Finished(4, ""), 0.0, 0.0)) == [m.RunFinished(4, '{"step": 9}')]
     assert first.exited(0, 0, "", 0.0) == []  # it need not live on
 
 
@@ -283,7 +283,7 @@ def test_a_node_is_checked_again_when_a_worker_died_or_hung_and_not_when_it_was_
     state.started(0, 0.0)
     state.examined("")
     state.hears(0, wl.Warm(1, "h:0"), 0.0, 0.0)
-    assert Examine() not in state.obey(m.Expel("late", 5), 0.0, 0.0)
+    assert Examine() not in state.obey(m.Fence("late", 5), 0.0, 0.0)
     assert Examine() not in state.exited(0, -9, "", 0.0)
     state.started(0, 0.0)
     state.hears(0, wl.Warm(1, "h:0"), 0.0, 0.0)
@@ -331,7 +331,7 @@ COMMANDS = st.one_of(
     st.builds(m.KillWorker, st.integers(0, 5)),
     st.builds(m.Diagnose, EPOCHS, st.just(1.0)),
     st.just(m.TellAll()),
-    st.builds(m.Expel, st.just("late"), st.sampled_from([4, 5])),
+    st.builds(m.Fence, st.just("late"), st.sampled_from([4, 5])),
     st.builds(m.Stop, EPOCHS),
 )
 EXITED = st.tuples(st.integers(0, 1), st.sampled_from([-9, 0, 1]))
@@ -366,7 +366,7 @@ def test_whatever_happens_in_whatever_order_what_it_says_is_true(happenings: lis
             case command:
                 if isinstance(command, m.Park):
                     fence = max(fence, command.epoch)
-                if isinstance(command, m.Expel) and command.incarnation >= state.incarnation:
+                if isinstance(command, m.Fence) and command.incarnation >= state.incarnation:
                     inside.clear()
                 actions = state.obey(command, now_s, now_s)
         for action in actions:

@@ -11,7 +11,7 @@ from phalanx.fleet.core import decide as core
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.invariants import BrokenInvariant
 from phalanx.fleet.core.orders import Order
-from phalanx.fleet.core.state import FleetState, Phase, RestorePoint
+from phalanx.fleet.core.state import FleetPhase, FleetState, RestorePoint
 from phalanx.simulate.hostile.world import run_seed
 
 Answer = tuple[FleetState, list[Order]]
@@ -30,24 +30,24 @@ def test_a_world_is_a_function_of_its_seed() -> None:
     assert run_seed(3) == run_seed(3) != run_seed(4)
 
 
-def run_seeds(seeds: range, step: Callable[[FleetState, m.Event, float], Answer]) -> None:
+def run_seeds(seeds: range, step: Callable[[FleetState, m.CoreEvent, float], Answer]) -> None:
     for seed in seeds:
         run_seed(seed, step)
 
 
-def has_no_sense_of_time(state: FleetState, event: m.Event, now_s: float) -> Answer:
+def has_no_sense_of_time(state: FleetState, event: m.CoreEvent, now_s: float) -> Answer:
     """No lease and no deadline ever runs out."""
     return (state, []) if isinstance(event, m.Tick) else core.step(state, event, now_s)
 
 
-def does_not_wait_for_all(state: FleetState, event: m.Event, now_s: float) -> Answer:
+def does_not_wait_for_all(state: FleetState, event: m.CoreEvent, now_s: float) -> Answer:
     """A new epoch begins though one member may still train in the old one."""
-    if state.phase is Phase.PARKING and len(state.awaiting) == 1:
+    if state.phase is FleetPhase.PARKING and len(state.awaiting) == 1:
         state.awaiting.clear()
     return core.step(state, event, now_s)
 
 
-def prefers_old_state(state: FleetState, event: m.Event, now_s: float) -> Answer:
+def prefers_old_state(state: FleetState, event: m.CoreEvent, now_s: float) -> Answer:
     """The disk, though memory has newer steps."""
     before = state.epoch
     state, orders = core.step(state, event, now_s)
@@ -56,7 +56,7 @@ def prefers_old_state(state: FleetState, event: m.Event, now_s: float) -> Answer
     return state, orders
 
 
-def trusts_corrupt_state(state: FleetState, event: m.Event, now_s: float) -> Answer:
+def trusts_corrupt_state(state: FleetState, event: m.CoreEvent, now_s: float) -> Answer:
     """After a silent corruption, the newest snapshot is restored all the same."""
     if isinstance(event, m.Suspect) and event.trusted_step is not None:
         event = replace(event, trusted_step=2**40)
@@ -67,7 +67,7 @@ def trusts_corrupt_state(state: FleetState, event: m.Event, now_s: float) -> Ans
     "broken", [has_no_sense_of_time, does_not_wait_for_all, prefers_old_state, trusts_corrupt_state]
 )
 def test_a_broken_core_is_found_within_a_few_seeds(
-    broken: Callable[[FleetState, m.Event, float], Answer],
+    broken: Callable[[FleetState, m.CoreEvent, float], Answer],
 ) -> None:
     with pytest.raises(BrokenInvariant, match="phalanx simulate fleet --small --seeds"):
         run_seeds(range(25), broken)

@@ -13,7 +13,7 @@ import click
 from phalanx.cli.errors import explained
 
 if TYPE_CHECKING:
-    from phalanx.fleet.core.messages import Operation
+    from phalanx.fleet.core.messages import OperatorRequest
 
 
 def _common(function: Callable[..., None]) -> Callable[..., None]:
@@ -101,7 +101,7 @@ def serve(run_dir: Path, host: str, port: int, certificates: Path | None, as_jso
     \b
       phalanx fleet serve runs/big --host head --port 29400
     """
-    from phalanx.fleet.control.coordinator import Post, run_coordinator
+    from phalanx.fleet.control.coordinator import CoordinatorArgs, run_coordinator
     from phalanx.fleet.control.fleet_file import read_fleet_file
     from phalanx.fleet.control.journal import JournalError
     from phalanx.fleet.control.security import SecurityError
@@ -110,15 +110,15 @@ def serve(run_dir: Path, host: str, port: int, certificates: Path | None, as_jso
 
     with explained(JournalError, RunDirectoryError, SecurityError, TransportError, ValueError):
         attempt = RunDirectory(run_dir).newest_attempt()
-        code = run_coordinator(Post(run_dir, attempt, host, port), certificates)
+        code = run_coordinator(CoordinatorArgs(run_dir, attempt, host, port), certificates)
         ended = read_fleet_file(run_dir)
     if as_json:
         click.echo(json.dumps({"phase": ended.phase, "reason": ended.reason, "result": ended.result_json}))
     raise SystemExit(code)
 
 
-def _ask(run_dir: Path, operation: Operation, certificates: Path | None, as_json: bool) -> None:
-    from phalanx.fleet.control.coordinator import door_of
+def _ask(run_dir: Path, operation: OperatorRequest, certificates: Path | None, as_json: bool) -> None:
+    from phalanx.fleet.control.coordinator import credentials_of
     from phalanx.fleet.control.coordinator_link import operate
     from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
     from phalanx.fleet.control.security import SecurityError
@@ -129,8 +129,8 @@ def _ask(run_dir: Path, operation: Operation, certificates: Path | None, as_json
         seen = read_fleet_file(run_dir)
         if seen.over:
             raise TransportError(f"the run in {run_dir} is over: {seen.phase}, {seen.reason}")
-        door = door_of(run_dir, read_resolved(RunDirectory(run_dir)), certificates)
-        answer = asyncio.run(operate(seen.coordinator, door, operation))
+        credentials = credentials_of(run_dir, read_resolved(RunDirectory(run_dir)), certificates)
+        answer = asyncio.run(operate(seen.coordinator, credentials, operation))
     _print(answer, as_json)
 
 

@@ -11,7 +11,7 @@ import click
 
 from phalanx.fleet.core.invariants import BrokenInvariant
 from phalanx.simulate.hostile.world import run_seed
-from phalanx.simulate.large import Report, Scenario, simulate
+from phalanx.simulate.large import FleetReport, Scenario, simulate
 from phalanx.simulate.rates import DEFAULT_RATE
 
 
@@ -105,7 +105,7 @@ def _small(seeds: range, as_json: bool) -> None:
         )
 
 
-def _format(report: Report) -> str:
+def _format(report: FleetReport) -> str:
     scenario = report.scenario
     causes = ", ".join(f"{name} {count}" for name, count in report.failures.items())
     lines = [

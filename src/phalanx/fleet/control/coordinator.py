@@ -29,11 +29,11 @@ from phalanx.fleet.control.fleet_file import fleet_file, path_in, read_fleet_fil
 from phalanx.fleet.control.hang_inquiry import Inquiry
 from phalanx.fleet.control.journal import Journal, JournalError
 from phalanx.fleet.control.security import SecurityError, read_certificates, run_token
-from phalanx.fleet.control.transport import AgentLink, Door, FleetServer, TransportError
+from phalanx.fleet.control.transport import AgentLink, Credentials, FleetServer, TransportError
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state, step
 from phalanx.fleet.core.orders import Order, deliveries
-from phalanx.fleet.core.state import FleetState, Phase, decode_state, encode_state, settings_of
+from phalanx.fleet.core.state import FleetPhase, FleetState, decode_state, encode_state, settings_of
 from phalanx.observe.event_log import EventLog, EventLogError
 from phalanx.observe.events import Message
 from phalanx.run.identity import identity
@@ -48,11 +48,14 @@ _FILE_SHARE = 0.02
 """Of one core's time, at most this goes into writing fleet.json."""
 _RETRY_S = 1.0
 _FAREWELL_S = 1.0
+JOURNAL_VERSION = 2
+"""Version of the journal's lines: raised whenever a state, an event or a rule of the core changes its meaning."""
 
 
 class Began(msgspec.Struct, frozen=True, tag=True):
     """The first line of a journal: the state that the rest builds on."""
 
+    version: int
     state: msgspec.Raw
     restarts: int = 0
 
@@ -61,7 +64,7 @@ class Happened(msgspec.Struct, frozen=True, tag=True):
     """A later line: events, in the order in which the core saw them, all at one time."""
 
     now_s: float
-    events: tuple[m.Event, ...]
+    events: tuple[m.CoreEvent, ...]
 
 
 _RESTARTED = (m.Restarted(),)
@@ -70,7 +73,7 @@ _lines: msgspec.json.Decoder[Began | Happened] = msgspec.json.Decoder(Began | Ha
 
 
 @dataclass(frozen=True)
-class Post:
+class CoordinatorArgs:
     """What a coordinator is told about itself by whoever starts it."""
 
     run_dir: Path
@@ -83,12 +86,12 @@ class Post:
 class Coordinator:
     """One life of the coordinator."""
 
-    def __init__(self, post: Post, spec: RunSpec, door: Door) -> None:
-        self._post, self._spec, self._directory = post, spec, RunDirectory(post.run_dir)
-        self._server = FleetServer(door, self)
-        self._door, self._address = door, ""
-        self._inbox: list[m.Event] = []
-        self._beats: dict[str, m.Beat] = {}
+    def __init__(self, args: CoordinatorArgs, spec: RunSpec, credentials: Credentials) -> None:
+        self._args, self._spec, self._directory = args, spec, RunDirectory(args.run_dir)
+        self._server = FleetServer(credentials, self)
+        self._credentials, self._address = credentials, ""
+        self._inbox: list[m.CoreEvent] = []
+        self._beats: dict[str, m.Heartbeat] = {}
         self._wake, self._stop_asked = asyncio.Event(), False
         self._checkpoints: tuple[int, ...] = ()
         self._disk_due_s, self._turned_s = 0.0, math.inf
@@ -98,7 +101,7 @@ class Coordinator:
         self._file_due_s, self._shown_epoch = 0.0, m.NO_EPOCH
         fleet = spec.fleet
         self._tick_s = min(_LONGEST_TICK_S, min(fleet.lease_s, fleet.confirm_s or fleet.lease_s) / 8)
-        self._journal = Journal(_journal_path(post))
+        self._journal = Journal(_journal_path(args))
         self._state, self._restarts = self._remembered()
         # What a coordinator before this one saw, it has told.
         self._told = max((incident.at_s for incident in self._state.incidents), default=0.0)
@@ -125,9 +128,9 @@ class Coordinator:
 
     # --- what the server hears -----------------------------------------------------------------
 
-    def said(self, report: m.Said) -> None:
+    def on_report(self, report: m.AgentMessage) -> None:
         """A report of an attached agent."""
-        if isinstance(report, m.Beat):
+        if isinstance(report, m.Heartbeat):
             self._beats[report.node] = report  # a later one says all that an earlier one did
             return
         if isinstance(report, m.Recorded):
@@ -144,12 +147,12 @@ class Coordinator:
         if self._inquiry.over(self._now_s()):
             self._wake.set()
 
-    def lost(self, link: AgentLink) -> None:
+    def on_disconnect(self, link: AgentLink) -> None:
         """An agent's stream ended."""
         self._inbox.append(m.Disconnected(link.node, link.incarnation))
         self._wake.set()
 
-    async def asked(self, operation: m.Operation) -> str:
+    async def on_operation(self, operation: m.OperatorRequest) -> str:
         """An operator's wish; the answer says what will come of it."""
         if isinstance(operation, m.Drain | m.Admit) and operation.node not in self._state.nodes:
             known = ", ".join(sorted(self._state.nodes)[:20]) or "none yet"
@@ -166,12 +169,12 @@ class Coordinator:
 
     async def run(self) -> int:
         """Coordinates until the run is over. Returns the exit code: 0 finished or stopped, 1 failed."""
-        port = await self._server.start(self._post.host, self._port())
-        self._address = f"{self._post.host}:{port}"
+        port = await self._server.start(self._args.host, self._port())
+        self._address = f"{self._args.host}:{port}"
         # Before the file says that this process is the coordinator: who reads that may send the signal.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._ask_to_stop)
         self._write_file(self._now_s())
-        self.log(f"coordinates {self._post.run_dir} at {self._address}, start {self._restarts + 1}")
+        self.log(f"coordinates {self._args.run_dir} at {self._address}, start {self._restarts + 1}")
         while not self._over:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), self._tick_s)
@@ -182,17 +185,17 @@ class Coordinator:
                 self.log(f"{error}; decides nothing until it can")
                 await asyncio.sleep(_RETRY_S)
         await self._farewell()
-        return 1 if self._state.phase is Phase.FAILED else 0
+        return 1 if self._state.phase is FleetPhase.FAILED else 0
 
     @property
     def _over(self) -> bool:
-        return self._state.phase in (Phase.FINISHED, Phase.FAILED)
+        return self._state.phase in (FleetPhase.FINISHED, FleetPhase.FAILED)
 
     def _port(self) -> int:
         """The port of the last coordinator of this attempt, so that agents find this one where they look."""
-        if self._restarts and not self._post.port and path_in(self._post.run_dir).exists():
-            return int(read_fleet_file(self._post.run_dir).coordinator.rpartition(":")[2] or 0)
-        return self._post.port
+        if self._restarts and not self._args.port and path_in(self._args.run_dir).exists():
+            return int(read_fleet_file(self._args.run_dir).coordinator.rpartition(":")[2] or 0)
+        return self._args.port
 
     def _ask_to_stop(self) -> None:
         self._inbox.append(m.StopRun())
@@ -224,8 +227,8 @@ class Coordinator:
             with suppress(CheckpointError):
                 DiskTier(self._directory.checkpoints).set_aside(saved)
 
-    def _batch(self, now_s: float) -> tuple[m.Event, ...]:
-        events: list[m.Event] = []
+    def _batch(self, now_s: float) -> tuple[m.CoreEvent, ...]:
+        events: list[m.CoreEvent] = []
         if now_s >= self._disk_due_s:
             self._disk_due_s = now_s + self._tick_s
             checkpoints = _committed(self._directory.checkpoints)
@@ -241,7 +244,7 @@ class Coordinator:
         self._turned_s = now_s
         return (*events, m.Tick())
 
-    def _decide(self, event: m.Event, now_s: float) -> list[tuple[str, m.Command]]:
+    def _decide(self, event: m.CoreEvent, now_s: float) -> list[tuple[str, m.Command]]:
         orders: list[Order]
         self._state, orders = step(self._state, event, now_s)
         for order in orders:
@@ -270,7 +273,7 @@ class Coordinator:
             if incident.at_s > self._told:
                 self._record(f"node {incident.node}: {incident.what}" if incident.node else incident.what)
         self._told = max((i.at_s for i in self._state.incidents), default=self._told)
-        formed = self._state.phase is Phase.RUNNING and self._state.epoch != self._shown_epoch
+        formed = self._state.phase is FleetPhase.RUNNING and self._state.epoch != self._shown_epoch
         if now_s >= self._file_due_s or self._over or formed:
             self._shown_epoch = self._state.epoch if formed else self._shown_epoch
             self._write_file(now_s)
@@ -279,7 +282,7 @@ class Coordinator:
         self.log(text)
         try:
             if self._events is None:
-                self._events = EventLog(self._directory.events, self._post.attempt)
+                self._events = EventLog(self._directory.events, self._args.attempt)
             self._events.append(Message("warning", text))
         except EventLogError as error:
             self.log(str(error))
@@ -288,12 +291,12 @@ class Coordinator:
         began_s = time.thread_time()
         attached = frozenset(self._server.links)
         content = fleet_file(
-            self._state, self._door.run, self._address, attached, self._server.refused, self._restarts
+            self._state, self._credentials.run, self._address, attached, self._server.refused, self._restarts
         )
         try:
-            write_fleet_file(self._post.run_dir, content)
+            write_fleet_file(self._args.run_dir, content)
         except OSError as error:
-            self.log(f"cannot write {path_in(self._post.run_dir)}: {error.strerror}")
+            self.log(f"cannot write {path_in(self._args.run_dir)}: {error.strerror}")
         took_s = time.thread_time() - began_s
         self._file_due_s = now_s + max(self._tick_s, took_s / _FILE_SHARE)
 
@@ -310,14 +313,14 @@ class Coordinator:
         self._journal.close()
 
 
-def _journal_path(post: Post) -> Path:
-    folder = post.run_dir / "fleet"
+def _journal_path(args: CoordinatorArgs) -> Path:
+    folder = args.run_dir / "fleet"
     folder.mkdir(exist_ok=True)
-    return folder / f"journal-{post.attempt:03d}.jsonl"
+    return folder / f"journal-{args.attempt:03d}.jsonl"
 
 
 def _began(state: FleetState, restarts: int) -> bytes:
-    return msgspec.json.encode(Began(msgspec.Raw(encode_state(state)), restarts))
+    return msgspec.json.encode(Began(JOURNAL_VERSION, msgspec.Raw(encode_state(state)), restarts))
 
 
 def replayed(lines: Sequence[bytes]) -> tuple[FleetState, int]:
@@ -329,6 +332,11 @@ def replayed(lines: Sequence[bytes]) -> tuple[FleetState, int]:
         began = _lines.decode(lines[0])
         if not isinstance(began, Began):
             raise JournalError("the journal does not begin with a state; move it away and start again")
+        if began.version != JOURNAL_VERSION:
+            raise JournalError(
+                f"the journal has version {began.version}, and this Phalanx reads version {JOURNAL_VERSION}; move it "
+                "away and start again: the run goes on from its newest checkpoint"
+            )
         state, restarts = decode_state(bytes(began.state)), began.restarts
         for line in lines[1:]:
             happened = _lines.decode(line)
@@ -353,12 +361,14 @@ def _committed(folder: Path) -> tuple[int, ...]:
     return tuple(sorted(int(name[5:]) for name in names if (folder / name / "checkpoint.json").exists()))
 
 
-def door_of(run_dir: Path, spec: RunSpec, certificates: Path | None) -> Door:
+def credentials_of(run_dir: Path, spec: RunSpec, certificates: Path | None) -> Credentials:
     """What one shows and demands to speak about a run. Raises ``SecurityError``."""
-    return Door(identity(spec), run_token(run_dir), read_certificates(certificates) if certificates else None)
+    return Credentials(
+        identity(spec), run_token(run_dir), read_certificates(certificates) if certificates else None
+    )
 
 
-def run_coordinator(post: Post, certificates: Path | None = None) -> int:
+def run_coordinator(args: CoordinatorArgs, certificates: Path | None = None) -> int:
     """Coordinates in this process, to the end of the run. Returns 0 if it finished or was stopped, 1 if it failed.
 
     Raises:
@@ -367,8 +377,8 @@ def run_coordinator(post: Post, certificates: Path | None = None) -> int:
         JournalError, TransportError: It cannot remember, or cannot listen.
         ValueError: The run file asks for a fleet that no layout fits.
     """
-    spec = read_resolved(RunDirectory(post.run_dir))
-    return asyncio.run(_coordinate(post, spec, door_of(post.run_dir, spec, certificates)))
+    spec = read_resolved(RunDirectory(args.run_dir))
+    return asyncio.run(_coordinate(args, spec, credentials_of(args.run_dir, spec, certificates)))
 
 
 def main() -> int:
@@ -382,16 +392,16 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--certificates", type=Path)
     arguments = parser.parse_args()
-    post = Post(arguments.run_dir, arguments.attempt, arguments.host, arguments.port)
+    args = CoordinatorArgs(arguments.run_dir, arguments.attempt, arguments.host, arguments.port)
     try:
-        return run_coordinator(post, arguments.certificates)
+        return run_coordinator(args, arguments.certificates)
     except (JournalError, RunDirectoryError, SecurityError, TransportError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
 
 
-async def _coordinate(post: Post, spec: RunSpec, door: Door) -> int:
-    return await Coordinator(post, spec, door).run()
+async def _coordinate(args: CoordinatorArgs, spec: RunSpec, credentials: Credentials) -> int:
+    return await Coordinator(args, spec, credentials).run()
 
 
 if __name__ == "__main__":

@@ -21,10 +21,17 @@ from phalanx.fleet.control.transport import (
     CLIENT_OPTIONS,
     QUEUED,
     SERVICE,
-    Door,
+    Credentials,
     TransportError,
 )
-from phalanx.fleet.core.messages import Command, Operation, Report, Said, decode_command, encode
+from phalanx.fleet.core.messages import (
+    AgentMessage,
+    AgentReport,
+    Command,
+    OperatorRequest,
+    decode_command,
+    encode,
+)
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 
@@ -35,29 +42,35 @@ class CoordinatorLink:
     def __init__(
         self,
         where: Callable[[], str],
-        door: Door,
-        greet: Callable[[], list[Report]],
-        obey: Callable[[Command], None],
+        credentials: Credentials,
+        first_reports: Callable[[], list[AgentReport]],
+        on_command: Callable[[Command], None],
         log: Callable[[str], None],
     ) -> None:
         """
         Args:
             where: The coordinator's address as "host:port", asked before each dial; empty while it is not known.
-            door: What to show.
-            greet: What to say first, each time: a Joined and all else that the coordinator may have missed.
-            obey: Called with each command, in the event loop.
+            credentials: What to show.
+            first_reports: Returns what to send first on each connection: a Joined and all else that the coordinator may have missed.
+            on_command: Called with each command, in the event loop.
             log: Called with lines for people.
         """
-        self._where, self._door, self._greet, self._obey, self._log = where, door, greet, obey, log
-        self._queue: asyncio.Queue[Said] | None = None
+        self._where, self._credentials, self._first_reports, self._on_command, self._log = (
+            where,
+            credentials,
+            first_reports,
+            on_command,
+            log,
+        )
+        self._queue: asyncio.Queue[AgentMessage] | None = None
 
     @property
     def attached(self) -> bool:
         """Whether a stream is open (as far as this side knows)."""
         return self._queue is not None
 
-    def say(self, report: Said) -> None:
-        """Sends a report; dropped while not attached, since ``greet`` tells what matters."""
+    def say(self, report: AgentMessage) -> None:
+        """Sends a report; dropped while not attached, since ``first_reports`` repeats what matters."""
         if self._queue is not None:
             with suppress(asyncio.QueueFull):
                 self._queue.put_nowait(report)
@@ -80,19 +93,19 @@ class CoordinatorLink:
         address, answered = self._where(), False
         if not address:
             return "its address is not known yet", False
-        async with _channel(address, self._door) as channel:
-            call = channel.stream_stream(f"/{SERVICE}/Attach")(metadata=self._door.metadata())
-            queue: asyncio.Queue[Said] = asyncio.Queue(QUEUED)
+        async with _channel(address, self._credentials) as channel:
+            call = channel.stream_stream(f"/{SERVICE}/Attach")(metadata=self._credentials.metadata())
+            queue: asyncio.Queue[AgentMessage] = asyncio.Queue(QUEUED)
             writing = None
             try:
                 await call.wait_for_connection()
-                for report in self._greet():
+                for report in self._first_reports():
                     queue.put_nowait(report)
                 self._queue = queue
                 writing = asyncio.create_task(_send_all(call, queue))
                 while (body := await call.read()) is not grpc.aio.EOF:
                     answered = True
-                    self._obey_encoded(body)
+                    self._on_encoded_command(body)
                 return _ending(await call.code(), await call.details()), answered
             except grpc.RpcError as error:
                 return _reason(error), answered
@@ -102,16 +115,16 @@ class CoordinatorLink:
                     writing.cancel()
                 call.cancel()
 
-    def _obey_encoded(self, body: bytes) -> None:
+    def _on_encoded_command(self, body: bytes) -> None:
         try:
             command = decode_command(body)
         except (msgspec.MsgspecError, RecursionError) as error:
             self._log(f"a command that nobody understands: {error}")
         else:
-            self._obey(command)
+            self._on_command(command)
 
 
-async def _send_all(call: Any, queue: asyncio.Queue[Said]) -> None:
+async def _send_all(call: Any, queue: asyncio.Queue[AgentMessage]) -> None:
     with suppress(grpc.RpcError, asyncio.InvalidStateError):  # the reader sees the same end, and says why
         while True:
             await call.write(encode(await queue.get()))
@@ -127,24 +140,26 @@ def _reason(error: grpc.RpcError) -> str:
     return repr(error)
 
 
-def _channel(address: str, door: Door) -> Any:
-    shown = door.certificates
+def _channel(address: str, credentials: Credentials) -> Any:
+    shown = credentials.certificates
     if shown is None:
         return grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
-    credentials = grpc.ssl_channel_credentials(shown.authority, shown.key, shown.certificate)
-    return grpc.aio.secure_channel(address, credentials, options=CLIENT_OPTIONS)
+    tls = grpc.ssl_channel_credentials(shown.authority, shown.key, shown.certificate)
+    return grpc.aio.secure_channel(address, tls, options=CLIENT_OPTIONS)
 
 
-async def operate(address: str, door: Door, operation: Operation, timeout_s: float = 10.0) -> str:
+async def operate(
+    address: str, credentials: Credentials, operation: OperatorRequest, timeout_s: float = 10.0
+) -> str:
     """Asks a coordinator for something, as an operator; returns its answer.
 
     Raises:
         TransportError: It is not there, or refuses.
     """
-    async with _channel(address, door) as channel:
+    async with _channel(address, credentials) as channel:
         call = channel.unary_unary(f"/{SERVICE}/Operate")
         try:
-            answer: bytes = await call(encode(operation), metadata=door.metadata(), timeout=timeout_s)
+            answer: bytes = await call(encode(operation), metadata=credentials.metadata(), timeout=timeout_s)
         except grpc.RpcError as error:
             raise TransportError(
                 f"the coordinator at {address} did not do it ({_reason(error)}); is the run going on? "

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from phalanx.fleet.core.state import NO_SEAT, FleetState, Node, Phase
+from phalanx.fleet.core.state import NO_SEAT, FleetPhase, FleetState, Node
 
 
 class FleetFileError(RuntimeError):
@@ -49,7 +49,7 @@ class FleetFile(msgspec.Struct, frozen=True):
     """Where it listens, as "host:port"."""
     coordinator_pid: int
     written_unix_s: float
-    phase: Phase
+    phase: FleetPhase
     reason: str
     epoch: int
     ranks: int
@@ -72,7 +72,7 @@ class FleetFile(msgspec.Struct, frozen=True):
     @property
     def over(self) -> bool:
         """Whether the run has ended."""
-        return self.phase in (Phase.FINISHED, Phase.FAILED)
+        return self.phase in (FleetPhase.FINISHED, FleetPhase.FAILED)
 
 
 def fleet_file(
@@ -118,8 +118,8 @@ def _member(state: FleetState, node: Node, attached: bool) -> Member:
 def _role(state: FleetState, node: Node, seated: bool) -> str:
     if not node.alive:
         return "lost"
-    if node.verdict != "good":
-        return str(node.verdict)
+    if node.eligibility != "good":
+        return str(node.eligibility)
     if seated:
         return "member"
     return "spare" if node.name in state.spares else "warming"

@@ -22,14 +22,14 @@ import msgspec
 
 from phalanx.fleet.control.security import Certificates, same_token
 from phalanx.fleet.core.messages import (
-    VERSION,
+    PROTOCOL_VERSION,
+    AgentMessage,
     Command,
-    Expel,
+    Fence,
     Folded,
     Joined,
-    Operation,
+    OperatorRequest,
     Rollcall,
-    Said,
     Suspect,
     decode_report,
     encode,
@@ -65,7 +65,7 @@ class TransportError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Door:
+class Credentials:
     """What both sides must know to speak about a run."""
 
     run: str
@@ -76,7 +76,7 @@ class Door:
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What a caller shows."""
         return (
-            ("phalanx-version", str(VERSION)),
+            ("phalanx-version", str(PROTOCOL_VERSION)),
             ("phalanx-run", self.run),
             ("authorization", f"Bearer {self.token}"),
         )
@@ -86,8 +86,8 @@ class Door:
         given = {name: value for name, value in shown if isinstance(value, str)}
         if not same_token(given.get("authorization", ""), f"Bearer {self.token}"):
             return "wrong token"
-        if given.get("phalanx-version") != str(VERSION):
-            return f"version {given.get('phalanx-version')} of the messages, not {VERSION}: install the same Phalanx"
+        if given.get("phalanx-version") != str(PROTOCOL_VERSION):
+            return f"version {given.get('phalanx-version')} of the messages, not {PROTOCOL_VERSION}: install the same Phalanx"
         if given.get("phalanx-run") != self.run:
             return "another run"
         return ""
@@ -119,13 +119,13 @@ class AgentLink:
 class Listener(Protocol):
     """What the coordinator does with what arrives; called from the event loop, must not block."""
 
-    def said(self, report: Said) -> None:
+    def on_report(self, report: AgentMessage) -> None:
         """An attached agent said something (its Joined included)."""
 
-    def lost(self, link: AgentLink) -> None:
+    def on_disconnect(self, link: AgentLink) -> None:
         """The stream of an attached agent ended."""
 
-    async def asked(self, operation: Operation) -> str:
+    async def on_operation(self, operation: OperatorRequest) -> str:
         """An operator wants something; returns what to tell it."""
 
     def log(self, line: str) -> None:
@@ -135,8 +135,8 @@ class Listener(Protocol):
 class FleetServer:
     """The coordinator's listening side: who is attached, and what was refused."""
 
-    def __init__(self, door: Door, listener: Listener) -> None:
-        self._door, self._listener = door, listener
+    def __init__(self, credentials: Credentials, listener: Listener) -> None:
+        self._credentials, self._listener = credentials, listener
         self.links: dict[str, AgentLink] = {}
         """Of every attached node, its current stream."""
         self.refused: Counter[str] = Counter()
@@ -160,13 +160,13 @@ class FleetServer:
         return bound
 
     def _bind(self, address: str) -> int:
-        shown = self._door.certificates
+        shown = self._credentials.certificates
         if shown is None:
             return int(self._server.add_insecure_port(address))
-        credentials = grpc.ssl_server_credentials(
+        tls = grpc.ssl_server_credentials(
             [(shown.key, shown.certificate)], shown.authority, require_client_auth=True
         )
-        return int(self._server.add_secure_port(address, credentials))
+        return int(self._server.add_secure_port(address, tls))
 
     async def stop(self, grace_s: float = 0.5) -> None:
         """Ends all streams, after what is queued has been sent or the grace has passed."""
@@ -186,7 +186,7 @@ class FleetServer:
             self._listener.log(f"refused {kind} from {who} ({count} so far) {detail}".rstrip())
 
     async def _admit(self, context: Any) -> None:
-        if why := self._door.refusal(context.invocation_metadata() or ()):
+        if why := self._credentials.refusal(context.invocation_metadata() or ()):
             self._refuse(why.split(":")[0], context.peer())
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, why)
 
@@ -210,7 +210,7 @@ class FleetServer:
                 task.cancel()
             if link is not None and self.links.get(link.node) is link:
                 del self.links[link.node]
-                self._listener.lost(link)
+                self._listener.on_disconnect(link)
 
     async def _understood(self, requests: AsyncIterator[bytes], who: str) -> AsyncIterator[Any]:
         """The reports of a stream; what is none is left out. Ends with the stream, however that ends."""
@@ -230,13 +230,13 @@ class FleetServer:
         before = self.links.get(first.node)
         if before is not None and before.incarnation > first.incarnation:
             self._refuse("superseded incarnation", f"{first.node} at {who}")
-            link.send(encode(Expel("a newer agent of this node is attached", first.incarnation)))
+            link.send(encode(Fence("a newer agent of this node is attached", first.incarnation)))
             link.close()
             return link
         self.links[first.node] = link
         if before is not None:
             before.close()
-        self._listener.said(first)
+        self._listener.on_report(first)
         return link
 
     async def _read(self, link: AgentLink, reports: AsyncIterator[Any], who: str) -> None:
@@ -246,7 +246,7 @@ class FleetServer:
             if isinstance(report, Joined) and report.node == link.node:
                 link.incarnation = report.incarnation
             if _speaks_for_itself(report, link.node):
-                self._listener.said(report)
+                self._listener.on_report(report)
             else:
                 self._refuse("message that speaks for others", f"{link.node} at {who}", type(report).__name__)
 
@@ -254,20 +254,22 @@ class FleetServer:
         await self._admit(context)
         try:
             operation = decode_report(body)
-            if not isinstance(operation, Operation):
+            if not isinstance(operation, OperatorRequest):
                 raise msgspec.ValidationError(f"{type(operation).__name__} is no operation")
         except msgspec.MsgspecError as error:
             self._refuse("malformed message", context.peer(), str(error)[:200])
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:500])
             raise AssertionError("abort raises") from error
-        return (await self._listener.asked(operation)).encode()
+        return (await self._listener.on_operation(operation)).encode()
 
 
 def _speaks_for_itself(report: Any, node: str) -> bool:
     """Audits and statistics may accuse another node; operations come by their own call; else each for itself."""
     if isinstance(report, Suspect):
         return True
-    return not isinstance(report, Operation | Folded | Rollcall) and getattr(report, "node", node) == node
+    return (
+        not isinstance(report, OperatorRequest | Folded | Rollcall) and getattr(report, "node", node) == node
+    )
 
 
 async def _write(link: AgentLink, context: Any) -> None:
@@ -276,7 +278,7 @@ async def _write(link: AgentLink, context: Any) -> None:
 
 
 async def _flushed(link: AgentLink, writing: asyncio.Task[None], grace_s: float = 0.2) -> None:
-    """Gives the last commands (an Expel, a Shutdown) a moment to leave."""
+    """Gives the last commands (a Fence, a Shutdown) a moment to leave."""
     if link.queue.empty():
         await asyncio.sleep(0)
     with suppress(TimeoutError):

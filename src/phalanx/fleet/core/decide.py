@@ -30,11 +30,11 @@ from phalanx.fleet.core.orders import SEATED, Order
 from phalanx.fleet.core.rollcall import rollcall
 from phalanx.fleet.core.state import (
     NO_SEAT,
+    CoreSettings,
+    Eligibility,
+    FleetPhase,
     FleetState,
     Node,
-    Phase,
-    Settings,
-    Verdict,
     change,
     distrust,
     note,
@@ -45,12 +45,12 @@ from phalanx.fleet.core.state import (
 DURABLE_KEPT = 1024
 
 
-def initial_state(settings: Settings, now_s: float) -> FleetState:
+def initial_state(settings: CoreSettings, now_s: float) -> FleetState:
     """A fleet without nodes."""
     return FleetState(settings=settings, now_s=now_s, since_s=now_s, step_s=now_s)
 
 
-def step(state: FleetState, event: m.Event, now_s: float) -> tuple[FleetState, list[Order]]:
+def step(state: FleetState, event: m.CoreEvent, now_s: float) -> tuple[FleetState, list[Order]]:
     """What is true after ``event``, and what is to be said to whom. The state given is used up.
 
     ``now_s`` is any clock's reading, in seconds; one that steps back counts as standing still.
@@ -62,14 +62,14 @@ def step(state: FleetState, event: m.Event, now_s: float) -> tuple[FleetState, l
     return state, orders
 
 
-def replay(state: FleetState, journal: Iterable[tuple[float, m.Event]]) -> FleetState:
+def replay(state: FleetState, journal: Iterable[tuple[float, m.CoreEvent]]) -> FleetState:
     """The state after all events of a journal; their orders were given long ago."""
     for now_s, event in journal:
         state, _ = step(state, event, now_s)
     return state
 
 
-def _answer(state: FleetState, event: m.Event, orders: list[Order]) -> None:
+def _answer(state: FleetState, event: m.CoreEvent, orders: list[Order]) -> None:
     if isinstance(event, m.Folded):
         for one in event.events:
             _answer(state, one, orders)
@@ -132,10 +132,10 @@ def _described(old: Node | None, event: m.Joined) -> Node:
         meeting_points=event.meeting_points,
         held=event.held,
         engaged=old.engaged if old and old.incarnation == event.incarnation else False,
-        verdict=old.verdict if old else Verdict.GOOD,
+        eligibility=old.eligibility if old else Eligibility.GOOD,
         why=old.why if old else "",
         seat=old.seat if old else NO_SEAT,
-        reserve=event.reserve,
+        started_as_spare=event.started_as_spare,
         strikes=old.strikes if old else (),
     )
 
@@ -153,7 +153,7 @@ def _ready(state: FleetState, event: m.Ready, orders: list[Order]) -> None:
         change(state, node, meeting_points=event.meeting_points, engaged=False)
 
 
-def _beat(state: FleetState, event: m.Beat, orders: list[Order]) -> None:
+def _heartbeat(state: FleetState, event: m.Heartbeat, orders: list[Order]) -> None:
     node = _speaker(state, event.node, event.incarnation, orders)
     if node is None:
         return
@@ -166,7 +166,7 @@ def _compare(state: FleetState, node: Node, epoch: int, phase: m.WorkerPhase, or
     """Mends what a lost message left: ``epoch`` and ``phase`` are where the node's workers really are."""
     free, member = (
         epoch == m.NO_EPOCH,
-        node.seat != NO_SEAT and state.phase not in (Phase.WAITING, Phase.FORMING),
+        node.seat != NO_SEAT and state.phase not in (FleetPhase.WAITING, FleetPhase.FORMING),
     )
     # Only where the journal was lost is it higher than ours: the number of an epoch must never be used twice.
     state.seen_epoch = max(state.seen_epoch, epoch)
@@ -180,9 +180,9 @@ def _compare(state: FleetState, node: Node, epoch: int, phase: m.WorkerPhase, or
             orders.append(Order(node.name, m.Park(epoch, "it is not a member of this epoch")))
         elif node.engaged:
             change(state, node, engaged=False)
-    elif state.phase is Phase.PARKING and node.name in state.awaiting:
+    elif state.phase is FleetPhase.PARKING and node.name in state.awaiting:
         orders.append(Order(node.name))
-    elif state.phase is Phase.BINDING and node.name in state.awaiting:
+    elif state.phase is FleetPhase.BINDING and node.name in state.awaiting:
         if epoch == state.epoch and phase is m.WorkerPhase.BOUND:
             state.awaiting.discard(node.name)
         elif epoch < state.epoch and phase is not m.WorkerPhase.COLD:
@@ -191,7 +191,7 @@ def _compare(state: FleetState, node: Node, epoch: int, phase: m.WorkerPhase, or
             regroup(state, orders, f"node {node.name} is leaving epoch {state.epoch}")
     elif state.phase in IN_EPOCH and (epoch != state.epoch or phase is m.WorkerPhase.LEAVING):
         regroup(state, orders, f"node {node.name} has left epoch {state.epoch}")
-    elif state.phase is Phase.RUNNING and state.stopping:
+    elif state.phase is FleetPhase.RUNNING and state.stopping:
         orders.append(Order(node.name, m.Stop(state.epoch)))
 
 
@@ -199,10 +199,10 @@ def _worker_failed(state: FleetState, event: m.WorkerExited | m.WorkerHung, orde
     node = _speaker(state, event.node, event.incarnation, orders)
     if node is None:
         return
-    member = node.seat != NO_SEAT and state.phase in (*IN_EPOCH, Phase.PARKING)
+    member = node.seat != NO_SEAT and state.phase in (*IN_EPOCH, FleetPhase.PARKING)
     earlier = m.NO_EPOCH < event.epoch < state.epoch
     if not node.warm or (
-        member and (earlier or (state.phase is Phase.RUNNING and event.epoch == m.NO_EPOCH))
+        member and (earlier or (state.phase is FleetPhase.RUNNING and event.epoch == m.NO_EPOCH))
     ):
         state.stale += 1
         return
@@ -239,13 +239,13 @@ def _parked(state: FleetState, event: m.Parked, orders: list[Order]) -> None:
     node = _speaker(state, event.node, event.incarnation, orders)
     if node is None:
         return
-    member = node.seat != NO_SEAT and state.phase in (*IN_EPOCH, Phase.PARKING)
+    member = node.seat != NO_SEAT and state.phase in (*IN_EPOCH, FleetPhase.PARKING)
     if event.epoch < state.epoch and member:
         state.stale += 1
         return
     forget_copies(state, node.name)
     change(state, node, meeting_points=event.meeting_points, held=event.held, engaged=False)
-    if state.phase is Phase.PARKING:
+    if state.phase is FleetPhase.PARKING:
         state.awaiting.discard(node.name)
     elif member:
         # It knew before we did: what it says is kept, or it would be waited for in vain.
@@ -255,7 +255,7 @@ def _parked(state: FleetState, event: m.Parked, orders: list[Order]) -> None:
 
 def _bound(state: FleetState, event: m.Bound, orders: list[Order]) -> None:
     node = _speaker(state, event.node, event.incarnation, orders)
-    if node is not None and event.epoch == state.epoch and state.phase is Phase.BINDING:
+    if node is not None and event.epoch == state.epoch and state.phase is FleetPhase.BINDING:
         state.awaiting.discard(node.name)
     else:
         state.stale += node is not None
@@ -292,7 +292,7 @@ def _doubt(state: FleetState, event: m.Suspect, node: Node, orders: list[Order])
     trusted_step = event.trusted_step
     if event.reason == "corruption" and trusted_step is not None:
         _roll_back(state, event, node, trusted_step, orders)
-    if node.verdict is not Verdict.GOOD:
+    if node.eligibility is not Eligibility.GOOD:
         state.stale += 1
         return
     if event.reason == "straggler" and not state.spares and node.seat != NO_SEAT:
@@ -300,7 +300,7 @@ def _doubt(state: FleetState, event: m.Suspect, node: Node, orders: list[Order])
         return
     why = f"{event.reason}: {event.evidence[:200]}"
     note(state, node.name, why)
-    change(state, state.nodes[node.name], verdict=Verdict.QUARANTINED, why=why)
+    change(state, state.nodes[node.name], eligibility=Eligibility.QUARANTINED, why=why)
 
 
 def _roll_back(state: FleetState, event: m.Suspect, node: Node, step_: int, orders: list[Order]) -> None:
@@ -314,18 +314,18 @@ def _roll_back(state: FleetState, event: m.Suspect, node: Node, step_: int, orde
     regroup(state, orders, f"node {node.name} computed wrongly; back to step {step_}")
 
 
-def _finished(state: FleetState, event: m.Finished, orders: list[Order]) -> None:
+def _finished(state: FleetState, event: m.RunFinished, orders: list[Order]) -> None:
     # Also while binding: where few steps are left, all can have ended before everybody has been heard to begin.
-    if event.epoch == state.epoch and state.phase in (*IN_EPOCH, Phase.PARKING):
+    if event.epoch == state.epoch and state.phase in (*IN_EPOCH, FleetPhase.PARKING):
         state.result_json = event.result_json
-        end(state, orders, Phase.FINISHED, "stopped" if state.stopping else "all steps are done")
+        end(state, orders, FleetPhase.FINISHED, "stopped" if state.stopping else "all steps are done")
     else:
         state.stale += 1
 
 
 def _fatal(state: FleetState, event: m.Fatal, orders: list[Order]) -> None:
-    if event.epoch == state.epoch and state.phase in (*IN_EPOCH, Phase.PARKING):
-        end(state, orders, Phase.FAILED, f"node {event.node}: {event.text}")
+    if event.epoch == state.epoch and state.phase in (*IN_EPOCH, FleetPhase.PARKING):
+        end(state, orders, FleetPhase.FAILED, f"node {event.node}: {event.text}")
     else:
         state.stale += 1
 
@@ -335,28 +335,28 @@ def _fatal(state: FleetState, event: m.Fatal, orders: list[Order]) -> None:
 
 def _drain(state: FleetState, event: m.Drain, orders: list[Order]) -> None:  # noqa: ARG001
     node = state.nodes.get(event.node)
-    if node is None or node.verdict is Verdict.DRAINED:
+    if node is None or node.eligibility is Eligibility.DRAINED:
         state.stale += 1
         return
     note(state, node.name, "drained by the operator")
-    change(state, node, verdict=Verdict.DRAINED, why="drained by the operator")
+    change(state, node, eligibility=Eligibility.DRAINED, why="drained by the operator")
 
 
 def _admit(state: FleetState, event: m.Admit, orders: list[Order]) -> None:  # noqa: ARG001
     node = state.nodes.get(event.node)
-    if node is None or (node.verdict is Verdict.GOOD and not node.strikes):
+    if node is None or (node.eligibility is Eligibility.GOOD and not node.strikes):
         state.stale += 1
         return
     note(state, node.name, "admitted by the operator")
-    change(state, node, verdict=Verdict.GOOD, why="", strikes=())
+    change(state, node, eligibility=Eligibility.GOOD, why="", strikes=())
 
 
 def _stop(state: FleetState, event: m.StopRun, orders: list[Order]) -> None:  # noqa: ARG001
     if state.stopping:
-        end(state, orders, Phase.FINISHED, "stopped at once")
+        end(state, orders, FleetPhase.FINISHED, "stopped at once")
         return
     state.stopping = True
-    if state.phase is Phase.RUNNING:
+    if state.phase is FleetPhase.RUNNING:
         orders.append(Order(SEATED, m.Stop(state.epoch)))
 
 
@@ -386,7 +386,7 @@ def _disk_holds(state: FleetState, event: m.DiskHolds, orders: list[Order]) -> N
 
 
 def _diagnosed(state: FleetState, event: m.Diagnosed, orders: list[Order]) -> None:
-    if event.epoch != state.epoch or state.phase is not Phase.RUNNING or not state.diagnosed:
+    if event.epoch != state.epoch or state.phase is not FleetPhase.RUNNING or not state.diagnosed:
         state.stale += 1
         return
     note(state, "", f"epoch {event.epoch} hangs: {event.text}")
@@ -409,7 +409,7 @@ def _restarted(state: FleetState, event: m.Restarted, orders: list[Order]) -> No
 _ANSWERS: dict[type, Callable[..., None]] = {
     m.Joined: _joined,
     m.Ready: _ready,
-    m.Beat: _beat,
+    m.Heartbeat: _heartbeat,
     m.WorkerExited: _worker_failed,
     m.WorkerHung: _worker_failed,
     m.Broken: _broken,
@@ -417,7 +417,7 @@ _ANSWERS: dict[type, Callable[..., None]] = {
     m.Bound: _bound,
     m.Durable: _durable,
     m.Suspect: _suspect,
-    m.Finished: _finished,
+    m.RunFinished: _finished,
     m.Fatal: _fatal,
     m.Drain: _drain,
     m.Admit: _admit,

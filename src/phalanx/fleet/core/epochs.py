@@ -9,21 +9,27 @@ from __future__ import annotations
 
 from phalanx.fleet.core.messages import NO_STEP, Diagnose, Fresh, Park, Shutdown, Stop
 from phalanx.fleet.core.orders import LIVING, SEATED, Order
-from phalanx.fleet.core.plans import Plan, is_complete, plan_epoch, possible_ranks, ranks_without_reserve
+from phalanx.fleet.core.plans import (
+    EpochPlan,
+    is_complete,
+    plan_epoch,
+    possible_ranks,
+    ranks_without_started_spares,
+)
 from phalanx.fleet.core.state import (
     NO_SEAT,
+    Eligibility,
+    FleetPhase,
     FleetState,
     Node,
-    Phase,
     RestorePoint,
-    Source,
-    Verdict,
+    StateSource,
     change,
     note,
 )
 
-IN_EPOCH = (Phase.BINDING, Phase.RUNNING)
-OVER = (Phase.FINISHED, Phase.FAILED)
+IN_EPOCH = (FleetPhase.BINDING, FleetPhase.RUNNING)
+OVER = (FleetPhase.FINISHED, FleetPhase.FAILED)
 QUICK_TRIES, FIRST_PAUSE_S, LONGEST_PAUSE_S = 4, 0.1, 10.0
 MASS_PATIENCE = 4
 """When most nodes fall silent at once it is likely the coordinator that is cut off: it waits so many times longer."""
@@ -39,12 +45,14 @@ def advance(state: FleetState, orders: list[Order]) -> None:
 def _from_forming(state: FleetState, orders: list[Order]) -> bool:
     settings, ranks = state.settings, possible_ranks(state)
     if state.stopping:
-        end(state, orders, Phase.FINISHED, "stopped before it was formed")
+        end(state, orders, FleetPhase.FINISHED, "stopped before it was formed")
         return True
     whole = settings.formation.largest(settings.wanted_nodes * settings.formation.workers_per_node)
     # A node that is known to be unfit is not waited for: a spare takes its place.
-    unfit = any(node.verdict is not Verdict.GOOD for node in state.nodes.values() if not node.reserve)
-    ready = ranks if unfit else ranks_without_reserve(state)
+    unfit = any(
+        node.eligibility is not Eligibility.GOOD for node in state.nodes.values() if not node.started_as_spare
+    )
+    ready = ranks if unfit else ranks_without_started_spares(state)
     patient = ready < whole and state.now_s - state.since_s < settings.form_s
     return bool(ranks) and not patient and _form(state, orders)
 
@@ -57,7 +65,7 @@ def _from_binding(state: FleetState, orders: list[Order]) -> bool:
         if lost:
             regroup(state, orders, "the state was lost before all had restored it")
         return lost
-    _enter(state, Phase.RUNNING)
+    _enter(state, FleetPhase.RUNNING)
     state.step_s = state.now_s
     if state.stopping:
         orders.append(Order(SEATED, Stop(state.epoch)))
@@ -98,7 +106,7 @@ def _from_waiting(state: FleetState, orders: list[Order]) -> bool:
         end(
             state,
             orders,
-            Phase.FINISHED,
+            FleetPhase.FINISHED,
             "stopped while waiting for nodes; it goes on from the newest checkpoint",
         )
         return True
@@ -106,15 +114,15 @@ def _from_waiting(state: FleetState, orders: list[Order]) -> bool:
 
 
 _TURNS = {
-    Phase.FORMING: _from_forming,
-    Phase.BINDING: _from_binding,
-    Phase.RUNNING: _from_running,
-    Phase.PARKING: _from_parking,
-    Phase.WAITING: _from_waiting,
+    FleetPhase.FORMING: _from_forming,
+    FleetPhase.BINDING: _from_binding,
+    FleetPhase.RUNNING: _from_running,
+    FleetPhase.PARKING: _from_parking,
+    FleetPhase.WAITING: _from_waiting,
 }
 
 
-def _enter(state: FleetState, phase: Phase) -> None:
+def _enter(state: FleetState, phase: FleetPhase) -> None:
     state.phase, state.since_s = phase, state.now_s
 
 
@@ -133,20 +141,20 @@ def _fill_vacancies(state: FleetState, orders: list[Order]) -> bool:
 
 def regroup(state: FleetState, orders: list[Order], reason: str, *, planned: bool = False) -> None:
     """Ends the present epoch. A planned end loses no step; a fault meanwhile turns it into an unplanned one."""
-    if state.phase is Phase.PARKING and state.planned and not planned:
+    if state.phase is FleetPhase.PARKING and state.planned and not planned:
         state.planned, state.left_planned, state.reason = False, False, reason
-        _enter(state, Phase.PARKING)
+        _enter(state, FleetPhase.PARKING)
         state.recoveries += 1
         orders += [Order(name, Park(state.epoch, reason)) for name in sorted(state.awaiting)]
     elif state.phase in IN_EPOCH:
-        planned = planned and state.phase is Phase.RUNNING
+        planned = planned and state.phase is FleetPhase.RUNNING
         state.recoveries += not planned
         state.regroups += planned
         state.tries += not planned
         state.reason, state.planned = reason, planned
-        if state.phase is Phase.RUNNING or state.left_s is None:
+        if state.phase is FleetPhase.RUNNING or state.left_s is None:
             state.left_s, state.left_planned = state.now_s, planned
-        _enter(state, Phase.PARKING)
+        _enter(state, FleetPhase.PARKING)
         note(state, "", f"leave epoch {state.epoch}: {reason}")
         gone = {state.seats[seat] for seat in state.vacant if not state.nodes[state.seats[seat]].alive}
         state.awaiting = set(state.seats)
@@ -158,12 +166,12 @@ def _form(state: FleetState, orders: list[Order]) -> bool:
     """Begins the next epoch if there are nodes for it; otherwise the fleet waits."""
     if state.tries > state.settings.max_tries:
         text = f"{state.tries} faults in a row without a step between them; the last one: {state.reason}"
-        end(state, orders, Phase.FAILED, text)
+        end(state, orders, FleetPhase.FAILED, text)
         return True
     plan = plan_epoch(state)
     if plan is None:
-        if state.phase is not Phase.WAITING:
-            _enter(state, Phase.WAITING)
+        if state.phase is not FleetPhase.WAITING:
+            _enter(state, FleetPhase.WAITING)
             note(state, "", "too few nodes: the fleet waits, its state safe in memory and on disk")
             return True
         return False
@@ -171,7 +179,7 @@ def _form(state: FleetState, orders: list[Order]) -> bool:
     return True
 
 
-def _begin(state: FleetState, orders: list[Order], plan: Plan) -> None:
+def _begin(state: FleetState, orders: list[Order], plan: EpochPlan) -> None:
     left = set(state.seats) - set(plan.seats)
     state.epoch = max(state.epoch, state.seen_epoch) + 1
     before = _step_of(state.source)
@@ -184,11 +192,11 @@ def _begin(state: FleetState, orders: list[Order], plan: Plan) -> None:
         # Ground was lost: to make it good again is progress too.
         state.best_step = state.step
     progressed(state, state.step)
-    _enter(state, Phase.BINDING)
+    _enter(state, FleetPhase.BINDING)
     orders += [Order(SEATED), *(Order(name) for name in sorted(left))]
 
 
-def _step_of(source: Source) -> int:
+def _step_of(source: StateSource) -> int:
     return NO_STEP if isinstance(source, Fresh) else source.step
 
 
@@ -216,7 +224,7 @@ def progressed(state: FleetState, step: int) -> None:
 
 def stepped(state: FleetState, step: int) -> None:
     """The members have completed ``step``."""
-    if state.phase is not Phase.RUNNING or step <= state.step:
+    if state.phase is not FleetPhase.RUNNING or step <= state.step:
         return
     pace_s = (state.now_s - state.step_s) / (step - state.step)
     state.pace_s = 0.8 * state.pace_s + 0.2 * pace_s if state.pace_s else pace_s
@@ -224,7 +232,7 @@ def stepped(state: FleetState, step: int) -> None:
     progressed(state, step)
 
 
-def end(state: FleetState, orders: list[Order], phase: Phase, reason: str) -> None:
+def end(state: FleetState, orders: list[Order], phase: FleetPhase, reason: str) -> None:
     """The run is over."""
     _enter(state, phase)
     state.reason, state.awaiting = reason, set()
@@ -250,10 +258,10 @@ def strike(state: FleetState, node: Node, why: str, **changes: object) -> None:
     settings = state.settings
     recent = tuple(at_s for at_s in node.strikes if state.now_s - at_s < settings.strike_window_s)
     strikes = (*recent, state.now_s)
-    lemon = len(strikes) >= settings.strikes and node.verdict is Verdict.GOOD
+    lemon = len(strikes) >= settings.strikes and node.eligibility is Eligibility.GOOD
     if lemon:
         why = f"{why}; {len(strikes)} failures within {settings.strike_window_s:g} s: quarantined"
-        changes["verdict"] = Verdict.QUARANTINED
+        changes["eligibility"] = Eligibility.QUARANTINED
     note(state, node.name, why)
     change(state, node, why=why, strikes=strikes[-settings.strikes :], **changes)
 
@@ -307,18 +315,18 @@ def check_deadlines(state: FleetState, orders: list[Order]) -> None:
     deadline_s = phase_deadline_s(state)
     if deadline_s is None or state.now_s < deadline_s:
         return
-    if state.phase is Phase.PARKING and state.planned:
+    if state.phase is FleetPhase.PARKING and state.planned:
         regroup(state, orders, f"no step boundary was reached ({state.reason})")
-    elif state.phase is Phase.PARKING:
+    elif state.phase is FleetPhase.PARKING:
         for name in sorted(state.awaiting):
             lose(state, orders, state.nodes[name], f"it did not leave epoch {state.epoch}")
-    elif state.phase is Phase.BINDING:
+    elif state.phase is FleetPhase.BINDING:
         _blame_unbound(state)
         regroup(state, orders, f"epoch {state.epoch} was not bound within {state.settings.bind_s:g} s")
-    elif state.phase is Phase.RUNNING and not state.diagnosed:
+    elif state.phase is FleetPhase.RUNNING and not state.diagnosed:
         state.diagnosed = True
         orders.append(Order(SEATED, Diagnose(state.epoch, state.now_s - state.step_s)))
-    elif state.phase is Phase.RUNNING:
+    elif state.phase is FleetPhase.RUNNING:
         regroup(state, orders, f"no step ended for {state.now_s - state.step_s:.0f} s")
 
 
@@ -332,15 +340,15 @@ def _blame_unbound(state: FleetState) -> None:
 def phase_deadline_s(state: FleetState) -> float | None:
     """When the present phase has taken too long, or None."""
     settings = state.settings
-    if state.phase is Phase.FORMING and state.now_s - state.since_s < settings.form_s:
+    if state.phase is FleetPhase.FORMING and state.now_s - state.since_s < settings.form_s:
         return state.since_s + settings.form_s
-    if state.phase is Phase.PARKING and not state.awaiting:
+    if state.phase is FleetPhase.PARKING and not state.awaiting:
         return state.since_s + pause_s(state.tries)
-    if state.phase is Phase.PARKING:
+    if state.phase is FleetPhase.PARKING:
         return state.since_s + (settings.stall_s if state.planned else settings.park_s)
-    if state.phase is Phase.BINDING:
+    if state.phase is FleetPhase.BINDING:
         return state.since_s + settings.bind_s
-    if state.phase is Phase.RUNNING:
+    if state.phase is FleetPhase.RUNNING:
         patience_s = max(settings.stall_s, 10 * state.pace_s)
         return max(state.step_s, state.since_s) + patience_s * (2 if state.diagnosed else 1)
     return None
@@ -355,6 +363,6 @@ def next_deadline_s(state: FleetState) -> float:
     deadline_s = phase_deadline_s(state)
     if deadline_s is not None:
         times.append(deadline_s)
-    if state.phase is Phase.RUNNING and not state.stopping and can_grow(state):
+    if state.phase is FleetPhase.RUNNING and not state.stopping and can_grow(state):
         times.append(state.since_s + state.settings.grow_s)
     return max(state.now_s, min(times))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from phalanx.fleet.core.epochs import pause_s
-from phalanx.fleet.core.state import NO_SEAT, FleetState, Phase, usable
+from phalanx.fleet.core.state import NO_SEAT, FleetPhase, FleetState, usable
 
 
 class BrokenInvariant(AssertionError):  # noqa: N818
@@ -23,7 +23,7 @@ class Mark(Struct, frozen=True):
     epoch: int
     ended: int
     """Epochs that were ended."""
-    phase: Phase
+    phase: FleetPhase
 
 
 def mark(state: FleetState) -> Mark:
@@ -59,14 +59,14 @@ def _phases(state: FleetState) -> Iterator[str]:
     seated, formation = set(state.seats), state.settings.formation
     if not state.awaiting <= seated:
         yield f"waits for nodes without a seat: {sorted(state.awaiting - seated)}"
-    if state.awaiting and state.phase not in (Phase.PARKING, Phase.BINDING):
+    if state.awaiting and state.phase not in (FleetPhase.PARKING, FleetPhase.BINDING):
         yield f"waits for {sorted(state.awaiting)} while {state.phase}"
-    pausing = state.phase is Phase.PARKING and state.now_s < state.since_s + pause_s(state.tries)
-    if not state.awaiting and state.phase in (Phase.PARKING, Phase.BINDING) and not pausing:
+    pausing = state.phase is FleetPhase.PARKING and state.now_s < state.since_s + pause_s(state.tries)
+    if not state.awaiting and state.phase in (FleetPhase.PARKING, FleetPhase.BINDING) and not pausing:
         yield f"waits for nobody while {state.phase}"
     if any(not state.nodes[name].alive for name in state.awaiting):
         yield "waits for the dead"
-    if state.phase in (Phase.BINDING, Phase.RUNNING):
+    if state.phase in (FleetPhase.BINDING, FleetPhase.RUNNING):
         if state.vacant:
             yield f"{state.phase} with vacant seats {sorted(state.vacant)}"
         if state.ranks not in formation.legal or formation.seats(state.ranks) != len(state.seats):
@@ -77,7 +77,7 @@ def _order(state: FleetState, before: Mark) -> Iterator[str]:
     if state.epoch < before.epoch:
         yield f"epoch {before.epoch} was followed by {state.epoch}"
     ended = state.recoveries + state.regroups > before.ended
-    if state.epoch > before.epoch and before.phase in (Phase.RUNNING, Phase.BINDING) and not ended:
+    if state.epoch > before.epoch and before.phase in (FleetPhase.RUNNING, FleetPhase.BINDING) and not ended:
         yield f"epoch {state.epoch} began while {before.epoch} was {before.phase}"
-    if before.phase in (Phase.FINISHED, Phase.FAILED) and state.phase is not before.phase:
+    if before.phase in (FleetPhase.FINISHED, FleetPhase.FAILED) and state.phase is not before.phase:
         yield f"{before.phase} was followed by {state.phase}"

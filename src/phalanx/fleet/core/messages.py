@@ -17,49 +17,49 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-VERSION = 1
+PROTOCOL_VERSION = 2
 """Of this vocabulary; both sides must name the same one when they connect."""
 NO_EPOCH = -1
 """Of workers that belong to no process group."""
 NO_STEP = -1
 """Before the first completed step."""
 
-Name = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[^*\s][^\s]*$")]
+NodeName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[^*\s][^\s]*$")]
 """Of a node. It does not begin with a star, which marks groups of nodes."""
-Text = Annotated[str, Meta(max_length=8192)]
+ShortText = Annotated[str, Meta(max_length=8192)]
 Address = Annotated[str, Meta(max_length=300)]
 """``host:port``, or empty for none."""
-Count = Annotated[int, Meta(ge=0, lt=2**53)]
-Step = Annotated[int, Meta(ge=-1, lt=2**53)]
-Epoch = Annotated[int, Meta(ge=-1, lt=2**53)]
-Worker = Annotated[int, Meta(ge=0, lt=4096)]
+Natural = Annotated[int, Meta(ge=0, lt=2**53)]
+StepNumber = Annotated[int, Meta(ge=-1, lt=2**53)]
+EpochNumber = Annotated[int, Meta(ge=-1, lt=2**53)]
+WorkerIndex = Annotated[int, Meta(ge=0, lt=4096)]
 """Which of a node's workers."""
 MOST_RECORD_BYTES = 1 << 16
 WorkerAddresses = Annotated[tuple[Address, ...], Meta(max_length=4096)]
 """Of each of a node's workers where it would meet the others if it got rank 0; empty where it is not warm."""
 
 
-class Holding(Struct, frozen=True):
+class HeldSnapshot(Struct, frozen=True):
     """A complete copy of one rank's state in a node's snapshot memory."""
 
-    ranks: Count
+    ranks: Natural
     """Of the layout in which it was taken."""
-    rank: Count
-    step: Step
+    rank: Natural
+    step: StepNumber
     kind: Literal["own", "buddy"]
-    nbytes: Count = 0
-    epoch: Epoch = NO_EPOCH
+    nbytes: Natural = 0
+    epoch: EpochNumber = NO_EPOCH
     """In which it was taken: after a silent corruption, what earlier epochs left behind is not trusted."""
 
 
-Holdings = Annotated[tuple[Holding, ...], Meta(max_length=65536)]
+HeldSnapshots = Annotated[tuple[HeldSnapshot, ...], Meta(max_length=65536)]
 
 
 class Holder(Struct, frozen=True):
     """Where a rank's state lies, or is to be sent: the data port of a node's agent."""
 
-    rank: Count
-    node: Name
+    rank: Natural
+    node: NodeName
     host: Address
     data_port: Annotated[int, Meta(ge=0, le=65535)]
 
@@ -67,39 +67,39 @@ class Holder(Struct, frozen=True):
 Holders = Annotated[tuple[Holder, ...], Meta(max_length=2**22)]
 
 
-class Message(Struct, frozen=True, tag=True):
+class WireMessage(Struct, frozen=True, tag=True):
     """The base that makes msgspec tag each message with its type's name."""
 
 
 # --- from an agent --------------------------------------------------------------------------------
 
 
-class Joined(Message, frozen=True):
+class Joined(WireMessage, frozen=True):
     """An agent says everything about itself: at the first contact, after each reconnection, and when asked (Report)."""
 
-    node: Name
-    incarnation: Count
+    node: NodeName
+    incarnation: Natural
     """Higher for each life of the agent; an agent that is expelled takes the next one."""
     workers: Annotated[int, Meta(ge=1, le=4096)]
     host: Address
     data_port: Annotated[int, Meta(ge=0, le=65535)]
     domain: Annotated[tuple[Annotated[str, Meta(max_length=128)], ...], Meta(max_length=8)] = ()
     """Failure domains from the widest to the narrowest: hall, switch, rack."""
-    held: Holdings = ()
-    epoch: Epoch = NO_EPOCH
+    held: HeldSnapshots = ()
+    epoch: EpochNumber = NO_EPOCH
     """In which its workers are."""
     bound: bool = False
     """They have met and restored in ``epoch``."""
     meeting_points: WorkerAddresses = ()
-    reserve: bool = False
+    started_as_spare: bool = False
     """It was started as a spare: in the first epoch it takes a seat only if the others are too few."""
 
 
-class Ready(Message, frozen=True):
+class Ready(WireMessage, frozen=True):
     """All workers of a node are warm and outside any group."""
 
-    node: Name
-    incarnation: Count
+    node: NodeName
+    incarnation: Natural
     meeting_points: WorkerAddresses
 
 
@@ -118,193 +118,193 @@ class WorkerPhase(StrEnum):
     """In an epoch that they have been told to leave."""
 
 
-class Beat(Message, frozen=True):
+class Heartbeat(WireMessage, frozen=True):
     """A sign of life, with the level of everything that another message may have failed to tell."""
 
-    node: Name
-    incarnation: Count
-    epoch: Epoch
-    step: Step
+    node: NodeName
+    incarnation: Natural
+    epoch: EpochNumber
+    step: StepNumber
     """Last completed by all its workers."""
     phase: WorkerPhase
 
 
-class WorkerExited(Message, frozen=True):
+class WorkerExited(WireMessage, frozen=True):
     """A worker's process ended without being asked to; the agent starts another."""
 
-    node: Name
-    incarnation: Count
-    epoch: Epoch
-    worker: Worker
+    node: NodeName
+    incarnation: Natural
+    epoch: EpochNumber
+    worker: WorkerIndex
     code: int
-    text: Text = ""
+    text: ShortText = ""
     innocent: bool = False
     """It was killed because it could not be called back from an epoch that others had broken."""
 
 
-class WorkerHung(Message, frozen=True):
+class WorkerHung(WireMessage, frozen=True):
     """A worker gave its agent no sign of life; it was killed, and the agent starts another."""
 
-    node: Name
-    incarnation: Count
-    epoch: Epoch
-    worker: Worker
+    node: NodeName
+    incarnation: Natural
+    epoch: EpochNumber
+    worker: WorkerIndex
     silent_s: float
 
 
-class Broken(Message, frozen=True):
+class Broken(WireMessage, frozen=True):
     """A collective failed in a worker: evidence that somebody in its epoch is gone."""
 
-    node: Name
-    incarnation: Count
-    epoch: Epoch
-    worker: Worker
-    text: Text = ""
+    node: NodeName
+    incarnation: Natural
+    epoch: EpochNumber
+    worker: WorkerIndex
+    text: ShortText = ""
 
 
-class Parked(Message, frozen=True):
+class Parked(WireMessage, frozen=True):
     """None of a node's workers is in ``epoch`` or an earlier one any more, nor will be."""
 
-    node: Name
-    incarnation: Count
-    epoch: Epoch
+    node: NodeName
+    incarnation: Natural
+    epoch: EpochNumber
     meeting_points: WorkerAddresses
-    held: Holdings
+    held: HeldSnapshots
 
 
-class Bound(Message, frozen=True):
+class Bound(WireMessage, frozen=True):
     """All workers of a node that hold ranks have met the others and restored their state."""
 
-    node: Name
-    incarnation: Count
-    epoch: Epoch
+    node: NodeName
+    incarnation: Natural
+    epoch: EpochNumber
 
 
-class Durable(Message, frozen=True):
+class Durable(WireMessage, frozen=True):
     """A checkpoint was committed to disk."""
 
-    node: Name
-    incarnation: Count
-    epoch: Epoch
-    step: Step
+    node: NodeName
+    incarnation: Natural
+    epoch: EpochNumber
+    step: StepNumber
 
 
-class Suspect(Message, frozen=True):
+class Suspect(WireMessage, frozen=True):
     """Statistics, an audit or a health check found a node unsound."""
 
-    node: Name
+    node: NodeName
     reason: Literal["straggler", "corruption", "health"]
-    evidence: Text = ""
-    trusted_step: Step | None = None
+    evidence: ShortText = ""
+    trusted_step: StepNumber | None = None
     """With corruption: the last step before which all was audited. Later state is not restored from."""
-    epoch: Epoch | None = None
+    epoch: EpochNumber | None = None
     """In which it was found; with it, a second report of one corruption does not roll back twice."""
-    ranks: Annotated[tuple[Count, ...], Meta(max_length=4096)] = ()
+    ranks: Annotated[tuple[Natural, ...], Meta(max_length=4096)] = ()
     """If not empty, it is the nodes of these ranks of ``epoch`` that are unsound; ``node`` has only found it."""
 
 
-class Finished(Message, frozen=True):
+class RunFinished(WireMessage, frozen=True):
     """The run has done all its steps."""
 
-    epoch: Epoch
+    epoch: EpochNumber
     result_json: Annotated[str, Meta(max_length=2**20)] = ""
 
 
-class Recorded(Message, frozen=True):
+class Recorded(WireMessage, frozen=True):
     """What collectives a rank is in: the answer to Diagnose, for the coordinator's shell; the core does not see it."""
 
-    node: Name
-    incarnation: Count
-    epoch: Epoch
+    node: NodeName
+    incarnation: Natural
+    epoch: EpochNumber
     record: Annotated[str, Meta(max_length=MOST_RECORD_BYTES)]
     """A flight record, as ``phalanx.fleet.control.hang.shortened`` leaves it."""
 
 
-class Fatal(Message, frozen=True):
+class Fatal(WireMessage, frozen=True):
     """The run itself cannot go on, on any fleet: a loss that is not a number, data that are damaged."""
 
-    epoch: Epoch
-    node: Name
-    text: Text = ""
+    epoch: EpochNumber
+    node: NodeName
+    text: ShortText = ""
 
 
 # --- from an operator -----------------------------------------------------------------------------
 
 
-class Drain(Message, frozen=True):
+class Drain(WireMessage, frozen=True):
     """Take a node out of the run at the next step boundary."""
 
-    node: Name
+    node: NodeName
 
 
-class Admit(Message, frozen=True):
+class Admit(WireMessage, frozen=True):
     """Let a drained or quarantined node take part again."""
 
-    node: Name
+    node: NodeName
 
 
-class StopRun(Message, frozen=True):
+class StopRun(WireMessage, frozen=True):
     """Save and end."""
 
 
 # --- from the coordinator's own shell, and from aggregators -----------------------------------------
 
 
-class Disconnected(Message, frozen=True):
+class Disconnected(WireMessage, frozen=True):
     """The connection to an agent broke."""
 
-    node: Name
-    incarnation: Count
+    node: NodeName
+    incarnation: Natural
 
 
-class Tick(Message, frozen=True):
+class Tick(WireMessage, frozen=True):
     """Time has passed."""
 
 
-class DiskHolds(Message, frozen=True):
+class DiskHolds(WireMessage, frozen=True):
     """The committed checkpoints that the coordinator's shell sees; fed before the next event whenever they change."""
 
-    steps: Annotated[tuple[Step, ...], Meta(max_length=65536)]
+    steps: Annotated[tuple[StepNumber, ...], Meta(max_length=65536)]
 
 
-class Diagnosed(Message, frozen=True):
+class Diagnosed(WireMessage, frozen=True):
     """What the flight records of a hanging epoch say; from the coordinator's shell, once it has collected them."""
 
-    epoch: Epoch
-    text: Text
-    ranks: Annotated[tuple[Count, ...], Meta(max_length=4096)] = ()
+    epoch: EpochNumber
+    text: ShortText
+    ranks: Annotated[tuple[Natural, ...], Meta(max_length=4096)] = ()
     """Whom all others wait for, if that leaves no doubt."""
 
 
-class Restarted(Message, frozen=True):
+class Restarted(WireMessage, frozen=True):
     """The coordinator was down until now and has replayed its journal: the silence was its own."""
 
 
-class Rollcall(Message, frozen=True):
+class Rollcall(WireMessage, frozen=True):
     """An aggregator speaks for the whole fleet: every node has reported ``what``, but for those in ``absent``.
 
-    ``beat`` (all nodes are alive; members have completed ``step``), ``parked`` (all members of ``epoch``; each holds its
+    ``heartbeat`` (all nodes are alive; members have completed ``step``), ``parked`` (all members of ``epoch``; each holds its
     own state, and that of whom it is the buddy, at ``steps``) or ``bound``. The same as that many single reports, in
     one; who answers otherwise than expected is named absent, and reports for itself.
     """
 
-    what: Literal["beat", "parked", "bound"]
-    epoch: Epoch
-    step: Step = NO_STEP
-    steps: Annotated[tuple[Step, ...], Meta(max_length=16)] = ()
-    absent: Annotated[tuple[Name, ...], Meta(max_length=65536)] = ()
+    what: Literal["heartbeat", "parked", "bound"]
+    epoch: EpochNumber
+    step: StepNumber = NO_STEP
+    steps: Annotated[tuple[StepNumber, ...], Meta(max_length=16)] = ()
+    absent: Annotated[tuple[NodeName, ...], Meta(max_length=65536)] = ()
 
 
-class Folded(Message, frozen=True):
+class Folded(WireMessage, frozen=True):
     """Many events at once."""
 
-    events: Annotated[tuple[Event, ...], Meta(max_length=65536)]
+    events: Annotated[tuple[CoreEvent, ...], Meta(max_length=65536)]
 
 
-Report = (
+AgentReport = (
     Joined
     | Ready
-    | Beat
+    | Heartbeat
     | WorkerExited
     | WorkerHung
     | Broken
@@ -312,32 +312,42 @@ Report = (
     | Bound
     | Durable
     | Suspect
-    | Finished
+    | RunFinished
     | Fatal
 )
 """What an agent may say to the core."""
-Said = Report | Recorded
+AgentMessage = AgentReport | Recorded
 """What an agent may say."""
-Operation = Drain | Admit | StopRun
+OperatorRequest = Drain | Admit | StopRun
 """What an operator may say."""
-Event = Report | Operation | Disconnected | Tick | DiskHolds | Diagnosed | Restarted | Rollcall | Folded
+CoreEvent = (
+    AgentReport
+    | OperatorRequest
+    | Disconnected
+    | Tick
+    | DiskHolds
+    | Diagnosed
+    | Restarted
+    | Rollcall
+    | Folded
+)
 """All that the core answers."""
 
 
 # --- to an agent ----------------------------------------------------------------------------------
 
 
-class Fresh(Message, frozen=True):
+class Fresh(WireMessage, frozen=True):
     """Begin at step 0, with weights drawn from the seed."""
 
 
-class FromDisk(Message, frozen=True):
+class FromDisk(WireMessage, frozen=True):
     """Restore the committed checkpoint of ``step``."""
 
-    step: Step
+    step: StepNumber
 
 
-class FromMemory(Message, frozen=True):
+class FromMemory(WireMessage, frozen=True):
     """Restore the snapshot of ``step``, taken on ``ranks`` ranks, from the nearest of ``holders``.
 
     Where the layout is the same, only holders of the state of the node's own ranks are named; a rank is named several
@@ -345,34 +355,34 @@ class FromMemory(Message, frozen=True):
     holder's ``rank`` is one that has the state needed, not always the rank that needs it.
     """
 
-    step: Step
-    ranks: Count
+    step: StepNumber
+    ranks: Natural
     holders: Holders
 
 
 Resume = Fresh | FromDisk | FromMemory
 
 
-class Park(Message, frozen=True):
+class Park(WireMessage, frozen=True):
     """Leave ``epoch`` and every earlier one, never to enter them again; answer Parked.
 
     ``planned``: at the next step boundary, with a snapshot of it; otherwise at once.
     """
 
-    epoch: Epoch
-    reason: Text = ""
+    epoch: EpochNumber
+    reason: ShortText = ""
     planned: bool = False
 
 
-class Bind(Message, frozen=True):
+class Bind(WireMessage, frozen=True):
     """Meet in ``epoch`` as these ranks, restore, train; answer Bound. Refused if ``epoch`` has been parked.
 
     Snapshots of later steps than the one that is restored are forgotten: those steps happen anew.
     """
 
-    epoch: Epoch
-    ranks: Count
-    places: Annotated[tuple[tuple[Worker, Count], ...], Meta(max_length=4096)]
+    epoch: EpochNumber
+    ranks: Natural
+    places: Annotated[tuple[tuple[WorkerIndex, Natural], ...], Meta(max_length=4096)]
     """(worker, rank); workers that are not named stay warm."""
     meeting_point: Address
     """Of the worker that gets rank 0."""
@@ -385,64 +395,64 @@ class Bind(Message, frozen=True):
     """It was left at a step boundary, for no fault."""
 
 
-class Release(Message, frozen=True):
+class Release(WireMessage, frozen=True):
     """You hold no rank from ``epoch`` on: be a spare."""
 
-    epoch: Epoch
+    epoch: EpochNumber
 
 
-class KillWorker(Message, frozen=True):
+class KillWorker(WireMessage, frozen=True):
     """End a worker at once (SIGKILL); its agent starts another."""
 
-    worker: Worker
+    worker: WorkerIndex
 
 
-class Diagnose(Message, frozen=True):
+class Diagnose(WireMessage, frozen=True):
     """No step has ended for too long: answer with the flight record of each worker (Recorded)."""
 
-    epoch: Epoch
+    epoch: EpochNumber
     silent_s: float
 
 
-class TellAll(Message, frozen=True):
+class TellAll(WireMessage, frozen=True):
     """Send Joined again: something that you said seems to have been lost."""
 
 
-class Expel(Message, frozen=True):
+class Fence(WireMessage, frozen=True):
     """You are fenced up to ``incarnation``: kill your workers, keep your memory, join again with a higher one."""
 
-    reason: Text = ""
-    incarnation: Count = 0
+    reason: ShortText = ""
+    incarnation: Natural = 0
 
 
-class Stop(Message, frozen=True):
+class Stop(WireMessage, frozen=True):
     """Let the workers save and end the run; answer Finished."""
 
-    epoch: Epoch
+    epoch: EpochNumber
 
 
-class Shutdown(Message, frozen=True):
+class Shutdown(WireMessage, frozen=True):
     """The run is over: end."""
 
-    reason: Text = ""
+    reason: ShortText = ""
 
 
-Command = Park | Bind | Release | KillWorker | Diagnose | TellAll | Expel | Stop | Shutdown
+Command = Park | Bind | Release | KillWorker | Diagnose | TellAll | Fence | Stop | Shutdown
 """All that an agent answers."""
 
 _encoder = msgspec.json.Encoder()
-_events: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
-Received = Said | Operation | Rollcall | Folded
+_events: msgspec.json.Decoder[CoreEvent] = msgspec.json.Decoder(CoreEvent)
+Received = AgentMessage | OperatorRequest | Rollcall | Folded
 _reports: msgspec.json.Decoder[Received] = msgspec.json.Decoder(Received)
 _commands: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
 
 
-def encode(message: Event | Recorded | Command) -> bytes:
+def encode(message: CoreEvent | Recorded | Command) -> bytes:
     """The message as one line of JSON."""
     return _encoder.encode(message)
 
 
-def decode_event(line: bytes) -> Event:
+def decode_event(line: bytes) -> CoreEvent:
     """An event, say from a journal. Raises msgspec.ValidationError naming the field, or DecodeError."""
     return _events.decode(line)
 

@@ -14,7 +14,7 @@ from msgspec import Struct
 from phalanx.fleet.core.messages import (
     Bind,
     Command,
-    Expel,
+    Fence,
     FromMemory,
     Holder,
     Park,
@@ -23,7 +23,7 @@ from phalanx.fleet.core.messages import (
     Shutdown,
 )
 from phalanx.fleet.core.plans import holders_for, needs_buddy
-from phalanx.fleet.core.state import NO_SEAT, FleetState, Node, Phase, RestorePoint
+from phalanx.fleet.core.state import NO_SEAT, FleetPhase, FleetState, Node, RestorePoint
 
 SEATED = "*seated"
 """All nodes that have a seat."""
@@ -60,12 +60,12 @@ def _addressed(state: FleetState, to: str) -> list[str]:
 def standing_order(state: FleetState, node: Node) -> Command | None:
     """What a node should be told now, or None if there is nothing that it does not know."""
     if not node.alive:
-        return Expel(node.why, node.incarnation)
-    if state.phase in (Phase.FINISHED, Phase.FAILED):
+        return Fence(node.why, node.incarnation)
+    if state.phase in (FleetPhase.FINISHED, FleetPhase.FAILED):
         return Shutdown(state.reason)
-    if state.phase is Phase.PARKING and node.name in state.awaiting:
+    if state.phase is FleetPhase.PARKING and node.name in state.awaiting:
         return Park(state.epoch, state.reason, state.planned)
-    if state.phase is Phase.BINDING:
+    if state.phase is FleetPhase.BINDING:
         return bind(state, node) if node.seat != NO_SEAT else Release(state.epoch)
     return None
 

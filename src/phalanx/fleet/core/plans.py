@@ -14,20 +14,20 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from phalanx.fleet.core.messages import NO_STEP, Fresh, FromDisk, Holder
-from phalanx.fleet.core.state import FleetState, Node, RestorePoint, Settings, Source
+from phalanx.fleet.core.state import CoreSettings, FleetState, Node, RestorePoint, StateSource
 
 HOLDERS_NAMED = 3
 """Of one state: more are not sent, that messages stay small."""
 
 
-class Plan(Struct, frozen=True):
+class EpochPlan(Struct, frozen=True):
     """The next epoch."""
 
     ranks: int
     seats: tuple[str, ...]
     ring: tuple[int, ...]
     ring_level: int
-    source: Source
+    source: StateSource
 
 
 def common_levels(one: Sequence[str], other: Sequence[str]) -> int:
@@ -58,13 +58,13 @@ def _only_in_memory(state: FleetState) -> bool:
     return isinstance(source, RestorePoint) and source.step > max(state.durable, default=NO_STEP)
 
 
-def ranks_without_reserve(state: FleetState) -> int:
+def ranks_without_started_spares(state: FleetState) -> int:
     """The same for a fleet that has not formed yet, without the nodes that were started as spares."""
-    ready = sum(not state.nodes[name].reserve for name in state.spares)
+    ready = sum(not state.nodes[name].started_as_spare for name in state.spares)
     return ranks_of_nodes(state.settings, ready, state.settings.min_nodes)
 
 
-def ranks_of_nodes(settings: Settings, nodes: int, least: int) -> int:
+def ranks_of_nodes(settings: CoreSettings, nodes: int, least: int) -> int:
     """The largest legal number of ranks on so many nodes; 0 if they are fewer than ``least``, or too few."""
     if nodes < least:
         return 0
@@ -72,14 +72,14 @@ def ranks_of_nodes(settings: Settings, nodes: int, least: int) -> int:
     return settings.formation.largest(min(nodes, settings.wanted_nodes) * per_node)
 
 
-def plan_epoch(state: FleetState) -> Plan | None:
+def plan_epoch(state: FleetState) -> EpochPlan | None:
     """The next epoch with the nodes usable now, or None if they are too few. Nobody may be in an epoch any more."""
     ranks = possible_ranks(state)
     if not ranks:
         return None
     seats = deal(state, state.settings.formation.seats(ranks))
     ring, level = _ring(state, seats)
-    return Plan(ranks, seats, ring, level, restore_source(state))
+    return EpochPlan(ranks, seats, ring, level, restore_source(state))
 
 
 def deal(state: FleetState, count: int) -> tuple[str, ...]:
@@ -96,7 +96,7 @@ def deal(state: FleetState, count: int) -> tuple[str, ...]:
     if not state.seats:
         # Neighboring ranks talk most, so at first they are dealt along the domains.
         along = sorted(candidates, key=lambda name: (state.nodes[name].domain, name))
-        first = sorted(along, key=lambda name: state.nodes[name].reserve)[:count]
+        first = sorted(along, key=lambda name: state.nodes[name].started_as_spare)[:count]
         return tuple(name for name in along if name in set(first))
     for seat in [seat for seat, name in enumerate(kept) if name is None]:
         near = state.nodes[state.seats[min(seat, len(state.seats) - 1)]].domain
@@ -164,7 +164,7 @@ def needs_buddy(state: FleetState, seats: Sequence[str], ranks: int, rank: int) 
 # --- snapshots ------------------------------------------------------------------------------------
 
 
-def restore_source(state: FleetState) -> Source:
+def restore_source(state: FleetState) -> StateSource:
     """Where the next epoch gets its state from: the newest step of which all is held, memory before disk."""
     point = newest_in_memory(state)
     saved = max(state.durable, default=NO_STEP)

@@ -9,12 +9,12 @@ from __future__ import annotations
 from phalanx.fleet.core.epochs import IN_EPOCH, last_heard_s, stepped
 from phalanx.fleet.core.messages import Rollcall
 from phalanx.fleet.core.orders import Order
-from phalanx.fleet.core.state import Census, FleetState, Phase, trusts
+from phalanx.fleet.core.state import Census, FleetPhase, FleetState, trusts
 
 
 def rollcall(state: FleetState, event: Rollcall, orders: list[Order]) -> None:  # noqa: ARG001
     """Takes a roll call for what it stands for."""
-    if event.what == "beat":
+    if event.what == "heartbeat":
         for name in set(event.absent) - state.silent:
             if name in state.nodes:
                 state.heard[name] = last_heard_s(state, name)
@@ -26,17 +26,17 @@ def rollcall(state: FleetState, event: Rollcall, orders: list[Order]) -> None:  
         state.suspects = {name: at_s for name, at_s in state.suspects.items() if name in state.silent}
         if event.epoch == state.epoch:
             stepped(state, event.step)
-    elif event.epoch != state.epoch or state.phase not in (*IN_EPOCH, Phase.PARKING):
+    elif event.epoch != state.epoch or state.phase not in (*IN_EPOCH, FleetPhase.PARKING):
         state.stale += 1
     elif event.what == "bound":
-        if state.phase is Phase.BINDING:
+        if state.phase is FleetPhase.BINDING:
             state.awaiting.intersection_update(event.absent)
     else:
         _parked_all(state, event)
 
 
 def _parked_all(state: FleetState, event: Rollcall) -> None:
-    if state.phase is not Phase.PARKING:
+    if state.phase is not FleetPhase.PARKING:
         # Nothing was asked, so nobody can have answered for all.
         state.stale += 1
         return

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from phalanx.fleet.core.messages import NO_EPOCH, NO_STEP, Fresh, FromDisk, Holding
+from phalanx.fleet.core.messages import NO_EPOCH, NO_STEP, Fresh, FromDisk, HeldSnapshot
 from phalanx.run.layout import layout_problems, replica_ranks
 from phalanx.run.spec import FleetSpec, RunSpec
 
@@ -95,7 +95,7 @@ def formation_of(spec: RunSpec) -> Formation:
     )
 
 
-class Settings(Struct, frozen=True):
+class CoreSettings(Struct, frozen=True):
     """The core's patience and taste."""
 
     formation: Formation
@@ -127,10 +127,10 @@ def leave_s(fleet: FleetSpec) -> float:
     return max(_SHORTEST_LEAVE_S, 3 * fleet.worker_lease_s)
 
 
-def settings_of(spec: RunSpec) -> Settings:
+def settings_of(spec: RunSpec) -> CoreSettings:
     """The settings of a run file. Raises ValueError as ``formation_of`` does."""
     fleet: FleetSpec = spec.fleet
-    return Settings(
+    return CoreSettings(
         formation=formation_of(spec),
         wanted_nodes=fleet.nodes,
         min_nodes=fleet.min_nodes,
@@ -141,7 +141,7 @@ def settings_of(spec: RunSpec) -> Settings:
     )
 
 
-class Phase(StrEnum):
+class FleetPhase(StrEnum):
     """Where the fleet as a whole is."""
 
     FORMING = "forming"
@@ -154,7 +154,7 @@ class Phase(StrEnum):
     FAILED = "failed"
 
 
-class Verdict(StrEnum):
+class Eligibility(StrEnum):
     """Whether a node may hold ranks."""
 
     GOOD = "good"
@@ -176,13 +176,13 @@ class Node(Struct, frozen=True):
     meeting_points: tuple[str, ...] = ()
     engaged: bool = False
     """Its workers are, or may be, in an epoch of which it is not a member."""
-    verdict: Verdict = Verdict.GOOD
+    eligibility: Eligibility = Eligibility.GOOD
     why: str = ""
     seat: int = NO_SEAT
-    reserve: bool = False
+    started_as_spare: bool = False
     """Started as a spare: in the first epoch it gets a seat only if the others are too few."""
     strikes: tuple[float, ...] = ()
-    held: tuple[Holding, ...] = ()
+    held: tuple[HeldSnapshot, ...] = ()
 
     @property
     def warm(self) -> bool:
@@ -225,14 +225,14 @@ class Distrust(Struct, frozen=True):
     step: int
 
 
-Source = Fresh | FromDisk | RestorePoint
+StateSource = Fresh | FromDisk | RestorePoint
 
 
 class FleetState(Struct):
     """All that the core knows."""
 
-    settings: Settings
-    phase: Phase = Phase.FORMING
+    settings: CoreSettings
+    phase: FleetPhase = FleetPhase.FORMING
     epoch: int = NO_EPOCH
     seen_epoch: int = NO_EPOCH
     """The highest that anybody has spoken of."""
@@ -263,7 +263,7 @@ class FleetState(Struct):
     """Checkpoints that are on disk and not trusted; the shell is to delete them."""
     distrust: tuple[Distrust, ...] = ()
     """Rising in epoch and in step: a later one does not make good what an earlier one spoke of."""
-    source: Source = Fresh()
+    source: StateSource = Fresh()
     """What the present epoch was restored from."""
     result_json: str = ""
 
@@ -328,7 +328,7 @@ def usable(state: FleetState, node: Node) -> bool:
         node.alive
         and node.warm
         and not node.engaged
-        and node.verdict is Verdict.GOOD
+        and node.eligibility is Eligibility.GOOD
         and node.workers >= state.settings.formation.workers_per_node
     )
 
@@ -355,7 +355,7 @@ def change(state: FleetState, node: Node, **changes: object) -> Node:
     return put(state, replace(node, **changes))
 
 
-def trusted(state: FleetState, holding: Holding) -> bool:
+def trusted(state: FleetState, holding: HeldSnapshot) -> bool:
     """Whether a copy may be restored from."""
     return trusts(state, holding.epoch, holding.step)
 

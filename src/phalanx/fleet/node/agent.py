@@ -26,12 +26,12 @@ from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.snapshot.client import SnapshotClient
 from phalanx.checkpoint.snapshot.memory import SnapshotKey, SnapshotMemory
 from phalanx.checkpoint.snapshot.server import SnapshotServer
-from phalanx.fleet.control.coordinator import door_of
+from phalanx.fleet.control.coordinator import credentials_of
 from phalanx.fleet.control.coordinator_link import CoordinatorLink
 from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
 from phalanx.fleet.control.security import SecurityError
-from phalanx.fleet.control.transport import Door
-from phalanx.fleet.core.messages import Command, Holding
+from phalanx.fleet.control.transport import Credentials
+from phalanx.fleet.core.messages import Command, HeldSnapshot
 from phalanx.fleet.core.state import leave_s
 from phalanx.fleet.health.quick import complaints, of_node
 from phalanx.fleet.node.agent_actions import (
@@ -85,15 +85,15 @@ class Post:
 class Agent:
     """One life of an agent."""
 
-    def __init__(self, post: Post, spec: RunSpec, door: Door) -> None:
-        self._post, self._spec, self._door, fleet = post, spec, door, spec.fleet
-        certificates = door.certificates
+    def __init__(self, post: Post, spec: RunSpec, credentials: Credentials) -> None:
+        self._post, self._spec, self._credentials, fleet = post, spec, credentials, spec.fleet
+        certificates = credentials.certificates
         self._tls = certificates.client_context() if certificates else None
         self._certificates = certificates.folder if certificates else None
-        self._memory = SnapshotMemory(door.run, fleet.workers_per_node)
+        self._memory = SnapshotMemory(credentials.run, fleet.workers_per_node)
         self._data = SnapshotServer(
             self._memory,
-            door.token,
+            credentials.token,
             host=_listening(post.host),
             tls=certificates.server_context() if certificates else None,
         )
@@ -105,7 +105,7 @@ class Agent:
             identity, time.time_ns() // 1_000_000, patience, self._held, checked=fleet.health_checks
         )
         self._doctor, self._suspicion = ThreadPoolExecutor(1, "health"), asyncio.Event()
-        self._link = CoordinatorLink(self._where, door, self._state.greet, self._obey, self.log)
+        self._link = CoordinatorLink(self._where, credentials, self._state.greet, self._obey, self.log)
         self._workers: dict[int, WorkerProcess] = {}
         self._deaths = [0] * fleet.workers_per_node
         self._pushers = [ThreadPoolExecutor(1, f"push-{i}") for i in range(fleet.workers_per_node)]
@@ -166,9 +166,9 @@ class Agent:
             return read_fleet_file(self._post.run_dir).coordinator
         return ""
 
-    def _held(self) -> tuple[Holding, ...]:
+    def _held(self) -> tuple[HeldSnapshot, ...]:
         return tuple(
-            Holding(h.key.ranks, h.key.rank, h.key.step, h.kind, h.nbytes, h.epoch)
+            HeldSnapshot(h.key.ranks, h.key.rank, h.key.step, h.kind, h.nbytes, h.epoch)
             for h in self._memory.holdings()
         )
 
@@ -302,7 +302,7 @@ class Agent:
                 return
 
     def _stream(self, address: str, key: SnapshotKey) -> None:
-        with SnapshotClient(address, self._door.token, tls=self._tls) as client:
+        with SnapshotClient(address, self._credentials.token, tls=self._tls) as client:
             client.push(self._memory, key)
 
 
@@ -331,9 +331,9 @@ def run_agent(post: Post, certificates: Path | None = None) -> None:
     """
     directory = RunDirectory(post.run_dir)
     spec = read_resolved(directory)
-    door = door_of(post.run_dir, spec, certificates)
+    credentials = credentials_of(post.run_dir, spec, certificates)
     (post.run_dir / "logs").mkdir(exist_ok=True)
-    asyncio.run(_run(lambda: Agent(post, spec, door)))
+    asyncio.run(_run(lambda: Agent(post, spec, credentials)))
 
 
 async def _run(make: Callable[[], Agent]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from phalanx.fleet.core.messages import NO_EPOCH, NO_STEP, Said
+from phalanx.fleet.core.messages import NO_EPOCH, NO_STEP, AgentMessage
 from phalanx.fleet.node.worker_link import Taken, ToWorker
 
 
@@ -13,7 +13,7 @@ from phalanx.fleet.node.worker_link import Taken, ToWorker
 class Say:
     """A report for the coordinator."""
 
-    report: Said
+    report: AgentMessage
 
 
 @dataclass(frozen=True)

@@ -17,20 +17,20 @@ from phalanx.fleet.core.messages import (
     MOST_RECORD_BYTES,
     NO_EPOCH,
     NO_STEP,
-    Beat,
+    AgentReport,
     Bind,
     Bound,
     Broken,
     Command,
     Diagnose,
     Durable,
-    Expel,
     Fatal,
-    Finished,
+    Fence,
     Fresh,
     FromDisk,
     FromMemory,
-    Holdings,
+    Heartbeat,
+    HeldSnapshots,
     Joined,
     KillWorker,
     Park,
@@ -38,8 +38,8 @@ from phalanx.fleet.core.messages import (
     Ready,
     Recorded,
     Release,
-    Report,
     Resume,
+    RunFinished,
     Shutdown,
     Stop,
     Suspect,
@@ -80,7 +80,7 @@ class AgentState:
     identity: Identity
     incarnation: int
     patience: Patience
-    held: Callable[[], Holdings]
+    held: Callable[[], HeldSnapshots]
     """The snapshots that the node's memory holds now."""
     fence: int = NO_EPOCH
     """This epoch and those before it are never entered again."""
@@ -91,7 +91,7 @@ class AgentState:
     """When this node learned that the present epoch must end; 0 while it need not."""
     buddies: dict[int, str] = field(default_factory=dict)
     """Rank -> address of who keeps its second copy."""
-    evidence: list[Report] = field(default_factory=list)
+    evidence: list[AgentReport] = field(default_factory=list)
     """What of the present epoch the coordinator must know, should it not have heard."""
     ticked_s: float = 0.0
     checked: bool = False
@@ -122,18 +122,18 @@ class AgentState:
             epoch=self.epoch,
             bound=bound,
             meeting_points=self._meeting_points(),
-            reserve=me.reserve,
+            started_as_spare=me.reserve,
         )
 
-    def greet(self) -> list[Report]:
+    def greet(self) -> list[AgentReport]:
         """What to say first on a new connection."""
         return [self.joined(), *self.evidence]
 
-    def beat(self) -> Beat:
+    def beat(self) -> Heartbeat:
         """A sign of life."""
         placed = self._placed()
         step = min((worker.step for worker in placed), default=NO_STEP)
-        return Beat(self.identity.node, self.incarnation, self.epoch, step, self.phase())
+        return Heartbeat(self.identity.node, self.incarnation, self.epoch, step, self.phase())
 
     def phase(self) -> WorkerPhase:
         """Where the workers are, all of them together."""
@@ -167,7 +167,7 @@ class AgentState:
                 return [Kill(worker)] if worker < len(self.workers) and self.workers[worker].running else []
             case Stop():
                 return [Tell(i, worker_link.Stop("asked to stop")) for i in self._in_epoch()]
-            case Expel(reason, incarnation):
+            case Fence(reason, incarnation):
                 return self._expel(reason, incarnation, unix_s) if self.incarnation <= incarnation else []
             case TellAll():
                 return [Say(report) for report in self.greet()]
@@ -348,7 +348,7 @@ class AgentState:
     def _unfit(self, evidence: str) -> list[Action]:
         return [Say(Suspect(self.identity.node, "health", evidence[:_TEXT_MAX]))]
 
-    def _testify(self, report: Report) -> list[Action]:
+    def _testify(self, report: AgentReport) -> list[Action]:
         self.evidence.append(report)
         return [Say(report)]
 
@@ -390,7 +390,10 @@ class AgentState:
         if not all(worker.finished for worker in placed):
             return []
         return [
-            action for w in placed if w.rank == 0 for action in self._testify(Finished(epoch, w.last_words))
+            action
+            for w in placed
+            if w.rank == 0
+            for action in self._testify(RunFinished(epoch, w.last_words))
         ]
 
     # --- processes and time ------------------------------------------------------------------------

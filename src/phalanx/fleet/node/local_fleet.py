@@ -21,7 +21,7 @@ from types import FrameType
 
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, read_fleet_file
 from phalanx.fleet.control.security import run_token
-from phalanx.fleet.core.state import Phase
+from phalanx.fleet.core.state import FleetPhase
 from phalanx.train.lifecycle.ending import Ending
 from phalanx.train.lifecycle.run_directory import OpenRun
 from phalanx.train.lifecycle.worker import EXIT_STOPPED
@@ -263,11 +263,11 @@ def _ending(run: OpenRun, processes: _Processes) -> Ending:
     seen = processes.seen()
     if run.directory.finished_result() is not None:
         return Ending("finished")
-    if seen is not None and seen.phase is Phase.FINISHED:
+    if seen is not None and seen.phase is FleetPhase.FINISHED:
         if seen.result_json:
             return Ending("finished")
         return Ending("stopped", exit_code=EXIT_STOPPED)
-    if seen is not None and seen.phase is Phase.FAILED:
+    if seen is not None and seen.phase is FleetPhase.FAILED:
         return Ending("failed", None, 1, seen.reason)
     return Ending("failed", None, 1, _tail(processes.log("coordinator")))
 

@@ -12,7 +12,7 @@ from phalanx.fleet.core.orders import deliveries
 from phalanx.fleet.core.state import encode_state
 
 if TYPE_CHECKING:
-    from phalanx.simulate.hostile.world import Step, World
+    from phalanx.simulate.hostile.world import CoreStep, World
 
 LEAST_TICK_S = 0.25
 
@@ -20,10 +20,10 @@ LEAST_TICK_S = 0.25
 class SimulatedCoordinator:
     """What stands between the network and the core."""
 
-    def __init__(self, world: World, step: Step) -> None:
+    def __init__(self, world: World, step: CoreStep) -> None:
         self.world, self.step = world, step
         self.state = core.initial_state(world.settings, 0.0)
-        self.journal: list[tuple[float, m.Event]] = []
+        self.journal: list[tuple[float, m.CoreEvent]] = []
         self.up = False
         self.life = 0
         self.seen: tuple[int, ...] = ()
@@ -49,7 +49,7 @@ class SimulatedCoordinator:
         self.up = False
         self.life += 1
 
-    def hear(self, event: m.Event) -> None:
+    def hear(self, event: m.CoreEvent) -> None:
         """Takes an event, after what has changed on disk."""
         if self.up:
             saved = tuple(sorted(self.world.disk.steps))
@@ -58,7 +58,7 @@ class SimulatedCoordinator:
                 self._decide(m.DiskHolds(saved))
             self._decide(event)
 
-    def _decide(self, event: m.Event) -> None:
+    def _decide(self, event: m.CoreEvent) -> None:
         before, now_s = mark(self.state), self.world.clock.now_s
         self.journal.append((now_s, event))
         self.state, orders = self.step(self.state, event, now_s)

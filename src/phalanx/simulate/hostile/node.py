@@ -24,7 +24,7 @@ class SimulatedNode:
         self.up = False
         self.cut = False
         """No message passes between it and the coordinator."""
-        self.held: dict[m.Holding, bool] = {}
+        self.held: dict[m.HeldSnapshot, bool] = {}
         """Snapshots, and whether their content is corrupt."""
         self._forget()
 
@@ -88,7 +88,7 @@ class SimulatedNode:
 
     # --- what it says
 
-    def say(self, message: m.Report) -> None:
+    def say(self, message: m.AgentReport) -> None:
         self.world.to_coordinator(self, message)
 
     def join(self) -> None:
@@ -111,7 +111,7 @@ class SimulatedNode:
         return (f"{self.name}:{self.incarnation}" if self.warm else "",) * self.world.workers
 
     def _beat(self) -> None:
-        self.say(m.Beat(self.name, self.incarnation, self.epoch, self.step, self._phase()))
+        self.say(m.Heartbeat(self.name, self.incarnation, self.epoch, self.step, self._phase()))
         self._later(self.world.heartbeat_s, self._beat)
 
     def _phase(self) -> m.WorkerPhase:
@@ -138,13 +138,13 @@ class SimulatedNode:
 
     # --- what it is told
 
-    def obey(self, command: m.Command) -> None:
+    def on_command(self, command: m.Command) -> None:
         """Does what the coordinator says."""
         if isinstance(command, m.Park):
             self._park(command)
         elif isinstance(command, m.Bind):
             self._enter(command)
-        elif isinstance(command, m.Expel) and command.incarnation >= self.incarnation:
+        elif isinstance(command, m.Fence) and command.incarnation >= self.incarnation:
             self._forget()
             self._begin()
         elif isinstance(command, m.TellAll):
@@ -239,6 +239,6 @@ class SimulatedNode:
 
     def _keep(self, group: Group, rank: int, step: int, kind: str) -> None:
         second = kind == "buddy"
-        holding = m.Holding(group.ranks, rank, step, "buddy" if second else "own", 1, group.epoch)
+        holding = m.HeldSnapshot(group.ranks, rank, step, "buddy" if second else "own", 1, group.epoch)
         self.held[holding] = group.tainted(step)
         group.copy_arrived(rank, step, second)

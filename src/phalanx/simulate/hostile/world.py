@@ -19,21 +19,21 @@ from phalanx.fleet.core import decide as real_core
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.invariants import BrokenInvariant
 from phalanx.fleet.core.orders import Order
-from phalanx.fleet.core.state import FleetState, Formation, Phase, Settings, trusted
-from phalanx.simulate.clock import Clock
+from phalanx.fleet.core.state import CoreSettings, FleetPhase, FleetState, Formation, trusted
+from phalanx.simulate.clock import SimulatedClock
 from phalanx.simulate.hostile.coordinator import SimulatedCoordinator
 from phalanx.simulate.hostile.faults import strike_somewhere
 from phalanx.simulate.hostile.node import SimulatedNode
 from phalanx.simulate.hostile.training import Disk, Group
 
-Step = Callable[[FleetState, m.Event, float], tuple[FleetState, list[Order]]]
+CoreStep = Callable[[FleetState, m.CoreEvent, float], tuple[FleetState, list[Order]]]
 FAULTS_END_S = 60.0
 RECOVERED_WITHIN_S = 240.0
 """Longer than every deadline of the core in a row: park, bind, lease, stall twice, growth."""
 
 
 @dataclass(frozen=True)
-class Outcome:
+class WorldOutcome:
     """How a world went."""
 
     seed: int
@@ -51,8 +51,8 @@ class Outcome:
 class World:
     """A small fleet and everything around it."""
 
-    def __init__(self, seed: int, step: Step = real_core.step) -> None:
-        self.seed, self.random, self.clock = seed, random.Random(seed), Clock()
+    def __init__(self, seed: int, step: CoreStep = real_core.step) -> None:
+        self.seed, self.random, self.clock = seed, random.Random(seed), SimulatedClock()
         draw = self.random
         self.workers = draw.choice((1, 1, 2))
         self.settings = _settings(draw, self.workers)
@@ -81,7 +81,7 @@ class World:
 
     # --- the network
 
-    def to_coordinator(self, node: SimulatedNode, message: m.Report) -> None:
+    def to_coordinator(self, node: SimulatedNode, message: m.AgentReport) -> None:
         """Sends a report, perhaps never, perhaps twice."""
         for delay_s in self._delays(node):
             self.clock.after(delay_s, lambda: self.coordinator.hear(message))
@@ -90,7 +90,7 @@ class World:
         """Sends a command, perhaps never, perhaps twice."""
         node = self.nodes[name]
         for delay_s in self._delays(node):
-            self.clock.after(delay_s, lambda: node.obey(command) if node.up and not node.cut else None)
+            self.clock.after(delay_s, lambda: node.on_command(command) if node.up and not node.cut else None)
 
     def _delays(self, node: SimulatedNode) -> list[float]:
         if node.cut or self.random.random() < self.loss:
@@ -128,7 +128,7 @@ class World:
                 group.inherit(tainted)
                 found[key] = tainted
             for rank, key in mine.items():
-                node.held[m.Holding(bind.ranks, rank, resume.step, "own", 1, bind.epoch)] = found[key]
+                node.held[m.HeldSnapshot(bind.ranks, rank, resume.step, "own", 1, bind.epoch)] = found[key]
         return True
 
     def _copy(self, resume: m.FromMemory, key: int) -> bool | None:
@@ -203,7 +203,7 @@ class World:
 
     # --- the run of things
 
-    def run(self) -> Outcome:
+    def run(self) -> WorldOutcome:
         """Lives through the faults, then lets the fleet recover. Raises BrokenInvariant."""
         for node in self.nodes.values():
             self.clock.after(self.random.uniform(0, 2), node.start)
@@ -213,7 +213,7 @@ class World:
         self._make_peace()
         self._recover()
         state = self.coordinator.state
-        return Outcome(
+        return WorldOutcome(
             self.seed,
             dict(self.faults),
             state.recoveries,
@@ -234,7 +234,7 @@ class World:
             before = self.furthest
             self.clock.run_until(self.clock.now_s + 4 * self.step_s + self.heartbeat_s)
             state = self.coordinator.state
-            if state.phase is Phase.RUNNING and state.ranks == full and self.furthest > before:
+            if state.phase is FleetPhase.RUNNING and state.ranks == full and self.furthest > before:
                 return
         raise BrokenInvariant(
             f"{RECOVERED_WITHIN_S:g} s after the last fault the fleet is {state.phase} with {state.ranks} of {full} "
@@ -246,7 +246,11 @@ class World:
             strike_somewhere(self)
             phase = self.coordinator.state.phase
             # Recovery is where control planes break, so that is where faults fall most.
-            hurry = 0.05 if phase in (Phase.PARKING, Phase.BINDING) and self.random.random() < 0.5 else 1.0
+            hurry = (
+                0.05
+                if phase in (FleetPhase.PARKING, FleetPhase.BINDING) and self.random.random() < 0.5
+                else 1.0
+            )
             self.clock.after(self.random.expovariate(1 / (mean_s * hurry)), lambda: self._next_fault(mean_s))
 
     def _make_peace(self) -> None:
@@ -260,7 +264,7 @@ class World:
             self.clock.after(60.0, partial(self.coordinator.hear, m.Admit(node.name)))
 
 
-def _settings(draw: random.Random, workers: int) -> Settings:
+def _settings(draw: random.Random, workers: int) -> CoreSettings:
     model_ranks, pipeline = draw.choice((1, 1, 2)), draw.choice((1, 1, 2))
     unit = model_ranks * pipeline
     wanted = draw.randint(max(2, -(-unit // workers)), 8)
@@ -270,7 +274,7 @@ def _settings(draw: random.Random, workers: int) -> Settings:
     if wanted * workers < step:
         shard, legal = 0, tuple(range(unit, wanted * workers + 1, unit))
     formation = Formation(workers, legal, pipeline, model_ranks, shard)
-    return Settings(
+    return CoreSettings(
         formation=formation,
         wanted_nodes=wanted,
         min_nodes=draw.randint(1, max(1, wanted - 2)),
@@ -286,7 +290,7 @@ def _settings(draw: random.Random, workers: int) -> Settings:
     )
 
 
-def run_seed(seed: int, step: Step = real_core.step) -> Outcome:
+def run_seed(seed: int, step: CoreStep = real_core.step) -> WorldOutcome:
     """The world of one seed. Raises BrokenInvariant, with the command that shows it again."""
     world = World(seed, step)
     try:
