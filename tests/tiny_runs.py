@@ -76,11 +76,12 @@ def train_on_this_rank(spec: RunSpec, stop_before_step: int | None = None) -> di
 
     from phalanx.observe.event_log import EventLog, next_attempt
     from phalanx.observe.ledger import Ledger
+    from phalanx.run.directory import RunDirectory
     from phalanx.train.lifecycle.assemble import Origin, assemble
     from phalanx.train.lifecycle.interrupt import StopRequest
     from phalanx.train.lifecycle.loop import train
     from phalanx.train.lifecycle.reporter import Reporter
-    from phalanx.train.lifecycle.run_directory import RunDirectory, open_run
+    from phalanx.train.lifecycle.run_directory import open_run
 
     opened: list[Any] = [None]
     lock_fd = -1

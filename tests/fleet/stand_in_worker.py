@@ -31,8 +31,8 @@ from phalanx.checkpoint.snapshot.memory import (
 )
 from phalanx.fleet.control.security import run_token
 from phalanx.fleet.node import worker_link as wl
+from phalanx.run.directory import RunDirectory, read_resolved
 from phalanx.run.identity import identity
-from phalanx.train.lifecycle.run_directory import RunDirectory, read_resolved
 from phalanx.train.lifecycle.worker import die_with_parent
 
 STEP_S = float(os.environ.get("STAND_IN_STEP_S", "0.02"))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
-_STEP = re.compile(r"step-(\d+)")
+from phalanx.run.directory import locate_checkpoints, step_of
 
 
 @dataclass(frozen=True)
@@ -34,13 +33,11 @@ def checkpoint_place(path: Path, step: int | None = None) -> CheckpointPlace:
     """
     if not path.is_dir():
         raise click.ClickException(f"there is no directory {path}; give a run directory or a checkpoint")
-    match = _STEP.fullmatch(path.name)
-    if match and (path / "checkpoint.json").exists():
-        return CheckpointPlace(path.parent, int(match.group(1)))
-    if (path / "checkpoints").is_dir():
-        return CheckpointPlace(path / "checkpoints", step)
-    if any(_STEP.fullmatch(entry.name) for entry in path.iterdir()):
-        return CheckpointPlace(path, step)
+    root, named = locate_checkpoints(path)
+    if named is not None:
+        return CheckpointPlace(root, named)
+    if root != path or any(step_of(entry) is not None for entry in path.iterdir()):
+        return CheckpointPlace(root, step)
     raise click.ClickException(
         f"{path} holds no checkpoints: it is no run directory, or its run has saved none yet"
     )

@@ -27,8 +27,8 @@ from phalanx.model.facts.shape import resolve
 from phalanx.model.layers.cache import empty_cache
 from phalanx.model.layers.router import routers
 from phalanx.model.transformer import Transformer, logits
+from phalanx.run.directory import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.spec import ModelSpec
-from phalanx.train.lifecycle.run_directory import RunDirectory, RunDirectoryError, read_resolved
 
 _log = logging.getLogger(__name__)
 
@@ -47,16 +47,17 @@ def load_model(
     has no checkpoint, NoSuchStepError, and what `restore` raises.
     """
     # What predicts further ahead was for training; the checkpoint's names for the rest are the same without it.
-    spec = resolve(dataclasses.replace(read_resolved(RunDirectory(run_dir)).model, mtp_depth=0))
+    directory = RunDirectory(run_dir)
+    spec = resolve(dataclasses.replace(read_resolved(directory).model, mtp_depth=0))
     if not spec.vocab_size:
         raise RunDirectoryError(
-            f"{run_dir / 'run.toml'}: model.vocab_size is 0; give a run directory, whose run.toml has it filled in"
+            f"{directory.run_file}: model.vocab_size is 0; give a run directory, whose run.toml has it filled in"
         )
-    if not (run_dir / "checkpoints").is_dir():
+    if not directory.checkpoints.is_dir():
         raise RunDirectoryError(
             f"{run_dir}: has no folder checkpoints; give the directory of a run that saved"
         )
-    tier = DiskTier(run_dir / "checkpoints")
+    tier = DiskTier(directory.checkpoints)
     with torch.device("meta"):
         model = Transformer(spec)
     model = model.to(dtype).to_empty(device=device).requires_grad_(False).eval()
@@ -93,8 +94,9 @@ def _restore_weights(tier: DiskTier, step: int, model: Transformer) -> None:
 
 def load_run_tokenizer(run_dir: Path) -> Tokenizer:
     """The tokenizer of a run: the copy in its directory, else the one of its dataset. Raises TokenizerError."""
-    own = run_dir / "tokenizer"
-    return load_tokenizer(own if own.is_dir() else Path(read_resolved(RunDirectory(run_dir)).data.path))
+    directory = RunDirectory(run_dir)
+    own = directory.tokenizer
+    return load_tokenizer(own if own.is_dir() else Path(read_resolved(directory).data.path))
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -26,8 +26,9 @@ from phalanx.fleet.node.local_fleet import LocalFleet, run_fleet
 from phalanx.launch.local import Ending
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Message
+from phalanx.run.directory import RunDirectory
 from phalanx.run.read import to_table
-from phalanx.train.lifecycle.run_directory import OpenRun, RunDirectory
+from phalanx.train.lifecycle.run_directory import OpenRun
 from phalanx_process import alive
 
 STEPS = 60
@@ -35,7 +36,8 @@ LAUNCHER = """
 import os, sys, json
 from pathlib import Path
 from phalanx.fleet.node.local_fleet import LocalFleet, run_fleet
-from phalanx.train.lifecycle.run_directory import OpenRun, RunDirectory, read_resolved
+from phalanx.run.directory import RunDirectory, read_resolved
+from phalanx.train.lifecycle.run_directory import OpenRun
 directory = RunDirectory(Path(sys.argv[1]))
 lock = os.open(directory.path / "lock", os.O_RDWR | os.O_CREAT)
 fleet = LocalFleet(2, 1, worker_program=(sys.executable, sys.argv[2]))

@@ -10,17 +10,16 @@ from pathlib import Path
 import pytest
 
 from phalanx.data.index import read_index
-from phalanx.run.read import replace_at
-from phalanx.run.spec import RunSpec
-from phalanx.train.lifecycle.run_directory import (
-    OpenRun,
+from phalanx.run.directory import (
+    CHECKPOINT_INDEX,
     RunDirectory,
     RunDirectoryError,
-    choose,
-    open_run,
     read_resolved,
-    run_key,
+    step_folder,
 )
+from phalanx.run.read import replace_at
+from phalanx.run.spec import RunSpec
+from phalanx.train.lifecycle.run_directory import OpenRun, choose, open_run, run_key
 from tiny_runs import tiny_run
 
 
@@ -32,7 +31,9 @@ def spec(dataset: Path, tmp_path: Path) -> RunSpec:
 def with_checkpoint(spec: RunSpec) -> None:
     """As if the run had saved once: from then on the directory is its own."""
     opened(spec)
-    (Path(spec.run_dir) / "checkpoints" / "step-00000001").mkdir(parents=True)
+    folder = step_folder(RunDirectory(Path(spec.run_dir)).checkpoints, 1)
+    folder.mkdir(parents=True)
+    (folder / CHECKPOINT_INDEX).touch()
 
 
 def opened(spec: RunSpec) -> OpenRun:

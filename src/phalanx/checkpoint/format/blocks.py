@@ -162,27 +162,6 @@ def page_aligned(nbytes: int) -> ByteArray:
     return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=np.uint8)[:nbytes]
 
 
-def write_small(path: Path, data: bytes) -> None:
-    """Write a small file durably and appear under `path` only when complete. Raises as `write_blocks`."""
-    temporary = path.with_name(path.name + ".tmp")
-    with storage_errors(path, len(data)):
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(temporary, path)
-        sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 @dataclass(frozen=True, slots=True)
 class BlockFile:
     """A file that was written in blocks, as its manifest describes it."""

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.format.blocks import sync_folder
 from phalanx.checkpoint.interop.huggingface_config import Dtype, HuggingFaceError
+from phalanx.run.durable import sync
 
 CONFIG = "config.json"
 PIECE_BYTES = 64 << 20
@@ -28,7 +28,7 @@ def new_folder(out: Path) -> Iterator[Path]:
         yield folder
         _sync_all(folder)
         os.rename(folder, out)
-        sync_folder(out.parent)
+        sync(out.parent)
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise HuggingFaceError(
@@ -41,12 +41,8 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 def _sync_all(folder: Path) -> None:
     for path in folder.rglob("*"):
-        if path.is_dir():
-            sync_folder(path)
-        else:
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-    sync_folder(folder)
+        sync(path)
+    sync(folder)
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:

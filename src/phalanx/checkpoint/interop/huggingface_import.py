@@ -38,6 +38,7 @@ from phalanx.checkpoint.tiers.tier import Draft, Record
 from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizer import TOKENIZER_FILE, bpe_from_file
 from phalanx.model.facts.shape import resolve
+from phalanx.run.directory import RunDirectory
 from phalanx.run.read import to_table
 from phalanx.run.spec import ModelSpec
 
@@ -71,11 +72,12 @@ def import_hf(directory: Path, out: Path, *, image_bytes: int = _IMAGE_BYTES) ->
         weights = Weights(_open_weights(directory, stack), storage_of(config))
         spec, notes = _settle_mtp(spec, weights.tensors)
         _require_tensors(directory, spec, weights)
-        tier = DiskTier(folder / "checkpoints")
+        directory_of_run = RunDirectory(folder)
+        tier = DiskTier(directory_of_run.checkpoints)
         extra = {"step": 0, "imported_from": str(directory.absolute())}
         digest = _copy_weights(tier, weights, spec, extra, image_bytes)
-        (folder / "run.toml").write_text(tomli_w.dumps({"name": out.name, "model": to_table(spec)}))
-        no_tokenizer_because = _copy_tokenizer(directory, folder / "tokenizer")
+        directory_of_run.run_file.write_text(tomli_w.dumps({"name": out.name, "model": to_table(spec)}))
+        no_tokenizer_because = _copy_tokenizer(directory, directory_of_run.tokenizer)
         return Imported(spec, digest, no_tokenizer_because, notes + _notes(spec))
 
 

@@ -27,9 +27,7 @@ from phalanx.checkpoint.format.blocks import (
     BlockFile,
     require_room,
     storage_errors,
-    sync_folder,
     write_blocks,
-    write_small,
 )
 from phalanx.checkpoint.format.boxes import Box
 from phalanx.checkpoint.format.errors import AbandonedError, CorruptError, NoSuchStepError
@@ -47,9 +45,9 @@ from phalanx.checkpoint.format.manifest import (
 from phalanx.checkpoint.format.parts import read_parts
 from phalanx.checkpoint.format.restore_plan import DISK, Held, Place, Read, require_complete
 from phalanx.checkpoint.tiers.tier import Draft, Record, never
+from phalanx.run.directory import CHECKPOINT_INDEX, committed_steps, is_committed, step_folder
+from phalanx.run.durable import sync, write_atomically
 
-INDEX = "checkpoint.json"
-_STEP = re.compile(r"step-(\d{8,})")
 _PARTIAL = re.compile(r"\.partial-step-(\d{8,})-(\d+)")
 _DELETING = ".deleting-"
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.01, 0.5
@@ -89,7 +87,7 @@ class DiskTier:
 
     def folder(self, step: int) -> Path:
         """Where a committed step is, or will be."""
-        return self.root / f"step-{step:08d}"
+        return step_folder(self.root, step)
 
     def draft_folder(self, draft: Draft) -> Path:
         """Where a draft is written."""
@@ -114,7 +112,7 @@ class DiskTier:
         manifest = Manifest(
             rank, file, data.nbytes, self._block_bytes, written.checksums, image.layout.entries
         )
-        write_small(folder / f"rank-{rank:05d}.json", encode_manifest(manifest))
+        _write_record(folder / f"rank-{rank:05d}.json", encode_manifest(manifest))
 
     def fail(self, draft: Draft, rank: int, reason: str) -> None:
         folder = self.draft_folder(draft)
@@ -143,7 +141,7 @@ class DiskTier:
                 weights_sha256=record.weights_sha256,
                 manifests=manifests,
             )
-            write_small(folder / INDEX, encode_index(index))
+            _write_record(folder / CHECKPOINT_INDEX, encode_index(index))
             self._publish(folder, draft.step)
             self._drop_earlier(draft)
         except BaseException:
@@ -208,7 +206,7 @@ class DiskTier:
                 if not self.has(step):
                     raise
                 self._discard(folder)
-            sync_folder(self.root)
+            sync(self.root)
 
     def _drop_earlier(self, draft: Draft) -> None:
         """Remove drafts of earlier steps: every rank has written this one, so none still writes an earlier one."""
@@ -222,16 +220,14 @@ class DiskTier:
 
     def steps(self) -> list[int]:
         with storage_errors(self.root):
-            names = os.listdir(self.root)
-        found = (int(match[1]) for match in map(_STEP.fullmatch, names) if match)
-        return sorted(step for step in found if self.has(step))
+            return committed_steps(self.root)
 
     def has(self, step: int) -> bool:
-        return (self.folder(step) / INDEX).exists()
+        return is_committed(self.folder(step))
 
     def index(self, step: int) -> Index:
         """The index of a committed step. Raises NoSuchStepError, CorruptError, FormatVersionError."""
-        path = self.folder(step) / INDEX
+        path = self.folder(step) / CHECKPOINT_INDEX
         if not path.exists():
             steps = self.steps()
             raise NoSuchStepError(f"{self.root}: step {step} is not committed; committed: {steps or 'none'}")
@@ -254,7 +250,9 @@ class DiskTier:
         with storage_errors(path):
             data = path.read_bytes()
         if checksum(data) != ref.checksum:
-            raise CorruptError(f"{path}: differs from its checksum in {INDEX}. Restore another step.")
+            raise CorruptError(
+                f"{path}: differs from its checksum in {CHECKPOINT_INDEX}. Restore another step."
+            )
         return decode_manifest(data, str(path))
 
     def boxes(self, step: int, rank: int | None = None) -> tuple[Held, ...]:
@@ -286,7 +284,7 @@ class DiskTier:
         folder = self.folder(step)
         with storage_errors(folder):
             os.rename(folder, self.root / f".damaged-{folder.name}-{time.time_ns()}")
-            sync_folder(self.root)
+            sync(self.root)
 
     def sweep(self, attempt: int) -> list[str]:
         with storage_errors(self.root):
@@ -307,6 +305,11 @@ class DiskTier:
                 os.rename(folder, doomed)
             except FileNotFoundError:
                 return
-            sync_folder(self.root)
+            sync(self.root)
         # What a slow file system keeps back, the next sweep takes.
         shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _write_record(path: Path, content: bytes) -> None:
+    with storage_errors(path, len(content)):
+        write_atomically(path, content)

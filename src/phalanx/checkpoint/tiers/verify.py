@@ -12,7 +12,8 @@ from pathlib import Path
 from phalanx.checkpoint.format.blocks import BlockFile, storage_errors, verified_blocks
 from phalanx.checkpoint.format.errors import CheckpointError, CorruptError, NoSuchStepError
 from phalanx.checkpoint.format.restore_plan import DISK, Held, Place, require_complete
-from phalanx.checkpoint.tiers.disk import INDEX, DiskTier
+from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.run.directory import CHECKPOINT_INDEX
 
 Progress = Callable[[int, int], None]
 
@@ -68,7 +69,7 @@ def _manifests(tier: DiskTier, step: int) -> tuple[list[BlockFile], list[Finding
     try:
         index = tier.index(step)
     except CheckpointError as error:
-        return [], [Finding(step, folder / INDEX, error)]
+        return [], [Finding(step, folder / CHECKPOINT_INDEX, error)]
     files: list[BlockFile] = []
     findings: list[Finding] = []
     for ref in index.manifests:
@@ -82,7 +83,7 @@ def _manifests(tier: DiskTier, step: int) -> tuple[list[BlockFile], list[Finding
         if not findings:
             require_complete(_held(files))
     except CheckpointError as error:
-        findings.append(Finding(step, folder / INDEX, error))
+        findings.append(Finding(step, folder / CHECKPOINT_INDEX, error))
     return files, findings
 
 

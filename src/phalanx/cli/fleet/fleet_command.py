@@ -106,7 +106,7 @@ def serve(run_dir: Path, host: str, port: int, certificates: Path | None, as_jso
     from phalanx.fleet.control.journal import JournalError
     from phalanx.fleet.control.security import SecurityError
     from phalanx.fleet.control.transport import TransportError
-    from phalanx.train.lifecycle.run_directory import RunDirectory, RunDirectoryError
+    from phalanx.run.directory import RunDirectory, RunDirectoryError
 
     with explained(JournalError, RunDirectoryError, SecurityError, TransportError, ValueError):
         attempt = RunDirectory(run_dir).newest_attempt()
@@ -123,7 +123,7 @@ def _ask(run_dir: Path, operation: OperatorRequest, certificates: Path | None, a
     from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
     from phalanx.fleet.control.security import SecurityError
     from phalanx.fleet.control.transport import TransportError
-    from phalanx.train.lifecycle.run_directory import RunDirectory, RunDirectoryError, read_resolved
+    from phalanx.run.directory import RunDirectory, RunDirectoryError, read_resolved
 
     with explained(FleetFileError, SecurityError, TransportError, RunDirectoryError):
         seen = read_fleet_file(run_dir)

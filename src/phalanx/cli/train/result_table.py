@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from phalanx.train.lifecycle.run_directory import RunDirectory
+from phalanx.run.directory import RunDirectory
 
 
 def result_table(result: Mapping[str, Any], directory: RunDirectory) -> Table:

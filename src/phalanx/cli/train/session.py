@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from phalanx.run.directory import RunDirectory
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.ending import Ending
-from phalanx.train.lifecycle.run_directory import OpenRun, RunDirectory
+from phalanx.train.lifecycle.run_directory import OpenRun
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -80,7 +81,7 @@ def conclude(run: OpenRun, ending: Ending, console: Console, as_json: bool, more
         return ending.exit_code
     who = "" if ending.failed_rank is None else f"rank {ending.failed_rank} "
     click.echo(f"error: {who}{ending.message}", err=True)
-    if any(run.directory.checkpoints.glob("step-*")):
+    if run.directory.committed_steps():
         click.echo(f"To go on from the newest checkpoint: {again}", err=True)
     return 1
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+from phalanx.run.directory import RunDirectory
 from phalanx.run.problems import RunFileError
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.interrupt import StopRequest
@@ -78,7 +79,7 @@ def _follow(run_dir: Path, attempt: int, as_json: bool) -> Any:
     from phalanx.observe.event_log import follow
 
     ended = False
-    events = run_dir / "events.jsonl"
+    events = RunDirectory(run_dir).events
     events.touch()
     ours = (event for event in follow(events, lambda: ended) if event.attempt >= attempt)
     console = Console(stderr=as_json, highlight=False)

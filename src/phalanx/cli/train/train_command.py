@@ -16,11 +16,11 @@ from phalanx.hardware.detect import gpu_count
 from phalanx.launch.foreign import started_as_rank
 from phalanx.model.facts.presets import PRESETS
 from phalanx.observe.records import usable_cores
+from phalanx.run.directory import RunDirectory, RunDirectoryError
 from phalanx.run.layout import layout_problems, replica_ranks
 from phalanx.run.problems import RunFileError
 from phalanx.run.read import read_run
 from phalanx.run.spec import RunSpec
-from phalanx.train.lifecycle.run_directory import RunDirectory, RunDirectoryError
 
 
 @click.command("train")

@@ -20,11 +20,12 @@ from phalanx.observe.event_log import read_events
 from phalanx.observe.goodput import goodput
 from phalanx.observe.ledger import NS_PER_S
 from phalanx.observe.recoveries import recoveries
+from phalanx.run.directory import RunDirectory, RunDirectoryError
 from phalanx.run.layout import layout_problems
 from phalanx.run.problems import Problem, RunFileError
 from phalanx.run.spec import FleetSpec, RunSpec
 from phalanx.train.lifecycle.prepare import prepare_run
-from phalanx.train.lifecycle.run_directory import OpenRun, RunDirectory, RunDirectoryError
+from phalanx.train.lifecycle.run_directory import OpenRun
 
 
 def train_fleet(

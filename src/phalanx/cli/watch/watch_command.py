@@ -9,7 +9,7 @@ import click
 from phalanx.cli.errors import explained
 from phalanx.observe.display.terminal import show_events
 from phalanx.observe.event_log import EventLogError, follow
-from phalanx.train.lifecycle.run_directory import RunDirectory
+from phalanx.run.directory import RunDirectory
 
 
 @click.command("watch")

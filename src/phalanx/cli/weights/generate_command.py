@@ -54,8 +54,8 @@ def command(
     """
     from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.data.errors import DataError
+    from phalanx.run.directory import RunDirectoryError
     from phalanx.serve.generate import encode_prompt, generate, load_model, load_run_tokenizer
-    from phalanx.train.lifecycle.run_directory import RunDirectoryError
 
     if any("\ud800" <= character <= "\udfff" for character in prompt):
         raise click.ClickException("--prompt is not valid UTF-8")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
-import os
 import signal
 import sys
 import time
@@ -36,9 +35,9 @@ from phalanx.fleet.core.orders import Order, deliveries
 from phalanx.fleet.core.state import FleetPhase, FleetState, decode_state, encode_state, settings_of
 from phalanx.observe.event_log import EventLog, EventLogError
 from phalanx.observe.events import Message
+from phalanx.run.directory import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.identity import identity
 from phalanx.run.spec import RunSpec
-from phalanx.train.lifecycle.run_directory import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.train.lifecycle.worker import die_with_parent
 
 _LONGEST_TICK_S = 1.0
@@ -231,7 +230,7 @@ class Coordinator:
         events: list[m.CoreEvent] = []
         if now_s >= self._disk_due_s:
             self._disk_due_s = now_s + self._tick_s
-            checkpoints = _committed(self._directory.checkpoints)
+            checkpoints = tuple(self._directory.committed_steps())
             if checkpoints != self._checkpoints:
                 self._checkpoints = checkpoints
                 events.append(m.DiskHolds(checkpoints))
@@ -351,14 +350,6 @@ def replayed(lines: Sequence[bytes]) -> tuple[FleetState, int]:
             "its newest checkpoint"
         ) from error
     return state, restarts
-
-
-def _committed(folder: Path) -> tuple[int, ...]:
-    """Steps of the committed checkpoints on disk, rising."""
-    if not folder.is_dir():
-        return ()
-    names = (entry.name for entry in os.scandir(folder) if entry.name.startswith("step-"))
-    return tuple(sorted(int(name[5:]) for name in names if (folder / name / "checkpoint.json").exists()))
 
 
 def credentials_of(run_dir: Path, spec: RunSpec, certificates: Path | None) -> Credentials:

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from phalanx.fleet.core.state import NO_SEAT, FleetPhase, FleetState, Node
+from phalanx.run.durable import write_atomically
 
 
 class FleetFileError(RuntimeError):
@@ -132,10 +133,7 @@ def path_in(run_dir: Path) -> Path:
 
 def write_fleet_file(run_dir: Path, content: FleetFile) -> None:
     """Replaces the file at once."""
-    path = path_in(run_dir)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1))
-    temporary.replace(path)
+    write_atomically(path_in(run_dir), msgspec.json.format(msgspec.json.encode(content), indent=1))
 
 
 def read_fleet_file(run_dir: Path) -> FleetFile:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import xxhash
 
+from phalanx.run.durable import sync, write_atomically
+
 _DIGITS = 16
 
 
@@ -35,7 +37,7 @@ class Journal:
         self._unsynced, self._doubtful = bytearray(), False
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            _sync_folder(path.parent)
+            sync(path.parent)
             self.lines, self.size_bytes = _whole_lines(path)
             os.ftruncate(self._fd, self.size_bytes)
         except OSError as error:
@@ -89,19 +91,16 @@ class Journal:
 
     def begin_anew(self, content: bytes) -> None:
         """Replaces the journal by one whose only line is ``content``, atomically. Raises ``JournalError``."""
-        temporary = self.path.with_name(f".{self.path.name}.new")
         line = _line(content)
         try:
-            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            with os.fdopen(os.dup(fd), "wb") as file:
-                file.write(line)
-            os.fsync(fd)
-            temporary.replace(self.path)
-            _sync_folder(self.path.parent)
+            write_atomically(self.path, line, mode=0o600)
+            # The open file has no name any more: what was appended there would be lost.
+            os.close(self._fd)
+            self._fd = -1
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise JournalError(f"cannot renew the journal {self.path}: {error.strerror}") from error
-        os.close(self._fd)
-        self._fd, self.size_bytes = fd, len(line)
+        self.size_bytes = len(line)
         self._unsynced.clear()
 
     def close(self) -> None:
@@ -130,11 +129,3 @@ def _whole_lines(path: Path) -> tuple[list[bytes], int]:
             contents.append(content)
             end += len(piece) + 1
     return contents, end
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

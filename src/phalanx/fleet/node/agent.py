@@ -51,8 +51,8 @@ from phalanx.fleet.node.agent_actions import (
 from phalanx.fleet.node.agent_state import AgentState
 from phalanx.fleet.node.worker_link import Inject, Taken, ToAgent, Warm
 from phalanx.fleet.node.worker_process import WorkerProcess
+from phalanx.run.directory import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.spec import RunSpec
-from phalanx.train.lifecycle.run_directory import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.train.lifecycle.worker import die_with_parent
 
 _PUSH_AGAIN_S = 0.1
@@ -276,7 +276,7 @@ class Agent:
             "--segments",
             *map(str, segments),
         ]
-        log = self._post.run_dir / "logs" / f"attempt-{self._post.attempt:03d}-{self._post.node}-{index}.log"
+        log = RunDirectory(self._post.run_dir).named_log(self._post.attempt, f"{self._post.node}-{index}")
         self._state.started(index, time.monotonic())
         self._workers[index] = await WorkerProcess.start(
             command,
@@ -332,7 +332,7 @@ def run_agent(post: Post, certificates: Path | None = None) -> None:
     directory = RunDirectory(post.run_dir)
     spec = read_resolved(directory)
     credentials = credentials_of(post.run_dir, spec, certificates)
-    (post.run_dir / "logs").mkdir(exist_ok=True)
+    directory.logs.mkdir(exist_ok=True)
     asyncio.run(_run(lambda: Agent(post, spec, credentials)))
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, read_fleet_file
+from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
 from phalanx.fleet.control.security import run_token
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.train.lifecycle.ending import Ending
@@ -103,7 +103,7 @@ def run_fleet(run: OpenRun, fleet: LocalFleet, while_running: Callable[[Callable
     """
     path = run.directory.path
     run_token(path)  # made before anybody needs it
-    (path / "fleet.json").unlink(missing_ok=True)  # of the attempt before
+    path_in(path).unlink(missing_ok=True)  # of the attempt before
     processes = _Processes(run, fleet)
     try:
         with _stopping_on_signals(processes):
@@ -240,7 +240,7 @@ class _Processes:
 
     def log(self, name: str) -> Path:
         """What a coordinator or agent prints."""
-        return self.run.directory.path / "logs" / f"attempt-{self.run.attempt:03d}-{name}.log"
+        return self.run.directory.named_log(self.run.attempt, name)
 
 
 @contextmanager

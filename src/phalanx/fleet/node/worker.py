@@ -62,9 +62,9 @@ from phalanx.parallel.mesh.torch_compat import flight_record
 from phalanx.parallel.process_group.abort import Connections, abort
 from phalanx.parallel.process_group.meeting import MeetingPoint, meet
 from phalanx.parallel.process_group.rendezvous import RendezvousError, device_for, leave
+from phalanx.run.directory import RunDirectory, read_resolved
 from phalanx.train.lifecycle.assemble import Origin, keep, make_deterministic
 from phalanx.train.lifecycle.interrupt import StopRequest
-from phalanx.train.lifecycle.run_directory import RunDirectory, read_resolved
 from phalanx.train.lifecycle.worker import EXIT_FAILED, die_with_parent, known_errors, live
 
 _MEET_TIMEOUT_S = 60.0

@@ -12,7 +12,6 @@ its own ground, so that it can be read on any page.
 """
 
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from xml.sax.saxutils import escape
 
 from phalanx.observe.events import Evaluated, Event, Restored, RunStarted, Step
 from phalanx.observe.throughput import format_count, smooth
+from phalanx.run.durable import write_atomically
 
 WIDTH, HEIGHT = 860, 440
 LEFT, RIGHT, TOP, BOTTOM = 58, 802, 92, 388
@@ -83,9 +83,7 @@ def draw_curve(events: Iterable[Event], path: Path) -> None:
 
     Raises CurveError while there is no finite loss to draw.
     """
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(svg_curve(events), encoding="utf-8")
-    os.replace(partial, path)
+    write_atomically(path, svg_curve(events).encode())
 
 
 def svg_curve(events: Iterable[Event]) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from phalanx.checkpoint.format.errors import NoSuchStepError
 from phalanx.checkpoint.format.state import Shard
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.tiers.disk import DiskTier
@@ -21,12 +22,13 @@ from phalanx.hardware.accelerators import accelerator_named
 from phalanx.hardware.matmul_peak import measure_matmul_flops
 from phalanx.observe.ledger import Bucket, Ledger
 from phalanx.parallel.mesh.mesh import Mesh, build_mesh
+from phalanx.run.directory import RunDirectory, locate_checkpoints
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.compose import Built, build_model
 from phalanx.train.lifecycle.guardian import Guardian, Nobody
 from phalanx.train.lifecycle.interrupt import StopRequest
 from phalanx.train.lifecycle.reporter import Reporter
-from phalanx.train.lifecycle.run_directory import RunDirectory, check_data
+from phalanx.train.lifecycle.run_directory import check_data
 from phalanx.train.step.state import RestoredState, fill_initial, restore_newest, state_shards, weight_shards
 from phalanx.train.step.step import Votes
 
@@ -180,7 +182,10 @@ def load_weights(source: Path, shards: list[Shard]) -> None:
 
     Raises ``CheckpointError`` if it is damaged, or of another model.
     """
-    restore(DiskTier(source.parent), int(source.name.removeprefix("step-")), shards)
+    root, step = locate_checkpoints(source)
+    if step is None:
+        raise NoSuchStepError(f"{source} is no committed checkpoint; give a folder .../step-00000100")
+    restore(DiskTier(root), step, shards)
 
 
 def _peak(spec: RunSpec, device: torch.device) -> Peak:

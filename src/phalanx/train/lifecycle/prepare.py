@@ -16,6 +16,7 @@ from phalanx.data.prepare import prepare
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.hardware.detect import gpu_count
 from phalanx.model.facts.shape import resolve as resolve_model
+from phalanx.run.directory import committed_steps, locate_checkpoints, step_folder
 from phalanx.run.layout import layout_problems
 from phalanx.run.problems import Problem, RunFileError
 from phalanx.run.spec import DataSpec, RunSpec
@@ -105,17 +106,15 @@ def pinned_checkpoint(source: str, path: Path) -> str:
     """
     if not source:
         return ""
-    folder = Path(source).resolve()
-    if (folder / "checkpoint.json").exists():
-        return str(folder)
-    root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-    steps = sorted(root.glob("step-*/checkpoint.json"))
-    if not steps:
+    root, step = locate_checkpoints(Path(source).resolve())
+    if step is None and root.is_dir():
+        step = max(committed_steps(root), default=None)
+    if step is None:
         remedy = "give a run directory that has saved, an imported model, or a checkpoint"
         raise RunFileError(
             path, [Problem("checkpoint.init_from", f"there is no checkpoint in {source}", remedy)]
         )
-    return str(steps[-1].parent)
+    return str(step_folder(root, step))
 
 
 def prepare_run(spec: RunSpec, path: Path, on_progress: Progress) -> OpenRun:

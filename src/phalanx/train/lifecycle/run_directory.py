@@ -1,15 +1,6 @@
-"""The folder that a run leaves behind, and whose it is.
+"""Takes the run directory for one start of a run: chooses it, locks it, and makes sure whose it is.
 
-    runs/quickstart-1f3a9c04/
-        run.toml          the resolved run file: what was asked for, with nothing left to a default
-        record.json       the run's identity and its data's fingerprint
-        events.jsonl      all that happened; the display and the curve are drawn from it
-        checkpoints/      committed steps
-        tokenizer/        a copy of the tokenizer, so that the folder can generate text by itself
-        logs/             what each rank printed
-        loss.svg, result.json
-
-By default the folder is named after the run and its identity, so that two runs can never meet in one folder: an
+Its files are named in ``run/directory.py``. By default the folder is named after the run and its identity, so that two runs can never meet in one folder: an
 unfinished run goes on where it was, a finished one is left alone and the next start gets a fresh folder. A folder
 that is named explicitly is only ever continued by the run that it belongs to.
 """
@@ -24,89 +15,20 @@ import os
 import shutil
 import socket
 import time
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import tomli_w
 
 from phalanx.observe.event_log import next_attempt
+from phalanx.run.directory import RunDirectory, RunDirectoryError, read_resolved, read_small_json
+from phalanx.run.durable import remove_temporaries, write_atomically
 from phalanx.run.identity import differences, identity, layout_changes
-from phalanx.run.read import spec_from_table, to_table
+from phalanx.run.read import to_table
 from phalanx.run.spec import RunSpec
 
 _PATIENCE_S = 3.0
-_OWN = {
-    "lock", "run.toml", "record.json", "events.jsonl", "checkpoints", "tokenizer", "logs", "loss.svg", "result.json"
-}  # fmt: skip
-
-
-class RunDirectoryError(RuntimeError):
-    """The run directory cannot be used; the message says why and what to do."""
-
-
-@dataclass(frozen=True)
-class RunDirectory:
-    """Names of what lies in a run directory."""
-
-    path: Path
-
-    @property
-    def run_file(self) -> Path:
-        """The resolved run file."""
-        return self.path / "run.toml"
-
-    @property
-    def record(self) -> Path:
-        """Identity and data fingerprint."""
-        return self.path / "record.json"
-
-    @property
-    def events(self) -> Path:
-        """The event stream."""
-        return self.path / "events.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The root of the disk tier."""
-        return self.path / "checkpoints"
-
-    @property
-    def tokenizer(self) -> Path:
-        """The copy of the tokenizer."""
-        return self.path / "tokenizer"
-
-    @property
-    def curve(self) -> Path:
-        """The loss curve."""
-        return self.path / "loss.svg"
-
-    @property
-    def result(self) -> Path:
-        """The final result; it exists once the run is complete."""
-        return self.path / "result.json"
-
-    def log(self, attempt: int, rank: int) -> Path:
-        """What one rank printed during one attempt."""
-        return self.path / "logs" / f"attempt-{attempt:03d}-rank-{rank:05d}.log"
-
-    def newest_attempt(self) -> int:
-        """The number of the newest start that took this directory. Raises ``RunDirectoryError`` if nobody ever did."""
-        started = _read_json(self.record).get("attempts", 0)
-        if not started:
-            raise RunDirectoryError(f"{self.path} is no run directory: nobody has started a run there yet")
-        return int(started) - 1
-
-    def finished_result(self) -> dict[str, Any] | None:
-        """The result of a complete run, or ``None``."""
-        found = _read_json(self.result)
-        return found if "weights_sha256" in found else None
-
-    def write_result(self, result: dict[str, Any]) -> None:
-        """Marks the run complete."""
-        _replace(self.result, json.dumps(result, indent=1) + "\n")
 
 
 @dataclass(frozen=True)
@@ -158,19 +80,20 @@ def open_run(spec: RunSpec, fingerprint: str, tokenizer_folder: Path) -> OpenRun
     directory = choose(spec, fingerprint)
     try:
         directory.path.mkdir(parents=True, exist_ok=True)
-        lock_fd = _lock(directory.path / "lock")
+        lock_fd = _lock(directory.lock)
+        remove_temporaries(directory.path)
         changes = _check_owner(directory, spec, fingerprint)
-        attempt = max(next_attempt(directory.events), _read_json(directory.record).get("attempts", 0))
-        before = _read_json(directory.record)
+        attempt = max(next_attempt(directory.events), read_small_json(directory.record).get("attempts", 0))
+        before = read_small_json(directory.record)
         record = {
             "identity": identity(spec),
             "data_fingerprint": fingerprint,
             "attempts": attempt + 1,
             "layout_changes": [*before.get("layout_changes", []), *changes],
         }
-        _replace(directory.record, json.dumps(record, indent=1) + "\n")
-        _replace(directory.run_file, tomli_w.dumps(to_table(spec)))
-        (directory.path / "logs").mkdir(exist_ok=True)
+        write_atomically(directory.record, (json.dumps(record, indent=1) + "\n").encode())
+        write_atomically(directory.run_file, tomli_w.dumps(to_table(spec)).encode())
+        directory.logs.mkdir(exist_ok=True)
         _copy_tokenizer(tokenizer_folder, directory.tokenizer)
     except OSError as error:
         raise RunDirectoryError(f"run directory {directory.path}: {_explain(error)}") from error
@@ -187,15 +110,6 @@ def _explain(error: OSError) -> str:
             f"{error.strerror}, so no directory can be made there; give another place with --set run_dir=..."
         )
     return str(error)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """A small JSON object; empty if the file is missing or damaged (it can be made anew)."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _lock(path: Path) -> int:
@@ -228,13 +142,15 @@ def _taken(fd: int) -> bool:
 
 def _check_owner(directory: RunDirectory, spec: RunSpec, fingerprint: str) -> list[str]:
     """Makes sure that the directory is this run's; what of its layout has changed since the last start."""
-    strangers = {entry.name for entry in directory.path.iterdir() if not entry.name.startswith(".")} - _OWN
+    strangers = {
+        entry.name for entry in directory.path.iterdir() if not entry.name.startswith(".")
+    } - directory.names()
     if strangers and not directory.record.exists():
         raise RunDirectoryError(
             f"{directory.path} is not a run directory but holds {', '.join(sorted(strangers)[:3])}; "
             "give an empty or new one with --set run_dir=..."
         )
-    if not any(directory.checkpoints.glob("step-*")):
+    if not directory.committed_steps():
         return []  # nothing was ever saved here, so nothing can be mixed up
     remedy = "give another run directory with --set run_dir=..., or undo the change"
     # Read back rather than by the recorded identity: a field that is new in this version has its default there.
@@ -246,7 +162,7 @@ def _check_owner(directory: RunDirectory, spec: RunSpec, fingerprint: str) -> li
             f"run directory {directory.path} belongs to another run; {remedy}:\n"
             + "\n".join(f"  {line}" for line in found)
         )
-    recorded = _read_json(directory.record).get("data_fingerprint", fingerprint)
+    recorded = read_small_json(directory.record).get("data_fingerprint", fingerprint)
     if recorded != fingerprint:
         raise RunDirectoryError(
             f"run directory {directory.path} was trained on other data "
@@ -257,7 +173,7 @@ def _check_owner(directory: RunDirectory, spec: RunSpec, fingerprint: str) -> li
 
 def check_data(directory: RunDirectory, fingerprint: str) -> None:
     """Makes sure that this rank sees the data that the run was prepared with. Raises ``RunDirectoryError``."""
-    recorded = _read_json(directory.record).get("data_fingerprint", fingerprint)
+    recorded = read_small_json(directory.record).get("data_fingerprint", fingerprint)
     if recorded != fingerprint:
         raise RunDirectoryError(
             f"this rank ({socket.gethostname()}) finds other data at data.path than the run was prepared with "
@@ -265,33 +181,7 @@ def check_data(directory: RunDirectory, fingerprint: str) -> None:
         )
 
 
-def read_resolved(directory: RunDirectory) -> RunSpec:
-    """The resolved run of a run directory. Raises ``RunDirectoryError`` if there is none or it is damaged."""
-    try:
-        table = tomllib.loads(directory.run_file.read_text())
-    except (OSError, ValueError) as error:
-        raise RunDirectoryError(f"{directory.path} is not a run directory: {error}") from error
-    spec, problems = spec_from_table({**table, "model": {**table.get("model", {}), "preset": ""}}, {})
-    if spec is None:
-        raise RunDirectoryError(f"{directory.run_file} is damaged: {'; '.join(map(str, problems))}")
-    return spec
-
-
 def _copy_tokenizer(source: Path, target: Path) -> None:
     target.mkdir(exist_ok=True)
     for file in source.glob("tokenizer*.json"):
         shutil.copyfile(file, target / file.name)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Writes a small file so that a crash leaves either the old or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     import torch
 
     from phalanx.observe.ledger import Ledger
+    from phalanx.run.directory import RunDirectory
     from phalanx.run.spec import RunSpec
     from phalanx.train.lifecycle.assemble import Origin, Training
     from phalanx.train.lifecycle.reporter import Reporter
-    from phalanx.train.lifecycle.run_directory import RunDirectory
 
 EXIT_FAILED = 1
 EXIT_STOPPED = 75
@@ -52,8 +52,8 @@ def run_rank(spec_dir: Path, attempt: int, stop: StopRequest) -> dict[str, Any] 
     from phalanx.observe.ledger import Bucket, Ledger
     from phalanx.observe.records import process_age_ns
     from phalanx.parallel.process_group.rendezvous import Place, device_for, place_of
+    from phalanx.run.directory import RunDirectory, read_resolved
     from phalanx.train.lifecycle.assemble import Origin, make_deterministic
-    from phalanx.train.lifecycle.run_directory import RunDirectory, read_resolved
 
     ledger = Ledger(time.monotonic_ns() - process_age_ns(), Bucket.START_PROCESS)
     directory = RunDirectory(spec_dir)
@@ -129,8 +129,8 @@ def known_errors() -> tuple[type[Exception], ...]:
     from phalanx.observe.sinks.registry import SinkError
     from phalanx.parallel.mesh.mesh import LayoutError
     from phalanx.parallel.process_group.rendezvous import RendezvousError
+    from phalanx.run.directory import RunDirectoryError
     from phalanx.train.lifecycle.loop import NonFiniteError, UnsavedError
-    from phalanx.train.lifecycle.run_directory import RunDirectoryError
     from phalanx.train.step.state import NoGoodCheckpointError
 
     return (
@@ -159,7 +159,7 @@ def main() -> int:
     parser.add_argument("--attempt", type=int, required=True)
     arguments = parser.parse_args()
     from phalanx.parallel.process_group.rendezvous import device_for, join, leave, place_of
-    from phalanx.train.lifecycle.run_directory import RunDirectory, read_resolved
+    from phalanx.run.directory import RunDirectory, read_resolved
 
     try:
         place = place_of(os.environ)

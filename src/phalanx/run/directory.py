@@ -1,0 +1,180 @@
+"""Names of the files in a run directory and of the committed checkpoints in it, in one place.
+
+    runs/quickstart-1f3a9c04/
+        run.toml          the resolved run file: what was asked for, with nothing left to a default
+        record.json       the run's identity and its data's fingerprint
+        events.jsonl      all that happened; the display and the curve are drawn from it
+        checkpoints/      committed steps: step-00000100/checkpoint.json and so on
+        tokenizer/        a copy of the tokenizer, so that the folder can generate text by itself
+        logs/             what each rank printed
+        loss.svg, result.json
+
+A step is committed if and only if its folder has an index, ``checkpoint.json``: the folder gets its name by one rename, as
+the last thing that a save does (``checkpoint/tiers/disk.py``). So steps can be listed without opening a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.run.durable import write_atomically
+from phalanx.run.read import spec_from_table
+from phalanx.run.spec import RunSpec
+
+CHECKPOINT_INDEX = "checkpoint.json"
+"""The file that makes a step's folder a committed checkpoint."""
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+class RunDirectoryError(RuntimeError):
+    """The run directory cannot be used; the message says why and what to do."""
+
+
+def step_folder(root: Path, step: int) -> Path:
+    """The folder of a committed step in the folder of checkpoints ``root``: ``root/step-00000100``."""
+    return root / f"step-{step:08d}"
+
+
+def step_of(folder: Path) -> int | None:
+    """The step that a checkpoint's folder is named after; ``None`` if it has no such name."""
+    match = _STEP.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+def is_committed(folder: Path) -> bool:
+    """True if ``folder`` is a committed checkpoint."""
+    return step_of(folder) is not None and (folder / CHECKPOINT_INDEX).exists()
+
+
+def committed_steps(root: Path) -> list[int]:
+    """The steps that are committed in the folder of checkpoints ``root``, oldest first. Raises ``OSError``."""
+    folders = [root / name for name in os.listdir(root)]
+    return sorted(
+        step for folder in folders if (step := step_of(folder)) is not None and is_committed(folder)
+    )
+
+
+def locate_checkpoints(path: Path) -> tuple[Path, int | None]:
+    """The folder of checkpoints that ``path`` stands for, and the step if it names one.
+
+    ``path`` is a run directory, a folder of checkpoints, or one committed checkpoint; nothing says that there are any.
+    """
+    if is_committed(path):
+        return path.parent, step_of(path)
+    inside = RunDirectory(path).checkpoints
+    return (inside if inside.is_dir() else path), None
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The names in a run directory, and its small records."""
+
+    path: Path
+
+    @property
+    def run_file(self) -> Path:
+        """The resolved run file."""
+        return self.path / "run.toml"
+
+    @property
+    def record(self) -> Path:
+        """Identity and data fingerprint."""
+        return self.path / "record.json"
+
+    @property
+    def events(self) -> Path:
+        """The event stream."""
+        return self.path / "events.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The root of the disk tier."""
+        return self.path / "checkpoints"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The copy of the tokenizer."""
+        return self.path / "tokenizer"
+
+    @property
+    def logs(self) -> Path:
+        """What each rank and node printed."""
+        return self.path / "logs"
+
+    @property
+    def curve(self) -> Path:
+        """The loss curve."""
+        return self.path / "loss.svg"
+
+    @property
+    def result(self) -> Path:
+        """The final result; it exists once the run is complete."""
+        return self.path / "result.json"
+
+    @property
+    def lock(self) -> Path:
+        """The file that a start of the run holds locked."""
+        return self.path / "lock"
+
+    def names(self) -> set[str]:
+        """The names of all that a run without a fleet puts here."""
+        own = (
+            *(self.lock, self.run_file, self.record, self.events, self.checkpoints),
+            *(self.tokenizer, self.logs, self.curve, self.result),
+        )
+        return {path.name for path in own}
+
+    def log(self, attempt: int, rank: int) -> Path:
+        """What one rank printed during one attempt."""
+        return self.named_log(attempt, f"rank-{rank:05d}")
+
+    def named_log(self, attempt: int, name: str) -> Path:
+        """What the process ``name`` printed during one attempt."""
+        return self.logs / f"attempt-{attempt:03d}-{name}.log"
+
+    def committed_steps(self) -> list[int]:
+        """The steps with a committed checkpoint, oldest first. Raises ``OSError``."""
+        return committed_steps(self.checkpoints) if self.checkpoints.is_dir() else []
+
+    def newest_attempt(self) -> int:
+        """The number of the newest start that took this directory. Raises ``RunDirectoryError`` if nobody ever did."""
+        started = read_small_json(self.record).get("attempts", 0)
+        if not started:
+            raise RunDirectoryError(f"{self.path} is no run directory: nobody has started a run there yet")
+        return int(started) - 1
+
+    def finished_result(self) -> dict[str, Any] | None:
+        """The result of a complete run, or ``None``."""
+        found = read_small_json(self.result)
+        return found if "weights_sha256" in found else None
+
+    def write_result(self, result: dict[str, Any]) -> None:
+        """Marks the run complete."""
+        write_atomically(self.result, (json.dumps(result, indent=1) + "\n").encode())
+
+
+def read_small_json(path: Path) -> dict[str, Any]:
+    """A small JSON object; empty if the file is missing or damaged (it can be made anew)."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def read_resolved(directory: RunDirectory) -> RunSpec:
+    """The resolved run of a run directory. Raises ``RunDirectoryError`` if there is none or it is damaged."""
+    try:
+        table = tomllib.loads(directory.run_file.read_text())
+    except (OSError, ValueError) as error:
+        raise RunDirectoryError(f"{directory.path} is not a run directory: {error}") from error
+    spec, problems = spec_from_table({**table, "model": {**table.get("model", {}), "preset": ""}}, {})
+    if spec is None:
+        raise RunDirectoryError(f"{directory.run_file} is damaged: {'; '.join(map(str, problems))}")
+    return spec

@@ -1,0 +1,58 @@
+"""Small files that survive a crash: a reader finds the old content or the new one, never half of it.
+
+The order is the usual one (Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014): write a temporary file in the
+same folder, fsync it, rename it over the target, fsync the folder. Without the first fsync the name may point to an empty file
+after a power cut; without the second the old file may be back although the caller was told that the new one is there.
+
+It stands on the ground floor because every floor writes such files: the loss curve, run records, checkpoint indexes, the
+coordinator's journal.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from pathlib import Path
+
+_TEMPORARY = re.compile(r"\..+\.\d+\.tmp")
+
+
+def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:
+    """Replaces the file at ``path`` (or makes it, with permissions ``mode``), durable when this returns.
+
+    Several processes and threads may write one path at once: the last rename wins. Raises ``OSError``; the old content is
+    intact then, unless the last step, the fsync of the folder, is what failed.
+    """
+    temporary = path.with_name(f".{path.name}.{threading.get_native_id()}.tmp")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+        with open(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Waits until a file's content, or the names in a folder, are on the disk (fsync)."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_temporaries(folder: Path) -> list[str]:
+    """Removes what ``write_atomically`` left in ``folder`` when its process was killed, and returns the names.
+
+    For whoever owns the folder: a write under way elsewhere would fail.
+    """
+    stale = sorted(name for name in os.listdir(folder) if _TEMPORARY.fullmatch(name))
+    for name in stale:
+        (folder / name).unlink(missing_ok=True)
+    return stale
