@@ -28,10 +28,11 @@ from phalanx.checkpoint.format.errors import (
 from phalanx.checkpoint.format.manifest import _sealed, decode_index
 from phalanx.checkpoint.format.state import shards_of
 from phalanx.checkpoint.save.saver import AsyncSaver
-from phalanx.checkpoint.tiers.disk import INDEX, DiskTier
+from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.restore import restore
 from phalanx.checkpoint.tiers.tier import never
 from phalanx.checkpoint.tiers.verify import verify
+from phalanx.run.directory import CHECKPOINT_INDEX
 
 STATE = {f"model/w{i}": torch.arange(300.0) + i for i in range(8)}
 
@@ -109,14 +110,14 @@ def test_a_missing_file_is_named(tier: DiskTier, name: str) -> None:
 
 
 def test_a_folder_without_an_index_is_not_a_checkpoint(tier: DiskTier) -> None:
-    (tier.folder(100) / INDEX).unlink()
+    (tier.folder(100) / CHECKPOINT_INDEX).unlink()
     assert tier.steps() == []
     with pytest.raises(NoSuchStepError, match="committed: none"):
         restored(tier)
 
 
 def test_another_format_version_is_refused_by_number(tier: DiskTier) -> None:
-    path = tier.folder(100) / INDEX
+    path = tier.folder(100) / CHECKPOINT_INDEX
     content = json.loads(path.read_bytes())["content"]
     path.write_bytes(_sealed({**content, "version": 99}))
     with pytest.raises(FormatVersionError, match="version 99; this version of Phalanx reads 1"):
@@ -129,7 +130,7 @@ def test_a_renamed_checkpoint_is_found_by_verify(tier: DiskTier) -> None:
 
 
 def test_the_index_carries_what_was_saved_with_the_step(tier: DiskTier) -> None:
-    index = decode_index((tier.folder(100) / INDEX).read_bytes(), "index")
+    index = decode_index((tier.folder(100) / CHECKPOINT_INDEX).read_bytes(), "index")
     assert (index.step, index.world_size, index.extra) == (100, 1, {"tokens": 1})
 
 
