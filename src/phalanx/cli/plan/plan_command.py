@@ -132,7 +132,7 @@ def command(
         cluster = _cluster(cluster_name, overrides)
         aim = Aim(optimize, require, top, stack, layout, tokens, step_error, assume)
         searching = layout is None or explain
-        plan = make_plan(spec, cluster, aim, keep_slots=run_file is not None, searching=searching)
+        plan = make_plan(spec, cluster, aim, from_file=run_file is not None, searching=searching)
         _write_files(plan, spec, aim, report, trace, out)
         if as_json:
             click.echo(json.dumps(_finite(plan_facts(plan)), allow_nan=False))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from phalanx.plan.search.facts import Plan, short
@@ -28,8 +29,8 @@ def print_plan(plan: Plan, *, explain: bool) -> None:
     if explain or plan.aim.layout is not None:
         _print_explained(console, plan)
     console.print(_run_table(plan))
-    for warning in plan.run.warnings:
-        console.print(f"[yellow]note:[/yellow] {warning}")
+    for note in (*plan.run.warnings, *plan.notes):
+        console.print(f"[yellow]note:[/yellow] {escape(note)}")
 
 
 def _print_head(console: Console, plan: Plan) -> None:

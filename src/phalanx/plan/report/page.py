@@ -239,7 +239,7 @@ def _run(plan: Plan) -> str:
         ("CO2", f"{run.co2_kg / 1e6:,.4g} kt"),
         ("cost", f"{run.cost.total_usd / 1e6:,.4g} M$"),
     ]
-    notes = "".join(f'<p class="note">{escape(warning)}</p>' for warning in run.warnings)
+    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in (*run.warnings, *plan.notes))
     return _table(("", ""), rows) + stacked_bars([Bar("wall time", shares)], "share") + notes
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from phalanx.hardware.cluster import Cluster
+from phalanx.plan.run_fields import notes_of
 from phalanx.plan.search.advice import parallel_of, what_would_fit
 from phalanx.plan.search.request import (
     OWN,
@@ -46,6 +47,8 @@ class Plan:
     inputs: RunInputs
     assumptions: RunAssumptions
     run: RunEstimate
+    notes: tuple[str, ...] = ()
+    """Of fields of the run file that are set and not modeled."""
 
     @property
     def best(self) -> tuple[Estimate, ...]:
@@ -54,13 +57,14 @@ class Plan:
 
 
 def make_plan(
-    spec: RunSpec, cluster: Cluster, aim: Aim, *, keep_slots: bool = True, searching: bool = True
+    spec: RunSpec, cluster: Cluster, aim: Aim, *, from_file: bool = True, searching: bool = True
 ) -> Plan:
     """Searches, or estimates the layout that was asked for, or both; then the run as a whole.
 
-    Raises ``ValueError`` with what is in the way, and the remedy.
+    Without ``from_file`` the run is of a known model alone: slots, checkpoints and fleet are not as ``spec`` says but as the
+    layout and the assumptions like them. Raises ``ValueError`` with what is in the way, and the remedy.
     """
-    job = job_of(spec, cluster, stack=aim.stack, keep_slots=keep_slots)
+    job = job_of(spec, cluster, stack=aim.stack, keep_slots=from_file)
     asked = None if aim.layout is None else _asked(spec, job, aim.layout)
     found = None
     if searching:
@@ -71,10 +75,10 @@ def make_plan(
         raise RequestError("neither a layout nor a search was asked for")
     tokens = read_tokens(aim.tokens) if aim.tokens else float(spec.train.steps * job.workload.tokens)
     inputs = run_inputs(job, chosen, tokens)
-    assumptions = assumed(aim.assume, aim.step_error)
-    return Plan(
-        spec.name, job, aim, chosen, found, tokens, inputs, assumptions, estimate_run(inputs, assumptions)
-    )
+    assumptions = assumed(aim.assume, aim.step_error, spec if from_file else None, chosen.step_s)
+    run = estimate_run(inputs, assumptions)
+    notes = notes_of(spec, cluster) if from_file else ()
+    return Plan(spec.name, job, aim, chosen, found, tokens, inputs, assumptions, run, notes)
 
 
 def _asked(spec: RunSpec, job: Job, text: str) -> Estimate:
@@ -170,6 +174,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "chosen": estimate_facts(plan, plan.chosen),
         "best": [estimate_facts(plan, one) for one in plan.best],
         "whole_run": plan.run.to_dict(),
+        "notes": plan.notes,
     }
     if found is not None:
         facts |= {

@@ -68,8 +68,11 @@ def days_changes(plan: Plan) -> dict[str, float]:
     """Days of the run when one thing about it is otherwise."""
     given = plan.assumptions
     changed = {f"failure rates: {level}": replace(given, failure_level=level) for level in LEVELS}
+    # Where memory is saved to at given times, storage is all the same saved to at its own.
+    from_storage_s = None if given.checkpoint_interval_s is None else given.durable_interval_s
+    restart = replace(given, recovery="restart", checkpoint_interval_s=from_storage_s)
     changed |= {
-        "recovery: restart from storage": replace(given, recovery="restart"),
+        "recovery: restart from storage": restart,
         "recovery: shrink by a replica": replace(given, recovery="shrink"),
     }
     found = {name: estimate_run(plan.inputs, one).days for name, one in changed.items()}

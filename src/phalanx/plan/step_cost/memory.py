@@ -99,7 +99,10 @@ def state_bytes(job: Job, candidates: Candidates, held: Holdings, place: Place) 
     kinds["compute copy"] = stack.copy_bytes * _gathered(job, candidates, held, place)
     micro_batches = pipelines_of(job, candidates).micro_batches
     if stack.slot_gradient_bytes:
-        kinds["slot gradients"] = stack.slot_gradient_bytes * whole * (micro_batches > 1)
+        adds_up = micro_batches > 1
+        if stack.reduces_once:
+            adds_up = adds_up | ((candidates.zero < 3) & (_rounds(job, candidates) > 1))
+        kinds["slot gradients"] = stack.slot_gradient_bytes * whole * adds_up
     if stack.slot_tree:
         kinds["open sums"] = (_open_sums(job, candidates) - 1) * kinds["gradients"]
     if stack.unit_gradient_bytes:
@@ -132,8 +135,12 @@ def times(counts: tuple[Ints, ...], values: tuple[Floats, ...]) -> Floats:
 
 def _open_sums(job: Job, candidates: Candidates) -> Floats:
     """Sums that a binary tree holds at once while a rank's last slot is computed, at least one: a branch for each level."""
-    rounds = np.maximum(job.workload.slots // candidates.data, 1)
-    return np.maximum(np.floor(np.log2(rounds)), 1.0)
+    return np.maximum(np.floor(np.log2(_rounds(job, candidates))), 1.0)
+
+
+def _rounds(job: Job, candidates: Candidates) -> Ints:
+    """Slots that a rank computes in a step, at least one."""
+    return np.maximum(job.workload.slots // candidates.data, 1)
 
 
 def _blocks(place: Place, held: Holdings) -> list[tuple[Ints, Floats]]:

@@ -223,6 +223,10 @@ def data_terms(
         window = np.maximum(backward - np.where(sharded, gather, 0.0), 0.0)
     # What is added up over shards is added up over replicas once, with the last of a flush.
     gradients_s = flushes * _exposed(scatter + among, window, blocks)
+    if stack.reduces_once:
+        last_s = _exposed(scatter + among, window, blocks)
+        further_s = np.where(sharded, (flushes - 1) * _exposed(scatter, window, blocks), 0.0)
+        gradients_s = last_s + further_s
     if stack.reduces_each_micro_batch:
         further = np.where(zero >= 2, passes - flushes, 0.0)
         gradients_s = gradients_s + further * _exposed(scatter, window, blocks)

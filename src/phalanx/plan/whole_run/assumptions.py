@@ -15,6 +15,7 @@ from phalanx.plan.whole_run.cost import ELECTRICITY_USD_PER_KWH, STORAGE_USD_PER
 from phalanx.plan.whole_run.energy import GRID_KG_PER_KWH, Activity
 from phalanx.plan.whole_run.failures import CLASSES, DAY_S, FailureClass, Level, classes_at_node_rate
 from phalanx.plan.whole_run.recovery import Method
+from phalanx.run.spec import RunSpec
 
 
 class RunEstimateError(ValueError):
@@ -49,6 +50,8 @@ class RunAssumptions:
     part to be replaced."""
     spare_confidence: float = 0.99
     """Probability that a spare is there; ByteRobust keeps enough for the 99th percentile."""
+    spare_nodes: int | None = None
+    """Nodes kept as spares; as many as ``spare_confidence`` asks for if None."""
     planned_pauses_per_day: float = 47 / 54
     """Llama 3 405B (arXiv:2407.21783): 47 planned interruptions in 54 days."""
     planned_pause_s: float = 600.0
@@ -89,9 +92,34 @@ NODE_RATE = "failures_per_1000_node_days"
 """The name by which a fleet's own rate of failures is assumed, instead of the published ones of each class."""
 
 
-def assumed(texts: Sequence[str], step_time_sd: float) -> RunAssumptions:
+def described(spec: RunSpec, step_s: float, recovery: Method | None = None) -> dict[str, Any]:
+    """The assumptions that ``[checkpoint]`` and ``[fleet]`` of a run file replace, for steps of ``step_s`` seconds.
+
+    A fleet with spares puts one in the lost node's place, one without leaves the replica out, and one that takes no snapshots
+    goes back to storage; ``recovery`` overrules that. Snapshots are the frequent saves, checkpoints the durable ones; where
+    failures are recovered from storage, checkpoints are the frequent ones.
+    """
+    fleet, checkpoint = spec.fleet, spec.checkpoint
+    forever = spec.train.steps // checkpoint.keep_every if checkpoint.keep_every else 0
+    # Of those kept for ever, half are there on average.
+    found: dict[str, Any] = {"checkpoints_kept": checkpoint.keep_last + forever // 2}
+    if fleet.nodes:
+        by_fleet: Method = "spare" if fleet.spares else "shrink"
+        recovery = recovery or (by_fleet if fleet.snapshot_every_steps else "restart")
+        found |= {"recovery": recovery, "spare_nodes": fleet.spares}
+    if recovery == "restart":
+        found["checkpoint_interval_s"] = checkpoint.every_steps * step_s
+    elif fleet.nodes and fleet.snapshot_every_steps:
+        found["checkpoint_interval_s"] = fleet.snapshot_every_steps * step_s
+    return found | {"durable_interval_s": checkpoint.every_steps * step_s}
+
+
+def assumed(
+    texts: Sequence[str], step_time_sd: float, spec: RunSpec | None = None, step_s: float = 0.0
+) -> RunAssumptions:
     """The assumptions with some of them as a user gave them: ``recovery=restart``, ``repair_s=3600``.
 
+    With ``spec``, whose steps take ``step_s`` seconds, others are as the run file describes them; what ``texts`` say wins.
     Raises ``RunEstimateError`` that names what cannot be, and what could.
     """
     names = {one.name for one in fields(RunAssumptions)} - {"failure_classes", "step_time_sd"}
@@ -105,6 +133,8 @@ def assumed(texts: Sequence[str], step_time_sd: float) -> RunAssumptions:
             )
             raise RunEstimateError(f"--assume {text}: {name!r} is not an assumption; {hint}")
         given[name] = value
+    if spec is not None:
+        given = described(spec, step_s, given.get("recovery")) | given
     try:
         rate = msgspec.convert(given.pop(NODE_RATE, None), float | None, strict=False)
         assumptions = msgspec.convert(given, RunAssumptions, strict=False)

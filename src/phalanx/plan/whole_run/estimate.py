@@ -155,7 +155,7 @@ def estimate_run(inputs: RunInputs, assumptions: RunAssumptions | None = None) -
         co2_kg=used.co2_kg(given.grid_kg_per_kwh),
         cost=spent,
         usd_per_million_tokens=spent.total_usd / (inputs.tokens / 1e6),
-        warnings=tuple(_warnings(inputs, tier, durable, plan)),
+        warnings=tuple(_warnings(inputs, given, tier, durable, plan)),
         assumptions=given,
         sources=_sources(inputs, given, plan),
     )
@@ -176,12 +176,13 @@ def goodput_plan(inputs: RunInputs, given: RunAssumptions, level: Level) -> Plan
     frequent = _risk(per_s * (1 - beyond), stall_s, given, given.recovery, tier)
     # The durable save is drained from the copy that the memory tier took: it stalls nobody again.
     rare = _risk(per_s * beyond, 0.0, given, "restart", durable)
-    best_s = interval_s(frequent, tier.drain_s if given.asynchronous_saves else 0.0, inputs.step_s)
+    # A save begins when the one before it has drained.
+    drain_s = tier.drain_s if given.asynchronous_saves else 0.0
+    best_s = interval_s(frequent, drain_s, inputs.step_s)
     if math.isinf(best_s):
         best_s = max(given.durable_interval_s, inputs.step_s)
-    chosen_s = (
-        best_s if given.checkpoint_interval_s is None else max(given.checkpoint_interval_s, inputs.step_s)
-    )
+    wanted_s = given.checkpoint_interval_s
+    chosen_s = best_s if wanted_s is None else max(wanted_s, drain_s, inputs.step_s)
     durable_s = max(given.durable_interval_s, durable.drain_s, chosen_s)
     return Plan(frequent, chosen_s, rare, math.ceil(durable_s / chosen_s - 1e-9) * chosen_s)
 
@@ -208,9 +209,14 @@ def _fleet_share(inputs: RunInputs, given: RunAssumptions) -> float:
 
 
 def _spare_nodes(inputs: RunInputs, given: RunAssumptions) -> int:
-    """A run that shrinks keeps none; a restart needs whole nodes as much as a swap does."""
-    if given.recovery == "shrink":
-        return 0
+    """Nodes beside those that hold ranks: what was assumed, else none for a run that shrinks, else as many as are needed."""
+    if given.spare_nodes is not None:
+        return given.spare_nodes
+    return 0 if given.recovery == "shrink" else _spares_needed(inputs, given)
+
+
+def _spares_needed(inputs: RunInputs, given: RunAssumptions) -> int:
+    """Spares of which one is there with the assumed confidence; a restart needs whole nodes as much as a swap does."""
     return spares_needed(_node_losses_per_s(inputs, given), given.repair_s, given.spare_confidence)
 
 
@@ -287,7 +293,14 @@ def _percentiles(values: Floats) -> Percentiles:
     return Percentiles(at(0.05), at(0.5), at(0.95), float(np.mean(values)))
 
 
-def _warnings(inputs: RunInputs, tier: Tier, durable: Tier, plan: Plan) -> Iterator[str]:
+def _warnings(
+    inputs: RunInputs, given: RunAssumptions, tier: Tier, durable: Tier, plan: Plan
+) -> Iterator[str]:
+    if given.recovery == "spare" and _spare_nodes(inputs, given) < (needed := _spares_needed(inputs, given)):
+        yield (
+            f"{given.spare_nodes} spare nodes: with fewer than {needed} a failure finds none more often than "
+            f"{1 - given.spare_confidence:.0%} of the time, and that wait is not counted"
+        )
     if not tier.fits:
         yield (
             f"saves into tier {tier.name} take {tier.host_bytes_per_node / 1e9:,.0f} GB of each host's memory, which has "

@@ -158,6 +158,9 @@ class Stack:
     """Whether the host waits for every kernel before it launches the next, as under CUDA_LAUNCH_BLOCKING=1."""
     slot_tree: bool = False
     """Whether gradients of slots are added up as a binary tree, whose open branches are held."""
+    reduces_once: bool = False
+    """Whether gradients are reduced over replicas, and below ZeRO-3 over shards, once a step rather than after each slot; below
+    ZeRO-3 they are kept whole till then."""
 
 
 _MEGATRON_STATES = (
@@ -340,6 +343,8 @@ def stack_of(spec: RunSpec) -> Stack:
         fused_pointwise=spec.runtime.compile,
         tensor_overlap=0.5 if spec.parallel.async_tensor else 0.0,
         context_exchange="gather" if spec.parallel.context_mode == "allgather" else "ring",
+        slot_tree=spec.train.reduction == "reproducible",
+        reduces_once=spec.train.reduction == "fast",
     )
 
 

@@ -1,0 +1,330 @@
+"""What the planner makes of each field of a run file, so that none is ignored in silence.
+
+Every field of ``RunSpec`` has one entry in ``RUN_FIELDS``:
+
+- *used*: it enters the step, the memory, the search or the run as a whole; a test changes it and sees the plan change;
+- *irrelevant*: it cannot change what a plan says, and the entry says why;
+- *noted*: it matters and the planner does not model it, so that a plan shows a note where the field is set.
+
+A used field can have a note too, for the part of its effect that is not modeled. A new field of the run file fails the test
+until it has an entry here. The trainer and ``phalanx show`` have no such table: the trainer reads every field (a test looks
+for the reads), and ``show`` counts what the model, the batch and the layout imply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import reduce
+from typing import Any, Literal
+
+from phalanx.hardware.cluster import Cluster
+from phalanx.run.spec import RunSpec
+
+_NOTABLE_EVALUATION = 0.01
+"""Share of the training time from which evaluation, which a plan leaves out, is worth a note."""
+_FORWARD_SHARE = 1 / 3
+"""Forward pass over forward and backward: the cost of evaluating a sequence over that of training on it."""
+
+Condition = Callable[[RunSpec, Cluster], bool]
+
+
+@dataclass(frozen=True)
+class FieldTreatment:
+    """How the planner treats one field of the run file."""
+
+    kind: Literal["used", "irrelevant", "noted"]
+    reason: str
+    """What of the plan a used field enters, or why an irrelevant one changes nothing."""
+    note: str = ""
+    """What a plan says where the note applies; ``{value}`` stands for the field's value."""
+    applies: Condition | None = None
+    """When the note is shown; ``None``: where the field is not at its default."""
+
+
+def notes_of(spec: RunSpec, cluster: Cluster) -> tuple[str, ...]:
+    """The notes on what a plan of ``spec`` on ``cluster`` does not model, in the order of the run file.
+
+    Fields with the same note share one line.
+    """
+    paths: dict[str, list[str]] = {}
+    for path, treatment in RUN_FIELDS.items():
+        if treatment.note and _applies(path, treatment, spec, cluster):
+            note = treatment.note.format(value=value_at(spec, path))
+            paths.setdefault(note, []).append(path)
+    return tuple(f"{', '.join(fields_of_note)}: {note}" for note, fields_of_note in paths.items())
+
+
+def _applies(path: str, treatment: FieldTreatment, spec: RunSpec, cluster: Cluster) -> bool:
+    if treatment.applies is not None:
+        return treatment.applies(spec, cluster)
+    return bool(value_at(spec, path) != _default(path))
+
+
+def value_at(spec: RunSpec, path: str) -> Any:
+    return reduce(getattr, path.split("."), spec)
+
+
+def _default(path: str) -> Any:
+    section, _, name = path.rpartition(".")
+    owner = value_at(RunSpec(), section) if section else RunSpec()
+    return next(field.default for field in fields(owner) if field.name == name)
+
+
+def evaluation_share(spec: RunSpec) -> float:
+    """Time of the evaluations during a run over its training time, by their sequences."""
+    evaluation = spec.evaluation
+    if not evaluation.every_steps:
+        return 0.0
+    return _FORWARD_SHARE * evaluation.sequences / (evaluation.every_steps * spec.train.batch_size)
+
+
+def _used(reason: str, note: str = "", applies: Condition | None = None) -> FieldTreatment:
+    return FieldTreatment("used", reason, note, applies)
+
+
+def _irrelevant(reason: str) -> FieldTreatment:
+    return FieldTreatment("irrelevant", reason)
+
+
+def _noted(note: str, applies: Condition | None = None) -> FieldTreatment:
+    return FieldTreatment("noted", "", note, applies)
+
+
+def _in(section: str, entries: dict[str, FieldTreatment]) -> dict[str, FieldTreatment]:
+    return {f"{section}.{name}": treatment for name, treatment in entries.items()}
+
+
+def _all(names: str, treatment: FieldTreatment) -> dict[str, FieldTreatment]:
+    return dict.fromkeys(names.split(), treatment)
+
+
+_SHAPE = _used("the model's parameters and operations")
+_LAYOUT = _used("the layout of --layout, where that leaves it out; a search tries all that are legal")
+_COEFFICIENT = _irrelevant("a coefficient: the operations and bytes are the same whatever its value")
+_WHERE = _irrelevant("a place or a name: nothing is computed differently")
+_WATCHING = _irrelevant("what is logged, in the background")
+
+_MODEL = {
+    **_in(
+        "model",
+        {
+            "preset": _irrelevant("the fields that it stands for are filled in when the file is read"),
+            **_all("layers dim heads kv_heads head_dim ffn_dim ffn vocab_size tie_embeddings", _SHAPE),
+            **_all("qk_norm attention_bias ffn_bias mtp_depth", _SHAPE),
+            **_all("norm_eps rope_theta mtp_loss init_std", _COEFFICIENT),
+        },
+    ),
+    **_in(
+        "model.rope_scaling",
+        {
+            "kind": _irrelevant("rotary tables are computed once, and have the same shape"),
+            **_all("factor original_max_seq_len low_freq_factor high_freq_factor", _COEFFICIENT),
+            **_all("beta_fast beta_slow mscale mscale_all_dim", _COEFFICIENT),
+        },
+    ),
+    **_in("model.mla", _all("query_rank kv_rank nope_head_dim rope_head_dim value_head_dim", _SHAPE)),
+    **_in(
+        "model.moe",
+        {
+            **_all("experts per_token ffn_dim shared first_dense every", _SHAPE),
+            "balance_bias": _irrelevant("one number for each expert, moved once a step"),
+            "score": _irrelevant("one number for each token and expert, whichever function it is of"),
+            "normalize": _irrelevant("a few numbers for each token"),
+            "groups": _irrelevant("each copy of a token is sent to its expert, whatever group that is of"),
+            "groups_per_token": _irrelevant(
+                "each copy of a token is sent to its expert, whatever group that is of"
+            ),
+            **_all("scale bias_speed", _COEFFICIENT),
+            **_all("aux_loss z_loss", _irrelevant("a loss of the router's outputs, which are few")),
+        },
+    ),
+}
+
+_TRAINING = {
+    **_in(
+        "data",
+        {
+            **_all("path corpus", _WHERE),
+            "tokenizer": _noted(
+                "the tokenizer {value!r} has a vocabulary of its own, which a plan does not read: it takes "
+                "data.vocab_size; set model.vocab_size",
+                lambda spec, _: spec.data.tokenizer != "bpe" and not spec.model.vocab_size,
+            ),
+            "vocab_size": _used("the model's vocabulary where model.vocab_size is 0"),
+            "held_out": _irrelevant("which documents are trained on, not how many tokens"),
+        },
+    ),
+    **_in(
+        "train",
+        {
+            "steps": _used("the tokens of the run, where --tokens is not given"),
+            **_all("batch_size seq_len", _used("the work of a step")),
+            "slots": _used("micro-batches of a reduction, and the most data-parallel ranks"),
+            "micro_batch_size": _LAYOUT,
+            "reduction": _used("gradients held in a tree, and how often they are reduced"),
+            **_all("on_nonfinite max_skipped", _irrelevant("a step that is skipped is an exception")),
+            "document_mask": _noted(
+                "attention that stops at the ends of documents computes fewer scores; the plan counts those of "
+                "whole sequences"
+            ),
+            "end_of_document": _irrelevant("a token's number"),
+            "loss_chunk": _used("memory of the logits"),
+        },
+    ),
+    **_in(
+        "optimizer",
+        {
+            "name": _noted(
+                "the state and the time of an update are planned as AdamW's, and not as those of {value}"
+            ),
+            "state": _used("bytes of the optimizer's state"),
+            **_all("lr beta1 beta2 eps weight_decay", _COEFFICIENT),
+            **_all("decay_norms decay_embeddings", _COEFFICIENT),
+            "clip_norm": _irrelevant("the gradient's norm is computed anyway, for the log"),
+            "newton_schulz_steps": _noted(
+                "the time of Muon's iterations is not planned",
+                lambda spec, _: spec.optimizer.name == "muon",
+            ),
+            "precondition_every": _noted(
+                "the time of new preconditioners every {value} steps is not planned",
+                lambda spec, _: spec.optimizer.name in ("shampoo", "soap"),
+            ),
+            "block_size": _noted(
+                "the preconditioners of Shampoo and SOAP are not planned",
+                lambda spec, _: spec.optimizer.name in ("shampoo", "soap"),
+            ),
+        },
+    ),
+    **_in("schedule", _all("kind warmup_steps decay_fraction floor", _COEFFICIENT)),
+}
+
+_MACHINE = {
+    **_in(
+        "precision",
+        {
+            "compute": _used("format of weights, activations and products"),
+            "matmul": _used(
+                "format of the blocks' products",
+                "all 8-bit formats are planned alike, whatever their scales are computed over",
+                lambda spec, _: spec.precision.matmul in ("fp8-tensorwise", "mxfp8"),
+            ),
+        },
+    ),
+    **_in(
+        "memory",
+        {
+            "recompute": _used(
+                "activations kept, and work done again",
+                'which activations the compiler keeps within a budget is not planned: "budget" is planned as "none", '
+                "which keeps all of them, so that memory is an upper bound and time a lower one",
+                lambda spec, _: spec.memory.recompute == "budget",
+            ),
+            "recompute_budget": _noted(
+                "a budget of {value} is not planned; compare memory.recompute = none with full",
+                lambda spec, _: spec.memory.recompute == "budget",
+            ),
+            "offload_activations": _used(
+                "activations on the accelerator, and their copies to the host",
+                "files are planned as the host's memory: the disk must keep up with the link to the host",
+                lambda spec, _: spec.memory.offload_activations == "file",
+            ),
+            "offload_optimizer": _used(
+                "optimizer state on the accelerator, and its copies to the host",
+                "files are planned as the host's memory: the disk must keep up with the link to the host",
+                lambda spec, _: spec.memory.offload_optimizer == "file",
+            ),
+            "offload_path": _WHERE,
+        },
+    ),
+    **_in(
+        "runtime",
+        {
+            "seed": _irrelevant("which numbers are drawn, not how many"),
+            "device": _noted(
+                "the plan is for {value}, but the cluster's devices are others: it is the cluster that is planned for",
+                lambda spec, cluster: (
+                    spec.runtime.device == ("cuda" if cluster.accelerator.vendor == "any" else "cpu")
+                ),
+            ),
+            "threads": _noted(
+                "a CPU is planned with the speed that its calibration measured with one thread for each rank",
+                lambda spec, cluster: spec.runtime.threads > 1 and cluster.accelerator.vendor == "any",
+            ),
+            "compile": _used("fused pointwise operations, and which schedules are legal"),
+        },
+    ),
+    **_in(
+        "parallel",
+        {
+            **_all("ranks sharding shard_ranks tensor context pipeline expert expert_tensor", _LAYOUT),
+            **_all("pipeline_schedule pipeline_stages", _LAYOUT),
+            "async_tensor": _used("how much of the tensor axis's communication is hidden"),
+            "context_mode": _used("how keys and values are exchanged"),
+            "pipeline_split": _noted(
+                "the plan balances stages by cost, and does not take the layers {value} for them"
+            ),
+        },
+    ),
+}
+
+_WHOLE_RUN = {
+    **_in(
+        "checkpoint",
+        {
+            "every_steps": _used("seconds between saves to storage"),
+            **_all("keep_last keep_every", _used("checkpoints kept, and what storing them costs")),
+            "timeout_s": _irrelevant("when a save counts as failed"),
+            "init_from": _irrelevant("which weights a run starts from, read once"),
+        },
+    ),
+    **_in(
+        "evaluation",
+        {
+            **_all(
+                "every_steps sequences",
+                _noted(
+                    "the time of evaluations during the run is not planned; it is over a hundredth of the training time",
+                    lambda spec, _: evaluation_share(spec) > _NOTABLE_EVALUATION,
+                ),
+            ),
+            "final_sequences": _irrelevant("once, at the end"),
+        },
+    ),
+    **_in("sample", _all("prompt tokens temperature", _irrelevant("once, at the end"))),
+    **_in("observe", _all("log_every_steps memory_at_step sinks", _WATCHING)),
+    **_in(
+        "fleet",
+        {
+            "nodes": _used(
+                "whether failures are recovered from without a restart",
+                "the run file describes no fleet; what failures cost is planned as --assume recovery says, and not as a "
+                "restart by hand",
+                lambda spec, cluster: spec.fleet.nodes == 0 and cluster.accelerators > cluster.per_node,
+            ),
+            "spares": _used("the way of recovery, and what the spares cost"),
+            "snapshot_every_steps": _used("seconds between copies in host memory; 0: recovery from storage"),
+            "workers_per_node": _irrelevant("the cluster says how many accelerators a node has"),
+            "min_nodes": _noted("a plan does not count the time in which fewer than {value} nodes are left"),
+            **_all(
+                "heartbeat_s lease_s worker_lease_s confirm_s stall_s",
+                _noted(
+                    "the time until a failure is noticed is planned from published fleets, not from {value} s"
+                ),
+            ),
+            "audit_every_steps": _noted("the slot that is computed twice every {value} steps is not planned"),
+            "health_checks": _irrelevant("before a node takes part"),
+            "straggler_window_steps": _irrelevant("times that are measured anyway are compared"),
+            "port": _WHERE,
+        },
+    ),
+}
+
+RUN_FIELDS: dict[str, FieldTreatment] = {
+    **_all("name run_dir", _WHERE),
+    **_MODEL,
+    **_TRAINING,
+    **_MACHINE,
+    **_WHOLE_RUN,
+}
+"""The treatment of every field of the run file, by its dotted path."""

@@ -1,0 +1,281 @@
+"""No field of the run file is ignored in silence: the planner's table is complete, and what it says is true."""
+
+from __future__ import annotations
+
+import ast
+import typing
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import phalanx
+from phalanx.hardware.catalog import cluster
+from phalanx.plan.run_fields import RUN_FIELDS, notes_of
+from phalanx.plan.search.facts import make_plan, plan_facts
+from phalanx.plan.search.request import Aim
+from phalanx.run.spec import (
+    CheckpointSpec,
+    DataSpec,
+    FleetSpec,
+    MlaSpec,
+    ModelSpec,
+    MoeSpec,
+    OptimizerSpec,
+    ParallelSpec,
+    RopeScalingSpec,
+    RunSpec,
+    RuntimeSpec,
+    TrainSpec,
+)
+
+DENSE = RunSpec(
+    model=ModelSpec(layers=8, dim=1024, heads=16, kv_heads=8),
+    data=DataSpec(vocab_size=32_000),
+    train=TrainSpec(steps=10_000, batch_size=64, seq_len=2048, slots=16, micro_batch_size=1),
+    parallel=ParallelSpec(ranks=32, tensor=2, pipeline=2, pipeline_schedule="interleaved", pipeline_stages=2),
+    checkpoint=CheckpointSpec(every_steps=2000),
+    fleet=FleetSpec(nodes=4, spares=1, snapshot_every_steps=100),
+)
+LONG = replace(
+    DENSE, train=replace(DENSE.train, micro_batch_size=2), parallel=ParallelSpec(ranks=16, context=4)
+)
+COMPILED = replace(
+    DENSE,
+    parallel=ParallelSpec(ranks=16, tensor=4),
+    runtime=RuntimeSpec(device="cuda", compile=True),
+    model=replace(DENSE.model, rope_scaling=RopeScalingSpec()),
+)
+MIXTURE = replace(
+    DENSE,
+    model=replace(DENSE.model, moe=MoeSpec(ffn_dim=512, shared=1, first_dense=1)),
+    parallel=ParallelSpec(ranks=16, tensor=2, expert=4),
+)
+LATENT = replace(DENSE, model=replace(DENSE.model, kv_heads=0, mla=MlaSpec(query_rank=64)))
+SHAMPOO = replace(DENSE, optimizer=OptimizerSpec(name="shampoo"), parallel=ParallelSpec(ranks=16))
+
+CHANGES: dict[str, tuple[RunSpec, Any]] = {
+    "model.layers": (DENSE, 12),
+    "model.dim": (DENSE, 2048),
+    "model.heads": (DENSE, 8),
+    "model.kv_heads": (DENSE, 4),
+    "model.head_dim": (DENSE, 128),
+    "model.ffn_dim": (DENSE, 4096),
+    "model.ffn": (DENSE, "gelu"),
+    "model.vocab_size": (DENSE, 64_000),
+    "model.tie_embeddings": (COMPILED, True),
+    "model.qk_norm": (DENSE, True),
+    "model.attention_bias": (DENSE, True),
+    "model.ffn_bias": (DENSE, True),
+    "model.mtp_depth": (COMPILED, 1),
+    "model.mla.query_rank": (LATENT, 128),
+    "model.mla.kv_rank": (LATENT, 128),
+    "model.mla.nope_head_dim": (LATENT, 64),
+    "model.mla.rope_head_dim": (LATENT, 32),
+    "model.mla.value_head_dim": (LATENT, 64),
+    "model.moe.experts": (MIXTURE, 16),
+    "model.moe.per_token": (MIXTURE, 4),
+    "model.moe.ffn_dim": (MIXTURE, 1024),
+    "model.moe.shared": (MIXTURE, 2),
+    "model.moe.first_dense": (MIXTURE, 2),
+    "model.moe.every": (MIXTURE, 2),
+    "data.vocab_size": (DENSE, 64_000),
+    "train.steps": (DENSE, 20_000),
+    "train.batch_size": (DENSE, 128),
+    "train.seq_len": (DENSE, 4096),
+    "train.slots": (DENSE, 8),
+    "train.micro_batch_size": (DENSE, 2),
+    "train.reduction": (DENSE, "fast"),
+    "train.loss_chunk": (replace(DENSE, parallel=ParallelSpec(ranks=16)), 64),
+    "optimizer.state": (DENSE, "bf16"),
+    "precision.compute": (DENSE, "fp32"),
+    "precision.matmul": (DENSE, "fp8-rowwise"),
+    "memory.recompute": (DENSE, "full"),
+    "memory.offload_activations": (DENSE, "host"),
+    "memory.offload_optimizer": (DENSE, "host"),
+    "runtime.compile": (replace(DENSE, runtime=RuntimeSpec(device="cuda")), True),
+    "parallel.ranks": (DENSE, 16),
+    "parallel.sharding": (DENSE, "zero2"),
+    "parallel.shard_ranks": (DENSE, 2),
+    "parallel.tensor": (DENSE, 4),
+    "parallel.async_tensor": (COMPILED, True),
+    "parallel.context": (DENSE, 2),
+    "parallel.context_mode": (LONG, "allgather"),
+    "parallel.pipeline": (DENSE, 4),
+    "parallel.pipeline_schedule": (DENSE, "zbv"),
+    "parallel.pipeline_stages": (DENSE, 4),
+    "parallel.expert": (MIXTURE, 2),
+    "parallel.expert_tensor": (MIXTURE, 2),
+    "checkpoint.every_steps": (DENSE, 4000),
+    "checkpoint.keep_last": (DENSE, 20),
+    "checkpoint.keep_every": (DENSE, 100),
+    "fleet.nodes": (DENSE, 0),
+    "fleet.spares": (DENSE, 3),
+    "fleet.snapshot_every_steps": (DENSE, 1000),
+}
+"""A value of every used field that changes the plan of a run."""
+
+NOTED: dict[str, tuple[RunSpec, Any, str]] = {
+    "data.tokenizer": (DENSE, "bytes", "h100:32"),
+    "train.document_mask": (DENSE, True, "h100:32"),
+    "optimizer.name": (DENSE, "muon", "h100:32"),
+    "optimizer.newton_schulz_steps": (replace(DENSE, optimizer=OptimizerSpec(name="muon")), 7, "h100:32"),
+    "optimizer.precondition_every": (SHAMPOO, 3, "h100:32"),
+    "optimizer.block_size": (SHAMPOO, 128, "h100:32"),
+    "precision.matmul": (DENSE, "mxfp8", "h100:32"),
+    "memory.recompute": (COMPILED, "budget", "h100:32"),
+    "memory.recompute_budget": (
+        replace(COMPILED, memory=replace(COMPILED.memory, recompute="budget")),
+        0.3,
+        "h100:32",
+    ),
+    "memory.offload_activations": (DENSE, "file", "h100:32"),
+    "memory.offload_optimizer": (DENSE, "file", "h100:32"),
+    "runtime.device": (DENSE, "cpu", "h100:32"),
+    "runtime.threads": (DENSE, 4, "cpu:2"),
+    "parallel.pipeline_split": (DENSE, (1, 3, 3, 1), "h100:32"),
+    "evaluation.every_steps": (DENSE, 1, "h100:32"),
+    "evaluation.sequences": (DENSE, 100_000, "h100:32"),
+    "fleet.nodes": (DENSE, 0, "h100:32"),
+    "fleet.min_nodes": (DENSE, 2, "h100:32"),
+    "fleet.heartbeat_s": (DENSE, 1.0, "h100:32"),
+    "fleet.lease_s": (DENSE, 60.0, "h100:32"),
+    "fleet.worker_lease_s": (DENSE, 3.0, "h100:32"),
+    "fleet.confirm_s": (DENSE, 3.0, "h100:32"),
+    "fleet.stall_s": (DENSE, 60.0, "h100:32"),
+    "fleet.audit_every_steps": (DENSE, 5, "h100:32"),
+}
+"""A value of every field with a note for which the note is shown, on what cluster."""
+
+
+def leaves(section: type, prefix: str = "") -> Iterator[str]:
+    """The dotted paths of all fields of a section that hold a value, not a section."""
+    hints = typing.get_type_hints(section)
+    for field in fields(section):
+        parts = typing.get_args(hints[field.name]) or (hints[field.name],)
+        inner = next((part for part in parts if is_dataclass(part) and isinstance(part, type)), None)
+        yield from leaves(inner, f"{prefix}{field.name}.") if inner else [prefix + field.name]
+
+
+def changed(spec: Any, path: str, value: Any) -> Any:
+    """``spec`` with one field of it, or of a section in it, set."""
+    name, _, rest = path.partition(".")
+    return replace(spec, **{name: changed(getattr(spec, name), rest, value) if rest else value})
+
+
+@cache
+def figures(spec: RunSpec) -> str:
+    """All that a plan of the layout in the run file says, but for its name and notes."""
+    aim = Aim(layout="file", assume=("draws=1",))
+    facts = plan_facts(make_plan(spec, cluster("h100:32"), aim, searching=False))
+    return repr({name: value for name, value in facts.items() if name not in ("run", "notes")})
+
+
+def test_every_field_of_the_run_file_has_its_treatment() -> None:
+    assert sorted(RUN_FIELDS) == sorted(leaves(RunSpec))
+
+
+def test_every_treatment_says_what_or_why() -> None:
+    for path, treatment in RUN_FIELDS.items():
+        assert treatment.note if treatment.kind == "noted" else treatment.reason, path
+
+
+def test_every_used_and_every_noted_field_is_tried() -> None:
+    assert set(CHANGES) == {path for path, treatment in RUN_FIELDS.items() if treatment.kind == "used"}
+    assert set(NOTED) == {path for path, treatment in RUN_FIELDS.items() if treatment.note}
+
+
+@pytest.mark.parametrize("path", CHANGES)
+def test_a_used_field_changes_the_plan(path: str) -> None:
+    spec, value = CHANGES[path]
+    assert figures(changed(spec, path, value)) != figures(spec)
+
+
+@pytest.mark.parametrize("path", NOTED)
+def test_a_field_with_a_note_shows_it(path: str) -> None:
+    spec, value, where = NOTED[path]
+    names = [
+        note.partition(": ")[0].split(", ") for note in notes_of(changed(spec, path, value), cluster(where))
+    ]
+    assert any(path in together for together in names)
+
+
+def test_a_run_file_that_sets_nothing_odd_gives_no_notes() -> None:
+    assert notes_of(DENSE, cluster("h100:32")) == ()
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("model.norm_eps", 1e-6),
+        ("model.moe.groups", 2),
+        ("model.moe.score", "sigmoid"),
+        ("optimizer.lr", 3e-4),
+        ("optimizer.clip_norm", 0.0),
+        ("data.path", "/elsewhere"),
+        ("checkpoint.timeout_s", 5.0),
+        ("fleet.port", 4000),
+        ("observe.log_every_steps", 10),
+    ],
+)
+def test_an_irrelevant_field_changes_nothing(path: str, value: Any) -> None:
+    assert figures(changed(MIXTURE, path, value)) == figures(MIXTURE)
+
+
+def test_what_the_user_assumes_wins_over_the_run_file() -> None:
+    def plan(*assume: str) -> Any:
+        return make_plan(
+            DENSE, cluster("h100:32"), Aim(layout="file", assume=("draws=1", *assume)), searching=False
+        )
+
+    by_file, by_user = plan(), plan("recovery=restart", "checkpoint_interval_s=7200", "spare_nodes=2")
+    step_s = by_file.chosen.step_s
+    assert by_file.assumptions.recovery == "spare"
+    assert by_file.assumptions.spare_nodes == 1
+    assert by_file.assumptions.checkpoint_interval_s == pytest.approx(100 * step_s)
+    assert by_file.assumptions.durable_interval_s == pytest.approx(2000 * step_s)
+    assert by_user.assumptions.recovery == "restart"
+    assert by_user.assumptions.spare_nodes == 2
+    assert by_user.assumptions.checkpoint_interval_s == 7200
+    assert plan("recovery=restart").assumptions.checkpoint_interval_s == pytest.approx(2000 * step_s)
+
+
+def test_the_fast_reduction_holds_no_open_sums() -> None:
+    # 16 slots on 4 data-parallel ranks: 4 rounds, of whose sums a tree holds 2 at once.
+    spec = replace(DENSE, parallel=ParallelSpec(ranks=8, tensor=2))
+    memory = [
+        make_plan(one, cluster("h100:32"), Aim(layout="file"), searching=False).chosen.memory
+        for one in (spec, changed(spec, "train.reduction", "fast"))
+    ]
+    assert memory[0]["open sums"] > 0
+    assert "open sums" not in memory[1]
+    assert memory[1]["gradients"] == memory[0]["gradients"]
+
+
+@pytest.mark.parametrize("sharding", ["zero2", "zero3"])
+def test_the_fast_reduction_reduces_no_more_often(sharding: str) -> None:
+    spec = replace(DENSE, parallel=ParallelSpec(ranks=8, shard_ranks=4, sharding=sharding))  # type: ignore[arg-type]
+    seconds = [
+        make_plan(one, cluster("h100:32"), Aim(layout="file"), searching=False).chosen.time["gradient_reduce"]
+        for one in (spec, changed(spec, "train.reduction", "fast"))
+    ]
+    assert seconds[1] < seconds[0]
+
+
+def test_the_trainer_reads_every_field() -> None:
+    """By the name of the attribute, which is no proof, but finds a field that is read nowhere."""
+    root = Path(phalanx.__file__).parent
+    files = [
+        path for path in root.rglob("*.py") if path.relative_to(root).parts[0] not in ("plan", "simulate")
+    ]
+    reads = {
+        node.attr
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
+    # A preset is looked up in the file's table before there is a RunSpec.
+    assert {path for path in leaves(RunSpec) if path.rpartition(".")[2] not in reads} == {"model.preset"}
