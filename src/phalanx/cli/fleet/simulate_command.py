@@ -10,7 +10,7 @@ from collections import Counter
 import click
 
 from phalanx.fleet.core.invariants import BrokenInvariant
-from phalanx.simulate.hostile.world import run_seed
+from phalanx.simulate.hostile.run import run_seed
 from phalanx.simulate.large import FleetReport, Scenario, simulate
 from phalanx.simulate.rates import DEFAULT_RATE
 

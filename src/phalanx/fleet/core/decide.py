@@ -42,6 +42,8 @@ from phalanx.fleet.core.state import (
     trusts,
 )
 
+CoreStep = Callable[[FleetState, m.CoreEvent, float], tuple[FleetState, list[Order]]]
+"""The type of ``step``; the simulator also runs variants of it that are broken on purpose."""
 DURABLE_KEPT = 1024
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from phalanx.fleet.core import messages as m
-
-if TYPE_CHECKING:
-    from phalanx.simulate.hostile.node import SimulatedNode
-    from phalanx.simulate.hostile.world import World
+from phalanx.simulate.hostile.node import SimulatedNode
+from phalanx.simulate.hostile.world import World
 
 
 def strike_somewhere(world: World) -> None:

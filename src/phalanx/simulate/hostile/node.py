@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.retention import droppable
+from phalanx.simulate.hostile.training import Group, TrainingWorld
 
-if TYPE_CHECKING:
-    from phalanx.simulate.hostile.training import Group
-    from phalanx.simulate.hostile.world import World
+
+class WorldView(TrainingWorld, Protocol):
+    """What a node sees of the world: clock, random numbers, conditions, the network and the other nodes."""
+
+    nodes: dict[str, SimulatedNode]
+
+    def to_coordinator(self, node: SimulatedNode, message: m.AgentReport) -> None:
+        """Sends a report over the unreliable network."""
+
+    def coordinator_sees(self, event: m.CoreEvent) -> None:
+        """Gives the coordinator an event without the network, such as a connection that broke."""
+
+    def group(self, bind: m.Bind) -> Group:
+        """The process group of an epoch."""
+
+    def fetch(self, node: SimulatedNode, group: Group, bind: m.Bind) -> bool:
+        """Restores a node's state from where ``bind`` says; False if it is not there."""
 
 
 class SimulatedNode:
     """What an agent does with commands, and what may befall it."""
 
-    def __init__(self, world: World, name: str, domain: tuple[str, ...]) -> None:
+    def __init__(self, world: WorldView, name: str, domain: tuple[str, ...]) -> None:
         self.world, self.name, self.domain = world, name, domain
         self.incarnation = 0
         self.life = 0
@@ -48,7 +63,7 @@ class SimulatedNode:
     def _begin(self) -> None:
         self.join()
         self._warm_up()
-        self._later(self.world.random.uniform(0, self.world.heartbeat_s), self._beat)
+        self._later(self.world.random.uniform(0, self.world.conditions.heartbeat_s), self._beat)
 
     def crash(self, silently: bool) -> None:
         """The machine is gone, with its memory; its peers and the coordinator may or may not see connections break."""
@@ -56,7 +71,7 @@ class SimulatedNode:
             self.up = False
             if not silently:
                 gone = m.Disconnected(self.name, self.incarnation)
-                self.world.clock.after(0.01, lambda: self.world.coordinator.hear(gone))
+                self.world.clock.after(0.01, lambda: self.world.coordinator_sees(gone))
             self._forget()
 
     def kill_worker(self, code: int = -9) -> None:
@@ -96,7 +111,7 @@ class SimulatedNode:
             m.Joined(
                 self.name,
                 self.incarnation,
-                self.world.workers,
+                self.world.conditions.workers,
                 self.name,
                 1,
                 self.domain,
@@ -108,11 +123,11 @@ class SimulatedNode:
         )
 
     def _points(self) -> tuple[str, ...]:
-        return (f"{self.name}:{self.incarnation}" if self.warm else "",) * self.world.workers
+        return (f"{self.name}:{self.incarnation}" if self.warm else "",) * self.world.conditions.workers
 
     def _beat(self) -> None:
         self.say(m.Heartbeat(self.name, self.incarnation, self.epoch, self.step, self._phase()))
-        self._later(self.world.heartbeat_s, self._beat)
+        self._later(self.world.conditions.heartbeat_s, self._beat)
 
     def _phase(self) -> m.WorkerPhase:
         if not self.warm:
@@ -128,7 +143,7 @@ class SimulatedNode:
         self.world.clock.after(delay_s, lambda: action() if self.life == life else None)
 
     def _warm_up(self) -> None:
-        self._later(self.world.random.uniform(*self.world.warm_up_s), self._is_warm)
+        self._later(self.world.random.uniform(*self.world.conditions.warm_up_s), self._is_warm)
 
     def _is_warm(self) -> None:
         if not self.warm:
@@ -185,7 +200,9 @@ class SimulatedNode:
         self.held = {held: tainted for held, tainted in self.held.items() if held.step <= resumed}
         self.group = self.world.group(bind)
         self.group.enter(self, bind)
-        self._later(self.world.random.uniform(0.01, self.world.restore_s), lambda: self._restore(bind))
+        self._later(
+            self.world.random.uniform(0.01, self.world.conditions.restore_s), lambda: self._restore(bind)
+        )
 
     def _restore(self, bind: m.Bind) -> None:
         if self.computes(bind.epoch) and self.group is not None:
@@ -198,6 +215,10 @@ class SimulatedNode:
         """Everybody has met and restored."""
         self.bound, self.step = True, self.group.step if self.group else m.NO_STEP
         self.say(m.Bound(self.name, self.incarnation, self.epoch))
+
+    def report_durable(self, epoch: int, step: int) -> None:
+        """Reports a committed checkpoint to the coordinator."""
+        self.say(m.Durable(self.name, self.incarnation, epoch, step))
 
     # --- what its workers do
 
@@ -235,7 +256,7 @@ class SimulatedNode:
             if self.epoch == to.epoch == group.epoch and self.up and to.up:
                 to._keep(group, rank, step, "buddy")
 
-        self._later(self.world.random.uniform(0.001, self.world.copy_s), arrive)
+        self._later(self.world.random.uniform(0.001, self.world.conditions.copy_s), arrive)
 
     def _keep(self, group: Group, rank: int, step: int, kind: str) -> None:
         second = kind == "buddy"

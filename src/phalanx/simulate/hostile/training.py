@@ -7,17 +7,16 @@ slightly different times on different nodes, so that a fault may fall between. S
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from phalanx.fleet.core.invariants import BrokenInvariant
 from phalanx.fleet.core.messages import NO_STEP, Bind, Fresh
 from phalanx.fleet.core.retention import may_begin
-
-if TYPE_CHECKING:
-    from phalanx.simulate.hostile.node import SimulatedNode
-    from phalanx.simulate.hostile.world import World
-
+from phalanx.simulate.clock import SimulatedClock
+from phalanx.simulate.hostile.conditions import Conditions
 
 KEPT = 8
 FOREVER = 2**60
@@ -47,14 +46,65 @@ class Disk:
             self.steps.pop(step, None)
 
 
-class Group:
-    """The workers of one epoch."""
+class Member(Protocol):
+    """A node's workers, as the process group of their epoch sees them."""
 
-    def __init__(self, world: World, bind: Bind) -> None:
+    name: str
+    incarnation: int
+    epoch: int
+    hung: bool
+    leave_at_boundary: bool
+
+    def computes(self, epoch: int) -> bool:
+        """True if its workers take part in the collectives of ``epoch``."""
+
+    def begin(self) -> None:
+        """Starts training: all members have met and restored."""
+
+    def complete(self, group: Group, step: int) -> None:
+        """Ends a step."""
+
+    def leave(self) -> None:
+        """Leaves the epoch."""
+
+    def break_collective(self) -> None:
+        """Reports a failed collective."""
+
+    def holds(self, rank: int, epoch: int) -> bool:
+        """True if one of its workers is ``rank`` in ``epoch``."""
+
+    def copies_wanted(self) -> Iterator[tuple[int, bool]]:
+        """(rank, True if it is the buddy's copy) of each snapshot that it keeps or sends."""
+
+    def report_durable(self, epoch: int, step: int) -> None:
+        """Reports a committed checkpoint to the coordinator."""
+
+
+class TrainingWorld(Protocol):
+    """What a process group sees of the world, and tells it."""
+
+    clock: SimulatedClock
+    random: random.Random
+    conditions: Conditions
+
+    def begun(self, group: Group) -> None:
+        """An epoch starts to train."""
+
+    def stepped(self, group: Group) -> None:
+        """All members have completed a step."""
+
+    def broken(self, group: Group) -> None:
+        """A collective fails."""
+
+
+class Group:
+    """The process group of one epoch: all its workers."""
+
+    def __init__(self, world: TrainingWorld, bind: Bind) -> None:
         self.world, self.epoch, self.ranks, self.resume = world, bind.epoch, bind.ranks, bind.resume
-        self.seats = world.settings.formation.seats(bind.ranks)
+        self.seats = world.conditions.settings.formation.seats(bind.ranks)
         self.owners: dict[int, str] = {}
-        self.members: list[SimulatedNode] = []
+        self.members: list[Member] = []
         self.restored: set[str] = set()
         self.step = -1 if isinstance(bind.resume, Fresh) else bind.resume.step
         self.newest = self.safe = self.step
@@ -74,7 +124,7 @@ class Group:
         if tainted:
             self.right_until = NO_STEP - 1
 
-    def enter(self, node: SimulatedNode, bind: Bind) -> None:
+    def enter(self, node: Member, bind: Bind) -> None:
         """A node takes its ranks. Raises BrokenInvariant if they are another's."""
         who = f"{node.name} (incarnation {node.incarnation})"
         for _, rank in bind.places:
@@ -86,7 +136,7 @@ class Group:
             raise BrokenInvariant(f"epoch {self.epoch} was described in two ways")
         self.members.append(node)
 
-    def has_restored(self, node: SimulatedNode) -> None:
+    def has_restored(self, node: Member) -> None:
         """A node's state is in place; the last one lets all begin."""
         self.restored.add(node.name)
         if len(self.restored) == self.seats and self.whole():
@@ -101,7 +151,7 @@ class Group:
         return len(self.members) == self.seats and all(node.computes(self.epoch) for node in self.members)
 
     def _next(self) -> None:
-        self.world.clock.after(self.world.random.uniform(0.5, 1.5) * self.world.step_s, self._ends)
+        self.world.clock.after(self.world.random.uniform(0.5, 1.5) * self.world.conditions.step_s, self._ends)
 
     def _ends(self) -> None:
         if not self.whole():
@@ -117,7 +167,7 @@ class Group:
             )
         return None
 
-    def _completes(self, node: SimulatedNode, step: int) -> None:
+    def _completes(self, node: Member, step: int) -> None:
         if step != self.step or not node.computes(self.epoch):
             return
         node.complete(self, step)

@@ -12,7 +12,7 @@ from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.invariants import BrokenInvariant
 from phalanx.fleet.core.orders import Order
 from phalanx.fleet.core.state import FleetPhase, FleetState, RestorePoint
-from phalanx.simulate.hostile.world import run_seed
+from phalanx.simulate.hostile.run import run_seed
 
 Answer = tuple[FleetState, list[Order]]
 

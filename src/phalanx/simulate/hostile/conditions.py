@@ -1,0 +1,85 @@
+"""The conditions of a hostile world: fleet size, layout, patience, network and speeds, all drawn from its seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from phalanx.fleet.core.state import CoreSettings, Formation
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Parameters of one world. Durations in seconds, probabilities from 0 to 1."""
+
+    workers: int
+    """Workers of each node."""
+    settings: CoreSettings
+    heartbeat_s: float
+    step_s: float
+    """Mean time of an optimizer step."""
+    copy_s: float
+    """Longest time to copy a snapshot to a buddy."""
+    restore_s: float
+    """Longest time to restore a node's state."""
+    warm_up_s: tuple[float, float]
+    """Shortest and longest time to start a worker."""
+    loss: float
+    """Probability that a message is lost."""
+    repeat: float
+    """Probability that a message arrives twice."""
+    delay_s: float
+    """Longest delay of a message."""
+    save_every: int
+    """Steps between two checkpoints on disk."""
+    spares: int
+    racks: int
+
+
+def draw_conditions(draw: random.Random) -> Conditions:
+    """Draws the conditions of one world from its random numbers."""
+    workers = draw.choice((1, 1, 2))
+    settings = _settings(draw, workers)
+    heartbeat_s = draw.choice((0.5, 1.0, 2.0))
+    step_s = draw.choice((0.2, 1.0, 4.0))
+    return Conditions(
+        workers=workers,
+        settings=settings,
+        heartbeat_s=heartbeat_s,
+        step_s=step_s,
+        copy_s=draw.choice((0.05, 0.5, 4.0)) * step_s,
+        restore_s=draw.choice((0.1, 1.0, 5.0)),
+        warm_up_s=(0.5, draw.choice((1.0, 10.0))),
+        loss=draw.choice((0.0, 0.02, 0.15)),
+        repeat=draw.choice((0.0, 0.05)),
+        delay_s=draw.choice((0.005, 0.1, 1.0)),
+        save_every=draw.choice((7, 30)),
+        spares=draw.randint(0, 3),
+        racks=draw.choice((1, 3, 4)),
+    )
+
+
+def _settings(draw: random.Random, workers: int) -> CoreSettings:
+    model_ranks, pipeline = draw.choice((1, 1, 2)), draw.choice((1, 1, 2))
+    unit = model_ranks * pipeline
+    wanted = draw.randint(max(2, -(-unit // workers)), 8)
+    shard = draw.choice((0, 0, 1, 2))
+    step = unit * (shard or 1)
+    legal = tuple(range(step, wanted * workers + 1, step)) or (wanted * workers,)
+    if wanted * workers < step:
+        shard, legal = 0, tuple(range(unit, wanted * workers + 1, unit))
+    formation = Formation(workers, legal, pipeline, model_ranks, shard)
+    return CoreSettings(
+        formation=formation,
+        wanted_nodes=wanted,
+        min_nodes=draw.randint(1, max(1, wanted - 2)),
+        lease_s=draw.choice((5.0, 10.0)),
+        confirm_s=draw.choice((0.5, 2.0)),
+        park_s=draw.choice((4.0, 8.0)),
+        bind_s=20.0,
+        stall_s=20.0,
+        form_s=10.0,
+        grow_s=draw.choice((2.0, 10.0)),
+        strikes=draw.choice((4, 1000)),
+        max_tries=10**6,
+    )
