@@ -10,7 +10,6 @@ counts is the decision: how much slower than the best measured layout is the one
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +23,6 @@ from validation.factors import NO_SCALAR, Point, Scalar, scalar_for, scalars
 from validation.runs import Excluded, PublishedRun, measured_step, read_published
 from validation.setup import Setup, counts_of, setup_of
 
-_GIB = 2.0**30
 MemoryBasis = Literal["allocated", "reserved", "device", "peak, not said of what"]
 
 
@@ -93,7 +91,9 @@ class Outcome:
         accelerator = self.setup.job.cluster.accelerator.key
         run = self.run
         configuration = f"{run.gpus} {run.global_batch_seqs} {run.seq_len} {_answer(self)}"
-        return Point(self.setup.software.name, accelerator, run.subject[0], configuration, ratio, run.mixture)
+        return Point(
+            self.setup.trained.software.name, accelerator, run.subject[0], configuration, ratio, run.mixture
+        )
 
 
 @dataclass(frozen=True)
@@ -207,11 +207,10 @@ def outcome_of(run: PublishedRun) -> Outcome:
     try:
         setup = setup_of(run)
         work = setup.job.workload
-        timed = not run.ran_out_of_memory
         counts = counts_of(work.model, work.seq_len)
         accelerator = setup.job.cluster.accelerator
         measured = partial(measured_step, run, work.model, counts, work.batch, work.seq_len, accelerator)
-        found = measured() if timed and not _only_memory(run) else None
+        found = None if run.ran_out_of_memory or (run.memory_gb and not run.timed) else measured()
         estimate = _estimate(setup)
     except Excluded as reason:
         return Outcome(run, excluded=str(reason))
@@ -221,11 +220,6 @@ def outcome_of(run: PublishedRun) -> Outcome:
     # What is held depends on micro-batch and recomputation more than on anything: without them there is nothing to compare.
     memory = _memory(run, estimate) if len(setup.choices) == 1 else None
     return Outcome(run, "", setup, estimate, time, memory)
-
-
-def _only_memory(run: PublishedRun) -> bool:
-    timed = run.step_time_s or run.tokens_per_s_per_gpu or run.tflops_per_gpu or run.mfu_pct
-    return bool(run.memory_gb) and not timed
 
 
 def _estimate(setup: Setup) -> Estimate:
@@ -244,21 +238,20 @@ def _estimate(setup: Setup) -> Estimate:
     return estimates(setup.job, [choice])[0]
 
 
+_UNIT_BYTES = {"GB": 1e9, "GiB": 2.0**30, "1000 MiB": 1000 * 2.0**20}
+
+
 def _memory(run: PublishedRun, estimate: Estimate) -> Memory | None:
-    """Sources read one of three meters; which one decides what of the prediction is compared."""
+    """Compares what the row's meter read with the same quantity of the prediction."""
     if not run.memory_gb:
         return None
-    # torch.cuda and nvidia-smi report MiB; only a source that says GB of what it allocated counts decimally.
-    gigabytes = re.search(r"allocated GB|allocated \d+ B", run.notes) and "GiB" not in run.notes
-    measured = run.memory_gb * (1e9 if gigabytes else _GIB)
-    reserved = estimate.allocated_bytes + estimate.memory.get("fragmentation", 0.0)
-    if "nvidia-smi" in run.notes or "max on nodes holding the embedding" in run.notes:
-        # It prints MiB, whose thousands are written as GB: a table of bigscience's reads 80 of a device that has 79.3 GiB.
-        return Memory(run.memory_gb * 1000 * 2.0**20, estimate.memory_bytes, "device")
-    if "peak allocated" in run.notes:
+    measured = run.memory_gb * _UNIT_BYTES[run.memory_unit]
+    if run.memory_meter == "device":
+        return Memory(measured, estimate.memory_bytes, "device")
+    if run.memory_meter == "allocated":
         return Memory(measured, estimate.allocated_bytes, "allocated")
-    said = "max over ranks" in run.notes or "peak_memory_usage" in run.notes or "reserved" in run.notes
-    return Memory(measured, reserved, "reserved" if said else "peak, not said of what")
+    reserved = estimate.allocated_bytes + estimate.memory.get("fragmentation", 0.0)
+    return Memory(measured, reserved, run.memory_meter or "peak, not said of what")
 
 
 def _scaled(outcome: Outcome, points: Sequence[Point]) -> Outcome:
@@ -297,7 +290,7 @@ def _question(outcome: Outcome) -> tuple[object, ...]:
     assert outcome.setup is not None, "a row with a time has a setup"
     shape = (run.layers, run.hidden, run.heads, run.ffn, run.experts, run.seq_len)
     work = (run.gpus, run.global_batch_seqs, run.precision)
-    return (run.source, outcome.setup.software.name, *run.subject, *work, *shape)
+    return (run.source, outcome.setup.trained.software.name, *run.subject, *work, *shape)
 
 
 def _answer(outcome: Outcome) -> tuple[tuple[str, int], ...]:

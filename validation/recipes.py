@@ -1,8 +1,9 @@
-"""What the performance recipes behind published rows set that the rows do not say: dispatcher, overlap, CUDA graphs, recomputation.
+"""Performance recipes behind published rows: dispatcher, overlap, CUDA graphs and recomputation, which the rows do not state.
 
 A row of NVIDIA-NeMo/Megatron-Bridge's performance summary states a layout; the rest is in the recipe of that release
 (scripts/performance/configs/*/*_workload_base_configs.py and src/megatron/bridge/perf_recipes, tags v0.2.0 to v0.6.0, containers
-25.11 to 26.08). ``RECIPES`` transcribes them, first match first. What a row's own notes say is taken from there.
+25.11 to 26.08). ``RECIPES`` transcribes them; the first that matches holds. Rows of other sources state in columns of their own
+what is known (``dispatcher``, ``expert_overlap``, ``cuda_graphs``).
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from validation.runs import PublishedRun
 ATTENTION_PARTS = frozenset({"norm", "projection", "latent_up", "core", "out"})
 ROUTER_PARTS = frozenset({"router"})
 _HIDDEN = 0.6
-"""Of the exchange of tokens, what another micro-batch's computing hides, less what computing is slowed by the multiprocessors that
-carry it. DeepSeek-V3's 20 of 132 (arXiv 2412.19437, section 3.2.2) would leave three quarters; fitted on one half of the models,
+"""Share of the exchange of tokens that another micro-batch's computing hides, less what computing is slowed by the multiprocessors
+that carry it. DeepSeek-V3's 20 of 132 (arXiv 2412.19437, section 3.2.2) would leave three quarters; fitted on one half of the models,
 it took the error of overlapped runs of the other half from 17 to 15 %."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a recipe sets. The first four fields say which rows it is for."""
+    """One recipe: the rows that it is for (model, gpu, precision, since, until, pipeline), and what it sets for them."""
 
     model: str
-    """A regular expression for the row's model, as the others are for its columns; all are sought without regard to case."""
+    """Regular expression for the row's model, as ``gpu`` and ``precision`` are for those columns; case is ignored."""
     gpu: str
     precision: str = ""
     since: float = 0.0
@@ -39,28 +40,28 @@ class Recipe:
     flex: Literal["", "deepep", "hybridep"] = ""
     """The library that carries tokens once to each node; without one, an all-to-all carries every copy."""
     overlap: bool = False
-    """Whether the exchange of tokens is hidden behind another micro-batch."""
+    """True if the exchange of tokens is hidden behind another micro-batch."""
     graphed: frozenset[str] = frozenset()
     """Parts of a layer that CUDA graphs replay."""
     whole_graph: bool = False
-    """Whether one CUDA graph replays the whole step."""
+    """True if one CUDA graph replays the whole step."""
     recompute: str = "none"
-    """As the row's own column has it."""
+    """Recomputation, in the words of the row's column."""
     narrow_attention: bool = False
-    """Whether attention is in fp8 (fp8_dot_product_attention)."""
+    """True if attention is in fp8 (fp8_dot_product_attention)."""
     offload: bool = False
-    """Whether activations wait in the host's memory."""
+    """True if activations are offloaded to the host's memory."""
 
 
 _SOME = ATTENTION_PARTS | ROUTER_PARTS
 _UP, _UP_MLP = "selective(mla_up_proj)", "selective(mla_up_proj,mlp)"
 _NORM_ACT = "selective(layernorm,moe_act)"
-_WHOLE = {"flex": "hybridep", "overlap": True, "whole_graph": True}
-_WHOLE_FP8 = {**_WHOLE, "narrow_attention": True}
+_WHOLE = Recipe("", "", flex="hybridep", overlap=True, whole_graph=True)
+_WHOLE_FP8 = replace(_WHOLE, narrow_attention=True)
 
 RECIPES = (
-    Recipe("deepseek", "gb300", "mxfp8", 26.06, **_WHOLE_FP8),  # type: ignore[arg-type]
-    Recipe("deepseek", "gb200", "mxfp8", 26.06, recompute=_UP, **_WHOLE),  # type: ignore[arg-type]
+    replace(_WHOLE_FP8, model="deepseek", gpu="gb300", precision="mxfp8", since=26.06),
+    replace(_WHOLE, model="deepseek", gpu="gb200", precision="mxfp8", since=26.06, recompute=_UP),
     Recipe("deepseek", "gb300", "bf16", flex="hybridep", graphed=_SOME, recompute="selective(moe_act)"),
     Recipe("deepseek", "gb300", flex="hybridep", recompute=_UP),
     Recipe("deepseek", "gb200", "fp8", 26.04, flex="hybridep", graphed=_SOME, recompute="selective(mlp)"),
@@ -82,8 +83,8 @@ RECIPES = (
     Recipe("deepseek", "h100", flex="hybridep", recompute=_UP_MLP),
     Recipe("kimi", "gb300", flex="hybridep", recompute=_UP),
     Recipe("kimi", "gb200", flex="hybridep", graphed=ROUTER_PARTS, recompute=_UP),
-    Recipe("qwen3", "gb[23]00", "mxfp8", 26.06, **_WHOLE_FP8),  # type: ignore[arg-type]
-    Recipe("qwen3.30b", "b300", "mxfp8", 26.06, **_WHOLE_FP8),  # type: ignore[arg-type]
+    replace(_WHOLE_FP8, model="qwen3", gpu="gb[23]00", precision="mxfp8", since=26.06),
+    replace(_WHOLE_FP8, model="qwen3.30b", gpu="b300", precision="mxfp8", since=26.06),
     Recipe("qwen3.30b", "gb[23]00|b300", since=25.11, flex="hybridep", graphed=ROUTER_PARTS),
     Recipe("qwen3.30b", "b200", since=26.04, flex="hybridep", graphed=_SOME),
     Recipe("qwen3.30b", "b200", graphed=ROUTER_PARTS),
@@ -96,7 +97,7 @@ RECIPES = (
     Recipe("qwen3.235b", "b300", until=26.04, overlap=True),
     Recipe("qwen3.235b", "h100", overlap=True),
     Recipe("qwen3.235b", "b[23]00"),
-    Recipe("gpt.oss", "gb[23]00", "mxfp8", 26.06, **_WHOLE_FP8),  # type: ignore[arg-type]
+    replace(_WHOLE_FP8, model="gpt.oss", gpu="gb[23]00", precision="mxfp8", since=26.06),
     Recipe("gpt.oss", "gb300", "bf16", graphed=_SOME),
     Recipe("gpt.oss", "b300", "bf16", 26.04, flex="hybridep", graphed=_SOME),
     Recipe("gpt.oss", "b300", "bf16", graphed=_SOME),
@@ -109,14 +110,14 @@ RECIPES = (
 
 def recipe_of(run: PublishedRun) -> Recipe | None:
     """The recipe of a row of Megatron-Bridge's performance summary; ``None`` for other rows."""
-    release = re.search(r"Megatron-Bridge (\d\d\.\d\d)[\d.]* container", run.notes)
-    if release is None or re.search("SFT|LoRA", run.notes):
+    if run.recipe_release is None:
         return None
-    return next((recipe for recipe in RECIPES if _holds(recipe, run, float(release[1]))), None)
+    return next((recipe for recipe in RECIPES if _holds(recipe, run, run.recipe_release)), None)
 
 
 def _holds(recipe: Recipe, run: PublishedRun, release: float) -> bool:
-    sought = ((recipe.model, run.model), (recipe.gpu, run.gpu), (recipe.precision, _precision(run)))
+    precision = run.precision.replace("fp8-mx", "mxfp8")  # the MX format has two names
+    sought = ((recipe.model, run.model), (recipe.gpu, run.gpu), (recipe.precision, precision))
     return (
         all(re.match(pattern, text, re.IGNORECASE) for pattern, text in sought)
         and recipe.since <= release < recipe.until
@@ -124,15 +125,9 @@ def _holds(recipe: Recipe, run: PublishedRun, release: float) -> bool:
     )
 
 
-def _precision(run: PublishedRun) -> str:
-    """The MX format has two names."""
-    return run.precision.replace("fp8-mx", "mxfp8")
-
-
-def with_recipe(stack: Stack, run: PublishedRun) -> Stack:
-    """The stack as the row's recipe and notes set it."""
-    known = recipe_of(run)
-    recipe = known or _noted(run)
+def with_recipe(stack: Stack, run: PublishedRun, known: Recipe | None) -> Stack:
+    """The stack as the row's recipe sets it, or as the row's own columns do where no recipe is ``known``."""
+    recipe = known or _stated(run)
     if recipe.flex:
         stack = replace(stack, dispatch="hybrid" if recipe.flex == "hybridep" else "once per node")
     if re.match("gpt.oss", run.model, re.IGNORECASE):
@@ -151,17 +146,16 @@ def with_recipe(stack: Stack, run: PublishedRun) -> Stack:
     return replace(stack, graphed=recipe.graphed) if recipe.graphed else stack
 
 
-def _noted(run: PublishedRun) -> Recipe:
-    """What a row's own notes say."""
-    notes = run.notes
-    graphed = (
-        _SOME if "partial CG" in notes else ROUTER_PARTS if "router/preprocess CG" in notes else frozenset()
-    )
+_GRAPHED = {"router": ROUTER_PARTS, "layer": ATTENTION_PARTS | ROUTER_PARTS}
+
+
+def _stated(run: PublishedRun) -> Recipe:
+    """The row's own columns as a recipe."""
     return Recipe(
         "",
         "",
-        flex="hybridep" if "HybridEP" in notes else "deepep" if re.search(r"DeepEP|\bflex\b", notes) else "",
-        overlap=bool(re.search(r"EP overlap|A2A overlap", notes)),
-        graphed=graphed,
-        whole_graph=bool(re.search(r"full CG|CUDA graphs", notes)),
+        flex=run.dispatcher,
+        overlap=run.expert_overlap,
+        graphed=_GRAPHED.get(run.cuda_graphs, frozenset()),
+        whole_graph=run.cuda_graphs == "step",
     )

@@ -1,7 +1,7 @@
-"""What a published row computes again in backward, in the planner's words.
+"""Recomputation modes of a published row, translated to the planner's parts of a layer.
 
 Sources name parts of a layer as their software does: Megatron's ``recompute_modules``, MaxText's policies, torchtitan's selective
-checkpointing. A row that names none is as its recipe has it (``validation.recipes``), else it is left open.
+checkpointing. A row that names none follows its recipe (``validation.recipes``); without one, several modes are tried.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import re
 from dataclasses import replace
 
 from phalanx.plan.workload.candidates import RECOMPUTE, Recompute
-from validation.recipes import recipe_of
 from validation.runs import PublishedRun
-from validation.software import Software, stack_of_run
+from validation.software import RunSoftware
 
 _PARTS = {
     "core_attn": {"core"},
@@ -45,42 +44,38 @@ _COMPILED_EVERY_SECOND_PRODUCT = replace(
 
 
 def recompute_modes(
-    run: PublishedRun, software: Software, assumptions: list[str]
+    run: PublishedRun, trained: RunSoftware, assumptions: list[str]
 ) -> tuple[tuple[Recompute, ...], tuple[int, ...]]:
-    """The modes that a layout's ``recompute`` indexes, and which of them the row leaves open."""
-    recipe = recipe_of(run)
-    text = run.recompute.lower() or (recipe.recompute if recipe else "")
+    """The modes that a layout's ``recompute`` indexes, and the indices of those that agree with the row."""
+    text = run.recompute.lower() or (trained.recipe.recompute if trained.recipe else "")
     named = {mode.name: index for index, mode in enumerate(RECOMPUTE)}
     if not text:
-        return _open_modes(run, software, assumptions, "recomputation")
-    if text in named and not (text == "selective" and software.name == "torchtitan"):
-        if text == "selective" and "megatron" in stack_of_run(run, software).name:
-            return RECOMPUTE, (named["attention"],)
+        return _open_modes(trained, assumptions, "recomputation")
+    if "sac" in text or (text == "selective" and trained.software.selects_products):
+        mode = _COMPILED_EVERY_SECOND_PRODUCT if run.compiled else _EVERY_SECOND_PRODUCT
+        return (*RECOMPUTE, mode), (len(RECOMPUTE),)
+    if text == "selective" and "megatron" in trained.stack.name:
+        return RECOMPUTE, (named["attention"],)
+    if text in named:
         return RECOMPUTE, (named[text],)
     if text == "minimal":  # MaxText: the results of all products are kept
         return RECOMPUTE, (named["pointwise"],)
-    if "sac" in text or (text == "selective" and software.name == "torchtitan"):
-        compiled = "compile" in run.notes
-        mode = _COMPILED_EVERY_SECOND_PRODUCT if compiled else _EVERY_SECOND_PRODUCT
-        return (*RECOMPUTE, mode), (len(RECOMPUTE),)
     if text == "qkv_proj_offloaded":
         parts = RECOMPUTE[named["full"]].parts - {"projection"}
         return (*RECOMPUTE, Recompute(text, parts)), (len(RECOMPUTE),)
     inside = re.sub(r"^selective\((.*)\)$", r"\1", text)
     names = [name.strip() for name in inside.split(",")]
     if not all(name in _PARTS for name in names):
-        return _open_modes(run, software, assumptions, f"recomputation called {run.recompute!r}")
+        return _open_modes(trained, assumptions, f"recomputation called {run.recompute!r}")
     parts = frozenset().union(*(_PARTS[name] for name in names))
-    if (
-        software.stack == "deepseek"
-    ):  # SwiGLU's output too, though no table says so (arXiv 2412.19437, section 3.3.2)
+    if trained.software.recomputes_activation:
         parts |= _PARTS["act"]
     return (*RECOMPUTE, Recompute(text, parts)), (len(RECOMPUTE),)
 
 
 def _open_modes(
-    run: PublishedRun, software: Software, assumptions: list[str], what: str
+    trained: RunSoftware, assumptions: list[str], what: str
 ) -> tuple[tuple[Recompute, ...], tuple[int, ...]]:
     assumptions.append(f"{what}: the fastest that fits")
-    usual = "selective" if stack_of_run(run, software).flash_attention else "attention"
+    usual = "selective" if trained.stack.flash_attention else "attention"
     return RECOMPUTE, tuple(i for i, mode in enumerate(RECOMPUTE) if mode.name in ("none", usual, "full"))

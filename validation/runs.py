@@ -1,10 +1,10 @@
-"""Published training runs: rows of a table, and what each row measured.
+"""Published training runs: typed rows of a CSV table, and the time of a step that each row measured.
 
-A row says who trained what, on which machines, in which layout, and how fast. Speed is stated in whatever unit the source
-likes: seconds of a step, tokens per second, or a FLOP rate whose count of FLOP differs from source to source (attention in
-full or causal, recomputation counted or not). ``measured_step`` brings all of them to seconds of a step, by the row's own
-convention, and refuses a row whose figures contradict each other. The table that comes with the package was transcribed from
-the documents that its ``source`` column names, each with the commit or arXiv number that was read.
+A row says who trained what, on which machines, in which layout, and how fast. Each source states speed in its own unit: seconds
+of a step, tokens per second, or a FLOP rate, and sources count FLOP differently (attention in full or causal, recomputation
+counted or not). ``measured_step`` converts all of them to seconds of a step, by the row's own convention, and refuses a row whose
+figures contradict each other. The table that comes with the repository was transcribed from the documents that its ``source``
+column names, each with the commit or arXiv number that was read.
 
 Sources of the conventions: PaLM, arXiv 2204.02311, appendix B (model FLOP); Narayanan et al., arXiv 2104.04473, equation 3
 (96 B s l h^2 ..., which counts a full recomputation).
@@ -16,61 +16,27 @@ import csv
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from phalanx.hardware.cluster import Accelerator
 from phalanx.model.facts.counts import Counts
 from phalanx.run.spec import ModelSpec
 
 TABLE = Path(__file__).parent / "data" / "published_runs.csv"
-"""The rows that come with the package."""
+"""The rows that come with the repository."""
 
-_WHOLE = [
-    "layers",
-    "hidden",
-    "heads",
-    "kv_heads",
-    "ffn",
-    "vocab",
-    "seq_len",
-    "experts",
-    "top_k",
-    "shared_experts",
-    "moe_ffn",
-    "gpus",
-    "tp",
-    "pp",
-    "vpp",
-    "cp",
-    "ep",
-    "dp",
-    "zero",
-    "micro_batch",
-    "global_batch_seqs",
-]
-_REAL = [
-    "params_total_b",
-    "params_active_b",
-    "tflops_per_gpu",
-    "mfu_pct",
-    "hfu_pct",
-    "step_time_s",
-    "tokens_per_s_per_gpu",
-    "memory_gb",
-]
-_TEXT = ["id", "source", "model", "gpu", "precision", "recompute", "seq_parallel", "schedule", "notes"]
 _REQUIRED = ["id", "gpu", "gpus", "layers", "hidden", "heads", "seq_len", "global_batch_seqs", "tp", "pp"]
-"""Columns without which no row says enough; where another is missing, no row states it."""
+"""Columns that a table must have; a missing optional column reads as blank in every row."""
 _LEADING_NUMBER = re.compile(
     r"\s*(\d{1,3}(?:[,'\s]\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)(?:\s*$|\s*[^\w\s.,'/]|\s+[^\W\d])"
 )
-"""Thousands may be parted by a comma, an apostrophe or a space. What follows may explain ("3 (FSDP2)", "62 GiB"), but not change
-the number ("8k", "1/2")."""
+"""Thousands may be separated by a comma, an apostrophe or a space. What follows may explain ("3 (FSDP2)", "62 GiB"), but not
+change the number ("8k", "1/2")."""
 _MOST = {"layers": 4096}
 _MOST_OF_ANYTHING = 10**9
-"""What no run has: a larger number is a slip of the pen."""
+"""A larger number is a typing error: no run has it."""
 _SHORTEST_STEP_S = 1e-5
 
 CONTRADICTION = 0.15
@@ -78,73 +44,147 @@ CONTRADICTION = 0.15
 MIXTURE_CONTRADICTION = 0.3
 """The same for mixtures of experts, where sources differ in what FLOP they count of router, experts and sliding windows."""
 
+Convention = Literal["model", "model, causal", "hardware, full recomputation", "hardware, without logits"]
+"""FLOP that a source counts: of the model with attention in full; of the model with the causal half of attention; with a full
+recomputation; the same without the output projection."""
+FlopBasis = Literal[Convention, "unreliable"]
+"""A convention, or "unreliable": the source itself no longer stands by its formula, so its FLOP rate is not used.
+
+Megatron Core counts the causal half since 2025: of its rows, those that state tokens per second too agree with no other count.
+MoE Parallel Folding (arXiv 2504.14960) ran Megatron Core of 2025; if its attention were counted in full, it would be the slower,
+the longer the sequence."""
+
 
 class PublishedRunError(ValueError):
     """A table of runs that cannot be read."""
 
 
 class Excluded(Exception):  # noqa: N818 - not an error: a row that is left out, with the reason
-    """A row that cannot be held against a prediction; its text is the reason."""
+    """A row that cannot be compared with a prediction; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """One row. ``None`` is what the source does not say; text is empty where it does not."""
+    """One row; the fields are the columns of the table.
 
-    id: str
-    source: str
-    model: str
-    params_total_b: float | None
+    A blank cell is ``None`` for a number, false for yes or no, empty for text, and the default for a choice of words.
+    """
+
+    id: str = ""
+    source: str = ""
+    """Document that was read, with its version."""
+    model: str = ""
+    params_total_b: float | None = None
     """Billions of parameters."""
-    params_active_b: float | None
-    layers: int | None
-    hidden: int | None
-    heads: int | None
-    kv_heads: int | None
-    ffn: int | None
-    vocab: int | None
-    seq_len: int | None
-    experts: int | None
-    top_k: int | None
-    shared_experts: int | None
-    moe_ffn: int | None
-    gpu: str
-    gpus: int | None
-    tp: int | None
-    pp: int | None
-    vpp: int | None
-    cp: int | None
-    ep: int | None
-    dp: int | None
-    zero: int | None
-    zero_text: str
-    micro_batch: int | None
+    params_active_b: float | None = None
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    ffn: int | None = None
+    vocab: int | None = None
+    seq_len: int | None = None
+    experts: int | None = None
+    top_k: int | None = None
+    shared_experts: int | None = None
+    moe_ffn: int | None = None
+    gpu: str = ""
+    gpus: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    vpp: int | None = None
+    cp: int | None = None
+    ep: int | None = None
+    dp: int | None = None
+    zero: int | None = None
+    micro_batch: int | None = None
     """Sequences."""
-    global_batch_seqs: int | None
-    precision: str
-    recompute: str
-    seq_parallel: str
-    schedule: str
-    tflops_per_gpu: float | None
-    mfu_pct: float | None
-    hfu_pct: float | None
-    step_time_s: float | None
-    tokens_per_s_per_gpu: float | None
-    memory_gb: float | None
-    notes: str
+    global_batch_seqs: int | None = None
+    precision: str = ""
+    recompute: str = ""
+    seq_parallel: str = ""
+    schedule: str = ""
+    tflops_per_gpu: float | None = None
+    mfu_pct: float | None = None
+    hfu_pct: float | None = None
+    step_time_s: float | None = None
+    tokens_per_s_per_gpu: float | None = None
+    memory_gb: float | None = None
+    """Memory of an accelerator, in ``memory_unit``."""
+    software: str = "megatron-core"
+    """Name of an entry of ``validation.software.SOFTWARE``."""
+    outcome: Literal["ran", "out of memory", "regression"] = "ran"
+    """A regression is a run that its source calls slower than it should be."""
+    flop_basis: FlopBasis = "model"
+    """FLOP counted in ``tflops_per_gpu`` and ``mfu_pct``."""
+    mfu_peak: Literal["bf16", "fp8"] = "bf16"
+    """Format whose peak rate ``mfu_pct`` is a share of."""
+    memory_meter: Literal["", "allocated", "reserved", "device"] = ""
+    """Quantity in ``memory_gb``: the allocator's allocated or reserved peak, or all memory in use on the device."""
+    memory_unit: Literal["GiB", "GB", "1000 MiB"] = "GiB"
+    """torch.cuda and nvidia-smi report MiB. Tables write thousands of MiB as GB: one of bigscience's reads 80 for a device with
+    79.3 GiB."""
+    architecture: Literal["transformer", "other"] = "transformer"
+    """Anything but a plain transformer, and what is not stated, is "other"."""
+    mlp: Literal["", "gated", "plain"] = ""
+    """Feed-forward layer: gated with three matrices, or plain with two."""
+    head_dim: int | None = None
+    sliding_window: int | None = None
+    """Tokens of the attention window of every second layer."""
+    learned_positions: bool = False
+    """True if the stated size counts a table of positions."""
+    mla_q_rank: int | None = None
+    mla_kv_rank: int | None = None
+    """Blank if the model has no latent attention."""
+    mla_nope_dim: int | None = None
+    mla_rope_dim: int | None = None
+    mla_value_dim: int | None = None
+    mtp_depth: int | None = None
+    """Multi-token prediction layers."""
+    first_dense: int | None = None
+    """Leading layers without experts."""
+    moe_every: int | None = None
+    """A mixture in every so many layers."""
+    balanced_experts: bool = False
+    """True if every expert gets as many tokens as any other: forced balancing, or dropped tokens at capacity factor 1."""
+    expert_tensor: int | None = None
+    """Tensor-parallel ranks of an expert."""
+    shard_domain: Literal["", "node"] = ""
+    """Set to "node" if states are sharded within a node and replicated across nodes."""
+    slices: int | None = None
+    """TPU slices; states are sharded within a slice and replicated across slices."""
+    reduce_precision: Literal["", "bf16"] = ""
+    """Format in which gradients are reduced, if it is not the software's usual one."""
+    compiled: Literal["", "model", "model and loss"] = ""
+    """Parts of the step that torch.compile compiled."""
+    activation_offload: bool = False
+    recipe_release: float | None = None
+    """Release (25.11) of Megatron-Bridge's container whose performance recipes the row ran; blank for fine-tuning."""
+    dispatcher: Literal["", "deepep", "hybridep"] = ""
+    """Library of the exchange of tokens; blank for an all-to-all. This and the next two hold for rows without a recipe."""
+    expert_overlap: bool = False
+    """True if the exchange of tokens is hidden behind another micro-batch."""
+    cuda_graphs: Literal["", "router", "layer", "step"] = ""
+    """Extent of CUDA graphs: router and preprocessing, attention and router of each layer, or the whole step."""
+    notes: str = ""
+    """Free text for readers. No code reads it."""
     unreadable: str = ""
-    """What is wrong with figures of the row; empty if nothing is."""
+    """Reason why cells of the row cannot be read; empty if all can. Not a column."""
 
     @property
     def mixture(self) -> bool:
-        """Whether the model has routed experts to choose from."""
+        """True if the model has routed experts to choose from."""
         return (self.experts or 0) > 1
 
     @property
+    def timed(self) -> bool:
+        """True if any figure says how fast the run was."""
+        return bool(self.step_time_s or self.tokens_per_s_per_gpu or self.tflops_per_gpu or self.mfu_pct)
+
+    @property
     def ran_out_of_memory(self) -> bool:
-        """Whether what the row reports is that the run did not fit."""
-        timed = self.step_time_s or self.tokens_per_s_per_gpu or self.tflops_per_gpu or self.mfu_pct
-        return "OOM" in self.notes and not timed and not self.memory_gb
+        """True if the row reports that the run did not fit."""
+        return self.outcome == "out of memory"
 
     @property
     def origin(self) -> str:
@@ -154,21 +194,21 @@ class PublishedRun:
 
     @property
     def family(self) -> str:
-        """Rows that are summarized together: one origin, one accelerator, dense models or mixtures."""
+        """Key of rows that are summarized together: one origin, one accelerator, dense models or mixtures."""
         accelerator = (self.gpu.split() or ["no accelerator"])[0]
         return f"{self.origin}, {accelerator}, {'mixture' if self.mixture else 'dense'}"
 
     @property
     def subject(self) -> tuple[str, str]:
-        """Model and accelerator: rows that share both are no independent evidence of each other."""
+        """Model and accelerator. Rows that share both are no independent evidence of each other."""
         return re.sub(r"[^a-z0-9.]", "", self.model.split("(")[0].lower()), self.gpu
 
 
 def read_published(path: Path = TABLE) -> tuple[PublishedRun, ...]:
-    """The rows of a CSV file with the columns of the package's own table.
+    """Reads the rows of a CSV file whose columns are the fields of ``PublishedRun``, in any order.
 
-    A row with a figure that is no number is kept, with the reason (``PublishedRun.unreadable``). Raises ``PublishedRunError``
-    if there is no such file, or columns are missing.
+    A row with a cell that cannot be read is kept, with the reason (``PublishedRun.unreadable``). Raises ``PublishedRunError`` if
+    the file does not exist, or lacks columns that no row can do without.
     """
     if not path.is_file():
         raise PublishedRunError(f"{path} does not exist: name a CSV file with the columns of {TABLE.name}")
@@ -180,7 +220,7 @@ def read_published(path: Path = TABLE) -> tuple[PublishedRun, ...]:
 
 
 def parse_published(lines: Iterable[str], name: str = "table") -> tuple[PublishedRun, ...]:
-    """``read_published`` of lines; ``name`` is what errors call them."""
+    """``read_published`` from lines; ``name`` is the table's name in errors."""
     reader = csv.DictReader(lines)
     missing = [column for column in _REQUIRED if column not in (reader.fieldnames or ())]
     if missing:
@@ -190,25 +230,48 @@ def parse_published(lines: Iterable[str], name: str = "table") -> tuple[Publishe
     return tuple(_row(values) for values in reader)
 
 
-def _row(values: dict[str, str | None]) -> PublishedRun:
-    text = dict.fromkeys((*_TEXT, *_WHOLE, *_REAL), "")
-    text |= {column: (value or "").strip() for column, value in values.items() if isinstance(column, str)}
+_COLUMNS = {name: kind for name, kind in get_type_hints(PublishedRun).items() if name != "unreadable"}
+
+
+def _row(cells: dict[str, str | None]) -> PublishedRun:
     wrong: list[str] = []
-    numbers = {column: _number(text[column], column, wrong) for column in (*_WHOLE, *_REAL)}
-    whole = {column: None if numbers[column] is None else round(numbers[column] or 0) for column in _WHOLE}
-    found: dict[str, object] = {column: text[column] for column in _TEXT}
-    found |= whole | {column: numbers[column] for column in _REAL}
-    found |= {"zero_text": text["zero"], "unreadable": "; ".join(wrong)}
-    return PublishedRun(**{field.name: found[field.name] for field in fields(PublishedRun)})  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for column, kind in _COLUMNS.items():
+        text = (cells.get(column) or "").strip()
+        value = text if kind is str else _value(text, column, kind, wrong)
+        if value not in ("", None):
+            values[column] = value
+    run = PublishedRun(**values)
+    if run.ran_out_of_memory and (run.timed or run.memory_gb):
+        wrong.append("outcome is 'out of memory' beside figures of a run that ran: leave out one of the two")
+    return replace(run, unreadable="; ".join(wrong))
 
 
 _NOT_STATED = {"", "-", "?", "n/a", "na", "nan", "none", "null", "unknown", "not stated"}
+_WORDS = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
+
+
+def _value(text: str, column: str, kind: Any, wrong: list[str]) -> float | bool | str | None:
+    """The cell's value by the type of its field, ``None`` where it is not stated; an unreadable cell is added to ``wrong``."""
+    if text.lower() in _NOT_STATED:
+        return None
+    if get_origin(kind) is Literal:
+        if text in get_args(kind):
+            return text
+        wrong.append(
+            f"{column} is {text!r}: write one of {', '.join(filter(None, get_args(kind)))}, or nothing"
+        )
+        return None
+    if kind is bool:
+        if text.lower() not in _WORDS:
+            wrong.append(f"{column} is {text!r}: write yes, or no, or nothing")
+        return _WORDS.get(text.lower())
+    number = _number(text, column, wrong)
+    return round(number) if number is not None and int in get_args(kind) else number
 
 
 def _number(text: str, column: str, wrong: list[str]) -> float | None:
-    """The number that ``text`` begins with: "3 (FSDP2)" is 3. What is no number, or too large for one, is added to ``wrong``."""
-    if text.lower() in _NOT_STATED:
-        return None
+    """The number that ``text`` begins with: "3 (FSDP2)" is 3. Text without one, or with one too large, is added to ``wrong``."""
     found = _LEADING_NUMBER.match(text)
     number = float(re.sub(r"[,'\s]", "", found[1])) if found else math.inf
     if not math.isfinite(number):
@@ -223,11 +286,11 @@ def _number(text: str, column: str, wrong: list[str]) -> float | None:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a row says of the time of a step."""
+    """Time of a step as a row states it."""
 
     step_s: float
     how: str
-    """The column and the convention that it was derived from."""
+    """Column and convention that it was derived from."""
 
 
 def measured_step(
@@ -243,10 +306,12 @@ def measured_step(
     rate = _flop_rate(run, accelerator)
     by_rate = []
     if rate:
+        conventions: list[Convention] = [rate[0]]
         # Where time is stated too, the rate is only a check, and sources differ in whether they count the causal half.
-        conventions = (rate[0], "model, causal") if stated and rate[0] == "model" else (rate[0],)
+        if stated and rate[0] == "model":
+            conventions.append("model, causal")
         for convention in conventions:
-            flops = flops_per_token(convention, model, counts)  # type: ignore[arg-type]
+            flops = flops_per_token(convention, model, counts)
             by_rate.append(Measured(flops * tokens_each / rate[1], f"FLOP rate ({convention})"))
     if not stated and not by_rate:
         raise Excluded(
@@ -266,33 +331,18 @@ def measured_step(
     return first
 
 
-Convention = Literal["model", "model, causal", "hardware, full recomputation", "hardware, without logits"]
-
-_COUNTS_CAUSAL = re.compile(r"Megatron-Bridge|MoE-ModelZoo|moe_recipes|2504\.14960|causal attention, vs")
-"""Sources whose FLOP count the causal half of attention, as Megatron Core does since 2025: the rows of theirs that state
-tokens per second too agree with no other count. MoE Parallel Folding (arXiv 2504.14960) ran Megatron Core of 2025; counted in full, its
-attention would be the slower, the longer the sequence."""
-
-
 def _flop_rate(run: PublishedRun, accelerator: Accelerator) -> tuple[Convention, float] | None:
-    """FLOP/s of an accelerator, with what its FLOP count."""
-    basis = next((part for part in run.notes.split(";") if part.strip().startswith("basis=")), "").strip()
-    convention: Convention = "model"
-    if "hardware" in basis:
-        without = "96Bslh^2 formula" in basis
-        convention = "hardware, without logits" if without else "hardware, full recomputation"
-    elif _COUNTS_CAUSAL.search(run.source + basis) and "non-causal" not in basis:
-        convention = "model, causal"
+    """FLOP/s of an accelerator with the convention by which its FLOP are counted, if the row has a usable rate."""
+    if run.flop_basis == "unreliable":
+        return None
     if run.tflops_per_gpu:
-        # A formula that the source itself calls off says little; what else the row has says more.
-        return None if "old formula" in run.notes else (convention, run.tflops_per_gpu * 1e12)
-    narrow = "FP8 MFU vs FP8 peak" in run.notes and "fp8" in run.precision
-    peak = accelerator.flops.get("fp8" if narrow else "bf16") or accelerator.flops.get("fp16")
-    return (convention, run.mfu_pct / 100 * peak.value) if run.mfu_pct and peak else None
+        return run.flop_basis, run.tflops_per_gpu * 1e12
+    peak = accelerator.flops.get(run.mfu_peak) or accelerator.flops.get("fp16")
+    return (run.flop_basis, run.mfu_pct / 100 * peak.value) if run.mfu_pct and peak else None
 
 
 def flops_per_token(convention: Convention, model: ModelSpec, counts: Counts) -> float:
-    """FLOP that a source with this convention counts for a token."""
+    """FLOP of a token by this convention."""
     if convention == "model":
         return counts.flops_per_token
     if convention == "model, causal":

@@ -20,17 +20,9 @@ from phalanx.model.facts.shape import resolve
 from phalanx.plan.workload.candidates import PRECISIONS, SCHEDULES, divisors
 from phalanx.plan.workload.stacks import Job, Workload
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
-from validation.recipes import recipe_of
 from validation.recompute import recompute_modes
 from validation.runs import Excluded, PublishedRun
-from validation.software import (
-    Software,
-    cluster_of_run,
-    profile_of_run,
-    slice_of,
-    software_of,
-    stack_of_run,
-)
+from validation.software import RunSoftware, Software, cluster_of_run, profile_of_run, software_of_run
 
 _GPT2_VOCAB = 51_200
 _SIZE_TOLERANCE = 0.05
@@ -45,10 +37,10 @@ class Setup:
     """A row as the planner sees it."""
 
     run: PublishedRun
-    software: Software
+    trained: RunSoftware
     job: Job
     choices: tuple[Mapping[str, int], ...]
-    """Layouts, as ``Candidates.at`` gives them, that agree with all that the row states."""
+    """Layouts, as ``Candidates.at`` gives them, that agree with everything that the row states."""
     assumptions: tuple[str, ...]
     """What was filled in."""
 
@@ -58,40 +50,36 @@ def setup_of(run: PublishedRun) -> Setup:
     assumptions: list[str] = []
     if run.unreadable:
         raise Excluded(run.unreadable)
-    if "known regression" in run.notes:
+    if run.outcome == "regression":
         raise Excluded("its source calls it a regression")
-    software = software_of(run)
-    machines = cluster_of_run(run, software)
+    trained = software_of_run(run)
+    machines = cluster_of_run(run, trained.software)
     seq_len = _stated(run.seq_len, "sequence length")
     batch = _stated(run.global_batch_seqs, "global batch")
     model = model_of(run, seq_len, assumptions)
-    even = r"force-?d?.?balanc|capacity factor 1|token-?drop;|\(tokendrop\)"
-    imbalance = 1.0 if re.search(even, f"{run.model}; {run.notes}") or software.unfolded_experts else 1.1
-    modes, stated_modes = recompute_modes(run, software, assumptions)
+    imbalance = 1.0 if run.balanced_experts else 1.1
+    modes, stated_modes = recompute_modes(run, trained, assumptions)
     job = Job(
-        Workload(model, seq_len, batch, imbalance=imbalance, attended=_attended(run, seq_len, assumptions)),
-        stack_of_run(run, software),
+        Workload(model, seq_len, batch, imbalance=imbalance, attended=_attended(run, seq_len)),
+        trained.stack,
         machines,
-        profile_of_run(machines.accelerator, software, run),
+        profile_of_run(machines.accelerator, trained.software, run),
         modes,
     )
-    choices = tuple(_layouts(run, software, job, stated_modes, assumptions))
+    choices = tuple(_layouts(run, trained, job, stated_modes, assumptions))
     if not choices:
         raise Excluded(
             f"a batch of {batch} cannot be divided over the data-parallel ranks, micro-batches and stages that it states"
         )
-    return Setup(run, software, job, choices, tuple(dict.fromkeys(assumptions)))
+    return Setup(run, trained, job, choices, tuple(dict.fromkeys(assumptions)))
 
 
-def _attended(run: PublishedRun, seq_len: int, assumptions: list[str]) -> float:
-    """Of the scores of causal attention, what sliding windows leave."""
-    found = re.search(r"sliding window (\d+) on alternate layers", run.notes)
-    if found is None:
-        if "sliding window" in run.notes:
-            assumptions.append("attention over the whole sequence, where the model has sliding windows")
+def _attended(run: PublishedRun, seq_len: int) -> float:
+    """Share of the scores of causal attention that sliding windows leave, as the mean of layers."""
+    if run.sliding_window is None:
         return 1.0
     # Kernels compute whole tiles: on each side of the window half of one is in vain.
-    scores = (int(found[1]) + _TILE) * seq_len / (seq_len**2 / 2)
+    scores = (run.sliding_window + _TILE) * seq_len / (seq_len**2 / 2)
     return (1 + min(scores, 1.0)) / 2
 
 
@@ -103,7 +91,7 @@ def _stated(value: int | None, name: str) -> int:
 
 def model_of(run: PublishedRun, seq_len: int, assumptions: list[str]) -> ModelSpec:
     """The model, resolved; what was filled in is appended to ``assumptions``. Raises ``Excluded``."""
-    if re.search(r"[Mm]amba|linear attention|architecture not filled", run.notes):
+    if run.architecture == "other":
         raise Excluded("its architecture is not a plain transformer, or not stated")
     layers, dim = _stated(run.layers, "number of layers"), _stated(run.hidden, "width")
     heads = _stated(run.heads, "number of heads")
@@ -111,17 +99,16 @@ def model_of(run: PublishedRun, seq_len: int, assumptions: list[str]) -> ModelSp
     if not vocab:
         assumptions.append(f"vocabulary of GPT-2, padded to {_GPT2_VOCAB}")
         vocab = _GPT2_VOCAB
-    head_dim = _integer(r"head_dim=(\d+)", run.notes)
     base = ModelSpec(
         layers=layers,
         dim=dim,
         heads=heads,
         kv_heads=run.kv_heads or heads,
-        head_dim=head_dim or 0,
+        head_dim=run.head_dim or 0,
         ffn_dim=run.ffn or 4 * dim,
         vocab_size=vocab,
         qk_norm=run.model.lower().startswith("qwen3"),
-        mla=_mla(run.notes),
+        mla=_mla(run),
         moe=_moe(run),
     )
     if not run.ffn:
@@ -132,9 +119,9 @@ def model_of(run: PublishedRun, seq_len: int, assumptions: list[str]) -> ModelSp
 def _settled(run: PublishedRun, base: ModelSpec, seq_len: int, assumptions: list[str]) -> ModelSpec:
     """The variant of ``base`` whose size, and whose FLOP where the row gives both rates, are nearest to the stated ones."""
     kinds: tuple[Literal["swiglu", "gelu"], ...] = ("swiglu", "gelu")
-    if re.search(r"gated MLP", run.notes) or run.mixture:
+    if run.mlp == "gated" or run.mixture:
         kinds = ("swiglu",)
-    elif re.search(r"2-matrix MLP", run.notes):
+    elif run.mlp == "plain":
         kinds = ("gelu",)
     stated = (run.params_total_b or 0) * 1e9
     if not stated:
@@ -181,7 +168,7 @@ def _off(run: PublishedRun, model: ModelSpec, seq_len: int) -> float:
     """How far the model's size is from the stated one, relatively."""
     # Published totals leave out prediction layers; some leave out the embedding, some have learned positions.
     counts = counts_of(replace(model, mtp_depth=0), seq_len)
-    positions = seq_len * model.dim if "learned positions" in run.notes else 0
+    positions = seq_len * model.dim if run.learned_positions else 0
     stated = (run.params_total_b or 0) * 1e9
     sizes = (counts.parameters + positions, counts.parameters - counts.embedding_parameters)
     off = min(abs(size / stated - 1) for size in sizes)
@@ -194,11 +181,10 @@ def _off(run: PublishedRun, model: ModelSpec, seq_len: int) -> float:
 
 
 def _depths(run: PublishedRun, base: ModelSpec) -> tuple[int, ...]:
-    """Numbers of prediction layers that are possible."""
-    text = f"{run.model} {run.notes}"
-    if "w/o MTP" in text or base.mla is None or "deepseek" not in run.model.lower():
-        return (0,)
-    return (1,) if "w/ MTP" in text else (0, 1)
+    """Possible numbers of prediction layers."""
+    if run.mtp_depth is not None:
+        return (run.mtp_depth,)
+    return (0, 1) if base.mla is not None and "deepseek" in run.model.lower() else (0,)
 
 
 def _stated_flops_per_token(run: PublishedRun) -> float:
@@ -212,46 +198,41 @@ def counts_of(model: ModelSpec, seq_len: int) -> Counts:
     return count(model, seq_len)
 
 
-def _integer(pattern: str, text: str) -> int | None:
-    found = re.search(pattern, text)
-    return int(found[1]) if found else None
-
-
-def _mla(notes: str) -> MlaSpec | None:
-    found = re.search(r"kv_lora (\d+).*?qk (\d+)\+(\d+) v (\d+)", notes)
-    if found is None:
+def _mla(run: PublishedRun) -> MlaSpec | None:
+    if run.mla_kv_rank is None:
         return None
-    kv_rank, nope, rope, value = (int(part) for part in found.groups())
-    if not kv_rank * nope * rope * value:
+    widths = [
+        width or 0 for width in (run.mla_kv_rank, run.mla_nope_dim, run.mla_rope_dim, run.mla_value_dim)
+    ]
+    if 0 in widths:
         raise Excluded("a width of its latent attention is 0")
-    return MlaSpec(_integer(r"(?<!kv_)q_lora (\d+)", notes) or 0, kv_rank, nope, rope, value)
+    return MlaSpec(run.mla_q_rank or 0, *widths)
 
 
 def _moe(run: PublishedRun) -> MoeSpec | None:
     if not run.mixture:
         return None
-    first = 1 if "first layer dense" in run.notes else _integer(r"first (\d+) layers dense", run.notes) or 0
     return MoeSpec(
         experts=run.experts or 0,
         per_token=_stated(run.top_k, "number of experts of a token"),
         ffn_dim=run.moe_ffn or run.ffn or 0,
         shared=run.shared_experts or 0,
-        first_dense=first,
-        every=2 if "every other layer" in run.notes else 1,
+        first_dense=run.first_dense or 0,
+        every=run.moe_every or 1,
     )
 
 
 def _layouts(
-    run: PublishedRun, software: Software, job: Job, recompute: tuple[int, ...], assumptions: list[str]
+    run: PublishedRun, trained: RunSoftware, job: Job, recompute: tuple[int, ...], assumptions: list[str]
 ) -> Iterable[dict[str, int]]:
     """Every layout that agrees with the row and divides its batch."""
-    fixed = _fixed(run, software, job, assumptions)
+    fixed = _fixed(run, trained, job, assumptions)
     data = fixed["replicate"] * fixed["shard"]
     each, rest = divmod(job.workload.batch, data)
     if rest:
         return
-    sizes = _micro_batches(run, software, each, assumptions)
-    stages = _stage_choices(run, software, fixed["pipeline"], job.workload.model.layers, assumptions)
+    sizes = _micro_batches(run, trained.software, each, assumptions)
+    stages = _stage_choices(run, trained.software, fixed["pipeline"], job.workload.model.layers, assumptions)
     for micro_batch, per_rank, mode in itertools.product(sizes, stages, recompute):
         schedule = _schedule(run, per_rank)
         if each % micro_batch == 0 and _runs(schedule, each // micro_batch, fixed["pipeline"]):
@@ -278,22 +259,22 @@ def _micro_batches(
     return _MICRO_BATCHES
 
 
-def _fixed(run: PublishedRun, software: Software, job: Job, assumptions: list[str]) -> dict[str, int]:
-    """What has no alternatives."""
+def _fixed(run: PublishedRun, trained: RunSoftware, job: Job, assumptions: list[str]) -> dict[str, int]:
+    """The degrees and switches of the row's layout that have no alternatives."""
     if not run.tp or not run.pp:
         raise Excluded("does not state tensor and pipeline parallelism")
     tensor, pipeline, context = run.tp, run.pp, run.cp or 1
     data, rest = divmod(run.gpus or 0, tensor * pipeline * context)
     if rest or not data or (run.dp and run.dp * tensor * pipeline * context != run.gpus):
         raise Excluded(f"its degrees of parallelism do not multiply to its {run.gpus} accelerators")
-    expert, expert_tensor = (run.ep or 1, _expert_tensor(run, software, tensor)) if run.mixture else (1, 1)
+    expert, expert_tensor = (run.ep or 1, run.expert_tensor or 1) if run.mixture else (1, 1)
     if tensor * context * data % (expert * expert_tensor):
         raise Excluded(
             f"its {expert} x {expert_tensor} ranks of experts do not divide the {tensor * context * data} ranks of a stage"
         )
-    shard, recipe = _shard(run, job, data), recipe_of(run)
+    shard = _shard(run, job, data)
     stated = run.seq_parallel.lower()
-    sharded = stated in ("1", "true", "yes") if stated else software.sequence_parallel
+    sharded = stated in ("1", "true", "yes") if stated else trained.software.sequence_parallel
     return {
         "tensor": tensor,
         "context": context,
@@ -305,9 +286,7 @@ def _fixed(run: PublishedRun, software: Software, job: Job, assumptions: list[st
         "zero": _zero(run, job, assumptions),
         "precision": _precision(run, assumptions),
         "offload_activations": int(
-            "activation offload" in run.notes
-            or "offloaded" in run.recompute
-            or bool(recipe and recipe.offload)
+            run.activation_offload or (trained.recipe is not None and trained.recipe.offload)
         ),
         "offload_optimizer": 0,
         "sequence_parallel": int(sharded and tensor > 1),
@@ -315,22 +294,11 @@ def _fixed(run: PublishedRun, software: Software, job: Job, assumptions: list[st
 
 
 def _shard(run: PublishedRun, job: Job, data: int) -> int:
-    slices = (run.gpus or 0) // slice_of(run) if slice_of(run) else 1
-    if slices > 1 and data % slices == 0:
-        return data // slices
-    inside = job.cluster.per_node if "in node" in run.zero_text else data
+    """Data-parallel ranks that share one copy of the states."""
+    if run.slices and run.slices > 1 and data % run.slices == 0:
+        return data // run.slices
+    inside = job.cluster.per_node if run.shard_domain == "node" else data
     return inside if data % inside == 0 else data
-
-
-def _expert_tensor(run: PublishedRun, software: Software, tensor: int) -> int:
-    stated = _integer(r"ETP=(\d+)", run.notes)
-    if stated:
-        return stated
-    # Without folding, Megatron's experts are divided as the dense layers are (arXiv 2504.14960, section 3).
-    unfolded = "ETP=?" in run.notes and not re.search("Folding;|method FSDP", run.notes)
-    if software.unfolded_experts and re.search(software.unfolded_experts, run.id):
-        unfolded = True
-    return tensor if unfolded and run.mixture else 1
 
 
 def _zero(run: PublishedRun, job: Job, assumptions: list[str]) -> int:

@@ -23,8 +23,16 @@ def several() -> tuple[PublishedRun, ...]:
     return (
         row(GPT3),
         row(GPT3, id="gpt3-tp4", tp="4", pp="24", tokens_per_s_per_gpu="110"),
-        row(LLAMA_8B, tokens_per_s_per_gpu="8000", memory_gb="60", notes="memory = nvidia-smi max"),
-        row(LLAMA_8B, id="one-layer-rank", tokens_per_s_per_gpu="", gpus="1", dp="1", notes="OOM"),
+        row(
+            LLAMA_8B,
+            tokens_per_s_per_gpu="8000",
+            memory_gb="60",
+            memory_meter="device",
+            memory_unit="1000 MiB",
+        ),
+        row(
+            LLAMA_8B, id="one-layer-rank", tokens_per_s_per_gpu="", gpus="1", dp="1", outcome="out of memory"
+        ),
         row(GPT3, id="too-little", layers=""),
     )
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from phalanx.plan.workload.candidates import PARTS
-from phalanx.plan.workload.stacks import STACKS
+from phalanx.plan.workload.stacks import STACKS, Stack
 from validation.recipes import RECIPES, recipe_of, with_recipe
 from validation.runs import read_published
 from validation.setup import setup_of
@@ -18,21 +16,23 @@ MEGATRON = STACKS["megatron"]
 
 
 def qwen(release: str, gpu: str = "GB200", precision: str = "mxfp8", **other: str) -> dict[str, str]:
-    notes = f"Megatron-Bridge {release} container"
-    return GPT3 | {"model": "Qwen3_30B_a3B", "gpu": gpu, "precision": precision, "notes": notes} | other
+    named = {"model": "Qwen3_30B_a3B", "gpu": gpu, "precision": precision, "software": "megatron-bridge"}
+    return GPT3 | named | {"recipe_release": release} | other
+
+
+def trained(values: dict[str, str], **changes: str) -> Stack:
+    """Megatron's stack as the recipe or the columns of a row set it."""
+    run = row(values, **changes)
+    return with_recipe(MEGATRON, run, recipe_of(run))
 
 
 def test_a_row_of_another_source_has_no_recipe() -> None:
     assert recipe_of(row(GPT3)) is None
-    assert with_recipe(MEGATRON, row(GPT3)) == MEGATRON
-
-
-def test_fine_tuning_has_no_recipe_of_training() -> None:
-    assert recipe_of(row(qwen("26.06", notes="Megatron-Bridge 26.06 container; SFT"))) is None
+    assert trained(GPT3) == MEGATRON
 
 
 def test_a_release_changes_what_the_host_launches() -> None:
-    before, after = (with_recipe(MEGATRON, row(qwen(release))) for release in ("26.04.01", "26.06"))
+    before, after = (trained(qwen(release)) for release in ("26.04", "26.06"))
     assert before.graphed
     assert before.launch_s > 0
     assert after.launch_s == 0
@@ -44,11 +44,16 @@ def test_the_formats_two_names_are_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("note", "dispatch"),
-    [("HybridEP", "hybrid"), ("DeepEP", "once per node"), ("A2A", "every copy")],
+    ("library", "dispatch"),
+    [("hybridep", "hybrid"), ("deepep", "once per node"), ("", "every copy")],
 )
-def test_a_rows_own_notes_say_which_library_carries_tokens(note: str, dispatch: str) -> None:
-    assert with_recipe(MEGATRON, row(GPT3, notes=note)).dispatch == dispatch
+def test_a_row_without_recipe_says_which_library_carries_tokens(library: str, dispatch: str) -> None:
+    assert trained(GPT3, dispatcher=library).dispatch == dispatch
+
+
+def test_a_recipe_prevails_over_the_columns_of_its_row() -> None:
+    stated = {"dispatcher": "deepep", "cuda_graphs": "step", "expert_overlap": "yes"}
+    assert trained(qwen("26.04") | stated) == trained(qwen("26.04"))
 
 
 def test_every_recipe_graphs_parts_that_there_are() -> None:
@@ -59,13 +64,13 @@ def test_every_recipe_is_of_some_published_row_and_its_recomputation_is_understo
     rows = [run for run in read_published() if recipe_of(run)]
     assert len({recipe_of(run) for run in rows}) >= 20
     for run in rows[::7]:
-        if not re.search("architecture|regression", run.notes):
+        if run.architecture == "transformer" and run.outcome == "ran":
             assert "recomputation" not in " ".join(setup_of(run).assumptions)
 
 
 def test_experts_are_padded_by_copies_unless_what_brings_their_rows_pads_them() -> None:
     copied, by_hybridep, graphed, wide = (
-        with_recipe(MEGATRON, row(qwen(release, **other))).pads_apart
+        trained(qwen(release, **other)).pads_apart
         for release, other in (
             ("26.02", {"gpu": "H100-80GB", "precision": "fp8"}),
             ("26.02", {}),
@@ -81,13 +86,11 @@ def test_experts_are_padded_by_copies_unless_what_brings_their_rows_pads_them() 
 
 def test_gpt_oss_clamps_and_turns_by_kernels_of_their_own() -> None:
     oss = qwen("26.04", precision="bf16", model="GPT OSS 120B")
-    stack = with_recipe(MEGATRON, row(oss))
+    stack = trained(oss)
     assert stack.weighs_biases
     assert stack.clamps_apart
     assert stack.turns_apart
-    whole = with_recipe(
-        MEGATRON, row(oss | {"precision": "mxfp8", "notes": "Megatron-Bridge 26.06 container"})
-    )
+    whole = trained(oss | {"precision": "mxfp8", "recipe_release": "26.06"})
     assert not whole.clamps_apart
     assert whole.turns_apart
 
