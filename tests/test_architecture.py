@@ -64,6 +64,15 @@ IMPURE = frozenset(
     ]
 )
 QUICK = (
+    *(
+        f"phalanx.checkpoint.format.{name}"
+        for name in ("boxes", "restore_plan", "image", "manifest", "blocks")
+    ),
+    *(f"phalanx.checkpoint.snapshot.{name}" for name in ("memory", "server", "client")),
+    *(
+        f"phalanx.checkpoint.tiers.{name}"
+        for name in ("tier", "disk", "retention", "gather", "verify", "digest")
+    ),
     "phalanx.cli.main",
     "phalanx.cli.fleet.simulate_command",
     "phalanx.cli.plan.plan_command",
@@ -83,7 +92,7 @@ QUICK = (
     "phalanx.fleet.core",
     "phalanx.model.facts",
 )
-"""What must start in a blink. A package stands for every module in it."""
+"""Commands and agents that must start in a blink, without torch. A package stands for every module in it."""
 
 
 def module_name(file: Path) -> str:

@@ -57,7 +57,7 @@ def test_the_checksum_of_a_short_tensor_is_the_sum_that_the_docstring_says(words
 
 @given(st.integers(1, 600_000), st.integers(1, 6))
 def test_chunks_do_not_show(elements: int, rows: int) -> None:
-    from phalanx.parallel.reduction.tree import checksum
+    from phalanx.parallel.reduction import checksum
 
     tensor = noise(elements, torch.float32)
     expected = named_checksum("w", tensor)

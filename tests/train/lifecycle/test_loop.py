@@ -86,7 +86,7 @@ def poisoned(spec: RunSpec, steps: set[int]) -> Any:
     """Trains with embeddings that are NaN throughout the given steps, on one rank."""
     import torch
 
-    from phalanx.train.step.step import step as step_module
+    from phalanx.train.step import step as step_module
 
     original = step_module.Stepper._slots
 
