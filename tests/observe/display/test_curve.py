@@ -18,7 +18,6 @@ from phalanx.observe.display.curve import (
     draw_curve,
     envelope,
     gather,
-    nice_ticks,
     svg_curve,
 )
 from phalanx.observe.events import Evaluated, Event, Restored, RunStarted
@@ -110,16 +109,6 @@ def test_the_name_of_a_run_cannot_break_the_document() -> None:
     name = '<b>&"quotes"\x00\x1b'
     svg = svg_curve([Event(1.0, 0, RunStarted(name, 9)), Event(2.0, 0, step(1, 9))])
     assert '<b>&"quotes"  ' in words(svg)
-
-
-@given(low=st.floats(-1e4, 1e4), span=st.floats(1e-3, 1e5), about=st.integers(3, 10))
-def test_ticks_are_round_numbers_within_the_axis(low: float, span: float, about: int) -> None:
-    ticks = nice_ticks(low, low + span, about)
-    assert 0 < len(ticks) <= about + 1
-    assert all(low - 1e-6 * span <= tick <= low + span * (1 + 1e-6) for tick in ticks)
-    if len(ticks) > 1:
-        leading = f"{ticks[1] - ticks[0]:.3e}"
-        assert leading[:5] in ("1.000", "2.000", "5.000")
 
 
 @given(st.lists(st.floats(-5, 5), max_size=400), st.integers(1, 20))

@@ -1,6 +1,6 @@
-"""The loss curve of a run as one SVG file, written by hand: no plotting library, some tens of kilobytes.
+"""Draws the loss curve of a run as one SVG file of some tens of kilobytes.
 
-Training loss is drawn twice, raw and smoothed (a centerd moving average); held-out evaluations are
+Training loss is drawn twice, raw and smoothed (a centered moving average); held-out evaluations are
 points. Loss is in nats a token and depends on the tokenizer; bits a byte does not, and can be held
 against a compressor. On one held-out text the two differ by a constant factor, so one set of points
 serves two axes: nats on the left, bits a byte on the right, with the line that ``xz -9`` reaches. The
@@ -11,13 +11,23 @@ from which attempts went on. The colors follow the reader's light or dark settin
 its own ground, so that it can be read on any page.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from xml.sax.saxutils import escape
 
 from phalanx.observe.events import Evaluated, Event, Restored, RunStarted, Step
+from phalanx.observe.svg import (
+    PlotPoint,
+    Scale,
+    dot,
+    drawing,
+    label,
+    line,
+    look_of,
+    padded,
+    path,
+    round_ticks,
+)
 from phalanx.observe.throughput import format_count, smooth
 from phalanx.run.durable import write_atomically
 
@@ -31,6 +41,8 @@ COLUMNS = 500
 MOST_RESTART_LABELS = 4
 LOSS_MAX, FACTOR_MAX = 1e9, 1e3
 """Beyond these a number is no loss and no ratio of units, but a run gone wrong: it is not drawn."""
+
+SMALL, AXIS = look_of("small"), look_of("axis")
 
 LIGHT = {
     "ground": "#ffffff",
@@ -57,8 +69,6 @@ DARK = {
     "raw": "0.5",
 }
 
-Point = tuple[float, float]
-
 
 class CurveError(ValueError):
     """There is nothing to draw yet."""
@@ -69,8 +79,8 @@ class Series:
     """What a loss curve shows. Points are (step, loss in nats a token), steps ascending."""
 
     run: str
-    train: Sequence[Point]
-    held_out: Sequence[Point]
+    train: Sequence[PlotPoint]
+    held_out: Sequence[PlotPoint]
     restarts: Sequence[int]
     tokens: int
     attempts: int
@@ -132,7 +142,7 @@ def _factor(score: Evaluated) -> float | None:
     return factor if 1 / FACTOR_MAX < factor < FACTOR_MAX else None
 
 
-def _finite(points: Mapping[int, float]) -> list[Point]:
+def _finite(points: Mapping[int, float]) -> list[PlotPoint]:
     return [(step, loss) for step, loss in sorted(points.items()) if abs(loss) < LOSS_MAX]
 
 
@@ -140,31 +150,26 @@ def _finite(points: Mapping[int, float]) -> list[Point]:
 
 
 @dataclass(frozen=True)
-class Frame:
-    """What part of the plane is shown."""
+class Axes:
+    """The axis of steps and the axis of loss, in nats a token."""
 
-    last_step: float
-    low: float
-    high: float
+    x: Scale
+    y: Scale
 
-    def x(self, step: float) -> float:
-        return LEFT + (RIGHT - LEFT) * step / self.last_step
-
-    def y(self, loss: float) -> float:
-        return BOTTOM - (BOTTOM - TOP) * (loss - self.low) / (self.high - self.low)
+    def place(self, points: Sequence[PlotPoint]) -> list[PlotPoint]:
+        """The pixels of ``points`` (step, loss)."""
+        return [(self.x(step), self.y(loss)) for step, loss in points]
 
 
-def _frame(series: Series, smoothed: Sequence[Point]) -> Frame:
+def _axes_of(series: Series, smoothed: Sequence[PlotPoint]) -> Axes:
     """All of the smoothed and the held-out loss and the baseline; raw spikes beyond that are cut off."""
-    shown = [loss for _, loss in [*smoothed, *series.held_out]]
-    if not shown:
+    points = [*smoothed, *series.held_out]
+    if not points:
         raise CurveError("there is no finite loss to draw yet: the run has logged no step or evaluation")
-    baseline = _baseline(series)
+    shown, baseline = [loss for _, loss in points], _baseline(series)
     shown += [] if baseline is None else [baseline]
-    low, high = min(shown), max(shown)
-    margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-    last = max(step for step, _ in [*smoothed, *series.held_out])
-    return Frame(max(1.0, last), low - margin, high + margin)
+    last_step = max(1.0, *(step for step, _ in points))
+    return Axes(Scale(0, last_step, LEFT, RIGHT), Scale(*padded(shown, 0.05), BOTTOM, TOP))
 
 
 def _baseline(series: Series) -> float | None:
@@ -175,16 +180,7 @@ def _baseline(series: Series) -> float | None:
     return baseline if abs(baseline) < LOSS_MAX else None
 
 
-def nice_ticks(low: float, high: float, about: int) -> list[float]:
-    """Round numbers (1, 2 or 5 times a power of ten apart) from ``low`` to ``high``, about so many."""
-    rough = (high - low) / max(1, about)
-    power = 10.0 ** math.floor(math.log10(rough))
-    gap = power * next(unit for unit in (1, 2, 5, 10) if unit * power >= rough * 0.999)
-    first, last = math.ceil(low / gap - 1e-9), math.floor(high / gap + 1e-9)
-    return [index * gap for index in range(first, last + 1)]
-
-
-def envelope(points: Sequence[Point], columns: int) -> list[Point]:
+def envelope(points: Sequence[PlotPoint], columns: int) -> list[PlotPoint]:
     """At most ``2 * columns`` of the points, such that the line through them covers the same ground:
     the lowest and the highest of each column."""
     if len(points) <= 2 * columns:
@@ -197,7 +193,7 @@ def envelope(points: Sequence[Point], columns: int) -> list[Point]:
     return kept
 
 
-def _smoothed(train: Sequence[Point]) -> list[Point]:
+def _smoothed(train: Sequence[PlotPoint]) -> list[PlotPoint]:
     losses = smooth([loss for _, loss in train], max(2, round(SMOOTHING * len(train))))
     points = [(step, loss) for (step, _), loss in zip(train, losses, strict=True)]
     every = max(1, len(points) // COLUMNS)
@@ -209,93 +205,90 @@ def _smoothed(train: Sequence[Point]) -> list[Point]:
 
 def _document(series: Series) -> str:
     smoothed = _smoothed(series.train)
-    frame = _frame(series, smoothed)
-    parts = [
-        *_axes(frame, series.bits_per_byte_per_nat),
-        *_restarts(frame, series.restarts),
-        f'<path class="raw" clip-path="url(#plot)" d="{_path(frame, envelope(series.train, COLUMNS))}"/>',
-        *_xz(frame, series),
-        f'<path class="smooth" d="{_path(frame, smoothed)}"/>',
-        *(_dot(frame.x(step), frame.y(loss)) for step, loss in series.held_out),
-        _text(LEFT - 38, 32, series.run or "training run", "title"),
-        _text(LEFT - 38, 51, _summary(series), "small"),
+    axes = _axes_of(series, smoothed)
+    raw = axes.place(envelope(series.train, COLUMNS))
+    marks = [
+        f"<style>{_style()}</style>",
+        f'<clipPath id="plot"><rect x="{LEFT}" y="{TOP}" width="{RIGHT - LEFT}" height="{BOTTOM - TOP}"/></clipPath>',
+        f'<rect class="ground" x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="8"/>',
+        *_grid(axes, series.bits_per_byte_per_nat),
+        *_restarts(axes, series.restarts),
+        path(raw, 'class="raw" clip-path="url(#plot)"'),
+        *_xz(axes, series),
+        path(axes.place(smoothed), look_of("smooth")),
+        *(dot(x, y, 4, look_of("held")) for x, y in axes.place(series.held_out)),
+        label(LEFT - 38, 32, series.run or "training run", look=look_of("title")),
+        label(LEFT - 38, 51, _summary(series), look=SMALL),
         *_legend(series),
     ]
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
-            f'height="{HEIGHT}" role="img" aria-label="{_attribute("Loss curve of " + series.run)}">',
-            f"<style>{_style()}</style>",
-            f'<clipPath id="plot"><rect x="{LEFT}" y="{TOP}" width="{RIGHT - LEFT}" '
-            f'height="{BOTTOM - TOP}"/></clipPath>',
-            f'<rect class="ground" x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="8"/>',
-            *parts,
-            "</svg>\n",
+    return drawing(WIDTH, HEIGHT, marks, caption="Loss curve of " + series.run)
+
+
+def _grid(axes: Axes, factor: float | None) -> list[str]:
+    marks = []
+    for loss in round_ticks(axes.y.low, axes.y.high, 6):
+        y = axes.y(loss)
+        marks += [
+            line(LEFT, y, RIGHT, y, look_of("grid")),
+            label(LEFT - 8, y + 4, f"{loss:.4g}", "end"),
         ]
-    )
-
-
-def _axes(frame: Frame, factor: float | None) -> list[str]:
-    parts = []
-    for loss in nice_ticks(frame.low, frame.high, 6):
-        y = frame.y(loss)
-        parts.append(_line(LEFT, y, RIGHT, y, "grid"))
-        parts.append(_text(LEFT - 8, y + 4, f"{loss:.4g}", anchor="end"))
     if factor is not None:
-        for bits in nice_ticks(frame.low * factor, frame.high * factor, 6):
-            y = frame.y(bits / factor)
-            parts.append(_line(RIGHT, y, RIGHT + 4, y, "axis"))
-            parts.append(_text(RIGHT + 8, y + 4, f"{bits:.4g}"))
-        parts.append(_text(WIDTH - 20, TOP - 12, "bits per byte", "small", anchor="end"))
-    for step in nice_ticks(0, frame.last_step, 8):
-        x = frame.x(step)
-        parts.append(_line(x, BOTTOM, x, BOTTOM + 4, "axis"))
-        parts.append(_text(x, BOTTOM + 19, _step_label(step), anchor="middle"))
-    parts.append(_line(LEFT, BOTTOM, RIGHT, BOTTOM, "axis"))
-    parts.append(_text(LEFT - 38, TOP - 12, "loss (nats per token)", "small"))
-    parts.append(_text((LEFT + RIGHT) / 2, BOTTOM + 38, "step", "small", anchor="middle"))
-    return parts
+        for bits in round_ticks(axes.y.low * factor, axes.y.high * factor, 6):
+            y = axes.y(bits / factor)
+            marks += [line(RIGHT, y, RIGHT + 4, y, AXIS), label(RIGHT + 8, y + 4, f"{bits:.4g}")]
+        marks.append(label(WIDTH - 20, TOP - 12, "bits per byte", "end", SMALL))
+    for step in round_ticks(0, axes.x.high, 8):
+        x = axes.x(step)
+        name = f"{step:,.0f}" if step < 100_000 else format_count(step)
+        marks += [line(x, BOTTOM, x, BOTTOM + 4, AXIS), label(x, BOTTOM + 19, name, "middle")]
+    return [
+        *marks,
+        line(LEFT, BOTTOM, RIGHT, BOTTOM, AXIS),
+        label(LEFT - 38, TOP - 12, "loss (nats per token)", look=SMALL),
+        label((LEFT + RIGHT) / 2, BOTTOM + 38, "step", "middle", SMALL),
+    ]
 
 
-def _step_label(step: float) -> str:
-    return f"{step:,.0f}" if step < 100_000 else format_count(step)
-
-
-def _restarts(frame: Frame, steps: Sequence[int]) -> list[str]:
-    parts = []
+def _restarts(axes: Axes, steps: Sequence[int]) -> list[str]:
+    marks = []
     for step in steps:
-        x = frame.x(min(step, frame.last_step))
-        parts.append(_line(x, TOP, x, BOTTOM, "restart"))
+        x = axes.x(min(step, axes.x.high))
+        marks.append(line(x, TOP, x, BOTTOM, look_of("restart")))
         if len(steps) <= MOST_RESTART_LABELS:
             # To the left of its line past the middle, so that it never leaves the plot.
-            side = -5 if x > (LEFT + RIGHT) / 2 else 5
-            parts.append(_text(x + side, TOP + 12, "restart", "small", anchor="end" if side < 0 else "start"))
-    return parts
+            left = x > (LEFT + RIGHT) / 2
+            marks.append(
+                label(x - 5 if left else x + 5, TOP + 12, "restart", "end" if left else "start", SMALL)
+            )
+    return marks
 
 
-def _xz(frame: Frame, series: Series) -> list[str]:
+def _xz(axes: Axes, series: Series) -> list[str]:
     baseline = _baseline(series)
     if baseline is None:
         return []
-    y = frame.y(baseline)
-    label = f"xz -9: {series.xz_bits_per_byte:.3f} bits per byte"
-    return [_line(LEFT, y, RIGHT, y, "xz"), _text(RIGHT - 6, y - 6, label, "small xz-label", anchor="end")]
+    y = axes.y(baseline)
+    name = f"xz -9: {series.xz_bits_per_byte:.3f} bits per byte"
+    return [
+        line(LEFT, y, RIGHT, y, look_of("xz")),
+        label(RIGHT - 6, y - 6, name, "end", look_of("small xz-label")),
+    ]
 
 
 def _legend(series: Series) -> list[str]:
     """From the right edge to the left, on the title's line."""
     entries: list[tuple[str, Callable[[float], str]]] = []
     if series.held_out:
-        entries.append(("held out", lambda x: _dot(x + 11, 28)))
+        entries.append(("held out", lambda x: dot(x + 11, 28, 4, look_of("held"))))
     if series.train:
-        entries.append(("training, smoothed", lambda x: _line(x, 28, x + 22, 28, "smooth")))
-        entries.append(("training", lambda x: _line(x, 28, x + 22, 28, "raw")))
-    parts, right = [], float(WIDTH - 20)
-    for label, key in entries:
-        left = right - 6.3 * len(label) - 28
-        parts += [key(left), _text(left + 28, 32, label)]
+        entries.append(("training, smoothed", lambda x: line(x, 28, x + 22, 28, look_of("smooth"))))
+        entries.append(("training", lambda x: line(x, 28, x + 22, 28, look_of("raw"))))
+    marks, right = [], float(WIDTH - 20)
+    for name, key in entries:
+        left = right - 6.3 * len(name) - 28
+        marks += [key(left), label(left + 28, 32, name)]
         right = left - 18
-    return parts
+    return marks
 
 
 def _summary(series: Series) -> str:
@@ -309,32 +302,6 @@ def _summary(series: Series) -> str:
         bits = "" if factor is None else f" = {loss * factor:.3f} bits per byte"
         parts.append(f"held out at the end: {loss:.3f} nats per token{bits}")
     return "  ·  ".join(parts)
-
-
-def _path(frame: Frame, points: Sequence[Point]) -> str:
-    places = (f"{frame.x(step):.1f},{frame.y(loss):.1f}" for step, loss in points)
-    return "M" + "L".join(places) if points else ""
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
-    return f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
-
-
-def _dot(x: float, y: float) -> str:
-    return f'<circle class="held" cx="{x:.1f}" cy="{y:.1f}" r="4"/>'
-
-
-def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
-    named = f' class="{kind}"' if kind else ""
-    return f'<text{named} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{_content(text)}</text>'
-
-
-def _content(text: str) -> str:
-    return escape("".join(letter if letter.isprintable() else " " for letter in text))
-
-
-def _attribute(text: str) -> str:
-    return _content(text).replace('"', "&quot;")
 
 
 def _style() -> str:

@@ -1,7 +1,6 @@
 """Charts of a plan as inline SVG: stacked bars, a step's Gantt chart, scatter, curves and a tornado.
 
-Each chart is a function from numbers to the text of one ``<svg>`` element. Nothing is loaded from anywhere, so that a page made
-of them can be mailed and read in ten years. Marks carry a ``<title>``, which browsers show as a tooltip.
+Each chart is a function from numbers to the text of one ``<svg>`` element, drawn with ``phalanx.observe.svg``.
 """
 
 from __future__ import annotations
@@ -10,6 +9,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+
+from phalanx.observe.svg import Scale, box, dot, drawing, label, line, padded, path, round_ticks
 
 WIDTH = 860
 _LEFT, _RIGHT, _BOTTOM = 150, 20, 34
@@ -80,19 +81,21 @@ def stacked_bars(bars: Sequence[Bar], unit: str, limit: float | None = None) -> 
     marks = []
     for row, bar in enumerate(bars):
         y, before = 8 + 22 * row, 0.0
-        marks.append(_text(_LEFT - 6, y + 13, bar.label, "end"))
+        marks.append(label(_LEFT - 6, y + 13, bar.label, "end"))
         for kind in kinds:
             size = bar.parts.get(kind, 0.0)
             if size > 0:
                 title = f"{bar.label}: {kind} {size:.4g} {unit}"
                 marks.append(
-                    _box(scale(before), y, scale(before + size) - scale(before), 17, color[kind], title)
+                    _filled(scale(before), y, scale(before + size) - scale(before), 17, color[kind], title)
                 )
             before += size
     height = 8 + 22 * len(bars)
     if limit:
-        marks.append(_line(scale(limit), 2, scale(limit), height, "#c00", f"capacity {limit:.4g} {unit}"))
-    return _svg(height + _BOTTOM, [*marks, *_x_axis(0, most, height, unit)]) + legend(color)
+        marks.append(
+            line(scale(limit), 2, scale(limit), height, _stroke("#c00"), f"capacity {limit:.4g} {unit}")
+        )
+    return _chart(height, [*marks, *_x_axis(0, most, height, unit)], color)
 
 
 def legend(color: Mapping[str, str]) -> str:
@@ -110,35 +113,32 @@ def gantt(spans: Sequence[Span], rows: Sequence[str], length: float, unit: str) 
     scale, each = _scale(0, length), max(5, min(18, 460 // max(1, len(rows))))
     every = max(1, math.ceil(12 / each))
     marks = [
-        _text(_LEFT - 6, 4 + each * (row + 0.8), name, "end")
+        label(_LEFT - 6, 4 + each * (row + 0.8), name, "end")
         for row, name in enumerate(rows)
         if row % every == 0
     ]
     for span in spans:
         x = scale(span.begin)
         marks.append(
-            _box(x, 4 + each * span.row, scale(span.end) - x, each - 1, color[span.kind], span.title)
+            _filled(x, 4 + each * span.row, scale(span.end) - x, each - 1, color[span.kind], span.title)
         )
     height = 6 + each * len(rows)
-    return _svg(height + _BOTTOM, [*marks, *_x_axis(0, length, height, unit)]) + legend(color)
+    return _chart(height, [*marks, *_x_axis(0, length, height, unit)], color)
 
 
 def scatter(dots: Sequence[Dot], x_unit: str, y_unit: str, *, joined: bool = False) -> str:
     """Points, the marked ones larger; ``joined`` by a line in order of x."""
     height = 260
-    x_low, x_high = _range([dot.x for dot in dots])
-    y_low, y_high = _range([dot.y for dot in dots])
+    x_low, x_high = padded([one.x for one in dots], 0.06)
+    y_low, y_high = padded([one.y for one in dots], 0.06)
     x, y = _scale(x_low, x_high), _vertical(y_low, y_high, height)
-    ordered = sorted(dots, key=lambda dot: dot.x)
-    marks = [_path([(x(d.x), y(d.y)) for d in ordered], "#bbb")] if joined else []
-    for dot in sorted(dots, key=lambda dot: dot.marked):
-        fill, radius = ("#e15759", 7) if dot.marked else ("#4e79a7", 4)
-        marks.append(
-            f'<circle cx="{x(dot.x):.1f}" cy="{y(dot.y):.1f}" r="{radius}" fill="{fill}" fill-opacity="0.8">'
-            f"<title>{escape(dot.title)}</title></circle>"
-        )
+    ordered = sorted(dots, key=lambda one: one.x)
+    marks = [path([(x(d.x), y(d.y)) for d in ordered], _drawn("#bbb"))] if joined else []
+    for one in sorted(dots, key=lambda one: one.marked):
+        fill, radius = ("#e15759", 7) if one.marked else ("#4e79a7", 4)
+        marks.append(dot(x(one.x), y(one.y), radius, f'fill="{fill}" fill-opacity="0.8"', one.title))
     axes = [*_x_axis(x_low, x_high, height, x_unit), *_y_axis(y_low, y_high, height, y_unit)]
-    return _svg(height + _BOTTOM, [*marks, *axes])
+    return _chart(height, [*marks, *axes])
 
 
 def curves(
@@ -149,19 +149,22 @@ def curves(
 ) -> str:
     """Lines over a logarithmic x axis; ``mark`` is an x with a caption."""
     height, color = 260, colors(lines)
-    points = [point for line in lines.values() for point in line]
+    points = [point for curve in lines.values() for point in curve]
     low, high = (math.log10(bound) for bound in (min(p[0] for p in points), max(p[0] for p in points)))
-    y_low, y_high = _range([point[1] for point in points])
+    y_low, y_high = padded([point[1] for point in points], 0.06)
     x, y = _scale(low, high), _vertical(y_low, y_high, height)
-    marks = [_path([(x(math.log10(a)), y(b)) for a, b in line], color[name]) for name, line in lines.items()]
+    marks = [
+        path([(x(math.log10(a)), y(b)) for a, b in curve], _drawn(color[name]))
+        for name, curve in lines.items()
+    ]
     if mark is not None and low <= math.log10(mark[0]) <= high:
         at = x(math.log10(mark[0]))
-        marks += [_line(at, 2, at, height, "#c00", mark[1]), _text(at + 4, 14, mark[1], "start")]
+        marks += [line(at, 2, at, height, _stroke("#c00"), mark[1]), label(at + 4, 14, mark[1])]
     for power in range(math.ceil(low), math.floor(high) + 1):
-        marks.append(_line(x(power), 2, x(power), height, "#eee", ""))
-        marks.append(_text(x(power), height + 16, f"{10.0**power:g}", "middle"))
-    marks.append(_text(WIDTH - _RIGHT, height + 31, x_unit, "end"))
-    return _svg(height + _BOTTOM, [*marks, *_y_axis(y_low, y_high, height, y_unit)]) + legend(color)
+        marks.append(line(x(power), 2, x(power), height, _stroke("#eee")))
+        marks.append(label(x(power), height + 16, f"{10.0**power:g}", "middle"))
+    marks.append(label(WIDTH - _RIGHT, height + 31, x_unit, "end"))
+    return _chart(height, [*marks, *_y_axis(y_low, y_high, height, y_unit)], color)
 
 
 def tornado(changes: Mapping[str, tuple[float, float]], unit: str) -> str:
@@ -171,91 +174,55 @@ def tornado(changes: Mapping[str, tuple[float, float]], unit: str) -> str:
     marks = []
     for row, (name, pair) in enumerate(changes.items()):
         y = 8 + 22 * row
-        marks.append(_text(_LEFT - 6, y + 13, name, "end"))
+        marks.append(label(_LEFT - 6, y + 13, name, "end"))
         for value, color, what in zip(pair, ("#4e79a7", "#f28e2b"), ("lower", "higher"), strict=True):
             x = min(scale(0), scale(value))
             title = f"{name} {what}: {value:+.2f} {unit}"
-            marks.append(_box(x, y, abs(scale(value) - scale(0)), 17, color, title))
+            marks.append(_filled(x, y, abs(scale(value) - scale(0)), 17, color, title))
     height = 8 + 22 * len(changes)
-    return _svg(height + _BOTTOM, [*marks, *_x_axis(-most, most, height, unit)]) + legend(
-        {"lower": "#4e79a7", "higher": "#f28e2b"}
+    return _chart(
+        height, [*marks, *_x_axis(-most, most, height, unit)], {"lower": "#4e79a7", "higher": "#f28e2b"}
     )
 
 
-def _scale(low: float, high: float) -> _Linear:
-    return _Linear(low, high if high > low else low + 1, _LEFT, WIDTH - _RIGHT)
+def _chart(height: float, marks: Iterable[str], color: Mapping[str, str] | None = None) -> str:
+    """The drawing of ``marks`` over an x axis at ``height``, and a legend where ``color`` is given."""
+    return drawing(WIDTH, height + _BOTTOM, marks) + (legend(color) if color else "")
 
 
-def _vertical(low: float, high: float, height: float) -> _Linear:
-    return _Linear(low, high if high > low else low + 1, height, 8)
+def _scale(low: float, high: float) -> Scale:
+    return Scale(low, high if high > low else low + 1, _LEFT, WIDTH - _RIGHT)
 
 
-@dataclass(frozen=True)
-class _Linear:
-    """Maps values to pixels."""
-
-    low: float
-    high: float
-    begin: float
-    end: float
-
-    def __call__(self, value: float) -> float:
-        return self.begin + (value - self.low) / (self.high - self.low) * (self.end - self.begin)
-
-
-def _range(values: Sequence[float]) -> tuple[float, float]:
-    """A little more than the values span."""
-    low, high = min(values), max(values)
-    margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
-    return low - margin, high + margin
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers from ``low`` to ``high``."""
-    rough = (high - low) / 6 or 1.0
-    size = 10.0 ** math.floor(math.log10(rough))
-    step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= rough)
-    first = math.ceil(low / step - 1e-9)
-    return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
+def _vertical(low: float, high: float, height: float) -> Scale:
+    return Scale(low, high if high > low else low + 1, height, 8)
 
 
 def _x_axis(low: float, high: float, height: float, unit: str) -> list[str]:
     scale = _scale(low, high)
-    marks = [_line(_LEFT, height, WIDTH - _RIGHT, height, "#999", "")]
-    marks += [_text(scale(tick), height + 16, f"{tick:.6g}", "middle") for tick in _ticks(low, high)]
-    return [*marks, _text(WIDTH - _RIGHT, height + 31, unit, "end")]
+    marks = [line(_LEFT, height, WIDTH - _RIGHT, height, _stroke("#999"))]
+    marks += [label(scale(tick), height + 16, f"{tick:.6g}", "middle") for tick in _ticks(low, high)]
+    return [*marks, label(WIDTH - _RIGHT, height + 31, unit, "end")]
 
 
 def _y_axis(low: float, high: float, height: float, unit: str) -> list[str]:
     scale = _vertical(low, high, height)
-    marks = [_line(_LEFT, height, _LEFT, 8, "#999", "")]
-    marks += [_text(_LEFT - 6, scale(tick) + 4, f"{tick:.6g}", "end") for tick in _ticks(low, high)]
-    return [*marks, _text(6, 16, unit, "start")]
+    marks = [line(_LEFT, height, _LEFT, 8, _stroke("#999"))]
+    marks += [label(_LEFT - 6, scale(tick) + 4, f"{tick:.6g}", "end") for tick in _ticks(low, high)]
+    return [*marks, label(6, 16, unit)]
 
 
-def _svg(height: float, marks: Iterable[str]) -> str:
-    body = "".join(marks)
-    return f'<svg viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" height="{height:.0f}" role="img">{body}</svg>'
+def _ticks(low: float, high: float) -> list[float]:
+    return round_ticks(low, high, 6, units=(1, 2, 2.5, 5, 10))
 
 
-def _box(x: float, y: float, width: float, height: float, color: str, title: str) -> str:
-    return (
-        f'<rect x="{x:.2f}" y="{y:.1f}" width="{max(width, 0.05):.2f}" height="{height:.1f}" fill="{color}">'
-        f"<title>{escape(title)}</title></rect>"
-    )
+def _filled(x: float, y: float, width: float, height: float, color: str, title: str) -> str:
+    return box(x, y, width, height, f'fill="{color}"', title)
 
 
-def _line(x1: float, y1: float, x2: float, y2: float, color: str, title: str) -> str:
-    return (
-        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{color}" stroke-width="1.5">'
-        f"<title>{escape(title)}</title></line>"
-    )
+def _stroke(color: str) -> str:
+    return f'stroke="{color}" stroke-width="1.5"'
 
 
-def _path(points: Sequence[tuple[float, float]], color: str) -> str:
-    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    return f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"/>'
-
-
-def _text(x: float, y: float, text: str, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+def _drawn(color: str) -> str:
+    return f'fill="none" stroke="{color}" stroke-width="2"'
