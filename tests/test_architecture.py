@@ -1,4 +1,4 @@
-"""The house: packages import only from lower floors, pure rooms, and quick commands without torch."""
+"""The house: packages import only from lower floors, no circles of files, pure rooms, and quick commands without torch."""
 
 from __future__ import annotations
 
@@ -134,6 +134,16 @@ def test_a_package_imports_only_from_lower_floors() -> None:
         if package(module) and package(name) and package(module) != package(name)
         if FLOORS[package(name)] >= FLOORS[package(module)]
     ] == []
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    # Whatever stays after files without an import among the rest are taken away, again and again, lies on a circle
+    # or leads to one.
+    left = {module: names & MODULES.keys() - {module} for module, names in IMPORTS.items()}
+    while free := [module for module, names in left.items() if not names & left.keys()]:
+        for module in free:
+            del left[module]
+    assert sorted(left) == []
 
 
 def test_pure_rooms_touch_neither_clock_nor_disk_nor_network_nor_torch() -> None:
