@@ -45,7 +45,7 @@ from phalanx.model.transformer import Transformer
 from phalanx.observe.ledger import Bucket, Ledger
 from phalanx.parallel.mesh.mesh import build_mesh
 from phalanx.parallel.pipeline.schedules import bubble
-from phalanx.parallel.process_group.rendezvous import Place, join, leave
+from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
 from phalanx.run.layout import micro_batches_per_slot, stages_per_rank
 from phalanx.run.spec import ModelSpec, MoeSpec, ParallelSpec, PrecisionSpec, RunSpec, RuntimeSpec, TrainSpec
 from phalanx.train.lifecycle.assemble import make_deterministic
@@ -186,7 +186,7 @@ def seconds_of(step: Step) -> float:
 def rank_main(rank: int, ranks: int, point: str, arguments: argparse.Namespace, results: Any) -> None:
     """Measures all contenders on ``ranks`` ranks, in turns; rank 0 hands in medians."""
     torch.set_num_threads(1)
-    join(Place(rank, ranks, rank, point, "phalanx"), CPU, 60.0)
+    join(RankEnvironment(rank, ranks, rank, point, "phalanx"), CPU, 60.0)
     contenders: dict[str, Step] = {}
     ledgers: dict[str, Ledger] = {}
     for mixture, parallels in ((False, DENSE), (True, MIXTURE)):

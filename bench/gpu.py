@@ -26,7 +26,7 @@ from phalanx.hardware.matmul_peak import measure_matmul_flops
 from phalanx.model.facts.counts import count
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import resolve
-from phalanx.parallel.process_group.rendezvous import Place, join, leave
+from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
 from phalanx.run.spec import ParallelSpec, PrecisionSpec, RunSpec, RuntimeSpec, ScheduleSpec, TrainSpec
 from phalanx.train.lifecycle.assemble import make_deterministic
 from phalanx.train.step.state import weights_sha256
@@ -100,7 +100,7 @@ def main() -> None:
     device = torch.device(arguments.device)
     make_deterministic(spec_for(arguments, "toy-4m"), device)
     with tempfile.TemporaryDirectory() as folder:
-        join(Place(0, 1, 0, (Path(folder) / "store").as_uri(), "phalanx"), device, 60.0)
+        join(RankEnvironment(0, 1, 0, (Path(folder) / "store").as_uri(), "phalanx"), device, 60.0)
         rows = [measure(arguments, preset) for preset in arguments.preset or ["llama-1b", "llama-3b"]]
         leave()
     for row in rows:

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 
 from phalanx.model.layers.linear import Linear
 from phalanx.parallel.pipeline.runner import Pipeline
-from phalanx.parallel.pipeline.schedules import Name, Schedule, bubble
-from phalanx.parallel.process_group.rendezvous import Place, join, leave
+from phalanx.parallel.pipeline.schedules import Schedule, ScheduleName, bubble
+from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
 
-SCHEDULES: list[tuple[Name, int]] = [
+SCHEDULES: list[tuple[ScheduleName, int]] = [
     ("gpipe", 1),
     ("1f1b", 1),
     ("interleaved", 2),
@@ -128,7 +128,7 @@ def slots(schedule: Schedule) -> list[tuple[float, float]]:
 
 def _rank(rank: int, ranks: int, meeting_point: str, out: str) -> None:
     torch.set_num_threads(1)
-    join(Place(rank, ranks, rank, meeting_point, "phalanx"), torch.device("cpu"), 60.0)
+    join(RankEnvironment(rank, ranks, rank, meeting_point, "phalanx"), torch.device("cpu"), 60.0)
     rows = []
     for name, per_rank in SCHEDULES:
         found: list[list[tuple[float, float]]] = [[] for _ in range(ranks)]

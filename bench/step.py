@@ -40,7 +40,7 @@ from phalanx.model.init import fill
 from phalanx.model.transformer import Transformer
 from phalanx.observe.ledger import Ledger
 from phalanx.parallel.mesh.mesh import build_mesh
-from phalanx.parallel.process_group.rendezvous import Place, join, leave
+from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
 from phalanx.run.spec import ParallelSpec, PrecisionSpec, RunSpec, RuntimeSpec, ScheduleSpec, TrainSpec
 from phalanx.train.lifecycle.assemble import make_deterministic
 from phalanx.train.lifecycle.compose import build_model
@@ -167,7 +167,7 @@ def one_rank(arguments: argparse.Namespace) -> dict[str, Any]:
     spec = spec_for(arguments, arguments.threads)
     make_deterministic(spec, CPU)
     with tempfile.TemporaryDirectory() as folder:
-        join(Place(0, 1, 0, (Path(folder) / "store").as_uri(), "phalanx"), CPU, 60.0)
+        join(RankEnvironment(0, 1, 0, (Path(folder) / "store").as_uri(), "phalanx"), CPU, 60.0)
         ours, bare, hugging = build_stepper(spec, CPU)[1], same_model_bare(spec), transformers_bare(spec)
         for step in (ours, bare, hugging):
             step()
@@ -192,7 +192,7 @@ def one_rank(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _two_ranks_worker(rank: int, meeting_point: str, arguments: argparse.Namespace, results: Any) -> None:
-    join(Place(rank, 2, rank, meeting_point, "phalanx"), CPU, 60.0)
+    join(RankEnvironment(rank, 2, rank, meeting_point, "phalanx"), CPU, 60.0)
     found = {}
     for sharding in ("zero3", "zero2", "none"):
         spec = spec_for(arguments, 1)

@@ -26,7 +26,7 @@ def _serve(connection: Connection) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     import torch
 
-    from phalanx.parallel.process_group.rendezvous import Place, join, leave
+    from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
 
     torch.set_num_threads(1)
     # Nobody begins before all have connected: a function without a collective would leave while others still connect.
@@ -38,7 +38,7 @@ def _serve(connection: Connection) -> None:
             return
         try:
             try:
-                join(Place(rank, ranks, rank, meeting_point, "phalanx"), torch.device("cpu"), 60.0)
+                join(RankEnvironment(rank, ranks, rank, meeting_point, "phalanx"), torch.device("cpu"), 60.0)
                 answer = True, function(*args)
             finally:
                 leave()

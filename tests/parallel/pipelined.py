@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from model.initialized import initialized
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.pipeline.runner import Forward, Pipeline
-from phalanx.parallel.pipeline.schedules import Name, Schedule, stages_of_rank
+from phalanx.parallel.pipeline.schedules import Schedule, ScheduleName, stages_of_rank
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 from phalanx.train.step.loss import summed_cross_entropy
 
@@ -106,7 +106,7 @@ def everybody() -> dist.ProcessGroup:
 
 
 def in_a_pipeline(
-    name: Name, per_rank: int, spec: ModelSpec, micro_batches: int
+    name: ScheduleName, per_rank: int, spec: ModelSpec, micro_batches: int
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and gradients of this rank's stages."""
     schedule = Schedule(name, dist.get_world_size(), per_rank)
@@ -118,7 +118,7 @@ def in_a_pipeline(
 
 
 def recomputed_in_a_pipeline(
-    name: Name, per_rank: int, spec: ModelSpec, micro_batches: int
+    name: ScheduleName, per_rank: int, spec: ModelSpec, micro_batches: int
 ) -> tuple[list[float], dict[str, Tensor]]:
     """The same with the activations of every layer computed again."""
     schedule = Schedule(name, dist.get_world_size(), per_rank)
@@ -133,7 +133,7 @@ def recomputed_in_a_pipeline(
 
 
 def evaluated_in_a_pipeline(
-    name: Name, per_rank: int, spec: ModelSpec, micro_batches: int
+    name: ScheduleName, per_rank: int, spec: ModelSpec, micro_batches: int
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of this rank's stages without gradients."""
     schedule = Schedule(name, dist.get_world_size(), per_rank)

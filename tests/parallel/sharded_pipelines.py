@@ -16,7 +16,7 @@ from parallel.pipelined import DENSE, DIM, SCALE, SEQ, batches, losses_of, stage
 from phalanx.model.block import Block
 from phalanx.parallel.mesh.torch_compat import ReduceScatter, finish_backward
 from phalanx.parallel.pipeline.runner import Pipeline
-from phalanx.parallel.pipeline.schedules import Name, Schedule
+from phalanx.parallel.pipeline.schedules import Schedule, ScheduleName
 from phalanx.parallel.reduction.tree import _PlainBuffers
 
 MICRO_BATCHES = 4
@@ -117,7 +117,9 @@ def slot_of(shard_rank: int) -> tuple[list[Tensor], list[Tensor]]:
     return tokens[shard_rank::SHARDS], targets[shard_rank::SHARDS]
 
 
-def pipelined(name: Name, per_rank: int, narrow: bool, zero3: bool) -> tuple[dict[str, Tensor], set[int]]:
+def pipelined(
+    name: ScheduleName, per_rank: int, narrow: bool, zero3: bool
+) -> tuple[dict[str, Tensor], set[int]]:
     """Gradients of this rank's stages, and how often any group of parameters was reduced."""
     mesh = init_device_mesh(
         "cpu", (dist.get_world_size() // SHARDS, SHARDS), mesh_dim_names=("pipeline", "shard")

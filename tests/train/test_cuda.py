@@ -19,7 +19,7 @@ pytestmark = [
 def test_two_equal_runs_on_a_gpu_have_one_hash(dataset: Path, tmp_path: Path) -> None:
     import os
 
-    from phalanx.parallel.process_group.rendezvous import Place, join, leave
+    from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
     from phalanx.run.read import replace_at
     from phalanx.train.lifecycle.interrupt import StopRequest
     from phalanx.train.lifecycle.run_directory import open_run
@@ -32,7 +32,9 @@ def test_two_equal_runs_on_a_gpu_have_one_hash(dataset: Path, tmp_path: Path) ->
         spec = dataclasses.replace(spec, precision=dataclasses.replace(spec.precision, compute="bf16"))
         run = open_run(spec, "f", dataset)
         join(
-            Place(0, 1, 0, (tmp_path / f"store-{number}").as_uri(), "phalanx"), torch.device("cuda", 0), 60.0
+            RankEnvironment(0, 1, 0, (tmp_path / f"store-{number}").as_uri(), "phalanx"),
+            torch.device("cuda", 0),
+            60.0,
         )
         result = run_rank(run.directory.path, run.attempt, StopRequest())
         leave()

@@ -12,7 +12,7 @@ from safetensors.torch import load
 
 from checkpoint.worlds import DTYPES, box_of, grids, random_tensor, same_bits, shapes, shards_from, states
 from phalanx.checkpoint.format.boxes import whole
-from phalanx.checkpoint.format.image import PAGE_BYTES, layout_of, spans, view_of
+from phalanx.checkpoint.format.image import PAGE_BYTES, image_layout, spans, view_of
 from phalanx.checkpoint.format.state import Shard
 from phalanx.checkpoint.save.staging import Staging
 
@@ -39,7 +39,7 @@ def test_every_dtype_round_trips(dtype: torch.dtype) -> None:
 
 @given(states())
 def test_data_begins_on_a_page_and_every_box_is_aligned(state: dict[str, torch.Tensor]) -> None:
-    layout = layout_of([box_of(name, tensor) for name, tensor in state.items()])
+    layout = image_layout([box_of(name, tensor) for name, tensor in state.items()])
     assert len(layout.header) % PAGE_BYTES == 0
     assert all(entry.start % entry.box.itemsize == 0 for entry in layout.entries)
 
@@ -47,7 +47,7 @@ def test_data_begins_on_a_page_and_every_box_is_aligned(state: dict[str, torch.T
 def test_the_same_box_twice_is_refused() -> None:
     box = whole("t", "float32", (2,))
     with pytest.raises(ValueError, match="given twice"):
-        layout_of([box, box])
+        image_layout([box, box])
 
 
 @given(st.data(), shapes, st.integers(1, 64))

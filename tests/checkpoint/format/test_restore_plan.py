@@ -9,13 +9,21 @@ from hypothesis import strategies as st
 from checkpoint.worlds import box_of, grids, holdings, random_tensor, states
 from phalanx.checkpoint.format.boxes import Box, whole
 from phalanx.checkpoint.format.errors import MismatchError, NotCoveredError
-from phalanx.checkpoint.format.restore_plan import DISK, OWN_MEMORY, PEER, Held, Place, plan_restore, share_of
+from phalanx.checkpoint.format.restore_plan import (
+    DISK,
+    OWN_MEMORY,
+    PEER,
+    BoxLocation,
+    Held,
+    plan_restore,
+    share_of,
+)
 
 FULL = whole("t", "float32", (8, 6))
 
 
 def held_at(box: Box, distance: int, holder: str = "0") -> Held:
-    return Held(box, Place("tier", holder, distance))
+    return Held(box, BoxLocation("tier", holder, distance))
 
 
 @given(st.data())
@@ -45,20 +53,20 @@ def test_no_element_comes_from_further_away_than_it_must(data: st.DataObject) ->
     nearest = np.full(FULL.shape, 9)
     for entry in held:
         where = entry.box.slices_in(FULL)
-        nearest[where] = np.minimum(nearest[where], entry.place.distance)
+        nearest[where] = np.minimum(nearest[where], entry.location.distance)
     for read in plan_restore([FULL], held):
-        assert (nearest[read.part.slices_in(FULL)] == read.source.place.distance).all()
+        assert (nearest[read.part.slices_in(FULL)] == read.source.location.distance).all()
 
 
 def test_what_memory_lacks_comes_from_a_peer_and_then_from_disk() -> None:
     held = [held_at(FULL, DISK), held_at(FULL.rows(2, 8), PEER), held_at(FULL.rows(4, 8), OWN_MEMORY)]
-    parts = {read.source.place.distance: read.part for read in plan_restore([FULL], held)}
+    parts = {read.source.location.distance: read.part for read in plan_restore([FULL], held)}
     assert parts == {OWN_MEMORY: FULL.rows(4, 8), PEER: FULL.rows(2, 4), DISK: FULL.rows(0, 2)}
 
 
 def test_equal_readers_ask_different_equally_near_holders() -> None:
     held = [held_at(FULL, PEER, str(holder)) for holder in range(4)]
-    asked = {plan_restore([FULL], held, reader=rank)[0].source.place.holder for rank in range(4)}
+    asked = {plan_restore([FULL], held, reader=rank)[0].source.location.holder for rank in range(4)}
     assert asked == {"0", "1", "2", "3"}
 
 

@@ -19,7 +19,7 @@ from checkpoint.saved_models import restored, save_models
 from model.initialized import initialized
 from parity.hf_models import CONFIGS, MIXTURES, hf_model, our_model, random_tokens
 from phalanx.checkpoint.format.errors import CheckpointError, MismatchError, NoSuchStepError, StorageFullError
-from phalanx.checkpoint.format.image import Image, layout_of
+from phalanx.checkpoint.format.image import Image, image_layout
 from phalanx.checkpoint.format.state import shards_of
 from phalanx.checkpoint.interop.huggingface import (
     HuggingFaceError,
@@ -196,7 +196,7 @@ def test_a_checkpoint_of_many_ranks_is_exported_as_the_same_files(
     tensors = {f"model/{name}": value.detach() for name, value in model.named_parameters()}
     boxes = [shard.box for shard in shards_of(tensors)]
     for rank in range(3):
-        layout = layout_of(
+        layout = image_layout(
             [box.rows(box.shape[0] * rank // 3, box.shape[0] * (rank + 1) // 3) for box in boxes]
         )
         data = torch.zeros(layout.nbytes, dtype=torch.uint8).numpy()

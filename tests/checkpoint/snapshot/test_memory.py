@@ -17,14 +17,14 @@ from checkpoint.worlds import State, blank_shards, same_bits, states
 from phalanx.checkpoint.format.errors import CorruptError, NoSuchStepError, StorageFullError
 from phalanx.checkpoint.format.state import shards_of
 from phalanx.checkpoint.snapshot.memory import (
-    Holding,
+    HeldSnapshot,
     Segment,
     SnapshotKey,
     SnapshotMemory,
     decode_record,
 )
 from phalanx.checkpoint.snapshot.tier import SnapshotTier, restore_from_holders
-from phalanx.checkpoint.snapshot.writer import SnapshotWriter, Taken
+from phalanx.checkpoint.snapshot.writer import SnapshotWriter, TakenSnapshot
 
 RUN = "run"
 
@@ -50,7 +50,7 @@ def state_of(step: int) -> State:
     return {"w": torch.full((1000,), float(step)), "empty": torch.empty(0, 3)}
 
 
-def take(writer: SnapshotWriter, step: int) -> Taken:
+def take(writer: SnapshotWriter, step: int) -> TakenSnapshot:
     taken = writer.take(step, shards_of(state_of(step)), {"step": step})
     writer.wait()
     return taken
@@ -76,7 +76,7 @@ def test_a_snapshot_says_whose_it_is_and_what_it_cost(memory: SnapshotMemory) ->
     with closing(writer_for(memory)) as writer:
         taken = take(writer, 4)
     assert (taken.epoch, taken.key) == (1, SnapshotKey(2, 0, 4))
-    assert memory.holdings() == (Holding(taken.key, "own", taken.nbytes, taken.epoch),)
+    assert memory.holdings() == (HeldSnapshot(taken.key, "own", taken.nbytes, taken.epoch),)
     assert taken.waited_s >= 0 < taken.copied_s
 
 

@@ -131,7 +131,7 @@ def test_a_lost_rank_comes_from_its_buddy_and_the_others_from_their_own_memory()
             ]
             with closing(SnapshotTier(2, STEP, own=node.segments(), holders=holders, token=TOKEN)) as tier:
                 restore_from_holders(tier, STEP, shards, rank=rank)
-                assert {held.place.holder for held in tier.boxes(STEP, rank)} == {
+                assert {held.location.holder for held in tier.boxes(STEP, rank)} == {
                     "rank 0 in own memory" if rank == 0 else f"rank 1 at {survivor.address}"
                 }
             assert equals(shards, STATE)
@@ -222,7 +222,7 @@ def test_equal_states_on_several_holders_are_spread_over_the_readers() -> None:
 
 def read_plan(tier: SnapshotTier, needed: Sequence[Box], reader: int) -> set[str]:
     """From whom `reader` would read."""
-    return {read.source.place.holder for read in plan_restore(needed, tier.boxes(STEP), reader=reader)}
+    return {read.source.location.holder for read in plan_restore(needed, tier.boxes(STEP), reader=reader)}
 
 
 def test_segments_with_another_step_or_layout_are_no_source() -> None:

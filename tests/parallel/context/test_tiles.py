@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.parallel.context.tiles import Documents, OnlineSoftmax, Saved, Tile
+from phalanx.parallel.context.tiles import Documents, OnlineSoftmax, SavedAttention, Tile
 
 devices = pytest.mark.parametrize(
     "device",
@@ -57,7 +57,7 @@ def in_tiles(*x: Tensor, documents: Tensor | None, order: tuple[Tile, ...] = TIL
     rows = OnlineSoftmax(query, value.shape[-1])
     for tile in order:
         rows.add(tile.rows, *tile.forward(query, key, value, known, SCALE))
-    saved = Saved(query, rows.out.to(query.dtype), rows.lse)
+    saved = SavedAttention(query, rows.out.to(query.dtype), rows.lse)
     sums = [torch.zeros_like(t, dtype=torch.float32) for t in (query, key, value)]
     for tile in order:
         shares = tile.backward(saved, upstream, key, value, known, SCALE)

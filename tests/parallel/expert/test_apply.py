@@ -151,7 +151,7 @@ def fill(module: Transformer, partitions: dict[str, Partition]) -> None:
         router.seen.zero_()
     for name, parameter in module.named_parameters():
         place = partitions.get(name, Partition(tuple(parameter.shape)))
-        offset, shape = place.box(parameter)
+        offset, shape = place.local_slice(parameter)
         piece = tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))
         local(parameter.detach()).copy_(whole[name][piece])
 
@@ -186,7 +186,7 @@ def dealt(
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None, name
         partition = partitions.get(name, Partition(tuple(parameter.shape)))
-        offset, _ = partition.box(parameter.grad)
+        offset, _ = partition.local_slice(parameter.grad)
         parts[name] = Part(local(parameter.grad), offset, partition.copy)
     counted = next(router.seen.tolist() for _, router in routers(module))
     counts = mesh.tensor_rank == 0

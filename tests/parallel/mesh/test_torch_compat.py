@@ -30,12 +30,12 @@ def boxes_of_five_rows() -> tuple[tuple[int, ...], tuple[int, ...], list[int]]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from phalanx.parallel.mesh.torch_compat import box_of
+    from phalanx.parallel.mesh.torch_compat import local_slice_of
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.arange(10).view(5, 2)
     tensor = distribute_tensor(whole, mesh, [Shard(0)])
-    offset, shape = box_of(tensor)
+    offset, shape = local_slice_of(tensor)
     return offset, shape, tensor.to_local().flatten().tolist()
 
 
@@ -49,9 +49,9 @@ def test_box_of_says_where_a_ranks_rows_lie_in_the_whole(ranks: Ranks) -> None:
 
 
 def test_box_of_a_plain_tensor_is_the_whole() -> None:
-    from phalanx.parallel.mesh.torch_compat import box_of
+    from phalanx.parallel.mesh.torch_compat import local_slice_of
 
-    assert box_of(torch.zeros(3, 4)) == ((0, 0), (3, 4))
+    assert local_slice_of(torch.zeros(3, 4)) == ((0, 0), (3, 4))
 
 
 def fsdp_calls_our_collectives() -> tuple[int, int]:

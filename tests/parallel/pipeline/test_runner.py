@@ -17,11 +17,11 @@ from parallel.pipelined import (
     waiting_ns,
 )
 from parallel.sharded_pipelines import pipelined, undivided
-from phalanx.parallel.pipeline.schedules import Name
+from phalanx.parallel.pipeline.schedules import ScheduleName
 from phalanx.run.spec import ModelSpec
 from ranks import Ranks
 
-SCHEDULES: list[tuple[Name, int]] = [
+SCHEDULES: list[tuple[ScheduleName, int]] = [
     ("gpipe", 1),
     ("1f1b", 1),
     ("interleaved", 2),
@@ -43,7 +43,7 @@ def assert_same_bits(
 @pytest.mark.parametrize("pipeline", [2, 4])
 @pytest.mark.parametrize(("name", "per_rank"), SCHEDULES)
 def test_losses_and_gradients_have_the_bits_of_the_undivided_model(
-    ranks: Ranks, name: Name, per_rank: int, pipeline: int
+    ranks: Ranks, name: ScheduleName, per_rank: int, pipeline: int
 ) -> None:
     results = ranks.run(pipeline, in_a_pipeline, name, per_rank, DENSE, 8)
     assert_same_bits(results, in_one_piece(DENSE, 8))
@@ -52,19 +52,21 @@ def test_losses_and_gradients_have_the_bits_of_the_undivided_model(
 @pytest.mark.parametrize("spec", [BIASED, MIXTURE], ids=["biased", "mixture"])
 @pytest.mark.parametrize(("name", "per_rank"), SCHEDULES[-2:])
 def test_divided_backward_passes_have_the_bits_of_whole_ones_for_other_layers_too(
-    ranks: Ranks, name: Name, per_rank: int, spec: ModelSpec
+    ranks: Ranks, name: ScheduleName, per_rank: int, spec: ModelSpec
 ) -> None:
     assert_same_bits(ranks.run(2, in_a_pipeline, name, per_rank, spec, 5), in_one_piece(spec, 5))
 
 
 @pytest.mark.parametrize(("name", "per_rank"), SCHEDULES[-2:])
-def test_checkpointed_layers_change_no_bit(ranks: Ranks, name: Name, per_rank: int) -> None:
+def test_checkpointed_layers_change_no_bit(ranks: Ranks, name: ScheduleName, per_rank: int) -> None:
     results = ranks.run(2, recomputed_in_a_pipeline, name, per_rank, MIXTURE, 4)
     assert_same_bits(results, in_one_piece(MIXTURE, 4))
 
 
 @pytest.mark.parametrize(("name", "per_rank"), SCHEDULES)
-def test_evaluation_gives_the_undivided_models_losses(ranks: Ranks, name: Name, per_rank: int) -> None:
+def test_evaluation_gives_the_undivided_models_losses(
+    ranks: Ranks, name: ScheduleName, per_rank: int
+) -> None:
     results = ranks.run(2, evaluated_in_a_pipeline, name, per_rank, DENSE, 3)
     assert_same_bits(results, (in_one_piece(DENSE, 3)[0], {}))
 
@@ -76,7 +78,7 @@ def test_waiting_for_the_neighbor_is_counted(ranks: Ranks) -> None:
 @pytest.mark.parametrize("narrow", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("name", "per_rank"), SCHEDULES[1:])
 def test_sharded_stages_reduce_once_and_give_the_sharded_models_bits(
-    ranks: Ranks, name: Name, per_rank: int, narrow: bool
+    ranks: Ranks, name: ScheduleName, per_rank: int, narrow: bool
 ) -> None:
     expected = ranks.run(2, undivided, narrow)[0]
     for zero3 in (False, True):

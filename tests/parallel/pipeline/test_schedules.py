@@ -9,15 +9,23 @@ import torch.distributed.pipelining.schedules as torch_schedules
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.parallel.pipeline.schedules import Action, Kind, Message, Name, Schedule, bubble, stages_of_rank
+from phalanx.parallel.pipeline.schedules import (
+    Action,
+    PassKind,
+    Schedule,
+    ScheduleName,
+    StageMessage,
+    bubble,
+    stages_of_rank,
+)
 
-UNITS: dict[Kind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+UNITS: dict[PassKind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 
 @st.composite
 def schedules(draw: st.DrawFn) -> tuple[Schedule, int]:
     """A legal schedule and a number of micro-batches."""
-    name: Name = draw(st.sampled_from(("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")))
+    name: ScheduleName = draw(st.sampled_from(("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")))
     pipeline = draw(st.integers(1, 6))
     per_rank = {"gpipe": 1, "1f1b": 1, "interleaved": draw(st.integers(2, 4))}.get(name, 2)
     if name == "interleaved":
@@ -115,7 +123,7 @@ def test_1f1b_holds_no_more_micro_batches_than_stages_follow(pipeline: int, micr
 
 
 @pytest.mark.parametrize("name", ["zbv", "dualpipev"])
-def test_v_schedules_hold_the_first_and_the_last_stage_on_one_rank(name: Name) -> None:
+def test_v_schedules_hold_the_first_and_the_last_stage_on_one_rank(name: ScheduleName) -> None:
     assert [stages_of_rank(name, 3, rank, 2) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
 
 
@@ -123,12 +131,12 @@ def test_interleaved_stages_are_dealt_round_by_round() -> None:
     assert [stages_of_rank("interleaved", 2, rank, 3) for rank in range(2)] == [(0, 2, 4), (1, 3, 5)]
 
 
-def need_of(schedule: Schedule, action: Action) -> Message | None:
+def need_of(schedule: Schedule, action: Action) -> StageMessage | None:
     """What an action waits for."""
     if action.kind == "F" and action.stage > 0:
-        return Message("F", action.stage, action.micro_batch)
+        return StageMessage("F", action.stage, action.micro_batch)
     if action.kind in "BI" and action.stage < schedule.stages - 1:
-        return Message("B", action.stage, action.micro_batch)
+        return StageMessage("B", action.stage, action.micro_batch)
     return None
 
 
@@ -136,7 +144,7 @@ def timeline(schedule: Schedule, micro_batches: int) -> tuple[float, list[float]
     """When the last rank ends, and how long each was busy, if each begins as soon as it can; fails on a deadlock."""
     waiting = {rank: schedule.actions(rank, micro_batches)[::-1] for rank in range(schedule.pipeline)}
     now, busy = [0.0] * schedule.pipeline, [0.0] * schedule.pipeline
-    ready: dict[Message | None, float] = {None: 0.0}
+    ready: dict[StageMessage | None, float] = {None: 0.0}
     while any(waiting.values()):
         able = [r for r, actions in waiting.items() if actions and need_of(schedule, actions[-1]) in ready]
         assert able, "deadlock"

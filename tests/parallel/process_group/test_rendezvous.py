@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from phalanx.parallel.process_group.rendezvous import (
-    Place,
+    RankEnvironment,
     RendezvousError,
     device_for,
     first_host,
     join,
     leave,
-    place_of,
+    rank_environment,
 )
 
 
 def test_a_process_started_by_nobody_has_no_place() -> None:
-    assert place_of({"HOME": "/root"}) is None
+    assert rank_environment({"HOME": "/root"}) is None
 
 
 def test_torchrun_gives_rank_and_address() -> None:
@@ -31,7 +31,7 @@ def test_torchrun_gives_rank_and_address() -> None:
         "MASTER_ADDR": "node1",
         "MASTER_PORT": "1234",
     }
-    assert place_of(environ) == Place(3, 8, 1, "tcp://node1:1234", "torchrun")
+    assert rank_environment(environ) == RankEnvironment(3, 8, 1, "tcp://node1:1234", "torchrun")
 
 
 def test_srun_gives_rank_and_the_first_node_is_the_meeting_point() -> None:
@@ -42,7 +42,7 @@ def test_srun_gives_rank_and_the_first_node_is_the_meeting_point() -> None:
         "SLURM_STEP_ID": "0",
         "SLURM_STEP_NODELIST": "gpu[003-004]",
     }
-    assert place_of(environ) == Place(9, 16, 1, "tcp://gpu003:29500", "srun")
+    assert rank_environment(environ) == RankEnvironment(9, 16, 1, "tcp://gpu003:29500", "srun")
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_the_first_host_of_a_compressed_list_is_found(nodes: str, host: str) -> 
 
 def test_a_rank_without_an_address_is_told_what_to_set() -> None:
     with pytest.raises(RendezvousError, match="set MASTER_ADDR"):
-        place_of({"RANK": "0", "WORLD_SIZE": "2"})
+        rank_environment({"RANK": "0", "WORLD_SIZE": "2"})
 
 
 def test_our_own_launcher_comes_before_an_environment_inherited_from_another() -> None:
@@ -66,7 +66,7 @@ def test_our_own_launcher_comes_before_an_environment_inherited_from_another() -
         "SLURM_PROCID": "0",
         "SLURM_STEP_ID": "0",
     }
-    place = place_of(environ)
+    place = rank_environment(environ)
     assert place is not None
     assert (place.rank, place.launcher) == (1, "phalanx")
 
@@ -77,13 +77,13 @@ def test_a_port_in_use_is_named_with_what_to_change() -> None:
         taken.listen()
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(RendezvousError, match=r"port .* in use .*set MASTER_PORT"):
-            join(Place(0, 2, 0, address, "torchrun"), torch.device("cpu"), timeout_s=5.0)
+            join(RankEnvironment(0, 2, 0, address, "torchrun"), torch.device("cpu"), timeout_s=5.0)
 
 
 def test_ranks_meet_in_a_folder_whose_name_an_address_must_write_otherwise(tmp_path: Path) -> None:
     folder = tmp_path / "a b,c%20d"
     folder.mkdir()
-    join(Place(0, 1, 0, (folder / "store").as_uri(), "phalanx"), torch.device("cpu"), timeout_s=5.0)
+    join(RankEnvironment(0, 1, 0, (folder / "store").as_uri(), "phalanx"), torch.device("cpu"), timeout_s=5.0)
     there = (folder / "store").exists()
     leave()
     assert there
@@ -91,7 +91,7 @@ def test_ranks_meet_in_a_folder_whose_name_an_address_must_write_otherwise(tmp_p
 
 def test_ranks_that_never_come_are_reported() -> None:
     with pytest.raises(RendezvousError, match=r"rank 1 of 2 could not meet the others"):
-        join(Place(1, 2, 1, "tcp://127.0.0.1:1", "torchrun"), torch.device("cpu"), timeout_s=1.0)
+        join(RankEnvironment(1, 2, 1, "tcp://127.0.0.1:1", "torchrun"), torch.device("cpu"), timeout_s=1.0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

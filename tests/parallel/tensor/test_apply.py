@@ -129,7 +129,7 @@ def fill(module: Transformer, partitions: dict[str, Partition]) -> None:
     whole = weights(module.spec)
     for name, parameter in module.named_parameters():
         place = partitions.get(name, Partition(tuple(parameter.shape)))
-        offset, shape = place.box(parameter)
+        offset, shape = place.local_slice(parameter)
         piece = tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))
         local(parameter.detach()).copy_(whole[name][piece])
 

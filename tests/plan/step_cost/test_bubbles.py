@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.parallel.pipeline.schedules import Name, Schedule
+from phalanx.parallel.pipeline.schedules import Schedule, ScheduleName
 from phalanx.plan.step_cost.bubbles import Pipelines, exposed_hops, idle_s, in_flight, legal
 from phalanx.plan.step_cost.exact_schedule import StageTimes, flush_s
 from phalanx.plan.workload.candidates import SCHEDULES
@@ -31,7 +31,7 @@ def pipeline(name: str, ranks: int, per_rank: int, micro_batches: int) -> Pipeli
     st.floats(0.5, 1.1),
 )
 def test_with_equal_stages_the_closed_form_is_the_exact_schedule(
-    schedule: tuple[Name, int], ranks: int, rounds: int, inputs: float, weights: float
+    schedule: tuple[ScheduleName, int], ranks: int, rounds: int, inputs: float, weights: float
 ) -> None:
     name, per_rank = schedule
     batches = rounds * ranks
@@ -47,7 +47,7 @@ def test_with_equal_stages_the_closed_form_is_the_exact_schedule(
 
 @given(_PIPELINES, st.sampled_from([2, 4, 8]), st.integers(2, 6))
 def test_exposed_hops_are_those_of_the_exact_schedule(
-    schedule: tuple[Name, int], ranks: int, rounds: int
+    schedule: tuple[ScheduleName, int], ranks: int, rounds: int
 ) -> None:
     name, per_rank = schedule
     batches, hop = rounds * ranks, 1e-3
@@ -63,7 +63,7 @@ def test_exposed_hops_are_those_of_the_exact_schedule(
 
 @given(_PIPELINES, st.integers(2, 6), st.integers(2, 5), st.data())
 def test_micro_batches_in_flight_are_the_most_that_the_schedule_holds(
-    schedule: tuple[Name, int], ranks: int, rounds: int, data: st.DataObject
+    schedule: tuple[ScheduleName, int], ranks: int, rounds: int, data: st.DataObject
 ) -> None:
     name, per_rank = schedule
     batches, rank = rounds * ranks, data.draw(st.integers(0, ranks - 1))
@@ -87,5 +87,5 @@ def test_without_a_pipeline_there_is_nothing_to_wait_for() -> None:
     ("name", "per_rank", "batches"),
     [("interleaved", 2, 6), ("zbv", 2, 7), ("1f1b", 2, 8), ("interleaved", 1, 8)],
 )
-def test_a_schedule_that_cannot_run_is_not_legal(name: Name, per_rank: int, batches: int) -> None:
+def test_a_schedule_that_cannot_run_is_not_legal(name: ScheduleName, per_rank: int, batches: int) -> None:
     assert not legal(pipeline(name, 4, per_rank, batches))[0]

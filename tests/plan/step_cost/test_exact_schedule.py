@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.parallel.pipeline.schedules import Name
+from phalanx.parallel.pipeline.schedules import ScheduleName
 from phalanx.plan.step_cost import exact_schedule
 from phalanx.plan.step_cost.exact_schedule import StageTimes, flush_s, timeline
 
-_SCHEDULES: list[tuple[Name, int]] = [
+_SCHEDULES: list[tuple[ScheduleName, int]] = [
     ("gpipe", 1),
     ("1f1b", 1),
     ("interleaved", 2),
@@ -47,7 +47,7 @@ def test_long_1f1b_takes_the_slowest_rank_for_every_micro_batch(ranks: int, seed
 
 @given(st.sampled_from(_SCHEDULES), st.integers(2, 5), st.integers(2, 5), st.integers(0, 1000))
 def test_no_rank_does_two_things_at_once_and_nothing_starts_before_its_input(
-    schedule: tuple[Name, int], ranks: int, rounds: int, seed: int
+    schedule: tuple[ScheduleName, int], ranks: int, rounds: int, seed: int
 ) -> None:
     name, per_rank = schedule
     times, hop = uneven(ranks * per_rank, seed), 0.1
@@ -71,7 +71,7 @@ def test_no_rank_does_two_things_at_once_and_nothing_starts_before_its_input(
 
 @given(st.sampled_from(_SCHEDULES), st.integers(2, 4), st.integers(0, 1000))
 def test_layouts_computed_together_are_those_computed_alone(
-    schedule: tuple[Name, int], ranks: int, seed: int
+    schedule: tuple[ScheduleName, int], ranks: int, seed: int
 ) -> None:
     name, per_rank = schedule
     times = uneven(ranks * per_rank, seed, layouts=3)
@@ -83,7 +83,7 @@ def test_layouts_computed_together_are_those_computed_alone(
 
 @pytest.mark.parametrize(("name", "per_rank"), _SCHEDULES)
 def test_a_long_schedule_followed_in_part_is_near_the_whole(
-    name: Name, per_rank: int, monkeypatch: pytest.MonkeyPatch
+    name: ScheduleName, per_rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times, hops = uneven(4 * per_rank, seed=3, layouts=8), np.full(8, 0.05)
     batches = 400 if name == "interleaved" else 401

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import Parameter, parameters, resolve
-from phalanx.parallel.mesh.partition import Box, piece
+from phalanx.parallel.mesh.local_slice import LocalSlice
+from phalanx.parallel.mesh.partition import piece
 from phalanx.run.spec import OptimizerSpec
 from phalanx.train.optimizers.choose import takes
 from phalanx.train.optimizers.matrices import deal, matrices_of, shares_of
@@ -16,9 +17,9 @@ from phalanx.train.optimizers.matrices import deal, matrices_of, shares_of
 sizes = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=30)
 
 
-def by_rows(shapes: dict[str, tuple[int, ...]], ranks: int) -> list[dict[str, Box]]:
+def by_rows(shapes: dict[str, tuple[int, ...]], ranks: int) -> list[dict[str, LocalSlice]]:
     """What every rank holds of parameters that are divided along their first dimension."""
-    holders: list[dict[str, Box]] = [{} for _ in range(ranks)]
+    holders: list[dict[str, LocalSlice]] = [{} for _ in range(ranks)]
     for rank, boxes in enumerate(holders):
         for name, shape in shapes.items():
             rows = piece(shape[0], rank, ranks)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from phalanx.model.facts.shape import Parameter
 from phalanx.model.random_bits import random_words, stream_key
-from phalanx.parallel.mesh.partition import Box
+from phalanx.parallel.mesh.local_slice import LocalSlice
 from phalanx.run.spec import OptimizerSpec
 from phalanx.train.optimizers.adamw import AdamW
 from phalanx.train.optimizers.choose import make_optimizer
@@ -35,7 +35,7 @@ def gradients(steps: int) -> list[Tensor]:
     return [torch.randn(SHAPE, generator=generator) * scale for _ in range(steps)]
 
 
-def stepped(spec: OptimizerSpec, steps: int, box: Box = ((0, 0), SHAPE)) -> Tensor:
+def stepped(spec: OptimizerSpec, steps: int, box: LocalSlice = ((0, 0), SHAPE)) -> Tensor:
     """A box of the weights after some steps, computed by a rank that holds just that box."""
     where = tuple(slice(begin, begin + size) for begin, size in zip(*box, strict=True))
     parameter = nn.Parameter(torch.zeros(SHAPE)[where].clone())

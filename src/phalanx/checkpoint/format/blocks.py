@@ -28,7 +28,7 @@ from phalanx.checkpoint.format.errors import (
     StorageError,
     StorageFullError,
 )
-from phalanx.checkpoint.format.image import PAGE_BYTES, ByteArray, Layout
+from phalanx.checkpoint.format.image import PAGE_BYTES, ByteArray, ImageLayout
 from phalanx.checkpoint.format.manifest import Manifest, checksum
 
 BLOCK_BYTES = 8 << 20
@@ -248,7 +248,7 @@ _REMEDY = "Restore another step or tier, or copy the file back from where it is 
 
 def _where(file: BlockFile, index: int) -> str:
     start, stop = file.span_of(index)
-    names = Layout(b"", file.manifest.entries, file.manifest.nbytes).names_in(start, stop)
+    names = ImageLayout(b"", file.manifest.entries, file.manifest.nbytes).names_in(start, stop)
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     return f"{file.path}, block {index} (bytes {start:,} to {stop:,}; {shown or 'the header'})"
 

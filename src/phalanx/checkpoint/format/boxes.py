@@ -8,6 +8,8 @@ intersection of boxes and nothing else. This is the geometry only: no torch, no 
 import math
 from dataclasses import dataclass
 
+from phalanx.parallel.mesh.local_slice import LocalSlice, intersection, slices_in
+
 Extent = tuple[int, ...]
 
 # Bytes per element, by the name that `str(torch.dtype)` gives without its "torch." prefix.
@@ -69,6 +71,11 @@ class Box:
         return ",".join(f"{start}:{start + size}" for start, size in ends)
 
     @property
+    def local_slice(self) -> LocalSlice:
+        """Where the box lies, without the tensor's name and dtype."""
+        return LocalSlice(self.offset, self.shape)
+
+    @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
@@ -95,15 +102,8 @@ class Box:
 
     def intersection(self, other: "Box") -> "Box | None":
         """The elements in both boxes of one tensor, or None where there are none."""
-        starts = tuple(map(max, self.offset, other.offset))
-        stops = (
-            min(a + m, b + n)
-            for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
-        )
-        shape = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
-        if any(size <= 0 for size in shape):
-            return None
-        return self.part(starts, shape)
+        common = intersection(self.local_slice, other.local_slice)
+        return None if common is None else self.part(*common)
 
     def contains(self, other: "Box") -> bool:
         """Whether every element of `other` lies in this box."""
@@ -113,8 +113,7 @@ class Box:
 
     def slices_in(self, outer: "Box") -> tuple[slice, ...]:
         """Where this box lies in an array that holds `outer`."""
-        starts = (a - b for a, b in zip(self.offset, outer.offset, strict=True))
-        return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
+        return slices_in(self.local_slice, outer.offset)
 
     def minus(self, other: "Box") -> "list[Box]":
         """The elements of this box that are not in `other`, as disjoint boxes (at most two per dimension)."""

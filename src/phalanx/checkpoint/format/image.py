@@ -43,7 +43,7 @@ _SAFETENSORS_DTYPE = {
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ImageEntry:
     """A box, and the byte of the image at which it begins; its bytes are C-order, little-endian."""
 
     box: Box
@@ -55,11 +55,11 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ImageLayout:
     """Where each box lies in an image of `nbytes` bytes that begins with `header`."""
 
     header: bytes
-    entries: tuple[Entry, ...]
+    entries: tuple[ImageEntry, ...]
     nbytes: int
 
     def names_in(self, start: int, stop: int) -> list[str]:
@@ -71,11 +71,11 @@ class Layout:
 class Image:
     """A layout filled with bytes. `data` (uint8) has at least `layout.nbytes` elements, header included."""
 
-    layout: Layout
+    layout: ImageLayout
     data: ByteArray
 
 
-def layout_of(boxes: Sequence[Box]) -> Layout:
+def image_layout(boxes: Sequence[Box]) -> ImageLayout:
     """The image layout of `boxes`. Raises ValueError where two boxes are the same or a name cannot be stored."""
     ordered = sorted(boxes, key=lambda box: (-box.itemsize, box))
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -94,7 +94,7 @@ def layout_of(boxes: Sequence[Box]) -> Layout:
     data_start = -(-(8 + len(text)) // PAGE_BYTES) * PAGE_BYTES
     header = (data_start - 8).to_bytes(8, "little") + text.ljust(data_start - 8)
     starts = _running_sum([box.nbytes for box in ordered], data_start)
-    return Layout(header, tuple(map(Entry, ordered, starts)), data_start + offset)
+    return ImageLayout(header, tuple(map(ImageEntry, ordered, starts)), data_start + offset)
 
 
 def _running_sum(sizes: list[int], start: int) -> list[int]:
@@ -106,7 +106,7 @@ def _running_sum(sizes: list[int], start: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ByteSpan:
     """`part` of a stored box, and the range of the stored box's own bytes in which it lies."""
 
     part: Box
@@ -114,7 +114,7 @@ class Span:
     stop: int
 
 
-def spans(source: Box, part: Box, limit_bytes: int) -> list[Span]:
+def spans(source: Box, part: Box, limit_bytes: int) -> list[ByteSpan]:
     """Cut `part` of the stored box `source` into pieces that each lie within about `limit_bytes` stored bytes."""
     if not part.numel:
         return []
@@ -124,10 +124,10 @@ def spans(source: Box, part: Box, limit_bytes: int) -> list[Span]:
         sum(stride * (size - 1) for stride, size in zip(strides, part.shape, strict=True)) + part.itemsize
     )
     if length <= limit_bytes or part.numel == 1:
-        return [Span(part, first, first + length)]
+        return [ByteSpan(part, first, first + length)]
     dim = next(dim for dim, size in enumerate(part.shape) if size > 1)
     rows = max(1, limit_bytes // strides[dim])
-    pieces: list[Span] = []
+    pieces: list[ByteSpan] = []
     for row in range(0, part.shape[dim], rows):
         offset, shape = list(part.offset), list(part.shape)
         offset[dim] += row
@@ -146,7 +146,7 @@ def c_strides(box: Box) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def view_of(source: Box, span: Span, data: ByteArray) -> RawArray:
+def view_of(source: Box, span: ByteSpan, data: ByteArray) -> RawArray:
     """The elements of `span.part` as a (strided) view of `data`, the bytes `span.start:span.stop` of the stored box.
 
     The elements are unsigned integers of the item's size: raw bits, whatever the dtype.

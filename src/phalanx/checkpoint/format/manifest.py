@@ -13,7 +13,7 @@ import xxhash
 
 from phalanx.checkpoint.format.boxes import Box
 from phalanx.checkpoint.format.errors import CorruptError, FormatVersionError
-from phalanx.checkpoint.format.image import Entry
+from phalanx.checkpoint.format.image import ImageEntry
 
 FORMAT_VERSION = 1
 
@@ -27,7 +27,7 @@ class Manifest:
     nbytes: int
     block_bytes: int
     checksums: tuple[str, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[ImageEntry, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def decode_manifest(data: bytes, path: str) -> Manifest:
             block_bytes=content["block_bytes"],
             checksums=tuple(content["xxh3_64"]),
             entries=tuple(
-                Entry(Box(name, dtype, tuple(whole), tuple(offset), tuple(shape)), start)
+                ImageEntry(Box(name, dtype, tuple(whole), tuple(offset), tuple(shape)), start)
                 for name, dtype, whole, offset, shape, start in content["boxes"]
             ),
         )

@@ -11,20 +11,22 @@ from itertools import groupby
 import numpy as np
 
 from phalanx.checkpoint.format.boxes import Box
-from phalanx.checkpoint.format.image import ByteArray, Entry, RawArray, Span, spans, view_of
+from phalanx.checkpoint.format.image import ByteArray, ByteSpan, ImageEntry, RawArray, spans, view_of
 from phalanx.checkpoint.format.manifest import Manifest
-from phalanx.checkpoint.format.restore_plan import Read
+from phalanx.checkpoint.format.restore_plan import PlannedRead
 
-Blocks = Callable[[Sequence[int]], Iterator[ByteArray]]
+BlockReader = Callable[[Sequence[int]], Iterator[ByteArray]]
 """Given the numbers of blocks, their bytes in turn, checked; each is valid until the next one is asked for."""
 
 
-def read_parts(manifest: Manifest, reads: Sequence[Read], blocks: Blocks) -> Iterator[tuple[Box, RawArray]]:
+def read_parts(
+    manifest: Manifest, reads: Sequence[PlannedRead], blocks: BlockReader
+) -> Iterator[tuple[Box, RawArray]]:
     """The parts that `reads` want of the image that `manifest` describes, in pieces of at most about two blocks."""
     starts = {entry.box: entry.start for entry in manifest.entries}
     limit = 2 * manifest.block_bytes
     todo = [
-        (Entry(read.source.box, starts[read.source.box]), span)
+        (ImageEntry(read.source.box, starts[read.source.box]), span)
         for read in reads
         for span in spans(read.source.box, read.part, limit)
     ]
@@ -38,7 +40,7 @@ def read_parts(manifest: Manifest, reads: Sequence[Read], blocks: Blocks) -> Ite
         )
 
 
-def _blocks_of(manifest: Manifest, entry: Entry, span: Span) -> range:
+def _blocks_of(manifest: Manifest, entry: ImageEntry, span: ByteSpan) -> range:
     block_bytes = manifest.block_bytes
     return range((entry.start + span.start) // block_bytes, (entry.start + span.stop - 1) // block_bytes + 1)
 

@@ -18,7 +18,7 @@ OWN_MEMORY, NODE_AGENT, PEER, DISK, OBJECT_STORE = range(5)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BoxLocation:
     """Where boxes are: a tier by name, a holder within it (a rank, an address), and how far away that is."""
 
     tier: str
@@ -28,14 +28,14 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A box, and the place that holds it."""
+    """A box, and where it is held."""
 
     box: Box
-    place: Place
+    location: BoxLocation
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class PlannedRead:
     """Take `part` from what `source` holds; `part` lies within `source.box`."""
 
     source: Held
@@ -66,7 +66,7 @@ def _rows_of(box: Box) -> tuple[int, int]:
     return (box.offset[0], box.shape[0]) if box.shape else (0, 1)
 
 
-def plan_restore(needed: Sequence[Box], held: Sequence[Held], *, reader: int = 0) -> tuple[Read, ...]:
+def plan_restore(needed: Sequence[Box], held: Sequence[Held], *, reader: int = 0) -> tuple[PlannedRead, ...]:
     """The reads that cover each element of every needed box exactly once, nearest holders first.
 
     Reads come in the order in which `held` lists their sources, so that a file is read front to back. Where
@@ -77,7 +77,7 @@ def plan_restore(needed: Sequence[Box], held: Sequence[Held], *, reader: int = 0
     are held nowhere; both name every tensor concerned.
     """
     shelves = _shelves(needed, held)
-    reads: list[tuple[int, Read]] = []
+    reads: list[tuple[int, PlannedRead]] = []
     uncovered: list[Box] = []
     for box in needed:
         left = [box] if box.numel else []
@@ -104,14 +104,14 @@ def require_complete(held: Sequence[Held], required: Sequence[Box] = ()) -> None
     plan_restore([*named.values(), *(box for box in required if box.name not in named)], held)
 
 
-def _take(left: list[Box], index: int, source: Held, reads: list[tuple[int, Read]]) -> list[Box]:
+def _take(left: list[Box], index: int, source: Held, reads: list[tuple[int, PlannedRead]]) -> list[Box]:
     rest: list[Box] = []
     for piece in left:
         part = piece.intersection(source.box)
         if part is None:
             rest.append(piece)
         else:
-            reads.append((index, Read(source, part)))
+            reads.append((index, PlannedRead(source, part)))
             rest += piece.minus(part)
     return rest
 
@@ -127,7 +127,7 @@ def _shelves(needed: Sequence[Box], held: Sequence[Held]) -> dict[str, list[_She
         if (want.global_shape, want.dtype) != (entry.box.global_shape, entry.box.dtype):
             different.setdefault(want.name, entry.box)
         elif entry.box.numel:
-            by_distance[want.name][entry.place.distance].held.append((index, entry))
+            by_distance[want.name][entry.location.distance].held.append((index, entry))
     if different:
         raise MismatchError(_describe_mismatch(wanted, different), sorted(different))
     shelves = {name: [shelf for _, shelf in sorted(group.items())] for name, group in by_distance.items()}

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from phalanx.checkpoint.format.boxes import Box, whole
 from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.parallel.mesh.torch_compat import box_of
+from phalanx.parallel.mesh.torch_compat import local_slice_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def _shard_of_dtensor(name: str, tensor: DTensor) -> Shard:
 
 def _local_box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and global offset of this rank's part. An empty part lies at the tensor's origin."""
-    offset, shape = box_of(tensor)
+    offset, shape = local_slice_of(tensor)
     return shape, (0,) * len(shape) if 0 in shape else offset
 
 

@@ -73,7 +73,7 @@ def export_hf(
         )
     end_token = tokenizer.end_of_document if tokenizer is not None else None
     config = hf_config_of(spec, max_seq_len=max_seq_len, dtype=dtype, end_token=end_token)
-    source = Source(tier, step, spec)
+    source = ExportSource(tier, step, spec)
     with new_folder(out) as folder:
         files = weight_files(tensors_of(spec), dtype, file_bytes)
         for file in files:
@@ -149,7 +149,7 @@ def _index_of(files: Sequence[WeightFile], dtype: Dtype) -> dict[str, object]:
     return {"metadata": {"total_size": total}, "weight_map": places}
 
 
-class Source:
+class ExportSource:
     """The model's tensors in a committed step."""
 
     def __init__(self, tier: Tier, step: int, spec: ModelSpec) -> None:
@@ -190,7 +190,7 @@ def _with_what_follows(box: Box) -> Box:
     return box.part(box.offset, (min(rows, box.global_shape[0] - box.offset[0]), *box.shape[1:]))
 
 
-def _pieces(source: Source, tensor: Published, dtype: Dtype) -> Iterator[memoryview]:
+def _pieces(source: ExportSource, tensor: Published, dtype: Dtype) -> Iterator[memoryview]:
     """The bytes of a tensor in its dtype, in C order."""
     box = whole(WEIGHTS + tensor.parameter.name, "float32", tensor.parameter.shape)
     if tensor.expert is not None:

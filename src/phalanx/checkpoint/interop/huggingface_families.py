@@ -11,7 +11,7 @@ Source: the configuration classes of transformers 4.51 to 5.x, and the published
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-Table = Mapping[str, object]
+ConfigTable = Mapping[str, object]
 
 _COMMON = {
     "layers": "num_hidden_layers",
@@ -60,11 +60,11 @@ class Family:
     architecture: str
     fields: Mapping[str, str]
     """Field of ModelSpec to field of `config.json`."""
-    fixed: Table
+    fixed: ConfigTable
     """Fields of ModelSpec that have one value in all models of the family."""
-    constants: Table = field(default_factory=dict)
+    constants: ConfigTable = field(default_factory=dict)
     """Fields of `config.json` that are written with this value, and read with no other."""
-    absent: Table = field(default_factory=dict)
+    absent: ConfigTable = field(default_factory=dict)
     """Fields of ModelSpec that are not ours by default where `config.json` does not speak of them."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of a field of `config.json`, by the one that is written."""

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from phalanx.checkpoint.format.blocks import page_aligned
 from phalanx.checkpoint.format.boxes import Box, Extent, whole
-from phalanx.checkpoint.format.image import Image, layout_of, spans
+from phalanx.checkpoint.format.image import Image, image_layout, spans
 from phalanx.checkpoint.interop.huggingface_config import HuggingFaceError, Storage, spec_of, storage_of
 from phalanx.checkpoint.interop.huggingface_files import (
     CONFIG,
@@ -239,7 +239,7 @@ def _copy_weights(
     shapes = {name: tensors[0].parameter.shape for name, tensors in sources.items()}
     shares = list(_shares(shapes, image_bytes))
     for rank, share in enumerate(shares):
-        layout = layout_of(share)
+        layout = image_layout(share)
         data = page_aligned(layout.nbytes)
         data[: len(layout.header)] = np.frombuffer(layout.header, dtype=np.uint8)
         for entry in layout.entries:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.checkpoint.format.image import ByteArray, Layout
+from phalanx.checkpoint.format.image import ByteArray, ImageLayout
 from phalanx.checkpoint.format.state import Shard
 
 _ZERO_BYTES = 16 << 20
@@ -28,7 +28,9 @@ class ImageCopier:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._last_copied: torch.cuda.Event | None = None
 
-    def copy(self, layout: Layout, shards: Sequence[Shard], image: ByteArray) -> "torch.cuda.Event | None":
+    def copy(
+        self, layout: ImageLayout, shards: Sequence[Shard], image: ByteArray
+    ) -> "torch.cuda.Event | None":
         """Fill `image`, but for its header. Copies from a device may run on until the event that is returned."""
         tensors = {shard.box: shard.tensor for shard in shards}
         simple: list[tuple[ByteArray, ByteArray]] = []

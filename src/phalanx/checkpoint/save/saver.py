@@ -19,13 +19,13 @@ from phalanx.checkpoint.format.boxes import Box
 from phalanx.checkpoint.format.errors import AbandonedError, CheckpointError
 from phalanx.checkpoint.format.restore_plan import share_of
 from phalanx.checkpoint.format.state import Copies, Shard
-from phalanx.checkpoint.save.staging import Staged, Staging
+from phalanx.checkpoint.save.staging import StagedImage, Staging
 from phalanx.checkpoint.tiers.retention import Retention
 from phalanx.checkpoint.tiers.tier import Draft, Record, Tier
 
 _log = logging.getLogger(__name__)
 
-Status = Literal["committed", "written", "existed", "failed"]
+SaveStatus = Literal["committed", "written", "existed", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class SaveOutcome:
     """
 
     step: int
-    status: Status
+    status: SaveStatus
     nbytes: int
     seconds: float
     error: CheckpointError | None = None
@@ -63,7 +63,7 @@ class SaveOutcome:
 @dataclass(frozen=True, slots=True)
 class _Job:
     draft: Draft
-    staged: Staged
+    staged: StagedImage
     record: Record
     required: tuple[Box, ...]
 

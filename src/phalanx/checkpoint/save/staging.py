@@ -15,12 +15,12 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import torch
 
-from phalanx.checkpoint.format.boxes import Box
-from phalanx.checkpoint.format.image import PAGE_BYTES, ByteArray, Image, Layout, layout_of
+from phalanx.checkpoint.format.image import PAGE_BYTES, ByteArray, Image, ImageLayout, image_layout
 from phalanx.checkpoint.format.state import Shard
 from phalanx.checkpoint.save.image_copy import ImageCopier, on_cuda, pin, unpin
 
@@ -29,11 +29,11 @@ from phalanx.checkpoint.save.image_copy import ImageCopier, on_cuda, pin, unpin
 class _Buffer:
     data: ByteArray
     pinned: bool = False
-    layout: Layout | None = None
+    layout: ImageLayout | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class StagedImage:
     """An image in a staging buffer, to be given back with `Staging.release` when it has been written."""
 
     image: Image
@@ -62,20 +62,21 @@ class Staging:
         self._free: list[_Buffer] = []
         self._returned = threading.Condition()
         self._copier = ImageCopier(copy_threads)
-        self._layout: tuple[tuple[Box, ...], Layout] | None = None
+        # The boxes of a rank are the same at every save.
+        self._layout_of = lru_cache(maxsize=1)(image_layout)
 
     def prepare(self, shards: Sequence[Shard]) -> None:
         """Make every buffer and map its pages now, so that the first save is as quick as the later ones."""
-        layout = self._layout_for(shards)
+        layout = self._layout_of(tuple(shard.box for shard in shards))
         with self._returned:
             fresh = [self._new_buffer(layout.nbytes, on_cuda(shards)) for _ in range(self._most - self._made)]
             self._made = self._most
             self._free += fresh
 
-    def stage(self, shards: Sequence[Shard]) -> Staged:
+    def stage(self, shards: Sequence[Shard]) -> StagedImage:
         """Copy the shards into an image. Blocks until a buffer is free, then for one memory copy."""
         begin = time.perf_counter()
-        layout = self._layout_for(shards)
+        layout = self._layout_of(tuple(shard.box for shard in shards))
         buffer = self._acquire(layout.nbytes, on_cuda(shards))
         acquired = time.perf_counter()
         try:
@@ -85,9 +86,9 @@ class Staging:
             raise
         image = Image(layout, buffer.data)
         times = (acquired - begin, time.perf_counter() - acquired)
-        return Staged(image, *times, buffer, copied, tuple(shards) if copied else ())
+        return StagedImage(image, *times, buffer, copied, tuple(shards) if copied else ())
 
-    def release(self, staged: Staged) -> None:
+    def release(self, staged: StagedImage) -> None:
         """Give the buffer back for the next save."""
         self._give_back(staged.buffer)
 
@@ -109,17 +110,13 @@ class Staging:
             self._free.append(buffer)
             self._returned.notify()
 
-    def _fill(self, buffer: _Buffer, layout: Layout, shards: Sequence[Shard]) -> "torch.cuda.Event | None":
+    def _fill(
+        self, buffer: _Buffer, layout: ImageLayout, shards: Sequence[Shard]
+    ) -> "torch.cuda.Event | None":
         if buffer.layout is not layout:
             buffer.data[: len(layout.header)] = np.frombuffer(layout.header, dtype=np.uint8)
             buffer.layout = layout
         return self._copier.copy(layout, shards, buffer.data)
-
-    def _layout_for(self, shards: Sequence[Shard]) -> Layout:
-        boxes = tuple(shard.box for shard in shards)
-        if self._layout is None or self._layout[0] != boxes:
-            self._layout = boxes, layout_of(boxes)
-        return self._layout[1]
 
     def _acquire(self, nbytes: int, pinned: bool) -> _Buffer:
         with self._returned:

@@ -15,11 +15,11 @@ from phalanx.checkpoint.snapshot.wire import (
     Answer,
     Bytes,
     Describe,
-    Kept,
     Key,
     Missing,
-    Push,
-    Read,
+    PushAccepted,
+    PushSnapshot,
+    ReadImage,
     Refused,
     RefusedError,
     Wire,
@@ -56,7 +56,7 @@ class SnapshotClient:
 
     def read_into(self, key: SnapshotKey, start: int, view: memoryview) -> None:
         """Fill `view` with the bytes of a snapshot's image from byte `start` on. Not checked: see `verified`."""
-        nbytes = self._ask(Read(Key.of(key), start, start + len(view)))
+        nbytes = self._ask(ReadImage(Key.of(key), start, start + len(view)))
         if nbytes != len(view):
             raise WireError(f"{self._wire.peer}: answers {nbytes:,} bytes where {len(view):,} were asked for")
         self._wire.receive_into(view)
@@ -70,14 +70,14 @@ class SnapshotClient:
             record = segment.record()
             if record is None:
                 raise NoSuchStepError(f"{key} was replaced meanwhile")
-            offer = Push(snapshot.run, Key.of(key), snapshot.previous, snapshot.nbytes, len(record))
+            offer = PushSnapshot(snapshot.run, Key.of(key), snapshot.previous, snapshot.nbytes, len(record))
             self._wire.say(offer)
             answer = self._wire.hear_answer()
             if isinstance(answer, Bytes):
                 self._wire.send(record)
                 self._wire.send(segment.image(snapshot.nbytes).data)
                 answer = self._wire.hear_answer()
-        if not isinstance(answer, Kept):
+        if not isinstance(answer, PushAccepted):
             raise _failure(answer, self._wire.peer)
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ class SnapshotClient:
     ) -> None:
         self.close()
 
-    def _ask(self, question: Describe | Read) -> int:
+    def _ask(self, question: Describe | ReadImage) -> int:
         self._wire.say(question)
         answer = self._wire.hear_answer()
         if not isinstance(answer, Bytes):

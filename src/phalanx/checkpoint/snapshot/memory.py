@@ -55,7 +55,7 @@ class SnapshotKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class HeldSnapshot:
     """A complete snapshot that this memory holds: of a worker of this node, or of a buddy."""
 
     key: SnapshotKey
@@ -272,12 +272,12 @@ class SnapshotMemory:
         """The two segments of worker `worker`, the same in each of its lives: pass their descriptors to its process."""
         return self._own[worker]
 
-    def holdings(self) -> tuple[Holding, ...]:
+    def holdings(self) -> tuple[HeldSnapshot, ...]:
         """Every complete snapshot, sorted."""
         with self._lock:
             found = [(segment in self._buddies, self._held(segment)) for segment in self._segments()]
         holdings = [
-            Holding(s.key, "buddy" if pushed else "own", s.nbytes, s.epoch)
+            HeldSnapshot(s.key, "buddy" if pushed else "own", s.nbytes, s.epoch)
             for pushed, s in found
             if s is not None
         ]

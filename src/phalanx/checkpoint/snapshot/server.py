@@ -20,10 +20,10 @@ from phalanx.checkpoint.snapshot.wire import (
     LONGEST_READ_BYTES,
     Bytes,
     Describe,
-    Kept,
     Missing,
-    Push,
-    Read,
+    PushAccepted,
+    PushSnapshot,
+    ReadImage,
     Refused,
     RefusedError,
     Request,
@@ -133,9 +133,9 @@ class SnapshotServer:
             match request:
                 case Describe():
                     self._describe(wire, request)
-                case Read():
+                case ReadImage():
                     self._read(wire, request)
-                case Push():
+                case PushSnapshot():
                     self._receive(wire, request)
         except NoSuchStepError as error:
             wire.say(Missing(str(error)))
@@ -152,7 +152,7 @@ class SnapshotServer:
             raise NoSuchStepError(f"{request.key.value()} was replaced meanwhile")
         wire.say(Bytes(len(record)), record)
 
-    def _read(self, wire: Wire, request: Read) -> None:
+    def _read(self, wire: Wire, request: ReadImage) -> None:
         start, stop = request.start, request.stop
         with self._memory.reading(request.key.value()) as (segment, snapshot):
             if not start < stop <= snapshot.nbytes or stop - start > LONGEST_READ_BYTES:
@@ -161,12 +161,12 @@ class SnapshotServer:
                 )
             wire.say(Bytes(stop - start), segment.image(stop)[start:].data)
 
-    def _receive(self, wire: Wire, offer: Push) -> None:
+    def _receive(self, wire: Wire, offer: PushSnapshot) -> None:
         key = offer.key.value()
         if offer.run != self._memory.run:
             raise RefusedError(f"this memory is of run {self._memory.run}, not {offer.run}")
         if self._memory.holds(key):
-            wire.say(Kept())
+            wire.say(PushAccepted())
             return
         with self._memory.receiving(key, offer.previous, offer.image_bytes) as segment:
             image = segment.begin(offer.image_bytes)
@@ -174,10 +174,10 @@ class SnapshotServer:
             record = wire.receive(offer.record_bytes)
             _receive_image(wire, _offered(record, offer, wire.peer), image)
             segment.complete(offer.image_bytes, record)
-        wire.say(Kept())
+        wire.say(PushAccepted())
 
 
-def _offered(record: bytes, offer: Push, peer: str) -> Snapshot:
+def _offered(record: bytes, offer: PushSnapshot, peer: str) -> Snapshot:
     """What the record says. Raises WireError, which ends the connection, unless that is what was offered."""
     try:
         snapshot = decode_record(record, peer)

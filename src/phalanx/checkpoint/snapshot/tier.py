@@ -21,7 +21,7 @@ from phalanx.checkpoint.format.boxes import Box
 from phalanx.checkpoint.format.errors import CheckpointError, CorruptError, NoSuchStepError
 from phalanx.checkpoint.format.image import ByteArray, RawArray
 from phalanx.checkpoint.format.parts import read_parts
-from phalanx.checkpoint.format.restore_plan import OWN_MEMORY, PEER, Held, Place, Read
+from phalanx.checkpoint.format.restore_plan import OWN_MEMORY, PEER, BoxLocation, Held, PlannedRead
 from phalanx.checkpoint.format.state import Shard
 from phalanx.checkpoint.snapshot.client import SnapshotClient
 from phalanx.checkpoint.snapshot.memory import Segment, Snapshot, SnapshotKey, decode_record, verified
@@ -220,16 +220,16 @@ class SnapshotTier:
         with ThreadPoolExecutor(_DESCRIBERS, "snapshot-describe") as pool:
             nearest = pool.map(self._nearest, (by_rank[one] for one in sorted(by_rank)))
             return tuple(
-                Held(entry.box, Place(self.name, source.name, source.distance))
+                Held(entry.box, BoxLocation(self.name, source.name, source.distance))
                 for group in nearest
                 for source, snapshot in group
                 for entry in snapshot.manifest.entries
             )
 
-    def read(self, step: int, reads: Sequence[Read]) -> Iterator[tuple[Box, RawArray]]:
+    def read(self, step: int, reads: Sequence[PlannedRead]) -> Iterator[tuple[Box, RawArray]]:
         self._require(step)
         by_name = {source.name: source for source in self._sources}
-        for name, group in groupby(reads, key=lambda read: read.source.place.holder):
+        for name, group in groupby(reads, key=lambda read: read.source.location.holder):
             source = by_name[name]
             try:
                 yield from read_parts(source.snapshot().manifest, list(group), source.blocks)

@@ -31,9 +31,9 @@ _PROOF_BYTES = hashlib.sha256().digest_size
 _LENGTH = struct.Struct("<I")
 _SEND_BYTES = 8 << 20
 
-Count = Annotated[int, Meta(ge=0, lt=2**53)]
-Step = Annotated[int, Meta(ge=-1, lt=2**53)]
-Text = Annotated[str, Meta(max_length=8192)]
+WireCount = Annotated[int, Meta(ge=0, lt=2**53)]
+WireStep = Annotated[int, Meta(ge=-1, lt=2**53)]
+WireText = Annotated[str, Meta(max_length=8192)]
 
 
 class WireError(CheckpointError):
@@ -44,16 +44,16 @@ class RefusedError(CheckpointError):
     """The other side is not of this run, or does not take what was sent."""
 
 
-class _Said(Struct, frozen=True, tag=True):
+class _WireMessage(Struct, frozen=True, tag=True):
     pass
 
 
 class Key(Struct, frozen=True):
     """A `SnapshotKey` on the wire."""
 
-    ranks: Count
-    rank: Count
-    step: Count
+    ranks: WireCount
+    rank: WireCount
+    step: WireCount
 
     @classmethod
     def of(cls, key: SnapshotKey) -> "Key":
@@ -63,54 +63,54 @@ class Key(Struct, frozen=True):
         return SnapshotKey(self.ranks, self.rank, self.step)
 
 
-class Describe(_Said, frozen=True):
+class Describe(_WireMessage, frozen=True):
     """Asks for the record of a snapshot. Answered by `Bytes`."""
 
     key: Key
 
 
-class Read(_Said, frozen=True):
+class ReadImage(_WireMessage, frozen=True):
     """Asks for bytes `start:stop` of a snapshot's image. Answered by `Bytes`."""
 
     key: Key
-    start: Count
-    stop: Count
+    start: WireCount
+    stop: WireCount
 
 
-class Push(_Said, frozen=True):
-    """Offers a snapshot. After `Bytes` for an answer its record follows, then its image, then `Kept` is the answer."""
+class PushSnapshot(_WireMessage, frozen=True):
+    """Offers a snapshot. After `Bytes` for an answer its record follows, then its image, then `PushAccepted` is the answer."""
 
-    run: Text
+    run: WireText
     key: Key
-    previous: Step
-    image_bytes: Count
+    previous: WireStep
+    image_bytes: WireCount
     record_bytes: Annotated[int, Meta(ge=0, le=LONGEST_RECORD_BYTES)]
 
 
-class Bytes(_Said, frozen=True):
-    """As many raw bytes follow: from whoever says it, or, in the answer to `Push`, from the other."""
+class Bytes(_WireMessage, frozen=True):
+    """As many raw bytes follow: from whoever says it, or, in the answer to `PushSnapshot`, from the other."""
 
-    nbytes: Count
+    nbytes: WireCount
 
 
-class Kept(_Said, frozen=True):
+class PushAccepted(_WireMessage, frozen=True):
     """The snapshot that was offered is held, complete and checked."""
 
 
-class Missing(_Said, frozen=True):
+class Missing(_WireMessage, frozen=True):
     """The snapshot asked for is not held."""
 
-    text: Text
+    text: WireText
 
 
-class Refused(_Said, frozen=True):
+class Refused(_WireMessage, frozen=True):
     """What was asked for is not done, and why."""
 
-    text: Text
+    text: WireText
 
 
-Request = Describe | Read | Push
-Answer = Bytes | Kept | Missing | Refused
+Request = Describe | ReadImage | PushSnapshot
+Answer = Bytes | PushAccepted | Missing | Refused
 _T = TypeVar("_T")
 _encoder = msgspec.msgpack.Encoder()
 _requests: "msgspec.msgpack.Decoder[Request]" = msgspec.msgpack.Decoder(Request)

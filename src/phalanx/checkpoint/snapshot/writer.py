@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 
-from phalanx.checkpoint.format.boxes import Box
-from phalanx.checkpoint.format.image import ByteArray, Layout, layout_of
+from phalanx.checkpoint.format.image import ByteArray, ImageLayout, image_layout
 from phalanx.checkpoint.format.manifest import Manifest, encode_manifest
 from phalanx.checkpoint.format.state import Shard
 from phalanx.checkpoint.save.image_copy import ImageCopier, on_cuda, pin, unpin
@@ -33,7 +33,7 @@ from phalanx.checkpoint.snapshot.memory import (
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class TakenSnapshot:
     """A snapshot that was taken, and what it cost the step: waiting for the one before to be complete, and the copy."""
 
     epoch: int
@@ -44,7 +44,7 @@ class Taken:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _BoundRank:
     """What this worker is in the present epoch."""
 
     epoch: int
@@ -60,7 +60,7 @@ class SnapshotWriter:
         segments: Sequence[Segment],
         run: str,
         *,
-        on_complete: Callable[[Taken], None] | None = None,
+        on_complete: Callable[[TakenSnapshot], None] | None = None,
         copy_threads: int = 2,
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
@@ -75,11 +75,12 @@ class SnapshotWriter:
         self._finisher = ThreadPoolExecutor(1, "snapshot-finish")
         self._hashers = ThreadPoolExecutor(copy_threads, "snapshot-checksum")
         self._pending: tuple[Future[None], int, int] | None = None
-        self._place: _Place | None = None
+        self._bound: _BoundRank | None = None
         self._kept: int | None = None
         self._previous = NO_STEP
-        self._layout: tuple[tuple[Box, ...], Layout] | None = None
-        self._boxes: tuple[Layout, int, bytes] | None = None
+        # The boxes of a rank are the same at every step.
+        self._layout_of = lru_cache(maxsize=1)(image_layout)
+        self._boxes: tuple[ImageLayout, int, bytes] | None = None
         self._pinned: list[ByteArray | None] = [None, None]
 
     def bind(self, epoch: int, ranks: int, rank: int, resumed_step: int = NO_STEP) -> None:
@@ -90,7 +91,7 @@ class SnapshotWriter:
         if self._pending is not None:
             self._pending[0].exception()
             self._pending = None
-        self._place = _Place(epoch, ranks, rank)
+        self._bound = _BoundRank(epoch, ranks, rank)
         self._previous, self._kept = resumed_step, None
         for index, segment in enumerate(self._segments):
             held = segment.snapshot()
@@ -101,30 +102,30 @@ class SnapshotWriter:
 
     def prepare(self, shards: Sequence[Shard]) -> None:
         """Make room in both segments and map their pages now, so that the first snapshot is as quick as later ones."""
-        layout = self._layout_for(shards)
+        layout = self._layout_of(tuple(shard.box for shard in shards))
         for index, segment in enumerate(self._segments):
             segment.reserve(layout.nbytes)
             self._pin(index, segment.image(layout.nbytes), shards)
 
-    def take(self, step: int, shards: Sequence[Shard], extra: Mapping[str, Any]) -> Taken:
+    def take(self, step: int, shards: Sequence[Shard], extra: Mapping[str, Any]) -> TakenSnapshot:
         """Copy the state after `step` into the segment that need not be kept. Blocks for one memory copy.
 
         Raises what kept the snapshot before from becoming complete, if anything did; RuntimeError before `bind`.
         """
-        place = self._place
-        if place is None:
+        bound = self._bound
+        if bound is None:
             raise RuntimeError("a snapshot needs to know whose it is: call bind first")
         begin = time.perf_counter()
         self.wait()
         waited = time.perf_counter()
-        layout = self._layout_for(shards)
+        layout = self._layout_of(tuple(shard.box for shard in shards))
         index = 0 if self._kept is None else 1 - self._kept
         image = self._segments[index].begin(layout.nbytes)
         self._pin(index, image, shards)
         image[: len(layout.header)] = np.frombuffer(layout.header, dtype=np.uint8)
         copied = self._copier.copy(layout, shards, image)
-        key = SnapshotKey(place.ranks, place.rank, step)
-        taken = Taken(place.epoch, key, layout.nbytes, waited - begin, time.perf_counter() - waited)
+        key = SnapshotKey(bound.ranks, bound.rank, step)
+        taken = TakenSnapshot(bound.epoch, key, layout.nbytes, waited - begin, time.perf_counter() - waited)
         sources = tuple(shards) if copied is not None else ()
         finished = self._finisher.submit(
             self._finish, index, taken, layout, dict(extra), self._previous, copied, sources
@@ -154,8 +155,8 @@ class SnapshotWriter:
     def _finish(
         self,
         index: int,
-        taken: Taken,
-        layout: Layout,
+        taken: TakenSnapshot,
+        layout: ImageLayout,
         extra: dict[str, Any],
         previous: int,
         copied: "torch.cuda.Event | None",
@@ -181,17 +182,11 @@ class SnapshotWriter:
         if self._on_complete is not None:
             self._on_complete(taken)
 
-    def _boxes_of(self, manifest: Manifest, layout: Layout) -> bytes:
+    def _boxes_of(self, manifest: Manifest, layout: ImageLayout) -> bytes:
         """The part of a record that is the same for every snapshot of a layout."""
         if self._boxes is None or self._boxes[0] is not layout or self._boxes[1] != manifest.rank:
             self._boxes = layout, manifest.rank, encode_manifest(manifest)
         return self._boxes[2]
-
-    def _layout_for(self, shards: Sequence[Shard]) -> Layout:
-        boxes = tuple(shard.box for shard in shards)
-        if self._layout is None or self._layout[0] != boxes:
-            self._layout = boxes, layout_of(boxes)
-        return self._layout[1]
 
     def _pin(self, index: int, image: ByteArray, shards: Sequence[Shard]) -> None:
         pinned = self._pinned[index]

@@ -43,7 +43,7 @@ from phalanx.checkpoint.format.manifest import (
     encode_manifest,
 )
 from phalanx.checkpoint.format.parts import read_parts
-from phalanx.checkpoint.format.restore_plan import DISK, Held, Place, Read, require_complete
+from phalanx.checkpoint.format.restore_plan import DISK, BoxLocation, Held, PlannedRead, require_complete
 from phalanx.checkpoint.tiers.tier import Draft, Record, never
 from phalanx.run.directory import CHECKPOINT_INDEX, committed_steps, is_committed, step_folder
 from phalanx.run.durable import sync, write_atomically
@@ -260,14 +260,14 @@ class DiskTier:
         return tuple(held for ref in refs for held in self._held(self.manifest(step, ref)))
 
     def _held(self, manifest: Manifest) -> list[Held]:
-        place = Place(self._name, str(manifest.rank), self._distance)
+        place = BoxLocation(self._name, str(manifest.rank), self._distance)
         return [Held(entry.box, place) for entry in manifest.entries]
 
     # Reading
 
-    def read(self, step: int, reads: Sequence[Read]) -> Iterator[tuple[Box, RawArray]]:
+    def read(self, step: int, reads: Sequence[PlannedRead]) -> Iterator[tuple[Box, RawArray]]:
         refs = {str(ref.rank): ref for ref in self.index(step).manifests}
-        for holder, group in groupby(reads, key=lambda read: read.source.place.holder):
+        for holder, group in groupby(reads, key=lambda read: read.source.location.holder):
             manifest = self.manifest(step, refs[holder])
             file = BlockFile(self.folder(step) / manifest.file, manifest)
             yield from read_parts(manifest, list(group), file.blocks)

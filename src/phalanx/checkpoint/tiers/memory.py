@@ -8,7 +8,13 @@ from typing import Any
 from phalanx.checkpoint.format.boxes import Box
 from phalanx.checkpoint.format.errors import AbandonedError, NoSuchStepError
 from phalanx.checkpoint.format.image import ByteArray, Image, RawArray, spans, view_of
-from phalanx.checkpoint.format.restore_plan import OWN_MEMORY, Held, Place, Read, require_complete
+from phalanx.checkpoint.format.restore_plan import (
+    OWN_MEMORY,
+    BoxLocation,
+    Held,
+    PlannedRead,
+    require_complete,
+)
 from phalanx.checkpoint.tiers.tier import Draft, Record, never
 
 POLL_S = 0.02
@@ -71,7 +77,7 @@ class MemoryTier:
                     + "".join(f"; {reason}" for reason in reasons)
                 )
             held = [
-                Held(e.box, Place(self._name, "", 0))
+                Held(e.box, BoxLocation(self._name, "", 0))
                 for image in images.values()
                 for e in image.layout.entries
             ]
@@ -99,13 +105,13 @@ class MemoryTier:
 
     def boxes(self, step: int, rank: int | None = None) -> tuple[Held, ...]:
         return tuple(
-            Held(entry.box, Place(self._name, str(holder), self._distance))
+            Held(entry.box, BoxLocation(self._name, str(holder), self._distance))
             for holder, image in sorted(self._get(step)[1].items())
             if rank is None or holder == rank
             for entry in image.layout.entries
         )
 
-    def read(self, step: int, reads: Sequence[Read]) -> Iterator[tuple[Box, RawArray]]:
+    def read(self, step: int, reads: Sequence[PlannedRead]) -> Iterator[tuple[Box, RawArray]]:
         images = self._get(step)[1]
         starts = {
             (str(rank), entry.box): (image, entry.start)
@@ -113,7 +119,7 @@ class MemoryTier:
             for entry in image.layout.entries
         }
         for read in reads:
-            image, start = starts[read.source.place.holder, read.source.box]
+            image, start = starts[read.source.location.holder, read.source.box]
             stored = image.data[start : start + read.source.box.nbytes]
             yield from _pieces(read, stored)
 
@@ -131,6 +137,6 @@ class MemoryTier:
             raise NoSuchStepError(f"{self._name}: step {step} is not held; held: {self.steps()}") from None
 
 
-def _pieces(read: Read, stored: ByteArray) -> Iterator[tuple[Box, RawArray]]:
+def _pieces(read: PlannedRead, stored: ByteArray) -> Iterator[tuple[Box, RawArray]]:
     for span in spans(read.source.box, read.part, max(stored.nbytes, 1)):
         yield span.part, view_of(read.source.box, span, stored[span.start : span.stop])

@@ -10,7 +10,7 @@ import torch
 from phalanx.checkpoint.format.boxes import Box
 from phalanx.checkpoint.format.errors import MismatchError, NotCoveredError
 from phalanx.checkpoint.format.image import RawArray
-from phalanx.checkpoint.format.restore_plan import Held, Read, plan_restore
+from phalanx.checkpoint.format.restore_plan import Held, PlannedRead, plan_restore
 from phalanx.checkpoint.format.state import Shard, torch_dtype
 from phalanx.checkpoint.tiers.tier import ReadableTier
 
@@ -48,7 +48,7 @@ def restore(
     for shard in shards:
         targets.setdefault(shard.box.name, []).append(shard)
     by_name = {one.name: one for one in present}
-    for name, group in groupby(reads, key=lambda read: read.source.place.tier):
+    for name, group in groupby(reads, key=lambda read: read.source.location.tier):
         for piece, data in by_name[name].read(step, list(group)):
             _fill(targets[piece.name], piece, data)
     return present[0].extra(step)
@@ -60,7 +60,7 @@ def _plan(
     needed: Sequence[Box],
     rank: int | None,
     may_be_missing: frozenset[str],
-) -> tuple[Read, ...]:
+) -> tuple[PlannedRead, ...]:
     if rank is not None:
         try:
             return plan_restore(needed, _held(tiers, step, rank), reader=rank)

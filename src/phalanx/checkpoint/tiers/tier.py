@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from phalanx.checkpoint.format.boxes import Box
 from phalanx.checkpoint.format.image import Image, RawArray
-from phalanx.checkpoint.format.restore_plan import Held, Read
+from phalanx.checkpoint.format.restore_plan import Held, PlannedRead
 
 
 def never() -> bool:
@@ -72,7 +72,7 @@ class ReadableTier(Protocol):
         """
         ...
 
-    def read(self, step: int, reads: Sequence[Read]) -> Iterator[tuple[Box, RawArray]]:
+    def read(self, step: int, reads: Sequence[PlannedRead]) -> Iterator[tuple[Box, RawArray]]:
         """The wanted elements, in pieces of bounded size that together are the parts of `reads`.
 
         A piece is a box and its elements as raw unsigned integers, perhaps a strided view; it is valid until the

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from phalanx.checkpoint.format.blocks import BlockFile, storage_errors, verified_blocks
 from phalanx.checkpoint.format.errors import CheckpointError, CorruptError, NoSuchStepError
-from phalanx.checkpoint.format.restore_plan import DISK, Held, Place, require_complete
+from phalanx.checkpoint.format.restore_plan import DISK, BoxLocation, Held, require_complete
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.run.directory import CHECKPOINT_INDEX
 
-Progress = Callable[[int, int], None]
+VerifyProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ def silent(_done_bytes: int, _total_bytes: int) -> None:
     """Report progress to nobody."""
 
 
-def verify(root: Path | str, step: int | None = None, *, progress: Progress = silent) -> list[Finding]:
+def verify(root: Path | str, step: int | None = None, *, progress: VerifyProgress = silent) -> list[Finding]:
     """Everything wrong with committed `step` in folder `root`, or with all of its steps where `step` is None.
 
     An empty list means that every byte is as it was written. `progress(done_bytes, total_bytes)` is called after
@@ -98,14 +98,14 @@ def _require_whole(recorded_step: int, step: int, world_size: int, manifests: in
 
 def _held(files: list[BlockFile]) -> list[Held]:
     return [
-        Held(entry.box, Place("disk", str(file.manifest.rank), DISK))
+        Held(entry.box, BoxLocation("disk", str(file.manifest.rank), DISK))
         for file in files
         for entry in file.manifest.entries
     ]
 
 
 def _check_file(
-    file: BlockFile, done_bytes: int, total_bytes: int, progress: Progress
+    file: BlockFile, done_bytes: int, total_bytes: int, progress: VerifyProgress
 ) -> Iterator[CheckpointError]:
     manifest = file.manifest
     try:

@@ -18,7 +18,7 @@ from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.format.state import Shard
 from phalanx.checkpoint.snapshot.memory import NO_STEP, Segment
 from phalanx.checkpoint.snapshot.tier import SnapshotHolder, SnapshotTier, restore_from_holders
-from phalanx.checkpoint.snapshot.writer import SnapshotWriter, Taken
+from phalanx.checkpoint.snapshot.writer import SnapshotWriter, TakenSnapshot
 from phalanx.checkpoint.tiers.tier import Tier
 from phalanx.fleet.core.retention import may_begin
 from phalanx.fleet.faults.saboteur import Saboteur
@@ -215,7 +215,7 @@ class RankGuardian(Guardian):
             if straggler.rank == self._bound().rank:
                 self._send(link.Doubted(self.epoch, "straggler", str(straggler)))
 
-    def _complete(self, taken: Taken) -> None:
+    def _complete(self, taken: TakenSnapshot) -> None:
         key = taken.key
         self._send(link.Taken(taken.epoch, key.ranks, key.rank, key.step))
 

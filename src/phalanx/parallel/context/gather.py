@@ -21,7 +21,7 @@ from torch import Tensor
 
 from phalanx.parallel.context.head_tail import in_order, own_pieces
 from phalanx.parallel.context.packing import pack, unpack
-from phalanx.parallel.context.tiles import Documents, OnlineSoftmax, Saved, Tile, divided_attention
+from phalanx.parallel.context.tiles import Documents, OnlineSoftmax, SavedAttention, Tile, divided_attention
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.torch_compat import all_gather_single
 
@@ -61,7 +61,7 @@ class GatherCore:
         return rows.out, rows.lse
 
     def differentiate(
-        self, saved: Saved, grad_out: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
+        self, saved: SavedAttention, grad_out: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See ``attention_tiles.Method``."""
         keys, values = self._gather(key, value)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from phalanx.parallel.context.head_tail import own_pieces
 from phalanx.parallel.context.packing import pack, unpack
-from phalanx.parallel.context.tiles import Documents, OnlineSoftmax, Saved, Tile, divided_attention
+from phalanx.parallel.context.tiles import Documents, OnlineSoftmax, SavedAttention, Tile, divided_attention
 from phalanx.parallel.mesh.comm_clock import CommClock
 
 _ALL = slice(None)
@@ -83,7 +83,7 @@ class RingCore:
         return rows.out, rows.lse
 
     def differentiate(
-        self, saved: Saved, grad_out: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
+        self, saved: SavedAttention, grad_out: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See ``attention_tiles.Method``."""
         scale = self._scale(saved.query)

@@ -65,7 +65,7 @@ class Tile:
 
     def backward(
         self,
-        saved: Saved,
+        saved: SavedAttention,
         grad_out: Tensor,
         key: Tensor,
         value: Tensor,
@@ -105,7 +105,7 @@ class Documents:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedAttention:
     """What backward needs of the whole rows, whatever tiles they were made of."""
 
     query: Tensor
@@ -141,7 +141,7 @@ class OnlineSoftmax:
         before.copy_(total)
 
 
-class Method(Protocol):
+class TileMethod(Protocol):
     """How tiles are come by: both passes of attention over a sequence that is divided over ranks.
 
     Queries, keys and values are this rank's; ``documents`` ``(b, s)`` is the whole sequence's or ``None``.
@@ -154,7 +154,7 @@ class Method(Protocol):
         ...
 
     def differentiate(
-        self, saved: Saved, grad_out: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
+        self, saved: SavedAttention, grad_out: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of this rank's queries, keys and values, fp32."""
         ...
@@ -163,7 +163,7 @@ class Method(Protocol):
 class _DividedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, method: Method
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, method: TileMethod
     ) -> Tensor:
         out, lse = method.mix(query, key, value, documents)
         out = out.to(query.dtype)
@@ -175,13 +175,13 @@ class _DividedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, documents, out, lse = ctx.saved_tensors
-        gradients = ctx.method.differentiate(Saved(query, out, lse), grad_out, key, value, documents)
+        gradients = ctx.method.differentiate(SavedAttention(query, out, lse), grad_out, key, value, documents)
         grad_query, grad_key, grad_value = (gradient.to(query.dtype) for gradient in gradients)
         return grad_query, grad_key, grad_value, None, None
 
 
 def divided_attention(
-    method: Method, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
+    method: TileMethod, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
 ) -> Tensor:
     """Differentiable attention by ``method``: ``(b, h, q, v)``."""
     return cast(Tensor, _DividedAttention.apply(query, key, value, documents, method))  # type: ignore[no-untyped-call]

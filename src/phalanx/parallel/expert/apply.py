@@ -18,7 +18,7 @@ from phalanx.model.transformer import Transformer
 from phalanx.parallel.expert.exchange import DividedExperts, ExpertExchange
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import Mesh
-from phalanx.parallel.mesh.partition import Partition, Split
+from phalanx.parallel.mesh.partition import DimSplit, Partition
 from phalanx.parallel.tensor.sequence_comm import SequenceComm
 from phalanx.run.spec import RunSpec
 
@@ -69,10 +69,10 @@ def _cut(experts: Experts, prefix: str, mesh: Mesh) -> dict[str, Partition]:
     return partitions
 
 
-def _splits(inner: int, mesh: Mesh) -> Iterator[Split]:
+def _splits(inner: int, mesh: Mesh) -> Iterator[DimSplit]:
     layout = mesh.layout
     if layout.expert > 1:
-        yield Split(0, mesh.expert_rank, layout.expert, mesh.expert_group)
+        yield DimSplit(0, mesh.expert_rank, layout.expert, mesh.expert_group)
     if layout.expert_tensor > 1:
         index = mesh.expert_mesh.get_local_rank("expert_tensor")
-        yield Split(inner, index, layout.expert_tensor, mesh.expert_tensor_group)
+        yield DimSplit(inner, index, layout.expert_tensor, mesh.expert_tensor_group)

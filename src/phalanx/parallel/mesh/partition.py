@@ -14,10 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.parallel.mesh.torch_compat import box_of
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offset and shape."""
+from phalanx.parallel.mesh.local_slice import LocalSlice
+from phalanx.parallel.mesh.torch_compat import local_slice_of
 
 
 def piece(size: int, index: int, count: int) -> range:
@@ -26,7 +24,7 @@ def piece(size: int, index: int, count: int) -> range:
 
 
 @dataclass(frozen=True)
-class Split:
+class DimSplit:
     """One dimension of a parameter, divided over the ranks of ``group``; this rank has piece ``index`` of ``count``."""
 
     dim: int
@@ -40,25 +38,25 @@ class Partition:
     """How a parameter of shape ``whole`` is divided over the tensor and expert axes."""
 
     whole: tuple[int, ...]
-    splits: tuple[Split, ...] = ()
+    splits: tuple[DimSplit, ...] = ()
     copy: int = 0
     """Of the ranks of these axes that hold the same part, which one this is."""
     copies: int = 1
 
     @property
-    def part(self) -> Box:
-        """Offset and shape of this rank's part, before FSDP divides it."""
+    def part(self) -> LocalSlice:
+        """This rank's part, before FSDP divides it."""
         offset, shape = [0] * len(self.whole), list(self.whole)
         for split in self.splits:
             indices = piece(self.whole[split.dim], split.index, split.count)
             offset[split.dim], shape[split.dim] = indices.start, len(indices)
-        return tuple(offset), tuple(shape)
+        return LocalSlice(tuple(offset), tuple(shape))
 
-    def box(self, tensor: Tensor) -> Box:
-        """Offset and shape, in the whole, of what this rank holds of a tensor that is laid out like the parameter."""
+    def local_slice(self, tensor: Tensor) -> LocalSlice:
+        """The part of the whole that this rank holds of a tensor that is laid out like the parameter."""
         begin, _ = self.part
-        offset, shape = box_of(tensor)
-        return tuple(a + b for a, b in zip(begin, offset, strict=True)), shape
+        offset, shape = local_slice_of(tensor)
+        return LocalSlice(tuple(a + b for a, b in zip(begin, offset, strict=True)), shape)
 
     def gather(self, part: Tensor) -> Tensor:
         """The whole from everybody's parts (not divided by FSDP). On all ranks of the splits' groups together."""

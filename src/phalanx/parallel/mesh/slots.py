@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-Node = tuple[int, int]
+TreeNode = tuple[int, int]
 """A node of the tree: (level, index); level 0 is the slots themselves."""
 
 
@@ -77,13 +77,13 @@ class Leaves:
         hands = sum(slot is not None for slot in slots) // team
         return range(first // team * self.per_hand, (first // team + hands) * self.per_hand)
 
-    def forest(self, replica: int) -> list[Node]:
+    def forest(self, replica: int) -> list[TreeNode]:
         """The nodes that a replica is left with after adding all it can of its own leaves, from left to right."""
         return list(_forest(self, replica))
 
 
 @functools.cache
-def _forest(leaves: Leaves, replica: int) -> tuple[Node, ...]:
+def _forest(leaves: Leaves, replica: int) -> tuple[TreeNode, ...]:
     tree: SlotTree[None] = SlotTree(leaves.count, lambda _left, _right: None)
     hands = leaves.deal.hands_of_replica(replica)
     for leaf in range(hands.start * leaves.per_hand, hands.stop * leaves.per_hand):
@@ -102,7 +102,7 @@ class SlotTree(Generic[T]):
 
     slots: int
     add: Callable[[T, T], T]
-    nodes: dict[Node, T] = field(default_factory=dict)
+    nodes: dict[TreeNode, T] = field(default_factory=dict)
 
     def push(self, slot: int, value: T) -> None:
         """Takes in one slot's value."""
@@ -110,7 +110,7 @@ class SlotTree(Generic[T]):
             raise ValueError(f"slot {slot} is outside 0..{self.slots - 1}")
         self.push_node((0, slot), value)
 
-    def push_node(self, node: Node, value: T) -> None:
+    def push_node(self, node: TreeNode, value: T) -> None:
         """Takes in a node that was added up elsewhere, and adds whatever can be added now."""
         if node in self.nodes:
             raise ValueError(f"node {node} was given twice")
@@ -128,7 +128,7 @@ class SlotTree(Generic[T]):
         self.nodes[node] = value
 
     @property
-    def root_node(self) -> Node:
+    def root_node(self) -> TreeNode:
         """The node that is the sum of all slots."""
         return ((self.slots - 1).bit_length(), 0)
 

@@ -25,17 +25,19 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from phalanx.parallel.mesh.local_slice import LocalSlice
+
 __all__ = [
     "AllGather",
     "ReduceScatter",
     "abort_nccl",
     "all_gather_single",
-    "box_of",
     "finish_backward",
     "flight_record",
     "gather_along",
     "group_of",
     "join_fake",
+    "local_slice_of",
     "overlap_with_products",
     "sum_over",
     "sum_scatter_along",
@@ -48,15 +50,15 @@ def all_gather_single(output: Tensor, piece: Tensor, group: dist.ProcessGroup) -
     gather(output, piece, group=group)
 
 
-def box_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where the piece of a tensor that this rank holds lies in the whole: (offset, shape).
+def local_slice_of(tensor: Tensor) -> LocalSlice:
+    """The part of a tensor that this rank holds.
 
     A rank that holds nothing of a sharded dimension gets a shape with a zero in it.
     """
     if not isinstance(tensor, DTensor):
-        return (0,) * tensor.ndim, tuple(tensor.shape)
+        return LocalSlice((0,) * tensor.ndim, tuple(tensor.shape))
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return cast(tuple[int, ...], tuple(offset)), cast(tuple[int, ...], tuple(shape))
+    return LocalSlice(cast(tuple[int, ...], tuple(offset)), cast(tuple[int, ...], tuple(shape)))
 
 
 def gather_along(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from phalanx.parallel.mesh.comm_clock import CommClock
-from phalanx.parallel.pipeline.schedules import Action, Message, Schedule, stages_of_rank
+from phalanx.parallel.pipeline.schedules import Action, Schedule, StageMessage, stages_of_rank
 from phalanx.parallel.pipeline.stage_links import StageLinks
 from phalanx.parallel.pipeline.weight_gradients import WeightGradients, put_off_weight_gradients
 from phalanx.run.layout import SPLIT_BACKWARD
@@ -109,7 +109,7 @@ class _Passage:
     forward: Forward
     scale: float = 1.0
     accumulation: Accumulation | None = None
-    local: dict[Message, Tensor] = field(default_factory=dict)
+    local: dict[StageMessage, Tensor] = field(default_factory=dict)
     """Messages from one stage of this rank to the next."""
     graphs: dict[tuple[int, int], tuple[Tensor, GradientEdge]] = field(default_factory=dict)
     """Of each stage and micro-batch on its way: the input, and where backward begins. Not the output: it is sent."""
@@ -149,7 +149,7 @@ class _Passage:
 
     def _forward(self, part: int, action: Action) -> None:
         _, stage, micro_batch = action
-        x = self.tokens[micro_batch] if stage == 0 else self._receive(Message("F", stage, micro_batch))
+        x = self.tokens[micro_batch] if stage == 0 else self._receive(StageMessage("F", stage, micro_batch))
         if stage > 0 and torch.is_grad_enabled():
             x.requires_grad_()
         y = self.forward(self.pipeline.parts[part], x, micro_batch)
@@ -167,13 +167,13 @@ class _Passage:
         if stage == self.pipeline.schedule.stages - 1:
             slope = torch.ones((), device=self.pipeline.device)
         else:
-            slope = self._receive(Message("B", stage, micro_batch))
+            slope = self._receive(StageMessage("B", stage, micro_batch))
         torch.autograd.backward((end,), (slope,))
         if stage > 0:
             assert x.grad is not None
             self._send(action, x.grad)
 
-    def _receive(self, message: Message) -> Tensor:
+    def _receive(self, message: StageMessage) -> Tensor:
         if message in self.local:
             return self.local.pop(message)
         neighbor = message.stage - 1 if message.kind == "F" else message.stage + 1

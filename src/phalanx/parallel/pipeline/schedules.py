@@ -26,19 +26,19 @@ from typing import Literal, NamedTuple
 
 from phalanx.run.layout import SPLIT_BACKWARD
 
-Name = Literal["gpipe", "1f1b", "interleaved", "zbv", "dualpipev"]
-Kind = Literal["F", "B", "I", "W"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zbv", "dualpipev"]
+PassKind = Literal["F", "B", "I", "W"]
 
 
 class Action(NamedTuple):
     """One thing that a rank computes."""
 
-    kind: Kind
+    kind: PassKind
     stage: int
     micro_batch: int
 
 
-class Message(NamedTuple):
+class StageMessage(NamedTuple):
     """A stage's input (F) or the gradient of its output (B), on its way to that stage."""
 
     kind: Literal["F", "B"]
@@ -51,7 +51,7 @@ class Message(NamedTuple):
 class Schedule:
     """A schedule of a pipeline of ``pipeline`` ranks with ``per_rank`` stages each."""
 
-    name: Name
+    name: ScheduleName
     pipeline: int
     per_rank: int
 
@@ -81,15 +81,15 @@ class Schedule:
         stages = stages_of_rank(self.name, self.pipeline, rank, self.per_rank)
         return [Action("F", stage, number) for stage in stages for number in range(micro_batches)]
 
-    def result(self, action: Action) -> Message | None:
+    def result(self, action: Action) -> StageMessage | None:
         """What another stage needs of an action's result."""
         if action.kind == "F" and action.stage + 1 < self.stages:
-            return Message("F", action.stage + 1, action.micro_batch)
+            return StageMessage("F", action.stage + 1, action.micro_batch)
         if action.kind in ("B", "I") and action.stage > 0:
-            return Message("B", action.stage - 1, action.micro_batch)
+            return StageMessage("B", action.stage - 1, action.micro_batch)
         return None
 
-    def sent(self, actions: Iterable[Action], target: int) -> Iterator[Message]:
+    def sent(self, actions: Iterable[Action], target: int) -> Iterator[StageMessage]:
         """The results of ``actions``, some rank's, that go to the rank ``target``, in order."""
         results = map(self.result, actions)
         return (message for message in results if message and self.rank_of(message.stage) == target)
@@ -101,13 +101,13 @@ class Schedule:
         return sorted(down | {(target, source) for source, target in down})
 
 
-def stages_of_rank(schedule: Name, pipeline: int, rank: int, stages_per_rank: int) -> tuple[int, ...]:
+def stages_of_rank(schedule: ScheduleName, pipeline: int, rank: int, stages_per_rank: int) -> tuple[int, ...]:
     """The stages on ``rank``, ascending: dealt round by round, or for ``zbv`` and ``dualpipev`` down and up like a V."""
     placed = Schedule(schedule, pipeline, stages_per_rank)
     return tuple(stage for stage in range(placed.stages) if placed.rank_of(stage) == rank)
 
 
-def bubble(schedule: Name, pipeline: int, micro_batches: int, stages_per_rank: int) -> float:
+def bubble(schedule: ScheduleName, pipeline: int, micro_batches: int, stages_per_rank: int) -> float:
     """The share of a slot's time that a rank stands idle, if nothing but computing takes time.
 
     Stages are taken to be equal, and F, I and W of a stage to take the same time, B twice that. With ``m`` micro-batches,
@@ -149,7 +149,7 @@ def _interleaved(schedule: Schedule, rank: int, micro_batches: int) -> list[Acti
     ranks, turns = schedule.pipeline, schedule.per_rank
     total = micro_batches * turns
 
-    def at(kind: Kind, step: int) -> Action:
+    def at(kind: PassKind, step: int) -> Action:
         # As many micro-batches as there are ranks pass through one stage, then through the next, and so on.
         block, place = divmod(step, ranks)
         round_, turn = divmod(block, turns)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.parallel.mesh.comm_clock import CommClock
-from phalanx.parallel.pipeline.schedules import Message, Schedule
+from phalanx.parallel.pipeline.schedules import Schedule, StageMessage
 
 _AHEAD = 2
 """Messages asked for before they are needed: one to compute with next, and one to travel meanwhile."""
@@ -32,9 +32,9 @@ class _Inbox:
 
     source: int
     group: dist.ProcessGroup
-    coming: deque[Message] = field(default_factory=deque)
-    asked: deque[tuple[Message, dist.Work, Tensor]] = field(default_factory=deque)
-    arrived: dict[Message, Tensor] = field(default_factory=dict)
+    coming: deque[StageMessage] = field(default_factory=deque)
+    asked: deque[tuple[StageMessage, dist.Work, Tensor]] = field(default_factory=deque)
+    arrived: dict[StageMessage, Tensor] = field(default_factory=dict)
 
     def ask(self, empty: Tensor) -> None:
         """Asks for the next message, into ``empty``."""
@@ -81,7 +81,7 @@ class StageLinks:
                 self._inboxes[source] = _Inbox(ranks[source], group)
                 dist.recv(hello, ranks[source], group=group)
 
-    def open(self, coming: Mapping[int, Iterable[Message]], shape: tuple[int, ...]) -> None:
+    def open(self, coming: Mapping[int, Iterable[StageMessage]], shape: tuple[int, ...]) -> None:
         """Before the first message: what comes from each rank, in the order of sending, all of ``shape``."""
         self._shape = shape
         for source, messages in coming.items():
@@ -95,7 +95,7 @@ class StageLinks:
         """The ranks that something comes from."""
         return tuple(self._inboxes)
 
-    def receive(self, source: int, message: Message) -> Tensor:
+    def receive(self, source: int, message: StageMessage) -> Tensor:
         """The message, once it is here."""
         inbox = self._inboxes[source]
         while message not in inbox.arrived:

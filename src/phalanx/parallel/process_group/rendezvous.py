@@ -1,7 +1,7 @@
 """How the ranks of a run find each other, whoever started them.
 
 Our own launcher, ``torchrun`` and ``srun`` each tell a process its rank through different environment variables.
-``place_of`` is a pure function from that environment to a ``Place``; ``join`` acts on it. On one machine the meeting
+``rank_environment`` is a pure function from that environment to a ``RankEnvironment``; ``join`` acts on it. On one machine the meeting
 point is a file, so no port can be in use; across machines it is a TCP address.
 """
 
@@ -29,7 +29,7 @@ class RendezvousError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Place:
+class RankEnvironment:
     """What a process is told about itself by whoever started it."""
 
     rank: int
@@ -41,13 +41,13 @@ class Place:
     launcher: str
 
 
-def place_of(environ: Mapping[str, str]) -> Place | None:
+def rank_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
     """This process's place, or ``None`` when nobody started it as a rank.
 
     Raises ``RendezvousError`` when an environment is there but incomplete.
     """
     if "PHALANX_RANK" in environ:
-        return Place(
+        return RankEnvironment(
             int(environ["PHALANX_RANK"]),
             int(environ["PHALANX_RANKS"]),
             int(environ["PHALANX_RANK"]),
@@ -59,7 +59,7 @@ def place_of(environ: Mapping[str, str]) -> Place | None:
         # torchrun serves the store itself and says so; connecting by env:// respects that.
         point = "env://" if "TORCHELASTIC_RUN_ID" in environ else address
         rank = int(environ["RANK"])
-        return Place(
+        return RankEnvironment(
             rank, int(environ["WORLD_SIZE"]), int(environ.get("LOCAL_RANK", rank)), point, "torchrun"
         )
     if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
@@ -67,7 +67,7 @@ def place_of(environ: Mapping[str, str]) -> Place | None:
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST", "")
         host = environ.get("MASTER_ADDR") or first_host(nodes)
         point = _tcp(host, environ.get("MASTER_PORT", ""), "srun")
-        return Place(
+        return RankEnvironment(
             int(environ["SLURM_PROCID"]), ranks, int(environ.get("SLURM_LOCALID", "0")), point, "srun"
         )
     return None
@@ -101,7 +101,7 @@ def device_for(kind: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def join(place: Place, device: torch.device, timeout_s: float) -> None:
+def join(place: RankEnvironment, device: torch.device, timeout_s: float) -> None:
     """Makes this process a rank of the default process group: gloo on CPUs, NCCL (and gloo) on GPUs.
 
     Raises ``RendezvousError`` when the address cannot be used or not everybody came within ``timeout_s``.
@@ -125,7 +125,7 @@ def join(place: Place, device: torch.device, timeout_s: float) -> None:
         raise RendezvousError(_explain(error, place)) from error
 
 
-def _file_store(place: Place) -> FileStore | None:
+def _file_store(place: RankEnvironment) -> FileStore | None:
     """The file in which the ranks of one machine meet, or ``None`` if they meet elsewhere.
 
     PyTorch takes the path of a ``file://`` address as it is written, and would look for one with ``%20`` in its name.
@@ -134,7 +134,7 @@ def _file_store(place: Place) -> FileStore | None:
     return FileStore(unquote(address.path), place.ranks) if address.scheme == "file" else None
 
 
-def _explain(error: Exception, place: Place) -> str:
+def _explain(error: Exception, place: RankEnvironment) -> str:
     text = str(error)
     where = place.meeting_point
     if "EADDRINUSE" in text or os.strerror(errno.EADDRINUSE) in text:

@@ -34,7 +34,13 @@ from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.mesh.slots import Deal, Leaves, SlotTree
 from phalanx.parallel.mesh.torch_compat import finish_backward
-from phalanx.parallel.reduction.tree import Step, TimedAllGather, TreeReducer, TreeReduceScatter, exchange
+from phalanx.parallel.reduction.tree import (
+    CurrentRound,
+    TimedAllGather,
+    TreeReducer,
+    TreeReduceScatter,
+    exchange,
+)
 from phalanx.run.spec import RunSpec
 
 _BUCKET_ELEMENTS = 8 << 20  # of one exchange between replicas: 32 MiB in fp32, enough to fill any link
@@ -188,7 +194,7 @@ class ShardedByTree(DataParallel):
         self, parts: Sequence[nn.Module], mesh: Mesh, clock: CommClock, deal: Deal, *, keep_weights: bool
     ) -> None:
         self.parts, self.mesh, self.clock = parts, mesh, clock
-        self._step, self._keep_weights = Step(), keep_weights
+        self._step, self._keep_weights = CurrentRound(), keep_weights
         # While weights are gathered the modules show the whole ones; these are the shares, whose gradients count.
         self._shares = list(named_parameters(parts).values())
         layout = mesh.layout

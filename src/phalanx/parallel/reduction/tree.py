@@ -26,7 +26,7 @@ from phalanx.parallel.mesh.torch_compat import AllGather, ReduceScatter, all_gat
 
 
 @dataclass
-class Step:
+class CurrentRound:
     """Where the ranks of a replica are in the current step."""
 
     round_slots: tuple[int | None, ...] = ()
@@ -48,7 +48,7 @@ class TreeReducer:
 
     mesh: Mesh
     leaves: Leaves
-    step: Step
+    step: CurrentRound
     tree: SlotTree[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -32,7 +32,7 @@ from phalanx.model.mtp import PredictionAhead
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import Mesh
-from phalanx.parallel.mesh.partition import Partition, Split, piece
+from phalanx.parallel.mesh.partition import DimSplit, Partition, piece
 from phalanx.parallel.mesh.torch_compat import overlap_with_products
 from phalanx.parallel.tensor.sequence_comm import SequenceComm
 from phalanx.run.spec import RunSpec
@@ -163,7 +163,7 @@ def _cut(module: nn.Module, mesh: Mesh) -> dict[str, Partition]:
             if dim is None:
                 partitions[name] = Partition(shape, copy=index, copies=count)
                 continue
-            partitions[name] = Partition(shape, (Split(dim, index, count, mesh.tensor_group),))
+            partitions[name] = Partition(shape, (DimSplit(dim, index, count, mesh.tensor_group),))
             part = nn.Parameter(whole.new_empty(partitions[name].part[1]), whole.requires_grad)
             setattr(owner, name.rpartition(".")[2], part)
     return partitions

@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from phalanx.model.facts.shape import is_mixture
-from phalanx.parallel.pipeline.schedules import Name
+from phalanx.parallel.pipeline.schedules import ScheduleName
 from phalanx.plan.step_cost.bubbles import Pipelines, legal
 from phalanx.plan.step_cost.exact_schedule import StageTimes, flush_s
 from phalanx.plan.step_cost.layer_costs import LayerCosts, layer_costs
@@ -364,7 +364,7 @@ def _with_exact_schedule(evaluation: Evaluation, terms: dict[str, Floats]) -> di
     return with_tax(job, candidates, kept | changed)
 
 
-def _alike(pipes: Pipelines) -> Iterator[tuple[tuple[Name, int, int, int], Ints]]:
+def _alike(pipes: Pipelines) -> Iterator[tuple[tuple[ScheduleName, int, int, int], Ints]]:
     """Pipelines with equal schedules, and which layouts have them."""
     groups: dict[tuple[int, ...], list[int]] = {}
     columns = (pipes.schedule, pipes.ranks, pipes.per_rank, pipes.micro_batches)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from phalanx.parallel.pipeline.schedules import Action, Name, Schedule
+from phalanx.parallel.pipeline.schedules import Action, Schedule, ScheduleName
 from phalanx.plan.workload.candidates import Bools, Floats, Ints
 
 _MOST_ACTIONS = 40_000
@@ -63,7 +63,7 @@ class Span:
 
 
 def flush_s(
-    name: Name, pipeline: int, per_rank: int, micro_batches: int, times: StageTimes, hop_s: Floats
+    name: ScheduleName, pipeline: int, per_rank: int, micro_batches: int, times: StageTimes, hop_s: Floats
 ) -> Floats:
     """Seconds from the first forward to the last backward, of each layout.
 
@@ -80,7 +80,7 @@ def flush_s(
 
 
 def timeline(
-    name: Name, pipeline: int, per_rank: int, micro_batches: int, times: StageTimes, hop_s: float
+    name: ScheduleName, pipeline: int, per_rank: int, micro_batches: int, times: StageTimes, hop_s: float
 ) -> list[Span]:
     """Every action of the first layout of ``times``, in an order in which it could be computed."""
     dealt = waves(name, pipeline, per_rank, micro_batches)
@@ -96,7 +96,7 @@ def timeline(
 
 
 @lru_cache(maxsize=64)
-def waves(name: Name, pipeline: int, per_rank: int, micro_batches: int) -> Waves:
+def waves(name: ScheduleName, pipeline: int, per_rank: int, micro_batches: int) -> Waves:
     """All actions of all ranks, each in the first wave after that of what it needs."""
     schedule = Schedule(name, pipeline, per_rank)
     columns = [_columns(schedule, rank, micro_batches) for rank in range(pipeline)]

@@ -15,14 +15,14 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.parallel.pipeline.schedules import Name
+from phalanx.parallel.pipeline.schedules import ScheduleName
 from phalanx.run.layout import Layout
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-SCHEDULES: tuple[Name, ...] = ("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
+SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
 """Pipeline schedules; a candidate's ``schedule`` is an index into them."""
 
 

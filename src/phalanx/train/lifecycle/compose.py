@@ -83,7 +83,7 @@ def build_model(spec: RunSpec, mesh: Mesh) -> Built:
         held,
         placement.kinds,
         seed=spec.runtime.seed,
-        boxes={name: placement.partition(name).box(parameter) for name, parameter in held.items()},
+        boxes={name: placement.partition(name).local_slice(parameter) for name, parameter in held.items()},
         group=mesh.stage_group,
         store=None if spec.memory.offload_optimizer == "none" else MomentStore(spec.memory, mesh.device),
     )

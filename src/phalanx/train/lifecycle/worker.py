@@ -51,14 +51,14 @@ def run_rank(spec_dir: Path, attempt: int, stop: StopRequest) -> dict[str, Any] 
     """
     from phalanx.observe.ledger import Bucket, Ledger
     from phalanx.observe.records import process_age_ns
-    from phalanx.parallel.process_group.rendezvous import Place, device_for, place_of
+    from phalanx.parallel.process_group.rendezvous import RankEnvironment, device_for, rank_environment
     from phalanx.run.directory import RunDirectory, read_resolved
     from phalanx.train.lifecycle.assemble import Origin, make_deterministic
 
     ledger = Ledger(time.monotonic_ns() - process_age_ns(), Bucket.START_PROCESS)
     directory = RunDirectory(spec_dir)
     spec = read_resolved(directory)
-    place = place_of(os.environ) or Place(0, 1, 0, "", "phalanx")
+    place = rank_environment(os.environ) or RankEnvironment(0, 1, 0, "", "phalanx")
     device = device_for(spec.runtime.device, place.local_rank)
     make_deterministic(spec, device)
     return live(spec, directory, attempt, device, ledger, stop, Origin(), _freeze)
@@ -158,11 +158,11 @@ def main() -> int:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--attempt", type=int, required=True)
     arguments = parser.parse_args()
-    from phalanx.parallel.process_group.rendezvous import device_for, join, leave, place_of
+    from phalanx.parallel.process_group.rendezvous import device_for, join, leave, rank_environment
     from phalanx.run.directory import RunDirectory, read_resolved
 
     try:
-        place = place_of(os.environ)
+        place = rank_environment(os.environ)
         assert place is not None, "started without a place"
         spec = read_resolved(RunDirectory(arguments.run_dir))
         join(place, device_for(spec.runtime.device, place.local_rank), timeout_s=1800.0)

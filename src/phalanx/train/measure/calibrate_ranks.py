@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from phalanx.observe.ledger import Ledger
 from phalanx.parallel.mesh.mesh import build_mesh
 from phalanx.parallel.mesh.torch_compat import all_gather_single, sum_scatter_along
-from phalanx.parallel.process_group.rendezvous import Place, join, leave
+from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.assemble import make_deterministic
 from phalanx.train.lifecycle.compose import Built, build_model
@@ -76,7 +76,7 @@ def _rank(
     warnings.simplefilter("ignore")  # of libraries: nobody who calibrates can act on them
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     try:
-        join(Place(rank, ranks, rank, point, "phalanx"), device, _JOIN_TIMEOUT_S)
+        join(RankEnvironment(rank, ranks, rank, point, "phalanx"), device, _JOIN_TIMEOUT_S)
         results.put((rank, ("", function(*args))))
     except Exception as error:
         results.put((rank, (f"{type(error).__name__}: {error}", None)))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.model.facts.shape import Parameter
-from phalanx.parallel.mesh.partition import Box
+from phalanx.parallel.mesh.local_slice import LocalSlice
 from phalanx.parallel.reduction.data_parallel import local
 from phalanx.run.spec import OptimizerSpec
 from phalanx.train.optimizers.offload_moments import MomentStore
@@ -41,7 +41,7 @@ class AdamW(Optimizer):
     spec: OptimizerSpec
     parameters: Mapping[str, nn.Parameter]
     kinds: Mapping[str, Parameter]
-    boxes: Mapping[str, Box] | None = None
+    boxes: Mapping[str, LocalSlice] | None = None
     store: MomentStore | None = None
     exp_avg: dict[str, Tensor] = field(init=False)
     exp_avg_sq: dict[str, Tensor] = field(init=False)

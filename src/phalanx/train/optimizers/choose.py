@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx.model.facts.shape import Parameter
-from phalanx.parallel.mesh.partition import Box
+from phalanx.parallel.mesh.local_slice import LocalSlice
 from phalanx.run.spec import OptimizerSpec
 from phalanx.train.optimizers.adafactor import Adafactor
 from phalanx.train.optimizers.adamw import AdamW
@@ -35,7 +35,7 @@ def make_optimizer(
     kinds: Mapping[str, Parameter],
     *,
     seed: int = 0,
-    boxes: Mapping[str, Box] | None = None,
+    boxes: Mapping[str, LocalSlice] | None = None,
     group: dist.ProcessGroup | None = None,
     store: MomentStore | None = None,
 ) -> Optimizer:

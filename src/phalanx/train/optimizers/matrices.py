@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.parallel.mesh.partition import Box
+from phalanx.parallel.mesh.local_slice import LocalSlice, intersection, slices_in
 
 BATCH_ELEMENTS = 1 << 27
 """Elements of matrices that an owner receives at once: what bounds the buffers (512 MiB in fp32)."""
@@ -42,11 +42,11 @@ class Matrix:
         return self.rows * self.columns
 
     @property
-    def box(self) -> Box:
+    def box(self) -> LocalSlice:
         """Where it lies in the parameter."""
         if self.index is None:
-            return (0, 0), (self.rows, self.columns)
-        return (self.index, 0, 0), (1, self.rows, self.columns)
+            return LocalSlice((0, 0), (self.rows, self.columns))
+        return LocalSlice((self.index, 0, 0), (1, self.rows, self.columns))
 
 
 def matrices_of(parameter: str, shape: tuple[int, ...]) -> list[Matrix]:
@@ -62,15 +62,15 @@ class Share:
     """What one rank holds of a matrix."""
 
     rank: int
-    part: Box
+    part: LocalSlice
     """In the parameter."""
 
 
-def shares_of(matrix: Matrix, holders: Sequence[Mapping[str, Box]]) -> list[Share]:
+def shares_of(matrix: Matrix, holders: Sequence[Mapping[str, LocalSlice]]) -> list[Share]:
     """Who holds what of a matrix; ``holders`` is what every rank holds of each parameter."""
     shares = []
     for rank, boxes in enumerate(holders):
-        part = _intersection(matrix.box, boxes[matrix.parameter]) if matrix.parameter in boxes else None
+        part = intersection(matrix.box, boxes[matrix.parameter]) if matrix.parameter in boxes else None
         if part is not None:
             shares.append(Share(rank, part))
     return shares
@@ -104,7 +104,7 @@ class Leg:
     """A part of a matrix that crosses between its owner and a rank that holds it."""
 
     matrix: Matrix
-    part: Box
+    part: LocalSlice
 
     @property
     def numel(self) -> int:
@@ -138,7 +138,7 @@ class Exchange:
     """
 
     parameters: Mapping[str, tuple[int, ...]]
-    boxes: Mapping[str, Box]
+    boxes: Mapping[str, LocalSlice]
     cost: Callable[[int, int], float]
     group: dist.ProcessGroup | None = None
     batches: list[Batch] = field(init=False)
@@ -184,8 +184,8 @@ class Exchange:
             for leg, piece in zip(legs, pieces, strict=True):
                 yield leg.matrix, self._of_share(held, leg), piece
 
-    def _everybodys_boxes(self) -> list[Mapping[str, Box]]:
-        holders: list[Mapping[str, Box]] = [self.boxes] * self._ranks
+    def _everybodys_boxes(self) -> list[Mapping[str, LocalSlice]]:
+        holders: list[Mapping[str, LocalSlice]] = [self.boxes] * self._ranks
         if self.group is not None:
             dist.all_gather_object(holders, dict(self.boxes), group=self.group)
         return holders
@@ -213,7 +213,7 @@ class Exchange:
     def _of_share(self, held: Mapping[str, Tensor], leg: Leg) -> Tensor:
         """The part of what this rank holds that a leg speaks of: ``(rows, columns)``, a view."""
         begin, _ = self.boxes[leg.matrix.parameter]
-        view = held[leg.matrix.parameter][_slices(leg.part, begin)]
+        view = held[leg.matrix.parameter][slices_in(leg.part, begin)]
         return view if leg.matrix.index is None else view[0]
 
     def _swap(
@@ -238,7 +238,7 @@ class Exchange:
 
 def _senders(shares: Sequence[Share], owner: int) -> list[Share]:
     """For each part of a matrix, one of those who hold it: the owner if it does, else the first."""
-    chosen: dict[Box, Share] = {}
+    chosen: dict[LocalSlice, Share] = {}
     for share in shares:
         if share.part not in chosen or share.rank == owner:
             chosen[share.part] = share
@@ -261,18 +261,7 @@ def _batches(matrices: Sequence[Matrix], owners: Sequence[int], ranks: int) -> l
 
 def _of_whole(matrices: Mapping[Matrix, Tensor], leg: Leg) -> Tensor:
     begin, _ = leg.matrix.box
-    return matrices[leg.matrix][_slices(leg.part, begin)[-2:]]
-
-
-def _slices(part: Box, begin: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(at - zero, at - zero + size) for at, size, zero in zip(*part, begin, strict=True))
-
-
-def _intersection(one: Box, other: Box) -> Box | None:
-    starts = tuple(map(max, one[0], other[0]))
-    stops = (min(a + m, b + n) for a, m, b, n in zip(one[0], one[1], other[0], other[1], strict=True))
-    shape = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
-    return (starts, shape) if all(size > 0 for size in shape) else None
+    return matrices[leg.matrix][slices_in(leg.part, begin)[-2:]]
 
 
 def _device(held: Mapping[str, Tensor]) -> torch.device:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.model.facts.shape import Parameter
-from phalanx.parallel.mesh.partition import Box
+from phalanx.parallel.mesh.local_slice import LocalSlice
 from phalanx.parallel.reduction.data_parallel import local
 from phalanx.run.spec import OptimizerSpec
 from phalanx.train.optimizers.matrices import Exchange, Matrix
@@ -51,7 +51,7 @@ class MatrixOptimizer(Optimizer):
         rule: MatrixRule,
         parameters: Mapping[str, nn.Parameter],
         kinds: Mapping[str, Parameter],
-        boxes: Mapping[str, Box] | None = None,
+        boxes: Mapping[str, LocalSlice] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.spec, self.rule, self.parameters, self.kinds = spec, rule, parameters, kinds

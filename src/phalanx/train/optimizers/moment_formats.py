@@ -23,7 +23,7 @@ from torch import Tensor
 
 from phalanx.model.init import flat_indices
 from phalanx.model.random_bits import random_words, stream_key
-from phalanx.parallel.mesh.partition import Box
+from phalanx.parallel.mesh.local_slice import LocalSlice
 
 INT8_BLOCK = 64
 """Elements with a common scale: few enough to divide what tensor ranks hold of a row."""
@@ -45,7 +45,7 @@ class Moments(Protocol):
 class Elements:
     """Which elements of the whole parameter, counted flat, the rows of a box in it are."""
 
-    def __init__(self, whole: tuple[int, ...], box: Box, device: torch.device) -> None:
+    def __init__(self, whole: tuple[int, ...], box: LocalSlice, device: torch.device) -> None:
         offset, shape = box
         self._begin = flat_indices(whole, offset, (*shape[:-1], 1)).reshape(-1, 1).to(device)
         self._columns = torch.arange(shape[-1], device=device)

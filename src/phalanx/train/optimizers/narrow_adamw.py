@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.model.facts.shape import Parameter
-from phalanx.parallel.mesh.partition import Box
+from phalanx.parallel.mesh.local_slice import LocalSlice
 from phalanx.parallel.reduction.data_parallel import local
 from phalanx.run.spec import OptimizerSpec
 from phalanx.train.optimizers.adamw import adamw_update, chunk_elements
@@ -37,7 +37,7 @@ class NarrowAdamW(Optimizer):
         parameters: Mapping[str, nn.Parameter],
         kinds: Mapping[str, Parameter],
         seed: int,
-        boxes: Mapping[str, Box] | None = None,
+        boxes: Mapping[str, LocalSlice] | None = None,
     ) -> None:
         self.spec, self.parameters, self.kinds = spec, parameters, kinds
         self.boxes = boxes_of(parameters, boxes)

@@ -15,8 +15,8 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from phalanx.model.facts.shape import Parameter
-from phalanx.parallel.mesh.partition import Box
-from phalanx.parallel.mesh.torch_compat import box_of
+from phalanx.parallel.mesh.local_slice import LocalSlice
+from phalanx.parallel.mesh.torch_compat import local_slice_of
 from phalanx.parallel.reduction.data_parallel import local
 from phalanx.run.spec import OptimizerSpec
 
@@ -71,9 +71,13 @@ def decays(parameter: Parameter, spec: OptimizerSpec) -> bool:
     return spec.decay_embeddings if parameter.kind == "embedding" else True
 
 
-def boxes_of(parameters: Mapping[str, nn.Parameter], boxes: Mapping[str, Box] | None) -> dict[str, Box]:
+def boxes_of(
+    parameters: Mapping[str, nn.Parameter], boxes: Mapping[str, LocalSlice] | None
+) -> dict[str, LocalSlice]:
     """Where what this rank holds of each parameter lies: as ``boxes`` says, else as a DTensor knows itself."""
-    return {name: boxes[name] if boxes else box_of(parameter) for name, parameter in parameters.items()}
+    return {
+        name: boxes[name] if boxes else local_slice_of(parameter) for name, parameter in parameters.items()
+    }
 
 
 def gradient_of(name: str, parameter: nn.Parameter) -> Tensor:

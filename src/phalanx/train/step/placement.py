@@ -68,7 +68,7 @@ class Placement:
     def shard(self, prefix: str, name: str, tensor: Tensor) -> Shard:
         """What this rank holds of a tensor that is laid out like parameter ``name``, for a checkpoint."""
         partition = self.partition(name)
-        offset, shape = partition.box(tensor)
+        offset, shape = partition.local_slice(tensor)
         if 0 in shape:
             offset = (0,) * len(shape)
         holders = self.holders(name)

@@ -55,7 +55,7 @@ def state_tensors(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
 def fill_initial(parts: Sequence[nn.Module], placement: Placement, spec: RunSpec) -> None:
     """Fills what this rank holds of every parameter with its initial values."""
     for name, tensor in state_tensors(parts).items():
-        offset, _ = placement.partition(name).box(tensor)
+        offset, _ = placement.partition(name).local_slice(tensor)
         fill(local(tensor), placement.kinds[name], offset, spec.model, spec.runtime.seed)
 
 
