@@ -14,7 +14,7 @@ from phalanx.run.spec import RunSpec
 
 
 def run_specs() -> st.SearchStrategy[RunSpec]:
-    """Runs whose every field is by itself valid; rules between fields may be broken. No preset is named."""
+    """Runs whose every field is by itself valid; rules between fields may be broken. No preset or factory is named."""
     return _sections(RunSpec)
 
 
@@ -22,7 +22,7 @@ def _sections(section: type) -> st.SearchStrategy[Any]:
     known = field_types(section)
     strategies = {
         item.name: st.just("")
-        if item.name == "preset"
+        if item.name in ("preset", "factory", "factory_sha256")
         else values(known[item.name].plain, known[item.name].bound)
         for item in fields(section)
     }

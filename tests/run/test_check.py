@@ -19,6 +19,7 @@ from phalanx.run.spec import (
     ModelSpec,
     MoeSpec,
     ParallelSpec,
+    PrecisionSpec,
     RopeScalingSpec,
     RunSpec,
     TrainSpec,
@@ -194,3 +195,31 @@ def test_problems_name_fields_that_exist() -> None:
         for name in path.split("."):
             assert name in {item.name for item in fields(section)}
             section = getattr(section, name)
+
+
+OWN = ModelSpec(factory="models:make")
+
+
+@pytest.mark.parametrize(
+    ("sections", "path"),
+    [
+        ({"model": replace(OWN, factory="models.make")}, "model.factory"),
+        ({"model": OWN, "parallel": ParallelSpec(tensor=2)}, "parallel.tensor"),
+        ({"model": OWN, "parallel": ParallelSpec(context=2)}, "parallel.context"),
+        ({"model": replace(OWN, moe=MoeSpec())}, "model.moe"),
+        ({"model": replace(OWN, mla=MlaSpec())}, "model.mla"),
+        ({"model": replace(OWN, mtp_depth=1)}, "model.mtp_depth"),
+        ({"model": replace(OWN, tie_embeddings=True)}, "model.tie_embeddings"),
+        ({"model": OWN, "train": TrainSpec(document_mask=True)}, "train.document_mask"),
+        ({"model": OWN, "precision": PrecisionSpec(matmul="mxfp8")}, "precision.matmul"),
+    ],
+)
+def test_what_a_model_of_ones_own_does_not_say_is_refused(sections: dict[str, Any], path: str) -> None:
+    problem = only_problem(**sections)
+    assert problem.path == path
+    assert path == "model.factory" or "models:make" in problem.found
+
+
+def test_a_model_of_ones_own_may_be_divided_over_shards_and_a_pipeline_and_have_any_heads() -> None:
+    own = replace(OWN, heads=3, layers=4)
+    assert check(RunSpec(model=own, parallel=ParallelSpec(pipeline=2))) == []

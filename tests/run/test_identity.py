@@ -20,7 +20,12 @@ from run.specs import run_specs
 BASE = dataclasses.replace(
     RunSpec(),
     model=dataclasses.replace(
-        RunSpec().model, rope_scaling=RopeScalingSpec(), mla=MlaSpec(), moe=MoeSpec(), vocab_size=512
+        RunSpec().model,
+        factory="models:make",
+        rope_scaling=RopeScalingSpec(),
+        mla=MlaSpec(),
+        moe=MoeSpec(),
+        vocab_size=512,
     ),
 )
 
@@ -138,3 +143,8 @@ def test_identities_are_equal_exactly_when_nothing_differs(one: RunSpec, other: 
 def test_an_identity_is_a_sha256_in_hex() -> None:
     assert len(identity(BASE)) == 64
     int(identity(BASE), 16)
+
+
+def test_without_a_factory_its_fields_leave_the_identity_alone() -> None:
+    paths = run_owned(RunSpec()).keys()
+    assert not {"model.factory", "model.factory_sha256"} & paths

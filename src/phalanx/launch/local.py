@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from phalanx.run.factory import rank_environment
 from phalanx.train.lifecycle.ending import Ending
 from phalanx.train.lifecycle.run_directory import OpenRun
 from phalanx.train.lifecycle.worker import EXIT_STOPPED
@@ -72,6 +73,7 @@ def _start(run: OpenRun, rank: int, ranks: int, meeting_point: str) -> subproces
         "PHALANX_MEETING_POINT": meeting_point,
         "PHALANX_LAUNCHER": str(os.getpid()),
         "OMP_NUM_THREADS": str(run.spec.runtime.threads),
+        **rank_environment(run.spec.model.factory),
     }
     log = run.directory.log(run.attempt, rank)
     with log.open("wb") as output:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from phalanx.run.factory import is_factory_name
 from phalanx.run.layout import divisors_near, layout_problems
 from phalanx.run.problems import Problem
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, RopeScalingSpec, RunSpec, TrainSpec
@@ -11,7 +12,51 @@ from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, RopeScalingSpec, RunSp
 
 def check(spec: RunSpec) -> list[Problem]:
     """Everything in ``spec`` that cannot be, each with the fields concerned."""
-    return [*_model(spec.model), *_train(spec.train), *layout_problems(spec, spec.parallel.ranks)]
+    model = _custom_model(spec) if spec.model.factory else _model(spec.model)
+    return [*model, *_train(spec.train), *layout_problems(spec, spec.parallel.ranks)]
+
+
+def _custom_model(spec: RunSpec) -> Iterator[Problem]:
+    """What a user's own model cannot be asked for: Phalanx knows its blocks, but not what is in them."""
+    model, parallel = spec.model, spec.parallel
+    if not is_factory_name(model.factory):
+        yield Problem("model.factory", f"{model.factory!r} names no factory", 'write "package.module:name"')
+    for path, degree in (
+        ("parallel.tensor", parallel.tensor),
+        ("parallel.context", parallel.context),
+        ("parallel.expert", parallel.expert),
+        ("parallel.expert_tensor", parallel.expert_tensor),
+    ):
+        if degree > 1:
+            yield Problem(
+                path,
+                f"{model.factory} does not say how its blocks are divided over {degree} ranks",
+                "set it to 1; a model of your own can be divided over shards and over a pipeline of its blocks",
+                ("model.factory",),
+            )
+    for path, wanted, remedy in (
+        (
+            "model.moe",
+            model.moe is not None,
+            "leave the table out; the model may hold experts of its own, whole on a rank",
+        ),
+        ("model.mla", model.mla is not None, "leave the table out"),
+        ("model.mtp_depth", model.mtp_depth > 0, "set it to 0"),
+        (
+            "model.tie_embeddings",
+            model.tie_embeddings,
+            "set it to false; a model of your own is tied by head = None",
+        ),
+        (
+            "train.document_mask",
+            spec.train.document_mask,
+            "set it to false: blocks are called with hidden states alone",
+        ),
+        ("precision.matmul", spec.precision.matmul != "compute", 'set it to "compute"'),
+    ):
+        if wanted:
+            found = f"this describes Phalanx's transformer, and {model.factory} is a model of your own"
+            yield Problem(path, found, remedy, ("model.factory",))
 
 
 def _model(model: ModelSpec) -> Iterator[Problem]:

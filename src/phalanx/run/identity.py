@@ -21,8 +21,11 @@ from phalanx.run.spec import ParallelSpec, RunSpec
 
 def run_owned(spec: RunSpec) -> dict[str, object]:
     """Every field that belongs to the run, by dotted path."""
-    # The preset's name says nothing that the resolved fields do not.
-    return {path: value for path, value in _walk(spec, "") if path != "model.preset"}
+    # The preset's name says nothing that the resolved fields do not, and without a factory its fields say nothing.
+    silent = (
+        {"model.preset"} if spec.model.factory else {"model.preset", "model.factory", "model.factory_sha256"}
+    )
+    return {path: value for path, value in _walk(spec, "") if path not in silent}
 
 
 def _walk(section: Any, prefix: str) -> Iterator[tuple[str, object]]:

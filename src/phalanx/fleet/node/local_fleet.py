@@ -22,6 +22,7 @@ from types import FrameType
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
 from phalanx.fleet.control.security import run_token
 from phalanx.fleet.core.state import FleetPhase
+from phalanx.run.factory import rank_environment
 from phalanx.train.lifecycle.ending import Ending
 from phalanx.train.lifecycle.run_directory import OpenRun
 from phalanx.train.lifecycle.worker import EXIT_STOPPED
@@ -230,7 +231,11 @@ class _Processes:
         with self.log(name).open("ab") as output:
             return subprocess.Popen(
                 [*command, "--attempt", str(run.attempt), *arguments],
-                env={**os.environ, "PHALANX_LAUNCHER": str(os.getpid())},
+                env={
+                    **os.environ,
+                    "PHALANX_LAUNCHER": str(os.getpid()),
+                    **rank_environment(run.spec.model.factory),
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

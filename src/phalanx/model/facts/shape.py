@@ -13,16 +13,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from phalanx.run.factory import FactoryError
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 
-Kind = Literal["embedding", "matrix", "output", "router", "norm", "bias", "balance"]
+Kind = Literal["embedding", "matrix", "output", "filter", "router", "norm", "bias", "balance"]
 
 
 @dataclass(frozen=True)
 class Parameter:
     """One parameter: its name in the module, its shape, and what kind of thing it is.
 
-    ``output`` is a matrix that writes into the residual stream; it starts out smaller. ``balance`` is the bias by which a
+    ``output`` is a matrix that writes into the residual stream; it starts out smaller. ``filter`` is a weight of more than two
+    dimensions in a user's own model. ``balance`` is the bias by which a
     router's load is evened out: state of the model that no gradient changes.
     """
 
@@ -67,7 +69,15 @@ def is_mixture(spec: ModelSpec, layer: int) -> bool:
 
 
 def parameters(spec: ModelSpec) -> Iterator[Parameter]:
-    """Every parameter of a resolved model, in the order in which the module registers them."""
+    """Every parameter of a resolved model, in the order in which the module registers them.
+
+    Raises ``FactoryError`` for a user's own model, whose parameters are known only once it is built.
+    """
+    if spec.factory:
+        raise FactoryError(
+            f"{spec.factory} is a model of your own: what its parameters and its work are is known to training, which builds it, "
+            "but not without building it; leave model.factory out to ask of the transformer that [model] describes"
+        )
     yield Parameter("embedding.weight", (spec.vocab_size, spec.dim), "embedding")
     for layer in range(spec.layers):
         yield from _block(spec, layer, f"blocks.{layer}")

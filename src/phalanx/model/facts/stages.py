@@ -62,10 +62,15 @@ def layer_costs(spec: ModelSpec, seq_len: int) -> list[float]:
     return costs
 
 
-def stage_layers(spec: RunSpec) -> list[range]:
-    """The layers of each stage of a run, first stage first: as the run file says, or else balanced by FLOP."""
-    parallel, model = spec.parallel, resolve(spec.model)
+def stage_layers(spec: RunSpec, costs: Sequence[float] = ()) -> list[range]:
+    """The layers of each stage of a run, first stage first: as the run file says, or else balanced by FLOP.
+
+    ``costs`` are those of a user's own model's layers, in any unit; empty means that they follow from ``spec.model``.
+    """
+    parallel = spec.parallel
     stages = parallel.pipeline * stages_per_rank(parallel) if parallel.pipeline > 1 else 1
-    sizes = parallel.pipeline_split or balance(layer_costs(model, spec.train.seq_len), stages)
+    sizes = parallel.pipeline_split or balance(
+        costs or layer_costs(resolve(spec.model), spec.train.seq_len), stages
+    )
     boundaries = [0, *accumulate(sizes)]
     return [range(begin, end) for begin, end in pairwise(boundaries)]

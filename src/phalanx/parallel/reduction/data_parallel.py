@@ -29,6 +29,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from phalanx.model.block import Block
+from phalanx.model.custom import blocks_of
 from phalanx.model.layers.moe import Experts, MoE
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import Mesh
@@ -172,9 +173,8 @@ def _shard(part: nn.Module, mesh: Mesh, *, narrow: bool, by_tree: bool, keep_wei
     alone = by_tree or mesh.replicas == 1
     dense = mesh.dense["fsdp"] if alone else mesh.dense["replicate", "fsdp"]
     experts = mesh.expert_mesh["expert_shard"] if alone else mesh.expert_mesh["replicate", "expert_shard"]
-    blocks = [module for module in part.modules() if isinstance(module, Block)]
-    for block in blocks:
-        if isinstance(block.ffn, MoE):
+    for block in blocks_of(part):
+        if isinstance(block, Block) and isinstance(block.ffn, MoE):
             fully_shard(
                 block.ffn.experts, mesh=experts, reshard_after_forward=not keep_weights, mp_policy=policy
             )

@@ -7,13 +7,12 @@ parameters it finds. Which combinations are legal is decided in ``phalanx.run.la
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from phalanx.model.facts.shape import buffers, parameters
-from phalanx.model.facts.stages import stage_layers
+from phalanx.model.custom import Chain
 from phalanx.model.transformer import Transformer
 from phalanx.observe.ledger import Bucket, Ledger
 from phalanx.parallel.context.apply import apply_context
@@ -27,6 +26,7 @@ from phalanx.parallel.reduction.data_parallel import DataParallel, Round, named_
 from phalanx.parallel.tensor.apply import apply_tensor, vocabulary_piece
 from phalanx.run.layout import stages_per_rank
 from phalanx.run.spec import RunSpec
+from phalanx.train.lifecycle.model_facts import compute_dtype, model_facts, whole_model
 from phalanx.train.optimizers.choose import make_optimizer
 from phalanx.train.optimizers.offload_moments import MomentStore
 from phalanx.train.optimizers.optimizer import Optimizer
@@ -51,6 +51,8 @@ class Built:
     """What this rank computes in each step."""
     waits: Mapping[Bucket, CommClock]
     """What counts the time that forward and backward wait, by the ledger's buckets."""
+    flops_per_token: int
+    """Training FLOP per token of the whole model."""
 
     def stepper(self, batches: Batches, ledger: Ledger) -> Stepper:
         """What runs steps on ``batches``, from the first update on."""
@@ -72,11 +74,10 @@ _AXES = (Bucket.COMM_EXPOSED_DP, Bucket.COMM_EXPOSED_TP, Bucket.COMM_EXPOSED_CP,
 
 def build_model(spec: RunSpec, mesh: Mesh) -> Built:
     """This rank's parts of the model of a resolved ``spec``, their optimizer, and what runs slots through them."""
-    waits = clocks(mesh.device)
-    parts, partitions = divided_parts(spec, mesh, waits)
+    waits, facts = clocks(mesh.device), model_facts(spec)
+    parts, partitions = divided_parts(spec, mesh, waits, facts.stages)
     model = spread(parts, mesh, spec, waits[Bucket.COMM_EXPOSED_DP])
-    kinds = {kind.name: kind for kind in (*parameters(spec.model), *buffers(spec.model))}
-    placement = Placement(mesh, kinds, partitions)
+    placement = Placement(mesh, facts.parameters, partitions)
     held = named_parameters(parts)
     optimizer = make_optimizer(
         spec.optimizer,
@@ -88,7 +89,8 @@ def build_model(spec: RunSpec, mesh: Mesh) -> Built:
         store=None if spec.memory.offload_optimizer == "none" else MomentStore(spec.memory, mesh.device),
     )
     rounds = rounds_of(mesh.deal(spec.train.slots), mesh.replica, mesh.shard_rank)
-    return Built(model, placement, _runner(spec, mesh, model, waits), optimizer, rounds, waits)
+    runner = _runner(spec, mesh, model, waits)
+    return Built(model, placement, runner, optimizer, rounds, waits, facts.flops_per_token)
 
 
 def clocks(device: torch.device) -> dict[Bucket, CommClock]:
@@ -97,13 +99,16 @@ def clocks(device: torch.device) -> dict[Bucket, CommClock]:
 
 
 def divided_parts(
-    spec: RunSpec, mesh: Mesh, waits: Mapping[Bucket, CommClock]
-) -> tuple[list[Transformer], dict[str, Partition]]:
-    """This rank's stages of the model, on the meta device, divided by all axes but FSDP's, and where its parts lie."""
-    parts: list[Transformer] = []
+    spec: RunSpec, mesh: Mesh, waits: Mapping[Bucket, CommClock], stages: Sequence[range]
+) -> tuple[list[Transformer | Chain], dict[str, Partition]]:
+    """This rank's stages of the model, on the meta device, divided by all axes but FSDP's, and where its parts lie.
+
+    ``stages`` are the layers of each stage of the whole pipeline.
+    """
+    parts: list[Transformer | Chain] = []
     partitions: dict[str, Partition] = {}
     for stage in _stages(spec, mesh):
-        part, divided = _part(spec, mesh, stage, waits)
+        part, divided = _part(spec, mesh, stage, waits, stages)
         parts.append(part)
         partitions |= divided
     return parts, partitions
@@ -119,20 +124,19 @@ def _stages(spec: RunSpec, mesh: Mesh) -> tuple[int, ...]:
 
 
 def _part(
-    spec: RunSpec, mesh: Mesh, stage: int, waits: Mapping[Bucket, CommClock]
-) -> tuple[Transformer, dict[str, Partition]]:
+    spec: RunSpec, mesh: Mesh, stage: int, waits: Mapping[Bucket, CommClock], stages: Sequence[range]
+) -> tuple[Transformer | Chain, dict[str, Partition]]:
     """One stage of the model, divided over the inner axes, on the meta device."""
     with torch.device("meta"):
-        part = Transformer(spec.model)
-    stages = stage_layers(spec)
+        part = whole_model(spec.model)
     if len(stages) > 1:
         part.keep(stages[stage], first=stage == 0, last=stage == len(stages) - 1)
-    partitions = {
-        **apply_tensor(part, mesh, spec, waits[Bucket.COMM_EXPOSED_TP]),
-        **apply_experts(part, mesh, spec, waits[Bucket.COMM_EXPOSED_EP]),
-    }
-    apply_context(part, mesh, spec, waits[Bucket.COMM_EXPOSED_CP])
-    apply_precision(part, spec)
+    partitions: dict[str, Partition] = {}
+    if isinstance(part, Transformer):  # what is in a user's own blocks is not known, and they stay whole
+        partitions |= apply_tensor(part, mesh, spec, waits[Bucket.COMM_EXPOSED_TP])
+        partitions |= apply_experts(part, mesh, spec, waits[Bucket.COMM_EXPOSED_EP])
+        apply_context(part, mesh, spec, waits[Bucket.COMM_EXPOSED_CP])
+        apply_precision(part, spec)
     apply_recompute(part, spec)
     apply_activation_offload(part, spec.memory, mesh.device)
     if spec.runtime.compile:
@@ -148,7 +152,6 @@ def _runner(spec: RunSpec, mesh: Mesh, model: DataParallel, waits: dict[Bucket, 
         return Loop(model, losses)
     schedule = Schedule(parallel.pipeline_schedule, parallel.pipeline, stages_per_rank(parallel))
     held = spec.train.seq_len // mesh.layout.model_ranks, spec.model.dim
-    dtype = torch.bfloat16 if spec.precision.compute == "bf16" else torch.float32
-    engine = Pipeline(model.parts, schedule, mesh.pipeline_groups, held, dtype, mesh.device)
+    engine = Pipeline(model.parts, schedule, mesh.pipeline_groups, held, compute_dtype(spec), mesh.device)
     waits[Bucket.STEP_BUBBLE] = engine.clock
     return Staged(model, losses, engine)

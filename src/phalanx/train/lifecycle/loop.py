@@ -18,7 +18,6 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from phalanx.data.prefetch import Prefetch
-from phalanx.model.facts.counts import count
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import (
     Evaluated,
@@ -245,8 +244,7 @@ def _log_step(training: Training, progress: Progress, report: StepReport, recent
 
 
 def _mfu(training: Training, tokens_per_s: float) -> float:
-    flops = count(training.spec.model, training.spec.train.seq_len).flops_per_token
-    return flops * tokens_per_s / training.peak.flops_per_s
+    return training.built.flops_per_token * tokens_per_s / training.peak.flops_per_s
 
 
 def _peak_memory_bytes(training: Training) -> int:

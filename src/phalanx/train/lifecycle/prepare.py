@@ -17,9 +17,10 @@ from phalanx.data.tokenizer import load_tokenizer
 from phalanx.hardware.detect import gpu_count
 from phalanx.model.facts.shape import resolve as resolve_model
 from phalanx.run.directory import committed_steps, locate_checkpoints, step_folder
+from phalanx.run.factory import FactoryError, source_sha256
 from phalanx.run.layout import layout_problems
 from phalanx.run.problems import Problem, RunFileError
-from phalanx.run.spec import DataSpec, RunSpec
+from phalanx.run.spec import DataSpec, ModelSpec, RunSpec
 from phalanx.train.lifecycle.run_directory import OpenRun, open_run
 
 Progress = Callable[[str, int, int], None]
@@ -88,7 +89,7 @@ def resolve(spec: RunSpec, index: DatasetIndex, path: Path) -> RunSpec:
         checkpoint=dataclasses.replace(
             spec.checkpoint, init_from=pinned_checkpoint(spec.checkpoint.init_from, path)
         ),
-        model=resolve_model(spec.model, index.vocab_size),
+        model=_pinned_source(resolve_model(spec.model, index.vocab_size), path),
         runtime=dataclasses.replace(spec.runtime, device=device),
         precision=dataclasses.replace(spec.precision, compute=compute),
     )
@@ -97,6 +98,25 @@ def resolve(spec: RunSpec, index: DatasetIndex, path: Path) -> RunSpec:
     if problems:
         raise RunFileError(path, problems)
     return resolved
+
+
+def _pinned_source(model: ModelSpec, path: Path) -> ModelSpec:
+    """The model with the digest of its source, if it is the user's own: a later start must find the same source."""
+    if not model.factory:
+        return model
+    try:
+        found = source_sha256(model.factory)
+    except FactoryError as error:
+        remedy = 'write "package.module:name"'
+        raise RunFileError(path, [Problem("model.factory", str(error), remedy)]) from error
+    if model.factory_sha256 not in ("", found):
+        problem = Problem(
+            "model.factory_sha256",
+            f"the source of {model.factory} is another now ({found[:12]}, not {model.factory_sha256[:12]})",
+            "restore it, or start another run (checkpoint.init_from takes the weights over)",
+        )
+        raise RunFileError(path, [problem])
+    return dataclasses.replace(model, factory_sha256=found)
 
 
 def pinned_checkpoint(source: str, path: Path) -> str:

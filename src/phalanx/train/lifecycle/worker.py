@@ -125,18 +125,22 @@ def known_errors() -> tuple[type[Exception], ...]:
     """Errors whose message is meant for the user: no traceback is shown."""
     from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.data.errors import DataError
+    from phalanx.model.custom import CustomModelError
     from phalanx.observe.event_log import EventLogError
     from phalanx.observe.sinks.registry import SinkError
     from phalanx.parallel.mesh.mesh import LayoutError
     from phalanx.parallel.process_group.rendezvous import RendezvousError
     from phalanx.run.directory import RunDirectoryError
+    from phalanx.run.factory import FactoryError
     from phalanx.train.lifecycle.loop import NonFiniteError, UnsavedError
     from phalanx.train.step.state import NoGoodCheckpointError
 
     return (
         CheckpointError,
+        CustomModelError,
         DataError,
         EventLogError,
+        FactoryError,
         LayoutError,
         NoGoodCheckpointError,
         NonFiniteError,

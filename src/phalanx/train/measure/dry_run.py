@@ -103,7 +103,7 @@ def held_elements(spec: RunSpec, mesh: Mesh) -> dict[str, int]:
     """Elements of every parameter that this rank's modules hold; nothing is allocated."""
     spec = _plain(spec)
     waits = clocks(mesh.device)
-    parts, _ = divided_parts(spec, mesh, waits)
+    parts, _ = divided_parts(spec, mesh, waits, stage_layers(spec))
     nowhere = dataclasses.replace(mesh, device=torch.device("meta"))
     model = spread(parts, nowhere, spec, waits[Bucket.COMM_EXPOSED_DP])
     return {name: local(p).numel() for name, p in named_parameters(model.parts).items()}

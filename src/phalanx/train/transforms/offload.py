@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from phalanx.model.block import Block
+from phalanx.model.custom import blocks_of
 from phalanx.parallel.reduction.data_parallel import local
 from phalanx.run.spec import MemorySpec
 
@@ -343,6 +343,5 @@ def apply_activation_offload(module: nn.Module, spec: MemorySpec, device: torch.
 def offload_activations(module: nn.Module, store: Store, smallest: int = SMALLEST_BYTES) -> None:
     """Has what each block of ``module`` keeps for backward, from ``smallest`` bytes on, wait in ``store``."""
     offloading = _Offloading(store, smallest)
-    blocks = [part for part in module.modules() if isinstance(part, Block)]
-    for number, block in enumerate(blocks):
-        block.forward = offloading.wrap(block, first=number == 0)  # type: ignore[method-assign]
+    for number, block in enumerate(blocks_of(module)):
+        block.forward = offloading.wrap(block, first=number == 0)

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-from phalanx.model.block import Block
+from phalanx.model.custom import blocks_of
 from phalanx.parallel.mesh.torch_compat import keep_activations_within
 from phalanx.run.spec import RunSpec
 
@@ -55,9 +55,9 @@ def apply_recompute(module: nn.Module, spec: RunSpec) -> None:
         keep_activations_within(spec.memory.recompute_budget)
         return
     contexts = noop_context_fn if how == "full" else partial(create_selective_checkpoint_contexts, policy)
-    for block in (part for part in module.modules() if isinstance(part, Block)):
+    for block in blocks_of(module):
         # There is no randomness in a block whose state would have to be kept.
-        block.forward = partial(  # type: ignore[method-assign]
+        block.forward = partial(
             checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
         )
 

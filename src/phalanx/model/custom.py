@@ -1,0 +1,341 @@
+"""A user's own model: what it must state, and how the trainer sees it.
+
+Data parallelism, sharding, pipelines, recomputation, checkpoints and recovery need to know of a model what it is made of:
+an embedding, blocks, a norm, a head. They need not know what is in these. So a model of one's own is any module with four
+attributes (``CustomModel``); ``Chain`` calls them one after another where ``phalanx.model.transformer.Transformer`` would
+be called, under the same parameter names as the user's module has.
+
+Whatever cannot be trained correctly is refused when the model is built, with the remedy (``CustomModelError``): buffers and
+tensors that a build on the meta device leaves without values, random numbers in the forward pass (ranks would draw
+different ones), parameters that are shared, frozen or not fp32, and a ``forward`` of the model's own that computes something
+else than the chain. The last is found out by calling both on the meta device, which costs no memory and no FLOP: what goes
+into each part must be the very tensor that came out of the part before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, cast, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.flop_counter import FlopCounterMode
+
+from phalanx.model.block import Block
+from phalanx.model.facts.shape import Kind, Parameter
+from phalanx.model.transformer import Readout, logits
+from phalanx.run.factory import load_factory
+from phalanx.run.spec import ModelSpec
+
+
+class CustomModelError(ValueError):
+    """A user's own model cannot be trained; the message says what is missing, and the remedy."""
+
+
+class CustomModel(Protocol):
+    """What a user's own ``nn.Module`` must state. Shapes: ``b`` batch, ``s`` sequence, ``d`` = ``model.dim``.
+
+    It is built by ``factory(model_spec)``, on the meta device: parameters get their values afterwards, each element a function
+    of the seed, the parameter's name and its index. Matrices, filters and embeddings are drawn from a normal distribution with
+    ``model.init_std``; parameters of one dimension start at one, those named ``bias`` at zero. A method
+    ``parameter_kind(name) -> str | None`` may say otherwise: "matrix", "output" (a matrix that writes into the residual
+    stream, and starts smaller), "filter", "embedding", "norm" (ones) or "bias" (zeros).
+    """
+
+    embedding: nn.Module
+    """Tokens ``(b, s)``, int64, to hidden states ``(b, s, d)``."""
+    blocks: nn.ModuleList
+    """``model.layers`` modules, each from hidden states ``(b, s, d)`` to hidden states ``(b, s, d)``. A block may look only
+    at tokens before the one it predicts for: that it is causal is not checked."""
+    norm: nn.Module
+    """Hidden states to those that the head reads; ``nn.Identity()`` if there is nothing to do."""
+    head: nn.Linear | None
+    """Without bias, ``(vocab_size, d)``; ``None``: the weight of ``embedding``, an ``nn.Embedding``."""
+
+
+class Chain(nn.Module):
+    """A user's own model as the trainer calls it: embedding, blocks, norm, head; or a stage of a pipeline."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        """Builds the model of a resolved ``spec`` on the current default device.
+
+        Raises ``CustomModelError`` or ``phalanx.run.factory.FactoryError``.
+        """
+        super().__init__()
+        self.spec = spec
+        model = _require_parts(load_factory(spec.factory, spec.factory_sha256)(spec), spec)
+        self.embedding: nn.Module | None = model.embedding
+        self.blocks = nn.ModuleDict({str(layer): block for layer, block in enumerate(model.blocks)})
+        self.norm: nn.Module | None = model.norm
+        self.head = model.head
+
+    def keep(self, layers: range, *, first: bool, last: bool) -> None:
+        """Cuts the model down to a stage of a pipeline, as ``Transformer.keep`` does."""
+        if self.head is None:
+            raise CustomModelError(
+                f"{self.spec.factory}: head = None ties the head to the embedding, which the first and the last stage of a "
+                "pipeline cannot share; give the model a head, or set parallel.pipeline = 1"
+            )
+        self.blocks = nn.ModuleDict(
+            {name: block for name, block in self.blocks.items() if int(name) in layers}
+        )
+        if not first:
+            self.embedding = None
+        if not last:
+            self.norm, self.head = None, None
+
+    def forward(
+        self,
+        x: Tensor,
+        readout: Readout = logits,
+        *,
+        positions: Tensor | None = None,  # noqa: ARG002  blocks are called with hidden states alone
+        documents: Tensor | None = None,
+        ahead: object = None,
+    ) -> Tensor:
+        """What ``readout`` makes of the last hidden states, by default logits; of a stage without norm, its hidden states.
+
+        Args:
+            x: Tokens ``(b, s)``, int64; hidden states ``(b, s, d)`` for a stage without embedding.
+            readout: Called with hidden states ``(b, s, d)`` and the output projection ``(vocab, d)``.
+            positions: Not used: each rank has whole sequences.
+            documents: Must be ``None``, as must ``ahead``.
+        """
+        assert documents is None, "refused by phalanx.run.check"
+        assert ahead is None, "refused by phalanx.run.check"
+        hidden = x if self.embedding is None else self.embedding(x)
+        for block in self.blocks.values():
+            hidden = block(hidden)
+        if self.norm is None:
+            return cast(Tensor, hidden)
+        hidden = self.norm(hidden)
+        owner = self.embedding if self.head is None else self.head
+        return readout(hidden, cast(nn.Embedding | nn.Linear, owner).weight)
+
+
+def blocks_of(part: nn.Module) -> list[nn.Module]:
+    """The layers of a stage of any model: what is gathered, recomputed and offloaded as one."""
+    if isinstance(part, Chain):
+        return list(part.blocks.values())
+    return [module for module in part.modules() if isinstance(module, Block)]
+
+
+@dataclass(frozen=True)
+class CustomFacts:
+    """What is known of a user's own model once it has been built on the meta device."""
+
+    parameters: tuple[Parameter, ...]
+    """In the order in which the module registers them."""
+    layer_costs: tuple[float, ...]
+    """Training FLOP per token of each block; the head's in the last one's."""
+
+    @property
+    def flops_per_token(self) -> int:
+        """Training FLOP per token: three times those of a forward pass's matrix products, convolutions and attention."""
+        return round(sum(self.layer_costs))
+
+
+def custom_facts(spec: ModelSpec, seq_len: int, dtype: torch.dtype = torch.float32) -> CustomFacts:
+    """Builds a user's own model on the meta device, and finds out what the trainer must know of it.
+
+    Args:
+        spec: Resolved.
+        seq_len: Tokens of a sequence.
+        dtype: Format of weights and hidden states in the forward pass.
+
+    Raises:
+        CustomModelError: It cannot be trained.
+        FactoryError: It cannot be imported.
+    """
+    with torch.device("meta"):
+        chain = Chain(spec)
+        model = cast(nn.Module, load_factory(spec.factory)(spec))
+    parameters = tuple(_parameters(chain, model))
+    chain, model = chain.to(dtype), model.to(dtype)
+    tokens = torch.zeros((1, seq_len), dtype=torch.int64, device="meta")
+    costs = _forward_costs(chain, tokens)
+    _require_same_forward(model, spec, tokens)
+    return CustomFacts(parameters, tuple(3 * cost / seq_len for cost in costs))
+
+
+def _require_parts(model: Any, spec: ModelSpec) -> CustomModel:
+    """The model, if it states its parts and holds nothing that training would lose."""
+
+    def refuse(found: str, remedy: str) -> CustomModelError:
+        return CustomModelError(f"{spec.factory}: {found}; {remedy}")
+
+    if not isinstance(model, nn.Module):
+        raise refuse(f"it made an object of type {type(model).__name__}", "it must return an nn.Module")
+    for name, kind in (("embedding", nn.Module), ("blocks", nn.ModuleList), ("norm", nn.Module)):
+        part = getattr(model, name, None)
+        if not isinstance(part, kind):
+            has = "no attribute" if part is None else f"{type(part).__name__} as attribute"
+            remedy = (
+                f"give it an {kind.__name__}"
+                if kind is nn.Module
+                else "give it an nn.ModuleList of its layers"
+            )
+            raise refuse(f"the model has {has} {name}", remedy)
+    if len(model.blocks) != spec.layers:  # type: ignore[arg-type]
+        raise refuse(f"it has {len(model.blocks)} blocks", f"model.layers = {spec.layers} must say the same")  # type: ignore[arg-type]
+    _require_head(model, spec, refuse)
+    others = {name for name, _ in model.named_children()} - {"embedding", "blocks", "norm", "head"}
+    if others:
+        raise refuse(
+            f"{', '.join(sorted(others))} would never be called", "put it inside embedding, a block or norm"
+        )
+    _require_trainable(model, refuse)
+    return cast(CustomModel, model)
+
+
+_Refusal = Callable[[str, str], CustomModelError]
+
+
+def _require_head(model: nn.Module, spec: ModelSpec, refuse: _Refusal) -> None:
+    if not hasattr(model, "head"):
+        raise refuse(
+            "the model has no attribute head",
+            "give it an nn.Linear(dim, vocab_size, bias=False), or None for the embedding's weight",
+        )
+    owner, name = (model.embedding, "embedding") if model.head is None else (model.head, "head")
+    if not isinstance(owner, nn.Embedding | nn.Linear) or getattr(owner, "bias", None) is not None:
+        remedy = "it must be an nn.Linear without bias, or None with an nn.Embedding as embedding"
+        raise refuse(f"the head is read from {name}, of type {type(owner).__name__}", remedy)
+    if tuple(owner.weight.shape) != (spec.vocab_size, spec.dim):
+        raise refuse(
+            f"{name}.weight has the shape {tuple(owner.weight.shape)}",
+            f"it must be (vocab_size, dim) = ({spec.vocab_size}, {spec.dim})",
+        )
+
+
+def _require_trainable(model: nn.Module, refuse: _Refusal) -> None:
+    for name, _ in model.named_buffers():
+        raise refuse(
+            f"{name} is a buffer, whose values are neither initialized nor saved",
+            "compute it in the forward pass, or make it a parameter",
+        )
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, Tensor):
+                raise refuse(
+                    f"{name}.{key} is a plain tensor, without values after a build on the meta device",
+                    "compute it in the forward pass, on the device of its input, or make it a parameter",
+                )
+        if isinstance(module, _DropoutNd) and module.p > 0:
+            raise refuse(
+                f"{name} draws random numbers, which would differ from rank to rank",
+                "set its p to 0: the weights are to be the same on any number of ranks",
+            )
+    names: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter in names:
+            raise refuse(
+                f"{name} is the same parameter as {names[parameter]}",
+                "give each its own; to tie the head to the embedding, set head = None",
+            )
+        names[parameter] = name
+        if not parameter.requires_grad:
+            raise refuse(f"{name} is frozen", "every parameter must take part in training")
+        if parameter.dtype != torch.float32:
+            raise refuse(f"{name} is {parameter.dtype}", "make it torch.float32; precision.compute casts it")
+        if parameter.ndim == 0:
+            raise refuse(f"{name} has no dimension", "make its shape (1,), so that it can be sharded")
+
+
+def _parameters(chain: Chain, model: nn.Module) -> Iterator[Parameter]:
+    stated = getattr(model, "parameter_kind", lambda _name: None)
+    for name, parameter in chain.named_parameters():
+        kind = stated(name) or _kind_by_shape(name, parameter.ndim)
+        if kind not in get_args(Kind) or kind in ("router", "balance"):
+            raise CustomModelError(
+                f"{chain.spec.factory}: parameter_kind({name!r}) is {kind!r}; it must be one of matrix, output, filter, "
+                "embedding, norm, bias, or None"
+            )
+        if kind in ("matrix", "output") and parameter.ndim != 2:
+            raise CustomModelError(
+                f"{chain.spec.factory}: {name} has {parameter.ndim} dimensions; parameter_kind must not call it {kind!r}"
+            )
+        yield Parameter(name, tuple(parameter.shape), cast(Kind, kind))
+
+
+def _kind_by_shape(name: str, dimensions: int) -> Kind:
+    if dimensions == 1:
+        return "bias" if name.rpartition(".")[2] == "bias" else "norm"
+    if name.startswith("embedding."):
+        return "embedding"
+    return "matrix" if dimensions == 2 else "filter"
+
+
+def _forward_costs(chain: Chain, tokens: Tensor) -> list[float]:
+    """FLOP of a forward pass of each block on ``tokens``; checks the shapes of what the parts give."""
+    spec = chain.spec
+    wanted = (*tokens.shape, spec.dim)
+    parts = [
+        ("embedding", chain.embedding),
+        *((f"blocks.{name}", block) for name, block in chain.blocks.items()),
+    ]
+    x, costs = tokens, []
+    for name, part in [*parts, ("norm", chain.norm)]:
+        assert part is not None, "a whole model has all parts"
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            y = _on_meta(spec, name, part, x)
+        if not isinstance(y, Tensor) or tuple(y.shape) != wanted:
+            found = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
+            raise CustomModelError(
+                f"{spec.factory}: {name} gives {found} for tokens {tuple(tokens.shape)}; it must give hidden states {wanted}"
+            )
+        x = y
+        costs.append(float(counter.get_total_flops()))
+    before, *blocks, after = costs
+    blocks[0] += before
+    blocks[-1] += after + 2.0 * tokens.numel() * spec.dim * spec.vocab_size
+    return blocks
+
+
+def _on_meta(spec: ModelSpec, name: str, module: nn.Module, x: Tensor) -> Any:
+    try:
+        return module(x)
+    except Exception as error:
+        raise CustomModelError(
+            f"{spec.factory}: {name} cannot be called with one tensor {tuple(x.shape)} on the meta device: {error!r}; new "
+            "tensors must be made on the device of the input, and no value may decide what is computed"
+        ) from error
+
+
+def _require_same_forward(model: nn.Module, spec: ModelSpec, tokens: Tensor) -> None:
+    """If the model has a ``forward`` of its own, calls it and checks that it is the chain."""
+    if type(model).forward is nn.Module.forward:
+        return
+    # In their order: each part with what went into it and what came out.
+    calls: list[tuple[str, object, object]] = []
+    named = cast(CustomModel, model)
+    parts = [
+        ("embedding", named.embedding),
+        *((f"blocks.{n}", block) for n, block in enumerate(named.blocks)),
+    ]
+    parts += [
+        ("norm", named.norm),
+        *([("head", cast(nn.Module, named.head))] if named.head is not None else []),
+    ]
+    for name, part in parts:
+        part.register_forward_hook(
+            lambda _part, args, y, name=name: calls.append((name, args[0] if args else None, y))
+        )
+    with torch.no_grad():
+        result = _on_meta(spec, "forward", model, tokens)
+    came: object = tokens
+    for (name, _), call in zip(parts, [*calls, *[("nothing", None, None)] * len(parts)], strict=False):
+        if call[0] != name or call[1] is not came:
+            raise CustomModelError(
+                f"{spec.factory}: its forward does not hand on what comes before {name} to {name} as it is, but training "
+                "calls embedding, blocks, norm and head one after another; move what lies between into one of them, or "
+                "remove forward"
+            )
+        came = call[2]
+    if len(calls) > len(parts) or (named.head is not None and result is not came):
+        raise CustomModelError(
+            f"{spec.factory}: its forward does more than embedding, blocks, norm and head, and training would leave that "
+            "out; move it into one of them, or remove forward"
+        )

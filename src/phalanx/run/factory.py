@@ -1,0 +1,188 @@
+"""A user's own model by name: where its source lies, what identifies it, and how a rank imports it.
+
+A run names its model as ``"package.module:name"``, a string that every rank can import, whichever launcher started it
+(``multiprocessing`` and ``concurrent.futures`` ask the same of functions). The weights depend on the code behind the name,
+so a digest of its source is part of the run's identity: that of the module's file and, transitively, of the files that it
+imports from the same folder or package. Installed packages are not followed, and neither is what a module imports by a
+computed name.
+
+The source is found and digested without importing it, since importing a model means importing torch, and a mistake in a
+run file should show before that.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib
+import importlib.util
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+_FORM = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+class FactoryError(ValueError):
+    """A model's factory cannot be named, found or imported; the message says why and what to do."""
+
+
+def is_factory_name(name: str) -> bool:
+    """True if ``name`` has the form ``package.module:name``."""
+    return _FORM.fullmatch(name) is not None
+
+
+def factory_name(factory: object) -> str:
+    """The ``package.module:name`` under which every rank can import a class or function; a string is taken as it is.
+
+    Raises ``FactoryError`` for what another process could not import.
+    """
+    if isinstance(factory, str):
+        if not is_factory_name(factory):
+            raise FactoryError(f'{factory!r} is no factory: write "package.module:name"')
+        return factory
+    remedy = "write a class or a function def in a module of its own (in a notebook: %%writefile my_model.py), import it"
+    if not callable(factory) or not hasattr(factory, "__qualname__"):
+        raise FactoryError(
+            f"an object of type {type(factory).__name__} is no factory of a model, since each rank builds its own: {remedy}, "
+            "and give the class or the function itself"
+        )
+    module, name = str(factory.__module__), str(factory.__qualname__)
+    if module == "__main__":
+        raise FactoryError(
+            f"the ranks cannot import {name} from the script or notebook that runs now: {remedy}"
+        )
+    if not is_factory_name(f"{module}:{name}"):
+        raise FactoryError(
+            f"the ranks cannot import {module}:{name}, which has no name at module level: {remedy}"
+        )
+    return f"{module}:{name}"
+
+
+def source_sha256(factory: str) -> str:
+    """SHA-256 (hex) of the source behind a factory. Raises ``FactoryError`` if there is none."""
+    root = search_folder(factory)
+    digest = hashlib.sha256()
+    for path in sorted(_closure(_module_file(factory), root)):
+        digest.update(f"{path.relative_to(root).as_posix()}\n{path.stat().st_size}\n".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def load_factory(factory: str, sha256: str = "") -> Callable[..., Any]:
+    """Imports a factory.
+
+    Args:
+        factory: Its name.
+        sha256: The digest that its source must have; empty for any.
+
+    Raises ``FactoryError`` if it cannot be imported or has another source.
+    """
+    if sha256 and (source := source_sha256(factory)) != sha256:
+        raise FactoryError(
+            f"the source of {factory} is not the one that this run began with ({source[:12]}, not {sha256[:12]}); restore "
+            "it on every machine, or start another run (checkpoint.init_from takes the weights over)"
+        )
+    folder = str(search_folder(factory))
+    if folder not in sys.path:
+        sys.path.append(folder)
+    module, _, name = factory.partition(":")
+    try:
+        found: Any = getattr(importlib.import_module(module), name)
+    except AttributeError:
+        raise FactoryError(f"module {module} has no {name}") from None
+    except ImportError as error:
+        raise FactoryError(f"module {module} cannot be imported: {error}") from error
+    if not callable(found):
+        raise FactoryError(f"{factory} is not callable: name a class, or a function that makes the model")
+    return found  # type: ignore[no-any-return]
+
+
+def rank_environment(factory: str) -> dict[str, str]:
+    """What is added to the environment of processes on this machine so that they find the factory where this one does."""
+    if not factory:
+        return {}
+    before = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join([*([before] if before else []), str(search_folder(factory))])}
+
+
+def search_folder(factory: str) -> Path:
+    """The folder in which the factory's outermost module or package lies: an entry of ``sys.path``, or the working directory.
+
+    Raises ``FactoryError`` if there is none.
+    """
+    top = factory.partition(":")[0].partition(".")[0]
+    # A console script has no working directory on its path, the ranks (started with -m) do.
+    spec = importlib.util.find_spec(top) or PathFinder.find_spec(top, [os.getcwd()])
+    if spec is not None and spec.submodule_search_locations:
+        return (
+            Path(next(iter(spec.submodule_search_locations))).resolve().parent
+        )  # a package, with __init__.py or without
+    if spec is None or not spec.has_location or spec.origin is None:
+        raise FactoryError(
+            f"there is no module {top}: install the package, or start in the folder where {top} lies, on every machine"
+        )
+    return Path(spec.origin).resolve().parent
+
+
+def _module_file(factory: str) -> Path:
+    module = factory.partition(":")[0]
+    file = _file_of(search_folder(factory), module)
+    if file is None:
+        raise FactoryError(f"there is no module {module} with Python source in {search_folder(factory)}")
+    return file
+
+
+def _file_of(root: Path, module: str) -> Path | None:
+    """The source of a module below ``root``; ``None`` if it is elsewhere, or is not written in Python."""
+    path = root.joinpath(*module.split("."))
+    candidates = (path / "__init__.py", path.with_suffix(".py"))
+    return next((file for file in candidates if file.is_file()), None)
+
+
+def _closure(start: Path, root: Path) -> set[Path]:
+    """``start`` and all that it imports, transitively, from below ``root``; of an installed package, from itself."""
+    own = start.relative_to(root).parts[0].removesuffix(".py")
+    found: set[Path] = set()
+    waiting = [start]
+    while waiting:
+        file = waiting.pop()
+        if file in found:
+            continue
+        found.add(file)
+        for module in _imports(file, root):
+            if _is_installed(root) and module.partition(".")[0] != own:
+                continue
+            if (imported := _file_of(root, module)) is not None:
+                waiting.append(imported)
+    return found
+
+
+def _imports(file: Path, root: Path) -> Iterator[str]:
+    """The absolute names of all modules that a file may import, its parent packages among them."""
+    package = file.relative_to(root).parent.parts
+    yield from (".".join(package[:depth]) for depth in range(1, len(package) + 1))
+    try:
+        tree = ast.parse(file.read_bytes())
+    except SyntaxError as error:
+        raise FactoryError(f"{file}: {error}") from error
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            name = ".".join([*base, *([node.module] if node.module else [])])
+            if name:
+                yield name
+            yield from (f"{name}.{alias.name}" for alias in node.names)  # which may be modules
+
+
+@functools.cache
+def _is_installed(root: Path) -> bool:
+    return root in {Path(path).resolve() for path in sysconfig.get_paths().values()}

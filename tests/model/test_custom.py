@@ -1,0 +1,214 @@
+"""A user's own model: called as its parts say, known to the trainer as it is, and refused where it would be trained wrongly."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mixers
+from mixers import GatedConvolution, Mixer
+from phalanx.model.custom import Chain, CustomModelError, blocks_of, custom_facts
+from phalanx.model.transformer import Transformer
+from phalanx.run.spec import ModelSpec
+
+SPEC = ModelSpec(factory="mixers:Mixer", layers=3, dim=16, vocab_size=50)
+
+
+class WithoutForward(Mixer):
+    """States its parts and nothing else."""
+
+    forward = nn.Module.forward
+
+
+class Tied(Mixer):
+    """The embedding is the head."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        self.head = None  # type: ignore[assignment]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.norm(hidden) @ self.embedding.weight.t()
+
+
+class Scaled(Mixer):
+    """Does something between embedding and blocks that training would leave out."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens) * 4
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))  # type: ignore[no-any-return]
+
+
+class Capped(Mixer):
+    """Does something after the head."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens).tanh()
+
+
+class Skipping(Mixer):
+    """Leaves the last block out."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks[:-1]:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))  # type: ignore[no-any-return]
+
+
+def changed(change: Any) -> type[Mixer]:
+    """A ``Mixer`` that has been changed after it was built."""
+
+    class Changed(Mixer):
+        def __init__(self, spec: ModelSpec) -> None:
+            super().__init__(spec)
+            change(self)
+
+    return Changed
+
+
+def tie_blocks(model: Mixer) -> None:
+    model.blocks[1].gate = model.blocks[0].gate
+
+
+def keep_a_table(model: Mixer) -> None:
+    model.blocks[0].table = torch.arange(4)
+
+
+REFUSED = {
+    "no_blocks": (
+        changed(lambda model: delattr(model, "blocks")),
+        "no attribute blocks; give it an nn.ModuleList",
+    ),
+    "no_norm": (changed(lambda model: delattr(model, "norm")), "no attribute norm"),
+    "no_head": (
+        changed(lambda model: delattr(model, "head")),
+        r"head; give it an nn.Linear\(dim, vocab_size",
+    ),
+    "list": (changed(lambda model: setattr(model, "blocks", nn.Identity())), "Identity as attribute blocks"),
+    "fewer": (
+        changed(lambda model: model.blocks.pop(0)),
+        r"it has 2 blocks; model\.layers = 3 must say the same",
+    ),
+    "biased": (changed(lambda model: setattr(model, "head", nn.Linear(16, 50))), "nn.Linear without bias"),
+    "narrow": (
+        changed(lambda model: setattr(model, "head", nn.Linear(16, 49, bias=False))),
+        r"it must be \(vocab_size",
+    ),
+    "more": (changed(lambda model: setattr(model, "extra", nn.Linear(2, 2))), "extra would never be called"),
+    "buffer": (
+        changed(lambda model: model.norm.register_buffer("mean", torch.zeros(1))),
+        "norm.mean is a buffer",
+    ),
+    "plain": (changed(keep_a_table), "blocks.0.table is a plain tensor"),
+    "dropout": (changed(lambda model: model.blocks.__setitem__(1, nn.Dropout(0.1))), "draws random numbers"),
+    "shared": (changed(tie_blocks), "blocks.1.gate.weight is the same parameter as blocks.0.gate.weight"),
+    "frozen": (changed(lambda model: model.norm.requires_grad_(False)), "norm.weight is frozen"),
+    "half": (
+        changed(lambda model: model.norm.to(torch.bfloat16)),
+        "is torch.bfloat16; make it torch.float32",
+    ),
+    "scalar": (
+        changed(lambda m: setattr(m.norm, "scale", nn.Parameter(torch.ones(())))),
+        "norm.scale has no dimension",
+    ),
+    "wide": (changed(lambda m: m.blocks.__setitem__(2, nn.Linear(16, 8))), r"blocks\.2 gives \(1, 8, 8\)"),
+    "tuple": (changed(lambda m: m.blocks.__setitem__(2, nn.LSTM(16, 16))), r"blocks\.2 gives tuple"),
+    "scaled": (Scaled, "does not hand on what comes before blocks.0 to blocks.0"),
+    "capped": (Capped, "does more than embedding, blocks, norm and head"),
+    "skipping": (Skipping, "what comes before blocks.2"),
+    "function": (lambda _spec: GatedConvolution, "object of type type; it must return an nn.Module"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _factories(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All models of this file can be named like those of the module ``mixers``."""
+    for name, (factory, _) in REFUSED.items():
+        monkeypatch.setattr(mixers, name, factory, raising=False)
+    for model in (WithoutForward, Tied):
+        monkeypatch.setattr(mixers, model.__name__, model, raising=False)
+
+
+def named(factory: str) -> ModelSpec:
+    return dataclasses.replace(SPEC, factory=f"mixers:{factory}")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_would_be_trained_wrongly_is_refused_with_the_remedy(name: str) -> None:
+    with pytest.raises(CustomModelError, match=REFUSED[name][1]):
+        custom_facts(named(name), seq_len=8)
+
+
+@pytest.mark.parametrize("factory", ["Mixer", "Tied"])
+def test_the_chain_computes_what_the_model_computes_under_the_same_names(factory: str) -> None:
+    torch.manual_seed(0)
+    model = getattr(mixers, factory)(SPEC)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    chain = Chain(named(factory))
+    chain.load_state_dict(model.state_dict())
+    tokens = torch.randint(50, (2, 9))
+    assert torch.equal(chain(tokens), model(tokens))
+
+
+def test_stages_one_after_another_are_the_whole_chain() -> None:
+    whole = Chain(SPEC)
+    for parameter in whole.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    hidden = torch.randint(50, (2, 9))
+    expected = whole(hidden)
+    for stage, layers in enumerate((range(1), range(1, 3))):
+        part = Chain(SPEC)
+        part.load_state_dict(whole.state_dict())
+        part.keep(layers, first=stage == 0, last=stage == 1)
+        hidden = part(hidden)
+    assert torch.equal(hidden, expected)
+
+
+def test_a_tied_model_cannot_be_cut_into_stages() -> None:
+    with pytest.raises(CustomModelError, match=r"give the model a head, or set parallel\.pipeline = 1"):
+        Chain(named("Tied")).keep(range(1), first=True, last=False)
+
+
+def test_the_facts_are_those_of_the_module() -> None:
+    facts = custom_facts(named("WithoutForward"), seq_len=8)
+    kinds = {parameter.name: parameter.kind for parameter in facts.parameters}
+    assert {name: tuple(p.shape) for name, p in Mixer(SPEC).named_parameters()} == {
+        parameter.name: parameter.shape for parameter in facts.parameters
+    }
+    assert kinds["embedding.weight"] == "embedding"
+    assert kinds["blocks.0.filter"] == "filter"
+    assert (kinds["blocks.0.gate.weight"], kinds["blocks.0.gate.bias"]) == ("matrix", "bias")
+    assert kinds["norm.weight"] == "norm"
+    # Two matrices of 16 x 16 and filters of 4 x 16 for each block, the head of 50 x 16: 6 FLOP per weight.
+    block, head = 6 * (2 * 16 * 16 + 4 * 16), 6 * 50 * 16
+    assert facts.layer_costs == pytest.approx((block, block, block + head))
+    assert facts.flops_per_token == 3 * block + head
+
+
+def test_a_model_may_say_what_its_parameters_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    stated = {"blocks.0.out.weight": "output", "blocks.0.filter": "bias"}
+    monkeypatch.setattr(Mixer, "parameter_kind", lambda _self, name: stated.get(name), raising=False)
+    kinds = {parameter.name: parameter.kind for parameter in custom_facts(SPEC, seq_len=8).parameters}
+    assert (kinds["blocks.0.out.weight"], kinds["blocks.0.filter"]) == ("output", "bias")
+    assert kinds["blocks.1.out.weight"] == "matrix"
+    stated["norm.weight"] = "matrix"
+    with pytest.raises(CustomModelError, match=r"norm\.weight has 1 dimensions"):
+        custom_facts(SPEC, seq_len=8)
+
+
+def test_the_blocks_of_any_model_are_found() -> None:
+    plain = ModelSpec(layers=2, dim=16, heads=2, kv_heads=2, head_dim=8, ffn_dim=32, vocab_size=50)
+    with torch.device("meta"):
+        assert len(blocks_of(Transformer(plain))) == 2
+        assert [type(block) for block in blocks_of(Chain(SPEC))] == [GatedConvolution] * 3

@@ -1,0 +1,135 @@
+"""A user's own model by name: found without importing it, identified by its source, refused where no rank could import it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from phalanx.run.factory import (
+    FactoryError,
+    factory_name,
+    load_factory,
+    rank_environment,
+    search_folder,
+    source_sha256,
+)
+
+
+def defined_here() -> None:
+    """Something that can be imported."""
+
+
+class Holder:
+    """A class, whose methods are no names at module level."""
+
+    def method(self) -> None:
+        """Cannot be named."""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """``own_package.models.small:make``, which imports a module beside it and one from the package above."""
+    folder = tmp_path / "own_package"
+    (folder / "models").mkdir(parents=True)
+    (folder / "__init__.py").write_text("")
+    (folder / "shared.py").write_text("WIDTH = 3\n")
+    (folder / "unused.py").write_text("raise RuntimeError('never imported')\n")
+    (folder / "models" / "layers.py").write_text("from ..shared import WIDTH\n")
+    (folder / "models" / "small.py").write_text(
+        "import os\nfrom .layers import WIDTH\ndef make(spec): return WIDTH\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return folder
+
+
+def test_a_class_and_a_function_are_named_as_ranks_import_them() -> None:
+    assert factory_name(Holder) == f"{__name__}:Holder"
+    assert factory_name(defined_here) == f"{__name__}:defined_here"
+    assert factory_name("pkg.module:Model") == "pkg.module:Model"
+
+
+@pytest.mark.parametrize(
+    ("factory", "why"),
+    [
+        (lambda _spec: None, "no name at module level"),
+        (Holder().method, "no name at module level"),
+        (functools.partial(defined_here), "partial"),
+        (Holder(), "each rank builds its own"),
+        ("module", "package.module:name"),
+        ("module:make()", "package.module:name"),
+    ],
+)
+def test_what_another_process_cannot_import_is_refused_with_the_reason(factory: object, why: str) -> None:
+    with pytest.raises(FactoryError, match=why):
+        factory_name(factory)
+
+
+def test_a_class_of_the_running_script_is_refused() -> None:
+    in_notebook = type("Mine", (), {"__module__": "__main__"})
+    with pytest.raises(FactoryError, match=r"%%writefile my_model.py"):
+        factory_name(in_notebook)
+
+
+def test_the_digest_is_of_all_source_that_the_model_imports_from_its_folder_and_of_no_other(
+    package: Path,
+) -> None:
+    factory = "own_package.models.small:make"
+    before = source_sha256(factory)
+    (package / "unused.py").write_text("")
+    assert source_sha256(factory) == before
+    for file in ("shared.py", "models/layers.py", "models/small.py", "__init__.py"):
+        path = package / file
+        written = path.read_text()
+        path.write_text(written + "# changed\n")
+        assert source_sha256(factory) != before, file
+        path.write_text(written)
+    assert source_sha256(factory) == before
+    assert "own_package" not in sys.modules, "found without importing it"
+
+
+def test_a_factory_whose_source_has_changed_is_not_loaded(package: Path) -> None:
+    factory = "own_package.models.small:make"
+    sha256 = source_sha256(factory)
+    assert load_factory(factory, sha256)(None) == 3
+    (package / "shared.py").write_text("WIDTH = 4\n")
+    with pytest.raises(FactoryError, match="not the one that this run began with"):
+        load_factory(factory, sha256)
+
+
+@pytest.mark.parametrize(
+    ("factory", "why"),
+    [
+        ("no_such_module_anywhere:make", "there is no module no_such_module_anywhere"),
+        ("own_package.models.large:make", r"own_package\.models\.large cannot be imported"),
+        ("own_package.models.small:build", "has no build"),
+        ("own_package.models.small:WIDTH", "not callable"),
+    ],
+)
+@pytest.mark.usefixtures("package")
+def test_a_factory_that_is_not_there_is_explained(factory: str, why: str) -> None:
+    with pytest.raises(FactoryError, match=why):
+        load_factory(factory)
+
+
+@pytest.mark.usefixtures("package")
+def test_source_that_is_not_there_has_no_digest() -> None:
+    with pytest.raises(FactoryError, match=r"no module own_package\.models\.large with Python source"):
+        source_sha256("own_package.models.large:make")
+
+
+def test_a_module_in_the_working_directory_is_found_and_handed_on_to_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "only_here.py").write_text("make = list\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    monkeypatch.setenv("PYTHONPATH", "/first")
+    assert search_folder("only_here:make") == tmp_path.resolve()
+    assert rank_environment("only_here:make") == {
+        "PYTHONPATH": os.pathsep.join(["/first", str(tmp_path.resolve())])
+    }
+    assert rank_environment("") == {}
