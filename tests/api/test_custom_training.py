@@ -15,10 +15,12 @@ from phalanx.data.dataset import RunData
 from phalanx.data.index import read_index
 from phalanx.model.custom import custom_facts
 from phalanx.model.init import fill
+from phalanx.run.directory import RunDirectoryError
 from phalanx.run.problems import RunFileError
 from phalanx.run.spec import ModelSpec, ParallelSpec, RunSpec
+from phalanx.serve.generate import generate, load_model
 from phalanx.train.lifecycle.prepare import resolve
-from phalanx.train.lifecycle.run_directory import RunDirectoryError, open_run
+from phalanx.train.lifecycle.run_directory import open_run
 from phalanx.train.optimizers.optimizer import decays
 from phalanx.train.step.learning_rate import multiplier
 from ranks import Ranks
@@ -107,3 +109,15 @@ def test_a_run_is_not_continued_with_other_source(dataset: Path, tmp_path: Path,
         resolve(other, read_index(dataset), Path("mixer.toml"))
     with pytest.raises(AssertionError, match="not the one that this run began with"):
         ranks.run(1, train_on_this_rank, dataclasses.replace(other, run_dir=str(tmp_path / "third")))
+
+
+def test_a_model_of_ones_own_generates_text_from_its_checkpoint(
+    reference: dict[str, Any],
+) -> None:
+    model, _ = load_model(Path(reference["run_dir"]))
+    ids = list(generate(model, [5, 6], tokens=3, temperature=0))
+    text = [5, 6]
+    for token in ids:
+        assert int(model(torch.tensor([text]))[0, -1].argmax()) == token
+        text.append(token)
+    assert len(ids) == 3

@@ -110,6 +110,7 @@ _MODEL = {
         "model",
         {
             "preset": _irrelevant("the fields that it stands for are filled in when the file is read"),
+            **_all("factory factory_sha256", _irrelevant("a plan of a user's own model is refused")),
             **_all("layers dim heads kv_heads head_dim ffn_dim ffn vocab_size tie_embeddings", _SHAPE),
             **_all("qk_norm attention_bias ffn_bias mtp_depth", _SHAPE),
             **_all("norm_eps rope_theta mtp_loss init_std", _COEFFICIENT),

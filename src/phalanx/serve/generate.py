@@ -1,7 +1,7 @@
 """Text from a checkpoint: restore the weights alone, fill the cache with the prompt, then decode token by token.
 
 Decoding keeps each layer's keys and values (`phalanx.model.layers.cache`), so a token costs one pass over the weights instead
-of one over the whole text. Sampling is temperature, then the `top_k` likeliest tokens, then the smallest set of them
+of one over the whole text. A user's own model, whose blocks keep nothing, passes over the whole text for each token. Sampling is temperature, then the `top_k` likeliest tokens, then the smallest set of them
 that holds `top_p` of the probability (nucleus sampling, Holtzman et al., arXiv 1904.09751). Random numbers come from
 one CPU generator, so that a seed gives the same text wherever the logits are the same.
 """
@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.checkpoint.format.boxes import whole
 from phalanx.checkpoint.format.errors import CorruptError, MissingFileError, NoSuchStepError, StorageError
@@ -23,6 +23,7 @@ from phalanx.checkpoint.tiers.digest import WEIGHTS
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.restore import candidates, restore
 from phalanx.data.tokenizer import Tokenizer, load_tokenizer
+from phalanx.model.custom import Chain
 from phalanx.model.facts.shape import resolve
 from phalanx.model.layers.cache import empty_cache
 from phalanx.model.layers.router import routers
@@ -39,7 +40,7 @@ def load_model(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-) -> tuple[Transformer, ModelSpec]:
+) -> tuple[Transformer | Chain, ModelSpec]:
     """The model of a run with the weights of `step`, or of the newest step that can be read.
 
     Reads `run.toml` and `checkpoints/`; of a checkpoint, nothing but the weights (fp32 there, `dtype` here). Without
@@ -59,7 +60,7 @@ def load_model(
         )
     tier = DiskTier(directory.checkpoints)
     with torch.device("meta"):
-        model = Transformer(spec)
+        model = Chain(spec) if spec.factory else Transformer(spec)
     model = model.to(dtype).to_empty(device=device).requires_grad_(False).eval()
     for _, router in routers(model):
         # fp32 like all of the choice of experts, whatever the rest computes in.
@@ -71,7 +72,7 @@ def load_model(
     return model, spec
 
 
-def _restore_newest(tier: DiskTier, model: Transformer) -> None:
+def _restore_newest(tier: DiskTier, model: nn.Module) -> None:
     steps = candidates(tier)
     if not steps:
         raise RunDirectoryError(f"{tier.root}: no checkpoint is committed; let the run save one first")
@@ -83,7 +84,7 @@ def _restore_newest(tier: DiskTier, model: Transformer) -> None:
     raise RunDirectoryError(f"{tier.root}: none of the steps {steps} can be read; see the warnings above")
 
 
-def _restore_weights(tier: DiskTier, step: int, model: Transformer) -> None:
+def _restore_weights(tier: DiskTier, step: int, model: nn.Module) -> None:
     # The boxes say what is held, fp32; copying into the model's own tensors converts and moves to its device.
     shards = [
         Shard(whole(WEIGHTS + name, "float32", tuple(tensor.shape)), tensor)
@@ -105,7 +106,7 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def generate(
-    model: Transformer,
+    model: Transformer | Chain,
     prompt_ids: Sequence[int],
     *,
     tokens: int,
@@ -158,7 +159,7 @@ def _require_sampling(temperature: float, top_k: int, top_p: float) -> None:
 
 
 def _decode(
-    model: Transformer,
+    model: Transformer | Chain,
     prompt_ids: list[int],
     length: int,
     sampling: tuple[float, int, float],
@@ -166,18 +167,24 @@ def _decode(
     stop: frozenset[int],
 ) -> Iterator[int]:
     weight = next(model.parameters())
-    cache = empty_cache(model.spec, 1, length, weight.device, weight.dtype)
-    new = prompt_ids
+    cache = None
+    if isinstance(model, Transformer):
+        cache = empty_cache(model.spec, 1, length, weight.device, weight.dtype)
+    text, unseen = prompt_ids, prompt_ids
     for _ in range(length - len(prompt_ids)):
         # Not around the loop: a generator would leave the mode switched on for whoever consumes it.
         with torch.no_grad():
-            ids = torch.tensor([new], device=weight.device)
-            scores = model(ids, readout=_last_logits, cache=cache)[0, 0]
+            if cache is None:
+                ids = torch.tensor([text], device=weight.device)
+                scores = model(ids, readout=_last_logits)[0, 0]
+            else:
+                ids = torch.tensor([unseen], device=weight.device)
+                scores = model(ids, readout=_last_logits, cache=cache)[0, 0]
         token = choose(scores, *sampling, generator)
         if token in stop:
             return
         yield token
-        new = [token]
+        text, unseen = [*text, token], [token]
 
 
 def _last_logits(hidden: Tensor, weight: Tensor) -> Tensor:

@@ -71,8 +71,8 @@ def command(
         raise click.UsageError(f"--rank must be from 0 to {(ranks or 0) - 1}")
     with explained():
         spec = read_run(run_file, PRESETS, overrides)
+        facts = _facts(spec)
         laid_out = resolved(spec, ranks, run_file) if ranks else None
-    facts = _facts(spec)
     if laid_out and ranks:
         facts["layout"] = layout_facts(laid_out, ranks)
     if not as_json:

@@ -75,8 +75,8 @@ def parameters(spec: ModelSpec) -> Iterator[Parameter]:
     """
     if spec.factory:
         raise FactoryError(
-            f"{spec.factory} is a model of your own: what its parameters and its work are is known to training, which builds it, "
-            "but not without building it; leave model.factory out to ask of the transformer that [model] describes"
+            f"{spec.factory} is a model of your own: its parameters and operations are known only to training, which builds "
+            "it; plans, `phalanx show` and exports to other software are for the transformer that [model] describes"
         )
     yield Parameter("embedding.weight", (spec.vocab_size, spec.dim), "embedding")
     for layer in range(spec.layers):
