@@ -19,9 +19,9 @@ import tomli_w
 
 from fleet.fleet_processes import FLEET, PATIENCE_S, STAND_IN, Fleet, make_run, running_fleet
 from fleet.stand_in_worker import state_after
-from phalanx.fleet.control.coordinator import replayed
 from phalanx.fleet.control.fleet_file import read_fleet_file
-from phalanx.fleet.control.journal import Journal, JournalError
+from phalanx.fleet.control.journal import Journal
+from phalanx.fleet.core.replay import JournalError, replay
 from phalanx.fleet.node.local_fleet import LocalFleet, run_fleet
 from phalanx.launch.local import Ending
 from phalanx.observe.event_log import read_events
@@ -35,6 +35,7 @@ STEPS = 60
 LAUNCHER = """
 import os, sys, json
 from pathlib import Path
+from phalanx.fleet.core.replay import JournalError, replay
 from phalanx.fleet.node.local_fleet import LocalFleet, run_fleet
 from phalanx.run.directory import RunDirectory, read_resolved
 from phalanx.train.lifecycle.run_directory import OpenRun
@@ -165,7 +166,7 @@ def test_the_journal_alone_leads_to_the_state_that_the_coordinator_had(tmp_path:
     (path,) = (tmp_path / "fleet").glob("journal-*")
     journal = Journal(path)
     journal.close()
-    state, restarts = replayed(journal.lines)
+    state, restarts = replay(journal.lines)
     last = read_fleet_file(tmp_path)
     assert (state.phase, state.epoch, state.recoveries, state.stale) == (
         last.phase,
@@ -183,15 +184,15 @@ def test_the_journal_alone_leads_to_the_state_that_the_coordinator_had(tmp_path:
 
 def test_a_journal_that_is_none_is_refused_with_the_remedy() -> None:
     with pytest.raises(JournalError, match="start again"):
-        replayed([b'{"type":"Happened","now_s":1.0,"events":[]}'])
+        replay([b'{"type":"Happened","now_s":1.0,"events":[]}'])
     with pytest.raises(JournalError, match="start again"):
-        replayed([b"{}"])
+        replay([b"{}"])
 
 
 @pytest.mark.parametrize("version", [b"", b'"version":1,', b'"version":3,'], ids=["none", "older", "newer"])
 def test_a_journal_of_another_version_is_refused_with_the_remedy(version: bytes) -> None:
     with pytest.raises(JournalError, match=r"version.*start again"):
-        replayed([b'{"type":"Began",' + version + b'"state":{}}'])
+        replay([b'{"type":"Began",' + version + b'"state":{}}'])
 
 
 # --- operators --------------------------------------------------------------------------------------

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from fleet.small_fleets import Fleet, running, settings
 from phalanx.fleet.core import messages as m
-from phalanx.fleet.core.decide import initial_state, replay, step
+from phalanx.fleet.core.decide import initial_state, step
 from phalanx.fleet.core.invariants import check, mark
 from phalanx.fleet.core.orders import deliveries
+from phalanx.fleet.core.replay import batch_line, first_line, replay
 from phalanx.fleet.core.state import decode_state, encode_state
 
 NAMES = st.sampled_from(["0", "1", "2", "3"])
@@ -114,10 +115,10 @@ def test_the_journal_replays_to_the_same_state_even_across_an_encoding(
     fleet = running(wanted=3, spares=1)
     for wait_s, event in history:
         fleet.hear(event, after_s=wait_s)
-    journal = [(now_s, m.decode_event(m.encode(event))) for now_s, event in fleet.journal]
-    half = len(journal) // 2
-    state = replay(initial_state(fleet.state.settings, 0.0), journal[:half])
-    state = replay(decode_state(encode_state(state)), journal[half:])
+    lines = [batch_line(now_s, (event,)) for now_s, event in fleet.journal]
+    half = len(lines) // 2
+    state, _ = replay([first_line(initial_state(fleet.state.settings, 0.0)), *lines[:half]])
+    state, _ = replay([first_line(state), *lines[half:]])
     assert encode_state(state) == encode_state(fleet.state)
 
 

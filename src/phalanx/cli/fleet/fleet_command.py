@@ -103,9 +103,9 @@ def serve(run_dir: Path, host: str, port: int, certificates: Path | None, as_jso
     """
     from phalanx.fleet.control.coordinator import CoordinatorArgs, run_coordinator
     from phalanx.fleet.control.fleet_file import read_fleet_file
-    from phalanx.fleet.control.journal import JournalError
     from phalanx.fleet.control.security import SecurityError
     from phalanx.fleet.control.transport import TransportError
+    from phalanx.fleet.core.replay import JournalError
     from phalanx.run.directory import RunDirectory, RunDirectoryError
 
     with explained(JournalError, RunDirectoryError, SecurityError, TransportError, ValueError):

@@ -15,24 +15,26 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-
-import msgspec
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.fleet.control.fleet_file import fleet_file, path_in, read_fleet_file, write_fleet_file
 from phalanx.fleet.control.hang_inquiry import Inquiry
-from phalanx.fleet.control.journal import Journal, JournalError
+from phalanx.fleet.control.journal import Journal
 from phalanx.fleet.control.security import SecurityError, read_certificates, run_token
 from phalanx.fleet.control.transport import AgentLink, Credentials, FleetServer, TransportError
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state, step
+from phalanx.fleet.core.invariants import BrokenInvariant, Mark, check, mark
 from phalanx.fleet.core.orders import Order, deliveries
-from phalanx.fleet.core.state import FleetPhase, FleetState, decode_state, encode_state, settings_of
+from phalanx.fleet.core.replay import RESTARTED, JournalError, batch_line, first_line, replay
+from phalanx.fleet.core.resync import resync
+from phalanx.fleet.core.state import FleetPhase, FleetState, settings_of
 from phalanx.observe.event_log import EventLog, EventLogError
 from phalanx.observe.events import Message
 from phalanx.run.directory import RunDirectory, RunDirectoryError, read_resolved
@@ -47,28 +49,7 @@ _FILE_SHARE = 0.02
 """Of one core's time, at most this goes into writing fleet.json."""
 _RETRY_S = 1.0
 _FAREWELL_S = 1.0
-JOURNAL_VERSION = 2
-"""Version of the journal's lines: raised whenever a state, an event or a rule of the core changes its meaning."""
-
-
-class Began(msgspec.Struct, frozen=True, tag=True):
-    """The first line of a journal: the state that the rest builds on."""
-
-    version: int
-    state: msgspec.Raw
-    restarts: int = 0
-
-
-class Happened(msgspec.Struct, frozen=True, tag=True):
-    """A later line: events, in the order in which the core saw them, all at one time."""
-
-    now_s: float
-    events: tuple[m.CoreEvent, ...]
-
-
-_RESTARTED = (m.Restarted(),)
-"""The only event of a line: a coordinator began."""
-_lines: msgspec.json.Decoder[Began | Happened] = msgspec.json.Decoder(Began | Happened)
+_REASON_MAX = 1000
 
 
 @dataclass(frozen=True)
@@ -91,7 +72,7 @@ class Coordinator:
         self._credentials, self._address = credentials, ""
         self._inbox: list[m.CoreEvent] = []
         self._beats: dict[str, m.Heartbeat] = {}
-        self._wake, self._stop_asked = asyncio.Event(), False
+        self._wake = asyncio.Event()
         self._checkpoints: tuple[int, ...] = ()
         self._disk_due_s, self._turned_s = 0.0, math.inf
         self._events: EventLog | None = None
@@ -112,13 +93,15 @@ class Coordinator:
         """The state in which the last coordinator of this attempt was killed, or that of a fleet without nodes."""
         if not self._journal.lines:
             state = initial_state(settings_of(self._spec), time.time())
-            self._journal.append(_began(state, 0))
+            self._journal.append(first_line(state))
             self._journal.sync()
             return state, 0
-        state, restarts = replayed(self._journal.lines)
+        state, restarts = replay(self._journal.lines)
         self._journal.lines = []
-        state, _ = step(state, *_RESTARTED, now_s := max(state.now_s, time.time()))
-        self._journal.append(msgspec.json.encode(Happened(now_s, _RESTARTED)))
+        now_s = max(state.now_s, time.time())
+        for event in RESTARTED:
+            state, _ = step(state, event, now_s)
+        self._journal.append(batch_line(now_s, RESTARTED))
         return state, restarts + 1
 
     def _now_s(self) -> float:
@@ -207,18 +190,35 @@ class Coordinator:
             self._inbox.append(self._inquiry.finding())
             self._inquiry = None
         batch = self._batch(now_s)
-        self._journal.append(msgspec.json.encode(Happened(now_s, batch)))
+        self._journal.append(batch_line(now_s, batch))
         # No await between this and the core: what is in the journal is what the core has seen.
         self._inbox, self._beats = [], {}
-        sending: list[tuple[str, m.Command]] = []
-        for event in batch:
-            sending += self._decide(event, now_s)
+        before = mark(self._state)
+        try:
+            sending = [command for event in batch for command in self._decide(event, now_s)]
+            check(self._state, before)
+        except (BrokenInvariant, LookupError, TypeError, ValueError) as error:
+            # A core that contradicts itself may also stumble over that. What follows from such a state is not sent.
+            sending = await self._resync(before, error)
         if sending or self._journal.unsynced_bytes > _UNSYNCED_BYTES:
             await self._synced()
         self._set_aside()
         for node, command in sending:
             self._server.send(node, command)
         self._tell(now_s)
+
+    async def _resync(self, before: Mark, error: Exception) -> list[tuple[str, m.Command]]:
+        """Goes on from a state rebuilt after a broken invariant; the journal that led to it is kept beside the new one."""
+        kept = self._journal.path.with_name(f"contradiction-{time.time_ns()}.jsonl")
+        self.log("".join(traceback.format_exception(error)))
+        self.log(f"this is a bug in the coordinator, please report it with {kept}; every node is asked anew")
+        self._state, orders = resync(self._state, before, f"{error or type(error).__name__}"[:_REASON_MAX])
+        self._inquiry = None
+        # From here on the journal must not lead through the state that was broken.
+        await self._until_written(
+            lambda: self._journal.begin_anew(first_line(self._state, self._restarts), keep_as=kept)
+        )
+        return list(deliveries(self._state, orders))
 
     def _set_aside(self) -> None:
         """Checkpoints that are not to be trusted, before anybody is told to restore; their steps will be saved anew."""
@@ -252,17 +252,21 @@ class Coordinator:
         return list(deliveries(self._state, orders))
 
     async def _synced(self) -> None:
-        """Waits until the disk has all that was decided on; the server goes on listening."""
+        """Waits until the disk has all that was decided on."""
+        await self._until_written(self._journal.sync)
+        if self._journal.size_bytes > _RENEW_BYTES:
+            self._journal.begin_anew(first_line(self._state, self._restarts))
+
+    async def _until_written(self, write: Callable[[], None]) -> None:
+        """Calls ``write`` in a thread until it succeeds; meanwhile nothing is sent, and the server goes on listening."""
         while True:
             try:
-                await asyncio.get_running_loop().run_in_executor(None, self._journal.sync)
+                await asyncio.get_running_loop().run_in_executor(None, write)
             except JournalError as error:
-                self.log(f"{error}; says nothing until it can")
+                self.log(f"{error}; sends nothing until it can")
                 await asyncio.sleep(_RETRY_S)
             else:
-                break
-        if self._journal.size_bytes > _RENEW_BYTES:
-            self._journal.begin_anew(_began(self._state, self._restarts))
+                return
 
     # --- what it shows ---------------------------------------------------------------------------
 
@@ -316,40 +320,6 @@ def _journal_path(args: CoordinatorArgs) -> Path:
     folder = args.run_dir / "fleet"
     folder.mkdir(exist_ok=True)
     return folder / f"journal-{args.attempt:03d}.jsonl"
-
-
-def _began(state: FleetState, restarts: int) -> bytes:
-    return msgspec.json.encode(Began(JOURNAL_VERSION, msgspec.Raw(encode_state(state)), restarts))
-
-
-def replayed(lines: Sequence[bytes]) -> tuple[FleetState, int]:
-    """What a journal's lines lead to: the state, and how often the coordinator had been restarted.
-
-    Raises ``JournalError`` if they are no journal of this version.
-    """
-    try:
-        began = _lines.decode(lines[0])
-        if not isinstance(began, Began):
-            raise JournalError("the journal does not begin with a state; move it away and start again")
-        if began.version != JOURNAL_VERSION:
-            raise JournalError(
-                f"the journal has version {began.version}, and this Phalanx reads version {JOURNAL_VERSION}; move it "
-                "away and start again: the run goes on from its newest checkpoint"
-            )
-        state, restarts = decode_state(bytes(began.state)), began.restarts
-        for line in lines[1:]:
-            happened = _lines.decode(line)
-            if isinstance(happened, Began):
-                raise JournalError("the journal begins twice; move it away and start again")
-            restarts += happened.events == _RESTARTED
-            for event in happened.events:
-                state, _ = step(state, event, happened.now_s)
-    except msgspec.MsgspecError as error:
-        raise JournalError(
-            f"the journal was written by another version ({error}); move it away and start again: the run goes on from "
-            "its newest checkpoint"
-        ) from error
-    return state, restarts
 
 
 def credentials_of(run_dir: Path, spec: RunSpec, certificates: Path | None) -> Credentials:

@@ -11,17 +11,16 @@ with the state.
 from __future__ import annotations
 
 import os
+import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import xxhash
 
+from phalanx.fleet.core.replay import JournalError
 from phalanx.run.durable import sync, write_atomically
 
 _DIGITS = 16
-
-
-class JournalError(RuntimeError):
-    """The journal cannot be read or written; the message says what to do."""
 
 
 class Journal:
@@ -89,15 +88,26 @@ class Journal:
         if written != len(data):
             raise OSError(0, f"only {written} of {len(data)} bytes were written; the disk is full")
 
-    def begin_anew(self, content: bytes) -> None:
-        """Replaces the journal by one whose only line is ``content``, atomically. Raises ``JournalError``."""
+    def begin_anew(self, content: bytes, keep_as: Path | None = None) -> None:
+        """Replaces the journal by one whose only line is ``content``, atomically.
+
+        Args:
+            content: The line.
+            keep_as: Where a copy of the old journal is kept as evidence, if the disk takes it.
+
+        Raises:
+            JournalError: The disk does not take it; the same call may be made again.
+        """
         line = _line(content)
+        if keep_as is not None:
+            with suppress(OSError):  # evidence: not worth stopping for
+                shutil.copyfile(self.path, keep_as)
         try:
             write_atomically(self.path, line, mode=0o600)
             # The open file has no name any more: what was appended there would be lost.
+            reopened = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
             os.close(self._fd)
-            self._fd = -1
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+            self._fd = reopened
         except OSError as error:
             raise JournalError(f"cannot renew the journal {self.path}: {error.strerror}") from error
         self.size_bytes = len(line)

@@ -10,7 +10,7 @@ The live coordinator and the simulator drive this same function; the journal of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.epochs import (
@@ -62,13 +62,6 @@ def step(state: FleetState, event: m.CoreEvent, now_s: float) -> tuple[FleetStat
     _answer(state, event, orders)
     advance(state, orders)
     return state, orders
-
-
-def replay(state: FleetState, journal: Iterable[tuple[float, m.CoreEvent]]) -> FleetState:
-    """The state after all events of a journal; their orders were given long ago."""
-    for now_s, event in journal:
-        state, _ = step(state, event, now_s)
-    return state
 
 
 def _answer(state: FleetState, event: m.CoreEvent, orders: list[Order]) -> None:

@@ -10,6 +10,7 @@ from phalanx.fleet.core.decide import CoreStep
 from phalanx.fleet.core.epochs import next_deadline_s
 from phalanx.fleet.core.invariants import BrokenInvariant, check, mark
 from phalanx.fleet.core.orders import deliveries
+from phalanx.fleet.core.replay import batch_line, first_line, replay
 from phalanx.fleet.core.state import CoreSettings, FleetState, encode_state
 from phalanx.simulate.clock import SimulatedClock
 from phalanx.simulate.hostile.training import Disk
@@ -38,10 +39,10 @@ class SimulatedCoordinator:
             on_epoch: Called with the state that begins an epoch, before anybody is told.
             step: The core's ``step``, or a broken one that the world is to find out.
         """
-        self.settings, self.clock, self.disk = settings, clock, disk
+        self.clock, self.disk = clock, disk
         self.send, self.on_epoch, self.step = send, on_epoch, step
         self.state = core.initial_state(settings, 0.0)
-        self.journal: list[tuple[float, m.CoreEvent]] = []
+        self.journal = [first_line(self.state)]
         self.up = False
         self.life = 0
         self.seen: tuple[int, ...] = ()
@@ -52,16 +53,18 @@ class SimulatedCoordinator:
         if self.up:
             return
         self.up = True
-        if self.journal:
+        if self.events:
             before = encode_state(self.state)
-            state = core.initial_state(self.settings, 0.0)
-            for now_s, event in self.journal:
-                state, _ = self.step(state, m.decode_event(m.encode(event)), now_s)
-            if encode_state(state) != before:
+            self.state, _ = replay(self.journal, self.step)
+            if encode_state(self.state) != before:
                 raise BrokenInvariant("the journal does not replay to the same state")
-            self.state = state
             self.hear(m.Restarted())
         self._tick(self.life)
+
+    @property
+    def events(self) -> int:
+        """How many events the core has seen."""
+        return len(self.journal) - 1
 
     def crash(self) -> None:
         """Dies at once; the journal survives."""
@@ -79,7 +82,7 @@ class SimulatedCoordinator:
 
     def _decide(self, event: m.CoreEvent) -> None:
         before, now_s = mark(self.state), self.clock.now_s
-        self.journal.append((now_s, event))
+        self.journal.append(batch_line(now_s, (event,)))
         self.state, orders = self.step(self.state, event, now_s)
         check(self.state, before)
         self.disk.delete(self.state.condemned)

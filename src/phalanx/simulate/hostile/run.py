@@ -46,7 +46,7 @@ def run_seed(seed: int, step: core.CoreStep = core.step) -> WorldOutcome:
     try:
         return _run(world)
     except Exception as error:
-        where = f"at {world.clock.now_s:.3f} s, after {len(world.coordinator.journal)} events"
+        where = f"at {world.clock.now_s:.3f} s, after {world.coordinator.events} events"
         raise BrokenInvariant(
             f"{error or type(error).__name__}, {where}. To see it again: phalanx simulate fleet --small --seeds {seed}:{seed + 1}"
         ) from error
@@ -71,7 +71,7 @@ def _run(world: World) -> WorldOutcome:
         world.furthest,
         world.lost_steps,
         world.worst_lost_steps,
-        len(world.coordinator.journal),
+        world.coordinator.events,
     )
 
 

@@ -1,0 +1,120 @@
+"""A live coordinator whose state contradicts itself says so, sends nothing of it, and goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from fleet.fleet_processes import FLEET, PATIENCE_S, make_run
+from phalanx.fleet.control.coordinator import Coordinator, CoordinatorArgs, credentials_of
+from phalanx.fleet.control.coordinator_link import CoordinatorLink
+from phalanx.fleet.control.fleet_file import read_fleet_file
+from phalanx.fleet.control.journal import Journal
+from phalanx.fleet.control.transport import Credentials
+from phalanx.fleet.core import messages as m
+from phalanx.fleet.core.invariants import check
+from phalanx.fleet.core.replay import replay
+from phalanx.fleet.core.state import FleetPhase, FleetState
+from phalanx.observe.event_log import read_events
+
+
+class StandInAgent:
+    """An agent without workers: they are warm at once, and bound and parked when told to be."""
+
+    def __init__(self, name: str, run_dir: Path, credentials: Credentials) -> None:
+        self.name, self.epoch = name, m.NO_EPOCH
+        self.commands: list[m.Command] = []
+        self.link = CoordinatorLink(
+            lambda: read_fleet_file(run_dir).coordinator,
+            credentials,
+            lambda: [self.joined()],
+            self.on_command,
+            print,
+        )
+
+    def joined(self) -> m.Joined:
+        bound = self.epoch != m.NO_EPOCH
+        points = (f"{self.name}:1",)
+        return m.Joined(
+            self.name, 1, 1, "127.0.0.1", 4000, epoch=self.epoch, bound=bound, meeting_points=points
+        )
+
+    def on_command(self, command: m.Command) -> None:
+        self.commands.append(command)
+        match command:
+            case m.Bind(epoch=epoch):
+                self.epoch = epoch
+                self.link.say(m.Bound(self.name, 1, epoch))
+            case m.Park(epoch=epoch):
+                self.epoch = m.NO_EPOCH
+                self.link.say(m.Parked(self.name, 1, epoch, (f"{self.name}:1",), ()))
+            case m.TellAll():
+                self.link.say(self.joined())
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def fleet_of_two(run_dir: Path, damage: Callable[[FleetState], None]) -> list[StandInAgent]:
+    """A coordinator whose state is damaged in its first epoch, until its second one trains and the run is stopped."""
+    spec = make_run(run_dir, replace(FLEET, nodes=2))
+    (run_dir / "fleet.token").write_text(secrets.token_hex(16))
+    (run_dir / "fleet.token").chmod(0o600)
+    credentials = credentials_of(run_dir, spec, None)
+    coordinator = Coordinator(CoordinatorArgs(run_dir, 0, "127.0.0.1", 0), spec, credentials)
+    coordinating = asyncio.create_task(coordinator.run())
+    await until(lambda: (run_dir / "fleet.json").exists())
+    agents = [StandInAgent(name, run_dir, credentials) for name in ("node-0", "node-1")]
+    attached = [asyncio.create_task(agent.link.run()) for agent in agents]
+    await until(lambda: coordinator._state.phase is FleetPhase.RUNNING)
+    damage(coordinator._state)
+    for agent in agents:
+        agent.commands.clear()
+    await until(lambda: coordinator._state.phase is FleetPhase.RUNNING and coordinator._state.epoch == 1)
+    await coordinator.on_operation(m.StopRun())
+    await coordinator.on_operation(m.StopRun())
+    assert await asyncio.wait_for(coordinating, PATIENCE_S) == 0
+    for task in attached:
+        task.cancel()
+    await asyncio.gather(*attached, return_exceptions=True)
+    return agents
+
+
+def seats_exchanged(state: FleetState) -> None:
+    state.seats.reverse()
+
+
+def a_seat_of_a_node_that_is_not_there(state: FleetState) -> None:
+    """Makes the core itself stumble (KeyError), in whatever it does next."""
+    state.seats[0] = "nobody"
+    state.vacant.add(0)
+
+
+def check_what_is_left(run_dir: Path, agents: list[StandInAgent]) -> None:
+    for agent in agents:
+        kinds = [type(command) for command in agent.commands]
+        assert kinds[:3] == [m.TellAll, m.Park, m.Bind], "nothing is sent that follows from the damaged state"
+    texts = [str(event.body) for event in read_events(run_dir / "events.jsonl")]
+    assert any("contradicted itself" in text for text in texts)
+    (evidence,) = (run_dir / "fleet").glob("contradiction-*")
+    assert evidence.stat().st_size > 0
+    (path,) = (run_dir / "fleet").glob("journal-*")
+    journal = Journal(path)
+    journal.close()
+    state, _ = replay(journal.lines)
+    check(state)
+    assert (state.phase, state.epoch) == (FleetPhase.FINISHED, 1)
+
+
+def test_a_contradictory_state_is_reported_and_the_fleet_forms_anew(tmp_path: Path) -> None:
+    check_what_is_left(tmp_path, asyncio.run(fleet_of_two(tmp_path, seats_exchanged)))
+
+
+def test_a_core_that_stumbles_over_its_state_is_treated_alike(tmp_path: Path) -> None:
+    check_what_is_left(tmp_path, asyncio.run(fleet_of_two(tmp_path, a_seat_of_a_node_that_is_not_there)))
