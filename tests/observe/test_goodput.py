@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from observe.recorded import crashed_run, step
-from phalanx.observe.events import Body, CheckpointSaved, Event, Finished, Restored, RunStarted
+from phalanx.observe.events import Body, CheckpointSaved, EpochLeft, Event, Finished, Restored, RunStarted
 from phalanx.observe.goodput import format_goodput, goodput
 from phalanx.observe.ledger import NS_PER_S
 
@@ -60,6 +60,12 @@ def test_a_rollback_within_an_attempt_discards_too() -> None:
     ]
     result = goodput(Event(float(t), 0, body) for t, body in enumerate(bodies))
     assert (result.committed_ns, result.rollback_ns, result.pending_ns) == (s(2), s(1), s(1))
+
+
+def test_what_a_coordinator_writes_after_the_ranks_have_gone_lengthens_no_attempt() -> None:
+    lived = [Event(float(t), 0, step(t, 9)) for t in range(1, 4)]
+    left = Event(60.0, 0, EpochLeft(0, "node node-1 fell silent"))
+    assert goodput([*lived, left]) == goodput(lived)
 
 
 def test_an_event_for_several_steps_is_divided_among_them() -> None:

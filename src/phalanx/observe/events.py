@@ -148,6 +148,19 @@ class Message:
 
 
 @dataclass(frozen=True)
+class EpochLeft:
+    """A fleet ends epoch ``epoch``, one of the run's attempts; another one follows, or the fleet waits for nodes."""
+
+    epoch: int
+    reason: str
+
+    @property
+    def text(self) -> str:
+        """The event as a line for people."""
+        return f"leave epoch {self.epoch}: {self.reason}"
+
+
+@dataclass(frozen=True)
 class Stopped:
     """The attempt ended before the last step, on request or by an error it could still report."""
 
@@ -193,10 +206,13 @@ Known = (
     | NonFinite
     | RanksChanged
     | Message
+    | EpochLeft
     | Stopped
     | Finished
 )
 Body = Known | Unknown | Torn
+FROM_OUTSIDE = (Message, EpochLeft)
+"""Kinds that a process beside the ranks, such as a fleet's coordinator, writes under its own attempt and after they have gone."""
 
 KINDS: Mapping[str, type[Known]] = {kind.__name__: kind for kind in get_args(Known)}
 ENVELOPE = ("t", "attempt", "kind")

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from phalanx.observe.events import (
+    FROM_OUTSIDE,
     CheckpointSaved,
     Event,
     Finished,
-    Message,
     NonFinite,
     Restored,
     Step,
@@ -119,8 +119,8 @@ def _disjoint(accounts: list[_Account]) -> list[_Account]:
 
 
 def _lived(events: list[Event]) -> list[Event]:
-    """The events that ranks wrote. Messages may come from whoever watches them, also after they have gone."""
-    return [event for event in events if not isinstance(event.body, Message)]
+    """The events that the ranks of an attempt wrote themselves."""
+    return [event for event in events if not isinstance(event.body, FROM_OUTSIDE)]
 
 
 def _account(events: list[Event]) -> _Account:

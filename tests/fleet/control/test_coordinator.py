@@ -25,7 +25,7 @@ from phalanx.fleet.core.replay import JournalError, replay
 from phalanx.fleet.node.local_fleet import LocalFleet, run_fleet
 from phalanx.launch.local import Ending
 from phalanx.observe.event_log import read_events
-from phalanx.observe.events import Message
+from phalanx.observe.events import EpochLeft, Message
 from phalanx.run.directory import RunDirectory
 from phalanx.run.read import to_table
 from phalanx.train.lifecycle.run_directory import OpenRun
@@ -176,10 +176,12 @@ def test_the_journal_alone_leads_to_the_state_that_the_coordinator_had(tmp_path:
     )
     assert state.result_json == last.result_json
     assert restarts == 0
-    told = [
-        event.body.text for event in read_events(tmp_path / "events.jsonl") if isinstance(event.body, Message)
-    ]
+    bodies = [event.body for event in read_events(tmp_path / "events.jsonl")]
+    told = [body.text for body in bodies if isinstance(body, Message)]
     assert any(victim in text for text in told)  # the run's history knows what happened
+    (left,) = (body for body in bodies if isinstance(body, EpochLeft))
+    assert (left.epoch, victim in left.reason) == (0, True)
+    assert left.text in [one.what for one in last.happenings]
 
 
 def test_a_journal_that_is_none_is_refused_with_the_remedy() -> None:

@@ -16,6 +16,7 @@ from phalanx.observe.display.state import CURVE_POINTS, Curve, State, reduce
 from phalanx.observe.display.terminal import plain_lines, render, show_events, sparkline
 from phalanx.observe.events import (
     CheckpointFailed,
+    EpochLeft,
     Event,
     Finished,
     Message,
@@ -66,10 +67,10 @@ def test_an_attempt_that_ended_without_a_word_is_noted() -> None:
 def test_the_end_of_an_epoch_that_its_fleet_has_explained_is_not_noted_again() -> None:
     events = crashed_run()
     second = next(i for i, event in enumerate(events) if event.attempt == 1)
-    why = replace(events[second - 1], body=Message("warning", "leave epoch 0: node node-1 fell silent"))
+    why = replace(events[second - 1], body=EpochLeft(0, "node node-1 fell silent"))
     notes = [note.text for note in state_after([*events[:second], why, *events[second:]]).notes]
     assert not any("without a word" in note for note in notes)
-    assert why.body.text in notes
+    assert "leave epoch 0: node node-1 fell silent" in notes
 
 
 def test_the_time_left_includes_what_evaluations_cost() -> None:

@@ -34,9 +34,9 @@ from phalanx.fleet.core.invariants import BrokenInvariant, Mark, check, mark
 from phalanx.fleet.core.orders import Order, deliveries
 from phalanx.fleet.core.replay import RESTARTED, JournalError, batch_line, first_line, replay
 from phalanx.fleet.core.resync import resync
-from phalanx.fleet.core.state import FleetPhase, FleetState, settings_of
+from phalanx.fleet.core.state import FleetPhase, FleetState, Incident, settings_of
 from phalanx.observe.event_log import EventLog, EventLogError
-from phalanx.observe.events import Message
+from phalanx.observe.events import EpochLeft, Message
 from phalanx.run.directory import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.identity import identity
 from phalanx.run.spec import RunSpec
@@ -274,19 +274,22 @@ class Coordinator:
         """New incidents into the run's history; the present into fleet.json, now and then."""
         for incident in self._state.incidents:
             if incident.at_s > self._told:
-                self._record(f"node {incident.node}: {incident.what}" if incident.node else incident.what)
-        self._told = max((i.at_s for i in self._state.incidents), default=self._told)
+                self._record(incident)
+        self._told = max((incident.at_s for incident in self._state.incidents), default=self._told)
         formed = self._state.phase is FleetPhase.RUNNING and self._state.epoch != self._shown_epoch
         if now_s >= self._file_due_s or self._over or formed:
             self._shown_epoch = self._state.epoch if formed else self._shown_epoch
             self._write_file(now_s)
 
-    def _record(self, text: str) -> None:
-        self.log(text)
+    def _record(self, incident: Incident) -> None:
+        """Writes an incident into the log and the run's event stream."""
+        named = f"node {incident.node}: {incident.what}" if incident.node else incident.what
+        body = EpochLeft(incident.epoch, named) if incident.ended_epoch else Message("warning", named)
+        self.log(body.text)
         try:
             if self._events is None:
                 self._events = EventLog(self._directory.events, self._args.attempt)
-            self._events.append(Message("warning", text))
+            self._events.append(body)
         except EventLogError as error:
             self.log(str(error))
 

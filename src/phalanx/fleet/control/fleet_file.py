@@ -12,7 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from phalanx.fleet.core.state import NO_SEAT, FleetPhase, FleetState, Node
+from phalanx.fleet.core.state import NO_SEAT, FleetPhase, FleetState, Incident, Node
+from phalanx.observe.events import EpochLeft
 from phalanx.run.durable import write_atomically
 
 
@@ -103,7 +104,7 @@ def fleet_file(
         durable_steps=tuple(state.durable),
         result_json=state.result_json,
         members=tuple(_member(state, node, node.name in attached) for node in state.nodes.values()),
-        happenings=tuple(Happening(i.at_s, i.epoch, i.node, i.what) for i in state.incidents),
+        happenings=tuple(_happening(incident) for incident in state.incidents),
         stale=state.stale,
         refused=dict(refused),
     )
@@ -114,6 +115,12 @@ def _member(state: FleetState, node: Node, attached: bool) -> Member:
     ranks = tuple(state.settings.formation.ranks_of(node.seat, state.ranks)) if seated else ()
     silent_s = max(0.0, state.now_s - max(state.heard.get(node.name, 0.0), state.rolled_s))
     return Member(node.name, _role(state, node, seated), node.host, ranks, attached, silent_s, node.why)
+
+
+def _happening(incident: Incident) -> Happening:
+    left = EpochLeft(incident.epoch, incident.what).text
+    what = left if incident.ended_epoch else incident.what
+    return Happening(incident.at_s, incident.epoch, incident.node, what)
 
 
 def _role(state: FleetState, node: Node, seated: bool) -> str:

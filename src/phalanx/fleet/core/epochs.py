@@ -155,7 +155,7 @@ def regroup(state: FleetState, orders: list[Order], reason: str, *, planned: boo
         if state.phase is FleetPhase.RUNNING or state.left_s is None:
             state.left_s, state.left_planned = state.now_s, planned
         _enter(state, FleetPhase.PARKING)
-        note(state, "", f"leave epoch {state.epoch}: {reason}")
+        note(state, "", reason, ended_epoch=True)
         gone = {state.seats[seat] for seat in state.vacant if not state.nodes[state.seats[seat]].alive}
         state.awaiting = set(state.seats)
         state.awaiting.difference_update(gone, state.early)

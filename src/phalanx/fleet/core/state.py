@@ -215,7 +215,10 @@ class Incident(Struct, frozen=True):
     at_s: float
     epoch: int
     node: str
+    """Empty if it concerns no single node."""
     what: str
+    ended_epoch: bool = False
+    """It ended ``epoch``; ``what`` is the reason."""
 
 
 class Distrust(Struct, frozen=True):
@@ -401,7 +404,7 @@ def distrust(state: FleetState, step: int) -> None:
         _enlist(state, node)
 
 
-def note(state: FleetState, node: str, what: str) -> None:
+def note(state: FleetState, node: str, what: str, *, ended_epoch: bool = False) -> None:
     """Remembers an incident; the oldest are forgotten."""
-    state.incidents.append(Incident(state.now_s, state.epoch, node, what))
+    state.incidents.append(Incident(state.now_s, state.epoch, node, what, ended_epoch))
     del state.incidents[:-INCIDENTS_KEPT]

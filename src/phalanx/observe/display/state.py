@@ -7,8 +7,10 @@ nothing, so the display of a run that died last week is the display it had then.
 from dataclasses import dataclass, replace
 
 from phalanx.observe.events import (
+    FROM_OUTSIDE,
     CheckpointFailed,
     CheckpointSaved,
+    EpochLeft,
     Evaluated,
     Event,
     Finished,
@@ -98,15 +100,10 @@ class State:
 def reduce(state: State, event: Event) -> State:
     """The state after ``event``. Kinds that the display does not know leave it as it is."""
     new = notes(state, event)
-    if isinstance(event.body, Message):
-        # Messages of a fleet's coordinator have its own attempt, whichever the ranks are in.
-        leaving = event.body.text.startswith(_LEAVING)
-        return replace(
-            state,
-            t=event.t,
-            notes=(*state.notes, *new)[-NOTES_KEPT:],
-            explained=state.explained or leaving,
-        )
+    if isinstance(event.body, FROM_OUTSIDE):
+        # Their attempt is the coordinator's own, whichever the ranks are in.
+        explained = state.explained or isinstance(event.body, EpochLeft)
+        return replace(state, t=event.t, notes=(*state.notes, *new)[-NOTES_KEPT:], explained=explained)
     if event.attempt != state.attempt:
         state = _next_attempt(state, event)
     state = replace(state, t=event.t, notes=(*state.notes, *new)[-NOTES_KEPT:])
@@ -153,14 +150,10 @@ def _with_step(state: State, t: float, body: Step) -> State:
     )
 
 
-_LEAVING = "leave epoch "
-"""So begins what a fleet's coordinator says when it ends an epoch (``phalanx.fleet.core.epochs.regroup``)."""
-
-
 def notes(state: State, event: Event) -> list[Note]:
     """What people would want to see pass by when ``event`` comes after ``state``."""
     found = []
-    ended = event.attempt != state.attempt and not isinstance(event.body, Message)
+    ended = event.attempt != state.attempt and not isinstance(event.body, FROM_OUTSIDE)
     if ended and state.started is not None and not state.done and not state.explained:
         after = f" after step {state.step.step:,}" if state.step else ""
         found.append(Note(event.t, "warning", f"attempt {state.attempt + 1} ended without a word{after}"))
@@ -187,6 +180,8 @@ def _note(event: Event) -> Note | None:
             return Note(event.t, "warning", f"{what} was not finite at step {step:,}: {outcome}")
         case Message(level=level, text=text):
             return Note(event.t, level, text)
+        case EpochLeft(text=text):
+            return Note(event.t, "warning", text)
         case Stopped(step=step, reason=reason):
             return Note(event.t, "warning", f"stopped after step {step:,}: {reason}")
         case Torn(line=line):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tensorboardX import SummaryWriter
 
-from phalanx.observe.events import Event, Message
+from phalanx.observe.events import EpochLeft, Event, Message
 from phalanx.observe.sinks.base import scalars, step_of
 
 
@@ -21,9 +21,11 @@ class TensorBoardSink:
         self._step = step_of(event) or self._step
         for tag, value in scalars(event).items():
             self._writer.add_scalar(tag, value, self._step, walltime=event.t)
-        if isinstance(event.body, Message):
-            text = f"{event.body.level}: {event.body.text}"
-            self._writer.add_text("messages", text, self._step, walltime=event.t)
+        match event.body:
+            case Message(level=level, text=text):
+                self._writer.add_text("messages", f"{level}: {text}", self._step, walltime=event.t)
+            case EpochLeft(text=text):
+                self._writer.add_text("messages", f"warning: {text}", self._step, walltime=event.t)
 
     def close(self) -> None:
         self._writer.close()

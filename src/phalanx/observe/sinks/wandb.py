@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from phalanx.observe.events import Event, Finished, Message, RunStarted
+from phalanx.observe.events import EpochLeft, Event, Finished, Message, RunStarted
 from phalanx.observe.sinks.base import scalars, step_of
 
 
@@ -42,7 +42,7 @@ class WandbSink:
                 self._run.config.update(asdict(body), allow_val_change=True)
             case Finished(result=result):
                 self._run.summary.update(result)
-            case Message(level="warning" | "error", text=text):
+            case Message(level="warning" | "error", text=text) | EpochLeft(text=text):
                 self._run.alert(title=text[:60], text=text)
 
     def close(self) -> None:
