@@ -176,25 +176,20 @@ _TRAINING = {
     **_in(
         "optimizer",
         {
-            "name": _noted(
-                "the state and the time of an update are planned as AdamW's, and not as those of {value}"
+            "name": _used(
+                "bytes of the optimizer's state, and the time of an update",
+                "eigenvalues and QR decompositions of {value} are counted at the rate of matrix products, which they do not "
+                "reach: an update takes longer than planned",
+                lambda spec, _: spec.optimizer.name in ("shampoo", "soap"),
             ),
             "state": _used("bytes of the optimizer's state"),
-            **_all("lr beta1 beta2 eps weight_decay", _COEFFICIENT),
+            "beta1": _used("Adafactor's first moment, of which there is none at 0"),
+            **_all("lr beta2 eps weight_decay", _COEFFICIENT),
             **_all("decay_norms decay_embeddings", _COEFFICIENT),
             "clip_norm": _irrelevant("the gradient's norm is computed anyway, for the log"),
-            "newton_schulz_steps": _noted(
-                "the time of Muon's iterations is not planned",
-                lambda spec, _: spec.optimizer.name == "muon",
-            ),
-            "precondition_every": _noted(
-                "the time of new preconditioners every {value} steps is not planned",
-                lambda spec, _: spec.optimizer.name in ("shampoo", "soap"),
-            ),
-            "block_size": _noted(
-                "the preconditioners of Shampoo and SOAP are not planned",
-                lambda spec, _: spec.optimizer.name in ("shampoo", "soap"),
-            ),
+            "newton_schulz_steps": _used("time of Muon's iterations"),
+            "precondition_every": _used("time of new preconditioners of Shampoo and SOAP"),
+            "block_size": _used("bytes and time of the preconditioners of Shampoo and SOAP"),
         },
     ),
     **_in("schedule", _all("kind warmup_steps decay_fraction floor", _COEFFICIENT)),

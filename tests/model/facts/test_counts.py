@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from phalanx.model.facts.counts import count
+from phalanx.model.facts.counts import count, fleet_state_bytes
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import resolve
 from phalanx.model.layers.moe import Experts
 from phalanx.model.transformer import Transformer
-from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
+from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, OptimizerSpec
 
 MLA = MlaSpec(kv_rank=12, nope_head_dim=6, rope_head_dim=4, value_head_dim=14)
 SMALL = ModelSpec(layers=3, dim=32, heads=4, kv_heads=2, head_dim=10, vocab_size=77)
@@ -154,6 +154,6 @@ def test_a_runs_state_is_master_moments_gradients_and_a_compute_copy(
     compute_bytes: int, bytes_per_parameter: int
 ) -> None:
     counts = count(resolve(SMALL), 1)
-    sizes = counts.state_bytes(compute_bytes)
+    sizes = fleet_state_bytes(resolve(SMALL), OptimizerSpec(), compute_bytes)
     assert sum(sizes.values()) == bytes_per_parameter * counts.parameters
     assert ("compute copy" in sizes) == (compute_bytes != 4)

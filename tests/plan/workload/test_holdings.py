@@ -18,6 +18,7 @@ from phalanx.run.spec import (
     MlaSpec,
     ModelSpec,
     MoeSpec,
+    OptimizerSpec,
     ParallelSpec,
     PrecisionSpec,
     RunSpec,
@@ -63,12 +64,16 @@ _PARALLEL = st.builds(
     expert=st.sampled_from([1, 2, 4]),
     expert_tensor=st.sampled_from([1, 2]),
 )
+_OPTIMIZERS = st.one_of(
+    st.builds(OptimizerSpec, state=st.sampled_from(["fp32", "bf16", "int8"])),
+    st.builds(OptimizerSpec, name=st.sampled_from(["adafactor", "muon", "shampoo", "soap"])),
+)
 
 
 @settings(max_examples=120, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
-@given(_MODELS, _PARALLEL, st.sampled_from([1, 2, 4, 6]), st.sampled_from(["bf16", "fp32"]))
+@given(_MODELS, _PARALLEL, st.sampled_from([1, 2, 4, 6]), st.sampled_from(["bf16", "fp32"]), _OPTIMIZERS)
 def test_state_of_every_kind_is_what_the_trainer_holds(
-    model: ModelSpec, parallel: ParallelSpec, data_ranks: int, compute: str
+    model: ModelSpec, parallel: ParallelSpec, data_ranks: int, compute: str, optimizer: OptimizerSpec
 ) -> None:
     spec = RunSpec(
         model=resolve(model),
@@ -76,6 +81,7 @@ def test_state_of_every_kind_is_what_the_trainer_holds(
         train=TrainSpec(batch_size=288, seq_len=64, slots=12, micro_batch_size=4),
         precision=PrecisionSpec(compute=compute),  # type: ignore[arg-type]
         runtime=RuntimeSpec(device="cuda"),
+        optimizer=optimizer,
     )
     ranks = parallel.pipeline * parallel.context * parallel.tensor * data_ranks
     assume(not layout_problems(spec, ranks))
@@ -92,7 +98,7 @@ def test_state_of_every_kind_is_what_the_trainer_holds(
         micro_batch=4,
     )
     width = 2 if compute == "bf16" else 4
-    held = holdings(workload.model, candidates)
+    held = holdings(workload.model, candidates, optimizer=optimizer)
     table = memory.place_table(mine, candidates)
     for kind in range(len(table)):
         place = table[kind]

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from phalanx.model.facts.optimizer_state import INT8_BLOCK
 from phalanx.model.facts.shape import Parameter
 from phalanx.model.random_bits import random_words, stream_key
 from phalanx.parallel.mesh.local_slice import LocalSlice
@@ -17,7 +18,6 @@ from phalanx.run.spec import OptimizerSpec
 from phalanx.train.optimizers.adamw import AdamW
 from phalanx.train.optimizers.choose import make_optimizer
 from phalanx.train.optimizers.moment_formats import (
-    INT8_BLOCK,
     Int8Moments,
     dynamic_codes,
     stochastic_bf16,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +13,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from phalanx.model.facts.optimizer_state import matrix_state
 from phalanx.run.spec import OptimizerSpec
 from phalanx.train.optimizers.adafactor import Adafactor
 from phalanx.train.optimizers.matrix_optimizer import MatrixRule
 from phalanx.train.optimizers.muon import Muon, orthogonal
-from phalanx.train.optimizers.preconditioner import Blocks
+from phalanx.train.optimizers.preconditioner import MatrixBlocks
 from phalanx.train.optimizers.shampoo import Shampoo, inverse_fourth_root
 from phalanx.train.optimizers.soap import Soap
 
@@ -29,10 +31,15 @@ def random_gradients(shape: tuple[int, int], steps: int = 6) -> list[Tensor]:
     return [torch.randn(shape, generator=generator) * 10.0**-k for k in range(steps)]
 
 
+def name_of(rule: type[MatrixRule]) -> Any:
+    """The name of an optimizer in a run file."""
+    return rule.__name__.lower()
+
+
 def changes(rule: MatrixRule, gradients: list[Tensor]) -> list[Tensor]:
     """What ``rule`` makes of one gradient after another."""
-    shapes = rule.state_shapes(*gradients[0].shape)
-    state = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    rows, columns = gradients[0].shape
+    state = {kept.name: torch.zeros(kept.shape) for kept in matrix_state(rule.spec, rows, columns)}
     return [rule.change(g.clone(), state, number).clone() for number, g in enumerate(gradients, 1)]
 
 
@@ -55,7 +62,9 @@ def pytorchs_weights(optimizer: type, gradients: list[Tensor], **options: object
 def test_muon_agrees_with_its_formula_in_double_precision(shape: tuple[int, int]) -> None:
     gradients = random_gradients(shape)
     momentum = np.zeros(shape)
-    for gradient, found in zip(gradients, changes(Muon(OptimizerSpec(beta1=0.9)), gradients), strict=True):
+    for gradient, found in zip(
+        gradients, changes(Muon(OptimizerSpec(name="muon", beta1=0.9)), gradients), strict=True
+    ):
         g = gradient.double().numpy()
         momentum = 0.9 * momentum + 0.1 * g
         x = 0.1 * g + 0.9 * momentum
@@ -71,7 +80,7 @@ def test_muon_agrees_with_pytorchs_as_far_as_that_one_computes_in_bf16() -> None
     theirs = pytorchs_weights(
         torch.optim.Muon, gradients, lr=1.0, weight_decay=0.0, momentum=0.9, adjust_lr_fn="match_rms_adamw"
     )
-    ours = -torch.stack(changes(Muon(OptimizerSpec(beta1=0.9)), gradients)).cumsum(0)
+    ours = -torch.stack(changes(Muon(OptimizerSpec(name="muon", beta1=0.9)), gradients)).cumsum(0)
     for mine, other in zip(ours, theirs, strict=True):
         assert (mine - other).norm() < 0.03 * other.norm()
 
@@ -92,12 +101,12 @@ def test_newton_schulz_brings_singular_values_near_one_at_any_scale(
 
 
 def test_muons_changes_are_as_large_as_adamws_usually_are() -> None:
-    rms = changes(Muon(OptimizerSpec()), random_gradients((96, 64)))[-1].square().mean().sqrt()
+    rms = changes(Muon(OptimizerSpec(name="muon")), random_gradients((96, 64)))[-1].square().mean().sqrt()
     assert 0.12 < rms < 0.25
 
 
 def test_muon_makes_nothing_of_a_gradient_that_is_zero() -> None:
-    assert not changes(Muon(OptimizerSpec()), [torch.zeros(4, 3)])[0].any()
+    assert not changes(Muon(OptimizerSpec(name="muon")), [torch.zeros(4, 3)])[0].any()
 
 
 # --- Adafactor ---
@@ -117,16 +126,18 @@ def test_adafactor_agrees_with_pytorchs(shape: tuple[int, int]) -> None:
 
 def test_adafactors_momentum_is_the_running_mean_of_its_changes() -> None:
     gradients = random_gradients((6, 5))
-    plain = changes(Adafactor(OptimizerSpec(beta1=0.0)), gradients)
+    plain = changes(Adafactor(OptimizerSpec(name="adafactor", beta1=0.0)), gradients)
     mean = torch.zeros(6, 5)
-    for change, found in zip(plain, changes(Adafactor(OptimizerSpec(beta1=0.8)), gradients), strict=True):
+    for change, found in zip(
+        plain, changes(Adafactor(OptimizerSpec(name="adafactor", beta1=0.8)), gradients), strict=True
+    ):
         mean = 0.8 * mean + 0.2 * change
         torch.testing.assert_close(found, mean)
 
 
 def test_adafactor_without_momentum_keeps_only_the_edges_of_a_matrix() -> None:
-    shapes = Adafactor(OptimizerSpec(beta1=0.0)).state_shapes(300, 200)
-    assert sum(math.prod(shape) for shape in shapes.values()) == 500
+    kept = matrix_state(OptimizerSpec(name="adafactor", beta1=0.0), 300, 200)
+    assert sum(math.prod(tensor.shape) for tensor in kept) == 500
 
 
 # --- Shampoo and SOAP ---
@@ -196,7 +207,7 @@ def well_conditioned_gradients(shape: tuple[int, int], steps: int = 7) -> list[T
 
 @pytest.mark.parametrize(("rule", "reference"), REFERENCES)
 def test_one_block_agrees_with_the_papers_formulas_in_double_precision(rule: type, reference: object) -> None:
-    spec = OptimizerSpec(beta1=0.8, beta2=0.9, precondition_every=3)
+    spec = OptimizerSpec(name=name_of(rule), beta1=0.8, beta2=0.9, precondition_every=3)
     gradients = well_conditioned_gradients((5, 5))
     for found, expected in zip(changes(rule(spec), gradients), reference(gradients, spec), strict=True):  # type: ignore[operator]
         np.testing.assert_allclose(found.numpy(), expected, rtol=5e-3, atol=5e-4 * np.abs(expected).max())
@@ -205,10 +216,10 @@ def test_one_block_agrees_with_the_papers_formulas_in_double_precision(rule: typ
 @pytest.mark.parametrize("rule", [Shampoo, Soap])
 @pytest.mark.parametrize("shape", [(9, 4), (4, 9), (7, 7)])
 def test_a_matrix_in_blocks_is_treated_as_its_blocks_would_be(rule: type, shape: tuple[int, int]) -> None:
-    spec = OptimizerSpec(block_size=4, precondition_every=2)
+    spec = OptimizerSpec(name=name_of(rule), block_size=4, precondition_every=2)
     gradients = random_gradients(shape)
     found = changes(rule(spec), gradients)
-    for block in Blocks(*shape, 4):
+    for block in MatrixBlocks(*shape, 4):
         alone = changes(rule(spec), [g[block.rows, block.columns].contiguous() for g in gradients])
         for whole, part in zip(found, alone, strict=True):
             assert torch.equal(whole[block.rows, block.columns], part)
@@ -219,7 +230,7 @@ def test_blocks_cover_a_matrix_once_and_none_is_larger_than_allowed(
     rows: int, columns: int, size: int
 ) -> None:
     covered = torch.zeros(rows, columns)
-    blocks = Blocks(rows, columns, size)
+    blocks = MatrixBlocks(rows, columns, size)
     for block in blocks:
         covered[block.rows, block.columns] += 1
         assert max(block.left(torch.zeros(blocks.left_shape)).shape) <= size
@@ -245,4 +256,4 @@ def test_shampoo_has_the_length_of_adams_step() -> None:
 
 @pytest.mark.parametrize("rule", [Shampoo, Soap, Adafactor])
 def test_a_gradient_of_zero_changes_nothing(rule: type) -> None:
-    assert not changes(rule(OptimizerSpec()), [torch.zeros(4, 3)])[0].any()
+    assert not changes(rule(OptimizerSpec(name=name_of(rule))), [torch.zeros(4, 3)])[0].any()

@@ -18,7 +18,7 @@ from phalanx.cli.plan.show_ranks import (
     print_layout,
     resolved,
 )
-from phalanx.model.facts.counts import count
+from phalanx.model.facts.counts import count, fleet_state_bytes
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import resolve
 from phalanx.observe.throughput import format_bytes, format_count
@@ -106,7 +106,7 @@ def _facts(spec: RunSpec) -> dict[str, Any]:
     model = resolve(spec.model, spec.data.vocab_size)
     counts = count(model, spec.train.seq_len)
     tokens = spec.train.batch_size * spec.train.seq_len
-    state = counts.state_bytes(_COMPUTE_BYTES[spec.precision.compute])
+    state = fleet_state_bytes(model, spec.optimizer, _COMPUTE_BYTES[spec.precision.compute])
     return {
         "model": {k: v for k, v in dataclasses.asdict(model).items() if v not in (None, "", False)},
         "parameters": counts.parameters,

@@ -21,8 +21,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from phalanx.model.facts.optimizer_state import state_bytes_by_name
 from phalanx.model.facts.shape import Parameter, parameters
-from phalanx.run.spec import ModelSpec
+from phalanx.run.spec import ModelSpec, OptimizerSpec
 
 
 @dataclass(frozen=True)
@@ -50,21 +51,19 @@ class Counts:
         """Training FLOP per token that a causal mask needs."""
         return 6 * self.matmul_parameters + self.attention_flops_per_token_causal
 
-    def state_bytes(self, compute_bytes: int) -> dict[str, int]:
-        """Bytes of a run's state over the whole fleet, by kind; ``compute_bytes`` is 2 for bf16, 4 for fp32.
 
-        Master weights, both moments of Adam and gradients are fp32; the compute copy exists only where its
-        format differs from the master's.
-        """
-        sizes = {
-            "weights": 4 * self.parameters,
-            "exp_avg": 4 * self.parameters,
-            "exp_avg_sq": 4 * self.parameters,
-            "gradients": 4 * self.parameters,
-        }
-        if compute_bytes != 4:
-            sizes["compute copy"] = compute_bytes * self.parameters
-        return sizes
+def fleet_state_bytes(spec: ModelSpec, optimizer: OptimizerSpec, compute_bytes: int) -> dict[str, int]:
+    """Bytes of a run's state over the whole fleet, by kind; ``compute_bytes`` is 2 for bf16, 4 for fp32.
+
+    Master weights and gradients are fp32, the optimizer's state is what ``optimizer_state`` lists; the compute copy
+    exists only where its format differs from the master's.
+    """
+    elements = sum(parameter.numel for parameter in parameters(spec))
+    sizes = {"weights": 4 * elements, **state_bytes_by_name(optimizer, parameters(spec))}
+    sizes["gradients"] = 4 * elements
+    if compute_bytes != 4:
+        sizes["compute copy"] = compute_bytes * elements
+    return sizes
 
 
 def count(spec: ModelSpec, seq_len: int) -> Counts:

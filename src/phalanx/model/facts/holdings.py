@@ -13,14 +13,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from phalanx.model.facts.matrix_owners import work_of_owners
+from phalanx.model.facts.optimizer_state import adamw_state, takes_matrix
 from phalanx.model.facts.shape import Parameter, parameters
 from phalanx.model.facts.stages import stage_layers
 from phalanx.run.layout import SPLIT_BACKWARD, Layout, micro_batches_per_slot, stages_per_rank
-from phalanx.run.spec import ParallelSpec, RunSpec
-
-_BY_ROWS = ("query", "key", "value", "query_up", "kv_up", "gate", "up")
-_BY_COLUMNS = ("output", "down")
-_MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / 64}  # int8 with a scale for every 64 elements
+from phalanx.run.spec import OptimizerSpec, ParallelSpec, RunSpec
 
 
 @dataclass(frozen=True)
@@ -40,8 +38,13 @@ class Piece:
     parameter: Parameter
     gathered: int
     """Elements while FSDP has the weights gathered: what the other axes leave."""
-    held: int
-    """Elements of the rank's own share."""
+    shape: tuple[int, ...]
+    """Shape of the rank's own share."""
+
+    @property
+    def held(self) -> int:
+        """Elements of the rank's own share."""
+        return math.prod(self.shape)
 
     @property
     def unit(self) -> str:
@@ -128,8 +131,8 @@ def fullest(spec: RunSpec, layout: Layout, pipeline: int) -> Holding:
 def state_bytes(spec: RunSpec, layout: Layout, held: Holding, compute_bytes: int) -> dict[str, int]:
     """Bytes of what a rank keeps, by kind, without activations.
 
-    - weights and gradients: fp32, its own share; so is what AdamW keeps of them, or in narrower formats. The state of other
-      optimizers is left out.
+    - weights and gradients: fp32, its own share.
+    - moments: what the optimizer keeps, see ``moment_bytes``.
     - open sums: beside the gradients, what a binary tree over the rank's slots holds while its last slot is computed: a
       share for each level but one.
     - slot gradients: of the whole part, fp32, while the micro-batches of a slot add up.
@@ -137,10 +140,7 @@ def state_bytes(spec: RunSpec, layout: Layout, held: Holding, compute_bytes: int
       after: two at a time, beside embedding and head. The others keep all.
     """
     sizes = {"weights": 4 * held.elements}
-    if spec.optimizer.name == "adamw":
-        wide = sum(piece.held for piece in held.pieces if len(piece.parameter.shape) == 1)
-        narrow = held.elements - wide
-        sizes["moments"] = round(2 * (4 * wide + _MOMENT_BYTES[spec.optimizer.state] * narrow))
+    sizes["moments"] = moment_bytes(spec.optimizer, layout, held)
     sizes["gradients"] = 4 * held.elements
     rounds = max(spec.train.slots // layout.data_ranks, 1)
     sizes["open sums"] = max(rounds.bit_length() - 2, 0) * sizes["gradients"]
@@ -150,6 +150,21 @@ def state_bytes(spec: RunSpec, layout: Layout, held: Holding, compute_bytes: int
     copied = held.pieces if compute_bytes != 4 else sharded
     sizes["compute copy"] = compute_bytes * _gathered_at_once(copied, keep=spec.parallel.sharding != "zero3")
     return {kind: size for kind, size in sizes.items() if size}
+
+
+def moment_bytes(optimizer: OptimizerSpec, layout: Layout, held: Holding) -> int:
+    """Bytes of the optimizer's state: AdamW's of what the rank holds, and of whole matrices what the fullest owner has.
+
+    Owners are dealt by cost, not by place: of a stage's ranks any may be the fullest, and its matrices are counted here.
+    """
+    shares = sum(
+        tensor.bytes
+        for piece in held.pieces
+        if not takes_matrix(optimizer, piece.parameter)
+        for tensor in adamw_state(optimizer, piece.shape)
+    )
+    owners = work_of_owners(optimizer, [piece.parameter for piece in held.pieces], layout)
+    return shares + max(work.state_bytes for work in owners)
 
 
 def _gathered_at_once(pieces: Sequence[Piece], *, keep: bool) -> int:
@@ -175,31 +190,20 @@ def _ranks_of(parameter: Parameter, layout: Layout) -> int:
 
 def _piece(parameter: Parameter, layout: Layout, place: Place) -> Piece:
     shape, share = list(parameter.shape), place.fsdp
-    dim = divided_dim(parameter)
+    dim = parameter.tensor_dim
     if parameter.stacked:
         shape[0] //= layout.expert
-        shape[1 if parameter.kind == "matrix" else 2] //= layout.expert_tensor
+        if dim is not None:
+            shape[dim] //= layout.expert_tensor
         share = (place.fsdp * layout.tensor + place.tensor) // (layout.expert * layout.expert_tensor)
     elif dim is not None:
         size = shape[dim]
         shape[dim] = (place.tensor + 1) * size // layout.tensor - place.tensor * size // layout.tensor
-    return Piece(parameter, math.prod(shape), _chunk(shape, share, _ranks_of(parameter, layout)))
+    rows = _chunk(shape[0], share, _ranks_of(parameter, layout))
+    return Piece(parameter, math.prod(shape), (rows, *shape[1:]))
 
 
-def divided_dim(parameter: Parameter) -> int | None:
-    """The dimension of a dense parameter that the tensor axis divides; ``None`` for what is alike on its ranks."""
-    *path, module, kind = parameter.name.split(".")
-    if not path:
-        return 0 if module in ("embedding", "head") else None
-    if module in _BY_ROWS and path[-1] in ("attention", "ffn", "shared"):
-        return 0
-    if module in _BY_COLUMNS and path[-1] in ("attention", "ffn", "shared"):
-        return 1 if kind == "weight" else None
-    return None
-
-
-def _chunk(shape: list[int], index: int, ranks: int) -> int:
-    """Elements of FSDP's share ``index`` of ``ranks``."""
-    rows = -(-shape[0] // ranks)
-    mine = max(0, min(rows, shape[0] - index * rows))
-    return mine * math.prod(shape[1:])
+def _chunk(rows: int, index: int, ranks: int) -> int:
+    """Rows of FSDP's share ``index`` of ``ranks``."""
+    most = -(-rows // ranks)
+    return max(0, min(most, rows - index * most))

@@ -33,6 +33,8 @@ class Parameter:
     kind: Kind
     stacked: bool = False
     """Whether it is a stack of matrices ``(experts, rows, columns)``, each of its own, rather than one."""
+    tensor_dim: int | None = None
+    """The dimension that the tensor axis divides (of a stack, the axis of experts' matrices); ``None`` if all ranks hold it alike."""
 
     @property
     def numel(self) -> int:
@@ -78,12 +80,12 @@ def parameters(spec: ModelSpec) -> Iterator[Parameter]:
             f"{spec.factory} is a model of your own: its parameters and operations are known only to training, which builds "
             "it; plans, `phalanx show` and exports to other software are for the transformer that [model] describes"
         )
-    yield Parameter("embedding.weight", (spec.vocab_size, spec.dim), "embedding")
+    yield Parameter("embedding.weight", (spec.vocab_size, spec.dim), "embedding", tensor_dim=0)
     for layer in range(spec.layers):
         yield from _block(spec, layer, f"blocks.{layer}")
     yield Parameter("norm.weight", (spec.dim,), "norm")
     if not spec.tie_embeddings:
-        yield Parameter("head.weight", (spec.vocab_size, spec.dim), "matrix")
+        yield Parameter("head.weight", (spec.vocab_size, spec.dim), "matrix", tensor_dim=0)
     for depth in range(spec.mtp_depth):
         yield from _prediction_ahead(spec, f"mtp.{depth}")
 
@@ -101,7 +103,7 @@ def buffers(spec: ModelSpec) -> Iterator[Parameter]:
 def _prediction_ahead(spec: ModelSpec, prefix: str) -> Iterator[Parameter]:
     yield Parameter(f"{prefix}.hidden_norm.weight", (spec.dim,), "norm")
     yield Parameter(f"{prefix}.embedding_norm.weight", (spec.dim,), "norm")
-    yield from _linear(f"{prefix}.projection", 2 * spec.dim, spec.dim, bias=False)
+    yield from _linear(f"{prefix}.projection", 2 * spec.dim, spec.dim, bias=False, tensor_dim=None)
     yield from _block(spec, spec.layers - 1, f"{prefix}.block")
     yield Parameter(f"{prefix}.norm.weight", (spec.dim,), "norm")
 
@@ -121,10 +123,10 @@ def _block(spec: ModelSpec, layer: int, prefix: str) -> Iterator[Parameter]:
 
 def _attention(spec: ModelSpec, prefix: str) -> Iterator[Parameter]:
     queries, keys, bias = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.attention_bias
-    yield from _linear(f"{prefix}.query", spec.dim, queries, bias)
-    yield from _linear(f"{prefix}.key", spec.dim, keys, bias)
-    yield from _linear(f"{prefix}.value", spec.dim, keys, bias)
-    yield from _linear(f"{prefix}.output", queries, spec.dim, bias, "output")
+    yield from _linear(f"{prefix}.query", spec.dim, queries, bias, tensor_dim=0)
+    yield from _linear(f"{prefix}.key", spec.dim, keys, bias, tensor_dim=0)
+    yield from _linear(f"{prefix}.value", spec.dim, keys, bias, tensor_dim=0)
+    yield from _linear(f"{prefix}.output", queries, spec.dim, bias, "output", tensor_dim=1)
     if spec.qk_norm:
         yield Parameter(f"{prefix}.query_norm.weight", (spec.head_dim,), "norm")
         yield Parameter(f"{prefix}.key_norm.weight", (spec.head_dim,), "norm")
@@ -133,39 +135,50 @@ def _attention(spec: ModelSpec, prefix: str) -> Iterator[Parameter]:
 def _latent_attention(spec: ModelSpec, mla: MlaSpec, prefix: str) -> Iterator[Parameter]:
     queries = spec.heads * (mla.nope_head_dim + mla.rope_head_dim)
     if mla.query_rank:
-        yield from _linear(f"{prefix}.query_down", spec.dim, mla.query_rank, bias=False)
+        yield from _linear(f"{prefix}.query_down", spec.dim, mla.query_rank, bias=False, tensor_dim=None)
         yield Parameter(f"{prefix}.query_latent_norm.weight", (mla.query_rank,), "norm")
-        yield from _linear(f"{prefix}.query_up", mla.query_rank, queries, bias=False)
+        yield from _linear(f"{prefix}.query_up", mla.query_rank, queries, bias=False, tensor_dim=0)
     else:
-        yield from _linear(f"{prefix}.query", spec.dim, queries, bias=False)
-    yield from _linear(f"{prefix}.kv_down", spec.dim, mla.kv_rank + mla.rope_head_dim, bias=False)
+        yield from _linear(f"{prefix}.query", spec.dim, queries, bias=False, tensor_dim=0)
+    yield from _linear(
+        f"{prefix}.kv_down", spec.dim, mla.kv_rank + mla.rope_head_dim, bias=False, tensor_dim=None
+    )
     yield Parameter(f"{prefix}.kv_latent_norm.weight", (mla.kv_rank,), "norm")
     expanded = spec.heads * (mla.nope_head_dim + mla.value_head_dim)
-    yield from _linear(f"{prefix}.kv_up", mla.kv_rank, expanded, bias=False)
-    yield from _linear(f"{prefix}.output", spec.heads * mla.value_head_dim, spec.dim, False, "output")
+    yield from _linear(f"{prefix}.kv_up", mla.kv_rank, expanded, bias=False, tensor_dim=0)
+    yield from _linear(
+        f"{prefix}.output", spec.heads * mla.value_head_dim, spec.dim, False, "output", tensor_dim=1
+    )
 
 
 def _feed_forward(spec: ModelSpec, inner: int, prefix: str) -> Iterator[Parameter]:
     if spec.ffn == "swiglu":
-        yield from _linear(f"{prefix}.gate", spec.dim, inner, spec.ffn_bias)
-    yield from _linear(f"{prefix}.up", spec.dim, inner, spec.ffn_bias)
-    yield from _linear(f"{prefix}.down", inner, spec.dim, spec.ffn_bias, "output")
+        yield from _linear(f"{prefix}.gate", spec.dim, inner, spec.ffn_bias, tensor_dim=0)
+    yield from _linear(f"{prefix}.up", spec.dim, inner, spec.ffn_bias, tensor_dim=0)
+    yield from _linear(f"{prefix}.down", inner, spec.dim, spec.ffn_bias, "output", tensor_dim=1)
 
 
 def _mixture(spec: ModelSpec, moe: MoeSpec, prefix: str) -> Iterator[Parameter]:
     yield Parameter(f"{prefix}.router.weight", (moe.experts, spec.dim), "router")
     wide, narrow = (moe.experts, moe.ffn_dim, spec.dim), (moe.experts, spec.dim, moe.ffn_dim)
     if spec.ffn == "swiglu":
-        yield Parameter(f"{prefix}.experts.gate", wide, "matrix", stacked=True)
-    yield Parameter(f"{prefix}.experts.up", wide, "matrix", stacked=True)
-    yield Parameter(f"{prefix}.experts.down", narrow, "output", stacked=True)
+        yield Parameter(f"{prefix}.experts.gate", wide, "matrix", stacked=True, tensor_dim=1)
+    yield Parameter(f"{prefix}.experts.up", wide, "matrix", stacked=True, tensor_dim=1)
+    yield Parameter(f"{prefix}.experts.down", narrow, "output", stacked=True, tensor_dim=2)
     if moe.shared:
         yield from _feed_forward(spec, moe.shared * moe.ffn_dim, f"{prefix}.shared")
 
 
 def _linear(
-    name: str, inputs: int, outputs: int, bias: bool, kind: Literal["matrix", "output"] = "matrix"
+    name: str,
+    inputs: int,
+    outputs: int,
+    bias: bool,
+    kind: Literal["matrix", "output"] = "matrix",
+    *,
+    tensor_dim: int | None,
 ) -> Iterator[Parameter]:
-    yield Parameter(f"{name}.weight", (outputs, inputs), kind)
+    yield Parameter(f"{name}.weight", (outputs, inputs), kind, tensor_dim=tensor_dim)
     if bias:
-        yield Parameter(f"{name}.bias", (outputs,), "bias")
+        # Where ranks divide the inputs, their results are added up, and the bias is alike on all of them.
+        yield Parameter(f"{name}.bias", (outputs,), "bias", tensor_dim=0 if tensor_dim == 0 else None)

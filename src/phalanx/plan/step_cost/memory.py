@@ -16,10 +16,11 @@ import numpy as np
 from phalanx.plan.step_cost.bubbles import Pipelines, in_flight
 from phalanx.plan.step_cost.layer_costs import LayerCosts
 from phalanx.plan.workload.candidates import PRECISIONS, SCHEDULES, Candidates, Floats, Ints, distinct
-from phalanx.plan.workload.holdings import Holdings
+from phalanx.plan.workload.holdings import Holdings, owned_matrices
 from phalanx.plan.workload.stacks import Job, State
 from phalanx.plan.workload.stages import Places, most_stages, places
 from phalanx.run.layout import SPLIT_BACKWARD
+from phalanx.run.spec import OptimizerSpec
 
 _OFFLOADED_LAYERS = 2
 """Of offloaded activations, what is on the accelerator at once: a layer on its way out and one in use."""
@@ -96,6 +97,8 @@ def state_bytes(job: Job, candidates: Candidates, held: Holdings, place: Place) 
         times(place.counts, held.dense_share) + times(place.counts, held.experts_share),
     )
     kinds = {state.kind: _state(state, candidates, whole, share) for state in stack.states}
+    if stack.optimizer is not None:
+        kinds["moments"] = _moments(stack.optimizer, job, candidates, held, place)
     kinds["compute copy"] = stack.copy_bytes * _gathered(job, candidates, held, place)
     micro_batches = pipelines_of(job, candidates).micro_batches
     if stack.slot_gradient_bytes:
@@ -118,6 +121,17 @@ def _unit_gradients(job: Job, candidates: Candidates, held: Holdings, place: Pla
     largest = np.maximum.reduce([count.clip(0, 1) * block for count, block in _blocks(place, held)])
     whole: Floats = job.stack.unit_gradient_bytes * largest * (candidates.zero >= 2)
     return whole
+
+
+def _moments(
+    optimizer: OptimizerSpec, job: Job, candidates: Candidates, held: Holdings, place: Place
+) -> Floats:
+    """Bytes of this project's optimizers: AdamW's moments of a rank's shares, and the state of the matrices that it owns."""
+    moments = times(place.counts, held.moment_bytes_share)
+    if optimizer.name != "adamw":
+        owned = owned_matrices(optimizer, job.workload.model, candidates, place.counts)
+        moments = moments + owned.state_bytes
+    return moments * (1 - candidates.offload_optimizer)
 
 
 def _state(state: State, candidates: Candidates, whole: Floats, share: Floats) -> Floats:

@@ -16,18 +16,19 @@ from functools import cached_property
 
 import numpy as np
 
+from phalanx.model.facts.optimizer_state import UPDATE_BYTES
 from phalanx.plan.step_cost import collectives, kernels
 from phalanx.plan.step_cost.bubbles import Pipelines, exposed_hops, idle_s
 from phalanx.plan.step_cost.layer_costs import CATEGORIES, PHASES, LayerCosts
 from phalanx.plan.step_cost.memory import PlaceTable, times, total
 from phalanx.plan.workload.architecture import KINDS
 from phalanx.plan.workload.candidates import PRECISIONS, SCHEDULES, Candidates, Floats, Ints
-from phalanx.plan.workload.holdings import Holdings
+from phalanx.plan.workload.holdings import Holdings, owned_matrices
 from phalanx.plan.workload.stacks import Job
+from phalanx.run.spec import OptimizerSpec
 
-_UPDATE_BYTES = 30
-"""Read and written for each parameter by Adam with fp32 state: weight, two moments, gradient, and the copy; and once more the
-gradient for its norm."""
+_ADAM_BYTES = UPDATE_BYTES + 2 * 8
+"""Read and written for each parameter by Adam with fp32 moments."""
 
 
 @dataclass(frozen=True)
@@ -273,10 +274,35 @@ def _weights_s(
 
 
 def optimizer_s(job: Job, candidates: Candidates, held: Holdings, counts: tuple[Ints, ...]) -> Floats:
-    """Seconds of the update of a rank's share, clipping included."""
-    return np.asarray(
-        kernels.memory_bound_s(job.profile, _UPDATE_BYTES * _updated(job, candidates, held, counts))
-    )
+    """Seconds of the update of a rank's share, and of the whole matrices that the busiest rank owns."""
+    optimizer = job.stack.optimizer
+    if optimizer is None:
+        elements = _updated(job, candidates, held, counts)
+        return np.asarray(kernels.memory_bound_s(job.profile, _ADAM_BYTES * elements))
+    moments = times(counts, held.moment_bytes_share)
+    if optimizer.name == "adamw":
+        moved = UPDATE_BYTES * _updated(job, candidates, held, counts) + 2 * moments
+        return np.asarray(kernels.memory_bound_s(job.profile, moved))
+    # What an optimizer of matrices leaves to AdamW has fp32 moments: eight bytes an element.
+    rest_s = kernels.memory_bound_s(job.profile, (UPDATE_BYTES / 8 + 2) * moments)
+    return np.asarray(rest_s + _owners_s(optimizer, job, candidates, counts))
+
+
+def _owners_s(optimizer: OptimizerSpec, job: Job, candidates: Candidates, counts: tuple[Ints, ...]) -> Floats:
+    """Seconds in which the busiest owner updates its whole matrices, their way to it and back included.
+
+    Eigenvalues and QR decompositions are counted at the rate of matrix products, which they do not reach: at least so long.
+    """
+    owned = owned_matrices(optimizer, job.workload.model, candidates, counts)
+    known = job.profile.accelerator.flops
+    narrow = optimizer.name == "muon" and job.stack.copy_bytes < 4
+    formats = ("bf16", "fp32", "tf32") if narrow else ("fp32", "tf32", "bf16")
+    rate = kernels.sustained_flops(job.profile, next(name for name in (*formats, *known) if name in known))
+    products = (owned.product_flops + owned.decomposition_flops) / rate
+    ranks = candidates.dense_shard * candidates.tensor
+    way = collectives.all_to_all_s(job.cluster, ranks, 1, owned.crossing_bytes)
+    updates = kernels.memory_bound_s(job.profile, owned.moved_bytes)
+    return np.asarray(updates + products + 2 * np.where(ranks > 1, way, 0.0))
 
 
 def _updated(job: Job, candidates: Candidates, held: Holdings, counts: tuple[Ints, ...]) -> Floats:

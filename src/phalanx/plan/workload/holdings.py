@@ -10,15 +10,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
 
-from phalanx.model.facts.holdings import divided_dim
+from phalanx.model.facts.matrix_owners import work_of_owners
+from phalanx.model.facts.optimizer_state import adamw_state, takes_matrix
 from phalanx.model.facts.shape import Parameter, is_mixture, parameters
 from phalanx.plan.workload.architecture import KINDS
 from phalanx.plan.workload.candidates import Candidates, Floats, Ints, at_last, distinct
-from phalanx.run.spec import ModelSpec
+from phalanx.run.layout import Layout
+from phalanx.run.spec import ModelSpec, OptimizerSpec
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,9 @@ class Holdings:
     experts_share: tuple[Floats, ...]
     block: tuple[Floats, ...]
     """Of ``dense`` and ``experts`` together, what FSDP gathers as one block; the rest is gathered for a whole pass."""
+    moment_bytes_share: tuple[Floats, ...] = ()
+    """Bytes that AdamW keeps of the rank's shares; without what an optimizer of whole matrices keeps with their owners.
+    Empty for stacks that keep the same of every parameter."""
 
     def rows(self, index: slice | Ints, length: int) -> Holdings:
         """Of the candidates at ``index`` of the last axis, which is ``length`` long."""
@@ -54,10 +60,15 @@ class _Degrees:
     expert_shard: Ints
 
 
-def holdings(model: ModelSpec, candidates: Candidates, shards: Literal["flat", "rows"] = "rows") -> Holdings:
+def holdings(
+    model: ModelSpec,
+    candidates: Candidates,
+    shards: Literal["flat", "rows"] = "rows",
+    optimizer: OptimizerSpec | None = None,
+) -> Holdings:
     """What one layer of each kind holds, where data-parallel ranks divide ``shards``."""
     values, row = distinct([getattr(candidates, field.name) for field in dataclasses.fields(_Degrees)])
-    each = _holdings(model, _Degrees(*values), whole_rows=shards == "rows")
+    each = _holdings(model, _Degrees(*values), optimizer, whole_rows=shards == "rows")
 
     def spread(arrays: tuple[Floats, ...]) -> tuple[Floats, ...]:
         return tuple(array[row] if array.size > 1 else array for array in arrays)
@@ -65,7 +76,9 @@ def holdings(model: ModelSpec, candidates: Candidates, shards: Literal["flat", "
     return Holdings(*(spread(getattr(each, field.name)) for field in dataclasses.fields(each)))
 
 
-def _holdings(model: ModelSpec, degrees: _Degrees, *, whole_rows: bool) -> Holdings:
+def _holdings(
+    model: ModelSpec, degrees: _Degrees, optimizer: OptimizerSpec | None, *, whole_rows: bool
+) -> Holdings:
     by_kind = [list(_of_kind(model, kind)) for kind in KINDS]
     ahead = [p for p in by_kind[KINDS.index("head")] if p.name.startswith("mtp.") and ".block." in p.name]
     return Holdings(
@@ -82,6 +95,12 @@ def _holdings(model: ModelSpec, degrees: _Degrees, *, whole_rows: bool) -> Holdi
         block=tuple(
             _sum(_stacked(p, degrees) if p.stacked else _dense(p, degrees) for p in found)
             for found in (*by_kind[:2], [], ahead)
+        ),
+        moment_bytes_share=()
+        if optimizer is None
+        else tuple(
+            _sum(_adamw_share(p, degrees, optimizer) for p in found if not takes_matrix(optimizer, p))
+            for found in by_kind
         ),
     )
 
@@ -124,7 +143,7 @@ def _dense_share(parameter: Parameter, degrees: _Degrees, *, whole_rows: bool) -
 def _rows_and_columns(parameter: Parameter, degrees: _Degrees) -> tuple[Floats, Floats]:
     """Of what is left of a dense parameter after tensor ranks divided it."""
     rows, rest = float(parameter.shape[0]), float(parameter.numel // parameter.shape[0])
-    dim = divided_dim(parameter)
+    dim = parameter.tensor_dim
     mine = np.ceil(rows / degrees.tensor) if dim == 0 else np.asarray(rows)
     return mine, rest / degrees.tensor if dim == 1 else np.asarray(rest)
 
@@ -137,6 +156,76 @@ def _stacked_share(parameter: Parameter, degrees: _Degrees, *, whole_rows: bool)
     experts, rest = parameter.shape[0], parameter.numel // parameter.shape[0]
     mine = _share(experts / degrees.expert, degrees.expert_shard, whole_rows=whole_rows)
     return mine * rest / degrees.expert_tensor
+
+
+def _adamw_share(parameter: Parameter, degrees: _Degrees, optimizer: OptimizerSpec) -> Floats:
+    """Bytes of AdamW's moments of a rank's share."""
+    if parameter.stacked:
+        elements, over = _stacked_share(parameter, degrees, whole_rows=True), degrees.expert_tensor
+    else:
+        elements, over = _dense_share(parameter, degrees, whole_rows=True), degrees.tensor
+    last = len(parameter.shape) - 1
+    columns = parameter.shape[-1] / (over if last and parameter.tensor_dim == last else np.ones(1))
+    return elements / columns * _adamw_row_bytes(optimizer, len(parameter.shape), columns)
+
+
+def _adamw_row_bytes(optimizer: OptimizerSpec, dims: int, columns: Floats) -> Floats:
+    """Bytes of AdamW's moments of one row of a parameter, for each number of columns."""
+    lengths, which = np.unique(np.ceil(columns), return_inverse=True)
+    leading = (1,) * (dims - 1)
+    rows = [adamw_state(optimizer, (*leading, int(length))) for length in lengths]
+    sizes = np.array([float(sum(tensor.bytes for tensor in tensors)) for tensors in rows])
+    return sizes[which].reshape(np.shape(columns))
+
+
+@dataclass(frozen=True)
+class OwnedMatrices:
+    """Whole matrices that an optimizer gives to owners among the ranks of a stage: what the fullest and the busiest have."""
+
+    state_bytes: Floats
+    """Of the fullest owner's state; the rest is of the busiest owner, by FLOP."""
+    moved_bytes: Floats
+    product_flops: Floats
+    decomposition_flops: Floats
+    crossing_bytes: Floats
+    """Of gradients that come to it, fp32; as many go back."""
+
+
+def owned_matrices(
+    optimizer: OptimizerSpec, model: ModelSpec, candidates: Candidates, counts: tuple[Ints, ...]
+) -> OwnedMatrices:
+    """What owners have where a rank has so many of each of ``KINDS``; see ``phalanx.model.facts.matrix_owners``."""
+    degrees = (candidates.tensor, candidates.dense_shard, candidates.expert, candidates.expert_tensor)
+    columns, row = distinct([*counts, *degrees])
+    found = [
+        _most_owned(optimizer, model, key[:4], *key[4:])
+        for key in zip(*(c.tolist() for c in columns), strict=True)
+    ]
+    return OwnedMatrices(*(np.array(column, dtype=np.float64)[row] for column in zip(*found, strict=True)))
+
+
+@lru_cache(maxsize=1 << 14)
+def _most_owned(
+    optimizer: OptimizerSpec,
+    model: ModelSpec,
+    counts: tuple[int, ...],
+    tensor: int,
+    dense_shard: int,
+    expert: int,
+    expert_tensor: int,
+) -> tuple[float, ...]:
+    """The fields of ``OwnedMatrices`` for one layout of one stage."""
+    parameters = [p for kind, n in zip(KINDS, counts, strict=True) for p in n * list(_of_kind(model, kind))]
+    layout = Layout(shard=dense_shard, tensor=tensor, expert=expert, expert_tensor=expert_tensor)
+    owners = work_of_owners(optimizer, parameters, layout)
+    busiest = max(owners, key=lambda work: work.flops)
+    return (
+        max(work.state_bytes for work in owners),
+        busiest.moved_bytes,
+        busiest.product_flops,
+        busiest.decomposition_flops,
+        4 * busiest.crossing_elements,
+    )
 
 
 def _share(rows: Floats, ranks: Ints, *, whole_rows: bool) -> Floats:

@@ -19,9 +19,10 @@ from typing import Literal
 from phalanx.hardware.cluster import Cluster
 from phalanx.hardware.profiles import Profile
 from phalanx.model.facts.counts import Counts, count
-from phalanx.model.facts.shape import resolve
+from phalanx.model.facts.optimizer_state import state_bytes_by_name
+from phalanx.model.facts.shape import parameters, resolve
 from phalanx.plan.workload.candidates import RECOMPUTE, Recompute
-from phalanx.run.spec import ModelSpec, RunSpec
+from phalanx.run.spec import ModelSpec, OptimizerSpec, RunSpec
 
 NEVER = 4
 """A ZeRO stage that there is not."""
@@ -161,6 +162,8 @@ class Stack:
     reduces_once: bool = False
     """Whether gradients are reduced over replicas, and below ZeRO-3 over shards, once a step rather than after each slot; below
     ZeRO-3 they are kept whole till then."""
+    optimizer: OptimizerSpec | None = None
+    """This project's own, whose state is known tensor by tensor; ``None`` where every parameter keeps what ``states`` says."""
 
 
 _MEGATRON_STATES = (
@@ -323,16 +326,14 @@ def workload_of(spec: RunSpec, *, keep_slots: bool = True) -> Workload:
     return Workload(model, spec.train.seq_len, spec.train.batch_size, slots)
 
 
-_MOMENT_BYTES = {"fp32": 8.0, "bf16": 4.0, "int8": 2 * (1 + 4 / 64)}
-
-
 def stack_of(spec: RunSpec) -> Stack:
-    """This project's own stack as a run file sets it: format of moments, format of computing, chunks of the loss."""
+    """This project's own stack as a run file sets it: the optimizer's state, format of computing, chunks of the loss."""
     stack = STACKS["phalanx"]
     compute = spec.precision.compute
     narrow = compute == "bf16" or (compute == "auto" and spec.runtime.device != "cpu")
+    model = resolve(spec.model, spec.data.vocab_size)
     master, gradients, moments = stack.states
-    moments = dataclasses.replace(moments, bytes=_MOMENT_BYTES[spec.optimizer.state])
+    moments = dataclasses.replace(moments, bytes=_mean_moment_bytes(spec.optimizer, model))
     return dataclasses.replace(
         stack,
         states=(master, gradients, moments),
@@ -345,7 +346,15 @@ def stack_of(spec: RunSpec) -> Stack:
         context_exchange="gather" if spec.parallel.context_mode == "allgather" else "ring",
         slot_tree=spec.train.reduction == "reproducible",
         reduces_once=spec.train.reduction == "fast",
+        optimizer=spec.optimizer,
     )
+
+
+@lru_cache(maxsize=64)
+def _mean_moment_bytes(optimizer: OptimizerSpec, model: ModelSpec) -> float:
+    """Bytes of the optimizer's state for each parameter, the mean of the whole model."""
+    state = sum(state_bytes_by_name(optimizer, parameters(model)).values())
+    return state / sum(parameter.numel for parameter in parameters(model))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from phalanx.run.spec import OptimizerSpec
 from phalanx.train.optimizers.matrix_optimizer import MatrixRule
 
 _DECAY_EXPONENT = 0.8
@@ -28,20 +27,10 @@ _LARGEST_RMS = 1.0
 class Adafactor(MatrixRule):
     """Keeps mean squares of rows and columns, and, unless ``beta1`` is 0, the mean of changes, ``exp_avg``."""
 
-    def __init__(self, spec: OptimizerSpec) -> None:
-        self.beta1, self.beta2 = spec.beta1, spec.beta2
-
-    def cost(self, rows: int, columns: int) -> float:
-        return float(rows * columns)
-
-    def state_shapes(self, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
-        momentum = {"exp_avg": (rows, columns)} if self.beta1 else {}
-        return {"row_mean_square": (rows,), "column_mean_square": (columns,), **momentum}
-
     def change(self, gradient: Tensor, state: Mapping[str, Tensor], number: int) -> Tensor:
         of_rows, of_columns = state["row_mean_square"], state["column_mean_square"]
         # At step 1 the weight is 1: the mean of one gradient is that gradient.
-        weight = max(number**-_DECAY_EXPONENT, 1 - self.beta2)
+        weight = max(number**-_DECAY_EXPONENT, 1 - self.spec.beta2)
         squares = gradient.square()
         of_rows.lerp_(squares.mean(1), weight)
         of_columns.lerp_(squares.mean(0), weight)
@@ -50,6 +39,6 @@ class Adafactor(MatrixRule):
         change = gradient.mul_(variance.clamp_(min=_SMALLEST_SQUARE).rsqrt_())
         rms = change.norm() / math.sqrt(change.numel())
         change.div_((rms / _LARGEST_RMS).clamp(min=1.0))
-        if not self.beta1:
+        if not self.spec.beta1:
             return change
-        return state["exp_avg"].lerp_(change, 1 - self.beta1).clone()
+        return state["exp_avg"].lerp_(change, 1 - self.spec.beta1).clone()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import torch.distributed as dist
 from torch import nn
 
+from phalanx.model.facts.optimizer_state import takes_matrix
 from phalanx.model.facts.shape import Parameter
 from phalanx.parallel.mesh.local_slice import LocalSlice
 from phalanx.run.spec import OptimizerSpec
@@ -60,21 +61,9 @@ def make_optimizer(
         wide = AdamW(spec, part(plain), kinds, boxes, store)
         return Several([NarrowAdamW(spec, part(narrow), kinds, seed, boxes), wide]) if narrow else wide
     rule = _RULES[spec.name](spec)
-    matrices = [n for n in parameters if takes(spec, kinds[n])]
+    matrices = [n for n in parameters if takes_matrix(spec, kinds[n])]
     rest = [n for n in parameters if n not in matrices]
     optimizers: list[Optimizer] = [AdamW(dataclasses.replace(spec, name="adamw"), part(rest), kinds, boxes)]
     if matrices:
         optimizers.insert(0, MatrixOptimizer(spec, rule, part(matrices), kinds, boxes, group))
     return Several(optimizers)
-
-
-def takes(spec: OptimizerSpec, parameter: Parameter) -> bool:
-    """Whether an optimizer of matrices takes a parameter, or leaves it to AdamW.
-
-    Rows of the embedding, and of the head, belong to tokens, most of which a batch does not have; rows of a router belong
-    to experts. Muon, Shampoo and SOAP look for directions of the whole matrix and leave these alone. Adafactor takes
-    embedding and head too, since its purpose is to save memory.
-    """
-    if parameter.kind == "embedding" or parameter.name == "head.weight":
-        return spec.name == "adafactor"
-    return parameter.kind in ("matrix", "output")

@@ -6,9 +6,9 @@ step, all shares of its gradient go to the owner, who works on the whole in a fi
 sends each rank its share of the change: a matrix crosses the wire twice, whatever is done to it, and its result has the
 same bits on any number of ranks. State lives with the owner alone, so it is sharded as well as gradients are.
 
-Who owns what follows from costs: a matrix that some rank holds whole (experts, mostly) stays there and never crosses;
-the others are dealt, the costliest first, to whoever has least to do (Graham 1969). Ranks that hold equal parts need not
-be told apart: one of them sends, all of them receive.
+Who owns what follows from costs (``phalanx.model.facts.matrix_owners``): a matrix that some rank holds whole (experts, mostly)
+stays there and never crosses; the others are dealt, the costliest first, to whoever has least to do (Graham 1969). Ranks that
+hold equal parts need not be told apart: one of them sends, all of them receive.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.model.facts.matrix_owners import deal_matrices
 from phalanx.parallel.mesh.local_slice import LocalSlice, intersection, slices_in
 
 BATCH_ELEMENTS = 1 << 27
@@ -76,27 +77,12 @@ def shares_of(matrix: Matrix, holders: Sequence[Mapping[str, LocalSlice]]) -> li
     return shares
 
 
-def deal(
+def owners_of(
     matrices: Sequence[Matrix], shares: Sequence[Sequence[Share]], costs: Sequence[float], ranks: int
 ) -> list[int]:
-    """The owner of each matrix."""
-    load = [0.0] * ranks
-    owners = [0] * len(matrices)
-
-    def take(number: int, candidates: Sequence[int]) -> None:
-        owners[number] = min(candidates, key=lambda rank: (load[rank], rank))
-        load[owners[number]] += costs[number]
-
-    # The sort is stable, so that every rank finds the same owners.
-    falling = sorted(range(len(matrices)), key=lambda number: -costs[number])
-    whole = [[s.rank for s in shares[n] if s.part == matrix.box] for n, matrix in enumerate(matrices)]
-    for number in falling:
-        if whole[number]:
-            take(number, whole[number])
-    for number in falling:
-        if not whole[number]:
-            take(number, range(ranks))
-    return owners
+    """The owner of each matrix, by what everybody holds of it: see ``phalanx.model.facts.matrix_owners``."""
+    whole_on = [[s.rank for s in held if s.part == m.box] for m, held in zip(matrices, shares, strict=True)]
+    return deal_matrices(costs, whole_on, [0.0] * ranks)
 
 
 @dataclass(frozen=True)
@@ -114,7 +100,7 @@ class Leg:
 
 
 @dataclass(frozen=True)
-class Batch:
+class MatrixBatch:
     """Matrices whose gradients cross together, as one rank sees it; what is listed by rank goes to or comes from it."""
 
     owned: list[Matrix]
@@ -127,7 +113,7 @@ class Batch:
 
 
 @dataclass
-class Exchange:
+class MatrixExchange:
     """Moves matrices between the ranks of ``group``, which hold each parameter between them.
 
     Args:
@@ -141,7 +127,7 @@ class Exchange:
     boxes: Mapping[str, LocalSlice]
     cost: Callable[[int, int], float]
     group: dist.ProcessGroup | None = None
-    batches: list[Batch] = field(init=False)
+    batches: list[MatrixBatch] = field(init=False)
 
     def __post_init__(self) -> None:
         self._ranks = self.group.size() if self.group else 1
@@ -150,7 +136,7 @@ class Exchange:
         matrices = [m for name, shape in self.parameters.items() for m in matrices_of(name, shape)]
         shares = [shares_of(matrix, holders) for matrix in matrices]
         costs = [self.cost(matrix.rows, matrix.columns) for matrix in matrices]
-        owners = deal(matrices, shares, costs, self._ranks)
+        owners = owners_of(matrices, shares, costs, self._ranks)
         self.batches = [
             self._batch([(matrices[n], shares[n], owners[n]) for n in numbers])
             for numbers in _batches(matrices, owners, self._ranks)
@@ -163,7 +149,7 @@ class Exchange:
         owned = [matrix for batch in self.batches for matrix in batch.owned]
         return sorted(owned, key=lambda matrix: (order[matrix.parameter], matrix.index or 0))
 
-    def collect(self, batch: Batch, held: Mapping[str, Tensor]) -> dict[Matrix, Tensor]:
+    def collect(self, batch: MatrixBatch, held: Mapping[str, Tensor]) -> dict[Matrix, Tensor]:
         """The whole matrices ``(rows, columns)`` that this rank owns, from everybody's shares ``held`` of them."""
         # Fresh memory for each matrix: kernels may round as their operands are aligned.
         whole = {m: torch.empty(m.rows, m.columns, device=_device(held)) for m in batch.owned}
@@ -175,7 +161,7 @@ class Exchange:
         return whole
 
     def hand_back(
-        self, batch: Batch, changes: Mapping[Matrix, Tensor], held: Mapping[str, Tensor]
+        self, batch: MatrixBatch, changes: Mapping[Matrix, Tensor], held: Mapping[str, Tensor]
     ) -> Iterator[tuple[Matrix, Tensor, Tensor]]:
         """For each share that this rank holds of a matrix: its part of ``held``, and of the owner's ``changes``."""
         sent = [[_of_whole(changes, leg) for leg in legs] for legs in batch.changes_out]
@@ -190,7 +176,7 @@ class Exchange:
             dist.all_gather_object(holders, dict(self.boxes), group=self.group)
         return holders
 
-    def _batch(self, matrices: Sequence[tuple[Matrix, Sequence[Share], int]]) -> Batch:
+    def _batch(self, matrices: Sequence[tuple[Matrix, Sequence[Share], int]]) -> MatrixBatch:
         lists: list[list[list[Leg]]] = [[[] for _ in range(self._ranks)] for _ in range(4)]
         gradients_out, gradients_in, changes_out, changes_in = lists
         crosses = False
@@ -208,7 +194,7 @@ class Exchange:
                     if share in senders:
                         gradients_in[share.rank].append(leg)
         owned = [matrix for matrix, _, owner in matrices if owner == self._rank]
-        return Batch(owned, gradients_out, gradients_in, changes_out, changes_in, local=not crosses)
+        return MatrixBatch(owned, gradients_out, gradients_in, changes_out, changes_in, local=not crosses)
 
     def _of_share(self, held: Mapping[str, Tensor], leg: Leg) -> Tensor:
         """The part of what this rank holds that a leg speaks of: ``(rows, columns)``, a view."""

@@ -1,44 +1,42 @@
 """A step of an optimizer that looks at whole matrices: what is common to Adafactor, Muon, Shampoo and SOAP.
 
-Each of them is a ``MatrixRule``: it says what it keeps for a matrix, and how a gradient becomes a change. Here gradients are
+Each of them is a ``MatrixRule``: how a gradient becomes a change. Here gradients are
 brought to the owners of the matrices, who follow the rule, and the changes are brought back (``matrices``). The weights
 then move as in AdamW: ``w = (1 - lr * decay) w - lr * change``.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from phalanx.model.facts.optimizer_state import matrix_state, matrix_work
 from phalanx.model.facts.shape import Parameter
 from phalanx.parallel.mesh.local_slice import LocalSlice
 from phalanx.parallel.reduction.data_parallel import local
 from phalanx.run.spec import OptimizerSpec
-from phalanx.train.optimizers.matrices import Exchange, Matrix
+from phalanx.train.optimizers.matrices import Matrix, MatrixExchange
 from phalanx.train.optimizers.optimizer import Optimizer, StatePart, boxes_of, decays, gradient_of
 
 
-class MatrixRule(Protocol):
-    """What an optimizer does with one matrix, which is there as a whole."""
+class MatrixRule(ABC):
+    """What an optimizer does with one whole matrix.
 
-    @abstractmethod
-    def cost(self, rows: int, columns: int) -> float:
-        """What a step costs, in any unit, to share the matrices out fairly."""
+    What it keeps between steps, and what a step costs, is listed in ``phalanx.model.facts.optimizer_state``.
+    """
 
-    @abstractmethod
-    def state_shapes(self, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
-        """What is kept between steps, by name; fp32, zero at the beginning."""
+    def __init__(self, spec: OptimizerSpec) -> None:
+        self.spec = spec
 
     @abstractmethod
     def change(self, gradient: Tensor, state: Mapping[str, Tensor], number: int) -> Tensor:
         """The change per unit of learning rate, ``(rows, columns)``, after taking ``gradient`` of step ``number`` in.
 
-        ``gradient`` is fp32 and may be overwritten.
+        ``gradient`` is fp32 and may be overwritten. ``state`` has what ``matrix_state`` lists, zero before step 1.
         """
 
 
@@ -56,11 +54,14 @@ class MatrixOptimizer(Optimizer):
     ) -> None:
         self.spec, self.rule, self.parameters, self.kinds = spec, rule, parameters, kinds
         shapes = {name: kinds[name].shape for name in parameters}
-        self.exchange = Exchange(shapes, boxes_of(parameters, boxes), rule.cost, group)
+        self.exchange = MatrixExchange(shapes, boxes_of(parameters, boxes), self._cost, group)
         self._parts: dict[str, list[StatePart]] = {}
         self._state: dict[Matrix, dict[str, Tensor]] = {}
         for run in _runs(self.exchange.owned):
             self._allocate(run)
+
+    def _cost(self, rows: int, columns: int) -> float:
+        return matrix_work(self.spec, rows, columns).flops
 
     @torch.no_grad()
     def step(self, number: int, lr: float, gradient_scale: float) -> None:
@@ -85,7 +86,8 @@ class MatrixOptimizer(Optimizer):
         """The state of matrices that stand side by side in a stack is one box of a stack of states."""
         first = run[0]
         device = local(self.parameters[first.parameter].detach()).device
-        for name, shape in self.rule.state_shapes(first.rows, first.columns).items():
+        for kept in matrix_state(self.spec, first.rows, first.columns):
+            name, shape = kept.name, kept.shape
             tensor = torch.zeros((len(run), *shape), device=device)
             for matrix, state in zip(run, tensor, strict=True):
                 self._state.setdefault(matrix, {})[name] = state

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from phalanx.run.spec import OptimizerSpec
 from phalanx.train.optimizers.matrix_optimizer import MatrixRule
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -25,19 +24,10 @@ _SMALLEST_NORM = 1e-7
 class Muon(MatrixRule):
     """Keeps the gradient's running mean, ``momentum``."""
 
-    def __init__(self, spec: OptimizerSpec) -> None:
-        self.beta, self.steps = spec.beta1, spec.newton_schulz_steps
-
-    def cost(self, rows: int, columns: int) -> float:
-        return float(rows * columns) * (2 * self.steps * min(rows, columns) + 1)
-
-    def state_shapes(self, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
-        return {"momentum": (rows, columns)}
-
     def change(self, gradient: Tensor, state: Mapping[str, Tensor], number: int) -> Tensor:  # noqa: ARG002
         momentum = state["momentum"]
-        momentum.lerp_(gradient, 1 - self.beta)
-        direction = orthogonal(gradient.lerp_(momentum, self.beta), self.steps)
+        momentum.lerp_(gradient, 1 - self.spec.beta1)
+        direction = orthogonal(gradient.lerp_(momentum, self.spec.beta1), self.spec.newton_schulz_steps)
         return direction.mul_(0.2 * math.sqrt(max(gradient.shape)))
 
 

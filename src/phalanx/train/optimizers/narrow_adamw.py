@@ -12,12 +12,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from phalanx.model.facts.optimizer_state import INT8_BLOCK
 from phalanx.model.facts.shape import Parameter
 from phalanx.parallel.mesh.local_slice import LocalSlice
 from phalanx.parallel.reduction.data_parallel import local
 from phalanx.run.spec import OptimizerSpec
 from phalanx.train.optimizers.adamw import adamw_update, chunk_elements
-from phalanx.train.optimizers.moment_formats import INT8_BLOCK, Bf16Moments, Elements, Int8Moments, Moments
+from phalanx.train.optimizers.moment_formats import Bf16Moments, Elements, Int8Moments, Moments
 from phalanx.train.optimizers.optimizer import Optimizer, StatePart, boxes_of, decays, gradient_of
 
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from phalanx.model.facts.optimizer_state import BlockGrid
 from phalanx.parallel.mesh.partition import piece
 
 
 @dataclass(frozen=True)
-class Block:
+class MatrixBlock:
     """One block of a matrix."""
 
     place: tuple[int, int]
@@ -38,44 +39,15 @@ class Block:
         return matrix[self.rows, self.columns].clone()
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """A matrix of ``rows x columns`` in blocks of at most ``size x size``."""
+class MatrixBlocks(BlockGrid):
+    """The blocks of a matrix of ``rows x columns``, row by row."""
 
-    rows: int
-    columns: int
-    size: int
-
-    @property
-    def counts(self) -> tuple[int, int]:
-        """Blocks below and beside each other."""
-        return -(-self.rows // self.size), -(-self.columns // self.size)
-
-    @property
-    def left_shape(self) -> tuple[int, ...]:
-        """Of a tensor of all blocks' statistics of rows."""
-        height = -(-self.rows // self.counts[0])
-        return (*self.counts, height, height)
-
-    @property
-    def right_shape(self) -> tuple[int, ...]:
-        """Of a tensor of all blocks' statistics of columns."""
-        width = -(-self.columns // self.counts[1])
-        return (*self.counts, width, width)
-
-    def __iter__(self) -> Iterator[Block]:
+    def __iter__(self) -> Iterator[MatrixBlock]:
         down, across = self.counts
         for i in range(down):
             for j in range(across):
                 rows, columns = piece(self.rows, i, down), piece(self.columns, j, across)
-                yield Block((i, j), slice(rows.start, rows.stop), slice(columns.start, columns.stop))
-
-    def cost(self, every: int) -> float:
-        """Of a step: some products with every block's statistics, and their decomposition every so many steps."""
-        height, width = self.left_shape[-1], self.right_shape[-1]
-        products = 4 * height * width * (height + width)
-        decompositions = 20 * (height**3 + width**3) / every
-        return self.counts[0] * self.counts[1] * (products + decompositions)
+                yield MatrixBlock((i, j), slice(rows.start, rows.stop), slice(columns.start, columns.stop))
 
 
 def aligned(view: Tensor) -> Tensor:

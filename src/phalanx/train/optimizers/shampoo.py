@@ -14,9 +14,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from phalanx.run.spec import OptimizerSpec
 from phalanx.train.optimizers.matrix_optimizer import MatrixRule
-from phalanx.train.optimizers.preconditioner import Block, Blocks, aligned
+from phalanx.train.optimizers.preconditioner import MatrixBlock, MatrixBlocks, aligned
 
 _RIDGE = 1e-6
 """Added to all eigenvalues, as a part of the largest (Anil et al., arXiv 2002.09018)."""
@@ -26,30 +25,13 @@ _SMALLEST_NORM = 1e-30
 class Shampoo(MatrixRule):
     """Keeps both of Adam's moments, the statistics ``left`` and ``right``, and their roots."""
 
-    def __init__(self, spec: OptimizerSpec) -> None:
-        self.spec = spec
-
-    def cost(self, rows: int, columns: int) -> float:
-        return Blocks(rows, columns, self.spec.block_size).cost(self.spec.precondition_every)
-
-    def state_shapes(self, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
-        blocks = Blocks(rows, columns, self.spec.block_size)
-        return {
-            "exp_avg": (rows, columns),
-            "exp_avg_sq": (rows, columns),
-            "left": blocks.left_shape,
-            "right": blocks.right_shape,
-            "left_root": blocks.left_shape,
-            "right_root": blocks.right_shape,
-        }
-
     def change(self, gradient: Tensor, state: Mapping[str, Tensor], number: int) -> Tensor:
         spec = self.spec
         mean = state["exp_avg"].lerp_(gradient, 1 - spec.beta1)
         squares = state["exp_avg_sq"].lerp_(gradient.square(), 1 - spec.beta2)
         adam = mean / (squares.sqrt() / math.sqrt(1 - spec.beta2**number) + spec.eps)
         adam.div_(1 - spec.beta1**number)
-        for block in Blocks(gradient.shape[0], gradient.shape[1], spec.block_size):
+        for block in MatrixBlocks(gradient.shape[0], gradient.shape[1], spec.block_size):
             self._update_statistics(block, block.of(gradient), state)
             if (number - 1) % spec.precondition_every == 0:
                 block.left(state["left_root"]).copy_(inverse_fourth_root(block.left(state["left"])))
@@ -60,7 +42,7 @@ class Shampoo(MatrixRule):
             adam[block.rows, block.columns] = step.mul_(length)
         return adam
 
-    def _update_statistics(self, block: Block, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
+    def _update_statistics(self, block: MatrixBlock, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
         block.left(state["left"]).lerp_(gradient @ gradient.T, 1 - self.spec.beta2)
         block.right(state["right"]).lerp_(gradient.T @ gradient, 1 - self.spec.beta2)
 

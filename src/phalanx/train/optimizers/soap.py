@@ -18,36 +18,18 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from phalanx.run.spec import OptimizerSpec
 from phalanx.train.optimizers.matrix_optimizer import MatrixRule
-from phalanx.train.optimizers.preconditioner import Blocks, aligned
+from phalanx.train.optimizers.preconditioner import MatrixBlocks, aligned
 
 
 class Soap(MatrixRule):
     """Keeps Adam's moments (the second one in the basis), the statistics ``left`` and ``right``, and their bases."""
 
-    def __init__(self, spec: OptimizerSpec) -> None:
-        self.spec = spec
-
-    def cost(self, rows: int, columns: int) -> float:
-        return Blocks(rows, columns, self.spec.block_size).cost(self.spec.precondition_every)
-
-    def state_shapes(self, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
-        blocks = Blocks(rows, columns, self.spec.block_size)
-        return {
-            "exp_avg": (rows, columns),
-            "basis_exp_avg_sq": (rows, columns),
-            "left": blocks.left_shape,
-            "right": blocks.right_shape,
-            "left_basis": blocks.left_shape,
-            "right_basis": blocks.right_shape,
-        }
-
     def change(self, gradient: Tensor, state: Mapping[str, Tensor], number: int) -> Tensor:
         spec, change = self.spec, torch.zeros_like(gradient)
         if number > 1:
             state["exp_avg"].lerp_(gradient, 1 - spec.beta1)
-        for block in Blocks(gradient.shape[0], gradient.shape[1], spec.block_size):
+        for block in MatrixBlocks(gradient.shape[0], gradient.shape[1], spec.block_size):
             part = block.of(gradient)
             left, right = block.left(state["left_basis"]), block.right(state["right_basis"])
             if number > 1:

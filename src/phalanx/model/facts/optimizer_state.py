@@ -1,0 +1,198 @@
+"""The state that each optimizer keeps of a parameter, and the cost of an update: one table, without torch.
+
+The rules in ``phalanx.train.optimizers`` allocate what ``adamw_state`` and ``matrix_state`` list and share matrices out by
+``matrix_work``; ``phalanx show`` and the planner add up the same lists. A test builds the real optimizers and compares bytes.
+
+AdamW keeps two moments for each element, in fp32, bf16 or as 8-bit codes with a scale for every ``INT8_BLOCK`` elements of a
+row (vectors always in fp32). The optimizers of whole matrices keep fp32 state for the matrices that they take
+(``takes_matrix``), and leave the other parameters to AdamW in fp32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from phalanx.model.facts.shape import Parameter
+from phalanx.run.spec import OptimizerSpec
+
+StateFormat = Literal["fp32", "bf16", "uint8"]
+
+INT8_BLOCK = 64
+"""Elements with a common scale: few enough to divide what tensor ranks hold of a row."""
+
+_FORMAT_BYTES = {"fp32": 4, "bf16": 2, "uint8": 1}
+UPDATE_BYTES = 14
+"""Bytes per parameter that an update moves beside its state, which it reads and writes: weight read and written, gradient
+read, compute copy written. What a fused kernel would move; the gradient's norm and temporaries are not counted."""
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """One named tensor of an optimizer's state, such as ``exp_avg``."""
+
+    name: str
+    shape: tuple[int, ...]
+    format: StateFormat = "fp32"
+
+    @property
+    def bytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * _FORMAT_BYTES[self.format]
+
+
+def takes_matrix(spec: OptimizerSpec, parameter: Parameter) -> bool:
+    """True if the optimizer treats the parameter as a whole matrix (or a stack of them), False if AdamW updates it.
+
+    Rows of the embedding, and of the head, belong to tokens, most of which a batch does not have; rows of a router belong
+    to experts. Muon, Shampoo and SOAP look for directions of the whole matrix and leave these alone. Adafactor takes
+    embedding and head too, since its purpose is to save memory.
+    """
+    if spec.name == "adamw":
+        return False
+    if parameter.kind == "embedding" or parameter.name == "head.weight":
+        return spec.name == "adafactor"
+    return parameter.kind in ("matrix", "output")
+
+
+def state_tensors(spec: OptimizerSpec, parameter: Parameter) -> list[StateTensor]:
+    """All state of one whole parameter; that of a stack of matrices is stacked as they are."""
+    if not takes_matrix(spec, parameter):
+        return adamw_state(spec, parameter.shape)
+    *stack, rows, columns = parameter.shape
+    tensors = matrix_state(spec, rows, columns)
+    return [StateTensor(tensor.name, (*stack, *tensor.shape), tensor.format) for tensor in tensors]
+
+
+def state_bytes_by_name(spec: OptimizerSpec, parameters: Iterable[Parameter]) -> dict[str, int]:
+    """Bytes of all state of the whole ``parameters``, by the name of the state tensor; scales count with their codes."""
+    sizes: dict[str, int] = {}
+    for parameter in parameters:
+        for tensor in state_tensors(spec, parameter):
+            name = tensor.name.removesuffix("_scale")
+            sizes[name] = sizes.get(name, 0) + tensor.bytes
+    return sizes
+
+
+def adamw_state(spec: OptimizerSpec, shape: tuple[int, ...]) -> list[StateTensor]:
+    """Both moments that AdamW keeps of a parameter, or of a rank's part of one, of ``shape``."""
+    tensors = []
+    for moment in ("exp_avg", "exp_avg_sq"):
+        if spec.name != "adamw" or spec.state == "fp32" or len(shape) == 1:
+            tensors.append(StateTensor(moment, shape))
+        elif spec.state == "bf16":
+            tensors.append(StateTensor(moment, shape, "bf16"))
+        else:
+            tensors.append(StateTensor(moment, shape, "uint8"))
+            tensors.append(StateTensor(f"{moment}_scale", (*shape[:-1], -(-shape[-1] // INT8_BLOCK))))
+    return tensors
+
+
+def matrix_state(spec: OptimizerSpec, rows: int, columns: int) -> list[StateTensor]:
+    """What Adafactor, Muon, Shampoo or SOAP keeps of one matrix; fp32, zero at the beginning."""
+    whole = (rows, columns)
+    if spec.name == "muon":
+        return [StateTensor("momentum", whole)]
+    if spec.name == "adafactor":
+        means = [StateTensor("row_mean_square", (rows,)), StateTensor("column_mean_square", (columns,))]
+        return [*means, StateTensor("exp_avg", whole)] if spec.beta1 else means
+    grid = BlockGrid(rows, columns, spec.block_size)
+    squares, factor = ("exp_avg_sq", "root") if spec.name == "shampoo" else ("basis_exp_avg_sq", "basis")
+    return [
+        StateTensor("exp_avg", whole),
+        StateTensor(squares, whole),
+        StateTensor("left", grid.left_shape),
+        StateTensor("right", grid.right_shape),
+        StateTensor(f"left_{factor}", grid.left_shape),
+        StateTensor(f"right_{factor}", grid.right_shape),
+    ]
+
+
+@dataclass(frozen=True)
+class BlockGrid:
+    """A matrix of ``rows x columns`` in blocks of at most ``size x size``, as Shampoo and SOAP precondition it."""
+
+    rows: int
+    columns: int
+    size: int
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Blocks below and beside each other."""
+        return -(-self.rows // self.size), -(-self.columns // self.size)
+
+    @property
+    def left_shape(self) -> tuple[int, ...]:
+        """Shape of the tensor that holds all blocks' row statistics: ``(block rows, block columns, n, n)``."""
+        height = -(-self.rows // self.counts[0])
+        return (*self.counts, height, height)
+
+    @property
+    def right_shape(self) -> tuple[int, ...]:
+        """Shape of the tensor that holds all blocks' column statistics: ``(block rows, block columns, n, n)``."""
+        width = -(-self.columns // self.counts[1])
+        return (*self.counts, width, width)
+
+
+@dataclass(frozen=True)
+class MatrixWork:
+    """What one step with one whole matrix costs its owner, or with several together."""
+
+    elements: int = 0
+    state_bytes: int = 0
+    product_flops: float = 0.0
+    """Of matrix products: Muon's in bf16 on a GPU, the others' in fp32."""
+    decomposition_flops: float = 0.0
+    """Of eigenvalues (fp64) and QR decompositions (fp32), the mean of all steps."""
+    crossing_elements: int = 0
+    """Elements that no rank holds together: their gradients cross to the owner, and their changes back."""
+
+    @property
+    def flops(self) -> float:
+        """The measure by which matrices are shared out: all FLOP, one for each element that is only read and written."""
+        return self.product_flops + self.decomposition_flops + self.elements
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes read and written by an update in one kernel."""
+        return UPDATE_BYTES * self.elements + 2 * self.state_bytes
+
+    def times(self, count: int) -> MatrixWork:
+        """The work of ``count`` such matrices."""
+        return MatrixWork(
+            self.elements * count,
+            self.state_bytes * count,
+            self.product_flops * count,
+            self.decomposition_flops * count,
+            self.crossing_elements * count,
+        )
+
+    def __add__(self, other: MatrixWork) -> MatrixWork:
+        return MatrixWork(
+            self.elements + other.elements,
+            self.state_bytes + other.state_bytes,
+            self.product_flops + other.product_flops,
+            self.decomposition_flops + other.decomposition_flops,
+            self.crossing_elements + other.crossing_elements,
+        )
+
+
+def matrix_work(spec: OptimizerSpec, rows: int, columns: int) -> MatrixWork:
+    """The work of one step of Adafactor, Muon, Shampoo or SOAP with a matrix of ``rows x columns``."""
+    products = decompositions = 0.0
+    if spec.name == "muon":
+        short, long = sorted((rows, columns))
+        # An iteration multiplies x x^T (2 s^2 l), its square (2 s^3), and that with x (2 s^2 l).
+        products = spec.newton_schulz_steps * (4.0 * short**2 * long + 2.0 * short**3)
+    elif spec.name in ("shampoo", "soap"):
+        grid = BlockGrid(rows, columns, spec.block_size)
+        height, width = grid.left_shape[-1], grid.right_shape[-1]
+        blocks = grid.counts[0] * grid.counts[1]
+        # Both covariances, and one product with each of their roots; SOAP turns gradient and mean into the basis, and back.
+        sides = 2 if spec.name == "shampoo" else 4
+        products = blocks * sides * 2.0 * height * width * (height + width)
+        decompositions = blocks * 20.0 * (height**3 + width**3) / spec.precondition_every
+    state = sum(tensor.bytes for tensor in matrix_state(spec, rows, columns))
+    return MatrixWork(rows * columns, state, products, decompositions)
