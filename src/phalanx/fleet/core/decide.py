@@ -1,9 +1,9 @@
 """The core: every decision of the control plane, as ``(state, event, now) -> (state, orders)``.
 
-No clock, no I/O, no randomness. It is total: every event has a defined answer in every state, and most often that is to
-count it and do nothing. A message is believed if it comes from the node's present, unfenced incarnation and speaks of
-the present epoch. Nothing relies on a message arriving, or on the order in which messages of different nodes arrive:
-heartbeats repeat what matters, and where they contradict what is known, the command is said again or the node is asked.
+No clock, no I/O, no randomness. It is total: every event is handled in every state, most often by counting it as stale
+and doing nothing. A message is believed if it comes from the node's current, unfenced incarnation and refers to the
+current epoch. Nothing relies on a message arriving, or on the order in which messages of different nodes arrive:
+heartbeats repeat what matters, and where one contradicts the state, the command is repeated or the node is asked.
 
 The live coordinator and the simulator drive this same function; the journal of events replays to the same state.
 """
@@ -48,12 +48,12 @@ DURABLE_KEPT = 1024
 
 
 def initial_state(settings: CoreSettings, now_s: float) -> FleetState:
-    """A fleet without nodes."""
+    """The state of a fleet without nodes."""
     return FleetState(settings=settings, now_s=now_s, since_s=now_s, step_s=now_s)
 
 
 def step(state: FleetState, event: m.CoreEvent, now_s: float) -> tuple[FleetState, list[Order]]:
-    """What is true after ``event``, and what is to be said to whom. The state given is used up.
+    """The state after ``event``, and the orders that follow from it. Mutates the given state: use the one returned.
 
     ``now_s`` is any clock's reading, in seconds; one that steps back counts as standing still.
     """
@@ -66,8 +66,8 @@ def step(state: FleetState, event: m.CoreEvent, now_s: float) -> tuple[FleetStat
 
 def _answer(state: FleetState, event: m.CoreEvent, orders: list[Order]) -> None:
     if isinstance(event, m.Folded):
-        for one in event.events:
-            _answer(state, one, orders)
+        for folded in event.events:
+            _answer(state, folded, orders)
     elif state.phase in OVER:
         if isinstance(event, m.Joined):
             orders.append(Order(event.node, m.Shutdown(state.reason)))
@@ -75,10 +75,13 @@ def _answer(state: FleetState, event: m.CoreEvent, orders: list[Order]) -> None:
         _ANSWERS[type(event)](state, event, orders)
 
 
-def _speaker(
+def _sender(
     state: FleetState, name: str, incarnation: int, orders: list[Order], *, life: bool = True
 ) -> Node | None:
-    """The node that speaks, or None if it is not to be believed: unknown, of another incarnation, or fenced."""
+    """The sender of a message, or None if it is not to be believed: unknown, of another incarnation, or fenced.
+
+    With ``life``, the message counts as a sign of life of the node.
+    """
     node = state.nodes.get(name)
     if node is None or incarnation > node.incarnation:
         orders.append(Order(name, m.TellAll()))
@@ -93,7 +96,7 @@ def _speaker(
     return None
 
 
-# --- what agents say ------------------------------------------------------------------------------
+# --- reports of agents ----------------------------------------------------------------------------
 
 
 def _joined(state: FleetState, event: m.Joined, orders: list[Order]) -> None:
@@ -103,7 +106,7 @@ def _joined(state: FleetState, event: m.Joined, orders: list[Order]) -> None:
         and event.incarnation <= old.incarnation
         and not (old.alive and event.incarnation == old.incarnation)
     ):
-        _speaker(state, event.node, event.incarnation, orders)
+        _sender(state, event.node, event.incarnation, orders)
         return
     if old is not None and event.incarnation > old.incarnation:
         if old.alive:
@@ -143,13 +146,13 @@ def _level(event: m.Joined) -> m.WorkerPhase:
 
 
 def _ready(state: FleetState, event: m.Ready, orders: list[Order]) -> None:
-    node = _speaker(state, event.node, event.incarnation, orders)
+    node = _sender(state, event.node, event.incarnation, orders)
     if node is not None:
         change(state, node, meeting_points=event.meeting_points, engaged=False)
 
 
 def _heartbeat(state: FleetState, event: m.Heartbeat, orders: list[Order]) -> None:
-    node = _speaker(state, event.node, event.incarnation, orders)
+    node = _sender(state, event.node, event.incarnation, orders)
     if node is None:
         return
     if event.epoch == state.epoch and node.seat != NO_SEAT and event.phase is m.WorkerPhase.BOUND:
@@ -158,12 +161,12 @@ def _heartbeat(state: FleetState, event: m.Heartbeat, orders: list[Order]) -> No
 
 
 def _compare(state: FleetState, node: Node, epoch: int, phase: m.WorkerPhase, orders: list[Order]) -> None:
-    """Mends what a lost message left: ``epoch`` and ``phase`` are where the node's workers really are."""
+    """Reconciles the state with ``epoch`` and ``phase``, in which the node's workers really are, after a lost message."""
     free, member = (
         epoch == m.NO_EPOCH,
         node.seat != NO_SEAT and state.phase not in (FleetPhase.WAITING, FleetPhase.FORMING),
     )
-    # Only where the journal was lost is it higher than ours: the number of an epoch must never be used twice.
+    # Higher than ours only if the journal was lost: the number of an epoch must never be used twice.
     state.seen_epoch = max(state.seen_epoch, epoch)
     if phase is m.WorkerPhase.COLD and node.warm:
         node = change(state, node, meeting_points=(), why="its workers are not warm")
@@ -191,7 +194,7 @@ def _compare(state: FleetState, node: Node, epoch: int, phase: m.WorkerPhase, or
 
 
 def _worker_failed(state: FleetState, event: m.WorkerExited | m.WorkerHung, orders: list[Order]) -> None:
-    node = _speaker(state, event.node, event.incarnation, orders)
+    node = _sender(state, event.node, event.incarnation, orders)
     if node is None:
         return
     member = node.seat != NO_SEAT and state.phase in (*IN_EPOCH, FleetPhase.PARKING)
@@ -215,9 +218,11 @@ def _worker_failed(state: FleetState, event: m.WorkerExited | m.WorkerHung, orde
 
 
 def _broken(state: FleetState, event: m.Broken, orders: list[Order]) -> None:
-    node = _speaker(state, event.node, event.incarnation, orders)
-    if node is None or event.epoch != state.epoch or state.phase not in IN_EPOCH:
-        state.stale += node is not None
+    node = _sender(state, event.node, event.incarnation, orders)
+    if node is None:
+        return
+    if event.epoch != state.epoch or state.phase not in IN_EPOCH:
+        state.stale += 1
         return
     state.evidence = True
     for name in sorted(state.suspects):
@@ -231,7 +236,7 @@ def _broken(state: FleetState, event: m.Broken, orders: list[Order]) -> None:
 
 
 def _parked(state: FleetState, event: m.Parked, orders: list[Order]) -> None:
-    node = _speaker(state, event.node, event.incarnation, orders)
+    node = _sender(state, event.node, event.incarnation, orders)
     if node is None:
         return
     member = node.seat != NO_SEAT and state.phase in (*IN_EPOCH, FleetPhase.PARKING)
@@ -243,21 +248,23 @@ def _parked(state: FleetState, event: m.Parked, orders: list[Order]) -> None:
     if state.phase is FleetPhase.PARKING:
         state.awaiting.discard(node.name)
     elif member:
-        # It knew before we did: what it says is kept, or it would be waited for in vain.
+        # It noticed the fault before the core did. Without this note the core would wait for its Parked forever.
         state.early.add(node.name)
         regroup(state, orders, f"node {node.name} has left epoch {state.epoch}")
 
 
 def _bound(state: FleetState, event: m.Bound, orders: list[Order]) -> None:
-    node = _speaker(state, event.node, event.incarnation, orders)
-    if node is not None and event.epoch == state.epoch and state.phase is FleetPhase.BINDING:
+    node = _sender(state, event.node, event.incarnation, orders)
+    if node is None:
+        return
+    if event.epoch == state.epoch and state.phase is FleetPhase.BINDING:
         state.awaiting.discard(node.name)
     else:
-        state.stale += node is not None
+        state.stale += 1
 
 
 def _durable(state: FleetState, event: m.Durable, orders: list[Order]) -> None:
-    node = _speaker(state, event.node, event.incarnation, orders)
+    node = _sender(state, event.node, event.incarnation, orders)
     if node is None or event.epoch > state.epoch:
         return
     if trusts(state, event.epoch, event.step):
@@ -267,16 +274,17 @@ def _durable(state: FleetState, event: m.Durable, orders: list[Order]) -> None:
 
 def _suspect(state: FleetState, event: m.Suspect, orders: list[Order]) -> None:
     named = _named(state, event)
-    state.stale += not named
+    if not named:
+        state.stale += 1
     for name in named:
         _doubt(state, event, state.nodes[name], orders)
 
 
 def _named(state: FleetState, event: m.Suspect) -> list[str]:
-    """The nodes that are unsound by a report."""
+    """Names of the nodes that a report calls unfit."""
     if not event.ranks:
         return [event.node] if event.node in state.nodes else []
-    # All say so before they leave the epoch, so a report of an earlier one repeats what is known.
+    # All members report a corruption before they leave the epoch, so a report of an earlier epoch is a repetition.
     if event.epoch != state.epoch:
         return []
     seats = {rank // state.settings.formation.workers_per_node for rank in event.ranks}
@@ -299,7 +307,7 @@ def _doubt(state: FleetState, event: m.Suspect, node: Node, orders: list[Order])
 
 
 def _roll_back(state: FleetState, event: m.Suspect, node: Node, step_: int, orders: list[Order]) -> None:
-    # An audit compares the steps of its own epoch, so an older one's find is new only if it goes further back.
+    # An audit compares the steps of its own epoch, so a finding of an earlier epoch is new only if it goes further back.
     limits = [
         limit.step for limit in state.distrust if event.epoch is not None and event.epoch <= limit.epoch
     ]
@@ -310,7 +318,7 @@ def _roll_back(state: FleetState, event: m.Suspect, node: Node, step_: int, orde
 
 
 def _finished(state: FleetState, event: m.RunFinished, orders: list[Order]) -> None:
-    # Also while binding: where few steps are left, all can have ended before everybody has been heard to begin.
+    # Also while binding: with few steps left, the run can end before the last Bound has arrived.
     if event.epoch == state.epoch and state.phase in (*IN_EPOCH, FleetPhase.PARKING):
         state.result_json = event.result_json
         end(state, orders, FleetPhase.FINISHED, "stopped" if state.stopping else "all steps are done")
@@ -325,7 +333,7 @@ def _fatal(state: FleetState, event: m.Fatal, orders: list[Order]) -> None:
         state.stale += 1
 
 
-# --- what operators and the shell say ---------------------------------------------------------------
+# --- requests of operators, and events of the shell -------------------------------------------------
 
 
 def _drain(state: FleetState, event: m.Drain, orders: list[Order]) -> None:  # noqa: ARG001
@@ -356,7 +364,7 @@ def _stop(state: FleetState, event: m.StopRun, orders: list[Order]) -> None:  # 
 
 
 def _disconnected(state: FleetState, event: m.Disconnected, orders: list[Order]) -> None:
-    node = _speaker(state, event.node, event.incarnation, orders, life=False)
+    node = _sender(state, event.node, event.incarnation, orders, life=False)
     if node is None:
         return
     if state.evidence and node.seat != NO_SEAT:
@@ -374,7 +382,7 @@ def _disk_holds(state: FleetState, event: m.DiskHolds, orders: list[Order]) -> N
     known = {*state.durable, *state.condemned}
     steps = {step_ for step_ in event.steps if step_ != m.NO_STEP}
     condemned = steps.intersection(state.condemned)
-    # While the wrong epoch has not ended yet, what is new was made in it.
+    # Until the epoch that computed wrongly has ended, a new checkpoint comes from it.
     condemned |= {step_ for step_ in steps - known if not trusts(state, state.epoch, step_)}
     state.condemned = sorted(condemned)
     state.durable = sorted(steps - condemned)[-DURABLE_KEPT:]
@@ -386,7 +394,8 @@ def _diagnosed(state: FleetState, event: m.Diagnosed, orders: list[Order]) -> No
         return
     note(state, "", f"epoch {event.epoch} hangs: {event.text}")
     per_node, ranks = state.settings.formation.workers_per_node, [r for r in event.ranks if r < state.ranks]
-    # Where ranks also wait for messages, which records may not show, one that waits is taken for one that does not come.
+    # In a pipeline ranks also wait for point-to-point messages, which flight records may not show: a rank that waits
+    # for one would be taken for one that does not come.
     if state.settings.formation.pipeline == 1 and 2 * len(ranks) <= state.ranks:
         for rank in ranks:
             node = state.nodes[state.seats[rank // per_node]]

@@ -1,8 +1,8 @@
-"""The turns of the fleet: an epoch is formed, runs, is left, and the next one is formed.
+"""The life cycle of epochs: one is formed, runs, is left, and the next one is formed.
 
-FORMING -> BINDING -> RUNNING -> PARKING -> BINDING ..., with WAITING while too few nodes are usable. Whatever goes wrong
-in whichever phase leads back to PARKING, and from there to a higher epoch; nothing of a broken epoch is mended. A new
-epoch begins only when each member of the last one has said that its workers have left, or is fenced.
+FORMING -> BINDING -> RUNNING -> PARKING -> BINDING ..., with WAITING while too few nodes are usable. Any fault in any
+phase leads back to PARKING, and from there to a higher epoch; a broken epoch is never repaired. A new epoch begins only
+when each member of the last one has reported that its workers have left, or is fenced.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ IN_EPOCH = (FleetPhase.BINDING, FleetPhase.RUNNING)
 OVER = (FleetPhase.FINISHED, FleetPhase.FAILED)
 QUICK_TRIES, FIRST_PAUSE_S, LONGEST_PAUSE_S = 4, 0.1, 10.0
 MASS_PATIENCE = 4
-"""When most nodes fall silent at once it is likely the coordinator that is cut off: it waits so many times longer."""
+"""If most nodes fall silent at once, the coordinator itself is likely cut off: leases last this many times longer."""
 
 
 def advance(state: FleetState, orders: list[Order]) -> None:
-    """Takes every turn that is due. Called after each event."""
-    turned = True
-    while turned and state.phase not in OVER:
-        turned = _TURNS[state.phase](state, orders)
+    """Makes every phase transition that is due. Called after each event."""
+    moved = True
+    while moved and state.phase not in OVER:
+        moved = _TRANSITIONS[state.phase](state, orders)
 
 
 def _from_forming(state: FleetState, orders: list[Order]) -> bool:
@@ -48,7 +48,7 @@ def _from_forming(state: FleetState, orders: list[Order]) -> bool:
         end(state, orders, FleetPhase.FINISHED, "stopped before it was formed")
         return True
     whole = settings.formation.largest(settings.wanted_nodes * settings.formation.workers_per_node)
-    # A node that is known to be unfit is not waited for: a spare takes its place.
+    # A node known to be unfit is not waited for: one that was started as a spare takes its place.
     unfit = any(
         node.eligibility is not Eligibility.GOOD for node in state.nodes.values() if not node.started_as_spare
     )
@@ -88,15 +88,13 @@ def _from_parking(state: FleetState, orders: list[Order]) -> bool:
 
 
 def pause_s(tries: int) -> float:
-    """How long to wait before the next epoch is tried: not at all, unless one after another has failed without a step.
+    """Seconds to wait before the next epoch is tried: 0 for the first ``QUICK_TRIES``, then exponential back-off.
 
-    What lasts some seconds (a link that comes and goes, a switch that restarts) must not use up all tries within them.
+    A fault that lasts some seconds (a flapping link, a switch that restarts) must not use up all tries in that time.
     """
-    return (
-        0.0
-        if tries <= QUICK_TRIES
-        else min(FIRST_PAUSE_S * 2.0 ** (tries - QUICK_TRIES - 1), LONGEST_PAUSE_S)
-    )
+    if tries <= QUICK_TRIES:
+        return 0.0
+    return min(FIRST_PAUSE_S * 2.0 ** (tries - QUICK_TRIES - 1), LONGEST_PAUSE_S)
 
 
 def _from_waiting(state: FleetState, orders: list[Order]) -> bool:
@@ -113,7 +111,7 @@ def _from_waiting(state: FleetState, orders: list[Order]) -> bool:
     return False
 
 
-_TURNS = {
+_TRANSITIONS = {
     FleetPhase.FORMING: _from_forming,
     FleetPhase.BINDING: _from_binding,
     FleetPhase.RUNNING: _from_running,
@@ -127,7 +125,7 @@ def _enter(state: FleetState, phase: FleetPhase) -> None:
 
 
 def can_grow(state: FleetState) -> bool:
-    """Whether the usable nodes allow more ranks than the present epoch has."""
+    """True if the usable nodes allow more ranks than the present epoch has."""
     return len(state.seats) < state.settings.wanted_nodes and possible_ranks(state) > state.ranks
 
 
@@ -140,7 +138,7 @@ def _fill_vacancies(state: FleetState, orders: list[Order]) -> bool:
 
 
 def regroup(state: FleetState, orders: list[Order], reason: str, *, planned: bool = False) -> None:
-    """Ends the present epoch. A planned end loses no step; a fault meanwhile turns it into an unplanned one."""
+    """Ends the present epoch. A planned end loses no step; a fault while it is under way makes it unplanned."""
     if state.phase is FleetPhase.PARKING and state.planned and not planned:
         state.planned, state.left_planned, state.reason = False, False, reason
         _enter(state, FleetPhase.PARKING)
@@ -148,9 +146,11 @@ def regroup(state: FleetState, orders: list[Order], reason: str, *, planned: boo
         orders += [Order(name, Park(state.epoch, reason)) for name in sorted(state.awaiting)]
     elif state.phase in IN_EPOCH:
         planned = planned and state.phase is FleetPhase.RUNNING
-        state.recoveries += not planned
-        state.regroups += planned
-        state.tries += not planned
+        if planned:
+            state.regroups += 1
+        else:
+            state.recoveries += 1
+            state.tries += 1
         state.reason, state.planned = reason, planned
         if state.phase is FleetPhase.RUNNING or state.left_s is None:
             state.left_s, state.left_planned = state.now_s, planned
@@ -163,7 +163,7 @@ def regroup(state: FleetState, orders: list[Order], reason: str, *, planned: boo
 
 
 def _form(state: FleetState, orders: list[Order]) -> bool:
-    """Begins the next epoch if there are nodes for it; otherwise the fleet waits."""
+    """Begins the next epoch if there are enough nodes; otherwise the fleet waits."""
     if state.tries > state.settings.max_tries:
         text = f"{state.tries} faults in a row without a step between them; the last one: {state.reason}"
         end(state, orders, FleetPhase.FAILED, text)
@@ -189,7 +189,7 @@ def _begin(state: FleetState, orders: list[Order], plan: EpochPlan) -> None:
     state.ranks, state.source = plan.ranks, plan.source
     state.step, state.diagnosed = _step_of(plan.source), False
     if state.step < before:
-        # Ground was lost: to make it good again is progress too.
+        # The restore lost steps: computing them again counts as progress too.
         state.best_step = state.step
     progressed(state, state.step)
     _enter(state, FleetPhase.BINDING)
@@ -202,7 +202,7 @@ def _step_of(source: StateSource) -> int:
 
 def _reseat(state: FleetState, seats: tuple[str, ...]) -> None:
     old, state.seats = state.seats, list(seats)
-    # With as many seats as before only the vacant ones change hands.
+    # With as many seats as before only the vacant ones get another node.
     changed = sorted(state.vacant) if len(old) == len(seats) else range(max(len(old), len(seats)))
     state.vacant = set()
     stand = [old[seat] for seat in changed if seat < len(old)]
@@ -217,13 +217,13 @@ def _reseat(state: FleetState, seats: tuple[str, ...]) -> None:
 
 
 def progressed(state: FleetState, step: int) -> None:
-    """A step was reached: beyond the furthest one so far, the faults before it are forgotten."""
+    """Resets the count of tries if ``step`` is beyond the furthest one so far."""
     if step > state.best_step:
         state.best_step, state.tries = step, 0
 
 
 def stepped(state: FleetState, step: int) -> None:
-    """The members have completed ``step``."""
+    """Notes that the members have completed ``step``, and updates the pace."""
     if state.phase is not FleetPhase.RUNNING or step <= state.step:
         return
     pace_s = (state.now_s - state.step_s) / (step - state.step)
@@ -233,7 +233,7 @@ def stepped(state: FleetState, step: int) -> None:
 
 
 def end(state: FleetState, orders: list[Order], phase: FleetPhase, reason: str) -> None:
-    """The run is over."""
+    """Ends the run, FINISHED or FAILED."""
     _enter(state, phase)
     state.reason, state.awaiting = reason, set()
     note(state, "", f"{phase}: {reason}")
@@ -244,7 +244,7 @@ def end(state: FleetState, orders: list[Order], phase: FleetPhase, reason: str) 
 
 
 def lose(state: FleetState, orders: list[Order], node: Node, why: str) -> None:
-    """Fences a node: whatever this incarnation says from now on is ignored, and its memory counts as gone."""
+    """Fences a node: messages of this incarnation are ignored from now on, and its snapshots count as gone."""
     strike(state, node, why, alive=False, meeting_points=(), held=())
     forget_copies(state, node.name)
     state.suspects.pop(node.name, None)
@@ -254,7 +254,7 @@ def lose(state: FleetState, orders: list[Order], node: Node, why: str) -> None:
 
 
 def strike(state: FleetState, node: Node, why: str, **changes: object) -> None:
-    """Writes down a failure of a node; one that fails too often is quarantined."""
+    """Records a failure of a node; one that fails too often is quarantined."""
     settings = state.settings
     recent = tuple(at_s for at_s in node.strikes if state.now_s - at_s < settings.strike_window_s)
     strikes = (*recent, state.now_s)
@@ -267,7 +267,7 @@ def strike(state: FleetState, node: Node, why: str, **changes: object) -> None:
 
 
 def forget_copies(state: FleetState, name: str) -> None:
-    """From now on a node speaks for itself about the copies it holds, whatever a roll call said."""
+    """Removes a node from the census: from now on only its own reports say which snapshots it holds."""
     census = state.census
     if census is not None and name not in census.absent and name in census.seats:
         census.absent[name] = census.seats.index(name)
@@ -277,13 +277,13 @@ def forget_copies(state: FleetState, name: str) -> None:
 
 
 def last_heard_s(state: FleetState, name: str) -> float:
-    """When a node last gave a sign of life."""
+    """Time of the last sign of life of a node."""
     heard_s = state.heard.get(name, state.rolled_s)
     return heard_s if name in state.silent else max(heard_s, state.rolled_s)
 
 
 def check_leases(state: FleetState, orders: list[Order]) -> None:
-    """Fences the nodes that have been silent, or without connection, for too long."""
+    """Fences the nodes whose lease has run out, or that have been without connection for too long."""
     settings, now_s = state.settings, state.now_s
     _lose_late(state, orders, state.suspects, settings.confirm_s, "its connection broke")
     if now_s < state.next_lease_s:
@@ -311,7 +311,7 @@ def _lose_late(
 
 
 def check_deadlines(state: FleetState, orders: list[Order]) -> None:
-    """Acts on phases that take too long."""
+    """Acts on a phase that has passed its deadline."""
     deadline_s = phase_deadline_s(state)
     if deadline_s is None or state.now_s < deadline_s:
         return
@@ -331,14 +331,14 @@ def check_deadlines(state: FleetState, orders: list[Order]) -> None:
 
 
 def _blame_unbound(state: FleetState) -> None:
-    # One that cannot bind keeps all from training, not from binding: a minority is at fault, a majority is not.
+    """Strikes the members that did not bind, if they are a minority: if a majority did not, the cause lies elsewhere."""
     if 2 * len(state.awaiting) < len(state.seats):
         for name in sorted(state.awaiting):
             strike(state, state.nodes[name], f"it did not bind epoch {state.epoch}")
 
 
 def phase_deadline_s(state: FleetState) -> float | None:
-    """When the present phase has taken too long, or None."""
+    """Deadline of the present phase, or None if it has none."""
     settings = state.settings
     if state.phase is FleetPhase.FORMING and state.now_s - state.since_s < settings.form_s:
         return state.since_s + settings.form_s
@@ -355,9 +355,9 @@ def phase_deadline_s(state: FleetState) -> float | None:
 
 
 def next_deadline_s(state: FleetState) -> float:
-    """When a Tick will next make a difference if nothing else happens; it may turn out to be too early, never late.
+    """Time at which a Tick will next make a difference if nothing else happens: perhaps too early, never too late.
 
-    It may be now: where nodes are overdue but are given more time, a Tick every quarter of a second is enough.
+    It may be now: while overdue nodes are given more time, a Tick every quarter of a second is enough.
     """
     times = [state.next_lease_s, *(at_s + state.settings.confirm_s for at_s in state.suspects.values())]
     deadline_s = phase_deadline_s(state)

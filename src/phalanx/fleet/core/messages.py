@@ -1,10 +1,10 @@
-"""What agents and the coordinator say to each other: typed, versioned, bounded.
+"""The messages between agents and the coordinator: typed, versioned, bounded in size.
 
-Reports travel from an agent to the coordinator, which hands them as events to the core; commands travel back. Every
-report carries the incarnation of its agent, and most the epoch that they speak of, so that a message which comes late,
-twice or from a fenced agent changes nothing. Reports tell a level, not an edge (*my workers are in no epoch*, rather
-than *they have just left*): saying them again is harmless, and the heartbeat repeats the essence of all of them, so
-that any single message may be lost.
+Reports travel from an agent to the coordinator, which passes them to the core as events; commands travel back. Every
+report carries the incarnation of its agent, and most carry the epoch that they refer to, so that a message that is late,
+duplicated or from a fenced agent changes nothing. Reports are level-triggered, not edge-triggered (*my workers are in no
+epoch*, rather than *they have just left*): repeating one is harmless, and the heartbeat repeats the essence of all of them,
+so that any single message may be lost.
 
 On the wire each is a JSON object tagged with its type's name (msgspec tagged unions, https://jcristharif.com/msgspec).
 """
@@ -18,14 +18,14 @@ import msgspec
 from msgspec import Meta, Struct
 
 PROTOCOL_VERSION = 2
-"""Of this vocabulary; both sides must name the same one when they connect."""
+"""Version of the messages; a connection whose sides have different ones is refused."""
 NO_EPOCH = -1
-"""Of workers that belong to no process group."""
+"""The epoch of workers that are in no process group."""
 NO_STEP = -1
-"""Before the first completed step."""
+"""The step before the first one is completed."""
 
 NodeName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[^*\s][^\s]*$")]
-"""Of a node. It does not begin with a star, which marks groups of nodes."""
+"""The name of a node. It does not begin with a star, which marks groups of nodes."""
 ShortText = Annotated[str, Meta(max_length=8192)]
 Address = Annotated[str, Meta(max_length=300)]
 """``host:port``, or empty for none."""
@@ -33,30 +33,30 @@ Natural = Annotated[int, Meta(ge=0, lt=2**53)]
 StepNumber = Annotated[int, Meta(ge=-1, lt=2**53)]
 EpochNumber = Annotated[int, Meta(ge=-1, lt=2**53)]
 WorkerIndex = Annotated[int, Meta(ge=0, lt=4096)]
-"""Which of a node's workers."""
+"""Index of a worker on its node."""
 MOST_RECORD_BYTES = 1 << 16
 WorkerAddresses = Annotated[tuple[Address, ...], Meta(max_length=4096)]
-"""Of each of a node's workers where it would meet the others if it got rank 0; empty where it is not warm."""
+"""For each worker of a node, the rendezvous address that it offers in case it gets rank 0; empty if it is not warm."""
 
 
 class HeldSnapshot(Struct, frozen=True):
     """A complete copy of one rank's state in a node's snapshot memory."""
 
     ranks: Natural
-    """Of the layout in which it was taken."""
+    """Number of ranks when it was taken."""
     rank: Natural
     step: StepNumber
     kind: Literal["own", "buddy"]
     nbytes: Natural = 0
     epoch: EpochNumber = NO_EPOCH
-    """In which it was taken: after a silent corruption, what earlier epochs left behind is not trusted."""
+    """The epoch in which it was taken: after a silent corruption, snapshots of earlier epochs may not be trusted."""
 
 
 HeldSnapshots = Annotated[tuple[HeldSnapshot, ...], Meta(max_length=65536)]
 
 
 class Holder(Struct, frozen=True):
-    """Where a rank's state lies, or is to be sent: the data port of a node's agent."""
+    """The agent that holds a rank's state, or is to receive it, with the address of its data port."""
 
     rank: Natural
     node: NodeName
@@ -68,18 +68,18 @@ Holders = Annotated[tuple[Holder, ...], Meta(max_length=2**22)]
 
 
 class WireMessage(Struct, frozen=True, tag=True):
-    """The base that makes msgspec tag each message with its type's name."""
+    """The base class of all messages: msgspec tags each with the name of its type."""
 
 
 # --- from an agent --------------------------------------------------------------------------------
 
 
 class Joined(WireMessage, frozen=True):
-    """An agent says everything about itself: at the first contact, after each reconnection, and when asked (Report)."""
+    """An agent describes itself completely: on first contact, after each reconnection, and when asked by TellAll."""
 
     node: NodeName
     incarnation: Natural
-    """Higher for each life of the agent; an agent that is expelled takes the next one."""
+    """A fencing token: higher for each life of the agent; an agent that is fenced takes the next one."""
     workers: Annotated[int, Meta(ge=1, le=4096)]
     host: Address
     data_port: Annotated[int, Meta(ge=0, le=65535)]
@@ -87,16 +87,16 @@ class Joined(WireMessage, frozen=True):
     """Failure domains from the widest to the narrowest: hall, switch, rack."""
     held: HeldSnapshots = ()
     epoch: EpochNumber = NO_EPOCH
-    """In which its workers are."""
+    """The epoch that its workers are in."""
     bound: bool = False
-    """They have met and restored in ``epoch``."""
+    """The workers have met and restored in ``epoch``."""
     meeting_points: WorkerAddresses = ()
     started_as_spare: bool = False
-    """It was started as a spare: in the first epoch it takes a seat only if the others are too few."""
+    """In the first epoch the node takes a seat only if there are too few others."""
 
 
 class Ready(WireMessage, frozen=True):
-    """All workers of a node are warm and outside any group."""
+    """All workers of a node are warm and in no process group."""
 
     node: NodeName
     incarnation: Natural
@@ -104,33 +104,33 @@ class Ready(WireMessage, frozen=True):
 
 
 class WorkerPhase(StrEnum):
-    """Where a node's workers are, all of them together."""
+    """The common phase of all workers of a node."""
 
     COLD = "cold"
-    """At least one is not warm yet, or again."""
+    """At least one is still starting, or starting again."""
     WARM = "warm"
-    """In no epoch, ready to be bound."""
+    """In no epoch, ready for a Bind."""
     BINDING = "binding"
-    """In an epoch, not all have met and restored."""
+    """In an epoch; not all have met and restored yet."""
     BOUND = "bound"
-    """In an epoch, all have met and restored: they train."""
+    """In an epoch; all have met and restored, and train."""
     LEAVING = "leaving"
-    """In an epoch that they have been told to leave."""
+    """In an epoch that they are leaving."""
 
 
 class Heartbeat(WireMessage, frozen=True):
-    """A sign of life, with the level of everything that another message may have failed to tell."""
+    """Heartbeat. Carries the full level-triggered state, so that it makes good any other message that was lost."""
 
     node: NodeName
     incarnation: Natural
     epoch: EpochNumber
     step: StepNumber
-    """Last completed by all its workers."""
+    """The last step that all its workers have completed."""
     phase: WorkerPhase
 
 
 class WorkerExited(WireMessage, frozen=True):
-    """A worker's process ended without being asked to; the agent starts another."""
+    """A worker's process ended unasked; the agent starts another."""
 
     node: NodeName
     incarnation: Natural
@@ -139,11 +139,11 @@ class WorkerExited(WireMessage, frozen=True):
     code: int
     text: ShortText = ""
     innocent: bool = False
-    """It was killed because it could not be called back from an epoch that others had broken."""
+    """Its agent killed it because it could not leave an epoch that a fault elsewhere had broken."""
 
 
 class WorkerHung(WireMessage, frozen=True):
-    """A worker gave its agent no sign of life; it was killed, and the agent starts another."""
+    """A worker's lease ran out: its agent heard nothing from it, killed it, and starts another."""
 
     node: NodeName
     incarnation: Natural
@@ -153,7 +153,7 @@ class WorkerHung(WireMessage, frozen=True):
 
 
 class Broken(WireMessage, frozen=True):
-    """A collective failed in a worker: evidence that somebody in its epoch is gone."""
+    """A collective failed in a worker: evidence that another member of its epoch is gone."""
 
     node: NodeName
     incarnation: Natural
@@ -163,7 +163,7 @@ class Broken(WireMessage, frozen=True):
 
 
 class Parked(WireMessage, frozen=True):
-    """None of a node's workers is in ``epoch`` or an earlier one any more, nor will be."""
+    """No worker of a node is in ``epoch`` or an earlier one any more, and none will enter one."""
 
     node: NodeName
     incarnation: Natural
@@ -190,38 +190,38 @@ class Durable(WireMessage, frozen=True):
 
 
 class Suspect(WireMessage, frozen=True):
-    """Statistics, an audit or a health check found a node unsound."""
+    """Statistics, an audit or a health check found a node unfit."""
 
     node: NodeName
     reason: Literal["straggler", "corruption", "health"]
     evidence: ShortText = ""
     trusted_step: StepNumber | None = None
-    """With corruption: the last step before which all was audited. Later state is not restored from."""
+    """With corruption: the last step whose audit was clean. State of later steps is not restored."""
     epoch: EpochNumber | None = None
-    """In which it was found; with it, a second report of one corruption does not roll back twice."""
+    """The epoch in which it was found, so that two reports of one corruption roll back only once."""
     ranks: Annotated[tuple[Natural, ...], Meta(max_length=4096)] = ()
-    """If not empty, it is the nodes of these ranks of ``epoch`` that are unsound; ``node`` has only found it."""
+    """If not empty, the nodes of these ranks of ``epoch`` are unfit, and ``node`` only reports it."""
 
 
 class RunFinished(WireMessage, frozen=True):
-    """The run has done all its steps."""
+    """The run has completed all its steps."""
 
     epoch: EpochNumber
     result_json: Annotated[str, Meta(max_length=2**20)] = ""
 
 
 class Recorded(WireMessage, frozen=True):
-    """What collectives a rank is in: the answer to Diagnose, for the coordinator's shell; the core does not see it."""
+    """A rank's flight record: the answer to Diagnose. It goes to the coordinator's hang inquiry, not to the core."""
 
     node: NodeName
     incarnation: Natural
     epoch: EpochNumber
     record: Annotated[str, Meta(max_length=MOST_RECORD_BYTES)]
-    """A flight record, as ``phalanx.fleet.control.hang.shortened`` leaves it."""
+    """The record as ``phalanx.fleet.control.hang.shortened`` leaves it."""
 
 
 class Fatal(WireMessage, frozen=True):
-    """The run itself cannot go on, on any fleet: a loss that is not a number, data that are damaged."""
+    """The run itself cannot go on, on any fleet: the loss is not a number, or the data set is damaged."""
 
     epoch: EpochNumber
     node: NodeName
@@ -247,7 +247,7 @@ class StopRun(WireMessage, frozen=True):
     """Save and end."""
 
 
-# --- from the coordinator's own shell, and from aggregators -----------------------------------------
+# --- from the coordinator's own shell, and from aggregators ---------------------------------------
 
 
 class Disconnected(WireMessage, frozen=True):
@@ -258,34 +258,34 @@ class Disconnected(WireMessage, frozen=True):
 
 
 class Tick(WireMessage, frozen=True):
-    """Time has passed."""
+    """Time has passed; leases and deadlines are due for a check."""
 
 
 class DiskHolds(WireMessage, frozen=True):
-    """The committed checkpoints that the coordinator's shell sees; fed before the next event whenever they change."""
+    """The committed checkpoints that the coordinator's shell sees on disk; sent whenever they change."""
 
     steps: Annotated[tuple[StepNumber, ...], Meta(max_length=65536)]
 
 
 class Diagnosed(WireMessage, frozen=True):
-    """What the flight records of a hanging epoch say; from the coordinator's shell, once it has collected them."""
+    """The diagnosis of a hang, from the flight records that the coordinator's shell has collected."""
 
     epoch: EpochNumber
     text: ShortText
     ranks: Annotated[tuple[Natural, ...], Meta(max_length=4096)] = ()
-    """Whom all others wait for, if that leaves no doubt."""
+    """The ranks that all others wait for, if there is no doubt; else empty."""
 
 
 class Restarted(WireMessage, frozen=True):
-    """The coordinator was down until now and has replayed its journal: the silence was its own."""
+    """The coordinator was down and has replayed its journal: no node's silence until now counts."""
 
 
 class Rollcall(WireMessage, frozen=True):
-    """An aggregator speaks for the whole fleet: every node has reported ``what``, but for those in ``absent``.
+    """An aggregator reports for the whole fleet: every node has sent the same report ``what``, except those in ``absent``.
 
     ``heartbeat`` (all nodes are alive; members have completed ``step``), ``parked`` (all members of ``epoch``; each holds its
-    own state, and that of whom it is the buddy, at ``steps``) or ``bound``. The same as that many single reports, in
-    one; who answers otherwise than expected is named absent, and reports for itself.
+    own state and that of the seat whose buddy it is, at ``steps``) or ``bound``. Equivalent to that many single reports; a
+    node whose report differs is named absent and reports for itself.
     """
 
     what: Literal["heartbeat", "parked", "bound"]
@@ -296,7 +296,7 @@ class Rollcall(WireMessage, frozen=True):
 
 
 class Folded(WireMessage, frozen=True):
-    """Many events at once."""
+    """A batch of events that count as one."""
 
     events: Annotated[tuple[CoreEvent, ...], Meta(max_length=65536)]
 
@@ -315,11 +315,11 @@ AgentReport = (
     | RunFinished
     | Fatal
 )
-"""What an agent may say to the core."""
+"""Messages of an agent that the core sees."""
 AgentMessage = AgentReport | Recorded
-"""What an agent may say."""
+"""All messages of an agent."""
 OperatorRequest = Drain | Admit | StopRun
-"""What an operator may say."""
+"""Messages of an operator."""
 CoreEvent = (
     AgentReport
     | OperatorRequest
@@ -331,14 +331,14 @@ CoreEvent = (
     | Rollcall
     | Folded
 )
-"""All that the core answers."""
+"""Everything that the core's ``step`` takes."""
 
 
 # --- to an agent ----------------------------------------------------------------------------------
 
 
 class Fresh(WireMessage, frozen=True):
-    """Begin at step 0, with weights drawn from the seed."""
+    """Start at step 0, with weights drawn from the seed."""
 
 
 class FromDisk(WireMessage, frozen=True):
@@ -350,9 +350,9 @@ class FromDisk(WireMessage, frozen=True):
 class FromMemory(WireMessage, frozen=True):
     """Restore the snapshot of ``step``, taken on ``ranks`` ranks, from the nearest of ``holders``.
 
-    Where the layout is the same, only holders of the state of the node's own ranks are named; a rank is named several
-    times, nearest first, where several hold it. Ranks that differ only in the replicate axis hold equal state: a
-    holder's ``rank`` is one that has the state needed, not always the rank that needs it.
+    If the number of ranks is the same, only holders of the state of the node's own ranks are listed; a rank is listed
+    several times, nearest holder first, if several hold it. Ranks that differ only in the replicate axis hold equal
+    state: a holder's ``rank`` is one that has the state needed, not always the rank that needs it.
     """
 
     step: StepNumber
@@ -364,9 +364,9 @@ Resume = Fresh | FromDisk | FromMemory
 
 
 class Park(WireMessage, frozen=True):
-    """Leave ``epoch`` and every earlier one, never to enter them again; answer Parked.
+    """Leave ``epoch`` and every earlier one, and never enter them again; answer Parked.
 
-    ``planned``: at the next step boundary, with a snapshot of it; otherwise at once.
+    If ``planned``, leave at the next step boundary, with a snapshot of that step; otherwise at once.
     """
 
     epoch: EpochNumber
@@ -375,70 +375,70 @@ class Park(WireMessage, frozen=True):
 
 
 class Bind(WireMessage, frozen=True):
-    """Meet in ``epoch`` as these ranks, restore, train; answer Bound. Refused if ``epoch`` has been parked.
+    """Rendezvous in ``epoch`` as these ranks, restore, train; answer Bound. Refused if ``epoch`` has been parked.
 
-    Snapshots of later steps than the one that is restored are forgotten: those steps happen anew.
+    Snapshots of later steps than the restored one are dropped: those steps are computed again.
     """
 
     epoch: EpochNumber
     ranks: Natural
     places: Annotated[tuple[tuple[WorkerIndex, Natural], ...], Meta(max_length=4096)]
-    """(worker, rank); workers that are not named stay warm."""
+    """(worker, rank) pairs; workers that are not listed stay warm."""
     meeting_point: Address
-    """Of the worker that gets rank 0."""
+    """The rendezvous address: that of the worker that gets rank 0."""
     resume: Resume
     buddies: Holders = ()
-    """For each rank of this node that needs one, who keeps a second copy of its snapshots."""
+    """For each rank of this node that needs one, the buddy that keeps a second copy of its snapshots."""
     left_s_ago: float | None = None
-    """How long ago it was decided to leave the last epoch that trained, if there was one."""
+    """Seconds since the decision to leave the last epoch that trained, if there was one."""
     left_planned: bool = False
-    """It was left at a step boundary, for no fault."""
+    """That epoch was left at a step boundary, not because of a fault."""
 
 
 class Release(WireMessage, frozen=True):
-    """You hold no rank from ``epoch`` on: be a spare."""
+    """Hold no rank from ``epoch`` on: be a spare."""
 
     epoch: EpochNumber
 
 
 class KillWorker(WireMessage, frozen=True):
-    """End a worker at once (SIGKILL); its agent starts another."""
+    """Kill a worker at once (SIGKILL), and start another."""
 
     worker: WorkerIndex
 
 
 class Diagnose(WireMessage, frozen=True):
-    """No step has ended for too long: answer with the flight record of each worker (Recorded)."""
+    """No step has ended for ``silent_s``: answer with the flight record of each worker (Recorded)."""
 
     epoch: EpochNumber
     silent_s: float
 
 
 class TellAll(WireMessage, frozen=True):
-    """Send Joined again: something that you said seems to have been lost."""
+    """Send Joined again: an earlier report seems to have been lost."""
 
 
 class Fence(WireMessage, frozen=True):
-    """You are fenced up to ``incarnation``: kill your workers, keep your memory, join again with a higher one."""
+    """Every incarnation up to ``incarnation`` is fenced: kill the workers, keep the snapshots, join again with a higher one."""
 
     reason: ShortText = ""
     incarnation: Natural = 0
 
 
 class Stop(WireMessage, frozen=True):
-    """Let the workers save and end the run; answer Finished."""
+    """Let the workers save and end the run; answer RunFinished."""
 
     epoch: EpochNumber
 
 
 class Shutdown(WireMessage, frozen=True):
-    """The run is over: end."""
+    """The run is over: exit."""
 
     reason: ShortText = ""
 
 
 Command = Park | Bind | Release | KillWorker | Diagnose | TellAll | Fence | Stop | Shutdown
-"""All that an agent answers."""
+"""Everything that an agent obeys."""
 
 _encoder = msgspec.json.Encoder()
 _events: msgspec.json.Decoder[CoreEvent] = msgspec.json.Decoder(CoreEvent)
@@ -453,12 +453,12 @@ def encode(message: CoreEvent | Recorded | Command) -> bytes:
 
 
 def decode_event(line: bytes) -> CoreEvent:
-    """An event, say from a journal. Raises msgspec.ValidationError naming the field, or DecodeError."""
+    """Decodes any event. Raises msgspec.ValidationError naming the field, or DecodeError."""
     return _events.decode(line)
 
 
 def decode_report(line: bytes) -> Received:
-    """What an agent, an aggregator or an operator may send; never what only the coordinator's shell may say.
+    """Decodes a message of an agent, an aggregator or an operator; refuses what only the coordinator's shell may send.
 
     Raises msgspec.ValidationError naming the field, or DecodeError.
     """
@@ -466,5 +466,5 @@ def decode_report(line: bytes) -> Received:
 
 
 def decode_command(line: bytes) -> Command:
-    """What the coordinator may send. Raises msgspec.ValidationError naming the field, or DecodeError."""
+    """Decodes a command. Raises msgspec.ValidationError naming the field, or DecodeError."""
     return _commands.decode(line)

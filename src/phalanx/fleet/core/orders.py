@@ -1,8 +1,8 @@
-"""Orders: what the core wants said to whom, and what each node should be told at any moment.
+"""Orders: the core's output, and the command that each node should have at any moment.
 
-Most orders go to everyone and differ only in each node's own ranks, so the core gives one, addressed to a group, and
-``deliveries`` turns it into a command for each node. What a node should be told is a function of the state, its
-*standing order*: a lost command is repeated by computing it again, and the core keeps no list of what it has sent.
+Most orders go to all nodes and differ only in each node's own ranks, so the core issues one, addressed to a group, and
+``deliveries`` turns it into a command for each node. A node's *standing order*, the command that it should have now, is
+a function of the state: a lost command is repeated by computing it again, and the core keeps no list of what it sent.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Order(Struct, frozen=True):
 
 
 def deliveries(state: FleetState, orders: Iterable[Order]) -> Iterator[tuple[str, Command]]:
-    """(node, command) for each order. To be called with the state that came with the orders."""
+    """Yields (node, command) for each order. To be called with the state that came with the orders."""
     for order in orders:
         for name in _addressed(state, order.to):
             command = order.command
@@ -58,7 +58,7 @@ def _addressed(state: FleetState, to: str) -> list[str]:
 
 
 def standing_order(state: FleetState, node: Node) -> Command | None:
-    """What a node should be told now, or None if there is nothing that it does not know."""
+    """The command that a node should have now, or None if there is none."""
     if not node.alive:
         return Fence(node.why, node.incarnation)
     if state.phase in (FleetPhase.FINISHED, FleetPhase.FAILED):
@@ -71,7 +71,7 @@ def standing_order(state: FleetState, node: Node) -> Command | None:
 
 
 def bind(state: FleetState, node: Node) -> Bind:
-    """How a node with a seat enters the present epoch."""
+    """The Bind with which a node that has a seat enters the present epoch."""
     ranks = state.settings.formation.ranks_of(node.seat, state.ranks)
     return Bind(
         epoch=state.epoch,

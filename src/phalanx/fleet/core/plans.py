@@ -1,9 +1,9 @@
-"""Plans: who gets which rank, who keeps whose second copy, and from where the state is restored. Pure functions.
+"""Plans of epochs: which node gets which seat, which is whose buddy, and what the state is restored from. Pure functions.
 
-Survivors keep their ranks and spares fill the holes; only when there are too few spares, or more nodes than before,
-does the number of ranks change, by whole replicas. Second copies of snapshots go to a *buddy* in another failure domain
+Survivors keep their ranks and spares fill the vacant seats; the number of ranks changes, by whole replicas, only when there
+are too few spares, or more nodes than before. Second copies of snapshots go to a *buddy* in another failure domain
 (after Gemini, SOSP 2023, whose copies are placed so that a failure of one group loses none). A snapshot can be restored
-when a living node holds each of its different states; ranks that differ only in the replicate axis hold the same one.
+when living nodes hold each of its different states; ranks that differ only in the replicate axis hold the same one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from phalanx.fleet.core.messages import NO_STEP, Fresh, FromDisk, Holder
 from phalanx.fleet.core.state import CoreSettings, FleetState, Node, RestorePoint, StateSource
 
 HOLDERS_NAMED = 3
-"""Of one state: more are not sent, that messages stay small."""
+"""Holders listed for one state in a Bind; no more, so that messages stay small."""
 
 
 class EpochPlan(Struct, frozen=True):
@@ -31,7 +31,7 @@ class EpochPlan(Struct, frozen=True):
 
 
 def common_levels(one: Sequence[str], other: Sequence[str]) -> int:
-    """In how many levels, from the widest, two failure domains agree."""
+    """Number of levels, from the widest, in which two failure domains agree."""
     levels = 0
     for mine, theirs in zip(one, other, strict=False):
         if mine != theirs:
@@ -46,7 +46,7 @@ def common_levels(one: Sequence[str], other: Sequence[str]) -> int:
 def possible_ranks(state: FleetState) -> int:
     """The largest legal number of ranks with the nodes that are usable now; 0 if they are too few.
 
-    A run that is to stop needs fewer: any that can put on disk what only memory holds.
+    A run that is to stop needs fewer: any number that can save to disk what only memory holds.
     """
     usable = len(state.seats) - len(state.vacant) + len(state.spares)
     least = 1 if state.stopping and _only_in_memory(state) else state.settings.min_nodes
@@ -59,13 +59,13 @@ def _only_in_memory(state: FleetState) -> bool:
 
 
 def ranks_without_started_spares(state: FleetState) -> int:
-    """The same for a fleet that has not formed yet, without the nodes that were started as spares."""
+    """``possible_ranks`` of a fleet that has not formed yet, without the nodes that were started as spares."""
     ready = sum(not state.nodes[name].started_as_spare for name in state.spares)
     return ranks_of_nodes(state.settings, ready, state.settings.min_nodes)
 
 
 def ranks_of_nodes(settings: CoreSettings, nodes: int, least: int) -> int:
-    """The largest legal number of ranks on so many nodes; 0 if they are fewer than ``least``, or too few."""
+    """The largest legal number of ranks on ``nodes`` nodes; 0 if they are fewer than ``least``, or too few."""
     if nodes < least:
         return 0
     per_node = settings.formation.workers_per_node
@@ -73,7 +73,10 @@ def ranks_of_nodes(settings: CoreSettings, nodes: int, least: int) -> int:
 
 
 def plan_epoch(state: FleetState) -> EpochPlan | None:
-    """The next epoch with the nodes usable now, or None if they are too few. Nobody may be in an epoch any more."""
+    """The plan of the next epoch with the nodes usable now, or None if they are too few.
+
+    To be called only when no worker is in an epoch any more.
+    """
     ranks = possible_ranks(state)
     if not ranks:
         return None
@@ -83,7 +86,7 @@ def plan_epoch(state: FleetState) -> EpochPlan | None:
 
 
 def deal(state: FleetState, count: int) -> tuple[str, ...]:
-    """Who sits where: survivors stay where they are, holes are filled from seats that fall away and from spares."""
+    """Seat -> node: survivors keep their seats; vacant ones go to spares and to nodes whose seats no longer exist."""
     kept: list[str | None] = list(state.seats[:count]) + [None] * (count - len(state.seats))
     lost = {state.nodes[state.seats[seat]].domain for seat in state.vacant}
     for seat in state.vacant:
@@ -107,7 +110,7 @@ def deal(state: FleetState, count: int) -> tuple[str, ...]:
 
 
 def _distance(node: Node, near: tuple[str, ...], lost: set[tuple[str, ...]]) -> tuple[bool, int, str]:
-    # Where one node of a rack has just failed the next one may follow, so the neighboring rack is better than this.
+    # After one node of a rack has failed the next one may follow, so a node of a neighboring rack is preferred.
     return bool(node.domain) and node.domain in lost, -common_levels(node.domain, near), node.name
 
 
@@ -115,11 +118,11 @@ def _distance(node: Node, near: tuple[str, ...], lost: set[tuple[str, ...]]) -> 
 
 
 def buddy_ring(domains: Sequence[tuple[str, ...]]) -> tuple[tuple[int, ...], int]:
-    """Seat -> the seat of its buddy, and in how many levels of the domain buddies may not agree.
+    """Seat -> the seat of its buddy, and the number of levels of the domain in which buddies differ.
 
-    Each seat is the buddy of exactly one other. Sorted by domain and rotated by the size of the largest one, nobody's
-    buddy is in his own domain, provided that none has more than half of the seats; the widest level for which that
-    holds is taken. With a single seat it is its own buddy, and keeps one copy only.
+    Each seat is the buddy of exactly one other. The seats are sorted by domain and rotated by the size of the largest
+    domain: then no buddy is in its seat's own domain, provided that no domain has more than half of the seats. The widest
+    level for which that holds is taken. A single seat is its own buddy and keeps one copy only.
     """
     count = len(domains)
     order = sorted(range(count), key=lambda seat: domains[seat])
@@ -137,7 +140,7 @@ def buddy_ring(domains: Sequence[tuple[str, ...]]) -> tuple[tuple[int, ...], int
 
 
 def _ring(state: FleetState, seats: tuple[str, ...]) -> tuple[tuple[int, ...], int]:
-    """The present ring as long as it is good for the new seats: the copies then lie where they are needed."""
+    """The present ring if it still separates domains with the new seats, so that copies lie where they are needed; else a new one."""
     nodes, level = state.nodes, state.ring_level
     if len(seats) == len(state.ring):
         changed = sorted(state.vacant)
@@ -151,7 +154,7 @@ def _ring(state: FleetState, seats: tuple[str, ...]) -> tuple[tuple[int, ...], i
 
 
 def needs_buddy(state: FleetState, seats: Sequence[str], ranks: int, rank: int) -> bool:
-    """Whether no replica in another failure domain, or on another node where domains are unknown, has its state."""
+    """True if no replica in another failure domain (on another node, if domains are unknown) holds the state of ``rank``."""
     formation = state.settings.formation
     node = state.nodes[seats[rank // formation.workers_per_node]]
     for replica in formation.replicas(ranks, formation.key(ranks, rank)):
@@ -165,7 +168,7 @@ def needs_buddy(state: FleetState, seats: Sequence[str], ranks: int, rank: int) 
 
 
 def restore_source(state: FleetState) -> StateSource:
-    """Where the next epoch gets its state from: the newest step of which all is held, memory before disk."""
+    """What the next epoch restores: the newest step of which every state is held, memory before disk."""
     point = newest_in_memory(state)
     saved = max(state.durable, default=NO_STEP)
     if point is not None and point.step >= saved:
@@ -174,7 +177,7 @@ def restore_source(state: FleetState) -> StateSource:
 
 
 def newest_in_memory(state: FleetState) -> RestorePoint | None:
-    """The newest snapshot that living nodes hold completely."""
+    """The newest snapshot of which living nodes hold every state."""
     points = {RestorePoint(*map(int, name.split("/"))) for name in state.copies}
     census = state.census
     if census is not None:
@@ -186,7 +189,7 @@ def newest_in_memory(state: FleetState) -> RestorePoint | None:
 
 
 def is_complete(state: FleetState, point: RestorePoint) -> bool:
-    """Whether a living node holds each different state of a snapshot."""
+    """True if living nodes hold each different state of a snapshot."""
     formation, census = state.settings.formation, state.census
     if census is None or point.ranks != census.ranks or point.step not in census.steps:
         return len(state.copies.get(_name(point), ())) == formation.keys(point.ranks)
@@ -199,7 +202,7 @@ def is_complete(state: FleetState, point: RestorePoint) -> bool:
 
 
 def copies_of(state: FleetState, point: RestorePoint, key: int) -> dict[str, int]:
-    """Living nodes that hold one state of a snapshot, own copies before buddies'; each with the rank whose copy it is."""
+    """Living node -> rank of its copy, for the nodes that hold state ``key`` of a snapshot; own copies before buddies'."""
     formation, census = state.settings.formation, state.census
     names = {
         name: _rank_held(state, point, key, name)
@@ -230,9 +233,9 @@ def _name(point: RestorePoint) -> str:
 
 
 def holders_for(state: FleetState, point: RestorePoint, node: Node) -> tuple[Holder, ...]:
-    """Where a member of the present epoch finds what it needs of a snapshot, nearest first.
+    """Holders of what a member of the present epoch needs of a snapshot, nearest first.
 
-    With the same layout these are the holders of its own ranks' states, otherwise of all: it cuts out its boxes.
+    With the same number of ranks they hold the states of its own ranks; otherwise all states, from which it cuts its boxes.
     """
     formation = state.settings.formation
     if point.ranks == state.ranks:

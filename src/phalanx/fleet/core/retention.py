@@ -1,8 +1,8 @@
-"""Which copies of the state in memory may go. Pure rules over step numbers, for the workers of a run and for the simulator.
+"""Retention of snapshots in memory: pure rules over step numbers, shared by the workers of a run and the simulator.
 
-A snapshot may go when a newer one is safe, that is when every rank's own copy of it and its buddy's are complete: then
-some common step is held at any moment, and at most the steps since then are lost. (Checkpoints on disk follow the rule of
-``checkpoint.retention``.)
+A snapshot may be dropped once a newer one is safe, that is, once every rank's own copy and its buddy's copy of the newer
+one are complete. Then all ranks hold some common step at any moment, and a fault loses at most the steps since then.
+(``phalanx.checkpoint.tiers.retention`` has the rule for checkpoints on disk.)
 """
 
 from __future__ import annotations
@@ -18,5 +18,5 @@ def droppable(held: Iterable[HeldSnapshot], safe_step: int) -> tuple[HeldSnapsho
 
 
 def may_begin(newest_step: int, safe_step: int) -> bool:
-    """Whether a rank with two buffers may begin a snapshot: only when its newest one is safe everywhere."""
+    """True if a rank with two buffers may begin a snapshot: only when its newest one is safe on all ranks."""
     return newest_step <= safe_step

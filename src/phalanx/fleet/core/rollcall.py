@@ -1,7 +1,7 @@
 """Roll calls: one event that stands for the same report of thousands of healthy nodes.
 
-A fleet of 12,500 nodes says the same thing 12,500 times at each turn. An aggregator above the agents folds that into one
-roll call that names only who is absent from it, and the core takes it in at the cost of a few set operations.
+A fleet of 12,500 nodes sends the same report 12,500 times at each transition. An aggregator above the agents folds them
+into one roll call that lists only the nodes that differ, and the core handles it with a few set operations.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from phalanx.fleet.core.state import Census, FleetPhase, FleetState, trusts
 
 
 def rollcall(state: FleetState, event: Rollcall, orders: list[Order]) -> None:  # noqa: ARG001
-    """Takes a roll call for what it stands for."""
+    """Handles a roll call like the reports that it stands for."""
     if event.what == "heartbeat":
         for name in set(event.absent) - state.silent:
             if name in state.nodes:
@@ -37,7 +37,7 @@ def rollcall(state: FleetState, event: Rollcall, orders: list[Order]) -> None:  
 
 def _parked_all(state: FleetState, event: Rollcall) -> None:
     if state.phase is not FleetPhase.PARKING:
-        # Nothing was asked, so nobody can have answered for all.
+        # No member was told to park, so no aggregator can have an answer for all.
         state.stale += 1
         return
     spoken = state.awaiting.difference(event.absent)

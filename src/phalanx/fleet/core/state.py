@@ -1,11 +1,11 @@
-"""What the coordinator knows: the nodes, who sits where, which epoch it is and what is waited for.
+"""The coordinator's state: the nodes, which node has which seat, the epoch, and the nodes that are waited for.
 
 A *seat* is a block of consecutive ranks, as many as a node has workers; a node in a seat holds its ranks. Seats are the
 unit of planning, so a fleet of 100,000 ranks is one of 12,500 seats.
 
-The state is plain data: it is written as JSON and read back equal. It is changed in place, though only by the core's
-``step`` and through the functions here, so that an event costs what it changes and not what there is; each ``Node`` is
-frozen and replaced as a whole. Who calls ``step`` gives the state away and goes on with the one returned.
+The state is plain data: it is written as JSON and read back equal. It is mutated in place, but only by the core's
+``step`` and through the functions here, so that the cost of an event depends on what it changes and not on the size of
+the fleet; each ``Node`` is frozen and replaced as a whole. A caller of ``step`` gives its state away and uses the one returned.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _SHORTEST_LEAVE_S = 5.0
 
 
 class Formation(Struct, frozen=True):
-    """What the fleet must know of a run's layout: the legal sizes, and which ranks hold equal state."""
+    """What the fleet must know of a run's layout: the legal numbers of ranks, and which ranks hold equal state."""
 
     workers_per_node: int
     legal: tuple[int, ...]
-    """Legal numbers of ranks, rising."""
+    """Legal numbers of ranks, ascending."""
     pipeline: int = 1
     model_ranks: int = 1
     """Ranks that compute one slot together: context x tensor."""
@@ -40,7 +40,7 @@ class Formation(Struct, frozen=True):
     """Data-parallel ranks that share one copy of the state; 0 means all of them."""
 
     def seats(self, ranks: int) -> int:
-        """Nodes that ``ranks`` ranks need."""
+        """Number of nodes that ``ranks`` ranks need."""
         return -(-ranks // self.workers_per_node)
 
     def ranks_of(self, seat: int, ranks: int) -> range:
@@ -54,20 +54,20 @@ class Formation(Struct, frozen=True):
         return self.legal[index - 1] if index else 0
 
     def stage_ranks(self, ranks: int) -> int:
-        """Ranks of one pipeline stage, without its replicas."""
+        """Number of ranks of one pipeline stage, without its replicas."""
         return (self.shard_ranks or ranks // (self.pipeline * self.model_ranks)) * self.model_ranks
 
     def keys(self, ranks: int) -> int:
-        """How many different states the ranks hold."""
+        """Number of different states that the ranks hold."""
         return self.pipeline * self.stage_ranks(ranks)
 
     def key(self, ranks: int, rank: int) -> int:
-        """Which of these a rank holds. The mesh is pipeline x replicate x (shard x context x tensor)."""
+        """Index of the state that a rank holds. The mesh is pipeline x replicate x (shard x context x tensor)."""
         inner = self.stage_ranks(ranks)
         return rank // (ranks // self.pipeline) * inner + rank % inner
 
     def replicas(self, ranks: int, key: int) -> range:
-        """The ranks that hold ``key``."""
+        """The ranks that hold the state with index ``key``."""
         inner, stage = self.stage_ranks(ranks), ranks // self.pipeline
         first = key // inner * stage + key % inner
         return range(first, first - key % inner + stage, inner)
@@ -96,34 +96,34 @@ def formation_of(spec: RunSpec) -> Formation:
 
 
 class CoreSettings(Struct, frozen=True):
-    """The core's patience and taste."""
+    """The core's timeouts and limits. Durations in seconds."""
 
     formation: Formation
     wanted_nodes: int
     min_nodes: int = 1
     lease_s: float = 15.0
-    """A node silent for so long is lost."""
+    """A node without a heartbeat for this long is lost."""
     confirm_s: float = 2.0
-    """A node whose connection broke is lost after so long, or with the first broken collective."""
+    """A node whose connection broke is lost after this long, or with the first broken collective."""
     park_s: float = 15.0
-    """Who has not left an epoch after so long is lost."""
+    """A node that has not left an epoch after this long is lost."""
     bind_s: float = 300.0
-    """Meeting and restoring take at most so long."""
+    """Rendezvous and restore take at most this long."""
     stall_s: float = 120.0
-    """Without a step for so long, and for ten usual steps, a hang is diagnosed; after twice that, broken off."""
+    """Without a step for this long, and for ten usual steps, a hang is diagnosed; after twice that, the epoch is ended."""
     form_s: float = 60.0
-    """How long the first formation waits for all the nodes that are wanted."""
+    """The first formation waits this long for all wanted nodes."""
     grow_s: float = 30.0
-    """An epoch lasts at least so long before it is ended to let more nodes in."""
+    """An epoch lasts at least this long before it is ended to let more nodes in."""
     strikes: int = 3
-    """A node that fails so often within ``strike_window_s`` is quarantined (a lemon: arXiv:2410.21680, section 5)."""
+    """A node that fails this often within ``strike_window_s`` is quarantined (a lemon: arXiv:2410.21680, section 5)."""
     strike_window_s: float = 86_400.0
     max_tries: int = 50
-    """Failures in a row without one step between them, after which the run, not the fleet, is at fault."""
+    """Number of failures in a row without a step between them after which the run, not the fleet, is at fault."""
 
 
 def leave_s(fleet: FleetSpec) -> float:
-    """How long a worker may take to leave an epoch before its agent kills it."""
+    """Seconds that a worker may take to leave an epoch before its agent kills it."""
     return max(_SHORTEST_LEAVE_S, 3 * fleet.worker_lease_s)
 
 
@@ -142,20 +142,20 @@ def settings_of(spec: RunSpec) -> CoreSettings:
 
 
 class FleetPhase(StrEnum):
-    """Where the fleet as a whole is."""
+    """The phase of the fleet as a whole."""
 
     FORMING = "forming"
     BINDING = "binding"
     RUNNING = "running"
     PARKING = "parking"
     WAITING = "waiting"
-    """Too few nodes; nobody is in an epoch, state is safe in memory and on disk."""
+    """Too few nodes; no worker is in an epoch, and the state is safe in memory and on disk."""
     FINISHED = "finished"
     FAILED = "failed"
 
 
 class Eligibility(StrEnum):
-    """Whether a node may hold ranks."""
+    """Permission of a node to hold ranks."""
 
     GOOD = "good"
     QUARANTINED = "quarantined"
@@ -163,7 +163,7 @@ class Eligibility(StrEnum):
 
 
 class Node(Struct, frozen=True):
-    """What is known of one node."""
+    """The core's record of one node."""
 
     name: str
     incarnation: int
@@ -172,26 +172,26 @@ class Node(Struct, frozen=True):
     data_port: int
     domain: tuple[str, ...] = ()
     alive: bool = True
-    """Not alive: this incarnation is fenced for good."""
+    """False if this incarnation is fenced for good."""
     meeting_points: tuple[str, ...] = ()
     engaged: bool = False
-    """Its workers are, or may be, in an epoch of which it is not a member."""
+    """Its workers may still run in an epoch that it was removed from; it cannot be seated until they have parked."""
     eligibility: Eligibility = Eligibility.GOOD
     why: str = ""
     seat: int = NO_SEAT
     started_as_spare: bool = False
-    """Started as a spare: in the first epoch it gets a seat only if the others are too few."""
+    """In the first epoch it gets a seat only if there are too few others."""
     strikes: tuple[float, ...] = ()
     held: tuple[HeldSnapshot, ...] = ()
 
     @property
     def warm(self) -> bool:
-        """Each of its workers waits for a rank, or has one."""
+        """True if each of its workers waits for a rank, or has one."""
         return len(self.meeting_points) == self.workers and all(self.meeting_points)
 
 
 class Census(Struct):
-    """What the last roll call said about snapshots: who was a member held this, but for the absent."""
+    """Snapshots by the last roll call: every member of that epoch held these, except the absent."""
 
     epoch: int
     ranks: int
@@ -199,18 +199,18 @@ class Census(Struct):
     seats: tuple[str, ...]
     ring: tuple[int, ...]
     absent: dict[str, int]
-    """Node -> its seat then. They speak for themselves, or are gone."""
+    """Node -> its seat then. They report for themselves, or are gone."""
 
 
 class RestorePoint(Struct, frozen=True, tag=True):
-    """A snapshot of which some living node holds each part."""
+    """A snapshot in memory, of which living nodes hold every part."""
 
     ranks: int
     step: int
 
 
 class Incident(Struct, frozen=True):
-    """Something worth telling the user."""
+    """Something that happened and that the user should see."""
 
     at_s: float
     epoch: int
@@ -222,7 +222,7 @@ class Incident(Struct, frozen=True):
 
 
 class Distrust(Struct, frozen=True):
-    """After a silent corruption: what epochs up to ``epoch`` made after step ``step`` is not used."""
+    """After a silent corruption: state after step ``step`` from epochs up to ``epoch`` is not restored."""
 
     epoch: int
     step: int
@@ -232,40 +232,40 @@ StateSource = Fresh | FromDisk | RestorePoint
 
 
 class FleetState(Struct):
-    """All that the core knows."""
+    """The complete state of the core."""
 
     settings: CoreSettings
     phase: FleetPhase = FleetPhase.FORMING
     epoch: int = NO_EPOCH
     seen_epoch: int = NO_EPOCH
-    """The highest that anybody has spoken of."""
+    """The highest epoch that any message has named."""
     now_s: float = 0.0
     since_s: float = 0.0
     """When the phase began."""
     reason: str = ""
     """Why the last epoch was ended, or why the fleet waits."""
     planned: bool = False
-    """The epoch is being left at a step boundary, for no fault."""
+    """The epoch is being left at a step boundary, not because of a fault."""
     left_s: float | None = None
-    """When it was decided to leave the last epoch that trained, if there was one."""
+    """Time of the decision to leave the last epoch that trained, if there was one."""
     left_planned: bool = False
-    """It was left at a step boundary."""
+    """That epoch was left at a step boundary."""
     stopping: bool = False
     step: int = NO_STEP
-    """Last completed in this epoch, as far as reported."""
+    """The last step completed in this epoch, as far as reported."""
     step_s: float = 0.0
     pace_s: float = 0.0
-    """Seconds a step usually takes, smoothed."""
+    """Seconds that a step usually takes, smoothed."""
     diagnosed: bool = False
     best_step: int = NO_STEP
-    """Furthest step ever completed, as far as known."""
+    """The furthest step ever completed, as far as known."""
     tries: int = 0
-    """Faults since there was progress beyond ``best_step``."""
+    """Number of faults since there was progress beyond ``best_step``."""
     durable: list[int] = []
     condemned: list[int] = []
-    """Checkpoints that are on disk and not trusted; the shell is to delete them."""
+    """Steps of checkpoints that are on disk and not trusted; the shell sets them aside."""
     distrust: tuple[Distrust, ...] = ()
-    """Rising in epoch and in step: a later one does not make good what an earlier one spoke of."""
+    """Ascending in epoch and in step: a later one does not restore trust in what an earlier one covers."""
     source: StateSource = Fresh()
     """What the present epoch was restored from."""
     result_json: str = ""
@@ -274,38 +274,38 @@ class FleetState(Struct):
     ranks: int = 0
     seats: list[str] = []
     ring: list[int] = []
-    """Seat -> the seat that keeps its second copy."""
+    """Seat -> the seat of its buddy, which keeps the second copy of its snapshots."""
     ring_level: int = 0
-    """In how many levels of their failure domain buddies may not agree."""
+    """Number of levels of the failure domain, from the widest, in which buddies must differ."""
     vacant: set[int] = set()
-    """Seats whose node cannot hold ranks now."""
+    """Seats whose node cannot hold ranks now (derived from ``nodes``)."""
     spares: set[str] = set()
-    """Nodes without a seat that could take one now."""
+    """Nodes without a seat that could take one now (derived from ``nodes``)."""
     awaiting: set[str] = set()
-    """Who has not yet parked or bound."""
+    """Members that have not parked or bound yet."""
     early: set[str] = set()
-    """Who has parked before the others were told to."""
+    """Members that parked before they were told to."""
     evidence: bool = False
-    """A collective broke in this epoch: a broken connection counts as proof."""
+    """A collective broke in this epoch, so a broken connection counts as proof that its node is gone."""
 
     heard: dict[str, float] = {}
     rolled_s: float = -1e18
-    """Time of the last roll call; who was not silent in it was heard then."""
+    """Time of the last roll call; every node that was not silent in it was heard then."""
     silent: set[str] = set()
     next_lease_s: float = 0.0
-    """No lease runs out before."""
+    """No lease runs out before this time."""
     suspects: dict[str, float] = {}
-    """Node -> when its connection broke."""
+    """Node -> time at which its connection broke."""
 
     copies: dict[str, dict[str, list[str]]] = {}
-    """``ranks/step`` -> key -> who holds it, of what nodes said one by one (derived from ``Node.held``)."""
+    """``ranks/step`` -> key -> nodes that hold that state by their own reports (derived from ``Node.held``)."""
     census: Census | None = None
     incidents: list[Incident] = []
     stale: int = 0
-    """Messages ignored: late, repeated, or from the fenced."""
+    """Number of messages ignored: late, repeated, or from a fenced node."""
     recoveries: int = 0
     regroups: int = 0
-    """Planned ends of an epoch."""
+    """Number of planned ends of an epoch."""
 
 
 _encoder = msgspec.json.Encoder(order="deterministic")
@@ -322,11 +322,11 @@ def decode_state(data: bytes) -> FleetState:
     return _decoder.decode(data)
 
 
-# --- the only ways in which nodes change ------------------------------------------------------------
+# --- the only functions that change nodes ---------------------------------------------------------
 
 
 def usable(state: FleetState, node: Node) -> bool:
-    """Whether a node could hold ranks in the next epoch."""
+    """True if a node could hold ranks in the next epoch."""
     return (
         node.alive
         and node.warm
@@ -337,7 +337,7 @@ def usable(state: FleetState, node: Node) -> bool:
 
 
 def put(state: FleetState, node: Node) -> Node:
-    """Writes a node, and keeps the sets that are derived from nodes."""
+    """Replaces a node, and updates what is derived from nodes: ``vacant``, ``spares`` and ``copies``."""
     old = state.nodes.get(node.name)
     if old is None or old.held != node.held or old.alive != node.alive:
         if old is not None:
@@ -347,24 +347,29 @@ def put(state: FleetState, node: Node) -> Node:
     fit = usable(state, node)
     if node.seat != NO_SEAT:
         state.spares.discard(node.name)
-        (state.vacant.discard if fit else state.vacant.add)(node.seat)
+        if fit:
+            state.vacant.discard(node.seat)
+        else:
+            state.vacant.add(node.seat)
+    elif fit:
+        state.spares.add(node.name)
     else:
-        (state.spares.add if fit else state.spares.discard)(node.name)
+        state.spares.discard(node.name)
     return node
 
 
 def change(state: FleetState, node: Node, **changes: object) -> Node:
-    """``put`` of the node with some fields changed."""
+    """Replaces a node by a copy with some fields changed, as ``put`` does."""
     return put(state, replace(node, **changes))
 
 
 def trusted(state: FleetState, holding: HeldSnapshot) -> bool:
-    """Whether a copy may be restored from."""
+    """True if a snapshot may be restored."""
     return trusts(state, holding.epoch, holding.step)
 
 
 def trusts(state: FleetState, epoch: int, step: int) -> bool:
-    """Whether what was made in ``epoch`` after ``step`` may be restored from."""
+    """True if the state after ``step``, as computed in ``epoch``, may be restored."""
     return all(epoch > limit.epoch or step <= limit.step for limit in state.distrust)
 
 
@@ -392,7 +397,7 @@ def _unlist(state: FleetState, node: Node) -> None:
 
 
 def distrust(state: FleetState, step: int) -> None:
-    """From now on, nothing that was made until now after ``step`` is restored from."""
+    """Excludes all state after ``step`` that exists now from restores, in memory and on disk."""
     earlier = (limit for limit in state.distrust if limit.step < step)
     state.distrust = (*earlier, Distrust(state.epoch, step))
     state.condemned += [saved for saved in state.durable if saved > step]
