@@ -75,9 +75,12 @@ def expressible(outcome: Outcome) -> bool:
     assert outcome.estimate is not None
     model, layout = outcome.setup.job.workload.model, outcome.estimate.layout
     plain = model.moe is None and model.mla is None and model.ffn == "gelu" and model.kv_heads == model.heads
-    known = outcome.setup.job.cluster.accelerator.key in _SYSTEMS and outcome.estimate.recompute in _RECOMPUTE
-    wide = layout["precision"] in (0, 3) and layout["zero"] <= 1 and layout["context"] == 1
-    divided = model.layers % (layout["pipeline"] * layout["stages_per_rank"]) == 0
+    known = (
+        outcome.setup.job.cluster.accelerator.key in _SYSTEMS
+        and outcome.estimate.layout.recompute in _RECOMPUTE
+    )
+    wide = layout.precision in ("bf16", "fp16") and layout.zero <= 1 and layout.context == 1
+    divided = model.layers % (layout.pipeline * layout.stages_per_rank) == 0
     return plain and known and wide and divided
 
 
@@ -124,27 +127,27 @@ def execution_of(outcome: Outcome, description: dict[str, Any]) -> dict[str, obj
     assert outcome.setup is not None
     layout = outcome.estimate.layout
     inside = description["networks"][0]["size"]
-    data = layout["replicate"] * layout["shard"]
-    divided = bool(layout["sequence_parallel"])
+    data = layout.data
+    divided = bool(layout.sequence_parallel)
     return {
-        "num_procs": layout["tensor"] * layout["pipeline"] * data,
-        "tensor_par": layout["tensor"],
-        "pipeline_par": layout["pipeline"],
+        "num_procs": layout.tensor * layout.pipeline * data,
+        "tensor_par": layout.tensor,
+        "pipeline_par": layout.pipeline,
         "data_par": data,
-        "tensor_par_net": int(layout["tensor"] > inside),
-        "pipeline_par_net": int(layout["tensor"] * layout["pipeline"] > inside),
-        "data_par_net": int(layout["tensor"] * layout["pipeline"] * data > inside),
+        "tensor_par_net": int(layout.tensor > inside),
+        "pipeline_par_net": int(layout.tensor * layout.pipeline > inside),
+        "data_par_net": int(layout.tensor * layout.pipeline * data > inside),
         "batch_size": outcome.setup.job.workload.batch,
-        "microbatch_size": layout["micro_batch"],
+        "microbatch_size": layout.micro_batch,
         "datatype": "float16",
         "fused_activation": outcome.setup.job.stack.fused_pointwise,
         "attention_type": "multihead",
-        "activation_recompute": _RECOMPUTE[outcome.estimate.recompute],
-        "pipeline_interleaving": layout["stages_per_rank"],
-        "optimizer_sharding": layout["zero"] == 1 and data > 1,
+        "activation_recompute": _RECOMPUTE[outcome.estimate.layout.recompute],
+        "pipeline_interleaving": layout.stages_per_rank,
+        "optimizer_sharding": layout.zero == 1 and data > 1,
         "tensor_par_comm_type": "rs_ag" if divided else "ar",
         "tensor_par_overlap": "none",
-        "seq_par_ag_redo": divided and outcome.estimate.recompute != "full",
+        "seq_par_ag_redo": divided and outcome.estimate.layout.recompute != "full",
         "data_par_overlap": outcome.setup.job.stack.data_overlap > 0 and data > 1,
         "weight_offload": False,
         "activations_offload": False,

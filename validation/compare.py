@@ -19,6 +19,7 @@ from typing import Literal
 from zlib import crc32
 
 from phalanx.plan.step_cost.estimate import Estimate, estimates
+from phalanx.plan.workload.planned_layout import PlannedLayout
 from validation.factors import NO_SCALAR, Point, Scalar, scalar_for, scalars
 from validation.runs import Excluded, PublishedRun, measured_step, read_published
 from validation.setup import Setup, counts_of, setup_of
@@ -293,13 +294,13 @@ def _question(outcome: Outcome) -> tuple[object, ...]:
     return (run.source, outcome.setup.trained.software.name, *run.subject, *work, *shape)
 
 
-def _answer(outcome: Outcome) -> tuple[tuple[str, int], ...]:
+def _answer(outcome: Outcome) -> PlannedLayout:
     assert outcome.estimate is not None, "a row with a time has an estimate"
-    return tuple(sorted(outcome.estimate.layout.items()))
+    return outcome.estimate.layout
 
 
 def _sweep(members: Sequence[Outcome]) -> Sweep:
-    measured: dict[tuple[tuple[str, int], ...], list[Time]] = {}
+    measured: dict[PlannedLayout, list[Time]] = {}
     for member in members:
         if member.time is not None:
             measured.setdefault(_answer(member), []).append(member.time)

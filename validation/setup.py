@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
 from phalanx.model.facts.counts import Counts, count
 from phalanx.model.facts.shape import resolve
-from phalanx.plan.workload.candidates import PRECISIONS, SCHEDULES, divisors
+from phalanx.parallel.pipeline.schedules import ScheduleName
+from phalanx.plan.workload.candidates import divisors
+from phalanx.plan.workload.planned_layout import PlannedLayout
 from phalanx.plan.workload.stacks import Job, Workload
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 from validation.recompute import recompute_modes
@@ -39,8 +41,8 @@ class Setup:
     run: PublishedRun
     trained: RunSoftware
     job: Job
-    choices: tuple[Mapping[str, int], ...]
-    """Layouts, as ``Candidates.at`` gives them, that agree with everything that the row states."""
+    choices: tuple[PlannedLayout, ...]
+    """Layouts that agree with everything that the row states."""
     assumptions: tuple[str, ...]
     """What was filled in."""
 
@@ -224,24 +226,24 @@ def _moe(run: PublishedRun) -> MoeSpec | None:
 
 def _layouts(
     run: PublishedRun, trained: RunSoftware, job: Job, recompute: tuple[int, ...], assumptions: list[str]
-) -> Iterable[dict[str, int]]:
+) -> Iterable[PlannedLayout]:
     """Every layout that agrees with the row and divides its batch."""
     fixed = _fixed(run, trained, job, assumptions)
-    data = fixed["replicate"] * fixed["shard"]
-    each, rest = divmod(job.workload.batch, data)
+    each, rest = divmod(job.workload.batch, fixed.data)
     if rest:
         return
     sizes = _micro_batches(run, trained.software, each, assumptions)
-    stages = _stage_choices(run, trained.software, fixed["pipeline"], job.workload.model.layers, assumptions)
+    stages = _stage_choices(run, trained.software, fixed.pipeline, job.workload.model.layers, assumptions)
     for micro_batch, per_rank, mode in itertools.product(sizes, stages, recompute):
         schedule = _schedule(run, per_rank)
-        if each % micro_batch == 0 and _runs(schedule, each // micro_batch, fixed["pipeline"]):
-            yield fixed | {
-                "micro_batch": micro_batch,
-                "stages_per_rank": per_rank,
-                "schedule": SCHEDULES.index(schedule),
-                "recompute": mode,
-            }
+        if each % micro_batch == 0 and _runs(schedule, each // micro_batch, fixed.pipeline):
+            yield replace(
+                fixed,
+                micro_batch=micro_batch,
+                stages_per_rank=per_rank,
+                schedule=schedule,
+                recompute=job.modes[mode].name,
+            )
 
 
 def _micro_batches(
@@ -259,7 +261,7 @@ def _micro_batches(
     return _MICRO_BATCHES
 
 
-def _fixed(run: PublishedRun, trained: RunSoftware, job: Job, assumptions: list[str]) -> dict[str, int]:
+def _fixed(run: PublishedRun, trained: RunSoftware, job: Job, assumptions: list[str]) -> PlannedLayout:
     """The degrees and switches of the row's layout that have no alternatives."""
     if not run.tp or not run.pp:
         raise Excluded("does not state tensor and pipeline parallelism")
@@ -275,22 +277,21 @@ def _fixed(run: PublishedRun, trained: RunSoftware, job: Job, assumptions: list[
     shard = _shard(run, job, data)
     stated = run.seq_parallel.lower()
     sharded = stated in ("1", "true", "yes") if stated else trained.software.sequence_parallel
-    return {
-        "tensor": tensor,
-        "context": context,
-        "expert": expert,
-        "expert_tensor": expert_tensor,
-        "pipeline": pipeline,
-        "replicate": data // shard,
-        "shard": shard,
-        "zero": _zero(run, job, assumptions),
-        "precision": _precision(run, assumptions),
-        "offload_activations": int(
+    return PlannedLayout(
+        tensor=tensor,
+        context=context,
+        expert=expert,
+        expert_tensor=expert_tensor,
+        pipeline=pipeline,
+        replicate=data // shard,
+        shard=shard,
+        zero=_zero(run, job, assumptions),
+        precision=_precision(run, assumptions),
+        offload_activations=(
             run.activation_offload or (trained.recipe is not None and trained.recipe.offload)
         ),
-        "offload_optimizer": 0,
-        "sequence_parallel": int(sharded and tensor > 1),
-    }
+        sequence_parallel=sharded and tensor > 1,
+    )
 
 
 def _shard(run: PublishedRun, job: Job, data: int) -> int:
@@ -311,9 +312,8 @@ def _zero(run: PublishedRun, job: Job, assumptions: list[str]) -> int:
     return run.zero
 
 
-def _precision(run: PublishedRun, assumptions: list[str]) -> int:
+def _precision(run: PublishedRun, assumptions: list[str]) -> str:
     text = run.precision.lower()
-    names = [precision.name for precision in PRECISIONS]
     for pattern, name in (
         (r"fp4|float4", "fp4"),
         (r"fp8|float8|e4m3|e5m2", "fp8"),
@@ -322,11 +322,11 @@ def _precision(run: PublishedRun, assumptions: list[str]) -> int:
         (r"(?<!t)f(p|loat)32", "fp32"),
     ):
         if re.search(pattern, text):
-            return names.index(name)
+            return name
     if text:
         raise Excluded(f"its precision, {run.precision!r}, is not known to the planner")
     assumptions.append("bf16")
-    return names.index("bf16")
+    return "bf16"
 
 
 def _stage_choices(
@@ -344,7 +344,7 @@ def _stage_choices(
     return possible[1:] if asked and len(possible) > 1 else possible
 
 
-def _schedule(run: PublishedRun, per_rank: int) -> str:
+def _schedule(run: PublishedRun, per_rank: int) -> ScheduleName:
     if "dualpipe" in run.schedule.lower():
         return "dualpipev"
     return "interleaved" if per_rank > 1 else "1f1b"

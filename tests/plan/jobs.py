@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from phalanx.hardware import catalog
 from phalanx.hardware.profiles import profile_of
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import resolve
-from phalanx.plan.workload.candidates import one
+from phalanx.plan.workload.candidates import RECOMPUTE, Candidates, candidates_of
+from phalanx.plan.workload.planned_layout import PlannedLayout
 from phalanx.plan.workload.stacks import STACKS, Job, Stack, Workload
 from phalanx.run.layout import Layout
 from phalanx.run.spec import ModelSpec
@@ -27,11 +30,21 @@ def job(
     return Job(Workload(shape, seq_len, batch), software, fleet, profile_of(fleet.accelerator))
 
 
+def planned(mesh: Layout, **choices: Any) -> PlannedLayout:
+    """The layout with the degrees of ``mesh``, and with what is chosen beside them."""
+    return PlannedLayout(**vars(mesh), **choices)
+
+
+def one(mesh: Layout, **choices: Any) -> Candidates:
+    """A single layout as arrays of length one."""
+    return candidates_of([planned(mesh, **choices)], RECOMPUTE)
+
+
 LAYOUTS = {
-    "dense": one(Layout(pipeline=2, shard=8, tensor=4), zero=1).at(0),
-    "interleaved": one(
+    "dense": planned(Layout(pipeline=2, shard=8, tensor=4), zero=1),
+    "interleaved": planned(
         Layout(pipeline=4, shard=2, context=2, tensor=4), schedule="interleaved", stages_per_rank=4, zero=1
-    ).at(0),
-    "flat": one(Layout(shard=64), zero=1, recompute=5).at(0),
+    ),
+    "flat": planned(Layout(shard=64), zero=1, recompute="full"),
 }
 """Layouts of 64 ranks for 32 layers and 64 sequences."""

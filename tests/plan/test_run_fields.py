@@ -15,8 +15,9 @@ import pytest
 import phalanx
 from phalanx.hardware.catalog import cluster
 from phalanx.plan.run_fields import RUN_FIELDS, notes_of
-from phalanx.plan.search.facts import make_plan, plan_facts
-from phalanx.plan.search.request import Aim
+from phalanx.plan.search.as_json import plan_json
+from phalanx.plan.search.plan import make_plan
+from phalanx.plan.search.query import Aim
 from phalanx.run.spec import (
     CheckpointSpec,
     DataSpec,
@@ -172,7 +173,7 @@ def changed(spec: Any, path: str, value: Any) -> Any:
 def figures(spec: RunSpec) -> str:
     """All that a plan of the layout in the run file says, but for its name and notes."""
     aim = Aim(layout="file", assume=("draws=1",))
-    facts = plan_facts(make_plan(spec, cluster("h100:32"), aim, searching=False))
+    facts = plan_json(make_plan(spec, cluster("h100:32"), aim, searching=False))
     return repr({name: value for name, value in facts.items() if name not in ("run", "notes")})
 
 

@@ -15,7 +15,6 @@ from phalanx.hardware.catalog import accelerator
 from phalanx.model.facts.counts import count
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import resolve
-from phalanx.plan.workload.candidates import PRECISIONS
 from validation.compare import outcome_of
 from validation.runs import (
     TABLE,
@@ -112,11 +111,7 @@ def test_every_row_of_the_packages_table_is_used_or_has_a_reason() -> None:
             assert setup.choices
             assert setup.job.workload.batch == run.global_batch_seqs
             for choice in setup.choices:
-                degrees = ("tensor", "context", "pipeline", "replicate", "shard")
-                ranks = 1
-                for degree in degrees:
-                    ranks *= choice[degree]
-                assert ranks == run.gpus
+                assert choice.ranks == run.gpus
     assert used > 600
     assert all(reasons)
 
@@ -189,8 +184,8 @@ def test_ranks_of_experts_that_do_not_divide_a_stage_are_named() -> None:
     ],
 )
 def test_formats_have_several_names(text: str, name: str) -> None:
-    chosen = setup_of(row(GPT3, gpu="H100-80GB", precision=text)).choices[0]["precision"]
-    assert PRECISIONS[chosen].name == name
+    chosen = setup_of(row(GPT3, gpu="H100-80GB", precision=text)).choices[0].precision
+    assert chosen == name
 
 
 def test_an_accelerator_whose_name_contains_anothers_is_not_taken_for_it() -> None:
@@ -317,8 +312,8 @@ def test_what_is_not_stated_becomes_a_choice_and_an_assumption() -> None:
     stated, open_ = setup_of(row(LLAMA_8B)), setup_of(row(LLAMA_8B, micro_batch="", recompute=""))
     assert len(stated.choices) == 1
     assert not stated.assumptions
-    assert len({choice["micro_batch"] for choice in open_.choices}) > 1
-    assert len({choice["recompute"] for choice in open_.choices}) > 1
+    assert len({choice.micro_batch for choice in open_.choices}) > 1
+    assert len({choice.recompute for choice in open_.choices}) > 1
     assert len(open_.assumptions) == 2
 
 

@@ -9,19 +9,19 @@ import pytest
 
 from phalanx.plan.report.trace import Event, perfetto, step_timeline
 from phalanx.plan.step_cost.estimate import estimate
-from phalanx.plan.workload.candidates import one
+from phalanx.plan.workload.planned_layout import PlannedLayout
 from phalanx.plan.workload.stacks import Job
 from phalanx.run.layout import Layout
-from plan.jobs import LAYOUTS, job
+from plan.jobs import LAYOUTS, job, planned
 
 MORE = {
     **LAYOUTS,
-    "zbv": one(Layout(pipeline=4, shard=8, tensor=2), schedule="zbv", stages_per_rank=2, zero=2).at(0),
-    "many micro-batches": one(Layout(pipeline=2, shard=2), zero=2).at(0),
+    "zbv": planned(Layout(pipeline=4, shard=8, tensor=2), schedule="zbv", stages_per_rank=2, zero=2),
+    "many micro-batches": planned(Layout(pipeline=2, shard=2), zero=2),
 }
 
 
-def case(name: str) -> tuple[Job, dict[str, int]]:
+def case(name: str) -> tuple[Job, PlannedLayout]:
     if name in LAYOUTS:
         return job(), MORE[name]
     return job(stack="phalanx", batch=64 if name == "zbv" else 40_000, cluster="h100:64"), MORE[name]
@@ -36,11 +36,11 @@ def by_rank(events: tuple[Event, ...]) -> dict[int, list[Event]]:
 
 @pytest.mark.parametrize("name", MORE)
 def test_on_every_rank_the_events_follow_each_other_and_sum_to_the_step(name: str) -> None:
-    work, numbers = case(name)
-    found = estimate(work, numbers)
+    work, layout = case(name)
+    found = estimate(work, layout)
     line = step_timeline(work, found)
     ranks = by_rank(line.events)
-    assert len(ranks) == numbers["pipeline"]
+    assert len(ranks) == layout.pipeline
     for events in ranks.values():
         assert events[0].begin_s == 0
         assert sum(event.end_s - event.begin_s for event in events) == pytest.approx(found.step_s, rel=1e-6)
@@ -49,23 +49,23 @@ def test_on_every_rank_the_events_follow_each_other_and_sum_to_the_step(name: st
 
 
 def test_every_micro_batch_goes_through_every_stage_forward_and_back() -> None:
-    work, numbers = case("dense")
-    events = step_timeline(work, estimate(work, numbers)).events
+    work, layout = case("dense")
+    events = step_timeline(work, estimate(work, layout)).events
     seen = {(event.name, event.stage, event.micro_batch) for event in events if event.stage >= 0}
-    batches = work.workload.batch // (numbers["shard"] * numbers["replicate"] * numbers["micro_batch"])
+    batches = work.workload.batch // (layout.data * layout.micro_batch)
     assert seen == {(way, s, m) for way in ("forward", "backward") for s in (0, 1) for m in range(batches)}
 
 
 def test_a_long_flush_is_drawn_in_part() -> None:
-    work, numbers = case("many micro-batches")
-    events = step_timeline(work, estimate(work, numbers)).events
+    work, layout = case("many micro-batches")
+    events = step_timeline(work, estimate(work, layout)).events
     assert len(events) < 200_000
     assert any("micro-batches more" in event.name for event in events)
 
 
 def test_the_trace_is_json_in_microseconds_with_one_thread_for_each_rank() -> None:
-    work, numbers = case("interleaved")
-    found = estimate(work, numbers)
+    work, layout = case("interleaved")
+    found = estimate(work, layout)
     trace = json.loads(json.dumps(perfetto(work, found)))
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert {event["tid"] for event in events} == set(range(4))

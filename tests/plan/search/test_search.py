@@ -11,7 +11,7 @@ from phalanx.hardware.cluster import Fact
 from phalanx.plan.search.search import NothingFitsError, SearchResult, search
 from phalanx.plan.search.space import Options, exclusions, requirement, space
 from phalanx.plan.step_cost.estimate import estimate, estimates, prepare
-from phalanx.plan.workload.candidates import SCHEDULES, layout_at
+from phalanx.plan.workload.candidates import candidates_of
 from phalanx.plan.workload.stacks import Job
 from phalanx.run.layout import layout_problems
 from phalanx.run.spec import ParallelSpec, RunSpec, RuntimeSpec, TrainSpec
@@ -40,15 +40,15 @@ def test_the_search_finds_what_looking_at_every_layout_finds(model: str, cluster
     mine = job(model, cluster, batch=32)
     result = search(mine, _SMALL)
     candidates = space(mine, _SMALL).candidates
-    everything = [candidates.at(flat) for flat in range(int(np.prod(candidates.shape)))]
+    everything = [candidates.at(flat, mine.modes) for flat in range(int(np.prod(candidates.shape)))]
     # The same layout may not be counted twice: with nothing to share, every ZeRO stage is alike.
     met = [
-        numbers
-        for numbers in everything
-        if numbers["tensor"] <= 4
-        and numbers["context"] <= 2
-        and not (numbers["zero"] == 0 and numbers["replicate"] > 1)
-        and not (numbers["shard"] * numbers["context"] == 1 and numbers["zero"] > 0)
+        layout
+        for layout in everything
+        if layout.tensor <= 4
+        and layout.context <= 2
+        and not (layout.zero == 0 and layout.replicate > 1)
+        and not (layout.shard * layout.context == 1 and layout.zero > 0)
     ]
     one_by_one = [found for found in estimates(mine, met, exact=False) if found.fits]
     assert result.valid == len(one_by_one)
@@ -61,20 +61,19 @@ def test_every_layout_of_the_space_is_one_that_the_trainer_accepts() -> None:
     mine = job("mixtral-8x7b", "h100:64", batch=64, stack="phalanx")
     candidates = space(mine, Options(micro_batches=(1, 2))).candidates
     for row in np.random.default_rng(0).integers(0, candidates.shape[0], 200):
-        numbers = candidates.at(int(row) * int(np.prod(candidates.shape[1:])))
-        layout = layout_at(numbers)
+        layout = candidates.at(int(row) * int(np.prod(candidates.shape[1:])), mine.modes)
         spec = RunSpec(
             model=mine.workload.model,
             train=TrainSpec(
-                batch_size=64, seq_len=4096, slots=layout.data_ranks, micro_batch_size=numbers["micro_batch"]
+                batch_size=64, seq_len=4096, slots=layout.data, micro_batch_size=layout.micro_batch
             ),
             parallel=ParallelSpec(
                 shard_ranks=layout.shard,
                 tensor=layout.tensor,
                 context=layout.context,
                 pipeline=layout.pipeline,
-                pipeline_schedule=SCHEDULES[numbers["schedule"]],
-                pipeline_stages=numbers["stages_per_rank"] if layout.pipeline > 1 else 0,
+                pipeline_schedule=layout.schedule,
+                pipeline_stages=layout.stages_per_rank if layout.pipeline > 1 else 0,
                 expert=layout.expert,
                 expert_tensor=layout.expert_tensor,
             ),
@@ -110,8 +109,8 @@ def test_what_is_required_holds_for_all_that_is_found(text: str) -> None:
     result = search(mine, Options(require=(text,)))
     need = requirement(text, mine)
     for found in result.best:
-        value = found.ranks if need.name == "ranks" else found.layout[need.name]
-        assert need.compare(np.array(value), need.value)
+        codes = candidates_of([found.layout], mine.modes)
+        assert need.holds(codes).all()
     assert result.excluded[text] > 0 or text == "gpus==64"
 
 
@@ -120,11 +119,11 @@ def test_what_lost_says_to_what() -> None:
     by_family = {loser.family: loser for loser in result.runners_up}
     assert "GB >" in by_family["zero=0"].reason or by_family["zero=0"].slower >= 0
     winner = result.best[0]
-    assert f"tensor={winner.layout['tensor']}" not in by_family
+    assert f"tensor={winner.layout.tensor}" not in by_family
     for loser in result.runners_up:
         name, value = loser.family.split("=")
         if value.isdigit():
-            assert loser.layout[name] == int(value)
+            assert getattr(loser.layout, name) == int(value)
         assert loser.slower >= -1e-9 or not loser.reason
 
 
@@ -168,7 +167,7 @@ def test_what_the_search_compares_is_what_an_estimate_says(model: str, stack: st
     )
     # Of every place and every choice some, each estimated as one layout among others.
     flat = np.arange(0, bytes_.size, 7)
-    alone = estimates(mine, [some.candidates.at(int(number)) for number in flat], exact=False)
+    alone = estimates(mine, [some.candidates.at(int(number), mine.modes) for number in flat], exact=False)
     assert bytes_[flat] == pytest.approx(np.array([each.memory_bytes for each in alone]), rel=1e-12)
     assert seconds[flat] == pytest.approx(np.array([each.step_s for each in alone]), rel=1e-12)
 

@@ -5,27 +5,29 @@ from __future__ import annotations
 import pytest
 
 from phalanx.plan.step_cost.estimate import estimate, estimates
-from phalanx.plan.workload.candidates import one
+from phalanx.plan.workload.planned_layout import PlannedLayout
 from phalanx.plan.workload.stacks import stack_named
 from phalanx.run.layout import Layout
-from plan.jobs import LAYOUTS, job
+from plan.jobs import LAYOUTS, job, planned
 
 
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        (one(Layout(shard=48)), "cannot be divided into 48 slots"),
-        (one(Layout(shard=16), micro_batch=8), "micro-batches of 8"),
+        (planned(Layout(shard=48)), "cannot be divided into 48 slots"),
+        (planned(Layout(shard=16), micro_batch=8), "micro-batches of 8"),
         (
-            one(Layout(pipeline=4, shard=32), schedule="interleaved", stages_per_rank=2),
+            planned(Layout(pipeline=4, shard=32), schedule="interleaved", stages_per_rank=2),
             "a multiple of the ranks",
         ),
-        (one(Layout(pipeline=40)), "take a smaller pipeline"),
+        (planned(Layout(pipeline=40)), "take a smaller pipeline"),
     ],
 )
-def test_a_layout_that_cannot_do_the_work_is_refused_with_a_remedy(layout: object, message: str) -> None:
+def test_a_layout_that_cannot_do_the_work_is_refused_with_a_remedy(
+    layout: PlannedLayout, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        estimate(job(), layout.at(0))  # type: ignore[attr-defined]
+        estimate(job(), layout)
 
 
 def test_an_unknown_stack_is_refused_with_those_known() -> None:
@@ -46,10 +48,10 @@ def test_figures_follow_from_each_other() -> None:
 
 def test_layouts_estimated_together_are_those_estimated_alone() -> None:
     mine = job()
-    flat = [one(Layout(shard=64), zero=1, recompute=mode).at(0) for mode in (0, 5)]
+    flat = [planned(Layout(shard=64), zero=1, recompute=mode) for mode in ("none", "full")]
     for layouts in (flat, [*LAYOUTS.values(), *flat]):
-        for together, numbers in zip(estimates(mine, layouts), layouts, strict=True):
-            alone = estimate(mine, numbers)
+        for together, layout in zip(estimates(mine, layouts), layouts, strict=True):
+            alone = estimate(mine, layout)
             assert together.time == pytest.approx(alone.time, rel=1e-12)
             assert together.memory == pytest.approx(alone.memory, rel=1e-12)
             assert together.worst_rank == alone.worst_rank

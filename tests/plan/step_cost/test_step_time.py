@@ -14,10 +14,9 @@ from phalanx.hardware.profiles import profile_of
 from phalanx.plan.step_cost.estimate import estimate, prepare
 from phalanx.plan.step_cost.memory import total
 from phalanx.plan.step_cost.step_time import scale_tax
-from phalanx.plan.workload.candidates import one
 from phalanx.plan.workload.stacks import STACKS, Job
 from phalanx.run.layout import Layout
-from plan.jobs import LAYOUTS, job
+from plan.jobs import LAYOUTS, job, one, planned
 
 
 def faster(fact: Fact, factor: float) -> Fact:
@@ -58,13 +57,13 @@ def test_the_terms_add_up_to_the_step_and_none_is_negative(name: str) -> None:
 )
 def test_twice_any_bandwidth_is_never_slower(layout: str, rate: str, stack: str) -> None:
     mine = job(stack=stack)
-    numbers = {**LAYOUTS[layout], "zero": 2, "offload_optimizer": 1, "offload_activations": 1}
-    assert estimate(with_rates(mine, **{rate: 2}), numbers).step_s <= estimate(mine, numbers).step_s
+    offloaded = dataclasses.replace(LAYOUTS[layout], zero=2, offload_optimizer=True, offload_activations=True)
+    assert estimate(with_rates(mine, **{rate: 2}), offloaded).step_s <= estimate(mine, offloaded).step_s
 
 
 def test_model_flops_never_exceed_the_peak() -> None:
-    for numbers in LAYOUTS.values():
-        found = estimate(job(), numbers)
+    for layout in LAYOUTS.values():
+        found = estimate(job(), layout)
         assert 0 < found.mfu < 1
         assert found.mfu == pytest.approx(
             found.flops_per_token * found.tokens / found.step_s / found.ranks / found.peak_flops
@@ -81,14 +80,14 @@ def test_twice_the_batch_takes_twice_the_computing() -> None:
 
 
 def test_full_recomputation_repeats_the_forward_pass() -> None:
-    layout = one(Layout(shard=64), zero=1, recompute=5).at(0)
+    layout = planned(Layout(shard=64), zero=1, recompute="full")
     time = estimate(job("llama3-70b", "b200:64"), layout).time
     # Forward is a third of forward and backward, but for the head, attention's backward and pointwise operations.
     assert time["recompute"] == pytest.approx((time["matmul"] + time["attention"]) / 3, rel=0.15)
 
 
 def test_a_single_rank_waits_for_nobody() -> None:
-    time = estimate(job("llama-1b", "h100:1", batch=4), one(Layout(), zero=0).at(0)).time
+    time = estimate(job("llama-1b", "h100:1", batch=4), planned(Layout(), zero=0)).time
     waits = ("bubble", "pipeline_comm", "tensor_comm", "context_comm", "expert_comm", "gradient_reduce")
     assert [time[term] for term in (*waits, "weight_gather", "scale_tax")] == [0] * 8
 
@@ -115,5 +114,8 @@ def test_arrays_of_layouts_take_what_single_layouts_take() -> None:
         recompute=np.array([0, 5])[None, :],
     )
     together = total(prepare(mine, wide).time())
-    alone = [[estimate(mine, wide.at(2 * row + column)).closed_form_s for column in (0, 1)] for row in (0, 1)]
+    alone = [
+        [estimate(mine, wide.at(2 * row + column, mine.modes)).closed_form_s for column in (0, 1)]
+        for row in (0, 1)
+    ]
     assert together == pytest.approx(np.array(alone))

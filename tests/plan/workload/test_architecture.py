@@ -11,10 +11,10 @@ from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import is_mixture
 from phalanx.plan.step_cost.layer_costs import layer_costs
 from phalanx.plan.workload.architecture import KINDS, Attention, Layer, Product, layers
-from phalanx.plan.workload.candidates import RECOMPUTE, one
+from phalanx.plan.workload.candidates import RECOMPUTE
 from phalanx.plan.workload.stacks import Job
 from phalanx.run.layout import Layout
-from plan.jobs import job
+from plan.jobs import job, one
 
 
 def whole_model(mine: Job) -> list[Layer]:

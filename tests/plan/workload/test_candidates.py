@@ -9,21 +9,20 @@ from hypothesis import strategies as st
 from phalanx.plan.workload.candidates import (
     PARTS,
     RECOMPUTE,
+    candidates_of,
     distinct,
     divisors,
-    from_numbers,
-    layout_at,
-    one,
 )
 from phalanx.run.layout import Layout
+from plan.jobs import one, planned
 
 LAYOUT = Layout(pipeline=2, replicate=3, shard=4, context=2, tensor=8, expert=16, expert_tensor=1)
 
 
 def test_a_layout_survives_the_way_through_arrays() -> None:
-    candidates = one(LAYOUT, zero=2, micro_batch=3)
-    assert layout_at(candidates.at(0)) == LAYOUT
-    assert from_numbers([candidates.at(0)]).at(0) == candidates.at(0)
+    layout = planned(LAYOUT, zero=2, micro_batch=3, schedule="zbv", recompute="full", precision="fp8")
+    assert layout.mesh == LAYOUT
+    assert candidates_of([planned(Layout()), layout], RECOMPUTE).at(1, RECOMPUTE) == layout
 
 
 def test_derived_degrees_are_those_of_the_layout() -> None:
@@ -35,8 +34,8 @@ def test_derived_degrees_are_those_of_the_layout() -> None:
 
 
 def test_rows_are_taken_only_of_fields_that_have_them() -> None:
-    both = from_numbers([one(LAYOUT).at(0), one(Layout(tensor=4)).at(0)])
-    assert both.rows(np.array([False, True])).at(0)["tensor"] == 4
+    both = candidates_of([planned(LAYOUT), planned(Layout(tensor=4))], RECOMPUTE)
+    assert both.rows(np.array([False, True])).at(0, RECOMPUTE).tensor == 4
 
 
 def test_full_recomputation_is_that_of_every_part() -> None:

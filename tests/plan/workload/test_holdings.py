@@ -10,7 +10,6 @@ from phalanx.model.facts.holdings import Place, holding, state_bytes
 from phalanx.model.facts.shape import resolve
 from phalanx.plan.step_cost import memory
 from phalanx.plan.workload import stacks
-from phalanx.plan.workload.candidates import one
 from phalanx.plan.workload.holdings import holdings
 from phalanx.plan.workload.stages import places
 from phalanx.run.layout import SPLIT_BACKWARD, layout_of, layout_problems, stages_per_rank
@@ -25,7 +24,7 @@ from phalanx.run.spec import (
     RuntimeSpec,
     TrainSpec,
 )
-from plan.jobs import job
+from plan.jobs import job, one
 
 _MODELS = st.builds(
     ModelSpec,

@@ -11,17 +11,18 @@ from hypothesis import strategies as st
 
 from phalanx.plan.step_cost import kernels
 from phalanx.plan.step_cost.estimate import Estimate, estimate
-from phalanx.plan.workload.candidates import PRECISIONS, Recompute, one
+from phalanx.plan.workload.candidates import Recompute
+from phalanx.plan.workload.planned_layout import PlannedLayout
 from phalanx.plan.workload.stacks import STACKS
 from phalanx.run.layout import Layout
-from plan.jobs import LAYOUTS, job
+from plan.jobs import LAYOUTS, job, planned
 
-MIXTURE = one(Layout(shard=64, expert=16), zero=1).at(0)
+MIXTURE = planned(Layout(shard=64, expert=16), zero=1)
 """Experts on two nodes, so that tokens cross the network."""
 
 
 def with_facts(
-    layout: dict[str, int], model: str = "llama3-8b", stack: str = "megatron", **facts: Any
+    layout: PlannedLayout, model: str = "llama3-8b", stack: str = "megatron", **facts: Any
 ) -> Estimate:
     """An estimate with some facts of the stack changed."""
     return estimate(job(model, stack=dataclasses.replace(STACKS[stack], **facts)), layout)
@@ -69,7 +70,7 @@ def test_the_last_of_n_contiguous_pieces_attends_almost_twice_the_mean() -> None
         ).time["attention"]
         for balanced in (True, False)
     )
-    assert uneven / even == pytest.approx(2 - 1 / layout["context"], rel=0.01)
+    assert uneven / even == pytest.approx(2 - 1 / layout.context, rel=0.01)
 
 
 def test_blocking_sends_cost_a_hop_each_way_for_every_micro_batch() -> None:
@@ -77,7 +78,7 @@ def test_blocking_sends_cost_a_hop_each_way_for_every_micro_batch() -> None:
     hidden, blocking = (
         with_facts(layout, blocking_sends=flag).time["pipeline_comm"] for flag in (False, True)
     )
-    passes = 64 // (layout["shard"] * layout["micro_batch"])
+    passes = 64 // (layout.shard * layout.micro_batch)
     # Otherwise two ranks wait for one hop there and one back.
     assert blocking / hidden == pytest.approx(passes, rel=0.05)
 
@@ -87,12 +88,15 @@ def test_kept_outputs_are_a_boundary_of_each_micro_batch_in_flight() -> None:
     without, kept = (
         with_facts(layout, keeps_stage_outputs=flag).memory["activations"] for flag in (False, True)
     )
-    boundary = 4096 * 4096 * 2 / layout["tensor"]
-    assert kept - without == pytest.approx(layout["pipeline"] * boundary)
+    boundary = 4096 * 4096 * 2 / layout.tensor
+    assert kept - without == pytest.approx(layout.pipeline * boundary)
 
 
 def test_operands_of_eight_bits_are_cast_and_gathered_in_eight_bits() -> None:
-    wide, narrow = (estimate(job(), LAYOUTS["dense"] | {"precision": code}).time for code in (0, 1))
+    wide, narrow = (
+        estimate(job(), dataclasses.replace(LAYOUTS["dense"], precision=name)).time
+        for name in ("bf16", "fp8")
+    )
     assert narrow["matmul"] < wide["matmul"]
     assert narrow["tensor_comm"] < wide["tensor_comm"]
 
@@ -117,7 +121,7 @@ def test_experts_on_streams_start_one_after_the_other(groups: int, streams: int)
 
 def test_the_gradient_of_the_embedding_is_held_where_the_model_begins_and_ends() -> None:
     ends, middle = (
-        with_facts(one(Layout(pipeline=ranks, shard=64 // ranks), zero=1).at(0), embedding_gradient_bytes=2.0)
+        with_facts(planned(Layout(pipeline=ranks, shard=64 // ranks), zero=1), embedding_gradient_bytes=2.0)
         for ranks in (1, 8)
     )
     model = job("llama3-8b").workload.model
@@ -157,12 +161,12 @@ def test_what_is_clamped_apart_is_kept_besides_what_was_clamped() -> None:
 def test_experts_of_a_rank_that_add_their_biases_one_by_one_launch_kernels_for_each() -> None:
     few, many = (
         with_facts(
-            one(Layout(shard=64, expert=expert), zero=1).at(0),
+            planned(Layout(shard=64, expert=expert), zero=1),
             "qwen3-30b-a3b",
             weighs_biases=True,
             launch_s=1e-3,  # so slow that everything waits for the host
         ).time["host"]
-        - with_facts(one(Layout(shard=64, expert=expert), zero=1).at(0), "qwen3-30b-a3b", launch_s=1e-3).time[
+        - with_facts(planned(Layout(shard=64, expert=expert), zero=1), "qwen3-30b-a3b", launch_s=1e-3).time[
             "host"
         ]
         for expert in (64, 8)
@@ -171,16 +175,14 @@ def test_experts_of_a_rank_that_add_their_biases_one_by_one_launch_kernels_for_e
 
 
 def test_a_cast_that_finds_its_scale_first_reads_once_more() -> None:
-    fp8 = [each.name for each in PRECISIONS].index("fp8")
-    layout = one(Layout(shard=64), zero=1, precision=fp8).at(0)
+    layout = planned(Layout(shard=64), zero=1, precision="fp8")
     once, twice, thrice = (with_facts(layout, cast_reads=reads).time["matmul"] for reads in (1, 2, 3))
     assert once < twice
     assert thrice - twice == pytest.approx(twice - once)
 
 
 def test_casts_of_one_expert_after_the_other_begin_as_many_kernels() -> None:
-    fp8 = [each.name for each in PRECISIONS].index("fp8")
-    layout = MIXTURE | {"precision": fp8}
+    layout = dataclasses.replace(MIXTURE, precision="fp8")
     together, each, each_by_four = (
         with_facts(layout, "qwen3-30b-a3b", cast_kernels=kernels_).time["matmul"] for kernels_ in (0, 1, 4)
     )
@@ -195,7 +197,7 @@ def test_of_a_part_that_is_computed_again_by_half_half_is_kept() -> None:
     widths = {}
     for name, parts, halves in (("all", (), ()), ("half", (), ("widen",)), ("none", ("widen",), ())):
         mode = Recompute(name, frozenset(parts), frozenset(halves))
-        layout = one(Layout(shard=64), zero=1, recompute=len(mine.modes)).at(0)
+        layout = planned(Layout(shard=64), zero=1, recompute=name)
         again = dataclasses.replace(mine, modes=(*mine.modes, mode))
         widths[name] = estimate(again, layout).memory["activations"]
     assert widths["half"] == pytest.approx((widths["all"] + widths["none"]) / 2)
@@ -203,7 +205,7 @@ def test_of_a_part_that_is_computed_again_by_half_half_is_kept() -> None:
 
 
 def kept(model: str = "qwen3-30b-a3b", precision: str = "bf16", **facts: Any) -> float:
-    layout = MIXTURE | {"precision": [each.name for each in PRECISIONS].index(precision)}
+    layout = dataclasses.replace(MIXTURE, precision=precision)
     return with_facts(layout, model, **facts).memory["activations"]
 
 
@@ -225,8 +227,7 @@ def test_a_narrow_format_keeps_less_than_a_wide_one_and_more_where_operands_stay
 
 
 def test_tokens_in_eight_bits_take_less_time_to_their_experts() -> None:
-    fp8 = [each.name for each in PRECISIONS].index("fp8")
-    layout = MIXTURE | {"precision": fp8}
+    layout = dataclasses.replace(MIXTURE, precision="fp8")
     times = [
         with_facts(layout, "qwen3-30b-a3b", dispatch="hybrid", narrow_dispatch=narrow).time["expert_comm"]
         for narrow in (False, True)

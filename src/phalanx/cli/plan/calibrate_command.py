@@ -148,7 +148,7 @@ def _ratios(tables: dict[str, Any], settings: Settings, ranks: int) -> list[floa
     import tomli_w
 
     from phalanx.hardware.catalog import cluster
-    from phalanx.plan.search.request import estimate_written
+    from phalanx.plan.search.layout_text import estimate_written
     from phalanx.train.measure.calibrate_ranks import measure_step
 
     with tempfile.TemporaryDirectory() as folder:

@@ -18,8 +18,8 @@ from phalanx.cli.errors import explained
 
 if TYPE_CHECKING:
     from phalanx.hardware.cluster import Cluster
-    from phalanx.plan.search.facts import Plan
-    from phalanx.plan.search.request import Aim
+    from phalanx.plan.search.plan import Plan
+    from phalanx.plan.search.query import Aim
     from phalanx.run.spec import RunSpec
 
 _STEP_ERROR = 0.12
@@ -120,8 +120,9 @@ def command(
     """
     with _mistakes():
         from phalanx.cli.plan.plan_table import print_plan
-        from phalanx.plan.search.facts import make_plan, plan_facts
-        from phalanx.plan.search.request import Aim
+        from phalanx.plan.search.as_json import plan_json
+        from phalanx.plan.search.plan import make_plan
+        from phalanx.plan.search.query import Aim
 
         given = {name for name in ("batch", "seq_len") if _is_given(name)}
         if given and run_file is not None:
@@ -135,7 +136,7 @@ def command(
         plan = make_plan(spec, cluster, aim, from_file=run_file is not None, searching=searching)
         _write_files(plan, spec, aim, report, trace, out)
         if as_json:
-            click.echo(json.dumps(_finite(plan_facts(plan)), allow_nan=False))
+            click.echo(json.dumps(_finite(plan_json(plan)), allow_nan=False))
         else:
             print_plan(plan, explain=explain)
 
@@ -178,7 +179,7 @@ def _spec(
     if (run_file is None) == (model is None):
         raise click.UsageError("give a run file, or --model NAME (phalanx models lists them)")
     from phalanx.model.facts.presets import PRESETS
-    from phalanx.plan.search.request import run_of_model
+    from phalanx.plan.search.query import run_of_model
     from phalanx.run.read import read_run
 
     if model is not None:

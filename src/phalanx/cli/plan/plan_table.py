@@ -9,11 +9,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from phalanx.plan.search.facts import Plan, short
+from phalanx.plan.search.plan import Plan
 from phalanx.plan.search.search import RunnerUp
 from phalanx.plan.step_cost.estimate import Estimate
 from phalanx.plan.whole_run.estimate import RunEstimate
-from phalanx.plan.workload.candidates import layout_at
 
 _FAMILIES = 12
 """Of the families that lost, how many are shown."""
@@ -56,7 +55,7 @@ def _ranking(plan: Plan) -> Table:
     for found in plan.best:
         days = plan.tokens / found.tokens_per_s / 86_400
         table.add_row(
-            short(plan.job, found.layout),
+            str(found.layout),
             f"{found.step_s:.4g}",
             f"{found.mfu:.1%}",
             f"{found.memory_bytes / 1e9:.1f}",
@@ -95,16 +94,16 @@ def _print_losers(console: Console, plan: Plan) -> None:
 def lost(plan: Plan, one: RunnerUp) -> float:
     """By how much a runner-up is worse than the winner in what was optimized."""
     winner = plan.best[0]
-    ranks = layout_at(one.layout).ranks / winner.ranks
+    ranks = one.layout.ranks / winner.ranks
     return {"time": one.slower, "cost": (1 + one.slower) * ranks - 1, "gpus": ranks - 1}[plan.aim.optimize]
 
 
 def _print_explained(console: Console, plan: Plan) -> None:
     """The layout's breakdown; beside it the best other one, where there was a search."""
     other = _rival(plan)
-    console.print(f"\n[bold]{short(plan.job, plan.chosen.layout)}[/bold]")
+    console.print(f"\n[bold]{plan.chosen.layout}[/bold]")
     if other is not None:
-        console.print(f"beside [bold]{short(plan.job, other.layout)}[/bold]")
+        console.print(f"beside [bold]{other.layout}[/bold]")
     console.print(_breakdown("memory", plan.chosen, other))
     console.print(_breakdown("time", plan.chosen, other))
     console.print(_verdict(plan.chosen, other))

@@ -12,13 +12,13 @@ from phalanx.model.facts.shape import is_mixture
 from phalanx.parallel.pipeline.schedules import Schedule
 from phalanx.plan.report.charts import Bar, Dot, Span, curves, gantt, scatter, stacked_bars, tornado
 from phalanx.plan.report.trace import Event, step_timeline
-from phalanx.plan.search.facts import Plan, short
+from phalanx.plan.search.plan import Plan
 from phalanx.plan.search.sensitivity import CHANGE, days_changes, step_changes
 from phalanx.plan.step_cost.estimate import Estimate, Evaluation, prepare
 from phalanx.plan.step_cost.memory import Place, memory_at
 from phalanx.plan.whole_run.estimate import LEVELS, goodput_plan
 from phalanx.plan.whole_run.failures import Level
-from phalanx.plan.workload.candidates import SCHEDULES, from_numbers
+from phalanx.plan.workload.candidates import candidates_of
 from phalanx.plan.workload.stages import split
 
 _MOST_BARS = 32
@@ -78,7 +78,7 @@ def _answer(plan: Plan) -> str:
     )
     rows = [
         (
-            short(plan.job, one.layout),
+            str(one.layout),
             f"{one.step_s:.4g}",
             f"{one.mfu:.1%}",
             f"{one.memory_bytes / 1e9:.1f} of {one.capacity_bytes / 1e9:.0f}",
@@ -99,7 +99,7 @@ def _memory(plan: Plan) -> str:
 
 def rank_memory(plan: Plan) -> list[Bar]:
     """GB by kind on every rank of a pipeline."""
-    evaluation = prepare(plan.job, from_numbers([plan.chosen.layout]))
+    evaluation = prepare(plan.job, candidates_of([plan.chosen.layout], plan.job.modes))
     place = _every_rank(evaluation, plan.chosen)
     kinds = memory_at(
         plan.job, evaluation.candidates, evaluation.held, evaluation.costs, evaluation.pipes, place
@@ -115,8 +115,8 @@ def rank_memory(plan: Plan) -> list[Bar]:
 def _every_rank(evaluation: Evaluation, found: Estimate) -> Place:
     """What each pipeline rank holds, ranks along the only axis."""
     workload, layout = evaluation.job.workload, found.layout
-    ranks, per_rank = layout["pipeline"], layout["stages_per_rank"]
-    placed = Schedule(SCHEDULES[layout["schedule"]], ranks, per_rank)
+    ranks, per_rank = layout.pipeline, layout.stages_per_rank
+    placed = Schedule(layout.schedule, ranks, per_rank)
     counts, layer = np.zeros((4, ranks), dtype=np.int64), 0
     for stage, size in enumerate(split(workload, evaluation.job.stack, ranks * per_rank)):
         mixtures = sum(is_mixture(workload.model, number) for number in range(layer, layer + size))
@@ -172,7 +172,7 @@ def _front(plan: Plan) -> str:
         Dot(
             point.step_s,
             point.memory_bytes / 1e9,
-            f"{short(plan.job, point.layout)}: {point.step_s:.4g} s, {point.memory_bytes / 1e9:.1f} GB, {point.ranks:,}",
+            f"{point.layout}: {point.step_s:.4g} s, {point.memory_bytes / 1e9:.1f} GB, {point.ranks:,}",
         )
         for point in plan.found.front
     ]

@@ -9,7 +9,7 @@ Format", 2016). On every rank the events follow each other without a gap and sum
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from phalanx.plan.step_cost.estimate import Estimate, Evaluation, prepare, stage_times
 from phalanx.plan.step_cost.exact_schedule import flush_s, timeline
 from phalanx.plan.step_cost.step_time import hop_s
-from phalanx.plan.workload.candidates import SCHEDULES, from_numbers
+from phalanx.plan.workload.candidates import candidates_of
 from phalanx.plan.workload.stacks import Job
 
 _MOST_ACTIONS = 60_000
@@ -67,10 +67,10 @@ class StepTimeline:
 
 def step_timeline(job: Job, found: Estimate) -> StepTimeline:
     """The spans of the step of an estimate."""
-    evaluation = prepare(job, from_numbers([found.layout]))
+    evaluation = prepare(job, candidates_of([found.layout], job.modes))
     pipes = evaluation.pipes
     ranks, micro_batches = int(pipes.ranks[0]), int(pipes.micro_batches[0])
-    batch = found.layout["replicate"] * found.layout["shard"] * found.layout["micro_batch"] * micro_batches
+    batch = found.layout.data * found.layout.micro_batch * micro_batches
     flushes = job.workload.batch // batch
     inside = sum(seconds for name, seconds in found.time.items() if name in _IN_FLUSH) / flushes
     flush = list(_flush(evaluation, found, micro_batches, inside))
@@ -84,7 +84,7 @@ def _flush(evaluation: Evaluation, found: Estimate, micro_batches: int, inside: 
     ranks, per_rank = int(pipes.ranks[0]), int(pipes.per_rank[0])
     times = stage_times(evaluation, np.array([0]))
     hop = float(np.broadcast_to(hop_s(job, evaluation.candidates), (1,))[0]) if ranks > 1 else 0.0
-    name = SCHEDULES[found.layout["schedule"]] if ranks > 1 else "gpipe" if per_rank == 1 else "interleaved"
+    name = found.layout.schedule if ranks > 1 else "gpipe" if per_rank == 1 else "interleaved"
     drawn = _drawn(micro_batches, ranks, per_rank)
     last = inside
     if drawn < micro_batches:
@@ -154,7 +154,7 @@ def perfetto(job: Job, found: Estimate) -> dict[str, Any]:
     return {
         "displayTimeUnit": "ms",
         "traceEvents": [process, *names, *(_chrome(event) for event in line.events)],
-        "otherData": {"step_s": line.step_s, "layout": {k: str(v) for k, v in found.layout.items()}},
+        "otherData": {"step_s": line.step_s, "layout": {k: str(v) for k, v in asdict(found.layout).items()}},
     }
 
 

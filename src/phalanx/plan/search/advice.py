@@ -2,42 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from phalanx.hardware.overrides import with_value
-from phalanx.plan.search.request import OWN, RequestError, problems_of, steps_for
+from phalanx.plan.search.query import OWN, RequestError, problems_of, steps_for
 from phalanx.plan.search.search import search
 from phalanx.plan.search.space import Options
-from phalanx.plan.workload.candidates import PRECISIONS, SCHEDULES, layout_at
+from phalanx.plan.workload.planned_layout import PlannedLayout
 from phalanx.plan.workload.stacks import Job
 from phalanx.run.spec import MemorySpec, ParallelSpec, RunSpec
 
 _MOST_DOUBLINGS = 7
 
 
-def run_of_layout(
-    spec: RunSpec, job: Job, numbers: Mapping[str, int], tokens: float | None = None
-) -> RunSpec:
-    """The run of ``spec`` in the layout of ``numbers``, ready to be trained.
+def run_of_layout(spec: RunSpec, job: Job, layout: PlannedLayout, tokens: float | None = None) -> RunSpec:
+    """The run of ``spec`` in ``layout``, ready to be trained.
 
     Raises ``RequestError`` where the trainer cannot do what the plan says.
     """
     if job.stack.name != OWN:
         raise RequestError(f"a run file is for this project's trainer: plan without --stack {job.stack.name}")
-    layout = layout_at(numbers)
     found = replace(
         spec,
-        parallel=parallel_of(spec, numbers),
-        memory=_memory(spec.memory, job, numbers),
+        parallel=parallel_of(spec, layout),
+        memory=_memory(spec.memory, layout),
         train=replace(
             spec.train,
-            micro_batch_size=numbers["micro_batch"],
-            slots=job.workload.slots or layout.data_ranks,
+            micro_batch_size=layout.micro_batch,
+            slots=job.workload.slots or layout.data,
             steps=steps_for(tokens, job.workload.tokens) if tokens else spec.train.steps,
         ),
-        precision=_precision(spec, numbers),
+        precision=_precision(spec, layout),
     )
     problems = problems_of(found, layout.ranks)
     if problems:
@@ -45,31 +41,30 @@ def run_of_layout(
     return found
 
 
-def parallel_of(spec: RunSpec, numbers: Mapping[str, int]) -> ParallelSpec:
+def parallel_of(spec: RunSpec, layout: PlannedLayout) -> ParallelSpec:
     """The ``[parallel]`` section that describes a layout."""
-    layout = layout_at(numbers)
     many = layout.pipeline > 1
     return replace(
         spec.parallel,
         ranks=layout.ranks,
-        sharding="zero3" if numbers["zero"] == 3 else "zero2" if layout.shard > 1 else "none",
+        sharding="zero3" if layout.zero == 3 else "zero2" if layout.shard > 1 else "none",
         shard_ranks=0 if layout.replicate == 1 or layout.shard == 1 else layout.shard,
         tensor=layout.tensor,
         context=layout.context,
         pipeline=layout.pipeline,
-        pipeline_schedule=SCHEDULES[numbers["schedule"]] if many else "1f1b",
-        pipeline_stages=numbers["stages_per_rank"] if many else 0,
+        pipeline_schedule=layout.schedule if many else "1f1b",
+        pipeline_stages=layout.stages_per_rank if many else 0,
         pipeline_split=(),
         expert=layout.expert,
         expert_tensor=layout.expert_tensor,
     )
 
 
-def _memory(memory: MemorySpec, job: Job, numbers: Mapping[str, int]) -> MemorySpec:
+def _memory(memory: MemorySpec, layout: PlannedLayout) -> MemorySpec:
     def place(name: str, before: str) -> Any:
-        return ("host" if before == "none" else before) if numbers[name] else "none"
+        return ("host" if before == "none" else before) if getattr(layout, name) else "none"
 
-    recompute: Any = job.modes[numbers["recompute"]].name
+    recompute: Any = layout.recompute
     return replace(
         memory,
         recompute=recompute,
@@ -78,8 +73,8 @@ def _memory(memory: MemorySpec, job: Job, numbers: Mapping[str, int]) -> MemoryS
     )
 
 
-def _precision(spec: RunSpec, numbers: Mapping[str, int]) -> Any:
-    name = PRECISIONS[numbers["precision"]].name
+def _precision(spec: RunSpec, layout: PlannedLayout) -> Any:
+    name = layout.precision
     if name == "fp8" and spec.precision.matmul == "compute":
         return replace(spec.precision, matmul="fp8-rowwise")
     return spec.precision

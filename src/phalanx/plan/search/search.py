@@ -19,6 +19,7 @@ import numpy as np
 from phalanx.plan.search.space import AXES, Options, exclusions, space
 from phalanx.plan.step_cost.estimate import Estimate, Evaluation, estimated, prepare
 from phalanx.plan.workload.candidates import SCHEDULES, Bools, Candidates, Floats, Ints
+from phalanx.plan.workload.planned_layout import PlannedLayout
 from phalanx.plan.workload.stacks import Job
 
 _CHUNK_CELLS = 1 << 18
@@ -51,7 +52,7 @@ class NothingFitsError(ValueError):
 class Point:
     """A layout on the Pareto front, by the closed form."""
 
-    layout: Mapping[str, int]
+    layout: PlannedLayout
     step_s: float
     memory_bytes: float
     ranks: int
@@ -63,7 +64,7 @@ class RunnerUp:
 
     family: str
     """Such as "tensor=16"."""
-    layout: Mapping[str, int]
+    layout: PlannedLayout
     reason: str
     slower: float
     """Its step over the winner's, less one; infinite where nothing of the family fits."""
@@ -71,7 +72,7 @@ class RunnerUp:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found. Layouts are fields of ``Candidates`` by name."""
+    """What a search found."""
 
     best: tuple[Estimate, ...]
     """Ranked by the objective, timed by the exact schedule."""
@@ -234,10 +235,11 @@ class _Tally:
             best[look.alive] = look.key.argmin(axis=0)
         return dict(zip(rows, best.tolist(), strict=True))
 
-    def layout(self, number: int) -> dict[str, int]:
-        """The fields of the layout with this number."""
+    def layout(self, number: int) -> PlannedLayout:
+        """The layout with this number."""
         row, choice = divmod(number, self.choices)
-        return self.whole.candidates.at(choice * self.whole.candidates.shape[-1] + row)
+        candidates = self.whole.candidates
+        return candidates.at(choice * candidates.shape[-1] + row, self.whole.job.modes)
 
     def _rank(self, rows: Ints, values: Floats) -> None:
         """Keeps the best by the objective, among equals the first."""
@@ -290,8 +292,8 @@ class _Front:
     def _steps(self, bytes_: Floats) -> Ints:
         return np.asarray(np.minimum(bytes_ / self.step, _FRONT_STEPS), dtype=np.int64)
 
-    def points(self, layout: Callable[[int], Mapping[str, int]]) -> tuple[Point, ...]:
-        """The front, quickest first; ``layout`` gives the fields of a layout by its number."""
+    def points(self, layout: Callable[[int], PlannedLayout]) -> tuple[Point, ...]:
+        """The front, quickest first; ``layout`` gives a layout by its number."""
         points: list[Point] = []
         for (count, _), (time, size, number) in sorted(self.found.items(), key=lambda item: item[1]):
             if not any(p.ranks <= count and p.memory_bytes <= size for p in points):
@@ -324,7 +326,7 @@ def _decide(job: Job, tally: _Tally, options: Options) -> tuple[tuple[Estimate, 
     runners = []
     for family, number in families.items():
         name, _, value = family.partition("=")
-        if value == _label(job, name, winner.layout[name]):
+        if value == _value_text(getattr(winner.layout, name)):
             continue
         # Like is compared with like: by the exact schedule if both were timed by it, else by the closed form.
         first, second = (winner, exact[number]) if number in exact else (same, closed[number])
@@ -356,9 +358,14 @@ def _families(job: Job, tally: _Tally) -> dict[str, int]:
 
 
 def _label(job: Job, name: str, value: int) -> str:
+    """The value of a family's field by its code."""
     if name == "schedule":
         return SCHEDULES[value]
     return job.modes[value].name if name == "recompute" else str(value)
+
+
+def _value_text(value: int | str) -> str:
+    return value if isinstance(value, str) else str(int(value))
 
 
 def _best_of(best: _Best, candidates: Candidates, name: str, value: int) -> tuple[int, int | None] | None:

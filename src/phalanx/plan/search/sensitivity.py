@@ -11,8 +11,7 @@ from dataclasses import replace
 
 from phalanx.hardware.overrides import with_value
 from phalanx.hardware.profiles import Profile
-from phalanx.plan.search.facts import Plan
-from phalanx.plan.search.request import run_inputs
+from phalanx.plan.search.plan import Plan, run_inputs
 from phalanx.plan.step_cost.estimate import estimate
 from phalanx.plan.whole_run.estimate import LEVELS, estimate_run
 from phalanx.plan.workload.stacks import Job

@@ -16,39 +16,13 @@ import numpy as np
 
 from phalanx.model.facts.shape import is_mixture
 from phalanx.plan.step_cost.bubbles import Pipelines, legal
-from phalanx.plan.workload.candidates import SCHEDULES, Bools, Candidates, Ints, divisors
+from phalanx.plan.workload.candidates import PRECISIONS, SCHEDULES, Bools, Candidates, Ints, divisors
+from phalanx.plan.workload.planned_layout import LAYOUT_FIELDS, layout_field
 from phalanx.plan.workload.stacks import Job
 from phalanx.plan.workload.stages import most_stages
 
 AXES = 5
 """Of a space."""
-_ALIASES = {
-    "tp": "tensor",
-    "pp": "pipeline",
-    "cp": "context",
-    "ep": "expert",
-    "etp": "expert_tensor",
-    "dp": "data",
-    "vpp": "stages_per_rank",
-    "mbs": "micro_batch",
-    "gpus": "ranks",
-}
-_NUMBERS = (
-    "tensor",
-    "pipeline",
-    "context",
-    "expert",
-    "expert_tensor",
-    "data",
-    "replicate",
-    "shard",
-    "stages_per_rank",
-    "micro_batch",
-    "zero",
-    "ranks",
-    "offload_activations",
-    "offload_optimizer",
-)
 _OPERATORS: dict[str, Callable[[Ints, int], Bools]] = {
     "<=": operator.le,
     ">=": operator.ge,
@@ -79,17 +53,19 @@ def requirement(text: str, job: Job) -> Requirement:
     match = re.fullmatch(r"\s*(\w+)\s*(<=|>=|!=|==|=|<|>)\s*([\w-]+)\s*", text)
     if match is None:
         raise ValueError(f"{text!r} is no condition: write a field, a comparison and a value, as in tp<=8")
-    name, sign, value = match.groups()
-    name = _ALIASES.get(name, name)
+    word, sign, value = match.groups()
+    known = layout_field(word)
+    if known is not None and known.not_in_require:
+        raise ValueError(f"{text!r}: {known.shown} cannot be required: {known.not_in_require}")
     words = {"schedule": SCHEDULES, "recompute": tuple(mode.name for mode in job.modes)}
-    if name in words:
-        if value not in words[name] or sign not in ("=", "==", "!="):
-            raise ValueError(f"{text!r}: {name} is one of {', '.join(words[name])}, with = or !=")
-        return Requirement(text, name, _OPERATORS[sign], words[name].index(value))
-    if name not in _NUMBERS or not value.isdigit():
-        known = ", ".join((*_ALIASES, *_NUMBERS, *words))
-        raise ValueError(f"{text!r}: a whole number can be required of {known}")
-    return Requirement(text, name, _OPERATORS[sign], int(value))
+    if known is not None and known.name in words:
+        if value not in words[known.name] or sign not in ("=", "==", "!="):
+            raise ValueError(f"{text!r}: {word} is one of {', '.join(words[known.name])}, with = or !=")
+        return Requirement(text, known.name, _OPERATORS[sign], words[known.name].index(value))
+    if known is None or not value.isdigit():
+        names = ", ".join(field.shown for field in LAYOUT_FIELDS if not field.not_in_require)
+        raise ValueError(f"{text!r}: a whole number can be required of {names}")
+    return Requirement(text, known.name, _OPERATORS[sign], int(value))
 
 
 @dataclass(frozen=True)
@@ -103,7 +79,7 @@ class Options:
     micro_batches: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 16)
     stages_per_rank: tuple[int, ...] = (2, 3, 4, 5, 6, 8, 10, 12)
     """Of interleaved schedules."""
-    precision: int = 0
+    precision: str = "bf16"
     offload: bool = True
     require: tuple[str, ...] = ()
     objective: str = "time"
@@ -300,12 +276,13 @@ def _keep(table: Table, mask: Bools, rule: str, excluded: dict[str, int]) -> Tab
     return {name: column[mask] for name, column in table.items()}
 
 
-def _with_axes(table: Table, free: tuple[Ints, Ints, Ints, Ints], precision: int) -> Candidates:
+def _with_axes(table: Table, free: tuple[Ints, Ints, Ints, Ints], precision: str) -> Candidates:
     recompute, zero, offload_optimizer, offload_activations = free
 
     def along(values: Ints, axis: int) -> Ints:
         return values.reshape([-1 if place == axis % AXES else 1 for place in range(AXES)])
 
+    codes = {each.name: code for code, each in enumerate(PRECISIONS)}
     row = {name: along(column, -1) for name, column in table.items() if name != "data"}
     return Candidates(
         **row,
@@ -314,6 +291,6 @@ def _with_axes(table: Table, free: tuple[Ints, Ints, Ints, Ints], precision: int
         zero=along(zero, 1),
         offload_optimizer=along(offload_optimizer, 2),
         offload_activations=along(offload_activations, 3),
-        precision=np.full((1,) * AXES, precision, dtype=np.int64),
+        precision=np.full((1,) * AXES, codes[precision], dtype=np.int64),
         sequence_parallel=np.ones((1,) * AXES, dtype=np.int64),
     )

@@ -46,10 +46,10 @@ from phalanx.plan.workload.candidates import (
     Floats,
     Ints,
     at_last,
-    from_numbers,
-    layout_at,
+    candidates_of,
 )
 from phalanx.plan.workload.holdings import Holdings, holdings
+from phalanx.plan.workload.planned_layout import PlannedLayout
 from phalanx.plan.workload.stacks import Job
 from phalanx.plan.workload.stages import most_stages, split
 
@@ -97,7 +97,7 @@ class Evaluation:
             replace(self.table, row=at_last(self.table.row, index, length)),
         )
 
-    def layouts(self, geometries: Ints, layouts: Sequence[Mapping[str, int]]) -> Evaluation:
+    def layouts(self, geometries: Ints, layouts: Sequence[PlannedLayout]) -> Evaluation:
         """Of ``layouts``, which are choices for these places of the last axis, in one axis."""
         chosen = self.rows(geometries)
 
@@ -106,7 +106,7 @@ class Evaluation:
 
         return Evaluation(
             self.job,
-            from_numbers(layouts),
+            candidates_of(layouts, self.job.modes),
             Holdings(*(flat(getattr(chosen.held, field.name)) for field in fields(Holdings))),
             replace(chosen.costs, row=chosen.costs.row.reshape(-1)),
             Pipelines(*(getattr(chosen.pipes, field.name).reshape(-1) for field in fields(Pipelines))),
@@ -170,11 +170,7 @@ def prepare(job: Job, candidates: Candidates) -> Evaluation:
 class Estimate:
     """What one layout takes. Bytes are of the worst rank, seconds of one optimizer step."""
 
-    layout: Mapping[str, int]
-    """The candidate's fields by name."""
-    schedule: str
-    recompute: str
-    ranks: int
+    layout: PlannedLayout
     tokens: int
     """Of a step."""
     memory: Mapping[str, float]
@@ -191,6 +187,11 @@ class Estimate:
     peak_flops: float
     """Of one accelerator in bf16, dense."""
     price_per_hour: float
+
+    @property
+    def ranks(self) -> int:
+        """Of the layout."""
+        return self.layout.ranks
 
     @property
     def memory_bytes(self) -> float:
@@ -228,23 +229,23 @@ class Estimate:
         return self.flops_per_s / self.peak_flops
 
 
-def estimate(job: Job, numbers: Mapping[str, int]) -> Estimate:
-    """Memory and time of one layout, given as ``Candidates.at`` gives it.
+def estimate(job: Job, layout: PlannedLayout) -> Estimate:
+    """Memory and time of one layout.
 
     Raises ``ValueError`` if the layout cannot do this work: a batch that does not divide, or too few layers or micro-batches.
     """
-    return estimates(job, [numbers])[0]
+    return estimates(job, [layout])[0]
 
 
-def estimates(job: Job, layouts: Sequence[Mapping[str, int]], *, exact: bool = True) -> tuple[Estimate, ...]:
+def estimates(job: Job, layouts: Sequence[PlannedLayout], *, exact: bool = True) -> tuple[Estimate, ...]:
     """``estimate`` of several layouts at once; if not ``exact``, with the bubble in closed form."""
-    for numbers in layouts:
-        _check(job, from_numbers([numbers]))
-    return estimated(prepare(job, from_numbers(layouts)), layouts, exact=exact)
+    for layout in layouts:
+        _check(job, candidates_of([layout], job.modes))
+    return estimated(prepare(job, candidates_of(layouts, job.modes)), layouts, exact=exact)
 
 
 def estimated(
-    evaluation: Evaluation, layouts: Sequence[Mapping[str, int]], *, exact: bool
+    evaluation: Evaluation, layouts: Sequence[PlannedLayout], *, exact: bool
 ) -> tuple[Estimate, ...]:
     """``estimates`` of ``layouts``, which are legal and what ``evaluation`` is of, in one axis."""
     job, length = evaluation.job, len(layouts)
@@ -253,18 +254,16 @@ def estimated(
     terms = _columns(_with_exact_schedule(evaluation, closed) if exact else closed, length)
     closed_s = np.broadcast_to(total(closed), length)
     found = []
-    for place, numbers in enumerate(layouts):
+    for place, layout in enumerate(layouts):
         worst = max(range(len(memory)), key=lambda kind: sum(memory[kind][place].values()))
         rank = int(evaluation.table[worst].rank[place])
-        found.append(
-            _estimate(job, numbers, memory[worst][place], rank, terms[place], float(closed_s[place]))
-        )
+        found.append(_estimate(job, layout, memory[worst][place], rank, terms[place], float(closed_s[place])))
     return tuple(found)
 
 
 def _estimate(
     job: Job,
-    numbers: Mapping[str, int],
+    layout: PlannedLayout,
     memory: Mapping[str, float],
     worst_rank: int,
     time: Mapping[str, float],
@@ -272,10 +271,7 @@ def _estimate(
 ) -> Estimate:
     accelerator = job.cluster.accelerator
     return Estimate(
-        layout=dict(numbers),
-        schedule=SCHEDULES[numbers["schedule"]],
-        recompute=job.modes[numbers["recompute"]].name,
-        ranks=layout_at(numbers).ranks,
+        layout=layout,
         tokens=job.workload.tokens,
         memory=memory,
         worst_rank=worst_rank,

@@ -8,7 +8,7 @@ quantity is computed only over the axes it depends on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.parallel.pipeline.schedules import ScheduleName
-from phalanx.run.layout import Layout
+from phalanx.plan.workload.planned_layout import PlannedLayout
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -103,6 +103,9 @@ RECOMPUTE = (
 "selective" is that of ``phalanx.train.transforms.recompute``."""
 
 
+_SWITCHES = ("offload_activations", "offload_optimizer", "sequence_parallel")
+
+
 @dataclass(frozen=True)
 class Candidates:
     """Layouts. Every field is an integer array; all broadcast to one shape.
@@ -165,10 +168,17 @@ class Candidates:
             **{field.name: at_last(getattr(self, field.name), index, length) for field in fields(self)}
         )
 
-    def at(self, index: int) -> dict[str, int]:
-        """The fields of the candidate at a flat index of ``shape``, by name."""
+    def at(self, index: int, modes: Sequence[Recompute]) -> PlannedLayout:
+        """The layout at a flat index of ``shape``; ``modes`` are what ``recompute`` indexes."""
         place = tuple(int(one) for one in np.unravel_index(index, self.shape))
-        return {field.name: _pick(getattr(self, field.name), place) for field in fields(self)}
+        codes = {field.name: _pick(getattr(self, field.name), place) for field in fields(self)}
+        names = {
+            "schedule": SCHEDULES[codes.pop("schedule")],
+            "recompute": modes[codes.pop("recompute")].name,
+            "precision": PRECISIONS[codes.pop("precision")].name,
+        }
+        switches = {name: bool(codes.pop(name)) for name in _SWITCHES}
+        return PlannedLayout(**codes, **names, **switches)  # type: ignore[arg-type]
 
 
 Numbers = TypeVar("Numbers", Ints, Floats)
@@ -222,53 +232,19 @@ def _pick(array: Ints, place: tuple[int, ...]) -> int:
     )
 
 
-def one(
-    layout: Layout,
-    *,
-    schedule: str = "1f1b",
-    stages_per_rank: int = 1,
-    zero: int = 3,
-    micro_batch: int = 1,
-    recompute: int = 0,
-    precision: int = 0,
-    offload_activations: bool = False,
-    offload_optimizer: bool = False,
-    sequence_parallel: bool = True,
-) -> Candidates:
-    """A single layout as arrays of length one. Codes index ``RECOMPUTE`` (or a job's own modes) and ``PRECISIONS``."""
-    numbers = {
-        "tensor": layout.tensor,
-        "context": layout.context,
-        "expert": layout.expert,
-        "expert_tensor": layout.expert_tensor,
-        "pipeline": layout.pipeline,
-        "stages_per_rank": stages_per_rank,
-        "replicate": layout.replicate,
-        "shard": layout.shard,
-        "zero": zero,
-        "micro_batch": micro_batch,
-        "recompute": recompute,
-        "schedule": SCHEDULES.index(schedule),
-        "precision": precision,
-        "offload_activations": offload_activations,
-        "offload_optimizer": offload_optimizer,
-        "sequence_parallel": sequence_parallel,
+def candidates_of(layouts: Sequence[PlannedLayout], modes: Sequence[Recompute]) -> Candidates:
+    """``layouts`` as arrays along one axis; ``modes`` are what ``recompute`` indexes."""
+    codes: dict[str, dict[str, int]] = {
+        "schedule": {name: code for code, name in enumerate(SCHEDULES)},
+        "recompute": {mode.name: code for code, mode in enumerate(modes)},
+        "precision": {precision.name: code for code, precision in enumerate(PRECISIONS)},
     }
-    return from_numbers([numbers])
 
+    def column(name: str) -> Ints:
+        values = [getattr(layout, name) for layout in layouts]
+        return np.array([codes[name][value] for value in values] if name in codes else values, dtype=np.int64)
 
-def from_numbers(layouts: Sequence[Mapping[str, int]]) -> Candidates:
-    """Layouts given by the names of their fields, as ``Candidates.at`` gives them, in one axis."""
-    names = [field.name for field in fields(Candidates)]
-    return Candidates(
-        **{name: np.array([numbers[name] for numbers in layouts], dtype=np.int64) for name in names}
-    )
-
-
-def layout_at(numbers: Mapping[str, int]) -> Layout:
-    """The ``Layout`` of a candidate's fields."""
-    names = ("pipeline", "replicate", "shard", "context", "tensor", "expert", "expert_tensor")
-    return Layout(**{name: numbers[name] for name in names})
+    return Candidates(**{field.name: column(field.name) for field in fields(Candidates)})
 
 
 def divisors(number: int, at_most: int | None = None) -> Iterator[int]:

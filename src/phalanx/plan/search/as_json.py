@@ -1,0 +1,75 @@
+"""A plan as plain values for JSON; the keys are stable."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+from phalanx.plan.search.plan import Plan
+from phalanx.plan.search.search import RunnerUp
+from phalanx.plan.step_cost.estimate import Estimate
+
+
+def estimate_json(plan: Plan, found: Estimate) -> dict[str, Any]:
+    """Plain values of one layout's estimate; the keys are stable."""
+    days = plan.tokens / found.tokens_per_s / 86_400
+    return {
+        "layout": str(found.layout),
+        "fields": asdict(found.layout),
+        "schedule": found.layout.schedule,
+        "recompute": found.layout.recompute,
+        "accelerators": found.ranks,
+        "step_s": found.step_s,
+        "time_s": dict(found.time),
+        "closed_form_s": found.closed_form_s,
+        "memory_bytes": found.memory_bytes,
+        "memory_by_kind_bytes": dict(found.memory),
+        "allocated_bytes": found.allocated_bytes,
+        "capacity_bytes": found.capacity_bytes,
+        "worst_pipeline_rank": found.worst_rank,
+        "fits": found.fits,
+        "tokens_per_s": found.tokens_per_s,
+        "flops_per_s_per_accelerator": found.flops_per_s,
+        "mfu": found.mfu,
+        "failure_free_days": days,
+        "failure_free_usd": found.price_per_hour * found.ranks * days * 24,
+    }
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """Plain values of the whole plan, for JSON; the keys are stable."""
+    cluster, found = plan.job.cluster, plan.found
+    facts: dict[str, Any] = {
+        "run": plan.name,
+        "cluster": cluster.key,
+        "accelerator": cluster.accelerator.name,
+        "announced_only": cluster.accelerator.announced_only,
+        "overrides": dict(cluster.overrides),
+        "stack": plan.job.stack.name,
+        "profile": plan.job.profile.constants.name,
+        "parameters": plan.job.workload.counts.parameters,
+        "active_parameters": plan.job.workload.counts.active_parameters,
+        "batch": plan.job.workload.batch,
+        "seq_len": plan.job.workload.seq_len,
+        "tokens": plan.tokens,
+        "step_error": plan.aim.step_error,
+        "chosen": estimate_json(plan, plan.chosen),
+        "best": [estimate_json(plan, one) for one in plan.best],
+        "whole_run": plan.run.to_dict(),
+        "notes": plan.notes,
+    }
+    if found is not None:
+        facts |= {
+            "front": [asdict(point) | {"layout": str(point.layout)} for point in found.front],
+            "runners_up": [_runner_up_json(one) for one in found.runners_up],
+            "looked_at": found.looked_at,
+            "valid": found.valid,
+            "excluded": dict(found.excluded),
+        }
+    return facts
+
+
+def _runner_up_json(one: RunnerUp) -> dict[str, Any]:
+    slower = one.slower if math.isfinite(one.slower) else None
+    return {"family": one.family, "layout": str(one.layout), "reason": one.reason, "slower": slower}

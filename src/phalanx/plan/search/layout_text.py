@@ -1,0 +1,144 @@
+"""Layouts in the words of ``--layout``: ``tp=8,pp=16,dp=128``, completed by the run file.
+
+What such a line leaves out is as the run file describes it, and ``file`` alone is just what the run file says. The names of the
+fields stand in ``phalanx.plan.workload.planned_layout``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from phalanx.hardware.cluster import Cluster
+from phalanx.plan.search.query import RequestError, job_of, precision_of
+from phalanx.plan.step_cost.estimate import Estimate, estimate
+from phalanx.plan.workload.candidates import PRECISIONS, SCHEDULES
+from phalanx.plan.workload.planned_layout import LAYOUT_FIELDS, PlannedLayout, layout_field
+from phalanx.plan.workload.stacks import Job
+from phalanx.run.layout import layout_of, replica_ranks, stages_per_rank
+from phalanx.run.spec import RunSpec
+
+
+def written_layout(spec: RunSpec, job: Job, ranks: int) -> PlannedLayout:
+    """The layout that the run file itself describes, on ``ranks`` ranks."""
+    parallel, memory, train = spec.parallel, spec.memory, spec.train
+    layout = layout_of(parallel, ranks)
+    slots = job.workload.slots or layout.data_ranks
+    return PlannedLayout(
+        tensor=layout.tensor,
+        context=layout.context,
+        pipeline=layout.pipeline,
+        stages_per_rank=stages_per_rank(parallel) if layout.pipeline > 1 else 1,
+        expert=layout.expert,
+        expert_tensor=layout.expert_tensor,
+        replicate=layout.replicate,
+        shard=layout.shard,
+        zero=_zero(spec, job),
+        micro_batch=train.micro_batch_size or max(1, train.batch_size // slots),
+        schedule=parallel.pipeline_schedule if layout.pipeline > 1 else "1f1b",
+        # The compiler's choice within a budget is not planned, which a plan notes (``phalanx.plan.run_fields``).
+        recompute="none" if memory.recompute == "budget" else memory.recompute,
+        precision=precision_of(spec, job.cluster),
+        offload_activations=memory.offload_activations != "none",
+        offload_optimizer=memory.offload_optimizer != "none",
+    )
+
+
+def estimate_written(spec: RunSpec, cluster: Cluster, ranks: int) -> Estimate:
+    """What a run takes as its file describes it, on ``ranks`` ranks."""
+    job = job_of(spec, cluster)
+    return estimate(job, written_layout(spec, job, ranks))
+
+
+def _zero(spec: RunSpec, job: Job) -> int:
+    # Without sharding the trainer has one rank to a copy, so that it does not matter what would be sharded.
+    wanted = {"none": 2, "zero2": 2, "zero3": 3}[spec.parallel.sharding]
+    return wanted if wanted in job.stack.zero_stages else max(job.stack.zero_stages)
+
+
+def read_layout(text: str, spec: RunSpec, job: Job) -> PlannedLayout:
+    """The layout that ``text`` describes, such as ``tp=8,pp=16,dp=128``; what it leaves out is as in the run file.
+
+    ``file`` alone means just what the run file says. Raises ``RequestError``.
+    """
+    given = {} if text.strip() == "file" else _fields(text, job)
+    parallel = spec.parallel
+    degrees = {
+        name: given.pop(name, getattr(parallel, name))
+        for name in ("tensor", "context", "pipeline", "expert", "expert_tensor")
+    }
+    parallel = replace(parallel, **degrees)
+    inner = degrees["tensor"] * degrees["context"] * degrees["pipeline"]
+    data = _data_ranks(text, given, inner) or max(1, (parallel.ranks or job.cluster.accelerators) // inner)
+    if parallel.shard_ranks and data % parallel.shard_ranks:
+        parallel = replace(parallel, shard_ranks=0)
+    layout = written_layout(replace(spec, parallel=parallel), job, inner * data)
+    layout = replace(layout, **({"replicate": data // given.get("shard", layout.shard)} | given))
+    if layout.data != data:
+        raise RequestError(f"--layout {text}: fsdp={layout.shard} does not divide dp={data}")
+    _check_room(text, layout.ranks, job, replica_ranks(parallel))
+    return layout
+
+
+def _data_ranks(text: str, given: dict[str, Any], inner: int) -> int:
+    """The data-parallel ranks that ``dp`` or ``gpus`` asks for, taken out of ``given``; 0 if neither is there."""
+    data, ranks = int(given.pop("data", 0)), int(given.pop("ranks", 0))
+    if ranks % inner:
+        raise RequestError(f"--layout {text}: gpus={ranks} is no multiple of tp x cp x pp = {inner}")
+    if ranks and data and ranks != inner * data:
+        raise RequestError(
+            f"--layout {text}: gpus={ranks}, but tp x cp x pp x dp = {inner * data}: leave one of them out"
+        )
+    return data or ranks // inner
+
+
+def _fields(text: str, job: Job) -> dict[str, Any]:
+    """The fields of a layout that ``text`` gives, by their full names."""
+    found = {}
+    for part in text.split(","):
+        word, sign, value = (piece.strip() for piece in part.partition("="))
+        known = layout_field(word)
+        if not sign or known is None:
+            names = ", ".join(field.shown for field in LAYOUT_FIELDS if not field.not_in_layout)
+            raise RequestError(
+                f"--layout: cannot read {part.strip()!r}: write FIELD=VALUE, FIELD one of {names}"
+            )
+        if known.not_in_layout:
+            raise RequestError(f"--layout: {part.strip()}: {known.not_in_layout}")
+        found[known.name] = _value(known.name, value, job)
+    return found
+
+
+_FROM_ZERO = ("zero", "offload_activations", "offload_optimizer", "sequence_parallel")
+
+
+def _value(name: str, value: str, job: Job) -> int | str | bool:
+    words = {
+        "schedule": SCHEDULES,
+        "recompute": tuple(mode.name for mode in job.modes),
+        "precision": tuple(precision.name for precision in PRECISIONS),
+    }
+    if name in words:
+        if value not in words[name]:
+            raise RequestError(f"--layout: {name}={value}: take one of {', '.join(words[name])}")
+        return value
+    stages = job.stack.zero_stages
+    if name == "zero" and value.isdigit() and int(value) not in stages:
+        raise RequestError(
+            f"--layout: zero={value}: the stack {job.stack.name!r} has {', '.join(map(str, stages))}"
+        )
+    if not value.isdigit() or (int(value) < 1 and name not in _FROM_ZERO):
+        raise RequestError(f"--layout: {name}={value!r} must be a whole number, at least 1")
+    return bool(int(value)) if name in _FROM_ZERO[1:] else int(value)
+
+
+def _check_room(text: str, ranks: int, job: Job, replica: int) -> None:
+    if ranks > job.cluster.accelerators:
+        raise RequestError(
+            f"--layout {text}: {ranks:,} ranks, but the cluster {job.cluster.key} has {job.cluster.accelerators:,} "
+            "accelerators: name a larger one with --cluster NAME:ACCELERATORS, or take smaller degrees"
+        )
+    if ranks % replica:
+        raise RequestError(
+            f"--layout {text}: {ranks} ranks are no multiple of the {replica} that hold one replica"
+        )

@@ -1,0 +1,139 @@
+"""``make_plan``: from a run file and a cluster to the layout chosen, what the search found, and the run as a whole.
+
+The result is one value, ``Plan``, which tables, reports and JSON are made from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import get_args
+
+from phalanx.hardware.cluster import Cluster
+from phalanx.plan.run_fields import notes_of
+from phalanx.plan.search.advice import parallel_of, what_would_fit
+from phalanx.plan.search.layout_text import read_layout
+from phalanx.plan.search.query import (
+    OWN,
+    Aim,
+    RequestError,
+    job_of,
+    options_of,
+    problems_of,
+    read_tokens,
+)
+from phalanx.plan.search.search import NothingFitsError, SearchResult, search
+from phalanx.plan.search.space import Options
+from phalanx.plan.step_cost.estimate import Estimate, estimate
+from phalanx.plan.whole_run.assumptions import RunAssumptions, RunInputs, assumed
+from phalanx.plan.whole_run.energy import Activity
+from phalanx.plan.whole_run.estimate import RunEstimate, estimate_run
+from phalanx.plan.workload.stacks import Job
+from phalanx.run.spec import RunSpec
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout that was chosen, or asked for, and what was found on the way."""
+
+    name: str
+    """Of the run."""
+    job: Job
+    aim: Aim
+    chosen: Estimate
+    """The best layout, or the one that was asked for."""
+    found: SearchResult | None
+    """``None`` if only one layout was looked at."""
+    tokens: float
+    inputs: RunInputs
+    assumptions: RunAssumptions
+    run: RunEstimate
+    notes: tuple[str, ...] = ()
+    """Of fields of the run file that are set and not modeled."""
+
+    @property
+    def best(self) -> tuple[Estimate, ...]:
+        """The layouts to list, best first."""
+        return self.found.best if self.found else (self.chosen,)
+
+
+def make_plan(
+    spec: RunSpec, cluster: Cluster, aim: Aim, *, from_file: bool = True, searching: bool = True
+) -> Plan:
+    """Searches, or estimates the layout that was asked for, or both; then the run as a whole.
+
+    Without ``from_file`` the run is of a known model alone: slots, checkpoints and fleet are not as ``spec`` says but as the
+    layout and the assumptions like them. Raises ``ValueError`` with what is in the way, and the remedy.
+    """
+    job = job_of(spec, cluster, stack=aim.stack, keep_slots=from_file)
+    asked = None if aim.layout is None else _asked(spec, job, aim.layout)
+    found = None
+    if searching:
+        options = options_of(spec, job, optimize=aim.optimize, require=aim.require, top=aim.top)
+        found = _search(job, options)
+    chosen = asked or (found.best[0] if found else None)
+    if chosen is None:
+        raise RequestError("neither a layout nor a search was asked for")
+    tokens = read_tokens(aim.tokens) if aim.tokens else float(spec.train.steps * job.workload.tokens)
+    inputs = run_inputs(job, chosen, tokens)
+    assumptions = assumed(aim.assume, aim.step_error, spec if from_file else None, chosen.step_s)
+    run = estimate_run(inputs, assumptions)
+    notes = notes_of(spec, cluster) if from_file else ()
+    return Plan(spec.name, job, aim, chosen, found, tokens, inputs, assumptions, run, notes)
+
+
+def _asked(spec: RunSpec, job: Job, text: str) -> Estimate:
+    layout = read_layout(text, spec, job)
+    if job.stack.name == OWN:
+        slots = job.workload.slots or layout.data
+        train = replace(spec.train, micro_batch_size=layout.micro_batch, slots=slots)
+        changed = replace(spec, parallel=parallel_of(spec, layout), train=train)
+        problems = problems_of(changed, layout.ranks)
+        if problems:
+            raise RequestError(f"--layout {text} is not possible:\n{problems}")
+    return estimate(job, layout)
+
+
+def _search(job: Job, options: Options) -> SearchResult:
+    try:
+        return search(job, options)
+    except NothingFitsError as error:
+        helps = what_would_fit(job, options)
+        raise RequestError(f"{error}\n{helps}" if helps else str(error)) from error
+
+
+_ACTIVITY: Mapping[str, Activity] = {
+    "matmul": "compute",
+    "attention": "compute",
+    "recompute": "compute",
+    "pointwise": "memory",
+    "optimizer": "memory",
+    "bubble": "idle",
+    "scale_tax": "idle",
+}
+"""What an accelerator does in each term of a step; the rest is communication, and the scalar of a stack all alike."""
+
+
+def activities(found: Estimate) -> dict[Activity, float]:
+    """Shares of a step by what the accelerator does meanwhile; they sum to 1."""
+    shares: dict[Activity, float] = dict.fromkeys(get_args(Activity), 0.0)
+    terms = {name: seconds for name, seconds in found.time.items() if name != "stack_scalar"}
+    whole = sum(terms.values())
+    for name, seconds in terms.items():
+        shares[_ACTIVITY.get(name, "communication")] += seconds / whole
+    return shares
+
+
+def run_inputs(job: Job, found: Estimate, tokens: float) -> RunInputs:
+    """The run of ``tokens`` tokens with the layout that was estimated."""
+    saved = sum(state.bytes for state in job.stack.states if state.kind != "gradients")
+    return RunInputs(
+        cluster=job.cluster,
+        step_s=found.step_s,
+        tokens_per_step=found.tokens,
+        tokens=max(tokens, float(found.tokens)),
+        checkpoint_bytes=saved * job.workload.counts.parameters,
+        accelerators=found.ranks,
+        replicas=found.layout.data,
+        activities=activities(found),
+    )

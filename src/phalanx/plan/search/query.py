@@ -1,0 +1,195 @@
+"""A planner query: what a user asks, turned into the job that is estimated and the options of the search.
+
+A run file (or a known model) and a cluster become a ``Job``, a number of tokens becomes steps. What is wrong with a query is
+said by the name of the field, with the remedy. The only file that is read is the accelerator's calibration, if it has one.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import get_args
+
+from phalanx.hardware.cluster import Cluster
+from phalanx.hardware.profiles import profile_of
+from phalanx.model.facts.counts import count
+from phalanx.model.facts.presets import PRESETS
+from phalanx.model.facts.shape import resolve
+from phalanx.plan.search.search import Objective
+from phalanx.plan.search.space import Options
+from phalanx.plan.workload.candidates import RECOMPUTE
+from phalanx.plan.workload.stacks import Job, Stack, stack_named, stack_of, workload_of
+from phalanx.run.layout import SPLIT_BACKWARD, layout_problems
+from phalanx.run.spec import DataSpec, PrecisionSpec, RunSpec, TrainSpec
+
+OWN = "phalanx"
+"""This project's own stack, the only one that run files are for."""
+
+_TRAINABLE = tuple(mode for mode in RECOMPUTE if mode.name in ("none", "selective", "full"))
+"""What a run file can have computed again."""
+_UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+_LONGEST_RUN_STEPS = 10**9
+_TOKENS_PER_PARAMETER = 20
+"""Of a model without a run file: compute-optimal for dense models (Hoffmann et al., arXiv 2203.15556)."""
+
+
+class RequestError(ValueError):
+    """Something that was asked for and cannot be; the message names the field and the remedy."""
+
+
+@dataclass(frozen=True)
+class Aim:
+    """How a plan is looked for, in the words of the command line."""
+
+    optimize: str = "time"
+    require: tuple[str, ...] = ()
+    top: int = 8
+    stack: str = OWN
+    layout: str | None = None
+    tokens: str | None = None
+    step_error: float = 0.12
+    """Relative standard deviation of the true step time around the estimate; the default is the goal of the validation
+    without any end-to-end measurement."""
+    assume: tuple[str, ...] = ()
+    """Of the run: ``NAME=VALUE``, with the names of ``RunAssumptions``."""
+
+
+def run_of_model(name: str, seq_len: int, batch: int) -> RunSpec:
+    """A run of the known model ``name``; the words of a name may stand in any order."""
+    words = sorted(name.lower().split("-"))
+    found = next((key for key in PRESETS if sorted(key.split("-")) == words), None)
+    if found is None:
+        raise RequestError(f"there is no model {name!r}: there are {', '.join(PRESETS)}; or give a run file")
+    model = replace(PRESETS[found], preset=found)
+    active = count(resolve(model, DataSpec().vocab_size), seq_len).active_parameters
+    steps = steps_for(_TOKENS_PER_PARAMETER * active, batch * seq_len)
+    train = TrainSpec(steps=steps, batch_size=batch, seq_len=seq_len, slots=batch)
+    return RunSpec(name=found, model=model, train=train)
+
+
+def job_of(spec: RunSpec, cluster: Cluster, *, stack: str = OWN, keep_slots: bool = True) -> Job:
+    """What is estimated: the workload of ``spec``, by a stack, on ``cluster``."""
+    spec = replace(spec, precision=_resolved(spec, cluster))
+    profile = profile_of(cluster.accelerator)
+    workload = workload_of(spec, keep_slots=keep_slots and stack == OWN)
+    if stack != OWN:
+        return Job(workload, stack_named(stack), cluster, profile)
+    return Job(workload, calibrated(_own_stack(spec, cluster), cluster), cluster, profile, modes=_TRAINABLE)
+
+
+def _own_stack(spec: RunSpec, cluster: Cluster) -> Stack:
+    stack = stack_of(spec)
+    if spec.runtime.compile:
+        schedules = tuple(name for name in stack.schedules if name not in SPLIT_BACKWARD)
+        stack = replace(stack, schedules=schedules)
+    if spec.precision.compute == "fp32":
+        stack = replace(stack, gather_bytes=4.0)
+    if _is_cpu(cluster):
+        # gloo's collectives keep the caller waiting: nothing is hidden.
+        stack = replace(
+            stack,
+            data_overlap=0.0,
+            context_overlap=0.0,
+            tensor_overlap=0.0,
+            expert_overlap=0.0,
+            launch_s=0.0,  # the host is what computes: starting a kernel is part of the kernel
+        )
+    return stack
+
+
+def calibrated(stack: Stack, cluster: Cluster) -> Stack:
+    """``stack`` with the scalar that a calibration of this accelerator measured on real steps, if there is one.
+
+    Ranks that work at the same time share caches, memory and cores' units: for more than one there is a scalar of its own.
+    """
+    path = Path(cluster.accelerator.profile)
+    if path.suffix != ".toml" or not path.is_file():
+        return stack
+    measured = tomllib.loads(path.read_text()).get("profile", {}).get("stack", {})
+    name = "time_scalar_together" if cluster.accelerators > 1 else "time_scalar"
+    scalar = measured.get(name, measured.get("time_scalar", stack.time_scalar))
+    return replace(stack, time_scalar=scalar)
+
+
+def _resolved(spec: RunSpec, cluster: Cluster) -> PrecisionSpec:
+    """The format of computing that "auto" stands for on ``cluster``."""
+    if spec.precision.compute != "auto":
+        return spec.precision
+    return replace(spec.precision, compute="bf16" if _narrow(cluster) != "fp32" else "fp32")
+
+
+def _narrow(cluster: Cluster) -> str:
+    """What the trainer's "auto" computes in: fp32 on a CPU, else the narrow format that there is."""
+    if _is_cpu(cluster):
+        return "fp32"
+    return next((name for name in ("bf16", "fp16") if name in cluster.accelerator.flops), "fp32")
+
+
+def _is_cpu(cluster: Cluster) -> bool:
+    return cluster.accelerator.vendor == "any"
+
+
+def precision_of(spec: RunSpec, cluster: Cluster) -> str:
+    """The number format that a run file asks for, one of ``PRECISIONS``; raises ``RequestError`` if ``cluster`` has not got it."""
+    compute = spec.precision.compute
+    name = _narrow(cluster) if compute == "auto" else compute
+    if spec.precision.matmul != "compute":
+        name = "fp8"
+    if name not in cluster.accelerator.flops:
+        known = ", ".join(cluster.accelerator.flops)
+        raise RequestError(
+            f"precision: {cluster.accelerator.name} does not multiply in {name!r}, only in {known}: set "
+            "precision.compute or precision.matmul"
+        )
+    return name
+
+
+def options_of(
+    spec: RunSpec, job: Job, *, optimize: str, require: tuple[str, ...], top: int, gpus: tuple[int, ...] = ()
+) -> Options:
+    """What a search for this run looks at."""
+    if optimize not in get_args(Objective):
+        raise RequestError(f"--optimize {optimize}: take one of {', '.join(get_args(Objective))}")
+    everything = job.cluster.accelerators
+    fewer = {"time": 0, "cost": 3, "gpus": everything.bit_length()}[optimize]
+    halved = tuple(n for step in range(fewer + 1) if (n := everything >> step) > 0)
+    adam = (spec.optimizer.name, spec.optimizer.state) == ("adamw", "fp32")
+    return Options(
+        gpus=gpus or halved,
+        precision=precision_of(spec, job.cluster),
+        # A CPU's own memory is the host's: there is nowhere to offload to.
+        offload=adam and not _is_cpu(job.cluster),
+        require=require,
+        objective=optimize,
+        top=top,
+        finalists=max(16, top),
+    )
+
+
+_MOST_TOKENS = 1e18
+
+
+def read_tokens(text: str) -> float:
+    """A number of tokens such as ``15T`` or ``300B``. Raises ``RequestError``."""
+    match = re.fullmatch(r"\s*([\d._]+(?:[eE]\d+)?)\s*([kMBGT]?)\s*", text)
+    try:
+        tokens = float(match[1].replace("_", "")) * _UNITS[match[2]] if match else 0.0
+    except ValueError:
+        tokens = 0.0
+    if not 0 < tokens <= _MOST_TOKENS:
+        raise RequestError(
+            f"--tokens {text}: write a number above 0, at most {_MOST_TOKENS:.0e}, with k, M, B or T, as in 15T"
+        )
+    return tokens
+
+
+def problems_of(spec: RunSpec, ranks: int) -> str:
+    """What is impossible about the run on so many ranks, in lines; empty if nothing is."""
+    return "\n".join(f"  {problem}" for problem in layout_problems(spec, ranks))
+
+
+def steps_for(tokens: float, tokens_per_step: int) -> int:
+    """Steps that train on ``tokens``, as a run file may have them."""
+    return max(1, min(_LONGEST_RUN_STEPS, -int(-tokens // tokens_per_step)))

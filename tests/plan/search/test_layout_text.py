@@ -1,0 +1,76 @@
+"""Layouts in the words of ``--layout`` and ``--require``: one table of names for all that is read and printed."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from phalanx.hardware.catalog import cluster
+from phalanx.plan.search.layout_text import read_layout
+from phalanx.plan.search.query import RequestError, job_of, run_of_model
+from phalanx.plan.search.search import search
+from phalanx.plan.search.space import Options, requirement
+from phalanx.plan.workload.candidates import Candidates
+from phalanx.plan.workload.planned_layout import LAYOUT_FIELDS, PlannedLayout, layout_field
+from phalanx.run.spec import RunSpec
+
+SPEC = run_of_model("llama3-8b", 4096, 128)
+JOB = job_of(SPEC, cluster("h100:64"), keep_slots=False)
+
+
+def read(text: str, spec: RunSpec = SPEC) -> PlannedLayout:
+    return read_layout(text, spec, JOB)
+
+
+def test_every_field_of_a_layout_has_a_name() -> None:
+    derived = {"data", "ranks"}
+    names = [field.name for field in LAYOUT_FIELDS]
+    assert sorted(names) == sorted({field.name for field in fields(PlannedLayout)} | derived)
+    assert {field.name for field in fields(PlannedLayout)} == {field.name for field in fields(Candidates)}
+    words = [word for field in LAYOUT_FIELDS for word in {field.name, field.shown}]
+    assert len(words) == len(set(words))
+
+
+@pytest.mark.parametrize("word", [word for each in LAYOUT_FIELDS for word in {each.name, each.shown}])
+def test_every_name_is_read_in_a_layout_and_in_a_condition_or_refused_with_the_reason(word: str) -> None:
+    known = layout_field(word)
+    assert known is not None
+    value = {"schedule": "1f1b", "recompute": "full", "precision": "bf16", "zero": "3"}.get(known.name, "1")
+    if known.not_in_layout:
+        with pytest.raises(RequestError, match="dp / fsdp"):
+            read(f"{word}={value}")
+    else:
+        expected = value if value.isalnum() and not value.isdigit() else int(value)
+        assert getattr(read(f"{word}={value}"), known.name) == expected
+    if known.not_in_require:
+        with pytest.raises(ValueError, match=known.not_in_require[:20]):
+            requirement(f"{word}={value}", JOB)
+    else:
+        assert requirement(f"{word}={value}", JOB).name == known.name
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tp=2,dp=32,mbs=1,zero=3",
+        "tp=8,cp=2,pp=2,dp=2,mbs=1,zero=2,schedule=1f1b,recompute=selective,precision=fp8",
+        "pp=4,vpp=2,dp=16,mbs=2,zero=3,schedule=interleaved,recompute=full,offload_optimizer=1",
+        "dp=64,fsdp=8,mbs=1,zero=3,offload_activations=1,sequence_parallel=0",
+    ],
+)
+def test_what_is_printed_is_read_back(text: str) -> None:
+    assert str(read(text)) == text
+
+
+def test_a_number_of_accelerators_stands_for_the_data_parallel_ranks() -> None:
+    assert read("tp=2,pp=2,gpus=32") == read("tp=2,pp=2,dp=8")
+    with pytest.raises(RequestError, match="no multiple of tp x cp x pp = 4"):
+        read("tp=2,pp=2,gpus=30")
+    with pytest.raises(RequestError, match="leave one of them out"):
+        read("tp=2,gpus=32,dp=8")
+
+
+def test_the_size_of_a_copy_can_be_required() -> None:
+    found = search(JOB, Options(require=("fsdp=8",), micro_batches=(1,)))
+    assert {each.layout.shard for each in found.best} == {8}
