@@ -1,10 +1,13 @@
-"""The coordinator: the core, with ears, a voice, a clock and a memory.
+"""The coordinator: the shell around the pure core, with sockets, a clock and a write-ahead journal.
 
-What agents and operators say is queued, written to the journal, given to ``phalanx.fleet.core.decide.step``, and the orders that come
-back are sent once the journal is on the disk: nobody is told anything that a restarted coordinator would not know. It
-holds no other state of consequence, so ``kill -9`` costs nothing: the next one replays the journal, agents dial in again and say how
-things stand, and training has gone on meanwhile. Heartbeats are gathered and given to the core once per tick, so that
-12,500 nodes cost one entry in the journal.
+Messages of agents and operators are queued, written to the journal and passed to ``phalanx.fleet.core.decide.step``; the
+commands that follow are sent once the journal is on disk, so that nobody is told anything that a restarted coordinator
+would not know. It holds no other state of consequence, so ``kill -9`` costs nothing: the next one replays the journal,
+agents reconnect and describe themselves, and training has gone on meanwhile. Heartbeats are collected and passed to the
+core once per tick, so that 12,500 nodes cost one line of the journal.
+
+After each turn, and before anything is sent, the core's invariants are checked; if one is broken, the turn's commands
+are dropped and the state is rebuilt from what the nodes say (``phalanx.fleet.core.resync``).
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from phalanx.fleet.control.security import SecurityError, read_certificates, run
 from phalanx.fleet.control.transport import AgentLink, Credentials, FleetServer, TransportError
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state, step
-from phalanx.fleet.core.invariants import BrokenInvariant, Mark, check, mark
+from phalanx.fleet.core.invariants import Mark, check, mark
 from phalanx.fleet.core.orders import Order, deliveries
 from phalanx.fleet.core.replay import RESTARTED, JournalError, batch_line, first_line, replay
 from phalanx.fleet.core.resync import resync
@@ -46,51 +49,51 @@ _LONGEST_TICK_S = 1.0
 _UNSYNCED_BYTES = 1 << 20
 _RENEW_BYTES = 64 << 20
 _FILE_SHARE = 0.02
-"""Of one core's time, at most this goes into writing fleet.json."""
+"""Largest share of one core's time that goes into writing fleet.json."""
 _RETRY_S = 1.0
-_FAREWELL_S = 1.0
+_GOODBYE_S = 1.0
 _REASON_MAX = 1000
 
 
 @dataclass(frozen=True)
 class CoordinatorArgs:
-    """What a coordinator is told about itself by whoever starts it."""
+    """The arguments with which a coordinator is started."""
 
     run_dir: Path
     attempt: int
     host: str
-    """On which it listens, and where agents find it."""
+    """The host on which it listens and agents find it."""
     port: int
 
 
 class Coordinator:
-    """One life of the coordinator."""
+    """The coordinator of one run, for one life of its process."""
 
     def __init__(self, args: CoordinatorArgs, spec: RunSpec, credentials: Credentials) -> None:
         self._args, self._spec, self._directory = args, spec, RunDirectory(args.run_dir)
         self._server = FleetServer(credentials, self)
         self._credentials, self._address = credentials, ""
         self._inbox: list[m.CoreEvent] = []
-        self._beats: dict[str, m.Heartbeat] = {}
+        self._heartbeats: dict[str, m.Heartbeat] = {}
         self._wake = asyncio.Event()
         self._checkpoints: tuple[int, ...] = ()
-        self._disk_due_s, self._turned_s = 0.0, math.inf
+        self._disk_due_s, self._last_turn_s = 0.0, math.inf
         self._events: EventLog | None = None
         self._inquiry: Inquiry | None = None
-        """Under way, into an epoch that hangs."""
+        """The inquiry into a hang that is under way, if there is one."""
         self._file_due_s, self._shown_epoch = 0.0, m.NO_EPOCH
         fleet = spec.fleet
         self._tick_s = min(_LONGEST_TICK_S, min(fleet.lease_s, fleet.confirm_s or fleet.lease_s) / 8)
         self._journal = Journal(_journal_path(args))
-        self._state, self._restarts = self._remembered()
-        # What a coordinator before this one saw, it has told.
-        self._told = max((incident.at_s for incident in self._state.incidents), default=0.0)
+        self._state, self._restarts = self._restored()
+        # Incidents before this time were published by an earlier coordinator.
+        self._published_s = max((incident.at_s for incident in self._state.incidents), default=0.0)
         self._clock_ahead_s = max(self._state.now_s, time.time()) - time.monotonic()
 
-    # --- memory ------------------------------------------------------------------------------
+    # --- journal -----------------------------------------------------------------------------
 
-    def _remembered(self) -> tuple[FleetState, int]:
-        """The state in which the last coordinator of this attempt was killed, or that of a fleet without nodes."""
+    def _restored(self) -> tuple[FleetState, int]:
+        """The state in which the last coordinator of this attempt was killed (else a fleet without nodes), and the number of restarts."""
         if not self._journal.lines:
             state = initial_state(settings_of(self._spec), time.time())
             self._journal.append(first_line(state))
@@ -105,15 +108,15 @@ class Coordinator:
         return state, restarts + 1
 
     def _now_s(self) -> float:
-        """Unix time, that neither steps back nor jumps with the machine's clock while this process lives."""
+        """Unix time that neither steps back nor jumps with the machine's clock while this process lives."""
         return time.monotonic() + self._clock_ahead_s
 
-    # --- what the server hears -----------------------------------------------------------------
+    # --- handlers of the server ------------------------------------------------------------------
 
     def on_report(self, report: m.AgentMessage) -> None:
-        """A report of an attached agent."""
+        """Queues a report of an attached agent."""
         if isinstance(report, m.Heartbeat):
-            self._beats[report.node] = report  # a later one says all that an earlier one did
+            self._heartbeats[report.node] = report  # a later one contains all that an earlier one did
             return
         if isinstance(report, m.Recorded):
             self._take_record(report)
@@ -130,12 +133,12 @@ class Coordinator:
             self._wake.set()
 
     def on_disconnect(self, link: AgentLink) -> None:
-        """An agent's stream ended."""
+        """Queues the end of an agent's stream."""
         self._inbox.append(m.Disconnected(link.node, link.incarnation))
         self._wake.set()
 
     async def on_operation(self, operation: m.OperatorRequest) -> str:
-        """An operator's wish; the answer says what will come of it."""
+        """Queues an operator's request; returns the answer for the operator."""
         if isinstance(operation, m.Drain | m.Admit) and operation.node not in self._state.nodes:
             known = ", ".join(sorted(self._state.nodes)[:20]) or "none yet"
             return f"there is no node {operation.node}; there are: {known}"
@@ -144,16 +147,16 @@ class Coordinator:
         return "accepted"
 
     def log(self, line: str) -> None:
-        """A line into this process's log."""
+        """Writes a line into this process's log."""
         print(time.strftime("%H:%M:%S"), line, flush=True)
 
     # --- the loop --------------------------------------------------------------------------------
 
     async def run(self) -> int:
-        """Coordinates until the run is over. Returns the exit code: 0 finished or stopped, 1 failed."""
+        """Runs until the run is over. Returns the exit code: 0 if it finished or was stopped, 1 if it failed."""
         port = await self._server.start(self._args.host, self._port())
         self._address = f"{self._args.host}:{port}"
-        # Before the file says that this process is the coordinator: who reads that may send the signal.
+        # Before fleet.json names this process as the coordinator: a reader of it may send the signal.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._ask_to_stop)
         self._write_file(self._now_s())
         self.log(f"coordinates {self._args.run_dir} at {self._address}, start {self._restarts + 1}")
@@ -166,7 +169,7 @@ class Coordinator:
             except JournalError as error:
                 self.log(f"{error}; decides nothing until it can")
                 await asyncio.sleep(_RETRY_S)
-        await self._farewell()
+        await self._shut_down()
         return 1 if self._state.phase is FleetPhase.FAILED else 0
 
     @property
@@ -174,7 +177,7 @@ class Coordinator:
         return self._state.phase in (FleetPhase.FINISHED, FleetPhase.FAILED)
 
     def _port(self) -> int:
-        """The port of the last coordinator of this attempt, so that agents find this one where they look."""
+        """The port of the last coordinator of this attempt, so that agents find this one at the same address."""
         if self._restarts and not self._args.port and path_in(self._args.run_dir).exists():
             return int(read_fleet_file(self._args.run_dir).coordinator.rpartition(":")[2] or 0)
         return self._args.port
@@ -184,7 +187,7 @@ class Coordinator:
         self._wake.set()
 
     async def _turn(self) -> None:
-        """Everything that has come in since the last turn: remembered, decided, said."""
+        """One turn: journals what has come in since the last one, lets the core decide, and sends the commands."""
         now_s = self._now_s()
         if self._inquiry is not None and self._inquiry.over(now_s):
             self._inbox.append(self._inquiry.finding())
@@ -192,36 +195,39 @@ class Coordinator:
         batch = self._batch(now_s)
         self._journal.append(batch_line(now_s, batch))
         # No await between this and the core: what is in the journal is what the core has seen.
-        self._inbox, self._beats = [], {}
+        self._inbox, self._heartbeats = [], {}
         before = mark(self._state)
         try:
             sending = [command for event in batch for command in self._decide(event, now_s)]
             check(self._state, before)
-        except (BrokenInvariant, LookupError, TypeError, ValueError) as error:
-            # A core that contradicts itself may also stumble over that. What follows from such a state is not sent.
+        except Exception as error:
+            # A state that contradicts itself may also make the core raise. No command that follows from it is sent.
             sending = await self._resync(before, error)
         if sending or self._journal.unsynced_bytes > _UNSYNCED_BYTES:
             await self._synced()
         self._set_aside()
         for node, command in sending:
             self._server.send(node, command)
-        self._tell(now_s)
+        self._publish(now_s)
 
     async def _resync(self, before: Mark, error: Exception) -> list[tuple[str, m.Command]]:
-        """Goes on from a state rebuilt after a broken invariant; the journal that led to it is kept beside the new one."""
+        """Replaces a contradictory state by a rebuilt one; returns the commands that ask every node to describe itself.
+
+        A copy of the journal that led to the contradiction is kept as evidence, and a new journal begins.
+        """
         kept = self._journal.path.with_name(f"contradiction-{time.time_ns()}.jsonl")
         self.log("".join(traceback.format_exception(error)))
         self.log(f"this is a bug in the coordinator, please report it with {kept}; every node is asked anew")
         self._state, orders = resync(self._state, before, f"{error or type(error).__name__}"[:_REASON_MAX])
         self._inquiry = None
-        # From here on the journal must not lead through the state that was broken.
+        # A replay of the old journal would lead through the contradictory state again.
         await self._until_written(
             lambda: self._journal.begin_anew(first_line(self._state, self._restarts), keep_as=kept)
         )
         return list(deliveries(self._state, orders))
 
     def _set_aside(self) -> None:
-        """Checkpoints that are not to be trusted, before anybody is told to restore; their steps will be saved anew."""
+        """Sets aside the checkpoints that are not to be trusted, before any node is told to restore; their steps are saved again."""
         for saved in self._state.condemned:
             with suppress(CheckpointError):
                 DiskTier(self._directory.checkpoints).set_aside(saved)
@@ -234,13 +240,13 @@ class Coordinator:
             if checkpoints != self._checkpoints:
                 self._checkpoints = checkpoints
                 events.append(m.DiskHolds(checkpoints))
-        if self._beats:
-            events.append(m.Folded(tuple(self._beats.values())))
+        if self._heartbeats:
+            events.append(m.Folded(tuple(self._heartbeats.values())))
         events += self._inbox
-        if now_s - self._turned_s > self._tick_s + self._spec.fleet.lease_s / 4:
-            # This process itself stood still (stopped, swapped out, starved): silence and broken connections are its own.
+        if now_s - self._last_turn_s > self._tick_s + self._spec.fleet.lease_s / 4:
+            # This process itself stood still (stopped, swapped out, starved): no node is to blame for the silence.
             events.append(m.Restarted())
-        self._turned_s = now_s
+        self._last_turn_s = now_s
         return (*events, m.Tick())
 
     def _decide(self, event: m.CoreEvent, now_s: float) -> list[tuple[str, m.Command]]:
@@ -252,7 +258,7 @@ class Coordinator:
         return list(deliveries(self._state, orders))
 
     async def _synced(self) -> None:
-        """Waits until the disk has all that was decided on."""
+        """Waits until the journal is on disk."""
         await self._until_written(self._journal.sync)
         if self._journal.size_bytes > _RENEW_BYTES:
             self._journal.begin_anew(first_line(self._state, self._restarts))
@@ -268,14 +274,16 @@ class Coordinator:
             else:
                 return
 
-    # --- what it shows ---------------------------------------------------------------------------
+    # --- what it publishes -----------------------------------------------------------------------
 
-    def _tell(self, now_s: float) -> None:
-        """New incidents into the run's history; the present into fleet.json, now and then."""
+    def _publish(self, now_s: float) -> None:
+        """Writes new incidents into the run's event stream, and now and then the state into fleet.json."""
         for incident in self._state.incidents:
-            if incident.at_s > self._told:
+            if incident.at_s > self._published_s:
                 self._record(incident)
-        self._told = max((incident.at_s for incident in self._state.incidents), default=self._told)
+        self._published_s = max(
+            (incident.at_s for incident in self._state.incidents), default=self._published_s
+        )
         formed = self._state.phase is FleetPhase.RUNNING and self._state.epoch != self._shown_epoch
         if now_s >= self._file_due_s or self._over or formed:
             self._shown_epoch = self._state.epoch if formed else self._shown_epoch
@@ -306,12 +314,12 @@ class Coordinator:
         took_s = time.thread_time() - began_s
         self._file_due_s = now_s + max(self._tick_s, took_s / _FILE_SHARE)
 
-    async def _farewell(self) -> None:
-        """Everybody hears that it is over, and is given a moment to hang up."""
+    async def _shut_down(self) -> None:
+        """Tells every agent that the run is over, and gives it a moment to hang up."""
         self.log(f"the run is over: {self._state.phase}, {self._state.reason}")
         for node in list(self._server.links):
             self._server.send(node, m.Shutdown(self._state.reason))
-        deadline_s = time.monotonic() + _FAREWELL_S
+        deadline_s = time.monotonic() + _GOODBYE_S
         while self._server.links and time.monotonic() < deadline_s:
             await asyncio.sleep(0.02)
         await self._server.stop()
@@ -326,29 +334,29 @@ def _journal_path(args: CoordinatorArgs) -> Path:
 
 
 def credentials_of(run_dir: Path, spec: RunSpec, certificates: Path | None) -> Credentials:
-    """What one shows and demands to speak about a run. Raises ``SecurityError``."""
+    """The credentials of a run, for either side of a connection. Raises ``SecurityError``."""
     return Credentials(
         identity(spec), run_token(run_dir), read_certificates(certificates) if certificates else None
     )
 
 
 def run_coordinator(args: CoordinatorArgs, certificates: Path | None = None) -> int:
-    """Coordinates in this process, to the end of the run. Returns 0 if it finished or was stopped, 1 if it failed.
+    """Runs the coordinator in this process to the end of the run. Returns 0 if it finished or was stopped, 1 if it failed.
 
     Raises:
         RunDirectoryError: There is no run in the run directory.
         SecurityError: Token or certificates are missing.
-        JournalError, TransportError: It cannot remember, or cannot listen.
-        ValueError: The run file asks for a fleet that no layout fits.
+        JournalError, TransportError: It cannot use its journal, or cannot listen.
+        ValueError: No layout fits the fleet of the run file.
     """
     spec = read_resolved(RunDirectory(args.run_dir))
     return asyncio.run(_coordinate(args, spec, credentials_of(args.run_dir, spec, certificates)))
 
 
 def main() -> int:
-    """The process that a launcher starts."""
+    """Entry point of the process that a launcher starts."""
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher tells it what to do
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
     parser = argparse.ArgumentParser(prog="phalanx.fleet.control.coordinator")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--attempt", type=int, default=0)

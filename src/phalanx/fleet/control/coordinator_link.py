@@ -1,8 +1,8 @@
-"""The agent's end of the wire, and the operator's: attached whenever the coordinator is there.
+"""The client side of the connection to the coordinator, for agents and operators.
 
-An agent works on without a coordinator. Whenever it is not attached it dials, with growing, random pauses (so that 12,500
-do not come at once after a restart), and begins by saying how things stand; what was said into the void before is
-therefore not kept.
+An agent works on without a coordinator. Whenever it is not connected it dials, with randomized exponential back-off (so that
+12,500 agents do not come at once after a restart), and begins by describing itself; reports that were made while it
+was not connected are therefore not kept.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 
 
 class CoordinatorLink:
-    """An agent's end: attached whenever the coordinator is there."""
+    """An agent's connection, attached whenever the coordinator is there."""
 
     def __init__(
         self,
@@ -49,9 +49,9 @@ class CoordinatorLink:
     ) -> None:
         """
         Args:
-            where: The coordinator's address as "host:port", asked before each dial; empty while it is not known.
-            credentials: What to show.
-            first_reports: Returns what to send first on each connection: a Joined and all else that the coordinator may have missed.
+            where: Returns the coordinator's address as "host:port", before each dial; empty while it is not known.
+            credentials: Those of the run.
+            first_reports: Returns the reports to send first on each connection: a Joined, and what the coordinator may have missed.
             on_command: Called with each command, in the event loop.
             log: Called with lines for people.
         """
@@ -66,7 +66,7 @@ class CoordinatorLink:
 
     @property
     def attached(self) -> bool:
-        """Whether a stream is open (as far as this side knows)."""
+        """True if a stream is open, as far as this side knows."""
         return self._queue is not None
 
     def say(self, report: AgentMessage) -> None:
@@ -89,7 +89,7 @@ class CoordinatorLink:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _attach_once(self) -> tuple[str, bool]:
-        """One stream, to its end. Returns why it ended, and whether the coordinator ever answered on it."""
+        """Runs one stream to its end. Returns why it ended, and True if the coordinator ever answered on it."""
         address, answered = self._where(), False
         if not address:
             return "its address is not known yet", False
@@ -119,13 +119,13 @@ class CoordinatorLink:
         try:
             command = decode_command(body)
         except (msgspec.MsgspecError, RecursionError) as error:
-            self._log(f"a command that nobody understands: {error}")
+            self._log(f"a command that cannot be decoded: {error}")
         else:
             self._on_command(command)
 
 
 async def _send_all(call: Any, queue: asyncio.Queue[AgentMessage]) -> None:
-    with suppress(grpc.RpcError, asyncio.InvalidStateError):  # the reader sees the same end, and says why
+    with suppress(grpc.RpcError, asyncio.InvalidStateError):  # the reader sees the same end, and reports why
         while True:
             await call.write(encode(await queue.get()))
 
@@ -151,7 +151,7 @@ def _channel(address: str, credentials: Credentials) -> Any:
 async def operate(
     address: str, credentials: Credentials, operation: OperatorRequest, timeout_s: float = 10.0
 ) -> str:
-    """Asks a coordinator for something, as an operator; returns its answer.
+    """Sends an operator's request to a coordinator; returns its answer.
 
     Raises:
         TransportError: It is not there, or refuses.

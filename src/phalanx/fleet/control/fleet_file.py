@@ -1,7 +1,7 @@
-"""``fleet.json``: the fleet as anybody may see it who sees the run directory, written by the coordinator.
+"""``fleet.json``: the state of the fleet, written by the coordinator for everybody who can read the run directory.
 
-It tells agents where the coordinator listens, the launcher how the run ended, and people who is a member, who a spare, what
-happened and when. It is replaced as a whole, so a reader never sees half of it.
+Agents find in it the address of the coordinator, the launcher how the run ended, and people the members, the spares, and
+what happened when. It is replaced atomically, so a reader never sees half of it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class FleetFileError(RuntimeError):
 
 
 class Member(msgspec.Struct, frozen=True):
-    """One node, as people want to see it."""
+    """One node, for people."""
 
     name: str
     role: str
@@ -35,7 +35,7 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class Happening(msgspec.Struct, frozen=True):
-    """Something that happened."""
+    """An incident, for people."""
 
     unix_s: float
     epoch: int
@@ -48,7 +48,7 @@ class FleetFile(msgspec.Struct, frozen=True):
 
     run: str
     coordinator: str
-    """Where it listens, as "host:port"."""
+    """The address at which it listens, as "host:port"."""
     coordinator_pid: int
     written_unix_s: float
     phase: FleetPhase
@@ -56,13 +56,13 @@ class FleetFile(msgspec.Struct, frozen=True):
     epoch: int
     ranks: int
     step: int
-    """Last completed in this epoch, as of the last heartbeats; -1 before the first."""
+    """The last step completed in this epoch, by the last heartbeats; -1 before the first."""
     step_s: float
-    """Seconds a step usually takes; 0 while unknown."""
+    """Seconds that a step usually takes; 0 while unknown."""
     recoveries: int
     regroups: int
     restarts: int
-    """How often the coordinator was started anew."""
+    """Number of times that the coordinator was started again."""
     stopping: bool
     durable_steps: tuple[int, ...]
     result_json: str
@@ -73,7 +73,7 @@ class FleetFile(msgspec.Struct, frozen=True):
 
     @property
     def over(self) -> bool:
-        """Whether the run has ended."""
+        """True if the run has ended."""
         return self.phase in (FleetPhase.FINISHED, FleetPhase.FAILED)
 
 
@@ -85,7 +85,7 @@ def fleet_file(
     refused: Counter[str],
     restarts: int,
 ) -> FleetFile:
-    """What ``state`` looks like from outside."""
+    """The content of ``fleet.json`` for ``state``."""
     return FleetFile(
         run=run,
         coordinator=coordinator,
@@ -134,17 +134,17 @@ def _role(state: FleetState, node: Node, seated: bool) -> str:
 
 
 def path_in(run_dir: Path) -> Path:
-    """Where the file of a run lies."""
+    """The path of the file in a run directory."""
     return run_dir / "fleet.json"
 
 
 def write_fleet_file(run_dir: Path, content: FleetFile) -> None:
-    """Replaces the file at once."""
+    """Replaces the file atomically."""
     write_atomically(path_in(run_dir), msgspec.json.format(msgspec.json.encode(content), indent=1))
 
 
 def read_fleet_file(run_dir: Path) -> FleetFile:
-    """The file of a run. Raises ``FleetFileError``."""
+    """Reads the file of a run. Raises ``FleetFileError``."""
     path = path_in(run_dir)
     try:
         return msgspec.json.decode(path.read_bytes(), type=FleetFile)

@@ -1,14 +1,15 @@
-"""Which rank a hanging run waits for, and in which collective, from all ranks' flight records.
+"""Diagnosis of a hang: which rank the others wait for, and in which collective, from all ranks' flight records.
 
-PyTorch's flight recorder keeps the last collectives of a process: group, number in the group, operation, sizes, and whether it
-is over. When nothing moves, whoever is inside a collective waits for the members of its group that have not come so far.
-Those may wait for others in other groups in turn; the ranks at the end of all chains, who wait for nobody, are the cause
-(the idea of PyTorch's ``fr_trace`` analyzer, here as a function on values).
+PyTorch's flight recorder keeps the last collectives of a process: group, number in the group, operation, sizes, and whether
+each is over. In a hang, a rank inside a collective waits for the members of its group that have not reached it. Those may
+wait in other groups in turn; the ranks at the end of all chains, which wait for nobody, are the cause (the idea of
+PyTorch's ``fr_trace`` analyzer, here as a function on values).
 
-Records are taken by ``phalanx.parallel.mesh.torch_compat.flight_record`` in any thread of a worker, also while its main thread hangs; a
-worker that gives none is as good as absent. A process records only if ``TORCH_FR_BUFFER_SIZE`` was above 0 in its environment
-when its first group was made; agents set it for their workers. Gloo does not record messages between two ranks (the
-pipeline's); a rank that waits for one looks idle, and may be named beside the culprit, or in its place. NCCL records them.
+Records are taken by ``phalanx.parallel.mesh.torch_compat.flight_record`` in any thread of a worker, also while its main
+thread hangs; a worker that gives none counts as absent. A process records only if ``TORCH_FR_BUFFER_SIZE`` was above 0 in
+its environment when its first group was made; agents set it for their workers. Gloo does not record point-to-point
+messages (the pipeline's); a rank that waits for one looks idle, and may be named beside the culprit, or in its place. NCCL
+records them.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ class Call:
     """A rank's last collective in a group."""
 
     number: int
-    """Counts the group's collectives from 1, the same on all members."""
+    """Number of the collective in its group, from 1, the same on all members."""
     operation: str
-    """As the recorder calls it, such as ``gloo:all_reduce``."""
+    """Name of the operation in the recorder, such as ``gloo:all_reduce``."""
     sizes: tuple[tuple[int, ...], ...]
     """Shapes of its inputs."""
     over: bool
@@ -52,7 +53,7 @@ class Call:
 
 @dataclass(frozen=True)
 class FlightRecord:
-    """What one rank was in when asked."""
+    """The collectives that one rank was in when asked."""
 
     rank: int
     groups: Mapping[str, tuple[int, ...]]
@@ -62,7 +63,7 @@ class FlightRecord:
     taken_ns: int = 0
     """When the record was taken, by the same clock as ``Call.since_ns``."""
     cut: bool = False
-    """Whether ``shortened`` has left groups out."""
+    """True if ``shortened`` has left groups out."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,11 @@ class Stuck:
     waiting: tuple[int, ...]
     """The ranks that are in it."""
     absent: tuple[int, ...]
-    """The ranks of the group that have not come to it. Empty: all are in it, and it does not end."""
+    """The ranks of the group that have not reached it; empty if all are in it and it does not end."""
     odd: tuple[int, ...]
-    """Ranks that came to it with another operation or other sizes than most."""
+    """The ranks that called another operation than most."""
     waited_s: float = 0.0
-    """How long the last of those that are in it had been in it."""
+    """Seconds for which all of ``waiting`` had been in it."""
 
     def __str__(self) -> str:
         what = f"{self.operation} number {self.number} of group {self.group[:12]}"
@@ -93,18 +94,21 @@ class Stuck:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Why nothing moves."""
+    """The cause of a hang, as far as the records show it."""
 
     culprits: tuple[int, ...]
-    """The ranks that others wait for and that wait for nobody, or that call something else than their peers."""
+    """The ranks that others wait for and that wait for nobody, or that called another operation than their peers."""
     stuck: tuple[Stuck, ...]
     """All collectives that cannot end, those that wait for a culprit first."""
     silent: tuple[int, ...]
     """Ranks that gave no record, or not all of it."""
 
     def proven(self, least_s: float) -> tuple[int, ...]:
-        """The culprits, if no doubt is left: every rank has shown its record, theirs is not in the collective that all the
-        others of its group have been in for ``least_s`` and more. Empty otherwise."""
+        """The culprits if there is no doubt, else empty.
+
+        There is none if every rank gave a full record, all members called the same operations, and the others have
+        been in the collective that the culprits did not reach for at least ``least_s``.
+        """
         waits = [found for found in self.stuck if set(self.culprits) & set(found.absent)]
         doubt = self.silent or any(found.odd for found in self.stuck)
         return () if doubt or any(found.waited_s < least_s for found in waits) else self.culprits
@@ -140,8 +144,11 @@ def parse_record(record: bytes) -> FlightRecord:
 
 
 def shortened(record: bytes, most_bytes: int = MOST_RECORD_BYTES) -> str:
-    """A record without what ``diagnose`` does not look at: of each group the last collective, those that are not over
-    first, then the newest, as many as fit into ``most_bytes``. Raises ``FlightRecordError`` if not even one does, or it is no record."""
+    """A record reduced to what ``diagnose`` reads: the last collective of each group.
+
+    Unfinished ones come first, then the newest, as many as fit into ``most_bytes``. Raises ``FlightRecordError`` if not
+    even one fits, or if it is no record.
+    """
     try:
         data = json.loads(record)
         last = {
@@ -149,7 +156,7 @@ def shortened(record: bytes, most_bytes: int = MOST_RECORD_BYTES) -> str:
             for entry in data["recorder"].get("entries", [])
             if not entry["is_p2p"]
         }
-        # Where it waits now says most.
+        # The collective that the rank waits in now matters most.
         newest = sorted(last.values(), key=lambda entry: (_over(entry), -entry["time_created_ns"]))
         for count in range(len(newest), -1, -1):
             entries = [{key: entry[key] for key in _LOOKED_AT} for entry in newest[:count]]
@@ -183,9 +190,9 @@ def _over(entry: Mapping[str, object]) -> bool:
 
 
 def diagnose(records: Sequence[FlightRecord], ranks: int) -> Diagnosis:
-    """Why a run of ``ranks`` ranks does not go on."""
+    """Diagnoses a hang of a run of ``ranks`` ranks from the records that its ranks gave."""
     by_rank = {record.rank: record for record in records}
-    # Where each rank counts its own groups, two of them may have the same name.
+    # Each rank counts its own groups, so two different groups may have the same name.
     groups = {(name, members) for record in records for name, members in record.groups.items()}
     stuck = [found for name, members in sorted(groups) for found in _stuck(name, members, by_rank)]
     silent = tuple(rank for rank in range(ranks) if rank not in by_rank or by_rank[rank].cut)
@@ -197,7 +204,7 @@ def diagnose(records: Sequence[FlightRecord], ranks: int) -> Diagnosis:
 
 
 def _stuck(name: str, members: tuple[int, ...], by_rank: Mapping[int, FlightRecord]) -> list[Stuck]:
-    """The collective of one group that its members wait in, if any: the earliest one."""
+    """The earliest collective of one group that its members wait in; empty if there is none."""
     calls = {
         rank: by_rank[rank].last.get(name)
         for rank in members

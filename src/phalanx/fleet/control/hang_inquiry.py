@@ -1,7 +1,7 @@
-"""The coordinator's inquiry into a hang: it waits a moment for every rank's flight record, and comes to a finding.
+"""The coordinator's inquiry into a hang: collects the ranks' flight records for a moment, then diagnoses.
 
-It is short and bounded: one record of each rank, of no other epoch, from that rank's own node, and after ``PATIENCE_S`` it makes
-do with what has come. What a coordinator that is killed meanwhile had collected is lost; the epoch is then ended by the clock.
+It is bounded: it takes one record of each rank, of this epoch only, from that rank's own node, and after ``PATIENCE_S``
+diagnoses with what has arrived. A coordinator that is killed meanwhile loses the records; a deadline then ends the epoch.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from phalanx.fleet.core.state import FleetState
 
 PATIENCE_S = 2.0
 _WAITED_SHARE = 0.5
-"""A collective that all others have been in for this share of the silence does not merely happen to go on just now."""
+"""A rank is proven guilty only if the others have waited in the collective for at least this share of the silence."""
 _TEXT_MAX = 2000
 
 
 @dataclass
 class Inquiry:
-    """Into one epoch."""
+    """The inquiry into one epoch."""
 
     epoch: int
     ranks_of: dict[str, range]
     """Node -> its ranks."""
     silent_s: float
-    """For how long no step had ended."""
+    """Seconds for which no step had ended."""
     until_s: float
     records: dict[int, FlightRecord] = field(default_factory=dict)
 
     @classmethod
     def into(cls, state: FleetState, silent_s: float, now_s: float) -> Inquiry:
-        """Begins when the members have been told to say what they know."""
+        """The inquiry into the present epoch, to be begun when its members are asked for their flight records."""
         formation = state.settings.formation
         places = {name: formation.ranks_of(seat, state.ranks) for seat, name in enumerate(state.seats)}
         return cls(state.epoch, places, silent_s, now_s + PATIENCE_S)
 
     @property
     def ranks(self) -> int:
-        """Of the epoch."""
+        """Number of ranks of the epoch."""
         return sum(map(len, self.ranks_of.values()))
 
     def add(self, said: Recorded) -> str:
-        """Takes a record in; returns why not, if not."""
+        """Adds a record; returns why it was refused, or an empty text."""
         try:
             record = parse_record(said.record.encode())
         except FlightRecordError as error:
@@ -54,11 +54,11 @@ class Inquiry:
         return ""
 
     def over(self, now_s: float) -> bool:
-        """Whether there is nothing more to wait for."""
+        """True if all records have arrived, or the time is up."""
         return len(self.records) == self.ranks or now_s >= self.until_s
 
     def finding(self) -> Diagnosed:
-        """What all the records say together."""
+        """The diagnosis of all records, as an event for the core."""
         found = diagnose(list(self.records.values()), self.ranks)
         proven = found.proven(_WAITED_SHARE * self.silent_s)
         silent = f"; no full record of ranks {', '.join(map(str, found.silent))}" if found.silent else ""

@@ -1,11 +1,11 @@
-"""The coordinator's memory: a file of everything that happened, on the disk before anybody is told what follows from it.
+"""The journal: the coordinator's write-ahead log of all events, synced to disk before any command that follows is sent.
 
-The coordinator's state is a function of the events it has seen, so a restarted one reads this file and is where the
+The coordinator's state is a function of the events it has seen, so a restarted one replays this file and is where the
 killed one was (write-ahead logging; Gray and Reuter, "Transaction Processing", 1992, chapter 9). A line holds one batch
-of events and its checksum; it is synced before any command that follows from it is sent, so a crash can only damage the
-end of the file, of which nobody was told: it is dropped. A damaged line with good ones behind it is another matter: then
-the disk lost something that was promised, and the journal refuses to guess. When the file has grown large, ``begin_anew`` replaces it by one that starts
-with the state.
+of events and its checksum. Since it is synced before its commands are sent, a crash can only damage the end of the file,
+which nobody has acted on: it is dropped. A damaged line with good ones after it means that the disk lost what it had
+promised to keep, and the journal refuses to guess. When the file has grown large, ``begin_anew`` replaces it by one that
+starts with the state.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Journal:
 
     @property
     def unsynced_bytes(self) -> int:
-        """What a power cut would cost."""
+        """Bytes that a power cut would cost."""
         return len(self._unsynced)
 
     def append(self, content: bytes) -> None:
@@ -114,7 +114,7 @@ class Journal:
         self._unsynced.clear()
 
     def close(self) -> None:
-        """Closes the file; nothing is lost, since nothing is buffered."""
+        """Closes the file; nothing is buffered, so nothing is lost."""
         os.close(self._fd)
 
 
@@ -123,7 +123,7 @@ def _line(content: bytes) -> bytes:
 
 
 def _whole_lines(path: Path) -> tuple[list[bytes], int]:
-    """The contents of the good lines, and where the last of them ends, in bytes."""
+    """The contents of the good lines, and the offset in bytes at which the last of them ends."""
     contents: list[bytes] = []
     end, torn = 0, 0
     for number, piece in enumerate(path.read_bytes().split(b"\n")[:-1], 1):

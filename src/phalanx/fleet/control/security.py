@@ -1,10 +1,10 @@
-"""Who may speak to a run's fleet: a secret token always, and mutual TLS when certificates are given.
+"""Authentication: a secret token for every connection to a run's fleet, and mutual TLS if certificates are given.
 
-Everybody who can reach the coordinator's port could otherwise end a run or feed it lies. The token is made when the
-fleet is first started and lies in the run directory, readable by its owner only; every connection names it, and it is
-compared in constant time, so that answers do not tell how much of a guess was right (CWE-208). Over a network that
-others can listen to, give certificates too: a folder with ``ca.pem``, ``node.pem`` and ``node.key``. Then both sides must
-show a certificate that the run's own authority has signed.
+Without it, everybody who can reach the coordinator's port could end a run or send it false reports. The token is made when
+the fleet is first started and lies in the run directory, readable by its owner only; every connection sends it, and it is
+compared in constant time, so that the time of an answer does not tell how much of a guess was right (CWE-208). On a
+network that others can listen to, give certificates too: a folder with ``ca.pem``, ``node.pem`` and ``node.key``. Then both
+sides must show a certificate that the run's own authority has signed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SecurityError(RuntimeError):
 
 @dataclass(frozen=True)
 class Certificates:
-    """What one side of a connection shows, and whom it believes; all PEM."""
+    """The certificate and key of one side of a connection, and the authority that it trusts; all PEM."""
 
     folder: Path
     authority: bytes
@@ -36,13 +36,13 @@ class Certificates:
     key: bytes = field(repr=False)
 
     def server_context(self) -> ssl.SSLContext:
-        """For a listening socket: only peers with a certificate of our authority get in."""
+        """The TLS context of a listening socket: only peers with a certificate of our authority are accepted."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.verify_mode = ssl.CERT_REQUIRED
         return self._loaded(context)
 
     def client_context(self) -> ssl.SSLContext:
-        """For a connection to a peer's data port: the authority vouches for it, under whatever name we reach it."""
+        """The TLS context of a connection to a peer's data port; the peer's certificate may name any host."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False  # nodes are dialled by address; their authority is this run's own
         return self._loaded(context)
@@ -110,5 +110,5 @@ def _checked(token: str, where: str) -> str:
 
 
 def same_token(given: str, wanted: str) -> bool:
-    """Whether two tokens are equal, in a time that does not depend on where they differ."""
+    """True if two tokens are equal; the time taken does not depend on where they differ."""
     return hmac.compare_digest(given.encode(), wanted.encode())

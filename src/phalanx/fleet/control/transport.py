@@ -1,10 +1,11 @@
-"""The wire between agents and the coordinator: one gRPC stream per agent, both ways, and one call for operators. Here is
-what both sides share, and the coordinator's end; the agent's is in ``phalanx.fleet.control.coordinator_link``.
+"""The transport between agents and the coordinator: one bidirectional gRPC stream per agent, and one call for operators.
 
-gRPC (https://grpc.io) brings what is tedious to get right: framing, flow control, TLS, keep-alive, bounds on sizes. On top of
-it there are three rules. Nobody is listened to who does not name the run, its token and our version of the
-vocabulary. What cannot be understood is refused, counted and logged, and harms nobody. And nothing waits for a slow reader:
-its queue is short, and when it is full the connection is closed; the agent will come back and say how things stand.
+This file has what both sides share, and the server side; the client side is ``phalanx.fleet.control.coordinator_link``.
+
+gRPC (https://grpc.io) brings framing, flow control, TLS, keep-alive and bounds on sizes. Three rules come on top. A
+connection is accepted only if it names the run, its token and our version of the messages. A message that cannot be
+decoded is refused, counted and logged, and changes nothing. And nothing waits for a slow reader: its queue is short, and
+when it is full the connection is closed; the agent reconnects and describes itself.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ from phalanx.fleet.core.messages import (
 )
 
 MAX_REPORT_BYTES = 4 << 20
-"""Of a message to the coordinator; a Joined with 65,536 holdings stays below it."""
+"""Largest message to the coordinator; a Joined with 65,536 snapshots stays below it."""
 MAX_COMMAND_BYTES = 256 << 20
-"""Of a message to an agent: a Bind onto another layout may name the holders of every rank."""
+"""Largest message to an agent: a Bind onto another number of ranks may list the holders of every rank."""
 QUEUED = 256
 _KEEPALIVE_MS, _KEEPALIVE_PATIENCE_MS = 20_000, 60_000
-"""A half-open connection is noticed in this time; a busy machine must not be taken for one."""
+"""A half-open connection is noticed within these times; a busy machine must not be taken for one."""
+_FLUSH_S = 0.2
 SERVICE = "phalanx.Fleet"
 _SERVER_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_REPORT_BYTES),
@@ -61,12 +63,12 @@ CLIENT_OPTIONS = [
 
 
 class TransportError(RuntimeError):
-    """The coordinator cannot be reached, or refuses; the message says why and what to do."""
+    """The coordinator cannot be reached, or refuses; the text says why and what to do."""
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """What both sides must know to speak about a run."""
+    """What both sides of a connection must know: the run, its token, and certificates for TLS."""
 
     run: str
     """The run's identity."""
@@ -74,7 +76,7 @@ class Credentials:
     certificates: Certificates | None = None
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What a caller shows."""
+        """The metadata that a client sends."""
         return (
             ("phalanx-version", str(PROTOCOL_VERSION)),
             ("phalanx-run", self.run),
@@ -82,7 +84,7 @@ class Credentials:
         )
 
     def refusal(self, shown: Sequence[tuple[str, str | bytes]]) -> str:
-        """Why a caller who shows this is not let in; empty if it is."""
+        """Why a client with this metadata is refused; empty if it is accepted."""
         given = {name: value for name, value in shown if isinstance(value, str)}
         if not same_token(given.get("authorization", ""), f"Bearer {self.token}"):
             return "wrong token"
@@ -97,7 +99,7 @@ class Credentials:
 
 
 class AgentLink:
-    """The coordinator's end of one agent's stream."""
+    """The server side of one agent's stream."""
 
     def __init__(self, node: str, incarnation: int) -> None:
         self.node, self.incarnation = node, incarnation
@@ -105,7 +107,7 @@ class AgentLink:
         self.closed = asyncio.Event()
 
     def send(self, command: bytes) -> None:
-        """Queues an encoded command; an agent that does not read its commands is cut off, and may dial again."""
+        """Queues an encoded command; an agent that does not read its commands is disconnected, and may dial again."""
         try:
             self.queue.put_nowait(command)
         except asyncio.QueueFull:
@@ -117,28 +119,28 @@ class AgentLink:
 
 
 class Listener(Protocol):
-    """What the coordinator does with what arrives; called from the event loop, must not block."""
+    """The coordinator's handlers of what arrives; called from the event loop, must not block."""
 
     def on_report(self, report: AgentMessage) -> None:
-        """An attached agent said something (its Joined included)."""
+        """Takes a report of an attached agent, its Joined included."""
 
     def on_disconnect(self, link: AgentLink) -> None:
-        """The stream of an attached agent ended."""
+        """Called when the stream of an attached agent has ended."""
 
     async def on_operation(self, operation: OperatorRequest) -> str:
-        """An operator wants something; returns what to tell it."""
+        """Takes an operator's request; returns the answer."""
 
     def log(self, line: str) -> None:
-        """Something that a person may want to know."""
+        """Writes a line for people."""
 
 
 class FleetServer:
-    """The coordinator's listening side: who is attached, and what was refused."""
+    """The coordinator's server: the agents that are attached, and counts of what was refused."""
 
     def __init__(self, credentials: Credentials, listener: Listener) -> None:
         self._credentials, self._listener = credentials, listener
         self.links: dict[str, AgentLink] = {}
-        """Of every attached node, its current stream."""
+        """Node -> its current stream, for every attached node."""
         self.refused: Counter[str] = Counter()
         self._server: Any = None
 
@@ -175,7 +177,7 @@ class FleetServer:
         await self._server.stop(grace_s)
 
     def send(self, node: str, command: Command) -> None:
-        """To a node's current stream; dropped if there is none, since an agent that attaches says how things stand."""
+        """Sends a command on a node's current stream; dropped if there is none, since an agent that attaches describes itself."""
         if node in self.links:
             self.links[node].send(encode(command))
 
@@ -192,11 +194,11 @@ class FleetServer:
 
     async def _attach(self, requests: AsyncIterator[bytes], context: Any) -> None:
         await self._admit(context)
-        reports = self._understood(requests, context.peer())
+        reports = self._decoded(requests, context.peer())
         link, tasks = None, list[asyncio.Task[Any]]()
         try:
             async for first in reports:
-                link = self._linked(first, context.peer())
+                link = self._attached_link(first, context.peer())
                 break
             if link is None:
                 return
@@ -212,8 +214,8 @@ class FleetServer:
                 del self.links[link.node]
                 self._listener.on_disconnect(link)
 
-    async def _understood(self, requests: AsyncIterator[bytes], who: str) -> AsyncIterator[Any]:
-        """The reports of a stream; what is none is left out. Ends with the stream, however that ends."""
+    async def _decoded(self, requests: AsyncIterator[bytes], who: str) -> AsyncIterator[Any]:
+        """Yields the reports of a stream; what cannot be decoded is refused. Ends with the stream, however that ends."""
         with suppress(grpc.RpcError, asyncio.CancelledError, grpc.aio.UsageError, EOFError):
             async for body in requests:
                 try:
@@ -221,8 +223,8 @@ class FleetServer:
                 except (msgspec.MsgspecError, RecursionError) as error:
                     self._refuse("malformed message", who, str(error)[:200])
 
-    def _linked(self, first: Any, who: str) -> AgentLink | None:
-        """The stream that begins with this message, unless it does not begin as it must."""
+    def _attached_link(self, first: Any, who: str) -> AgentLink | None:
+        """Attaches the stream that begins with ``first``; None if that is no Joined."""
         if not isinstance(first, Joined):
             self._refuse("stream that does not begin with Joined", who)
             return None
@@ -264,7 +266,7 @@ class FleetServer:
 
 
 def _speaks_for_itself(report: Any, node: str) -> bool:
-    """Audits and statistics may accuse another node; operations come by their own call; else each for itself."""
+    """True if a report is about its sender, or is one of the audits and statistics that may accuse another node."""
     if isinstance(report, Suspect):
         return True
     return (
@@ -277,11 +279,11 @@ async def _write(link: AgentLink, context: Any) -> None:
         await context.write(await link.queue.get())
 
 
-async def _flushed(link: AgentLink, writing: asyncio.Task[None], grace_s: float = 0.2) -> None:
-    """Gives the last commands (a Fence, a Shutdown) a moment to leave."""
+async def _flushed(link: AgentLink, writing: asyncio.Task[None]) -> None:
+    """Gives the last commands (a Fence, a Shutdown) a moment to be sent."""
     if link.queue.empty():
         await asyncio.sleep(0)
     with suppress(TimeoutError):
-        async with asyncio.timeout(grace_s):
+        async with asyncio.timeout(_FLUSH_S):
             while not link.queue.empty() and not writing.done():
                 await asyncio.sleep(0.01)

@@ -80,9 +80,14 @@ def replay(lines: Sequence[bytes], step: decide.CoreStep = decide.step) -> tuple
             if happened.events == RESTARTED:
                 restarts += 1
             for event in happened.events:
-                state, _ = step(state, event, happened.now_s)
+                state = _stepped(step, state, event, happened.now_s)
     except msgspec.MsgspecError as error:
         raise JournalError(f"the journal was written by another version ({error}); {_REMEDY}") from error
-    except (LookupError, TypeError, ValueError, AssertionError) as error:
-        raise JournalError(f"the core fails on an event of the journal ({error!r}); {_REMEDY}") from error
     return state, restarts
+
+
+def _stepped(step: decide.CoreStep, state: FleetState, event: m.CoreEvent, now_s: float) -> FleetState:
+    try:
+        return step(state, event, now_s)[0]
+    except Exception as error:
+        raise JournalError(f"the core fails on an event of the journal ({error!r}); {_REMEDY}") from error
