@@ -128,22 +128,26 @@ def _holds(recipe: Recipe, run: PublishedRun, release: float) -> bool:
 def with_recipe(stack: Stack, run: PublishedRun, known: Recipe | None) -> Stack:
     """The stack as the row's recipe sets it, or as the row's own columns do where no recipe is ``known``."""
     recipe = known or _stated(run)
+    experts, attention, kernels, overlap = stack.experts, stack.attention, stack.kernels, stack.overlap
     if recipe.flex:
-        stack = replace(stack, dispatch="hybrid" if recipe.flex == "hybridep" else "once per node")
+        experts = replace(experts, dispatch="hybrid" if recipe.flex == "hybridep" else "once per node")
     if re.match("gpt.oss", run.model, re.IGNORECASE):
         # Megatron Core's TEGroupedMLP._apply_bias and weighted_bias_quick_geglu_impl, unless CuTe's grouped products do both;
         # and its apply_rotary_pos_emb, whose kernel does not scale as YaRN asks for.
         apart = not recipe.whole_graph
-        stack = replace(stack, weighs_biases=apart, clamps_apart=apart, turns_apart=True)
+        experts = replace(experts, weighs_biases=apart, clamps_apart=apart)
+        attention = replace(attention, turns_apart=True)
     if known and re.search("fp8|fp4", run.precision) and recipe.flex != "hybridep" and not recipe.whole_graph:
-        stack = replace(stack, pads_apart=True)  # TEGroupedMLP's Fp8Padding; HybridEP pads as it sorts
+        experts = replace(experts, pads_apart=True)  # TEGroupedMLP's Fp8Padding; HybridEP pads as it sorts
     if recipe.narrow_attention:
-        stack = replace(stack, narrow_attention=True)
+        attention = replace(attention, narrow=True)
     if recipe.overlap:
-        stack = replace(stack, expert_overlap=_HIDDEN)
-    if recipe.whole_graph:
-        return replace(stack, launch_s=0.0, expert_streams=0)  # with CuTe's fused grouped products
-    return replace(stack, graphed=recipe.graphed) if recipe.graphed else stack
+        overlap = replace(overlap, expert=_HIDDEN)
+    if recipe.whole_graph:  # with CuTe's fused grouped products
+        kernels, experts = replace(kernels, launch_s=0.0), replace(experts, streams=0)
+    elif recipe.graphed:
+        kernels = replace(kernels, graphed=recipe.graphed)
+    return replace(stack, experts=experts, attention=attention, kernels=kernels, overlap=overlap)
 
 
 _GRAPHED = {"router": ROUTER_PARTS, "layer": ATTENTION_PARTS | ROUTER_PARTS}

@@ -77,5 +77,5 @@ def _open_modes(
     trained: RunSoftware, assumptions: list[str], what: str
 ) -> tuple[tuple[Recompute, ...], tuple[int, ...]]:
     assumptions.append(f"{what}: the fastest that fits")
-    usual = "selective" if trained.stack.flash_attention else "attention"
+    usual = "selective" if trained.stack.attention.flash else "attention"
     return RECOMPUTE, tuple(i for i, mode in enumerate(RECOMPUTE) if mode.name in ("none", usual, "full"))

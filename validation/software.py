@@ -20,7 +20,8 @@ from typing import Literal
 from phalanx.hardware.catalog import cluster, systems
 from phalanx.hardware.cluster import Accelerator, Cluster, Fact
 from phalanx.hardware.profiles import Profile, profile_of
-from phalanx.plan.workload.stacks import STACKS, Stack, State
+from phalanx.plan.workload.foreign_stacks import FSDP, STACKS
+from phalanx.plan.workload.stacks import Allocator, AttentionPath, Kernels, ParameterState, Stack
 from validation.recipes import Recipe, recipe_of, with_recipe
 from validation.runs import Excluded, PublishedRun
 
@@ -74,9 +75,14 @@ class RunSoftware:
 def _with_states(stack: Stack, **sizes: float) -> Stack:
     """The stack with other bytes per parameter for states, by kind with underscores for blanks."""
     states = (
-        replace(state, bytes=sizes.get(state.kind.replace(" ", "_"), state.bytes)) for state in stack.states
+        replace(state, bytes=sizes.get(state.kind.replace(" ", "_"), state.bytes))
+        for state in stack.states.kept
     )
-    return replace(stack, states=tuple(states))
+    return replace(stack, states=replace(stack.states, kept=tuple(states)))
+
+
+def _with_logits(stack: Stack, size: float) -> Stack:
+    return replace(stack, loss=replace(stack.loss, logit_bytes=size))
 
 
 def _bloom(stack: Stack, run: PublishedRun) -> Stack:
@@ -84,14 +90,19 @@ def _bloom(stack: Stack, run: PublishedRun) -> Stack:
 
     CUDA_LAUNCH_BLOCKING=1 is set in its scripts (train/tr11-176B-ml/tr11-176B-ml.slurm): a hang had made it necessary.
     """
-    stack = replace(stack, blocking_launches=True)
+    stack = replace(stack, kernels=replace(stack.kernels, blocking_launches=True))
     if run.precision.startswith("bf16"):
         # BF16_Optimizer accumulates in fp32 beside the gradients that autograd leaves in bf16; each is copied to fp32 on its way.
-        return replace(_with_states(stack, gradients=6.0), embedding_gradient_bytes=6.0)
+        stack = _with_states(stack, gradients=6.0)
+        return replace(stack, states=replace(stack.states, embedding_gradient_bytes=6.0))
     # The fp16 optimizer keeps gradients in fp16, and makes of a rank's share a flat copy and one in fp32 for the update.
-    copies = State("gradients of the update", 6.0, 1, optimizer=True)
-    stack = _with_states(stack, gradients=2.0)
-    return replace(stack, states=(*stack.states, copies), accumulating_bytes=4)
+    copies = ParameterState("gradients of the update", 6.0, 1, optimizer=True)
+    states = _with_states(stack, gradients=2.0).states
+    return replace(
+        stack,
+        states=replace(states, kept=(*states.kept, copies)),
+        kernels=replace(stack.kernels, accumulating_bytes=4),
+    )
 
 
 _TE_LOSS_PASSES = (5.1, 5.1)
@@ -109,12 +120,18 @@ def _bridge(stack: Stack, run: PublishedRun) -> Stack:
     Its tables call current scaling FP8 or FP8-CS. A cast then takes four kernels: the maximum is set to zero and found, then the
     scale, then the cast (Float8CurrentScalingQuantizer::quantize_impl; pytorch/csrc/extensions/cast.cpp, v2.9).
     """
-    stack = replace(stack, fragmentation=0.01, loss_passes=_TE_LOSS_PASSES)
+    stack = replace(
+        stack,
+        allocator=replace(stack.allocator, fragmentation=0.01),
+        loss=replace(stack.loss, passes=_TE_LOSS_PASSES),
+    )
     if re.match(r"deepseek|moonlight", run.model, re.IGNORECASE):
         stack = _with_states(
             stack, moments=4.0, master_weights=2.0 if run.precision.startswith("bf16") else 4.0
         )
-    return replace(stack, cast_kernels=4, cast_reads=2) if run.precision in ("fp8", "fp8-cs") else stack
+    if run.precision not in ("fp8", "fp8-cs"):
+        return stack
+    return replace(stack, kernels=replace(stack.kernels, cast_kernels=4, cast_reads=2))
 
 
 def _megatron_core(stack: Stack, run: PublishedRun) -> Stack:
@@ -123,24 +140,26 @@ def _megatron_core(stack: Stack, run: PublishedRun) -> Stack:
     if re.match(r"deepseek|kimi", run.model, re.IGNORECASE):
         # 61 layers: get_deepseek_v3_pipeline_layout and that of Kimi (Megatron-Bridge) leave the last stage the fewest.
         stack = replace(stack, split="last")
-    return replace(stack, cast_kernels=1) if re.search(r"mx|block|nvfp4", run.precision) else stack
+    if not re.search(r"mx|block|nvfp4", run.precision):
+        return stack
+    return replace(stack, kernels=replace(stack.kernels, cast_kernels=1))
 
 
 def _weighs_afterwards(stack: Stack, _run: PublishedRun) -> Stack:
     """Megatron Core before 0.13."""
-    return replace(stack, weighs_inside=False)
+    return replace(stack, experts=replace(stack.experts, weighs_inside=False))
 
 
 def _permutes_apart(stack: Stack, _run: PublishedRun) -> Stack:
     """Megatron Core before 0.11."""
-    return replace(stack, fused_permutation=False)
+    return replace(stack, experts=replace(stack.experts, fused_permutation=False))
 
 
 def _torchtitan(stack: Stack, run: PublishedRun) -> Stack:
     """torchtitan: its default rotate method is all-gather. How times grow with the ranks says that pieces were contiguous."""
-    stack = replace(stack, context_exchange="gather", context_balanced=False)
+    stack = replace(stack, attention=AttentionPath(exchange="gather", balanced=False))
     # It compiles the loss too since January 2025.
-    return replace(stack, logit_bytes=_FUSED_LOSS) if run.compiled == "model and loss" else stack
+    return _with_logits(stack, _FUSED_LOSS) if run.compiled == "model and loss" else stack
 
 
 def _nanotron(stack: Stack, run: PublishedRun) -> Stack:
@@ -149,7 +168,8 @@ def _nanotron(stack: Stack, run: PublishedRun) -> Stack:
     Those that autograd leaves in bf16 meet a further micro-batch's activations only where there is one. That gathered inputs are
     kept is what the memory of its runs says, over all degrees of tensor parallelism.
     """
-    stack = replace(stack, split="balanced", keeps_gathered_inputs=True)
+    activations = replace(stack.activations, gathered_inputs=True)
+    stack = replace(stack, split="balanced", activations=activations)
     further = (run.pp or 1) > 1 or run.global_batch_seqs != (run.dp or 1) * (run.micro_batch or 1)
     return _with_states(stack, gradients=6.0) if further else stack
 
@@ -223,23 +243,22 @@ _STACKS = {
     **STACKS,
     # XLA plans its memory ahead: no allocator that fragments, no communicators beside the program. Each matrix's gradient is
     # reduced as soon as it is there, and the loss is one fused loop.
-    "xla": replace(
-        STACKS["fsdp"],
-        name="xla",
-        context_bytes=0.3e9,
-        communicator_bytes=0.0,
-        fragmentation=0.0,
-        unit_gradient_bytes=0.0,
-        logit_bytes=4.0,
-        launch_s=0.0,
+    "xla": _with_logits(
+        replace(
+            FSDP,
+            name="xla",
+            states=replace(FSDP.states, unit_gradient_bytes=0.0),
+            kernels=Kernels(launch_s=0.0),
+            allocator=Allocator(context_bytes=0.3e9, communicator_bytes=0.0, fragmentation=0.0),
+        ),
+        4.0,
     ),
     "deepspeed-zero3": replace(
-        STACKS["fsdp"],
+        FSDP,
         name="deepspeed-zero3",
-        flash_attention=False,
-        dropout=True,
-        reduce_bytes=2.0,
-        gathers_per_block=_PARAMETERS_OF_A_BLOCK,
+        data=replace(FSDP.data, reduce_bytes=2.0, gathers_per_block=_PARAMETERS_OF_A_BLOCK),
+        attention=AttentionPath(flash=False),
+        activations=replace(FSDP.activations, dropout=True),
     ),
 }
 
@@ -279,20 +298,20 @@ def _stack(run: PublishedRun, software: Software, recipe: Recipe | None) -> Stac
     if run.zero == 3 and 3 not in stack.zero_stages:
         stack = _STACKS["fsdp"]
     if run.reduce_precision == "bf16":
-        stack = replace(stack, reduce_bytes=2.0)
+        stack = replace(stack, data=replace(stack.data, reduce_bytes=2.0))
     if software.gradient_bytes and stack.name != "fsdp":
-        stack = replace(
-            _with_states(stack, gradients=software.gradient_bytes), reduce_bytes=software.gradient_bytes
-        )
-        if stack.accumulating_bytes:
-            stack = replace(stack, accumulating_bytes=2 * software.gradient_bytes)
+        stack = _with_states(stack, gradients=software.gradient_bytes)
+        stack = replace(stack, data=replace(stack.data, reduce_bytes=software.gradient_bytes))
+        if stack.kernels.accumulating_bytes:
+            kernels = replace(stack.kernels, accumulating_bytes=2 * software.gradient_bytes)
+            stack = replace(stack, kernels=kernels)
     if software.logit_bytes:
-        stack = replace(stack, logit_bytes=software.logit_bytes)
+        stack = _with_logits(stack, software.logit_bytes)
     for adjust in software.adjust:
         stack = adjust(stack, run)
     stack = with_recipe(stack, run, recipe)
     fused = software.compiled or bool(run.compiled)
-    return stack if fused else replace(stack, fused_pointwise=False)
+    return stack if fused else replace(stack, kernels=replace(stack.kernels, fused_pointwise=False))
 
 
 def profile_of_run(accelerator: Accelerator, software: Software, run: PublishedRun) -> Profile:

@@ -9,8 +9,9 @@ from phalanx.hardware.profiles import profile_of
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import resolve
 from phalanx.plan.workload.candidates import RECOMPUTE, Candidates, candidates_of
+from phalanx.plan.workload.foreign_stacks import STACKS
 from phalanx.plan.workload.planned_layout import PlannedLayout
-from phalanx.plan.workload.stacks import STACKS, Job, Stack, Workload
+from phalanx.plan.workload.stacks import Job, Stack, Workload
 from phalanx.run.layout import Layout
 from phalanx.run.spec import ModelSpec
 

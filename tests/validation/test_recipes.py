@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 
 from phalanx.plan.workload.candidates import PARTS
-from phalanx.plan.workload.stacks import STACKS, Stack
+from phalanx.plan.workload.foreign_stacks import MEGATRON
+from phalanx.plan.workload.stacks import Stack
 from validation.recipes import RECIPES, recipe_of, with_recipe
 from validation.runs import read_published
 from validation.setup import setup_of
 
 from .test_runs import GPT3, row
-
-MEGATRON = STACKS["megatron"]
 
 
 def qwen(release: str, gpu: str = "GB200", precision: str = "mxfp8", **other: str) -> dict[str, str]:
@@ -33,10 +32,10 @@ def test_a_row_of_another_source_has_no_recipe() -> None:
 
 def test_a_release_changes_what_the_host_launches() -> None:
     before, after = (trained(qwen(release)) for release in ("26.04", "26.06"))
-    assert before.graphed
-    assert before.launch_s > 0
-    assert after.launch_s == 0
-    assert before.expert_overlap == 0 < after.expert_overlap
+    assert before.kernels.graphed
+    assert before.kernels.launch_s > 0
+    assert after.kernels.launch_s == 0
+    assert before.overlap.expert == 0 < after.overlap.expert
 
 
 def test_the_formats_two_names_are_one() -> None:
@@ -48,7 +47,7 @@ def test_the_formats_two_names_are_one() -> None:
     [("hybridep", "hybrid"), ("deepep", "once per node"), ("", "every copy")],
 )
 def test_a_row_without_recipe_says_which_library_carries_tokens(library: str, dispatch: str) -> None:
-    assert trained(GPT3, dispatcher=library).dispatch == dispatch
+    assert trained(GPT3, dispatcher=library).experts.dispatch == dispatch
 
 
 def test_a_recipe_prevails_over_the_columns_of_its_row() -> None:
@@ -70,7 +69,7 @@ def test_every_recipe_is_of_some_published_row_and_its_recomputation_is_understo
 
 def test_experts_are_padded_by_copies_unless_what_brings_their_rows_pads_them() -> None:
     copied, by_hybridep, graphed, wide = (
-        trained(qwen(release, **other)).pads_apart
+        trained(qwen(release, **other)).experts.pads_apart
         for release, other in (
             ("26.02", {"gpu": "H100-80GB", "precision": "fp8"}),
             ("26.02", {}),
@@ -87,12 +86,12 @@ def test_experts_are_padded_by_copies_unless_what_brings_their_rows_pads_them() 
 def test_gpt_oss_clamps_and_turns_by_kernels_of_their_own() -> None:
     oss = qwen("26.04", precision="bf16", model="GPT OSS 120B")
     stack = trained(oss)
-    assert stack.weighs_biases
-    assert stack.clamps_apart
-    assert stack.turns_apart
+    assert stack.experts.weighs_biases
+    assert stack.experts.clamps_apart
+    assert stack.attention.turns_apart
     whole = trained(oss | {"precision": "mxfp8", "recipe_release": "26.06"})
-    assert not whole.clamps_apart
-    assert whole.turns_apart
+    assert not whole.experts.clamps_apart
+    assert whole.attention.turns_apart
 
 
 @pytest.mark.parametrize(
@@ -100,4 +99,4 @@ def test_gpt_oss_clamps_and_turns_by_kernels_of_their_own() -> None:
 )
 def test_casts_are_those_of_the_rows_recipe_for_eight_bits(precision: str, kernels: int, reads: int) -> None:
     stack = setup_of(row(qwen("26.02", precision=precision))).job.stack
-    assert (stack.cast_kernels, stack.cast_reads) == (kernels, reads)
+    assert (stack.kernels.cast_kernels, stack.kernels.cast_reads) == (kernels, reads)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from phalanx.plan.step_cost.estimate import estimate, estimates
+from phalanx.plan.workload.foreign_stacks import stack_named
 from phalanx.plan.workload.planned_layout import PlannedLayout
-from phalanx.plan.workload.stacks import stack_named
 from phalanx.run.layout import Layout
 from plan.jobs import LAYOUTS, job, planned
 

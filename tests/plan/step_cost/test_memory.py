@@ -73,7 +73,7 @@ def test_logits_make_the_last_rank_the_worst_where_the_vocabulary_is_large() -> 
     assert found.worst_rank == 1
     # Beyond what the layers' backward needs afterwards.
     moment = sum(found.memory[kind] for kind in ("logits", "recomputed layer", "gradients of activations"))
-    assert moment == 32_768 * 512_000 * mine.stack.logit_bytes
+    assert moment == 32_768 * 512_000 * mine.stack.loss.logit_bytes
 
 
 @settings(max_examples=20)

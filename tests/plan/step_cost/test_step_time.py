@@ -14,7 +14,8 @@ from phalanx.hardware.profiles import profile_of
 from phalanx.plan.step_cost.estimate import estimate, prepare
 from phalanx.plan.step_cost.memory import total
 from phalanx.plan.step_cost.step_time import scale_tax
-from phalanx.plan.workload.stacks import STACKS, Job
+from phalanx.plan.workload.foreign_stacks import MEGATRON
+from phalanx.plan.workload.stacks import Job
 from phalanx.run.layout import Layout
 from plan.jobs import LAYOUTS, job, one, planned
 
@@ -99,7 +100,7 @@ def test_the_scale_tax_grows_by_the_same_with_every_doubling() -> None:
 
 
 def test_a_stacks_scalar_scales_the_whole_step() -> None:
-    slow = dataclasses.replace(STACKS["megatron"], time_scalar=1.25)
+    slow = dataclasses.replace(MEGATRON, time_scalar=1.25)
     plain, scaled = (estimate(job(stack=stack), LAYOUTS["dense"]) for stack in ("megatron", slow))
     assert scaled.step_s == pytest.approx(1.25 * plain.step_s)
     assert scaled.time["stack_scalar"] == pytest.approx(0.25 * plain.step_s)

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from phalanx.plan.step_cost import kernels
 from phalanx.plan.step_cost.estimate import Estimate, estimate
 from phalanx.plan.workload.candidates import Recompute
+from phalanx.plan.workload.foreign_stacks import MEGATRON
 from phalanx.plan.workload.planned_layout import PlannedLayout
-from phalanx.plan.workload.stacks import STACKS
+from phalanx.plan.workload.stacks import AttentionPath
 from phalanx.run.layout import Layout
 from plan.jobs import LAYOUTS, job, planned
 
@@ -21,18 +22,19 @@ MIXTURE = planned(Layout(shard=64, expert=16), zero=1)
 """Experts on two nodes, so that tokens cross the network."""
 
 
-def with_facts(
-    layout: PlannedLayout, model: str = "llama3-8b", stack: str = "megatron", **facts: Any
-) -> Estimate:
-    """An estimate with some facts of the stack changed."""
-    return estimate(job(model, stack=dataclasses.replace(STACKS[stack], **facts)), layout)
+def with_facts(layout: PlannedLayout, model: str = "llama3-8b", **facts: dict[str, Any]) -> Estimate:
+    """An estimate for Megatron with some fields of its components changed."""
+    components = {
+        name: dataclasses.replace(getattr(MEGATRON, name), **fields) for name, fields in facts.items()
+    }
+    return estimate(job(model, stack=dataclasses.replace(MEGATRON, **components)), layout)
 
 
 def test_an_exchange_hides_no_more_than_its_share_and_no_more_than_is_computed() -> None:
     bare = with_facts(MIXTURE, "qwen3-30b-a3b")
     computing = sum(bare.time[name] for name in ("matmul", "attention", "pointwise"))
     for share in (0.1, 0.5, 1.0):
-        left = with_facts(MIXTURE, "qwen3-30b-a3b", expert_overlap=share).time["expert_comm"]
+        left = with_facts(MIXTURE, "qwen3-30b-a3b", overlap={"expert": share}).time["expert_comm"]
         hidden = bare.time["expert_comm"] - left
         assert hidden <= min(share * bare.time["expert_comm"], computing) * (1 + 1e-9)
         if share == 0.1:
@@ -41,16 +43,16 @@ def test_an_exchange_hides_no_more_than_its_share_and_no_more_than_is_computed()
 
 @pytest.mark.parametrize("slower", ["once per node", "every copy"])
 def test_hybrid_dispatch_is_the_fastest_across_nodes(slower: str) -> None:
-    hybrid = with_facts(MIXTURE, "qwen3-30b-a3b", dispatch="hybrid")
+    hybrid = with_facts(MIXTURE, "qwen3-30b-a3b", experts={"dispatch": "hybrid"})
     assert (
         hybrid.time["expert_comm"]
-        <= with_facts(MIXTURE, "qwen3-30b-a3b", dispatch=slower).time["expert_comm"]
+        <= with_facts(MIXTURE, "qwen3-30b-a3b", experts={"dispatch": slower}).time["expert_comm"]
     )
 
 
 def test_what_a_graph_replays_costs_the_host_nothing() -> None:
     waits = [
-        with_facts(MIXTURE, "qwen3-30b-a3b", graphed=graphed, launch_s=2e-4).time["host"]
+        with_facts(MIXTURE, "qwen3-30b-a3b", kernels={"graphed": graphed, "launch_s": 2e-4}).time["host"]
         for graphed in (
             frozenset(),
             frozenset({"router"}),
@@ -58,14 +60,17 @@ def test_what_a_graph_replays_costs_the_host_nothing() -> None:
         )
     ]
     assert waits[0] > waits[1] > waits[2]
-    assert with_facts(MIXTURE, "qwen3-30b-a3b", launch_s=0.0).time["host"] == 0
+    assert with_facts(MIXTURE, "qwen3-30b-a3b", kernels={"launch_s": 0.0}).time["host"] == 0
 
 
 def test_the_last_of_n_contiguous_pieces_attends_almost_twice_the_mean() -> None:
     layout = LAYOUTS["interleaved"]
     even, uneven = (
         estimate(
-            job(seq_len=65_536, stack=dataclasses.replace(STACKS["megatron"], context_balanced=balanced)),
+            job(
+                seq_len=65_536,
+                stack=dataclasses.replace(MEGATRON, attention=AttentionPath(balanced=balanced)),
+            ),
             layout,
         ).time["attention"]
         for balanced in (True, False)
@@ -76,7 +81,7 @@ def test_the_last_of_n_contiguous_pieces_attends_almost_twice_the_mean() -> None
 def test_blocking_sends_cost_a_hop_each_way_for_every_micro_batch() -> None:
     layout = LAYOUTS["dense"]
     hidden, blocking = (
-        with_facts(layout, blocking_sends=flag).time["pipeline_comm"] for flag in (False, True)
+        with_facts(layout, overlap={"blocking_sends": flag}).time["pipeline_comm"] for flag in (False, True)
     )
     passes = 64 // (layout.shard * layout.micro_batch)
     # Otherwise two ranks wait for one hop there and one back.
@@ -86,7 +91,8 @@ def test_blocking_sends_cost_a_hop_each_way_for_every_micro_batch() -> None:
 def test_kept_outputs_are_a_boundary_of_each_micro_batch_in_flight() -> None:
     layout = LAYOUTS["dense"]
     without, kept = (
-        with_facts(layout, keeps_stage_outputs=flag).memory["activations"] for flag in (False, True)
+        with_facts(layout, activations={"stage_outputs": flag}).memory["activations"]
+        for flag in (False, True)
     )
     boundary = 4096 * 4096 * 2 / layout.tensor
     assert kept - without == pytest.approx(layout.pipeline * boundary)
@@ -121,7 +127,10 @@ def test_experts_on_streams_start_one_after_the_other(groups: int, streams: int)
 
 def test_the_gradient_of_the_embedding_is_held_where_the_model_begins_and_ends() -> None:
     ends, middle = (
-        with_facts(planned(Layout(pipeline=ranks, shard=64 // ranks), zero=1), embedding_gradient_bytes=2.0)
+        with_facts(
+            planned(Layout(pipeline=ranks, shard=64 // ranks), zero=1),
+            states={"embedding_gradient_bytes": 2.0},
+        )
         for ranks in (1, 8)
     )
     model = job("llama3-8b").workload.model
@@ -132,16 +141,26 @@ def test_the_gradient_of_the_embedding_is_held_where_the_model_begins_and_ends()
 
 def test_further_communicators_are_counted_beside_those_of_the_axes() -> None:
     layout = LAYOUTS["interleaved"]
-    few, many = (with_facts(layout, further_communicators=count) for count in (0, 3))
+    few, many = (with_facts(layout, allocator={"further_communicators": count}) for count in (0, 3))
     more = many.memory["communicators"] - few.memory["communicators"]
-    assert more == pytest.approx(3 * STACKS["megatron"].communicator_bytes)
+    assert more == pytest.approx(3 * MEGATRON.allocator.communicator_bytes)
 
 
-@pytest.mark.parametrize("fact", ["weighs_biases", "clamps_apart", "pads_apart", "turns_apart"])
+@pytest.mark.parametrize(
+    ("component", "fact"),
+    [
+        ("experts", "weighs_biases"),
+        ("experts", "clamps_apart"),
+        ("experts", "pads_apart"),
+        ("attention", "turns_apart"),
+    ],
+)
 def test_what_is_done_apart_from_the_kernels_around_it_takes_time_as_memory_traffic_and_nothing_else(
-    fact: str,
+    component: str, fact: str
 ) -> None:
-    fused, apart = (with_facts(MIXTURE, "qwen3-30b-a3b", **{fact: is_apart}) for is_apart in (False, True))
+    fused, apart = (
+        with_facts(MIXTURE, "qwen3-30b-a3b", **{component: {fact: is_apart}}) for is_apart in (False, True)
+    )
     changed = {name for name, seconds in apart.time.items() if seconds > fused.time[name] * (1 + 1e-9)}
     assert "pointwise" in changed
     assert changed <= {"pointwise", "host", "scale_tax", "bubble"}
@@ -150,12 +169,12 @@ def test_what_is_done_apart_from_the_kernels_around_it_takes_time_as_memory_traf
 def test_what_is_clamped_apart_is_kept_besides_what_was_clamped() -> None:
     model = job("qwen3-30b-a3b").workload.model
     assert model.moe is not None
-    fused, apart = (kept(clamps_apart=is_apart) for is_apart in (False, True))
+    fused, apart = (kept(experts={"clamps_apart": is_apart}) for is_apart in (False, True))
     routed = (
         4096 * model.moe.per_token
     )  # a rank's own tokens, as experts have them when they are dealt evenly
     assert apart - fused >= model.layers * routed * 2 * model.moe.ffn_dim * 2
-    assert kept(pads_apart=True, turns_apart=True, weighs_biases=True) == fused
+    assert kept(experts={"pads_apart": True, "weighs_biases": True}, attention={"turns_apart": True}) == fused
 
 
 def test_experts_of_a_rank_that_add_their_biases_one_by_one_launch_kernels_for_each() -> None:
@@ -163,12 +182,12 @@ def test_experts_of_a_rank_that_add_their_biases_one_by_one_launch_kernels_for_e
         with_facts(
             planned(Layout(shard=64, expert=expert), zero=1),
             "qwen3-30b-a3b",
-            weighs_biases=True,
-            launch_s=1e-3,  # so slow that everything waits for the host
+            experts={"weighs_biases": True},
+            kernels={"launch_s": 1e-3},  # so slow that everything waits for the host
         ).time["host"]
-        - with_facts(planned(Layout(shard=64, expert=expert), zero=1), "qwen3-30b-a3b", launch_s=1e-3).time[
-            "host"
-        ]
+        - with_facts(
+            planned(Layout(shard=64, expert=expert), zero=1), "qwen3-30b-a3b", kernels={"launch_s": 1e-3}
+        ).time["host"]
         for expert in (64, 8)
     )
     assert many > 6 * few
@@ -176,7 +195,9 @@ def test_experts_of_a_rank_that_add_their_biases_one_by_one_launch_kernels_for_e
 
 def test_a_cast_that_finds_its_scale_first_reads_once_more() -> None:
     layout = planned(Layout(shard=64), zero=1, precision="fp8")
-    once, twice, thrice = (with_facts(layout, cast_reads=reads).time["matmul"] for reads in (1, 2, 3))
+    once, twice, thrice = (
+        with_facts(layout, kernels={"cast_reads": reads}).time["matmul"] for reads in (1, 2, 3)
+    )
     assert once < twice
     assert thrice - twice == pytest.approx(twice - once)
 
@@ -184,7 +205,8 @@ def test_a_cast_that_finds_its_scale_first_reads_once_more() -> None:
 def test_casts_of_one_expert_after_the_other_begin_as_many_kernels() -> None:
     layout = dataclasses.replace(MIXTURE, precision="fp8")
     together, each, each_by_four = (
-        with_facts(layout, "qwen3-30b-a3b", cast_kernels=kernels_).time["matmul"] for kernels_ in (0, 1, 4)
+        with_facts(layout, "qwen3-30b-a3b", kernels={"cast_kernels": kernels_}).time["matmul"]
+        for kernels_ in (0, 1, 4)
     )
     local = 128 / 16
     assert (each_by_four - together) / (each - together) == pytest.approx(
@@ -204,13 +226,13 @@ def test_of_a_part_that_is_computed_again_by_half_half_is_kept() -> None:
     assert widths["none"] < widths["half"]
 
 
-def kept(model: str = "qwen3-30b-a3b", precision: str = "bf16", **facts: Any) -> float:
+def kept(model: str = "qwen3-30b-a3b", precision: str = "bf16", **facts: dict[str, Any]) -> float:
     layout = dataclasses.replace(MIXTURE, precision=precision)
     return with_facts(layout, model, **facts).memory["activations"]
 
 
 def test_results_of_experts_are_kept_only_where_they_are_weighted_afterwards() -> None:
-    after, inside = (kept(weighs_inside=inside) for inside in (False, True))
+    after, inside = (kept(experts={"weighs_inside": inside}) for inside in (False, True))
     workload = job("qwen3-30b-a3b").workload
     model = workload.model
     assert model.moe is not None
@@ -219,17 +241,23 @@ def test_results_of_experts_are_kept_only_where_they_are_weighted_afterwards() -
 
 
 def test_a_narrow_format_keeps_less_than_a_wide_one_and_more_where_operands_stay_wide() -> None:
-    wide, narrow, operands = kept(), kept(precision="fp8"), kept(precision="fp8", wide_operands=True)
+    wide, narrow, operands = (
+        kept(),
+        kept(precision="fp8"),
+        kept(precision="fp8", activations={"wide_operands": True}),
+    )
     assert narrow < wide
     assert operands == pytest.approx(wide)
-    assert kept(precision="fp8", narrow_gates=True) < narrow
-    assert kept(narrow_gates=True) == wide
+    assert kept(precision="fp8", experts={"narrow_gates": True}) < narrow
+    assert kept(experts={"narrow_gates": True}) == wide
 
 
 def test_tokens_in_eight_bits_take_less_time_to_their_experts() -> None:
     layout = dataclasses.replace(MIXTURE, precision="fp8")
     times = [
-        with_facts(layout, "qwen3-30b-a3b", dispatch="hybrid", narrow_dispatch=narrow).time["expert_comm"]
+        with_facts(layout, "qwen3-30b-a3b", experts={"dispatch": "hybrid", "narrow_dispatch": narrow}).time[
+            "expert_comm"
+        ]
         for narrow in (False, True)
     ]
     assert times[1] < times[0]

@@ -263,7 +263,7 @@ def _assumptions(plan: Plan) -> str:
             f"; median error {origin.median_error:.1%}" if origin.points else ""
         )
         facts.append((f"products in {format_}", error, origin.source, origin.date))
-    stack = [(field.name, _plain(getattr(job.stack, field.name))) for field in dataclasses.fields(job.stack)]
+    stack = [(name, _plain(value)) for name, value in job.stack.facts()]
     given = [
         (field.name, _plain(getattr(plan.assumptions, field.name)))
         for field in dataclasses.fields(plan.assumptions)

@@ -126,7 +126,7 @@ def activities(found: Estimate) -> dict[Activity, float]:
 
 def run_inputs(job: Job, found: Estimate, tokens: float) -> RunInputs:
     """The run of ``tokens`` tokens with the layout that was estimated."""
-    saved = sum(state.bytes for state in job.stack.states if state.kind != "gradients")
+    saved = sum(state.bytes for state in job.stack.states.kept if state.kind != "gradients")
     return RunInputs(
         cluster=job.cluster,
         step_s=found.step_s,

@@ -20,7 +20,8 @@ from phalanx.model.facts.shape import resolve
 from phalanx.plan.search.search import Objective
 from phalanx.plan.search.space import Options
 from phalanx.plan.workload.candidates import RECOMPUTE
-from phalanx.plan.workload.stacks import Job, Stack, stack_named, stack_of, workload_of
+from phalanx.plan.workload.foreign_stacks import stack_named
+from phalanx.plan.workload.stacks import Job, Overlap, Stack, stack_of, workload_of
 from phalanx.run.layout import SPLIT_BACKWARD, layout_problems
 from phalanx.run.spec import DataSpec, PrecisionSpec, RunSpec, TrainSpec
 
@@ -85,17 +86,11 @@ def _own_stack(spec: RunSpec, cluster: Cluster) -> Stack:
         schedules = tuple(name for name in stack.schedules if name not in SPLIT_BACKWARD)
         stack = replace(stack, schedules=schedules)
     if spec.precision.compute == "fp32":
-        stack = replace(stack, gather_bytes=4.0)
+        stack = replace(stack, data=replace(stack.data, gather_bytes=4.0))
     if _is_cpu(cluster):
-        # gloo's collectives keep the caller waiting: nothing is hidden.
-        stack = replace(
-            stack,
-            data_overlap=0.0,
-            context_overlap=0.0,
-            tensor_overlap=0.0,
-            expert_overlap=0.0,
-            launch_s=0.0,  # the host is what computes: starting a kernel is part of the kernel
-        )
+        # gloo's collectives keep the caller waiting: nothing is hidden. The host is what computes: launching a kernel is part of it.
+        kernels = replace(stack.kernels, launch_s=0.0)
+        stack = replace(stack, overlap=Overlap(context=0.0, data=0.0), kernels=kernels)
     return stack
 
 

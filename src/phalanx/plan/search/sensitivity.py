@@ -14,7 +14,7 @@ from phalanx.hardware.profiles import Profile
 from phalanx.plan.search.plan import Plan, run_inputs
 from phalanx.plan.step_cost.estimate import estimate
 from phalanx.plan.whole_run.estimate import LEVELS, estimate_run
-from phalanx.plan.workload.stacks import Job
+from phalanx.plan.workload.stacks import Job, Stack
 
 CHANGE = 0.2
 """By how much of itself each figure is lowered and raised."""
@@ -43,13 +43,17 @@ def _jobs(job: Job) -> Iterator[tuple[str, Job, Job]]:
             low, high = (_with(job, figure, value * factor) for factor in (1 - CHANGE, 1 + CHANGE))
             yield name, low, high
     yield "peak FLOP/s", _with_flops(job, 1 - CHANGE), _with_flops(job, 1 + CHANGE)
-    stack = job.stack
-    for name, field in (("scale tax", "tax_per_doubling"), ("overlap of data axes", "data_overlap")):
-        low, high = (
-            replace(job, stack=replace(stack, **{field: getattr(stack, field) * factor}))
-            for factor in (1 - CHANGE, 1 + CHANGE)
-        )
+    for name, scaled in (("scale tax", _with_tax), ("overlap of data axes", _with_data_overlap)):
+        low, high = (replace(job, stack=scaled(job.stack, factor)) for factor in (1 - CHANGE, 1 + CHANGE))
         yield name, low, high
+
+
+def _with_tax(stack: Stack, factor: float) -> Stack:
+    return replace(stack, tax_per_doubling=stack.tax_per_doubling * factor)
+
+
+def _with_data_overlap(stack: Stack, factor: float) -> Stack:
+    return replace(stack, overlap=replace(stack.overlap, data=stack.overlap.data * factor))
 
 
 def _with(job: Job, figure: str, value: float) -> Job:

@@ -159,7 +159,7 @@ def prepare(job: Job, candidates: Candidates) -> Evaluation:
     return Evaluation(
         job,
         candidates,
-        holdings(job.workload.model, candidates, job.stack.shards, job.stack.optimizer),
+        holdings(job.workload.model, candidates, job.stack.states.shards, job.stack.states.optimizer),
         layer_costs(job, candidates),
         pipelines_of(job, candidates),
         place_table(job, candidates),

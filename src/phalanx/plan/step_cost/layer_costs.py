@@ -134,7 +134,7 @@ class _Rank:
         tokens = keys.micro_batch * workload.seq_len / keys.context
         local = tokens / np.where(keys.sequence_parallel > 0, keys.tensor, 1)
         if rows == "gathered":
-            return tokens if self.job.stack.keeps_gathered_inputs else local
+            return tokens if self.job.stack.activations.gathered_inputs else local
         if rows == "routed":
             per_token = workload.model.moe.per_token if workload.model.moe else 0
             return tokens / keys.tensor * keys.expert_tensor * per_token * workload.imbalance
@@ -158,7 +158,7 @@ class _Rank:
 
     def _bytes(self, tensor: Kept) -> int:
         wide, narrow = self.precision.activation_bytes, self.precision.operand_bytes
-        if self.job.stack.wide_operands:
+        if self.job.stack.activations.wide_operands:
             narrow = wide
         if tensor.beside and narrow == wide:
             return 0
@@ -175,7 +175,7 @@ class _Rank:
                 core += times
             found[:, CATEGORIES.index(category)] += times
             parts[PARTS.index(operation.part)] += times[0]
-            if operation.part not in self.job.stack.graphed:
+            if operation.part not in self.job.stack.kernels.graphed:
                 launches += self._launches(operation)
         found[:, CATEGORIES.index("expert_comm")] *= 1 - self._hidden_exchange(found)
         hidden = self._hidden_context(found[:, CATEGORIES.index("context_comm")], core)
@@ -188,11 +188,11 @@ class _Rank:
 
     def _hidden_context(self, exchange: Floats, core: Floats) -> Floats:
         """Seconds of the way of keys and values that attention with the blocks before hides, by phase."""
-        if self.job.stack.context_exchange == "gather":
+        if self.job.stack.attention.exchange == "gather":
             return np.zeros_like(exchange)
         # A ring of n ranks computes n blocks and sends n - 1; each can hide no more than the block computed meanwhile.
         blocks = self.keys.context
-        hiding = core * self.job.stack.context_overlap * (blocks - 1) / blocks
+        hiding = core * self.job.stack.overlap.context * (blocks - 1) / blocks
         return np.minimum(exchange, hiding)
 
     def _hidden_exchange(self, found: Floats) -> Floats:
@@ -201,13 +201,13 @@ class _Rank:
         computing = sum(
             found[:, CATEGORIES.index(name)].sum(axis=0) for name in ("matmul", "attention", "pointwise")
         )
-        share: Floats = np.minimum(self.job.stack.expert_overlap, computing / np.maximum(exchange, 1e-30))
+        share: Floats = np.minimum(self.job.stack.overlap.expert, computing / np.maximum(exchange, 1e-30))
         return share
 
     def _host(self, launches: Floats, device_s: Floats) -> Floats:
         """Seconds that the device waits for the host, by phase."""
-        host_s = launches * self.job.stack.launch_s
-        return host_s if self.job.stack.blocking_launches else np.maximum(host_s - device_s, 0.0)
+        host_s = launches * self.job.stack.kernels.launch_s
+        return host_s if self.job.stack.kernels.blocking_launches else np.maximum(host_s - device_s, 0.0)
 
     def _launches(self, operation: Operation) -> Floats:
         """Kernels by phase."""
@@ -254,10 +254,10 @@ class _Rank:
         seconds: Callable[..., Floats] = partial(kernels.matmul_s, self.job.profile, format_)
         each = rows
         if product.experts:
-            streams = self.job.stack.expert_streams
+            streams = self.job.stack.experts.streams
             seconds = partial(kernels.grouped_matmul_s, self.job.profile, format_, groups, streams=streams)
             each = rows / groups
-        adding = self.job.stack.accumulating_bytes
+        adding = self.job.stack.kernels.accumulating_bytes
         return casts + np.stack(
             [
                 seconds(each, columns, inner),
@@ -271,8 +271,11 @@ class _Rank:
         if format_ not in ("fp8", "fp4"):
             return np.zeros((len(PHASES), 1))
         # Written twice: along rows for one product and along columns for another.
-        starts = np.maximum(self.job.stack.cast_kernels * groups, 1)
-        moved = self.job.stack.cast_reads * self.precision.activation_bytes + 2 * self.precision.operand_bytes
+        starts = np.maximum(self.job.stack.kernels.cast_kernels * groups, 1)
+        moved = (
+            self.job.stack.kernels.cast_reads * self.precision.activation_bytes
+            + 2 * self.precision.operand_bytes
+        )
         forward, backward = (
             kernels.memory_bound_s(self.job.profile, moved * elements, starts) for elements in operands
         )
@@ -282,10 +285,10 @@ class _Rank:
         # 2 FLOP for each multiply-add, over half of the square; backward 2.5 times (arXiv 2307.08691, section 3.1).
         per_token = self.job.workload.seq_len * attention.heads * attention.widths
         flops = self.rows("tokens") * per_token / self.keys.tensor * self.job.workload.attended
-        if not self.job.stack.context_balanced:  # the last of n contiguous pieces attends to all before it
+        if not self.job.stack.attention.balanced:  # the last of n contiguous pieces attends to all before it
             flops = flops * (2 - 1 / self.keys.context)
         format_ = self.precision.matmul if self.precision.matmul in ("fp16", "fp32") else "bf16"
-        if self.job.stack.narrow_attention and self.precision.matmul in ("fp8", "fp4"):
+        if self.job.stack.attention.narrow and self.precision.matmul in ("fp8", "fp4"):
             format_ = "fp8"
         seconds = partial(
             kernels.attention_s,
@@ -308,7 +311,7 @@ class _Rank:
     @property
     def _passes(self) -> int:
         """Eager code keeps intermediate results in fp32 and makes several passes of what one kernel would do."""
-        return 1 if self.job.stack.fused_pointwise else 3
+        return 1 if self.job.stack.kernels.fused_pointwise else 3
 
     def _pointwise(self, operation: Pointwise) -> Floats:
         passes = self._passes
@@ -334,15 +337,15 @@ class _Rank:
             collectives.reduce_scatter_s, size, 1, elements * self.precision.activation_bytes
         )
         forward, backward = (gather, scatter) if "gather" in exchange.kind else (scatter, gather)
-        if exchange.kind == "gather" and not self.job.stack.keeps_gathered_inputs:
+        if exchange.kind == "gather" and not self.job.stack.activations.gathered_inputs:
             backward = backward + gather
-        exposed = 1 - self.job.stack.tensor_overlap
+        exposed = 1 - self.job.stack.overlap.tensor
         return "tensor_comm", np.stack([forward, backward, np.zeros_like(forward)]) * exposed
 
     def _keys_and_values(self, exchange: Exchange) -> Floats:
         keys = self.keys
         block = self.rows("tokens") * exchange.width / keys.tensor * self.precision.activation_bytes
-        if self.job.stack.context_exchange == "gather":
+        if self.job.stack.attention.exchange == "gather":
             gather, scatter = (
                 self._collective(seconds, keys.context, keys.tensor, block * keys.context)
                 for seconds in (collectives.all_gather_s, collectives.reduce_scatter_s)
@@ -361,8 +364,8 @@ class _Rank:
         assert moe is not None, "only mixtures have an exchange with experts"
         job, keys = self.job, self.keys
         tokens = self.rows("tokens") / keys.tensor * job.workload.imbalance
-        once = job.stack.dispatch != "every copy"
-        narrow = exchange.kind == "dispatch" and job.stack.narrow_dispatch
+        once = job.stack.experts.dispatch != "every copy"
+        narrow = exchange.kind == "dispatch" and job.stack.experts.narrow_dispatch
         bytes_ = exchange.width * (
             self.precision.operand_bytes if narrow else self.precision.activation_bytes
         )
@@ -375,7 +378,7 @@ class _Rank:
                     tokens,
                     bytes_,
                     moe.per_token,
-                    law="all_to_all" if job.stack.dispatch == "hybrid" else "dispatch",
+                    law="all_to_all" if job.stack.experts.dispatch == "hybrid" else "dispatch",
                 )
             )
         copies = tokens * moe.per_token * bytes_

@@ -17,7 +17,7 @@ from phalanx.plan.step_cost.bubbles import Pipelines, in_flight
 from phalanx.plan.step_cost.layer_costs import LayerCosts
 from phalanx.plan.workload.candidates import PRECISIONS, SCHEDULES, Candidates, Floats, Ints, distinct
 from phalanx.plan.workload.holdings import Holdings, owned_matrices
-from phalanx.plan.workload.stacks import Job, State
+from phalanx.plan.workload.stacks import Job, ParameterState
 from phalanx.plan.workload.stages import Places, most_stages, places
 from phalanx.run.layout import SPLIT_BACKWARD
 from phalanx.run.spec import OptimizerSpec
@@ -96,30 +96,30 @@ def state_bytes(job: Job, candidates: Candidates, held: Holdings, place: Place) 
         times(place.counts, held.dense) + times(place.counts, held.experts),
         times(place.counts, held.dense_share) + times(place.counts, held.experts_share),
     )
-    kinds = {state.kind: _state(state, candidates, whole, share) for state in stack.states}
-    if stack.optimizer is not None:
-        kinds["moments"] = _moments(stack.optimizer, job, candidates, held, place)
-    kinds["compute copy"] = stack.copy_bytes * _gathered(job, candidates, held, place)
+    kinds = {state.kind: _state(state, candidates, whole, share) for state in stack.states.kept}
+    if stack.states.optimizer is not None:
+        kinds["moments"] = _moments(stack.states.optimizer, job, candidates, held, place)
+    kinds["compute copy"] = stack.states.copy_bytes * _gathered(job, candidates, held, place)
     micro_batches = pipelines_of(job, candidates).micro_batches
-    if stack.slot_gradient_bytes:
+    if stack.states.slot_gradient_bytes:
         adds_up = micro_batches > 1
-        if stack.reduces_once:
+        if stack.data.reduces_once:
             adds_up = adds_up | ((candidates.zero < 3) & (_rounds(job, candidates) > 1))
-        kinds["slot gradients"] = stack.slot_gradient_bytes * whole * adds_up
-    if stack.slot_tree:
+        kinds["slot gradients"] = stack.states.slot_gradient_bytes * whole * adds_up
+    if stack.states.slot_tree:
         kinds["open sums"] = (_open_sums(job, candidates) - 1) * kinds["gradients"]
-    if stack.unit_gradient_bytes:
+    if stack.states.unit_gradient_bytes:
         kinds["gradient buffers"] = _unit_gradients(job, candidates, held, place)
-    if stack.embedding_gradient_bytes:
+    if stack.states.embedding_gradient_bytes:
         ends = np.maximum(place.counts[2], place.counts[3])
-        kinds["gradient of the embedding"] = stack.embedding_gradient_bytes * ends * held.dense[2]
+        kinds["gradient of the embedding"] = stack.states.embedding_gradient_bytes * ends * held.dense[2]
     return kinds
 
 
 def _unit_gradients(job: Job, candidates: Candidates, held: Holdings, place: Place) -> Floats:
     """Bytes of the gradient of the largest block, whole, while its shares are exchanged."""
     largest = np.maximum.reduce([count.clip(0, 1) * block for count, block in _blocks(place, held)])
-    whole: Floats = job.stack.unit_gradient_bytes * largest * (candidates.zero >= 2)
+    whole: Floats = job.stack.states.unit_gradient_bytes * largest * (candidates.zero >= 2)
     return whole
 
 
@@ -134,7 +134,7 @@ def _moments(
     return moments * (1 - candidates.offload_optimizer)
 
 
-def _state(state: State, candidates: Candidates, whole: Floats, share: Floats) -> Floats:
+def _state(state: ParameterState, candidates: Candidates, whole: Floats, share: Floats) -> Floats:
     elements = np.where(candidates.zero >= state.sharded_from, share, whole)
     here = 1 - candidates.offload_optimizer if state.optimizer else 1
     return state.bytes * elements * here
@@ -165,7 +165,7 @@ def _blocks(place: Place, held: Holdings) -> list[tuple[Ints, Floats]]:
 def _gathered(job: Job, candidates: Candidates, held: Holdings, place: Place) -> Floats:
     """Elements that are there in the format of computing: all, or with ZeRO-3 two blocks and what is outside blocks."""
     # Where nothing is divided and formats agree, the weights themselves are computed with.
-    always = job.stack.copies_unsharded
+    always = job.stack.states.copies_unsharded
     dense_in, experts_in = (
         np.asarray((ranks > 1) & (candidates.zero > 0) | always, dtype=np.float64)
         for ranks in (candidates.dense_shard, candidates.expert_shard)
@@ -190,7 +190,7 @@ def activation_bytes(
     layers = [kind for kind in (0, 1) if place.counts[kind].any()]  # the kinds that some rank has
     per_layer = {kind: costs.by_mode(costs.kept_bytes, kind, candidates.recompute) for kind in (*layers, 3)}
     kept = times(tuple(place.counts[kind] for kind in layers), tuple(per_layer[kind] for kind in layers))
-    if job.stack.keeps_stage_outputs:
+    if job.stack.activations.stage_outputs:
         kept = kept + _boundary(job, candidates) * candidates.stages_per_rank
     kept = kept * in_flight(pipes, place.rank)
     # The end of the model is computed backward as soon as it was computed forward.
@@ -208,7 +208,7 @@ def activation_bytes(
         widest = np.maximum(widest, costs.of(costs.widest_bytes, kind) * present)
     # When the layers are computed backward, the loss's arrays are gone: of the two, what needs more decides.
     later = again + widest
-    if job.stack.unit_gradient_bytes:
+    if job.stack.states.unit_gradient_bytes:
         later = later + _unit_gradients(job, candidates, held, place)
     loss = np.maximum(place.counts[3] * _logits(job, candidates) - later, 0.0)
     return {
@@ -230,20 +230,22 @@ def _boundary(job: Job, candidates: Candidates) -> Floats:
 
 def _logits(job: Job, candidates: Candidates) -> Floats:
     tokens = candidates.micro_batch * job.workload.seq_len / candidates.context
-    at_once = np.minimum(tokens, job.stack.loss_chunk or np.inf)
+    at_once = np.minimum(tokens, job.stack.loss.chunk or np.inf)
     width = np.array([precision.activation_bytes for precision in PRECISIONS])[candidates.precision]
     # The figure of a stack is for two bytes in the format of activations, beside fp32.
-    bytes_each = job.stack.logit_bytes + 2.0 * (width - 2)
+    bytes_each = job.stack.loss.logit_bytes + 2.0 * (width - 2)
     return at_once * job.workload.model.vocab_size / candidates.tensor * bytes_each
 
 
 def overhead_bytes(job: Job, candidates: Candidates) -> dict[str, Floats]:
     """Bytes that software holds whatever the model."""
     groups = (candidates.tensor, candidates.context, candidates.pipeline, candidates.data, candidates.expert)
-    count = sum((degree > 1).astype(np.float64) for degree in groups) + job.stack.further_communicators
+    count = (
+        sum((degree > 1).astype(np.float64) for degree in groups) + job.stack.allocator.further_communicators
+    )
     return {
-        "context": np.full(1, job.stack.context_bytes + job.stack.buffer_bytes),
-        "communicators": job.stack.communicator_bytes * np.asarray(count),
+        "context": np.full(1, job.stack.allocator.context_bytes + job.stack.allocator.buffer_bytes),
+        "communicators": job.stack.allocator.communicator_bytes * np.asarray(count),
     }
 
 
@@ -253,7 +255,11 @@ def memory_at(
     """Bytes by kind of the ranks at ``place``; their sum is the total."""
     kinds = state_bytes(job, candidates, held, place)
     kinds |= activation_bytes(job, candidates, held, costs, pipes, place)
-    return kinds | {"fragmentation": job.stack.fragmentation * total(kinds)} | overhead_bytes(job, candidates)
+    return (
+        kinds
+        | {"fragmentation": job.stack.allocator.fragmentation * total(kinds)}
+        | overhead_bytes(job, candidates)
+    )
 
 
 def memory_parts(
@@ -262,7 +268,7 @@ def memory_parts(
     """``memory_at`` as two terms, each over the few axes it depends on: state with overheads, and activations."""
     state = total(state_bytes(job, candidates, held, place))
     activations = total(activation_bytes(job, candidates, held, costs, pipes, place))
-    factor = 1 + job.stack.fragmentation
+    factor = 1 + job.stack.allocator.fragmentation
     return factor * state + total(overhead_bytes(job, candidates)), factor * activations
 
 

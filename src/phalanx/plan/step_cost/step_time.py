@@ -4,7 +4,7 @@ One rank decides: that whose stages take longest. Its work is counted once for e
 for: the pipeline (``phalanx.plan.step_cost.bubbles``), the part of each exchange that computing does not hide, the update, and the
 scale tax. Every term is an array of its own, in seconds, over just the axes it depends on; their sum is the step.
 
-Overlap is a bound, not a promise: of the time of a backward pass a fraction (``Stack.data_overlap``) can hide the reduction of
+Overlap is a bound, not a promise: of the time of a backward pass a fraction (``Overlap.data``) can hide the reduction of
 gradients; at least one block's share, the last, is always exposed (Rashidi et al., arXiv 2305.18169 and Calculon, arXiv
 2305.18176, treat the tail alike).
 """
@@ -183,7 +183,7 @@ def compute_terms(
 def blocked_hops(job: Job, pipes: Pipelines) -> Floats:
     """Hops of a flush in which a rank can do nothing else: one each way for every micro-batch, where sends block."""
     each = 2.0 * pipes.micro_batches * pipes.per_rank * (pipes.ranks > 1)
-    return np.asarray(each if job.stack.blocking_sends else 0 * each)
+    return np.asarray(each if job.stack.overlap.blocking_sends else 0 * each)
 
 
 def hop_s(job: Job, candidates: Candidates) -> Floats:
@@ -195,7 +195,7 @@ def hop_s(job: Job, candidates: Candidates) -> Floats:
     seconds = collectives.point_to_point_s(
         job.cluster, stride, rows * job.workload.model.dim * width, candidates.pipeline
     )
-    paired = np.where(candidates.schedule == SCHEDULES.index("dualpipev"), job.stack.paired_overlap, 0)
+    paired = np.where(candidates.schedule == SCHEDULES.index("dualpipev"), job.stack.overlap.paired, 0)
     exposed: Floats = np.asarray(seconds) * (1 - paired)
     return exposed
 
@@ -213,7 +213,7 @@ def data_terms(
     stack, zero = job.stack, candidates.zero
     gather, scatter, among = _weights_s(job, candidates, held, counts)
     blocks = np.maximum(counts[0] + counts[1], 1)
-    forward, backward = (stack.data_overlap * seconds for seconds in windows)
+    forward, backward = (stack.overlap.data * seconds for seconds in windows)
     sharded = zero >= 3
     gathered = _exposed(gather, forward, blocks)
     # After an update, the next step's first forward pass is what hides the gathering of new weights.
@@ -224,11 +224,11 @@ def data_terms(
         window = np.maximum(backward - np.where(sharded, gather, 0.0), 0.0)
     # What is added up over shards is added up over replicas once, with the last of a flush.
     gradients_s = flushes * _exposed(scatter + among, window, blocks)
-    if stack.reduces_once:
+    if stack.data.reduces_once:
         last_s = _exposed(scatter + among, window, blocks)
         further_s = np.where(sharded, (flushes - 1) * _exposed(scatter, window, blocks), 0.0)
         gradients_s = last_s + further_s
-    if stack.reduces_each_micro_batch:
+    if stack.data.reduces_each_micro_batch:
         further = np.where(zero >= 2, passes - flushes, 0.0)
         gradients_s = gradients_s + further * _exposed(scatter, window, blocks)
     return {"weight_gather": weights_s, "gradient_reduce": gradients_s}
@@ -250,7 +250,7 @@ def _weights_s(
     gather = scatter = among = np.zeros(1)
     inside = candidates.tensor * candidates.context * candidates.shard
     divided = candidates.zero >= 1
-    pieces = stack.gathers_per_block * np.maximum(counts[0] + counts[1], 1) if stack.data_overlap else 1
+    pieces = stack.data.gathers_per_block * np.maximum(counts[0] + counts[1], 1) if stack.overlap.data else 1
     for elements, size, stride in (
         (held.dense, candidates.dense_shard, candidates.tensor),
         (held.experts, candidates.expert_shard, candidates.expert * candidates.expert_tensor),
@@ -258,8 +258,10 @@ def _weights_s(
         if not any(each.any() for each in elements):
             continue
         each = times(counts, elements) / pieces
-        bytes_ = stack.reduce_bytes * each
-        gather = gather + pieces * collectives.all_gather_s(cluster, size, stride, stack.gather_bytes * each)
+        bytes_ = stack.data.reduce_bytes * each
+        gather = gather + pieces * collectives.all_gather_s(
+            cluster, size, stride, stack.data.gather_bytes * each
+        )
         reduce_s = collectives.reduce_scatter_s(cluster, size, stride, bytes_)
         if not divided.all():
             everyone = collectives.all_reduce_s(cluster, size * candidates.replicate, stride, bytes_)
@@ -275,7 +277,7 @@ def _weights_s(
 
 def optimizer_s(job: Job, candidates: Candidates, held: Holdings, counts: tuple[Ints, ...]) -> Floats:
     """Seconds of the update of a rank's share, and of the whole matrices that the busiest rank owns."""
-    optimizer = job.stack.optimizer
+    optimizer = job.stack.states.optimizer
     if optimizer is None:
         elements = _updated(job, candidates, held, counts)
         return np.asarray(kernels.memory_bound_s(job.profile, _ADAM_BYTES * elements))
@@ -295,7 +297,7 @@ def _owners_s(optimizer: OptimizerSpec, job: Job, candidates: Candidates, counts
     """
     owned = owned_matrices(optimizer, job.workload.model, candidates, counts)
     known = job.profile.accelerator.flops
-    narrow = optimizer.name == "muon" and job.stack.copy_bytes < 4
+    narrow = optimizer.name == "muon" and job.stack.states.copy_bytes < 4
     formats = ("bf16", "fp32", "tf32") if narrow else ("fp32", "tf32", "bf16")
     rate = kernels.sustained_flops(job.profile, next(name for name in (*formats, *known) if name in known))
     products = (owned.product_flops + owned.decomposition_flops) / rate
@@ -307,7 +309,7 @@ def _owners_s(optimizer: OptimizerSpec, job: Job, candidates: Candidates, counts
 
 def _updated(job: Job, candidates: Candidates, held: Holdings, counts: tuple[Ints, ...]) -> Floats:
     """Parameters that a rank updates."""
-    sharded_from = min(state.sharded_from for state in job.stack.states if state.kind == "moments")
+    sharded_from = min(state.sharded_from for state in job.stack.states.kept if state.kind == "moments")
     whole = times(counts, held.dense) + times(counts, held.experts)
     share = times(counts, held.dense_share) + times(counts, held.experts_share)
     return np.where(candidates.zero >= sharded_from, share, whole)
@@ -326,7 +328,7 @@ def offload_waits(job: Job, candidates: Candidates, costs: LayerCosts, kind: int
 
 def state_copy_s(job: Job, candidates: Candidates, held: Holdings, counts: tuple[Ints, ...]) -> Floats:
     """Seconds to fetch the optimizer's state from the host's memory for the update, and to put it back."""
-    moved = sum(state.bytes for state in job.stack.states if state.optimizer)
+    moved = sum(state.bytes for state in job.stack.states.kept if state.optimizer)
     seconds = 2 * kernels.host_copy_s(job.profile, moved * _updated(job, candidates, held, counts))
     return np.asarray(candidates.offload_optimizer * seconds)
 

@@ -127,12 +127,12 @@ def layers(workload: Workload, stack: Stack) -> dict[str, Layer]:
     attention = _norm(model) + (
         _attention(model, stack) if model.mla is None else _latent_attention(model, model.mla)
     )
-    attention += _fused_core(workload) if stack.flash_attention else _core_in_memory(workload)
+    attention += _fused_core(workload) if stack.attention.flash else _core_in_memory(workload)
     attention += Layer(kept=(Kept("input", "local", model.dim),))
     after = _after_attention(model)
     dense = attention + after + _feed_forward(model, model.ffn_dim, stack)
     mixture = attention + after + _mixture(model, model.moe, stack) if model.moe is not None else dense
-    if stack.dropout:
+    if stack.activations.dropout:
         masks = Layer((Pointwise("out", "local", 4, 4),), (Kept("out", "local", 2 * model.dim, bytes=1),))
         dense, mixture = dense + masks, mixture + masks
     head = _head(model, stack)
@@ -161,7 +161,7 @@ def _attention(model: ModelSpec, stack: Stack) -> Layer:
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     turned = queries + keys
     # Apart: products with cosine and sine, the halves turned and joined, their sum, and a copy of it; backward the same way.
-    turn_forward, turn_backward, turns = (12, 13, 12) if stack.turns_apart else (2, 2, 2)
+    turn_forward, turn_backward, turns = (12, 13, 12) if stack.attention.turns_apart else (2, 2, 2)
     operations = (
         Exchange("projection", "gather", model.dim),
         Product("projection", "tokens", queries + 2 * keys, model.dim, columns_over="tensor"),
@@ -263,7 +263,7 @@ def _feed_forward(model: ModelSpec, inner: int, stack: Stack) -> Layer:
 
 def _gate(model: ModelSpec, stack: Stack) -> int:
     """1 where the activated gate is kept beside gate, values and their product, as it is unless one kernel does it all."""
-    return int(model.ffn == "swiglu" and not stack.fused_pointwise)
+    return int(model.ffn == "swiglu" and not stack.kernels.fused_pointwise)
 
 
 def _mixture(model: ModelSpec, moe: MoeSpec, stack: Stack) -> Layer:
@@ -271,7 +271,7 @@ def _mixture(model: ModelSpec, moe: MoeSpec, stack: Stack) -> Layer:
     dim, inner = model.dim, moe.ffn_dim
     split: Axis = "expert_tensor"
     into, back = (copies * dim for copies in _sorting(moe, stack))
-    results = () if stack.weighs_inside else (Kept("combine", "routed", dim),)
+    results = () if stack.experts.weighs_inside else (Kept("combine", "routed", dim),)
     routed = Layer(
         (
             Product("router", "local", moe.experts, dim),
@@ -294,7 +294,7 @@ def _mixture(model: ModelSpec, moe: MoeSpec, stack: Stack) -> Layer:
             # The router computes in the format of activations, whatever the experts do.
             Kept("norm", "local", dim, beside=True),
             Kept("dispatch", "routed", dim, operand=True),
-            Kept("expert_widen", "routed", gates * inner, split, operand=stack.narrow_gates),
+            Kept("expert_widen", "routed", gates * inner, split, operand=stack.experts.narrow_gates),
             Kept("expert_activation", "routed", inner, split, operand=True),
             Kept("expert_activation", "routed", _gate(model, stack) * inner, split),
             *results,
@@ -316,33 +316,41 @@ def _apart(model: ModelSpec, moe: MoeSpec, stack: Stack) -> Layer:
     biases = Layer((Pointwise("expert_down", "routed", 14 * dim, 18 * dim, kernels=2, experts=moe.experts),))
     # Rows read and written into the experts, and out of them; backward the same for their gradients.
     padding = Layer((Pointwise("dispatch", "routed", 4 * dim, 4 * dim, kernels=2),))
-    asked = ((stack.clamps_apart, clamps), (stack.weighs_biases, biases), (stack.pads_apart, padding))
+    asked = (
+        (stack.experts.clamps_apart, clamps),
+        (stack.experts.weighs_biases, biases),
+        (stack.experts.pads_apart, padding),
+    )
     return sum((layer for is_asked, layer in asked if is_asked), Layer())
 
 
 def _sorting(moe: MoeSpec, stack: Stack) -> tuple[float, float]:
     """Rows read and written for each token: into the order of experts, and back."""
     copies = moe.per_token
-    if stack.dispatch == "hybrid":  # its own kernel sorts what has come
+    if stack.experts.dispatch == "hybrid":  # its own kernel sorts what has come
         return 2 * copies, 2 * copies
     # Of an all-to-all, what it brings is in the order of ranks and sorted once more.
-    moved = 1 + 3 * copies + (2 * copies if stack.dispatch == "every copy" else 0)
+    moved = 1 + 3 * copies + (2 * copies if stack.experts.dispatch == "every copy" else 0)
     fused = _PERMUTED * moved
     # Else each copy is weighted (read, written) and added to a sum that is cleared, read and written.
     return (
-        (fused, fused) if stack.fused_permutation else (4 * copies, 2 * copies + 2 * copies + 3 * copies + 1)
+        (fused, fused)
+        if stack.experts.fused_permutation
+        else (4 * copies, 2 * copies + 2 * copies + 3 * copies + 1)
     )
 
 
 def _loss_passes(stack: Stack) -> tuple[float, float]:
     """How often a score of two bytes is read or written for the loss, and for its gradient."""
-    if stack.loss_passes is not None:
-        return stack.loss_passes
-    if stack.loss_chunk:
+    if stack.loss.passes is not None:
+        return stack.loss.passes
+    if stack.loss.chunk:
         return 6, 1
-    if stack.logit_bytes <= _FUSED_LOGIT_BYTES:  # read for the sum; read and overwritten by its gradient
+    if stack.loss.logit_bytes <= _FUSED_LOGIT_BYTES:  # read for the sum; read and overwritten by its gradient
         return 2, 2
-    if stack.fused_pointwise:  # to fp32, the maximum, exponentials and their sum; the gradient, to 16 bits
+    if (
+        stack.kernels.fused_pointwise
+    ):  # to fp32, the maximum, exponentials and their sum; the gradient, to 16 bits
         return 12, 5
     # Each of these steps and a division by itself: 38 bytes forward, 14 backward. All that eager code moves is counted thrice.
     return 19 / 3, 7 / 3

@@ -1,9 +1,9 @@
-"""What the planner must know of the software that trains: facts of each stack, as data.
+"""A software stack as facts for the planner: eight components, this project's own stack, and the job that estimates are of.
 
-Two programs with the same layout differ in what they keep in which format, in what they hide behind computing, and in what
-they hold on to. Each difference is a field here, so that the formulas of memory and time are written once for all. Where a
-figure cannot be read off a source it is a default to be fitted (``phalanx calibrate``, ``python -m validation``): the
-overlap fractions, ``time_scalar`` and ``tax_per_doubling``.
+Two programs with the same layout differ in what they keep in which format, in what they hide behind computing, and in what their
+allocators hold. Each difference is a field of a component, so that the formulas of memory and time are written once for all
+software. Stacks of other software are in ``phalanx.plan.workload.foreign_stacks``. Where a figure cannot be read off a source it is
+fitted (``phalanx calibrate``, ``python -m validation``): the fractions of ``Overlap``, ``time_scalar`` and ``tax_per_doubling``.
 
 Sources: Megatron-LM's distributed optimizer and main gradients (docs/source/api-guide/dist_optimizer.md of NVIDIA/Megatron-LM);
 FSDP2 (torch.distributed.fsdp.fully_shard); ZeRO (arXiv 1910.02054); DeepSeek-V3 (arXiv 2412.19437, sections 3.2 and 3.3).
@@ -11,8 +11,8 @@ FSDP2 (torch.distributed.fsdp.fully_shard); ZeRO (arXiv 1910.02054); DeepSeek-V3
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -25,270 +25,249 @@ from phalanx.plan.workload.candidates import RECOMPUTE, Recompute
 from phalanx.run.spec import ModelSpec, OptimizerSpec, RunSpec
 
 NEVER = 4
-"""A ZeRO stage that there is not."""
+"""A ZeRO stage above all that exist: states with it are never sharded."""
 
 
 @dataclass(frozen=True)
-class State:
-    """Something that is kept for every parameter from step to step."""
+class ParameterState:
+    """One tensor kind that is kept for every parameter from step to step: gradients, master weights or moments."""
 
     kind: str
     bytes: float
-    """Of a parameter."""
+    """Bytes per parameter."""
     sharded_from: int
-    """The ZeRO stage from which it is divided over data-parallel ranks."""
+    """Lowest ZeRO stage that shards it over data-parallel ranks."""
     optimizer: bool = False
-    """Whether only the update needs it, so that it can be offloaded between updates."""
+    """True if only the update needs it, so that it can be offloaded between updates."""
 
 
 @dataclass(frozen=True)
-class Stack:
-    """Facts of one software stack. Fractions are of one; bytes are of one rank."""
+class States:
+    """Weights, gradients and optimizer state: formats in bytes per parameter, and what shards them."""
 
-    name: str
-    states: tuple[State, ...]
-    zero_stages: tuple[int, ...]
-    schedules: tuple[str, ...]
-    split: Literal["balanced", "even", "last"]
-    """How layers are divided into stages: by FLOP, or equally, embedding and output projection each counting as one layer
-    where the layers alone do not divide, or equally and the last stage has what is left beside the model's end."""
+    kept: tuple[ParameterState, ...]
     copy_bytes: float = 2.0
-    """Of a parameter in the format of computing: all of a rank's part below ZeRO-3, from it on two blocks at a time."""
+    """Copy of the weights in the format of computing: all of a rank's part below ZeRO-3, from it on two blocks at a time."""
     copies_unsharded: bool = True
-    """Whether that copy exists where nothing is sharded."""
-    gather_bytes: float = 2.0
-    """Of a parameter on its way to the ranks that compute with it."""
-    reduce_bytes: float = 4.0
-    """Of a gradient on its way to the ranks that add it up."""
+    """True if that copy exists where nothing is sharded."""
     slot_gradient_bytes: float = 0.0
-    """Of a parameter of a rank's whole part, while the micro-batches of one reduction add up."""
-    accumulating_bytes: float = 0.0
-    """Moved for each parameter by the product that computes its gradient, where it adds to a sum that it reads and writes;
-    0 means that the gradient is just written, in the usual format."""
+    """Unsharded gradient accumulator that lives until the micro-batches of one slot are reduced."""
     unit_gradient_bytes: float = 0.0
-    """Of a parameter of the largest block: its whole gradient before it is reduced and divided."""
+    """Whole gradient of the largest block before it is reduced and sharded."""
     embedding_gradient_bytes: float = 0.0
-    """Of a parameter of the embedding: its gradient of one micro-batch on the way to the sum, a block too large for the
-    allocator to make of those that layers have freed."""
-    flash_attention: bool = True
-    dropout: bool = False
-    keeps_gathered_inputs: bool = False
-    """Whether the gathered input of a divided product is kept, rather than its piece gathered again in backward."""
-    fused_pointwise: bool = True
-    """Whether pointwise operations are fused, so that each reads and writes once."""
-    logit_bytes: float = 8.0
-    """Of a token's score for one row of the vocabulary while the loss is computed (bf16, fp32, and its gradient)."""
-    loss_passes: tuple[float, float] | None = None
-    """How often a score's two bytes could be moved while its loss is computed, and then its gradient; ``None``: as often as they are."""
-    loss_chunk: int = 0
-    """Tokens whose logits are held at once; 0 means all of a micro-batch."""
-    context_bytes: float = 0.6e9
-    """Of the driver's context and of libraries, which no allocator counts."""
-    communicator_bytes: float = 0.25e9
-    """Of each communicator's buffers."""
-    further_communicators: int = 0
-    """Beside one for each axis."""
-    buffer_bytes: float = 0.0
-    """Of fixed buffers, for reducing gradients and gathering weights."""
-    keeps_stage_outputs: bool = False
-    """Whether a rank keeps what it has handed on of every micro-batch in flight."""
-    fragmentation: float = 0.04
-    """Of what is allocated: memory that the allocator holds and cannot use."""
-    tensor_overlap: float = 0.0
-    """Of the tensor axis's communication, what is hidden behind products."""
-    context_overlap: float = 1.0
-    """Of the time of a ring's block of attention, what can hide the next block's way."""
-    context_balanced: bool = True
-    """Whether ranks of the context axis have equal shares of causal attention, rather than contiguous pieces of the sequence."""
-    blocking_sends: bool = False
-    """Whether a stage computes nothing while it hands a micro-batch to its neighbor."""
-    expert_overlap: float = 0.0
-    """Of the exchange of tokens, what can be hidden, as far as there is something to compute meanwhile."""
-    data_overlap: float = 0.8
-    """Of the time of backward, what can hide the reduction of gradients (and, ZeRO-3, of a block the gathering of the next)."""
-    paired_overlap: float = 0.0
-    """Of the exchange of tokens and of stages' inputs, what a schedule that pairs forward with backward hides."""
-    time_scalar: float = 1.0
-    """Measured over predicted time, fitted on runs of this stack."""
-    tax_per_doubling: float = 0.006
-    """What each doubling of the ranks beyond one node adds to the time in which ranks wait for each other; see
-    ``phalanx.plan.step_cost.step_time.scale_tax``."""
-    reduces_each_micro_batch: bool = False
-    """Whether ZeRO-2 and ZeRO-3 reduce gradients after every micro-batch rather than after the last of a slot."""
+    """Gradient of the embedding of one micro-batch before it is accumulated, a block too large for the allocator to take from
+    memory that layers have freed."""
+    slot_tree: bool = False
+    """True if gradients of slots are summed as a binary tree, whose open branches are held."""
+    optimizer: OptimizerSpec | None = None
+    """This project's own optimizer, whose state is known tensor by tensor; ``None`` where every parameter has what ``kept`` says."""
+    shards: Literal["flat", "rows"] = "flat"
+    """Unit that data-parallel ranks divide: one flat buffer, or each parameter by whole rows (of stacked experts: whole experts)."""
+
+
+@dataclass(frozen=True)
+class DataExchange:
+    """Collectives of the data axes: formats in bytes per parameter, and how often they run."""
+
+    gather_bytes: float = 2.0
+    """Weights, in all-gathers."""
+    reduce_bytes: float = 4.0
+    """Gradients, in reduce-scatters and all-reduces."""
     gathers_per_block: int = 1
     """Collectives in which a block's weights are gathered and its gradients reduced, where these overlap with computing."""
-    shards: Literal["flat", "rows"] = "flat"
-    """What data-parallel ranks divide: one flat buffer, or each parameter by whole rows (of stacked experts: whole experts)."""
-    dispatch: Literal["once per node", "hybrid", "every copy"] = "every copy"
-    """What of a token crosses the network to its experts: one copy for each node, which spreads it by a few multiprocessors
-    (DeepEP) or at the full rate of its links ("hybrid": HybridEP), or one for each expert (an all-to-all)."""
-    narrow_dispatch: bool = False
-    """Whether tokens go to their experts in the format of products."""
-    expert_streams: int = 0
-    """Streams on which the products of a rank's experts start one after the other; 0 where one kernel computes all."""
-    fused_permutation: bool = True
-    """Whether tokens are brought into the order of experts, weighted and added up again by one kernel each."""
-    weighs_inside: bool = False
-    """Whether experts weight their rows before the last product, so that nothing of their results is kept for the weights' gradient."""
-    narrow_gates: bool = False
-    """Whether the inputs of experts' activation are kept in the format of products."""
-    narrow_attention: bool = False
-    """Whether attention multiplies in fp8 where other products are narrow."""
+    reduces_each_micro_batch: bool = False
+    """True if ZeRO-2 and ZeRO-3 reduce gradients after every micro-batch rather than after the last of a slot."""
+    reduces_once: bool = False
+    """True if gradients are reduced over replicas, and below ZeRO-3 over shards, once a step rather than after each slot; below
+    ZeRO-3 they are kept whole till then."""
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Fractions of communication that computing hides, by axis."""
+
+    tensor: float = 0.0
+    """Share of the tensor axis's communication that is hidden behind products."""
+    context: float = 1.0
+    """Share of the time of a ring's block of attention that can hide the transfer of the next block."""
+    expert: float = 0.0
+    """Share of the exchange of tokens that can be hidden, as far as there is something to compute meanwhile."""
+    data: float = 0.8
+    """Share of the time of backward that can hide the reduction of gradients (and, ZeRO-3, the gathering of the next block)."""
+    paired: float = 0.0
+    """Share of the exchange of tokens and of stages' inputs that a schedule which pairs forward with backward hides."""
+    blocking_sends: bool = False
+    """True if a stage computes nothing while it hands a micro-batch to its neighbor."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Kernel fusion, casts, and the host's cost to launch kernels."""
+
+    fused_pointwise: bool = True
+    """True if pointwise operations are fused, so that each reads and writes once."""
+    accumulating_bytes: float = 0.0
+    """Bytes per parameter moved by the product that computes a gradient, where it adds to a sum that it reads and writes;
+    0 means that the gradient is just written, in the usual format."""
     cast_kernels: int = 0
     """Kernels that cast one expert's operand to a narrow format; 0 where one casts those of all experts."""
     cast_reads: int = 1
-    """How often a cast reads its tensor: once more where the scale is found first, from the tensor itself (current scaling)."""
-    wide_operands: bool = False
-    """Whether operands of narrow products are kept as they were before the cast."""
-    weighs_biases: bool = False
-    """Whether experts' results have biases, which are weighted and added by one small kernel after the other, in fp32."""
-    clamps_apart: bool = False
-    """Whether kernels of their own clamp experts' gates and values before the activation."""
-    pads_apart: bool = False
-    """Whether copies bring experts' rows to a multiple that narrow products need, and their results back."""
-    turns_apart: bool = False
-    """Whether queries and keys are turned to their positions by one small kernel after the other rather than by one."""
-    context_exchange: Literal["ring", "gather"] = "ring"
-    """How keys and values come: block by block while attention computes with the last, or all before it begins."""
+    """Times that a cast reads its tensor: once more where the scale is found first, from the tensor itself (current scaling)."""
     launch_s: float = 20e-6
     """The host's time to launch a kernel, with its share of Python, autograd and casts; 0 where launches are recorded (CUDA
     graphs) or compiled into one program. Fitted on published runs of small mixtures, which wait for the host."""
     graphed: frozenset[str] = frozenset()
     """Parts of a layer (``phalanx.plan.workload.candidates.PARTS``) that CUDA graphs replay: the host launches them at no cost."""
     blocking_launches: bool = False
-    """Whether the host waits for every kernel before it launches the next, as under CUDA_LAUNCH_BLOCKING=1."""
-    slot_tree: bool = False
-    """Whether gradients of slots are added up as a binary tree, whose open branches are held."""
-    reduces_once: bool = False
-    """Whether gradients are reduced over replicas, and below ZeRO-3 over shards, once a step rather than after each slot; below
-    ZeRO-3 they are kept whole till then."""
-    optimizer: OptimizerSpec | None = None
-    """This project's own, whose state is known tensor by tensor; ``None`` where every parameter keeps what ``states`` says."""
+    """True if the host waits for every kernel before it launches the next, as under CUDA_LAUNCH_BLOCKING=1."""
 
 
-_MEGATRON_STATES = (
-    State("gradients", 4, 2),
-    State("master weights", 4, 1, optimizer=True),
-    State("moments", 8, 1, optimizer=True),
+@dataclass(frozen=True)
+class AttentionPath:
+    """Kernels of attention, and the exchange of keys and values on the context axis."""
+
+    flash: bool = True
+    narrow: bool = False
+    """True if attention multiplies in fp8 where other products are narrow."""
+    turns_apart: bool = False
+    """True if queries and keys are rotated to their positions by several small kernels rather than by one."""
+    exchange: Literal["ring", "gather"] = "ring"
+    """Way of keys and values: block by block while attention computes with the last, or all gathered before it begins."""
+    balanced: bool = True
+    """True if context ranks have equal shares of causal attention, rather than contiguous pieces of the sequence."""
+
+
+@dataclass(frozen=True)
+class ExpertPath:
+    """Dispatch of tokens to experts, and the experts' kernels."""
+
+    dispatch: Literal["once per node", "hybrid", "every copy"] = "every copy"
+    """Copies of a token that cross the network to its experts: one for each node, which spreads it by a few multiprocessors
+    (DeepEP) or at the full rate of its links ("hybrid": HybridEP), or one for each expert (an all-to-all)."""
+    narrow_dispatch: bool = False
+    """True if tokens are dispatched in the format of products."""
+    streams: int = 0
+    """Streams on which the products of a rank's experts start one after the other; 0 where one kernel computes all."""
+    fused_permutation: bool = True
+    """True if tokens are permuted to the order of experts, weighted and summed by one kernel each."""
+    weighs_inside: bool = False
+    """True if experts weight their rows before the last product, so that nothing of their results is kept for the weights'
+    gradient."""
+    narrow_gates: bool = False
+    """True if the inputs of experts' activation are kept in the format of products."""
+    weighs_biases: bool = False
+    """True if experts' results have biases, which are weighted and added by one small kernel after the other, in fp32."""
+    clamps_apart: bool = False
+    """True if separate kernels clamp experts' gates and values before the activation."""
+    pads_apart: bool = False
+    """True if copies pad experts' rows to a multiple that narrow products need, and unpad their results."""
+
+
+@dataclass(frozen=True)
+class KeptActivations:
+    """Activations that are kept beyond those that the layers' lists name."""
+
+    gathered_inputs: bool = False
+    """True if the gathered input of a divided product is kept, rather than its piece gathered again in backward."""
+    stage_outputs: bool = False
+    """True if a rank keeps what it has sent to the next stage, of every micro-batch in flight."""
+    wide_operands: bool = False
+    """True if operands of narrow products are kept as they were before the cast."""
+    dropout: bool = False
+    """True if layers have dropout, whose masks are kept."""
+
+
+@dataclass(frozen=True)
+class Allocator:
+    """Bytes of a rank beyond its tensors."""
+
+    context_bytes: float = 0.6e9
+    """The driver's context and libraries, which no allocator counts."""
+    communicator_bytes: float = 0.25e9
+    """Buffers of each communicator."""
+    further_communicators: int = 0
+    """Communicators beside one for each axis."""
+    buffer_bytes: float = 0.0
+    """Fixed buffers for reducing gradients and gathering weights."""
+    fragmentation: float = 0.04
+    """Fraction of what is allocated that the allocator holds beside it and cannot use."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Computation of the loss from the logits."""
+
+    logit_bytes: float = 8.0
+    """Bytes per token and vocabulary entry while the loss is computed (bf16, fp32, and its gradient)."""
+    passes: tuple[float, float] | None = None
+    """Time of the loss, and of its gradient, in passes over the bf16 logits; ``None``: as many as the kernels make."""
+    chunk: int = 0
+    """Tokens whose logits are held at once; 0 means all of a micro-batch."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One software stack, as components that are swapped whole."""
+
+    name: str
+    states: States
+    zero_stages: tuple[int, ...]
+    schedules: tuple[str, ...]
+    split: Literal["balanced", "even", "last"]
+    """Division of layers into stages: by FLOP, or equally, embedding and output projection each counting as one layer
+    where the layers alone do not divide, or equally and the last stage has what is left beside the model's end."""
+    data: DataExchange = DataExchange()
+    overlap: Overlap = Overlap()
+    kernels: Kernels = Kernels()
+    attention: AttentionPath = AttentionPath()
+    experts: ExpertPath = ExpertPath()
+    activations: KeptActivations = KeptActivations()
+    allocator: Allocator = Allocator()
+    loss: Loss = Loss()
+    time_scalar: float = 1.0
+    """Measured over predicted time, fitted on runs of this stack."""
+    tax_per_doubling: float = 0.006
+    """Fraction that each doubling of the ranks beyond one node adds to the step, for ranks that wait for each other; see
+    ``phalanx.plan.step_cost.step_time.scale_tax``."""
+
+    def facts(self) -> Iterator[tuple[str, object]]:
+        """Name and value of every field, those of components as "component.field"."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if is_dataclass(value):
+                yield from (
+                    (f"{field.name}.{part.name}", getattr(value, part.name)) for part in fields(value)
+                )
+            else:
+                yield field.name, value
+
+
+PHALANX = Stack(
+    "phalanx",
+    States(
+        (
+            ParameterState("master weights", 4, 2),
+            ParameterState("gradients", 4, 2),
+            ParameterState("moments", 8, 2, optimizer=True),
+        ),
+        slot_gradient_bytes=4,
+        unit_gradient_bytes=4,
+        slot_tree=True,
+        shards="rows",
+    ),
+    zero_stages=(2, 3),
+    schedules=("gpipe", "1f1b", "interleaved", "zbv", "dualpipev"),
+    split="balanced",
+    kernels=Kernels(fused_pointwise=False),
+    activations=KeptActivations(gathered_inputs=True),
+    loss=Loss(chunk=2048),
 )
-_MEGATRON_SCHEDULES = ("1f1b", "interleaved")
-
-STACKS = {
-    stack.name: stack
-    for stack in (
-        Stack(
-            "phalanx",
-            states=(
-                State("master weights", 4, 2),
-                State("gradients", 4, 2),
-                State("moments", 8, 2, optimizer=True),
-            ),
-            zero_stages=(2, 3),
-            schedules=("gpipe", "1f1b", "interleaved", "zbv", "dualpipev"),
-            split="balanced",
-            slot_gradient_bytes=4,
-            unit_gradient_bytes=4,
-            keeps_gathered_inputs=True,
-            fused_pointwise=False,
-            loss_chunk=2048,
-            shards="rows",
-            slot_tree=True,
-        ),
-        Stack(
-            "megatron",
-            _MEGATRON_STATES,
-            zero_stages=(0, 1),
-            schedules=_MEGATRON_SCHEDULES,
-            split="even",
-            accumulating_bytes=8,
-            expert_streams=4,
-            tensor_overlap=0.3,
-            weighs_inside=True,
-        ),
-        Stack(
-            "fsdp",
-            states=(State("master weights", 4, 3), State("gradients", 4, 2), State("moments", 8, 1)),
-            zero_stages=(3,),
-            schedules=_MEGATRON_SCHEDULES,
-            split="balanced",
-            copies_unsharded=False,
-            unit_gradient_bytes=4,
-            keeps_gathered_inputs=True,
-            reduces_each_micro_batch=True,
-            wide_operands=True,
-        ),
-        Stack(
-            "deepspeed",
-            _MEGATRON_STATES,
-            zero_stages=(0, 1),
-            schedules=("1f1b",),
-            split="even",
-            accumulating_bytes=8,
-            blocking_sends=True,
-            buffer_bytes=2e9,
-            context_bytes=1.65e9,
-            further_communicators=5,
-            embedding_gradient_bytes=2.0,
-            keeps_stage_outputs=True,
-            flash_attention=False,
-            dropout=True,
-            data_overlap=0.0,
-        ),
-        Stack(
-            "megatron-2022",
-            (
-                State("gradients", 4, 2),
-                State("master weights", 4, NEVER, optimizer=True),
-                State("moments", 8, NEVER, optimizer=True),
-            ),
-            zero_stages=(0,),
-            schedules=_MEGATRON_SCHEDULES,
-            split="even",
-            accumulating_bytes=8,
-            flash_attention=False,
-            dropout=True,
-            data_overlap=0.0,
-        ),
-        Stack(
-            "deepseek",
-            states=(
-                State("gradients", 4, 2),
-                State("master weights", 4, 1, optimizer=True),
-                State("moments", 4, 1, optimizer=True),
-            ),
-            zero_stages=(1,),
-            schedules=("1f1b", "dualpipev"),
-            split="even",
-            accumulating_bytes=8,
-            dispatch="once per node",
-            narrow_dispatch=True,
-            narrow_gates=True,
-            paired_overlap=0.9,
-            expert_overlap=0.75,
-            tensor_overlap=0.3,
-        ),
-    )
-}
-"""Known stacks by name. Transformer Engine's grouped products run on four streams. Megatron Core weights rows at experts' activation
-since 0.13 (commit 2659630, "Memory efficient token permutation"); DeepSeek-V3 keeps that activation's inputs in fp8 (arXiv
-2412.19437, section 3.3.3); torchao's float8 products, which FSDP2's users take, keep their operand in bf16 (float8_linear.py). "megatron-2022" and "deepspeed" are without
-flash attention, with dropout, as published then; DeepSpeed's buckets for reducing and gathering are of 5e8 elements of two bytes,
-and its pipeline engine keeps a stage's outputs. Its context is that of an A100 with torch 1.11, 1573 MiB before any tensor
-(bigscience, train/tr11-176B-ml/chronicles-prequel.md); beside the axes it has communicators of all ranks, of a model's ranks, of the tied
-embedding, and of a stage with each neighbor."""
-
-
-def stack_named(name: str) -> Stack:
-    """The stack called ``name``; raises ``ValueError`` that lists those known."""
-    try:
-        return STACKS[name]
-    except KeyError:
-        raise ValueError(f"no stack {name!r} is known; take one of {', '.join(STACKS)}") from None
+"""This project's own stack, before a run file sets it (``stack_of``)."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is to be computed, whoever computes it."""
+    """Model, sequence length and batch of a step, independent of the software."""
 
     model: ModelSpec
     """Resolved: every dimension written out."""
@@ -296,12 +275,12 @@ class Workload:
     batch: int
     """Sequences of a step."""
     slots: int = 0
-    """Pieces that a batch is reduced in, each with its own pass through the pipeline; 0 means one for each data-parallel
+    """Slots of a batch, each reduced by itself and with its own pass through the pipeline; 0 means one for each data-parallel
     rank."""
     imbalance: float = 1.1
-    """Largest load of a rank's experts over the mean."""
+    """Tokens of the most loaded rank's experts over the mean."""
     attended: float = 1.0
-    """Of the scores of causal attention, those that are computed, as the mean of layers: fewer with sliding windows."""
+    """Fraction of causal attention's scores that is computed, mean of layers: below one with sliding windows."""
 
     @property
     def counts(self) -> Counts:
@@ -310,7 +289,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens of a step."""
         return self.batch * self.seq_len
 
 
@@ -328,25 +307,26 @@ def workload_of(spec: RunSpec, *, keep_slots: bool = True) -> Workload:
 
 def stack_of(spec: RunSpec) -> Stack:
     """This project's own stack as a run file sets it: the optimizer's state, format of computing, chunks of the loss."""
-    stack = STACKS["phalanx"]
     compute = spec.precision.compute
     narrow = compute == "bf16" or (compute == "auto" and spec.runtime.device != "cpu")
     model = resolve(spec.model, spec.data.vocab_size)
-    master, gradients, moments = stack.states
-    moments = dataclasses.replace(moments, bytes=_mean_moment_bytes(spec.optimizer, model))
-    return dataclasses.replace(
-        stack,
-        states=(master, gradients, moments),
-        copy_bytes=2.0 if narrow else 4.0,
-        copies_unsharded=narrow,
-        gather_bytes=2.0 if narrow else 4.0,
-        loss_chunk=spec.train.loss_chunk,
-        fused_pointwise=spec.runtime.compile,
-        tensor_overlap=0.5 if spec.parallel.async_tensor else 0.0,
-        context_exchange="gather" if spec.parallel.context_mode == "allgather" else "ring",
-        slot_tree=spec.train.reduction == "reproducible",
-        reduces_once=spec.train.reduction == "fast",
-        optimizer=spec.optimizer,
+    master, gradients, moments = PHALANX.states.kept
+    moments = replace(moments, bytes=_mean_moment_bytes(spec.optimizer, model))
+    return replace(
+        PHALANX,
+        states=replace(
+            PHALANX.states,
+            kept=(master, gradients, moments),
+            copy_bytes=2.0 if narrow else 4.0,
+            copies_unsharded=narrow,
+            slot_tree=spec.train.reduction == "reproducible",
+            optimizer=spec.optimizer,
+        ),
+        data=DataExchange(gather_bytes=2.0 if narrow else 4.0, reduces_once=spec.train.reduction == "fast"),
+        overlap=Overlap(tensor=0.5 if spec.parallel.async_tensor else 0.0),
+        kernels=Kernels(fused_pointwise=spec.runtime.compile),
+        attention=AttentionPath(exchange="gather" if spec.parallel.context_mode == "allgather" else "ring"),
+        loss=Loss(chunk=spec.train.loss_chunk),
     )
 
 
@@ -359,11 +339,11 @@ def _mean_moment_bytes(optimizer: OptimizerSpec, model: ModelSpec) -> float:
 
 @dataclass(frozen=True)
 class Job:
-    """A workload, by a stack, on a cluster: what every estimate is of."""
+    """A workload, the stack that trains it, and the cluster: the subject of every estimate."""
 
     workload: Workload
     stack: Stack
     cluster: Cluster
     profile: Profile
     modes: tuple[Recompute, ...] = RECOMPUTE
-    """What a candidate's ``recompute`` indexes."""
+    """Recomputation modes that a candidate's ``recompute`` indexes."""

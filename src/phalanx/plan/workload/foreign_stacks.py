@@ -1,0 +1,119 @@
+"""Stacks of other software, as data: ``phalanx plan --stack NAME``, and the base of what validation sets for published runs.
+
+Transformer Engine's grouped products run on four streams. Megatron Core weights rows at experts' activation since 0.13 (commit
+2659630, "Memory efficient token permutation"); DeepSeek-V3 keeps that activation's inputs in fp8 (arXiv 2412.19437, section 3.3.3);
+torchao's float8 products, which FSDP2's users take, keep their operand in bf16 (float8_linear.py). "megatron-2022" and "deepspeed"
+are without flash attention, with dropout, as published then. DeepSpeed's buckets for reducing and gathering are of 5e8 elements of
+two bytes, and its pipeline engine keeps a stage's outputs. Its context is that of an A100 with torch 1.11, 1573 MiB before any tensor
+(bigscience, train/tr11-176B-ml/chronicles-prequel.md); beside the axes it has communicators of all ranks, of a model's ranks, of
+the tied embedding, and of a stage with each neighbor.
+"""
+
+from __future__ import annotations
+
+from phalanx.plan.workload.stacks import (
+    NEVER,
+    PHALANX,
+    Allocator,
+    AttentionPath,
+    DataExchange,
+    ExpertPath,
+    KeptActivations,
+    Kernels,
+    Overlap,
+    ParameterState,
+    Stack,
+    States,
+)
+
+_MEGATRON_STATES = (
+    ParameterState("gradients", 4, 2),
+    ParameterState("master weights", 4, 1, optimizer=True),
+    ParameterState("moments", 8, 1, optimizer=True),
+)
+_MEGATRON_SCHEDULES = ("1f1b", "interleaved")
+_ACCUMULATING = Kernels(accumulating_bytes=8)
+
+MEGATRON = Stack(
+    "megatron",
+    States(_MEGATRON_STATES),
+    zero_stages=(0, 1),
+    schedules=_MEGATRON_SCHEDULES,
+    split="even",
+    overlap=Overlap(tensor=0.3),
+    kernels=_ACCUMULATING,
+    experts=ExpertPath(streams=4, weighs_inside=True),
+)
+FSDP = Stack(
+    "fsdp",
+    States(
+        (
+            ParameterState("master weights", 4, 3),
+            ParameterState("gradients", 4, 2),
+            ParameterState("moments", 8, 1),
+        ),
+        copies_unsharded=False,
+        unit_gradient_bytes=4,
+    ),
+    zero_stages=(3,),
+    schedules=_MEGATRON_SCHEDULES,
+    split="balanced",
+    data=DataExchange(reduces_each_micro_batch=True),
+    activations=KeptActivations(gathered_inputs=True, wide_operands=True),
+)
+DEEPSPEED = Stack(
+    "deepspeed",
+    States(_MEGATRON_STATES, embedding_gradient_bytes=2.0),
+    zero_stages=(0, 1),
+    schedules=("1f1b",),
+    split="even",
+    overlap=Overlap(data=0.0, blocking_sends=True),
+    kernels=_ACCUMULATING,
+    attention=AttentionPath(flash=False),
+    activations=KeptActivations(stage_outputs=True, dropout=True),
+    allocator=Allocator(context_bytes=1.65e9, further_communicators=5, buffer_bytes=2e9),
+)
+MEGATRON_2022 = Stack(
+    "megatron-2022",
+    States(
+        (
+            ParameterState("gradients", 4, 2),
+            ParameterState("master weights", 4, NEVER, optimizer=True),
+            ParameterState("moments", 8, NEVER, optimizer=True),
+        )
+    ),
+    zero_stages=(0,),
+    schedules=_MEGATRON_SCHEDULES,
+    split="even",
+    overlap=Overlap(data=0.0),
+    kernels=_ACCUMULATING,
+    attention=AttentionPath(flash=False),
+    activations=KeptActivations(dropout=True),
+)
+DEEPSEEK = Stack(
+    "deepseek",
+    States(
+        (
+            ParameterState("gradients", 4, 2),
+            ParameterState("master weights", 4, 1, optimizer=True),
+            ParameterState("moments", 4, 1, optimizer=True),
+        )
+    ),
+    zero_stages=(1,),
+    schedules=("1f1b", "dualpipev"),
+    split="even",
+    overlap=Overlap(tensor=0.3, expert=0.75, paired=0.9),
+    kernels=_ACCUMULATING,
+    experts=ExpertPath(dispatch="once per node", narrow_dispatch=True, narrow_gates=True),
+)
+
+STACKS = {stack.name: stack for stack in (PHALANX, MEGATRON, FSDP, DEEPSPEED, MEGATRON_2022, DEEPSEEK)}
+"""Stacks that can be planned for, by name."""
+
+
+def stack_named(name: str) -> Stack:
+    """The stack called ``name``; raises ``ValueError`` that lists those known."""
+    try:
+        return STACKS[name]
+    except KeyError:
+        raise ValueError(f"no stack {name!r} is known; take one of {', '.join(STACKS)}") from None
