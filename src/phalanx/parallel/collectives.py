@@ -12,7 +12,7 @@ needs none.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,14 +21,12 @@ from phalanx.model.facts.shape import is_mixture
 from phalanx.model.facts.stages import stage_layers
 from phalanx.parallel.mesh.slots import Deal
 from phalanx.parallel.pipeline.schedules import Action, Schedule
+from phalanx.parallel.reduction.buckets import in_buckets
 from phalanx.run.layout import Layout, micro_batches_per_slot, stages_per_rank
 from phalanx.run.spec import RunSpec
 
 Calls = Counter[tuple[str, str]]
 """How often, by axis and kind: ``("tensor", "all_gather")``. The axis ``all`` is that of all ranks."""
-
-BUCKET_ELEMENTS = 8 << 20
-"""Of one exchange between replicas: 32 MiB in fp32, enough to fill any link."""
 
 
 def rounds_per_step(spec: RunSpec, layout: Layout) -> int:
@@ -206,7 +204,7 @@ class _Rank:
         """Exchanges between replicas in a step: one for each unit of FSDP, or each bucket without it."""
         if self._sharded():
             return sum(len({piece.unit for piece in self.pieces[stage]}) for stage in self.held.stages)
-        return sum(1 for _ in _buckets(piece.held for piece in self.held.pieces))
+        return len(list(in_buckets(self.held.pieces, lambda piece: piece.held)))
 
     def _sharded(self) -> bool:
         """Whether FSDP holds the model: if it is divided, or computes in another format than its weights'."""
@@ -228,14 +226,3 @@ def _gathers(kinds: Iterable[str], *, root: bool) -> int:
 
 def _times(calls: Calls, factor: int) -> Calls:
     return Counter({key: count * factor for key, count in calls.items()})
-
-
-def _buckets(sizes: Iterable[int]) -> Iterator[int]:
-    bucket = 0
-    for size in sizes:
-        bucket += size
-        if bucket >= BUCKET_ELEMENTS:
-            yield bucket
-            bucket = 0
-    if bucket:
-        yield bucket

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.parallel.mesh.slots import Deal, Leaves, SlotTree
-from phalanx.parallel.reduction.data_parallel import rounds_of
+from phalanx.parallel.mesh.slots import Deal, Leaves, SlotTree, rounds_of
 from phalanx.parallel.reduction.tree import push_run
 
 slots_counts = st.integers(1, 40)

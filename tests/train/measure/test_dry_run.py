@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from layouts import DENSE, MIXTURE, legal_layouts
 from layouts import tiny as tiny_run
 from phalanx.model.facts.holdings import holding, place_of
-from phalanx.parallel.collectives import BUCKET_ELEMENTS, collectives
+from phalanx.parallel.collectives import collectives
 from phalanx.parallel.mesh.mesh import LayoutError
-from phalanx.parallel.reduction.data_parallel import _BUCKET_ELEMENTS
 from phalanx.run.layout import layout_of
 from phalanx.run.spec import ModelSpec, ParallelSpec, PrecisionSpec
 from phalanx.train.measure.dry_run import Comparison, dry_run, tiny
@@ -79,7 +78,3 @@ def test_what_a_slot_calls_is_proportional_to_micro_batches_and_rounds() -> None
 def test_an_impossible_layout_is_refused() -> None:
     with pytest.raises(LayoutError, match="multiple of 3"):
         dry_run(tiny_run(DENSE, ParallelSpec(pipeline=3)), 4, 0)
-
-
-def test_buckets_of_replicas_are_those_of_the_reduction() -> None:
-    assert BUCKET_ELEMENTS == _BUCKET_ELEMENTS

@@ -29,9 +29,9 @@ from phalanx.fleet.health.audit import (
     slot_verdict,
     team_ranks,
 )
-from phalanx.parallel.mesh.slots import Deal
+from phalanx.parallel.mesh.slots import Deal, Round
 from phalanx.parallel.reduction.checksum import named_checksum, total_checksum
-from phalanx.parallel.reduction.data_parallel import DataParallel, Round, local
+from phalanx.parallel.reduction.data_parallel import DataParallel, local
 from phalanx.parallel.reduction.witness import Witness, attach, extra_round
 from phalanx.train.step.state import state_tensors
 

@@ -55,6 +55,35 @@ class Deal:
 
 
 @dataclass(frozen=True)
+class Round:
+    """One round of a step: what every shard rank of this replica computes at the same time."""
+
+    slots: tuple[int | None, ...]
+    slot: int
+    """What this rank computes: its own slot, or when it has none, a neighbor's, whose result is dropped."""
+    counts: bool
+    """True if this rank's result counts."""
+    last: bool
+    """True for the last round of a step."""
+
+
+def rounds_of(deal: Deal, replica: int, shard_rank: int) -> list[Round]:
+    """The rounds of one rank.
+
+    A team without slots computes those of the round's first team again: the collectives inside forward and backward
+    need it, and the time is idle anyhow.
+    """
+    dealt = deal.rounds(replica)
+    rounds = []
+    for number, slots in enumerate(dealt):
+        mine, stand_in = slots[shard_rank], slots[shard_rank % deal.team]
+        assert stand_in is not None, "a round begins with a team's slots"
+        last = number == len(dealt) - 1
+        rounds.append(Round(slots, stand_in if mine is None else mine, mine is not None, last))
+    return rounds
+
+
+@dataclass(frozen=True)
 class Leaves:
     """The leaves of the tree in which one kind of parameter's gradients are added: ``per_hand`` for each team's hand.
 

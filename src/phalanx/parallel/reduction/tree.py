@@ -7,12 +7,12 @@ owns a share of the parameters receives that share of *every* slot's gradient, u
 weights in other replicas exchange what is left of their trees the same way, and share the sums by an all-gather:
 the volume of an all-reduce when a replica's slots fill a whole subtree.
 
-``Step`` tells the reducers which slots the current backward pass computes; it is the only state they share.
+``Intake`` tells the reducers which slots the current backward pass computes; it is the only state they share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,21 +21,27 @@ from torch import Tensor
 
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import Mesh
-from phalanx.parallel.mesh.slots import Leaves, SlotTree
+from phalanx.parallel.mesh.slots import Leaves, Round, SlotTree
 from phalanx.parallel.mesh.torch_compat import AllGather, ReduceScatter, all_gather_single
 
 
+def _admit_all(name: str, gradient: Tensor) -> bool:  # noqa: ARG001
+    return True
+
+
 @dataclass
-class CurrentRound:
-    """Where the ranks of a replica are in the current step."""
+class Intake:
+    """What the sums of all parameters of a model share: the round whose gradients come in, and who sees them first."""
 
-    round_slots: tuple[int | None, ...] = ()
-    """The slots whose gradients the current backward pass yields, by shard rank; ``None`` is to be ignored."""
-    last_round: bool = False
-    """Whether the sum is due after this backward pass."""
+    round: Round = field(default_factory=lambda: Round((), 0, counts=False, last=False))
+    slot_complete: bool = False
+    """True if the next backward pass completes the slot's gradient; else its micro-batches still accumulate."""
+    admit: Callable[[str, Tensor], bool] = _admit_all
+    """Called with the name of a parameter or group and a slot's gradient; ``False`` keeps it out of the tree."""
 
 
-def _add(left: Tensor, right: Tensor) -> Tensor:
+def add_in_place(left: Tensor, right: Tensor) -> Tensor:
+    """Adds for a ``SlotTree``, in the memory of ``left``."""
     return left.add_(right)
 
 
@@ -46,17 +52,18 @@ class TreeReducer:
     Each parameter group has one, since their trees grow side by side.
     """
 
+    name: str
     mesh: Mesh
     leaves: Leaves
-    step: CurrentRound
+    intake: Intake
     tree: SlotTree[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tree = SlotTree(self.leaves.count, _add)
+        self.tree = SlotTree(self.leaves.count, add_in_place)
 
     def push(self, gradients: Tensor) -> None:
         """Takes in this round's gradients ``(ranks, share)``, one of each rank, of the share that this rank owns."""
-        leaves = self.leaves.of_round(self.step.round_slots)
+        leaves = self.leaves.of_round(self.intake.round.slots)
         push_run(self.tree, leaves.start, gradients[: len(leaves)])
 
     def keep(self) -> None:
@@ -74,9 +81,14 @@ class TreeReducer:
         nodes = [self.tree.nodes.pop(node) for node in self.leaves.forest(self.mesh.replica)]
         exchange(nodes, self.leaves, self.mesh, out)
 
-    def clear(self) -> None:
-        """Forgets a step that was broken off."""
-        self.tree.nodes.clear()
+    def take_alone(self, gradient: Tensor) -> None:
+        """Takes in the gradient of a group that only this rank holds, and after the last round makes it the sum."""
+        if not self.intake.admit(self.name, gradient):
+            return
+        # FSDP2 makes parameters' gradients from this buffer afterwards, so the tree needs its own copy.
+        self.push(gradient.clone().unsqueeze(0))
+        if self.intake.round.last:
+            self.finish(gradient)
 
 
 def push_run(tree: SlotTree[Tensor], first: int, block: Tensor) -> None:
@@ -118,7 +130,7 @@ def exchange(nodes: Sequence[Tensor], leaves: Leaves, mesh: Mesh, out: Tensor) -
     dist.all_to_all_single(
         received, sent, counts, [len(nodes) * piece] * replicas, group=mesh.replicate_group
     )
-    tree: SlotTree[Tensor] = SlotTree(leaves.count, _add)
+    tree: SlotTree[Tensor] = SlotTree(leaves.count, add_in_place)
     for forest, part in zip(forests, torch.split(received, counts), strict=True):
         for node, value in zip(forest, part.view(len(forest), piece), strict=True):
             tree.push_node(node, value)
@@ -168,11 +180,14 @@ class TreeReduceScatter(_PlainBuffers, ReduceScatter):
         async_op: bool = False,  # noqa: ARG002
     ) -> None:
         """``input_tensor`` ``(ranks * share,)`` is this rank's slot; ``output_tensor`` ``(share,)`` is the sum."""
+        if not self.reducer.intake.admit(self.reducer.name, input_tensor):
+            output_tensor.zero_()
+            return
         received = torch.empty_like(input_tensor)
         with self.clock.measure():
             dist.all_to_all_single(received, input_tensor, group=group)
         self.reducer.push(received.view(group.size(), -1))
-        if self.reducer.step.last_round:
+        if self.reducer.intake.round.last:
             with self.clock.measure():
                 self.reducer.finish(output_tensor)
         else:

@@ -20,9 +20,10 @@ from phalanx.parallel.expert.apply import apply_experts
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.mesh.partition import Partition
+from phalanx.parallel.mesh.slots import Round, rounds_of
 from phalanx.parallel.pipeline.runner import Pipeline
 from phalanx.parallel.pipeline.schedules import Schedule, stages_of_rank
-from phalanx.parallel.reduction.data_parallel import DataParallel, Round, named_parameters, rounds_of, spread
+from phalanx.parallel.reduction.data_parallel import DataParallel, named_parameters, spread
 from phalanx.parallel.tensor.apply import apply_tensor, vocabulary_piece
 from phalanx.run.layout import stages_per_rank
 from phalanx.run.spec import RunSpec

@@ -23,8 +23,9 @@ from torch import Tensor
 from phalanx.model.layers.router import routers
 from phalanx.observe.ledger import Bucket, Ledger
 from phalanx.parallel.mesh.comm_clock import CommClock
+from phalanx.parallel.mesh.slots import Round
 from phalanx.parallel.reduction import exact_sum
-from phalanx.parallel.reduction.data_parallel import DataParallel, Round, gradients
+from phalanx.parallel.reduction.data_parallel import DataParallel, gradients
 from phalanx.run.spec import RunSpec
 from phalanx.train.optimizers.optimizer import Optimizer
 from phalanx.train.step.learning_rate import multiplier

@@ -1,0 +1,190 @@
+"""How the gradients of a step's slots become one sum: in tree order, or as the library likes.
+
+One of the two choices that make up data parallelism; the other, whether a rank holds the weights whole or sharded, is made in
+``data_parallel.py``, which calls what is here:
+
+- ``TreeSummation``: every slot's gradient enters a tree of all slots alone, so the sum has the same bits on any number of
+  ranks (``reduction = "reproducible"``).
+- ``FastSummation``: gradients accumulate in place, and a reduce-scatter or all-reduce adds them up (``reduction = "fast"``).
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from phalanx.model.layers.moe import Experts
+from phalanx.parallel.mesh.comm_clock import CommClock
+from phalanx.parallel.mesh.mesh import Mesh
+from phalanx.parallel.mesh.slots import Deal, Leaves, Round, SlotTree
+from phalanx.parallel.reduction.buckets import in_buckets
+from phalanx.parallel.reduction.tree import Intake, TreeReducer, TreeReduceScatter, add_in_place, exchange
+
+
+class Summation(ABC):
+    """The sum over all slots of a step; one object serves one model, which is either sharded or held whole."""
+
+    slot_by_slot: ClassVar[bool]
+    """True if each slot's gradient is to be reduced alone; else gradients may accumulate on a rank first."""
+
+    def __init__(self, mesh: Mesh, clock: CommClock) -> None:
+        self.mesh, self.clock = mesh, clock
+        self.intake = Intake()
+
+    def begin(self, current: Round) -> None:
+        """The gradients of another round come from now on."""
+        self.intake.round = current
+
+    @abstractmethod
+    def loss_weight(self, current: Round) -> float:
+        """The factor on a rank's loss: 0 where the gradient of a result that does not count would be added."""
+
+    @abstractmethod
+    def reduce_groups(self, modules: Sequence[FSDPModule]) -> None:
+        """Sets how FSDP2 reduces the gradient of each parameter group of a sharded model. Called once, at first."""
+
+    @abstractmethod
+    def follow(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Makes ready for the gradients of whole parameters, by name. Called once, at first."""
+
+    @abstractmethod
+    def sum_whole(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Takes in the ``grad`` of whole parameters at a round's end; after the last round leaves the sum there."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forgets the sum of a step that is over or was broken off."""
+
+
+class TreeSummation(Summation):
+    """Adds slots up in the order of ``phalanx.parallel.mesh.slots``, whatever rank computed them and when."""
+
+    slot_by_slot = True
+
+    def __init__(self, mesh: Mesh, clock: CommClock, deal: Deal) -> None:
+        super().__init__(mesh, clock)
+        self._deal = deal
+        self._reducers: list[TreeReducer] = []
+        self._trees: dict[nn.Parameter, SlotTree[Tensor]] = {}
+        self._names: dict[nn.Parameter, str] = {}
+
+    def reduce_groups(self, modules: Sequence[FSDPModule]) -> None:
+        layout = self.mesh.layout
+        # Context ranks see different parts of a slot; experts get the tokens of several ranks at once.
+        dense = Leaves(self._deal, layout.team * layout.context), self.mesh.fsdp_ranks
+        experts = (
+            Leaves(self._deal, layout.expert_shard // (layout.shard // layout.team)),
+            layout.expert_shard,
+        )
+        for number, module in enumerate(modules):
+            leaves, ranks = experts if isinstance(module, Experts) else dense
+            reducer = TreeReducer(str(number), self.mesh, leaves, self.intake)
+            self._reducers.append(reducer)
+            if ranks > 1:
+                module.set_custom_reduce_scatter(TreeReduceScatter(reducer, self.clock))
+            else:
+                # FSDP2 skips the reduce-scatter of a single rank, but calls this hook with the gradient.
+                module.set_all_reduce_hook(reducer.take_alone)
+
+    def follow(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        # A hook that held this object would make a cycle through C++ that Python's collector cannot see: the model
+        # and its process groups, with their threads, would outlive a rank's leaving.
+        push = weakref.WeakMethod(self._push)
+        for name, parameter in parameters.items():
+            self._names[parameter] = name
+            self._trees[parameter] = SlotTree(self._deal.slots, add_in_place)
+            # During the backward pass, while the gradient is still in the cache.
+            parameter.register_post_accumulate_grad_hook(_weakly(push))  # type: ignore[no-untyped-call]
+
+    def _push(self, tensor: Tensor) -> None:
+        parameter = cast(nn.Parameter, tensor)
+        if self.intake.slot_complete and parameter.grad is not None:
+            if self.intake.admit(self._names[parameter], parameter.grad):
+                self._trees[parameter].push(self.intake.round.slot, parameter.grad)
+            parameter.grad = None
+
+    def sum_whole(self, parameters: Sequence[nn.Parameter]) -> None:
+        # What a split backward pass has accumulated without PyTorch's hooks noticing.
+        self.intake.slot_complete = True
+        for parameter in parameters:
+            self._push(parameter)
+        if self.intake.round.last:
+            self._sum_replicas(parameters)
+
+    def _sum_replicas(self, parameters: Sequence[nn.Parameter]) -> None:
+        if self.mesh.replicas == 1:
+            for parameter in parameters:
+                parameter.grad = self._trees[parameter].take_root()
+            return
+        leaves = Leaves(self._deal, 1)
+        forest = leaves.forest(self.mesh.replica)
+        for bucket in in_buckets(parameters, nn.Parameter.numel):
+            # Each node of the forest holds the same parameters, end to end: (elements of the bucket,).
+            nodes = [
+                torch.cat([self._trees[parameter].nodes.pop(node).reshape(-1) for parameter in bucket])
+                for node in forest
+            ]
+            total = torch.empty_like(nodes[0])
+            with self.clock.measure():
+                exchange(nodes, leaves, self.mesh, total)
+            _hand_out(total, bucket)
+
+    def clear(self) -> None:
+        for tree in (*self._trees.values(), *(reducer.tree for reducer in self._reducers)):
+            tree.nodes.clear()
+
+    def loss_weight(self, current: Round) -> float:  # noqa: ARG002  the tree leaves out what does not count
+        return 1.0
+
+
+class FastSummation(Summation):
+    """Adds gradients up in whatever order accumulation and the library's collectives like."""
+
+    slot_by_slot = False
+
+    def reduce_groups(self, modules: Sequence[FSDPModule]) -> None:
+        for module in modules:
+            # A sum, not FSDP's mean: the loss is divided by the tokens of the step.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+    def follow(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Nothing: gradients accumulate in ``grad`` by themselves."""
+
+    def sum_whole(self, parameters: Sequence[nn.Parameter]) -> None:
+        if self.mesh.replicas == 1 or not self.intake.round.last:
+            return
+        for bucket in in_buckets(parameters, nn.Parameter.numel):
+            flat = torch.cat([cast(Tensor, parameter.grad).reshape(-1) for parameter in bucket])
+            with self.clock.measure():
+                dist.all_reduce(flat, group=self.mesh.replicate_group)
+            _hand_out(flat, bucket)
+
+    def clear(self) -> None:
+        """Nothing: there is no sum but in ``grad``."""
+
+    def loss_weight(self, current: Round) -> float:
+        return 1.0 if current.counts else 0.0
+
+
+def _weakly(push: Callable[[], Callable[[Tensor], None] | None]) -> Callable[[Tensor], None]:
+    def hook(parameter: Tensor) -> None:
+        call = push()
+        if call is not None:
+            call(parameter)
+
+    return hook
+
+
+def _hand_out(flat: Tensor, bucket: Sequence[nn.Parameter]) -> None:
+    """Makes the pieces of ``flat`` the gradients of the parameters that it was put together from."""
+    pieces = torch.split(flat, [parameter.numel() for parameter in bucket])
+    for parameter, piece in zip(bucket, pieces, strict=True):
+        parameter.grad = piece.view_as(parameter)
