@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,13 +25,22 @@ import torch
 from torch.distributed.checkpoint import state_dict_saver as dcp
 
 from phalanx.checkpoint.format.blocks import BLOCK_BYTES, page_aligned
+from phalanx.checkpoint.format.boxes import whole
 from phalanx.checkpoint.format.image import ByteArray
-from phalanx.checkpoint.format.state import shards_of
+from phalanx.checkpoint.format.state import Shard, dtype_name
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.restore import restore
 
 State = dict[str, torch.Tensor]
+
+
+def plain_shards(tensors: Mapping[str, torch.Tensor]) -> list[Shard]:
+    """Each tensor whole, as on a run with one rank."""
+    return [
+        Shard(whole(name, dtype_name(tensor.dtype), tuple(tensor.shape)), tensor)
+        for name, tensor in tensors.items()
+    ]
 
 
 @dataclass(frozen=True)
@@ -118,7 +127,7 @@ def dcp_async_s(state: State, folder: Path) -> tuple[float, float]:
 def restore_s(tier: DiskTier, step: int, state: State) -> float:
     """Reading all of it back, verified, into memory that is mapped already."""
     target = {name: torch.empty_like(tensor).zero_() for name, tensor in state.items()}
-    taken = timed(lambda: restore(tier, step, shards_of(target)))
+    taken = timed(lambda: restore(tier, step, plain_shards(target)))
     if not all(torch.equal(target[name], state[name]) for name in state):
         raise RuntimeError("what was restored is not what was saved")
     return taken
@@ -128,7 +137,7 @@ def one_round(
     root: Path, step: int, state: State, saver: AsyncSaver, tier: DiskTier, warm: ByteArray
 ) -> Round:
     copy_s = memcpy_s(state, warm)
-    receipt = saver.save(step, shards_of(state), {})
+    receipt = saver.save(step, plain_shards(state), {})
     saver.wait()
     (outcome,) = saver.poll()
     if outcome.error is not None:
@@ -153,7 +162,7 @@ def measure(root: Path, size_gib: float, rounds: int, buffers: int) -> dict[str,
     warm.fill(0)
     tier = DiskTier(root / "ours")
     saver = AsyncSaver(tier, 0, 1, buffers=buffers)
-    saver.prepare(shards_of(state))
+    saver.prepare(plain_shards(state))
     done = [one_round(root, step, state, saver, tier, warm) for step in range(rounds + 1)][1:]
     saver.close()
 

@@ -12,7 +12,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 
@@ -20,8 +20,9 @@ import torch
 
 from checkpoint import State, make_state, memcpy_s, timed
 from phalanx.checkpoint.format.blocks import page_aligned
+from phalanx.checkpoint.format.boxes import whole
 from phalanx.checkpoint.format.image import ByteArray
-from phalanx.checkpoint.format.state import Shard, shards_of
+from phalanx.checkpoint.format.state import Shard, dtype_name
 from phalanx.checkpoint.snapshot.client import push
 from phalanx.checkpoint.snapshot.memory import SnapshotMemory
 from phalanx.checkpoint.snapshot.server import SnapshotServer
@@ -30,6 +31,14 @@ from phalanx.checkpoint.snapshot.writer import SnapshotWriter
 from phalanx.checkpoint.tiers.restore import restore
 
 _RUN, _TOKEN = "bench", "the token of this bench only"
+
+
+def plain_shards(tensors: Mapping[str, torch.Tensor]) -> list[Shard]:
+    """Each tensor whole, as on a run with one rank."""
+    return [
+        Shard(whole(name, dtype_name(tensor.dtype), tuple(tensor.shape)), tensor)
+        for name, tensor in tensors.items()
+    ]
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,7 @@ class Bench:
 
     def one_round(self, step: int) -> Round:
         copy_s = memcpy_s(self.state, self.warm)
-        shards = shards_of(self.state)
+        shards = plain_shards(self.state)
         begin = time.perf_counter()
         taken = self.writer.take(step, shards, {})
         stall_s = time.perf_counter() - begin
@@ -75,7 +84,7 @@ class Bench:
         """Reading all of it back, checked, into memory that is mapped already."""
         for tensor in self.target.values():
             tensor.zero_()
-        shards: Sequence[Shard] = shards_of(self.target)
+        shards: Sequence[Shard] = plain_shards(self.target)
         with closing(tier):
             taken = timed(lambda: restore(tier, step, shards, rank=0))
         if not all(torch.equal(self.target[name], self.state[name]) for name in self.state):
@@ -98,7 +107,7 @@ def measure(size_gib: float, rounds: int) -> tuple[int, list[Round]]:
         closing(SnapshotWriter(memory.worker_segments(0), _RUN)) as writer,
     ):
         writer.bind(0, 1, 0)
-        writer.prepare(shards_of(state))
+        writer.prepare(plain_shards(state))
         bench = Bench(state, target, warm, memory, buddy, writer, f"127.0.0.1:{server.port}")
         bench.one_round(0)
         bench.one_round(1)  # the second of the two segments on either side

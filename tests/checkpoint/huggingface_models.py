@@ -12,8 +12,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from checkpoint.shards import shards_of
 from parity.hf_models import MIXTURES, QWEN3_MOE, SMALL, YARN, hf_model
-from phalanx.checkpoint.format.state import shards_of
 from phalanx.checkpoint.interop.huggingface import export_hf
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.tiers.disk import DiskTier

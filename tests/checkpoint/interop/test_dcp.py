@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 
+from checkpoint.shards import shards_of
 from checkpoint.worlds import random_tensor, same_state, save_by_all, shards_from
 from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.checkpoint.format.state import shards_of
 from phalanx.checkpoint.interop.dcp import export_dcp
 from phalanx.checkpoint.tiers.disk import DiskTier
 

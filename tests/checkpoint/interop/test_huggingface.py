@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from checkpoint.saved_models import restored, save_models
+from checkpoint.shards import shards_of
 from model.initialized import initialized
 from parity.hf_models import CONFIGS, MIXTURES, hf_model, our_model, random_tokens
 from phalanx.checkpoint.format.errors import CheckpointError, MismatchError, NoSuchStepError, StorageFullError
 from phalanx.checkpoint.format.image import Image, image_layout
-from phalanx.checkpoint.format.state import shards_of
 from phalanx.checkpoint.interop.huggingface import (
     HuggingFaceError,
     UnsupportedModelError,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from phalanx.checkpoint.format.state import shards_of
+from checkpoint.shards import shards_of
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.restore import candidates, restore

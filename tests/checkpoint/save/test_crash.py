@@ -8,10 +8,10 @@ from pathlib import Path
 
 def test_a_kill_at_any_moment_leaves_only_whole_steps_and_loses_none(tmp_path: Path) -> None:
     program = Path(__file__).with_name("crash_program.py")
-    source = Path(__file__).parents[3] / "src"
+    root = Path(__file__).parents[3]
     done = subprocess.run(
         [sys.executable, program, tmp_path, "25", "1"],
-        env={**os.environ, "PYTHONPATH": str(source)},
+        env={**os.environ, "PYTHONPATH": f"{root / 'src'}:{root / 'tests'}"},
         capture_output=True,
         text=True,
         check=False,

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoint.memory_tier import MemoryTier
+from checkpoint.shards import shards_of
 from checkpoint.worlds import same_state
 from phalanx.checkpoint.format.errors import AbandonedError, CheckpointError
 from phalanx.checkpoint.format.image import Image
-from phalanx.checkpoint.format.state import shards_of
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.checkpoint.tiers.memory import MemoryTier
 from phalanx.checkpoint.tiers.restore import restore
 from phalanx.checkpoint.tiers.retention import Retention
 from phalanx.checkpoint.tiers.tier import Draft, Tier, never

@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from phalanx.checkpoint.format.state import shards_of
+from checkpoint.shards import shards_of
 from phalanx.checkpoint.snapshot.memory import NO_STEP, Segment, SnapshotMemory, verified
 from phalanx.checkpoint.snapshot.writer import SnapshotWriter
 

@@ -17,9 +17,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checkpoint.shards import shards_of
 from checkpoint.worlds import State, random_tensor
 from phalanx.checkpoint.format.errors import CheckpointError, NoSuchStepError
-from phalanx.checkpoint.format.state import shards_of
 from phalanx.checkpoint.snapshot.client import SnapshotClient, push
 from phalanx.checkpoint.snapshot.memory import Segment, SnapshotKey, SnapshotMemory
 from phalanx.checkpoint.snapshot.server import SnapshotServer

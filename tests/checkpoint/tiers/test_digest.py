@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checkpoint.memory_tier import MemoryTier
 from checkpoint.worlds import State, holdings, save_by_all, shards_from, states
 from phalanx.checkpoint.format.state import dtype_name
 from phalanx.checkpoint.tiers.digest import combine, digest_checkpoint, tensor_digest
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.checkpoint.tiers.memory import MemoryTier
 
 
 def digest_of_live(state: State) -> str:
@@ -41,7 +41,7 @@ def test_a_checkpoint_on_any_layout_has_the_digest_of_the_live_weights(data: st.
 
 
 def _shards(state: State) -> list:  # type: ignore[type-arg]
-    from phalanx.checkpoint.format.state import shards_of
+    from checkpoint.shards import shards_of
 
     return shards_of(state)
 

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from checkpoint.shards import shards_of
 from checkpoint.worlds import save_state
 from phalanx.checkpoint.format.blocks import page_aligned, verified_blocks, write_blocks
 from phalanx.checkpoint.format.errors import (
@@ -26,7 +27,6 @@ from phalanx.checkpoint.format.errors import (
     StorageFullError,
 )
 from phalanx.checkpoint.format.manifest import _sealed, decode_index
-from phalanx.checkpoint.format.state import shards_of
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.restore import restore

@@ -4,19 +4,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.checkpoint.tiers.retention import Retention, expired
+from phalanx.checkpoint.tiers.retention import Retention
 
 steps_strategy = st.lists(st.integers(0, 500), unique=True)
 
 
-@given(steps_strategy, st.integers(1, 5), st.none() | st.integers(1, 100), st.sets(st.integers(0, 500)))
-def test_exactly_the_newest_the_periodic_and_the_protected_stay(
-    steps: list[int], keep_last: int, keep_every: int | None, protect: set[int]
+@given(steps_strategy, st.integers(1, 5), st.none() | st.integers(1, 100))
+def test_exactly_the_newest_and_the_periodic_stay(
+    steps: list[int], keep_last: int, keep_every: int | None
 ) -> None:
-    gone = expired(steps, keep_last=keep_last, keep_every=keep_every, protect=protect)
+    gone = Retention(keep_last, keep_every).expired(steps)
     for step in steps:
         newer = sum(other > step for other in steps)
-        stays = newer < keep_last or (keep_every and step % keep_every == 0) or step in protect
+        stays = newer < keep_last or (keep_every and step % keep_every == 0)
         assert (step in gone) == (not stays)
 
 
@@ -30,4 +30,4 @@ def test_applying_the_rule_twice_changes_nothing(steps: list[int]) -> None:
 @pytest.mark.parametrize(("keep_last", "keep_every"), [(0, None), (1, 0)])
 def test_a_rule_that_makes_no_sense_is_refused(keep_last: int, keep_every: int | None) -> None:
     with pytest.raises(ValueError, match="keep_"):
-        expired([1], keep_last=keep_last, keep_every=keep_every)
+        Retention(keep_last, keep_every)

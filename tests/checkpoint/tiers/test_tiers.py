@@ -9,6 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checkpoint.memory_tier import MemoryTier
+from checkpoint.shards import shards_of
 from checkpoint.worlds import (
     State,
     blank_shards,
@@ -23,10 +25,9 @@ from checkpoint.worlds import (
 )
 from phalanx.checkpoint.format.errors import AbandonedError, MismatchError, NoSuchStepError, NotCoveredError
 from phalanx.checkpoint.format.restore_plan import OWN_MEMORY
-from phalanx.checkpoint.format.state import Shard, shards_of
+from phalanx.checkpoint.format.state import Shard
 from phalanx.checkpoint.save.staging import Staging
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.checkpoint.tiers.memory import MemoryTier
 from phalanx.checkpoint.tiers.restore import candidates, restore
 from phalanx.checkpoint.tiers.tier import Draft, Record, Tier
 

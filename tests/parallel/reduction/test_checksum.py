@@ -8,9 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.model.random_bits import random_words, stream_key
-from phalanx.parallel.reduction.checksum import named_checksum, slot_checksum
+from phalanx.parallel.reduction.checksum import named_checksum, total_checksum
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8)
+
+
+def slot_checksum(gradients: dict[str, torch.Tensor]) -> int:
+    """The checksum of a slot's gradient, by name of the parameter."""
+    return total_checksum([named_checksum(name, gradient) for name, gradient in gradients.items()])
 
 
 def noise(elements: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

@@ -32,6 +32,7 @@ from phalanx.checkpoint.format.image import PAGE_BYTES, ByteArray, ImageLayout
 from phalanx.checkpoint.format.manifest import Manifest, checksum
 
 BLOCK_BYTES = 8 << 20
+_WRITE_THREADS, _READ_THREADS = 2, 3
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_DIRECT_IO = (errno.EINVAL, errno.ENOTSUP)
 
@@ -94,7 +95,6 @@ def write_blocks(
     data: ByteArray,
     *,
     block_bytes: int = BLOCK_BYTES,
-    threads: int = 2,
     cancelled: Callable[[], bool],
 ) -> WrittenBlocks:
     """Write `data` (uint8) to a new file at `path`, durably (fsync), and return its blocks' checksums.
@@ -105,15 +105,15 @@ def write_blocks(
     with storage_errors(path, data.nbytes):
         if data.ctypes.data % PAGE_BYTES == 0 and block_bytes % PAGE_BYTES == 0:
             try:
-                return WrittenBlocks(_write(path, data, block_bytes, threads, cancelled, os.O_DIRECT), True)
+                return WrittenBlocks(_write(path, data, block_bytes, cancelled, os.O_DIRECT), True)
             except OSError as error:
                 if error.errno not in _NO_DIRECT_IO:
                     raise
-        return WrittenBlocks(_write(path, data, block_bytes, threads, cancelled, 0), False)
+        return WrittenBlocks(_write(path, data, block_bytes, cancelled, 0), False)
 
 
 def _write(
-    path: Path, data: ByteArray, block_bytes: int, threads: int, cancelled: Callable[[], bool], flag: int
+    path: Path, data: ByteArray, block_bytes: int, cancelled: Callable[[], bool], flag: int
 ) -> tuple[str, ...]:
     descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC | flag, 0o644)
 
@@ -128,7 +128,7 @@ def _write(
     try:
         # The size first: writes from two threads then fill a file instead of queueing up to extend it.
         os.ftruncate(descriptor, data.nbytes)
-        with ThreadPoolExecutor(threads, "checkpoint-write") as pool:
+        with ThreadPoolExecutor(_WRITE_THREADS, "checkpoint-write") as pool:
             futures = [pool.submit(write_one, start) for start in range(0, data.nbytes, block_bytes)]
             try:
                 checksums = tuple(future.result() for future in futures)
@@ -183,12 +183,12 @@ Wanted = tuple[BlockFile, int]
 _T = TypeVar("_T")
 
 
-def verified_blocks(wanted: Iterable[Wanted], *, threads: int = 3) -> Iterator[ByteArray]:
+def verified_blocks(wanted: Iterable[Wanted]) -> Iterator[ByteArray]:
     """The bytes of each wanted block in turn, checked; a block is valid until the next one is asked for.
 
     Raises CorruptError, MissingFileError or StorageError, naming the file, the block and the tensors in it.
     """
-    return read_ahead(wanted, lambda block: block[0].manifest.block_bytes, _read_block, threads=threads)
+    return read_ahead(wanted, lambda block: block[0].manifest.block_bytes, _read_block, threads=_READ_THREADS)
 
 
 def read_ahead(

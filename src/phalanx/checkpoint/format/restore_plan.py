@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from phalanx.checkpoint.format.boxes import Box, whole
 from phalanx.checkpoint.format.errors import MismatchError, NotCoveredError
 
-OWN_MEMORY, NODE_AGENT, PEER, DISK, OBJECT_STORE = range(5)
+OWN_MEMORY, NODE_AGENT, PEER, DISK = range(4)
+"""How far away a tier is: the nearest holder of an element is read."""
 
 
 @dataclass(frozen=True, slots=True)

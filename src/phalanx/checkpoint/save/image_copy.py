@@ -16,15 +16,15 @@ from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.format.image import ByteArray, ImageLayout
 from phalanx.checkpoint.format.state import Shard
 
+COPY_THREADS = 2
 _ZERO_BYTES = 16 << 20
 
 
 class ImageCopier:
     """Copies shards into images; `copy` is for one thread at a time."""
 
-    def __init__(self, threads: int) -> None:
-        self._threads = threads
-        self._pool = ThreadPoolExecutor(threads, "checkpoint-stage")
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(COPY_THREADS, "checkpoint-stage")
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._last_copied: torch.cuda.Event | None = None
 
@@ -64,7 +64,7 @@ class ImageCopier:
 
     def _copy_in_parallel(self, pairs: Sequence[tuple[ByteArray, ByteArray]]) -> None:
         total = sum(target.nbytes for target, _ in pairs)
-        each = -(-total // self._threads) or 1
+        each = -(-total // COPY_THREADS) or 1
         bins: list[list[tuple[ByteArray, ByteArray]]] = [[]]
         room = each
         for target, source in pairs:

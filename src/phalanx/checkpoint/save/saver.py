@@ -89,7 +89,6 @@ class AsyncSaver:
         *,
         timeout_s: float = 600.0,
         buffers: int = 1,
-        copy_threads: int = 2,
         retention: Retention | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
@@ -101,7 +100,7 @@ class AsyncSaver:
         self._attempt = attempt
         self._timeout_s = timeout_s
         self._retention = retention
-        self._staging = Staging(buffers=buffers, copy_threads=copy_threads)
+        self._staging = Staging(buffers=buffers)
         self._share: tuple[tuple[tuple[Box, Copies], ...], list[tuple[int, Box]]] | None = None
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
         self._outcomes: queue.SimpleQueue[SaveOutcome] = queue.SimpleQueue()

@@ -54,14 +54,14 @@ class StagedImage:
 class Staging:
     """At most `buffers` buffers, each as large as the largest image so far. `stage` is for one thread at a time."""
 
-    def __init__(self, *, buffers: int = 1, copy_threads: int = 2) -> None:
-        if buffers < 1 or copy_threads < 1:
-            raise ValueError(f"buffers = {buffers}, copy_threads = {copy_threads}: both must be at least 1")
+    def __init__(self, *, buffers: int = 1) -> None:
+        if buffers < 1:
+            raise ValueError(f"buffers = {buffers}: must be at least 1")
         self._most = buffers
         self._made = 0
         self._free: list[_Buffer] = []
         self._returned = threading.Condition()
-        self._copier = ImageCopier(copy_threads)
+        self._copier = ImageCopier()
         # The boxes of a rank are the same at every save.
         self._layout_of = lru_cache(maxsize=1)(image_layout)
 

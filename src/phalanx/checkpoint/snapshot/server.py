@@ -35,6 +35,7 @@ from phalanx.checkpoint.snapshot.wire import (
 
 _log = logging.getLogger(__name__)
 _HANDSHAKE_S = 5.0
+_IDLE_S = 600.0
 
 
 class SnapshotServer:
@@ -46,24 +47,21 @@ class SnapshotServer:
         token: str,
         *,
         host: str = "127.0.0.1",
-        port: int = 0,
         tls: ssl.SSLContext | None = None,
         most_connections: int = 64,
-        idle_s: float = 600.0,
     ) -> None:
-        """Listens on `host`:`port` (0: any free one; see `port`). A connection silent for `idle_s` seconds is closed.
+        """Listens on any free port of ``host`` (see ``port``). A connection that is silent for ten minutes is closed.
 
         Raises OSError where the port cannot be had.
         """
         self._memory = memory
         self._token = token
         self._tls = tls
-        self._idle_s = idle_s
         self._room = threading.BoundedSemaphore(most_connections)
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._closed = False
-        self._listener = socket.create_server((host, port), family=_family(host))
+        self._listener = socket.create_server((host, 0), family=_family(host))
         self._thread = threading.Thread(target=self._accept, name="snapshot-server", daemon=True)
         self._thread.start()
 
@@ -124,7 +122,7 @@ class SnapshotServer:
 
     def _converse(self, wire: Wire) -> None:
         authenticate(wire, self._token, server=True)
-        wire.set_timeout(self._idle_s)
+        wire.set_timeout(_IDLE_S)
         while (request := wire.hear_request()) is not None:
             self._answer(wire, request)
 

@@ -1,7 +1,7 @@
 """A snapshot as a tier to restore from: one step, of one layout, wherever its ranks' states lie.
 
 Who restores is told where each rank's state is held: in segments of its own, with its node's agent, with peers. What it needs
-it takes from the nearest; of equally near ones different readers take different ones (`plan.py`). Only the blocks that contain
+it takes from the nearest; of equally near ones different readers take different ones (`restore_plan.py`). Only the blocks that contain
 something needed are moved, each under its checksum from the moment the snapshot was taken. A holder that fails or returns
 damaged bytes is not asked again, so that the same restore, tried anew, uses another: `restore_from_holders` does that.
 """
@@ -30,11 +30,12 @@ from phalanx.checkpoint.tiers.tier import ReadableTier, Record
 
 _log = logging.getLogger(__name__)
 _DESCRIBERS = 16
+_CONNECTIONS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotHolder:
-    """Where the state of `rank` is held: the data port ("host:port") of an agent; `distance` as in `plan.py`."""
+    """Where the state of `rank` is held: the data port ("host:port") of an agent; `distance` as in `restore_plan.py`."""
 
     rank: int
     address: str
@@ -80,8 +81,6 @@ class _Peer:
         holder: SnapshotHolder,
         token: str,
         tls: ssl.SSLContext | None,
-        timeout_s: float,
-        connections: int,
     ) -> None:
         self.rank = holder.rank
         self.distance = holder.distance
@@ -90,8 +89,6 @@ class _Peer:
         self._address = holder.address
         self._token = token
         self._tls = tls
-        self._timeout_s = timeout_s
-        self._connections = connections
         self._idle: deque[SnapshotClient] = deque()
         self._read_bytes: deque[int] = deque()  # by several threads
         self._snapshot: Snapshot | None = None
@@ -115,7 +112,7 @@ class _Peer:
 
     def blocks(self, numbers: Iterable[int]) -> Iterator[ByteArray]:
         block_bytes = self.snapshot().manifest.block_bytes
-        return read_ahead(numbers, lambda _: block_bytes, self._read, threads=self._connections)
+        return read_ahead(numbers, lambda _: block_bytes, self._read, threads=_CONNECTIONS)
 
     def close(self) -> None:
         while self._idle:
@@ -137,7 +134,7 @@ class _Peer:
         try:
             client = self._idle.popleft()
         except IndexError:
-            client = SnapshotClient(self._address, self._token, tls=self._tls, timeout_s=self._timeout_s)
+            client = SnapshotClient(self._address, self._token, tls=self._tls)
         try:
             yield client
         except BaseException:
@@ -161,11 +158,9 @@ class SnapshotTier:
         holders: Sequence[SnapshotHolder] = (),
         token: str = "",
         tls: ssl.SSLContext | None = None,
-        timeout_s: float = 10.0,
-        connections: int = 3,
     ) -> None:
         """The snapshot of `step` taken on `ranks` ranks. `own` are segments of this process (those with something else are
-        ignored); `connections` are opened at most to each holder, each silent for `timeout_s` at most."""
+        ignored); from `holders` it is read over their data ports, with a few connections to each."""
         self._ranks = ranks
         self._step = step
         found = [(segment, segment.snapshot()) for segment in own]
@@ -175,8 +170,7 @@ class SnapshotTier:
             if held is not None and (held.key.ranks, held.key.step) == (ranks, step)
         ]
         self._sources += [
-            _Peer(SnapshotKey(ranks, holder.rank, step), holder, token, tls, timeout_s, connections)
-            for holder in holders
+            _Peer(SnapshotKey(ranks, holder.rank, step), holder, token, tls) for holder in holders
         ]
         self._failed: set[str] = set()
 

@@ -21,7 +21,7 @@ import xxhash
 from phalanx.checkpoint.format.image import ByteArray, ImageLayout, image_layout
 from phalanx.checkpoint.format.manifest import Manifest, encode_manifest
 from phalanx.checkpoint.format.state import Shard
-from phalanx.checkpoint.save.image_copy import ImageCopier, on_cuda, pin, unpin
+from phalanx.checkpoint.save.image_copy import COPY_THREADS, ImageCopier, on_cuda, pin, unpin
 from phalanx.checkpoint.snapshot.memory import (
     BLOCK_BYTES,
     NO_STEP,
@@ -61,7 +61,6 @@ class SnapshotWriter:
         run: str,
         *,
         on_complete: Callable[[TakenSnapshot], None] | None = None,
-        copy_threads: int = 2,
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
         """`segments` are the worker's two; `on_complete` is called, in a thread, when a snapshot is complete."""
@@ -71,9 +70,9 @@ class SnapshotWriter:
         self._run = run
         self._on_complete = on_complete
         self._block_bytes = block_bytes
-        self._copier = ImageCopier(copy_threads)
+        self._copier = ImageCopier()
         self._finisher = ThreadPoolExecutor(1, "snapshot-finish")
-        self._hashers = ThreadPoolExecutor(copy_threads, "snapshot-checksum")
+        self._hashers = ThreadPoolExecutor(COPY_THREADS, "snapshot-checksum")
         self._pending: tuple[Future[None], int, int] | None = None
         self._bound: _BoundRank | None = None
         self._kept: int | None = None

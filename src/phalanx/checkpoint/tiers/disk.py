@@ -56,34 +56,19 @@ _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.01, 0.5
 class DiskTier:
     """Checkpoints in the folder `root`, which is made where it is missing.
 
-    `writer_threads` write blocks of `block_bytes` at once. `check_coverage`: a commit first makes sure that the
-    ranks' boxes cover every tensor they name, which costs rank 0 some microseconds per box.
+    Images are written and checked in blocks of ``block_bytes``. A commit first makes sure that the ranks' boxes cover every
+    tensor that they name, which costs rank 0 some microseconds per box.
     """
 
-    def __init__(
-        self,
-        root: Path | str,
-        *,
-        name: str = "disk",
-        distance: int = DISK,
-        block_bytes: int = BLOCK_BYTES,
-        writer_threads: int = 2,
-        check_coverage: bool = True,
-    ) -> None:
+    name = "disk"
+
+    def __init__(self, root: Path | str, *, block_bytes: int = BLOCK_BYTES) -> None:
         self.root = Path(root)
-        self._name = name
-        self._distance = distance
         self._block_bytes = block_bytes
-        self._writer_threads = writer_threads
-        self._check_coverage = check_coverage
         # Committed steps never change; a restore reads the same manifests twice (to plan, to read).
         self._manifest = lru_cache(maxsize=4096)(self._load_manifest)
         with storage_errors(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
-
-    @property
-    def name(self) -> str:
-        return self._name
 
     def folder(self, step: int) -> Path:
         """Where a committed step is, or will be."""
@@ -106,7 +91,6 @@ class DiskTier:
             folder / file,
             data,
             block_bytes=self._block_bytes,
-            threads=self._writer_threads,
             cancelled=cancelled,
         )
         manifest = Manifest(
@@ -188,8 +172,7 @@ class DiskTier:
             self._require_size(folder / manifest.file, manifest.nbytes)
             refs.append(ManifestRef(rank, path.name, checksum(data), manifest.nbytes))
             held += self._held(manifest)
-        if self._check_coverage:
-            require_complete(held, required)
+        require_complete(held, required)
         return tuple(refs)
 
     def _require_size(self, path: Path, nbytes: int) -> None:
@@ -260,7 +243,7 @@ class DiskTier:
         return tuple(held for ref in refs for held in self._held(self.manifest(step, ref)))
 
     def _held(self, manifest: Manifest) -> list[Held]:
-        place = BoxLocation(self._name, str(manifest.rank), self._distance)
+        place = BoxLocation(self.name, str(manifest.rank), DISK)
         return [Held(entry.box, place) for entry in manifest.entries]
 
     # Reading

@@ -12,7 +12,7 @@ drawing a number costs more than multiplying by one. This is no defense against 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,14 +22,6 @@ from phalanx.model.random_bits import random_words, stream_key
 _COLUMNS = 1 << 12
 _ROWS_AT_ONCE = {"cpu": 1 << 6, "cuda": 1 << 12}
 """2 MiB, which stays in a CPU's cache; 128 MiB, which keeps a GPU busy."""
-
-
-def slot_checksum(gradients: Mapping[str, Tensor]) -> int:
-    """The checksum (0 to 2^64 - 1) of what this rank holds of a slot's gradient, by name of the parameter or its group.
-
-    Reads every byte once.
-    """
-    return total_checksum([named_checksum(name, gradient) for name, gradient in gradients.items()])
 
 
 def total_checksum(sums: Sequence[Tensor]) -> int:
