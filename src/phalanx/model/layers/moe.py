@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.model.autograd import apply_function, apply_function_of_many
 from phalanx.model.layers.feed_forward import FeedForward
 from phalanx.model.layers.router import Router, Routing, tokens_per_expert
 from phalanx.run.spec import ModelSpec, MoeSpec
@@ -93,7 +94,8 @@ class _Twice(torch.autograd.Function):
 
 def twice(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Two names for ``weight``; their gradients are added as left plus right."""
-    return cast(tuple[Tensor, Tensor], _Twice.apply(weight))  # type: ignore[no-untyped-call]
+    left, right = apply_function_of_many(_Twice, weight)
+    return left, right
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ class _Permute(torch.autograd.Function):
 
 def permute(rows: Tensor, taken: Tensor, inverse: Tensor) -> Tensor:
     """``rows[taken]`` for a permutation ``taken`` ``(m,)`` of the rows ``(m, d)``; ``inverse`` is its inverse."""
-    return cast(Tensor, _Permute.apply(rows, taken, inverse))  # type: ignore[no-untyped-call]
+    return apply_function(_Permute, rows, taken, inverse)
 
 
 class _Copies(torch.autograd.Function):
@@ -148,7 +150,7 @@ class _Copies(torch.autograd.Function):
 def copies_by_expert(tokens: Tensor, order: Order) -> Tensor:
     """The copies ``(n * k, d)`` of ``tokens`` ``(n, d)``, sorted by expert."""
     per_token = len(order.copies) // max(1, len(tokens))
-    return cast(Tensor, _Copies.apply(tokens, order.copies, order.places, per_token))  # type: ignore[no-untyped-call]
+    return apply_function(_Copies, tokens, order.copies, order.places, per_token)
 
 
 def combine(rows: Tensor, order: Order, weights: Tensor) -> Tensor:

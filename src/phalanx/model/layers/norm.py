@@ -8,11 +8,13 @@ same bits on both paths and are those of a reference that calls PyTorch's.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from phalanx.model.autograd import apply_function
 
 
 class _EagerRMSNorm(torch.autograd.Function):
@@ -50,5 +52,5 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``(..., dim)`` to the same shape and dtype."""
         if x.device.type == "cpu" and x.dtype == torch.float32 and not torch.compiler.is_compiling():
-            return cast(Tensor, _EagerRMSNorm.apply(x.contiguous(), self.weight, self.eps))  # type: ignore[no-untyped-call]
+            return apply_function(_EagerRMSNorm, x.contiguous(), self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)

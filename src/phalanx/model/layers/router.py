@@ -18,12 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.model.autograd import apply_function
 from phalanx.run.spec import MoeSpec
 
 
@@ -120,10 +121,8 @@ class Router(nn.Module):
             return weights
         counts = tokens_per_expert(experts, self.moe.experts)
         losses = self._losses(counts, len(weights), scores, logits) if losing else None
-        balance = _Balance.apply(  # type: ignore[no-untyped-call]
-            weights, losses, self.auxiliary_scale, counts if self.counting else None, self.seen
-        )
-        return cast(Tensor, balance)
+        counted = counts if self.counting else None
+        return apply_function(_Balance, weights, losses, self.auxiliary_scale, counted, self.seen)
 
     def _losses(self, counts: Tensor, tokens: int, scores: Tensor, logits: Tensor) -> Tensor:
         """The sum over these tokens of what each contributes to the losses (whose means are over all of them)."""

@@ -22,12 +22,14 @@ value.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from phalanx.model.autograd import apply_function
 
 _FLASH_WIDTH = 256  # the widest head that flash attention takes on a GPU
 _WIDTH_ALIGNMENT = 8
@@ -184,7 +186,7 @@ def divided_attention(
     method: TileMethod, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
 ) -> Tensor:
     """Differentiable attention by ``method``: ``(b, h, q, v)``."""
-    return cast(Tensor, _DividedAttention.apply(query, key, value, documents, method))  # type: ignore[no-untyped-call]
+    return apply_function(_DividedAttention, query, key, value, documents, method)
 
 
 def attend(

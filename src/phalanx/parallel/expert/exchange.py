@@ -21,12 +21,13 @@ rounding: several micro-batches are added after the slots of each, and bf16 roun
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.model.autograd import apply_function
 from phalanx.model.layers.moe import Exchange, Experts, combine, copies_by_expert, order_by_expert, permute
 from phalanx.model.layers.router import Routing
 from phalanx.parallel.mesh.comm_clock import CommClock
@@ -149,7 +150,7 @@ class _Exchange(torch.autograd.Function):
 
 def _exchange(rows: Tensor, route: Route, exchange: ExpertExchange) -> Tensor:
     """What the ranks sent here, ``(received, d)``, of everybody's ``rows`` ``(sent, d)``; both in the order of ranks."""
-    return cast(Tensor, _Exchange.apply(rows, route, exchange))  # type: ignore[no-untyped-call]
+    return apply_function(_Exchange, rows, route, exchange)
 
 
 def _sent(rows: Tensor, route: Route, exchange: ExpertExchange) -> Tensor:

@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.model.autograd import apply_function
 from phalanx.model.layers.linear import Linear
 from phalanx.model.layers.moe import Experts
 
@@ -56,16 +57,13 @@ class WeightGradients:
         # A weight that is summed over ranks on its way to the parameter: that collective should run once, with all it sums.
         if not self._puts_off(x) or not weight.is_leaf:
             return F.linear(x, weight)
-        return cast(Tensor, _LinearProduct.apply(x, weight.detach(), (self, weight)))  # type: ignore[no-untyped-call]
+        return apply_function(_LinearProduct, x, weight.detach(), (self, weight))
 
     def grouped(self, rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
         """The product of ``Experts``."""
         if not self._puts_off(rows):
             return F.grouped_mm(rows, matrices.transpose(1, 2), offs=ends)
-        return cast(
-            Tensor,
-            _GroupedProduct.apply(rows, matrices.detach(), ends, (self, matrices)),  # type: ignore[no-untyped-call]
-        )
+        return apply_function(_GroupedProduct, rows, matrices.detach(), ends, (self, matrices))
 
     def _puts_off(self, x: Tensor) -> bool:
         return self.micro_batch is not None and torch.is_grad_enabled() and x.requires_grad

@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.model.autograd import apply_function, apply_function_of_many
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.torch_compat import gather_along, sum_over, sum_scatter_along
 
@@ -36,15 +37,15 @@ class SequenceComm:
 
     def gather(self, piece: Tensor) -> Tensor:
         """The whole sequence ``(b, s, d)`` from the ranks' pieces ``(b, s / ranks, d)``; gradients are summed."""
-        return cast(Tensor, _Gather.apply(piece, self))  # type: ignore[no-untyped-call]
+        return apply_function(_Gather, piece, self)
 
     def sum_scatter(self, partial: Tensor) -> Tensor:
         """This rank's piece ``(b, s / ranks, d)`` of the sum of the ranks' ``(b, s, d)``; gradients are gathered."""
-        return cast(Tensor, _SumScatter.apply(partial, self))  # type: ignore[no-untyped-call]
+        return apply_function(_SumScatter, partial, self)
 
     def sum_gradients(self, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The same tensors, whose gradients are the sums of the ranks', in fp32, by one collective for all."""
-        return cast(tuple[Tensor, ...], _SumGradients.apply(self, *parameters))  # type: ignore[no-untyped-call]
+        return apply_function_of_many(_SumGradients, self, *parameters)
 
     def total(self, statistics: Tensor) -> Tensor:
         """The sum of the ranks' tensors, without a gradient."""

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.model.autograd import apply_function
 from phalanx.parallel.tensor.apply import VocabularyPiece
 
 IGNORE = -100
@@ -150,8 +151,7 @@ def summed_cross_entropy(
     # Inside the function gradients are off and a weight still asks for one: whether they are wanted is known here.
     wants_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     whole = hidden if rows is None else rows.comm.gather(hidden)
-    result = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        whole.reshape(-1, whole.shape[-1]), weight, targets.reshape(-1), chunk, rows, wants_gradient
+    tokens = whole.reshape(-1, whole.shape[-1])
+    return apply_function(
+        _ChunkedCrossEntropy, tokens, weight, targets.reshape(-1), chunk, rows, wants_gradient
     )
-    assert isinstance(result, Tensor)
-    return result

@@ -21,13 +21,14 @@ which experts are on a rank, and whose tokens stand beside whose, is nothing to 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import ScalingType, SwizzleType
 
+from phalanx.model.autograd import apply_function
 from phalanx.model.block import Block
 from phalanx.model.layers.linear import Linear
 from phalanx.model.layers.moe import Experts
@@ -84,8 +85,8 @@ class NarrowProduct:
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         """``(..., inputs)`` times the transpose of ``(outputs, inputs)``: ``(..., outputs)``, in ``x``'s dtype."""
-        rows = _NarrowProduct.apply(x.flatten(0, -2), weight, self.format)  # type: ignore[no-untyped-call]
-        return cast(Tensor, rows).view(*x.shape[:-1], -1)
+        rows = apply_function(_NarrowProduct, x.flatten(0, -2), weight, self.format)
+        return rows.view(*x.shape[:-1], -1)
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,7 @@ class NarrowGroupedProduct:
 
     def __call__(self, rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
         """``(m, i)``, ``(experts, o, i)`` and ``(experts,)`` int32 to ``(m, o)``, in the rows' dtype."""
-        product = _NarrowGroupedProduct.apply(rows, matrices, ends, self.format)  # type: ignore[no-untyped-call]
-        return cast(Tensor, product)
+        return apply_function(_NarrowGroupedProduct, rows, matrices, ends, self.format)
 
 
 class Quantized(NamedTuple):
