@@ -1,8 +1,8 @@
 """What a checkpoint costs: the training step's stall against one memory copy, the write against the disk's own limit.
 
 Each round, on the same state: one memcpy of it into warm memory (the better of one and two threads), a save by
-`AsyncSaver`, the same bytes written by O_DIRECT in 8 MiB blocks from two threads without any format (the disk's limit),
-`torch.distributed.checkpoint.save`, and its `async_save`. Ratios are medians over the rounds, each within its round,
+``AsyncSaver``, the same bytes written by O_DIRECT in 8 MiB blocks from two threads without any format (the disk's limit),
+``torch.distributed.checkpoint.save``, and its ``async_save``. Ratios are medians over the rounds, each within its round,
 since other work on the machine moves all of them together.
 
     python bench/checkpoint.py [--json] [--size-gib 1.0] [--rounds 5] [--buffers 1] [--folder DIR]
@@ -93,7 +93,7 @@ def memcpy_s(state: State, target: ByteArray) -> float:
 
 
 def disk_limit_s(path: Path, data: ByteArray) -> float:
-    """The bytes of `data` by direct writes of 8 MiB from two threads, and fsync: no format, no checksum."""
+    """The bytes of ``data`` by direct writes of 8 MiB from two threads, and fsync: no format, no checksum."""
     data = data[: data.nbytes // 4096 * 4096]
     begin = time.perf_counter()
     descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_DIRECT)

@@ -1,7 +1,7 @@
 """What a snapshot costs: the training step's stall against one memory copy of the state, and what follows behind its back.
 
 Each round, on the same state: one memcpy of it into warm memory (the better of one and two threads), a snapshot by
-`SnapshotWriter` (the stall, then the time until it is complete with its checksums), a push of it to a buddy over loopback,
+``SnapshotWriter`` (the stall, then the time until it is complete with its checksums), a push of it to a buddy over loopback,
 and restores of all of it from own memory and from the buddy. Ratios are medians over the rounds, each within its round,
 since other work on the machine moves all of them together.
 

@@ -1,4 +1,4 @@
-"""Small random mixtures of experts, in `transformers` and here, and how they are saved."""
+"""Small random mixtures of experts, in ``transformers`` and here, and how they are saved."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class MemoryTier:
         with self._changed:
             deadline = time.monotonic() + timeout_s
             while not settled() and time.monotonic() < deadline:
-                self._changed.wait(POLL_S)  # woken by a write; `cancelled` has no way to wake anybody
+                self._changed.wait(POLL_S)  # woken by a write; ``cancelled`` has no way to wake anybody
             ranks = self._drafts.pop(draft, {})
             images = {rank: image for rank, image in ranks.items() if isinstance(image, Image)}
             if len(images) < record.world_size or cancelled():

@@ -19,7 +19,7 @@ from phalanx.parallel.mesh.torch_compat import local_slice_of
 def shards_of(tensors: Mapping[str, torch.Tensor], *, replica: int = 0, replicas: int = 1) -> list[Shard]:
     """The boxes that this rank holds of the named tensors, as shards that share their memory.
 
-    `replica` of `replicas` says who else holds the plain tensors alike; DTensors know that
+    ``replica`` of ``replicas`` says who else holds the plain tensors alike; DTensors know that
     themselves, within their mesh: ranks outside it that hold the same write it too, which costs bytes only. Raises
     CheckpointError for a tensor that is not one box: a partial sum, or a placement that interleaves.
     """

@@ -63,7 +63,7 @@ def grids(draw: st.DrawFn, box: Box) -> list[Box]:
 
 @st.composite
 def holdings(draw: st.DrawFn, state: State, ranks: int) -> list[list[Box]]:
-    """What each of `ranks` ranks holds: each tensor on a grid of its own, some cells on several ranks."""
+    """What each of ``ranks`` ranks holds: each tensor on a grid of its own, some cells on several ranks."""
     held: list[list[Box]] = [[] for _ in range(ranks)]
     for name, tensor in state.items():
         for cell in draw(grids(box_of(name, tensor))):
@@ -73,7 +73,7 @@ def holdings(draw: st.DrawFn, state: State, ranks: int) -> list[list[Box]]:
 
 
 def shards_from(state: State, boxes: Sequence[Box]) -> list[Shard]:
-    """Shards with copies of the elements of `boxes`."""
+    """Shards with copies of the elements of ``boxes``."""
     return [
         Shard(box, state[box.name][box.slices_in(box_of(box.name, state[box.name]))].clone()) for box in boxes
     ]
@@ -90,7 +90,7 @@ def save_by_all(
     extra: Mapping[str, Any] | None = None,
     attempt: int = 0,
 ) -> list[SaveOutcome]:
-    """Save `step` by as many savers as there are lists of shards, and return how it ended for each."""
+    """Save ``step`` by as many savers as there are lists of shards, and return how it ended for each."""
     savers = [AsyncSaver(tier, rank, len(ranks), attempt=attempt, timeout_s=30) for rank in range(len(ranks))]
     for saver, shards in zip(savers, ranks, strict=True):
         saver.save(step, shards, extra or {})

@@ -1,4 +1,4 @@
-"""Import from and export to Hugging Face's format, against `transformers` itself."""
+"""Import from and export to Hugging Face's format, against ``transformers`` itself."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> tuple[Transformer, DiskTier
 
 @pytest.fixture
 def published(tmp_path: Path) -> Path:
-    """A model folder as `transformers` saves it."""
+    """A model folder as ``transformers`` saves it."""
     hf_model(CONFIGS["llama"]).save_pretrained(tmp_path / "published")
     return tmp_path / "published"
 

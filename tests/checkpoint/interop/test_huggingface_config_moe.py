@@ -1,4 +1,4 @@
-"""`config.json` of mixtures of experts and of latent attention: read, written, and refused field by field."""
+"""``config.json`` of mixtures of experts and of latent attention: read, written, and refused field by field."""
 
 from __future__ import annotations
 

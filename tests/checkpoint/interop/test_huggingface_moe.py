@@ -1,4 +1,4 @@
-"""Mixtures of experts and latent attention in Hugging Face's format, against `transformers` itself."""
+"""Mixtures of experts and latent attention in Hugging Face's format, against ``transformers`` itself."""
 
 from __future__ import annotations
 

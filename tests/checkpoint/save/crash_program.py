@@ -1,6 +1,6 @@
 """Saves checkpoints in forked children, kills each at a random moment, and checks what is left.
 
-Run as a program of its own, `crash_program.py FOLDER KILLS SEED`: it forks before any thread exists. Exits non-zero
+Run as a program of its own, ``crash_program.py FOLDER KILLS SEED``: it forks before any thread exists. Exits non-zero
 where a kill lost a committed step, left a damaged one, or made one visible that does not verify.
 """
 

@@ -55,7 +55,7 @@ def fill(memory: SnapshotMemory, state: State, steps: tuple[int, ...]) -> None:
 
 @contextmanager
 def serving(memory: SnapshotMemory, **options: object) -> Iterator[str]:
-    """The address of a data port for `memory`."""
+    """The address of a data port for ``memory``."""
     with closing(SnapshotServer(memory, TOKEN, **options)) as server:  # type: ignore[arg-type]
         yield f"127.0.0.1:{server.port}"
 
@@ -217,7 +217,7 @@ def test_a_closed_port_ends_what_was_open(memory: SnapshotMemory) -> None:
 
 @contextmanager
 def meddling_proxy(address: str, meddle: Callable[[bytes, int], bytes | None]) -> Iterator[str]:
-    """Passes on what comes; to the server only what `meddle(bytes, position)` makes of it, until it returns None."""
+    """Passes on what comes; to the server only what ``meddle(bytes, position)`` makes of it, until it returns None."""
     host, _, port = address.partition(":")
     with socket.create_server(("127.0.0.1", 0)) as listener:
 

@@ -221,7 +221,7 @@ def test_equal_states_on_several_holders_are_spread_over_the_readers() -> None:
 
 
 def read_plan(tier: SnapshotTier, needed: Sequence[Box], reader: int) -> set[str]:
-    """From whom `reader` would read."""
+    """From whom ``reader`` would read."""
     return {read.source.location.holder for read in plan_restore(needed, tier.boxes(STEP), reader=reader)}
 
 

@@ -39,7 +39,7 @@ _NO_DIRECT_IO = (errno.EINVAL, errno.ENOTSUP)
 
 @contextmanager
 def storage_errors(path: Path, needed_bytes: int = 0) -> Iterator[None]:
-    """Turn an OSError into a CheckpointError that says what to do about it."""
+    """Turns an OSError into a CheckpointError that says what to do about it."""
     try:
         yield
     except OSError as error:
@@ -47,7 +47,7 @@ def storage_errors(path: Path, needed_bytes: int = 0) -> Iterator[None]:
 
 
 def explain(error: OSError, path: Path, needed_bytes: int) -> CheckpointError:
-    """The CheckpointError for `error`, met while `path` was written (`needed_bytes` > 0) or read."""
+    """The CheckpointError for ``error``, met while ``path`` was written (``needed_bytes`` > 0) or read."""
     if error.errno in _FULL:
         return StorageFullError(
             f"{path}: no room ({error.strerror}): {needed_bytes:,} bytes needed, {_free_bytes(path):,} free. "
@@ -77,7 +77,7 @@ def _free_bytes(path: Path) -> int:
 
 
 def require_room(folder: Path, needed_bytes: int) -> None:
-    """Raise StorageFullError where `folder`'s file system cannot take `needed_bytes` more."""
+    """Raises StorageFullError where ``folder``'s file system cannot take ``needed_bytes`` more."""
     if _free_bytes(folder / "file") < needed_bytes:
         raise explain(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), folder, needed_bytes)
 
@@ -97,9 +97,9 @@ def write_blocks(
     block_bytes: int = BLOCK_BYTES,
     cancelled: Callable[[], bool],
 ) -> WrittenBlocks:
-    """Write `data` (uint8) to a new file at `path`, durably (fsync), and return its blocks' checksums.
+    """Writes ``data`` (uint8) to a new file at ``path``, durably (fsync), and returns its blocks' checksums.
 
-    An existing file is replaced. Raises StorageFullError, StorageError, or AbandonedError where `cancelled()` turns
+    An existing file is replaced. Raises StorageFullError, StorageError, or AbandonedError where ``cancelled()`` turns
     true between two blocks.
     """
     with storage_errors(path, data.nbytes):
@@ -142,7 +142,7 @@ def _write(
 
 
 def _padded(block: ByteArray) -> ByteArray:
-    """`block`, or where it ends within a page a copy that ends on one: direct writes take whole pages only."""
+    """``block``, or where it ends within a page a copy that ends on one: direct writes take whole pages only."""
     if block.nbytes % PAGE_BYTES == 0:
         return block
     padded = page_aligned(-(-block.nbytes // PAGE_BYTES) * PAGE_BYTES)
@@ -170,12 +170,12 @@ class BlockFile:
     manifest: Manifest
 
     def span_of(self, index: int) -> tuple[int, int]:
-        """The bytes of block `index`: start and stop in the file."""
+        """The bytes of block ``index``: start and stop in the file."""
         start = index * self.manifest.block_bytes
         return start, min(start + self.manifest.block_bytes, self.manifest.nbytes)
 
     def blocks(self, numbers: Iterable[int]) -> "Iterator[ByteArray]":
-        """`verified_blocks` of this file."""
+        """``verified_blocks`` of this file."""
         return verified_blocks((self, number) for number in numbers)
 
 
@@ -198,9 +198,9 @@ def read_ahead(
     *,
     threads: int,
 ) -> Iterator[ByteArray]:
-    """What `read` puts into a buffer of `size_of(each)` bytes, for each of `wanted` in turn, `threads` of them ahead.
+    """Prefetches: yields for each of ``wanted`` in turn the bytes that ``read`` puts into a buffer, ``threads`` reads ahead.
 
-    `read` returns how many bytes it has put there, and runs in one of `threads` threads; what it raises is raised where
+    A buffer has ``size_of(each)`` bytes; ``read`` returns how many it has filled, and runs in one of ``threads`` threads; what it raises is raised where
     its bytes are due. A result is valid until the next one is asked for.
     """
     todo = iter(wanted)

@@ -12,7 +12,7 @@ from phalanx.parallel.mesh.local_slice import LocalSlice, intersection, slices_i
 
 Extent = tuple[int, ...]
 
-# Bytes per element, by the name that `str(torch.dtype)` gives without its "torch." prefix.
+# Bytes per element, by the name that ``str(torch.dtype)`` gives without its "torch." prefix.
 ITEMSIZE: dict[str, int] = {
     "bool": 1,
     "uint8": 1,
@@ -36,10 +36,10 @@ ITEMSIZE: dict[str, int] = {
 
 @dataclass(frozen=True, slots=True, order=True)
 class Box:
-    """The part of tensor `name` that begins at `offset` and extends over `shape`, in elements.
+    """The part of tensor ``name`` that begins at ``offset`` and extends over ``shape``, in elements.
 
     A scalar has shape (), an empty box (a rank that holds no rows) a 0 in its shape. Raises ValueError where the
-    box does not lie within `global_shape` or the dtype is unknown.
+    box does not lie within ``global_shape`` or the dtype is unknown.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Box:
 
     @property
     def subscript(self) -> str:
-        """The box as one would index the full tensor: `128:256,0:64`."""
+        """The box as one would index the full tensor: ``128:256,0:64``."""
         ends = zip(self.offset, self.shape, strict=True)
         return ",".join(f"{start}:{start + size}" for start, size in ends)
 
@@ -89,7 +89,7 @@ class Box:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the box is the full tensor."""
+        """True if the box is the full tensor."""
         return self.shape == self.global_shape
 
     def part(self, offset: Extent, shape: Extent) -> "Box":
@@ -97,7 +97,7 @@ class Box:
         return Box(self.name, self.dtype, self.global_shape, offset, shape)
 
     def rows(self, start: int, stop: int) -> "Box":
-        """Rows `start:stop` of this box, counted from its own first row."""
+        """Rows ``start:stop`` of this box, counted from its own first row."""
         return self.part((self.offset[0] + start, *self.offset[1:]), (stop - start, *self.shape[1:]))
 
     def intersection(self, other: "Box") -> "Box | None":
@@ -106,17 +106,17 @@ class Box:
         return None if common is None else self.part(*common)
 
     def contains(self, other: "Box") -> bool:
-        """Whether every element of `other` lies in this box."""
+        """True if every element of ``other`` lies in this box."""
         if self.name != other.name or other.numel == 0:
             return self.name == other.name
         return self.intersection(other) == other
 
     def slices_in(self, outer: "Box") -> tuple[slice, ...]:
-        """Where this box lies in an array that holds `outer`."""
+        """Where this box lies in an array that holds ``outer``."""
         return slices_in(self.local_slice, outer.offset)
 
     def minus(self, other: "Box") -> "list[Box]":
-        """The elements of this box that are not in `other`, as disjoint boxes (at most two per dimension)."""
+        """The elements of this box that are not in ``other``, as disjoint boxes (at most two per dimension)."""
         cut = self.intersection(other)
         if cut is None:
             return [self] if self.numel else []

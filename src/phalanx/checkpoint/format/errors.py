@@ -12,7 +12,7 @@ class NoSuchStepError(CheckpointError):
 
 
 class NotCoveredError(CheckpointError):
-    """Elements that are needed are held nowhere. `names` are the tensors concerned."""
+    """Elements that are needed are held nowhere. ``names`` are the tensors concerned."""
 
     def __init__(self, message: str, names: Iterable[str]) -> None:
         super().__init__(message)
@@ -20,7 +20,7 @@ class NotCoveredError(CheckpointError):
 
 
 class MismatchError(CheckpointError):
-    """A tensor is held with another global shape or dtype. `names` are the tensors concerned."""
+    """A tensor is held with another global shape or dtype. ``names`` are the tensors concerned."""
 
     def __init__(self, message: str, names: Iterable[str]) -> None:
         super().__init__(message)

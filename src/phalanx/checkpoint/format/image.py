@@ -4,7 +4,7 @@ The same bytes are staged in memory, written to disk and handed to a peer. The f
 (https://github.com/huggingface/safetensors: 8 bytes header length, a JSON header, the tensors without gaps), so that
 any tool opens a rank's file. Here the header is padded so that the data begins on a page, and tensors are sorted by
 falling item size, so that each is aligned. A part of a tensor is stored under its name and where it lies in the full
-tensor: `model/embedding.weight[128:256,0:64]`.
+tensor: ``model/embedding.weight[128:256,0:64]``.
 """
 
 import json
@@ -56,27 +56,27 @@ class ImageEntry:
 
 @dataclass(frozen=True, slots=True)
 class ImageLayout:
-    """Where each box lies in an image of `nbytes` bytes that begins with `header`."""
+    """Where each box lies in an image of ``nbytes`` bytes that begins with ``header``."""
 
     header: bytes
     entries: tuple[ImageEntry, ...]
     nbytes: int
 
     def names_in(self, start: int, stop: int) -> list[str]:
-        """The boxes with bytes in `start:stop`, as text for an error message."""
+        """The boxes with bytes in ``start:stop``, as text for an error message."""
         return [str(entry.box) for entry in self.entries if entry.start < stop and start < entry.stop]
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """A layout filled with bytes. `data` (uint8) has at least `layout.nbytes` elements, header included."""
+    """A layout filled with bytes. ``data`` (uint8) has at least ``layout.nbytes`` elements, header included."""
 
     layout: ImageLayout
     data: ByteArray
 
 
 def image_layout(boxes: Sequence[Box]) -> ImageLayout:
-    """The image layout of `boxes`. Raises ValueError where two boxes are the same or a name cannot be stored."""
+    """The image layout of ``boxes``. Raises ValueError where two boxes are the same or a name cannot be stored."""
     ordered = sorted(boxes, key=lambda box: (-box.itemsize, box))
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -107,7 +107,7 @@ def _running_sum(sizes: list[int], start: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class ByteSpan:
-    """`part` of a stored box, and the range of the stored box's own bytes in which it lies."""
+    """``part`` of a stored box, and the range of the stored box's own bytes in which it lies."""
 
     part: Box
     start: int
@@ -115,7 +115,7 @@ class ByteSpan:
 
 
 def spans(source: Box, part: Box, limit_bytes: int) -> list[ByteSpan]:
-    """Cut `part` of the stored box `source` into pieces that each lie within about `limit_bytes` stored bytes."""
+    """Cuts ``part`` of the stored box ``source`` into pieces that each lie within about ``limit_bytes`` stored bytes."""
     if not part.numel:
         return []
     strides = c_strides(source)
@@ -137,7 +137,7 @@ def spans(source: Box, part: Box, limit_bytes: int) -> list[ByteSpan]:
 
 
 def c_strides(box: Box) -> tuple[int, ...]:
-    """Bytes from one element to the next along each dimension of a C-order array that holds `box`."""
+    """Bytes from one element to the next along each dimension of a C-order array that holds ``box``."""
     strides: list[int] = []
     step = box.itemsize
     for size in reversed(box.shape):
@@ -147,7 +147,7 @@ def c_strides(box: Box) -> tuple[int, ...]:
 
 
 def view_of(source: Box, span: ByteSpan, data: ByteArray) -> RawArray:
-    """The elements of `span.part` as a (strided) view of `data`, the bytes `span.start:span.stop` of the stored box.
+    """The elements of ``span.part`` as a (strided) view of ``data``, the bytes ``span.start:span.stop`` of the stored box.
 
     The elements are unsigned integers of the item's size: raw bits, whatever the dtype.
     """

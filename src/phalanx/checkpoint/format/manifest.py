@@ -1,6 +1,6 @@
 """The two records of a checkpoint on disk: a manifest for each rank's file, and one index that commits them.
 
-A manifest lists the boxes in a rank's file and a checksum of each of its blocks; the index (`checkpoint.json`) lists
+A manifest lists the boxes in a rank's file and a checksum of each of its blocks; the index (``checkpoint.json``) lists
 the manifests with their checksums, and carries its own. So every byte of a checkpoint is under a checksum that is
 reached from one file. Checksums are xxh3_64 (https://xxhash.com): they find rot, not forgery.
 """
@@ -20,7 +20,7 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What rank `rank` wrote: a file of `nbytes` bytes in blocks of `block_bytes`, and the boxes in it."""
+    """What rank ``rank`` wrote: a file of ``nbytes`` bytes in blocks of ``block_bytes``, and the boxes in it."""
 
     rank: int
     file: str
@@ -42,7 +42,7 @@ class ManifestRef:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The contents of `checkpoint.json`. `extra` is small JSON: tokens seen, data cursor, random states."""
+    """The contents of ``checkpoint.json``. ``extra`` is small JSON: tokens seen, data cursor, random states."""
 
     step: int
     attempt: int
@@ -77,7 +77,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes, path: str) -> Manifest:
-    """The inverse of `encode_manifest`. `path` is for messages. Raises CorruptError, FormatVersionError."""
+    """The inverse of ``encode_manifest``. ``path`` is for messages. Raises CorruptError, FormatVersionError."""
     content = _parse(data, path)
     _require_version(content, path)
     try:
@@ -116,7 +116,7 @@ def _sealed(content: dict[str, Any]) -> bytes:
 
 
 def decode_index(data: bytes, path: str) -> Index:
-    """The inverse of `encode_index`. Raises CorruptError where any byte was changed, FormatVersionError."""
+    """The inverse of ``encode_index``. Raises CorruptError where any byte was changed, FormatVersionError."""
     outer = _parse(data, path)
     content = outer.get("content")
     if not isinstance(content, dict):

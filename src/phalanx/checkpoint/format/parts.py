@@ -1,8 +1,8 @@
-"""From checksummed blocks of an image to the parts of boxes that a plan wants.
+"""Reads the parts of boxes that a restore plan asks for out of the checksummed blocks of an image.
 
 Whatever holds an image (a file, a segment of memory, a peer) hands out whole blocks, since only whole blocks can be checked.
-What is wanted are parts of boxes, perhaps strided, of which one may span blocks: here they are cut from the blocks as these
-come by, each block asked for once where the reads come in the image's order.
+Here the requested (possibly strided) parts of boxes are cut out of the checksummed blocks. A part may span blocks. If the
+reads come in the image's order, every block is fetched once.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ BlockReader = Callable[[Sequence[int]], Iterator[ByteArray]]
 def read_parts(
     manifest: Manifest, reads: Sequence[PlannedRead], blocks: BlockReader
 ) -> Iterator[tuple[Box, RawArray]]:
-    """The parts that `reads` want of the image that `manifest` describes, in pieces of at most about two blocks."""
+    """Yields the parts that ``reads`` ask for of the image that ``manifest`` describes, in pieces of at most about two blocks."""
     starts = {entry.box: entry.start for entry in manifest.entries}
     limit = 2 * manifest.block_bytes
     todo = [
@@ -46,7 +46,7 @@ def _blocks_of(manifest: Manifest, entry: ImageEntry, span: ByteSpan) -> range:
 
 
 class _Window:
-    """Byte ranges of an image, assembled from its blocks as these come by."""
+    """A sliding window over an image's blocks, from which byte ranges are assembled."""
 
     def __init__(
         self, blocks: Iterator[ByteArray], numbers: Sequence[int], block_bytes: int, limit: int
@@ -59,7 +59,7 @@ class _Window:
         self._block: ByteArray | None = None
 
     def take(self, start: int, stop: int) -> ByteArray:
-        """The image's bytes `start:stop`, valid until the next call."""
+        """The image's bytes ``start:stop``, valid until the next call."""
         first, last = start // self._block_bytes, (stop - 1) // self._block_bytes
         if first == last:
             return self._at(first)[start - first * self._block_bytes : stop - first * self._block_bytes]

@@ -3,7 +3,7 @@
 Every rank knows from the run file which boxes it needs, and learns from each tier which boxes are held. The plan
 covers each needed element exactly once from the nearest holder: what the holder has is cut out, the rest (at most
 two boxes per dimension) is looked for further away. No rank plans for another one, so nothing grows with the world
-size but the list of holders. `share_of` is the counterpart for saving: equal ranks divide what all of them hold.
+size but the list of holders. ``share_of`` is the counterpart for saving: equal ranks divide what all of them hold.
 """
 
 from bisect import bisect_left
@@ -37,7 +37,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRead:
-    """Take `part` from what `source` holds; `part` lies within `source.box`."""
+    """One read of a restore plan: ``part`` is taken from what ``source`` holds, and lies within ``source.box``."""
 
     source: Held
     part: Box
@@ -70,8 +70,8 @@ def _rows_of(box: Box) -> tuple[int, int]:
 def plan_restore(needed: Sequence[Box], held: Sequence[Held], *, reader: int = 0) -> tuple[PlannedRead, ...]:
     """The reads that cover each element of every needed box exactly once, nearest holders first.
 
-    Reads come in the order in which `held` lists their sources, so that a file is read front to back. Where
-    several equally near places hold the same elements, `reader` (say, the rank that restores) rotates the choice,
+    Reads come in the order in which ``held`` lists their sources, so that a file is read front to back. Where
+    several equally near places hold the same elements, ``reader`` (say, the rank that restores) rotates the choice,
     so that equal ranks do not all ask the same holder.
 
     Raises MismatchError where a tensor is held with another global shape or dtype, NotCoveredError where elements
@@ -97,7 +97,7 @@ def plan_restore(needed: Sequence[Box], held: Sequence[Held], *, reader: int = 0
 
 
 def require_complete(held: Sequence[Held], required: Sequence[Box] = ()) -> None:
-    """Raise NotCoveredError where `held` does not cover `required` and every tensor that it names in full.
+    """Raises NotCoveredError where ``held`` does not cover ``required`` and every tensor that it names in full.
 
     MismatchError where holders disagree about a tensor's shape or dtype.
     """
@@ -162,10 +162,10 @@ def _listed(head: str, lines: list[str], most: int = 20) -> str:
 
 
 def share_of(boxes: Sequence[Box], replica: int, replicas: int) -> list[Box]:
-    """Which parts of `boxes`, held alike by `replicas` equal ranks, this replica writes.
+    """The parts of ``boxes``, held alike by ``replicas`` equal ranks, that this replica writes.
 
-    The boxes, sorted, are laid end to end and cut into `replicas` runs of equal bytes, each cut moved to the
-    nearest row of the box it falls into: at most `replicas - 1` boxes are divided, and a share is within a row
+    The boxes, sorted, are laid end to end and cut into ``replicas`` runs of equal bytes, each cut moved to the
+    nearest row of the box it falls into: at most ``replicas - 1`` boxes are divided, and a share is within a row
     of the equal one. Deterministic; the shares are disjoint and together complete. Empty boxes are nobody's, but a tensor
     without elements is replica 0's, so that its name is kept.
     """

@@ -12,7 +12,7 @@ from phalanx.checkpoint.format.boxes import Box
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Who holds the same box: this is copy `index` of `count`; `group` tells sets of holders apart."""
+    """Who holds the same box: this is copy ``index`` of ``count``; ``group`` tells sets of holders apart."""
 
     index: int = 0
     count: int = 1
@@ -28,17 +28,17 @@ class Shard:
     copies: Copies = Copies()
 
     def part(self, box: Box) -> torch.Tensor:
-        """The elements of `box`, which lies within this shard, as a view."""
+        """The elements of ``box``, which lies within this shard, as a view."""
         return self.tensor if box == self.box else self.tensor[box.slices_in(self.box)]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.bfloat16` -> "bfloat16"."""
+    """``torch.bfloat16`` -> "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The inverse of `dtype_name`, for the dtypes of `boxes.ITEMSIZE`."""
+    """The inverse of ``dtype_name``, for the dtypes of ``boxes.ITEMSIZE``."""
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{name!r} is not a torch dtype")

@@ -1,7 +1,7 @@
-"""Checkpoints as `torch.distributed.checkpoint` folders, for tools that read that format.
+"""Checkpoints as ``torch.distributed.checkpoint`` folders, for tools that read that format.
 
 One process holds the full tensors meanwhile: this is for export, not for the way a run saves itself. Names stay as
-they are (`model/<parameter>`, `optimizer/<state>/<parameter>`); `extra` goes under the key "extra".
+they are (``model/<parameter>``, ``optimizer/<state>/<parameter>``); ``extra`` goes under the key "extra".
 """
 
 import json
@@ -20,10 +20,10 @@ EXTRA = "extra"
 
 
 def export_dcp(tier: Tier, step: int, out_dir: Path | str) -> None:
-    """Write committed `step` to the new folder `out_dir` in PyTorch's distributed-checkpoint format.
+    """Writes committed ``step`` to the new folder ``out_dir`` in PyTorch's distributed-checkpoint format.
 
-    Takes host memory for all tensors. `extra` is stored as JSON text. Raises CheckpointError where `out_dir` exists
-    and is not empty, and what `restore` raises.
+    Takes host memory for all tensors. ``extra`` is stored as JSON text. Raises CheckpointError where ``out_dir`` exists
+    and is not empty, and what ``restore`` raises.
     """
     out = Path(out_dir)
     if out.exists() and any(out.iterdir()):
@@ -36,7 +36,7 @@ def export_dcp(tier: Tier, step: int, out_dir: Path | str) -> None:
 
 
 def empty_shards(tier: Tier, step: int) -> list[Shard]:
-    """Full, uninitialized CPU tensors for every tensor of committed `step`, sorted by name."""
+    """Full, uninitialized CPU tensors for every tensor of committed ``step``, sorted by name."""
     boxes = {held.box.name: held.box for held in tier.boxes(step)}
     return [
         Shard(

@@ -1,4 +1,4 @@
-"""Hugging Face's format, both ways: what the rest of the project uses of `huggingface_*.py`."""
+"""Hugging Face's format, both ways: what the rest of the project uses of ``huggingface_*.py``."""
 
 from phalanx.checkpoint.interop.huggingface_config import (
     HuggingFaceError,

@@ -1,10 +1,10 @@
-"""Hugging Face's `config.json` for this project's models, both ways.
+"""Hugging Face's ``config.json`` for this project's models, both ways.
 
-What differs is words, not mathematics: each way is a pure function over the tables of `huggingface_families.py`, and what
+What differs is words, not mathematics: each way is a pure function over the tables of ``huggingface_families.py``, and what
 the other side cannot say, or asks for and this project does not compute, is an error that lists every field concerned.
 
 Source: the configuration classes of transformers 4.51 to 5.x. Version 5 keeps the rotary embedding's numbers in
-`rope_parameters`, version 4 in `rope_theta` and `rope_scaling`; both are written, either is read.
+``rope_parameters``, version 4 in ``rope_theta`` and ``rope_scaling``; both are written, either is read.
 """
 
 import json
@@ -100,9 +100,9 @@ class Storage:
 def hf_config_of(
     spec: ModelSpec, *, max_seq_len: int = 0, dtype: Dtype = "float32", end_token: int | None = None
 ) -> dict[str, Any]:
-    """The `config.json` of a model, as a plain table.
+    """The ``config.json`` of a model, as a plain table.
 
-    `max_seq_len` is the context that readers are told of; 0 means the stretched one where the rotary embedding is
+    ``max_seq_len`` is the context that readers are told of; 0 means the stretched one where the rotary embedding is
     stretched, else 8192. Raises UnsupportedModelError for a model that no family can express.
     """
     spec = resolve(spec)
@@ -141,7 +141,7 @@ def _family_for(spec: ModelSpec) -> Family:
 
 
 def _flat(spec: ModelSpec) -> dict[str, Any]:
-    """All fields of a model, those of its sections as `moe.experts`."""
+    """All fields of a model, those of its sections as ``moe.experts``."""
     flat: dict[str, Any] = {}
     for name, value in to_table(spec).items():
         flat |= {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {}
@@ -150,7 +150,7 @@ def _flat(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _of_one_family(spec: ModelSpec, family: Family) -> dict[str, Any]:
-    """Fields of `config.json` that are no field of ModelSpec under another name."""
+    """Fields of ``config.json`` that are no field of ModelSpec under another name."""
     if family is QWEN3_MOE and spec.moe is not None:
         dense = sorted({*range(spec.layers)} - {*_mixtures(spec.moe, spec.layers)})
         regular = not spec.moe.first_dense
@@ -209,7 +209,7 @@ def _require_expressible(spec: ModelSpec, family: Family, flat: Mapping[str, Any
 
 
 def spec_of(hf_config: Mapping[str, Any]) -> ModelSpec:
-    """The resolved model that a `config.json` describes.
+    """The resolved model that a ``config.json`` describes.
 
     Raises UnsupportedModelError with every field that asks for something else than this transformer computes.
     """
@@ -237,7 +237,7 @@ def spec_of(hf_config: Mapping[str, Any]) -> ModelSpec:
 
 
 def storage_of(hf_config: Mapping[str, Any]) -> Storage:
-    """How the weights beside a `config.json` are stored. Raises UnsupportedModelError for a quantization not read here."""
+    """How the weights beside a ``config.json`` are stored. Raises UnsupportedModelError for a quantization not read here."""
     problem = _quantization_problem(hf_config)
     if problem:
         raise UnsupportedModelError(problem)
@@ -270,7 +270,7 @@ def _family_of(hf_config: Mapping[str, Any]) -> Family:
 
 
 def _given(hf_config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """What `config.json` says of our fields; null is as if it said nothing."""
+    """What ``config.json`` says of our fields; null is as if it said nothing."""
     given: dict[str, Any] = {}
     for ours, theirs in family.fields.items():
         for name in (theirs, family.aliases.get(theirs, theirs)):
@@ -280,7 +280,7 @@ def _given(hf_config: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `_flat`."""
+    """The inverse of ``_flat``."""
     table: dict[str, Any] = {}
     for name, value in flat.items():
         section, dot, field = name.partition(".")

@@ -1,8 +1,8 @@
 """A checkpoint as a Hugging Face model folder.
 
-A model trained here is useful elsewhere once it is a folder of `config.json` and safetensors that `transformers`, vLLM
+A model trained here is useful elsewhere once it is a folder of ``config.json`` and safetensors that ``transformers``, vLLM
 and the like open. No number changes: tensors are renamed, stacks of experts taken apart, rotated rows put into the published
-order (`huggingface_names.py`), and copied in pieces of bounded size, whatever the model's. The folder appears under
+order (``huggingface_names.py``), and copied in pieces of bounded size, whatever the model's. The folder appears under
 its name only when it is complete. Format of the weights: https://github.com/huggingface/safetensors.
 """
 
@@ -58,10 +58,10 @@ def export_hf(
     max_seq_len: int = 0,
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Write the weights of committed `step` as a Hugging Face model into the new folder `out_dir`.
+    """Writes the weights of committed ``step`` as a Hugging Face model into the new folder ``out_dir``.
 
-    `spec` is the run's resolved model; `tokenizer_dir` holds the tokenizer to go with it. Memory: some pieces of
-    64 MiB. Raises UnsupportedModelError, HuggingFaceError where `out_dir` exists or a number does not fit `dtype`,
+    ``spec`` is the run's resolved model; ``tokenizer_dir`` holds the tokenizer to go with it. Memory: some pieces of
+    64 MiB. Raises UnsupportedModelError, HuggingFaceError where ``out_dir`` exists or a number does not fit ``dtype``,
     and what reading the tier raises; nothing is left behind then.
     """
     out, spec = Path(out_dir), resolve(spec)
@@ -99,7 +99,7 @@ def tensors_of(spec: ModelSpec) -> list[Published]:
 
 
 def weight_files(tensors: Sequence[Published], dtype: Dtype, file_bytes: int) -> list[WeightFile]:
-    """How tensors are dealt out over files of at most `file_bytes` bytes of data (or one tensor, if larger)."""
+    """How tensors are dealt out over files of at most ``file_bytes`` bytes of data (or one tensor, if larger)."""
     groups: list[list[Published]] = [[]]
     room = file_bytes
     for tensor in tensors:

@@ -1,11 +1,11 @@
-"""Hugging Face's model families, each as tables: which field of ModelSpec is which field of `config.json`.
+"""Hugging Face's model families, each as tables: which field of ModelSpec is which field of ``config.json``.
 
 A family can say some fields of a model and holds the others fixed: Mixtral has no shared experts, Qwen3 always
 normalizes queries and keys. Both directions read the same tables, so that what is written is what is read back. Fields of
-`ModelSpec` that only training reads (the strength of a balance loss, say) and that a family has no word for appear in no
+``ModelSpec`` that only training reads (the strength of a balance loss, say) and that a family has no word for appear in no
 table: they are not written, and an imported model has their defaults.
 
-Source: the configuration classes of transformers 4.51 to 5.x, and the published `config.json` of the models named.
+Source: the configuration classes of transformers 4.51 to 5.x, and the published ``config.json`` of the models named.
 """
 
 from collections.abc import Mapping
@@ -49,25 +49,25 @@ OPTIONAL = frozenset(
         "mtp_depth",
     }
 )
-"""Fields of ModelSpec whose absence from a `config.json` has a meaning; all others of a family must be there."""
+"""Fields of ModelSpec whose absence from a ``config.json`` has a meaning; all others of a family must be there."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """The models of one class of `transformers`; a field of a section is written `moe.experts`."""
+    """The models of one class of ``transformers``; a field of a section is written ``moe.experts``."""
 
     model_type: str
     architecture: str
     fields: Mapping[str, str]
-    """Field of ModelSpec to field of `config.json`."""
+    """Field of ModelSpec to field of ``config.json``."""
     fixed: ConfigTable
     """Fields of ModelSpec that have one value in all models of the family."""
     constants: ConfigTable = field(default_factory=dict)
-    """Fields of `config.json` that are written with this value, and read with no other."""
+    """Fields of ``config.json`` that are written with this value, and read with no other."""
     absent: ConfigTable = field(default_factory=dict)
-    """Fields of ModelSpec that are not ours by default where `config.json` does not speak of them."""
+    """Fields of ModelSpec that are not ours by default where ``config.json`` does not speak of them."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other names of a field of `config.json`, by the one that is written."""
+    """Other names of a field of ``config.json``, by the one that is written."""
 
 
 LLAMA = Family(

@@ -19,7 +19,7 @@ SAFETENSORS_DTYPE: Mapping[Dtype, str] = {"float32": "F32", "bfloat16": "BF16", 
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder under a temporary name that gets the name `out` when all went well, and vanishes when not."""
+    """A folder under a temporary name that gets the name ``out`` when all went well, and vanishes when not."""
     if out.exists():
         raise HuggingFaceError(f"{out}: exists; name a new folder, or remove that one first")
     folder = out.parent / f".{out.name}.partial-{os.getpid()}"

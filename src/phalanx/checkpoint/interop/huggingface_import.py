@@ -1,7 +1,7 @@
 """A Hugging Face model folder as a run to start from.
 
 A published model can be trained on, and text generated from it, once it is a run directory. No number changes: tensors are
-renamed, the experts of a layer stacked and rotated rows put into halves (`huggingface_names.py`), in pieces of bounded
+renamed, the experts of a layer stacked and rotated rows put into halves (``huggingface_names.py``), in pieces of bounded
 size, whatever the model's. What is stored in half precision becomes the same number in fp32, and what is stored in fp8 by
 blocks, as DeepSeek-V3 is, the product with its block's scale. The directory appears under its name only when it is complete.
 """
@@ -49,7 +49,7 @@ _LATENT_EPS = 1e-6
 
 @dataclass(frozen=True)
 class Imported:
-    """What was imported: the resolved model and its digest (see `digest.py`)."""
+    """The result of an import: the resolved model and its digest (see ``digest.py``)."""
 
     spec: ModelSpec
     weights_sha256: str
@@ -60,11 +60,11 @@ class Imported:
 
 
 def import_hf(directory: Path, out: Path, *, image_bytes: int = _IMAGE_BYTES) -> Imported:
-    """Make the Hugging Face model in `directory` a new run directory `out` with a checkpoint at step 0.
+    """Makes the Hugging Face model in ``directory`` a new run directory ``out`` with a checkpoint at step 0.
 
-    `out` gets `run.toml` (the model), `checkpoints/` (fp32 weights, and nothing else) and, where the model comes with
-    a byte-level BPE, `tokenizer/`. Memory: `image_bytes`, and two pieces of 64 MiB. Raises UnsupportedModelError, or
-    HuggingFaceError where `out` exists or the model's files are incomplete or damaged; nothing is left behind then.
+    ``out`` gets ``run.toml`` (the model), ``checkpoints/`` (fp32 weights, and nothing else) and, where the model comes with
+    a byte-level BPE, ``tokenizer/``. Memory: ``image_bytes``, and two pieces of 64 MiB. Raises UnsupportedModelError, or
+    HuggingFaceError where ``out`` exists or the model's files are incomplete or damaged; nothing is left behind then.
     """
     config = read_json(directory / CONFIG)
     spec = spec_of(config)
@@ -142,9 +142,9 @@ def _open_weights(directory: Path, stack: ExitStack) -> dict[str, Any]:
 
 
 def _settle_mtp(spec: ModelSpec, tensors: dict[str, Any]) -> tuple[ModelSpec, tuple[str, ...]]:
-    """The model with as many modules of multi-token prediction as the files hold and `config.json` speaks of.
+    """The model with as many modules of multi-token prediction as the files hold and ``config.json`` speaks of.
 
-    Tensors of modules that `config.json` does not speak of are taken out of `tensors`.
+    Tensors of modules that ``config.json`` does not speak of are taken out of ``tensors``.
     """
     if spec.mla is None:
         return spec, ()
@@ -230,7 +230,7 @@ def _require_same(directory: Path, copy: str, original: str, weights: Weights) -
 def _copy_weights(
     tier: DiskTier, weights: Weights, spec: ModelSpec, extra: dict[str, Any], image_bytes: int
 ) -> str:
-    """Commit the tensors as step 0, an image of `image_bytes` at a time as one rank's share; returns their digest."""
+    """Commits the tensors as step 0, an image of ``image_bytes`` at a time as one rank's share; returns their digest."""
     draft = Draft(0, 0)
     sources: dict[str, list[Published]] = defaultdict(list)
     for tensor in published(spec):

@@ -1,8 +1,8 @@
 """Hugging Face's names of parameters, and how one parameter lies in several of its tensors.
 
-Most tensors differ in name alone. Two kinds do not: a stack of experts `(experts, ...)` is published as one tensor per
-expert (whatever `transformers` fuses in memory), and the rows of latent attention that are rotated are published in pairs
-`x0 y0 x1 y1 ...` where this project keeps halves `x0 x1 ... y0 y1 ...` (see `phalanx.model.layers.rotary`); reordering the rows
+Most tensors differ in name alone. Two kinds do not: a stack of experts ``(experts, ...)`` is published as one tensor per
+expert (whatever ``transformers`` fuses in memory), and the rows of latent attention that are rotated are published in pairs
+``x0 y0 x1 y1 ...`` where this project keeps halves ``x0 x1 ... y0 y1 ...`` (see ``phalanx.model.layers.rotary``); reordering the rows
 once makes both compute the same. DeepSeek-V3's modules for multi-token prediction are published as layers behind the
 last one, with copies of the embedding and the output projection that they share with the model.
 """
@@ -71,13 +71,13 @@ _IN_BLOCK_BACK = {theirs: ours for table in (_IN_BLOCK, _IN_MIXTRAL) for ours, t
 
 @dataclass(frozen=True)
 class RotaryRows:
-    """Rows in groups of `group`, the last `rotated` of each published in pairs: heads, or a latent and the key's part."""
+    """Rows in groups of ``group``, the last ``rotated`` of each published in pairs: heads, or a latent and the key's part."""
 
     group: int
     rotated: int
 
     def around(self, start: int, stop: int) -> tuple[int, int]:
-        """The whole groups that rows `start:stop` lie in."""
+        """The whole groups that rows ``start:stop`` lie in."""
         return start // self.group * self.group, -(-stop // self.group) * self.group
 
     def reordered(self, values: Any, order: list[int]) -> Any:
@@ -93,7 +93,7 @@ class RotaryRows:
 
     @property
     def kept_at(self) -> list[int]:
-        """The inverse of `published_at`."""
+        """The inverse of ``published_at``."""
         return sorted(range(self.group), key=self.published_at.__getitem__)
 
 
@@ -134,9 +134,9 @@ def shared_copies(spec: ModelSpec) -> Iterator[Published]:
 
 
 def hf_name(name: str, spec: ModelSpec | None = None) -> str:
-    """Hugging Face's name of a parameter: `blocks.3.attention.query.weight` is `model.layers.3.self_attn.q_proj.weight`.
+    """Hugging Face's name of a parameter: ``blocks.3.attention.query.weight`` is ``model.layers.3.self_attn.q_proj.weight``.
 
-    In the name of a stack of experts an asterisk stands for the number of the expert. `spec` is the parameter's model, and
+    In the name of a stack of experts an asterisk stands for the number of the expert. ``spec`` is the parameter's model, and
     may be left out for a dense one. Raises KeyError for a name that is not a parameter of the transformer.
     """
     if name in _OUTER:
@@ -155,7 +155,7 @@ def hf_name(name: str, spec: ModelSpec | None = None) -> str:
 
 
 def parameter_name(name: str) -> str:
-    """The inverse of `hf_name`, but for modules of multi-token prediction. Raises KeyError for a tensor of no parameter."""
+    """The inverse of ``hf_name``, but for modules of multi-token prediction. Raises KeyError for a tensor of no parameter."""
     if name in _OUTER_BACK:
         return _OUTER_BACK[name]
     layer, rest = _split(name, r"model\.layers\.(\d+)\.(.+)")

@@ -1,7 +1,7 @@
 """Filling an image with the bytes of tensors: one memory copy by several threads, or on CUDA on a side stream.
 
 One core does not saturate memory, so the bytes are divided evenly over a few threads. On CUDA the image is pinned memory and
-the copies run on a stream of their own: `fence()`, called before the weights are next changed, keeps the optimizer from
+the copies run on a stream of their own: ``fence()``, called before the weights are next changed, keeps the optimizer from
 overtaking them.
 """
 
@@ -21,7 +21,7 @@ _ZERO_BYTES = 16 << 20
 
 
 class ImageCopier:
-    """Copies shards into images; `copy` is for one thread at a time."""
+    """Copies shards into images; ``copy`` is for one thread at a time."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(COPY_THREADS, "checkpoint-stage")
@@ -31,7 +31,7 @@ class ImageCopier:
     def copy(
         self, layout: ImageLayout, shards: Sequence[Shard], image: ByteArray
     ) -> "torch.cuda.Event | None":
-        """Fill `image`, but for its header. Copies from a device may run on until the event that is returned."""
+        """Fills ``image``, but for its header. Copies from a device may run on until the event that is returned."""
         tensors = {shard.box: shard.tensor for shard in shards}
         simple: list[tuple[ByteArray, ByteArray]] = []
         devices: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -48,7 +48,7 @@ class ImageCopier:
         return copied
 
     def fill_zeros(self, data: ByteArray) -> None:
-        """Write to every page of fresh memory, so that the first copy is as quick as the later ones."""
+        """Writes to every page of fresh memory, so that the first copy is as quick as the later ones."""
         parts = [data[start : start + _ZERO_BYTES] for start in range(0, data.nbytes, _ZERO_BYTES)]
         list(self._pool.map(lambda part: part.fill(0), parts))
 
@@ -59,7 +59,7 @@ class ImageCopier:
             self._last_copied = None
 
     def close(self) -> None:
-        """Stop the copying threads."""
+        """Stops the copying threads."""
         self._pool.shutdown()
 
     def _copy_in_parallel(self, pairs: Sequence[tuple[ByteArray, ByteArray]]) -> None:
@@ -101,12 +101,12 @@ class ImageCopier:
 
 
 def on_cuda(shards: Sequence[Shard]) -> bool:
-    """Whether an image of these shards should be pinned."""
+    """True if an image of these shards should be pinned."""
     return any(shard.tensor.is_cuda for shard in shards)
 
 
 def pin(data: ByteArray) -> None:
-    """Register memory with CUDA, so that copies into it are asynchronous and quick. Raises CheckpointError."""
+    """Registers memory with CUDA, so that copies into it are asynchronous and quick. Raises CheckpointError."""
     status = int(_cudart().cudaHostRegister(data.ctypes.data, data.nbytes, 0))
     if status:
         raise CheckpointError(
@@ -115,7 +115,7 @@ def pin(data: ByteArray) -> None:
 
 
 def unpin(data: ByteArray) -> None:
-    """Undo `pin`."""
+    """Undoes ``pin``."""
     _cudart().cudaHostUnregister(data.ctypes.data)
 
 

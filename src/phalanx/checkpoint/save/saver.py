@@ -1,9 +1,9 @@
 """Saving off the critical path: the training step pays one memory copy, a thread does the rest.
 
-`save` stages this rank's share and returns; a background thread writes it to the tier, and on rank 0 commits the
+``save`` stages this rank's share and returns; a background thread writes it to the tier, and on rank 0 commits the
 step and removes expired ones. Ranks meet through the tier alone, never through collectives, so a save cannot
 disturb the trainer's communication, and a dead peer costs a timeout of the background thread of rank 0. A save that
-fails is reported by `poll` and never raises into the training loop.
+fails is reported by ``poll`` and never raises into the training loop.
 """
 
 import json
@@ -30,9 +30,9 @@ SaveStatus = Literal["committed", "written", "existed", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class SaveReceipt:
-    """What `save` cost the training step: `stall_s` in all, of it `waited_s` for a buffer and `copied_s` copying.
+    """The cost of a ``save`` to the training step: ``stall_s`` in all, of it ``waited_s`` for a buffer and ``copied_s`` copying.
 
-    `staged` is false where the step was committed already and nothing was done.
+    ``staged`` is false where the step was committed already and nothing was done.
     """
 
     step: int
@@ -45,10 +45,10 @@ class SaveReceipt:
 
 @dataclass(frozen=True, slots=True)
 class SaveOutcome:
-    """How a save ended. Rank 0 reports "committed", other ranks "written": their share is durable.
+    """The outcome of a save. Rank 0 reports "committed", other ranks "written": their share is durable.
 
-    "existed": the step was committed before. "failed": see `error`; training and older checkpoints are untouched.
-    `deleted`: the expired steps that went; `retention_error` says why they could not.
+    "existed": the step was committed before. "failed": see ``error``; training and older checkpoints are untouched.
+    ``deleted``: the expired steps that went; ``retention_error`` says why they could not.
     """
 
     step: int
@@ -69,12 +69,12 @@ class _Job:
 
 
 class AsyncSaver:
-    """Saves checkpoints of a job of `world_size` ranks, of which this one is `rank`, to `tier`.
+    """Saves checkpoints of a job of ``world_size`` ranks, of which this one is ``rank``, to ``tier``.
 
-    `replica` of `replicas` equal ranks: plain shards (those whose `copies` are the default) are held alike by all
-    of them, and each writes its share. `attempt` must be the same on all ranks and new after each restart or rollback.
-    `timeout_s`: how long rank 0 waits for the others' shares. `buffers`: 1 waits while the previous save is still
-    being written, 2 takes twice the host memory and does not. `retention`, used by rank 0, is applied after each
+    ``replica`` of ``replicas`` equal ranks: plain shards (those whose ``copies`` are the default) are held alike by all
+    of them, and each writes its share. ``attempt`` must be the same on all ranks and new after each restart or rollback.
+    ``timeout_s``: how long rank 0 waits for the others' shares. ``buffers``: 1 waits while the previous save is still
+    being written, 2 takes twice the host memory and does not. ``retention``, used by rank 0, is applied after each
     commit. On rank 0 the constructor sweeps away what other attempts left unfinished.
     """
 
@@ -113,7 +113,7 @@ class AsyncSaver:
         self._thread.start()
 
     def prepare(self, shards: Sequence[Shard]) -> None:
-        """Allocate the staging buffers now rather than in the first save."""
+        """Allocates the staging buffers now rather than in the first save."""
         self._staging.prepare(self._own(shards))
 
     def save(
@@ -124,10 +124,10 @@ class AsyncSaver:
         *,
         weights_sha256: str | None = None,
     ) -> SaveReceipt:
-        """Stage this rank's share of `shards` for `step` and return; every rank calls this with its own shards.
+        """Stages this rank's share of ``shards`` for ``step`` and returns; every rank calls this with its own shards.
 
-        `extra` is small JSON, copied at once; rank 0's is kept. The tensors may change as soon as this returns (on
-        CUDA: after `fence`). Raises TypeError where `extra` is not JSON, RuntimeError after `close`.
+        ``extra`` is small JSON, copied at once; rank 0's is kept. The tensors may change as soon as this returns (on
+        CUDA: after ``fence``). Raises TypeError where ``extra`` is not JSON, RuntimeError after ``close``.
         """
         if self._closed:
             raise RuntimeError(f"save of step {step}: the saver is closed")
@@ -155,16 +155,16 @@ class AsyncSaver:
         return outcomes
 
     def wait(self) -> None:
-        """Block until every save so far has ended, one way or the other."""
+        """Blocks until every save so far has ended, one way or the other."""
         self._jobs.join()
 
     def cancel(self) -> None:
-        """Give up the saves under way, soon; they end as "failed". The saver can then only be closed."""
+        """Gives up the saves under way, soon; they end as "failed". The saver can then only be closed."""
         self._closed = True
         self._cancelled.set()
 
     def close(self) -> None:
-        """Wait for the saves under way and stop the thread."""
+        """Waits for the saves under way and stops the thread."""
         self._closed = True
         if self._thread.is_alive():
             self._jobs.put(None)

@@ -5,7 +5,7 @@ is one memory copy (by several threads: one core does not saturate memory) into 
 pages cost many times the copy. The writer streams the buffer out meanwhile. While a buffer is being written, the
 next save takes the second one if there is one, else it waits, and says for how long.
 
-On CUDA the buffer is registered as pinned memory, and the copies run on a side stream: `fence()`, called before the
+On CUDA the buffer is registered as pinned memory, and the copies run on a side stream: ``fence()``, called before the
 weights are next changed, keeps the optimizer from overtaking them.
 """
 
@@ -34,7 +34,7 @@ class _Buffer:
 
 @dataclass(frozen=True, slots=True)
 class StagedImage:
-    """An image in a staging buffer, to be given back with `Staging.release` when it has been written."""
+    """An image in a staging buffer, to be given back with ``Staging.release`` when it has been written."""
 
     image: Image
     waited_s: float
@@ -52,7 +52,7 @@ class StagedImage:
 
 
 class Staging:
-    """At most `buffers` buffers, each as large as the largest image so far. `stage` is for one thread at a time."""
+    """At most ``buffers`` buffers, each as large as the largest image so far. ``stage`` is for one thread at a time."""
 
     def __init__(self, *, buffers: int = 1) -> None:
         if buffers < 1:
@@ -66,7 +66,7 @@ class Staging:
         self._layout_of = lru_cache(maxsize=1)(image_layout)
 
     def prepare(self, shards: Sequence[Shard]) -> None:
-        """Make every buffer and map its pages now, so that the first save is as quick as the later ones."""
+        """Makes every buffer and maps its pages now, so that the first save is as quick as the later ones."""
         layout = self._layout_of(tuple(shard.box for shard in shards))
         with self._returned:
             fresh = [self._new_buffer(layout.nbytes, on_cuda(shards)) for _ in range(self._most - self._made)]
@@ -74,7 +74,7 @@ class Staging:
             self._free += fresh
 
     def stage(self, shards: Sequence[Shard]) -> StagedImage:
-        """Copy the shards into an image. Blocks until a buffer is free, then for one memory copy."""
+        """Copies the shards into an image. Blocks until a buffer is free, then for one memory copy."""
         begin = time.perf_counter()
         layout = self._layout_of(tuple(shard.box for shard in shards))
         buffer = self._acquire(layout.nbytes, on_cuda(shards))
@@ -89,7 +89,7 @@ class Staging:
         return StagedImage(image, *times, buffer, copied, tuple(shards) if copied else ())
 
     def release(self, staged: StagedImage) -> None:
-        """Give the buffer back for the next save."""
+        """Gives the buffer back for the next save."""
         self._give_back(staged.buffer)
 
     def fence(self) -> None:
@@ -97,7 +97,7 @@ class Staging:
         self._copier.fence()
 
     def close(self) -> None:
-        """Stop the copying threads and let the free buffers go."""
+        """Stops the copying threads and lets the free buffers go."""
         self._copier.close()
         with self._returned:
             for buffer in self._free:

@@ -39,7 +39,7 @@ class SnapshotClient:
     def __init__(
         self, address: str, token: str, *, tls: ssl.SSLContext | None = None, timeout_s: float = 10.0
     ) -> None:
-        """Connect to `address` ("host:port"). `timeout_s` is for how long the other side may be silent."""
+        """Connects to ``address`` ("host:port"). ``timeout_s`` is for how long the other side may be silent."""
         self._wire = _connect(address, tls, timeout_s)
         try:
             authenticate(self._wire, token, server=False)
@@ -48,21 +48,21 @@ class SnapshotClient:
             raise
 
     def record(self, key: SnapshotKey) -> bytes:
-        """The record of a snapshot, as `decode_record` takes it."""
+        """The record of a snapshot, as ``decode_record`` takes it."""
         nbytes = self._ask(Describe(Key.of(key)))
         if nbytes > LONGEST_RECORD_BYTES:
             raise WireError(f"{self._wire.peer}: announces a record of {nbytes:,} bytes")
         return self._wire.receive(nbytes)
 
     def read_into(self, key: SnapshotKey, start: int, view: memoryview) -> None:
-        """Fill `view` with the bytes of a snapshot's image from byte `start` on. Not checked: see `verified`."""
+        """Fills ``view`` with the bytes of a snapshot's image from byte ``start`` on. Not checked: see ``verified``."""
         nbytes = self._ask(ReadImage(Key.of(key), start, start + len(view)))
         if nbytes != len(view):
             raise WireError(f"{self._wire.peer}: answers {nbytes:,} bytes where {len(view):,} were asked for")
         self._wire.receive_into(view)
 
     def push(self, memory: SnapshotMemory, key: SnapshotKey) -> None:
-        """Give the other side a copy of a snapshot that `memory` holds; when this returns it has it, complete and checked.
+        """Gives the other side a copy of a snapshot that ``memory`` holds; when this returns it has it, complete and checked.
 
         RefusedError also where the bytes were damaged on the way, or the snapshot was replaced meanwhile.
         """
@@ -81,7 +81,7 @@ class SnapshotClient:
             raise _failure(answer, self._wire.peer)
 
     def close(self) -> None:
-        """End the connection."""
+        """Ends the connection."""
         self._wire.close()
 
     def __enter__(self) -> "SnapshotClient":
@@ -133,6 +133,6 @@ def push(
     tls: ssl.SSLContext | None = None,
     timeout_s: float = 10.0,
 ) -> None:
-    """`SnapshotClient.push` over a connection of its own."""
+    """``SnapshotClient.push`` over a connection of its own."""
     with SnapshotClient(address, token, tls=tls, timeout_s=timeout_s) as client:
         client.push(memory, key)

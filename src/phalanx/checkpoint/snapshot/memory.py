@@ -5,11 +5,11 @@ makes it, a worker inherits its descriptor, and both map it; it stays when the w
 that has it open, however that one ends. Each worker has two segments, so that while one is written the other is whole; what
 buddies push lies in further segments, under the same rule: **the step that everybody could go back to is never overwritten**.
 
-A segment holds one snapshot: a page that says whether it is complete, the image (`format/image.py`, also a valid safetensors file),
+A segment holds one snapshot: a page that says whether it is complete, the image (``format/image.py``, also a valid safetensors file),
 and its *record*: run, epoch, layout, rank, step, the boxes, and a checksum of each block. Before anything is changed the first
 bytes are cleared, and set again last, so that a writer killed at any moment leaves a whole snapshot or none.
 
-No torch: this is the agent's side; `snapshot_writer.py` is the worker's. Sources: Gemini (Wang et al., SOSP 2023,
+No torch: this is the agent's side; ``snapshot_writer.py`` is the worker's. Sources: Gemini (Wang et al., SOSP 2023,
 https://doi.org/10.1145/3600006.3613145) for snapshots in the memory of peers.
 """
 
@@ -44,7 +44,7 @@ _MADV_POPULATE_WRITE = 23  # <linux/mman.h>, since Linux 5.14
 
 @dataclass(frozen=True, slots=True, order=True)
 class SnapshotKey:
-    """Whose state, and when: rank `rank` of a layout of `ranks` ranks after step `step`."""
+    """Identifies a snapshot: the state of rank ``rank`` of a layout of ``ranks`` ranks after step ``step``."""
 
     ranks: int
     rank: int
@@ -67,7 +67,7 @@ class HeldSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a record says. `previous` is the step that must be kept until this snapshot is safe everywhere (-1: none)."""
+    """The content of a snapshot's record. ``previous`` is the step that must be kept until this snapshot is safe everywhere (-1: none)."""
 
     run: str
     epoch: int
@@ -82,8 +82,8 @@ class Snapshot:
 
 
 def encode_record(snapshot: Snapshot, boxes: bytes, digests: bytes) -> bytes:
-    """The record of a snapshot: `boxes` is its manifest without checksums (`encode_manifest`, the same for every snapshot
-    of a layout), `digests` the xxh3_64 of each block, 8 bytes each, little-endian. The record ends with its own checksum."""
+    """The record of a snapshot: ``boxes`` is its manifest without checksums (``encode_manifest``, the same for every snapshot
+    of a layout), ``digests`` the xxh3_64 of each block, 8 bytes each, little-endian. The record ends with its own checksum."""
     key = snapshot.key
     text = json.dumps(
         {
@@ -103,7 +103,7 @@ def encode_record(snapshot: Snapshot, boxes: bytes, digests: bytes) -> bytes:
 
 
 def decode_record(record: bytes, where: str) -> Snapshot:
-    """The inverse of `encode_record`. `where` is for messages. Raises CorruptError."""
+    """The inverse of ``encode_record``. ``where`` is for messages. Raises CorruptError."""
     if not _is_whole(record):
         raise CorruptError(
             f"{where}: the snapshot's record differs from its checksum; restore from another holder"
@@ -140,14 +140,14 @@ class Segment:
     """One snapshot's memory, seen from any process that has its descriptor. One process writes at a time."""
 
     def __init__(self, descriptor: int) -> None:
-        """Takes over `descriptor`: of a memfd, made by `create` here or in another process."""
+        """Takes over ``descriptor``: of a memfd, made by ``create`` here or in another process."""
         self.descriptor = descriptor
         self._memory: ByteArray = np.empty(0, dtype=np.uint8)
         self._parsed: tuple[bytes, Snapshot] | None = None
 
     @classmethod
     def create(cls, name: str) -> "Segment":
-        """A new, empty segment; `name` shows in /proc/PID/maps. Its descriptor is inherited only where it is passed on."""
+        """A new, empty segment; ``name`` shows in /proc/PID/maps. Its descriptor is inherited only where it is passed on."""
         descriptor = os.memfd_create(f"phalanx-{name}", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, PAGE_BYTES)
         return cls(descriptor)
@@ -167,7 +167,7 @@ class Segment:
         return self._parsed[1]
 
     def record(self) -> bytes | None:
-        """The record as bytes (see `decode_record`); None where nothing lies here complete."""
+        """The record as bytes (see ``decode_record``); None where nothing lies here complete."""
         magic, start, length = _HEAD.unpack_from(self._mapped().data)
         if magic != _COMPLETE or start + length > self._memory.nbytes:
             return None
@@ -175,18 +175,18 @@ class Segment:
         return record if _is_whole(record) else None
 
     def image(self, nbytes: int) -> ByteArray:
-        """The image's first `nbytes` bytes (uint8), as a view of the memory itself."""
+        """The image's first ``nbytes`` bytes (uint8), as a view of the memory itself."""
         return self._mapped()[PAGE_BYTES : PAGE_BYTES + nbytes]
 
     def begin(self, nbytes: int) -> ByteArray:
-        """From now on nothing lies here complete; returns the memory for an image of `nbytes` bytes. Pages stay mapped
+        """From now on nothing lies here complete; returns the memory for an image of ``nbytes`` bytes. Pages stay mapped
         from one snapshot to the next."""
         self.void()
         self._grow(nbytes)
         return self.image(nbytes)
 
     def reserve(self, nbytes: int) -> None:
-        """Make room for an image of `nbytes` bytes and map its pages now; what lies here stays. Raises StorageFullError."""
+        """Makes room for an image of ``nbytes`` bytes and maps its pages now; what lies here stays. Raises StorageFullError."""
         self._grow(nbytes)
         self._populate(_end_of(nbytes))
 
@@ -196,7 +196,7 @@ class Segment:
             os.ftruncate(self.descriptor, _end_of(nbytes) + _end_of(nbytes // 64 + (1 << 20)))
 
     def complete(self, nbytes: int, record: bytes) -> None:
-        """The image of `nbytes` bytes is there; put its record behind it, then say that all is complete."""
+        """The image of ``nbytes`` bytes is there; put its record behind it, then say that all is complete."""
         start = _end_of(nbytes)
         if start + len(record) > self._memory.nbytes:
             os.ftruncate(self.descriptor, _end_of(start + len(record)))
@@ -211,7 +211,7 @@ class Segment:
         self._mapped()[: len(_COMPLETE)] = 0
 
     def close(self) -> None:
-        """Let the memory go, once every process has."""
+        """Lets the memory go, once every process has."""
         self._memory = np.empty(0, dtype=np.uint8)
         os.close(self.descriptor)
 
@@ -240,12 +240,12 @@ class Segment:
 
 
 def _end_of(nbytes: int) -> int:
-    """The page on which an image of `nbytes` bytes ends."""
+    """The page on which an image of ``nbytes`` bytes ends."""
     return PAGE_BYTES + -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def verified(manifest: Manifest, index: int, block: ByteArray, where: str) -> ByteArray:
-    """`block`, the bytes of block `index`. Raises CorruptError, naming the holder `where`, if they are not."""
+    """``block``, the bytes of block ``index``. Raises CorruptError, naming the holder ``where``, if they are not."""
     if checksum(block) != manifest.checksums[index]:
         raise CorruptError(
             f"{where}: block {index} of the snapshot differs from its checksum (or the snapshot was replaced meanwhile). "
@@ -258,7 +258,7 @@ class SnapshotMemory:
     """All segments of a node. The agent's; safe to use from several threads."""
 
     def __init__(self, run: str, workers: int, *, buddy_limit_bytes: int | None = None) -> None:
-        """`run` identifies the run; snapshots of another are refused. `buddy_limit_bytes` bounds what buddies may push."""
+        """``run`` identifies the run; snapshots of another are refused. ``buddy_limit_bytes`` bounds what buddies may push."""
         self.run = run
         self._own = tuple(
             (Segment.create(f"worker-{w}-a"), Segment.create(f"worker-{w}-b")) for w in range(workers)
@@ -269,7 +269,7 @@ class SnapshotMemory:
         self._lock = threading.Lock()
 
     def worker_segments(self, worker: int) -> tuple[Segment, Segment]:
-        """The two segments of worker `worker`, the same in each of its lives: pass their descriptors to its process."""
+        """The two segments of worker ``worker``, the same in each of its lives: pass their descriptors to its process."""
         return self._own[worker]
 
     def holdings(self) -> tuple[HeldSnapshot, ...]:
@@ -301,7 +301,7 @@ class SnapshotMemory:
 
     @contextmanager
     def receiving(self, key: SnapshotKey, previous: int, nbytes: int) -> Iterator[Segment]:
-        """A segment for a buddy's snapshot `key`: empty, or with what is neither of that step nor of step `previous`.
+        """A segment for a buddy's snapshot ``key``: empty, or with what is neither of that step nor of step ``previous``.
 
         Raises StorageFullError where the buddies' limit leaves no room.
         """
@@ -314,7 +314,7 @@ class SnapshotMemory:
             self._let_go(segment)
 
     def discard_after(self, step: int) -> None:
-        """Forget every snapshot newer than `step`. For a return to `step`, while no worker of this node is in an epoch."""
+        """Forgets every snapshot newer than ``step``. For a return to ``step``, while no worker of this node is in an epoch."""
         with self._lock:
             for segment in self._segments():
                 held = self._held(segment)
@@ -322,7 +322,7 @@ class SnapshotMemory:
                     segment.void()
 
     def close(self) -> None:
-        """Let all memory go (workers that still have it open keep theirs)."""
+        """Lets all memory go (workers that still have it open keep theirs)."""
         with self._lock:
             for segment in self._segments():
                 segment.close()

@@ -1,7 +1,7 @@
 """A node's data port: buddies push snapshots to it, and whoever restores reads them.
 
 Each connection is served by a thread of its own, up to a limit; strangers are shown the door after the handshake
-(`snapshot_wire.py`) fails. What is pushed goes straight into a free segment, each block is checked as it comes, and only
+(``snapshot_wire.py``) fails. What is pushed goes straight into a free segment, each block is checked as it comes, and only
 then is the snapshot complete: a push that is torn leaves what was there before.
 """
 
@@ -39,7 +39,7 @@ _IDLE_S = 600.0
 
 
 class SnapshotServer:
-    """Serves a `SnapshotMemory` from construction until `close`."""
+    """Serves a ``SnapshotMemory`` from construction until ``close``."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class SnapshotServer:
         return int(self._listener.getsockname()[1])
 
     def close(self) -> None:
-        """End all connections and listen no more."""
+        """Ends all connections and listen no more."""
         with self._lock:
             self._closed = True
             for connection in self._open:
@@ -109,7 +109,7 @@ class SnapshotServer:
 
     @contextmanager
     def _listed(self, connection: socket.socket) -> Iterator[None]:
-        """Among those that `close` ends."""
+        """Among those that ``close`` ends."""
         with self._lock:
             if self._closed:
                 raise WireError("the server is closing")
@@ -188,7 +188,7 @@ def _offered(record: bytes, offer: PushSnapshot, peer: str) -> Snapshot:
 
 
 def _receive_image(wire: Wire, snapshot: Snapshot, image: ByteArray) -> None:
-    """Fill `image`; raise CorruptError, after all of it has come, where a block is not what its checksum says."""
+    """Fills ``image``; raises CorruptError, after all of it has come, where a block is not what its checksum says."""
     manifest = snapshot.manifest
     damaged = []
     for index, start in enumerate(range(0, manifest.nbytes, manifest.block_bytes)):

@@ -1,9 +1,9 @@
 """A snapshot as a tier to restore from: one step, of one layout, wherever its ranks' states lie.
 
 Who restores is told where each rank's state is held: in segments of its own, with its node's agent, with peers. What it needs
-it takes from the nearest; of equally near ones different readers take different ones (`restore_plan.py`). Only the blocks that contain
+it takes from the nearest; of equally near ones different readers take different ones (``restore_plan.py``). Only the blocks that contain
 something needed are moved, each under its checksum from the moment the snapshot was taken. A holder that fails or returns
-damaged bytes is not asked again, so that the same restore, tried anew, uses another: `restore_from_holders` does that.
+damaged bytes is not asked again, so that the same restore, tried anew, uses another: ``restore_from_holders`` does that.
 """
 
 import logging
@@ -35,7 +35,7 @@ _CONNECTIONS = 3
 
 @dataclass(frozen=True, slots=True)
 class SnapshotHolder:
-    """Where the state of `rank` is held: the data port ("host:port") of an agent; `distance` as in `restore_plan.py`."""
+    """Where the state of ``rank`` is held: the data port ("host:port") of an agent; ``distance`` as in ``restore_plan.py``."""
 
     rank: int
     address: str
@@ -159,8 +159,8 @@ class SnapshotTier:
         token: str = "",
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """The snapshot of `step` taken on `ranks` ranks. `own` are segments of this process (those with something else are
-        ignored); from `holders` it is read over their data ports, with a few connections to each."""
+        """The snapshot of ``step`` taken on ``ranks`` ranks. ``own`` are segments of this process (those with something else are
+        ignored); from ``holders`` it is read over their data ports, with a few connections to each."""
         self._ranks = ranks
         self._step = step
         found = [(segment, segment.snapshot()) for segment in own]
@@ -232,7 +232,7 @@ class SnapshotTier:
                 raise
 
     def close(self) -> None:
-        """End all connections."""
+        """Ends all connections."""
         for source in self._sources:
             source.close()
 
@@ -269,8 +269,8 @@ def restore_from_holders(
     further: Sequence[ReadableTier] = (),
     may_be_missing: Collection[str] = (),
 ) -> dict[str, Any]:
-    """`checkpoint.restore.restore` from `snapshot` (and `further` tiers), anew as long as another holder can replace one that
-    failed. Raises as `restore` does: NotCoveredError where too many have failed."""
+    """``checkpoint.restore.restore`` from ``snapshot`` (and ``further`` tiers), anew as long as another holder can replace one that
+    failed. Raises as ``restore`` does: NotCoveredError where too many have failed."""
     while True:
         failed = snapshot.failed
         try:

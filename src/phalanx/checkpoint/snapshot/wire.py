@@ -1,4 +1,4 @@
-"""What is said on a connection to a node's snapshot memory: who one is, small requests, and raw bytes.
+"""The wire protocol of a node's snapshot memory: mutual authentication, small requests, and raw bytes.
 
 Both sides first prove that they know the run's token without saying it: each sends random bytes, and the HMAC-SHA256 (RFC
 2104) of both sides' under the token. Then each request and each answer is a short message (length, then msgpack of a tagged
@@ -37,7 +37,7 @@ WireText = Annotated[str, Meta(max_length=8192)]
 
 
 class WireError(CheckpointError):
-    """The connection failed, or the other side says what nobody understands; another holder may do better."""
+    """The connection failed, or the other side breaks the protocol; another holder may do better."""
 
 
 class RefusedError(CheckpointError):
@@ -49,7 +49,7 @@ class _WireMessage(Struct, frozen=True, tag=True):
 
 
 class Key(Struct, frozen=True):
-    """A `SnapshotKey` on the wire."""
+    """A ``SnapshotKey`` on the wire."""
 
     ranks: WireCount
     rank: WireCount
@@ -64,13 +64,13 @@ class Key(Struct, frozen=True):
 
 
 class Describe(_WireMessage, frozen=True):
-    """Asks for the record of a snapshot. Answered by `Bytes`."""
+    """Asks for the record of a snapshot. Answered by ``Bytes``."""
 
     key: Key
 
 
 class ReadImage(_WireMessage, frozen=True):
-    """Asks for bytes `start:stop` of a snapshot's image. Answered by `Bytes`."""
+    """Asks for bytes ``start:stop`` of a snapshot's image. Answered by ``Bytes``."""
 
     key: Key
     start: WireCount
@@ -78,7 +78,7 @@ class ReadImage(_WireMessage, frozen=True):
 
 
 class PushSnapshot(_WireMessage, frozen=True):
-    """Offers a snapshot. After `Bytes` for an answer its record follows, then its image, then `PushAccepted` is the answer."""
+    """Offers a snapshot. After ``Bytes`` for an answer its record follows, then its image, then ``PushAccepted`` is the answer."""
 
     run: WireText
     key: Key
@@ -88,7 +88,7 @@ class PushSnapshot(_WireMessage, frozen=True):
 
 
 class Bytes(_WireMessage, frozen=True):
-    """As many raw bytes follow: from whoever says it, or, in the answer to `PushSnapshot`, from the other."""
+    """As many raw bytes follow: from whoever says it, or, in the answer to ``PushSnapshot``, from the other."""
 
     nbytes: WireCount
 
@@ -125,7 +125,7 @@ class Wire:
         self.peer = peer
 
     def say(self, message: Request | Answer, body: memoryview | bytes = b"") -> None:
-        """Send a message and the raw bytes that it announces."""
+        """Sends a message and the raw bytes that it announces."""
         text = _encoder.encode(message)
         self.send(_LENGTH.pack(len(text)) + text)
         self.send(body)
@@ -140,7 +140,7 @@ class Wire:
         return self._decoded(_answers, self.receive(_LENGTH.size))
 
     def send(self, body: memoryview | bytes) -> None:
-        """Send raw bytes, straight from their memory."""
+        """Sends raw bytes, straight from their memory."""
         view = memoryview(body)
         try:
             for start in range(0, len(view), _SEND_BYTES):  # the timeout is for each piece, not for all
@@ -155,7 +155,7 @@ class Wire:
         return bytes(body)
 
     def receive_into(self, view: memoryview) -> None:
-        """Fill `view` with raw bytes, straight into its memory."""
+        """Fills ``view`` with raw bytes, straight into its memory."""
         done = 0
         try:
             while done < len(view):
@@ -171,7 +171,7 @@ class Wire:
         self._connection.settimeout(silent_s)
 
     def close(self) -> None:
-        """End the connection."""
+        """Ends the connection."""
         self._connection.close()
 
     def _receive_or_end(self) -> bytes | None:
@@ -197,7 +197,7 @@ class Wire:
 
 
 def authenticate(wire: Wire, token: str, *, server: bool) -> None:
-    """Prove to each other that both know `token`. Raises RefusedError, or WireError where the other side is no peer."""
+    """Proves to each other that both know ``token``. Raises RefusedError, or WireError where the other side is no peer."""
     own = secrets.token_bytes(_NONCE_BYTES)
     wire.send(_MAGIC + own)
     hello = wire.receive(len(_MAGIC) + _NONCE_BYTES)
@@ -236,6 +236,6 @@ def secured_server(connection: socket.socket, tls: ssl.SSLContext | None) -> soc
 
 
 def secured_client(connection: socket.socket, tls: ssl.SSLContext | None, host: str) -> socket.socket:
-    """The same for a connection that was made to `host`."""
+    """The same for a connection that was made to ``host``."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection if tls is None else tls.wrap_socket(connection, server_hostname=host)

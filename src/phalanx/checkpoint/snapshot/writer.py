@@ -1,10 +1,10 @@
 """The worker's side of snapshots: after a step, one memory copy of the state into memory that outlives the worker.
 
-Of its two segments (`snapshot_memory.py`) a worker writes the one that does not hold the step which everybody could go back
+Of its two segments (``snapshot_memory.py``) a worker writes the one that does not hold the step which everybody could go back
 to. The copy is all that the training step waits for; a thread then takes the checksums and marks the snapshot complete. On
-CUDA the copy itself runs on a side stream (`fence()` before weights change), and the thread waits for it.
+CUDA the copy itself runs on a side stream (``fence()`` before weights change), and the thread waits for it.
 
-The caller keeps the rule that makes this safe: `take` only when the newest snapshot is known to be safe on all ranks.
+The caller keeps the rule that makes this safe: ``take`` only when the newest snapshot is known to be safe on all ranks.
 """
 
 import time
@@ -63,7 +63,7 @@ class SnapshotWriter:
         on_complete: Callable[[TakenSnapshot], None] | None = None,
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
-        """`segments` are the worker's two; `on_complete` is called, in a thread, when a snapshot is complete."""
+        """``segments`` are the worker's two; ``on_complete`` is called, in a thread, when a snapshot is complete."""
         if len(segments) != 2:
             raise ValueError(f"{len(segments)} segments: a worker has two, one to write and one to keep")
         self._segments = tuple(segments)
@@ -83,7 +83,7 @@ class SnapshotWriter:
         self._pinned: list[ByteArray | None] = [None, None]
 
     def bind(self, epoch: int, ranks: int, rank: int, resumed_step: int = NO_STEP) -> None:
-        """Become a rank of an epoch that begins at `resumed_step` (-1: from no snapshot), which must not be overwritten.
+        """Becomes a rank of an epoch that begins at ``resumed_step`` (-1: from no snapshot), which must not be overwritten.
 
         What this worker holds of later steps is forgotten: it belongs to a past that did not happen.
         """
@@ -100,16 +100,16 @@ class SnapshotWriter:
                 segment.void()
 
     def prepare(self, shards: Sequence[Shard]) -> None:
-        """Make room in both segments and map their pages now, so that the first snapshot is as quick as later ones."""
+        """Makes room in both segments and maps their pages now, so that the first snapshot is as quick as later ones."""
         layout = self._layout_of(tuple(shard.box for shard in shards))
         for index, segment in enumerate(self._segments):
             segment.reserve(layout.nbytes)
             self._pin(index, segment.image(layout.nbytes), shards)
 
     def take(self, step: int, shards: Sequence[Shard], extra: Mapping[str, Any]) -> TakenSnapshot:
-        """Copy the state after `step` into the segment that need not be kept. Blocks for one memory copy.
+        """Copies the state after ``step`` into the segment that need not be kept. Blocks for one memory copy.
 
-        Raises what kept the snapshot before from becoming complete, if anything did; RuntimeError before `bind`.
+        Raises what kept the snapshot before from becoming complete, if anything did; RuntimeError before ``bind``.
         """
         bound = self._bound
         if bound is None:
@@ -144,7 +144,7 @@ class SnapshotWriter:
         self._copier.fence()
 
     def close(self) -> None:
-        """Stop the threads; the segments and what they hold stay."""
+        """Stops the threads; the segments and what they hold stay."""
         for pool in (self._finisher, self._hashers):
             pool.shutdown()
         self._copier.close()

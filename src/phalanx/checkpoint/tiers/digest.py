@@ -1,6 +1,6 @@
 """The identity of a model's weights: one SHA-256 that does not depend on how they are sharded or stored.
 
-For each tensor, sorted by name, the line `name dtype shape` and the SHA-256 of its full data (little-endian, C
+For each tensor, sorted by name, the line ``name dtype shape`` and the SHA-256 of its full data (little-endian, C
 order) go into one SHA-256. Two levels, so that ranks hash tensors side by side and only 32 bytes of each travel. Two
 runs have computed the same model exactly when these digests are equal.
 """
@@ -40,7 +40,7 @@ def tensor_digest(dtype: str, shape: Extent, data: Iterable[Any]) -> TensorDiges
 
 
 def combine(tensors: Mapping[str, TensorDigest]) -> str:
-    """The digest of all tensors together, as 64 hexadecimal digits. A shape is written as `2,3`, a scalar's as `()`."""
+    """The digest of all tensors together, as 64 hexadecimal digits. A shape is written as ``2,3``, a scalar's as ``()``."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         shape = ",".join(map(str, tensor.shape)) or "()"
@@ -50,7 +50,7 @@ def combine(tensors: Mapping[str, TensorDigest]) -> str:
 
 
 def digest_checkpoint(tier: Tier, step: int, prefix: str = WEIGHTS) -> str:
-    """The digest of the checkpoint's tensors whose names begin with `prefix`, which is left out of the names.
+    """The digest of the checkpoint's tensors whose names begin with ``prefix``, which is left out of the names.
 
     Streams with bounded memory. Raises NotCoveredError where the checkpoint has no such tensor or not all of one.
     """
@@ -75,7 +75,7 @@ def digest_checkpoint(tier: Tier, step: int, prefix: str = WEIGHTS) -> str:
 
 
 def _batches(tensors: Sequence[Box]) -> Iterator[list[Box]]:
-    """Parts of the tensors, in C order and at most about `_BATCH_BYTES` at a time.
+    """Parts of the tensors, in C order and at most about ``_BATCH_BYTES`` at a time.
 
     Small tensors share a batch: they lie side by side in a file, whose blocks are then read once.
     """

@@ -7,7 +7,7 @@
     <root>/.deleting-.../                        on its way out
 
 Ranks meet only here: each writes its file and manifest durably into the draft, rank 0 waits for all the manifests,
-writes the index and renames the folder. A folder named `step-...` with an index is therefore complete, whatever
+writes the index and renames the folder. A folder named ``step-...`` with an index is therefore complete, whatever
 crashed when, and nothing in it is ever rewritten. Whatever is removed is first renamed, so that it stops existing at
 once even where removing takes long.
 """
@@ -54,7 +54,7 @@ _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.01, 0.5
 
 
 class DiskTier:
-    """Checkpoints in the folder `root`, which is made where it is missing.
+    """Checkpoints in the folder ``root``, which is made where it is missing.
 
     Images are written and checked in blocks of ``block_bytes``. A commit first makes sure that the ranks' boxes cover every
     tensor that they name, which costs rank 0 some microseconds per box.
@@ -192,7 +192,7 @@ class DiskTier:
             sync(self.root)
 
     def _drop_earlier(self, draft: Draft) -> None:
-        """Remove drafts of earlier steps: every rank has written this one, so none still writes an earlier one."""
+        """Removes drafts of earlier steps: every rank has written this one, so none still writes an earlier one."""
         with storage_errors(self.root):
             names = os.listdir(self.root)
         for match in filter(None, map(_PARTIAL.fullmatch, names)):

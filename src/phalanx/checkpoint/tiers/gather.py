@@ -13,7 +13,7 @@ from phalanx.checkpoint.tiers.tier import Tier
 def gather(tier: Tier, step: int, boxes: Sequence[Box], held: Sequence[Held]) -> list[RawArray]:
     """The elements of each box as raw unsigned integers of the item's size, in C order.
 
-    `held` is `tier.boxes(step)`, or what of it may be used. Raises what `plan_restore` and `Tier.read` raise.
+    ``held`` is ``tier.boxes(step)``, or what of it may be used. Raises what ``plan_restore`` and ``Tier.read`` raise.
     """
     arrays = [np.empty(box.shape, RAW_DTYPE[box.itemsize]) for box in boxes]
     targets: dict[str, list[tuple[Box, RawArray]]] = {}

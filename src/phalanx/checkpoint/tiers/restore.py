@@ -30,11 +30,11 @@ def restore(
     rank: int | None = None,
     may_be_missing: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Fill `shards` in place with the elements of committed `step`, and return the step's `extra`.
+    """Fills ``shards`` in place with the elements of committed ``step``, and returns the step's ``extra``.
 
-    Of several tiers, each element comes from the nearest that holds it. With `rank`, what was saved as that rank
+    Of several tiers, each element comes from the nearest that holds it. With ``rank``, what was saved as that rank
     is looked at first, so that a restart on the same layout reads one manifest and not all. Every tensor must be
-    held in full, but those in `may_be_missing`, which stay as they are where the checkpoint has nothing of them.
+    held in full, but those in ``may_be_missing``, which stay as they are where the checkpoint has nothing of them.
     Tensors of the checkpoint that no shard asks for are not read.
 
     Raises NotCoveredError and MismatchError before anything is changed; CorruptError, MissingFileError or

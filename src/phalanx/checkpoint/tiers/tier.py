@@ -33,7 +33,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a committed checkpoint says of itself. `extra` is small JSON; `weights_sha256` as in `digest.py`."""
+    """The content of a committed checkpoint's index for its users. ``extra`` is small JSON; ``weights_sha256`` as in ``digest.py``."""
 
     step: int
     world_size: int
@@ -46,7 +46,7 @@ class ReadableTier(Protocol):
 
     @property
     def name(self) -> str:
-        """Names the tier in plans (`Place.tier`) and messages."""
+        """Names the tier in plans (``Place.tier``) and messages."""
         ...
 
     def steps(self) -> list[int]:
@@ -54,7 +54,7 @@ class ReadableTier(Protocol):
         ...
 
     def has(self, step: int) -> bool:
-        """Whether the step is committed."""
+        """True if the step is committed."""
         ...
 
     def record(self, step: int) -> Record:
@@ -66,14 +66,14 @@ class ReadableTier(Protocol):
         ...
 
     def boxes(self, step: int, rank: int | None = None) -> tuple[Held, ...]:
-        """What is held of a committed step: by all ranks, or by the one that was saved as `rank`.
+        """What is held of a committed step: by all ranks, or by the one that was saved as ``rank``.
 
-        A `rank` that the checkpoint does not have holds nothing. Raises NoSuchStepError.
+        A ``rank`` that the checkpoint does not have holds nothing. Raises NoSuchStepError.
         """
         ...
 
     def read(self, step: int, reads: Sequence[PlannedRead]) -> Iterator[tuple[Box, RawArray]]:
-        """The wanted elements, in pieces of bounded size that together are the parts of `reads`.
+        """The wanted elements, in pieces of bounded size that together are the parts of ``reads``.
 
         A piece is a box and its elements as raw unsigned integers, perhaps a strided view; it is valid until the
         next piece is asked for. Raises CorruptError where the bytes are not those that were written.
@@ -85,11 +85,11 @@ class Tier(ReadableTier, Protocol):
     """A place where checkpoints are kept. Every method raises a CheckpointError where the place fails."""
 
     def write(self, draft: Draft, rank: int, image: Image, *, cancelled: Callable[[], bool] = never) -> None:
-        """Keep `rank`'s image in the draft; durable when this returns. Reads the image, never changes it."""
+        """Keeps ``rank``'s image in the draft; durable when this returns. Reads the image, never changes it."""
         ...
 
     def fail(self, draft: Draft, rank: int, reason: str) -> None:
-        """Tell whoever would commit the draft that `rank` cannot deliver."""
+        """Tells the committing rank that ``rank`` cannot deliver, so that the draft is given up at once."""
         ...
 
     def commit(
@@ -101,22 +101,22 @@ class Tier(ReadableTier, Protocol):
         required: Sequence[Box] = (),
         cancelled: Callable[[], bool] = never,
     ) -> None:
-        """Wait for all of `record.world_size` ranks, then make the step visible at once.
+        """Waits for all of ``record.world_size`` ranks, then makes the step visible at once.
 
-        Raises AbandonedError, and drops the draft, where a rank failed, is not there after `timeout_s`, or
-        `cancelled()` turns true; NotCoveredError, likewise, where the ranks' boxes together do not cover `required`
+        Raises AbandonedError, and drops the draft, where a rank failed, is not there after ``timeout_s``, or
+        ``cancelled()`` turns true; NotCoveredError, likewise, where the ranks' boxes together do not cover ``required``
         or all of a tensor that they name. Committing a step that is there already leaves that one and drops the draft.
         """
         ...
 
     def sweep(self, attempt: int) -> list[str]:
-        """Remove what attempts other than `attempt` left unfinished. Returns the names of what went."""
+        """Removes what attempts other than ``attempt`` left unfinished. Returns the names of what went."""
         ...
 
     def delete(self, step: int) -> None:
-        """Remove a committed step: at once for whoever lists steps. Raises NoSuchStepError."""
+        """Removes a committed step: at once for whoever lists steps. Raises NoSuchStepError."""
         ...
 
     def set_aside(self, step: int) -> None:
-        """Take a damaged step out of the list, so that it can be saved anew; what is left of it may be kept."""
+        """Takes a damaged step out of the list, so that it can be saved anew; what is left of it may be kept."""
         ...

@@ -31,13 +31,13 @@ class Finding:
 
 
 def silent(_done_bytes: int, _total_bytes: int) -> None:
-    """Report progress to nobody."""
+    """Reports progress to nobody."""
 
 
 def verify(root: Path | str, step: int | None = None, *, progress: VerifyProgress = silent) -> list[Finding]:
-    """Everything wrong with committed `step` in folder `root`, or with all of its steps where `step` is None.
+    """Everything wrong with committed ``step`` in folder ``root``, or with all of its steps where ``step`` is None.
 
-    An empty list means that every byte is as it was written. `progress(done_bytes, total_bytes)` is called after
+    An empty list means that every byte is as it was written. ``progress(done_bytes, total_bytes)`` is called after
     each block. Raises NoSuchStepError where there is nothing to verify.
     """
     if not Path(root).is_dir():
@@ -135,7 +135,7 @@ def _check_file(
 
 
 def _drop_cached(path: Path) -> None:
-    """Let the disk be read, not what the kernel remembers of it."""
+    """Lets the disk be read, not what the kernel remembers of it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
