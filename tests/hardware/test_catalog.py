@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -133,17 +134,23 @@ def test_this_machine_is_read_from_its_calibration(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ('[system]\nlike = "zork"\n', "not in the catalog"),
-        ('[system]\nlike = "h100"\nper_nod = 4\n', "unknown field 'per_nod'"),
-        ('[system]\nlike = "h100"\npue = "low"\n', "'pue' must be a number"),
-        ('[system]\naccelerator = "h100"\n', "is missing"),
-        ('[system]\nlike = "h100"\nfabric = {kind = "mesh"}\n', "choose among"),
+        ('[system]\nlike = "zork"\n', r"like: 'zork' is not known \(one of 'h100'"),
+        (
+            '[system]\nlike = "h100"\nper_nod = 4\n',
+            r"per_nod: there is no such field \(did you mean per_node\?\)",
+        ),
+        ('[system]\nlike = "h100"\npue = "low"\n', r"pue.value: 'low' is not a number \(must be a number\)"),
+        ('[system]\naccelerator = "h100"\n', r"per_node: is missing \(add it\)"),
+        (
+            '[system]\nlike = "h100"\nfabric = {kind = "mesh"}\n',
+            r"fabric.kind: 'mesh' is not known \(one of 'fat-tree'",
+        ),
         (
             '[system]\nlike = "h100"\n[[system.fabric.levels]]\nname = "a"\nreach = 8\nshare = 2.0\nlatency_s = 0\n',
-            "'share'",
+            r"fabric.levels\[0\].share: 2.0 is out of range \(must be above 0 and at most 1\)",
         ),
         ("[system\n", "is not TOML"),
-        ('[sistem]\nlike = "h100"\n', "unknown field 'sistem'"),
+        ('[sistem]\nlike = "h100"\n', r"sistem: there is no such field \(did you mean system\?\)"),
     ],
 )
 def test_a_wrong_file_is_explained(tmp_path: Path, text: str, says: str) -> None:
@@ -151,6 +158,39 @@ def test_a_wrong_file_is_explained(tmp_path: Path, text: str, says: str) -> None
     path.write_text(text)
     with pytest.raises(HardwareError, match=says):
         load_user(path)
+
+
+def test_all_mistakes_of_a_table_are_told_at_once_with_their_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('[system]\nlike = "h100"\npue = -1\nper_node = 0\n[system.domain]\nsiz = 8\n')
+    with pytest.raises(HardwareError) as caught:
+        load_user(path)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"{path}, [system]: 3 problems"
+    assert {line.split(":")[0].strip() for line in lines[1:]} == {"pue.value", "per_node", "domain.siz"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        ("k_half = 121.9", "k_halve = 121.9", "matmul.bf16.k_halve: there is no such field"),
+        ("k_half = 121.9", "", "matmul.bf16.k_half: is missing"),
+        (
+            "[profile.collectives.dispatch]",
+            "[profile.collectives.dispatched]",
+            "collectives.dispatch: is missing",
+        ),
+        ("grouped_efficiency = 0.9", "grouped_efficiency = -0.9", "grouped_efficiency: -0.9 is out of range"),
+    ],
+)
+def test_a_wrong_profile_is_explained(tmp_path: Path, before: str, after: str, says: str) -> None:
+    text = (Path(__file__).parents[2] / "src/phalanx/hardware/profiles/h100.toml").read_text()
+    assert before in text
+    path = tmp_path / "fitted.toml"
+    path.write_text(text.replace(before, after))
+    with pytest.raises(HardwareError, match=re.escape(says)) as caught:
+        profile_of(accelerator("h100"), str(path))
+    assert f"{path}, [profile]" in str(caught.value)
 
 
 def test_a_figure_is_overridden_by_its_dotted_name_and_noted() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import types
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, get_args, get_origin
 
 from hypothesis import strategies as st
 
 from phalanx.run.fields import Bound
-from phalanx.run.read import field_types
+from phalanx.run.reader import field_types
 from phalanx.run.spec import RunSpec
 
 
@@ -54,3 +54,9 @@ def _scalars(kind: Any, bound: Bound) -> st.SearchStrategy[Any]:
     if kind is float:
         return st.floats(low, high, allow_nan=False, allow_infinity=False).filter(bound.holds)
     return st.text(st.characters(codec="utf-8"), max_size=10)
+
+
+def replace_at(spec: RunSpec, path: str, value: object) -> RunSpec:
+    """The run with one field replaced, for instance ``replace_at(spec, "model.vocab_size", 512)``."""
+    section, name = path.split(".")
+    return replace(spec, **{section: replace(getattr(spec, section), **{name: value})})

@@ -5,16 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 from phalanx.run.directory import (
     CHECKPOINT_INDEX,
     RunDirectory,
+    RunDirectoryError,
     committed_steps,
     is_committed,
     locate_checkpoints,
+    read_resolved,
     step_folder,
     step_of,
 )
+from phalanx.run.read import to_table
+from phalanx.run.spec import ModelSpec, MoeSpec, RunSpec
 
 
 def committed(root: Path, step: int) -> Path:
@@ -53,3 +58,15 @@ def test_a_path_stands_for_a_run_a_folder_of_checkpoints_or_one_of_them(tmp_path
     assert locate_checkpoints(tmp_path) == (root, None)
     assert locate_checkpoints(root) == (root, None)
     assert locate_checkpoints(folder) == (root, 4)
+
+
+def test_a_run_file_of_an_earlier_version_is_explained_with_the_fields_new_name(tmp_path: Path) -> None:
+    table = to_table(RunSpec(model=ModelSpec(moe=MoeSpec())))
+    table["model"]["moe"]["normalise"] = table["model"]["moe"].pop("normalize")
+    RunDirectory(tmp_path).run_file.write_text(tomli_w.dumps(table))
+    with pytest.raises(RunDirectoryError) as caught:
+        read_resolved(RunDirectory(tmp_path))
+    assert str(caught.value).splitlines() == [
+        f"{tmp_path / 'run.toml'} is damaged or was written by another version of Phalanx; correct it: 1 problem",
+        "  model.moe.normalise: there is no such field (did you mean normalize?)",
+    ]

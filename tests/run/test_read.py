@@ -16,9 +16,9 @@ from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import resolve
 from phalanx.run.check import check
 from phalanx.run.problems import Problem, RunFileError
-from phalanx.run.read import read_run, replace_at, spec_from_table, to_table
+from phalanx.run.read import read_run, spec_from_table, to_table
 from phalanx.run.spec import ModelSpec, RunSpec
-from run.specs import run_specs
+from run.specs import replace_at, run_specs
 
 
 def problems_of(text: str, *overrides: str, folder: Path) -> dict[str, Problem]:
@@ -186,6 +186,12 @@ def test_the_message_names_the_file_and_every_problem(tmp_path: Path) -> None:
             "model.rope_scaling.facto",
             "no such field",
             "did you mean factor?",
+        ),
+        (
+            "[model.moe]\nnormalise = false",
+            "model.moe.normalise",
+            "no such field",
+            "did you mean normalize?",
         ),
         ("[optimizer]\nbeta1 = 1.0", "optimizer.beta1", "1.0 is out of range", "at least 0 and below 1"),
         (

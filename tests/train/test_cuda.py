@@ -20,10 +20,10 @@ def test_two_equal_runs_on_a_gpu_have_one_hash(dataset: Path, tmp_path: Path) ->
     import os
 
     from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
-    from phalanx.run.read import replace_at
     from phalanx.train.lifecycle.interrupt import StopRequest
     from phalanx.train.lifecycle.run_directory import open_run
     from phalanx.train.lifecycle.worker import run_rank
+    from run.specs import replace_at
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     hashes = set()

@@ -13,14 +13,17 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from phalanx.hardware.cluster import Accelerator, Cluster
-from phalanx.hardware.entries import inherited, read_accelerator, read_system
+from phalanx.hardware.entries import read_accelerator, read_system, spelled_out
 from phalanx.hardware.errors import HardwareError
 from phalanx.hardware.system import System
-from phalanx.hardware.tables import Table, read_tables
+from phalanx.hardware.tables import Values, read_toml, table_of
+from phalanx.run.problems import listing
+from phalanx.run.reader import unknown_field
 
+_USER_FILE = ("accelerator", "system", "profile", "source", "date")
 _DATA = Path(__file__).parent / "data"
 _CLUSTER = re.compile(r"\s*(?P<name>[^:\s]+?)\s*(?:(?P<sign>[:x×])\s*(?P<count>[\d_,]+))?\s*")
 
@@ -28,20 +31,23 @@ _CLUSTER = re.compile(r"\s*(?P<name>[^:\s]+?)\s*(?:(?P<sign>[:x×])\s*(?P<count>
 @lru_cache(maxsize=1)
 def accelerators() -> Mapping[str, Accelerator]:
     """Every accelerator of the catalog, by key."""
-    file = _data("accelerators")
-    return MappingProxyType(
-        {key: read_accelerator(inherited(file.table(key), file, key)) for key in file.values}
-    )
+    return MappingProxyType({key: _catalog_accelerator(key) for key in _data("accelerators")})
+
+
+def _catalog_accelerator(key: str) -> Accelerator:
+    data, place = _data("accelerators"), f"{_DATA / 'accelerators.toml'}, [{key}]"
+    return read_accelerator(spelled_out(Accelerator, data[key], data, key, place), place)
 
 
 @lru_cache(maxsize=1)
 def systems() -> Mapping[str, System]:
     """Every system of the catalog, by key."""
-    file = _data("systems")
-    known = accelerators()
-    return MappingProxyType(
-        {key: read_system(inherited(file.table(key), file, key), known) for key in file.values}
-    )
+    return MappingProxyType({key: _catalog_system(key) for key in _data("systems")})
+
+
+def _catalog_system(key: str) -> System:
+    data, place = _data("systems"), f"{_DATA / 'systems.toml'}, [{key}]"
+    return read_system(spelled_out(System, data[key], data, key, place), accelerators(), place)
 
 
 def accelerator(key: str) -> Accelerator:
@@ -89,36 +95,39 @@ def load_user(path: Path) -> System:
         raise HardwareError(
             f"{path} does not exist: write it with `phalanx calibrate --out {path}`, or by hand"
         )
-    file = read_tables(path)
-    file.check(("accelerator", "system", "profile", "source", "date"))
-    wanted = inherited(_stated(file, "system"), _data("systems"), path.stem)
+    file = read_toml(path)
+    unknown = [unknown_field(name, name, _USER_FILE) for name in file if name not in _USER_FILE]
+    if unknown:
+        raise HardwareError(listing(str(path), unknown))
+    wanted = _stated(System, file, "system", path)
     known = dict(accelerators())
     if "accelerator" in file:
-        own = inherited(_stated(file, "accelerator"), _data("accelerators"), path.stem)
-        key = own.text("key")
-        known[key] = read_accelerator(own)
-        wanted = replace(wanted, values={**wanted.values, "accelerator": key})
+        own = _stated(Accelerator, file, "accelerator", path)
+        found = read_accelerator(own, f"{path}, [accelerator]")
+        known[found.key] = found
+        wanted["accelerator"] = found.key
     if "profile" in file:
-        key = wanted.text("accelerator")
+        key = wanted.get("accelerator", "")
         known[key] = replace(_named(known, key, "accelerator"), profile=str(path.resolve()))
-    return read_system(wanted, known)
+    return read_system(wanted, known, f"{path}, [system]")
 
 
-def _stated(file: Table, name: str) -> Table:
+def _stated(kind: type, file: Values, name: str, path: Path) -> dict[str, Any]:
     """The table ``name`` of a user's file; figures without a source are his own, and not dated as the catalog's."""
-    table = file.table(name, inherit=("source", "date"))
-    return replace(table, values={"source": f"stated in {file.place}", "date": "", **table.values})
+    shared = {field: file[field] for field in ("source", "date") if field in file}
+    own = {"source": f"stated in {path}", "date": "", **shared, **table_of(file, name, str(path))}
+    return spelled_out(kind, own, _data(f"{name}s"), path.stem, f"{path}, [{name}]")
 
 
 @lru_cache(maxsize=2)
-def _data(name: str) -> Table:
-    return read_tables(_DATA / f"{name}.toml")
+def _data(name: str) -> Values:
+    return read_toml(_DATA / f"{name}.toml")
 
 
-Entry = TypeVar("Entry")
+_Entry = TypeVar("_Entry")
 
 
-def _named(entries: Mapping[str, Entry], key: str, kind: str) -> Entry:
+def _named(entries: Mapping[str, _Entry], key: str, kind: str) -> _Entry:
     if key not in entries:
         raise HardwareError(f"there is no {kind} {key!r}: there are {', '.join(entries)}")
     return entries[key]

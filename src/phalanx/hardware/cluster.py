@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
+
+from phalanx.run.fields import NOT_NEGATIVE, POSITIVE, Bound
 
 
 @dataclass(frozen=True)
 class Fact:
     """A number with where it comes from."""
 
-    value: float
+    value: Annotated[float, NOT_NEGATIVE]
     source: str
     date: str = ""
     """When it was published or read, as YYYY-MM."""
@@ -31,16 +33,16 @@ class Accelerator:
     """As one types it: "h100"."""
     name: str
     vendor: str
-    announced_only: bool
+    announced_only: bool = field(default=False, kw_only=True)
     """Whether the figures are a vendor's announcement of something that cannot be bought yet."""
     flops: Mapping[str, Fact]
     """Dense peak by format ("bf16", "fp16", "tf32", "fp32", "fp8", "fp4", "int8"), in FLOP/s."""
-    sparse_flops: Mapping[str, Fact]
+    sparse_flops: Mapping[str, Fact] = field(default_factory=dict, kw_only=True)
     """The vendor's figure with structured sparsity, where there is one."""
     memory_bytes: Fact
     memory_bytes_per_s: Fact
-    multiprocessors: int
-    """Of one accelerator: units that tiles of a matrix product are dealt to (0 where it does not apply)."""
+    multiprocessors: Annotated[int, NOT_NEGATIVE] = field(default=0, kw_only=True)
+    """Units that tiles of a matrix product are dealt to (0 where it does not apply)."""
     power_w: Fact
     idle_power_w: Fact
     host_bytes_per_s: Fact
@@ -60,11 +62,11 @@ class Level:
     """One level of the scale-out fabric."""
 
     name: str
-    reach: int
+    reach: Annotated[int, POSITIVE]
     """Accelerators that meet at this level or below."""
-    share: float
+    share: Annotated[float, Bound(above=0, at_most=1)]
     """Of an accelerator's network rate that is left when all talk across this level at once: 1 is non-blocking."""
-    latency_s: float
+    latency_s: Annotated[float, NOT_NEGATIVE]
     """One way, between two accelerators that meet here."""
 
 
@@ -86,13 +88,13 @@ class Fabric:
 class Domain:
     """A scale-up domain."""
 
-    size: int
+    size: Annotated[int, POSITIVE]
     bytes_per_s: Fact
     """Of one accelerator, one direction, to all others together."""
-    latency_s: float
+    latency_s: Annotated[float, NOT_NEGATIVE]
     in_switch_reduction: bool = False
     """NVLink SHARP: the switch adds."""
-    torus_axes: int = 0
+    torus_axes: Annotated[int, NOT_NEGATIVE] = 0
     """Dimensions of a torus (TPU); 0 where a switch joins all with all."""
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 from phalanx.hardware.cluster import Accelerator, Cluster, Domain, Fabric, Fact
 from phalanx.hardware.errors import HardwareError
+from phalanx.run.fields import POSITIVE
 
 
 @dataclass(frozen=True)
@@ -14,7 +16,7 @@ class System:
 
     key: str
     accelerator: Accelerator
-    per_node: int
+    per_node: Annotated[int, POSITIVE]
     domain: Domain
     fabric: Fabric
     node_power_w: Fact

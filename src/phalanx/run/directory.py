@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.run.durable import write_atomically
+from phalanx.run.problems import listing
 from phalanx.run.read import spec_from_table
 from phalanx.run.spec import RunSpec
 
@@ -169,12 +170,21 @@ def read_small_json(path: Path) -> dict[str, Any]:
 
 
 def read_resolved(directory: RunDirectory) -> RunSpec:
-    """The resolved run of a run directory. Raises ``RunDirectoryError`` if there is none or it is damaged."""
+    """The resolved run of a run directory.
+
+    Raises ``RunDirectoryError`` if there is none, or if its run file is not one of this version: damaged, or written by a
+    version that named a field differently.
+    """
     try:
         table = tomllib.loads(directory.run_file.read_text())
     except (OSError, ValueError) as error:
         raise RunDirectoryError(f"{directory.path} is not a run directory: {error}") from error
     spec, problems = spec_from_table({**table, "model": {**table.get("model", {}), "preset": ""}}, {})
     if spec is None:
-        raise RunDirectoryError(f"{directory.run_file} is damaged: {'; '.join(map(str, problems))}")
+        raise RunDirectoryError(
+            listing(
+                f"{directory.run_file} is damaged or was written by another version of Phalanx; correct it",
+                problems,
+            )
+        )
     return spec

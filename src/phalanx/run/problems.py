@@ -1,4 +1,4 @@
-"""What can be wrong with a run file, as values: a path, what was found, what to do."""
+"""Mistakes in a file that users write, as values: a path, what was found, what to do."""
 
 from __future__ import annotations
 
@@ -30,5 +30,10 @@ class RunFileError(ValueError):
     def __init__(self, path: Path, problems: Sequence[Problem]) -> None:
         self.path = path
         self.problems = tuple(problems)
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__(f"{path}: {count}\n" + "\n".join(f"  {problem}" for problem in problems))
+        super().__init__(listing(str(path), problems))
+
+
+def listing(place: str, problems: Sequence[Problem]) -> str:
+    """All ``problems`` of the file or table ``place``, a line each."""
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    return f"{place}: {count}\n" + "\n".join(f"  {problem}" for problem in problems)

@@ -24,8 +24,8 @@ from phalanx.fleet.node.worker_link import (
     StepEnded,
     Unfit,
 )
-from phalanx.run.read import replace_at
 from phalanx.run.spec import FleetSpec, ParallelSpec, RunSpec
+from run.specs import replace_at
 from tiny_runs import make_dataset, tiny_run, train_on_this_rank
 
 STEPS = 12

@@ -17,9 +17,9 @@ from phalanx.run.directory import (
     read_resolved,
     step_folder,
 )
-from phalanx.run.read import replace_at
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.run_directory import OpenRun, choose, open_run, run_key
+from run.specs import replace_at
 from tiny_runs import tiny_run
 
 

@@ -7,9 +7,13 @@ accelerator serves a sibling whose peaks differ (an H100's for an H800).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Annotated, TypeAlias
 
 from phalanx.hardware.cluster import Accelerator
+from phalanx.run.fields import NOT_NEGATIVE
+
+NotNegative: TypeAlias = Annotated[float, NOT_NEGATIVE]
 
 
 @dataclass(frozen=True)
@@ -20,46 +24,46 @@ class Provenance:
     date: str
     versions: str = ""
     """Of the libraries that ran when the points were measured."""
-    points: int = 0
-    median_error: float = 0.0
+    points: Annotated[int, NOT_NEGATIVE] = 0
+    median_error: NotNegative = 0.0
     """Median of |predicted / measured - 1| over points that the fit has not seen."""
-    mean_error: float = 0.0
+    mean_error: NotNegative = 0.0
 
 
 @dataclass(frozen=True)
 class MatmulFit:
     """Constants of one format's matrix product."""
 
-    launch_s: float
+    launch_s: NotNegative
     """Time of the smallest product: what a call costs before it computes."""
-    efficiency: float
+    efficiency: NotNegative
     """Share of the dense peak that a large product reaches."""
-    k_half: float
+    k_half: NotNegative
     """Length of the inner dimension that costs as much as the fixed work of a tile."""
-    memory_efficiency: float
+    memory_efficiency: NotNegative
     """Share of the memory's rate that a product of few rows reaches."""
-    wave_share: float
+    wave_share: NotNegative
     """How much of the last, partly filled wave of tiles is lost: 0 none, 1 all."""
-    provenance: Provenance
+    provenance: Provenance = field(kw_only=True)
 
 
 @dataclass(frozen=True)
 class AttentionFit:
     """Share of the peak in 16 bits that fused attention reaches with queries and values of 128 each, on long sequences."""
 
-    forward: float
-    backward: float
-    launch_s: float
-    provenance: Provenance
-    latent_forward: float = 0.0
+    forward: NotNegative
+    backward: NotNegative
+    launch_s: NotNegative
+    provenance: Provenance = field(kw_only=True)
+    latent_forward: NotNegative = 0.0
     """The same with queries of 192 and values of 128, as in latent attention; 0 where it was not measured."""
-    latent_backward: float = 0.0
-    exponentials_per_s: float = 0.0
+    latent_backward: NotNegative = 0.0
+    exponentials_per_s: NotNegative = 0.0
     """Of the accelerator that was measured; 0 where they are not known."""
-    exponentials_forward: float = 1.0
+    exponentials_forward: NotNegative = 1.0
     """Share of forward's exponentials that wait for those units: others are polynomials of fused multiply-adds, or hidden
     behind products (arXiv 2603.05451, section 3)."""
-    half_tokens: float = 0.0
+    half_tokens: NotNegative = 0.0
     """Length of a causal sequence that takes twice the time of its FLOP: of a short one, much is begun, masked and ended."""
 
     def share(self, backward: bool, latent: bool = False) -> float:
@@ -74,11 +78,11 @@ class AttentionFit:
 class MemoryFit:
     """Constants of element-wise and normalizing kernels."""
 
-    efficiency: float
+    efficiency: NotNegative
     """Share of the memory's rate."""
-    kernel_s: float
+    kernel_s: NotNegative
     """Between two kernels of one stream."""
-    provenance: Provenance
+    provenance: Provenance = field(kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -88,31 +92,31 @@ class CollectiveFit:
     ``a`` is ``base_s + hops (n - 1)`` times the domain's latency, ``e`` is ``efficiency / (1 + small_group / (n - 1))``.
     """
 
-    base_s: float
-    hops: float
+    base_s: NotNegative
+    hops: NotNegative
     """Latencies of the domain that each member more adds."""
-    pipelining: float
+    pipelining: NotNegative
     """g: what cutting the tensor into chunks costs."""
-    efficiency: float
+    efficiency: NotNegative
     """Share of the domain's rate that a large group reaches."""
-    small_group: float
+    small_group: NotNegative = 0.0
     """What groups of few members lose, because they open fewer channels."""
-    provenance: Provenance
+    provenance: Provenance = field(kw_only=True)
 
 
 @dataclass(frozen=True)
 class NetworkFit:
     """Constants of the scale-out network's use."""
 
-    efficiency: float
+    efficiency: NotNegative
     """Share of the network rate that bulk transfers reach."""
-    base_s: float
+    base_s: NotNegative
     """Of a collective that leaves the domain, before the first hop."""
-    message_s: float
+    message_s: NotNegative
     """Of each message more that a rank sends to another, where it sends many (all-to-all)."""
-    tree_efficiency: float
+    tree_efficiency: NotNegative
     """Of the tree algorithms, over that of the ring."""
-    provenance: Provenance
+    provenance: Provenance = field(kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -122,14 +126,14 @@ class Constants:
     name: str
     matmul: Mapping[str, MatmulFit]
     """By format."""
-    grouped_efficiency: float
+    grouped_efficiency: NotNegative
     """Of a grouped product, over one product of the same tiles."""
     attention: AttentionFit
     memory: MemoryFit
     collectives: Mapping[str, CollectiveFit]
     """By name, see ``COLLECTIVES``."""
     network: NetworkFit
-    joules_per_flop: Mapping[str, float]
+    joules_per_flop: Mapping[str, float] = field(default_factory=dict)
     """By format, at the rates of large products; empty where nobody measured it."""
 
 

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from phalanx.hardware.cluster import Accelerator
 from phalanx.hardware.errors import HardwareError
-from phalanx.hardware.profiles.profile import (
-    COLLECTIVES,
-    AttentionFit,
-    CollectiveFit,
-    Constants,
-    MatmulFit,
-    MemoryFit,
-    NetworkFit,
-    Profile,
-    Provenance,
-)
-from phalanx.hardware.tables import Table, read_tables
+from phalanx.hardware.profiles.profile import COLLECTIVES, Constants, Profile, Provenance
+from phalanx.hardware.tables import Values, read_entry, read_toml, table_of
+from phalanx.run.problems import Problem, listing
 
 _FOLDER = Path(__file__).parent
+_PROVENANCE = tuple(field.name for field in fields(Provenance))
+_FITS = ("attention", "memory", "network")
+_FITS_BY_NAME = ("matmul", "collectives")
 
 
 def profile_names() -> tuple[str, ...]:
@@ -45,70 +42,40 @@ def profile_of(accelerator: Accelerator, name: str | None = None) -> Profile:
 
 @lru_cache(maxsize=64)
 def _constants_at(path: Path, changed_ns: int) -> Constants:  # noqa: ARG001 - a changed file is read again
-    return read_constants(read_tables(path), path.stem)
+    return _read_constants(read_toml(path), path)
 
 
-def read_constants(file: Table, name: str) -> Constants:
-    """The ``[profile]`` table of ``file``."""
-    table = file.table("profile")
-    shared = Table({"source": file.text("source", ""), "date": file.text("date", "")}, file.place)
-    network, attention, memory = (table.table(part) for part in ("network", "attention", "memory"))
-    return Constants(
-        name=name,
-        matmul={key: _matmul(fit, shared) for key, fit in table.tables("matmul").items()},
-        grouped_efficiency=table.number("grouped_efficiency"),
-        attention=AttentionFit(
-            attention.number("forward"),
-            attention.number("backward"),
-            attention.number("launch_s"),
-            _provenance(attention, shared),
-            attention.number("latent_forward", 0.0),
-            attention.number("latent_backward", 0.0),
-            attention.number("exponentials_per_s", 0.0),
-            attention.number("exponentials_forward", 1.0),
-            attention.number("half_tokens", 0.0),
-        ),
-        memory=MemoryFit(memory.number("efficiency"), memory.number("kernel_s"), _provenance(memory, shared)),
-        collectives={key: _collective(table.table("collectives").table(key), shared) for key in COLLECTIVES},
-        network=NetworkFit(
-            network.number("efficiency"),
-            network.number("base_s"),
-            network.number("message_s"),
-            network.number("tree_efficiency"),
-            _provenance(network, shared),
-        ),
-        joules_per_flop={key: fact.value for key, fact in table.facts("joules_per_flop").items()},
-    )
+def _read_constants(file: Values, path: Path) -> Constants:
+    """The ``[profile]`` table of ``file``. A fit states beside its constants where they come from; else its file does."""
+    place = f"{path}, [profile]"
+    shared = {name: file[name] for name in ("source", "date") if name in file}
+    # The time scalars of a software stack stand in the same table; whoever plans for one reads them.
+    values = {name: value for name, value in table_of(file, "profile", str(path)).items() if name != "stack"}
+    for name in _FITS:
+        if isinstance(values.get(name), Mapping):
+            values[name] = _with_provenance(values[name], shared)
+    for name in _FITS_BY_NAME:
+        if isinstance(values.get(name), Mapping):
+            values[name] = {
+                each: _with_provenance(fit, shared) if isinstance(fit, Mapping) else fit
+                for each, fit in values[name].items()
+            }
+    energy = values.get("joules_per_flop")
+    if isinstance(energy, Mapping):
+        values["joules_per_flop"] = {name: energy[name] for name in energy if name not in _PROVENANCE}
+    found = read_entry(Constants, {"name": path.stem, **values}, place)
+    missing = [
+        Problem(f"collectives.{each}", "is missing", "add it")
+        for each in COLLECTIVES
+        if each not in found.collectives
+    ]
+    if missing:
+        raise HardwareError(listing(place, missing))
+    return found
 
 
-def _matmul(table: Table, shared: Table) -> MatmulFit:
-    return MatmulFit(
-        launch_s=table.number("launch_s"),
-        efficiency=table.number("efficiency"),
-        k_half=table.number("k_half"),
-        memory_efficiency=table.number("memory_efficiency"),
-        wave_share=table.number("wave_share"),
-        provenance=_provenance(table, shared),
-    )
-
-
-def _collective(table: Table, shared: Table) -> CollectiveFit:
-    return CollectiveFit(
-        base_s=table.number("base_s"),
-        hops=table.number("hops"),
-        pipelining=table.number("pipelining"),
-        efficiency=table.number("efficiency"),
-        small_group=table.number("small_group", 0.0),
-        provenance=_provenance(table, shared),
-    )
-
-
-def _provenance(table: Table, shared: Table) -> Provenance:
-    return Provenance(
-        source=table.text("source", shared.text("source")),
-        date=table.text("date", shared.text("date")),
-        versions=table.text("versions", ""),
-        points=table.whole("points", 0),
-        median_error=table.number("median_error", 0.0),
-        mean_error=table.number("mean_error", 0.0),
-    )
+def _with_provenance(fit: Values, shared: Values) -> dict[str, Any]:
+    """``fit`` with the fields of its provenance in a table of their own, where the classes have them."""
+    stated = {name: fit[name] for name in _PROVENANCE if name in fit}
+    constants = {name: value for name, value in fit.items() if name not in _PROVENANCE}
+    return {**constants, "provenance": {"date": "", **shared, **stated}}
