@@ -1,4 +1,7 @@
-"""The layout: how a run's ranks are divided over the axes of the mesh, and the one place that says which ways are legal.
+"""The layout: how a run's ranks are divided over the axes of the mesh, and which ways are legal.
+
+The planner tells the same rules once more, for arrays of layouts (``phalanx.plan.search.space``); a test holds the two
+tellings to each other, in both directions.
 
 The mesh is ``pipeline x replicate x shard x context x tensor``, the tensor axis fastest, because it talks most and its
 ranks should be neighbors. Experts are folded over the inner axes: the ranks that share a layer's experts are neighbors
@@ -163,7 +166,7 @@ def _context(spec: RunSpec) -> Iterator[Problem]:
         yield Problem(
             "model.mtp_depth",
             "predicting further ahead needs the neighboring token, which another context rank holds",
-            "set parallel.context or parallel.tensor to 1, or model.mtp_depth = 0",
+            "set parallel.context = 1, or model.mtp_depth = 0",
             ("parallel.context",),
         )
 

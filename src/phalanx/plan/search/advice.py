@@ -44,11 +44,13 @@ def run_of_layout(spec: RunSpec, job: Job, layout: PlannedLayout, tokens: float 
 def parallel_of(spec: RunSpec, layout: PlannedLayout) -> ParallelSpec:
     """The ``[parallel]`` section that describes a layout."""
     many = layout.pipeline > 1
+    sharding: Any = "zero3" if layout.zero == 3 else "zero2" if layout.shard > 1 else "none"
     return replace(
         spec.parallel,
         ranks=layout.ranks,
-        sharding="zero3" if layout.zero == 3 else "zero2" if layout.shard > 1 else "none",
-        shard_ranks=0 if layout.replicate == 1 or layout.shard == 1 else layout.shard,
+        sharding=sharding,
+        # One rank of a copy may still share its state, over the context axis; 0 would mean all ranks.
+        shard_ranks=0 if layout.replicate == 1 or sharding == "none" else layout.shard,
         tensor=layout.tensor,
         context=layout.context,
         pipeline=layout.pipeline,
