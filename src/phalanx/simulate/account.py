@@ -1,4 +1,4 @@
-"""Where the simulated time went: each nanosecond of the run in exactly one bucket, and each node-second too."""
+"""Accounting of simulated time: each nanosecond of the run is in exactly one bucket."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ FORMING, WAITING = "first formation", "waiting for nodes"
 
 
 def to_ns(time_s: float) -> int:
-    """Simulated seconds as whole nanoseconds."""
+    """Seconds as whole nanoseconds."""
     return round(time_s * NS_PER_S)
 
 
 @dataclass
 class Account:
-    """The time of the run as a whole: one bucket is open at any moment."""
+    """The time of the run: exactly one bucket is open at any moment."""
 
     bucket: str = FORMING
     since_ns: int = 0
     totals_ns: dict[str, int] = field(default_factory=dict)
 
     def switch(self, bucket: str, now_ns: int) -> None:
-        """From now on, time goes to ``bucket``."""
+        """Closes the open bucket and opens ``bucket``."""
         self.add(self.bucket, now_ns - self.since_ns)
         self.bucket, self.since_ns = bucket, now_ns
 
@@ -37,5 +37,5 @@ class Account:
         self.bucket, self.since_ns = bucket, now_ns
 
     def add(self, bucket: str, duration_ns: int) -> None:
-        """Adds to a bucket."""
+        """Adds a duration to a bucket."""
         self.totals_ns[bucket] = self.totals_ns.get(bucket, 0) + duration_ns

@@ -1,8 +1,8 @@
 """A hundred thousand accelerators for a month: the core of the fleet under published failure rates.
 
-Healthy nodes are folded into roll calls, so that an incident costs what it changes; everything else that the core hears
-is what it would hear live. The steps between two incidents are counted, not simulated one by one. What comes out is the
-number of failures and recoveries, and where each second of the run went.
+Reports of healthy nodes are folded into roll calls, so that an incident costs only what it changes; all other events are
+those of a live fleet. The steps between two incidents are counted, not simulated one by one. The result is the number of
+failures and recoveries, and the bucket of each second of the run.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from phalanx.simulate.rates import DEFAULT_RATE, SILENT, Cause, FailureScope, dr
 WORKERS = 8
 RACK_NODES, SWITCH_NODES, HALL_NODES = 4, 32, 3200
 CHECK_EVERY = 500
-"""Events between two checks of all invariants of the core, which cost as much as there are nodes."""
+"""Events between two checks of all invariants of the core, whose cost grows with the number of nodes."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is simulated. The durations of recovery are inputs, best measured on the fleet in question."""
+    """The inputs of a simulation. The durations of recovery are best measured on the fleet in question."""
 
     nodes: int = 12_500
     spares: int = 125
@@ -44,9 +44,9 @@ class Scenario:
     worker_lease_s: float = 1.0
     park_s: float = 0.2
     meet_s: float = 1.0
-    """To connect all ranks anew."""
+    """Time for all ranks to connect."""
     restore_s: float = 3.0
-    """To stream a lost node's shards (16 GB a rank at 50 GB/s a node) from a peer."""
+    """Time to stream a lost node's shards (16 GB a rank at 50 GB/s a node) from a peer."""
     disk_restore_s: float = 120.0
     warm_up_s: float = 60.0
     save_every_s: float = 1800.0
@@ -55,7 +55,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class FleetReport:
-    """What came of it. Times in seconds."""
+    """The result of a simulation. Times in seconds."""
 
     scenario: Scenario
     elapsed_s: float
@@ -76,7 +76,7 @@ class FleetReport:
 
 
 class LargeFleet:
-    """The physical side: which nodes are up, how far training is; and the core, which hears of it."""
+    """The simulated machines and their training, and the core that gets their reports."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario, self.clock, self.random = scenario, SimulatedClock(), random.Random(scenario.seed)
@@ -91,9 +91,9 @@ class LargeFleet:
         self.incarnation = {str(index): 1 for index in range(self.total)}
         self.down: set[str] = set()
         self.unnoticed: set[str] = set()
-        """Down, and the core does not know."""
+        """Nodes that are down, which the core does not know yet."""
         self.cold: set[str] = set()
-        """A worker is being started again."""
+        """Nodes of which a worker is being started again."""
         self.account, self.node_ns = Account(), Counter[str]()
         self.counted_ns = 0
         self.reached = self.furthest = self.started = m.NO_STEP
@@ -104,10 +104,10 @@ class LargeFleet:
         self.fewest_spares = self.total
         self.tick_s = float("inf")
 
-    # --- the core hears
+    # --- events to the core
 
     def hear(self, event: m.CoreEvent) -> None:
-        """One event to the core, and what follows from its answer."""
+        """Passes one event to the core, and simulates what follows from its decision."""
         self._count_nodes()
         before, planned = mark(self.state), self.state.planned
         self.state, _ = core.step(self.state, event, self.clock.now_s)
@@ -145,8 +145,14 @@ class LargeFleet:
         self.fewest_spares = min(self.fewest_spares, len(state.spares))
 
     def _if_still(self, action: Callable[[], None]) -> Callable[[], None]:
+        """``action`` as one that does nothing if epoch or phase have changed by then."""
         epoch, phase = self.state.epoch, self.state.phase
-        return lambda: action() if (self.state.epoch, self.state.phase) == (epoch, phase) else None
+
+        def act() -> None:
+            if (self.state.epoch, self.state.phase) == (epoch, phase):
+                action()
+
+        return act
 
     def _run(self) -> None:
         dead = [name for name in self.unnoticed | self.cold if self.state.nodes[name].seat != NO_SEAT]
@@ -159,7 +165,7 @@ class LargeFleet:
             self.fault_s = None
 
     def _halt(self, bucket: str) -> None:
-        """Training stops: what it has done since the epoch began is divided into whole steps and the broken one."""
+        """Stops training: its time since the epoch began is divided into whole steps and the interrupted one."""
         if self.account.bucket != buckets.USEFUL:
             return
         now_ns, step_ns = to_ns(self.clock.now_s), to_ns(self.scenario.step_s)
@@ -246,7 +252,7 @@ class LargeFleet:
             self.node_ns["spare"] += spare * passed_ns
             self.node_ns["out"] += (self.total - seated - spare) * passed_ns
 
-    # --- what befalls nodes
+    # --- faults
 
     def _next_incident(self) -> None:
         per_s = self.scenario.rate / 1000 / DAY_S * self.total
@@ -255,10 +261,10 @@ class LargeFleet:
     def _incident(self) -> None:
         cause, name = draw_cause(self.random), str(self.random.randrange(self.total))
         if name not in self.down:
-            self._befall(cause, name)
+            self._strike(cause, name)
         self._next_incident()
 
-    def _befall(self, cause: Cause, name: str) -> None:
+    def _strike(self, cause: Cause, name: str) -> None:
         self.failures[cause.name] += 1
         self.of_members += self.state.nodes[name].seat != NO_SEAT
         if cause.scope is FailureScope.RESULT:
@@ -357,10 +363,10 @@ class LargeFleet:
             name, self.incarnation[name], WORKERS, name, 1, domain, meeting_points=self._points(name)
         )
 
-    # --- the run of things
+    # --- the run
 
     def run(self) -> FleetReport:
-        """Simulates it all. Raises BrokenInvariant."""
+        """Simulates the whole scenario. Raises BrokenInvariant."""
         for name in list(self.incarnation):
             self.hear(self._joined(name))
         self._next_incident()
@@ -398,7 +404,7 @@ class LargeFleet:
 
 
 def simulate(scenario: Scenario) -> FleetReport:
-    """The fleet of a scenario. Raises BrokenInvariant, with the command that shows it again."""
+    """Simulates the fleet of a scenario. Raises BrokenInvariant, with the command that reproduces it."""
     fleet = LargeFleet(scenario)
     try:
         return fleet.run()

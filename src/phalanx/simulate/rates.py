@@ -1,8 +1,9 @@
-"""How often what fails in a large fleet, and how long it is gone: published figures, and what had to be assumed.
+"""Failure rates, causes and repair times of large fleets: published figures, and assumptions where there are none.
 
 The causes and their shares are Table 5 of The Llama 3 Herd of Models (arXiv:2407.21783): 419 unexpected interruptions in
 54 days on up to 16,384 H100 GPUs, that is 3.79 per 1,000 node-days. Other fleets: 2.34 and 6.50 (Revisiting
-Reliability, arXiv:2410.21680), so the rate is an input with that range. Times to repair are published nowhere by cause; they are assumptions, and marked as such.
+Reliability, arXiv:2410.21680), so the rate is an input with that range. Times to repair are not published by cause; they
+are assumptions, and marked as such.
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ from phalanx.plan.whole_run.failures import DAY_S, LLAMA3_INTERRUPTIONS
 DEFAULT_RATE = 3.79
 """Failures per 1,000 node-days of 8 accelerators (arXiv:2407.21783, derived)."""
 CO_OCCURRING = 0.03
-"""Share of failures that come with others (arXiv:2410.21680: 3 and 5 %). Assumed to take a rack."""
+"""Share of failures that strike several nodes at once (arXiv:2410.21680: 3 and 5 %). Assumed to take a rack."""
 WHOLE_SWITCH = 0.3
 """Share of these that take all racks of a switch (assumed)."""
 SILENT = 0.1
-"""Share of node losses that break no connection, so that only the heartbeat tells (assumed)."""
+"""Share of node losses that break no connection, so that only the missing heartbeat shows them (assumed)."""
 HOUR_S = 3_600.0
 
 
 class FailureScope(StrEnum):
-    """What a cause takes away, and so who notices how."""
+    """The extent of a failure, which decides how it is detected."""
 
     WORKER = "worker"
-    """One process ends; its agent sees that at once and starts another."""
+    """A process ends; its agent sees that at once and starts another."""
     HANG = "hang"
-    """One process stops answering; its agent's lease runs out."""
+    """A process stops answering; its lease with its agent runs out."""
     NODE = "node"
-    """The machine goes, to be repaired."""
+    """A machine is lost until it is repaired."""
     RESULT = "result"
-    """Nothing stops, but numbers are wrong; an audit finds it."""
+    """Nothing stops, but results are wrong; an audit finds it."""
     RACK = "rack"
     SWITCH = "switch"
 
@@ -71,7 +72,7 @@ SWITCH_LOST = Cause("switch", FailureScope.SWITCH, 2 * HOUR_S)
 
 
 def draw_cause(random_numbers: random.Random) -> Cause:
-    """What an interruption is due to."""
+    """Draws the cause of one interruption."""
     if random_numbers.random() < CO_OCCURRING:
         return SWITCH_LOST if random_numbers.random() < WHOLE_SWITCH else RACK_LOST
     return random_numbers.choices(CAUSES, list(LLAMA3_INTERRUPTIONS.values()))[0]

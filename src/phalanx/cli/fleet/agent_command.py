@@ -1,4 +1,4 @@
-"""``phalanx agent``: a node's part in a fleet, on a real cluster."""
+"""``phalanx agent``: starts the agent of one node of a cluster."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LOOK_AGAIN_S, _SAY_AGAIN_S = 0.5, 30.0
     "--coordinator",
     default="",
     metavar="HOST:PORT",
-    help="Where all find each other: HOST is the node that leads. For a run directory as its fleet.json says.",
+    help="Address of the coordinator: HOST is the node that leads. By default, for a run directory, that in its fleet.json.",
 )
 @click.option(
     "--set",
@@ -43,10 +43,10 @@ _LOOK_AGAIN_S, _SAY_AGAIN_S = 0.5, 30.0
 @click.option(
     "--lead/--no-lead",
     default=None,
-    help="Whether this node starts the coordinator; by default if HOST is its own.",
+    help="Start the coordinator on this node, or not; by default if HOST is its own.",
 )
 @click.option("--node", help="This node's name in the fleet; by default its Slurm name or host name.")
-@click.option("--host", help="This machine, as the other nodes reach it; found out by default.")
+@click.option("--host", help="Address at which the other nodes reach this machine; detected by default.")
 @click.option(
     "--domain", multiple=True, help="Failure domains from the widest to the narrowest; may be repeated."
 )
@@ -116,7 +116,7 @@ def command(
 
 
 def _read(run: Path, overrides: tuple[str, ...], coordinator: str) -> RunSpec:
-    """The run of a run file, if it can be one on a cluster."""
+    """Reads a run file, and checks that it can run on a cluster."""
     from phalanx.model.facts.presets import PRESETS
     from phalanx.run.read import read_run
 
@@ -135,7 +135,7 @@ def _read(run: Path, overrides: tuple[str, ...], coordinator: str) -> RunSpec:
 
 
 def _leads(told: bool | None, coordinator: str) -> bool:
-    """Whether this node is the one that all look for: its host is an address of this machine."""
+    """True if this node runs the coordinator: ``told`` so, or the coordinator's host is an address of this machine."""
     if told is not None:
         return told
     try:
@@ -147,7 +147,7 @@ def _leads(told: bool | None, coordinator: str) -> bool:
 
 
 def _wait_for(coordinator: str) -> None:
-    """Until somebody listens there, which nobody does before the run directory is ready."""
+    """Blocks until the coordinator listens, which it does once the run directory is ready."""
     host, _, port = coordinator.rpartition(":")
     said_s = -_SAY_AGAIN_S
     while True:

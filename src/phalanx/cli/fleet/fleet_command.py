@@ -1,4 +1,4 @@
-"""``phalanx fleet``: what an operator may ask of a running fleet, and its coordinator where no launcher starts one."""
+"""``phalanx fleet``: an operator's requests to a running fleet, and its coordinator if no launcher starts one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _common(function: Callable[..., None]) -> Callable[..., None]:
 
 @click.group("fleet")
 def command() -> None:
-    """Ask something of the fleet that trains a run.
+    """Operate the fleet that trains a run.
 
     \b
       phalanx fleet drain runs/quickstart-1f3a9c04 node-2

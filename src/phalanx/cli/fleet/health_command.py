@@ -1,4 +1,4 @@
-"""``phalanx health``: whether this machine is fit to train."""
+"""``phalanx health``: checks whether this machine is fit to train."""
 
 from __future__ import annotations
 

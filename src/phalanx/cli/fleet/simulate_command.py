@@ -1,4 +1,4 @@
-"""``phalanx simulate``: the code that keeps a fleet alive, under a simulated clock."""
+"""``phalanx simulate``: the fleet's control plane under a simulated clock."""
 
 from __future__ import annotations
 

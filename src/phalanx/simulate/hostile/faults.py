@@ -1,4 +1,4 @@
-"""What befalls a hostile world: one fault at a time, each a function of the world and its random numbers."""
+"""The faults of a hostile world, each a function of the world and its random numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.simulate.hostile.world import World
 
 
 def strike_somewhere(world: World) -> None:
-    """One fault, drawn from the world's seed."""
+    """Commits one fault, drawn from the world's random numbers."""
     names, weights = zip(*((name, weight) for name, (weight, _) in _FAULTS.items()), strict=True)
     name = world.random.choices(names, weights)[0]
     world.faults[name] += 1

@@ -29,18 +29,18 @@ class WorldView(TrainingWorld, Protocol):
 
 
 class SimulatedNode:
-    """What an agent does with commands, and what may befall it."""
+    """A node: what its agent does with commands, and the faults that may strike it."""
 
     def __init__(self, world: WorldView, name: str, domain: tuple[str, ...]) -> None:
         self.world, self.name, self.domain = world, name, domain
         self.incarnation = 0
         self.life = 0
-        """Counts what cuts off everything begun before: the agent's death, or its fencing."""
+        """Raised by the agent's death or fencing, which cancel every action planned before."""
         self.up = False
         self.cut = False
-        """No message passes between it and the coordinator."""
+        """True while no message passes between it and the coordinator."""
         self.held: dict[m.HeldSnapshot, bool] = {}
-        """Snapshots, and whether their content is corrupt."""
+        """Snapshot -> True if its content is corrupt."""
         self._forget()
 
     def _forget(self) -> None:
@@ -52,10 +52,10 @@ class SimulatedNode:
         self.bind: m.Bind | None = None
         self.group: Group | None = None
 
-    # --- what befalls it
+    # --- faults
 
     def start(self) -> None:
-        """The machine comes up: an agent with empty memory, workers that have yet to warm up."""
+        """The machine boots: its agent has no snapshots, and its workers are cold."""
         if not self.up:
             self.up, self.held = True, {}
             self._begin()
@@ -66,7 +66,7 @@ class SimulatedNode:
         self._later(self.world.random.uniform(0, self.world.conditions.heartbeat_s), self._beat)
 
     def crash(self, silently: bool) -> None:
-        """The machine is gone, with its memory; its peers and the coordinator may or may not see connections break."""
+        """The machine is lost, with its memory; unless ``silently``, the coordinator sees its connection break."""
         if self.up:
             self.up = False
             if not silently:
@@ -74,16 +74,16 @@ class SimulatedNode:
                 self.world.clock.after(0.01, lambda: self.world.coordinator_sees(gone))
             self._forget()
 
-    def kill_worker(self, code: int = -9) -> None:
-        """A worker dies; the agent sees it at once."""
+    def kill_worker(self) -> None:
+        """A worker is killed; the agent sees it at once."""
         if self.up and self.warm:
             self.warm, epoch = False, self.epoch
             self.maimed = epoch != m.NO_EPOCH
-            self.say(m.WorkerExited(self.name, self.incarnation, epoch, 0, code))
+            self.say(m.WorkerExited(self.name, self.incarnation, epoch, 0, -9))
             self._warm_up()
 
     def hang(self, seen: bool) -> None:
-        """The workers stop; unless ``seen``, their heartbeats go on."""
+        """The workers hang; unless ``seen``, they still answer their agent, which notices nothing."""
         if self.up and self.epoch != m.NO_EPOCH and not self.maimed:
             self.hung = True
             if seen:
@@ -101,12 +101,14 @@ class SimulatedNode:
             self.leaving = True
             self.say(m.Broken(self.name, self.incarnation, self.epoch, 0, "connection reset by peer"))
 
-    # --- what it says
+    # --- reports
 
     def say(self, message: m.AgentReport) -> None:
+        """Sends a report to the coordinator."""
         self.world.to_coordinator(self, message)
 
     def join(self) -> None:
+        """Describes itself completely."""
         self.say(
             m.Joined(
                 self.name,
@@ -140,7 +142,12 @@ class SimulatedNode:
 
     def _later(self, delay_s: float, action: Callable[[], None]) -> None:
         life = self.life
-        self.world.clock.after(delay_s, lambda: action() if self.life == life else None)
+
+        def act() -> None:
+            if self.life == life:
+                action()
+
+        self.world.clock.after(delay_s, act)
 
     def _warm_up(self) -> None:
         self._later(self.world.random.uniform(*self.world.conditions.warm_up_s), self._is_warm)
@@ -151,10 +158,10 @@ class SimulatedNode:
             if self.epoch == m.NO_EPOCH:
                 self.say(m.Ready(self.name, self.incarnation, self._points()))
 
-    # --- what it is told
+    # --- commands
 
     def on_command(self, command: m.Command) -> None:
-        """Does what the coordinator says."""
+        """Obeys a command of the coordinator."""
         if isinstance(command, m.Park):
             self._park(command)
         elif isinstance(command, m.Bind):
@@ -173,7 +180,7 @@ class SimulatedNode:
         elif command.planned and self.bound and not self.maimed:
             self.leave_at_boundary = True
         elif self.hung:
-            # It cannot be asked; the agent kills it, and the fresh worker is in no epoch.
+            # A hanging worker cannot answer; the agent kills it, and the new worker is in no epoch.
             self._later(1.0, self._kill_hung)
             self._later(1.1, self.leave)
         else:
@@ -181,7 +188,7 @@ class SimulatedNode:
             self._later(self.world.random.uniform(0.001, 0.05), self.leave)
 
     def leave(self) -> None:
-        """All workers leave the epoch in which they are."""
+        """All workers leave their epoch."""
         if self.epoch != m.NO_EPOCH:
             epoch, self.epoch = self.epoch, m.NO_EPOCH
             self.maimed = self.leaving = self.bound = self.leave_at_boundary = False
@@ -196,7 +203,7 @@ class SimulatedNode:
             return
         self.epoch, self.bind, self.bound, self.step = bind.epoch, bind, False, m.NO_STEP
         resumed = m.NO_STEP if isinstance(bind.resume, m.Fresh) else bind.resume.step
-        # What lies after the step that is gone back to happens anew.
+        # Steps after the restored one are computed again.
         self.held = {held: tainted for held, tainted in self.held.items() if held.step <= resumed}
         self.group = self.world.group(bind)
         self.group.enter(self, bind)
@@ -212,7 +219,7 @@ class SimulatedNode:
                 self.break_collective()
 
     def begin(self) -> None:
-        """Everybody has met and restored."""
+        """Starts training: all members have met and restored."""
         self.bound, self.step = True, self.group.step if self.group else m.NO_STEP
         self.say(m.Bound(self.name, self.incarnation, self.epoch))
 
@@ -220,27 +227,27 @@ class SimulatedNode:
         """Reports a committed checkpoint to the coordinator."""
         self.say(m.Durable(self.name, self.incarnation, epoch, step))
 
-    # --- what its workers do
+    # --- training
 
     def computes(self, epoch: int) -> bool:
-        """Whether its workers take part in ``epoch``."""
+        """True if its workers take part in the collectives of ``epoch``."""
         return self.up and self.epoch == epoch and not (self.hung or self.maimed or self.leaving)
 
     def holds(self, rank: int, epoch: int) -> bool:
-        """Whether one of its workers is ``rank`` in ``epoch``."""
+        """True if one of its workers is ``rank`` in ``epoch``."""
         bind = self.bind
         return (
             bind is not None and self.epoch == bind.epoch == epoch and any(rank == r for _, r in bind.places)
         )
 
     def copies_wanted(self) -> Iterator[tuple[int, bool]]:
-        """(rank, whether it is the second copy) of each snapshot."""
+        """(rank, True if it is the buddy's copy) of each snapshot that it keeps or sends."""
         if self.bind is not None:
             yield from ((rank, False) for _, rank in self.bind.places)
             yield from ((buddy.rank, True) for buddy in self.bind.buddies)
 
     def complete(self, group: Group, step: int) -> None:
-        """Ends a step, and takes a snapshot of it if the last one is safe."""
+        """Ends a step, and takes a snapshot of it if the last snapshot is safe."""
         self.step = step
         for old in droppable(self.held, group.safe):
             del self.held[old]

@@ -1,8 +1,8 @@
 """Simulated training: the process groups of epochs, the steps they take together, and checkpoints on disk.
 
-A group steps only while every rank is held by a living node that is in its epoch and does not hang; a step ends at
+A group makes steps only while every rank is held by a living node that is in its epoch and does not hang; a step ends at
 slightly different times on different nodes, so that a fault may fall between. Snapshots follow the commit rule
-(``fleet.retention``), which the workers of a real run apply by a vote in their own all-reduce.
+(``phalanx.fleet.core.retention``), on which the workers of a real run agree by flags in the step's all-reduce.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Disk:
         self.fence = -1
 
     def commit(self, epoch: int, step: int, tainted: bool) -> bool:
-        """Whether the checkpoint was accepted. Raises BrokenInvariant if the step was there already."""
+        """Commits a checkpoint; False if its epoch is fenced. Raises BrokenInvariant if the step is there already."""
         if epoch < self.fence:
             return False
         if step in self.steps:
@@ -116,16 +116,16 @@ class Group:
         self.running = False
 
     def tainted(self, step: int) -> bool:
-        """Whether the state after ``step`` is corrupt."""
+        """True if the state after ``step`` is corrupt."""
         return step > self.right_until
 
     def inherit(self, tainted: bool) -> None:
-        """Takes over state that is corrupt, or not."""
+        """Takes over restored state, with its corruption if ``tainted``."""
         if tainted:
             self.right_until = NO_STEP - 1
 
     def enter(self, node: Member, bind: Bind) -> None:
-        """A node takes its ranks. Raises BrokenInvariant if they are another's."""
+        """A node takes its ranks. Raises BrokenInvariant if another node has them."""
         who = f"{node.name} (incarnation {node.incarnation})"
         for _, rank in bind.places:
             if self.owners.setdefault(rank, who) != who:
@@ -137,7 +137,7 @@ class Group:
         self.members.append(node)
 
     def has_restored(self, node: Member) -> None:
-        """A node's state is in place; the last one lets all begin."""
+        """A node has restored its state; with the last one, training begins."""
         self.restored.add(node.name)
         if len(self.restored) == self.seats and self.whole():
             self.running = True
@@ -147,7 +147,7 @@ class Group:
             self._next()
 
     def whole(self) -> bool:
-        """Whether every rank is held by somebody who can compute."""
+        """True if every rank is held by a node that can compute."""
         return len(self.members) == self.seats and all(node.computes(self.epoch) for node in self.members)
 
     def _next(self) -> None:

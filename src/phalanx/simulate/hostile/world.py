@@ -49,7 +49,7 @@ class World:
     # --- the network
 
     def to_coordinator(self, node: SimulatedNode, message: m.AgentReport) -> None:
-        """Sends a report, perhaps never, perhaps twice."""
+        """Sends a report, which may be lost or arrive twice."""
         for delay_s in self._delays(node):
             self.clock.after(delay_s, lambda: self.coordinator.hear(message))
 
@@ -58,10 +58,14 @@ class World:
         self.coordinator.hear(event)
 
     def to_node(self, name: str, command: m.Command) -> None:
-        """Sends a command, perhaps never, perhaps twice."""
+        """Sends a command, which may be lost or arrive twice."""
         node = self.nodes[name]
         for delay_s in self._delays(node):
-            self.clock.after(delay_s, lambda: node.on_command(command) if node.up and not node.cut else None)
+            self.clock.after(delay_s, partial(self._arrive, node, command))
+
+    def _arrive(self, node: SimulatedNode, command: m.Command) -> None:
+        if node.up and not node.cut:
+            node.on_command(command)
 
     def _delays(self, node: SimulatedNode) -> list[float]:
         if node.cut or self.random.random() < self.loss:
@@ -72,13 +76,13 @@ class World:
     # --- training
 
     def group(self, bind: m.Bind) -> Group:
-        """The group of an epoch."""
+        """The process group of an epoch."""
         if bind.epoch not in self.groups:
             self.groups[bind.epoch] = Group(self, bind)
         return self.groups[bind.epoch]
 
     def fetch(self, node: SimulatedNode, group: Group, bind: m.Bind) -> bool:
-        """Whether a node finds the state that it needs where it was told to look."""
+        """Restores a node's state from where ``bind`` says; False if it is not there."""
         resume = bind.resume
         if isinstance(resume, m.FromDisk):
             if resume.step not in self.disk.steps:
@@ -103,7 +107,7 @@ class World:
         return True
 
     def _copy(self, resume: m.FromMemory, key: int) -> bool | None:
-        """Whether the copy of a state that a node finds is tainted; ``None`` if nobody of those named has what is named."""
+        """True if the copy of state ``key`` that a node finds is corrupt; None if no holder that ``resume`` lists has it."""
         formation = self.conditions.settings.formation
         for holder in resume.holders:
             node = self.nodes[holder.node]
@@ -115,7 +119,7 @@ class World:
         return None
 
     def begun(self, group: Group) -> None:
-        """An epoch trains: what it restored is what counts."""
+        """An epoch starts to train: steps after the one it restored are lost. Raises BrokenInvariant if that state was known to be corrupt."""
         limits = self.coordinator.state.distrust
         known = limits and group.epoch > limits[-1].epoch and not self.unheard
         if known and group.tainted(group.step):
@@ -131,7 +135,7 @@ class World:
         self.furthest = group.step
 
     def stepped(self, group: Group) -> None:
-        """All members have completed a step."""
+        """All members have completed a step; a checkpoint is committed when due."""
         self.furthest = max(self.furthest, group.step)
         first = next((node for node in group.members if node.holds(0, group.epoch)), None)
         if first is None or group.step % self.conditions.save_every:
@@ -140,7 +144,7 @@ class World:
             first.report_durable(group.epoch, group.step)
 
     def broken(self, group: Group) -> None:
-        """A collective fails: who is left in it notices, unless his peer merely hangs."""
+        """A collective fails: the members that are left in it notice, unless a member merely hangs."""
         if any(node.hung for node in group.members if node.epoch == group.epoch):
             return
         for node in group.members:
@@ -154,10 +158,10 @@ class World:
         if node.computes(epoch):
             node.break_collective()
 
-    # --- what must hold
+    # --- oracle
 
     def check_source(self, state: FleetState) -> None:
-        """No state is lost while a copy lives: nothing newer can be put together from what living nodes hold."""
+        """Raises BrokenInvariant if living nodes or the disk hold a newer complete state than the one that was chosen."""
         keys: dict[tuple[int, int], set[int]] = {}
         formation = state.settings.formation
         for name, known in state.nodes.items():
