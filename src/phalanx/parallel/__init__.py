@@ -1,1 +1,1 @@
-"""How a plain model is spread over ranks, and how their gradients are added so that no fleet shows in the sum."""
+"""The axes of parallelism applied to a plain model, and reductions whose bits do not depend on the number of ranks."""

@@ -1,4 +1,4 @@
-"""What can go wrong with a checkpoint, as types: each message names the thing and the remedy."""
+"""Exceptions of checkpoints; each message names the thing and the remedy."""
 
 from collections.abc import Iterable
 

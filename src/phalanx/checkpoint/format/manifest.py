@@ -20,7 +20,7 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What rank ``rank`` wrote: a file of ``nbytes`` bytes in blocks of ``block_bytes``, and the boxes in it."""
+    """The manifest of rank ``rank``: a file of ``nbytes`` bytes in blocks of ``block_bytes``, and the boxes in it."""
 
     rank: int
     file: str

@@ -15,7 +15,7 @@ from phalanx.checkpoint.format.boxes import Box, whole
 from phalanx.checkpoint.format.errors import MismatchError, NotCoveredError
 
 OWN_MEMORY, NODE_AGENT, PEER, DISK = range(4)
-"""How far away a tier is: the nearest holder of an element is read."""
+"""Distances of tiers, nearest first: of several holders of an element, the nearest is read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from phalanx.checkpoint.format.boxes import Box
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Who holds the same box: this is copy ``index`` of ``count``; ``group`` tells sets of holders apart."""
+    """The ranks that hold the same box: this is copy ``index`` of ``count``; ``group`` tells sets of holders apart."""
 
     index: int = 0
     count: int = 1

@@ -86,10 +86,10 @@ class UnsupportedModelError(HuggingFaceError):
 
 @dataclass(frozen=True)
 class Storage:
-    """How a folder's files hold the weights, beyond what the model is."""
+    """The storage format of a folder's weights, beyond what the model is."""
 
     interleaved: bool = True
-    """Whether the rotated rows of latent attention lie in pairs, as published, and not in halves."""
+    """True if the rotated rows of latent attention lie in pairs, as published, and not in halves."""
     fp8_block: tuple[int, int] | None = None
     """Rows and columns that share a scale, where matrices are stored in fp8."""
 
@@ -180,7 +180,7 @@ def _stretch_of(scaling: RopeScalingSpec | None) -> dict[str, Any]:
 
 
 def _same_temperature(scaling: Mapping[str, Any]) -> bool:
-    """Whether readers agree on YaRN's temperature: DeepSeek's code and transformers do where both strengths are given."""
+    """True if readers agree on YaRN's temperature: DeepSeek's code and transformers do where both strengths are given."""
     return bool(scaling.get("mscale")) == bool(scaling.get("mscale_all_dim"))
 
 
@@ -237,7 +237,7 @@ def spec_of(hf_config: Mapping[str, Any]) -> ModelSpec:
 
 
 def storage_of(hf_config: Mapping[str, Any]) -> Storage:
-    """How the weights beside a ``config.json`` are stored. Raises UnsupportedModelError for a quantization not read here."""
+    """The storage format of the weights beside a ``config.json``. Raises UnsupportedModelError for a quantization not read here."""
     problem = _quantization_problem(hf_config)
     if problem:
         raise UnsupportedModelError(problem)
@@ -270,7 +270,7 @@ def _family_of(hf_config: Mapping[str, Any]) -> Family:
 
 
 def _given(hf_config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """What ``config.json`` says of our fields; null is as if it said nothing."""
+    """Our fields as ``config.json`` gives them; null is as if it said nothing."""
     given: dict[str, Any] = {}
     for ours, theirs in family.fields.items():
         for name in (theirs, family.aliases.get(theirs, theirs)):
@@ -292,7 +292,7 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layers_of(hf_config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
-    """Which layers are mixtures, where that is not a field of its own, and what is wrong with the answer."""
+    """The layers that are mixtures, where that is not a field of its own, and what is wrong with the answer."""
     heads = hf_config.get("num_attention_heads")
     if family is DEEPSEEK_V3 and (kv_heads := hf_config.get("num_key_value_heads")) not in (None, heads):
         return {}, [

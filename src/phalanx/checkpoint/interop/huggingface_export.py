@@ -99,7 +99,7 @@ def tensors_of(spec: ModelSpec) -> list[Published]:
 
 
 def weight_files(tensors: Sequence[Published], dtype: Dtype, file_bytes: int) -> list[WeightFile]:
-    """How tensors are dealt out over files of at most ``file_bytes`` bytes of data (or one tensor, if larger)."""
+    """Deals tensors out over files of at most ``file_bytes`` bytes of data (or one tensor, if larger)."""
     groups: list[list[Published]] = [[]]
     room = file_bytes
     for tensor in tensors:

@@ -13,7 +13,7 @@ from phalanx.run.durable import sync
 
 CONFIG = "config.json"
 PIECE_BYTES = 64 << 20
-"""How much of a tensor, as fp32, is in memory at once."""
+"""Bytes of a tensor, as fp32, that are in memory at once."""
 SAFETENSORS_DTYPE: Mapping[Dtype, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 

@@ -56,7 +56,7 @@ class Imported:
     no_tokenizer_because: str = ""
     """Why there is no tokenizer; empty if there is one."""
     notes: tuple[str, ...] = ()
-    """What of the folder was left out or is taken otherwise, as sentences."""
+    """Sentences about parts of the folder that were left out or are read in another way."""
 
 
 def import_hf(directory: Path, out: Path, *, image_bytes: int = _IMAGE_BYTES) -> Imported:

@@ -132,12 +132,14 @@ class AsyncSaver:
         if self._closed:
             raise RuntimeError(f"save of step {step}: the saver is closed")
         begin = time.perf_counter()
+        # On the critical path: extra by way of JSON (a copy, and a check), then one memory copy of this rank's share.
         record = Record(step, self._world_size, json.loads(json.dumps(dict(extra))), weights_sha256)
         if self._tier.has(step):
             _log.info("step %d is committed already; nothing to save", step)
             self._outcomes.put(SaveOutcome(step, "existed", 0, 0.0))
             return SaveReceipt(step, False, 0, time.perf_counter() - begin)
         staged = self._staging.stage(self._own(shards))
+        # A tensor of rank 0 that is in nobody's share makes the commit fail.
         required = tuple(shard.box for shard in shards)
         self._jobs.put(_Job(Draft(step, self._attempt), staged, record, required))
         stall_s = time.perf_counter() - begin
@@ -194,6 +196,7 @@ class AsyncSaver:
     def _finish(self, job: _Job) -> SaveOutcome:
         begin = time.perf_counter()
         nbytes = job.staged.image.layout.nbytes
+        # In the background: every rank writes its share; rank 0 then waits for the others', commits, and deletes old steps.
         error = self._write(job)
         if self._rank == 0:
             # Also after a failure of its own: this is where the draft is given up, at once.

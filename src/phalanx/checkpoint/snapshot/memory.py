@@ -32,7 +32,7 @@ from phalanx.checkpoint.format.image import PAGE_BYTES, ByteArray
 from phalanx.checkpoint.format.manifest import Manifest, checksum, decode_manifest
 
 BLOCK_BYTES = 1 << 20
-"""Of an image, under one checksum: what is read of a peer at least."""
+"""Bytes of an image under one checksum, and the least that is read of a peer at once."""
 NO_STEP = -1
 _FORMAT = 1
 _COMPLETE = b"PHXSNAP1"
@@ -284,7 +284,7 @@ class SnapshotMemory:
         return tuple(sorted(holdings, key=lambda holding: (holding.key, holding.kind)))
 
     def holds(self, key: SnapshotKey) -> bool:
-        """Whether that snapshot lies here complete."""
+        """True if that snapshot lies here complete."""
         with self._lock:
             return any(held is not None and held.key == key for held in map(self._held, self._segments()))
 

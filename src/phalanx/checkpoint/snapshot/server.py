@@ -176,7 +176,7 @@ class SnapshotServer:
 
 
 def _offered(record: bytes, offer: PushSnapshot, peer: str) -> Snapshot:
-    """What the record says. Raises WireError, which ends the connection, unless that is what was offered."""
+    """Decodes the record of a pushed snapshot. Raises WireError, which ends the connection, if it is not the one offered."""
     try:
         snapshot = decode_record(record, peer)
     except CorruptError as error:

@@ -107,7 +107,7 @@ class _Peer:
 
     @property
     def moved_bytes(self) -> int:
-        """Of the image, so far."""
+        """Bytes of the image that were read so far."""
         return sum(self._read_bytes)
 
     def blocks(self, numbers: Iterable[int]) -> Iterator[ByteArray]:
@@ -185,7 +185,7 @@ class SnapshotTier:
 
     @property
     def moved_bytes(self) -> int:
-        """What has come from other processes, without records."""
+        """Bytes that have come from other processes, without records."""
         return sum(source.moved_bytes for source in self._sources)
 
     def steps(self) -> list[int]:
@@ -244,7 +244,7 @@ class SnapshotTier:
             raise NoSuchStepError(f"these are the snapshots of step {self._step}, not of step {step}")
 
     def _nearest(self, sources: Sequence[_Source]) -> list[tuple[_Source, Snapshot]]:
-        """Of the holders of one rank's state the nearest that answer."""
+        """The nearest holders of one rank's state that answer."""
         for _, group in groupby(sorted(sources, key=lambda one: one.distance), key=lambda one: one.distance):
             answers = [(source, self._described(source)) for source in group]
             if any(snapshot is not None for _, snapshot in answers):

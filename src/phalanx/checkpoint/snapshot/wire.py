@@ -104,7 +104,7 @@ class Missing(_WireMessage, frozen=True):
 
 
 class Refused(_WireMessage, frozen=True):
-    """What was asked for is not done, and why."""
+    """The request is refused; ``text`` says why."""
 
     text: WireText
 

@@ -45,7 +45,7 @@ class TakenSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class _BoundRank:
-    """What this worker is in the present epoch."""
+    """The rank that this worker holds in the present epoch."""
 
     epoch: int
     ranks: int

@@ -82,6 +82,7 @@ class DiskTier:
 
     def write(self, draft: Draft, rank: int, image: Image, *, cancelled: Callable[[], bool] = never) -> None:
         folder = self.draft_folder(draft)
+        # The image first, durable; the manifest last and by a rename: where it is, all of the rank's bytes are.
         data = image.data[: image.layout.nbytes]
         file = f"rank-{rank:05d}.safetensors"
         with storage_errors(folder, data.nbytes):
@@ -115,7 +116,9 @@ class DiskTier:
     ) -> None:
         folder = self.draft_folder(draft)
         try:
+            # 1. Every rank's manifest is there, so every rank's bytes are.
             self._await_ranks(folder, record.world_size, timeout_s, cancelled)
+            # 2. The manifests agree with the files' sizes, and together they cover every tensor.
             manifests = self._read_manifests(folder, record.world_size, required)
             index = Index(
                 step=record.step,
@@ -125,7 +128,9 @@ class DiskTier:
                 weights_sha256=record.weights_sha256,
                 manifests=manifests,
             )
+            # 3. The index, durable in the draft, where nobody looks for it.
             _write_record(folder / CHECKPOINT_INDEX, encode_index(index))
+            # 4. One rename makes the step visible: before it there is a draft, after it a whole checkpoint.
             self._publish(folder, draft.step)
             self._drop_earlier(draft)
         except BaseException:
@@ -186,6 +191,7 @@ class DiskTier:
             try:
                 os.rename(folder, self.folder(step))
             except OSError:
+                # A folder of that name that is not empty: an earlier attempt has committed the step, which stays.
                 if not self.has(step):
                     raise
                 self._discard(folder)

@@ -66,7 +66,7 @@ class ReadableTier(Protocol):
         ...
 
     def boxes(self, step: int, rank: int | None = None) -> tuple[Held, ...]:
-        """What is held of a committed step: by all ranks, or by the one that was saved as ``rank``.
+        """The boxes held of a committed step: by all ranks, or by the one that was saved as ``rank``.
 
         A ``rank`` that the checkpoint does not have holds nothing. Raises NoSuchStepError.
         """

@@ -2,12 +2,15 @@
 
 Everything in a transformer but attention treats tokens one by one. So each context rank takes some tokens of every sequence
 (``context_positions``) through the whole model, with their true positions, and only attention's ``core`` is exchanged for
-one that comes by the other ranks' keys and values: passed round in a ring (``RingCore``) or gathered (``GatherCore``).
+one that fetches the other ranks' keys and values: passed round in a ring (``RingCore``) or gathered (``GatherCore``).
 Losses and weight gradients of a rank are those of its tokens; the sum over the ranks is the sequence's.
 
 With ``positions = context_positions(...)``, a rank is given ``tokens[:, positions]``, ``targets[:, positions]`` and
 ``positions``, but the documents of the *whole* sequence. Tensor ranks work on their own heads and each context group is
 their own. Under activation recomputation the forward pass communicates again, in the same order on all ranks.
+
+PyTorch has context parallelism of its own (``torch.distributed.tensor.experimental``). Keep this package until that has
+document masks and a fixed order of summation.
 """
 
 from __future__ import annotations

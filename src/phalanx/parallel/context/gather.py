@@ -27,7 +27,7 @@ from phalanx.parallel.mesh.torch_compat import all_gather_single
 
 
 def tiles(rank: int, ranks: int, seq: int) -> Iterator[Tile]:
-    """What the ``seq`` queries of ``rank`` see of the whole sequence's keys."""
+    """The unmasked tiles of scores between the ``seq`` queries of ``rank`` and the whole sequence's keys."""
     piece = seq // 2
     for number, index in enumerate((rank, 2 * ranks - 1 - rank)):
         rows, begin = slice(number * piece, (number + 1) * piece), index * piece
@@ -53,8 +53,8 @@ class GatherCore:
     def mix(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """See ``attention_tiles.Method``."""
-        keys, values = self._gather(key, value)
+        """See ``TileMethod``."""
+        keys, values = self._gather(key, value)  # (b, k, s * ranks, e), (b, k, s * ranks, v)
         rows, known = OnlineSoftmax(query, value.shape[-1]), self._documents(documents)
         for seen in tiles(self.group.rank(), self.group.size(), query.shape[2]):
             rows.add(seen.rows, *seen.forward(query, keys, values, known, self._scale(query)))
@@ -63,9 +63,10 @@ class GatherCore:
     def differentiate(
         self, saved: SavedAttention, grad_out: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See ``attention_tiles.Method``."""
+        """See ``TileMethod``."""
         keys, values = self._gather(key, value)
         known, scale = self._documents(documents), self._scale(saved.query)
+        # Of this rank's queries, and of everybody's keys and values: those are summed over the ranks afterwards.
         sums = [torch.zeros_like(whole, dtype=torch.float32) for whole in (saved.query, keys, values)]
         for seen in tiles(self.group.rank(), self.group.size(), grad_out.shape[2]):
             shares = seen.backward(saved, grad_out, keys, values, known, scale)
@@ -89,6 +90,7 @@ class GatherCore:
             [own_pieces(whole, ranks, rank, dim=2) for whole in (grad_key, grad_value)]
             for rank in range(ranks)
         ]
+        # A reduce-scatter as an all-to-all and a sum in the order of ranks: (ranks, elements of one rank's keys and values).
         sent = torch.cat([pack(*parts) for parts in pieces])
         received = torch.empty_like(sent)
         with self.clock.measure():

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence a context rank holds.
+"""Load balance of context ranks: each holds one piece of a sequence's head and one of its tail.
 
 Under a causal mask the last tokens see everything and the first see nothing but themselves, so equal runs of tokens would
 be unequal work. Of ``2 c`` equal pieces, rank ``r`` of ``c`` therefore takes piece ``r`` from the head and piece
@@ -28,7 +28,7 @@ def context_positions(seq_len: int, context: int, rank: int) -> Tensor:
 
 
 def own_pieces(whole: Tensor, context: int, rank: int, dim: int) -> Tensor:
-    """What rank ``rank`` of ``context`` holds of something laid out along the sequence in dimension ``dim``."""
+    """The head and tail piece of rank ``rank`` of ``context``, of a tensor with the whole sequence in dimension ``dim``."""
     pieces = whole.chunk(2 * context, dim)
     return torch.cat((pieces[rank], pieces[-1 - rank]), dim)
 

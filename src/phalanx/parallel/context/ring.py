@@ -33,10 +33,12 @@ _KEYS, _GRADIENTS = 0, 1  # tags of the two kinds of messages that are on their 
 
 
 def tile(rank: int, source: int, seq: int) -> Tile:
-    """What the ``seq`` queries of ``rank`` see of the ``seq`` keys of ``source``."""
+    """The unmasked tile of scores between the ``seq`` queries of ``rank`` and the ``seq`` keys of ``source``."""
     if source == rank:
         return Tile(_ALL, _ALL, causal=True)
-    return Tile(_ALL, slice(0, seq // 2)) if source < rank else Tile(slice(seq // 2, seq), _ALL)
+    if source < rank:  # its head lies before all of our queries, its tail behind them
+        return Tile(_ALL, slice(0, seq // 2))
+    return Tile(slice(seq // 2, seq), _ALL)  # only our tail lies behind its keys, and behind all of them
 
 
 @dataclass
@@ -74,7 +76,7 @@ class RingCore:
     def mix(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """See ``attention_tiles.Method``."""
+        """See ``TileMethod``."""
         scale = self._scale(query)
         rows = OnlineSoftmax(query, value.shape[-1])
         for source, keys, values in self._rounds(key, value):
@@ -85,21 +87,24 @@ class RingCore:
     def differentiate(
         self, saved: SavedAttention, grad_out: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See ``attention_tiles.Method``."""
+        """See ``TileMethod``."""
         scale = self._scale(saved.query)
         grad_query = torch.zeros_like(saved.query, dtype=torch.float32)
         collected = key.new_zeros(key.numel() + value.numel(), dtype=torch.float32)
         arriving: Passing | None = None
+        # In every step the keys and values (b, k, s, e), (b, k, s, v) of `source` are here, and the sum so far of their
+        # gradients, one step behind them, arrives while our share is computed.
         for source, keys, values in self._rounds(key, value):
             seen = tile(self.group.rank(), source, grad_out.shape[2])
             shares = seen.backward(saved, grad_out, keys, values, self._documents(documents, source), scale)
-            if arriving is not None:
+            if arriving is not None:  # in the first step the keys are our own, and nobody has added anything
                 collected = arriving.wait()
             grad_key, grad_value = unpack(collected, key.shape, value.shape)
             grad_query[:, :, seen.rows] += shares[0]
             grad_key[:, :, seen.columns] += shares[1]
             grad_value[:, :, seen.columns] += shares[2]
             arriving = self._pass_on(collected, _GRADIENTS)
+        # The last send goes to the rank that the keys came from: what arrives here is the gradient of our own keys.
         assert arriving is not None, "a ring has at least one rank"
         return grad_query, *unpack(arriving.wait(), key.shape, value.shape)
 

@@ -46,7 +46,7 @@ class Tile:
     rows: slice
     columns: slice
     causal: bool = False
-    """Whether row ``i`` sees columns up to ``i`` only; else it sees all."""
+    """True if row ``i`` sees columns up to ``i`` only; else it sees all."""
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None, scale: float
@@ -108,7 +108,7 @@ class Documents:
 
 @dataclass(frozen=True)
 class SavedAttention:
-    """What backward needs of the whole rows, whatever tiles they were made of."""
+    """The saved tensors of forward: whole rows, whatever tiles they were computed in."""
 
     query: Tensor
     out: Tensor
@@ -116,7 +116,7 @@ class SavedAttention:
 
 
 def _bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to scores to hide ``(b, q, n)`` of them: ``(b, 1, q, n)``.
+    """Mask as a bias on the scores: from ``hidden`` ``(b, q, n)`` to ``(b, 1, q, n)``.
 
     Finite, so that a row without any key left is a number that weighs nothing, where infinity would make it NaN.
     """
@@ -136,15 +136,16 @@ class OnlineSoftmax:
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Takes a tile's results ``(b, h, rows, v)`` and log-sum-exp into account."""
-        before = self.lse[:, :, rows]
+        # With L the log of a row's denominator: L' = log(exp L1 + exp L2), out' = exp(L1 - L') out1 + exp(L2 - L') out2.
+        before = self.lse[:, :, rows]  # (b, h, q)
         total = torch.logaddexp(before, lse)
-        whole = self.out[:, :, rows]
+        whole = self.out[:, :, rows]  # (b, h, q, v)
         whole.mul_((before - total).exp_().unsqueeze(-1)).add_(out * (lse - total).exp_().unsqueeze(-1))
         before.copy_(total)
 
 
 class TileMethod(Protocol):
-    """How tiles are come by: both passes of attention over a sequence that is divided over ranks.
+    """Strategy (ring or all-gather) that delivers key/value tiles to forward and backward of context-parallel attention.
 
     Queries, keys and values are this rank's; ``documents`` ``(b, s)`` is the whole sequence's or ``None``.
     """
@@ -205,7 +206,7 @@ def attend(
         key: ``(b, k, n, e)``; ``k`` divides ``h``.
         value: ``(b, k, n, v)``.
         scale: What the products of queries and keys are multiplied with.
-        causal: Whether query ``i`` sees keys up to ``i`` only.
+        causal: True if query ``i`` sees keys up to ``i`` only.
         bias: ``(b, 1, q, n)`` of the queries' dtype, made by ``Tile``; not together with ``causal``.
     """
     width = value.shape[-1]
@@ -236,8 +237,19 @@ def attend_backward(
     causal: bool = False,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The share of ``attend``'s arguments in the gradients of its three inputs, when ``out`` and ``lse`` are those of rows
-    that may have seen other keys as well."""
+    """A tile's share of the gradients of queries ``(b, h, q, e)``, keys ``(b, k, n, e)`` and values ``(b, k, n, v)``.
+
+    ``out`` ``(b, h, q, v)`` and ``lse`` ``(b, h, q)`` are those of whole rows, over the keys of all tiles. So the kernel, which
+    takes its rows for whole ones, computes the tile's part of the true softmax, and the shares of all tiles simply add up
+    (FlashAttention, arXiv 2205.14135, appendix B.2, with S the scores)::
+
+        P  = exp(scale query key^T + bias - lse)      # (b, h, q, n): this tile's columns of the whole softmax
+        dV = P^T grad_out
+        dP = grad_out value^T
+        D  = rowsum(grad_out * out)                   # (b, h, q): a property of whole rows, hence ``out``
+        dS = P * (dP - D)
+        dQ = scale dS key                             dK = scale dS^T query
+    """
     widths = query.shape[-1], key.shape[-1], value.shape[-1]
     query, key, value, out, grad_out = _widened(query, key, value, out, grad_out)
     lse = lse.contiguous()
@@ -272,6 +284,7 @@ def _efficient_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     kv_heads = key.shape[1]
     key, value, bias = _per_query_head(query, key, value, bias)
+    # Rows that fill up a block of the kernel get a denominator of infinity, so that their P is 0.
     lse = F.pad(lse, (0, -lse.shape[2] % _LSE_ALIGNMENT), value=torch.inf)
     out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel takes a token's heads to be together
     seed = torch.empty(0, dtype=torch.int64, device=query.device)
@@ -279,6 +292,7 @@ def _efficient_backward(
     grad_query, grad_key, grad_value, _ = aten._scaled_dot_product_efficient_attention_backward(
         grad_out, query, key, value, bias, out, lse, seed, seed, 0.0, wanted, causal, scale=scale
     )
+    # (b, h, n, .) to (b, k, n, .): the query heads of a group share its key and value.
     grad_key, grad_value = (
         gradient.unflatten(1, (kv_heads, -1)).sum(2) for gradient in (grad_key, grad_value)
     )

@@ -1,4 +1,4 @@
-"""How copies of tokens get to the ranks that hold their experts, and results back.
+"""Expert all-to-all: sends copies of tokens to the ranks that hold their experts, and the results back.
 
 Expert parallelism (GShard, arXiv 2006.16668, section 3) without capacity: nothing is dropped and nothing padded, as in
 MegaBlocks (arXiv 2211.15841). Each rank sorts the copies of its tokens by expert, and so by the rank that holds the expert.
@@ -36,7 +36,7 @@ from phalanx.parallel.tensor.sequence_comm import SequenceComm
 
 @dataclass(frozen=True)
 class Route:
-    """How many rows the ranks send each other."""
+    """The split sizes of an all-to-all: how many rows the ranks send each other."""
 
     sent: list[int]
     """To each rank."""
@@ -57,7 +57,7 @@ class ExpertExchange:
 
     group: dist.ProcessGroup
     slots: int
-    """How many slots the ranks' tokens belong to; the ranks of one are neighbors."""
+    """Number of slots that the ranks' tokens belong to; the ranks of one slot are neighbors."""
     clock: CommClock
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # sizes are known only as it runs
@@ -149,7 +149,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchange(rows: Tensor, route: Route, exchange: ExpertExchange) -> Tensor:
-    """What the ranks sent here, ``(received, d)``, of everybody's ``rows`` ``(sent, d)``; both in the order of ranks."""
+    """All-to-all of everybody's ``rows`` ``(sent, d)``: those sent here, ``(received, d)``; both in the order of ranks."""
     return apply_function(_Exchange, rows, route, exchange)
 
 

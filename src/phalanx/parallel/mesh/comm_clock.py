@@ -1,4 +1,4 @@
-"""How long a rank stood still in collectives.
+"""Exposed communication time: how long a rank stood still in collectives.
 
 A collective on gloo blocks the calling thread, so its time is communication that nothing hides. On a GPU
 collectives run on streams of their own, and what the host spends launching them says nothing: nothing is counted.
@@ -17,7 +17,7 @@ class CommClock:
     """Adds up the time spent in blocking collectives since it was last read."""
 
     blocking: bool
-    """Whether collectives block the host (gloo on CPU tensors)."""
+    """True if collectives block the host (gloo on CPU tensors)."""
     total_ns: int = 0
     entered: Callable[[], None] | None = None
     """Called before each collective."""

@@ -66,37 +66,37 @@ class Mesh:
 
     @property
     def replica(self) -> int:
-        """Which copy this rank works on."""
+        """Number of the replica (copy of the weights) that this rank works on."""
         return int(self.dense.get_local_rank("replicate"))
 
     @property
     def shard_rank(self) -> int:
-        """Which of the data-parallel ranks that share a copy this is."""
+        """Number of this rank among the data-parallel ranks that share a replica."""
         return self.fsdp_rank // self.layout.context
 
     @property
     def data_rank(self) -> int:
-        """Which of all data-parallel ranks this is: those that compute different slots."""
+        """Number of this rank among all data-parallel ranks, those that compute different slots."""
         return self.replica * self.layout.shard + self.shard_rank
 
     @property
     def pipeline_rank(self) -> int:
-        """Which of the ranks that share the layers this is."""
+        """Number of this rank among those that share the layers."""
         return int(self.dense.get_local_rank("pipeline"))
 
     @property
     def context_rank(self) -> int:
-        """Which of the ranks that share a sequence this is."""
+        """Number of this rank among those that share a sequence."""
         return self.fsdp_rank % self.layout.context
 
     @property
     def tensor_rank(self) -> int:
-        """Which of the ranks that share a matrix this is."""
+        """Number of this rank among those that share a matrix."""
         return int(self.dense.get_local_rank("tensor"))
 
     @property
     def expert_rank(self) -> int:
-        """Which of the ranks that share a layer's experts this is."""
+        """Number of this rank among those that share a layer's experts."""
         return int(self.expert_mesh.get_local_rank("expert"))
 
     @property
@@ -106,7 +106,7 @@ class Mesh:
 
     @property
     def fsdp_rank(self) -> int:
-        """Which share of the dense parameters this rank holds."""
+        """Number of this rank's share of the dense parameters."""
         return int(self.dense.get_local_rank("fsdp"))
 
     @property
@@ -140,7 +140,7 @@ class Mesh:
         return self.expert_mesh.get_group("expert_tensor")
 
     def deal(self, slots: int) -> Deal:
-        """How ``slots`` are dealt over this mesh."""
+        """The assignment of ``slots`` to the ranks of this mesh."""
         return Deal(slots, self.layout.replicate, self.layout.shard, self.layout.team)
 
 

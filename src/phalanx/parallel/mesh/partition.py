@@ -35,12 +35,12 @@ class DimSplit:
 
 @dataclass(frozen=True)
 class Partition:
-    """How a parameter of shape ``whole`` is divided over the tensor and expert axes."""
+    """The division of a parameter of shape ``whole`` over the tensor and expert axes."""
 
     whole: tuple[int, ...]
     splits: tuple[DimSplit, ...] = ()
     copy: int = 0
-    """Of the ranks of these axes that hold the same part, which one this is."""
+    """Number of this rank among those of these axes that hold the same part."""
     copies: int = 1
 
     @property

@@ -25,7 +25,7 @@ TreeNode = tuple[int, int]
 
 @dataclass(frozen=True)
 class Deal:
-    """Which slots a rank computes, round by round.
+    """The assignment of slots to ranks, round by round.
 
     The data-parallel ranks of one replica (those that share one copy of the weights) work in rounds: in each round every
     one of them computes one slot, and their gradients are exchanged. The replicas' slots are contiguous, so that a replica
@@ -60,7 +60,7 @@ class Round:
 
     slots: tuple[int | None, ...]
     slot: int
-    """What this rank computes: its own slot, or when it has none, a neighbor's, whose result is dropped."""
+    """The slot that this rank computes: its own or, if it has none, a neighbor's, whose result is dropped."""
     counts: bool
     """True if this rank's result counts."""
     last: bool

@@ -82,7 +82,7 @@ def sum_scatter_along(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def _in_place(x: Tensor, dim: int) -> bool:
-    """Whether the pieces of a tensor divided along ``dim`` lie one after another in memory, so that none need be moved.
+    """True if the pieces of a tensor divided along ``dim`` lie one after another in memory, so that none need be moved.
 
     While tracing that is ignored for all but the first dimension: the compiler knows what to overlap by the moves.
     """
@@ -173,7 +173,7 @@ def forget_groups() -> None:
 
 
 def group_timeout() -> timedelta | None:
-    """What the default group gives its operations, and gave its ranks to connect; ``None`` if its backend does not say."""
+    """The timeout of the default group, for its operations and for its ranks to connect; ``None`` if its backend does not say."""
     world = dist.group.WORLD
     options = None if world is None else getattr(world._get_backend(torch.device("cpu")), "options", None)
     return getattr(options, "_timeout", None)
@@ -187,7 +187,9 @@ def set_group_timeouts(timeout_s: float) -> None:
 
 
 def flight_record(since_ns: int = 0) -> bytes:
-    """What this rank's collectives have been since ``since_ns`` (Unix time, ns), as JSON: ``rank``, ``taken_ns`` (now), ``groups`` (name to ranks) and the flight ``recorder``'s dump.
+    """The flight record: this rank's collectives since ``since_ns`` (Unix time, ns), as JSON.
+
+    Its fields: ``rank``, ``taken_ns`` (now), ``groups`` (name to ranks) and the dump of PyTorch's flight ``recorder``.
 
     From any thread, also while another hangs in a collective. The recorder outlives process groups, and names come again:
     give the time when the present groups were made. Without entries where recording is off (``TORCH_FR_BUFFER_SIZE`` was 0

@@ -13,7 +13,6 @@ changes is where the graph is cut, and the gradients have the bits of one rank t
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -35,15 +34,15 @@ hidden states, or of the last stage the loss, 0-dim."""
 
 
 class Accumulation(Protocol):
-    """Whoever adds up the gradients of the stages. Stages are numbered as on their rank, from 0."""
+    """Gradient accumulation over micro-batches, told about each pass. Stages are numbered as on their rank, from 0."""
 
-    @abstractmethod
     def before_backward(self, part: int, *, last: bool) -> None:
-        """Before gradients of a stage are computed; after the last time they are the slot's."""
+        """Called before gradients of a stage are computed; after the ``last`` time they are the slot's."""
+        ...
 
-    @abstractmethod
     def after_weights(self, part: int, *, last: bool) -> None:
-        """After weight gradients that had been put off were added, outside of any backward pass."""
+        """Called when postponed weight gradients were added, outside of any backward pass."""
+        ...
 
 
 class Pipeline:
@@ -112,7 +111,7 @@ class _Passage:
     local: dict[StageMessage, Tensor] = field(default_factory=dict)
     """Messages from one stage of this rank to the next."""
     graphs: dict[tuple[int, int], tuple[Tensor, GradientEdge]] = field(default_factory=dict)
-    """Of each stage and micro-batch on its way: the input, and where backward begins. Not the output: it is sent."""
+    """By stage and micro-batch in flight: the input, and where backward begins. Not the output: it is sent."""
     divided: frozenset[tuple[int, int]] = frozenset()
     """The stages and micro-batches whose backward pass is divided."""
 
@@ -120,9 +119,11 @@ class _Passage:
         """Works through this rank's actions; ``actions_of(rank, micro_batches)`` gives any rank's."""
         pipeline, count = self.pipeline, len(self.tokens)
         actions = actions_of(pipeline.rank, count)
+        # Micro-batches with an I postpone their weight gradients to a W; those with a B compute both at once.
         self.divided = frozenset(action[1:] for action in actions if action.kind == "I")
         self.losses = torch.zeros(count, device=pipeline.device)
         links, schedule = pipeline.links, pipeline.schedule
+        # Receivers know what comes from whom, and in which order, since every rank can compute any rank's list.
         coming = {source: schedule.sent(actions_of(source, count), pipeline.rank) for source in links.sources}
         links.open(coming, (len(self.tokens[0]), *pipeline.hidden))
         for action in actions:
@@ -138,6 +139,7 @@ class _Passage:
         if kind == "F":
             self._forward(part, action)
             return
+        # Gradients of a stage are complete with the last micro-batch's B or W: W's come in the order of micro-batches.
         last = kind != "I" and micro_batch == len(self.tokens) - 1
         assert self.accumulation is not None
         self.accumulation.before_backward(part, last=last)
@@ -149,9 +151,10 @@ class _Passage:
 
     def _forward(self, part: int, action: Action) -> None:
         _, stage, micro_batch = action
+        # tokens (b, s) into the first stage, hidden states (b, s, d) into the others
         x = self.tokens[micro_batch] if stage == 0 else self._receive(StageMessage("F", stage, micro_batch))
         if stage > 0 and torch.is_grad_enabled():
-            x.requires_grad_()
+            x.requires_grad_()  # a leaf of this stage's graph: its gradient goes back to the stage before
         y = self.forward(self.pipeline.parts[part], x, micro_batch)
         if stage == self.pipeline.schedule.stages - 1:
             self.losses[micro_batch] = y.detach()
@@ -165,6 +168,7 @@ class _Passage:
         _, stage, micro_batch = action
         x, end = self.graphs.pop((stage, micro_batch))
         if stage == self.pipeline.schedule.stages - 1:
+            # The loss itself: 0-dim, scaled in forward.
             slope = torch.ones((), device=self.pipeline.device)
         else:
             slope = self._receive(StageMessage("B", stage, micro_batch))

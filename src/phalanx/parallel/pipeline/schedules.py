@@ -66,7 +66,7 @@ class Schedule:
         return self.pipeline - 1 - place if self.name in SPLIT_BACKWARD and turn else place
 
     def actions(self, rank: int, micro_batches: int) -> list[Action]:
-        """What ``rank`` computes for a slot of ``micro_batches``, in order."""
+        """The actions of ``rank`` for a slot of ``micro_batches``, in order."""
         makers = {
             "gpipe": _gpipe,
             "1f1b": _one_forward_one_backward,
@@ -77,12 +77,12 @@ class Schedule:
         return makers[self.name](self, rank, micro_batches)
 
     def forward_only(self, rank: int, micro_batches: int) -> list[Action]:
-        """What ``rank`` computes of an evaluation."""
+        """The actions of ``rank`` for an evaluation: forward passes only."""
         stages = stages_of_rank(self.name, self.pipeline, rank, self.per_rank)
         return [Action("F", stage, number) for stage in stages for number in range(micro_batches)]
 
     def result(self, action: Action) -> StageMessage | None:
-        """What another stage needs of an action's result."""
+        """The message that carries an action's result to another stage; ``None`` if none needs it."""
         if action.kind == "F" and action.stage + 1 < self.stages:
             return StageMessage("F", action.stage + 1, action.micro_batch)
         if action.kind in ("B", "I") and action.stage > 0:
@@ -140,6 +140,7 @@ def _gpipe(schedule: Schedule, rank: int, micro_batches: int) -> list[Action]:
 def _one_forward_one_backward(schedule: Schedule, rank: int, micro_batches: int) -> list[Action]:
     forward = [Action("F", rank, number) for number in range(micro_batches)]
     backward = [Action("B", rank, number) for number in range(micro_batches)]
+    # Warm-up: forward until the first gradient can come back. Steady state: one backward, one forward. Cool-down: backward.
     ahead = min(micro_batches, schedule.pipeline - rank)
     pairs = zip(backward, forward[ahead:], strict=False)
     return forward[:ahead] + [action for pair in pairs for action in pair] + backward[micro_batches - ahead :]
@@ -156,10 +157,13 @@ def _interleaved(schedule: Schedule, rank: int, micro_batches: int) -> list[Acti
         turn = turn if kind == "F" else turns - 1 - turn
         return Action(kind, turn * ranks + rank, round_ * ranks + place)
 
+    # Warm-up: arXiv 2104.04473, section 2.2.2, and in Megatron-LM's words "num_warmup_microbatches".
     ahead = min((turns - 1) * ranks + 2 * (ranks - 1 - rank), total)
     order = [at("F", step) for step in range(ahead)]
+    # Steady state: one forward, one backward.
     for step in range(total - ahead):
         order += (at("F", ahead + step), at("B", step))
+    # Cool-down: the backward passes that are left.
     return order + [at("B", step) for step in range(total - ahead, total)]
 
 
@@ -193,20 +197,27 @@ class _Writer:
 
 
 def _zbv(schedule: Schedule, rank: int, micro_batches: int) -> list[Action]:
+    # "F0" is forward of the rank's first stage, "I1" and "W1" are the two halves of backward of its second.
     writer, after = _Writer(schedule, rank), schedule.pipeline - rank
     write, done = writer.write, writer.done
+    # Warm-up, first leg of the V: forward of the first stage until its micro-batch comes back up to the second.
     for _ in range(2 * after - 1):
         write("F0")
+    # Warm-up, second leg: both stages' forward passes in turn.
     for _ in range(rank):
         write("F1", "F0")
+    # Warm-up, third leg: the first losses are there, and backward of the second stage begins.
     for _ in range(after):
         write("F1", "I1", "W1")
+    # Steady state: forward and whole backward of both stages in turn; F0 ends first, since it is ahead.
     while done["F1"] < micro_batches:
         write(*(("F0",) if done["F0"] < micro_batches else ()), "I0", "W0", "F1", "I1", "W1")
+    # Cool-down: only gradients of inputs, which other ranks wait for; W's are put off,
     for _ in range(rank):
         write("I0", "I1")
     for _ in range(after):
         write("I0", "W0")
+    # and fill what would be the bubble at the end.
     for which in ("1", "0"):
         while done[f"W{which}"] < micro_batches:
             write(f"W{which}")
@@ -216,25 +227,31 @@ def _zbv(schedule: Schedule, rank: int, micro_batches: int) -> list[Action]:
 def _dualpipev(schedule: Schedule, rank: int, micro_batches: int) -> list[Action]:
     writer, before, after = _Writer(schedule, rank), rank + 1, schedule.pipeline - rank - 1
     write, pay = writer.write, writer.pay
+    # The steps are those of DeepSeek's dualpipe/dualpipev.py, by its names. Step 1: nF0
     for _ in range(2 * after):
         write("F0")
+    # Step 2: nF0F1
     for _ in range(before):
         write("F0", "F1")
+    # Step 3: nI1W1F1 (zero bubble)
     for _ in range(after):
         write("I1")
         pay()
         write("F1")
+    # Step 4 (main step): nF0B1F1B0
     for _ in range(micro_batches - 2 * schedule.pipeline + before):
         write("F0", "B1", "F1", "B0")
+    # Step 5: nB1F1B0
     for _ in range(after):
         write("B1", "F1", "B0")
-    for place in range(
-        2 * before
-    ):  # the second half of these owe their W, which fill the gaps of what follows
+    # Step 6: nB1B0, the second half of them zero bubble: they owe their W, which fill the gaps of what follows
+    for place in range(2 * before):
         write(f"{'B' if place < before else 'I'}{1 - place % 2}")
+    # Step 7: nWI0 (zero bubble)
     for _ in range(after):
         pay()
         write("I0")
+    # Step 8: nW
     for _ in range(before):
         pay()
     return writer.actions

@@ -28,7 +28,7 @@ _AHEAD = 2
 
 @dataclass
 class _Inbox:
-    """What comes from one rank."""
+    """The receiving side of one link: the messages that come from one rank."""
 
     source: int
     group: dist.ProcessGroup

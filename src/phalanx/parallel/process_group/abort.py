@@ -31,7 +31,7 @@ class Connections:
 
     @classmethod
     def now(cls) -> Connections:
-        """What there is now: to be called before joining a process group."""
+        """The connections of now; to be called before joining a process group."""
         return cls(frozenset(inode for _, inode in _sockets()))
 
     def shut(self) -> int:

@@ -1,4 +1,4 @@
-"""How the ranks of a run find each other, whoever started them.
+"""Rendezvous: the ranks of a run find each other, whoever started them.
 
 Our own launcher, ``torchrun`` and ``srun`` each tell a process its rank through different environment variables.
 ``rank_environment`` is a pure function from that environment to a ``RankEnvironment``; ``join`` acts on it. On one machine the meeting
@@ -30,7 +30,7 @@ class RendezvousError(RuntimeError):
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """What a process is told about itself by whoever started it."""
+    """A process's rank and rendezvous, as its launcher's environment variables say."""
 
     rank: int
     ranks: int

@@ -30,7 +30,7 @@ def total_checksum(sums: Sequence[Tensor]) -> int:
 
 
 def named_checksum(name: str, tensor: Tensor) -> Tensor:
-    """What ``tensor`` adds to the checksum of all: 0-dim int64, on its device, modulo 2^64.
+    """The summand of ``tensor`` in the checksum of all: 0-dim int64, on its device, modulo 2^64.
 
     Any dtype, shape and stride; the same values in another shape have the same checksum, under another name another one.
     """

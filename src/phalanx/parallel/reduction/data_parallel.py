@@ -134,7 +134,7 @@ class Whole(DataParallel):
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a parameter or gradient, as a plain tensor that shares its memory."""
+    """This rank's part of a parameter or gradient, as a plain tensor that shares its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -144,7 +144,7 @@ def named_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
 
 
 def gradients(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """What this rank holds of every gradient, by name. Raises ``RuntimeError`` if a parameter has none."""
+    """This rank's part of every gradient, by name. Raises ``RuntimeError`` if a parameter has none."""
     shares = {}
     for name, parameter in named_parameters(parts).items():
         if parameter.grad is None:

@@ -1,4 +1,4 @@
-"""How the gradients of a step's slots become one sum: in tree order, or as the library likes.
+"""Gradient summation over the slots of a step: in tree order, or in whatever order the library likes.
 
 One of the two choices that make up data parallelism; the other, whether a rank holds the weights whole or sharded, is made in
 ``data_parallel.py``, which calls what is here:

@@ -31,7 +31,7 @@ def _admit_all(name: str, gradient: Tensor) -> bool:  # noqa: ARG001
 
 @dataclass
 class Intake:
-    """What the sums of all parameters of a model share: the round whose gradients come in, and who sees them first."""
+    """State shared by the sums of all parameters of a model: the current round, and the gate before the trees."""
 
     round: Round = field(default_factory=lambda: Round((), 0, counts=False, last=False))
     slot_complete: bool = False
@@ -98,13 +98,16 @@ def push_run(tree: SlotTree[Tensor], first: int, block: Tensor) -> None:
     a thousand leaves are ten additions, not a thousand.
     """
     level = 0
-    while len(block):
+    while len(block):  # (nodes of this level, share)
+        # A node with an odd index is a right child; its left sibling is not in the block.
         if first % 2:
             tree.push_node((level, first), block[0])
             first, block = first + 1, block[1:]
+        # Now the block begins with a left child; if its last node is one too, the right sibling is not in the block.
         if len(block) % 2:
             tree.push_node((level, first + len(block) - 1), block[-1])
             block = block[:-1]
+        # Left plus right of all pairs at once, in the memory of the left ones: the nodes of the next level.
         sums = block[0::2]
         sums.add_(block[1::2])
         first, block, level = first // 2, sums, level + 1
@@ -124,16 +127,20 @@ def exchange(nodes: Sequence[Tensor], leaves: Leaves, mesh: Mesh, out: Tensor) -
     replicas, flat = mesh.replicas, out.view(-1)
     piece = -(-flat.numel() // replicas)
     forests = [leaves.forest(replica) for replica in range(replicas)]
+    # Step 1: replica j gets the j-th piece of every replica's nodes. Sent: (replicas, own nodes, piece); received, end to
+    # end: (nodes of replica 0, piece), (nodes of replica 1, piece), ...
     counts = [len(forest) * piece for forest in forests]
     received = out.new_empty(sum(counts))
     sent = _by_piece(nodes, replicas, piece)
     dist.all_to_all_single(
         received, sent, counts, [len(nodes) * piece] * replicas, group=mesh.replicate_group
     )
+    # Step 2: the forests of all replicas together are the whole tree but for its top, which is added here: (piece,).
     tree: SlotTree[Tensor] = SlotTree(leaves.count, add_in_place)
     for forest, part in zip(forests, torch.split(received, counts), strict=True):
         for node, value in zip(forest, part.view(len(forest), piece), strict=True):
             tree.push_node(node, value)
+    # Step 3: all pieces to all replicas: (replicas * piece,), perhaps more than ``out`` has.
     whole = flat if flat.numel() == replicas * piece else out.new_empty(replicas * piece)
     all_gather_single(whole, tree.take_root().contiguous(), mesh.replicate_group)
     if whole is not flat:

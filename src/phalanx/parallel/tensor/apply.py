@@ -44,7 +44,7 @@ _UNITS = (Transformer, PredictionAhead, Block)
 
 @dataclass(frozen=True)
 class VocabularyPiece:
-    """Which rows of the vocabulary this rank has."""
+    """The rows of the vocabulary that this rank holds."""
 
     start: int
     """The first."""

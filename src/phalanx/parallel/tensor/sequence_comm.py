@@ -1,4 +1,4 @@
-"""What the ranks that share each matrix say to each other.
+"""Collectives of sequence parallelism, between the ranks that share each matrix.
 
 Sequence parallelism (Korthikanti et al., arXiv 2205.05198): between the divided matrices a rank holds a contiguous piece of
 the sequence; before them the pieces are gathered, after them the partial products are summed and divided along the
