@@ -31,6 +31,12 @@ def job(
     return Job(Workload(shape, seq_len, batch), software, fleet, profile_of(fleet.accelerator))
 
 
+def small_gpt() -> Job:
+    """Two sequences of a GPT of four layers on one A100, by software without flash attention: small enough to work out by hand."""
+    model = ModelSpec(layers=4, dim=256, heads=8, kv_heads=8, ffn_dim=1024, vocab_size=512, ffn="gelu")
+    return job(model, "a100:1", batch=2, seq_len=128, stack="megatron-2022")
+
+
 def planned(mesh: Layout, **choices: Any) -> PlannedLayout:
     """The layout with the degrees of ``mesh``, and with what is chosen beside them."""
     return PlannedLayout(**vars(mesh), **choices)

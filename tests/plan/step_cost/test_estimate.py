@@ -1,4 +1,4 @@
-"""One layout in full: what is refused, and that its figures are those of its parts."""
+"""One layout in full: refusals with a remedy, utilization against a formula, and many layouts at once against one."""
 
 from __future__ import annotations
 
@@ -35,15 +35,13 @@ def test_an_unknown_stack_is_refused_with_those_known() -> None:
         stack_named("nonesuch")
 
 
-def test_figures_follow_from_each_other() -> None:
+def test_model_flops_utilization_is_what_palms_formula_gives() -> None:
     found = estimate(job(), LAYOUTS["dense"])
-    assert found.tokens == 64 * 4096
-    assert found.tokens_per_s * found.step_s == pytest.approx(found.tokens)
-    assert found.fits == (found.memory_bytes <= 80e9 * 1.1)
-    overheads = ("context", "communicators", "fragmentation")
-    assert found.allocated_bytes == pytest.approx(
-        found.memory_bytes - sum(found.memory[kind] for kind in overheads)
-    )
+    # Llama 3 8B: matrices of 32 layers and the output projection; attention over 4,096 tokens in full.
+    layer = 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14_336
+    flops = 6 * (32 * layer + 128_256 * 4096) + 12 * 32 * 4096 * 4096
+    assert found.mfu == pytest.approx(flops * 64 * 4096 / (64 * 989.4e12) / found.step_s)
+    assert found.tokens_per_s == pytest.approx(64 * 4096 / found.step_s)
 
 
 def test_layouts_estimated_together_are_those_estimated_alone() -> None:

@@ -1,8 +1,9 @@
-"""Time by term: sums, monotony in every rate of the hardware, and closed forms of what single terms must be."""
+"""Time by term: brute force and closed forms for small cases, and monotony in every rate of the hardware."""
 
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,13 +12,15 @@ from hypothesis import strategies as st
 
 from phalanx.hardware.cluster import Cluster, Fact
 from phalanx.hardware.profiles import profile_of
+from phalanx.plan.step_cost import kernels
 from phalanx.plan.step_cost.estimate import estimate, prepare
 from phalanx.plan.step_cost.memory import total
 from phalanx.plan.step_cost.step_time import scale_tax
 from phalanx.plan.workload.foreign_stacks import MEGATRON
-from phalanx.plan.workload.stacks import Job
+from phalanx.plan.workload.stacks import Job, Kernels
 from phalanx.run.layout import Layout
-from plan.jobs import LAYOUTS, job, one, planned
+from phalanx.run.spec import ModelSpec
+from plan.jobs import LAYOUTS, job, one, planned, small_gpt
 
 
 def faster(fact: Fact, factor: float) -> Fact:
@@ -43,11 +46,42 @@ def with_rates(mine: Job, *, memory: float = 1, domain: float = 1, fabric: float
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_terms_add_up_to_the_step_and_none_is_negative(name: str) -> None:
+def test_the_closed_form_is_near_the_exact_schedule_and_no_term_is_negative(name: str) -> None:
     found = estimate(job(), LAYOUTS[name])
-    assert found.step_s == sum(found.time.values())
     assert all(seconds >= 0 for seconds in found.time.values())
     assert found.closed_form_s == pytest.approx(found.step_s, rel=0.05)
+
+
+def test_products_of_a_small_gpt_are_three_for_each_of_its_matrices() -> None:
+    mine, tokens, width, depth, vocab = small_gpt(), 128, 256, 4, 512
+    matmul_s = partial(kernels.matmul_s, mine.profile, "bf16")
+
+    def matrix_s(columns: int, inner: int) -> float:
+        """Forward, gradient of the input, and gradient of the weights, which is added to a sum in fp32."""
+        forward, inputs = matmul_s(tokens, columns, inner), matmul_s(tokens, inner, columns)
+        return float(forward + inputs + matmul_s(columns, inner, tokens, result_bytes=8))
+
+    attention = matrix_s(3 * width, width) + matrix_s(width, width)
+    feed_forward = matrix_s(4 * width, width) + matrix_s(width, 4 * width)
+    micro_batches = 2
+    expected = micro_batches * (depth * (attention + feed_forward) + matrix_s(vocab, width))
+    assert estimate(mine, planned(Layout(), zero=0)).time["matmul"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (4, 8), (4, 32), (8, 16)])
+def test_a_pipeline_of_equal_stages_idles_for_one_micro_batch_less_than_its_ranks(
+    ranks: int, micro_batches: int
+) -> None:
+    # Narayanan et al., arXiv 2104.04473, section 2.2.1: (p - 1) / m. The vocabulary is so small that the ends weigh nothing.
+    model = ModelSpec(layers=16, dim=2048, heads=16, kv_heads=16, ffn_dim=8192, vocab_size=64, ffn="gelu")
+    unhosted = dataclasses.replace(MEGATRON, kernels=Kernels(accumulating_bytes=8, launch_s=0.0))
+    mine = job(model, f"h100:{ranks}", batch=micro_batches, seq_len=2048, stack=unhosted)
+    found = estimate(mine, planned(Layout(pipeline=ranks), zero=0))
+    busy = sum(found.time[term] for term in ("matmul", "attention", "pointwise"))
+    idle = (ranks - 1) / micro_batches
+    assert found.time["bubble"] == pytest.approx(idle * busy, rel=0.05)
+    communication_and_update = found.time["pipeline_comm"] + found.time["optimizer"]
+    assert found.step_s == pytest.approx((1 + idle) * busy + communication_and_update, rel=0.02)
 
 
 @settings(max_examples=30)
@@ -64,11 +98,7 @@ def test_twice_any_bandwidth_is_never_slower(layout: str, rate: str, stack: str)
 
 def test_model_flops_never_exceed_the_peak() -> None:
     for layout in LAYOUTS.values():
-        found = estimate(job(), layout)
-        assert 0 < found.mfu < 1
-        assert found.mfu == pytest.approx(
-            found.flops_per_token * found.tokens / found.step_s / found.ranks / found.peak_flops
-        )
+        assert 0 < estimate(job(), layout).mfu < 1
 
 
 def test_twice_the_batch_takes_twice_the_computing() -> None:
