@@ -186,6 +186,15 @@ def test_regret_is_the_measured_price_of_the_planners_choice() -> None:
     assert found[0].regret == pytest.approx(chosen.measured_s / best - 1)
 
 
+def test_layouts_that_recompute_different_parts_are_different_layouts() -> None:
+    rows = tuple(
+        row(GPT3, id=part, recompute=f"selective({part})", tokens_per_s_per_gpu=rate)
+        for part, rate in (("core_attn", "100"), ("mlp", "90"))
+    )
+    (sweep,) = sweeps(validate(rows, calibration=()).outcomes)
+    assert sweep.layouts == 2
+
+
 def test_a_goal_without_evidence_is_not_met() -> None:
     nothing = validate((row(GPT3, layers=""),), calibration=())
     assert {goal.reached for goal in goals(nothing)} == {None}
