@@ -23,9 +23,10 @@ from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import resolve
 from phalanx.observe.throughput import format_bytes, format_count
 from phalanx.run.read import read_run
+from phalanx.run.resolve import compute_format, device_of
 from phalanx.run.spec import RunSpec
 
-_COMPUTE_BYTES = {"auto": 2, "bf16": 2, "fp32": 4}
+_COMPUTE_BYTES = {"bf16": 2, "fp32": 4}
 
 
 @click.command("show")
@@ -106,7 +107,8 @@ def _facts(spec: RunSpec) -> dict[str, Any]:
     model = resolve(spec.model, spec.data.vocab_size)
     counts = count(model, spec.train.seq_len)
     tokens = spec.train.batch_size * spec.train.seq_len
-    state = fleet_state_bytes(model, spec.optimizer, _COMPUTE_BYTES[spec.precision.compute])
+    compute = compute_format(spec.precision, device_of(spec.runtime, has_gpu=True))
+    state = fleet_state_bytes(model, spec.optimizer, _COMPUTE_BYTES[compute])
     return {
         "model": {k: v for k, v in dataclasses.asdict(model).items() if v not in (None, "", False)},
         "parameters": counts.parameters,

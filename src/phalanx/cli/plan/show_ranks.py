@@ -17,6 +17,7 @@ from phalanx.observe.throughput import format_bytes, format_count
 from phalanx.parallel.collectives import collectives, rounds_per_step
 from phalanx.run.layout import Layout, layout_of, layout_problems, micro_batches_per_slot
 from phalanx.run.problems import RunFileError
+from phalanx.run.resolve import compute_format, device_of
 from phalanx.run.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -24,8 +25,11 @@ if TYPE_CHECKING:
 
 
 def resolved(spec: RunSpec, ranks: int, path: Path) -> RunSpec:
-    """The run as it would be on GPUs. Raises ``RunFileError`` with what is impossible on ``ranks`` ranks."""
-    compute = "bf16" if spec.precision.compute == "auto" else spec.precision.compute
+    """The run as it would be on GPUs, unless it asks for CPUs.
+
+    Raises ``RunFileError`` with what is impossible on ``ranks`` ranks.
+    """
+    compute = compute_format(spec.precision, device_of(spec.runtime, has_gpu=True))
     spec = dataclasses.replace(
         spec,
         model=resolve(spec.model, spec.data.vocab_size),

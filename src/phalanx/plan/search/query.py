@@ -10,7 +10,7 @@ import re
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
 from phalanx.hardware.cluster import Cluster
 from phalanx.hardware.profiles import profile_of
@@ -23,6 +23,7 @@ from phalanx.plan.workload.candidates import RECOMPUTE
 from phalanx.plan.workload.foreign_stacks import stack_named
 from phalanx.plan.workload.stacks import Job, Overlap, Stack, stack_of, workload_of
 from phalanx.run.layout import SPLIT_BACKWARD, layout_problems
+from phalanx.run.resolve import compute_format
 from phalanx.run.spec import DataSpec, PrecisionSpec, RunSpec, TrainSpec
 
 OWN = "phalanx"
@@ -72,7 +73,8 @@ def run_of_model(name: str, seq_len: int, batch: int) -> RunSpec:
 
 def job_of(spec: RunSpec, cluster: Cluster, *, stack: str = OWN, keep_slots: bool = True) -> Job:
     """What is estimated: the workload of ``spec``, by a stack, on ``cluster``."""
-    spec = replace(spec, precision=_resolved(spec, cluster))
+    compute = _compute_on(cluster, spec.precision)
+    spec = replace(spec, precision=replace(spec.precision, compute=compute))
     profile = profile_of(cluster.accelerator)
     workload = workload_of(spec, keep_slots=keep_slots and stack == OWN)
     if stack != OWN:
@@ -108,18 +110,9 @@ def calibrated(stack: Stack, cluster: Cluster) -> Stack:
     return replace(stack, time_scalar=scalar)
 
 
-def _resolved(spec: RunSpec, cluster: Cluster) -> PrecisionSpec:
-    """The format of computing that "auto" stands for on ``cluster``."""
-    if spec.precision.compute != "auto":
-        return spec.precision
-    return replace(spec.precision, compute="bf16" if _narrow(cluster) != "fp32" else "fp32")
-
-
-def _narrow(cluster: Cluster) -> str:
-    """What the trainer's "auto" computes in: fp32 on a CPU, else the narrow format that there is."""
-    if _is_cpu(cluster):
-        return "fp32"
-    return next((name for name in ("bf16", "fp16") if name in cluster.accelerator.flops), "fp32")
+def _compute_on(cluster: Cluster, precision: PrecisionSpec) -> Literal["fp32", "bf16"]:
+    """The format of computing on ``cluster``, whatever device the run file asks for."""
+    return compute_format(precision, "cpu" if _is_cpu(cluster) else "cuda")
 
 
 def _is_cpu(cluster: Cluster) -> bool:
@@ -128,8 +121,9 @@ def _is_cpu(cluster: Cluster) -> bool:
 
 def precision_of(spec: RunSpec, cluster: Cluster) -> str:
     """The number format that a run file asks for, one of ``PRECISIONS``; raises ``RequestError`` if ``cluster`` has not got it."""
-    compute = spec.precision.compute
-    name = _narrow(cluster) if compute == "auto" else compute
+    name: str = _compute_on(cluster, spec.precision)
+    if spec.precision.compute == "auto" and name == "bf16" and name not in cluster.accelerator.flops:
+        name = "fp16"  # the format whose products are as fast as bf16's would be
     if spec.precision.matmul != "compute":
         name = "fp8"
     if name not in cluster.accelerator.flops:

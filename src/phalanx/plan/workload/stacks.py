@@ -22,6 +22,7 @@ from phalanx.model.facts.counts import Counts, count
 from phalanx.model.facts.optimizer_state import state_bytes_by_name
 from phalanx.model.facts.shape import parameters, resolve
 from phalanx.plan.workload.candidates import RECOMPUTE, Recompute
+from phalanx.run.resolve import compute_format, device_of
 from phalanx.run.spec import ModelSpec, OptimizerSpec, RunSpec
 
 NEVER = 4
@@ -307,8 +308,7 @@ def workload_of(spec: RunSpec, *, keep_slots: bool = True) -> Workload:
 
 def stack_of(spec: RunSpec) -> Stack:
     """This project's own stack as a run file sets it: the optimizer's state, format of computing, chunks of the loss."""
-    compute = spec.precision.compute
-    narrow = compute == "bf16" or (compute == "auto" and spec.runtime.device != "cpu")
+    narrow = compute_format(spec.precision, device_of(spec.runtime, has_gpu=True)) == "bf16"
     model = resolve(spec.model, spec.data.vocab_size)
     master, gradients, moments = PHALANX.states.kept
     moments = replace(moments, bytes=_mean_moment_bytes(spec.optimizer, model))

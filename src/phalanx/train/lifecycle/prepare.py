@@ -20,6 +20,7 @@ from phalanx.run.directory import committed_steps, locate_checkpoints, step_fold
 from phalanx.run.factory import FactoryError, source_sha256
 from phalanx.run.layout import layout_problems
 from phalanx.run.problems import Problem, RunFileError
+from phalanx.run.resolve import compute_format, device_of
 from phalanx.run.spec import DataSpec, ModelSpec, RunSpec
 from phalanx.train.lifecycle.run_directory import OpenRun, open_run
 
@@ -73,12 +74,7 @@ def resolve(spec: RunSpec, index: DatasetIndex, path: Path) -> RunSpec:
             f"at least {index.vocab_size}, or 0 for the tokenizer's own",
         )
         raise RunFileError(path, [problem])
-    device = spec.runtime.device
-    if device == "auto":
-        device = "cuda" if gpu_count() else "cpu"
-    compute = spec.precision.compute
-    if compute == "auto":
-        compute = "bf16" if device == "cuda" else "fp32"
+    device = device_of(spec.runtime, has_gpu=gpu_count() > 0)
     train = spec.train
     if train.document_mask and train.end_of_document < 0:
         end = load_tokenizer(Path(spec.data.path)).end_of_document
@@ -91,7 +87,7 @@ def resolve(spec: RunSpec, index: DatasetIndex, path: Path) -> RunSpec:
         ),
         model=_pinned_source(resolve_model(spec.model, index.vocab_size), path),
         runtime=dataclasses.replace(spec.runtime, device=device),
-        precision=dataclasses.replace(spec.precision, compute=compute),
+        precision=dataclasses.replace(spec.precision, compute=compute_format(spec.precision, device)),
     )
     # Some sizes are known only now.
     problems = layout_problems(resolved, spec.parallel.ranks)
