@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from phalanx.hardware.cluster import Accelerator, Cluster, Domain, Fabric, Fact, Level
+from phalanx.hardware.cluster import Accelerator, Cluster, Domain, Fabric, FabricLevel, Fact
 
 
 def fact(value: float) -> Fact:
@@ -36,7 +36,7 @@ def h100s(accelerators: int) -> Cluster:
         accelerators=accelerators,
         per_node=8,
         domain=Domain(8, fact(450e9), 2e-6),
-        fabric=Fabric("fat-tree", fact(50e9), (Level("core", accelerators, 1.0, 5e-6),)),
+        fabric=Fabric("fat-tree", fact(50e9), (FabricLevel("core", accelerators, 1.0, 5e-6),)),
         node_power_w=fact(4600.0),
         host_memory_bytes=fact(2e12),
         pue=fact(1.25),

@@ -105,7 +105,7 @@ def test_a_dataset_shorter_than_a_sample_says_so(directory: Path) -> None:
         DatasetError, match="1000 training tokens, and one sample of seq_len = 1000 needs 1001"
     ):
         RunData(directory, 1000, seed=0)
-    assert RunData(directory, 999, seed=0).train_len == 1
+    assert RunData(directory, 999, seed=0).train_samples(0, 1).shape == (1, 1000)
 
 
 def test_another_tokenizer_than_the_one_of_the_tokens_is_refused(tmp_path: Path) -> None:

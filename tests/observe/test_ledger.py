@@ -9,17 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.observe.ledger import (
-    Book,
     Bucket,
     Ledger,
     LedgerError,
-    Snapshot,
     add,
-    book,
     format_ledger,
-    merge,
-    total_ns,
-    window,
 )
 
 BUCKETS = st.sampled_from(list(Bucket))
@@ -69,18 +63,6 @@ def test_the_buckets_sum_to_the_elapsed_time_exactly(work: list) -> None:  # typ
         ).items()
         if total
     }
-
-
-@given(WORK, WORK)
-def test_windows_that_meet_add_up_to_the_whole(first: list, second: list) -> None:  # type: ignore[type-arg]
-    clock = Clock()
-    ledger = Ledger(clock=clock)
-    readings = [ledger.totals_ns()]
-    for work in (first, second):
-        list(do(ledger, clock, work))
-        readings.append(ledger.totals_ns())
-    parts = add(itertools.starmap(window, itertools.pairwise(readings)))
-    assert parts == add([window(readings[0], readings[2])])
 
 
 def test_an_inner_bucket_takes_its_time_from_the_outer_one() -> None:
@@ -144,46 +126,6 @@ def test_the_real_clock_is_accounted_for_too() -> None:
     with ledger.bucket(Bucket.EVAL):
         sum(range(10_000))
     assert ledger.totals_ns()["eval"] > 0
-
-
-TOTALS = st.dictionaries(BUCKETS.map(str), st.integers(1, 100), max_size=3)
-SNAPSHOTS = st.builds(Snapshot, rank=st.integers(0, 2), attempt=st.integers(0, 1), totals_ns=TOTALS)
-REPORTS = st.lists(SNAPSHOTS, max_size=8)
-
-
-def plain(entries: Book) -> dict[tuple[int, int], dict[str, int]]:
-    return {key: dict(snapshot.totals_ns) for key, snapshot in entries.items()}
-
-
-@given(reports=REPORTS, order=st.randoms(use_true_random=False))
-def test_reports_merge_to_the_same_book_in_any_order(reports: list[Snapshot], order) -> None:  # type: ignore[no-untyped-def]
-    shuffled = reports.copy()
-    order.shuffle(shuffled)
-    assert plain(book(shuffled)) == plain(book(reports))
-
-
-@given(REPORTS, REPORTS, REPORTS)
-def test_books_may_be_merged_in_any_grouping(a: list[Snapshot], b: list[Snapshot], c: list[Snapshot]) -> None:
-    left = merge([merge([book(a), book(b)]), book(c)])
-    right = merge([book(a), merge([book(b), book(c)])])
-    assert plain(left) == plain(right) == plain(book([*a, *b, *c]))
-
-
-@given(REPORTS)
-def test_a_report_delivered_twice_counts_once(reports: list[Snapshot]) -> None:
-    assert total_ns(book(reports + reports)) == total_ns(book(reports))
-
-
-def test_the_total_is_over_ranks_and_attempts_with_the_latest_report_of_each() -> None:
-    entries = book(
-        [
-            Snapshot(0, 0, {"step.compute": 5}),
-            Snapshot(0, 0, {"step.compute": 8, "eval": 1}),
-            Snapshot(1, 0, {"step.compute": 7}),
-            Snapshot(0, 1, {"eval": 2}),
-        ]
-    )
-    assert total_ns(entries) == {"step.compute": 15, "eval": 3}
 
 
 def test_the_table_has_a_line_a_bucket_with_its_share_and_a_total() -> None:

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from hypothesis import strategies as st
 
-from phalanx.run.fields import Bound
+from phalanx.run.fields import ValueRange
 from phalanx.run.reader import field_types
 from phalanx.run.spec import RunSpec
 
@@ -29,7 +29,7 @@ def _sections(section: type) -> st.SearchStrategy[Any]:
     return st.builds(section, **strategies)
 
 
-def values(kind: Any, bound: Bound | None) -> st.SearchStrategy[Any]:
+def values(kind: Any, bound: ValueRange | None) -> st.SearchStrategy[Any]:
     """Values that a field of this type and bound may have."""
     if isinstance(kind, types.UnionType):
         return st.none() | values(get_args(kind)[0], bound)
@@ -39,10 +39,10 @@ def values(kind: Any, bound: Bound | None) -> st.SearchStrategy[Any]:
         return st.sampled_from(get_args(kind))
     if get_origin(kind) is tuple:
         return st.lists(values(get_args(kind)[0], None), max_size=3).map(tuple)
-    return _scalars(kind, bound or Bound())
+    return _scalars(kind, bound or ValueRange())
 
 
-def _scalars(kind: Any, bound: Bound) -> st.SearchStrategy[Any]:
+def _scalars(kind: Any, bound: ValueRange) -> st.SearchStrategy[Any]:
     low = bound.at_least if bound.at_least is not None else bound.above
     high = bound.at_most if bound.at_most is not None else bound.below
     if kind is bool:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.run.fields import FRACTION, NOT_NEGATIVE, POSITIVE, Bound, field_docs
+from phalanx.run.fields import FRACTION, NOT_NEGATIVE, POSITIVE, ValueRange, field_docs
 from phalanx.run.reader import field_types
 from phalanx.run.spec import ModelSpec, OptimizerSpec, RopeScalingSpec, RunSpec
 
@@ -80,17 +80,17 @@ def test_a_bound_holds_for_what_satisfies_each_of_its_limits(
         and value <= (math.inf if at_most is None else at_most)
         and value < (math.inf if below is None else below)
     )
-    assert Bound(at_least, above, at_most, below).holds(value) == expected
+    assert ValueRange(at_least, above, at_most, below).holds(value) == expected
 
 
-@pytest.mark.parametrize("bound", [POSITIVE, NOT_NEGATIVE, FRACTION, Bound()])
-def test_no_bound_holds_for_what_is_not_a_number(bound: Bound) -> None:
+@pytest.mark.parametrize("bound", [POSITIVE, NOT_NEGATIVE, FRACTION, ValueRange()])
+def test_no_bound_holds_for_what_is_not_a_number(bound: ValueRange) -> None:
     assert not bound.holds(math.nan)
 
 
 def test_a_bound_reads_as_a_sentence() -> None:
-    assert str(Bound(at_least=0, below=1)) == "at least 0 and below 1"
-    assert str(Bound(above=0.5)) == "above 0.5"
+    assert str(ValueRange(at_least=0, below=1)) == "at least 0 and below 1"
+    assert str(ValueRange(above=0.5)) == "above 0.5"
 
 
 def test_reading_and_counting_do_without_torch() -> None:

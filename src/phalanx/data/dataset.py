@@ -77,11 +77,6 @@ class RunData:
         return self._train.seq_len
 
     @property
-    def train_len(self) -> int:
-        """Samples in one epoch."""
-        return len(self._train)
-
-    @property
     def held_out_len(self) -> int:
         return len(self._held_out)
 

@@ -24,7 +24,7 @@ _ITEM_BYTES = {"uint16": 2, "uint32": 4}
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardFile:
     """One flat file of little-endian token ids."""
 
     file: str
@@ -38,7 +38,7 @@ class Shard:
 class Split:
     """One of the two token streams of a dataset, in its shards."""
 
-    shards: tuple[Shard, ...]
+    shards: tuple[ShardFile, ...]
     documents: int
     text_bytes: int
     """UTF-8 bytes of text that the tokens stand for."""
@@ -161,7 +161,7 @@ def _index_from(content: Mapping[str, Any]) -> DatasetIndex:
     if fields["dtype"] not in _ITEM_BYTES:
         raise ValueError(f"dtype {fields['dtype']!r} is neither uint16 nor uint32")
     for name in SPLITS:
-        shards = tuple(Shard(**shard) for shard in fields[name]["shards"])
+        shards = tuple(ShardFile(**shard) for shard in fields[name]["shards"])
         fields[name] = Split(**{**fields[name], "shards": shards})
     return DatasetIndex(**{**fields, "recipe": Recipe(**fields["recipe"])})
 

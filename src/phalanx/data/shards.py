@@ -23,7 +23,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from phalanx.data.errors import DatasetError
-from phalanx.data.index import INDEX_FILE, SPLITS, DatasetIndex, Shard, read_index
+from phalanx.data.index import INDEX_FILE, SPLITS, DatasetIndex, ShardFile, read_index
 
 # Each map holds a file descriptor, of which many systems give a process 1,024; trillions of tokens have more shards.
 MAX_OPEN_MAPS = 256
@@ -126,7 +126,7 @@ class _MappedShard:
 class WrittenSplit:
     """The shards of a split that has been written, and the digest of its stream."""
 
-    shards: tuple[Shard, ...]
+    shards: tuple[ShardFile, ...]
     sha256: str
 
 
@@ -143,7 +143,7 @@ class ShardWriter:
         self._split = split
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._shard_tokens = shard_tokens
-        self._shards: list[Shard] = []
+        self._shards: list[ShardFile] = []
         self._stream_digest = hashlib.sha256()
         self._open: _OpenShard | None = None
 
@@ -194,11 +194,11 @@ class _OpenShard:
         self._checksum.update(tokens.data)
         self.tokens += len(tokens)
 
-    def finish(self) -> Shard:
+    def finish(self) -> ShardFile:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        return Shard(self._path.name, self.tokens, self._checksum.hexdigest())
+        return ShardFile(self._path.name, self.tokens, self._checksum.hexdigest())
 
     def abandon(self) -> None:
         # Closing flushes what is buffered, which fails anew on a full disk; the file is closed all the same.
@@ -247,7 +247,7 @@ def verify(directory: Path, *, on_progress: Callable[[str, int, int], None] | No
             )
 
 
-def _check_size(directory: Path, shard: Shard, item_bytes: int) -> None:
+def _check_size(directory: Path, shard: ShardFile, item_bytes: int) -> None:
     path, expected_bytes = directory / shard.file, shard.tokens * item_bytes
     try:
         found_bytes = path.stat().st_size
@@ -262,7 +262,7 @@ def _check_size(directory: Path, shard: Shard, item_bytes: int) -> None:
         )
 
 
-def _map_shard(directory: Path, shard: Shard, dtype: np.dtype[Any]) -> "_MappedShard":
+def _map_shard(directory: Path, shard: ShardFile, dtype: np.dtype[Any]) -> "_MappedShard":
     _check_size(directory, shard, dtype.itemsize)
     with (directory / shard.file).open("rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, TypeAlias
 
-from phalanx.run.fields import NOT_NEGATIVE, POSITIVE, Bound
+from phalanx.run.fields import NOT_NEGATIVE, POSITIVE, ValueRange
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ class Accelerator:
 
 
 @dataclass(frozen=True)
-class Level:
+class FabricLevel:
     """One level of the scale-out fabric."""
 
     name: str
     reach: Annotated[int, POSITIVE]
     """Accelerators that meet at this level or below."""
-    share: Annotated[float, Bound(above=0, at_most=1)]
+    share: Annotated[float, ValueRange(above=0, at_most=1)]
     """Of an accelerator's network rate that is left when all talk across this level at once: 1 is non-blocking."""
     latency_s: Annotated[float, NOT_NEGATIVE]
     """One way, between two accelerators that meet here."""
@@ -80,7 +80,7 @@ class Fabric:
     kind: FabricKind
     bytes_per_s: Fact
     """Of one accelerator, one direction."""
-    levels: tuple[Level, ...]
+    levels: tuple[FabricLevel, ...]
     in_switch_reduction: bool = False
 
 

@@ -14,9 +14,7 @@ time was kept is decided later, from the events: see ``goodput``.
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import StrEnum
-from types import MappingProxyType
 
 NS_PER_S = 1_000_000_000
 
@@ -142,53 +140,7 @@ class Ledger:
         return {name: total / NS_PER_S for name, total in self.totals_ns().items()}
 
 
-# --- the accounts of many ranks -----------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The account of one rank in one attempt at some moment. Later ones contain earlier ones."""
-
-    rank: int
-    attempt: int
-    totals_ns: Mapping[str, int]
-
-    @property
-    def elapsed_ns(self) -> int:
-        return sum(self.totals_ns.values())
-
-
-Book = Mapping[tuple[int, int], Snapshot]
-"""(rank, attempt) -> the latest snapshot that came in."""
-
-
-def merge(books: Iterable[Book]) -> Book:
-    """The latest snapshot of every rank and attempt.
-
-    Reports may come late, twice, or in any order: the result is the same (merging is commutative,
-    associative and idempotent, a join of a semilattice).
-    """
-    latest: dict[tuple[int, int], Snapshot] = {}
-    for book in books:
-        for key, snapshot in book.items():
-            if key not in latest or _order(snapshot) > _order(latest[key]):
-                latest[key] = snapshot
-    return MappingProxyType(latest)
-
-
-def _order(snapshot: Snapshot) -> tuple[int, tuple[tuple[str, int], ...]]:
-    # Equal lengths differ only after a reassignment; the names then break the tie, the same everywhere.
-    return snapshot.elapsed_ns, tuple(sorted(snapshot.totals_ns.items()))
-
-
-def book(snapshots: Iterable[Snapshot]) -> Book:
-    """A book of these snapshots, the latest of each rank and attempt."""
-    return merge({(snapshot.rank, snapshot.attempt): snapshot} for snapshot in snapshots)
-
-
-def total_ns(entries: Book) -> dict[str, int]:
-    """Bucket -> rank-nanoseconds over all ranks and attempts."""
-    return add(snapshot.totals_ns for snapshot in entries.values())
+# --- sums of accounts ---------------------------------------------------------------------------
 
 
 def add(totals: Iterable[Mapping[str, int]]) -> dict[str, int]:
@@ -198,12 +150,6 @@ def add(totals: Iterable[Mapping[str, int]]) -> dict[str, int]:
         for name, value in account.items():
             result[name] = result.get(name, 0) + value
     return dict(sorted(result.items(), key=lambda item: _position(item[0])))
-
-
-def window(earlier: Mapping[str, int], later: Mapping[str, int]) -> dict[str, int]:
-    """What came between two readings of one account. Windows that meet add up to the whole."""
-    names = list(later) + [name for name in earlier if name not in later]
-    return {name: later.get(name, 0) - earlier.get(name, 0) for name in names}
 
 
 def _position(name: str) -> int:

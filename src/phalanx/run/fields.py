@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Bound:
+class ValueRange:
     """The closed or half-open range that a number must lie in."""
 
     at_least: float | None = None
@@ -64,9 +64,9 @@ class LayoutOwned:
 
 FLEET = FleetOwned()
 LAYOUT = LayoutOwned()
-POSITIVE = Bound(at_least=1)
-NOT_NEGATIVE = Bound(at_least=0)
-FRACTION = Bound(at_least=0, at_most=1)
+POSITIVE = ValueRange(at_least=1)
+NOT_NEGATIVE = ValueRange(at_least=0)
+FRACTION = ValueRange(at_least=0, at_most=1)
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from phalanx.run.fields import Bound, FleetOwned, LayoutOwned
+from phalanx.run.fields import FleetOwned, LayoutOwned, ValueRange
 from phalanx.run.problems import Problem
 
 TomlTable: TypeAlias = Mapping[str, object]
@@ -33,7 +33,7 @@ class FieldType:
     """A field's type with its annotations taken apart."""
 
     plain: Any
-    bound: Bound | None
+    bound: ValueRange | None
     fleet_owned: bool
     layout_owned: bool
 
@@ -57,7 +57,7 @@ def _take_apart(hint: Any) -> FieldType:
     if get_origin(hint) is not Annotated:
         return FieldType(hint, None, fleet_owned=False, layout_owned=False)
     plain, *notes = get_args(hint)
-    bound = next((note for note in notes if isinstance(note, Bound)), None)
+    bound = next((note for note in notes if isinstance(note, ValueRange)), None)
     return FieldType(
         plain,
         bound,

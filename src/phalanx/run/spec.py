@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from phalanx.run.fields import FLEET, FRACTION, LAYOUT, NOT_NEGATIVE, POSITIVE, Bound
+from phalanx.run.fields import FLEET, FRACTION, LAYOUT, NOT_NEGATIVE, POSITIVE, ValueRange
 
 
 @dataclass(frozen=True)
@@ -20,17 +20,17 @@ class RopeScalingSpec:
 
     kind: Literal["llama3", "yarn"] = "llama3"
     """Which of the two."""
-    factor: Annotated[float, Bound(at_least=1)] = 8.0
+    factor: Annotated[float, ValueRange(at_least=1)] = 8.0
     """By how much low frequencies are divided."""
     original_max_seq_len: Annotated[int, POSITIVE] = 8192
     """Context length, in tokens, before stretching."""
-    low_freq_factor: Annotated[float, Bound(above=0)] = 1.0
+    low_freq_factor: Annotated[float, ValueRange(above=0)] = 1.0
     """Llama 3: wavelengths longer than original_max_seq_len / this are fully stretched."""
-    high_freq_factor: Annotated[float, Bound(above=0)] = 4.0
+    high_freq_factor: Annotated[float, ValueRange(above=0)] = 4.0
     """Llama 3: wavelengths shorter than original_max_seq_len / this are left as they are."""
-    beta_fast: Annotated[float, Bound(above=0)] = 32.0
+    beta_fast: Annotated[float, ValueRange(above=0)] = 32.0
     """YaRN: frequencies that turn more often than this within original_max_seq_len are left as they are."""
-    beta_slow: Annotated[float, Bound(above=0)] = 1.0
+    beta_slow: Annotated[float, ValueRange(above=0)] = 1.0
     """YaRN: frequencies that turn less often than this within original_max_seq_len are fully stretched."""
     mscale: Annotated[float, NOT_NEGATIVE] = 0.0
     """YaRN: strength of the attention temperature in the rotary tables (DeepSeek's `mscale`); 0 means 1."""
@@ -59,7 +59,7 @@ class MlaSpec:
 class MoeSpec:
     """Mixture of experts: each token is sent to a few of many feed-forward layers (arXiv 1701.06538, 2401.06066)."""
 
-    experts: Annotated[int, Bound(at_least=2)] = 8
+    experts: Annotated[int, ValueRange(at_least=2)] = 8
     """Routed experts of a layer."""
     per_token: Annotated[int, POSITIVE] = 2
     """Experts that each token is sent to; none is ever dropped."""
@@ -75,7 +75,7 @@ class MoeSpec:
     """How the router's outputs become scores."""
     normalize: bool = True
     """Whether the scores of the chosen experts are scaled to sum to one."""
-    scale: Annotated[float, Bound(above=0)] = 1.0
+    scale: Annotated[float, ValueRange(above=0)] = 1.0
     """Multiplies the chosen scores (DeepSeek's routed_scaling_factor)."""
     groups: Annotated[int, POSITIVE] = 1
     """Groups that the experts are divided into for group-limited routing (DeepSeek-V3)."""
@@ -121,7 +121,7 @@ class ModelSpec:
     """Rows of the embedding; 0 means the tokenizer's vocabulary."""
     tie_embeddings: bool = False
     """Whether the output projection is the input embedding."""
-    norm_eps: Annotated[float, Bound(above=0)] = 1e-5
+    norm_eps: Annotated[float, ValueRange(above=0)] = 1e-5
     """Added to the mean square in RMSNorm."""
     qk_norm: bool = False
     """Whether queries and keys are RMS-normalized per head (Qwen3)."""
@@ -129,7 +129,7 @@ class ModelSpec:
     """Whether the projections of attention have biases."""
     ffn_bias: bool = False
     """Whether the projections of the feed-forward layer have biases."""
-    rope_theta: Annotated[float, Bound(above=1)] = 10000.0
+    rope_theta: Annotated[float, ValueRange(above=1)] = 10000.0
     """Base of the rotary embedding's wavelengths."""
     rope_scaling: RopeScalingSpec | None = None
     """Stretching of the rotary embedding to longer contexts; absent means none."""
@@ -141,7 +141,7 @@ class ModelSpec:
     """Extra layers that each predict one token further ahead (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
     mtp_loss: Annotated[float, NOT_NEGATIVE] = 0.3
     """Weight of the mean loss of those predictions."""
-    init_std: Annotated[float, Bound(above=0)] = 0.02
+    init_std: Annotated[float, ValueRange(above=0)] = 0.02
     """Standard deviation of initial weights; output projections get init_std / sqrt(2 layers)."""
 
 
@@ -155,9 +155,9 @@ class DataSpec:
     """Texts to prepare the folder from: files, folders, or the name of a known corpus ("python-stdlib")."""
     tokenizer: Annotated[str, FLEET] = "bpe"
     """ "bpe" (trained on the corpus), "bytes", or the path of a tokenizer.json."""
-    vocab_size: Annotated[int, FLEET, Bound(at_least=257)] = 4096
+    vocab_size: Annotated[int, FLEET, ValueRange(at_least=257)] = 4096
     """Vocabulary of a tokenizer that is trained."""
-    held_out: Annotated[float, FLEET, Bound(above=0, below=0.5)] = 0.05
+    held_out: Annotated[float, FLEET, ValueRange(above=0, below=0.5)] = 0.05
     """Fraction of the documents never trained on."""
 
 
@@ -165,7 +165,7 @@ class DataSpec:
 class TrainSpec:
     """How much is computed, and in which pieces."""
 
-    steps: Annotated[int, Bound(at_least=1, at_most=10**9)] = 100
+    steps: Annotated[int, ValueRange(at_least=1, at_most=10**9)] = 100
     """Number of optimizer steps."""
     batch_size: Annotated[int, POSITIVE] = 32
     """Sequences per step, over the whole fleet."""
@@ -183,7 +183,7 @@ class TrainSpec:
     """Consecutive skipped steps after which the run stops all the same."""
     document_mask: bool = False
     """Whether attention stops at the ends of documents; positions go on counting."""
-    end_of_document: Annotated[int, Bound(at_least=-1)] = -1
+    end_of_document: Annotated[int, ValueRange(at_least=-1)] = -1
     """The token that ends a document, for document_mask; -1 means the tokenizer's."""
     loss_chunk: Annotated[int, POSITIVE] = 2048
     """Tokens whose logits are held at once while the loss is computed."""
@@ -196,13 +196,13 @@ class OptimizerSpec:
     name: Literal["adamw", "adafactor", "muon", "shampoo", "soap"] = "adamw"
     """AdamW (arXiv 1711.05101), Adafactor (arXiv 1804.04235), Muon (Jordan et al. 2024, arXiv 2502.16982), Shampoo
     (arXiv 1802.09568) or SOAP (arXiv 2409.11321). The last three take matrices; the rest of the model gets AdamW."""
-    lr: Annotated[float, Bound(above=0)] = 1e-3
+    lr: Annotated[float, ValueRange(above=0)] = 1e-3
     """Peak learning rate."""
-    beta1: Annotated[float, Bound(at_least=0, below=1)] = 0.9
+    beta1: Annotated[float, ValueRange(at_least=0, below=1)] = 0.9
     """Decay of the gradient's running mean (Muon's momentum for matrices)."""
-    beta2: Annotated[float, Bound(at_least=0, below=1)] = 0.95
+    beta2: Annotated[float, ValueRange(at_least=0, below=1)] = 0.95
     """Decay of the squared gradient's running mean (for Shampoo and SOAP, of the statistics of matrices too)."""
-    eps: Annotated[float, Bound(above=0)] = 1e-8
+    eps: Annotated[float, ValueRange(above=0)] = 1e-8
     """Added to the root of the second moment."""
     weight_decay: Annotated[float, NOT_NEGATIVE] = 0.1
     """Decoupled decay per unit of learning rate."""
@@ -214,7 +214,7 @@ class OptimizerSpec:
     """Largest gradient norm; 0 means no clipping."""
     state: Literal["fp32", "bf16", "int8"] = "fp32"
     """Format of AdamW's moments: bf16 is rounded stochastically, int8 by blocks (arXiv 2110.02861)."""
-    newton_schulz_steps: Annotated[int, Bound(at_least=1, at_most=20)] = 5
+    newton_schulz_steps: Annotated[int, ValueRange(at_least=1, at_most=20)] = 5
     """Muon: iterations that make a matrix orthogonal."""
     precondition_every: Annotated[int, POSITIVE] = 10
     """Shampoo and SOAP: steps between new roots or bases of the preconditioner."""
@@ -267,11 +267,11 @@ class MemorySpec:
 class RuntimeSpec:
     """What of the machine enters the bits."""
 
-    seed: Annotated[int, Bound(at_least=0, at_most=2**63 - 1)] = 0
+    seed: Annotated[int, ValueRange(at_least=0, at_most=2**63 - 1)] = 0
     """Fixes the initial weights and the order of the samples."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; "auto" takes a GPU when there is one."""
-    threads: Annotated[int, Bound(at_least=1, at_most=1024)] = 1
+    threads: Annotated[int, ValueRange(at_least=1, at_most=1024)] = 1
     """CPU threads per rank. Part of the run, because a sum split over threads rounds differently."""
     compile: bool = False
     """Whether the transformer blocks are compiled with torch.compile."""
@@ -322,7 +322,7 @@ class CheckpointSpec:
     """How many of the newest checkpoints are kept."""
     keep_every: Annotated[int, FLEET, NOT_NEGATIVE] = 0
     """Checkpoints at multiples of this step are kept for ever; 0 means none."""
-    timeout_s: Annotated[float, FLEET, Bound(above=0)] = 600.0
+    timeout_s: Annotated[float, FLEET, ValueRange(above=0)] = 600.0
     """How long the commit waits for all ranks' files."""
     init_from: str = ""
     """A run directory or checkpoint whose weights the run starts from; empty means fresh weights. Resolved to one
@@ -377,15 +377,15 @@ class FleetSpec:
     """Workers, and so ranks, of each node."""
     min_nodes: Annotated[int, FLEET, POSITIVE] = 1
     """With fewer nodes than this the run waits, its state safe in memory and on disk."""
-    heartbeat_s: Annotated[float, FLEET, Bound(above=0)] = 5.0
+    heartbeat_s: Annotated[float, FLEET, ValueRange(above=0)] = 5.0
     """Between two signs of life of an agent."""
-    lease_s: Annotated[float, FLEET, Bound(above=0)] = 15.0
+    lease_s: Annotated[float, FLEET, ValueRange(above=0)] = 15.0
     """An agent silent for so long is lost."""
-    worker_lease_s: Annotated[float, FLEET, Bound(above=0)] = 1.0
+    worker_lease_s: Annotated[float, FLEET, ValueRange(above=0)] = 1.0
     """A worker silent for so long towards its own agent hangs, and is replaced."""
     confirm_s: Annotated[float, FLEET, NOT_NEGATIVE] = 2.0
     """An agent whose connection broke may come back for so long, unless a peer reports a broken collective."""
-    stall_s: Annotated[float, FLEET, Bound(above=0)] = 120.0
+    stall_s: Annotated[float, FLEET, ValueRange(above=0)] = 120.0
     """When no step has ended for so long, and for ten times a usual step, the hang is diagnosed."""
     snapshot_every_steps: Annotated[int, FLEET, NOT_NEGATIVE] = 1
     """Steps between copies of the state in host memory; 0 means none."""
@@ -396,7 +396,7 @@ class FleetSpec:
     straggler_window_steps: Annotated[int, FLEET, NOT_NEGATIVE] = 50
     """Steps after which ranks' computing times are compared; one that is slow in most windows is replaced by a spare. 0
     means never."""
-    port: Annotated[int, FLEET, Bound(at_least=0, at_most=65535)] = 0
+    port: Annotated[int, FLEET, ValueRange(at_least=0, at_most=65535)] = 0
     """Where the coordinator listens; 0 means any free port."""
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.hardware.catalog import cluster
-from phalanx.hardware.cluster import Cluster, Level
+from phalanx.hardware.cluster import Cluster, FabricLevel
 from phalanx.hardware.overrides import with_value
 from phalanx.plan.step_cost.collectives import (
     all_gather_s,
@@ -210,7 +210,7 @@ def test_a_ring_along_one_axis_of_a_torus_has_that_axis_links() -> None:
 def test_levels_are_chosen_by_the_reach_of_the_group() -> None:
     where = CLUSTERS["h100"]
     levels = tuple(
-        Level(level.name, level.reach, 1.0, latency)
+        FabricLevel(level.name, level.reach, 1.0, latency)
         for level, latency in zip(where.fabric.levels, (1e-6, 1e-4, 1e-2), strict=True)
     )
     steep = dataclasses.replace(where, fabric=dataclasses.replace(where.fabric, levels=levels))
