@@ -5,7 +5,8 @@ from __future__ import annotations
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state, step
 from phalanx.fleet.core.orders import Order, deliveries
-from phalanx.fleet.core.state import CoreSettings, FleetState, Formation
+from phalanx.fleet.core.settings import CoreSettings, Formation
+from phalanx.fleet.core.state import FleetState
 
 
 def settings(wanted: int = 4, **changes: object) -> CoreSettings:

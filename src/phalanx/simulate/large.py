@@ -16,7 +16,8 @@ from phalanx.fleet.core import decide as core
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.epochs import can_grow, next_deadline_s
 from phalanx.fleet.core.invariants import BrokenInvariant, check, mark
-from phalanx.fleet.core.state import NO_SEAT, CoreSettings, FleetPhase, Formation, RestorePoint
+from phalanx.fleet.core.settings import CoreSettings, Formation
+from phalanx.fleet.core.state import NO_SEAT, FleetPhase, RestorePoint
 from phalanx.plan.whole_run.failures import DAY_S
 from phalanx.simulate import account as buckets
 from phalanx.simulate.account import Account, to_ns

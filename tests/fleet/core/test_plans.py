@@ -13,7 +13,7 @@ from fleet.small_fleets import running
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.plans import buddy_ring, needs_buddy
 from phalanx.fleet.core.retention import droppable, may_begin
-from phalanx.fleet.core.state import Formation, formation_of
+from phalanx.fleet.core.settings import Formation, formation_of
 from phalanx.run.layout import layout_problems
 from phalanx.run.spec import FleetSpec, RunSpec
 

@@ -37,7 +37,8 @@ from phalanx.fleet.core.invariants import Mark, check, mark
 from phalanx.fleet.core.orders import Order, deliveries
 from phalanx.fleet.core.replay import RESTARTED, JournalError, batch_line, first_line, replay
 from phalanx.fleet.core.resync import resync
-from phalanx.fleet.core.state import FleetPhase, FleetState, Incident, settings_of
+from phalanx.fleet.core.settings import settings_of
+from phalanx.fleet.core.state import FleetPhase, FleetState, Incident
 from phalanx.observe.event_log import EventLog, EventLogError
 from phalanx.observe.events import EpochLeft, Message
 from phalanx.run.directory import RunDirectory, RunDirectoryError, read_resolved

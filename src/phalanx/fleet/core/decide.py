@@ -28,9 +28,9 @@ from phalanx.fleet.core.epochs import (
 )
 from phalanx.fleet.core.orders import SEATED, Order
 from phalanx.fleet.core.rollcall import rollcall
+from phalanx.fleet.core.settings import CoreSettings
 from phalanx.fleet.core.state import (
     NO_SEAT,
-    CoreSettings,
     Eligibility,
     FleetPhase,
     FleetState,

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from phalanx.fleet.core.messages import NO_STEP, Fresh, FromDisk, Holder
-from phalanx.fleet.core.state import CoreSettings, FleetState, Node, RestorePoint, StateSource
+from phalanx.fleet.core.settings import CoreSettings
+from phalanx.fleet.core.state import FleetState, Node, RestorePoint, StateSource
 
 HOLDERS_NAMED = 3
 """Holders listed for one state in a Bind; no more, so that messages stay small."""

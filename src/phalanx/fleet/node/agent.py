@@ -32,7 +32,7 @@ from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
 from phalanx.fleet.control.security import SecurityError
 from phalanx.fleet.control.transport import Credentials
 from phalanx.fleet.core.messages import Command, HeldSnapshot
-from phalanx.fleet.core.state import leave_s
+from phalanx.fleet.core.settings import leave_s
 from phalanx.fleet.health.quick import complaints, of_node
 from phalanx.fleet.node.agent_actions import (
     Action,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from phalanx.fleet.core.state import CoreSettings, Formation
+from phalanx.fleet.core.settings import CoreSettings, Formation
 
 
 @dataclass(frozen=True)

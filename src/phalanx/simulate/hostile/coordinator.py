@@ -11,7 +11,8 @@ from phalanx.fleet.core.epochs import next_deadline_s
 from phalanx.fleet.core.invariants import BrokenInvariant, check, mark
 from phalanx.fleet.core.orders import deliveries
 from phalanx.fleet.core.replay import batch_line, first_line, replay
-from phalanx.fleet.core.state import CoreSettings, FleetState, encode_state
+from phalanx.fleet.core.settings import CoreSettings
+from phalanx.fleet.core.state import FleetState, encode_state
 from phalanx.simulate.clock import SimulatedClock
 from phalanx.simulate.hostile.training import Disk
 

@@ -1,0 +1,126 @@
+"""The core's settings: the layouts that the run allows, and the timeouts and limits of its fleet."""
+
+from __future__ import annotations
+
+import bisect
+
+from msgspec import Struct
+
+from phalanx.run.layout import layout_problems, replica_ranks
+from phalanx.run.spec import FleetSpec, RunSpec
+
+_SHORTEST_LEAVE_S = 5.0
+
+
+class Formation(Struct, frozen=True):
+    """What the fleet must know of a run's layout: the legal numbers of ranks, and which ranks hold equal state."""
+
+    workers_per_node: int
+    legal: tuple[int, ...]
+    """Legal numbers of ranks, ascending."""
+    pipeline: int = 1
+    model_ranks: int = 1
+    """Ranks that compute one slot together: context x tensor."""
+    shard_ranks: int = 0
+    """Data-parallel ranks that share one copy of the state; 0 means all of them."""
+
+    def seats(self, ranks: int) -> int:
+        """Number of nodes that ``ranks`` ranks need."""
+        return -(-ranks // self.workers_per_node)
+
+    def ranks_of(self, seat: int, ranks: int) -> range:
+        """The ranks of a seat."""
+        first = seat * self.workers_per_node
+        return range(first, min(first + self.workers_per_node, ranks))
+
+    def largest(self, ranks: int) -> int:
+        """The largest legal number of ranks that is at most ``ranks``; 0 if there is none."""
+        index = bisect.bisect_right(self.legal, ranks)
+        return self.legal[index - 1] if index else 0
+
+    def stage_ranks(self, ranks: int) -> int:
+        """Number of ranks of one pipeline stage, without its replicas."""
+        return (self.shard_ranks or ranks // (self.pipeline * self.model_ranks)) * self.model_ranks
+
+    def keys(self, ranks: int) -> int:
+        """Number of different states that the ranks hold."""
+        return self.pipeline * self.stage_ranks(ranks)
+
+    def key(self, ranks: int, rank: int) -> int:
+        """Index of the state that a rank holds. The mesh is pipeline x replicate x (shard x context x tensor)."""
+        inner = self.stage_ranks(ranks)
+        return rank // (ranks // self.pipeline) * inner + rank % inner
+
+    def replicas(self, ranks: int, key: int) -> range:
+        """The ranks that hold the state with index ``key``."""
+        inner, stage = self.stage_ranks(ranks), ranks // self.pipeline
+        first = key // inner * stage + key % inner
+        return range(first, first - key % inner + stage, inner)
+
+
+def formation_of(spec: RunSpec) -> Formation:
+    """The formation of a run on its fleet.
+
+    Raises ValueError where no number of nodes up to the one asked for is legal.
+    """
+    fleet, parallel = spec.fleet, spec.parallel
+    most, unit = fleet.nodes * fleet.workers_per_node, replica_ranks(parallel)
+    legal = tuple(ranks for ranks in range(unit, most + 1, unit) if not layout_problems(spec, ranks))
+    if not legal:
+        raise ValueError(
+            f"fleet.nodes = {fleet.nodes} x fleet.workers_per_node = {fleet.workers_per_node}: no number of ranks up to "
+            f"{most} is legal; one replica needs {unit}. `phalanx show` explains the layout"
+        )
+    return Formation(
+        workers_per_node=fleet.workers_per_node,
+        legal=legal,
+        pipeline=parallel.pipeline,
+        model_ranks=parallel.context * parallel.tensor,
+        shard_ranks=1 if parallel.sharding == "none" else parallel.shard_ranks,
+    )
+
+
+class CoreSettings(Struct, frozen=True):
+    """The core's timeouts and limits. Durations in seconds."""
+
+    formation: Formation
+    wanted_nodes: int
+    min_nodes: int = 1
+    lease_s: float = 15.0
+    """A node without a heartbeat for this long is lost."""
+    confirm_s: float = 2.0
+    """A node whose connection broke is lost after this long, or with the first broken collective."""
+    park_s: float = 15.0
+    """A node that has not left an epoch after this long is lost."""
+    bind_s: float = 300.0
+    """Rendezvous and restore take at most this long."""
+    stall_s: float = 120.0
+    """Without a step for this long, and for ten usual steps, a hang is diagnosed; after twice that, the epoch is ended."""
+    form_s: float = 60.0
+    """The first formation waits this long for all wanted nodes."""
+    grow_s: float = 30.0
+    """An epoch lasts at least this long before it is ended to let more nodes in."""
+    strikes: int = 3
+    """A node that fails this often within ``strike_window_s`` is quarantined (a lemon: arXiv:2410.21680, section 5)."""
+    strike_window_s: float = 86_400.0
+    max_tries: int = 50
+    """Number of failures in a row without a step between them after which the run, not the fleet, is at fault."""
+
+
+def leave_s(fleet: FleetSpec) -> float:
+    """Seconds that a worker may take to leave an epoch before its agent kills it."""
+    return max(_SHORTEST_LEAVE_S, 3 * fleet.worker_lease_s)
+
+
+def settings_of(spec: RunSpec) -> CoreSettings:
+    """The settings of a run file. Raises ValueError as ``formation_of`` does."""
+    fleet: FleetSpec = spec.fleet
+    return CoreSettings(
+        formation=formation_of(spec),
+        wanted_nodes=fleet.nodes,
+        min_nodes=fleet.min_nodes,
+        lease_s=fleet.lease_s,
+        confirm_s=fleet.confirm_s,
+        park_s=max(fleet.lease_s, 2 * leave_s(fleet)),
+        stall_s=fleet.stall_s,
+    )
