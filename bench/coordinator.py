@@ -46,7 +46,7 @@ class SimulatedAgent:
         self.name, self.heartbeat_s = f"node-{number}", heartbeat_s
         self.epoch, self.bound_s = m.NO_EPOCH, 0.0
         self.points = tuple(f"10.{number >> 8}.{number & 255}.1:{5000 + w}" for w in range(WORKERS))
-        self.held: tuple[m.HeldSnapshot, ...] = ()
+        self.held: tuple[m.RankSnapshot, ...] = ()
         self.number = number
         self.link = CoordinatorLink(
             lambda: address, credentials, self.greet, self.on_command, lambda _line: None
@@ -66,7 +66,7 @@ class SimulatedAgent:
         match command:
             case m.Bind(epoch=epoch, ranks=ranks, places=places):
                 self.epoch, self.bound_s = epoch, time.monotonic()
-                self.held = tuple(m.HeldSnapshot(ranks, rank, 0, "own", 1, epoch) for _, rank in places)
+                self.held = tuple(m.RankSnapshot(ranks, rank, 0, "own", 1, epoch) for _, rank in places)
                 self.link.say(m.Bound(self.name, 1, epoch))
             case m.Park(epoch=epoch):
                 self.epoch = m.NO_EPOCH

@@ -52,8 +52,8 @@ class Fleet:
         for seat, name in enumerate(state.seats):
             if name in state.awaiting and name not in but:
                 held = (
-                    m.HeldSnapshot(ranks, seat, step, "own", epoch=state.epoch),
-                    m.HeldSnapshot(ranks, state.ring.index(seat), step, "buddy", epoch=state.epoch),
+                    m.RankSnapshot(ranks, seat, step, "own", epoch=state.epoch),
+                    m.RankSnapshot(ranks, state.ring.index(seat), step, "buddy", epoch=state.epoch),
                 )
                 self.hear(m.Parked(name, self.incarnation(name), state.epoch, (f"{name}:1",), held))
 

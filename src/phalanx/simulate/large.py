@@ -201,13 +201,13 @@ class LargeFleet:
     def _down_of(self, names: set[str]) -> tuple[str, ...]:
         return tuple(sorted(name for name in self.unnoticed if name in names))
 
-    def _held(self, name: str, steps: tuple[int, ...]) -> tuple[m.HeldSnapshot, ...]:
+    def _held(self, name: str, steps: tuple[int, ...]) -> tuple[m.RankSnapshot, ...]:
         state = self.state
         formation, seat = state.settings.formation, state.nodes[name].seat
         cared_for = state.ring.index(seat)
         ranks = [*formation.ranks_of(seat, state.ranks), *formation.ranks_of(cared_for, state.ranks)]
         return tuple(
-            m.HeldSnapshot(state.ranks, rank, step, "own", epoch=state.epoch)
+            m.RankSnapshot(state.ranks, rank, step, "own", epoch=state.epoch)
             for step in steps
             for rank in ranks
         )

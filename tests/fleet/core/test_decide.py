@@ -126,7 +126,7 @@ def test_a_worker_that_exits_costs_its_node_the_rank_but_not_its_memory() -> Non
     assert fleet.state.phase is FleetPhase.PARKING
     assert "0" in fleet.state.awaiting
     fleet.park("0")
-    own = m.HeldSnapshot(4, 0, 5, "own", epoch=0)
+    own = m.RankSnapshot(4, 0, 5, "own", epoch=0)
     fleet.hear(m.Parked("0", 1, 0, ("",), (own,)))
     (bind,) = fleet.told("4")
     assert bind.places == ((0, 0),)
@@ -178,7 +178,7 @@ def test_a_lost_command_is_repeated_when_a_heartbeat_shows_that_it_was_lost() ->
     fleet.hear(m.Heartbeat("2", 1, 0, 4, m.WorkerPhase.BOUND))
     assert [type(command) for command in fleet.told("2")] == [m.Park]
     fleet.park("0")
-    fleet.hear(m.Parked("0", 1, 0, ("",), (m.HeldSnapshot(4, 0, 5, "own", epoch=0),)))
+    fleet.hear(m.Parked("0", 1, 0, ("",), (m.RankSnapshot(4, 0, 5, "own", epoch=0),)))
     fleet.hear(m.Heartbeat("2", 1, -1, -1, m.WorkerPhase.WARM))
     assert [type(command) for command in fleet.told("2")] == [m.Bind]
 

@@ -64,7 +64,7 @@ def test_legal_sizes_come_from_the_run_file() -> None:
 
 
 def test_a_snapshot_may_go_only_when_a_newer_one_is_safe() -> None:
-    held = tuple(m.HeldSnapshot(2, 0, step, "own") for step in (3, 4))
+    held = tuple(m.RankSnapshot(2, 0, step, "own") for step in (3, 4))
     assert droppable(held, 3) == ()
     assert droppable(held, 4) == held[:1]
     assert may_begin(4, 4)

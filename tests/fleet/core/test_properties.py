@@ -20,7 +20,7 @@ LIVES, EPOCHS, STEPS = st.integers(1, 3), st.integers(-1, 4), st.integers(-1, 6)
 POINTS = st.sampled_from([("a:1",), ("",), (), ("a:1", "b:2")])
 HELD = st.lists(
     st.builds(
-        m.HeldSnapshot,
+        m.RankSnapshot,
         st.integers(0, 5),
         st.integers(0, 4),
         STEPS.filter(lambda s: s >= 0),

@@ -106,7 +106,7 @@ def answer_all(fleet: Fleet, epoch: int, at_step: int) -> None:
         )
         if member:
             assert any(isinstance(command, m.Park) and command.epoch == epoch for command in fleet.told(name))
-            held = (m.HeldSnapshot(ranks, names.index(name), at_step, "own", epoch=epoch),)
+            held = (m.RankSnapshot(ranks, names.index(name), at_step, "own", epoch=epoch),)
             fleet.hear(m.Parked(name, fleet.incarnation(name), epoch, (f"{name}:1",), held))
 
 

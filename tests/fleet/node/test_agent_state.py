@@ -25,7 +25,7 @@ from phalanx.fleet.node.agent_actions import (
 from phalanx.fleet.node.agent_state import AgentState
 
 LEASE_S, LEAVE_S = 1.0, 5.0
-HOLDING = m.HeldSnapshot(2, 0, 7, "own", 64)
+HOLDING = m.RankSnapshot(2, 0, 7, "own", 64)
 
 
 def agent(workers: int = 1, *, checked: bool = False) -> AgentState:

@@ -39,7 +39,7 @@ WorkerAddresses = Annotated[tuple[Address, ...], Meta(max_length=4096)]
 """For each worker of a node, the rendezvous address that it offers in case it gets rank 0; empty if it is not warm."""
 
 
-class HeldSnapshot(Struct, frozen=True):
+class RankSnapshot(Struct, frozen=True):
     """A complete copy of one rank's state in a node's snapshot memory."""
 
     ranks: Natural
@@ -52,7 +52,7 @@ class HeldSnapshot(Struct, frozen=True):
     """The epoch in which it was taken: after a silent corruption, snapshots of earlier epochs may not be trusted."""
 
 
-HeldSnapshots = Annotated[tuple[HeldSnapshot, ...], Meta(max_length=65536)]
+RankSnapshots = Annotated[tuple[RankSnapshot, ...], Meta(max_length=65536)]
 
 
 class Holder(Struct, frozen=True):
@@ -85,7 +85,7 @@ class Joined(WireMessage, frozen=True):
     data_port: Annotated[int, Meta(ge=0, le=65535)]
     domain: Annotated[tuple[Annotated[str, Meta(max_length=128)], ...], Meta(max_length=8)] = ()
     """Failure domains from the widest to the narrowest: hall, switch, rack."""
-    held: HeldSnapshots = ()
+    held: RankSnapshots = ()
     epoch: EpochNumber = NO_EPOCH
     """The epoch that its workers are in."""
     bound: bool = False
@@ -169,7 +169,7 @@ class Parked(WireMessage, frozen=True):
     incarnation: Natural
     epoch: EpochNumber
     meeting_points: WorkerAddresses
-    held: HeldSnapshots
+    held: RankSnapshots
 
 
 class Bound(WireMessage, frozen=True):

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from phalanx.fleet.core.messages import HeldSnapshot
+from phalanx.fleet.core.messages import RankSnapshot
 
 
-def droppable(held: Iterable[HeldSnapshot], safe_step: int) -> tuple[HeldSnapshot, ...]:
+def droppable(held: Iterable[RankSnapshot], safe_step: int) -> tuple[RankSnapshot, ...]:
     """The snapshots that a node may overwrite, once all ranks' copies of ``safe_step`` are known to be complete."""
     return tuple(holding for holding in held if holding.step < safe_step)
 

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from phalanx.fleet.core.messages import NO_EPOCH, NO_STEP, Fresh, FromDisk, HeldSnapshot
+from phalanx.fleet.core.messages import NO_EPOCH, NO_STEP, Fresh, FromDisk, RankSnapshot
 from phalanx.fleet.core.settings import CoreSettings
 
 NO_SEAT = -1
@@ -65,7 +65,7 @@ class Node(Struct, frozen=True):
     started_as_spare: bool = False
     """In the first epoch it gets a seat only if there are too few others."""
     strikes: tuple[float, ...] = ()
-    held: tuple[HeldSnapshot, ...] = ()
+    held: tuple[RankSnapshot, ...] = ()
 
     @property
     def warm(self) -> bool:
@@ -246,7 +246,7 @@ def change(state: FleetState, node: Node, **changes: object) -> Node:
     return put(state, replace(node, **changes))
 
 
-def trusted(state: FleetState, holding: HeldSnapshot) -> bool:
+def trusted(state: FleetState, holding: RankSnapshot) -> bool:
     """True if a snapshot may be restored."""
     return trusts(state, holding.epoch, holding.step)
 

@@ -31,7 +31,7 @@ from phalanx.fleet.control.coordinator_link import CoordinatorLink
 from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
 from phalanx.fleet.control.security import SecurityError
 from phalanx.fleet.control.transport import Credentials
-from phalanx.fleet.core.messages import Command, HeldSnapshot
+from phalanx.fleet.core.messages import Command, RankSnapshot
 from phalanx.fleet.core.settings import leave_s
 from phalanx.fleet.health.quick import complaints, of_node
 from phalanx.fleet.node.agent_actions import (
@@ -166,9 +166,9 @@ class Agent:
             return read_fleet_file(self._post.run_dir).coordinator
         return ""
 
-    def _held(self) -> tuple[HeldSnapshot, ...]:
+    def _held(self) -> tuple[RankSnapshot, ...]:
         return tuple(
-            HeldSnapshot(h.key.ranks, h.key.rank, h.key.step, h.kind, h.nbytes, h.epoch)
+            RankSnapshot(h.key.ranks, h.key.rank, h.key.step, h.kind, h.nbytes, h.epoch)
             for h in self._memory.holdings()
         )
 

@@ -30,11 +30,11 @@ from phalanx.fleet.core.messages import (
     FromDisk,
     FromMemory,
     Heartbeat,
-    HeldSnapshots,
     Joined,
     KillWorker,
     Park,
     Parked,
+    RankSnapshots,
     Ready,
     Recorded,
     Release,
@@ -80,7 +80,7 @@ class AgentState:
     identity: Identity
     incarnation: int
     patience: Patience
-    held: Callable[[], HeldSnapshots]
+    held: Callable[[], RankSnapshots]
     """The snapshots that the node's memory holds now."""
     fence: int = NO_EPOCH
     """This epoch and those before it are never entered again."""

@@ -99,7 +99,7 @@ def twice(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class Order:
+class ExpertOrder:
     """The copies of all tokens, sorted by expert; a token's copies are numbered ``token * k + choice``."""
 
     copies: Tensor
@@ -110,10 +110,10 @@ class Order:
     """Copies for each expert, ``(experts,)``, int64."""
 
 
-def order_by_expert(chosen: Tensor, experts: int) -> Order:
+def order_by_expert(chosen: Tensor, experts: int) -> ExpertOrder:
     """The order by expert, and among equals by token, of ``chosen`` ``(n, k)``."""
     copies = chosen.flatten().argsort(stable=True)
-    return Order(copies, copies.argsort(), tokens_per_expert(chosen, experts))
+    return ExpertOrder(copies, copies.argsort(), tokens_per_expert(chosen, experts))
 
 
 class _Permute(torch.autograd.Function):
@@ -147,13 +147,13 @@ class _Copies(torch.autograd.Function):
         return by_token.sum(dim=1), None, None, None
 
 
-def copies_by_expert(tokens: Tensor, order: Order) -> Tensor:
+def copies_by_expert(tokens: Tensor, order: ExpertOrder) -> Tensor:
     """The copies ``(n * k, d)`` of ``tokens`` ``(n, d)``, sorted by expert."""
     per_token = len(order.copies) // max(1, len(tokens))
     return apply_function(_Copies, tokens, order.copies, order.places, per_token)
 
 
-def combine(rows: Tensor, order: Order, weights: Tensor) -> Tensor:
+def combine(rows: Tensor, order: ExpertOrder, weights: Tensor) -> Tensor:
     """The weighted sum ``(n, d)``, in the rows' dtype, of each token's results ``rows`` ``(n * k, d)``, sorted by expert.
 
     ``weights`` ``(n, k)``, fp32; the sum is fp32 too.

@@ -39,7 +39,7 @@ class SimulatedNode:
         self.up = False
         self.cut = False
         """True while no message passes between it and the coordinator."""
-        self.held: dict[m.HeldSnapshot, bool] = {}
+        self.held: dict[m.RankSnapshot, bool] = {}
         """Snapshot -> True if its content is corrupt."""
         self._forget()
 
@@ -267,6 +267,6 @@ class SimulatedNode:
 
     def _keep(self, group: Group, rank: int, step: int, kind: str) -> None:
         second = kind == "buddy"
-        holding = m.HeldSnapshot(group.ranks, rank, step, "buddy" if second else "own", 1, group.epoch)
+        holding = m.RankSnapshot(group.ranks, rank, step, "buddy" if second else "own", 1, group.epoch)
         self.held[holding] = group.tainted(step)
         group.copy_arrived(rank, step, second)

@@ -46,7 +46,7 @@ class Disk:
             self.steps.pop(step, None)
 
 
-class Member(Protocol):
+class GroupMember(Protocol):
     """A node's workers, as the process group of their epoch sees them."""
 
     name: str
@@ -104,7 +104,7 @@ class Group:
         self.world, self.epoch, self.ranks, self.resume = world, bind.epoch, bind.ranks, bind.resume
         self.seats = world.conditions.settings.formation.seats(bind.ranks)
         self.owners: dict[int, str] = {}
-        self.members: list[Member] = []
+        self.members: list[GroupMember] = []
         self.restored: set[str] = set()
         self.step = -1 if isinstance(bind.resume, Fresh) else bind.resume.step
         self.newest = self.safe = self.step
@@ -124,7 +124,7 @@ class Group:
         if tainted:
             self.right_until = NO_STEP - 1
 
-    def enter(self, node: Member, bind: Bind) -> None:
+    def enter(self, node: GroupMember, bind: Bind) -> None:
         """A node takes its ranks. Raises BrokenInvariant if another node has them."""
         who = f"{node.name} (incarnation {node.incarnation})"
         for _, rank in bind.places:
@@ -136,7 +136,7 @@ class Group:
             raise BrokenInvariant(f"epoch {self.epoch} was described in two ways")
         self.members.append(node)
 
-    def has_restored(self, node: Member) -> None:
+    def has_restored(self, node: GroupMember) -> None:
         """A node has restored its state; with the last one, training begins."""
         self.restored.add(node.name)
         if len(self.restored) == self.seats and self.whole():
@@ -167,7 +167,7 @@ class Group:
             )
         return None
 
-    def _completes(self, node: Member, step: int) -> None:
+    def _completes(self, node: GroupMember, step: int) -> None:
         if step != self.step or not node.computes(self.epoch):
             return
         node.complete(self, step)

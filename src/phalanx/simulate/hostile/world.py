@@ -18,7 +18,7 @@ from phalanx.simulate.clock import SimulatedClock
 from phalanx.simulate.hostile.conditions import draw_conditions
 from phalanx.simulate.hostile.coordinator import SimulatedCoordinator
 from phalanx.simulate.hostile.node import SimulatedNode
-from phalanx.simulate.hostile.training import Disk, Group, Member
+from phalanx.simulate.hostile.training import Disk, Group, GroupMember
 
 
 class World:
@@ -103,7 +103,7 @@ class World:
                 group.inherit(tainted)
                 found[key] = tainted
             for rank, key in mine.items():
-                node.held[m.HeldSnapshot(bind.ranks, rank, resume.step, "own", 1, bind.epoch)] = found[key]
+                node.held[m.RankSnapshot(bind.ranks, rank, resume.step, "own", 1, bind.epoch)] = found[key]
         return True
 
     def _copy(self, resume: m.FromMemory, key: int) -> bool | None:
@@ -154,7 +154,7 @@ class World:
                     partial(self._break, node, group.epoch),
                 )
 
-    def _break(self, node: Member, epoch: int) -> None:
+    def _break(self, node: GroupMember, epoch: int) -> None:
         if node.computes(epoch):
             node.break_collective()
 
