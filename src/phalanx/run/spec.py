@@ -19,9 +19,9 @@ class RopeScalingSpec:
     (arXiv 2309.00071)."""
 
     kind: Literal["llama3", "yarn"] = "llama3"
-    """Which of the two."""
+    """The method: "llama3" or "yarn"."""
     factor: Annotated[float, ValueRange(at_least=1)] = 8.0
-    """By how much low frequencies are divided."""
+    """Factor by which low frequencies are divided."""
     original_max_seq_len: Annotated[int, POSITIVE] = 8192
     """Context length, in tokens, before stretching."""
     low_freq_factor: Annotated[float, ValueRange(above=0)] = 1.0
@@ -60,34 +60,35 @@ class MoeSpec:
     """Mixture of experts: each token is sent to a few of many feed-forward layers (arXiv 1701.06538, 2401.06066)."""
 
     experts: Annotated[int, ValueRange(at_least=2)] = 8
-    """Routed experts of a layer."""
+    """Number of routed experts in each mixture layer."""
     per_token: Annotated[int, POSITIVE] = 2
-    """Experts that each token is sent to; none is ever dropped."""
+    """Experts that each token is routed to (top-k); tokens are never dropped."""
     ffn_dim: Annotated[int, NOT_NEGATIVE] = 0
-    """Inner width of one expert; 0 means model.ffn_dim."""
+    """Hidden width of one expert's feed-forward layer; 0 means model.ffn_dim."""
     shared: Annotated[int, NOT_NEGATIVE] = 0
-    """Experts that every token passes through; together one feed-forward layer of shared x ffn_dim."""
+    """Number of shared experts, which process every token; computed as one feed-forward layer of width shared x ffn_dim."""
     first_dense: Annotated[int, NOT_NEGATIVE] = 0
-    """The first so many layers have a dense feed-forward layer of model.ffn_dim."""
+    """Number of layers at the start of the model that keep a dense feed-forward layer of width model.ffn_dim."""
     every: Annotated[int, POSITIVE] = 1
-    """Of the layers after first_dense, every so-many-th is a mixture, the last of each such group; the rest are dense."""
+    """Distance between mixture layers after first_dense: with 2, every second layer is a mixture and the rest are dense.
+    The mixture is the last layer of each group."""
     score: Literal["softmax", "sigmoid"] = "softmax"
-    """How the router's outputs become scores."""
+    """Function that turns the router's logits into scores."""
     normalize: bool = True
-    """Whether the scores of the chosen experts are scaled to sum to one."""
+    """If true, the scores of the chosen experts are scaled to sum to one."""
     scale: Annotated[float, ValueRange(above=0)] = 1.0
-    """Multiplies the chosen scores (DeepSeek's routed_scaling_factor)."""
+    """Factor that multiplies the scores of the chosen experts (DeepSeek's routed_scaling_factor)."""
     groups: Annotated[int, POSITIVE] = 1
-    """Groups that the experts are divided into for group-limited routing (DeepSeek-V3)."""
+    """Number of groups that the experts are divided into for group-limited routing (DeepSeek-V3)."""
     groups_per_token: Annotated[int, POSITIVE] = 1
-    """Groups that a token's experts may come from."""
+    """Number of groups that one token's experts may come from."""
     balance_bias: bool = False
-    """Whether a bias on the scores, moved after each step against each expert's load, balances it without a loss
-    (arXiv 2408.15664)."""
+    """If true, experts are balanced without an auxiliary loss: a bias per expert, added to the scores when experts are
+    chosen, moves after each step against that expert's load (arXiv 2408.15664)."""
     bias_speed: Annotated[float, NOT_NEGATIVE] = 1e-3
-    """By how much that bias moves in a step."""
+    """Amount by which balance_bias moves in one step."""
     aux_loss: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Weight of the balance loss of the Switch Transformer (arXiv 2101.03961, equation 4), per micro-batch."""
+    """Weight of the load-balancing loss of the Switch Transformer (arXiv 2101.03961, equation 4), per micro-batch."""
     z_loss: Annotated[float, NOT_NEGATIVE] = 0.0
     """Weight of the router's z-loss (ST-MoE, arXiv 2202.08906, equation 5), per micro-batch."""
 
@@ -114,84 +115,87 @@ class ModelSpec:
     head_dim: Annotated[int, NOT_NEGATIVE] = 0
     """Width of one head; 0 means dim / heads."""
     ffn_dim: Annotated[int, NOT_NEGATIVE] = 0
-    """Inner width of the feed-forward layer; 0 means 8/3 dim (swiglu) or 4 dim (gelu), rounded up to 64."""
+    """Hidden width of the feed-forward layer; 0 means 8/3 dim (swiglu) or 4 dim (gelu), rounded up to 64."""
     ffn: Literal["swiglu", "gelu"] = "swiglu"
-    """Feed-forward layer: gated with three matrices, or plain with two."""
+    """Feed-forward layer: "swiglu" is gated and has three matrices, "gelu" is plain and has two."""
     vocab_size: Annotated[int, NOT_NEGATIVE] = 0
-    """Rows of the embedding; 0 means the tokenizer's vocabulary."""
+    """Vocabulary size, the rows of the embedding; 0 means the tokenizer's."""
     tie_embeddings: bool = False
-    """Whether the output projection is the input embedding."""
+    """If true, the output projection shares its weights with the input embedding."""
     norm_eps: Annotated[float, ValueRange(above=0)] = 1e-5
-    """Added to the mean square in RMSNorm."""
+    """Epsilon of RMSNorm, added to the mean square."""
     qk_norm: bool = False
-    """Whether queries and keys are RMS-normalized per head (Qwen3)."""
+    """If true, queries and keys are RMS-normalized per head (Qwen3)."""
     attention_bias: bool = False
-    """Whether the projections of attention have biases."""
+    """If true, the query, key, value and output projections have biases."""
     ffn_bias: bool = False
-    """Whether the projections of the feed-forward layer have biases."""
+    """If true, the projections of the feed-forward layer have biases."""
     rope_theta: Annotated[float, ValueRange(above=1)] = 10000.0
     """Base of the rotary embedding's wavelengths."""
     rope_scaling: RopeScalingSpec | None = None
-    """Stretching of the rotary embedding to longer contexts; absent means none."""
+    """Stretching of the rotary embedding to longer contexts (Llama 3 or YaRN); absent means none."""
     mla: MlaSpec | None = None
     """Multi-head latent attention instead of grouped-query attention; absent means the latter."""
     moe: MoeSpec | None = None
     """Mixture of experts in the feed-forward layers; absent means a dense model."""
     mtp_depth: Annotated[int, NOT_NEGATIVE] = 0
-    """Extra layers that each predict one token further ahead (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
+    """Multi-token prediction: extra layers that each predict one token further ahead (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
     mtp_loss: Annotated[float, NOT_NEGATIVE] = 0.3
-    """Weight of the mean loss of those predictions."""
+    """Weight of the mean loss of those extra predictions."""
     init_std: Annotated[float, ValueRange(above=0)] = 0.02
-    """Standard deviation of initial weights; output projections get init_std / sqrt(2 layers)."""
+    """Standard deviation of the initial weights; output projections get init_std / sqrt(2 layers)."""
 
 
 @dataclass(frozen=True)
 class DataSpec:
-    """Where tokens come from. The corpus's fingerprint, not its path, is part of the run's identity."""
+    """The training data and its tokenizer. The data's fingerprint, not its path, is part of the run's identity."""
 
     path: Annotated[str, FLEET] = ".cache/data/python-stdlib"
-    """Folder of prepared token shards; prepared from the corpus when it does not exist."""
+    """Folder of the prepared dataset (token shards); if it does not exist, it is prepared from the corpus."""
     corpus: Annotated[tuple[str, ...], FLEET] = ()
-    """Texts to prepare the folder from: files, folders, or the name of a known corpus ("python-stdlib")."""
+    """Text that the dataset is prepared from: files, folders, or the name of a known corpus ("python-stdlib")."""
     tokenizer: Annotated[str, FLEET] = "bpe"
-    """ "bpe" (trained on the corpus), "bytes", or the path of a tokenizer.json."""
+    """The tokenizer: "bpe" (trained on the corpus), "bytes", or the path of a tokenizer.json."""
     vocab_size: Annotated[int, FLEET, ValueRange(at_least=257)] = 4096
-    """Vocabulary of a tokenizer that is trained."""
+    """Vocabulary size of a tokenizer that is trained on the corpus."""
     held_out: Annotated[float, FLEET, ValueRange(above=0, below=0.5)] = 0.05
-    """Fraction of the documents never trained on."""
+    """Fraction of the documents that is held out for evaluation and never trained on."""
 
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """How much is computed, and in which pieces."""
+    """The length of training, the global batch, and how it is divided for gradient accumulation."""
 
     steps: Annotated[int, ValueRange(at_least=1, at_most=10**9)] = 100
     """Number of optimizer steps."""
     batch_size: Annotated[int, POSITIVE] = 32
-    """Sequences per step, over the whole fleet."""
+    """Global batch size: sequences per optimizer step, over all ranks."""
     seq_len: Annotated[int, POSITIVE] = 256
     """Tokens per sequence."""
     slots: Annotated[int, POSITIVE] = 8
-    """Pieces that a batch is divided into; no more data-parallel ranks than slots can work at once."""
+    """Equal pieces that the global batch is divided into. Data-parallel ranks take slots, and a rank with several accumulates
+    their gradients; at most this many data-parallel ranks have work."""
     micro_batch_size: Annotated[int, NOT_NEGATIVE] = 0
-    """Sequences per forward pass within a slot; 0 means the whole slot at once."""
+    """Sequences per forward and backward pass; a slot's micro-batches accumulate their gradients in order. 0 means the whole
+    slot at once."""
     reduction: Literal["reproducible", "fast"] = "reproducible"
-    """ "reproducible" adds the slots' gradients in a fixed tree; "fast" leaves the order to the library."""
+    """Sum of gradients over slots: "reproducible" adds them in a fixed binary tree, so that the bits do not depend on the number
+    of ranks; "fast" is a plain reduce-scatter, whose order the library chooses."""
     on_nonfinite: Annotated[Literal["stop", "skip"], FLEET] = "stop"
-    """What to do when the loss or the gradient is infinite or not a number: stop, or skip the step."""
+    """Action when the loss or the gradient is infinite or NaN: stop the run, or skip the step."""
     max_skipped: Annotated[int, FLEET, POSITIVE] = 10
-    """Consecutive skipped steps after which the run stops all the same."""
+    """Consecutive skipped steps after which the run stops even if on_nonfinite is "skip"."""
     document_mask: bool = False
-    """Whether attention stops at the ends of documents; positions go on counting."""
+    """If true, attention does not cross the ends of documents; positions are not reset there."""
     end_of_document: Annotated[int, ValueRange(at_least=-1)] = -1
-    """The token that ends a document, for document_mask; -1 means the tokenizer's."""
+    """Token id that ends a document, for document_mask; -1 means the tokenizer's."""
     loss_chunk: Annotated[int, POSITIVE] = 2048
-    """Tokens whose logits are held at once while the loss is computed."""
+    """Tokens whose logits are in memory at once while the cross-entropy is computed (chunked loss)."""
 
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """The optimizer and the clipping of its gradients."""
+    """The optimizer and gradient clipping."""
 
     name: Literal["adamw", "adafactor", "muon", "shampoo", "soap"] = "adamw"
     """AdamW (arXiv 1711.05101), Adafactor (arXiv 1804.04235), Muon (Jordan et al. 2024, arXiv 2502.16982), Shampoo
@@ -199,25 +203,26 @@ class OptimizerSpec:
     lr: Annotated[float, ValueRange(above=0)] = 1e-3
     """Peak learning rate."""
     beta1: Annotated[float, ValueRange(at_least=0, below=1)] = 0.9
-    """Decay of the gradient's running mean (Muon's momentum for matrices)."""
+    """Decay of the first moment, the running mean of gradients (for Muon, the momentum of matrices)."""
     beta2: Annotated[float, ValueRange(at_least=0, below=1)] = 0.95
-    """Decay of the squared gradient's running mean (for Shampoo and SOAP, of the statistics of matrices too)."""
+    """Decay of the second moment, the running mean of squared gradients (for Shampoo and SOAP, of the statistics of
+    matrices too)."""
     eps: Annotated[float, ValueRange(above=0)] = 1e-8
-    """Added to the root of the second moment."""
+    """Epsilon, added to the root of the second moment."""
     weight_decay: Annotated[float, NOT_NEGATIVE] = 0.1
-    """Decoupled decay per unit of learning rate."""
+    """Decoupled weight decay: each step multiplies the weights by 1 - learning rate x weight_decay."""
     decay_norms: bool = False
-    """Whether the gains of norms and biases are decayed too."""
+    """If true, weight decay also applies to the gains of norms and to biases."""
     decay_embeddings: bool = False
-    """Whether the token embedding is decayed too."""
+    """If true, weight decay also applies to the token embedding."""
     clip_norm: Annotated[float, NOT_NEGATIVE] = 1.0
-    """Largest gradient norm; 0 means no clipping."""
+    """Largest global gradient norm; larger gradients are scaled down to it. 0 means no clipping."""
     state: Literal["fp32", "bf16", "int8"] = "fp32"
     """Format of AdamW's moments: bf16 is rounded stochastically, int8 by blocks (arXiv 2110.02861)."""
     newton_schulz_steps: Annotated[int, ValueRange(at_least=1, at_most=20)] = 5
-    """Muon: iterations that make a matrix orthogonal."""
+    """Muon: Newton-Schulz iterations that orthogonalize an update."""
     precondition_every: Annotated[int, POSITIVE] = 10
-    """Shampoo and SOAP: steps between new roots or bases of the preconditioner."""
+    """Shampoo and SOAP: steps between recomputations of the preconditioner's roots or bases."""
     block_size: Annotated[int, POSITIVE] = 1024
     """Shampoo and SOAP: larger matrices are preconditioned in blocks of at most this many rows and columns."""
 
@@ -227,54 +232,55 @@ class ScheduleSpec:
     """The learning rate over time, as a multiple of optimizer.lr."""
 
     kind: Literal["cosine", "wsd", "constant"] = "cosine"
-    """Cosine to the floor; warm-up, stable, linear decay (arXiv 2404.06395); or constant."""
+    """Shape after warm-up: "cosine" to the floor; "wsd", stable and then a linear decay (warmup-stable-decay, arXiv
+    2404.06395); or "constant"."""
     warmup_steps: Annotated[int, NOT_NEGATIVE] = 10
     """Steps of linear warm-up from zero."""
     decay_fraction: Annotated[float, FRACTION] = 0.2
-    """Last part of the run over which "wsd" decays."""
+    """Fraction of the run, at its end, over which "wsd" decays."""
     floor: Annotated[float, FRACTION] = 0.1
-    """Multiple of the peak at which the decay ends."""
+    """Learning rate at the end of the decay, as a fraction of the peak."""
 
 
 @dataclass(frozen=True)
 class PrecisionSpec:
-    """Number formats. Master weights, router, norms, loss and reductions are fp32 throughout."""
+    """Number formats (mixed precision). Master weights, router, norms, loss and reductions are always fp32."""
 
     compute: Literal["auto", "fp32", "bf16"] = "auto"
     """Format of weights and activations in forward and backward; "auto" is bf16 on a GPU, fp32 on a CPU."""
     matmul: Literal["compute", "fp8-tensorwise", "fp8-rowwise", "mxfp8"] = "compute"
-    """Format of the operands of the blocks' matrix products; emulated where the hardware lacks it."""
+    """Format of the operands of the blocks' matrix products; 8-bit formats are emulated on hardware that lacks them."""
 
 
 @dataclass(frozen=True)
 class MemorySpec:
-    """What is computed again or kept elsewhere to save an accelerator's memory. Nothing here changes a bit."""
+    """Activation recomputation and offload, to save an accelerator's memory. Nothing here changes a bit of the weights."""
 
     recompute: Annotated[Literal["none", "full", "selective", "budget"], FLEET] = "none"
-    """Activations of a block computed again in backward: none; all; all but the results of costly operations; or as
-    many as recompute_budget says (the last needs runtime.compile)."""
+    """Activation checkpointing, per block: "none"; "full" recomputes all activations in backward; "selective" keeps the results
+    of costly operations; "budget" keeps what recompute_budget allows (needs runtime.compile)."""
     recompute_budget: Annotated[float, FLEET, FRACTION] = 0.5
-    """Fraction of a block's activations that "budget" may keep."""
+    """Fraction of a block's activations that recompute = "budget" may keep."""
     offload_activations: Annotated[Literal["none", "host", "file"], FLEET] = "none"
-    """Where what backward needs of each block waits."""
+    """Where the activations saved for backward are kept: on the accelerator ("none"), in host memory, or in a file."""
     offload_optimizer: Annotated[Literal["none", "host", "file"], FLEET] = "none"
-    """Where the optimizer's state lives between updates."""
+    """Where the optimizer's state is kept between updates: on the accelerator ("none"), in host memory, or in a file."""
     offload_path: Annotated[str, FLEET] = ".cache/offload"
-    """Folder of offloaded files, on a fast local disk; each rank makes its own files in it and removes them."""
+    """Folder for offload to files, on a fast local disk; each rank creates its own files in it and removes them."""
 
 
 @dataclass(frozen=True)
 class RuntimeSpec:
-    """What of the machine enters the bits."""
+    """Settings of the machine that reach the bits of the weights."""
 
     seed: Annotated[int, ValueRange(at_least=0, at_most=2**63 - 1)] = 0
-    """Fixes the initial weights and the order of the samples."""
+    """Random seed of the initial weights and of the order of the samples."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; "auto" takes a GPU when there is one."""
+    """Device to train on; "auto" takes a GPU if there is one."""
     threads: Annotated[int, ValueRange(at_least=1, at_most=1024)] = 1
-    """CPU threads per rank. Part of the run, because a sum split over threads rounds differently."""
+    """CPU threads per rank. It belongs to the run, because a sum that is split over threads rounds differently."""
     compile: bool = False
-    """Whether the transformer blocks are compiled with torch.compile."""
+    """If true, the transformer blocks are compiled with torch.compile."""
 
 
 @dataclass(frozen=True)
@@ -284,46 +290,46 @@ class ParallelSpec:
     decide how sums are split."""
 
     ranks: Annotated[int, FLEET, NOT_NEGATIVE] = 0
-    """Ranks to start on this machine; 0 means one per GPU, or cores / runtime.threads, but at least one replica."""
+    """Ranks (processes) to start on this machine; 0 means one per GPU, or cores / runtime.threads, but at least one replica."""
     sharding: Annotated[Literal["none", "zero2", "zero3"], FLEET] = "zero3"
-    """ "none" replicates; "zero2" shards gradients and optimizer; "zero3" shards the weights too."""
+    """Data-parallel sharding: "none" replicates everything; "zero2" shards gradients and optimizer state; "zero3" shards the
+    weights too (FSDP)."""
     shard_ranks: Annotated[int, FLEET, NOT_NEGATIVE] = 0
-    """Data-parallel ranks that one copy of the model is sharded over (hybrid sharding when fewer than all); 0 means
-    all."""
+    """Data-parallel ranks that one copy of the model is sharded over; fewer than all is hybrid sharding. 0 means all."""
     tensor: Annotated[int, LAYOUT, POSITIVE] = 1
-    """Ranks that share each matrix, and the sequence between the matrices."""
+    """Tensor-parallel degree: ranks that share each matrix, and the sequence between the matrices."""
     async_tensor: Annotated[bool, FLEET] = False
-    """Whether communication of the tensor axis overlaps with its matrix products; needs a GPU and runtime.compile."""
+    """If true, tensor-parallel communication overlaps with the matrix products; needs a GPU and runtime.compile."""
     context: Annotated[int, LAYOUT, POSITIVE] = 1
-    """Ranks that share each sequence in attention."""
+    """Context-parallel degree: ranks that share each sequence in attention."""
     context_mode: Annotated[Literal["ring", "allgather"], LAYOUT] = "ring"
-    """How the keys and values of the others are come by: passed round in a ring, or all gathered at once."""
+    """How a rank gets the keys and values of the other ranks: passed around a ring, or by one all-gather."""
     pipeline: Annotated[int, FLEET, POSITIVE] = 1
-    """Ranks that share the layers, one after another."""
+    """Pipeline-parallel degree: ranks that hold consecutive stages of the layers."""
     pipeline_schedule: Annotated[Literal["gpipe", "1f1b", "interleaved", "zbv", "dualpipev"], FLEET] = "1f1b"
-    """In which order the micro-batches of a slot pass through the stages."""
+    """Pipeline schedule: the order in which a slot's micro-batches pass through the stages."""
     pipeline_stages: Annotated[int, FLEET, NOT_NEGATIVE] = 0
-    """Stages on each pipeline rank; 0 means one for gpipe and 1f1b, two for the others."""
+    """Stages (model chunks) on each pipeline rank; 0 means one for gpipe and 1f1b, two for the others."""
     pipeline_split: Annotated[tuple[int, ...], FLEET] = ()
-    """Layers of each stage, from first to last; empty balances them by cost."""
+    """Number of layers of each stage, from first to last; empty balances the stages by cost."""
     expert: Annotated[int, LAYOUT, POSITIVE] = 1
-    """Ranks that share a layer's experts, folded over tensor, context and shard in that order."""
+    """Expert-parallel degree: ranks that share a layer's experts, folded over tensor, context and shard in that order."""
     expert_tensor: Annotated[int, LAYOUT, POSITIVE] = 1
-    """Ranks that share each expert's matrices: 1, or as many as tensor."""
+    """Tensor-parallel degree of each expert's matrices: 1, or the same as tensor."""
 
 
 @dataclass(frozen=True)
 class CheckpointSpec:
-    """When the run's state is saved, and how much of it is kept."""
+    """When checkpoints are saved, and how many are kept."""
 
     every_steps: Annotated[int, FLEET, POSITIVE] = 50
     """Steps between checkpoints; the last step is always saved."""
     keep_last: Annotated[int, FLEET, POSITIVE] = 2
-    """How many of the newest checkpoints are kept."""
+    """Number of newest checkpoints that are kept."""
     keep_every: Annotated[int, FLEET, NOT_NEGATIVE] = 0
-    """Checkpoints at multiples of this step are kept for ever; 0 means none."""
+    """Checkpoints at multiples of this step are never deleted; 0 means none."""
     timeout_s: Annotated[float, FLEET, ValueRange(above=0)] = 600.0
-    """How long the commit waits for all ranks' files."""
+    """Seconds that the commit of a checkpoint waits for the files of all ranks."""
     init_from: str = ""
     """A run directory or checkpoint whose weights the run starts from; empty means fresh weights. Resolved to one
     checkpoint when the run is first started."""
@@ -336,9 +342,9 @@ class EvalSpec:
     every_steps: Annotated[int, FLEET, NOT_NEGATIVE] = 50
     """Steps between evaluations; 0 means only at the end."""
     sequences: Annotated[int, FLEET, POSITIVE] = 64
-    """Held-out sequences of an evaluation during the run (fewer when there are fewer)."""
+    """Held-out sequences scored by an evaluation during the run, or all if there are fewer."""
     final_sequences: Annotated[int, FLEET, NOT_NEGATIVE] = 4096
-    """Of the evaluation after the last step; 0 means all. The figure for xz is for all held-out text."""
+    """Held-out sequences scored after the last step; 0 means all. The figure for xz is for all held-out text."""
 
 
 @dataclass(frozen=True)
@@ -346,68 +352,69 @@ class SampleSpec:
     """The text that is generated when the run has ended."""
 
     prompt: Annotated[str, FLEET] = ""
-    """How the sample begins; empty means no sample."""
+    """Prompt that the sample continues; empty means no sample."""
     tokens: Annotated[int, FLEET, POSITIVE] = 120
-    """Length of the sample."""
+    """Number of tokens to generate."""
     temperature: Annotated[float, FLEET, NOT_NEGATIVE] = 0.8
-    """Temperature of sampling; 0 takes the likeliest token."""
+    """Sampling temperature; 0 takes the most likely token (greedy)."""
 
 
 @dataclass(frozen=True)
 class ObserveSpec:
-    """What is recorded, and where else it is sent."""
+    """Logging, and outside trackers."""
 
     log_every_steps: Annotated[int, FLEET, POSITIVE] = 1
-    """Steps between entries of the event stream."""
+    """Steps between logged steps in the event stream."""
     memory_at_step: Annotated[int, FLEET, NOT_NEGATIVE] = 2
-    """In which step of each attempt memory is measured by kind; 0 means never."""
+    """Step of each attempt in which memory is measured by kind; 0 means never."""
     sinks: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], FLEET] = ()
-    """Trackers that get a copy of every metric (each is an optional extra)."""
+    """Experiment trackers that get a copy of every metric; each needs its optional extra to be installed."""
 
 
 @dataclass(frozen=True)
 class FleetSpec:
-    """How a fleet of nodes is watched and kept in formation. Nothing here changes a bit."""
+    """Fault tolerance on a fleet of nodes: membership, spares, heartbeats, snapshots and audits. Nothing here changes a bit of
+    the weights."""
 
     nodes: Annotated[int, FLEET, NOT_NEGATIVE] = 0
-    """Nodes that hold ranks; 0 means no fleet: the ranks are plain processes of one machine."""
+    """Number of nodes that hold ranks; 0 means no fleet: the ranks are plain processes of one machine."""
     spares: Annotated[int, FLEET, NOT_NEGATIVE] = 0
-    """Nodes more, whose workers are warm and hold no rank."""
+    """Number of spare nodes beside them, whose workers are started and hold no rank until a node is lost."""
     workers_per_node: Annotated[int, FLEET, POSITIVE] = 1
-    """Workers, and so ranks, of each node."""
+    """Workers on each node; each holds one rank."""
     min_nodes: Annotated[int, FLEET, POSITIVE] = 1
-    """With fewer nodes than this the run waits, its state safe in memory and on disk."""
+    """Smallest number of nodes to train on; with fewer the run waits, its state safe in memory and on disk."""
     heartbeat_s: Annotated[float, FLEET, ValueRange(above=0)] = 5.0
-    """Between two signs of life of an agent."""
+    """Seconds between two heartbeats of an agent."""
     lease_s: Annotated[float, FLEET, ValueRange(above=0)] = 15.0
-    """An agent silent for so long is lost."""
+    """Seconds without a heartbeat after which an agent, and its node, is lost."""
     worker_lease_s: Annotated[float, FLEET, ValueRange(above=0)] = 1.0
-    """A worker silent for so long towards its own agent hangs, and is replaced."""
+    """Seconds without a heartbeat to its own agent after which a worker counts as hung and is replaced."""
     confirm_s: Annotated[float, FLEET, NOT_NEGATIVE] = 2.0
-    """An agent whose connection broke may come back for so long, unless a peer reports a broken collective."""
+    """Seconds in which an agent whose connection broke may reconnect, unless a peer reports a broken collective."""
     stall_s: Annotated[float, FLEET, ValueRange(above=0)] = 120.0
-    """When no step has ended for so long, and for ten times a usual step, the hang is diagnosed."""
+    """Seconds without a finished step, and at least ten times a usual step, after which the hang is diagnosed."""
     snapshot_every_steps: Annotated[int, FLEET, NOT_NEGATIVE] = 1
-    """Steps between copies of the state in host memory; 0 means none."""
+    """Steps between in-memory snapshots of the training state; 0 means none."""
     audit_every_steps: Annotated[int, FLEET, NOT_NEGATIVE] = 0
-    """Steps between audits, in which one slot is computed twice, on two nodes; 0 means never."""
+    """Steps between audits for silent data corruption, in which one slot is computed on two nodes; 0 means never."""
     health_checks: Annotated[bool, FLEET] = True
-    """Whether nodes are checked before they take part, and again whenever a worker of theirs has died or hung."""
+    """If true, nodes are health-checked before they join, and again whenever one of their workers died or hung."""
     straggler_window_steps: Annotated[int, FLEET, NOT_NEGATIVE] = 50
-    """Steps after which ranks' computing times are compared; one that is slow in most windows is replaced by a spare. 0
-    means never."""
+    """Straggler detection: steps after which the ranks' computing times are compared; a rank that is slow in most windows is
+    replaced by a spare. 0 means never."""
     port: Annotated[int, FLEET, ValueRange(at_least=0, at_most=65535)] = 0
-    """Where the coordinator listens; 0 means any free port."""
+    """TCP port that the coordinator listens on; 0 means any free port."""
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A whole run file."""
+    """A run file."""
 
     name: Annotated[str, FLEET] = "run"
-    """Names the run directory."""
+    """Name of the run; the run directory is named after it."""
     run_dir: Annotated[str, FLEET] = ""
-    """The run directory itself; empty means runs/NAME-IDENTITY."""
+    """Path of the run directory; empty means runs/NAME-IDENTITY."""
     model: ModelSpec = field(default_factory=ModelSpec)
     data: DataSpec = field(default_factory=DataSpec)
     train: TrainSpec = field(default_factory=TrainSpec)
