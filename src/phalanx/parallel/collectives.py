@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from phalanx.model.facts.holdings import Holding, Piece
-from phalanx.model.facts.shape import is_mixture
 from phalanx.model.facts.stages import stage_layers
 from phalanx.parallel.mesh.slots import Deal
 from phalanx.parallel.pipeline.schedules import Action, Schedule
@@ -66,11 +65,11 @@ class _Rank:
         stages = {layer: stage for stage, layers in enumerate(stage_layers(self.spec)) for layer in layers}
         found: dict[int, list[Piece]] = {stage: [] for stage in self.held.stages}
         for piece in self.held.pieces:
-            top, _, rest = piece.parameter.name.partition(".")
-            if top == "blocks":
-                found[stages[int(rest.partition(".")[0])]].append(piece)
+            part = piece.parameter
+            if part.section == "block":
+                found[stages[part.layer]].append(piece)
             else:
-                found[0 if top == "embedding" else self.schedule.stages - 1].append(piece)
+                found[0 if part.section == "embedding" else self.schedule.stages - 1].append(piece)
         return found
 
     def step(self) -> Calls:
@@ -85,14 +84,13 @@ class _Rank:
         calls["all", "all_reduce"] += 3 + (self.spec.model.moe is not None)
         return +calls
 
-    def _blocks(self, stage: int) -> list[int]:
-        """The layers of a stage, those of predictions ahead included, which are like the last."""
-        model = self.spec.model
-        layers = list(stage_layers(self.spec)[stage])
-        return layers + [model.layers - 1] * (model.mtp_depth if stage == self.schedule.stages - 1 else 0)
+    def _blocks(self, stage: int) -> int:
+        """Blocks of a stage, those of predictions ahead included."""
+        parts = (piece.parameter for piece in self.pieces[stage])
+        return len({part.unit for part in parts if part.unit and not part.stacked})
 
     def _mixtures(self, stage: int) -> int:
-        return sum(is_mixture(self.spec.model, layer) for layer in self._blocks(stage))
+        return sum(piece.parameter.kind == "router" for piece in self.pieces[stage])
 
     def _tensor(self, stage: int) -> Calls:
         """Of one micro-batch, forward and back."""
@@ -100,10 +98,11 @@ class _Rank:
         if self.layout.tensor == 1:
             return calls
         model, train, blocks = self.spec.model, self.spec.train, self._blocks(stage)
-        shared = model.moe is None or model.moe.shared > 0
-        pairs = 2 * len(blocks) - (0 if shared else self._mixtures(stage))
+        # A pair of divided matrices ends with one whose inputs are divided, and whose results are added up.
+        parts = [piece.parameter for piece in self.pieces[stage]]
+        pairs = sum(part.tensor_dim == 1 and not part.stacked for part in parts)
         # Norms are alike on all ranks, so every block has a sum of gradients; each gather is a scatter in backward.
-        gathers, scatters, sums = pairs, pairs, len(blocks)
+        gathers, scatters, sums = pairs, pairs, blocks
         if stage == 0:
             scatters += 1 + model.mtp_depth
         if stage == self.schedule.stages - 1:
@@ -119,7 +118,7 @@ class _Rank:
 
     def _context(self, stage: int) -> Calls:
         """Of one micro-batch, forward and back."""
-        ranks, layers = self.layout.context, len(self._blocks(stage))
+        ranks, layers = self.layout.context, self._blocks(stage)
         if ranks == 1:
             return Counter()
         if self.spec.parallel.context_mode == "allgather":
@@ -171,7 +170,7 @@ class _Rank:
         At its end a backward pass prefetches what was used before; after two forward passes in a row, that is the last
         block of the earlier one, and PyTorch gives it up at once. Where there is a root, it came last, and is still there.
         """
-        blocks = {piece.unit for piece in self.pieces[stage] if not piece.parameter.stacked}
+        blocks = {piece.parameter.unit for piece in self.pieces[stage] if not piece.parameter.stacked}
         if "" in blocks or len(blocks) == 1:
             return 0
         count = forwards = 0
@@ -184,7 +183,7 @@ class _Rank:
         """The units of a stage that FSDP divides, with the axis over which it does."""
         axes = {False: "fsdp", True: "expert_shard"}
         ranks = {False: self.layout.shard * self.layout.context, True: self.layout.expert_shard}
-        stacked = {piece.unit: piece.parameter.stacked for piece in self.pieces[stage]}
+        stacked = {piece.parameter.unit: piece.parameter.stacked for piece in self.pieces[stage]}
         return {unit: axes[experts] for unit, experts in stacked.items() if ranks[experts] > 1}
 
     def _reduction(self, rounds: int) -> Calls:
@@ -203,7 +202,7 @@ class _Rank:
     def _exchanges(self) -> int:
         """Exchanges between replicas in a step: one for each unit of FSDP, or each bucket without it."""
         if self._sharded():
-            return sum(len({piece.unit for piece in self.pieces[stage]}) for stage in self.held.stages)
+            return sum(len({piece.parameter.unit for piece in self.pieces[n]}) for n in self.held.stages)
         return len(list(in_buckets(self.held.pieces, lambda piece: piece.held)))
 
     def _sharded(self) -> bool:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.model.facts.optimizer_state import state_bytes_by_name
-from phalanx.model.facts.shape import Parameter, parameters
+from phalanx.model.facts.shape import block_parts, parameters, score_widths
 from phalanx.run.spec import ModelSpec, OptimizerSpec
 
 
@@ -70,19 +70,12 @@ def count(spec: ModelSpec, seq_len: int) -> Counts:
     """Counts of a resolved model (see ``phalanx.model.facts.shape.resolve``) at ``seq_len`` tokens."""
     total = embedding = active = experts = matmul = 0
     for parameter in parameters(spec):
-        met = _met(parameter, spec)
         total += parameter.numel
-        active += 0 if parameter.name.startswith("mtp.") else met
-        if parameter.kind == "embedding":
-            embedding += parameter.numel
-        if parameter.stacked:
-            experts += parameter.numel
-        if parameter.kind in ("matrix", "output", "router") or (
-            parameter.kind == "embedding" and spec.tie_embeddings
-        ):
-            matmul += met
-    matmul += spec.mtp_depth * spec.vocab_size * spec.dim
-    full = _attention_flops(spec, seq_len)
+        active += 0 if parameter.section == "ahead" else parameter.met
+        embedding += parameter.numel if parameter.kind == "embedding" else 0
+        experts += parameter.numel if parameter.stacked else 0
+        matmul += parameter.met * parameter.products
+    full = (spec.layers + spec.mtp_depth) * _attention_flops(spec, seq_len)
     return Counts(
         parameters=total,
         embedding_parameters=embedding,
@@ -94,15 +87,13 @@ def count(spec: ModelSpec, seq_len: int) -> Counts:
     )
 
 
-def _met(parameter: Parameter, spec: ModelSpec) -> int:
-    """How many elements of a parameter one token meets."""
-    if parameter.stacked and spec.moe is not None:
-        return parameter.numel // spec.moe.experts * spec.moe.per_token
-    return parameter.numel
+def block_flops(spec: ModelSpec, seq_len: int, *, mixture: bool) -> int:
+    """Training FLOP per token of one block, the causal half of attention counted."""
+    matmul = sum(part.met * part.products for part in block_parts(spec, "block", 0, mixture=mixture))
+    return 6 * matmul + _attention_flops(spec, seq_len) // 2
 
 
 def _attention_flops(spec: ModelSpec, seq_len: int) -> int:
-    """Of one token in all layers, the whole square of scores."""
-    widths = spec.head_dim + (spec.head_dim if spec.mla is None else spec.mla.value_head_dim)
+    """FLOP of one token in the attention of one layer, the whole square of scores."""
     # Forward: QK^T and PV, 2 FLOP x heads x width x keys seen; backward twice that.
-    return 6 * (spec.layers + spec.mtp_depth) * spec.heads * widths * seq_len
+    return 6 * spec.heads * score_widths(spec) * seq_len

@@ -46,17 +46,6 @@ class Piece:
         """Elements of the rank's own share."""
         return math.prod(self.shape)
 
-    @property
-    def unit(self) -> str:
-        """The parameters that are gathered together with this one; empty for embedding, head and final norm."""
-        name = self.parameter.name
-        parts = name.split(".")
-        if "experts" in parts:
-            return name.rpartition(".")[0]
-        if parts[0] == "mtp":
-            return ".".join(parts[:3]) if parts[2] == "block" else ""
-        return ".".join(parts[:2]) if parts[0] == "blocks" else ""
-
 
 @dataclass(frozen=True)
 class Holding:
@@ -172,15 +161,14 @@ def _gathered_at_once(pieces: Sequence[Piece], *, keep: bool) -> int:
         return sum(piece.gathered for piece in pieces)
     blocks: Counter[str] = Counter()
     for piece in pieces:
-        blocks[piece.unit.removesuffix(".ffn.experts")] += piece.gathered
+        blocks[piece.parameter.unit.removesuffix(".ffn.experts")] += piece.gathered
     return blocks.pop("", 0) + sum(size for _, size in blocks.most_common(2))
 
 
 def _is_in(parameter: Parameter, layers: frozenset[int], *, first: bool, last: bool) -> bool:
-    top, _, rest = parameter.name.partition(".")
-    if top == "blocks":
-        return int(rest.partition(".")[0]) in layers
-    return first if top == "embedding" else last
+    if parameter.section == "block":
+        return parameter.layer in layers
+    return first if parameter.section == "embedding" else last
 
 
 def _ranks_of(parameter: Parameter, layout: Layout) -> int:

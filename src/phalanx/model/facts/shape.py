@@ -1,15 +1,16 @@
-"""Fills in what a ``ModelSpec`` leaves open, and lists every parameter with its shape.
+"""Fills in what a ``ModelSpec`` leaves open, and lists every parameter: the table of parts of each kind of layer.
 
-The list is the one place where a parameter's name, shape and kind are derived from a description without
-building anything, so that counting a 405 B model takes no memory and no torch. A test holds it against the
-module in ``phalanx.model.transformer``.
+The table is the one place where a parameter's name, shape, kind, division over tensor ranks, FSDP unit and products per token
+are derived from a description without building anything, so that counting a 405 B model takes no memory and no torch. Counts,
+FLOP, stages, what ranks hold, the tensor axis's division of the modules, collectives and the planner's holdings follow from
+it. A test holds it against the module in ``phalanx.model.transformer``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,10 +19,13 @@ from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 
 Kind = Literal["embedding", "matrix", "output", "filter", "router", "norm", "bias", "balance"]
 
+Section = Literal["embedding", "block", "end", "ahead"]
+"""The section of the model: the embedding, a block, final norm and output projection, a prediction further ahead."""
+
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter: its name in the module, its shape, and what kind of thing it is.
+    """One row of the table of parts: a parameter, and what counting, holding and dividing it follow from.
 
     ``output`` is a matrix that writes into the residual stream; it starts out smaller. ``filter`` is a weight of more than two
     dimensions in a user's own model. ``balance`` is the bias by which a
@@ -32,9 +36,23 @@ class Parameter:
     shape: tuple[int, ...]
     kind: Kind
     stacked: bool = False
-    """Whether it is a stack of matrices ``(experts, rows, columns)``, each of its own, rather than one."""
+    """True for a stack of matrices ``(experts, rows, columns)``, each of its own, rather than one."""
     tensor_dim: int | None = None
     """The dimension that the tensor axis divides (of a stack, the axis of experts' matrices); ``None`` if all ranks hold it alike."""
+    products: int = 0
+    """How often the forward pass of a token multiplies with it."""
+    per_token: int = 0
+    """Of a stack, the number of matrices that one token is multiplied with."""
+    section: Section = "block"
+    layer: int = 0
+    """The layer, from 0, of a parameter of a block."""
+    unit: str = ""
+    """FSDP gathers the parameters of a unit together; those without one, at the ends of the model, with the whole pass."""
+
+    @property
+    def met(self) -> int:
+        """Elements that one token meets: of a stack, those of the experts that it is sent to."""
+        return self.numel // self.shape[0] * self.per_token if self.stacked else self.numel
 
     @property
     def numel(self) -> int:
@@ -80,105 +98,137 @@ def parameters(spec: ModelSpec) -> Iterator[Parameter]:
             f"{spec.factory} is a model of your own: its parameters and operations are known only to training, which builds "
             "it; plans, `phalanx show` and exports to other software are for the transformer that [model] describes"
         )
-    yield Parameter("embedding.weight", (spec.vocab_size, spec.dim), "embedding", tensor_dim=0)
+    head, *rest = outside_blocks(spec)
+    yield head
     for layer in range(spec.layers):
-        yield from _block(spec, layer, f"blocks.{layer}")
-    yield Parameter("norm.weight", (spec.dim,), "norm")
+        yield from block_parts(spec, f"blocks.{layer}", layer, mixture=is_mixture(spec, layer))
+    yield from rest
+
+
+def outside_blocks(spec: ModelSpec) -> Iterator[Parameter]:
+    """The parameters of both ends of the model: embedding, final norm, output projection, predictions ahead."""
+    # The output projection multiplies once for the main model, and once more for each prediction ahead.
+    shape, products = (spec.vocab_size, spec.dim), 1 + spec.mtp_depth
+    tied = products if spec.tie_embeddings else 0
+    yield Parameter("embedding.weight", shape, "embedding", tensor_dim=0, products=tied, section="embedding")
+    yield from _at("norm", _norm(spec.dim), section="end")
     if not spec.tie_embeddings:
-        yield Parameter("head.weight", (spec.vocab_size, spec.dim), "matrix", tensor_dim=0)
+        yield Parameter("head.weight", shape, "matrix", tensor_dim=0, products=products, section="end")
     for depth in range(spec.mtp_depth):
         yield from _prediction_ahead(spec, f"mtp.{depth}")
+
+
+def _prediction_ahead(spec: ModelSpec, prefix: str) -> Iterator[Parameter]:
+    """One depth of multi-token prediction; its block is like the model's last."""
+    last = spec.layers - 1
+    parts = (
+        *_at(f"{prefix}.hidden_norm", _norm(spec.dim)),
+        *_at(f"{prefix}.embedding_norm", _norm(spec.dim)),
+        *_at(f"{prefix}.projection", _linear(2 * spec.dim, spec.dim, bias=False)),
+        *block_parts(spec, f"{prefix}.block", last, mixture=is_mixture(spec, last)),
+        *_at(f"{prefix}.norm", _norm(spec.dim)),
+    )
+    yield from (dataclasses.replace(part, section="ahead") for part in parts)
 
 
 def buffers(spec: ModelSpec) -> Iterator[Parameter]:
     """What else belongs to the state of a resolved model: the balance bias of each router, fp32, in their order."""
     if spec.moe is not None and spec.moe.balance_bias:
-        blocks = [(layer, f"blocks.{layer}") for layer in range(spec.layers)]
-        ahead = [(spec.layers - 1, f"mtp.{depth}.block") for depth in range(spec.mtp_depth)]
-        for layer, prefix in (*blocks, *ahead):
-            if is_mixture(spec, layer):
-                yield Parameter(f"{prefix}.ffn.router.bias", (spec.moe.experts,), "balance")
+        for part in parameters(spec):
+            if part.kind == "router":
+                name = part.name.removesuffix("weight") + "bias"
+                yield Parameter(name, (spec.moe.experts,), "balance")
 
 
-def _prediction_ahead(spec: ModelSpec, prefix: str) -> Iterator[Parameter]:
-    yield Parameter(f"{prefix}.hidden_norm.weight", (spec.dim,), "norm")
-    yield Parameter(f"{prefix}.embedding_norm.weight", (spec.dim,), "norm")
-    yield from _linear(f"{prefix}.projection", 2 * spec.dim, spec.dim, bias=False, tensor_dim=None)
-    yield from _block(spec, spec.layers - 1, f"{prefix}.block")
-    yield Parameter(f"{prefix}.norm.weight", (spec.dim,), "norm")
+# --- The parts of each kind of layer, in the order and under the names of its module ---
 
 
-def _block(spec: ModelSpec, layer: int, prefix: str) -> Iterator[Parameter]:
-    yield Parameter(f"{prefix}.attention_norm.weight", (spec.dim,), "norm")
-    if spec.mla is None:
-        yield from _attention(spec, f"{prefix}.attention")
-    else:
-        yield from _latent_attention(spec, spec.mla, f"{prefix}.attention")
-    yield Parameter(f"{prefix}.ffn_norm.weight", (spec.dim,), "norm")
-    if spec.moe is not None and is_mixture(spec, layer):
-        yield from _mixture(spec, spec.moe, f"{prefix}.ffn")
-    else:
-        yield from _feed_forward(spec, spec.ffn_dim, f"{prefix}.ffn")
+def block_parts(spec: ModelSpec, name: str, layer: int, *, mixture: bool) -> Iterator[Parameter]:
+    """The parameters of block ``name``, with a mixture of experts or a dense feed-forward layer."""
+    parts = (
+        *_at("attention_norm", _norm(spec.dim)),
+        *_at("attention", _attention(spec) if spec.mla is None else _latent_attention(spec, spec.mla)),
+        *_at("ffn_norm", _norm(spec.dim)),
+        *_at("ffn", _mixture(spec, spec.moe) if mixture and spec.moe else _feed_forward(spec, spec.ffn_dim)),
+    )
+    for part in _at(name, parts, layer=layer):
+        # FSDP gathers experts apart from the rest of their block.
+        yield dataclasses.replace(part, unit=part.name.rpartition(".")[0] if part.stacked else name)
 
 
-def _attention(spec: ModelSpec, prefix: str) -> Iterator[Parameter]:
+def _attention(spec: ModelSpec) -> Iterator[Parameter]:
+    """Attention with grouped key and value heads (``phalanx.model.layers.attention``)."""
     queries, keys, bias = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.attention_bias
-    yield from _linear(f"{prefix}.query", spec.dim, queries, bias, tensor_dim=0)
-    yield from _linear(f"{prefix}.key", spec.dim, keys, bias, tensor_dim=0)
-    yield from _linear(f"{prefix}.value", spec.dim, keys, bias, tensor_dim=0)
-    yield from _linear(f"{prefix}.output", queries, spec.dim, bias, "output", tensor_dim=1)
+    yield from _at("query", _linear(spec.dim, queries, bias, tensor_dim=0))
+    yield from _at("key", _linear(spec.dim, keys, bias, tensor_dim=0))
+    yield from _at("value", _linear(spec.dim, keys, bias, tensor_dim=0))
+    yield from _at("output", _linear(queries, spec.dim, bias, "output", tensor_dim=1))
     if spec.qk_norm:
-        yield Parameter(f"{prefix}.query_norm.weight", (spec.head_dim,), "norm")
-        yield Parameter(f"{prefix}.key_norm.weight", (spec.head_dim,), "norm")
+        yield from _at("query_norm", _norm(spec.head_dim))
+        yield from _at("key_norm", _norm(spec.head_dim))
 
 
-def _latent_attention(spec: ModelSpec, mla: MlaSpec, prefix: str) -> Iterator[Parameter]:
+def _latent_attention(spec: ModelSpec, mla: MlaSpec) -> Iterator[Parameter]:
+    """Multi-head latent attention (``phalanx.model.layers.mla``); the projections into latents are alike on tensor ranks."""
     queries = spec.heads * (mla.nope_head_dim + mla.rope_head_dim)
     if mla.query_rank:
-        yield from _linear(f"{prefix}.query_down", spec.dim, mla.query_rank, bias=False, tensor_dim=None)
-        yield Parameter(f"{prefix}.query_latent_norm.weight", (mla.query_rank,), "norm")
-        yield from _linear(f"{prefix}.query_up", mla.query_rank, queries, bias=False, tensor_dim=0)
+        yield from _at("query_down", _linear(spec.dim, mla.query_rank, bias=False))
+        yield from _at("query_latent_norm", _norm(mla.query_rank))
+        yield from _at("query_up", _linear(mla.query_rank, queries, bias=False, tensor_dim=0))
     else:
-        yield from _linear(f"{prefix}.query", spec.dim, queries, bias=False, tensor_dim=0)
-    yield from _linear(
-        f"{prefix}.kv_down", spec.dim, mla.kv_rank + mla.rope_head_dim, bias=False, tensor_dim=None
-    )
-    yield Parameter(f"{prefix}.kv_latent_norm.weight", (mla.kv_rank,), "norm")
-    expanded = spec.heads * (mla.nope_head_dim + mla.value_head_dim)
-    yield from _linear(f"{prefix}.kv_up", mla.kv_rank, expanded, bias=False, tensor_dim=0)
-    yield from _linear(
-        f"{prefix}.output", spec.heads * mla.value_head_dim, spec.dim, False, "output", tensor_dim=1
-    )
+        yield from _at("query", _linear(spec.dim, queries, bias=False, tensor_dim=0))
+    yield from _at("kv_down", _linear(spec.dim, mla.kv_rank + mla.rope_head_dim, bias=False))
+    yield from _at("kv_latent_norm", _norm(mla.kv_rank))
+    expanded, values = spec.heads * (mla.nope_head_dim + mla.value_head_dim), spec.heads * mla.value_head_dim
+    yield from _at("kv_up", _linear(mla.kv_rank, expanded, bias=False, tensor_dim=0))
+    yield from _at("output", _linear(values, spec.dim, False, "output", tensor_dim=1))
 
 
-def _feed_forward(spec: ModelSpec, inner: int, prefix: str) -> Iterator[Parameter]:
+def score_widths(spec: ModelSpec) -> int:
+    """Widths of one head's query and of its value together: what each score costs in attention."""
+    return spec.head_dim + (spec.head_dim if spec.mla is None else spec.mla.value_head_dim)
+
+
+def _feed_forward(spec: ModelSpec, inner: int) -> Iterator[Parameter]:
+    """A dense feed-forward layer (``phalanx.model.layers.feed_forward``)."""
     if spec.ffn == "swiglu":
-        yield from _linear(f"{prefix}.gate", spec.dim, inner, spec.ffn_bias, tensor_dim=0)
-    yield from _linear(f"{prefix}.up", spec.dim, inner, spec.ffn_bias, tensor_dim=0)
-    yield from _linear(f"{prefix}.down", inner, spec.dim, spec.ffn_bias, "output", tensor_dim=1)
+        yield from _at("gate", _linear(spec.dim, inner, spec.ffn_bias, tensor_dim=0))
+    yield from _at("up", _linear(spec.dim, inner, spec.ffn_bias, tensor_dim=0))
+    yield from _at("down", _linear(inner, spec.dim, spec.ffn_bias, "output", tensor_dim=1))
 
 
-def _mixture(spec: ModelSpec, moe: MoeSpec, prefix: str) -> Iterator[Parameter]:
-    yield Parameter(f"{prefix}.router.weight", (moe.experts, spec.dim), "router")
+def _mixture(spec: ModelSpec, moe: MoeSpec) -> Iterator[Parameter]:
+    """Router, routed experts and the shared expert (``phalanx.model.layers.moe``)."""
+    yield Parameter("router.weight", (moe.experts, spec.dim), "router", products=1)
     wide, narrow = (moe.experts, moe.ffn_dim, spec.dim), (moe.experts, spec.dim, moe.ffn_dim)
     if spec.ffn == "swiglu":
-        yield Parameter(f"{prefix}.experts.gate", wide, "matrix", stacked=True, tensor_dim=1)
-    yield Parameter(f"{prefix}.experts.up", wide, "matrix", stacked=True, tensor_dim=1)
-    yield Parameter(f"{prefix}.experts.down", narrow, "output", stacked=True, tensor_dim=2)
+        yield Parameter("experts.gate", wide, "matrix", True, 1, products=1, per_token=moe.per_token)
+    yield Parameter("experts.up", wide, "matrix", True, 1, products=1, per_token=moe.per_token)
+    yield Parameter("experts.down", narrow, "output", True, 2, products=1, per_token=moe.per_token)
     if moe.shared:
-        yield from _feed_forward(spec, moe.shared * moe.ffn_dim, f"{prefix}.shared")
+        yield from _at("shared", _feed_forward(spec, moe.shared * moe.ffn_dim))
 
 
 def _linear(
-    name: str,
     inputs: int,
     outputs: int,
     bias: bool,
     kind: Literal["matrix", "output"] = "matrix",
-    *,
-    tensor_dim: int | None,
+    tensor_dim: int | None = None,
 ) -> Iterator[Parameter]:
-    yield Parameter(f"{name}.weight", (outputs, inputs), kind, tensor_dim=tensor_dim)
+    yield Parameter("weight", (outputs, inputs), kind, tensor_dim=tensor_dim, products=1)
     if bias:
         # Where ranks divide the inputs, their results are added up, and the bias is alike on all of them.
-        yield Parameter(f"{name}.bias", (outputs,), "bias", tensor_dim=0 if tensor_dim == 0 else None)
+        yield Parameter("bias", (outputs,), "bias", tensor_dim=0 if tensor_dim == 0 else None)
+
+
+def _norm(dim: int) -> Iterator[Parameter]:
+    yield Parameter("weight", (dim,), "norm")
+
+
+def _at(
+    name: str, parts: Iterable[Parameter], *, section: Section = "block", layer: int = 0
+) -> Iterator[Parameter]:
+    """``parts`` under the module ``name``."""
+    for part in parts:
+        yield dataclasses.replace(part, name=f"{name}.{part.name}", section=section, layer=layer)

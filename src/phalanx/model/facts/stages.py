@@ -7,11 +7,10 @@ costs of the layers, rather than by giving each stage as many.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from phalanx.model.facts.counts import count
+from phalanx.model.facts.counts import block_flops
 from phalanx.model.facts.shape import is_mixture, resolve
 from phalanx.run.layout import stages_per_rank
 from phalanx.run.spec import ModelSpec, RunSpec
@@ -50,15 +49,9 @@ def balance(costs: Sequence[float], stages: int) -> tuple[int, ...]:
 def layer_costs(spec: ModelSpec, seq_len: int) -> list[float]:
     """Training FLOP per token of each layer of a resolved model, the output projection's in the last one's."""
 
-    def flops(layers: int, mixture: bool) -> float:
-        moe = dataclasses.replace(spec.moe, first_dense=0, every=1) if mixture and spec.moe else None
-        part = dataclasses.replace(spec, layers=layers, moe=moe, mtp_depth=0)
-        return float(count(part, seq_len).flops_per_token_causal)
-
-    outside = flops(0, False)
-    by_kind = {mixture: flops(1, mixture) - outside for mixture in (False, True)}
+    by_kind = {mixture: float(block_flops(spec, seq_len, mixture=mixture)) for mixture in (False, True)}
     costs = [by_kind[is_mixture(spec, layer)] for layer in range(spec.layers)]
-    costs[-1] += outside
+    costs[-1] += 6.0 * spec.vocab_size * spec.dim
     return costs
 
 

@@ -14,7 +14,7 @@ Routed experts are left as they are (``phalanx.parallel.expert.apply``); each ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.model.block import Block
-from phalanx.model.layers.attention import Attention
-from phalanx.model.layers.feed_forward import FeedForward
+from phalanx.model.facts.shape import parameters
 from phalanx.model.layers.linear import Linear
-from phalanx.model.layers.mla import MlaAttention
 from phalanx.model.layers.moe import Experts
 from phalanx.model.layers.router import routers
 from phalanx.model.mtp import PredictionAhead
@@ -37,8 +35,6 @@ from phalanx.parallel.mesh.torch_compat import overlap_with_products
 from phalanx.parallel.tensor.sequence_comm import SequenceComm
 from phalanx.run.spec import RunSpec
 
-_BY_ROWS = ("query", "key", "value", "query_up", "kv_up", "gate", "up")
-_BY_COLUMNS = ("output", "down")
 _UNITS = (Transformer, PredictionAhead, Block)
 
 
@@ -144,22 +140,23 @@ def apply_tensor(module: Transformer, mesh: Mesh, spec: RunSpec, clock: CommCloc
         return {}
     if spec.parallel.async_tensor:
         overlap_with_products(mesh.tensor_group)
-    partitions = _cut(module, mesh)
-    _communicate(module, rows)
+    dims = {part.name: part.tensor_dim for part in parameters(spec.model)}
+    partitions = _cut(module, mesh, dims)
+    _communicate(module, rows, partitions)
     for host, names in _alike(module, partitions):
         _SummedGradients(names, rows.comm).install(host)
     return partitions
 
 
-def _cut(module: nn.Module, mesh: Mesh) -> dict[str, Partition]:
-    """Replaces each parameter that is divided by this rank's part of it."""
-    dims, index, count = dict(_divided(module)), mesh.tensor_rank, mesh.layout.tensor
+def _cut(module: nn.Module, mesh: Mesh, dims: Mapping[str, int | None]) -> dict[str, Partition]:
+    """Replaces each parameter that is divided, along its dimension in ``dims``, by this rank's part of it."""
+    index, count = mesh.tensor_rank, mesh.layout.tensor
     partitions = {}
     for owner_name, owner in module.named_modules():
         if isinstance(owner, Experts):
             continue
         for name, whole in owner.named_parameters(prefix=owner_name, recurse=False):
-            shape, dim = tuple(whole.shape), dims.get(name)
+            shape, dim = tuple(whole.shape), dims[name]
             if dim is None:
                 partitions[name] = Partition(shape, copy=index, copies=count)
                 continue
@@ -169,30 +166,18 @@ def _cut(module: nn.Module, mesh: Mesh) -> dict[str, Partition]:
     return partitions
 
 
-def _divided(module: nn.Module) -> Iterator[tuple[str, int]]:
-    """The parameters that are divided, each with the dimension along which it is."""
-    for name, part in module.named_modules():
-        if isinstance(part, Attention | MlaAttention | FeedForward):
-            for child, linear in part.named_children():
-                if child in _BY_ROWS:
-                    yield from ((f"{name}.{child}.{each}", 0) for each, _ in linear.named_parameters())
-                elif child in _BY_COLUMNS:
-                    yield f"{name}.{child}.weight", 1
-    yield from (("embedding.weight", 0), ("head.weight", 0))
-
-
-def _communicate(module: Transformer, rows: VocabularyPiece) -> None:
-    """Puts the collectives around the divided matrices."""
+def _communicate(module: Transformer, rows: VocabularyPiece, partitions: Mapping[str, Partition]) -> None:
+    """Puts the collectives around the divided matrices: before the layer, and after its matrix with divided inputs."""
 
     def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return rows.comm.gather(args[0]), *args[1:]
 
-    for part in list(module.modules()):
-        if isinstance(part, Attention | MlaAttention | FeedForward):
-            part.register_forward_pre_hook(gather)
-            for child in _BY_COLUMNS:
-                if hasattr(part, child):
-                    setattr(part, child, RowLinear(getattr(part, child), rows.comm))
+    for name, partition in partitions.items():
+        if any(split.dim == 1 for split in partition.splits):
+            layer_name, last, _ = name.rsplit(".", 2)
+            layer = module.get_submodule(layer_name)
+            layer.register_forward_pre_hook(gather)
+            setattr(layer, last, RowLinear(getattr(layer, last), rows.comm))
     if module.embedding is not None:
         module.embedding = VocabularyEmbedding(module.embedding, rows)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from phalanx.model.facts.shape import is_mixture
+from phalanx.model.facts.shape import is_mixture, score_widths
 from phalanx.plan.workload.stacks import Stack, Workload
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 
@@ -174,7 +174,7 @@ def _attention(model: ModelSpec, stack: Stack) -> Layer:
             kernels=turns + 2 * model.qk_norm,
         ),
         Exchange("core", "context", 2 * keys),
-        Attention(model.heads, 2 * model.head_dim),
+        Attention(model.heads, score_widths(model)),
         Product("out", "tokens", model.dim, queries, inner_over="tensor"),
         Exchange("out", "scatter", model.dim),
     )
@@ -212,7 +212,7 @@ def _latent_attention(model: ModelSpec, mla: MlaSpec) -> Layer:
         ),
         Pointwise("latent_up", "tokens", 4 * queries, 4 * queries, "tensor", kernels=3),
         Exchange("core", "context", queries + values),
-        Attention(model.heads, width + mla.value_head_dim, latent=True),
+        Attention(model.heads, score_widths(model), latent=True),
         Product("out", "tokens", model.dim, values, inner_over="tensor"),
         Exchange("out", "scatter", model.dim),
     )

@@ -17,7 +17,7 @@ import numpy as np
 
 from phalanx.model.facts.matrix_owners import work_of_owners
 from phalanx.model.facts.optimizer_state import adamw_state, takes_matrix
-from phalanx.model.facts.shape import Parameter, is_mixture, parameters
+from phalanx.model.facts.shape import Parameter, block_parts, outside_blocks
 from phalanx.plan.workload.architecture import KINDS
 from phalanx.plan.workload.candidates import Candidates, Floats, Ints, at_last, distinct
 from phalanx.run.layout import Layout
@@ -80,7 +80,7 @@ def _holdings(
     model: ModelSpec, degrees: _Degrees, optimizer: OptimizerSpec | None, *, whole_rows: bool
 ) -> Holdings:
     by_kind = [list(_of_kind(model, kind)) for kind in KINDS]
-    ahead = [p for p in by_kind[KINDS.index("head")] if p.name.startswith("mtp.") and ".block." in p.name]
+    ahead = [p for p in by_kind[KINDS.index("head")] if p.unit]
     return Holdings(
         dense=tuple(_sum(_dense(p, degrees) for p in found if not p.stacked) for found in by_kind),
         experts=tuple(_sum(_stacked(p, degrees) for p in found if p.stacked) for found in by_kind),
@@ -107,23 +107,11 @@ def _holdings(
 
 def _of_kind(model: ModelSpec, kind: str) -> Iterator[Parameter]:
     """The parameters of one layer of a kind, or of an end of the model."""
-    moe = model.moe
-    if kind in ("dense", "mixture"):
-        if kind == "mixture" and moe is None:
-            return
-        experts = dataclasses.replace(moe, first_dense=0, every=1) if moe and kind == "mixture" else None
-        single = dataclasses.replace(model, layers=1, moe=experts, mtp_depth=0)
-        yield from (p for p in parameters(single) if p.name.startswith("blocks."))
-        return
-    # Layers that predict further ahead are like the last layer.
-    last = moe and dataclasses.replace(
-        moe, first_dense=0, every=1 if is_mixture(model, model.layers - 1) else 2
-    )
-    ends = dataclasses.replace(model, layers=1, moe=last)
-    for parameter in parameters(ends):
-        top = parameter.name.partition(".")[0]
-        if top != "blocks" and (top == "embedding") == (kind == "embedding"):
-            yield parameter
+    if kind == "dense" or (kind == "mixture" and model.moe is not None):
+        yield from block_parts(model, "block", 0, mixture=kind == "mixture")
+    elif kind != "mixture":
+        parts = outside_blocks(model)
+        yield from (part for part in parts if (part.section == "embedding") == (kind == "embedding"))
 
 
 def _sum(terms: Iterator[Floats]) -> Floats:
