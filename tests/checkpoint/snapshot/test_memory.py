@@ -17,7 +17,7 @@ from checkpoint.shards import shards_of
 from checkpoint.worlds import State, blank_shards, same_bits, states
 from phalanx.checkpoint.format.errors import CorruptError, NoSuchStepError, StorageFullError
 from phalanx.checkpoint.snapshot.memory import (
-    HeldSnapshot,
+    StoredSnapshot,
     Segment,
     SnapshotKey,
     SnapshotMemory,
@@ -76,7 +76,7 @@ def test_a_snapshot_says_whose_it_is_and_what_it_cost(memory: SnapshotMemory) ->
     with closing(writer_for(memory)) as writer:
         taken = take(writer, 4)
     assert (taken.epoch, taken.key) == (1, SnapshotKey(2, 0, 4))
-    assert memory.holdings() == (HeldSnapshot(taken.key, "own", taken.nbytes, taken.epoch),)
+    assert memory.holdings() == (StoredSnapshot(taken.key, "own", taken.nbytes, taken.epoch),)
     assert taken.waited_s >= 0 < taken.copied_s
 
 

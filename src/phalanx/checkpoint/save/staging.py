@@ -133,9 +133,8 @@ class Staging:
     def _new_buffer(self, nbytes: int, pinned: bool) -> _Buffer:
         capacity = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
         memory = mmap.mmap(-1, capacity)
-        with suppress(
-            OSError
-        ):  # Advice: kernels without huge pages refuse it, and nothing but speed is lost.
+        # Advice: kernels without huge pages refuse it, and nothing but speed is lost.
+        with suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
         data = np.frombuffer(memory, dtype=np.uint8)
         self._copier.fill_zeros(data)

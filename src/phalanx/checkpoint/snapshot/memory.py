@@ -1,15 +1,16 @@
 """Memory that holds snapshots of ranks' state and outlives the workers that write them.
 
 A node's agent owns the memory, its workers write into it. A *segment* is an anonymous file (memfd_create(2)): the agent
-makes it, a worker inherits its descriptor, and both map it; it stays when the worker dies, and goes with the last process
-that has it open, however that one ends. Each worker has two segments, so that while one is written the other is whole; what
-buddies push lies in further segments, under the same rule: **the step that everybody could go back to is never overwritten**.
+makes it, a worker inherits its descriptor, and both map it; it outlives the worker, and is freed with the last process that
+has it open, however that one ends. Each worker has two segments (double buffering), so that while one is written the other is
+whole; what buddies push lies in further segments, under the same rule: **the step that all ranks would roll back to is never
+overwritten**.
 
 A segment holds one snapshot: a page that says whether it is complete, the image (``format/image.py``, also a valid safetensors file),
 and its *record*: run, epoch, layout, rank, step, the boxes, and a checksum of each block. Before anything is changed the first
 bytes are cleared, and set again last, so that a writer killed at any moment leaves a whole snapshot or none.
 
-No torch: this is the agent's side; ``snapshot_writer.py`` is the worker's. Sources: Gemini (Wang et al., SOSP 2023,
+No torch: this is the agent's side; ``writer.py`` is the worker's. Sources: Gemini (Wang et al., SOSP 2023,
 https://doi.org/10.1145/3600006.3613145) for snapshots in the memory of peers.
 """
 
@@ -55,7 +56,7 @@ class SnapshotKey:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldSnapshot:
+class StoredSnapshot:
     """A complete snapshot that this memory holds: of a worker of this node, or of a buddy."""
 
     key: SnapshotKey
@@ -179,8 +180,9 @@ class Segment:
         return self._mapped()[PAGE_BYTES : PAGE_BYTES + nbytes]
 
     def begin(self, nbytes: int) -> ByteArray:
-        """From now on nothing lies here complete; returns the memory for an image of ``nbytes`` bytes. Pages stay mapped
-        from one snapshot to the next."""
+        """Invalidates what lies here and returns the memory for an image of ``nbytes`` bytes.
+
+        Pages stay mapped from one snapshot to the next."""
         self.void()
         self._grow(nbytes)
         return self.image(nbytes)
@@ -196,22 +198,23 @@ class Segment:
             os.ftruncate(self.descriptor, _end_of(nbytes) + _end_of(nbytes // 64 + (1 << 20)))
 
     def complete(self, nbytes: int, record: bytes) -> None:
-        """The image of ``nbytes`` bytes is there; put its record behind it, then say that all is complete."""
+        """Puts the record behind the image of ``nbytes`` bytes, which is all there, and marks the snapshot complete."""
         start = _end_of(nbytes)
         if start + len(record) > self._memory.nbytes:
             os.ftruncate(self.descriptor, _end_of(start + len(record)))
         memory = self._mapped()
         memory[start : start + len(record)] = np.frombuffer(record, dtype=np.uint8)
+        # The magic bytes last: whoever sees them finds all else in place.
         head = _HEAD.pack(_COMPLETE, start, len(record))
         memory[8 : len(head)] = np.frombuffer(head[8:], dtype=np.uint8)
         memory[:8] = np.frombuffer(head[:8], dtype=np.uint8)
 
     def void(self) -> None:
-        """From now on nothing lies here complete."""
+        """Invalidates what lies here."""
         self._mapped()[: len(_COMPLETE)] = 0
 
     def close(self) -> None:
-        """Lets the memory go, once every process has."""
+        """Closes this process's descriptor; the memory is freed when every process has."""
         self._memory = np.empty(0, dtype=np.uint8)
         os.close(self.descriptor)
 
@@ -245,7 +248,7 @@ def _end_of(nbytes: int) -> int:
 
 
 def verified(manifest: Manifest, index: int, block: ByteArray, where: str) -> ByteArray:
-    """``block``, the bytes of block ``index``. Raises CorruptError, naming the holder ``where``, if they are not."""
+    """Returns ``block`` if it has the checksum of block ``index``; else raises CorruptError, naming the holder ``where``."""
     if checksum(block) != manifest.checksums[index]:
         raise CorruptError(
             f"{where}: block {index} of the snapshot differs from its checksum (or the snapshot was replaced meanwhile). "
@@ -255,7 +258,7 @@ def verified(manifest: Manifest, index: int, block: ByteArray, where: str) -> By
 
 
 class SnapshotMemory:
-    """All segments of a node. The agent's; safe to use from several threads."""
+    """All segments of a node, owned by its agent; safe to use from several threads."""
 
     def __init__(self, run: str, workers: int, *, buddy_limit_bytes: int | None = None) -> None:
         """``run`` identifies the run; snapshots of another are refused. ``buddy_limit_bytes`` bounds what buddies may push."""
@@ -272,12 +275,12 @@ class SnapshotMemory:
         """The two segments of worker ``worker``, the same in each of its lives: pass their descriptors to its process."""
         return self._own[worker]
 
-    def holdings(self) -> tuple[HeldSnapshot, ...]:
+    def holdings(self) -> tuple[StoredSnapshot, ...]:
         """Every complete snapshot, sorted."""
         with self._lock:
             found = [(segment in self._buddies, self._held(segment)) for segment in self._segments()]
         holdings = [
-            HeldSnapshot(s.key, "buddy" if pushed else "own", s.nbytes, s.epoch)
+            StoredSnapshot(s.key, "buddy" if pushed else "own", s.nbytes, s.epoch)
             for pushed, s in found
             if s is not None
         ]
@@ -314,7 +317,7 @@ class SnapshotMemory:
             self._let_go(segment)
 
     def discard_after(self, step: int) -> None:
-        """Forgets every snapshot newer than ``step``. For a return to ``step``, while no worker of this node is in an epoch."""
+        """Forgets every snapshot newer than ``step``: a rollback to ``step``, while no worker of this node is in an epoch."""
         with self._lock:
             for segment in self._segments():
                 held = self._held(segment)
@@ -322,7 +325,7 @@ class SnapshotMemory:
                     segment.void()
 
     def close(self) -> None:
-        """Lets all memory go (workers that still have it open keep theirs)."""
+        """Frees all memory (workers that still have it open keep theirs)."""
         with self._lock:
             for segment in self._segments():
                 segment.close()
@@ -343,9 +346,11 @@ class SnapshotMemory:
         raise NoSuchStepError(f"{key} is not held here")
 
     def _room_for(self, key: SnapshotKey, previous: int, nbytes: int) -> Segment:
+        # A segment is free if nobody reads it, and it holds neither the rollback target nor this very step.
         kept = {previous, key.step}
         free = [s for s in self._buddies if id(s) not in self._busy and _step_in(s) not in kept]
         fitting = [s for s in free if s.capacity_bytes >= nbytes]
+        # The oldest first; one that is too small grows.
         segment = min(fitting or free, key=_step_in, default=None)
         used = sum(other.capacity_bytes for other in self._buddies if other is not segment)
         if self._limit_bytes is not None and used + nbytes > self._limit_bytes:

@@ -1,7 +1,7 @@
 """A node's data port: buddies push snapshots to it, and whoever restores reads them.
 
-Each connection is served by a thread of its own, up to a limit; strangers are shown the door after the handshake
-(``snapshot_wire.py``) fails. What is pushed goes straight into a free segment, each block is checked as it comes, and only
+Each connection is served by a thread of its own, up to a limit; one whose handshake (``wire.py``) fails is closed. What is
+pushed goes straight into a free segment, each block is checked as it comes, and only
 then is the snapshot complete: a push that is torn leaves what was there before.
 """
 
@@ -71,7 +71,7 @@ class SnapshotServer:
         return int(self._listener.getsockname()[1])
 
     def close(self) -> None:
-        """Ends all connections and listen no more."""
+        """Ends all connections and stops listening."""
         with self._lock:
             self._closed = True
             for connection in self._open:

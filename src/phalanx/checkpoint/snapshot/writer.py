@@ -1,7 +1,7 @@
 """The worker's side of snapshots: after a step, one memory copy of the state into memory that outlives the worker.
 
-Of its two segments (``snapshot_memory.py``) a worker writes the one that does not hold the step which everybody could go back
-to. The copy is all that the training step waits for; a thread then takes the checksums and marks the snapshot complete. On
+Of its two segments (``memory.py``) a worker writes the one that does not hold the step which all ranks would roll back to. The
+copy is all that the training step waits for; a thread then takes the checksums and marks the snapshot complete. On
 CUDA the copy itself runs on a side stream (``fence()`` before weights change), and the thread waits for it.
 
 The caller keeps the rule that makes this safe: ``take`` only when the newest snapshot is known to be safe on all ranks.

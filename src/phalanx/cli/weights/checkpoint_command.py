@@ -1,4 +1,4 @@
-"""``phalanx checkpoint``: what is saved, whether it is whole, and in which other formats it is wanted."""
+"""``phalanx checkpoint``: lists, verifies and exports checkpoints."""
 
 from __future__ import annotations
 

@@ -47,13 +47,13 @@ class Route:
 
     @property
     def back(self) -> Route:
-        """The way of the results."""
+        """The route of the results, which go back."""
         return Route(self.received, self.sent, self.counts)
 
 
 @dataclass(frozen=True)
 class ExpertExchange:
-    """Tokens through experts that are dealt over ranks: rank ``i`` of ``group`` holds the ``i``-th run of them."""
+    """Dispatch and combine over ranks that hold different experts: rank ``i`` of ``group`` holds the ``i``-th run of them."""
 
     group: dist.ProcessGroup
     slots: int
@@ -62,8 +62,9 @@ class ExpertExchange:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # sizes are known only as it runs
     def __call__(self, tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
-        """``tokens`` ``(n, d)`` of this rank through their experts: ``(n, d)``. On all ranks of the group together."""
+        """Dispatches this rank's ``tokens`` ``(n, d)`` to their experts and combines the results: ``(n, d)``. A collective."""
         ranks = self.group.size()
+        # Dispatch: copies of tokens (sent, d), sorted by expert, to the experts' ranks: (received, d). Combine: the way back.
         order = order_by_expert(routing.experts, ranks * len(experts.up))
         route = self._route(order.counts.view(ranks, -1))
         copies = _exchange(copies_by_expert(tokens, order), route, self)
@@ -79,6 +80,8 @@ class ExpertExchange:
 
     def _through(self, copies: Tensor, route: Route, experts: Experts) -> Tensor:
         """The results of ``copies`` ``(m, d)``, in their order: by rank, then expert, then token."""
+        # Received rows lie by source rank, then expert; each slot's sources are neighbors. A slot's rows are permuted to the
+        # order of expert, then source, go through the experts, and are permuted back.
         sources = self.group.size() // self.slots
         sizes = [sum(route.received[at : at + sources]) for at in range(0, self.group.size(), sources)]
         counts = route.counts.view(self.slots, sources, -1)
@@ -96,7 +99,7 @@ class ExpertExchange:
 
 @dataclass(frozen=True)
 class DividedExperts:
-    """Tokens through experts whose matrices are divided over the tensor ranks, each of which has a piece of the sequence.
+    """Experts whose matrices are divided over the tensor ranks, each of which has a piece of the sequence.
 
     All of these ranks need the tokens of all: they are gathered with their routing, whose gradient therefore comes back to
     the rank that routed them, and the ranks' partial results are summed.
@@ -107,7 +110,7 @@ class DividedExperts:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
-        """``tokens`` ``(n, d)`` of this rank through their experts: ``(n, d)``. On all tensor ranks together."""
+        """This rank's ``tokens`` ``(n, d)`` through their experts: ``(n, d)``. A collective of the tensor ranks."""
         all_tokens, weights = self._gather(tokens), self._gather(routing.weights)
         chosen = self.comm.stack(routing.experts).flatten(0, 1)
         partial = self.inner(all_tokens, Routing(chosen, weights), experts)

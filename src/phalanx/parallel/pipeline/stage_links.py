@@ -82,7 +82,7 @@ class StageLinks:
                 dist.recv(hello, ranks[source], group=group)
 
     def open(self, coming: Mapping[int, Iterable[StageMessage]], shape: tuple[int, ...]) -> None:
-        """Before the first message: what comes from each rank, in the order of sending, all of ``shape``."""
+        """Called before the first message, with what comes from each rank, in the order of sending, all of ``shape``."""
         self._shape = shape
         for source, messages in coming.items():
             inbox = self._inboxes[source]
@@ -96,7 +96,7 @@ class StageLinks:
         return tuple(self._inboxes)
 
     def receive(self, source: int, message: StageMessage) -> Tensor:
-        """The message, once it is here."""
+        """Waits for the message and returns it."""
         inbox = self._inboxes[source]
         while message not in inbox.arrived:
             arriving, work, tensor = inbox.asked.popleft()
@@ -108,7 +108,7 @@ class StageLinks:
         return inbox.arrived.pop(message)
 
     def send(self, target: int, tensor: Tensor) -> None:
-        """Sends ``tensor`` on its way."""
+        """Sends ``tensor`` without waiting."""
         place, group = self._outboxes[target]
         tensor = tensor.contiguous()
         work = dist.isend(tensor, place, group=group)
@@ -118,7 +118,7 @@ class StageLinks:
             self._sending.popleft()
 
     def close(self) -> None:
-        """After the last message: waits until all are sent."""
+        """Called after the last message: waits until all are sent."""
         while self._sending:
             work, _ = self._sending.popleft()
             with self._clock.measure():

@@ -1,4 +1,4 @@
-"""Puts off the weight gradients of a stage, so that a pipeline can pass on its input's gradient first.
+"""Postponed weight gradients of a stage, so that a pipeline can pass on its input's gradient first.
 
 The zero-bubble schedules (arXiv 2401.10241) divide a backward pass in two: I, the gradient of the stage's input, for which
 the stage before is waiting, and W, those of the weights, for which nobody is. Nearly all weights are used in matrix products,
@@ -28,7 +28,7 @@ from phalanx.model.layers.moe import Experts
 
 
 class WeightGradients:
-    """The weight gradients that one stage has put off."""
+    """The postponed weight gradients of one stage, by micro-batch."""
 
     def __init__(self) -> None:
         self.micro_batch: int | None = None
@@ -41,7 +41,7 @@ class WeightGradients:
         self._put_off[self.micro_batch].append((weight, gradient))
 
     def add(self, micro_batch: int) -> None:
-        """Computes what ``micro_batch`` has put off, and adds it as a backward pass would, hooks included."""
+        """Computes the postponed gradients of ``micro_batch``, and adds them as a backward pass would, hooks included."""
         derived = []
         for weight, gradient in self._put_off.pop(micro_batch, ()):
             if weight.is_leaf:
@@ -74,7 +74,7 @@ _Owner = tuple[WeightGradients, Tensor]
 
 
 def put_off_weight_gradients(part: nn.Module) -> WeightGradients:
-    """Lets the products of a stage put off their weight gradients; those with a format of their own or biases do not."""
+    """Lets the products of a stage postpone their weight gradients; those with a format of their own or biases do not."""
     store = WeightGradients()
     for module in part.modules():
         if isinstance(module, Linear) and module.product is None and module.bias is None:
