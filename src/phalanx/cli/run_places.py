@@ -1,4 +1,4 @@
-"""What a path on the command line stands for: a run directory, a folder of checkpoints, or one checkpoint."""
+"""Resolves a path of the command line to checkpoints: a run directory, a folder of checkpoints, or one checkpoint."""
 
 from __future__ import annotations
 

@@ -17,10 +17,10 @@ from checkpoint.shards import shards_of
 from checkpoint.worlds import State, blank_shards, same_bits, states
 from phalanx.checkpoint.format.errors import CorruptError, NoSuchStepError, StorageFullError
 from phalanx.checkpoint.snapshot.memory import (
-    StoredSnapshot,
     Segment,
     SnapshotKey,
     SnapshotMemory,
+    StoredSnapshot,
     decode_record,
 )
 from phalanx.checkpoint.snapshot.tier import SnapshotTier, restore_from_holders

@@ -1,4 +1,4 @@
-"""Hugging Face's format, both ways: what the rest of the project uses of ``huggingface_*.py``."""
+"""Import from and export to Hugging Face's format: the public names of ``huggingface_*.py``."""
 
 from phalanx.checkpoint.interop.huggingface_config import (
     HuggingFaceError,

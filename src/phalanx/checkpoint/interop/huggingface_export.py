@@ -1,4 +1,4 @@
-"""A checkpoint as a Hugging Face model folder.
+"""Export: the weights of a checkpoint as a Hugging Face model folder.
 
 A model trained here is useful elsewhere once it is a folder of ``config.json`` and safetensors that ``transformers``, vLLM
 and the like open. No number changes: tensors are renamed, stacks of experts taken apart, rotated rows put into the published

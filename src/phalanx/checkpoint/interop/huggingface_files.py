@@ -1,4 +1,4 @@
-"""Folders of Hugging Face models on disk: written as a whole or not at all, and read with errors that name the file."""
+"""Folders of Hugging Face models on disk: written atomically, and read with errors that name the file."""
 
 import json
 import os
@@ -19,7 +19,7 @@ SAFETENSORS_DTYPE: Mapping[Dtype, str] = {"float32": "F32", "bfloat16": "BF16", 
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder under a temporary name that gets the name ``out`` when all went well, and vanishes when not."""
+    """Yields a folder under a temporary name; renames it to ``out`` when all went well, and removes it when not."""
     if out.exists():
         raise HuggingFaceError(f"{out}: exists; name a new folder, or remove that one first")
     folder = out.parent / f".{out.name}.partial-{os.getpid()}"

@@ -1,4 +1,4 @@
-"""A Hugging Face model folder as a run to start from.
+"""Import: a Hugging Face model folder becomes a run directory to start from.
 
 A published model can be trained on, and text generated from it, once it is a run directory. No number changes: tensors are
 renamed, the experts of a layer stacked and rotated rows put into halves (``huggingface_names.py``), in pieces of bounded
@@ -114,7 +114,7 @@ class Weights:
 
 
 def scale_name(name: str) -> str:
-    """Where the scales of a matrix in fp8 are."""
+    """The name of the tensor with the scales of an fp8 matrix."""
     return f"{name}_scale_inv"
 
 
@@ -277,7 +277,7 @@ def _shares(shapes: Mapping[str, Extent], image_bytes: int) -> Iterator[list[Box
 
 
 def _copy_tokenizer(directory: Path, folder: Path) -> str:
-    """Copies the tokenizer; the empty string, or why there is none to copy."""
+    """Copies the tokenizer; returns the empty string, or why there is none to copy."""
     if not (directory / TOKENIZER_FILE).exists():
         return f"{directory} has no {TOKENIZER_FILE}"
     try:

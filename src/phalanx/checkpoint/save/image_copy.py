@@ -1,4 +1,4 @@
-"""Filling an image with the bytes of tensors: one memory copy by several threads, or on CUDA on a side stream.
+"""Fills an image with the bytes of tensors: one memory copy by several threads, or on CUDA on a side stream.
 
 One core does not saturate memory, so the bytes are divided evenly over a few threads. On CUDA the image is pinned memory and
 the copies run on a stream of their own: ``fence()``, called before the weights are next changed, keeps the optimizer from
@@ -53,7 +53,7 @@ class ImageCopier:
         list(self._pool.map(lambda part: part.fill(0), parts))
 
     def fence(self) -> None:
-        """Call before weights are next written: device copies that still run come first. Does not block the host."""
+        """To be called before weights change: device copies that still run come first. Does not block the host."""
         if self._last_copied is not None:
             torch.cuda.current_stream().wait_event(self._last_copied)
             self._last_copied = None

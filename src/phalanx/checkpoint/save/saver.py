@@ -1,4 +1,4 @@
-"""Saving off the critical path: the training step pays one memory copy, a thread does the rest.
+"""Asynchronous checkpointing: the training step pays one memory copy, a background thread does the rest.
 
 ``save`` stages this rank's share and returns; a background thread writes it to the tier, and on rank 0 commits the
 step and removes expired ones. Ranks meet through the tier alone, never through collectives, so a save cannot
@@ -146,11 +146,11 @@ class AsyncSaver:
         return SaveReceipt(step, True, staged.image.layout.nbytes, stall_s, staged.waited_s, staged.copied_s)
 
     def fence(self) -> None:
-        """Call before the optimizer changes weights (CUDA only; on CPU it does nothing)."""
+        """To be called before the optimizer changes weights: the copies from the GPU come first. On CPU it does nothing."""
         self._staging.fence()
 
     def poll(self) -> list[SaveOutcome]:
-        """The saves that have ended since the last call, in order."""
+        """Returns the outcomes of saves that have ended since the last call, in order."""
         outcomes: list[SaveOutcome] = []
         while not self._outcomes.empty():
             outcomes.append(self._outcomes.get())
@@ -161,7 +161,7 @@ class AsyncSaver:
         self._jobs.join()
 
     def cancel(self) -> None:
-        """Gives up the saves under way, soon; they end as "failed". The saver can then only be closed."""
+        """Abandons the saves under way, soon; they end as "failed". The saver can then only be closed."""
         self._closed = True
         self._cancelled.set()
 
@@ -174,7 +174,7 @@ class AsyncSaver:
             self._staging.close()
 
     def _own(self, shards: Sequence[Shard]) -> list[Shard]:
-        """This rank's share: of each box held by several ranks, the part that is this one's to write."""
+        """This rank's share of the write: of each box that several ranks hold alike, the part that this one writes."""
         key = tuple((shard.box, shard.copies) for shard in shards)
         if self._share is None or self._share[0] != key:
             self._share = key, _own_boxes(shards, self._copies)

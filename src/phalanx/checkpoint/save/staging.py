@@ -1,4 +1,4 @@
-"""The staging copy: all that a save costs the training step.
+"""Staging buffers: the memory copy that is all a save costs the training step.
 
 The image that will be written is laid out in a page-aligned buffer that is kept from save to save, so that staging
 is one memory copy (by several threads: one core does not saturate memory) into pages that are already mapped; fresh
@@ -93,7 +93,7 @@ class Staging:
         self._give_back(staged.buffer)
 
     def fence(self) -> None:
-        """Call before weights are next written: device copies that still run come first. Does not block the host."""
+        """To be called before weights change: device copies that still run come first. Does not block the host."""
         self._copier.fence()
 
     def close(self) -> None:

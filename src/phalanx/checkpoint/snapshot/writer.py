@@ -140,7 +140,7 @@ class SnapshotWriter:
             self._kept, self._previous = index, step
 
     def fence(self) -> None:
-        """Call before weights are next written: device copies that still run come first. Does not block the host."""
+        """To be called before weights change: device copies that still run come first. Does not block the host."""
         self._copier.fence()
 
     def close(self) -> None:

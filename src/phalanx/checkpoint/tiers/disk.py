@@ -71,11 +71,11 @@ class DiskTier:
             self.root.mkdir(parents=True, exist_ok=True)
 
     def folder(self, step: int) -> Path:
-        """Where a committed step is, or will be."""
+        """The folder of a committed step, which may not exist yet."""
         return step_folder(self.root, step)
 
     def draft_folder(self, draft: Draft) -> Path:
-        """Where a draft is written."""
+        """The folder in which a draft is written."""
         return self.root / f".partial-step-{draft.step:08d}-{draft.attempt}"
 
     # Saving
@@ -269,7 +269,7 @@ class DiskTier:
         self._discard(self.folder(step))
 
     def set_aside(self, step: int) -> None:
-        """Renames the folder to ``.damaged-...``: somebody may want to look at it."""
+        """Renames the folder to ``.damaged-...``, so that it can still be looked at."""
         folder = self.folder(step)
         with storage_errors(folder):
             os.rename(folder, self.root / f".damaged-{folder.name}-{time.time_ns()}")

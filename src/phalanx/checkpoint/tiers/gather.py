@@ -1,4 +1,4 @@
-"""Boxes of a committed step as NumPy arrays: for whatever reads checkpoints without torch."""
+"""Boxes of a committed step as NumPy arrays, for code that reads checkpoints without torch."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Restoring: fill the tensors a rank has with the elements a checkpoint holds, whatever layout wrote them."""
+"""Restore: fills a rank's tensors with the elements of a checkpoint, whatever layout wrote it (resharding)."""
 
 import logging
 from collections.abc import Collection, Sequence

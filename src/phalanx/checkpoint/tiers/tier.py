@@ -1,4 +1,4 @@
-"""A tier: a place where checkpoints are, whatever it is made of.
+"""The tier protocol: a storage back end of checkpoints.
 
 A save is a *draft* until it is committed: every rank writes its image into the draft, then one rank commits, and
 only then is the step there. Committed steps never change. The protocol says nothing of files or sockets: a disk, the
@@ -15,13 +15,13 @@ from phalanx.checkpoint.format.restore_plan import Held, PlannedRead
 
 
 def never() -> bool:
-    """The answer of a save that nobody cancels."""
+    """The ``cancelled`` of a save that nobody cancels."""
     return False
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A save on its way: the step, and the attempt (incarnation of the job) that saves it.
+    """An uncommitted save: the step, and the attempt (incarnation of the job) that saves it.
 
     Drafts of different attempts never mix, so what a dead attempt left behind, or a stale one still writes, cannot
     end up in a committed checkpoint.
@@ -33,7 +33,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The content of a committed checkpoint's index for its users. ``extra`` is small JSON; ``weights_sha256`` as in ``digest.py``."""
+    """The metadata of a committed checkpoint. ``extra`` is small JSON; ``weights_sha256`` as in ``digest.py``."""
 
     step: int
     world_size: int
@@ -46,7 +46,7 @@ class ReadableTier(Protocol):
 
     @property
     def name(self) -> str:
-        """Names the tier in plans (``Place.tier``) and messages."""
+        """Names the tier in plans (``BoxLocation.tier``) and messages."""
         ...
 
     def steps(self) -> list[int]:
@@ -73,7 +73,7 @@ class ReadableTier(Protocol):
         ...
 
     def read(self, step: int, reads: Sequence[PlannedRead]) -> Iterator[tuple[Box, RawArray]]:
-        """The wanted elements, in pieces of bounded size that together are the parts of ``reads``.
+        """Yields the elements of ``reads`` in pieces of bounded size.
 
         A piece is a box and its elements as raw unsigned integers, perhaps a strided view; it is valid until the
         next piece is asked for. Raises CorruptError where the bytes are not those that were written.
@@ -114,7 +114,7 @@ class Tier(ReadableTier, Protocol):
         ...
 
     def delete(self, step: int) -> None:
-        """Removes a committed step: at once for whoever lists steps. Raises NoSuchStepError."""
+        """Removes a committed step; it vanishes from ``steps`` at once, whatever removing takes. Raises NoSuchStepError."""
         ...
 
     def set_aside(self, step: int) -> None:

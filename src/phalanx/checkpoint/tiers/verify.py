@@ -1,4 +1,4 @@
-"""Read a checkpoint folder back in full, and say everything that is wrong with it.
+"""Verification: reads a checkpoint folder back in full, and reports everything that is wrong with it.
 
 Every byte is under a checksum that the index leads to; on top of that the boxes must cover their tensors. Streams
 block by block with bounded memory, and needs no torch, so that it runs on a storage node.
@@ -31,7 +31,7 @@ class Finding:
 
 
 def silent(_done_bytes: int, _total_bytes: int) -> None:
-    """Reports progress to nobody."""
+    """A progress callback that does nothing."""
 
 
 def verify(root: Path | str, step: int | None = None, *, progress: VerifyProgress = silent) -> list[Finding]:
@@ -135,7 +135,7 @@ def _check_file(
 
 
 def _drop_cached(path: Path) -> None:
-    """Lets the disk be read, not what the kernel remembers of it."""
+    """Drops the file from the page cache, so that the disk itself is read."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

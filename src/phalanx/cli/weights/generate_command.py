@@ -1,4 +1,4 @@
-"""``phalanx generate``: text from a checkpoint."""
+"""``phalanx generate``: generates text with the weights of a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``phalanx hash``: the identity of the weights on disk."""
+"""``phalanx hash``: prints the SHA-256 of the weights on disk."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class GatherCore:
         return sums[0], *self._scatter(sums[1], sums[2])
 
     def _gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """All ranks' keys and values in the order of the sequence."""
+        """All-gathers keys and values: those of the whole sequence, in its order."""
         packed = pack(key, value)
         gathered = packed.new_empty(self.group.size() * packed.numel())
         with self.clock.measure():

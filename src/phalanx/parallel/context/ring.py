@@ -43,7 +43,7 @@ def tile(rank: int, source: int, seq: int) -> Tile:
 
 @dataclass
 class Passing:
-    """A buffer on its way to the next rank, and the one that arrives in turn."""
+    """One ring exchange in flight: a buffer sent to the next rank, and one received from the previous."""
 
     works: list[dist.Work]
     sent: Tensor
@@ -52,7 +52,7 @@ class Passing:
     clock: CommClock
 
     def wait(self) -> Tensor:
-        """The buffer that has arrived."""
+        """Waits for the buffer that arrives, and returns it."""
         with self.clock.measure():
             for work in self.works:
                 work.wait()
@@ -109,7 +109,7 @@ class RingCore:
         return grad_query, *unpack(arriving.wait(), key.shape, value.shape)
 
     def _rounds(self, key: Tensor, value: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Each rank's keys and values and its number, one's own first; the next are fetched while one set is in use."""
+        """Yields each rank's number, keys and values, this rank's first; the next set is prefetched while one is in use."""
         rank, ranks, held = self.group.rank(), self.group.size(), pack(key, value)
         for step in range(ranks):
             passing = self._pass_on(held, _KEYS) if step < ranks - 1 else None

@@ -1,4 +1,4 @@
-"""Attention computed in tiles: parts of the square of scores whose results are put together afterwards.
+"""Attention in tiles: blocks of the score matrix, whose partial results are combined by an online softmax.
 
 A softmax over keys that are not all there can be corrected when more come: with each row's result one keeps the logarithm
 of its denominator (log-sum-exp), and two results are averaged with the weights that these give (online softmax, Milakov and
@@ -41,7 +41,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Tile:
-    """Some of the queries at hand with some of the keys at hand, as ranges of their sequence dimensions."""
+    """A block of the score matrix, as ranges of the sequence dimensions of queries and keys."""
 
     rows: slice
     columns: slice
@@ -135,7 +135,7 @@ class OnlineSoftmax:
         self.lse = query.new_full((batch, heads, rows), -torch.inf, dtype=torch.float32)
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Takes a tile's results ``(b, h, rows, v)`` and log-sum-exp into account."""
+        """Adds a tile's results ``(b, h, rows, v)`` with their log-sum-exp ``(b, h, rows)``."""
         # With L the log of a row's denominator: L' = log(exp L1 + exp L2), out' = exp(L1 - L') out1 + exp(L2 - L') out2.
         before = self.lse[:, :, rows]  # (b, h, q)
         total = torch.logaddexp(before, lse)
@@ -304,7 +304,7 @@ def _takes_flash(query: Tensor, bias: Tensor | None) -> bool:
 
 
 def _widened(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """All of one width, filled up with zeros."""
+    """Pads all tensors to one aligned width with zeros."""
     widest = max(tensor.shape[-1] for tensor in tensors)
     width = widest + -widest % _WIDTH_ALIGNMENT
     return tuple(F.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t for t in tensors)

@@ -1,4 +1,4 @@
-"""The mesh: a rank's place on every axis, and the process groups of the axes.
+"""The mesh: a rank's coordinate on every axis, and the process groups of the axes.
 
 ``phalanx.run.layout`` says which degrees there are and which are legal; here they become groups of processes. The same
 ranks are looked at in several ways:

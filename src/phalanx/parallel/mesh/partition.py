@@ -1,4 +1,4 @@
-"""Where a rank's part of a parameter lies in the whole.
+"""Partition of a parameter over the tensor and expert axes: where a rank's part lies in the whole.
 
 The tensor and expert axes leave each rank with plain tensors that are parts of the whole; FSDP2 then divides these parts
 and knows of nothing else. A ``Partition`` keeps what FSDP2 does not know, so that initial values, checkpoints, hashes and
@@ -59,7 +59,7 @@ class Partition:
         return LocalSlice(tuple(a + b for a, b in zip(begin, offset, strict=True)), shape)
 
     def gather(self, part: Tensor) -> Tensor:
-        """The whole from everybody's parts (not divided by FSDP). On all ranks of the splits' groups together."""
+        """All-gathers the whole from the ranks' parts (not divided by FSDP). A collective of the splits' groups."""
         for split in self.splits:
             size = self.whole[split.dim]
             longest = -(-size // split.count)

@@ -68,7 +68,7 @@ class Round:
 
 
 def rounds_of(deal: Deal, replica: int, shard_rank: int) -> list[Round]:
-    """The rounds of one rank.
+    """The rounds of one rank in a step.
 
     A team without slots computes those of the round's first team again: the collectives inside forward and backward
     need it, and the time is idle anyhow.
@@ -134,13 +134,13 @@ class SlotTree(Generic[T]):
     nodes: dict[TreeNode, T] = field(default_factory=dict)
 
     def push(self, slot: int, value: T) -> None:
-        """Takes in one slot's value."""
+        """Adds one slot's value to the tree."""
         if not 0 <= slot < self.slots:
             raise ValueError(f"slot {slot} is outside 0..{self.slots - 1}")
         self.push_node((0, slot), value)
 
     def push_node(self, node: TreeNode, value: T) -> None:
-        """Takes in a node that was added up elsewhere, and adds whatever can be added now."""
+        """Adds a node that was summed elsewhere, and merges it with its sibling, and so on, as far as these are there."""
         if node in self.nodes:
             raise ValueError(f"node {node} was given twice")
         while node != self.root_node:

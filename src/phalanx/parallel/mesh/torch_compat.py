@@ -180,7 +180,7 @@ def group_timeout() -> timedelta | None:
 
 
 def set_group_timeouts(timeout_s: float) -> None:
-    """Gives the operations of all groups of this process so long, whatever their ranks had to connect."""
+    """Sets the timeout of operations of all groups of this process, whatever their ranks had to connect."""
     for group in dist.distributed_c10d._world.pg_map:
         for kind in group._device_types:
             group._get_backend(kind)._set_default_timeout(timedelta(seconds=timeout_s))

@@ -1,4 +1,4 @@
-"""Breaking off the collectives that a rank hangs in, so that its process can go on without a restart.
+"""Aborts the collectives that a rank hangs in, so that its process can go on without a restart.
 
 When a peer dies or stops, the others wait in a collective: on NCCL until somebody aborts the communicator, on gloo until the
 group's timeout, because gloo's ``abort`` does nothing (PyTorch 2.13). What wakes gloo at once is the end of its
@@ -40,7 +40,7 @@ class Connections:
 
 
 def abort(connections: Connections, device: torch.device) -> None:
-    """Breaks off whatever collective this process is in, or will enter before it leaves its groups."""
+    """Aborts the collective that this process is in, or will enter before it leaves its groups."""
     if device.type == "cuda" and dist.is_initialized():
         abort_nccl()
     connections.shut()

@@ -1,4 +1,4 @@
-"""Meeting again: how processes that stay alive form one process group after another.
+"""Rendezvous of living processes, which form one process group after another.
 
 Every process keeps a listening socket ready and tells its address to whoever decides who gets which rank. The process that
 gets rank 0 turns that socket into the store in which all meet; nobody has to choose a port, and a store is never used twice,
@@ -20,7 +20,7 @@ _RETRY_S, _ATTEMPT_S = 0.02, 1.0
 
 
 class MeetingPoint:
-    """A socket at which others can meet, once."""
+    """A listening socket, bound early, that becomes the store of one rendezvous."""
 
     def __init__(self, host: str) -> None:
         self._host = host
@@ -32,7 +32,7 @@ class MeetingPoint:
         return f"{self._host}:{self._socket.getsockname()[1]}"
 
     def into_store(self, ranks: int, timeout_s: float) -> TCPStore:
-        """The store that the others find here; this object is used up by that."""
+        """Serves a store at this socket, which it takes over."""
         port = self._socket.getsockname()[1]
         return TCPStore(
             self._host,

@@ -42,7 +42,7 @@ class RankEnvironment:
 
 
 def rank_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
-    """This process's place, or ``None`` when nobody started it as a rank.
+    """This process's rank and rendezvous, or ``None`` if no launcher started it as a rank.
 
     Raises ``RendezvousError`` when an environment is there but incomplete.
     """

@@ -57,7 +57,7 @@ def vocabulary_piece(mesh: Mesh, spec: RunSpec, clock: CommClock) -> VocabularyP
 
 
 class RowLinear(Linear):
-    """A linear layer that has some of the inputs, and gives a piece of the sequence: the sum over ranks, plus bias."""
+    """Row-parallel linear layer: holds some of the inputs, and reduce-scatters the sum over ranks along the sequence."""
 
     def __init__(self, whole: Linear, comm: SequenceComm) -> None:
         """Takes over the parameters of ``whole``, cut already."""
@@ -73,7 +73,7 @@ class RowLinear(Linear):
 
 
 class VocabularyEmbedding(nn.Embedding):
-    """Some rows of an embedding; gives a piece of the sequence."""
+    """Vocabulary-parallel embedding: holds some rows, and reduce-scatters along the sequence."""
 
     def __init__(self, whole: nn.Embedding, rows: VocabularyPiece) -> None:
         """Takes over the parameter of ``whole``, cut already."""

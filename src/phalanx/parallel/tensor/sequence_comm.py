@@ -58,7 +58,7 @@ class SequenceComm:
             return gather_along(statistics.unsqueeze(0), 0, self.group)
 
     def waiting(self) -> AbstractContextManager[None]:
-        """To be put around a collective."""
+        """A context to measure the time of a collective."""
         return nullcontext() if torch.compiler.is_compiling() else self.clock.measure()
 
 
