@@ -1,8 +1,8 @@
-"""Fits the constants of ``phalanx/hardware/profiles`` to measured latencies, and says how well they predict unseen points.
+"""Fit of the constants in ``phalanx/hardware/profiles`` to measured latencies, with the errors on held-out points.
 
 The measurements are those of NVIDIA's ai-dynamo/aiconfigurator (Apache-2.0, github.com/ai-dynamo/aiconfigurator), tables
 ``gemm_perf``, ``nccl_perf`` and ``wideep_deepep_normal_perf``, as parquet files in one folder. A third of the points, drawn
-with a fixed seed, is held out. The law that is fitted is the one that plans are made with: this script calls
+with a fixed seed, is held out. The fitted law is the one that plans use: this script calls
 ``phalanx.plan.step_cost.kernels`` and ``phalanx.plan.step_cost.collectives``. Needs pyarrow beside the development requirements.
 
     python bench/fit_kernels.py FOLDER h100          # prints the fitted tables as TOML
@@ -21,8 +21,8 @@ import numpy.typing as npt
 import pyarrow.parquet as pq
 
 from phalanx.hardware.catalog import accelerator, system
-from phalanx.hardware.cluster import Accelerator
-from phalanx.hardware.profiles import CollectiveFit, Profile, Provenance, profile_of
+from phalanx.hardware.cluster import Accelerator, Domain
+from phalanx.hardware.profiles import CollectiveFit, MatmulFit, Profile, Provenance, profile_of
 from phalanx.hardware.system import System
 from phalanx.plan.step_cost.collectives import inside_s
 from phalanx.plan.step_cost.kernels import matmul_s
@@ -195,9 +195,9 @@ def report_energy(key: str, folder: Path) -> None:
 
 def _fit_inside(
     name: str,
-    domain: Any,
+    domain: Domain,
     volume: Array,
-    factor: Any,
+    factor: Array | float,
     members: Array,
     measured: Array,
     rows: Mapping[str, Array],
@@ -272,7 +272,7 @@ def _columns(files: list[Path], wanted: Mapping[str, str]) -> dict[str, Array]:
     return {name: column[keep] for name, column in table.items()}
 
 
-def _with_matmul(chip: Accelerator, template: Profile, format_name: str, fit: Any) -> Profile:
+def _with_matmul(chip: Accelerator, template: Profile, format_name: str, fit: MatmulFit) -> Profile:
     constants = dataclasses.replace(template.constants, matmul={format_name: fit}, joules_per_flop={})
     return Profile(chip, constants)
 

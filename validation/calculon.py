@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from validation.compare import Errors, Outcome, errors, validate
-from validation.factors import Point, scalar_for
+from validation.factors import CalibrationPoint, scalar_for
 from validation.runs import read_published
 
 _SYSTEMS = {"a100": "a100_80g.json", "a100-40": "a100_80g.json", "h100": "h100_80g_nvl8.json"}
@@ -66,11 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class CalculonRefusalError(Exception):
-    """What Calculon will not compute, in its words."""
+    """A row that Calculon refuses to compute; the message is Calculon's."""
 
 
 def expressible(outcome: Outcome) -> bool:
-    """Whether Calculon can say all that the row is."""
+    """True if Calculon can express the row's model, machines and layout."""
     assert outcome.setup is not None
     assert outcome.estimate is not None
     model, layout = outcome.setup.job.workload.model, outcome.estimate.layout
@@ -179,7 +179,7 @@ def ratio_of(pair: Pair) -> float:
 
 
 def summary(
-    name: str, members: Sequence[Pair], ours: dict[str, Point], theirs: dict[str, Point]
+    name: str, members: Sequence[Pair], ours: dict[str, CalibrationPoint], theirs: dict[str, CalibrationPoint]
 ) -> dict[str, object]:
     """One line of the table: both tools, raw and with a factor fitted on the other models of the same rows."""
     line: dict[str, object] = {"family": name, "rows": len(members)}

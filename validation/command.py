@@ -28,9 +28,9 @@ from validation.runs import PublishedRun, PublishedRunError, read_published
 def command(table: Path | None, as_json: bool, report: Path | None) -> None:
     """Compare the planner's predictions with published runs, row by row.
 
-    TABLE is a CSV file, by default validation/data/published_runs.csv; its columns are the fields of validation.runs.PublishedRun, which
-    says what each means. What a row does not state
-    may be left blank; a row that says too little is listed with the reason.
+    TABLE is a CSV file, by default validation/data/published_runs.csv. Its columns are the fields of
+    validation.runs.PublishedRun, which says what each means. What a row does not state may be left blank; a row that
+    says too little is listed with the reason.
 
     \b
       python -m validation

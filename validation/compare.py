@@ -1,4 +1,4 @@
-"""Predicted against published: what the planner says of every run whose outcome is known, and how wrong it is.
+"""Comparison of predictions with published runs: errors of time and memory, what fits, and regret of decisions.
 
 Each row of a table of published runs becomes an estimate of the same model, layout and machines. Time is judged raw, with no
 end-to-end measurement used at all, and after one factor for the software stack fitted on other models' runs
@@ -20,7 +20,7 @@ from zlib import crc32
 
 from phalanx.plan.step_cost.estimate import Estimate, estimates
 from phalanx.plan.workload.planned_layout import PlannedLayout
-from validation.factors import NO_SCALAR, Point, Scalar, scalar_for, scalars
+from validation.factors import NO_SCALAR, CalibrationPoint, Scalar, scalar_for, scalars
 from validation.runs import Excluded, PublishedRun, measured_step, read_published
 from validation.setup import Setup, counts_of, setup_of
 
@@ -29,12 +29,12 @@ MemoryBasis = Literal["allocated", "reserved", "device", "peak, not said of what
 
 @dataclass(frozen=True)
 class Memory:
-    """What a row says of memory, and the same quantity as predicted; bytes of the rank that holds most."""
+    """Memory that a row states, and the same quantity as predicted; bytes of the rank that holds most."""
 
     measured_bytes: float
     predicted_bytes: float
     basis: MemoryBasis
-    """What was measured: the allocator's allocated or reserved peak, or all that the device had in use."""
+    """Quantity that was measured: the allocator's allocated or reserved peak, or all memory in use on the device."""
 
     @property
     def error(self) -> float:
@@ -44,11 +44,11 @@ class Memory:
 
 @dataclass(frozen=True)
 class Time:
-    """What a row says of the time of a step, and what the planner says."""
+    """Time of a step as a row states it, and as predicted."""
 
     measured_s: float
     how: str
-    """What the measured time was derived from."""
+    """Column and convention that the measured time was derived from."""
     predicted_s: float
     terms: Mapping[str, float]
     """The prediction in seconds by term."""
@@ -62,7 +62,7 @@ class Time:
 
     @property
     def scaled_error(self) -> float:
-        """The same with the factor."""
+        """Predicted with the factor over measured, less one."""
         return self.predicted_s * self.scalar.value / self.measured_s - 1
 
 
@@ -80,19 +80,19 @@ class Outcome:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing of the layout had to be filled in."""
+        """True if nothing of the layout had to be filled in."""
         return self.setup is not None and len(self.setup.choices) == 1
 
     @property
-    def point(self) -> Point | None:
-        """As the fit of factors sees it."""
+    def point(self) -> CalibrationPoint | None:
+        """The row as a point for the fit of factors."""
         if self.setup is None or self.time is None:
             return None
         ratio = self.time.measured_s / self.time.predicted_s
         accelerator = self.setup.job.cluster.accelerator.key
         run = self.run
         configuration = f"{run.gpus} {run.global_batch_seqs} {run.seq_len} {_answer(self)}"
-        return Point(
+        return CalibrationPoint(
             self.setup.trained.software.name, accelerator, run.subject[0], configuration, ratio, run.mixture
         )
 
@@ -103,7 +103,7 @@ class Errors:
 
     count: int
     median: float
-    """Of their absolute values."""
+    """Median of absolute values."""
     worst: float
     """The one with the largest absolute value, with its sign."""
     bias: float
@@ -119,7 +119,7 @@ class Sweep:
     regret: float
     """Measured time of the planner's choice over the best measured, less one."""
     mean_regret: float
-    """Of a choice at random."""
+    """Expected regret of a choice at random."""
     tau: float
 
 
@@ -139,7 +139,7 @@ class Fits:
 
 @dataclass(frozen=True)
 class Validation:
-    """Everything that comparison shows."""
+    """All results of a comparison."""
 
     outcomes: tuple[Outcome, ...]
     sweeps: tuple[Sweep, ...]
@@ -180,12 +180,12 @@ def validate(
     calibration: Sequence[PublishedRun] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Validation:
-    """Holds the planner against ``rows``.
+    """Compares predictions with ``rows``.
 
     Args:
         rows: What to predict.
         calibration: Further runs that factors may be fitted on, beside other rows of ``rows``; by default, those of the
-            package's table. What a row may learn from which others, ``validation.factors`` says.
+            repository's table. ``validation.factors`` says which runs a row's factor may be fitted on.
         progress: Called with the number of rows done and their total.
     """
     known = {row.id for row in rows}
@@ -224,7 +224,7 @@ def outcome_of(run: PublishedRun) -> Outcome:
 
 
 def _estimate(setup: Setup) -> Estimate:
-    """Of the fastest choice that fits; if none does, of the one that needs least memory."""
+    """Estimate of the fastest choice that fits; if none does, of the one that needs least memory."""
     if len(setup.choices) > 1:
         quick = estimates(setup.job, setup.choices, exact=False)
         fitting = [found for found in quick if found.fits]
@@ -255,13 +255,13 @@ def _memory(run: PublishedRun, estimate: Estimate) -> Memory | None:
     return Memory(measured, reserved, run.memory_meter or "peak, not said of what")
 
 
-def _scaled(outcome: Outcome, points: Sequence[Point]) -> Outcome:
+def _scaled(outcome: Outcome, points: Sequence[CalibrationPoint]) -> Outcome:
     if outcome.time is None or outcome.point is None:
         return outcome
     return replace(outcome, time=replace(outcome.time, scalar=scalar_for(outcome.point, points)))
 
 
-def _half(point: Point) -> int:
+def _half(point: CalibrationPoint) -> int:
     """Which half of the models a run is in: fixed by the names, so that nobody chooses."""
     return crc32(f"{point.model} {point.accelerator}".encode()) % 2
 
@@ -286,7 +286,7 @@ def sweeps(outcomes: Sequence[Outcome]) -> list[Sweep]:
 
 
 def _question(outcome: Outcome) -> tuple[object, ...]:
-    """What is fixed when a layout is chosen: model, machines, work, software, and the state it was in (one source)."""
+    """Key of rows that differ in their layouts alone: model, machines, work, software and source."""
     run = outcome.run
     assert outcome.setup is not None, "a row with a time has a setup"
     shape = (run.layers, run.hidden, run.heads, run.ffn, run.experts, run.seq_len)
@@ -327,7 +327,7 @@ def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def fits(outcomes: Sequence[Outcome]) -> Fits:
-    """Whether what ran is predicted to fit, and what did not fit is predicted not to."""
+    """Counts of runs that ran and are predicted to fit, and of runs that did not fit and are predicted not to."""
     used = [outcome for outcome in outcomes if outcome.estimate is not None]
     out = [outcome for outcome in used if outcome.run.ran_out_of_memory]
     ran = [outcome for outcome in used if not outcome.run.ran_out_of_memory]

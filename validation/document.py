@@ -1,4 +1,4 @@
-"""What validation found, as a document to read.
+"""The accuracy document, ``docs/planner-accuracy.md``, from the results of a comparison.
 
 The document is written from the comparison alone, goals that are missed included: nothing in it is typed by hand.
 """
@@ -27,7 +27,7 @@ class Goal:
 
     @property
     def met(self) -> bool:
-        """Whether it is reached."""
+        """True if the goal is reached."""
         return self.reached is not None and self.reached <= self.limit
 
 
@@ -35,7 +35,8 @@ def goals(validation: Validation) -> tuple[Goal, ...]:
     """The goals of accuracy, and what was reached."""
     raw, _ = _times(validation.timed())
     dense, mixtures = (_times(validation.timed(mixture=mixture))[1] for mixture in (False, True))
-    memory = errors(outcome.memory.error for outcome in validation.outcomes if _said(outcome))  # type: ignore[union-attr]
+    stated = [outcome.memory for outcome in validation.outcomes if outcome.memory is not None]
+    memory = errors(held.error for held in stated if held.basis != "peak, not said of what")
     worst = [_times(members)[1] for members in validation.families().values()]
     regrets = [sweep.regret for sweep in validation.sweeps]
     return (
@@ -50,10 +51,6 @@ def goals(validation: Validation) -> tuple[Goal, ...]:
         ),
         Goal("regret of decisions, mean", 0.03, fmean(regrets) if regrets else None),
     )
-
-
-def _said(outcome: Outcome) -> bool:
-    return outcome.memory is not None and outcome.memory.basis != "peak, not said of what"
 
 
 def _median(summary: Errors | None) -> float | None:

@@ -1,4 +1,4 @@
-"""One factor for each software stack on each generation of accelerators: what its runs take over what the planner says.
+"""Calibration factors: measured over predicted time, one for each software on each generation of accelerators.
 
 Formulas know the machine; they do not know that a library waits for the host, fuses less than it could, or hides more than
 is usual. One factor takes up what is common to all runs of a stack: the median of measured over predicted time, of dense models
@@ -34,7 +34,7 @@ _GENERATIONS = {
 
 
 @dataclass(frozen=True)
-class Point:
+class CalibrationPoint:
     """One run that was measured and predicted."""
 
     software: str
@@ -46,11 +46,11 @@ class Point:
     ratio: float
     """Measured over predicted time."""
     mixture: bool = False
-    """Whether the model is a mixture of experts."""
+    """True if the model is a mixture of experts."""
 
     @property
     def generation(self) -> str:
-        """Of the accelerator; one that is not in the table is a generation of its own."""
+        """Generation of the accelerator; one that is not in the table is a generation of its own."""
         first = self.accelerator.split("-")[0]
         return _GENERATIONS.get(first, first)
 
@@ -61,16 +61,16 @@ class Scalar:
 
     value: float
     runs: int
-    """How many it was fitted on."""
+    """Number of runs that it was fitted on."""
     models: int
     scope: Scope
-    """What the runs have in common with the one it is for: as much as could be had."""
+    """What the fitted runs have in common with the run that the factor is for."""
 
 
 NO_SCALAR = Scalar(1.0, 0, 0, "none")
 
 
-def scalar_for(run: Point, points: Iterable[Point]) -> Scalar:
+def scalar_for(run: CalibrationPoint, points: Iterable[CalibrationPoint]) -> Scalar:
     """The factor for ``run``, from those of ``points`` that are independent of it.
 
     From runs of the same software on the same generation of accelerators; if there are none, from the same software elsewhere;
@@ -88,16 +88,16 @@ def scalar_for(run: Point, points: Iterable[Point]) -> Scalar:
     return _fitted(own, "other configurations of the model", prior=0) if own else NO_SCALAR
 
 
-def scalars(points: Sequence[Point]) -> dict[str, Scalar]:
+def scalars(points: Sequence[CalibrationPoint]) -> dict[str, Scalar]:
     """The factor of every stack on every generation, from all its runs, by "software on generation, dense"."""
-    groups: dict[str, list[Point]] = {}
+    groups: dict[str, list[CalibrationPoint]] = {}
     for point in points:
         kind = "mixtures" if point.mixture else "dense"
         groups.setdefault(f"{point.software} on {point.generation}, {kind}", []).append(point)
     return {name: _fitted(groups[name], "stack and generation") for name in sorted(groups)}
 
 
-def _fitted(points: Sequence[Point], scope: Scope, prior: int = _PRIOR) -> Scalar:
+def _fitted(points: Sequence[CalibrationPoint], scope: Scope, prior: int = _PRIOR) -> Scalar:
     """Each model has one vote, so that the one with most runs does not decide."""
     models: dict[tuple[str, str], list[float]] = {}
     for point in points:

@@ -24,7 +24,7 @@ it took the error of overlapped runs of the other half from 17 to 15 %."""
 
 
 @dataclass(frozen=True)
-class Recipe:
+class PerformanceRecipe:
     """One recipe: the rows that it is for (model, gpu, precision, since, until, pipeline), and what it sets for them."""
 
     model: str
@@ -56,17 +56,21 @@ class Recipe:
 _SOME = ATTENTION_PARTS | ROUTER_PARTS
 _UP, _UP_MLP = "selective(mla_up_proj)", "selective(mla_up_proj,mlp)"
 _NORM_ACT = "selective(layernorm,moe_act)"
-_WHOLE = Recipe("", "", flex="hybridep", overlap=True, whole_graph=True)
+_WHOLE = PerformanceRecipe("", "", flex="hybridep", overlap=True, whole_graph=True)
 _WHOLE_FP8 = replace(_WHOLE, narrow_attention=True)
 
 RECIPES = (
     replace(_WHOLE_FP8, model="deepseek", gpu="gb300", precision="mxfp8", since=26.06),
     replace(_WHOLE, model="deepseek", gpu="gb200", precision="mxfp8", since=26.06, recompute=_UP),
-    Recipe("deepseek", "gb300", "bf16", flex="hybridep", graphed=_SOME, recompute="selective(moe_act)"),
-    Recipe("deepseek", "gb300", flex="hybridep", recompute=_UP),
-    Recipe("deepseek", "gb200", "fp8", 26.04, flex="hybridep", graphed=_SOME, recompute="selective(mlp)"),
-    Recipe("deepseek", "gb200", flex="hybridep", graphed=ROUTER_PARTS, recompute=_UP),
-    Recipe(
+    PerformanceRecipe(
+        "deepseek", "gb300", "bf16", flex="hybridep", graphed=_SOME, recompute="selective(moe_act)"
+    ),
+    PerformanceRecipe("deepseek", "gb300", flex="hybridep", recompute=_UP),
+    PerformanceRecipe(
+        "deepseek", "gb200", "fp8", 26.04, flex="hybridep", graphed=_SOME, recompute="selective(mlp)"
+    ),
+    PerformanceRecipe("deepseek", "gb200", flex="hybridep", graphed=ROUTER_PARTS, recompute=_UP),
+    PerformanceRecipe(
         "deepseek",
         "b200",
         "fp8",
@@ -77,45 +81,45 @@ RECIPES = (
         graphed=_SOME,
         recompute=_UP_MLP,
     ),
-    Recipe("deepseek", "b[23]00", since=26.02, flex="hybridep", recompute=_UP),
-    Recipe("deepseek", "b200", recompute=_UP),
-    Recipe("deepseek", "h100", until=26.02, flex="deepep", overlap=True, recompute=_UP_MLP),
-    Recipe("deepseek", "h100", flex="hybridep", recompute=_UP_MLP),
-    Recipe("kimi", "gb300", flex="hybridep", recompute=_UP),
-    Recipe("kimi", "gb200", flex="hybridep", graphed=ROUTER_PARTS, recompute=_UP),
+    PerformanceRecipe("deepseek", "b[23]00", since=26.02, flex="hybridep", recompute=_UP),
+    PerformanceRecipe("deepseek", "b200", recompute=_UP),
+    PerformanceRecipe("deepseek", "h100", until=26.02, flex="deepep", overlap=True, recompute=_UP_MLP),
+    PerformanceRecipe("deepseek", "h100", flex="hybridep", recompute=_UP_MLP),
+    PerformanceRecipe("kimi", "gb300", flex="hybridep", recompute=_UP),
+    PerformanceRecipe("kimi", "gb200", flex="hybridep", graphed=ROUTER_PARTS, recompute=_UP),
     replace(_WHOLE_FP8, model="qwen3", gpu="gb[23]00", precision="mxfp8", since=26.06),
     replace(_WHOLE_FP8, model="qwen3.30b", gpu="b300", precision="mxfp8", since=26.06),
-    Recipe("qwen3.30b", "gb[23]00|b300", since=25.11, flex="hybridep", graphed=ROUTER_PARTS),
-    Recipe("qwen3.30b", "b200", since=26.04, flex="hybridep", graphed=_SOME),
-    Recipe("qwen3.30b", "b200", graphed=ROUTER_PARTS),
-    Recipe("qwen3.30b", "h100", since=26.04, flex="hybridep"),
-    Recipe("qwen3.30b", "h100", since=26.02, flex="deepep", overlap=True),
-    Recipe("qwen3.30b", "h100", overlap=True),
-    Recipe("qwen3.235b", "gb300", until=26.02, flex="hybridep", graphed=ROUTER_PARTS),
-    Recipe("qwen3.235b", "gb[23]00", flex="hybridep", graphed=_SOME),
-    Recipe("qwen3.235b", "b200", until=26.02, overlap=True),
-    Recipe("qwen3.235b", "b300", until=26.04, overlap=True),
-    Recipe("qwen3.235b", "h100", overlap=True),
-    Recipe("qwen3.235b", "b[23]00"),
+    PerformanceRecipe("qwen3.30b", "gb[23]00|b300", since=25.11, flex="hybridep", graphed=ROUTER_PARTS),
+    PerformanceRecipe("qwen3.30b", "b200", since=26.04, flex="hybridep", graphed=_SOME),
+    PerformanceRecipe("qwen3.30b", "b200", graphed=ROUTER_PARTS),
+    PerformanceRecipe("qwen3.30b", "h100", since=26.04, flex="hybridep"),
+    PerformanceRecipe("qwen3.30b", "h100", since=26.02, flex="deepep", overlap=True),
+    PerformanceRecipe("qwen3.30b", "h100", overlap=True),
+    PerformanceRecipe("qwen3.235b", "gb300", until=26.02, flex="hybridep", graphed=ROUTER_PARTS),
+    PerformanceRecipe("qwen3.235b", "gb[23]00", flex="hybridep", graphed=_SOME),
+    PerformanceRecipe("qwen3.235b", "b200", until=26.02, overlap=True),
+    PerformanceRecipe("qwen3.235b", "b300", until=26.04, overlap=True),
+    PerformanceRecipe("qwen3.235b", "h100", overlap=True),
+    PerformanceRecipe("qwen3.235b", "b[23]00"),
     replace(_WHOLE_FP8, model="gpt.oss", gpu="gb[23]00", precision="mxfp8", since=26.06),
-    Recipe("gpt.oss", "gb300", "bf16", graphed=_SOME),
-    Recipe("gpt.oss", "b300", "bf16", 26.04, flex="hybridep", graphed=_SOME),
-    Recipe("gpt.oss", "b300", "bf16", graphed=_SOME),
-    Recipe("gpt.oss", "", "bf16", recompute=_NORM_ACT),
-    Recipe("llama3.8b", "[gb]+[23]00", whole_graph=True),
-    Recipe("llama3.70b", "gb[23]00", "bf16|fp8$|fp8-cs", pipeline=1, offload=True),
-    Recipe("llama", "", since=25.11),
+    PerformanceRecipe("gpt.oss", "gb300", "bf16", graphed=_SOME),
+    PerformanceRecipe("gpt.oss", "b300", "bf16", 26.04, flex="hybridep", graphed=_SOME),
+    PerformanceRecipe("gpt.oss", "b300", "bf16", graphed=_SOME),
+    PerformanceRecipe("gpt.oss", "", "bf16", recompute=_NORM_ACT),
+    PerformanceRecipe("llama3.8b", "[gb]+[23]00", whole_graph=True),
+    PerformanceRecipe("llama3.70b", "gb[23]00", "bf16|fp8$|fp8-cs", pipeline=1, offload=True),
+    PerformanceRecipe("llama", "", since=25.11),
 )
 
 
-def recipe_of(run: PublishedRun) -> Recipe | None:
+def recipe_of(run: PublishedRun) -> PerformanceRecipe | None:
     """The recipe of a row of Megatron-Bridge's performance summary; ``None`` for other rows."""
     if run.recipe_release is None:
         return None
     return next((recipe for recipe in RECIPES if _holds(recipe, run, run.recipe_release)), None)
 
 
-def _holds(recipe: Recipe, run: PublishedRun, release: float) -> bool:
+def _holds(recipe: PerformanceRecipe, run: PublishedRun, release: float) -> bool:
     precision = run.precision.replace("fp8-mx", "mxfp8")  # the MX format has two names
     sought = ((recipe.model, run.model), (recipe.gpu, run.gpu), (recipe.precision, precision))
     return (
@@ -125,7 +129,7 @@ def _holds(recipe: Recipe, run: PublishedRun, release: float) -> bool:
     )
 
 
-def with_recipe(stack: Stack, run: PublishedRun, known: Recipe | None) -> Stack:
+def with_recipe(stack: Stack, run: PublishedRun, known: PerformanceRecipe | None) -> Stack:
     """The stack as the row's recipe sets it, or as the row's own columns do where no recipe is ``known``."""
     recipe = known or _stated(run)
     experts, attention, kernels, overlap = stack.experts, stack.attention, stack.kernels, stack.overlap
@@ -153,9 +157,9 @@ def with_recipe(stack: Stack, run: PublishedRun, known: Recipe | None) -> Stack:
 _GRAPHED = {"router": ROUTER_PARTS, "layer": ATTENTION_PARTS | ROUTER_PARTS}
 
 
-def _stated(run: PublishedRun) -> Recipe:
+def _stated(run: PublishedRun) -> PerformanceRecipe:
     """The row's own columns as a recipe."""
-    return Recipe(
+    return PerformanceRecipe(
         "",
         "",
         flex=run.dispatcher,

@@ -1,8 +1,8 @@
-"""What the planner is to estimate for a published row: model, work, layout, and what the row leaves open.
+"""Set-up of a published row for the planner: model, workload, stack, machines, and every layout that agrees with the row.
 
 Rows leave things out. What a model's shape does not say (gated or plain feed-forward layer, tied embedding) is settled by its
 stated number of parameters. What a layout does not say (micro-batch, interleaving, recomputation) becomes a list of choices;
-validation takes the fastest that fits, as whoever tuned the run would have. Everything that was filled in is listed in
+validation takes the fastest that fits, as the people who tuned the run would have. Everything that was filled in is listed in
 ``Setup.assumptions``; a row that leaves out more is excluded with the reason.
 """
 
@@ -44,7 +44,7 @@ class Setup:
     choices: tuple[PlannedLayout, ...]
     """Layouts that agree with everything that the row states."""
     assumptions: tuple[str, ...]
-    """What was filled in."""
+    """Values that the row does not state and that were filled in."""
 
 
 def setup_of(run: PublishedRun) -> Setup:
@@ -167,7 +167,7 @@ def _nearest(run: PublishedRun, models: Iterable[ModelSpec], seq_len: int) -> tu
 
 
 def _off(run: PublishedRun, model: ModelSpec, seq_len: int) -> float:
-    """How far the model's size is from the stated one, relatively."""
+    """Relative difference of the model's size from the stated one."""
     # Published totals leave out prediction layers; some leave out the embedding, some have learned positions.
     counts = counts_of(replace(model, mtp_depth=0), seq_len)
     positions = seq_len * model.dim if run.learned_positions else 0
@@ -351,7 +351,7 @@ def _schedule(run: PublishedRun, per_rank: int) -> ScheduleName:
 
 
 def _runs(schedule: str, micro_batches: int, ranks: int) -> bool:
-    """Whether a schedule can run so many micro-batches."""
+    """True if a schedule can run so many micro-batches."""
     if schedule == "interleaved":
         return micro_batches % ranks == 0
     return schedule != "dualpipev" or micro_batches >= 2 * ranks

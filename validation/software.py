@@ -22,7 +22,7 @@ from phalanx.hardware.cluster import Accelerator, Cluster, Fact
 from phalanx.hardware.profiles import Profile, profile_of
 from phalanx.plan.workload.foreign_stacks import FSDP, STACKS
 from phalanx.plan.workload.stacks import Allocator, AttentionPath, Kernels, ParameterState, Stack
-from validation.recipes import Recipe, recipe_of, with_recipe
+from validation.recipes import PerformanceRecipe, recipe_of, with_recipe
 from validation.runs import Excluded, PublishedRun
 
 Adjustment = Callable[[Stack, PublishedRun], Stack]
@@ -68,7 +68,7 @@ class RunSoftware:
     """Software, recipe and stack of one row."""
 
     software: Software
-    recipe: Recipe | None
+    recipe: PerformanceRecipe | None
     stack: Stack
 
 
@@ -293,7 +293,7 @@ def software_of_run(run: PublishedRun) -> RunSoftware:
     return RunSoftware(software, recipe, _stack(run, software, recipe))
 
 
-def _stack(run: PublishedRun, software: Software, recipe: Recipe | None) -> Stack:
+def _stack(run: PublishedRun, software: Software, recipe: PerformanceRecipe | None) -> Stack:
     stack = _STACKS[software.stack]
     if run.zero == 3 and 3 not in stack.zero_stages:
         stack = _STACKS["fsdp"]

@@ -1,4 +1,4 @@
-"""Predicted against published: the arithmetic of errors, factors, regret, and what is left out."""
+"""Comparison with published runs: arithmetic of errors, factors and regret, and rows that are left out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from validation.compare import Validation, errors, fits, kendall_tau, outcome_of, sweeps, validate
 from validation.document import document, goals
-from validation.factors import Point, scalar_for, scalars
+from validation.factors import CalibrationPoint, scalar_for, scalars
 from validation.runs import PublishedRun, read_published
 
 from .test_runs import GPT3, LLAMA_8B, row
@@ -85,7 +85,7 @@ def test_a_memory_of_zero_is_one_that_is_not_stated(figures: dict[str, str]) -> 
 
 
 points = st.builds(
-    Point,
+    CalibrationPoint,
     software=st.sampled_from("ab"),
     accelerator=st.sampled_from(("h100", "a100")),
     model=st.sampled_from("xyz"),
@@ -96,7 +96,7 @@ points = st.builds(
 
 @given(run=points, others=st.lists(points), ratio=st.floats(0.1, 10))
 def test_a_factor_does_not_depend_on_runs_of_the_model_that_it_is_for(
-    run: Point, others: list[Point], ratio: float
+    run: CalibrationPoint, others: list[CalibrationPoint], ratio: float
 ) -> None:
     own = dataclasses.replace(run, ratio=ratio)
     known = scalar_for(run, others)
@@ -107,7 +107,7 @@ def test_a_factor_does_not_depend_on_runs_of_the_model_that_it_is_for(
 
 @given(run=points, others=st.lists(points, min_size=1), times=st.floats(0.1, 10))
 def test_a_stack_that_is_slower_by_a_factor_has_a_factor_larger_by_it(
-    run: Point, others: list[Point], times: float
+    run: CalibrationPoint, others: list[CalibrationPoint], times: float
 ) -> None:
     slower = [dataclasses.replace(p, ratio=p.ratio * times) for p in others]
     before, after = scalar_for(run, others), scalar_for(run, slower)
@@ -119,28 +119,36 @@ def test_a_stack_that_is_slower_by_a_factor_has_a_factor_larger_by_it(
 
 
 def test_each_model_has_one_vote_however_many_runs_it_has() -> None:
-    many = [Point("a", "h100", "x", "", 2.0)] * 10 + [
-        Point("a", "h100", "y", "", 1.0),
-        Point("a", "h100", "z", "", 1.0),
+    many = [CalibrationPoint("a", "h100", "x", "", 2.0)] * 10 + [
+        CalibrationPoint("a", "h100", "y", "", 1.0),
+        CalibrationPoint("a", "h100", "z", "", 1.0),
     ]
     assert scalars(many)["a on hopper, dense"].value == 1.0
 
 
 def test_without_runs_on_the_same_generation_the_same_software_elsewhere_serves() -> None:
-    run = Point("a", "h100", "x", "", 1.0)
-    elsewhere = scalar_for(run, [Point("a", "a100", "x", "", 1.2**3), Point("b", "h100", "y", "", 9.0)])
+    run = CalibrationPoint("a", "h100", "x", "", 1.0)
+    elsewhere = scalar_for(
+        run, [CalibrationPoint("a", "a100", "x", "", 1.2**3), CalibrationPoint("b", "h100", "y", "", 9.0)]
+    )
     assert (elsewhere.value, elsewhere.scope) == (pytest.approx(1.2), "stack")
-    assert scalar_for(run, [Point("b", "h100", "y", "", 9.0)]).scope == "none"
+    assert scalar_for(run, [CalibrationPoint("b", "h100", "y", "", 9.0)]).scope == "none"
 
 
 def test_accelerators_of_one_generation_share_a_factor_and_mixtures_have_their_own() -> None:
-    run = Point("a", "gb200", "x", "", 1.0)
-    near, dense = Point("a", "b300", "y", "", 2.0**3), Point("a", "gb200", "z", "", 0.1, mixture=True)
+    run = CalibrationPoint("a", "gb200", "x", "", 1.0)
+    near, dense = (
+        CalibrationPoint("a", "b300", "y", "", 2.0**3),
+        CalibrationPoint("a", "gb200", "z", "", 0.1, mixture=True),
+    )
     assert scalar_for(run, [near, dense]).value == pytest.approx(2.0)
 
 
 def test_a_stack_known_from_one_model_learns_from_its_other_configurations_and_says_so() -> None:
-    run, other = Point("a", "h100", "x", "256", 1.0), Point("a", "h100", "x", "512", 1.2)
+    run, other = (
+        CalibrationPoint("a", "h100", "x", "256", 1.0),
+        CalibrationPoint("a", "h100", "x", "512", 1.2),
+    )
     found = scalar_for(run, [run, other])
     assert (found.value, found.scope) == (pytest.approx(1.2), "other configurations of the model")
 

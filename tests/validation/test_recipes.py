@@ -1,4 +1,4 @@
-"""What performance recipes set: found by model, machine, format and release, and only where a row is of such a recipe."""
+"""Performance recipes: found by model, machine, format and release, and only for rows that ran one."""
 
 from __future__ import annotations
 

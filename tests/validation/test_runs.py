@@ -1,4 +1,4 @@
-"""Rows of published runs: read as they stand, and turned into what the planner can estimate."""
+"""Rows of published runs: parsing of cells, and the set-up that the planner estimates."""
 
 from __future__ import annotations
 

@@ -24,12 +24,12 @@ from plan.jobs import LAYOUTS, job, one, planned, small_gpt
 
 
 def faster(fact: Fact, factor: float) -> Fact:
-    """The same fact with another value."""
+    """``fact`` with its value multiplied."""
     return dataclasses.replace(fact, value=fact.value * factor)
 
 
 def with_rates(mine: Job, *, memory: float = 1, domain: float = 1, fabric: float = 1, host: float = 1) -> Job:
-    """The same job with bandwidths multiplied."""
+    """``mine`` with bandwidths multiplied."""
     old: Cluster = mine.cluster
     accelerator = dataclasses.replace(
         old.accelerator,

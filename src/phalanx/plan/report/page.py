@@ -15,7 +15,7 @@ from phalanx.plan.report.trace import Event, step_timeline
 from phalanx.plan.search.plan import Plan
 from phalanx.plan.search.sensitivity import CHANGE, days_changes, step_changes
 from phalanx.plan.step_cost.estimate import Estimate, Evaluation, prepare
-from phalanx.plan.step_cost.memory import Place, memory_at
+from phalanx.plan.step_cost.memory import PlaceCounts, memory_at
 from phalanx.plan.whole_run.estimate import LEVELS, goodput_plan
 from phalanx.plan.whole_run.failures import Level
 from phalanx.plan.workload.candidates import candidates_of
@@ -112,8 +112,8 @@ def rank_memory(plan: Plan) -> list[Bar]:
     ]
 
 
-def _every_rank(evaluation: Evaluation, found: Estimate) -> Place:
-    """What each pipeline rank holds, ranks along the only axis."""
+def _every_rank(evaluation: Evaluation, found: Estimate) -> PlaceCounts:
+    """Place of each pipeline rank, ranks along the only axis."""
     workload, layout = evaluation.job.workload, found.layout
     ranks, per_rank = layout.pipeline, layout.stages_per_rank
     placed = Schedule(layout.schedule, ranks, per_rank)
@@ -125,7 +125,7 @@ def _every_rank(evaluation: Evaluation, found: Estimate) -> Place:
         counts[1, rank] += mixtures
         layer += size
     counts[2, placed.rank_of(0)] = counts[3, placed.rank_of(placed.stages - 1)] = 1
-    return Place((counts[0], counts[1], counts[2], counts[3]), np.arange(ranks))
+    return PlaceCounts((counts[0], counts[1], counts[2], counts[3]), np.arange(ranks))
 
 
 def _time(plan: Plan) -> str:

@@ -1,12 +1,12 @@
-"""How long a pipeline stands idle, and how many micro-batches it holds, in closed form, for arrays of layouts.
+"""Closed forms of a pipeline schedule: idle time (the bubble), exposed transfers and micro-batches in flight, for arrays of layouts.
 
 With R_i the time of one micro-batch on rank i (all its stages, forward and backward), a flush of m micro-batches takes about
 ``m max R + idle``. The idle times, for stages that are alike, are exact for the schedules as this project builds them
 (``phalanx.parallel.pipeline.schedules``), whose flushes do not overlap:
 
-- ``gpipe``, ``1f1b``: the micro-batch's way through all other ranks, ``sum R - max R`` (arXiv 1811.06965, 2104.04473).
-- ``interleaved``: of that, one part in v (arXiv 2104.04473, section 2.2.2).
-- ``zbv``, ``dualpipev``: whichever of a few critical paths is longest, each linear in the times of a stage's forward (F),
+- ``gpipe``, ``1f1b``: the time of one micro-batch on all other ranks, ``sum R - max R`` (arXiv 1811.06965, 2104.04473).
+- ``interleaved``: that time over v, the stages of a rank (arXiv 2104.04473, section 2.2.2).
+- ``zbv``, ``dualpipev``: the longest of a few critical paths, each linear in the times of a stage's forward (F),
   gradient of the input (I) and of the weights (W); read off exact schedules, to which the tests hold them. With F = I = W both
   are (p - 1) F. (Papers count less, because their steps overlap: arXiv 2401.10241; DeepSeek's DualPipe.)
 """
@@ -30,10 +30,10 @@ class Pipelines:
     per_rank: Ints
     """Stages on each rank."""
     micro_batches: Ints
-    """Of one flush."""
+    """Micro-batches of one flush."""
 
     def follows(self, *names: str) -> Bools:
-        """Whether the schedule is one of these."""
+        """True where the schedule is one of ``names``."""
         found = np.zeros(np.shape(self.schedule), dtype=bool)
         for name in names:
             found |= self.schedule == SCHEDULES.index(name)
@@ -41,7 +41,7 @@ class Pipelines:
 
 
 def legal(pipes: Pipelines) -> Bools:
-    """Whether a schedule takes so many stages and micro-batches; without a pipeline only ``1f1b`` does, for one stage."""
+    """True where a schedule can run with these stages and micro-batches; on one rank only ``1f1b`` with one stage can."""
     single = pipes.follows("gpipe", "1f1b") & (pipes.per_rank == 1)
     interleaved = (pipes.per_rank >= 2) & (pipes.micro_batches % pipes.ranks == 0)
     folded = (pipes.per_rank == 2) & (pipes.micro_batches >= 2 * pipes.ranks)
@@ -61,9 +61,9 @@ def idle_s(
     """Seconds of a flush in which the slowest rank waits for the others.
 
     Args:
-        slowest_s: Of one micro-batch on the slowest rank.
-        sum_s: Of one micro-batch on all ranks together.
-        forward_s, input_gradient_s, weight_gradient_s: Of one micro-batch in the mean stage.
+        slowest_s: Seconds of one micro-batch on the slowest rank.
+        sum_s: Seconds of one micro-batch on all ranks together.
+        forward_s, input_gradient_s, weight_gradient_s: Seconds of one micro-batch in the mean stage.
     """
     idle: Floats = (sum_s - slowest_s) / np.where(pipes.follows("interleaved"), pipes.per_rank, 1)
     for name, folded in (("zbv", _zbv), ("dualpipev", _dualpipev)):
@@ -102,7 +102,7 @@ def _longest(paths: tuple[Floats, ...]) -> Floats:
 
 
 def exposed_hops(pipes: Pipelines) -> Floats:
-    """How many transfers between stages a flush waits for, if one takes much less time than a stage.
+    """Number of transfers between stages that a flush waits for, if a transfer takes much less time than a stage.
 
     ``1f1b`` holds so few micro-batches that it waits in its steady state too, about twice for each; the others wait only
     while the pipeline fills and drains. Read off exact schedules with equal stages.

@@ -1,4 +1,4 @@
-"""Seconds of collectives on the path that a group takes through the cluster.
+"""Seconds of collectives, by where the members of a group lie in the cluster.
 
 A group is (size, stride): members are ``stride`` ranks apart, with the rank order of ``phalanx.run.layout``. Of the ``size``
 members ``inner`` share a scale-up domain, and ``outer`` domains hold them all. The sibling groups run the same collective at
@@ -29,18 +29,18 @@ import numpy.typing as npt
 
 from phalanx.hardware.cluster import Cluster, Domain
 from phalanx.hardware.profiles import CollectiveFit, Constants, profile_of
+from phalanx.plan.step_cost.kernels import Numbers
 
-Numbers: TypeAlias = npt.ArrayLike
 Array: TypeAlias = npt.NDArray[np.float64]
 
 
 _NO_NETWORK = 1e-3
-"""Bytes per second where there is no network: whatever would have to cross it is never worth it."""
+"""Bytes per second where there is no network, so low that no plan crosses it."""
 
 
 @dataclass(frozen=True)
 class _Path:
-    """How a group lies in a cluster."""
+    """Placement of a group in the cluster."""
 
     cluster: Cluster
     constants: Constants
@@ -189,7 +189,7 @@ def inside_s(domain: Domain, fit: CollectiveFit, volume: Array, k: Array | float
 
 
 def _torus_axes(domain: Domain, members: Array) -> Array:
-    """Axes of the torus that a group of so many neighbors fills, each as far as the torus is long."""
+    """Axes of the torus that a group of ``members`` neighbors fills, each to the torus's full length."""
     side = domain.size ** (1 / domain.torus_axes)
     needed = np.ceil(np.log(np.maximum(members, 2)) / np.log(side) - 1e-9)
     axes: Array = np.clip(needed, 1, domain.torus_axes)
@@ -203,7 +203,7 @@ def _torus_share(domain: Domain, members: Array) -> Array | float:
 
 
 def _torus_detour(domain: Domain, members: Array) -> Array:
-    """Links that a byte takes in the mean: a quarter of the ring, on each axis ("How to Scale Your Model", 2025)."""
+    """Mean number of links that a byte crosses: a quarter of the ring, on each axis ("How to Scale Your Model", 2025)."""
     axes = _torus_axes(domain, members)
     return members ** (1 / axes) * axes / 4
 
@@ -247,7 +247,7 @@ def _spread_rate(path: _Path) -> Array:
 
 
 def _crossings(cluster: Cluster) -> Iterator[tuple[int, float]]:
-    """Of each level: the block below it that traffic must leave, in ranks, and the share of the rate that it carries."""
+    """For each level of the fabric: ranks of the block below it that traffic must leave, and the share of the rate that it carries."""
     below = cluster.domain.size
     for level in cluster.fabric.levels:
         yield below, level.share
@@ -259,5 +259,5 @@ def _network_rate(path: _Path) -> float:
 
 
 def _reached(places: Array, per_token: Numbers) -> Array:
-    """Places that hold at least one of ``per_token`` experts, in the mean, where each expert is anywhere alike."""
+    """Mean number of places that hold at least one of ``per_token`` experts, each drawn uniformly over the places."""
     return places * (1 - (1 - 1 / places) ** np.asarray(per_token, dtype=np.float64))

@@ -1,8 +1,8 @@
 """One layout, in full: memory by kind on the worst rank, and time by term, the pipeline's schedule followed action by action.
 
-``estimate`` is what the command line explains, what validation holds against published runs and calibration against measured
-ones. It uses the same arrays of formulas as the search, of length one, so the two cannot disagree but in what the search
-approximates: the bubble, which here is exact.
+``estimate`` is the function behind ``phalanx plan --explain``, validation against published runs and calibration against measured
+ones. It uses the same array formulas as the search, with arrays of length one; the two differ only in the bubble, which the search
+approximates and which is exact here.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from phalanx.plan.workload.stages import most_stages, split
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Everything that the formulas need of some candidates, computed once."""
+    """Inputs of the cost formulas for some candidates, computed once."""
 
     job: Job
     candidates: Candidates
@@ -84,7 +84,7 @@ class Evaluation:
         return most
 
     def rows(self, index: slice | Ints) -> Evaluation:
-        """Of the candidates at ``index`` of the last axis."""
+        """The evaluation of the candidates at ``index`` of the last axis."""
         length = self.candidates.shape[-1]
         return Evaluation(
             self.job,
@@ -144,7 +144,7 @@ class Evaluation:
 
 
 def _by_kind(values: Floats, candidate: Ints, kind: Ints) -> list[Floats]:
-    """What ``PlaceTable.each`` lists as arrays over the candidates, one for each kind; nothing where a candidate has not so many."""
+    """Values in the order of ``PlaceTable.each`` as arrays over candidates, one for each kind; -inf where a candidate has fewer."""
     first, *ends = np.searchsorted(kind, np.arange(1, kind[-1] + 2)).tolist()
     found = [values[..., :first]]
     for begin, end in pairwise((first, *ends)):
@@ -155,7 +155,7 @@ def _by_kind(values: Floats, candidate: Ints, kind: Ints) -> list[Floats]:
 
 
 def prepare(job: Job, candidates: Candidates) -> Evaluation:
-    """Looks up what layers cost and what ranks hold."""
+    """Computes layer costs and holdings of ``candidates``."""
     return Evaluation(
         job,
         candidates,
@@ -168,11 +168,11 @@ def prepare(job: Job, candidates: Candidates) -> Evaluation:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one layout takes. Bytes are of the worst rank, seconds of one optimizer step."""
+    """Memory and time of one layout: bytes of the worst rank, seconds of one optimizer step."""
 
     layout: PlannedLayout
     tokens: int
-    """Of a step."""
+    """Tokens of a step."""
     memory: Mapping[str, float]
     """Bytes by kind."""
     worst_rank: int
@@ -183,9 +183,9 @@ class Estimate:
     closed_form_s: float
     """The step as the search saw it, to tell how far its formula is from the schedule."""
     flops_per_token: int
-    """Of the model, attention counted in full and nothing recomputed, as most published MFU figures do."""
+    """FLOP of the model with attention counted in full and nothing recomputed, as most published MFU figures count."""
     peak_flops: float
-    """Of one accelerator in bf16, dense."""
+    """Dense bf16 FLOP/s of one accelerator."""
     price_per_hour: float
 
     @property
@@ -200,12 +200,12 @@ class Estimate:
 
     @property
     def allocated_bytes(self) -> float:
-        """What an allocator would report as allocated: without contexts, communicators and fragmentation."""
+        """Bytes that an allocator would report as allocated: without contexts, communicators and fragmentation."""
         return sum(size for kind, size in self.memory.items() if kind not in OVERHEADS)
 
     @property
     def fits(self) -> bool:
-        """Whether the worst rank has room."""
+        """True if the worst rank's memory holds it."""
         return self.memory_bytes <= self.capacity_bytes
 
     @property
@@ -215,12 +215,12 @@ class Estimate:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the whole fleet."""
+        """Tokens per second of the whole fleet."""
         return self.tokens / self.step_s
 
     @property
     def flops_per_s(self) -> float:
-        """Of the model, per accelerator."""
+        """Model FLOP/s per accelerator."""
         return self.flops_per_token * self.tokens_per_s / self.ranks
 
     @property
@@ -341,7 +341,7 @@ def stage_times(evaluation: Evaluation, index: Ints) -> StageTimes:
 
 
 def _with_exact_schedule(evaluation: Evaluation, terms: dict[str, Floats]) -> dict[str, Floats]:
-    """The same terms, with the bubble and the waits between stages as the schedule really has them."""
+    """The terms with the bubble and the waits between stages replaced by those of the exact schedule."""
     job, candidates, pipes = evaluation.job, evaluation.candidates, evaluation.pipes
     hop = np.broadcast_to(hop_s(job, candidates), candidates.shape)
     still, moving = np.zeros((2, *candidates.shape))

@@ -1,9 +1,9 @@
-"""When a pipeline's schedule ends, action by action, with stages that take different times.
+"""Makespan of a pipeline schedule with unequal stages, followed action by action.
 
-A closed form (``phalanx.plan.step_cost.bubbles``) takes stages to be alike, or nearly. The finalists of a search are timed exactly: each
-rank's actions are those of ``phalanx.parallel.pipeline.schedules``, which the trainer itself follows; an action starts when its rank is
-free and what it needs has arrived. What comes after what depends on the schedule alone, so actions are dealt once into *waves*,
-at most one for each rank, of which none needs another; a wave is a row of arrays, for any number of layouts at once.
+The closed form (``phalanx.plan.step_cost.bubbles``) assumes stages of nearly equal time. The finalists of a search are timed
+exactly: each rank's actions are those of ``phalanx.parallel.pipeline.schedules``, which the trainer itself follows; an action starts when its rank is
+free and its input has arrived. The dependencies depend on the schedule alone, so actions are dealt once into *waves* of at most one
+action for each rank, none of which needs another; a wave is a row of arrays, for any number of layouts at once.
 
 A schedule with very many actions is followed only in part: once the slowest stage sets the pace, every further round of
 ``pipeline`` micro-batches takes as long as the one before (the completion time of such an event graph is eventually periodic;
@@ -22,7 +22,7 @@ from phalanx.parallel.pipeline.schedules import Action, Schedule, ScheduleName
 from phalanx.plan.workload.candidates import Bools, Floats, Ints
 
 _MOST_ACTIONS = 40_000
-"""Of a schedule that is followed to its end."""
+"""Largest number of actions of a schedule that is followed to its end."""
 _KINDS = "FIWB"
 """Kinds of actions in the order of ``_durations``."""
 _KIND_OF_LETTER = np.array([_KINDS.find(chr(letter)) for letter in range(128)])
@@ -43,17 +43,17 @@ class Waves:
     """A schedule in waves, shape (waves, ranks); the ends of wave ``w`` are row ``w + 1`` of a table whose row 0 is the start."""
 
     duration: Ints
-    """Which of ``_durations`` an action takes."""
+    """Index into ``_durations`` of an action."""
     needs: Ints
-    """The place in the flattened table of ends where what an action needs was made; 0 where it needs nothing."""
+    """Index into the flattened table of ends of the action that makes the input; 0 where there is no input."""
     far: Bools
-    """Whether that comes from another rank."""
+    """True if the input comes from another rank."""
     number: Ints
-    """The place of an action among those of its rank; -1 where a rank waits."""
+    """Index of an action among those of its rank; -1 where a rank waits."""
 
 
 @dataclass(frozen=True)
-class Span:
+class TimedAction:
     """An action of one layout with its times, for charts."""
 
     rank: int
@@ -68,7 +68,7 @@ def flush_s(
     """Seconds from the first forward to the last backward, of each layout.
 
     Args:
-        hop_s: From the end of an action to when its result is at a neighboring rank, shape (layouts,).
+        hop_s: Seconds to send an action's result to a neighboring rank, shape (layouts,).
     """
     followed = max(4 * pipeline, _MOST_ACTIONS // (3 * pipeline * per_rank))
     if micro_batches <= followed + pipeline:
@@ -81,7 +81,7 @@ def flush_s(
 
 def timeline(
     name: ScheduleName, pipeline: int, per_rank: int, micro_batches: int, times: StageTimes, hop_s: float
-) -> list[Span]:
+) -> list[TimedAction]:
     """Every action of the first layout of ``times``, in an order in which it could be computed."""
     dealt = waves(name, pipeline, per_rank, micro_batches)
     ends, took = (table[..., 0] for table in _ends(dealt, times, np.array([hop_s])))
@@ -91,13 +91,13 @@ def timeline(
     for wave, rank in np.argwhere(dealt.number >= 0).tolist():
         end = float(ends[wave + 1, rank])
         action = actions[rank][dealt.number[wave, rank]]
-        spans.append(Span(rank, action, end - float(took[wave, rank]), end))
+        spans.append(TimedAction(rank, action, end - float(took[wave, rank]), end))
     return spans
 
 
 @lru_cache(maxsize=64)
 def waves(name: ScheduleName, pipeline: int, per_rank: int, micro_batches: int) -> Waves:
-    """All actions of all ranks, each in the first wave after that of what it needs."""
+    """All actions of all ranks, each in the first wave after that of its input."""
     schedule = Schedule(name, pipeline, per_rank)
     columns = [_columns(schedule, rank, micro_batches) for rank in range(pipeline)]
     made, wave_of = _deal([(column.needs.tolist(), column.makes.tolist()) for column in columns])
@@ -121,14 +121,14 @@ class _Columns(NamedTuple):
 
     duration: Ints
     needs: Ints
-    """The number of what it needs of another stage, an output or a gradient; or -1."""
+    """Number of the input from another stage, an output or a gradient; or -1."""
     makes: Ints
     source: Ints
-    """The rank of what it needs."""
+    """Rank that makes the input."""
 
 
 def _columns(schedule: Schedule, rank: int, micro_batches: int) -> _Columns:
-    """Outputs of stages are numbered by stage and micro-batch; behind them the gradients of inputs; the last is what none needs."""
+    """Numbers results by stage and micro-batch: first outputs, then gradients of inputs; the last number is for results nobody needs."""
     kinds, stages, numbers = zip(*schedule.actions(rank, micro_batches), strict=True)
     letters = np.frombuffer("".join(kinds).encode(), dtype=np.uint8)
     kind = _KIND_OF_LETTER[letters]
@@ -177,7 +177,7 @@ def _durations(times: StageTimes) -> Floats:
 
 
 def _ends(dealt: Waves, times: StageTimes, hop_s: Floats) -> tuple[Floats, Floats]:
-    """When each rank is free after each wave, row 0 before the first; and how long it computed in each."""
+    """Time at which each rank is free after each wave (row 0: before the first), and seconds that it computed in each."""
     took = _durations(times)[dealt.duration]
     waits = np.where(dealt.far[..., None], hop_s, 0.0)
     ends = np.zeros((1 + len(took), *took.shape[1:]))

@@ -1,4 +1,4 @@
-"""Seconds of the operations that one accelerator does alone: matrix products, attention, and what only moves memory.
+"""Seconds of operations on one accelerator: matrix products, attention, and kernels bound by memory.
 
 A matrix product is timed by a law with five fitted constants,
 
@@ -29,9 +29,9 @@ _TILE = 128
 _POWER_HEADROOM = 0.975
 """Share of the power limit at which large products settle: 1.17 of 1.2 kW on GB200 (ai-dynamo/aiconfigurator's data)."""
 _USUAL_WIDTHS, _LATENT_WIDTHS = 2 * 128, 192 + 128
-"""Of the query and the value of a head, in the measurements of attention."""
+"""Widths of a head's query and value together, in the measurements of attention."""
 _OPERAND_BYTES = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "fp4": 0.5625}
-"""Of one number as a product reads it; of four bits, with a scale of one byte for every sixteen (NVFP4)."""
+"""Bytes of one number as a product reads it; four bits have a scale of one byte for every sixteen numbers (NVFP4)."""
 _RESULT_BYTES = {"fp32": 4.0, "tf32": 4.0}
 
 
@@ -101,12 +101,12 @@ def attention_s(
 
     Args:
         profile: The accelerator and its constants.
-        format: Of the operands.
+        format: Format of the operands.
         flops: Floating-point operations.
-        backward: The direction.
-        widths: Of a head's query and of its value, together; 0 means those that were measured.
-        latent: Whether queries are wider than values.
-        tokens: Of a sequence, or of the piece of it that one kernel attends to.
+        backward: True for the backward pass.
+        widths: Widths of a head's query and value together; 0 means those that were measured.
+        latent: True if queries are wider than values (latent attention).
+        tokens: Length of the sequence, or of the piece of it that one kernel attends to.
     """
     fit = profile.constants.attention
     flops = np.asarray(flops, dtype=np.float64)
@@ -139,7 +139,7 @@ def host_copy_s(profile: Profile, bytes: Numbers) -> Seconds:  # noqa: A002
 
 
 def sustained_flops(profile: Profile, format: str) -> float:  # noqa: A002
-    """FLOP/s that a large matrix product keeps up: the fitted share of the peak, within the power limit."""
+    """FLOP/s that a large matrix product sustains: the fitted share of the peak, within the power limit."""
     fit = profile.constants.matmul[fitted_format(profile, format)]
     return min(fit.efficiency * _peak(profile, format), _power_limited(profile, format))
 
@@ -168,13 +168,13 @@ def _peak(profile: Profile, format: str) -> float:  # noqa: A002
 
 
 def _power_limited(profile: Profile, format: str) -> float:  # noqa: A002
-    """The peak, or what the power limit leaves of it."""
+    """Peak FLOP/s, or the rate at which the power limit is reached if that is lower."""
     peak, joules = _peak(profile, format), profile.constants.joules_per_flop.get(format)
     return min(peak, _POWER_HEADROOM * profile.accelerator.power_w.value / joules) if joules else peak
 
 
 def _wave_waste(tiles: Seconds, multiprocessors: int, share: float) -> Seconds:
-    """How many times longer than evenly dealt tiles: the last wave takes as long as a full one."""
+    """Time over that of tiles dealt evenly to multiprocessors: the last, partly filled wave takes as long as a full one."""
     if multiprocessors == 0 or share == 0:
         return np.ones_like(tiles)
     waves = np.maximum(tiles, 1) / multiprocessors

@@ -1,8 +1,8 @@
 """Seconds and bytes of one layer of each kind, for every combination of axes that a layer depends on.
 
 A layer's cost depends on few of a candidate's fields (the degrees of tensor, context and expert, the micro-batch and the
-format), so it is computed once for each combination that occurs, and looked up from there: a table of hundreds of rows may
-use formulas as fine as one likes, where millions of candidates may not.
+format), so it is computed once for each combination that occurs and then looked up: a table of hundreds of rows can afford finer
+formulas than millions of candidates.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from phalanx.plan.workload.candidates import (
 from phalanx.plan.workload.stacks import Job
 
 CATEGORIES = ("matmul", "attention", "pointwise", "tensor_comm", "context_comm", "expert_comm", "host")
-"""What a layer's time goes into."""
+"""Categories of a layer's time."""
 PHASES = ("forward", "input_gradient", "weight_gradient")
 _EXCHANGE_LAUNCHES = 2
-"""Of a collective: its kernel and the event that other streams wait for."""
+"""Launches of a collective: its kernel, and the event that other streams wait for."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,15 @@ class LayerCosts:
     """Tables over unique combinations ("rows") of what a layer depends on."""
 
     row: Ints
-    """The row of each candidate, in the candidates' own axes."""
+    """Row of each candidate, in the candidates' own axes."""
     seconds: Floats
-    """Of one micro-batch, shape (kinds, phases, categories, rows)."""
+    """Seconds of one micro-batch, shape (kinds, phases, categories, rows)."""
     recompute_s: Floats
-    """Shape (kinds, modes, rows)."""
+    """Seconds of recomputation of one micro-batch, shape (kinds, modes, rows)."""
     kept_bytes: Floats
-    """From forward to backward, of one micro-batch, shape (kinds, modes, rows)."""
+    """Bytes kept from forward to backward of one micro-batch, shape (kinds, modes, rows)."""
     widest_bytes: Floats
-    """Of the part of a layer that keeps most, shape (kinds, rows)."""
+    """Bytes kept by the part of a layer that keeps most, shape (kinds, rows)."""
     by_phase: Floats
     """The sum of ``seconds`` over categories."""
     by_category: Floats
@@ -100,7 +100,7 @@ def layer_costs(job: Job, candidates: Candidates) -> LayerCosts:
 
 @dataclass(frozen=True)
 class _Keys:
-    """What a layer depends on of a candidate, one entry for each combination."""
+    """Fields of a candidate that a layer's cost depends on, one entry for each combination."""
 
     tensor: Ints
     context: Ints
@@ -115,7 +115,7 @@ class _Keys:
 
 
 def _unique(candidates: Candidates) -> tuple[_Keys, Ints]:
-    """The combinations that occur, and which of them each candidate has."""
+    """The combinations that occur, and the index of each candidate's combination."""
     values, row = distinct([getattr(candidates, field.name) for field in fields(_Keys)])
     return _Keys(*values), row
 
@@ -129,7 +129,7 @@ class _Rank:
     precision: Precision
 
     def rows(self, rows: Rows) -> Floats:
-        """How many rows of a kind a rank has of a micro-batch."""
+        """Number of rows of a kind that a rank has of a micro-batch."""
         keys, workload = self.keys, self.job.workload
         tokens = keys.micro_batch * workload.seq_len / keys.context
         local = tokens / np.where(keys.sequence_parallel > 0, keys.tensor, 1)
@@ -187,7 +187,7 @@ class _Rank:
         return found, parts * (found[0].sum(axis=0) / np.maximum(device[0], 1e-30))
 
     def _hidden_context(self, exchange: Floats, core: Floats) -> Floats:
-        """Seconds of the way of keys and values that attention with the blocks before hides, by phase."""
+        """Seconds of the transfer of keys and values that attention with the previous blocks hides, by phase."""
         if self.job.stack.attention.exchange == "gather":
             return np.zeros_like(exchange)
         # A ring of n ranks computes n blocks and sends n - 1; each can hide no more than the block computed meanwhile.
@@ -302,7 +302,7 @@ class _Rank:
         return np.stack([forward, backward, np.zeros_like(forward)])
 
     def _local(self, experts: int) -> Floats:
-        """Of so many experts, those of a rank; one for what is not done for each expert."""
+        """Experts of a rank out of ``experts``; one for operations that are not repeated for each expert."""
         return experts / self.keys.expert if experts else np.ones(len(self.keys.tensor))
 
     def _kernels(self, operation: Pointwise) -> Floats:
@@ -328,9 +328,9 @@ class _Rank:
             return "expert_comm", np.stack([both, both, np.zeros_like(both)])
         if exchange.kind == "context":
             return "context_comm", self._keys_and_values(exchange)
-        size = self.keys.tensor if exchange.kind in ("gather", "scatter") else self.keys.expert_tensor
-        kind = "tokens" if exchange.kind in ("gather", "scatter") else "routed"
-        elements = self.rows(kind) * exchange.width  # type: ignore[arg-type]
+        dense = exchange.kind in ("gather", "scatter")
+        size = self.keys.tensor if dense else self.keys.expert_tensor
+        elements = self.rows("tokens" if dense else "routed") * exchange.width
         # Operands of narrow products are cast before they are gathered (Transformer Engine); sums are not narrow.
         gather = self._collective(collectives.all_gather_s, size, 1, elements * self.precision.operand_bytes)
         scatter = self._collective(

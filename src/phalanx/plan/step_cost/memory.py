@@ -1,8 +1,7 @@
 """Bytes that a rank holds, by kind, for arrays of layouts and for every kind of rank of a pipeline.
 
-State is what the stack keeps for each parameter, divided as its ZeRO stage says (``phalanx.plan.workload.stacks``); activations are what
-the layers' lists say is kept (``phalanx.plan.workload.architecture``), for as many micro-batches as the schedule has in flight on that
-rank. The worst rank decides, and it is not always the first: the last has the logits. Sources: ZeRO (arXiv 1910.02054),
+State is what the stack keeps for each parameter (``phalanx.plan.workload.stacks``), sharded by ZeRO stage; activations are what the
+layers' lists keep (``phalanx.plan.workload.architecture``), for as many micro-batches as the schedule has in flight on that rank. The worst rank decides, and it is not always the first: the last has the logits. Sources: ZeRO (arXiv 1910.02054),
 activations (arXiv 2205.05198), schedules (arXiv 2104.04473, 2401.10241).
 """
 
@@ -23,18 +22,18 @@ from phalanx.run.layout import SPLIT_BACKWARD
 from phalanx.run.spec import OptimizerSpec
 
 _OFFLOADED_LAYERS = 2
-"""Of offloaded activations, what is on the accelerator at once: a layer on its way out and one in use."""
+"""Layers whose offloaded activations are on the accelerator at once: one being copied out and one in use."""
 OVERHEADS = ("context", "communicators", "fragmentation")
-"""Kinds that no allocator counts as allocated."""
+"""Kinds of memory that an allocator does not count as allocated."""
 
 
 @dataclass(frozen=True)
-class Place:
+class PlaceCounts:
     """One kind of rank of each candidate: how much of each of ``KINDS`` it has, in the candidates' axes."""
 
     counts: tuple[Ints, Ints, Ints, Ints]
     rank: Ints
-    """Its place in the pipeline."""
+    """Rank in the pipeline."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +42,12 @@ class PlaceTable:
 
     table: Places
     row: Ints
-    """Of each candidate, in ``table``."""
+    """Row of each candidate in ``table``."""
 
     def __len__(self) -> int:
         return self.table.kinds
 
-    def __getitem__(self, kind: int | Ints) -> Place:
+    def __getitem__(self, kind: int | Ints) -> PlaceCounts:
         """The ``kind``-th place of each candidate, or of each the place that an array says, which broadcasts."""
         table, row = self.table, self.row
         if not 0 <= np.max(kind) < table.kinds:
@@ -57,7 +56,7 @@ class PlaceTable:
             column[row, kind]
             for column in (table.dense, table.mixture, table.embedding, table.head, table.rank)
         )
-        return Place((dense, mixture, embedding, head), rank)
+        return PlaceCounts((dense, mixture, embedding, head), rank)
 
     def each(self) -> tuple[Ints, Ints]:
         """Every place of every candidate of the last axis, as (candidate, kind); by kind."""
@@ -89,8 +88,8 @@ def pipelines_of(job: Job, candidates: Candidates) -> Pipelines:
     )
 
 
-def state_bytes(job: Job, candidates: Candidates, held: Holdings, place: Place) -> dict[str, Floats]:
-    """Bytes of everything that is kept for parameters, by kind."""
+def state_bytes(job: Job, candidates: Candidates, held: Holdings, place: PlaceCounts) -> dict[str, Floats]:
+    """Bytes of weights, gradients and optimizer state, by kind."""
     stack = job.stack
     whole, share = (
         times(place.counts, held.dense) + times(place.counts, held.experts),
@@ -116,7 +115,7 @@ def state_bytes(job: Job, candidates: Candidates, held: Holdings, place: Place) 
     return kinds
 
 
-def _unit_gradients(job: Job, candidates: Candidates, held: Holdings, place: Place) -> Floats:
+def _unit_gradients(job: Job, candidates: Candidates, held: Holdings, place: PlaceCounts) -> Floats:
     """Bytes of the gradient of the largest block, whole, while its shares are exchanged."""
     largest = np.maximum.reduce([count.clip(0, 1) * block for count, block in _blocks(place, held)])
     whole: Floats = job.stack.states.unit_gradient_bytes * largest * (candidates.zero >= 2)
@@ -124,7 +123,7 @@ def _unit_gradients(job: Job, candidates: Candidates, held: Holdings, place: Pla
 
 
 def _moments(
-    optimizer: OptimizerSpec, job: Job, candidates: Candidates, held: Holdings, place: Place
+    optimizer: OptimizerSpec, job: Job, candidates: Candidates, held: Holdings, place: PlaceCounts
 ) -> Floats:
     """Bytes of this project's optimizers: AdamW's moments of a rank's shares, and the state of the matrices that it owns."""
     moments = times(place.counts, held.moment_bytes_share)
@@ -141,7 +140,7 @@ def _state(state: ParameterState, candidates: Candidates, whole: Floats, share: 
 
 
 def times(counts: tuple[Ints, ...], values: tuple[Floats, ...]) -> Floats:
-    """The sum of ``values`` of each kind, each so often as it occurs; kinds that occur nowhere cost nothing."""
+    """The sum of counts x values over kinds; kinds that occur nowhere are skipped."""
     pairs = zip(counts, values, strict=True)
     terms = [count * value for count, value in pairs if count.max() > 0]
     return reduce(np.add, terms) if terms else np.zeros(1)
@@ -157,13 +156,13 @@ def _rounds(job: Job, candidates: Candidates) -> Ints:
     return np.maximum(job.workload.slots // candidates.data, 1)
 
 
-def _blocks(place: Place, held: Holdings) -> list[tuple[Ints, Floats]]:
-    """How many blocks of each size there are."""
+def _blocks(place: PlaceCounts, held: Holdings) -> list[tuple[Ints, Floats]]:
+    """Number and size of the blocks of each kind."""
     return [(count, block) for count, block in zip(place.counts, held.block, strict=True)]
 
 
-def _gathered(job: Job, candidates: Candidates, held: Holdings, place: Place) -> Floats:
-    """Elements that are there in the format of computing: all, or with ZeRO-3 two blocks and what is outside blocks."""
+def _gathered(job: Job, candidates: Candidates, held: Holdings, place: PlaceCounts) -> Floats:
+    """Elements held in the format of computing: all, or with ZeRO-3 two blocks and everything outside blocks."""
     # Where nothing is divided and formats agree, the weights themselves are computed with.
     always = job.stack.states.copies_unsharded
     dense_in, experts_in = (
@@ -184,9 +183,9 @@ def _gathered(job: Job, candidates: Candidates, held: Holdings, place: Place) ->
 
 
 def activation_bytes(
-    job: Job, candidates: Candidates, held: Holdings, costs: LayerCosts, pipes: Pipelines, place: Place
+    job: Job, candidates: Candidates, held: Holdings, costs: LayerCosts, pipes: Pipelines, place: PlaceCounts
 ) -> dict[str, Floats]:
-    """Bytes of what forward leaves for backward, and of what a pass needs for the moment, by kind."""
+    """Bytes of activations kept for backward, and of temporary buffers of a pass, by kind."""
     layers = [kind for kind in (0, 1) if place.counts[kind].any()]  # the kinds that some rank has
     per_layer = {kind: costs.by_mode(costs.kept_bytes, kind, candidates.recompute) for kind in (*layers, 3)}
     kept = times(tuple(place.counts[kind] for kind in layers), tuple(per_layer[kind] for kind in layers))
@@ -220,7 +219,7 @@ def activation_bytes(
 
 
 def _boundary(job: Job, candidates: Candidates) -> Floats:
-    """Bytes that a stage hands on of a micro-batch; none where there is one stage."""
+    """Bytes of a micro-batch that a stage sends to the next; none where there is one stage."""
     tokens = candidates.micro_batch * job.workload.seq_len / candidates.context
     rows = tokens / np.where(candidates.sequence_parallel > 0, candidates.tensor, 1)
     width = np.array([precision.activation_bytes for precision in PRECISIONS])[candidates.precision]
@@ -238,7 +237,7 @@ def _logits(job: Job, candidates: Candidates) -> Floats:
 
 
 def overhead_bytes(job: Job, candidates: Candidates) -> dict[str, Floats]:
-    """Bytes that software holds whatever the model."""
+    """Bytes that software holds independent of the model."""
     groups = (candidates.tensor, candidates.context, candidates.pipeline, candidates.data, candidates.expert)
     count = (
         sum((degree > 1).astype(np.float64) for degree in groups) + job.stack.allocator.further_communicators
@@ -250,7 +249,7 @@ def overhead_bytes(job: Job, candidates: Candidates) -> dict[str, Floats]:
 
 
 def memory_at(
-    job: Job, candidates: Candidates, held: Holdings, costs: LayerCosts, pipes: Pipelines, place: Place
+    job: Job, candidates: Candidates, held: Holdings, costs: LayerCosts, pipes: Pipelines, place: PlaceCounts
 ) -> dict[str, Floats]:
     """Bytes by kind of the ranks at ``place``; their sum is the total."""
     kinds = state_bytes(job, candidates, held, place)
@@ -263,9 +262,9 @@ def memory_at(
 
 
 def memory_parts(
-    job: Job, candidates: Candidates, held: Holdings, costs: LayerCosts, pipes: Pipelines, place: Place
+    job: Job, candidates: Candidates, held: Holdings, costs: LayerCosts, pipes: Pipelines, place: PlaceCounts
 ) -> tuple[Floats, Floats]:
-    """``memory_at`` as two terms, each over the few axes it depends on: state with overheads, and activations."""
+    """``memory_at`` as two terms, each over the few axes that it depends on: state with overheads, and activations."""
     state = total(state_bytes(job, candidates, held, place))
     activations = total(activation_bytes(job, candidates, held, costs, pipes, place))
     factor = 1 + job.stack.allocator.fragmentation

@@ -1,6 +1,6 @@
 """Seconds of an optimizer step, term by term, for arrays of layouts.
 
-One rank decides: that whose stages take longest. Its work is counted once for each micro-batch; to it are added what it waits
+The slowest rank decides: that whose stages take longest. Its work is counted once for each micro-batch; to it is added what it waits
 for: the pipeline (``phalanx.plan.step_cost.bubbles``), the part of each exchange that computing does not hide, the update, and the
 scale tax. Every term is an array of its own, in seconds, over just the axes it depends on; their sum is the step.
 
@@ -58,16 +58,16 @@ class Slowest:
 
     counts: tuple[Ints, ...]
     forward_s: Floats
-    """Of one micro-batch in all its stages."""
+    """Seconds of one micro-batch in all stages of the rank."""
     backward_s: Floats
     mean_stage_s: tuple[Floats, Floats, Floats]
     """Forward, gradient of the input and of the weights in the mean stage of the pipeline."""
     sum_s: Floats
-    """Of one micro-batch on all ranks of the pipeline together."""
+    """Seconds of one micro-batch on all ranks of the pipeline together."""
 
 
 def pass_times(job: Job, candidates: Candidates, costs: LayerCosts) -> PassTimes:
-    """Of each kind of layer."""
+    """Times of one micro-batch in each kind of layer."""
     kinds = range(len(KINDS))
     forward, inputs, weights = (
         tuple(costs.of(costs.by_phase, kind, phase) for kind in kinds) for phase in range(len(PHASES))
@@ -82,7 +82,7 @@ def pass_times(job: Job, candidates: Candidates, costs: LayerCosts) -> PassTimes
 
 
 def slowest_place(passes: PassTimes, table: PlaceTable) -> Ints:
-    """Which of each candidate's places takes longest."""
+    """Index of each candidate's slowest place."""
     layer = passes.layer_s
     longest = times(table[0].counts, layer)
     slow = np.zeros(longest.shape, dtype=np.int64)
@@ -112,7 +112,7 @@ def slowest(candidates: Candidates, passes: PassTimes, table: PlaceTable, place:
 
 
 def _whole_model(table: PlaceTable) -> tuple[Ints, ...]:
-    """How many of each of ``KINDS`` the model has."""
+    """Number of each of ``KINDS`` in the model."""
     layers = table.table
     return tuple(np.asarray(n, dtype=np.int64) for n in (layers.layers[0], layers.layers[1], 1, 1))
 
@@ -136,7 +136,7 @@ def step_terms(
 
 
 def step_s(job: Job, candidates: Candidates, held: Holdings, pipes: Pipelines, rank: Slowest) -> Floats:
-    """The sum of ``step_terms``, with what the slowest rank computes and copies in one term."""
+    """The sum of ``step_terms``, with computing and copies of the slowest rank in one term."""
     terms = waiting_terms(job, candidates, held, pipes, rank)
     terms["busy"] = _passes(job, candidates) * (rank.forward_s + rank.backward_s)
     terms["optimizer_offload"] = state_copy_s(job, candidates, held, rank.counts)
@@ -152,7 +152,7 @@ def _passes(job: Job, candidates: Candidates) -> Floats:
 def waiting_terms(
     job: Job, candidates: Candidates, held: Holdings, pipes: Pipelines, rank: Slowest
 ) -> dict[str, Floats]:
-    """What the slowest rank waits for in all its micro-batches, and the update."""
+    """Seconds that the slowest rank waits in all its micro-batches, and of the update, by term."""
     passes = _passes(job, candidates)
     flushes = passes / pipes.micro_batches
     idle = idle_s(pipes, rank.forward_s + rank.backward_s, rank.sum_s, *rank.mean_stage_s)
@@ -170,7 +170,7 @@ def waiting_terms(
 def compute_terms(
     candidates: Candidates, costs: LayerCosts, rank: Slowest, passes: Floats
 ) -> dict[str, Floats]:
-    """What the slowest rank does in all its micro-batches."""
+    """Seconds that the slowest rank computes in all its micro-batches, by category."""
     terms = {}
     for number, category in enumerate(CATEGORIES):
         each = tuple(costs.of(costs.by_category, kind, number) for kind in range(len(KINDS)))
@@ -181,7 +181,7 @@ def compute_terms(
 
 
 def blocked_hops(job: Job, pipes: Pipelines) -> Floats:
-    """Hops of a flush in which a rank can do nothing else: one each way for every micro-batch, where sends block."""
+    """Transfers of a flush during which a rank is blocked: one each way for every micro-batch, where sends block."""
     each = 2.0 * pipes.micro_batches * pipes.per_rank * (pipes.ranks > 1)
     return np.asarray(each if job.stack.overlap.blocking_sends else 0 * each)
 
@@ -209,7 +209,7 @@ def data_terms(
     passes: Floats,
     flushes: Floats,
 ) -> dict[str, Floats]:
-    """What is not hidden of gathering weights and of reducing gradients, behind the ``windows`` of one forward and backward."""
+    """Exposed seconds of gathering weights and of reducing gradients, given the ``windows`` of one forward and backward to hide in."""
     stack, zero = job.stack, candidates.zero
     gather, scatter, among = _weights_s(job, candidates, held, counts)
     blocks = np.maximum(counts[0] + counts[1], 1)
@@ -235,7 +235,7 @@ def data_terms(
 
 
 def _exposed(seconds: Floats, window: Floats, blocks: Ints) -> Floats:
-    """What sticks out of a window; of ``blocks`` equal parts at least one does."""
+    """Seconds that exceed a window; at least one of ``blocks`` equal parts is always exposed."""
     return np.maximum(seconds - window, seconds / blocks)
 
 
@@ -308,7 +308,7 @@ def _owners_s(optimizer: OptimizerSpec, job: Job, candidates: Candidates, counts
 
 
 def _updated(job: Job, candidates: Candidates, held: Holdings, counts: tuple[Ints, ...]) -> Floats:
-    """Parameters that a rank updates."""
+    """Number of parameters that a rank updates."""
     sharded_from = min(state.sharded_from for state in job.stack.states.kept if state.kind == "moments")
     whole = times(counts, held.dense) + times(counts, held.experts)
     share = times(counts, held.dense_share) + times(counts, held.experts_share)
@@ -344,7 +344,7 @@ def scale_tax(job: Job, ranks: Ints) -> Floats:
 
 
 def with_tax(job: Job, candidates: Candidates, terms: dict[str, Floats]) -> dict[str, Floats]:
-    """Adds the scale tax and what the stack's scalar makes of it all."""
+    """Adds the scale tax and the effect of the stack's ``time_scalar`` as terms."""
     tax = scale_tax(job, candidates.ranks)
     clean = total(terms)
     terms = terms | {"scale_tax": clean * tax}

@@ -348,9 +348,8 @@ def _loss_passes(stack: Stack) -> tuple[float, float]:
         return 6, 1
     if stack.loss.logit_bytes <= _FUSED_LOGIT_BYTES:  # read for the sum; read and overwritten by its gradient
         return 2, 2
-    if (
-        stack.kernels.fused_pointwise
-    ):  # to fp32, the maximum, exponentials and their sum; the gradient, to 16 bits
+    if stack.kernels.fused_pointwise:
+        # To fp32, the maximum, exponentials and their sum; the gradient, to 16 bits.
         return 12, 5
     # Each of these steps and a division by itself: 38 bytes forward, 14 backward. All that eager code moves is counted thrice.
     return 19 / 3, 7 / 3
