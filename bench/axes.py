@@ -51,6 +51,7 @@ from phalanx.run.spec import ModelSpec, MoeSpec, ParallelSpec, PrecisionSpec, Ru
 from phalanx.train.lifecycle.assemble import make_deterministic
 from phalanx.train.lifecycle.compose import build_model
 from phalanx.train.step.state import fill_initial
+from phalanx.train.step.step import Stepper
 
 CPU = torch.device("cpu")
 Step = Callable[[], None]
@@ -105,7 +106,7 @@ def our_step(spec: RunSpec, ranks: int) -> tuple[Step, Ledger]:
             for current in built.rounds:
                 yield samples[current.slot * per_slot : (current.slot + 1) * per_slot]
 
-    stepper = built.stepper(batches(), ledger)
+    stepper = Stepper(built, batches(), ledger)
 
     def step() -> None:
         stepper.run(1)

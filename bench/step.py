@@ -88,7 +88,7 @@ def build_stepper(spec: RunSpec, device: torch.device) -> tuple[Stepper, Step]:
             for current in built.rounds:
                 yield samples[current.slot * per_slot : (current.slot + 1) * per_slot]
 
-    stepper = built.stepper(batches(), Ledger())
+    stepper = Stepper(built, batches(), Ledger())
     number = 0
 
     def step() -> None:

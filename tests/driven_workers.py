@@ -44,12 +44,13 @@ from phalanx.train.lifecycle.run_directory import open_run
 PATIENCE_S = 60.0
 
 
+PROGRAM = ("-m", "phalanx.fleet.node.worker")
+
+
 class Node:
     """One worker, the memory for its snapshots, and what it has said."""
 
-    def __init__(
-        self, spec: RunSpec, number: int, program: tuple[str, ...] = ("-m", "phalanx.fleet.node.worker")
-    ) -> None:
+    def __init__(self, spec: RunSpec, number: int, program: tuple[str, ...] = PROGRAM) -> None:
         self.number, self.spec, self.program = number, spec, program
         self.run_dir = Path(spec.run_dir)
         self.token = run_token(self.run_dir)
@@ -134,12 +135,12 @@ class Node:
 class Driver:
     """The least that a coordinator does: binds, parks, and finds the step to go back to."""
 
-    def __init__(self, spec: RunSpec, nodes: int) -> None:
+    def __init__(self, spec: RunSpec, nodes: int, program: tuple[str, ...] = PROGRAM) -> None:
         self.spec = spec
         run = open_run(spec, read_index(Path(spec.data.path)).fingerprint, Path(spec.data.path))
         os.close(run.lock_fd)
         (Path(spec.run_dir) / "logs").mkdir(exist_ok=True)
-        self.nodes = [Node(spec, number) for number in range(nodes)]
+        self.nodes = [Node(spec, number, program) for number in range(nodes)]
         self.meeting = {node.number: node.hear(Warm).meeting_point for node in self.nodes}
         self.epoch = 0
 

@@ -84,6 +84,7 @@ def steps_on_this_rank(spec: RunSpec, steps: int = 2) -> Outcome:
     from phalanx.train.lifecycle.assemble import make_deterministic
     from phalanx.train.lifecycle.compose import build_model
     from phalanx.train.step.state import fill_initial, weights_sha256
+    from phalanx.train.step.step import Stepper
 
     device = torch.device("cpu")
     make_deterministic(spec, device)
@@ -99,9 +100,8 @@ def steps_on_this_rank(spec: RunSpec, steps: int = 2) -> Outcome:
                 found[name] = built.placement.whole(name, part.grad).numpy().copy()
 
     slots = [current.slot for current in built.rounds]
-    stepper = built.stepper(_batches(spec, slots), Ledger(time.monotonic_ns()))
-    stepper.before_update = keep_gradients
-    reports = [stepper.run(number) for number in range(1, steps + 1)]
+    stepper = Stepper(built, _batches(spec, slots), Ledger(time.monotonic_ns()))
+    reports = [stepper.run(number, before_update=keep_gradients) for number in range(1, steps + 1)]
     gradients_here = found if mesh.dense.mesh[mesh.pipeline_rank].flatten()[0] == mesh.rank else {}
     return Outcome(
         tuple(report.loss for report in reports),

@@ -12,6 +12,7 @@ beside it: its log, its link, its two segments) it answers with the process id o
 from __future__ import annotations
 
 import faulthandler
+import inspect
 import json
 import os
 import signal
@@ -23,14 +24,21 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Literal
 
+from torch.autograd import graph
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.fleet.node import worker
 from phalanx.fleet.node.worker_link import Bind
+from phalanx.parallel.pipeline.stage_links import StageLinks
+from phalanx.parallel.reduction import exact_sum, tree
+from phalanx.parallel.reduction.tree import TreeReduceScatter
+from phalanx.run.result import RunResult
 from phalanx.train.lifecycle import loop
+from phalanx.train.step.evaluate import evaluate
+from phalanx.train.step.state import weights_sha256
 from phalanx.train.step.step import Stepper
 
 START, END = "start", "end"
@@ -41,19 +49,22 @@ _LOG, _LINK = 0, 1
 _SILENT = ("wait_tensor", "_wrap_tensor_autograd")
 """Operations that say nothing to other ranks."""
 _PHASES = {
-    "evaluate": "evaluation",
-    "weights_sha256": "hash of the weights",
-    "_settle": "checkpoint",
-    "norm": "clipping",
-    "Stepper._sum_up": "loss",
-    "Stepper._balance": "balance",
-    "TreeReduceScatter.__call__": "reduction",
-    "exchange": "reduction",
-    "_engine_run_backward": "backward",
-    "StageLinks.__init__": "connecting",
-    "Stepper._slot": "forward",
+    inspect.unwrap(function).__code__: phase
+    for function, phase in {
+        evaluate: "evaluation",
+        weights_sha256: "hash of the weights",
+        loop._settle: "checkpoint",
+        exact_sum.norm: "clipping",
+        Stepper._reduce_losses: "loss",
+        Stepper._balance_experts: "balance",
+        TreeReduceScatter.__call__: "reduction",
+        tree.exchange: "reduction",
+        graph._engine_run_backward: "backward",
+        StageLinks.__init__: "connecting",
+        Stepper._slot_gradient: "forward",
+    }.items()
 }
-"""What a rank is doing, by the innermost of these functions that it is in."""
+"""The phase that a rank is in, by the innermost of these functions on its stack; named as objects, so that a rename shows."""
 
 
 @dataclass(frozen=True)
@@ -156,26 +167,26 @@ class Breaker(TorchDispatchMode):
 
 
 def _phase(frame: FrameType | None) -> str:
-    return next((_PHASES[name] for name in _functions(frame) if name in _PHASES), "setting up")
+    return next((_PHASES[code] for code in _stack(frame) if code in _PHASES), "setting up")
 
 
-def _functions(frame: FrameType | None) -> Iterator[str]:
+def _stack(frame: FrameType | None) -> Iterator[CodeType]:
     while frame is not None:
-        yield frame.f_code.co_qualname
+        yield frame.f_code
         frame = frame.f_back
 
 
 class SweptWorker(worker.Worker):
     """A worker whose epochs run under a ``Breaker``."""
 
-    def _live(self, bind: Bind) -> dict[str, Any] | None:
+    def _train(self, bind: Bind) -> RunResult | None:
         breaker = Breaker(self._post.run_dir, self._cut)
         breaker.enters(bind.rank)
         run, finished = Stepper.run, loop._finished
 
-        def run_here(stepper: Stepper, number: int, *args: Any) -> Any:
+        def run_here(stepper: Stepper, number: int, *args: Any, **kwargs: Any) -> Any:
             breaker.at(step_place(number))
-            return run(stepper, number, *args)
+            return run(stepper, number, *args, **kwargs)
 
         def finished_here(*args: Any) -> Any:
             breaker.at(END)
@@ -184,7 +195,7 @@ class SweptWorker(worker.Worker):
         Stepper.run, loop._finished = run_here, finished_here  # type: ignore[method-assign]
         try:
             with breaker:
-                result = super()._live(bind)
+                result = super()._train(bind)
             breaker.save()
             return result
         finally:

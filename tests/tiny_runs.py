@@ -77,7 +77,7 @@ def train_on_this_rank(spec: RunSpec, stop_before_step: int | None = None) -> di
     from phalanx.observe.event_log import EventLog, next_attempt
     from phalanx.observe.ledger import Ledger
     from phalanx.run.directory import RunDirectory
-    from phalanx.train.lifecycle.assemble import Origin, assemble
+    from phalanx.train.lifecycle.assemble import EpochInputs, assemble
     from phalanx.train.lifecycle.interrupt import StopRequest
     from phalanx.train.lifecycle.loop import train
     from phalanx.train.lifecycle.reporter import Reporter
@@ -94,12 +94,13 @@ def train_on_this_rank(spec: RunSpec, stop_before_step: int | None = None) -> di
     reporter = Reporter(EventLog(directory.events, opened[0]) if dist.get_rank() == 0 else None)
     device = torch.device("cpu")
     ledger = Ledger(time.monotonic_ns())
-    training = assemble(spec, directory, opened[0], device, reporter, ledger, StopRequest(), Origin())
+    training = assemble(EpochInputs(spec, directory, opened[0], device, ledger, StopRequest()), reporter)
     if stop_before_step is not None:
         broken = Crashing(training.built.model, stop_before_step, len(training.built.rounds), training)
         training.built = dataclasses.replace(training.built, model=broken)
     try:
-        return train(training)
+        result = train(training)
+        return None if result is None else result.to_json()
     except BrokenOffError:
         training.saver.wait()
         return None

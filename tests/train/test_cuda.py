@@ -40,5 +40,5 @@ def test_two_equal_runs_on_a_gpu_have_one_hash(dataset: Path, tmp_path: Path) ->
         leave()
         os.close(run.lock_fd)
         assert result is not None
-        hashes.add(result["weights_sha256"])
+        hashes.add(result.weights_sha256)
     assert len(hashes) == 1

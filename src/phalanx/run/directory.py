@@ -26,6 +26,7 @@ from typing import Any
 from phalanx.run.durable import write_atomically
 from phalanx.run.problems import listing
 from phalanx.run.read import spec_from_table
+from phalanx.run.result import RunResult, read_result
 from phalanx.run.spec import RunSpec
 
 CHECKPOINT_INDEX = "checkpoint.json"
@@ -150,14 +151,13 @@ class RunDirectory:
             raise RunDirectoryError(f"{self.path} is no run directory: nobody has started a run there yet")
         return int(started) - 1
 
-    def finished_result(self) -> dict[str, Any] | None:
+    def finished_result(self) -> RunResult | None:
         """The result of a complete run, or ``None``."""
-        found = read_small_json(self.result)
-        return found if "weights_sha256" in found else None
+        return read_result(read_small_json(self.result))
 
-    def write_result(self, result: dict[str, Any]) -> None:
+    def write_result(self, result: RunResult) -> None:
         """Marks the run complete."""
-        write_atomically(self.result, (json.dumps(result, indent=1) + "\n").encode())
+        write_atomically(self.result, (json.dumps(result.to_json(), indent=1) + "\n").encode())
 
 
 def read_small_json(path: Path) -> dict[str, Any]:

@@ -42,19 +42,20 @@ def audited_steps(
     from phalanx.train.lifecycle.assemble import make_deterministic
     from phalanx.train.lifecycle.compose import build_model
     from phalanx.train.step.state import fill_initial, state_tensors, weights_sha256
+    from phalanx.train.step.step import Stepper
 
     device = torch.device("cpu")
     make_deterministic(spec, device)
     mesh = build_mesh(spec, dist.get_world_size(), device)
     built = build_model(spec, mesh)
     fill_initial(built.model.parts, built.placement, spec)
-    stepper = built.stepper(iter(()), Ledger(time.monotonic_ns()))
+    stepper = Stepper(built, iter(()), Ledger(time.monotonic_ns()))
     step = 0
 
     def compute(current: Any) -> None:
         draw = np.random.default_rng([step, current.slot])
         shape = (spec.train.batch_size // spec.train.slots, spec.train.seq_len + 1)
-        stepper._slot(current, torch.from_numpy(draw.integers(0, spec.model.vocab_size, shape)))
+        stepper._slot_gradient(current, torch.from_numpy(draw.integers(0, spec.model.vocab_size, shape)))
 
     audit = LiveAudit(built.model, mesh.deal(spec.train.slots), spec.runtime.seed, every, compute)
     verdicts = []

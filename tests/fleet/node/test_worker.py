@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from driven_workers import PATIENCE_S, Driver, Node
+from driven_workers import PATIENCE_S, PROGRAM, Driver, Node
 from phalanx.fleet.node.worker_link import (
     Broken,
     Doubted,
@@ -48,13 +48,17 @@ def make_driver(dataset: Path, tmp_path: Path) -> Iterator[Any]:
     made: list[Driver] = []
 
     def make(
-        nodes: int, fleet: FleetSpec | None = None, every_steps: int | None = None, **parallel: Any
+        nodes: int,
+        fleet: FleetSpec | None = None,
+        every_steps: int | None = None,
+        program: tuple[str, ...] = PROGRAM,
+        **parallel: Any,
     ) -> Driver:
         spec: RunSpec = tiny_run(dataset, tmp_path / "run", steps=STEPS)
         if every_steps is not None:
             spec = replace_at(spec, "checkpoint.every_steps", every_steps)
         spec = dataclasses.replace(spec, parallel=ParallelSpec(**parallel), fleet=fleet or spec.fleet)
-        made.append(Driver(spec, nodes))
+        made.append(Driver(spec, nodes, program))
         return made[-1]
 
     yield make
@@ -211,3 +215,19 @@ def test_a_worker_whose_machine_computes_wrongly_says_so_instead_of_being_warm_a
     assert isinstance(said, Unfit)
     assert said.evidence == "matrix product: bfloat16 product 2 of 2: 1 of 1024 rows are wrong"
     assert node.process.wait(timeout=PATIENCE_S) == 0
+
+
+def test_only_a_worker_that_was_given_faults_imports_the_saboteur(
+    make_driver: Any, undisturbed: str, tmp_path: Path
+) -> None:
+    driver = make_driver(2, program=("-X", "importtime", *PROGRAM))
+    driver.nodes[1].tell(Inject("kill rank 1 at step 1000"))  # never comes
+    driver.bind(driver.nodes)
+    assert driver.finish() == undisturbed
+    normal, faulty = (
+        {line.split("|")[-1].strip() for line in log.read_text().splitlines() if "import time:" in line}
+        for log in sorted((tmp_path / "run" / "logs").glob("worker-*.log"))
+    )
+    assert "phalanx.train.lifecycle.loop" in normal
+    assert "phalanx.fleet.faults.saboteur" not in normal
+    assert "phalanx.fleet.faults.saboteur" in faulty

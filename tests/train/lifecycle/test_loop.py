@@ -86,22 +86,22 @@ def poisoned(spec: RunSpec, steps: set[int]) -> Any:
     """Trains with embeddings that are NaN throughout the given steps, on one rank."""
     import torch
 
-    from phalanx.train.step import step as step_module
+    from phalanx.train.step.step import Stepper
 
-    original = step_module.Stepper._slots
+    original = Stepper._run_slots
 
-    def slots(self: Any) -> Any:
-        losses, tokens = original(self)
+    def run_slots(self: Any, audit: Any) -> Any:
+        losses, tokens = original(self, audit)
         self.seen = getattr(self, "seen", 0) + 1
         if self.seen in steps:
-            next(iter(self.model.parts[0].parameters())).grad[0, 0] = torch.nan
+            next(iter(self.built.model.parts[0].parameters())).grad[0, 0] = torch.nan
         return losses, tokens
 
-    step_module.Stepper._slots = slots  # type: ignore[method-assign]
+    Stepper._run_slots = run_slots  # type: ignore[method-assign]
     try:
         return train_on_this_rank(spec)
     finally:
-        step_module.Stepper._slots = original  # type: ignore[method-assign]
+        Stepper._run_slots = original  # type: ignore[method-assign]
 
 
 def test_a_gradient_that_is_not_a_number_stops_the_run_with_the_weights_saved(

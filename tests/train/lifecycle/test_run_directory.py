@@ -17,6 +17,7 @@ from phalanx.run.directory import (
     read_resolved,
     step_folder,
 )
+from phalanx.run.result import RunResult
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.run_directory import OpenRun, choose, open_run, run_key
 from run.specs import replace_at
@@ -106,7 +107,7 @@ def test_an_unfinished_run_goes_on_in_its_folder_and_a_finished_one_is_left_alon
     assert first.path == Path("runs") / f"tiny-{run_key(nameless, 'f')[:8]}"
     first.path.mkdir(parents=True)
     assert choose(nameless, "f") == first
-    first.write_result({"step": 6})
+    first.write_result(RunResult(step=6, weights_sha256="0"))
     second = choose(nameless, "f")
     assert second.path.name == f"{first.path.name}-2"
 
@@ -163,5 +164,12 @@ def test_a_place_where_no_directory_can_be_is_named(spec: RunSpec, tmp_path: Pat
 def test_a_result_survives_being_written(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     assert directory.finished_result() is None
-    directory.write_result({"step": 3, "loss": 0.1, "weights_sha256": "0"})
-    assert directory.finished_result() == {"step": 3, "loss": 0.1, "weights_sha256": "0"}
+    result = RunResult(step=3, loss=0.1, tokens_per_s=7.0, layout={"tensor": 2}, weights_sha256="0")
+    directory.write_result(result)
+    assert directory.finished_result() == result
+
+
+def test_a_result_of_another_version_still_marks_its_run_complete(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.result.write_text('{"step": 3, "weights_sha256": "0", "of_another_version": 1}')
+    assert directory.finished_result() == RunResult(step=3, weights_sha256="0")

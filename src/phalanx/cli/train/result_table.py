@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from rich.table import Table
 
 from phalanx.run.directory import RunDirectory
+from phalanx.run.result import RunResult
 
 
-def result_table(result: Mapping[str, Any], directory: RunDirectory) -> Table:
-    """What one compares after a run, two columns."""
+def result_table(result: RunResult, directory: RunDirectory) -> Table:
+    """The figures by which runs are compared, in two columns."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     table.add_column(overflow="fold")
@@ -20,17 +20,14 @@ def result_table(result: Mapping[str, Any], directory: RunDirectory) -> Table:
     return table
 
 
-def _rows(result: Mapping[str, Any], directory: RunDirectory) -> Iterator[tuple[str, str]]:
-    if result.get("bits_per_byte") is not None:
-        text = f"{result['bits_per_byte']:.3f} bits per byte"
-        if result.get("xz_bits_per_byte") is not None:
-            text += f" (xz -9 reaches {result['xz_bits_per_byte']:.3f} on the same text)"
+def _rows(result: RunResult, directory: RunDirectory) -> Iterator[tuple[str, str]]:
+    if result.bits_per_byte is not None:
+        text = f"{result.bits_per_byte:.3f} bits per byte"
+        if result.xz_bits_per_byte is not None:
+            text += f" (xz -9 reaches {result.xz_bits_per_byte:.3f} on the same text)"
         yield "held-out text", text
-    if result.get("tokens_per_s"):
-        yield (
-            "speed",
-            f"{result['tokens_per_s']:,.0f} tokens/s, MFU {result['mfu']:.1%} of {result['peak_source']}",
-        )
+    if result.tokens_per_s and result.mfu is not None:
+        yield "speed", f"{result.tokens_per_s:,.0f} tokens/s, MFU {result.mfu:.1%} of {result.peak_source}"
     yield "run directory", str(directory.path)
     yield "loss curve", str(directory.curve)
-    yield "weights", f"sha256 {result['weights_sha256']}"
+    yield "weights", f"sha256 {result.weights_sha256}"

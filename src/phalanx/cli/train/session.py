@@ -11,18 +11,32 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
+from phalanx.observe.recoveries import Recovery
 from phalanx.run.directory import RunDirectory
+from phalanx.run.result import RunResult
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.ending import Ending
 from phalanx.train.lifecycle.run_directory import OpenRun
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+@dataclass(frozen=True)
+class FleetStory:
+    """What happened to a fleet during this start; its fields are added to the result's JSON."""
+
+    faults: tuple[str, ...]
+    """The faults that were asked for."""
+    recoveries: tuple[Recovery, ...]
+    ledger: dict[str, float]
+    """Seconds by ledger bucket, over all epochs."""
 
 
 def console_for(as_json: bool) -> Console:
@@ -59,21 +73,21 @@ def event_display(run: OpenRun, console: Console) -> Callable[[Callable[[], bool
     return show
 
 
-def already_done(spec: RunSpec, run_file: Path, done: dict[str, Any], console: Console, as_json: bool) -> int:
+def already_done(spec: RunSpec, run_file: Path, done: RunResult, console: Console, as_json: bool) -> int:
     """Reports a run directory whose run is complete; returns the exit code."""
     from phalanx.train.lifecycle.prepare import prepare_run
 
     run = prepare_run(spec, run_file, progress_on(console))  # checks that it is this run's directory
     os.close(run.lock_fd)
-    console.print(f"{run.directory.path} is complete: {done['step']} steps, nothing to do")
-    _report(run.directory, run.spec, console, as_json, {})
+    console.print(f"{run.directory.path} is complete: {done.step} steps, nothing to do")
+    _report(run.directory, run.spec, console, as_json, None)
     return 0
 
 
-def conclude(run: OpenRun, ending: Ending, console: Console, as_json: bool, more: dict[str, Any]) -> int:
-    """Reports how a run ended, with ``more`` added to its result; returns the exit code."""
+def conclude(run: OpenRun, ending: Ending, console: Console, as_json: bool, story: FleetStory | None) -> int:
+    """Reports how a run ended, with the fleet's ``story`` if it had one; returns the exit code."""
     if ending.status == "finished":
-        _report(run.directory, run.spec, console, as_json, more)
+        _report(run.directory, run.spec, console, as_json, story)
         return 0
     again = shlex.join(["phalanx", *sys.argv[1:]])
     if ending.status == "stopped":
@@ -87,12 +101,12 @@ def conclude(run: OpenRun, ending: Ending, console: Console, as_json: bool, more
 
 
 def _report(
-    directory: RunDirectory, spec: RunSpec, console: Console, as_json: bool, more: dict[str, Any]
+    directory: RunDirectory, spec: RunSpec, console: Console, as_json: bool, story: FleetStory | None
 ) -> None:
     """Prints a finished run's sample, held-out loss beside xz, speed, directory and hash; as JSON if asked."""
     result = directory.finished_result()
     assert result is not None
-    result |= more
+    table = result.to_json() | (asdict(story) if story else {})
     if spec.sample.prompt:
         from phalanx.serve.sample import sample_text
 
@@ -100,9 +114,9 @@ def _report(
         console.rule("[bold]sample[/]", align="left")
         console.print(text, markup=False)
         console.rule()
-        result["sample"] = text
+        table["sample"] = text
     from phalanx.cli.train.result_table import result_table
 
     console.print(result_table(result, directory))
     if as_json:
-        click.echo(json.dumps(result))
+        click.echo(json.dumps(table))

@@ -44,7 +44,7 @@ def train_as_rank(spec: RunSpec, run_file: Path, as_json: bool) -> int:
     if result is None:
         return EXIT_STOPPED
     if first and as_json:
-        print(json.dumps(result), flush=True)
+        print(json.dumps(result.to_json()), flush=True)
     return 0
 
 

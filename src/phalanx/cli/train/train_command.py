@@ -112,7 +112,7 @@ def _train_here(spec: RunSpec, run_file: Path, as_json: bool) -> int:
         )
     ending = run_locally(run, ranks, event_display(run, console))
     os.close(run.lock_fd)
-    return conclude(run, ending, console, as_json, {})
+    return conclude(run, ending, console, as_json, None)
 
 
 def _ranks(spec: RunSpec, run_file: Path) -> int:

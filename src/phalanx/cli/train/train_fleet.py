@@ -6,12 +6,18 @@ import dataclasses
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import click
 
 from phalanx.cli.errors import explained
-from phalanx.cli.train.session import already_done, conclude, console_for, event_display, progress_on
+from phalanx.cli.train.session import (
+    FleetStory,
+    already_done,
+    conclude,
+    console_for,
+    event_display,
+    progress_on,
+)
 from phalanx.data.errors import DataError
 from phalanx.fleet.faults.fault import FaultError
 from phalanx.fleet.faults.fault_list import FleetShape, read_faults
@@ -81,12 +87,9 @@ def _faults(spec: RunSpec, given: tuple[str, ...]) -> tuple[str, ...]:
         raise click.BadParameter(str(error), param_hint="--fault") from error
 
 
-def _story(run: OpenRun, faults: tuple[str, ...]) -> dict[str, Any]:
-    """What happened to the fleet, for the result."""
+def _story(run: OpenRun, faults: tuple[str, ...]) -> FleetStory:
+    """Reads what happened to the fleet from the events of this start."""
     events = [event for event in read_events(run.directory.events) if event.attempt >= run.attempt]
     account = goodput(events)
-    return {
-        "faults": list(faults),
-        "recoveries": [dataclasses.asdict(one) for one in recoveries(events, run.attempt)],
-        "ledger": {bucket: ns / NS_PER_S for bucket, ns in account.buckets_ns.items()},
-    }
+    ledger_s = {bucket: ns / NS_PER_S for bucket, ns in account.buckets_ns.items()}
+    return FleetStory(faults, tuple(recoveries(events, run.attempt)), ledger_s)

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.snapshot.memory import Segment
 from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
 from phalanx.fleet.faults.fault import (
@@ -37,7 +38,7 @@ from phalanx.fleet.faults.fault import (
 from phalanx.observe.ledger import Bucket
 from phalanx.parallel.reduction.data_parallel import local
 from phalanx.parallel.reduction.witness import Witness, attach
-from phalanx.train.lifecycle.assemble import Training
+from phalanx.train.step.built import Built
 from phalanx.train.step.state import state_tensors
 
 _FULL_BYTES = 4096
@@ -56,7 +57,7 @@ class Whereabouts:
 
 @dataclass
 class Saboteur:
-    """Breaks this worker, or what is around it, at the moments that its faults name."""
+    """Breaks this worker, or what is around it, at the moments that its faults name: the ``Hooks`` of a worker with faults."""
 
     here: Whereabouts
     segments: tuple[Segment, ...]
@@ -81,27 +82,29 @@ class Saboteur:
         """This worker has become a rank."""
         self.rank, self._slow = rank, 1.0
 
-    def forget(self) -> None:
+    def leaves(self) -> None:
         """The epoch has ended, and with it the model through which gradients passed."""
-        self.witness = Witness()
+        self.witness, self._parts = Witness(), ()
 
-    def rig(self, training: Training) -> None:
-        """Watches a training for the moments in a step."""
-        if not self._faults:
-            return
-        model = training.built.model
+    def assembled(self, built: Built, saver: AsyncSaver) -> None:
+        """Wraps the calls of a step at which faults may be due."""
+        model = built.model
         self._parts = model.parts
         _before(model, "begin", lambda: self.at("forward"))
         _before(model, "before_backward", lambda: self.at("backward"))
-        _before(training.saver, "save", lambda: self._soon("commit"))
-        training.built.waits[Bucket.COMM_EXPOSED_DP].entered = lambda: self.at("reduction")
+        _before(saver, "save", lambda: self._soon("commit"))
+        built.waits[Bucket.COMM_EXPOSED_DP].entered = lambda: self.at("reduction")
         _between(model, "begin", "end", self._dawdle)
-        if training.spec.fleet.audit_every_steps == 0 and any(
+        if built.spec.fleet.audit_every_steps == 0 and any(
             isinstance(fault.action, Corrupt) for _, fault in self._faults
         ):
             self.witness = attach(model)
 
-    def next_step(self, step: int) -> None:
+    def audited(self, witness: Witness) -> None:
+        """Gradients pass through ``witness``: it is what corrupts them."""
+        self.witness = witness
+
+    def step_begins(self, step: int) -> None:
         """``step`` begins."""
         self.step = step
         self.at(None)

@@ -27,8 +27,8 @@ class StragglerWatch:
 
     def __init__(self, stepper: Stepper, window_steps: int) -> None:
         self._stepper, self._window_steps, self._rule = stepper, window_steps, StragglerRule()
-        self._mesh = stepper.model.mesh
-        self._slots = sum(current.counts for current in stepper.rounds)
+        self._mesh = stepper.built.model.mesh
+        self._slots = sum(current.counts for current in stepper.built.rounds)
         self._history = History()
         self._times_s: list[float] = []
         self._computed_ns = self._compute_ns()

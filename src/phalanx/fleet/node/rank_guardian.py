@@ -16,21 +16,23 @@ import torch.distributed as dist
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.format.state import Shard
+from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.snapshot.memory import NO_STEP, Segment
 from phalanx.checkpoint.snapshot.tier import SnapshotHolder, SnapshotTier, restore_from_holders
 from phalanx.checkpoint.snapshot.writer import SnapshotWriter, TakenSnapshot
 from phalanx.checkpoint.tiers.tier import Tier
 from phalanx.fleet.core.retention import may_begin
-from phalanx.fleet.faults.saboteur import Saboteur
 from phalanx.fleet.health.live_audit import LiveAudit
 from phalanx.fleet.health.straggler_watch import StragglerWatch
 from phalanx.fleet.node import worker_link as link
+from phalanx.fleet.node.hooks import Hooks, NoHooks
 from phalanx.fleet.node.worker_orders import Orders, ParkedError
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.mesh.torch_compat import set_group_timeouts
 from phalanx.run.identity import identity
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.guardian import Guardian, Samples
+from phalanx.train.step.built import Built
 from phalanx.train.step.state import RestoredState, restore_newest
 from phalanx.train.step.step import Audit, Stepper, StepReport
 
@@ -64,12 +66,12 @@ class RankGuardian(Guardian):
         tls: ssl.SSLContext | None,
         send: Callable[[link.ToAgent], None],
         orders: Orders,
-        saboteur: Saboteur,
     ) -> None:
         """``segments`` are this worker's own two, ``token`` (and ``tls``) open the data ports of other nodes."""
         self._spec, self._segments, self._send = spec, segments, send
         self._token, self._tls = token, tls
-        self._orders, self._saboteur = orders, saboteur
+        self._orders = orders
+        self._hooks: Hooks = NoHooks()
         self._every = spec.fleet.snapshot_every_steps
         self._writer = SnapshotWriter(segments, identity(spec), on_complete=self._complete)
         self._bind: link.Bind | None = None
@@ -81,11 +83,12 @@ class RankGuardian(Guardian):
         self._watch: StragglerWatch | None = None
         self.epoch, self.step, self.phase, self.since_s = -1, NO_STEP, "warm", time.monotonic()
 
-    def enters(self, bind: link.Bind) -> None:
-        """This worker becomes a rank."""
+    def enters(self, bind: link.Bind, hooks: Hooks) -> None:
+        """This worker becomes a rank; ``hooks`` are called at the moments of its epoch."""
         self._bind, self.epoch, self.step = bind, bind.epoch, NO_STEP
         self._newest = NO_STEP
-        self._saboteur.enters(bind.rank)
+        self._hooks = hooks
+        hooks.enters(bind.rank)
         self._at("meeting")
 
     def leaves(self) -> None:
@@ -93,7 +96,7 @@ class RankGuardian(Guardian):
         self.epoch, self.step = -1, NO_STEP
         # Both lead to the model and its optimizer: there may be no room for the next epoch's beside them.
         self._watch = None
-        self._saboteur.forget()
+        self._hooks.leaves()
         self._at("warm")
 
     def restore(self, disk: Tier, shards: Sequence[Shard], mesh: Mesh) -> RestoredState | None:
@@ -108,7 +111,7 @@ class RankGuardian(Guardian):
         bind = self._bound()
         resume, began_s = bind.resume, time.monotonic()
         if bind.detected_unix_s > 0:
-            self._saboteur.at("recovery")
+            self._hooks.at("recovery")
         self._writer.bind(bind.epoch, bind.ranks, bind.rank, resume.step)
         if resume.step >= 0:
             error, extra, moved_bytes = self._from_memory(bind, shards)
@@ -153,6 +156,9 @@ class RankGuardian(Guardian):
 
     # --- what the training loop calls ---
 
+    def assembled(self, built: Built, saver: AsyncSaver) -> None:
+        self._hooks.assembled(built, saver)
+
     def safe(self) -> bool:
         return may_begin(self._newest, self._orders.safe_step(self.epoch))
 
@@ -165,17 +171,17 @@ class RankGuardian(Guardian):
         every = self._spec.fleet.audit_every_steps
         if every == 0:
             return None
-        deal = stepper.model.mesh.deal(self._spec.train.slots)
+        deal = stepper.built.model.mesh.deal(self._spec.train.slots)
         seed = self._spec.runtime.seed
         audit = LiveAudit(
-            stepper.model,
+            stepper.built.model,
             deal,
             seed,
             every,
-            lambda extra: stepper.again(extra, samples(self.step + 1, extra.slot)),
+            lambda extra: stepper.recompute_slot(extra, samples(self.step + 1, extra.slot)),
             good_step=last_audit(self._began_at, every),
         )
-        self._saboteur.witness = audit.witness
+        self._hooks.audited(audit.witness)
         return audit
 
     def begins(self, step: int, shards: Sequence[Shard], extra: dict[str, Any]) -> None:
@@ -189,7 +195,7 @@ class RankGuardian(Guardian):
         self._orders.check(self.epoch)
         self._send(link.StepEnded(self.epoch, step))
         self._look_for_stragglers(step)
-        safe, leave = not report.votes.unsafe, report.votes.leave
+        safe, leave = not report.flags.unsafe, report.flags.leave
         if self._every and safe and (leave or step % self._every == 0):
             self._take(step, shards, extra)
         self._progress(step)
@@ -201,13 +207,13 @@ class RankGuardian(Guardian):
         self._send(link.Saved(step))
 
     def fence(self) -> None:
-        self._saboteur.at("optimizer")
+        self._hooks.at("optimizer")
         self._writer.fence()
 
     def _take(self, step: int, shards: Sequence[Shard], extra: dict[str, Any]) -> None:
         self._at("snapshot")
         self._writer.take(step, shards, extra)
-        self._saboteur.at("snapshot")
+        self._hooks.at("snapshot")
         self._newest = step
 
     def _look_for_stragglers(self, step: int) -> None:
@@ -222,7 +228,7 @@ class RankGuardian(Guardian):
     def _progress(self, step: int) -> None:
         self.step = step
         self._at("step")
-        self._saboteur.next_step(step + 1)
+        self._hooks.step_begins(step + 1)
 
     def _at(self, phase: str) -> None:
         self.phase, self.since_s = phase, time.monotonic()

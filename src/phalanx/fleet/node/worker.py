@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -33,9 +33,9 @@ from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.snapshot.memory import segments_from
 from phalanx.fleet.control.hang import shortened
 from phalanx.fleet.control.security import read_certificates, run_token
-from phalanx.fleet.faults.saboteur import Saboteur, Whereabouts
 from phalanx.fleet.health.live_audit import CorruptionFoundError
 from phalanx.fleet.health.quick import complaints, of_device
+from phalanx.fleet.node.hooks import Hooks, NoHooks
 from phalanx.fleet.node.rank_guardian import RankGuardian
 from phalanx.fleet.node.worker_link import (
     Alive,
@@ -63,9 +63,13 @@ from phalanx.parallel.process_group.abort import Connections, abort
 from phalanx.parallel.process_group.meeting import MeetingPoint, meet
 from phalanx.parallel.process_group.rendezvous import RendezvousError, device_for, leave
 from phalanx.run.directory import RunDirectory, read_resolved
-from phalanx.train.lifecycle.assemble import Origin, keep, make_deterministic
+from phalanx.run.result import RunResult
+from phalanx.train.lifecycle.assemble import EpochInputs, make_deterministic, warm_up
 from phalanx.train.lifecycle.interrupt import StopRequest
-from phalanx.train.lifecycle.worker import EXIT_FAILED, die_with_parent, known_errors, live
+from phalanx.train.lifecycle.worker import EXIT_FAILED, die_with_parent, known_errors, run_epoch
+
+if TYPE_CHECKING:
+    from phalanx.fleet.faults.saboteur import Saboteur
 
 _MEET_TIMEOUT_S = 60.0
 """For the ranks of an epoch to connect to each other: gloo cannot be called back from that, nor does it notice that a
@@ -102,20 +106,16 @@ class Worker:
         self._directory = RunDirectory(post.run_dir)
         self._spec = read_resolved(self._directory)
         self._device = device_for(self._spec.runtime.device, post.local_rank)
-        segments = segments_from(post.segments)
+        self._segments = segments_from(post.segments)
         tls = read_certificates(post.certificates).client_context() if post.certificates else None
-        node = int(re.sub(r".*?(\d*)$", r"\1", post.node) or 0)
-        whereabouts = Whereabouts(
-            post.run_dir, node, node * self._spec.fleet.workers_per_node + post.local_rank
-        )
-        self._saboteur = Saboteur(whereabouts, segments, self._cut)
+        self._saboteur: Saboteur | None = None
         self._guardian = RankGuardian(
-            self._spec, segments, run_token(post.run_dir), tls, link.send, self._orders, self._saboteur
+            self._spec, self._segments, run_token(post.run_dir), tls, link.send, self._orders
         )
         self._meeting = MeetingPoint(post.host)
-        self._began_ns = time.time_ns()
+        self._began_ns, self._began_s = time.time_ns(), time.monotonic()
         make_deterministic(self._spec, self._device)
-        self._kept = keep(self._spec, self._device)
+        self._warm = warm_up(self._spec, self._device)
 
     def serve(self) -> None:
         """Obeys the agent until told to end."""
@@ -161,7 +161,6 @@ class Worker:
     def _epoch(self, bind: Bind) -> None:
         """One epoch, from meeting to leaving."""
         self._connections = connections = Connections.now()
-        self._saboteur.learn(self._orders.faults())
         with self._orders.session(bind.epoch, lambda: abort(connections, self._device)):
             said = self._lived(bind)
             if said is not None:
@@ -180,8 +179,8 @@ class Worker:
     def _lived(self, bind: Bind) -> ToAgent | None:
         """How an epoch ended: what is to be told of it; ``None`` if it ended by order."""
         try:
-            result = self._live(bind)
-            return Finished(bind.epoch, "" if result is None else json.dumps(result))
+            result = self._train(bind)
+            return Finished(bind.epoch, "" if result is None else json.dumps(result.to_json()))
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             if isinstance(error, CorruptionFoundError):
@@ -196,9 +195,9 @@ class Worker:
             sys.stderr.flush()
             return Broken(bind.epoch, text)
 
-    def _live(self, bind: Bind) -> dict[str, Any] | None:
+    def _train(self, bind: Bind) -> RunResult | None:
         ledger, self._began_ns = _account(self._directory, bind), time.time_ns()
-        self._guardian.enters(bind)
+        self._guardian.enters(bind, self._hooks())
         meet(
             bind.meeting_point,
             self._meeting if bind.rank == 0 else None,
@@ -209,15 +208,41 @@ class Worker:
             _MEET_TIMEOUT_S,
             lambda: self._orders.check(bind.epoch),
         )
-        origin = Origin(self._guardian.restore, self._guardian, self._kept)
-        attempt = self._post.attempt + bind.epoch
-
-        return live(
-            self._spec, self._directory, attempt, self._device, ledger, self._stop, origin, self._saboteur.rig
+        return run_epoch(
+            EpochInputs(
+                self._spec,
+                self._directory,
+                self._post.attempt + bind.epoch,
+                self._device,
+                ledger,
+                self._stop,
+                self._guardian.restore,
+                self._guardian,
+                self._warm,
+            )
         )
 
+    def _hooks(self) -> Hooks:
+        """The saboteur, once this worker has been given faults: without any it is not even imported."""
+        faults = self._orders.faults()
+        if faults and self._saboteur is None:
+            from phalanx.fleet.faults.saboteur import Saboteur, Whereabouts
+
+            node = int(re.sub(r".*?(\d*)$", r"\1", self._post.node) or 0)
+            worker = node * self._spec.fleet.workers_per_node + self._post.local_rank
+            self._saboteur = Saboteur(
+                Whereabouts(self._post.run_dir, node, worker),
+                self._segments,
+                self._cut,
+                began_s=self._began_s,
+            )
+        if self._saboteur is None:
+            return NoHooks()
+        self._saboteur.learn(faults)
+        return self._saboteur
+
     def _cut(self) -> None:
-        """Ends this worker's connections to the others."""
+        """Closes this worker's connections to the other ranks."""
         self._connections.shut()
 
     def _fresh_meeting_point(self) -> str:

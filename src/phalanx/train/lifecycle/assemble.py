@@ -1,4 +1,4 @@
-"""Puts a run together on one rank: mesh, model, optimizer, data, checkpoints, ledger."""
+"""Puts a run together on one rank: mesh, model, optimizer, restored state, checkpoint saver, data."""
 
 from __future__ import annotations
 
@@ -24,79 +24,89 @@ from phalanx.observe.ledger import Bucket, Ledger
 from phalanx.parallel.mesh.mesh import Mesh, build_mesh
 from phalanx.run.directory import RunDirectory, locate_checkpoints
 from phalanx.run.spec import RunSpec
-from phalanx.train.lifecycle.compose import Built, build_model
-from phalanx.train.lifecycle.guardian import Guardian, Nobody
+from phalanx.train.lifecycle.compose import build_model
+from phalanx.train.lifecycle.guardian import Guardian, NoGuardian
 from phalanx.train.lifecycle.interrupt import StopRequest
 from phalanx.train.lifecycle.reporter import Reporter
 from phalanx.train.lifecycle.run_directory import check_data
+from phalanx.train.step.built import Built
 from phalanx.train.step.state import RestoredState, fill_initial, restore_newest, state_shards, weight_shards
-from phalanx.train.step.step import Votes
+from phalanx.train.step.step import StepFlags
 
 
 @dataclass(frozen=True)
 class Peak:
-    """What 100% MFU means."""
+    """The rate that counts as 100% MFU."""
 
     flops_per_s: float
     source: str
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What a process that goes from one epoch of membership to the next need not make again."""
+class WarmState:
+    """Everything that a worker process makes once and takes from one epoch of membership to the next."""
 
     data: RunData
     peak_of_rank: Peak
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Where a rank comes from and who watches over it; by default, from the newest checkpoint on disk, and nobody."""
+RestoreSource = Callable[[Tier, Sequence[Shard], Mesh], RestoredState | None]
+"""Fills this rank's shards, given the tier of checkpoints on disk; ``None`` if there is nothing to restore and the run begins."""
 
-    restore: Callable[[Tier, Sequence[Shard], Mesh], RestoredState | None] = restore_newest
-    """Fills this rank's shards; ``None`` if there is nothing to restore and the run begins."""
-    guardian: Guardian = field(default_factory=Nobody)
-    kept: Kept | None = None
+
+@dataclass(frozen=True)
+class EpochInputs:
+    """The inputs of one rank for one epoch of membership; a run without a fleet is a single epoch."""
+
+    spec: RunSpec
+    """The resolved run."""
+    directory: RunDirectory
+    attempt: int
+    """The number under which this epoch's events and checkpoints are written."""
+    device: torch.device
+    ledger: Ledger
+    stop: StopRequest
+    restore: RestoreSource = restore_newest
+    guardian: Guardian = field(default_factory=NoGuardian)
+    warm: WarmState | None = None
+    """``None``: this process lives for one epoch, and all ranks make their warm state together."""
 
 
 @dataclass
 class Training:
     """A run on one rank, ready to step."""
 
-    spec: RunSpec
-    directory: RunDirectory
-    attempt: int
+    inputs: EpochInputs
+    reporter: Reporter
     mesh: Mesh
     built: Built
     data: RunData
     shards: list[Shard]
     saver: AsyncSaver
-    reporter: Reporter
-    ledger: Ledger
-    stop: StopRequest
     peak: Peak
+    """Of all ranks together."""
     restored: RestoredState | None
-    guardian: Guardian
     memory_bytes: dict[str, int] = field(default_factory=dict)
-    """By kind, on the rank that holds most of it, once it has been measured."""
+    """Measured memory by kind, on the rank that holds most of it; empty until it is measured."""
     stalls_s: dict[int, float] = field(default_factory=dict)
-    """For how long each save held training up, by step."""
+    """The time for which each save held training up, by step."""
     last_saved_step: int | None = None
     last_save_good: bool = True
-    """Whether the newest save that has ended is durable; rank 0 knows."""
+    """True if the newest save that has ended is durable; known to rank 0 only."""
 
-    def votes(self) -> Votes:
-        """What this rank asks of all."""
-        return Votes(self.stop.made, not self.guardian.safe(), self.guardian.leaving())
+    def flags(self) -> StepFlags:
+        """This rank's requests to all, for the next step."""
+        guardian = self.inputs.guardian
+        return StepFlags(self.inputs.stop.made, not guardian.safe(), guardian.leaving())
 
     def fence(self) -> None:
-        """Before weights change: copies of them that still run come first."""
+        """Waits until no save or snapshot copies the weights any more: they are about to change."""
         self.saver.fence()
-        self.guardian.fence()
+        self.inputs.guardian.fence()
 
 
 def make_deterministic(spec: RunSpec, device: torch.device) -> None:
-    """Fixes what of PyTorch's own choices would reach the bits."""
+    """Fixes those of PyTorch's settings that would change the bits: threads, seed, deterministic kernels."""
     torch.set_num_threads(spec.runtime.threads)
     torch.manual_seed(spec.runtime.seed)
     torch.use_deterministic_algorithms(True)
@@ -106,75 +116,66 @@ def make_deterministic(spec: RunSpec, device: torch.device) -> None:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
-def assemble(
-    spec: RunSpec,
-    directory: RunDirectory,
-    attempt: int,
-    device: torch.device,
-    reporter: Reporter,
-    ledger: Ledger,
-    stop: StopRequest,
-    origin: Origin,
-) -> Training:
-    """Builds everything on this rank and restores the state that it begins with."""
+def assemble(inputs: EpochInputs, reporter: Reporter) -> Training:
+    """Builds everything on this rank and restores the state that training begins with. A collective call."""
+    spec, ledger = inputs.spec, inputs.ledger
     ledger.switch(Bucket.START_PLAN_COMPILE)
-    mesh = build_mesh(spec, dist.get_world_size(), device)
+    mesh = build_mesh(spec, dist.get_world_size(), inputs.device)
     built = build_model(spec, mesh)
     parts, placement = built.model.parts, built.placement
     shards = state_shards(parts, built.optimizer, placement)
+
     ledger.switch(Bucket.START_RESTORE)
-    tier = DiskTier(directory.checkpoints)
-    restored = origin.restore(tier, shards, mesh)
+    tier = DiskTier(inputs.directory.checkpoints)
+    restored = inputs.restore(tier, shards, mesh)
     if restored is None:
         fill_initial(parts, placement, spec)
         if spec.checkpoint.init_from:
             load_weights(Path(spec.checkpoint.init_from), weight_shards(parts, placement))
+
     saver = AsyncSaver(
         tier,
         mesh.rank,
         mesh.ranks,
-        attempt=attempt,
+        attempt=inputs.attempt,
         timeout_s=spec.checkpoint.timeout_s,
         retention=Retention(spec.checkpoint.keep_last, spec.checkpoint.keep_every or None),
     )
-    kept = origin.kept
-    if kept is None:
+    warm = inputs.warm
+    if warm is None:
         saver.prepare(shards)
-        kept = _first_time(spec, mesh, ledger)
-    check_data(directory, kept.data.fingerprint)
+        warm = _warm_up_together(spec, mesh, ledger)
+    check_data(inputs.directory, warm.data.fingerprint)
     ledger.switch(Bucket.START_WARMUP)
     return Training(
-        spec=spec,
-        directory=directory,
-        attempt=attempt,
+        inputs=inputs,
+        reporter=reporter,
         mesh=mesh,
         built=built,
-        data=kept.data,
+        data=warm.data,
         shards=shards,
         saver=saver,
-        reporter=reporter,
-        ledger=ledger,
-        stop=stop,
-        peak=_of_all(kept.peak_of_rank, mesh.ranks),
+        peak=Peak(warm.peak_of_rank.flops_per_s * mesh.ranks, f"{mesh.ranks} x {warm.peak_of_rank.source}"),
         restored=restored,
-        guardian=origin.guardian,
     )
 
 
-def keep(spec: RunSpec, device: torch.device) -> Kept:
-    """Opens the data and finds out what this machine can do, without any other rank."""
-    return Kept(RunData(Path(spec.data.path), spec.train.seq_len, spec.runtime.seed), _peak(spec, device))
+def warm_up(spec: RunSpec, device: torch.device) -> WarmState:
+    """Opens the data and measures this machine's peak rate, without any other rank."""
+    return WarmState(
+        RunData(Path(spec.data.path), spec.train.seq_len, spec.runtime.seed), _peak(spec, device)
+    )
 
 
-def _first_time(spec: RunSpec, mesh: Mesh, ledger: Ledger) -> Kept:
-    """The same on all ranks at once: they will compute at once."""
+def _warm_up_together(spec: RunSpec, mesh: Mesh, ledger: Ledger) -> WarmState:
+    """Warms up on all ranks at once, since they will compute at once; the peak is the mean of all."""
     ledger.switch(Bucket.START_DATA_SEEK)
     dist.barrier()
     ledger.switch(Bucket.START_WARMUP)
-    kept = keep(spec, mesh.device)
-    rate = torch.tensor([kept.peak_of_rank.flops_per_s], dtype=torch.float64, device=mesh.device)
+    warm = warm_up(spec, mesh.device)
+    rate = torch.tensor([warm.peak_of_rank.flops_per_s], dtype=torch.float64, device=mesh.device)
     dist.all_reduce(rate)
-    return Kept(kept.data, Peak(float(rate.item()) / mesh.ranks, kept.peak_of_rank.source))
+    return WarmState(warm.data, Peak(float(rate.item()) / mesh.ranks, warm.peak_of_rank.source))
 
 
 def load_weights(source: Path, shards: list[Shard]) -> None:
@@ -189,7 +190,7 @@ def load_weights(source: Path, shards: list[Shard]) -> None:
 
 
 def _peak(spec: RunSpec, device: torch.device) -> Peak:
-    """The peak of a rank: by data sheet where the accelerator is known, else measured now."""
+    """Returns the peak of one rank: by data sheet where the accelerator is known, else measured now."""
     dtype = torch.bfloat16 if spec.precision.compute == "bf16" else torch.float32
     if device.type == "cuda" and dtype == torch.bfloat16:
         known = accelerator_named(torch.cuda.get_device_name(device))
@@ -201,9 +202,5 @@ def _peak(spec: RunSpec, device: torch.device) -> Peak:
 
 @functools.cache
 def _measured_flops(device: torch.device, dtype: torch.dtype, threads: int) -> float:  # noqa: ARG001  a part of the key
-    """Once in a process: it takes longer than many a small run."""
+    """Measured once in a process: it takes longer than many a small run."""
     return measure_matmul_flops(device, dtype)
-
-
-def _of_all(one: Peak, ranks: int) -> Peak:
-    return Peak(one.flops_per_s * ranks, f"{ranks} x {one.source}")

@@ -8,19 +8,18 @@ parameters it finds. Which combinations are legal is decided in ``phalanx.run.la
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from phalanx.model.custom import Chain
 from phalanx.model.transformer import Transformer
-from phalanx.observe.ledger import Bucket, Ledger
+from phalanx.observe.ledger import Bucket
 from phalanx.parallel.context.apply import apply_context
 from phalanx.parallel.expert.apply import apply_experts
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.mesh.partition import Partition
-from phalanx.parallel.mesh.slots import Round, rounds_of
+from phalanx.parallel.mesh.slots import rounds_of
 from phalanx.parallel.pipeline.runner import Pipeline
 from phalanx.parallel.pipeline.schedules import Schedule, stages_of_rank
 from phalanx.parallel.reduction.data_parallel import DataParallel, named_parameters, spread
@@ -30,51 +29,18 @@ from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.model_facts import compute_dtype, model_facts, whole_model
 from phalanx.train.optimizers.choose import make_optimizer
 from phalanx.train.optimizers.offload_moments import MomentStore
-from phalanx.train.optimizers.optimizer import Optimizer
+from phalanx.train.step.built import Built
 from phalanx.train.step.placement import Placement
 from phalanx.train.step.slot import Loop, Losses, SlotRunner, Staged
-from phalanx.train.step.step import Batches, Stepper
 from phalanx.train.transforms.offload import apply_activation_offload
 from phalanx.train.transforms.precision import apply_precision
 from phalanx.train.transforms.recompute import apply_recompute
-
-
-@dataclass(frozen=True)
-class Built:
-    """A model on one rank, with memory but without values."""
-
-    model: DataParallel
-    placement: Placement
-    """Where what this rank holds lies in the whole."""
-    runner: SlotRunner
-    optimizer: Optimizer
-    rounds: list[Round]
-    """What this rank computes in each step."""
-    waits: Mapping[Bucket, CommClock]
-    """What counts the time that forward and backward wait, by the ledger's buckets."""
-    flops_per_token: int
-    """Training FLOP per token of the whole model."""
-
-    def stepper(self, batches: Batches, ledger: Ledger) -> Stepper:
-        """What runs steps on ``batches``, from the first update on."""
-        return Stepper(
-            spec=self.runner.losses.spec,
-            model=self.model,
-            placement=self.placement,
-            runner=self.runner,
-            optimizer=self.optimizer,
-            rounds=self.rounds,
-            batches=batches,
-            ledger=ledger,
-            waits=self.waits,
-        )
-
 
 _AXES = (Bucket.COMM_EXPOSED_DP, Bucket.COMM_EXPOSED_TP, Bucket.COMM_EXPOSED_CP, Bucket.COMM_EXPOSED_EP)
 
 
 def build_model(spec: RunSpec, mesh: Mesh) -> Built:
-    """This rank's parts of the model of a resolved ``spec``, their optimizer, and what runs slots through them."""
+    """Builds this rank's parts of the model of a resolved ``spec``, their optimizer, and the runner of their slots."""
     waits, facts = clocks(mesh.device), model_facts(spec)
     parts, partitions = divided_parts(spec, mesh, waits, facts.stages)
     model = spread(parts, mesh, spec, waits[Bucket.COMM_EXPOSED_DP])
@@ -91,20 +57,21 @@ def build_model(spec: RunSpec, mesh: Mesh) -> Built:
     )
     rounds = rounds_of(mesh.deal(spec.train.slots), mesh.replica, mesh.shard_rank)
     runner = _runner(spec, mesh, model, waits)
-    return Built(model, placement, runner, optimizer, rounds, waits, facts.flops_per_token)
+    return Built(spec, model, placement, runner, optimizer, rounds, waits, facts.flops_per_token)
 
 
 def clocks(device: torch.device) -> dict[Bucket, CommClock]:
-    """What counts the time that forward and backward wait for each axis."""
+    """A stopwatch per communication axis, for the time that forward and backward wait for it."""
     return {axis: CommClock(blocking=device.type == "cpu") for axis in _AXES}
 
 
 def divided_parts(
     spec: RunSpec, mesh: Mesh, waits: Mapping[Bucket, CommClock], stages: Sequence[range]
 ) -> tuple[list[Transformer | Chain], dict[str, Partition]]:
-    """This rank's stages of the model, on the meta device, divided by all axes but FSDP's, and where its parts lie.
+    """Builds this rank's stages of the model on the meta device, divided by all axes but FSDP's.
 
-    ``stages`` are the layers of each stage of the whole pipeline.
+    ``stages`` are the layers of each stage of the whole pipeline. Returns this rank's stages, and for the parameters that the
+    axes divide, where this rank's parts lie.
     """
     parts: list[Transformer | Chain] = []
     partitions: dict[str, Partition] = {}

@@ -1,8 +1,8 @@
-"""Whoever watches over a rank from outside of the training loop.
+"""The interface between the training loop and whatever watches over its rank from outside.
 
-The loop does not know who answers when it asks whether the newest copy of the state is safe and whether to go on, and who
-looks at the state when a step has ended. A rank of a fleet has a guardian that talks to its node's agent
-(``phalanx.fleet``); one that runs alone has nobody.
+The loop asks its guardian whether the newest copy of the state is safe and whether the epoch is to end, and shows it the state
+after each step. A rank of a fleet has a guardian that talks to its node's agent (``phalanx.fleet``); a rank that runs without a
+fleet has ``NoGuardian``.
 """
 
 from __future__ import annotations
@@ -15,46 +15,55 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.checkpoint.format.state import Shard
+from phalanx.checkpoint.save.saver import AsyncSaver
+from phalanx.train.step.built import Built
 from phalanx.train.step.step import Audit, Stepper, StepReport
 
 Samples = Callable[[int, int], NDArray[np.int64]]
-"""What a slot of a step holds, ``(sequences, seq_len + 1)``: step from 1, slot from 0."""
+"""Returns the samples of a slot, ``(sequences, seq_len + 1)``, given the step (from 1) and the slot (from 0)."""
 
 
 class Guardian(Protocol):
     """Watches over one rank in one epoch of membership."""
 
     @abstractmethod
+    def assembled(self, built: Built, saver: AsyncSaver) -> None:
+        """Called once the model is built and its state restored, before training begins."""
+
+    @abstractmethod
     def safe(self) -> bool:
-        """Whether the newest copy of this rank's state that was taken would survive the loss of this node."""
+        """True if this rank's newest snapshot would survive the loss of this node."""
 
     @abstractmethod
     def leaving(self) -> bool:
-        """Whether this rank wants the epoch to end at the next step boundary."""
+        """True if this rank wants the epoch to end at the next step boundary."""
 
     @abstractmethod
     def audit(self, stepper: Stepper, samples: Samples) -> Audit | None:
-        """Who audits the steps of ``stepper``, if anybody does."""
+        """Returns the audit of the steps of ``stepper``; ``None`` if they are not audited."""
 
     @abstractmethod
     def begins(self, step: int, shards: Sequence[Shard], extra: dict[str, Any]) -> None:
-        """The state of ``step`` is in place, and training begins."""
+        """Called when training begins with the state of ``step`` in ``shards``; ``extra`` goes with it into snapshots."""
 
     @abstractmethod
     def ended(self, step: int, shards: Sequence[Shard], extra: dict[str, Any], report: StepReport) -> None:
-        """``step`` has ended as ``report`` says, the same on all ranks but for times. May raise, to end the epoch."""
+        """Called after each step, with the same ``report`` on all ranks but for times. May raise, to end the epoch."""
 
     @abstractmethod
     def saved(self, step: int) -> None:
-        """The checkpoint of ``step`` is on disk. Called on rank 0."""
+        """Called on rank 0 when the checkpoint of ``step`` is committed on disk."""
 
     @abstractmethod
     def fence(self) -> None:
-        """Before weights change: copies that still run come first."""
+        """Returns once no copy of the weights is in flight: they are about to change."""
 
 
-class Nobody(Guardian):
-    """The guardian of a rank that runs without a fleet."""
+class NoGuardian(Guardian):
+    """The guardian of a rank that runs without a fleet: nothing to ask, nobody to tell."""
+
+    def assembled(self, built: Built, saver: AsyncSaver) -> None:
+        pass
 
     def safe(self) -> bool:
         return True

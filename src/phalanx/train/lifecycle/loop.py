@@ -1,6 +1,6 @@
 """The training loop: from wherever the run is to its last step, or to a request to stop.
 
-It can be read from top to bottom; what a step is stands in ``phalanx.train.step.step``.
+It can be read from top to bottom; ``phalanx.train.step.step`` has what a step is.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import math
 import resource
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -32,11 +33,12 @@ from phalanx.observe.events import (
 from phalanx.observe.ledger import Bucket
 from phalanx.observe.records import environment_record
 from phalanx.observe.throughput import typical
+from phalanx.run.result import RunResult
 from phalanx.train.lifecycle.assemble import Training
-from phalanx.train.step.evaluate import Evaluation, evaluate
+from phalanx.train.step.evaluate import HeldOutLoss, evaluate
 from phalanx.train.step.memory import MemoryMeter, extremes
 from phalanx.train.step.state import weights_sha256
-from phalanx.train.step.step import Stepper, StepReport
+from phalanx.train.step.step import Audit, Stepper, StepReport
 
 
 class NonFiniteError(RuntimeError):
@@ -49,79 +51,94 @@ class UnsavedError(RuntimeError):
 
 @dataclass
 class Progress:
-    """How far the run is. All of it goes into checkpoints."""
+    """How far the run is; all of it goes into checkpoints."""
 
     step: int = 0
+    """Steps done, skipped ones included."""
     tokens: int = 0
     updates: int = 0
     skipped_in_a_row: int = 0
     loss: float | None = None
     """Of the last step whose loss was finite."""
 
+    @classmethod
+    def from_extra(cls, extra: Mapping[str, Any]) -> Progress:
+        """Reads the progress back from a checkpoint's ``extra``."""
+        return cls(**{field.name: extra[field.name] for field in fields(cls)})
 
-def train(training: Training) -> dict[str, Any] | None:
+    def advance(self, report: StepReport, updates: int) -> None:
+        """Counts one more step; ``updates`` are those applied so far."""
+        self.step += 1
+        self.tokens += report.tokens
+        self.updates = updates
+        if math.isfinite(report.loss):
+            self.loss = report.loss
+        self.skipped_in_a_row = 0 if report.applied else self.skipped_in_a_row + 1
+
+
+def train(training: Training) -> RunResult | None:
     """Trains to the last step and returns the result; ``None`` if the run was asked to stop before.
 
     Raises:
         NonFiniteError: As ``train.on_nonfinite`` or ``train.max_skipped`` says.
         UnsavedError: The last checkpoint failed; the run can be started again from an older one.
     """
-    spec, ledger = training.spec, training.ledger
+    spec, ledger, guardian = training.inputs.spec, training.inputs.ledger, training.inputs.guardian
     progress = _begin(training)
     recent_s: list[float] = []
     with _prefetch(training, progress.step) as batches:
-        stepper = training.built.stepper(batches, ledger)
-        stepper.updates, stepper.before_update = progress.updates, training.fence
-        stepper.audit = training.guardian.audit(stepper, lambda step, slot: _samples(training, step, slot))
-        training.guardian.begins(progress.step, training.shards, _extra(training, progress))
+        stepper = Stepper(training.built, batches, ledger, progress.updates)
+        audit = guardian.audit(stepper, lambda step, slot: _samples(training, step, slot))
+        guardian.begins(progress.step, training.shards, _extra(training, progress))
         if 0 < progress.step < spec.train.steps and _due(progress.step, spec.checkpoint.every_steps):
-            # Restored from memory: what ended the last epoch may have kept this step from the disk.
+            # After an in-memory restore the checkpoint that was due at this step may be missing: the fault may have
+            # come before it was committed.
             _save(training, progress)
         ledger.switch(Bucket.STEP_HOST_GAP)
         while progress.step < spec.train.steps:
             begin = time.perf_counter()
-            measured = len(recent_s) + 1 == spec.observe.memory_at_step
-            report = (_measured_step if measured else _plain_step)(training, stepper, progress.step + 1)
+            if len(recent_s) + 1 == spec.observe.memory_at_step:
+                report = _measured_step(training, stepper, progress.step + 1, audit)
+            else:
+                report = stepper.run(
+                    progress.step + 1, training.flags(), before_update=training.fence, audit=audit
+                )
             recent_s.append(time.perf_counter() - begin)
-            _advance(training, progress, report, stepper.updates)
+            if not report.applied:
+                _skip_or_raise(training, progress, report)
+            progress.advance(report, stepper.updates)
             _log_step(training, progress, report, recent_s)
-            if report.votes.leave and spec.fleet.snapshot_every_steps == 0:
-                _save(training, progress)  # no memory holds this step for the next epoch
+            if report.flags.leave and spec.fleet.snapshot_every_steps == 0:
+                _save(training, progress)  # no snapshot holds this step for the next epoch
                 _settle(training)
-            training.guardian.ended(progress.step, training.shards, _extra(training, progress), report)
+            guardian.ended(progress.step, training.shards, _extra(training, progress), report)
             last = progress.step == spec.train.steps
             if not last and _due(progress.step, spec.evaluation.every_steps):
                 _evaluate(training, progress.step, spec.evaluation.sequences)
-            if not last and (report.votes.stop or _due(progress.step, spec.checkpoint.every_steps)):
+            if not last and (report.flags.stop or _due(progress.step, spec.checkpoint.every_steps)):
                 _save(training, progress)
             _collect(training)
-            if report.votes.stop and not last:
+            if report.flags.stop and not last:
                 _stopped(training, progress)
                 return None
     return _finished(training, progress, recent_s)
 
 
-def _plain_step(training: Training, stepper: Stepper, number: int) -> StepReport:
-    return stepper.run(number, training.votes())
-
-
-def _measured_step(training: Training, stepper: Stepper, number: int) -> StepReport:
-    """A step during which this rank looks at what it holds in memory."""
+def _measured_step(training: Training, stepper: Stepper, number: int, audit: Audit | None) -> StepReport:
+    """Runs a step and measures the memory that each rank holds at its peak."""
     meter = MemoryMeter(
         training.built.model.parts,
         lambda: [part.tensor for held in training.built.optimizer.state().values() for part in held],
         training.mesh.device,
-        compiled=training.spec.runtime.compile,
+        compiled=training.inputs.spec.runtime.compile,
     )
 
     def before_update() -> None:
         training.fence()
         meter.gradients_complete()
 
-    stepper.before_update = before_update
     with meter:
-        report = _plain_step(training, stepper, number)
-    stepper.before_update = training.fence
+        report = stepper.run(number, training.flags(), before_update=before_update, audit=audit)
     most, least = extremes(meter.result(), training.mesh.device)
     training.memory_bytes = most
     training.reporter.emit(MemoryMeasured(number, most, least))
@@ -133,7 +150,7 @@ def _due(step: int, every: int) -> bool:
 
 
 def _begin(training: Training) -> Progress:
-    """Says what starts, and from where."""
+    """Reports the start and the restored checkpoint; returns the progress at which training begins."""
     restored, reporter = training.restored, training.reporter
     if reporter.speaks:
         reporter.emit(_started(training))
@@ -141,18 +158,15 @@ def _begin(training: Training) -> Progress:
         return Progress()
     for line in restored.passed_over:
         reporter.warn(f"passed over a damaged checkpoint: {line}")
-    source = restored.source or str(training.directory.checkpoints)
+    source = restored.source or str(training.inputs.directory.checkpoints)
     reporter.emit(Restored(restored.step, source, restored.seconds, moved_bytes=restored.moved_bytes))
-    extra = restored.extra
-    return Progress(
-        restored.step, extra["tokens"], extra["updates"], extra["skipped_in_a_row"], extra["loss"]
-    )
+    return Progress.from_extra(restored.extra)
 
 
 def _started(training: Training) -> RunStarted:
-    spec = training.spec
+    spec = training.inputs.spec
     return RunStarted(
-        run=str(training.directory.path),
+        run=str(training.inputs.directory.path),
         steps=spec.train.steps,
         ranks=training.mesh.ranks,
         device=str(training.mesh.device.type),
@@ -165,41 +179,31 @@ def _started(training: Training) -> RunStarted:
 
 
 def _prefetch(training: Training, done_steps: int) -> Prefetch[NDArray[np.int64]]:
-    """This rank's slots, round after round and step after step, each made while the one before is computed."""
+    """The samples of this rank's slots, step after step, each read while the one before is computed."""
     rounds = training.built.rounds
 
     def samples(number: int) -> NDArray[np.int64]:
         step, turn = divmod(number, len(rounds))
         return _samples(training, step + 1, rounds[turn].slot)
 
-    return Prefetch(samples, range(done_steps * len(rounds), training.spec.train.steps * len(rounds)))
+    return Prefetch(samples, range(done_steps * len(rounds), training.inputs.spec.train.steps * len(rounds)))
 
 
 def _samples(training: Training, step: int, slot: int) -> NDArray[np.int64]:
-    """What slot ``slot`` of step ``step`` (from 1) holds: ``(sequences, seq_len + 1)``."""
-    train = training.spec.train
+    """The samples ``(sequences, seq_len + 1)`` of slot ``slot`` in step ``step`` (from 1)."""
+    train = training.inputs.spec.train
     per_slot = train.batch_size // train.slots
     return training.data.train_samples((step - 1) * train.batch_size + slot * per_slot, per_slot)
 
 
-def _advance(training: Training, progress: Progress, report: StepReport, updates: int) -> None:
-    """Takes note of a step; one that was not finite is skipped or ends the run."""
-    if not report.applied:
-        _nonfinite(training, progress, report)
-    progress.step += 1
-    progress.tokens += report.tokens
-    progress.updates = updates
-    progress.loss = report.loss if math.isfinite(report.loss) else progress.loss
-    progress.skipped_in_a_row = 0 if report.applied else progress.skipped_in_a_row + 1
-
-
-def _nonfinite(training: Training, progress: Progress, report: StepReport) -> None:
-    train = training.spec.train
+def _skip_or_raise(training: Training, progress: Progress, report: StepReport) -> None:
+    """Reports a step that was not finite; returns if it may be skipped, else saves the run and raises ``NonFiniteError``."""
+    train = training.inputs.spec.train
     skip = train.on_nonfinite == "skip" and progress.skipped_in_a_row + 1 < train.max_skipped
-    first = ", ".join(report.nonfinite[:3]) + (
-        f" and {len(report.nonfinite) - 3} more" * (len(report.nonfinite) > 3)
-    )
-    what = f"loss {report.loss:g}, gradient norm {report.grad_norm:g}: not finite are {first}"
+    sources = ", ".join(report.nonfinite[:3])
+    if len(report.nonfinite) > 3:
+        sources += f" and {len(report.nonfinite) - 3} more"
+    what = f"loss {report.loss:g}, gradient norm {report.grad_norm:g}: not finite are {sources}"
     training.reporter.emit(NonFinite(progress.step + 1, what, skipped=skip))
     if skip:
         return
@@ -216,13 +220,13 @@ def _nonfinite(training: Training, progress: Progress, report: StepReport) -> No
 
 
 def _log_step(training: Training, progress: Progress, report: StepReport, recent_s: list[float]) -> None:
-    spec = training.spec
+    spec = training.inputs.spec
     due = progress.step % spec.observe.log_every_steps == 0 or progress.step == spec.train.steps
     if not due or not training.reporter.speaks:
         return
     step_s = typical(recent_s[-spec.observe.log_every_steps :]) or recent_s[-1]
     tokens_per_s = report.tokens / step_s
-    seconds = training.ledger.seconds()
+    seconds = training.inputs.ledger.seconds()
     in_steps = sum(value for name, value in seconds.items() if name.startswith("step."))
     training.reporter.emit(
         Step(
@@ -254,11 +258,11 @@ def _peak_memory_bytes(training: Training) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _evaluate(training: Training, step: int, sequences: int) -> Evaluation | None:
-    with training.ledger.bucket(Bucket.EVAL):
+def _evaluate(training: Training, step: int, sequences: int) -> HeldOutLoss | None:
+    with training.inputs.ledger.bucket(Bucket.EVAL):
         begin = time.perf_counter()
         evaluation = evaluate(
-            training.built.model, training.built.runner, training.data, training.spec, sequences
+            training.built.model, training.built.runner, training.data, training.inputs.spec, sequences
         )
         seconds = time.perf_counter() - begin
         # Gathering weights and waiting for stages here was evaluation, not a step's.
@@ -275,34 +279,34 @@ def _save(training: Training, progress: Progress, weights: str | None = None) ->
         return
     training.last_saved_step = progress.step
     extra = _extra(training, progress)
-    with training.ledger.bucket(Bucket.CKPT_BLOCKING):
+    with training.inputs.ledger.bucket(Bucket.CKPT_BLOCKING):
         receipt = training.saver.save(progress.step, training.shards, extra, weights_sha256=weights)
     training.stalls_s[progress.step] = receipt.stall_s
 
 
 def _extra(training: Training, progress: Progress) -> dict[str, Any]:
-    """What of a run's state is not tensors."""
+    """The part of a run's state that is not tensors, for checkpoints and snapshots."""
     return {
         **vars(progress),
-        "next_sample": progress.step * training.spec.train.batch_size,
-        "seed": training.spec.runtime.seed,
+        "next_sample": progress.step * training.inputs.spec.train.batch_size,
+        "seed": training.inputs.spec.runtime.seed,
         "data_fingerprint": training.data.fingerprint,
     }
 
 
 def _collect(training: Training) -> None:
-    """Takes note of the saves that have ended."""
+    """Reports the saves that have ended since the last call."""
     outcomes = training.saver.poll()
     for outcome in outcomes:
         training.last_save_good = outcome.status != "failed"
         if outcome.status == "committed":
-            training.guardian.saved(outcome.step)
-    training.reporter.saved(outcomes, training.stalls_s, str(training.directory.checkpoints))
+            training.inputs.guardian.saved(outcome.step)
+    training.reporter.saved(outcomes, training.stalls_s, str(training.inputs.directory.checkpoints))
 
 
 def _settle(training: Training) -> bool:
-    """Waits until all saves have ended; whether the last of them is durable, as rank 0 knows."""
-    with training.ledger.bucket(Bucket.CKPT_BLOCKING):
+    """Waits until all saves have ended. True, on every rank, if the last of them is durable."""
+    with training.inputs.ledger.bucket(Bucket.CKPT_BLOCKING):
         training.saver.wait()
         _collect(training)
         good = [training.last_save_good]
@@ -311,17 +315,17 @@ def _settle(training: Training) -> bool:
 
 
 def _stopped(training: Training, progress: Progress) -> None:
-    training.ledger.switch(Bucket.STOP)
+    training.inputs.ledger.switch(Bucket.STOP)
     saved = _settle(training)
-    reason = training.stop.signal_name or "another rank was asked to stop"
+    reason = training.inputs.stop.signal_name or "another rank was asked to stop"
     kept = f"step {progress.step} is saved" if saved else "the last checkpoint failed, an older one is kept"
-    training.reporter.emit(Stopped(progress.step, f"{reason}; {kept}", training.ledger.seconds()))
+    training.reporter.emit(Stopped(progress.step, f"{reason}; {kept}", training.inputs.ledger.seconds()))
 
 
-def _finished(training: Training, progress: Progress, recent_s: list[float]) -> dict[str, Any]:
-    """The last evaluation, hash and checkpoint, and the result that one compares."""
-    evaluation = _evaluate(training, progress.step, training.spec.evaluation.final_sequences)
-    training.ledger.switch(Bucket.STOP)
+def _finished(training: Training, progress: Progress, recent_s: list[float]) -> RunResult:
+    """Evaluates, hashes and saves the final weights, and writes the result."""
+    evaluation = _evaluate(training, progress.step, training.inputs.spec.evaluation.final_sequences)
+    training.inputs.ledger.switch(Bucket.STOP)
     weights = weights_sha256(training.built.model.parts, training.built.placement)
     _save(training, progress, weights)
     if not _settle(training):
@@ -329,44 +333,36 @@ def _finished(training: Training, progress: Progress, recent_s: list[float]) -> 
             f"all {progress.step} steps are done, but the last checkpoint could not be saved; make room and start "
             "again: the run goes on from the newest one"
         )
-    training.ledger.switch(Bucket.STEP_HOST_GAP)
-    result = _result(training, progress, recent_s, evaluation, weights)
+    training.inputs.ledger.switch(Bucket.STEP_HOST_GAP)
+    tokens_per_s = _typical_speed(training, progress, recent_s)
+    layout = training.mesh.layout
+    result = RunResult(
+        run_dir=str(training.inputs.directory.path),
+        step=progress.step,
+        loss=progress.loss,
+        tokens=progress.tokens,
+        tokens_per_s=tokens_per_s,
+        mfu=_mfu(training, tokens_per_s) if tokens_per_s else None,
+        peak_flops_per_s=training.peak.flops_per_s,
+        peak_source=training.peak.source,
+        held_out_loss=evaluation.loss if evaluation else None,
+        bits_per_byte=evaluation.bits_per_byte if evaluation else None,
+        xz_bits_per_byte=training.data.index.held_out_xz_bits_per_byte,
+        ranks=training.mesh.ranks,
+        memory_bytes=training.memory_bytes,
+        layout=layout.degrees | {"expert": layout.expert},
+        weights_sha256=weights,
+    )
     if training.mesh.rank == 0:
-        training.directory.write_result(result)
-    training.reporter.emit(Finished(result, training.ledger.seconds()))
+        training.inputs.directory.write_result(result)
+    training.reporter.emit(Finished(result.to_json(), training.inputs.ledger.seconds()))
     return result
 
 
 def _typical_speed(training: Training, progress: Progress, recent_s: list[float]) -> float | None:
-    """Tokens per second in the median step of this attempt, or, if it had none to do, of those before."""
+    """Tokens per second in the median step of this attempt, or of earlier attempts if this one had no step to do."""
     if recent_s:
         return progress.tokens / progress.step / (typical(recent_s, len(recent_s)) or math.inf)
-    steps = [event.body for event in read_events(training.directory.events) if isinstance(event.body, Step)]
-    return typical([step.tokens_per_s for step in steps], len(steps))
-
-
-def _result(
-    training: Training,
-    progress: Progress,
-    recent_s: list[float],
-    evaluation: Evaluation | None,
-    weights: str,
-) -> dict[str, Any]:
-    tokens_per_s = _typical_speed(training, progress, recent_s)
-    return {
-        "run_dir": str(training.directory.path),
-        "step": progress.step,
-        "loss": progress.loss,
-        "tokens": progress.tokens,
-        "tokens_per_s": tokens_per_s,
-        "mfu": _mfu(training, tokens_per_s) if tokens_per_s else None,
-        "peak_flops_per_s": training.peak.flops_per_s,
-        "peak_source": training.peak.source,
-        "held_out_loss": evaluation.loss if evaluation else None,
-        "bits_per_byte": evaluation.bits_per_byte if evaluation else None,
-        "xz_bits_per_byte": training.data.index.held_out_xz_bits_per_byte,
-        "ranks": training.mesh.ranks,
-        "memory_bytes": training.memory_bytes,
-        "layout": training.mesh.layout.degrees | {"expert": training.mesh.layout.expert},
-        "weights_sha256": weights,
-    }
+    events = read_events(training.inputs.directory.events)
+    speeds = [event.body.tokens_per_s for event in events if isinstance(event.body, Step)]
+    return typical(speeds, len(speeds))

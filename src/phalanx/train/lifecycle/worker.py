@@ -14,19 +14,15 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from phalanx.train.lifecycle.interrupt import StopRequest
 
 if TYPE_CHECKING:
-    import torch
-
-    from phalanx.observe.ledger import Ledger
     from phalanx.run.directory import RunDirectory
-    from phalanx.run.spec import RunSpec
-    from phalanx.train.lifecycle.assemble import Origin, Training
+    from phalanx.run.result import RunResult
+    from phalanx.train.lifecycle.assemble import EpochInputs
     from phalanx.train.lifecycle.reporter import Reporter
 
 EXIT_FAILED = 1
@@ -44,8 +40,8 @@ def die_with_parent() -> None:
         os._exit(EXIT_FAILED)
 
 
-def run_rank(spec_dir: Path, attempt: int, stop: StopRequest) -> dict[str, Any] | None:
-    """Trains the run of a run directory on this rank; the process group has been joined.
+def run_rank(run_dir: Path, attempt: int, stop: StopRequest) -> RunResult | None:
+    """Trains the run of a run directory on this rank, without a fleet; the process group has been joined.
 
     Returns the result, or ``None`` if the run was asked to stop. Lets every error through.
     """
@@ -53,30 +49,21 @@ def run_rank(spec_dir: Path, attempt: int, stop: StopRequest) -> dict[str, Any] 
     from phalanx.observe.records import process_age_ns
     from phalanx.parallel.process_group.rendezvous import RankEnvironment, device_for, rank_environment
     from phalanx.run.directory import RunDirectory, read_resolved
-    from phalanx.train.lifecycle.assemble import Origin, make_deterministic
+    from phalanx.train.lifecycle.assemble import EpochInputs, make_deterministic
 
     ledger = Ledger(time.monotonic_ns() - process_age_ns(), Bucket.START_PROCESS)
-    directory = RunDirectory(spec_dir)
+    directory = RunDirectory(run_dir)
     spec = read_resolved(directory)
     place = rank_environment(os.environ) or RankEnvironment(0, 1, 0, "", "phalanx")
     device = device_for(spec.runtime.device, place.local_rank)
     make_deterministic(spec, device)
-    return live(spec, directory, attempt, device, ledger, stop, Origin(), _freeze)
+    return run_epoch(EpochInputs(spec, directory, attempt, device, ledger, stop))
 
 
-def live(
-    spec: RunSpec,
-    directory: RunDirectory,
-    attempt: int,
-    device: torch.device,
-    ledger: Ledger,
-    stop: StopRequest,
-    origin: Origin,
-    assembled: Callable[[Training], None],
-) -> dict[str, Any] | None:
-    """One life of a rank, from its process group to the result; ``None`` if the run was asked to stop.
+def run_epoch(inputs: EpochInputs) -> RunResult | None:
+    """Runs one epoch of a rank, from its process group to the result; ``None`` if the run was asked to stop.
 
-    ``assembled`` is called once everything is in place. Whatever happens, nothing is left open.
+    Whatever happens, the event stream, the sinks and the saver are closed.
     """
     import torch.distributed as dist
 
@@ -86,14 +73,18 @@ def live(
     from phalanx.train.lifecycle.loop import train
     from phalanx.train.lifecycle.reporter import Reporter
 
-    first = dist.get_rank() == 0
-    reporter = Reporter(EventLog(directory.events, attempt) if first else None)
+    first, directory = dist.get_rank() == 0, inputs.directory
+    reporter = Reporter(EventLog(directory.events, inputs.attempt) if first else None)
     if first:
-        reporter.sinks = open_sinks(spec.observe.sinks, directory.path, directory.path.name)
+        reporter.sinks = open_sinks(inputs.spec.observe.sinks, directory.path, directory.path.name)
     training = None
     try:
-        training = assemble(spec, directory, attempt, device, reporter, ledger, stop, origin)
-        assembled(training)
+        training = assemble(inputs, reporter)
+        if inputs.warm is None:
+            # Only in a process of one epoch: what is frozen is never collected, and in a worker that goes on to the
+            # next epoch, reference cycles would keep this epoch's model in memory.
+            freeze_gc()
+        inputs.guardian.assembled(training.built, training.saver)
         result = train(training)
         if first:
             _draw(directory, reporter)
@@ -105,8 +96,8 @@ def live(
             training.saver.close()
 
 
-def _freeze(_training: Training) -> None:
-    """What lives as long as the process need not be looked at by every collection."""
+def freeze_gc() -> None:
+    """Exempts all objects that exist now from garbage collection, so that later collections are quick."""
     gc.collect()
     gc.freeze()
 

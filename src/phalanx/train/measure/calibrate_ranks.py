@@ -27,8 +27,9 @@ from phalanx.parallel.mesh.torch_compat import all_gather_single, sum_scatter_al
 from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.assemble import make_deterministic
-from phalanx.train.lifecycle.compose import Built, build_model
+from phalanx.train.lifecycle.compose import build_model
 from phalanx.train.measure.calibrate import Points, Settings
+from phalanx.train.step.built import Built
 from phalanx.train.step.memory import MemoryMeter, extremes
 from phalanx.train.step.state import fill_initial
 from phalanx.train.step.step import Stepper
@@ -162,7 +163,7 @@ def _steps(spec: RunSpec, steps: int) -> MeasuredStep:
     make_deterministic(spec, device)
     built = build_model(spec, build_mesh(spec, dist.get_world_size(), device))
     fill_initial(built.model.parts, built.placement, spec)
-    stepper = built.stepper(_batches(spec, built), Ledger())
+    stepper = Stepper(built, _batches(spec, built), Ledger())
     stepper.run(1)
     memory = _memory(built, stepper, device)
     wall, cpu = [], []
@@ -183,10 +184,8 @@ def _memory(built: Built, stepper: Stepper, device: torch.device) -> dict[str, i
         device,
         compiled=False,
     )
-    stepper.before_update = meter.gradients_complete
     with meter:
-        stepper.run(2)
-    stepper.before_update = lambda: None
+        stepper.run(2, before_update=meter.gradients_complete)
     return extremes(meter.result(), device)[0]
 
 

@@ -36,6 +36,7 @@ from phalanx.run.layout import SPLIT_BACKWARD, layout_of, micro_batches_per_slot
 from phalanx.run.spec import MemorySpec, ModelSpec, OptimizerSpec, PrecisionSpec, RunSpec, RuntimeSpec
 from phalanx.train.lifecycle.compose import build_model, clocks, divided_parts
 from phalanx.train.step.state import fill_initial
+from phalanx.train.step.step import Stepper
 
 _DEVICE = torch.device("cpu")
 _KINDS = {
@@ -113,7 +114,7 @@ def counted(spec: RunSpec, mesh: Mesh) -> Calls:
     """The collectives of one optimizer step of a tiny ``spec``."""
     built = build_model(spec, mesh)
     fill_initial(built.model.parts, built.placement, spec)
-    stepper = built.stepper(_batches(spec), Ledger(time.monotonic_ns()))
+    stepper = Stepper(built, _batches(spec), Ledger(time.monotonic_ns()))
     with _Counting(_axes(mesh)) as counting:
         report = stepper.run(1)
     assert report.applied, "nothing in a dry run is infinite"

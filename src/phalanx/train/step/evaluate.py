@@ -24,8 +24,8 @@ from phalanx.train.step.slot import SlotRunner
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """What came of an evaluation."""
+class HeldOutLoss:
+    """The loss on held-out text."""
 
     loss: float
     """Mean cross-entropy in nats a token."""
@@ -48,7 +48,7 @@ def _batch(data: RunData, numbers: NDArray[np.int64], size: int) -> tuple[Tensor
 @torch.no_grad()
 def evaluate(
     model: DataParallel, runner: SlotRunner, data: RunData, spec: RunSpec, wanted: int
-) -> Evaluation | None:
+) -> HeldOutLoss | None:
     """The loss on ``wanted`` held-out sequences (0: on all), evenly spaced; ``None`` if there are none."""
     sequences = min(wanted or data.held_out_len, data.held_out_len)
     if sequences == 0:
@@ -72,4 +72,4 @@ def evaluate(
     dist.all_reduce(losses)
     nats = math.fsum(losses.tolist())
     text_bytes = int(data.held_out_bytes(numbers).sum())
-    return Evaluation(nats / (sequences * spec.train.seq_len), nats / math.log(2) / max(1, text_bytes))
+    return HeldOutLoss(nats / (sequences * spec.train.seq_len), nats / math.log(2) / max(1, text_bytes))
