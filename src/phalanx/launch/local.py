@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from phalanx.run.factory import rank_environment
-from phalanx.train.lifecycle.ending import Ending
+from phalanx.train.lifecycle.ending import Ending, last_words
 from phalanx.train.lifecycle.run_directory import OpenRun
 from phalanx.train.lifecycle.worker import EXIT_STOPPED
 
@@ -175,16 +175,7 @@ def _ending(run: OpenRun, processes: list[subprocess.Popen[bytes]], culprit: int
         return Ending("finished")
     if culprit is None:  # asked to stop, perhaps before all were started
         return Ending("stopped", exit_code=EXIT_STOPPED)
-    log = run.directory.log(run.attempt, culprit)
-    return Ending("failed", culprit, codes[culprit], _last_words(log, codes[culprit]))
-
-
-def _last_words(log: Path, code: int) -> str:
-    """What to tell the user of a rank's end: its own error line if it wrote one, else the tail of its log."""
+    log, code = run.directory.log(run.attempt, culprit), codes[culprit]
     if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    lines = log.read_text(errors="replace").splitlines()
-    for number, line in enumerate(lines):
-        if line.startswith("error: "):
-            return "\n".join([line.removeprefix("error: "), *lines[number + 1 :]])
-    return "\n".join([f"ended with exit code {code}; the end of {log}:", *lines[-15:]])
+        return Ending("failed", culprit, code, f"was killed by {signal.Signals(-code).name}")
+    return Ending("failed", culprit, code, last_words(log, f"ended with exit code {code}"))

@@ -44,6 +44,7 @@ from phalanx.observe.events import EpochLeft, Message
 from phalanx.run.directory import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.identity import identity
 from phalanx.run.spec import RunSpec
+from phalanx.train.lifecycle.ending import report_failure
 from phalanx.train.lifecycle.worker import die_with_parent
 
 _LONGEST_TICK_S = 1.0
@@ -369,7 +370,8 @@ def main() -> int:
     try:
         return run_coordinator(args, arguments.certificates)
     except (JournalError, RunDirectoryError, SecurityError, TransportError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        log = RunDirectory(args.run_dir).named_log(args.attempt, "coordinator")
+        report_failure(error, log, args.attempt)
         return 1
 
 

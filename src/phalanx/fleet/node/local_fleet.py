@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,7 @@ from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in,
 from phalanx.fleet.control.security import run_token
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.run.factory import rank_environment
-from phalanx.train.lifecycle.ending import Ending
+from phalanx.train.lifecycle.ending import Ending, last_words
 from phalanx.train.lifecycle.run_directory import OpenRun
 from phalanx.train.lifecycle.worker import EXIT_STOPPED
 
@@ -44,7 +44,7 @@ class Lead:
     """Of this machine, as the others reach it."""
     port: int
     domain: tuple[str, ...] = ()
-    spare: bool = False
+    started_as_spare: bool = False
     certificates: Path | None = None
 
     @property
@@ -89,7 +89,7 @@ class LocalFleet:
     def spare_names(self) -> tuple[str, ...]:
         """Of the nodes here that get no rank at first."""
         if self.lead is not None:
-            return self.names if self.lead.spare else ()
+            return self.names if self.lead.started_as_spare else ()
         return self.names[self.nodes :]
 
 
@@ -274,13 +274,5 @@ def _ending(run: OpenRun, processes: _Processes) -> Ending:
         return Ending("stopped", exit_code=EXIT_STOPPED)
     if seen is not None and seen.phase is FleetPhase.FAILED:
         return Ending("failed", None, 1, seen.reason)
-    return Ending("failed", None, 1, _tail(processes.log("coordinator")))
-
-
-def _tail(log: Path, lines: int = 15) -> str:
-    """The end of a log, with its own error line first if it has one."""
-    written: Sequence[str] = log.read_text(errors="replace").splitlines() if log.exists() else []
-    for line in reversed(written):
-        if line.startswith("error: "):
-            return f"the coordinator could not run: {line.removeprefix('error: ')}"
-    return "\n".join([f"the coordinator could not run; the end of {log}:", *written[-lines:]])
+    why = "the coordinator could not run"
+    return Ending("failed", None, 1, last_words(processes.log("coordinator"), why, prefix=f"{why}: "))

@@ -31,7 +31,7 @@ from phalanx.train.optimizers.choose import make_optimizer
 from phalanx.train.optimizers.offload_moments import MomentStore
 from phalanx.train.step.built import Built
 from phalanx.train.step.placement import Placement
-from phalanx.train.step.slot import Loop, Losses, SlotRunner, Staged
+from phalanx.train.step.slot import LoopRunner, Losses, PipelineRunner, SlotRunner
 from phalanx.train.transforms.offload import apply_activation_offload
 from phalanx.train.transforms.precision import apply_precision
 from phalanx.train.transforms.recompute import apply_recompute
@@ -117,9 +117,9 @@ def _runner(spec: RunSpec, mesh: Mesh, model: DataParallel, waits: dict[Bucket, 
     losses = Losses(spec, mesh, vocabulary_piece(mesh, spec, waits[Bucket.COMM_EXPOSED_TP]))
     parallel = spec.parallel
     if parallel.pipeline == 1:
-        return Loop(model, losses)
+        return LoopRunner(model, losses)
     schedule = Schedule(parallel.pipeline_schedule, parallel.pipeline, stages_per_rank(parallel))
     held = spec.train.seq_len // mesh.layout.model_ranks, spec.model.dim
     engine = Pipeline(model.parts, schedule, mesh.pipeline_groups, held, compute_dtype(spec), mesh.device)
     waits[Bucket.STEP_BUBBLE] = engine.clock
-    return Staged(model, losses, engine)
+    return PipelineRunner(model, losses, engine)

@@ -1,17 +1,89 @@
-"""How the processes of a run ended, as whoever started them tells it to the user."""
+"""The end of a run's processes: what a failing one leaves behind, and what its launcher tells the user.
+
+A process that ends by an error that is meant for the user leaves it as a typed record beside its log, so that its launcher need
+not search the log for it. One that ends in any other way leaves no record: then the end of its log, with the traceback, is all
+there is to show.
+"""
 
 from __future__ import annotations
 
+import sys
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from phalanx.run.durable import write_atomically
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How the ranks of a run ended."""
+    """How the processes of a run ended, for the user."""
 
-    status: str
-    """"finished", "stopped" or "failed"."""
+    status: Literal["finished", "stopped", "failed"]
     failed_rank: int | None = None
     exit_code: int = 0
     message: str = ""
-    """What the failed rank last printed."""
+    """Why it failed."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a process of a run ended."""
+
+    kind: str
+    """The class of the error."""
+    message: str
+    """The text for the user, remedy included."""
+    attempt: int
+    rank: int | None = None
+    """``None`` for a process that holds no rank, such as a coordinator."""
+    remedy: str = ""
+    """The part of the message that says what to do, of errors that have it apart."""
+
+
+class RunFailedError(RuntimeError):
+    """The run cannot go on, and the user can do something about it: ``remedy``, which is also a part of the message."""
+
+    def __init__(self, message: str, remedy: str) -> None:
+        super().__init__(message)
+        self.remedy = remedy
+
+
+def failure_file(log: Path) -> Path:
+    """The place of the failure record of the process that writes ``log``."""
+    return log.with_suffix(".failure.json")
+
+
+def report_failure(error: Exception, log: Path, attempt: int, rank: int | None = None) -> None:
+    """Prints the error of this process, for people, and leaves its record beside ``log``, for the launcher.
+
+    A disk that takes no more leaves the log to speak.
+    """
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    remedy = error.remedy if isinstance(error, RunFailedError) else ""
+    failure = Failure(type(error).__name__, str(error), attempt, rank, remedy)
+    with suppress(OSError):
+        write_atomically(failure_file(log), msgspec.json.encode(failure))
+
+
+def read_failure(log: Path) -> Failure | None:
+    """The record of the process that wrote ``log``; ``None`` if it left none that can be read."""
+    try:
+        return msgspec.json.decode(failure_file(log).read_bytes(), type=Failure)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def last_words(log: Path, ended: str, *, prefix: str = "", lines: int = 15) -> str:
+    """The text for the user about the end of the process that wrote ``log``.
+
+    It is the process's own error after ``prefix``, if it left one; else ``ended``, which says how it ended, and the end of the log.
+    """
+    failure = read_failure(log)
+    if failure is not None:
+        return f"{prefix}{failure.message}"
+    written = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return "\n".join([f"{ended}; the end of {log}:", *written[-lines:]])

@@ -35,22 +35,23 @@ from phalanx.observe.records import environment_record
 from phalanx.observe.throughput import typical
 from phalanx.run.result import RunResult
 from phalanx.train.lifecycle.assemble import Training
+from phalanx.train.lifecycle.ending import RunFailedError
 from phalanx.train.step.evaluate import HeldOutLoss, evaluate
 from phalanx.train.step.memory import MemoryMeter, extremes
 from phalanx.train.step.state import weights_sha256
 from phalanx.train.step.step import Audit, Stepper, StepReport
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(RunFailedError):
     """The loss or the gradient was infinite or not a number, and the run is to stop at that."""
 
 
-class UnsavedError(RuntimeError):
+class UnsavedError(RunFailedError):
     """The run came to its end, but its last state could not be saved."""
 
 
 @dataclass
-class Progress:
+class TrainProgress:
     """How far the run is; all of it goes into checkpoints."""
 
     step: int = 0
@@ -62,7 +63,7 @@ class Progress:
     """Of the last step whose loss was finite."""
 
     @classmethod
-    def from_extra(cls, extra: Mapping[str, Any]) -> Progress:
+    def from_extra(cls, extra: Mapping[str, Any]) -> TrainProgress:
         """Reads the progress back from a checkpoint's ``extra``."""
         return cls(**{field.name: extra[field.name] for field in fields(cls)})
 
@@ -149,18 +150,18 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _begin(training: Training) -> Progress:
+def _begin(training: Training) -> TrainProgress:
     """Reports the start and the restored checkpoint; returns the progress at which training begins."""
     restored, reporter = training.restored, training.reporter
     if reporter.speaks:
         reporter.emit(_started(training))
     if restored is None:
-        return Progress()
+        return TrainProgress()
     for line in restored.passed_over:
         reporter.warn(f"passed over a damaged checkpoint: {line}")
     source = restored.source or str(training.inputs.directory.checkpoints)
     reporter.emit(Restored(restored.step, source, restored.seconds, moved_bytes=restored.moved_bytes))
-    return Progress.from_extra(restored.extra)
+    return TrainProgress.from_extra(restored.extra)
 
 
 def _started(training: Training) -> RunStarted:
@@ -196,7 +197,7 @@ def _samples(training: Training, step: int, slot: int) -> NDArray[np.int64]:
     return training.data.train_samples((step - 1) * train.batch_size + slot * per_slot, per_slot)
 
 
-def _skip_or_raise(training: Training, progress: Progress, report: StepReport) -> None:
+def _skip_or_raise(training: Training, progress: TrainProgress, report: StepReport) -> None:
     """Reports a step that was not finite; returns if it may be skipped, else saves the run and raises ``NonFiniteError``."""
     train = training.inputs.spec.train
     skip = train.on_nonfinite == "skip" and progress.skipped_in_a_row + 1 < train.max_skipped
@@ -214,12 +215,11 @@ def _skip_or_raise(training: Training, progress: Progress, report: StepReport) -
         if train.on_nonfinite == "skip"
         else 'lower optimizer.lr, lengthen schedule.warmup_steps, or set train.on_nonfinite = "skip"'
     )
-    raise NonFiniteError(
-        f"step {progress.step + 1}: {what}; the weights are those of step {progress.step}, {saved}. {remedy}"
-    )
+    weights = f"the weights are those of step {progress.step}, {saved}"
+    raise NonFiniteError(f"step {progress.step + 1}: {what}; {weights}. {remedy}", remedy)
 
 
-def _log_step(training: Training, progress: Progress, report: StepReport, recent_s: list[float]) -> None:
+def _log_step(training: Training, progress: TrainProgress, report: StepReport, recent_s: list[float]) -> None:
     spec = training.inputs.spec
     due = progress.step % spec.observe.log_every_steps == 0 or progress.step == spec.train.steps
     if not due or not training.reporter.speaks:
@@ -273,7 +273,7 @@ def _evaluate(training: Training, step: int, sequences: int) -> HeldOutLoss | No
     return evaluation
 
 
-def _save(training: Training, progress: Progress, weights: str | None = None) -> None:
+def _save(training: Training, progress: TrainProgress, weights: str | None = None) -> None:
     """Hands the state to the saver; training waits for one memory copy."""
     if training.last_saved_step == progress.step:
         return
@@ -284,7 +284,7 @@ def _save(training: Training, progress: Progress, weights: str | None = None) ->
     training.stalls_s[progress.step] = receipt.stall_s
 
 
-def _extra(training: Training, progress: Progress) -> dict[str, Any]:
+def _extra(training: Training, progress: TrainProgress) -> dict[str, Any]:
     """The part of a run's state that is not tensors, for checkpoints and snapshots."""
     return {
         **vars(progress),
@@ -314,7 +314,7 @@ def _settle(training: Training) -> bool:
     return good[0]
 
 
-def _stopped(training: Training, progress: Progress) -> None:
+def _stopped(training: Training, progress: TrainProgress) -> None:
     training.inputs.ledger.switch(Bucket.STOP)
     saved = _settle(training)
     reason = training.inputs.stop.signal_name or "another rank was asked to stop"
@@ -322,17 +322,16 @@ def _stopped(training: Training, progress: Progress) -> None:
     training.reporter.emit(Stopped(progress.step, f"{reason}; {kept}", training.inputs.ledger.seconds()))
 
 
-def _finished(training: Training, progress: Progress, recent_s: list[float]) -> RunResult:
+def _finished(training: Training, progress: TrainProgress, recent_s: list[float]) -> RunResult:
     """Evaluates, hashes and saves the final weights, and writes the result."""
     evaluation = _evaluate(training, progress.step, training.inputs.spec.evaluation.final_sequences)
     training.inputs.ledger.switch(Bucket.STOP)
     weights = weights_sha256(training.built.model.parts, training.built.placement)
     _save(training, progress, weights)
     if not _settle(training):
-        raise UnsavedError(
-            f"all {progress.step} steps are done, but the last checkpoint could not be saved; make room and start "
-            "again: the run goes on from the newest one"
-        )
+        remedy = "make room and start again: the run goes on from the newest one"
+        what = f"all {progress.step} steps are done, but the last checkpoint could not be saved"
+        raise UnsavedError(f"{what}; {remedy}", remedy)
     training.inputs.ledger.switch(Bucket.STEP_HOST_GAP)
     tokens_per_s = _typical_speed(training, progress, recent_s)
     layout = training.mesh.layout
@@ -359,7 +358,7 @@ def _finished(training: Training, progress: Progress, recent_s: list[float]) -> 
     return result
 
 
-def _typical_speed(training: Training, progress: Progress, recent_s: list[float]) -> float | None:
+def _typical_speed(training: Training, progress: TrainProgress, recent_s: list[float]) -> float | None:
     """Tokens per second in the median step of this attempt, or of earlier attempts if this one had no step to do."""
     if recent_s:
         return progress.tokens / progress.step / (typical(recent_s, len(recent_s)) or math.inf)

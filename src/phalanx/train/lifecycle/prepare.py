@@ -6,13 +6,13 @@ Nothing here needs torch, so that mistakes show before a rank is started.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from phalanx.data.corpus import Document, named_corpus, text_files
 from phalanx.data.errors import DataError
 from phalanx.data.index import DatasetIndex, read_index
-from phalanx.data.prepare import prepare
+from phalanx.data.prepare import OnProgress, prepare
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.hardware.detect import gpu_count
 from phalanx.model.facts.shape import resolve as resolve_model
@@ -24,9 +24,6 @@ from phalanx.run.resolve import compute_format, device_of
 from phalanx.run.spec import DataSpec, ModelSpec, RunSpec
 from phalanx.train.lifecycle.run_directory import OpenRun, open_run
 
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much is done, and how much there is."""
-
 
 def documents_of(corpus: tuple[str, ...]) -> Iterable[Document]:
     """The documents of a corpus: a known name, or files and folders."""
@@ -35,7 +32,7 @@ def documents_of(corpus: tuple[str, ...]) -> Iterable[Document]:
     return text_files(list(corpus))
 
 
-def ready_data(data: DataSpec, on_progress: Progress) -> DatasetIndex:
+def ready_data(data: DataSpec, on_progress: OnProgress) -> DatasetIndex:
     """The index of the run's prepared dataset, prepared first from its corpus where there is none.
 
     Raises ``DataError`` with what is missing.
@@ -133,7 +130,7 @@ def pinned_checkpoint(source: str, path: Path) -> str:
     return str(step_folder(root, step))
 
 
-def prepare_run(spec: RunSpec, path: Path, on_progress: Progress) -> OpenRun:
+def prepare_run(spec: RunSpec, path: Path, on_progress: OnProgress) -> OpenRun:
     """Everything before the first rank starts; ``path`` is the run file's, for messages."""
     index = ready_data(spec.data, on_progress)
     return open_run(resolve(spec, index, path), index.fingerprint, Path(spec.data.path))

@@ -17,6 +17,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from phalanx.train.lifecycle.ending import report_failure
 from phalanx.train.lifecycle.interrupt import StopRequest
 
 if TYPE_CHECKING:
@@ -156,15 +157,17 @@ def main() -> int:
     from phalanx.parallel.process_group.rendezvous import device_for, join, leave, rank_environment
     from phalanx.run.directory import RunDirectory, read_resolved
 
+    directory, rank = RunDirectory(arguments.run_dir), 0
     try:
         place = rank_environment(os.environ)
         assert place is not None, "started without a place"
-        spec = read_resolved(RunDirectory(arguments.run_dir))
+        rank = place.rank
+        spec = read_resolved(directory)
         join(place, device_for(spec.runtime.device, place.local_rank), timeout_s=1800.0)
         result = run_rank(arguments.run_dir, arguments.attempt, stop)
         leave()
     except known_errors() as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        report_failure(error, directory.log(arguments.attempt, rank), arguments.attempt, rank)
         # At once: the others hang in a collective until the launcher ends them, and so would a clean exit here.
         os._exit(EXIT_FAILED)
     except BaseException:
