@@ -22,20 +22,20 @@ from phalanx.data.index import read_index
 from phalanx.fleet.control.security import run_token
 from phalanx.fleet.node.worker_link import (
     Alive,
-    Bind,
-    Bound,
-    Finished,
-    Holder,
-    Park,
-    Parked,
-    Resume,
-    Safe,
+    JoinedEpoch,
+    JoinEpoch,
+    LeaveEpoch,
+    LeftEpoch,
+    RestoreFrom,
+    SnapshotAddress,
+    SnapshotSafe,
+    SnapshotTaken,
     StepEnded,
-    Taken,
+    TrainingFinished,
     Warm,
+    decode_for_agent,
     frame,
     length_of,
-    said_to_agent,
 )
 from phalanx.run.identity import identity
 from phalanx.run.spec import RunSpec
@@ -91,13 +91,13 @@ class Node:
 
     def _read_until_it_ends(self, reader: BinaryIO) -> None:
         while head := reader.read(4):
-            said = said_to_agent(reader.read(length_of(head)))
-            if isinstance(said, Taken):
+            said = decode_for_agent(reader.read(length_of(head)))
+            if isinstance(said, SnapshotTaken):
                 threading.Thread(target=self._secure, args=(said,), daemon=True).start()
             if not isinstance(said, Alive):
                 self.said.put(said)
 
-    def _secure(self, taken: Taken) -> None:
+    def _secure(self, taken: SnapshotTaken) -> None:
         if self.buddy is not None:
             push(
                 self.buddy.address,
@@ -105,7 +105,7 @@ class Node:
                 self.memory,
                 SnapshotKey(taken.ranks, taken.rank, taken.step),
             )
-        self.tell(Safe(taken.epoch, taken.step))
+        self.tell(SnapshotSafe(taken.epoch, taken.step))
 
     def hear(self, kind: type, patience_s: float = PATIENCE_S) -> Any:
         """The next word of ``kind``; others before it are dropped."""
@@ -144,24 +144,24 @@ class Driver:
         self.meeting = {node.number: node.hear(Warm).meeting_point for node in self.nodes}
         self.epoch = 0
 
-    def bind(self, members: list[Node], resume: Resume | None = None, *, wait: bool = True) -> None:
+    def bind(self, members: list[Node], resume: RestoreFrom | None = None, *, wait: bool = True) -> None:
         """A new epoch on ``members``; each is the buddy of the one before it. Until all train, unless told not to wait."""
         self.epoch += 1
         self.members = members
         for rank, node in enumerate(members):
             node.buddy = members[(rank + 1) % len(members)] if len(members) > 1 else None
             node.tell(
-                Bind(
+                JoinEpoch(
                     epoch=self.epoch,
                     rank=rank,
                     ranks=len(members),
                     meeting_point=self.meeting[members[0].number],
-                    resume=resume or Resume(),
+                    resume=resume or RestoreFrom(),
                     detected_unix_s=time.time() if self.epoch > 1 else 0.0,
                 )
             )
         for node in members if wait else ():
-            node.hear(Bound)
+            node.hear(JoinedEpoch)
 
     def wait_for_step(self, step: int) -> None:
         """Until rank 0 has ended ``step``."""
@@ -171,11 +171,11 @@ class Driver:
     def park(self, nodes: list[Node], *, planned: bool = False) -> None:
         """Ends the epoch on ``nodes``."""
         for node in nodes:
-            node.tell(Park(self.epoch, planned))
+            node.tell(LeaveEpoch(self.epoch, planned))
         for node in nodes:
-            self.meeting[node.number] = node.hear(Parked).meeting_point
+            self.meeting[node.number] = node.hear(LeftEpoch).meeting_point
 
-    def resume(self, alive: list[Node]) -> Resume:
+    def resume(self, alive: list[Node]) -> RestoreFrom:
         """The newest step that nodes alive hold in full, and where."""
         found: dict[tuple[int, int], dict[int, list[str]]] = {}
         for node in alive:
@@ -185,13 +185,13 @@ class Driver:
         whole = [key for key, holders in found.items() if len(holders) == key[1]]
         step, ranks = max(whole)
         holders = found[step, ranks]
-        named = tuple(Holder(rank, at) for rank, places in holders.items() for at in places)
-        return Resume(step=step, ranks=ranks, holders=named)
+        named = tuple(SnapshotAddress(rank, at) for rank, places in holders.items() for at in places)
+        return RestoreFrom(step=step, ranks=ranks, holders=named)
 
     def finish(self) -> str:
         """The hash at the end."""
 
-        results = [node.hear(Finished).result for node in self.members]
+        results = [node.hear(TrainingFinished).result for node in self.members]
         return str(json.loads(results[0])["weights_sha256"])
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ from torch.autograd import graph
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.fleet.node import worker
-from phalanx.fleet.node.worker_link import Bind
+from phalanx.fleet.node.worker_link import JoinEpoch
 from phalanx.parallel.pipeline.stage_links import StageLinks
 from phalanx.parallel.reduction import exact_sum, tree
 from phalanx.parallel.reduction.tree import TreeReduceScatter
@@ -179,8 +179,8 @@ def _stack(frame: FrameType | None) -> Iterator[CodeType]:
 class SweptWorker(worker.Worker):
     """A worker whose epochs run under a ``Breaker``."""
 
-    def _train(self, bind: Bind) -> RunResult | None:
-        breaker = Breaker(self._post.run_dir, self._cut)
+    def _train(self, bind: JoinEpoch) -> RunResult | None:
+        breaker = Breaker(self._args.run_dir, self._cut)
         breaker.enters(bind.rank)
         run, finished = Stepper.run, loop._finished
 

@@ -28,7 +28,15 @@ import pytest
 
 import driven_workers
 from driven_workers import PATIENCE_S, Driver, Node
-from phalanx.fleet.node.worker_link import Bound, Broken, Finished, Park, Parked, Resume, Warm
+from phalanx.fleet.node.worker_link import (
+    EpochBroken,
+    JoinedEpoch,
+    LeaveEpoch,
+    LeftEpoch,
+    RestoreFrom,
+    TrainingFinished,
+    Warm,
+)
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Step
 from phalanx.observe.recoveries import recoveries
@@ -95,22 +103,22 @@ class SweptNode(Node):
             super().tell(said)
 
     def hear(self, kind: Any, patience_s: float = PATIENCE_S) -> Any:
-        """As ever, but nobody waits for ``Bound``: an epoch may break before."""
-        return None if kind is Bound else super().hear(kind, patience_s)
+        """As ever, but nobody waits for ``JoinedEpoch``: an epoch may break before."""
+        return None if kind is JoinedEpoch else super().hear(kind, patience_s)
 
-    def left(self) -> Parked | Gone:
-        """What the worker says to ``Park``. One that does not leave, its agent would kill; so it is here."""
+    def left(self) -> LeftEpoch | Gone:
+        """What the worker says to ``LeaveEpoch``. One that does not leave, its agent would kill; so it is here."""
         try:
-            said = self.hear((Parked, Gone), LEAVE_S)
+            said = self.hear((LeftEpoch, Gone), LEAVE_S)
         except queue.Empty:
             self.stuck += 1
             self.process.send_signal(signal.SIGUSR1)  # its log then says where it hangs
             time.sleep(0.2)
             self.process.kill()
-            said = self.hear((Parked, Gone))
-            if isinstance(said, Parked):
+            said = self.hear((LeftEpoch, Gone))
+            if isinstance(said, LeftEpoch):
                 said = self.hear(Gone)
-        assert isinstance(said, Parked | Gone)
+        assert isinstance(said, LeftEpoch | Gone)
         return said
 
     def _read(self, link: socket.socket) -> None:
@@ -132,25 +140,25 @@ class Sweep(Driver):
         while True:
             self.bind(members, self._newest())
             node, news = _first_news(members)
-            if isinstance(news, Finished):
+            if isinstance(news, TrainingFinished):
                 return str(json.loads(news.result)["weights_sha256"])
             dead = self._park(members, [node] if isinstance(news, Gone) else [])
             members, spares = self._replace(members, spares, dead)
 
-    def _newest(self) -> Resume:
+    def _newest(self) -> RestoreFrom:
         held = any(node.memory.holdings() for node in self.nodes)
         try:
-            return self.resume(self.nodes) if held else Resume()
+            return self.resume(self.nodes) if held else RestoreFrom()
         except ValueError:  # no step is held by all of a layout's ranks yet
-            return Resume()
+            return RestoreFrom()
 
     def _park(self, members: list[Node], dead: list[Node]) -> list[Node]:
         """Ends the epoch on all members; which of them are dead, ``dead`` included."""
         for node in members:
-            node.tell(Park(self.epoch))
+            node.tell(LeaveEpoch(self.epoch))
         for node in members:
             said = Gone() if node in dead else node.left()
-            if isinstance(said, Parked):
+            if isinstance(said, LeftEpoch):
                 self.meeting[node.number] = said.meeting_point
             elif node not in dead:
                 dead.append(node)
@@ -178,8 +186,8 @@ def _first_news(members: list[Node]) -> tuple[Node, Any]:
             except queue.Empty:
                 continue
             deadline_s = time.monotonic() + PATIENCE_S
-            over = isinstance(said, Finished) and node is members[0]
-            if over or isinstance(said, Broken | Gone):
+            over = isinstance(said, TrainingFinished) and node is members[0]
+            if over or isinstance(said, EpochBroken | Gone):
                 return node, said
     raise AssertionError(f"for {PATIENCE_S} s no worker said anything: the fleet hangs")
 

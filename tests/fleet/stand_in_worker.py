@@ -61,7 +61,7 @@ def exactly(connection: socket.socket, nbytes: int) -> bytes:
 class Group:
     """The ranks of an epoch: all talk to rank 0."""
 
-    def __init__(self, bind: wl.Bind, listener: socket.socket, is_over: Callable[[], bool]) -> None:
+    def __init__(self, bind: wl.JoinEpoch, listener: socket.socket, is_over: Callable[[], bool]) -> None:
         self.peers: list[socket.socket] = []
         if bind.rank == 0:
             listener.settimeout(0.1)
@@ -126,15 +126,15 @@ class StandIn:
             except wl.LinkError:
                 os._exit(1)
             with self.turn:
-                if isinstance(said, wl.Bind):
+                if isinstance(said, wl.JoinEpoch):
                     self.binds.append(said)
-                elif isinstance(said, wl.Park):
+                elif isinstance(said, wl.LeaveEpoch):
                     self.fence = max(self.fence, said.epoch)
                     if self.group is not None:
                         self.group.close()
-                elif isinstance(said, wl.Safe):
+                elif isinstance(said, wl.SnapshotSafe):
                     self.safe = max(self.safe, said.step)
-                elif isinstance(said, wl.Stop):
+                elif isinstance(said, wl.StopTraining):
                     self.stopping = True
                 self.turn.notify_all()
 
@@ -155,14 +155,14 @@ class StandIn:
                 self.turn.wait_for(lambda: self.binds)
                 bind = self.binds.pop(0)
             if bind.epoch <= self.fence:
-                self.link.send(wl.Parked(bind.epoch, self.address))
+                self.link.send(wl.LeftEpoch(bind.epoch, self.address))
                 continue
             self.epoch = bind.epoch
             try:
                 self.live(bind)
             except OSError as error:
                 if self.fence < bind.epoch:
-                    self.link.send(wl.Broken(bind.epoch, repr(error)))
+                    self.link.send(wl.EpochBroken(bind.epoch, repr(error)))
             with self.turn:
                 self.turn.wait_for(lambda: self.fence >= bind.epoch)  # noqa: B023
             if self.group is not None:
@@ -170,14 +170,14 @@ class StandIn:
             self.listener.close()
             self.listen_anew()
             self.epoch, self.step, self.group = -1, -1, None
-            self.link.send(wl.Parked(bind.epoch, self.address))
+            self.link.send(wl.LeftEpoch(bind.epoch, self.address))
 
-    def live(self, bind: wl.Bind) -> None:
+    def live(self, bind: wl.JoinEpoch) -> None:
         self.group = Group(bind, self.listener, lambda: self.fence >= bind.epoch)
         step, state = self.restore(bind.resume)
         self.safe = previous = step
         print(f"epoch {bind.epoch} rank {bind.rank} of {bind.ranks} from step {step}", flush=True)
-        self.link.send(wl.Bound(bind.epoch, step))
+        self.link.send(wl.JoinedEpoch(bind.epoch, step))
         while step < self.steps and not self.stopping:
             self.wait_at_gate(bind.epoch, step)
             step += 1
@@ -189,7 +189,7 @@ class StandIn:
             self.progress.write_text(str(step))
             self.link.send(wl.StepEnded(bind.epoch, step))
         result = json.dumps({"step": step, "state": state.hex()}) if step == self.steps else ""
-        self.link.send(wl.Finished(bind.epoch, result))
+        self.link.send(wl.TrainingFinished(bind.epoch, result))
 
     def wait_at_gate(self, epoch: int, step: int) -> None:
         """A step's time; and at the step that ``hold-at`` names, until the file is gone or the epoch is over."""
@@ -199,7 +199,7 @@ class StandIn:
                 raise ConnectionError("parked at the gate")
             time.sleep(0.02)
 
-    def restore(self, resume: wl.Resume) -> tuple[int, bytes]:
+    def restore(self, resume: wl.RestoreFrom) -> tuple[int, bytes]:
         if resume.step < 0:
             return 0, bytes(HASH_BYTES)
         for segment in self.segments:
@@ -215,7 +215,7 @@ class StandIn:
                 return resume.step, bytes(image)
         raise ConnectionError(f"nobody holds step {resume.step}")
 
-    def take(self, bind: wl.Bind, step: int, previous: int, state: bytes) -> None:
+    def take(self, bind: wl.JoinEpoch, step: int, previous: int, state: bytes) -> None:
         steps = [(held.key.step if (held := segment.snapshot()) else -1) for segment in self.segments]
         index = 0 if steps[0] != previous and (steps[0] <= steps[1] or steps[1] == previous) else 1
         segment = self.segments[index]
@@ -228,7 +228,7 @@ class StandIn:
 
         digests = xxhash.xxh3_64_intdigest(state).to_bytes(8, "little")
         segment.complete(HASH_BYTES, encode_record(snapshot, encode_manifest(manifest), digests))
-        self.link.send(wl.Taken(bind.epoch, bind.ranks, bind.rank, step))
+        self.link.send(wl.SnapshotTaken(bind.epoch, bind.ranks, bind.rank, step))
 
 
 def main() -> None:

@@ -16,9 +16,9 @@ from phalanx.fleet.faults.fault import (
     Fault,
     FaultError,
     FillDisk,
+    Freeze,
     Kill,
     Slow,
-    Stop,
     When,
     parse_fault,
 )
@@ -32,7 +32,7 @@ links = st.tuples(numbers, numbers).filter(lambda nodes: nodes[0] != nodes[1])
 actions = st.one_of(
     st.builds(Kill, st.sampled_from(("worker", "node", "rank")), numbers),
     st.just(Kill("coordinator")),
-    st.builds(Stop, numbers),
+    st.builds(Freeze, numbers),
     st.builds(Slow, numbers, amounts.map(lambda value: value + 1)),
     st.builds(CutLink, links),
     st.builds(DelayLink, links, amounts),
@@ -55,7 +55,7 @@ def test_a_printed_fault_reads_back_as_itself(fault: Fault) -> None:
     [
         ("kill worker 2 at step 30", Fault(Kill("worker", 2), When(30))),
         ("kill coordinator at 12 s", Fault(Kill("coordinator"), When(time_s=12.0))),
-        ("stop rank 1 at step 9 for 5 s", Fault(Stop(1), When(9), 5.0)),
+        ("stop rank 1 at step 9 for 5 s", Fault(Freeze(1), When(9), 5.0)),
         ("slow rank 3 by 2x from step 5", Fault(Slow(3, 2.0), When(5))),
         ("cut link node 1 node 2 at step 8 for 3 s", Fault(CutLink((1, 2)), When(8), 3.0)),
         ("corrupt gradient rank 1 at step 7", Fault(Corrupt("gradient", 1), When(7))),
@@ -131,7 +131,7 @@ def test_a_file_holds_one_fault_a_line_with_comments(tmp_path: Path) -> None:
     path.write_text("# two\nkill node 1 at step 3\n\n  stop rank 2 at step 4 # hangs\n")
     assert read_faults([str(path), "fill disk at step 9"], FLEET) == (
         Fault(Kill("node", 1), When(3)),
-        Fault(Stop(2), When(4)),
+        Fault(Freeze(2), When(4)),
         Fault(FillDisk(), When(9)),
     )
 
@@ -171,7 +171,7 @@ def test_random_faults_are_a_function_of_the_seed_and_can_happen_in_the_fleet(
 def test_random_faults_come_in_every_kind_and_phase_and_several_at_once() -> None:
     faults = [fault for seed in range(30) for fault in random_faults(seed, 10, FLEET)]
     kinds = {f.action.target if isinstance(f.action, Kill) else type(f.action) for f in faults}
-    assert kinds == {"worker", "node", "rank", "coordinator", Stop, CutLink}
+    assert kinds == {"worker", "node", "rank", "coordinator", Freeze, CutLink}
     assert {f.when.phase for f in faults} == {None, *PHASES}
     at_once = sum(len({f.when.step for f in random_faults(seed, 3, FLEET)}) < 3 for seed in range(100))
     assert at_once > 25

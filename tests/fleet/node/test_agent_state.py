@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.node import worker_link as wl
 from phalanx.fleet.node.agent_actions import (
-    Action,
-    End,
-    Examine,
-    Forget,
+    AgentAction,
+    CheckHealth,
+    DiscardSnapshots,
+    EndAgent,
     Identity,
-    Kill,
+    KillProcess,
     Patience,
-    Push,
-    Say,
-    Start,
-    Tell,
+    PushSnapshot,
+    SendReport,
+    StartProcess,
+    TellWorker,
 )
 from phalanx.fleet.node.agent_state import AgentState
 
@@ -38,14 +38,14 @@ def agent(workers: int = 1, *, checked: bool = False) -> AgentState:
         checked=checked,
     )
     for index in range(workers):
-        state.started(index, 0.0)
+        state.on_started(index, 0.0)
     return state
 
 
 def warm(workers: int = 1) -> AgentState:
     state = agent(workers)
     for index in range(workers):
-        state.hears(index, wl.Warm(100 + index, f"h:{index}"), 0.0, 0.0)
+        state.on_worker_message(index, wl.Warm(100 + index, f"h:{index}"), 0.0, 0.0)
     return state
 
 
@@ -56,210 +56,219 @@ def bind(epoch: int, *ranks: int, **more: object) -> m.Bind:
 
 def in_epoch(epoch: int, *ranks: int, **more: object) -> AgentState:
     state = warm(len(ranks))
-    state.obey(bind(epoch, *ranks, **more), 0.0, 0.0)
+    state.on_command(bind(epoch, *ranks, **more), 0.0, 0.0)
     for index in range(len(ranks)):
-        state.hears(index, wl.Bound(epoch, 0), 0.0, 0.0)
+        state.on_worker_message(index, wl.JoinedEpoch(epoch, 0), 0.0, 0.0)
     return state
 
 
-def said(actions: list[Action]) -> list[m.AgentReport]:
-    return [action.report for action in actions if isinstance(action, Say)]
+def said(actions: list[AgentAction]) -> list[m.AgentReport]:
+    return [action.report for action in actions if isinstance(action, SendReport)]
 
 
-def told(actions: list[Action]) -> list[tuple[int, wl.ToWorker]]:
-    return [(action.worker, action.message) for action in actions if isinstance(action, Tell)]
+def told(actions: list[AgentAction]) -> list[tuple[int, wl.ToWorker]]:
+    return [(action.worker, action.message) for action in actions if isinstance(action, TellWorker)]
 
 
 def test_ready_is_said_when_the_last_worker_is_warm() -> None:
     state = agent(2)
     assert state.phase() == "cold"
-    assert said(state.hears(1, wl.Warm(2, "h:1"), 0.0, 0.0)) == []
-    assert said(state.hears(0, wl.Warm(1, "h:0"), 0.0, 0.0)) == [m.Ready("node-0", 5, ("h:0", "h:1"))]
+    assert said(state.on_worker_message(1, wl.Warm(2, "h:1"), 0.0, 0.0)) == []
+    assert said(state.on_worker_message(0, wl.Warm(1, "h:0"), 0.0, 0.0)) == [
+        m.Ready("node-0", 5, ("h:0", "h:1"))
+    ]
     assert state.phase() == "warm"
 
 
 def test_bound_is_said_when_the_last_worker_that_holds_a_rank_is_bound() -> None:
     state = warm(3)
-    binds = told(state.obey(bind(4, 6, 7), 0.0, 0.0))
-    assert [(index, one.rank, one.epoch) for index, one in binds if isinstance(one, wl.Bind)] == [
+    binds = told(state.on_command(bind(4, 6, 7), 0.0, 0.0))
+    assert [(index, one.rank, one.epoch) for index, one in binds if isinstance(one, wl.JoinEpoch)] == [
         (0, 6, 4),
         (1, 7, 4),
     ]
-    assert said(state.hears(0, wl.Bound(4, 0), 0.0, 0.0)) == []
+    assert said(state.on_worker_message(0, wl.JoinedEpoch(4, 0), 0.0, 0.0)) == []
     assert state.phase() == "binding"
-    assert said(state.hears(1, wl.Bound(4, 0), 0.0, 0.0)) == [m.Bound("node-0", 5, 4)]
-    assert state.beat().epoch == 4
+    assert said(state.on_worker_message(1, wl.JoinedEpoch(4, 0), 0.0, 0.0)) == [m.Bound("node-0", 5, 4)]
+    assert state.heartbeat().epoch == 4
 
 
 def test_where_the_state_is_and_what_belongs_to_no_future_is_passed_on() -> None:
     holders = (m.Holder(6, "node-2", "10.0.0.2", 4002),)
-    actions = warm().obey(bind(4, 6, resume=m.FromMemory(7, 8, holders)), 0.0, 0.0)
-    assert actions[0] == Forget(7)
+    actions = warm().on_command(bind(4, 6, resume=m.FromMemory(7, 8, holders)), 0.0, 0.0)
+    assert actions[0] == DiscardSnapshots(7)
     ((_, one),) = told(actions)
-    assert isinstance(one, wl.Bind)
-    assert one.resume == wl.Resume(step=7, ranks=8, holders=(wl.Holder(6, "10.0.0.2:4002"),))
+    assert isinstance(one, wl.JoinEpoch)
+    assert one.resume == wl.RestoreFrom(step=7, ranks=8, holders=(wl.SnapshotAddress(6, "10.0.0.2:4002"),))
 
 
 def test_parked_is_said_when_the_last_worker_is_out_and_again_whenever_asked() -> None:
     state = in_epoch(4, 0, 1)
-    parks = told(state.obey(m.Park(4, "a node died"), 1.0, 100.0))
+    parks = told(state.on_command(m.Park(4, "a node died"), 1.0, 100.0))
     assert [index for index, _ in parks] == [0, 1]
-    assert said(state.hears(0, wl.Parked(4, "h:8"), 1.0, 100.0)) == []
+    assert said(state.on_worker_message(0, wl.LeftEpoch(4, "h:8"), 1.0, 100.0)) == []
     answer = m.Parked("node-0", 5, 4, ("h:8", "h:9"), (HOLDING,))
-    assert said(state.hears(1, wl.Parked(4, "h:9"), 1.0, 100.0)) == [answer]
-    assert said(state.obey(m.Park(4, "a node died"), 2.0, 101.0)) == [answer]
+    assert said(state.on_worker_message(1, wl.LeftEpoch(4, "h:9"), 1.0, 100.0)) == [answer]
+    assert said(state.on_command(m.Park(4, "a node died"), 2.0, 101.0)) == [answer]
 
 
 def test_an_epoch_that_was_parked_is_not_entered_even_if_the_bind_comes_late() -> None:
     state = warm()
-    state.obey(m.Park(4), 0.0, 0.0)
-    assert state.obey(bind(4, 0), 0.0, 0.0) == []
-    assert told(state.obey(bind(5, 0), 0.0, 0.0))
+    state.on_command(m.Park(4), 0.0, 0.0)
+    assert state.on_command(bind(4, 0), 0.0, 0.0) == []
+    assert told(state.on_command(bind(5, 0), 0.0, 0.0))
 
 
 def test_a_worker_that_dies_leaves_its_epoch_is_reported_and_replaced() -> None:
     state = in_epoch(4, 0, 1)
-    actions = state.exited(1, -9, "last line", 100.0)
+    actions = state.on_exit(1, -9, "last line", 100.0)
     assert said(actions) == [m.WorkerExited("node-0", 5, 4, 1, -9, "last line")]
-    assert Start(1) in actions
+    assert StartProcess(1) in actions
     assert state.phase() == "cold"
-    state.obey(m.Park(4), 0.0, 100.0)
-    (parked,) = said(state.hears(0, wl.Parked(4, "h:8"), 0.0, 100.0))
+    state.on_command(m.Park(4), 0.0, 100.0)
+    (parked,) = said(state.on_worker_message(0, wl.LeftEpoch(4, "h:8"), 0.0, 100.0))
     assert isinstance(parked, m.Parked)
     assert parked.meeting_points == ("h:8", "")
 
 
 def test_a_silent_worker_is_killed_and_reported_once() -> None:
     state = in_epoch(4, 0)
-    state.ticks(0.0, 0.0)
+    state.on_tick(0.0, 0.0)
     for now_s in (0.4, 0.8):
-        assert state.ticks(now_s, 0.0) == []
-    actions = state.ticks(LEASE_S + 0.1, 0.0)
-    assert Kill(0) in actions
+        assert state.on_tick(now_s, 0.0) == []
+    actions = state.on_tick(LEASE_S + 0.1, 0.0)
+    assert KillProcess(0) in actions
     assert said(actions) == [m.WorkerHung("node-0", 5, 4, 0, LEASE_S + 0.1)]
-    assert state.ticks(LEASE_S + 0.2, 0.0) == []
-    assert said(state.exited(0, -9, "", 0.0)) == []
+    assert state.on_tick(LEASE_S + 0.2, 0.0) == []
+    assert said(state.on_exit(0, -9, "", 0.0)) == []
 
 
 def test_who_stood_still_itself_blames_no_worker() -> None:
     state = in_epoch(4, 0)
-    state.ticks(0.0, 0.0)
-    assert state.ticks(60.0, 0.0) == []
-    assert state.ticks(60.3, 0.0) == []
+    state.on_tick(0.0, 0.0)
+    assert state.on_tick(60.0, 0.0) == []
+    assert state.on_tick(60.3, 0.0) == []
 
 
 def test_a_node_that_was_not_in_the_last_epoch_is_told_when_it_ended() -> None:
-    ((_, one),) = told(warm().obey(bind(4, 0, left_s_ago=3.0, left_planned=True), 0.0, 100.0))
-    assert isinstance(one, wl.Bind)
+    ((_, one),) = told(warm().on_command(bind(4, 0, left_s_ago=3.0, left_planned=True), 0.0, 100.0))
+    assert isinstance(one, wl.JoinEpoch)
     assert (one.detected_unix_s, one.planned) == (97.0, True)
 
 
 def test_where_epochs_failed_one_after_another_the_end_of_the_last_that_trained_counts() -> None:
     state = in_epoch(4, 0)
-    state.obey(m.Park(4), 0.0, 100.0)
-    state.hears(0, wl.Parked(4, "h:8"), 0.0, 100.0)
-    ((_, one),) = told(state.obey(bind(5, 0, left_s_ago=30.0), 0.0, 100.0))
-    assert isinstance(one, wl.Bind)
+    state.on_command(m.Park(4), 0.0, 100.0)
+    state.on_worker_message(0, wl.LeftEpoch(4, "h:8"), 0.0, 100.0)
+    ((_, one),) = told(state.on_command(bind(5, 0, left_s_ago=30.0), 0.0, 100.0))
+    assert isinstance(one, wl.JoinEpoch)
     assert (one.detected_unix_s, one.planned) == (70.0, False)
 
 
 def test_a_worker_that_does_not_leave_is_killed_but_is_given_its_time_for_a_planned_end() -> None:
     for planned in (False, True):
         state = in_epoch(4, 0)
-        state.obey(m.Park(4, planned=planned), 0.0, 0.0)
+        state.on_command(m.Park(4, planned=planned), 0.0, 0.0)
         killed = []
         for tenth in range(100):
             now_s = tenth / 10
-            state.hears(0, wl.Alive(4, 3, "step", 0.0), now_s, 0.0)
-            killed += [action for action in state.ticks(now_s, 0.0) if isinstance(action, Kill)]
+            state.on_worker_message(0, wl.Alive(4, 3, "step", 0.0), now_s, 0.0)
+            killed += [action for action in state.on_tick(now_s, 0.0) if isinstance(action, KillProcess)]
         assert bool(killed) is not planned
 
 
 def test_a_worker_that_has_not_begun_to_train_is_given_little_time_to_leave() -> None:
     state = warm()
-    state.obey(bind(4, 0), 0.0, 0.0)
-    state.obey(m.Park(4), 0.0, 0.0)
+    state.on_command(bind(4, 0), 0.0, 0.0)
+    state.on_command(m.Park(4), 0.0, 0.0)
     killed = []
     for tenth in range(20):
-        state.hears(0, wl.Alive(4, -1, "meeting", 0.0), tenth / 10, 0.0)
-        killed += [action for action in state.ticks(tenth / 10, 0.0) if isinstance(action, Kill)]
-    assert killed == [Kill(0)]
-    ((said_of_it,)) = [one for one in said(state.exited(0, -9, "", 0.0)) if isinstance(one, m.WorkerExited)]
+        state.on_worker_message(0, wl.Alive(4, -1, "meeting", 0.0), tenth / 10, 0.0)
+        killed += [action for action in state.on_tick(tenth / 10, 0.0) if isinstance(action, KillProcess)]
+    assert killed == [KillProcess(0)]
+    ((said_of_it,)) = [one for one in said(state.on_exit(0, -9, "", 0.0)) if isinstance(one, m.WorkerExited)]
     assert said_of_it.innocent
 
 
 def test_a_planned_end_that_turns_into_a_fault_is_hurried() -> None:
     state = in_epoch(4, 0)
-    state.obey(m.Park(4, planned=True), 0.0, 0.0)
-    ((_, park),) = told(state.obey(m.Park(4, "now"), 0.0, 0.0))
-    assert isinstance(park, wl.Park)
+    state.on_command(m.Park(4, planned=True), 0.0, 0.0)
+    ((_, park),) = told(state.on_command(m.Park(4, "now"), 0.0, 0.0))
+    assert isinstance(park, wl.LeaveEpoch)
     assert not park.planned
 
 
 def test_an_expelled_agent_kills_its_workers_and_comes_back_as_another() -> None:
     state = in_epoch(4, 0, 1)
-    actions = state.obey(m.Fence("too late", 5), 0.0, 100.0)
-    assert {action for action in actions if isinstance(action, Kill)} == {Kill(0), Kill(1)}
+    actions = state.on_command(m.Fence("too late", 5), 0.0, 100.0)
+    assert {action for action in actions if isinstance(action, KillProcess)} == {
+        KillProcess(0),
+        KillProcess(1),
+    }
     (joined,) = said(actions)
     assert isinstance(joined, m.Joined)
     assert joined.incarnation > 5
     assert (joined.epoch, joined.held, joined.meeting_points) == (m.NO_EPOCH, (HOLDING,), ("", ""))
-    assert state.hears(0, wl.Finished(4, "{}"), 0.0, 0.0) == []  # it was fenced
-    assert state.obey(m.Fence("too late", 5), 0.0, 100.0) == []  # that was the one before
-    assert said(state.exited(0, -9, "", 0.0)) == []
+    assert state.on_worker_message(0, wl.TrainingFinished(4, "{}"), 0.0, 0.0) == []  # it was fenced
+    assert state.on_command(m.Fence("too late", 5), 0.0, 100.0) == []  # that was the one before
+    assert said(state.on_exit(0, -9, "", 0.0)) == []
 
 
 def test_only_the_node_of_rank_0_says_that_the_run_has_ended_and_when_all_its_workers_have() -> None:
     other = in_epoch(4, 2)
-    assert said(other.hears(0, wl.Finished(4, "{}"), 0.0, 0.0)) == []
+    assert said(other.on_worker_message(0, wl.TrainingFinished(4, "{}"), 0.0, 0.0)) == []
     first = in_epoch(4, 0, 1)
-    assert said(first.hears(0, wl.Finished(4, '{"step": 9}'), 0.0, 0.0)) == []
-    assert said(first.hears(1, wl.Finished(4, ""), 0.0, 0.0)) == [m.RunFinished(4, '{"step": 9}')]
-    assert first.exited(0, 0, "", 0.0) == []  # it need not live on
+    assert said(first.on_worker_message(0, wl.TrainingFinished(4, '{"step": 9}'), 0.0, 0.0)) == []
+    assert said(first.on_worker_message(1, wl.TrainingFinished(4, ""), 0.0, 0.0)) == [
+        m.RunFinished(4, '{"step": 9}')
+    ]
+    assert first.on_exit(0, 0, "", 0.0) == []  # it need not live on
 
 
 def test_a_snapshot_is_safe_at_once_where_replicas_hold_the_state_and_else_when_the_buddy_has_it() -> None:
-    taken = wl.Taken(4, 8, 0, 7)
+    taken = wl.SnapshotTaken(4, 8, 0, 7)
     alone = in_epoch(4, 0)
-    assert told(alone.hears(0, taken, 0.0, 0.0)) == [(0, wl.Safe(4, 7))]
+    assert told(alone.on_worker_message(0, taken, 0.0, 0.0)) == [(0, wl.SnapshotSafe(4, 7))]
     state = in_epoch(4, 0, buddies=(m.Holder(0, "node-1", "10.0.0.1", 4001),))
-    assert state.hears(0, taken, 0.0, 0.0) == [Push(0, taken, "10.0.0.1:4001")]
-    assert told(state.pushed(0, taken)) == [(0, wl.Safe(4, 7))]
+    assert state.on_worker_message(0, taken, 0.0, 0.0) == [PushSnapshot(0, taken, "10.0.0.1:4001")]
+    assert told(state.on_pushed(0, taken)) == [(0, wl.SnapshotSafe(4, 7))]
 
 
 def test_what_the_coordinator_may_have_missed_is_said_again_on_the_next_connection() -> None:
     state = in_epoch(4, 0)
-    (broken,) = said(state.hears(0, wl.Broken(4, "a peer has gone"), 0.0, 50.0))
+    (broken,) = said(state.on_worker_message(0, wl.EpochBroken(4, "a peer has gone"), 0.0, 50.0))
     assert state.greet() == [state.joined(), broken]
-    state.obey(m.Park(4), 0.0, 60.0)
-    state.hears(0, wl.Parked(4, "h:8"), 0.0, 60.0)
+    state.on_command(m.Park(4), 0.0, 60.0)
+    state.on_worker_message(0, wl.LeftEpoch(4, "h:8"), 0.0, 60.0)
     assert state.greet() == [state.joined()]
-    ((_, one),) = told(state.obey(bind(5, 0), 0.0, 70.0))
-    assert isinstance(one, wl.Bind)
+    ((_, one),) = told(state.on_command(bind(5, 0), 0.0, 70.0))
+    assert isinstance(one, wl.JoinEpoch)
     assert one.detected_unix_s == 50.0  # when this node first knew, not when it was told
 
 
 def test_a_worker_that_cannot_start_is_no_end_of_the_run() -> None:
     state = agent()
-    assert state.hears(0, wl.Fatal(-1, "no data at data.path"), 0.0, 0.0) == []
-    (exited,) = said(state.exited(0, 1, "traceback", 0.0))
+    assert state.on_worker_message(0, wl.RunFailed(-1, "no data at data.path"), 0.0, 0.0) == []
+    (exited,) = said(state.on_exit(0, 1, "traceback", 0.0))
     assert isinstance(exited, m.WorkerExited)
     assert exited.text == "no data at data.path"
-    assert said(in_epoch(4, 0).hears(0, wl.Fatal(4, "loss is nan"), 0.0, 0.0)) == [
+    assert said(in_epoch(4, 0).on_worker_message(0, wl.RunFailed(4, "loss is nan"), 0.0, 0.0)) == [
         m.Fatal(4, "node-0", "loss is nan")
     ]
 
 
 def test_shutdown_ends_the_agent() -> None:
-    assert in_epoch(4, 0).obey(m.Shutdown("all steps are done"), 0.0, 0.0) == [End("all steps are done")]
+    assert in_epoch(4, 0).on_command(m.Shutdown("all steps are done"), 0.0, 0.0) == [
+        EndAgent("all steps are done")
+    ]
 
 
 def test_a_node_is_offered_when_its_workers_are_warm_and_its_checks_passed_whichever_is_last() -> None:
     for checks_last in (True, False):
         state = agent(checked=True)
-        assert state.examine() == [Examine()]
-        warmed = partial(state.hears, 0, wl.Warm(1, "h:0"), 0.0, 0.0)
-        acts = [warmed, partial(state.examined, "")]
+        assert state.examine() == [CheckHealth()]
+        warmed = partial(state.on_worker_message, 0, wl.Warm(1, "h:0"), 0.0, 0.0)
+        acts = [warmed, partial(state.on_health_checked, "")]
         first, last = acts if checks_last else reversed(acts)
         assert said(first()) == []
         assert state.phase() == "cold"
@@ -269,60 +278,63 @@ def test_a_node_is_offered_when_its_workers_are_warm_and_its_checks_passed_which
 
 def test_a_node_that_fails_its_checks_says_why_and_is_offered_once_it_passes() -> None:
     state = agent(checked=True)
-    state.hears(0, wl.Warm(1, "h:0"), 0.0, 0.0)
-    assert said(state.examined("disk: torn")) == [m.Suspect("node-0", "health", "disk: torn")]
+    state.on_worker_message(0, wl.Warm(1, "h:0"), 0.0, 0.0)
+    assert said(state.on_health_checked("disk: torn")) == [m.Suspect("node-0", "health", "disk: torn")]
     assert state.phase() == "cold"
-    assert said(state.examined("")) == [m.Ready("node-0", 5, ("h:0",))]
+    assert said(state.on_health_checked("")) == [m.Ready("node-0", 5, ("h:0",))]
 
 
 def test_a_node_is_checked_again_when_a_worker_died_or_hung_and_not_when_it_was_told_to_end() -> None:
     state = agent(checked=True)
-    state.examined("")
-    state.hears(0, wl.Warm(1, "h:0"), 0.0, 0.0)
-    assert Examine() in state.exited(0, -9, "", 0.0)
-    state.started(0, 0.0)
-    state.examined("")
-    state.hears(0, wl.Warm(1, "h:0"), 0.0, 0.0)
-    assert Examine() not in state.obey(m.Fence("late", 5), 0.0, 0.0)
-    assert Examine() not in state.exited(0, -9, "", 0.0)
-    state.started(0, 0.0)
-    state.hears(0, wl.Warm(1, "h:0"), 0.0, 0.0)
+    state.on_health_checked("")
+    state.on_worker_message(0, wl.Warm(1, "h:0"), 0.0, 0.0)
+    assert CheckHealth() in state.on_exit(0, -9, "", 0.0)
+    state.on_started(0, 0.0)
+    state.on_health_checked("")
+    state.on_worker_message(0, wl.Warm(1, "h:0"), 0.0, 0.0)
+    assert CheckHealth() not in state.on_command(m.Fence("late", 5), 0.0, 0.0)
+    assert CheckHealth() not in state.on_exit(0, -9, "", 0.0)
+    state.on_started(0, 0.0)
+    state.on_worker_message(0, wl.Warm(1, "h:0"), 0.0, 0.0)
     times = [0.1 * tick for tick in range(30)]
-    assert sum(Examine() in state.ticks(now_s, now_s) for now_s in times) == 1, "its worker is silent"
+    assert sum(CheckHealth() in state.on_tick(now_s, now_s) for now_s in times) == 1, "its worker is silent"
     assert state.phase() == "cold"
 
 
 def test_a_worker_that_finds_itself_unfit_accuses_its_node_and_its_end_is_no_failure() -> None:
     state = agent()
-    assert said(state.hears(0, wl.Unfit("memory: 3 words"), 0.0, 0.0)) == [
+    assert said(state.on_worker_message(0, wl.Unfit("memory: 3 words"), 0.0, 0.0)) == [
         m.Suspect("node-0", "health", "worker 0: memory: 3 words")
     ]
-    assert state.exited(0, 0, "", 0.0) == [Start(0)]
+    assert state.on_exit(0, 0, "", 0.0) == [StartProcess(0)]
 
 
 def test_each_worker_in_the_epoch_is_asked_for_its_flight_record_and_answers_once() -> None:
     state = in_epoch(4, 6, 7)
-    assert told(state.obey(m.Diagnose(4, 9.0), 0.0, 0.0)) == [(0, wl.Explain(4)), (1, wl.Explain(4))]
-    answer = wl.Recorded(4, "x" * 2 * m.MOST_RECORD_BYTES)
-    (report,) = said(state.hears(1, answer, 0.0, 0.0))
+    assert told(state.on_command(m.Diagnose(4, 9.0), 0.0, 0.0)) == [
+        (0, wl.SendFlightRecord(4)),
+        (1, wl.SendFlightRecord(4)),
+    ]
+    answer = wl.FlightRecordSent(4, "x" * 2 * m.MOST_RECORD_BYTES)
+    (report,) = said(state.on_worker_message(1, answer, 0.0, 0.0))
     assert isinstance(report, m.Recorded)
     assert m.decode_report(m.encode(report)) == report, "whatever a worker says fits into a report"
-    assert state.hears(1, answer, 0.0, 0.0) == [], "a flood ends at the agent"
-    assert state.hears(0, wl.Recorded(3, "{}"), 0.0, 0.0) == []
-    assert told(state.obey(m.Diagnose(3, 9.0), 0.0, 0.0)) == []
+    assert state.on_worker_message(1, answer, 0.0, 0.0) == [], "a flood ends at the agent"
+    assert state.on_worker_message(0, wl.FlightRecordSent(3, "{}"), 0.0, 0.0) == []
+    assert told(state.on_command(m.Diagnose(3, 9.0), 0.0, 0.0)) == []
 
 
 EPOCHS = st.integers(-1, 6)
 WORDS = st.one_of(
     st.builds(wl.Warm, st.just(1), st.just("h:1")),
     st.builds(wl.Alive, EPOCHS, st.integers(-1, 9), st.just("step"), st.just(0.0)),
-    st.builds(wl.Bound, EPOCHS, st.just(0)),
-    st.builds(wl.Broken, EPOCHS, st.just("gone")),
-    st.builds(wl.Recorded, EPOCHS, st.just("{}")),
-    st.builds(wl.Parked, EPOCHS, st.just("h:2")),
-    st.builds(wl.Taken, EPOCHS, st.just(8), st.integers(0, 7), st.integers(0, 9)),
-    st.builds(wl.Finished, EPOCHS, st.sampled_from(["", "{}"])),
-    st.builds(wl.Fatal, EPOCHS, st.just("nan")),
+    st.builds(wl.JoinedEpoch, EPOCHS, st.just(0)),
+    st.builds(wl.EpochBroken, EPOCHS, st.just("gone")),
+    st.builds(wl.FlightRecordSent, EPOCHS, st.just("{}")),
+    st.builds(wl.LeftEpoch, EPOCHS, st.just("h:2")),
+    st.builds(wl.SnapshotTaken, EPOCHS, st.just(8), st.integers(0, 7), st.integers(0, 9)),
+    st.builds(wl.TrainingFinished, EPOCHS, st.sampled_from(["", "{}"])),
+    st.builds(wl.RunFailed, EPOCHS, st.just("nan")),
 )
 COMMANDS = st.one_of(
     st.builds(m.Park, EPOCHS, planned=st.booleans()),
@@ -350,37 +362,37 @@ def test_whatever_happens_in_whatever_order_what_it_says_is_true(happenings: lis
         match happening:
             case float():
                 now_s += happening
-                actions = state.ticks(now_s, now_s)
+                actions = state.on_tick(now_s, now_s)
             case (int(index), int(code)):
                 if index not in running:
                     continue
                 running.discard(index)
                 inside.pop(index, None)
-                actions = state.exited(index, code, "", now_s)
+                actions = state.on_exit(index, code, "", now_s)
             case (int(index), word):
                 if index not in running:
                     continue
-                if isinstance(word, wl.Parked) and inside.get(index, 99) <= word.epoch:
+                if isinstance(word, wl.LeftEpoch) and inside.get(index, 99) <= word.epoch:
                     del inside[index]
-                actions = state.hears(index, word, now_s, now_s)
+                actions = state.on_worker_message(index, word, now_s, now_s)
             case command:
                 if isinstance(command, m.Park):
                     fence = max(fence, command.epoch)
                 if isinstance(command, m.Fence) and command.incarnation >= state.incarnation:
                     inside.clear()
-                actions = state.obey(command, now_s, now_s)
+                actions = state.on_command(command, now_s, now_s)
         for action in actions:
             match action:
-                case Tell(index, wl.Bind() as one):
+                case TellWorker(index, wl.JoinEpoch() as one):
                     assert one.epoch > fence, "an epoch was entered again"
                     assert index not in inside, "a worker was bound twice"
                     inside[index] = one.epoch
-                case Say(m.Parked()):
+                case SendReport(m.Parked()):
                     assert not inside, "it says that its workers are out, but one is not"
-                case Start(index):
+                case StartProcess(index):
                     assert index not in running, "a worker was started over a living one"
                     running.add(index)
-                    state.started(index, now_s)
+                    state.on_started(index, now_s)
                 case _:
                     pass
         assert state.joined().incarnation == state.incarnation >= 5

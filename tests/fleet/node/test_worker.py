@@ -14,13 +14,13 @@ import pytest
 
 from driven_workers import PATIENCE_S, PROGRAM, Driver, Node
 from phalanx.fleet.node.worker_link import (
-    Broken,
+    CheckpointCommitted,
     Doubted,
-    Holder,
-    Inject,
-    Park,
-    Resume,
-    Saved,
+    EpochBroken,
+    InjectFault,
+    LeaveEpoch,
+    RestoreFrom,
+    SnapshotAddress,
     StepEnded,
     Unfit,
 )
@@ -72,7 +72,7 @@ def test_a_spare_steps_into_the_place_of_a_lost_node(make_driver: Any, undisturb
     driver.bind([first, second])
     driver.wait_for_step(3)
     second.lose()
-    assert first.hear(Broken).epoch == 1
+    assert first.hear(EpochBroken).epoch == 1
     driver.park([first])
     resume = driver.resume([first, spare])
     assert resume.step >= 2, "at most the step before the one that broke is lost"
@@ -110,7 +110,7 @@ def test_a_checkpoint_due_when_an_epoch_was_left_is_written_by_the_next(
     checkpoint = Path(driver.spec.run_dir) / "checkpoints" / f"step-{resume.step:08}"
     assert not checkpoint.exists(), "the epoch was left before"
     driver.bind(driver.nodes, resume)
-    assert driver.nodes[0].hear(Saved).step == resume.step
+    assert driver.nodes[0].hear(CheckpointCommitted).step == resume.step
     assert checkpoint.exists()
     assert driver.finish() == undisturbed
 
@@ -122,11 +122,11 @@ def test_a_planned_change_without_snapshots_goes_by_the_disk_and_loses_nothing(
     driver.bind(driver.nodes)
     driver.wait_for_step(3)
     for node in driver.nodes:
-        node.tell(Park(driver.epoch, planned=True))
-    saved = driver.nodes[0].hear(Saved).step
+        node.tell(LeaveEpoch(driver.epoch, planned=True))
+    saved = driver.nodes[0].hear(CheckpointCommitted).step
     assert saved >= 4
     driver.park(driver.nodes, planned=True)
-    driver.bind(driver.nodes, Resume(disk_step=saved))
+    driver.bind(driver.nodes, RestoreFrom(disk_step=saved))
     assert driver.nodes[0].hear(StepEnded).step == saved + 1
     assert driver.finish() == undisturbed
 
@@ -134,8 +134,8 @@ def test_a_planned_change_without_snapshots_goes_by_the_disk_and_loses_nothing(
 def test_an_audit_after_a_recovery_goes_back_to_the_last_audit_before_it(make_driver: Any) -> None:
     driver = make_driver(3, fleet=FleetSpec(audit_every_steps=6))
     for node in driver.nodes:
-        node.tell(Inject("slow rank 0 by 10x at step 7"))
-        node.tell(Inject("corrupt gradient rank 1 at step 12"))
+        node.tell(InjectFault("slow rank 0 by 10x at step 7"))
+        node.tell(InjectFault("corrupt gradient rank 1 at step 12"))
     driver.bind(driver.nodes)
     driver.wait_for_step(8)
     driver.park(driver.nodes)
@@ -196,10 +196,12 @@ def test_snapshots_that_cannot_be_read_are_tried_again_and_then_all_turn_to_the_
     driver.bind(driver.nodes)
     driver.wait_for_step(7)
     driver.park(driver.nodes)
-    nowhere = Resume(step=7, ranks=3, holders=tuple(Holder(rank, "127.0.0.1:1") for rank in range(3)))
+    nowhere = RestoreFrom(
+        step=7, ranks=3, holders=tuple(SnapshotAddress(rank, "127.0.0.1:1") for rank in range(3))
+    )
     for _ in range(2):
         driver.bind(driver.nodes, nowhere, wait=False)
-        assert "cannot be restored" in driver.nodes[0].hear(Broken).text
+        assert "cannot be restored" in driver.nodes[0].hear(EpochBroken).text
         driver.park(driver.nodes)
     driver.bind(driver.nodes, nowhere)
     assert driver.finish() == undisturbed
@@ -221,7 +223,7 @@ def test_only_a_worker_that_was_given_faults_imports_the_saboteur(
     make_driver: Any, undisturbed: str, tmp_path: Path
 ) -> None:
     driver = make_driver(2, program=("-X", "importtime", *PROGRAM))
-    driver.nodes[1].tell(Inject("kill rank 1 at step 1000"))  # never comes
+    driver.nodes[1].tell(InjectFault("kill rank 1 at step 1000"))  # never comes
     driver.bind(driver.nodes)
     assert driver.finish() == undisturbed
     normal, faulty = (

@@ -98,19 +98,19 @@ def command(
             raise SystemExit(train_fleet(spec, run, (), as_json, part))
         _wait_for(coordinator)
     from phalanx.fleet.control.security import SecurityError
-    from phalanx.fleet.node.agent import Post, own_host, run_agent
+    from phalanx.fleet.node.agent import AgentArgs, own_host, run_agent
 
     with explained(RunDirectoryError, SecurityError):
-        post = Post(
+        args = AgentArgs(
             run_dir=folder,
             node=name,
             attempt=RunDirectory(folder).newest_attempt(),
             coordinator=coordinator,
             host=host or (own_host(coordinator) if coordinator else "127.0.0.1"),
             domain=domain,
-            spare=spare,
+            started_as_spare=spare,
         )
-        run_agent(post, certificates)
+        run_agent(args, certificates)
     if as_json:
         click.echo(json.dumps({"node": name, "ended": True}))
 

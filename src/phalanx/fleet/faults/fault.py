@@ -27,8 +27,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar, cast, get_args
 
-Phase = Literal["forward", "backward", "reduction", "optimizer", "snapshot", "commit", "recovery"]
-PHASES: tuple[Phase, ...] = get_args(Phase)
+FaultPhase = Literal["forward", "backward", "reduction", "optimizer", "snapshot", "commit", "recovery"]
+PHASES: tuple[FaultPhase, ...] = get_args(FaultPhase)
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ class When:
     """The step in which it happens, from 1; ``None`` if a time is given."""
     time_s: float | None = None
     """Seconds since the run started to train."""
-    phase: Phase | None = None
+    phase: FaultPhase | None = None
     """Inside what; ``recovery`` is the first recovery from that moment on. ``None``: at once."""
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class Kill:
 
 
 @dataclass(frozen=True)
-class Stop:
+class Freeze:
     """SIGSTOP to a rank's worker: it hangs, and its sockets stay open."""
 
     rank: int
@@ -133,14 +133,14 @@ class FillDisk:
         return "fill disk"
 
 
-Action = Kill | Stop | Slow | CutLink | DelayLink | Corrupt | FillDisk
+FaultAction = Kill | Freeze | Slow | CutLink | DelayLink | Corrupt | FillDisk
 
 
 @dataclass(frozen=True)
 class Fault:
     """What happens, when, and for how long."""
 
-    action: Action
+    action: FaultAction
     when: When
     for_s: float | None = None
     """After how many seconds it is over; ``None``: it stays."""
@@ -217,7 +217,7 @@ def parse_fault(text: str) -> Fault:
     words = _Words(text)
     action = _action(words)
     moment: When | None = None
-    phase: Phase | None = None
+    phase: FaultPhase | None = None
     for_s: float | None = None
     while not words.done:
         open_parts = [*(["at", "from"] * (moment is None)), *(["in"] * (not phase)), *(["for"] * (not for_s))]
@@ -239,12 +239,12 @@ def parse_fault(text: str) -> Fault:
     return Fault(action, When(moment.step, moment.time_s, phase), for_s)
 
 
-def _action(words: _Words) -> Action:
+def _action(words: _Words) -> FaultAction:
     match words.one_of("kill", "stop", "slow", "cut", "delay", "corrupt", "fill"):
         case "kill":
             return _kill(words)
         case "stop":
-            return Stop(_numbered(words, "rank"))
+            return Freeze(_numbered(words, "rank"))
         case "slow":
             rank = _numbered(words, "rank")
             words.one_of("by")

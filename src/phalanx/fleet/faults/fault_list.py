@@ -14,15 +14,15 @@ from typing import TypeVar
 
 from phalanx.fleet.faults.fault import (
     PHASES,
-    Action,
     Corrupt,
     CutLink,
     DelayLink,
     Fault,
+    FaultAction,
     FaultError,
+    Freeze,
     Kill,
     Slow,
-    Stop,
     When,
     parse_fault,
 )
@@ -79,7 +79,7 @@ def _random_fault(draw: _Draw, fleet: FleetShape, step: int, *, may_lose_node: b
                 Kill("worker", draw.below(fleet.nodes * fleet.workers_per_node)), When(step, None, phase)
             )
         case "stop":
-            return Fault(Stop(draw.below(fleet.ranks)), When(step, None, phase))
+            return Fault(Freeze(draw.below(fleet.ranks)), When(step, None, phase))
         case "coordinator":
             return Fault(Kill("coordinator"), When(step, None, phase))
         case "node":
@@ -151,11 +151,11 @@ def _checked(fault: Fault, fleet: FleetShape) -> Fault:
     return fault
 
 
-def _targets(action: Action) -> list[tuple[str, int]]:
+def _targets(action: FaultAction) -> list[tuple[str, int]]:
     match action:
         case Kill(target, number):
             return [] if target == "coordinator" else [(target, number)]
-        case Stop(rank) | Slow(rank, _) | Corrupt(_, rank):
+        case Freeze(rank) | Slow(rank, _) | Corrupt(_, rank):
             return [("rank", rank)]
         case CutLink(nodes) | DelayLink(nodes, _):
             return [("node", number) for number in nodes]

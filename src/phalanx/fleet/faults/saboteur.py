@@ -28,11 +28,11 @@ from phalanx.fleet.faults.fault import (
     CutLink,
     DelayLink,
     Fault,
+    FaultPhase,
     FillDisk,
+    Freeze,
     Kill,
-    Phase,
     Slow,
-    Stop,
     parse_fault,
 )
 from phalanx.observe.ledger import Bucket
@@ -109,16 +109,16 @@ class Saboteur:
         self.step = step
         self.at(None)
 
-    def at(self, phase: Phase | None) -> None:
+    def at(self, phase: FaultPhase | None) -> None:
         """Commits what is due in this phase of the present step."""
         for number, fault in self._faults:
             if self._due(fault, phase) and self._concerns_me(fault) and self._first(number):
                 self._commit(fault)
 
-    def _soon(self, phase: Phase) -> None:
+    def _soon(self, phase: FaultPhase) -> None:
         threading.Timer(0.002, lambda: self.at(phase)).start()  # while the writing goes on in its thread
 
-    def _due(self, fault: Fault, phase: Phase | None) -> bool:
+    def _due(self, fault: Fault, phase: FaultPhase | None) -> bool:
         when = fault.when
         if when.phase != phase:
             return False
@@ -132,7 +132,7 @@ class Saboteur:
                 return number == self.here.worker
             case Kill(target="node", number=number):
                 return number == self.here.node
-            case Kill(target="rank", number=rank) | Stop(rank) | Slow(rank) | Corrupt(_, rank):
+            case Kill(target="rank", number=rank) | Freeze(rank) | Slow(rank) | Corrupt(_, rank):
                 return rank == self.rank
             case CutLink(nodes) | DelayLink(nodes):
                 return self.here.node in nodes
@@ -158,7 +158,7 @@ class Saboteur:
                 os.killpg(os.getpgrp(), signal.SIGKILL)
             case Kill():
                 os.kill(os.getpid(), signal.SIGKILL)
-            case Stop():
+            case Freeze():
                 self._stop(fault.for_s)
             case Slow(_, factor):
                 self._slow = factor

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-Status = Literal["good", "bad", "slow", "not checked"]
+CheckStatus = Literal["good", "bad", "slow", "not checked"]
 
 MATRIX = 1024
 """Rows and columns of the products whose every element is checked."""
@@ -39,7 +39,7 @@ class CheckResult:
     """What one check found."""
 
     check: str
-    status: Status
+    status: CheckStatus
     text: str
     """What was found, for people."""
     measures: dict[str, float] = field(default_factory=dict)

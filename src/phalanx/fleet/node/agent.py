@@ -35,21 +35,21 @@ from phalanx.fleet.core.messages import Command, RankSnapshot
 from phalanx.fleet.core.settings import leave_s
 from phalanx.fleet.health.quick import complaints, of_node
 from phalanx.fleet.node.agent_actions import (
-    Action,
-    End,
-    Examine,
-    Explain,
-    Forget,
+    AgentAction,
+    CheckHealth,
+    DiscardSnapshots,
+    EndAgent,
     Identity,
-    Kill,
+    KillProcess,
+    LogStall,
     Patience,
-    Push,
-    Say,
-    Start,
-    Tell,
+    PushSnapshot,
+    SendReport,
+    StartProcess,
+    TellWorker,
 )
 from phalanx.fleet.node.agent_state import AgentState
-from phalanx.fleet.node.worker_link import Inject, Taken, ToAgent, Warm
+from phalanx.fleet.node.worker_link import InjectFault, SnapshotTaken, ToAgent, Warm
 from phalanx.fleet.node.worker_process import WorkerProcess
 from phalanx.run.directory import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.spec import RunSpec
@@ -63,7 +63,7 @@ WORKER_PROGRAM = (sys.executable, "-m", "phalanx.fleet.node.worker")
 
 
 @dataclass(frozen=True)
-class Post:
+class AgentArgs:
     """What an agent is told about itself by whoever starts it."""
 
     run_dir: Path
@@ -75,7 +75,7 @@ class Post:
     """This machine, as the other nodes reach it."""
     domain: tuple[str, ...] = ()
     """Failure domains from the widest to the narrowest: hall, switch, rack."""
-    spare: bool = False
+    started_as_spare: bool = False
     """At first it takes ranks only if the other nodes are too few."""
     faults: tuple[str, ...] = ()
     """Passed on to every worker."""
@@ -85,8 +85,8 @@ class Post:
 class Agent:
     """One life of an agent."""
 
-    def __init__(self, post: Post, spec: RunSpec, credentials: Credentials) -> None:
-        self._post, self._spec, self._credentials, fleet = post, spec, credentials, spec.fleet
+    def __init__(self, args: AgentArgs, spec: RunSpec, credentials: Credentials) -> None:
+        self._args, self._spec, self._credentials, fleet = args, spec, credentials, spec.fleet
         certificates = credentials.certificates
         self._tls = certificates.client_context() if certificates else None
         self._certificates = certificates.folder if certificates else None
@@ -94,11 +94,11 @@ class Agent:
         self._data = SnapshotServer(
             self._memory,
             credentials.token,
-            host=_listening(post.host),
+            host=_listening(args.host),
             tls=certificates.server_context() if certificates else None,
         )
         identity = Identity(
-            post.node, fleet.workers_per_node, post.host, self._data.port, post.domain, post.spare
+            args.node, fleet.workers_per_node, args.host, self._data.port, args.domain, args.started_as_spare
         )
         patience = Patience(fleet.worker_lease_s, leave_s(fleet))
         self._state = AgentState(
@@ -121,8 +121,8 @@ class Agent:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._end, "asked to end")
-        self.log(f"node {self._post.node}, incarnation {self._state.incarnation}, process {os.getpid()}")
-        self._do([Start(i) for i in range(self._spec.fleet.workers_per_node)])
+        self.log(f"node {self._args.node}, incarnation {self._state.incarnation}, process {os.getpid()}")
+        self._do([StartProcess(i) for i in range(self._spec.fleet.workers_per_node)])
         self._do(self._state.examine())
         for forever in (self._link.run(), self._tick(), self._beat(), self._examine()):
             self._in_background(forever)
@@ -160,10 +160,10 @@ class Agent:
             self._end(repr(error))
 
     def _where(self) -> str:
-        if self._post.coordinator:
-            return self._post.coordinator
+        if self._args.coordinator:
+            return self._args.coordinator
         with suppress(FleetFileError):
-            return read_fleet_file(self._post.run_dir).coordinator
+            return read_fleet_file(self._args.run_dir).coordinator
         return ""
 
     def _held(self) -> tuple[RankSnapshot, ...]:
@@ -177,12 +177,12 @@ class Agent:
     async def _tick(self) -> None:
         pause_s = min(0.25, self._spec.fleet.worker_lease_s / 8)
         while True:
-            self._do(self._state.ticks(time.monotonic(), time.time()))
+            self._do(self._state.on_tick(time.monotonic(), time.time()))
             await asyncio.sleep(pause_s)
 
     async def _beat(self) -> None:
         while True:
-            self._link.say(self._state.beat())
+            self._link.say(self._state.heartbeat())
             await asyncio.sleep(self._spec.fleet.heartbeat_s)
 
     async def _examine(self) -> None:
@@ -195,7 +195,7 @@ class Agent:
                 continue  # what made it suspect again may have come after the check
             if found:
                 self.log(f"unfit: {found}")
-            self._do(self._state.examined(found))
+            self._do(self._state.on_health_checked(found))
             if found:
                 await asyncio.sleep(_EXAMINE_AGAIN_S)
                 self._suspicion.set()
@@ -211,47 +211,47 @@ class Agent:
 
     def _obey(self, command: Command) -> None:
         self.log(f"told: {str(command)[:300]}")
-        self._do(self._state.obey(command, time.monotonic(), time.time()))
+        self._do(self._state.on_command(command, time.monotonic(), time.time()))
 
     def _heard(self, index: int, said: ToAgent) -> None:
-        self._do(self._state.hears(index, said, time.monotonic(), time.time()))
+        self._do(self._state.on_worker_message(index, said, time.monotonic(), time.time()))
         if isinstance(said, Warm):
             self._deaths[index] = 0
-            self._do([Tell(index, Inject(fault)) for fault in self._post.faults])
+            self._do([TellWorker(index, InjectFault(fault)) for fault in self._args.faults])
 
     def _exited(self, index: int, code: int, text: str) -> None:
         self._workers.pop(index, None)
         self.log(f"worker {index} ended with code {code}")
-        self._do(self._state.exited(index, code, text, time.time()))
+        self._do(self._state.on_exit(index, code, text, time.time()))
 
     # --- effects -------------------------------------------------------------------------------
 
-    def _do(self, actions: Sequence[Action]) -> None:
+    def _do(self, actions: Sequence[AgentAction]) -> None:
         for action in actions:
             if not self._over.is_set():
                 self._carry_out(action)
 
-    def _carry_out(self, action: Action) -> None:
+    def _carry_out(self, action: AgentAction) -> None:
         match action:
-            case Say(report):
+            case SendReport(report):
                 self._link.say(report)
-            case Tell(index, message):
+            case TellWorker(index, message):
                 if index in self._workers:
                     self._workers[index].tell(message)
-            case Kill(index):
+            case KillProcess(index):
                 if index in self._workers:
                     self._workers[index].kill()
-            case Start(index):
+            case StartProcess(index):
                 self._in_background(self._start(index))
-            case Push(index, taken, address):
+            case PushSnapshot(index, taken, address):
                 self._in_background(self._push(index, taken, address))
-            case Forget(step):
+            case DiscardSnapshots(step):
                 self._memory.discard_after(step)
-            case Explain(silent_s):
-                self.log(f"no step for {silent_s:.0f} s: {self._state.beat()}")
-            case Examine():
+            case LogStall(silent_s):
+                self.log(f"no step for {silent_s:.0f} s: {self._state.heartbeat()}")
+            case CheckHealth():
                 self._suspicion.set()
-            case End(reason):
+            case EndAgent(reason):
                 self._end(reason)
 
     async def _start(self, index: int) -> None:
@@ -261,23 +261,23 @@ class Agent:
         self._deaths[index] += 1
         segments = [segment.descriptor for segment in self._memory.worker_segments(index)]
         command = [
-            *self._post.worker_program,
+            *self._args.worker_program,
             "--run-dir",
-            str(self._post.run_dir),
+            str(self._args.run_dir),
             "--worker",
             str(index),
             "--attempt",
-            str(self._post.attempt),
+            str(self._args.attempt),
             "--host",
-            self._post.host,
+            self._args.host,
             "--node",
-            self._post.node,
+            self._args.node,
             *(["--certificates", str(self._certificates)] if self._certificates else []),
             "--segments",
             *map(str, segments),
         ]
-        log = RunDirectory(self._post.run_dir).named_log(self._post.attempt, f"{self._post.node}-{index}")
-        self._state.started(index, time.monotonic())
+        log = RunDirectory(self._args.run_dir).named_log(self._args.attempt, f"{self._args.node}-{index}")
+        self._state.on_started(index, time.monotonic())
         self._workers[index] = await WorkerProcess.start(
             command,
             segments,
@@ -287,7 +287,7 @@ class Agent:
             lambda code, text: self._exited(index, code, text),
         )
 
-    async def _push(self, index: int, taken: Taken, address: str) -> None:
+    async def _push(self, index: int, taken: SnapshotTaken, address: str) -> None:
         """Streams a snapshot to its buddy, again and again until it is there or nobody needs it any more."""
         loop = asyncio.get_running_loop()
         key = SnapshotKey(taken.ranks, taken.rank, taken.step)
@@ -298,7 +298,7 @@ class Agent:
                 self.log(f"{key} has not reached its buddy: {error}")
                 await asyncio.sleep(_PUSH_AGAIN_S)
             else:
-                self._do(self._state.pushed(index, taken))
+                self._do(self._state.on_pushed(index, taken))
                 return
 
     def _stream(self, address: str, key: SnapshotKey) -> None:
@@ -322,18 +322,18 @@ def own_host(coordinator: str) -> str:
         return socket.gethostname()
 
 
-def run_agent(post: Post, certificates: Path | None = None) -> None:
+def run_agent(args: AgentArgs, certificates: Path | None = None) -> None:
     """Runs an agent in this process, to the end of the run.
 
     Raises:
         RunDirectoryError: There is no run in the run directory.
         SecurityError: Token or certificates are missing.
     """
-    directory = RunDirectory(post.run_dir)
+    directory = RunDirectory(args.run_dir)
     spec = read_resolved(directory)
-    credentials = credentials_of(post.run_dir, spec, certificates)
+    credentials = credentials_of(args.run_dir, spec, certificates)
     directory.logs.mkdir(exist_ok=True)
-    asyncio.run(_run(lambda: Agent(post, spec, credentials)))
+    asyncio.run(_run(lambda: Agent(args, spec, credentials)))
 
 
 async def _run(make: Callable[[], Agent]) -> None:
@@ -356,19 +356,19 @@ def main() -> int:
     parser.add_argument("--certificates", type=Path)
     parser.add_argument("--worker-program", nargs="+", default=list(WORKER_PROGRAM))
     given = parser.parse_args()
-    post = Post(
+    args = AgentArgs(
         run_dir=given.run_dir,
         node=given.node,
         attempt=given.attempt,
         coordinator=given.coordinator,
         host=given.host,
         domain=tuple(given.domain),
-        spare=given.spare,
+        started_as_spare=given.spare,
         faults=tuple(given.fault),
         worker_program=tuple(given.worker_program),
     )
     try:
-        run_agent(post, given.certificates)
+        run_agent(args, given.certificates)
     except (RunDirectoryError, SecurityError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1

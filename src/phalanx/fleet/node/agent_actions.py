@@ -6,18 +6,18 @@ import math
 from dataclasses import dataclass
 
 from phalanx.fleet.core.messages import NO_EPOCH, NO_STEP, AgentMessage
-from phalanx.fleet.node.worker_link import Taken, ToWorker
+from phalanx.fleet.node.worker_link import SnapshotTaken, ToWorker
 
 
 @dataclass(frozen=True)
-class Say:
+class SendReport:
     """A report for the coordinator."""
 
     report: AgentMessage
 
 
 @dataclass(frozen=True)
-class Tell:
+class TellWorker:
     """A message for a worker."""
 
     worker: int
@@ -25,55 +25,65 @@ class Tell:
 
 
 @dataclass(frozen=True)
-class Kill:
+class KillProcess:
     """SIGKILL for a worker; its end comes back as ``exited``."""
 
     worker: int
 
 
 @dataclass(frozen=True)
-class Start:
+class StartProcess:
     """A fresh process for a worker."""
 
     worker: int
 
 
 @dataclass(frozen=True)
-class Push:
+class PushSnapshot:
     """Stream a worker's newest snapshot to the buddy at ``address``, then call ``pushed``."""
 
     worker: int
-    taken: Taken
+    taken: SnapshotTaken
     address: str
 
 
 @dataclass(frozen=True)
-class Forget:
+class DiscardSnapshots:
     """Snapshots newer than this step belong to a future that the run does not go to."""
 
     after_step: int
 
 
 @dataclass(frozen=True)
-class Explain:
+class LogStall:
     """Write into the log what the workers are at: no step has ended for so long."""
 
     silent_s: float
 
 
 @dataclass(frozen=True)
-class Examine:
+class CheckHealth:
     """Check what the workers share, and call ``examined``."""
 
 
 @dataclass(frozen=True)
-class End:
+class EndAgent:
     """Kill all workers and end: the run is over."""
 
     reason: str
 
 
-Action = Say | Tell | Kill | Start | Push | Forget | Explain | Examine | End
+AgentAction = (
+    SendReport
+    | TellWorker
+    | KillProcess
+    | StartProcess
+    | PushSnapshot
+    | DiscardSnapshots
+    | LogStall
+    | CheckHealth
+    | EndAgent
+)
 
 
 @dataclass(frozen=True)
@@ -85,8 +95,8 @@ class Identity:
     host: str
     data_port: int = 0
     domain: tuple[str, ...] = ()
-    reserve: bool = False
-    """Started as a spare."""
+    started_as_spare: bool = False
+    """At first it takes ranks only if the other nodes are too few."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +120,7 @@ class WorkerLife:
     leaving: bool = False
     finished: bool = False
     asked: bool = False
-    """It owes an answer to ``Explain``."""
+    """It owes an answer to ``SendFlightRecord``."""
     doomed: bool = False
     """It was sent SIGKILL and its end needs no report."""
     stuck: bool = False

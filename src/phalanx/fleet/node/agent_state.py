@@ -50,18 +50,18 @@ from phalanx.fleet.core.messages import (
 )
 from phalanx.fleet.node import worker_link
 from phalanx.fleet.node.agent_actions import (
-    Action,
-    End,
-    Examine,
-    Explain,
-    Forget,
+    AgentAction,
+    CheckHealth,
+    DiscardSnapshots,
+    EndAgent,
     Identity,
-    Kill,
+    KillProcess,
+    LogStall,
     Patience,
-    Push,
-    Say,
-    Start,
-    Tell,
+    PushSnapshot,
+    SendReport,
+    StartProcess,
+    TellWorker,
     WorkerLife,
 )
 from phalanx.fleet.node.worker_link import ToAgent
@@ -122,14 +122,14 @@ class AgentState:
             epoch=self.epoch,
             bound=bound,
             meeting_points=self._meeting_points(),
-            started_as_spare=me.reserve,
+            started_as_spare=me.started_as_spare,
         )
 
     def greet(self) -> list[AgentReport]:
         """What to say first on a new connection."""
         return [self.joined(), *self.evidence]
 
-    def beat(self) -> Heartbeat:
+    def heartbeat(self) -> Heartbeat:
         """A sign of life."""
         placed = self._placed()
         step = min((worker.step for worker in placed), default=NO_STEP)
@@ -154,7 +154,7 @@ class AgentState:
 
     # --- commands of the coordinator -----------------------------------------------------------
 
-    def obey(self, command: Command, now_s: float, unix_s: float) -> list[Action]:
+    def on_command(self, command: Command, now_s: float, unix_s: float) -> list[AgentAction]:
         """Does what the coordinator says. ``unix_s`` is the time of day, for the accounts of the next epoch."""
         match command:
             case Park():
@@ -164,59 +164,65 @@ class AgentState:
             case Release(epoch):
                 return self._tell_out(epoch - 1, "this node is a spare now", planned=False, now_s=now_s)
             case KillWorker(worker):
-                return [Kill(worker)] if worker < len(self.workers) and self.workers[worker].running else []
+                return (
+                    [KillProcess(worker)]
+                    if worker < len(self.workers) and self.workers[worker].running
+                    else []
+                )
             case Stop():
-                return [Tell(i, worker_link.Stop("asked to stop")) for i in self._in_epoch()]
+                return [TellWorker(i, worker_link.StopTraining("asked to stop")) for i in self._in_epoch()]
             case Fence(reason, incarnation):
                 return self._expel(reason, incarnation, unix_s) if self.incarnation <= incarnation else []
             case TellAll():
-                return [Say(report) for report in self.greet()]
+                return [SendReport(report) for report in self.greet()]
             case Diagnose():
-                return [Explain(command.silent_s), *self._ask(command.epoch)]
+                return [LogStall(command.silent_s), *self._ask(command.epoch)]
             case Shutdown(reason):
-                return [End(reason)]
+                return [EndAgent(reason)]
 
-    def _ask(self, epoch: int) -> list[Action]:
+    def _ask(self, epoch: int) -> list[AgentAction]:
         """Wants the flight record of each worker in ``epoch``."""
         asked = [i for i, worker in enumerate(self.workers) if worker.epoch == epoch != NO_EPOCH]
         for i in asked:
             self.workers[i].asked = True
-        return [Tell(i, worker_link.Explain(epoch)) for i in asked]
+        return [TellWorker(i, worker_link.SendFlightRecord(epoch)) for i in asked]
 
     def _in_epoch(self) -> list[int]:
         return [i for i, worker in enumerate(self.workers) if worker.epoch != NO_EPOCH]
 
-    def _park(self, park: Park, now_s: float, unix_s: float) -> list[Action]:
+    def _park(self, park: Park, now_s: float, unix_s: float) -> list[AgentAction]:
         self.ended_unix_s = self.ended_unix_s or unix_s
         self.owed, self.planned = max(self.owed or NO_EPOCH, park.epoch), park.planned
         actions = self._tell_out(park.epoch, park.reason, planned=park.planned, now_s=now_s)
         return actions + self._parked()
 
-    def _tell_out(self, epoch: int, reason: str, *, planned: bool, now_s: float) -> list[Action]:
+    def _tell_out(self, epoch: int, reason: str, *, planned: bool, now_s: float) -> list[AgentAction]:
         """Nobody is to stay in ``epoch`` or an earlier one."""
         self.fence = max(self.fence, epoch)
-        actions: list[Action] = []
+        actions: list[AgentAction] = []
         for i, worker in enumerate(self.workers):
             hurried = not planned and worker.leave_by_s == math.inf
             if not NO_EPOCH < worker.epoch <= self.fence:
                 continue
             if not worker.running:  # it had ended with the run, and the run goes on
                 self.workers[i] = WorkerLife()
-                actions.append(Start(i))
+                actions.append(StartProcess(i))
             elif not worker.leaving or hurried:
                 worker.leaving = True
                 patience_s = self.patience.leave_s if worker.bound else _MEETING_LEAVE_S
                 worker.leave_by_s = math.inf if planned else now_s + patience_s
-                actions.append(Tell(i, worker_link.Park(self.fence, planned=planned, reason=reason)))
+                actions.append(
+                    TellWorker(i, worker_link.LeaveEpoch(self.fence, planned=planned, reason=reason))
+                )
         return actions
 
-    def _parked(self) -> list[Action]:
+    def _parked(self) -> list[AgentAction]:
         """The answer to Park, once it is true."""
         if self.owed is None or self._placed():
             return []
         epoch, self.owed, self.evidence = self.owed, None, []
         me = self.identity.node
-        return [Say(Parked(me, self.incarnation, epoch, self._meeting_points(), self.held()))]
+        return [SendReport(Parked(me, self.incarnation, epoch, self._meeting_points(), self.held()))]
 
     def _ending(self, bind: Bind, unix_s: float) -> tuple[bool, float]:
         """Whether the last epoch that trained was left as planned, and since when that has been known; 0 if there was none."""
@@ -227,7 +233,7 @@ class AgentState:
             return bind.left_planned, told_unix_s
         return self.planned, min(self.ended_unix_s, told_unix_s)
 
-    def _bind(self, bind: Bind, now_s: float, unix_s: float) -> list[Action]:
+    def _bind(self, bind: Bind, now_s: float, unix_s: float) -> list[AgentAction]:
         places = dict(bind.places)
         if bind.epoch <= self.fence:
             return []
@@ -235,18 +241,18 @@ class AgentState:
             return self._bound()
         fit = [i for i in places if i < len(self.workers) and self.workers[i].meeting_point]
         if len(fit) != len(places) or self._placed():
-            return [Say(report) for report in self.greet()]
+            return [SendReport(report) for report in self.greet()]
         self.fence, self.owed, self.evidence = bind.epoch - 1, None, []
         self.buddies = {b.rank: f"{b.host}:{b.data_port}" for b in bind.buddies if b.data_port}
         planned, ended_unix_s = self._ending(bind, unix_s)
         self.planned, self.ended_unix_s = False, 0.0
         for i, rank in places.items():
             self.workers[i].enter(bind.epoch, rank, now_s)
-        forget = Forget(NO_STEP if isinstance(bind.resume, Fresh) else bind.resume.step)
+        forget = DiscardSnapshots(NO_STEP if isinstance(bind.resume, Fresh) else bind.resume.step)
         tells = [
-            Tell(
+            TellWorker(
                 i,
-                worker_link.Bind(
+                worker_link.JoinEpoch(
                     epoch=bind.epoch,
                     rank=rank,
                     ranks=bind.ranks,
@@ -260,23 +266,23 @@ class AgentState:
         ]
         return [forget, *tells]
 
-    def _expel(self, reason: str, incarnation: int, unix_s: float) -> list[Action]:
+    def _expel(self, reason: str, incarnation: int, unix_s: float) -> list[AgentAction]:
         """This incarnation is fenced: its workers die, its memory stays, and it comes back as another."""
         self.incarnation = max(incarnation + 1, int(unix_s * 1000))
         self.owed, self.evidence, self.buddies = None, [], {}
         self.fence = max(self.fence, self.epoch)
         self.ended_unix_s = self.ended_unix_s or unix_s
-        actions: list[Action] = []
+        actions: list[AgentAction] = []
         for i, worker in enumerate(self.workers):
             worker.leave("")
             if worker.running:
                 worker.doomed, worker.last_words = True, f"expelled: {reason}"
-                actions.append(Kill(i))
-        return [*actions, Say(self.joined())]
+                actions.append(KillProcess(i))
+        return [*actions, SendReport(self.joined())]
 
     # --- words of the workers --------------------------------------------------------------------
 
-    def hears(self, index: int, said: ToAgent, now_s: float, unix_s: float) -> list[Action]:
+    def on_worker_message(self, index: int, said: ToAgent, now_s: float, unix_s: float) -> list[AgentAction]:
         """A worker has said something."""
         worker = self.workers[index]
         worker.heard_s = now_s
@@ -293,10 +299,10 @@ class AgentState:
             case worker_link.Alive(epoch=epoch, step=step) | worker_link.StepEnded(epoch=epoch, step=step):
                 if epoch == worker.epoch:
                     worker.step = max(worker.step, step)
-            case worker_link.Bound(epoch=epoch) if epoch == worker.epoch:
+            case worker_link.JoinedEpoch(epoch=epoch) if epoch == worker.epoch:
                 worker.bound = True
                 return self._bound()
-            case worker_link.Broken(epoch=epoch, text=text) if epoch == worker.epoch:
+            case worker_link.EpochBroken(epoch=epoch, text=text) if epoch == worker.epoch:
                 self.ended_unix_s = self.ended_unix_s or unix_s
                 return self._testify(
                     Broken(self.identity.node, self.incarnation, epoch, index, text[:_TEXT_MAX])
@@ -313,21 +319,25 @@ class AgentState:
                     said.ranks,
                 )
                 return self._testify(report)
-            case worker_link.Recorded(epoch=epoch, record=record) if epoch == worker.epoch and worker.asked:
+            case worker_link.FlightRecordSent(epoch=epoch, record=record) if (
+                epoch == worker.epoch and worker.asked
+            ):
                 worker.asked = False
                 return [
-                    Say(Recorded(self.identity.node, self.incarnation, epoch, record[:MOST_RECORD_BYTES]))
+                    SendReport(
+                        Recorded(self.identity.node, self.incarnation, epoch, record[:MOST_RECORD_BYTES])
+                    )
                 ]
-            case worker_link.Parked(epoch=epoch) if worker.epoch <= epoch:
+            case worker_link.LeftEpoch(epoch=epoch) if worker.epoch <= epoch:
                 return self._left(worker, said)
-            case worker_link.Taken():
+            case worker_link.SnapshotTaken():
                 return self._second_copy(index, said)
-            case worker_link.Saved(step):
-                return [Say(Durable(self.identity.node, self.incarnation, max(worker.epoch, 0), step))]
-            case worker_link.Finished(epoch=epoch, result=result) if epoch == worker.epoch:
+            case worker_link.CheckpointCommitted(step):
+                return [SendReport(Durable(self.identity.node, self.incarnation, max(worker.epoch, 0), step))]
+            case worker_link.TrainingFinished(epoch=epoch, result=result) if epoch == worker.epoch:
                 worker.finished, worker.last_words = True, result
                 return self._finished(epoch)
-            case worker_link.Fatal(epoch=epoch, text=text):
+            case worker_link.RunFailed(epoch=epoch, text=text):
                 worker.last_words = text
                 if epoch == worker.epoch != NO_EPOCH:
                     return self._testify(Fatal(epoch, self.identity.node, text[:_TEXT_MAX]))
@@ -335,56 +345,56 @@ class AgentState:
 
     # --- health ------------------------------------------------------------------------------------
 
-    def examine(self) -> list[Action]:
+    def examine(self) -> list[AgentAction]:
         """Before the node is offered, again: at the start, and where a worker died or hung."""
         self.cleared = not self.checked
-        return [Examine()] if self.checked else []
+        return [CheckHealth()] if self.checked else []
 
-    def examined(self, complaints: str) -> list[Action]:
+    def on_health_checked(self, complaints: str) -> list[AgentAction]:
         """What the node's checks have found; the node is offered if it is nothing."""
         self.cleared = not complaints
         return self._ready() if self.cleared else self._unfit(complaints)
 
-    def _unfit(self, evidence: str) -> list[Action]:
-        return [Say(Suspect(self.identity.node, "health", evidence[:_TEXT_MAX]))]
+    def _unfit(self, evidence: str) -> list[AgentAction]:
+        return [SendReport(Suspect(self.identity.node, "health", evidence[:_TEXT_MAX]))]
 
-    def _testify(self, report: AgentReport) -> list[Action]:
+    def _testify(self, report: AgentReport) -> list[AgentAction]:
         self.evidence.append(report)
-        return [Say(report)]
+        return [SendReport(report)]
 
-    def _ready(self) -> list[Action]:
+    def _ready(self) -> list[AgentAction]:
         if not all(self._meeting_points()) or self._placed():
             return []
-        return [Say(Ready(self.identity.node, self.incarnation, self._meeting_points()))]
+        return [SendReport(Ready(self.identity.node, self.incarnation, self._meeting_points()))]
 
-    def _bound(self) -> list[Action]:
+    def _bound(self) -> list[AgentAction]:
         if self.phase() is not WorkerPhase.BOUND:
             return []
-        return [Say(Bound(self.identity.node, self.incarnation, self.epoch))]
+        return [SendReport(Bound(self.identity.node, self.incarnation, self.epoch))]
 
-    def _left(self, worker: WorkerLife, said: worker_link.Parked) -> list[Action]:
+    def _left(self, worker: WorkerLife, said: worker_link.LeftEpoch) -> list[AgentAction]:
         if worker.epoch != NO_EPOCH:
             self.owed = max(self.owed or NO_EPOCH, said.epoch)
         self.fence = max(self.fence, said.epoch)
         worker.leave(said.meeting_point)
         return self._parked()
 
-    def _second_copy(self, index: int, taken: worker_link.Taken) -> list[Action]:
+    def _second_copy(self, index: int, taken: worker_link.SnapshotTaken) -> list[AgentAction]:
         """A snapshot lies in our memory: it needs a copy elsewhere, unless replicas of its state make one needless."""
         address = self.buddies.get(taken.rank)
         if taken.epoch != self.workers[index].epoch:
             return []
         if address is None:
-            return [Tell(index, worker_link.Safe(taken.epoch, taken.step))]
-        return [Push(index, taken, address)]
+            return [TellWorker(index, worker_link.SnapshotSafe(taken.epoch, taken.step))]
+        return [PushSnapshot(index, taken, address)]
 
-    def pushed(self, index: int, taken: worker_link.Taken) -> list[Action]:
+    def on_pushed(self, index: int, taken: worker_link.SnapshotTaken) -> list[AgentAction]:
         """The buddy has the snapshot."""
         if taken.epoch != self.workers[index].epoch:
             return []
-        return [Tell(index, worker_link.Safe(taken.epoch, taken.step))]
+        return [TellWorker(index, worker_link.SnapshotSafe(taken.epoch, taken.step))]
 
-    def _finished(self, epoch: int) -> list[Action]:
+    def _finished(self, epoch: int) -> list[AgentAction]:
         """Whoever has rank 0 speaks for all: it writes the result, and commits the last checkpoint when all have written."""
         placed = self._placed()
         if not all(worker.finished for worker in placed):
@@ -398,26 +408,26 @@ class AgentState:
 
     # --- processes and time ------------------------------------------------------------------------
 
-    def started(self, index: int, now_s: float) -> None:
+    def on_started(self, index: int, now_s: float) -> None:
         """A worker's process runs."""
         self.workers[index] = WorkerLife(running=True, heard_s=now_s)
 
-    def exited(self, index: int, code: int, text: str, unix_s: float) -> list[Action]:
+    def on_exit(self, index: int, code: int, text: str, unix_s: float) -> list[AgentAction]:
         """A worker's process has ended (``code`` below 0: by that signal); ``text`` is what it last wrote."""
         worker = self.workers[index]
         if worker.finished and not worker.leaving:
             worker.running = False
             return []
         epoch, self.workers[index] = worker.epoch, WorkerLife()
-        actions: list[Action] = [Start(index)]
+        actions: list[AgentAction] = [StartProcess(index)]
         if not worker.doomed:
             self.ended_unix_s = self.ended_unix_s or (unix_s if epoch != NO_EPOCH else 0.0)
             text = (worker.last_words or text)[-_TEXT_MAX:]
             said = WorkerExited(self.identity.node, self.incarnation, epoch, index, code, text, worker.stuck)
-            actions += [*(self._testify(said) if epoch != NO_EPOCH else [Say(said)]), *self.examine()]
+            actions += [*(self._testify(said) if epoch != NO_EPOCH else [SendReport(said)]), *self.examine()]
         return actions + self._parked()
 
-    def ticks(self, now_s: float, unix_s: float) -> list[Action]:
+    def on_tick(self, now_s: float, unix_s: float) -> list[AgentAction]:
         """Time has passed: whoever is silent for too long, or does not leave, is killed."""
         paused = now_s - self.ticked_s > self.patience.lease_s / 2
         self.ticked_s = now_s
@@ -425,7 +435,7 @@ class AgentState:
             for worker in self.workers:
                 worker.heard_s = now_s
             return []
-        actions: list[Action] = []
+        actions: list[AgentAction] = []
         for index, worker in enumerate(self.workers):
             if not worker.running or worker.doomed or worker.finished:
                 continue
@@ -436,21 +446,21 @@ class AgentState:
             elif now_s > worker.leave_by_s:
                 worker.leave_by_s, worker.stuck = math.inf, True
                 worker.last_words = f"could not be called back from epoch {worker.epoch}: killed"
-                actions.append(Kill(index))
+                actions.append(KillProcess(index))
         return actions
 
-    def _hung(self, index: int, worker: WorkerLife, silent_s: float) -> list[Action]:
+    def _hung(self, index: int, worker: WorkerLife, silent_s: float) -> list[AgentAction]:
         worker.doomed = True
         said = WorkerHung(self.identity.node, self.incarnation, worker.epoch, index, silent_s)
-        told = self._testify(said) if worker.epoch != NO_EPOCH else [Say(said)]
-        return [Kill(index), *told, *self.examine()]
+        told = self._testify(said) if worker.epoch != NO_EPOCH else [SendReport(said)]
+        return [KillProcess(index), *told, *self.examine()]
 
 
-def _for_worker(resume: Resume) -> worker_link.Resume:
+def _for_worker(resume: Resume) -> worker_link.RestoreFrom:
     """What an epoch begins with, in the words of the worker link."""
     if isinstance(resume, FromDisk):
-        return worker_link.Resume(disk_step=resume.step)
+        return worker_link.RestoreFrom(disk_step=resume.step)
     if not isinstance(resume, FromMemory):
-        return worker_link.Resume()
-    holders = tuple(worker_link.Holder(h.rank, f"{h.host}:{h.data_port}") for h in resume.holders)
-    return worker_link.Resume(step=resume.step, ranks=resume.ranks, holders=holders)
+        return worker_link.RestoreFrom()
+    holders = tuple(worker_link.SnapshotAddress(h.rank, f"{h.host}:{h.data_port}") for h in resume.holders)
+    return worker_link.RestoreFrom(step=resume.step, ranks=resume.ranks, holders=holders)

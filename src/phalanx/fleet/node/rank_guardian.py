@@ -74,7 +74,7 @@ class RankGuardian(Guardian):
         self._hooks: Hooks = NoHooks()
         self._every = spec.fleet.snapshot_every_steps
         self._writer = SnapshotWriter(segments, identity(spec), on_complete=self._complete)
-        self._bind: link.Bind | None = None
+        self._bind: link.JoinEpoch | None = None
         self._newest = NO_STEP
         self._began_at = 0
         """The step that this epoch begins with."""
@@ -83,7 +83,7 @@ class RankGuardian(Guardian):
         self._watch: StragglerWatch | None = None
         self.epoch, self.step, self.phase, self.since_s = -1, NO_STEP, "warm", time.monotonic()
 
-    def enters(self, bind: link.Bind, hooks: Hooks) -> None:
+    def enters(self, bind: link.JoinEpoch, hooks: Hooks) -> None:
         """This worker becomes a rank; ``hooks`` are called at the moments of its epoch."""
         self._bind, self.epoch, self.step = bind, bind.epoch, NO_STEP
         self._newest = NO_STEP
@@ -132,7 +132,7 @@ class RankGuardian(Guardian):
         limit = resume.step if resume.step >= 0 else resume.disk_step
         return restore_newest(disk, shards, mesh, up_to=None if limit < 0 else limit)
 
-    def _from_memory(self, bind: link.Bind, shards: Sequence[Shard]) -> tuple[str, dict[str, Any], int]:
+    def _from_memory(self, bind: link.JoinEpoch, shards: Sequence[Shard]) -> tuple[str, dict[str, Any], int]:
         """What went wrong while ``shards`` were filled from snapshots (empty: nothing), what goes with the tensors, and how many
         bytes of them came from other processes."""
         resume = bind.resume
@@ -186,7 +186,7 @@ class RankGuardian(Guardian):
 
     def begins(self, step: int, shards: Sequence[Shard], extra: dict[str, Any]) -> None:
         self._orders.check(self.epoch)
-        self._send(link.Bound(self.epoch, step))
+        self._send(link.JoinedEpoch(self.epoch, step))
         if self._every:
             self._take(step, shards, extra)
         self._progress(step)
@@ -204,7 +204,7 @@ class RankGuardian(Guardian):
             raise ParkedError
 
     def saved(self, step: int) -> None:
-        self._send(link.Saved(step))
+        self._send(link.CheckpointCommitted(step))
 
     def fence(self) -> None:
         self._hooks.at("optimizer")
@@ -223,7 +223,7 @@ class RankGuardian(Guardian):
 
     def _complete(self, taken: TakenSnapshot) -> None:
         key = taken.key
-        self._send(link.Taken(taken.epoch, key.ranks, key.rank, key.step))
+        self._send(link.SnapshotTaken(taken.epoch, key.ranks, key.rank, key.step))
 
     def _progress(self, step: int) -> None:
         self.step = step
@@ -233,7 +233,7 @@ class RankGuardian(Guardian):
     def _at(self, phase: str) -> None:
         self.phase, self.since_s = phase, time.monotonic()
 
-    def _bound(self) -> link.Bind:
+    def _bound(self) -> link.JoinEpoch:
         if self._bind is None:
             raise RuntimeError("restore before this worker became a rank")
         return self._bind

@@ -39,17 +39,17 @@ from phalanx.fleet.node.hooks import Hooks, NoHooks
 from phalanx.fleet.node.rank_guardian import RankGuardian
 from phalanx.fleet.node.worker_link import (
     Alive,
-    Bind,
-    Broken,
     Doubted,
-    Explain,
-    Fatal,
-    Finished,
+    EpochBroken,
+    FlightRecordSent,
+    JoinEpoch,
+    LeftEpoch,
     LinkError,
-    Parked,
-    Recorded,
+    RunFailed,
+    SendFlightRecord,
     ToAgent,
     ToWorker,
+    TrainingFinished,
     Unfit,
     Warm,
     WorkerEnd,
@@ -80,7 +80,7 @@ _OF_THE_FLEET = (RendezvousError, CheckpointError)
 
 
 @dataclass(frozen=True)
-class Post:
+class WorkerArgs:
     """What a worker is told about itself by whoever started it."""
 
     run_dir: Path
@@ -100,19 +100,19 @@ class Post:
 class Worker:
     """One worker process."""
 
-    def __init__(self, link: WorkerEnd, post: Post, stop: StopRequest) -> None:
-        self._link, self._post, self._stop = link, post, stop
+    def __init__(self, link: WorkerEnd, args: WorkerArgs, stop: StopRequest) -> None:
+        self._link, self._args, self._stop = link, args, stop
         self._orders = Orders(stop)
-        self._directory = RunDirectory(post.run_dir)
+        self._directory = RunDirectory(args.run_dir)
         self._spec = read_resolved(self._directory)
-        self._device = device_for(self._spec.runtime.device, post.local_rank)
-        self._segments = segments_from(post.segments)
-        tls = read_certificates(post.certificates).client_context() if post.certificates else None
+        self._device = device_for(self._spec.runtime.device, args.local_rank)
+        self._segments = segments_from(args.segments)
+        tls = read_certificates(args.certificates).client_context() if args.certificates else None
         self._saboteur: Saboteur | None = None
         self._guardian = RankGuardian(
-            self._spec, self._segments, run_token(post.run_dir), tls, link.send, self._orders
+            self._spec, self._segments, run_token(args.run_dir), tls, link.send, self._orders
         )
-        self._meeting = MeetingPoint(post.host)
+        self._meeting = MeetingPoint(args.host)
         self._began_ns, self._began_s = time.time_ns(), time.monotonic()
         make_deterministic(self._spec, self._device)
         self._warm = warm_up(self._spec, self._device)
@@ -138,7 +138,7 @@ class Worker:
 
     def _received(self) -> ToWorker:
         """The next order for the main thread; what is asked while it may hang is answered beside it."""
-        while isinstance(said := self._link.receive(), Explain):
+        while isinstance(said := self._link.receive(), SendFlightRecord):
             # A thread of its own: if the recorder hangs too, Park must still be heard.
             _in_thread("flight record", partial(self._explain, said.epoch))
         return said
@@ -147,7 +147,7 @@ class Worker:
         """What this rank's collectives are at. Without an epoch there is no rank, and nothing to say."""
         with suppress(LinkError, ValueError):
             if epoch == self._guardian.epoch:
-                self._link.send(Recorded(epoch, shortened(flight_record(self._began_ns))))
+                self._link.send(FlightRecordSent(epoch, shortened(flight_record(self._began_ns))))
 
     def _pulse(self) -> None:
         """Shows the agent that this process runs, and what its main thread is at."""
@@ -158,14 +158,14 @@ class Worker:
                 self._link.send(Alive(guardian.epoch, guardian.step, guardian.phase, since_s))
             time.sleep(self._spec.fleet.worker_lease_s / _PULSES_IN_A_LEASE)
 
-    def _epoch(self, bind: Bind) -> None:
+    def _epoch(self, bind: JoinEpoch) -> None:
         """One epoch, from meeting to leaving."""
         self._connections = connections = Connections.now()
         with self._orders.session(bind.epoch, lambda: abort(connections, self._device)):
             said = self._lived(bind)
             if said is not None:
                 self._link.send(said)
-            stopped = isinstance(said, Finished) and not said.result
+            stopped = isinstance(said, TrainingFinished) and not said.result
             if not stopped:
                 self._orders.wait_for_park(bind.epoch)
             self._guardian.leaves()
@@ -174,13 +174,13 @@ class Worker:
         # The exception, and with it every frame of the epoch, is gone by now; so are the groups' threads after this.
         gc.collect()
         if not stopped:
-            self._link.send(Parked(bind.epoch, self._fresh_meeting_point()))
+            self._link.send(LeftEpoch(bind.epoch, self._fresh_meeting_point()))
 
-    def _lived(self, bind: Bind) -> ToAgent | None:
+    def _lived(self, bind: JoinEpoch) -> ToAgent | None:
         """How an epoch ended: what is to be told of it; ``None`` if it ended by order."""
         try:
             result = self._train(bind)
-            return Finished(bind.epoch, "" if result is None else json.dumps(result.to_json()))
+            return TrainingFinished(bind.epoch, "" if result is None else json.dumps(result.to_json()))
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             if isinstance(error, CorruptionFoundError):
@@ -190,12 +190,12 @@ class Worker:
             if self._orders.over(bind.epoch):
                 return None
             if isinstance(error, known_errors()) and not isinstance(error, _OF_THE_FLEET):
-                return Fatal(bind.epoch, str(error))
+                return RunFailed(bind.epoch, str(error))
             traceback.print_exc()  # into this worker's log
             sys.stderr.flush()
-            return Broken(bind.epoch, text)
+            return EpochBroken(bind.epoch, text)
 
-    def _train(self, bind: Bind) -> RunResult | None:
+    def _train(self, bind: JoinEpoch) -> RunResult | None:
         ledger, self._began_ns = _account(self._directory, bind), time.time_ns()
         self._guardian.enters(bind, self._hooks())
         meet(
@@ -212,7 +212,7 @@ class Worker:
             EpochInputs(
                 self._spec,
                 self._directory,
-                self._post.attempt + bind.epoch,
+                self._args.attempt + bind.epoch,
                 self._device,
                 ledger,
                 self._stop,
@@ -228,10 +228,10 @@ class Worker:
         if faults and self._saboteur is None:
             from phalanx.fleet.faults.saboteur import Saboteur, Whereabouts
 
-            node = int(re.sub(r".*?(\d*)$", r"\1", self._post.node) or 0)
-            worker = node * self._spec.fleet.workers_per_node + self._post.local_rank
+            node = int(re.sub(r".*?(\d*)$", r"\1", self._args.node) or 0)
+            worker = node * self._spec.fleet.workers_per_node + self._args.local_rank
             self._saboteur = Saboteur(
-                Whereabouts(self._post.run_dir, node, worker),
+                Whereabouts(self._args.run_dir, node, worker),
                 self._segments,
                 self._cut,
                 began_s=self._began_s,
@@ -248,11 +248,11 @@ class Worker:
     def _fresh_meeting_point(self) -> str:
         """Where others could meet in the next epoch: a meeting point is used once, by rank 0."""
         self._meeting.close()
-        self._meeting = MeetingPoint(self._post.host)
+        self._meeting = MeetingPoint(self._args.host)
         return self._meeting.address
 
 
-def _account(directory: RunDirectory, bind: Bind) -> Ledger:
+def _account(directory: RunDirectory, bind: JoinEpoch) -> Ledger:
     """The ledger of this epoch. On rank 0, whose ledger goes into the events, it begins where the last one ended: time
     that nobody was there to count went by undetected until the fault was known, and then for bringing all to a halt."""
     now_ns = time.monotonic_ns()
@@ -305,7 +305,7 @@ def main() -> None:
     if arguments.host.startswith("127."):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if os.uname().sysname == "Linux" else "lo0")
     link = WorkerEnd(arguments.link)
-    post = Post(
+    args = WorkerArgs(
         arguments.run_dir,
         tuple(arguments.segments),
         arguments.attempt,
@@ -315,11 +315,11 @@ def main() -> None:
         arguments.certificates,
     )
     try:
-        Worker(link, post, StopRequest()).serve()
+        Worker(link, args, StopRequest()).serve()
     except Exception as error:
         traceback.print_exc()
         with suppress(LinkError):
-            link.send(Fatal(-1, str(error)))
+            link.send(RunFailed(-1, str(error)))
         os._exit(EXIT_FAILED)
     sys.stdout.flush()
     os._exit(0)  # daemon threads are in the middle of reading

@@ -22,11 +22,11 @@ class LinkError(RuntimeError):
     """The other side has ended, or says what nobody understands."""
 
 
-class _Said(msgspec.Struct, frozen=True, tag=True):
+class _LinkMessage(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-class Holder(msgspec.Struct, frozen=True):
+class SnapshotAddress(msgspec.Struct, frozen=True):
     """Somebody who holds the snapshot of one rank of the layout that took it."""
 
     rank: int
@@ -34,7 +34,7 @@ class Holder(msgspec.Struct, frozen=True):
     """Of the data port of an agent, as "host:port"."""
 
 
-class Resume(msgspec.Struct, frozen=True):
+class RestoreFrom(msgspec.Struct, frozen=True):
     """What an epoch begins with: the newest checkpoint on disk (or nothing), or a snapshot in memory."""
 
     disk_step: int = -1
@@ -43,28 +43,28 @@ class Resume(msgspec.Struct, frozen=True):
     """Of the snapshot; -1: not from memory."""
     ranks: int = 0
     """Of the layout that took the snapshot."""
-    holders: tuple[Holder, ...] = ()
+    holders: tuple[SnapshotAddress, ...] = ()
 
 
 # --- to the worker ------------------------------------------------------------------------------
 
 
-class Bind(_Said, frozen=True):
+class JoinEpoch(_LinkMessage, frozen=True):
     """Become a rank of an epoch."""
 
     epoch: int
     rank: int
     ranks: int
     meeting_point: str
-    """Where the ranks meet, as "host:port": what the worker that becomes rank 0 has said in ``Warm`` or ``Parked``."""
-    resume: Resume
+    """Where the ranks meet, as "host:port": what the worker that becomes rank 0 has said in ``Warm`` or ``LeftEpoch``."""
+    resume: RestoreFrom
     planned: bool = False
     """Whether the last epoch ended because the fleet was to grow or shrink, and not by a fault."""
     detected_unix_s: float = 0.0
     """When it was known that the last epoch had to end; 0 if there was none."""
 
 
-class Park(_Said, frozen=True):
+class LeaveEpoch(_LinkMessage, frozen=True):
     """Leave this epoch and all before it: at once, or when ``planned`` after the present step, with a snapshot of it."""
 
     epoch: int
@@ -72,26 +72,26 @@ class Park(_Said, frozen=True):
     reason: str = ""
 
 
-class Stop(_Said, frozen=True):
+class StopTraining(_LinkMessage, frozen=True):
     """Save, and end, at the next step boundary; without a rank, end at once."""
 
     reason: str
 
 
-class Safe(_Said, frozen=True):
+class SnapshotSafe(_LinkMessage, frozen=True):
     """The snapshot of this step has reached the buddy."""
 
     epoch: int
     step: int
 
 
-class Inject(_Said, frozen=True):
+class InjectFault(_LinkMessage, frozen=True):
     """Do something bad to yourself: a fault of ``phalanx.fleet.faults.fault``, for tests and drills."""
 
     fault: str
 
 
-class Explain(_Said, frozen=True):
+class SendFlightRecord(_LinkMessage, frozen=True):
     """Say which collectives of this epoch you are in, while the main thread hangs in one or elsewhere."""
 
     epoch: int
@@ -100,20 +100,20 @@ class Explain(_Said, frozen=True):
 # --- to the agent -------------------------------------------------------------------------------
 
 
-class Warm(_Said, frozen=True):
+class Warm(_LinkMessage, frozen=True):
     """Everything that takes long is loaded; ready to become a rank."""
 
     pid: int
     meeting_point: str
 
 
-class Unfit(_Said, frozen=True):
+class Unfit(_LinkMessage, frozen=True):
     """Instead of Warm: this worker's accelerator computes or remembers wrongly. The worker ends."""
 
     evidence: str
 
 
-class Alive(_Said, frozen=True):
+class Alive(_LinkMessage, frozen=True):
     """Sent by a thread of its own, every fraction of the worker's lease."""
 
     epoch: int
@@ -124,21 +124,21 @@ class Alive(_Said, frozen=True):
     """For how long the main thread has been in this phase."""
 
 
-class Bound(_Said, frozen=True):
+class JoinedEpoch(_LinkMessage, frozen=True):
     """The ranks have met and the state is in place."""
 
     epoch: int
     step: int
 
 
-class Broken(_Said, frozen=True):
+class EpochBroken(_LinkMessage, frozen=True):
     """Something failed in this epoch that this worker may not be to blame for: a peer has gone, most likely."""
 
     epoch: int
     text: str
 
 
-class Doubted(_Said, frozen=True):
+class Doubted(_LinkMessage, frozen=True):
     """An audit found that some rank computed wrongly, or statistics that the rank of this worker is slow."""
 
     epoch: int
@@ -150,7 +150,7 @@ class Doubted(_Said, frozen=True):
     """With corruption: the last step up to which all is good."""
 
 
-class Recorded(_Said, frozen=True):
+class FlightRecordSent(_LinkMessage, frozen=True):
     """The answer to Explain."""
 
     epoch: int
@@ -158,15 +158,15 @@ class Recorded(_Said, frozen=True):
     """A flight record, as ``phalanx.fleet.control.hang.shortened`` leaves it."""
 
 
-class Parked(_Said, frozen=True):
+class LeftEpoch(_LinkMessage, frozen=True):
     """This worker is in no process group any more."""
 
     epoch: int
     meeting_point: str
 
 
-class Taken(_Said, frozen=True):
-    """A snapshot of this rank lies complete in the worker's segments; when the buddy has it too, say ``Safe``."""
+class SnapshotTaken(_LinkMessage, frozen=True):
+    """A snapshot of this rank lies complete in the worker's segments; when the buddy has it too, say ``SnapshotSafe``."""
 
     epoch: int
     ranks: int
@@ -174,48 +174,48 @@ class Taken(_Said, frozen=True):
     step: int
 
 
-class StepEnded(_Said, frozen=True):
+class StepEnded(_LinkMessage, frozen=True):
     """A step has ended."""
 
     epoch: int
     step: int
 
 
-class Saved(_Said, frozen=True):
+class CheckpointCommitted(_LinkMessage, frozen=True):
     """A checkpoint on disk was committed."""
 
     step: int
 
 
-class Finished(_Said, frozen=True):
+class TrainingFinished(_LinkMessage, frozen=True):
     """The run is complete (``result`` is JSON), or was stopped on request (``result`` is empty)."""
 
     epoch: int
     result: str
 
 
-class Fatal(_Said, frozen=True):
+class RunFailed(_LinkMessage, frozen=True):
     """The run itself cannot go on, on whatever fleet."""
 
     epoch: int
     text: str
 
 
-ToWorker = Bind | Park | Stop | Safe | Inject | Explain
+ToWorker = JoinEpoch | LeaveEpoch | StopTraining | SnapshotSafe | InjectFault | SendFlightRecord
 ToAgent = (
     Warm
     | Unfit
     | Alive
-    | Bound
-    | Broken
+    | JoinedEpoch
+    | EpochBroken
     | Doubted
-    | Recorded
-    | Parked
-    | Taken
+    | FlightRecordSent
+    | LeftEpoch
+    | SnapshotTaken
     | StepEnded
-    | Saved
-    | Finished
-    | Fatal
+    | CheckpointCommitted
+    | TrainingFinished
+    | RunFailed
 )
 
 _encoder = msgspec.msgpack.Encoder()
@@ -239,7 +239,7 @@ def length_of(head: bytes) -> int:
     return length
 
 
-def said_to_worker(body: bytes) -> ToWorker:
+def decode_for_worker(body: bytes) -> ToWorker:
     """The message in ``body``. Raises ``LinkError`` if it is none."""
     try:
         return _to_worker.decode(body)
@@ -247,7 +247,7 @@ def said_to_worker(body: bytes) -> ToWorker:
         raise LinkError(f"not a message of an agent: {error}") from None
 
 
-def said_to_agent(body: bytes) -> ToAgent:
+def decode_for_agent(body: bytes) -> ToAgent:
     """The message in ``body``. Raises ``LinkError`` if it is none."""
     try:
         return _to_agent.decode(body)
@@ -272,7 +272,7 @@ class WorkerEnd:
 
     def receive(self) -> ToWorker:
         """The next message. Raises ``LinkError`` if the agent has ended."""
-        return said_to_worker(self._exactly(length_of(self._exactly(_LENGTH.size))))
+        return decode_for_worker(self._exactly(length_of(self._exactly(_LENGTH.size))))
 
     def _exactly(self, nbytes: int) -> bytes:
         parts = bytearray()

@@ -11,7 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from phalanx.fleet.node.worker_link import Bind, Inject, Park, Safe, Stop, ToWorker
+from phalanx.fleet.node.worker_link import (
+    InjectFault,
+    JoinEpoch,
+    LeaveEpoch,
+    SnapshotSafe,
+    StopTraining,
+    ToWorker,
+)
 from phalanx.train.lifecycle.interrupt import StopRequest
 
 _AGAIN_S = 0.02
@@ -28,7 +35,7 @@ class Orders:
     def __init__(self, stop: StopRequest) -> None:
         self._stop = stop
         self._changed, self._breaking = threading.Condition(), threading.Lock()
-        self._bind: Bind | None = None
+        self._bind: JoinEpoch | None = None
         self._parked, self._planned = -1, -1
         self._safe = (-1, -1)
         self._faults: list[str] = []
@@ -45,17 +52,17 @@ class Orders:
         """Takes note of one order."""
         with self._changed:
             match said:
-                case Bind():
+                case JoinEpoch():
                     self._bind = said
-                case Park(planned=True):
+                case LeaveEpoch(planned=True):
                     self._planned = max(self._planned, said.epoch)
-                case Park():
+                case LeaveEpoch():
                     self._parked = max(self._parked, said.epoch)
-                case Stop():
+                case StopTraining():
                     self._stop.signal_name = said.reason or "the fleet"
-                case Safe():
+                case SnapshotSafe():
                     self._safe = max(self._safe, (said.epoch, said.step))
-                case Inject():
+                case InjectFault():
                     self._faults.append(said.fault)
             self._changed.notify_all()
 
@@ -75,14 +82,14 @@ class Orders:
 
     # --- the main thread ---
 
-    def next_bind(self) -> Bind | None:
+    def next_bind(self) -> JoinEpoch | None:
         """Waits for the next epoch to be a rank in; ``None`` when the worker is to end."""
         with self._changed:
             self._changed.wait_for(lambda: self._stop.made or self._pending() is not None)
             bind, self._bind = self._pending(), None
             return None if self._stop.made else bind
 
-    def _pending(self) -> Bind | None:
+    def _pending(self) -> JoinEpoch | None:
         return self._bind if self._bind is not None and not self.over(self._bind.epoch) else None
 
     @contextmanager

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from phalanx.fleet.node.worker_link import LinkError, ToAgent, ToWorker, frame, length_of, said_to_agent
+from phalanx.fleet.node.worker_link import LinkError, ToAgent, ToWorker, decode_for_agent, frame, length_of
 
 _HEAD_BYTES = 4
 _LAST_READ_S = 0.5
@@ -112,7 +112,7 @@ class WorkerProcess:
         try:
             while True:
                 body = await reader.readexactly(length_of(await reader.readexactly(_HEAD_BYTES)))
-                heard(said_to_agent(body))
+                heard(decode_for_agent(body))
         except LinkError:
             self.kill()  # it speaks nonsense: its memory is damaged, or it is of another version
         except (asyncio.IncompleteReadError, ConnectionError):

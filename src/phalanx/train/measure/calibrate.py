@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Clock = Literal["wall", "cpu"]
-Points = dict[str, list[tuple[tuple[float, ...], float]]]
+MeasuredPoints = dict[str, list[tuple[tuple[float, ...], float]]]
 """By the name of the work: its sizes, and seconds."""
 
 _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -90,10 +90,10 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def operations(settings: Settings) -> Points:
+def operations(settings: Settings) -> MeasuredPoints:
     """Matrix products, attention, what only moves memory, copies from the host, and the disk."""
     torch.set_num_threads(1)
-    points: Points = {}
+    points: MeasuredPoints = {}
     for name in ("fp32",) if settings.device.type == "cpu" else ("bf16", "fp32"):
         points[f"matmul.{name}"] = list(_products(settings, _FORMATS[name]))
     points |= _attention(settings)
@@ -132,10 +132,10 @@ def _product(
     return lambda: left @ right
 
 
-def _attention(settings: Settings) -> Points:
+def _attention(settings: Settings) -> MeasuredPoints:
     dtype = torch.float32 if settings.device.type == "cpu" else torch.bfloat16
     scale = 1 if settings.device.type == "cpu" else _GPU_SCALE
-    points: Points = {"attention.forward": [], "attention.backward": []}
+    points: MeasuredPoints = {"attention.forward": [], "attention.backward": []}
     for batch, heads, length, width in [(1, 4, 256, 64), (2, 8, 512, 64), (1, 8, 1024, 64)][
         : 2 if settings.quick else 3
     ]:

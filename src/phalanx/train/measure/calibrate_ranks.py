@@ -28,7 +28,7 @@ from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, lea
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.assemble import make_deterministic
 from phalanx.train.lifecycle.compose import build_model
-from phalanx.train.measure.calibrate import Points, Settings
+from phalanx.train.measure.calibrate import MeasuredPoints, Settings
 from phalanx.train.step.built import Built
 from phalanx.train.step.memory import MemoryMeter, extremes
 from phalanx.train.step.state import fill_initial
@@ -85,19 +85,19 @@ def _rank(
         leave()
 
 
-def collectives(settings: Settings, members: int) -> Points:
+def collectives(settings: Settings, members: int) -> MeasuredPoints:
     """Each collective between ``members`` ranks, sizes (members, bytes); the slowest rank's time."""
     by_rank = on_ranks(members, _time_collectives, settings)
-    points: Points = {}
+    points: MeasuredPoints = {}
     for name in COLLECTIVES:
         columns = zip(*(found[name] for found in by_rank), strict=True)
         points[name] = [(one[0][0], max(seconds for _, seconds in one)) for one in columns]
     return points
 
 
-def _time_collectives(settings: Settings) -> Points:
+def _time_collectives(settings: Settings) -> MeasuredPoints:
     powers = (12, 20, 24) if settings.quick else (12, 14, 16, 18, 20, 22, 24)
-    points: Points = {}
+    points: MeasuredPoints = {}
     for name in COLLECTIVES:
         points[name] = []
         for power in powers:

@@ -1,7 +1,7 @@
 """What a rank computes of a slot: its micro-batches, cut to this rank's part of the sequence, and their loss.
 
 ``SlotRunner`` is the one way in which a slot's loss and gradients are come by; without a pipeline it is a loop over
-micro-batches, with one it is a schedule (``Staged``).
+micro-batches, with one it is a schedule (``PipelineRunner``).
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class SlotRunner(Protocol):
 
 
 @dataclass
-class Loop(SlotRunner):
+class LoopRunner(SlotRunner):
     """One micro-batch after another, through the whole model."""
 
     model: DataParallel
@@ -135,7 +135,7 @@ class Loop(SlotRunner):
 
 
 @dataclass
-class Staged(SlotRunner):
+class PipelineRunner(SlotRunner):
     """Micro-batches through the stages of a pipeline."""
 
     model: DataParallel
