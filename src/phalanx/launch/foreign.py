@@ -1,4 +1,4 @@
-"""Whether this process was started as a rank by somebody else's launcher (torchrun or srun)."""
+"""Detects that this process is one rank of a launcher that is not ours (torchrun or srun)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 def started_as_rank(environ: Mapping[str, str]) -> bool:
     """True under ``torchrun`` (or anything that sets RANK and WORLD_SIZE) and inside a Slurm step of tasks.
 
-    A shell that ``srun --pty`` gives is a step of one task and counts as nobody's rank.
+    A shell from ``srun --pty`` is a step of one task and does not count as a rank.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return True

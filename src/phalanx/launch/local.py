@@ -25,7 +25,7 @@ from phalanx.train.lifecycle.worker import EXIT_STOPPED
 
 _POLL_S = 0.1
 _GRACE_S = 10.0
-"""How long the other ranks may take to notice that one has died."""
+"""Time that the other ranks are given to notice that one has died."""
 
 
 def run_locally(run: OpenRun, ranks: int, while_running: Callable[[Callable[[], bool]], None]) -> Ending:
@@ -43,7 +43,7 @@ def run_locally(run: OpenRun, ranks: int, while_running: Callable[[Callable[[], 
         with _passing_on_signals(processes) as request:
             for rank in range(ranks):
                 processes.append(_start(run, rank, ranks, meeting_point.as_uri()))
-                if request.made:  # meanwhile, and this rank has not heard of it
+                if request.made:  # while the ranks were being started: this one has not got the signal
                     processes[-1].send_signal(signal.SIGTERM)
             watcher = _Watcher(processes, request)
             try:
@@ -96,7 +96,7 @@ def _start(run: OpenRun, rank: int, ranks: int, meeting_point: str) -> subproces
 
 
 class _Watcher:
-    """Looks at the ranks now and then; ends the others when one has failed."""
+    """Polls the ranks; ends the others when one has failed."""
 
     def __init__(self, processes: list[subprocess.Popen[bytes]], request: _Request) -> None:
         self._processes, self._request = processes, request
@@ -104,14 +104,14 @@ class _Watcher:
         self.first_failure: int | None = None
 
     def ended(self) -> bool:
-        """Whether all ranks have ended."""
+        """True once all ranks have exited; ends the others when one has failed."""
         codes = [process.poll() for process in self._processes]
         if self.first_failure is None:
             # A rank that had not yet set up its handler ends by the signal itself: it was asked to.
             asked = self._request.made
             fine = {None, 0, EXIT_STOPPED} | ({-signal.SIGTERM, -signal.SIGKILL} if asked else set())
             if asked and -signal.SIGTERM in codes and self._deadline_s is None:
-                self._deadline_s = time.monotonic() + _GRACE_S  # the others wait for it in vain
+                self._deadline_s = time.monotonic() + _GRACE_S  # the others hang in a collective with it
             failed = [rank for rank, code in enumerate(codes) if code not in fine]
             if failed:
                 self.first_failure = _culprit(failed, codes)
@@ -121,26 +121,26 @@ class _Watcher:
         return None not in codes
 
     def wait(self) -> None:
-        """Until all ranks have ended."""
+        """Waits until all ranks have exited."""
         while not self.ended():
             time.sleep(_POLL_S)
 
 
 def _culprit(failed: list[int], codes: list[int | None]) -> int:
-    """The rank that most likely failed first: one killed by a signal rather than one that lost its peer."""
+    """The rank that most likely failed first: one killed by a signal, before one that may only have lost its peer."""
     return min(failed, key=lambda rank: (codes[rank] or 0) > 0)
 
 
 @dataclass
 class _Request:
-    """Whether the ranks were asked to stop."""
+    """The user's request to stop, if one was made."""
 
     made: bool = False
 
 
 @contextmanager
 def _passing_on_signals(processes: list[subprocess.Popen[bytes]]) -> Iterator[_Request]:
-    """Ctrl-C, SIGTERM and a closed terminal become one SIGTERM to every rank; asked twice, they end at once."""
+    """Inside, Ctrl-C, SIGTERM and SIGHUP become one SIGTERM to every rank; at the second, the ranks are killed."""
     request = _Request()
 
     def pass_on(_number: int, _frame: FrameType | None) -> None:

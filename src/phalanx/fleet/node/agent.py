@@ -1,9 +1,9 @@
-"""The agent of a node: starts and watches its workers, keeps their snapshots, and does what the coordinator says.
+"""The agent of a node: starts and supervises its workers, keeps their snapshots, and carries out the coordinator's commands.
 
-All decisions are those of ``AgentState``; this shell turns sockets, processes and the clock into calls of it, and its
-actions into effects. The agent holds the memory into which its workers write their snapshots, so a worker that
-crashes leaves its state behind; it holds no torch and little else, so it has little reason to crash itself. If
-it dies all the same, the kernel kills its workers with it: a node is there as a whole, or not at all.
+``AgentState`` makes all decisions; this shell turns sockets, processes and the clock into calls of its handlers, and the actions
+that they return into effects. The agent holds the memory into which its workers write their snapshots, so the state of a worker
+that crashes is not lost. It imports no torch and holds little else, so it has little reason to crash itself. If it dies all the
+same, the kernel kills its workers with it: a node is there as a whole, or not at all.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ WORKER_PROGRAM = (sys.executable, "-m", "phalanx.fleet.node.worker")
 
 @dataclass(frozen=True)
 class AgentArgs:
-    """What an agent is told about itself by whoever starts it."""
+    """The arguments of an agent process."""
 
     run_dir: Path
     node: str
@@ -78,12 +78,12 @@ class AgentArgs:
     started_as_spare: bool = False
     """At first it takes ranks only if the other nodes are too few."""
     faults: tuple[str, ...] = ()
-    """Passed on to every worker."""
+    """Sentences of ``phalanx.fleet.faults.fault``, passed on to every worker."""
     worker_program: tuple[str, ...] = WORKER_PROGRAM
 
 
 class Agent:
-    """One life of an agent."""
+    """One agent process: the shell around ``AgentState``."""
 
     def __init__(self, args: AgentArgs, spec: RunSpec, credentials: Credentials) -> None:
         self._args, self._spec, self._credentials, fleet = args, spec, credentials, spec.fleet
@@ -105,7 +105,7 @@ class Agent:
             identity, time.time_ns() // 1_000_000, patience, self._held, checked=fleet.health_checks
         )
         self._doctor, self._suspicion = ThreadPoolExecutor(1, "health"), asyncio.Event()
-        self._link = CoordinatorLink(self._where, credentials, self._state.greet, self._obey, self.log)
+        self._link = CoordinatorLink(self._where, credentials, self._state.greet, self._on_command, self.log)
         self._workers: dict[int, WorkerProcess] = {}
         self._deaths = [0] * fleet.workers_per_node
         self._pushers = [ThreadPoolExecutor(1, f"push-{i}") for i in range(fleet.workers_per_node)]
@@ -113,11 +113,11 @@ class Agent:
         self._over, self._reason = asyncio.Event(), ""
 
     def log(self, line: str) -> None:
-        """A line into this process's log."""
+        """Prints a line into this process's log."""
         print(time.strftime("%H:%M:%S"), line, flush=True)
 
     async def run(self) -> None:
-        """Until the run is over, or SIGTERM; nothing that it started is left then."""
+        """Runs until the run is over or SIGTERM comes; nothing that it started is left then."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._end, "asked to end")
@@ -186,13 +186,13 @@ class Agent:
             await asyncio.sleep(self._spec.fleet.heartbeat_s)
 
     async def _examine(self) -> None:
-        """Checks the node whenever that is wanted; one that is unfit again and again, should somebody mend it."""
+        """Runs the health checks whenever they are asked for, and on an unfit node again and again: it may be repaired."""
         while True:
             await self._suspicion.wait()
             self._suspicion.clear()
             found = await self._complaints()
             if self._suspicion.is_set():
-                continue  # what made it suspect again may have come after the check
+                continue  # asked for again: the new reason may have come after the check
             if found:
                 self.log(f"unfit: {found}")
             self._do(self._state.on_health_checked(found))
@@ -207,19 +207,19 @@ class Agent:
         except TimeoutError:
             return f"its checks did not end within {_EXAMINE_S:g} s"
 
-    # --- news ----------------------------------------------------------------------------------
+    # --- events --------------------------------------------------------------------------------
 
-    def _obey(self, command: Command) -> None:
+    def _on_command(self, command: Command) -> None:
         self.log(f"told: {str(command)[:300]}")
         self._do(self._state.on_command(command, time.monotonic(), time.time()))
 
-    def _heard(self, index: int, said: ToAgent) -> None:
+    def _on_worker_message(self, index: int, said: ToAgent) -> None:
         self._do(self._state.on_worker_message(index, said, time.monotonic(), time.time()))
         if isinstance(said, Warm):
             self._deaths[index] = 0
             self._do([TellWorker(index, InjectFault(fault)) for fault in self._args.faults])
 
-    def _exited(self, index: int, code: int, text: str) -> None:
+    def _on_exit(self, index: int, code: int, text: str) -> None:
         self._workers.pop(index, None)
         self.log(f"worker {index} ended with code {code}")
         self._do(self._state.on_exit(index, code, text, time.time()))
@@ -255,7 +255,7 @@ class Agent:
                 self._end(reason)
 
     async def _start(self, index: int) -> None:
-        """A fresh process, after a pause that grows with each death before it was warm."""
+        """Starts a fresh process, after a pause that doubles with each death before the worker was warm."""
         deaths = self._deaths[index]
         await asyncio.sleep(min(0.1 * 2**deaths, _LONGEST_RESTART_PAUSE_S) if deaths else 0.0)
         self._deaths[index] += 1
@@ -283,12 +283,12 @@ class Agent:
             segments,
             self._spec.runtime.threads,
             log,
-            lambda said: self._heard(index, said),
-            lambda code, text: self._exited(index, code, text),
+            lambda said: self._on_worker_message(index, said),
+            lambda code, text: self._on_exit(index, code, text),
         )
 
     async def _push(self, index: int, taken: SnapshotTaken, address: str) -> None:
-        """Streams a snapshot to its buddy, again and again until it is there or nobody needs it any more."""
+        """Streams a snapshot to its buddy, again and again until it has arrived or its epoch is over."""
         loop = asyncio.get_running_loop()
         key = SnapshotKey(taken.ranks, taken.rank, taken.step)
         while self._state.workers[index].epoch == taken.epoch:
@@ -307,12 +307,12 @@ class Agent:
 
 
 def _listening(host: str) -> str:
-    """Loopback stays private; else every interface, since ``host`` may be a name that others give us."""
+    """The address to listen on: loopback stays private; else every interface, since ``host`` may be an alias."""
     return host if host.startswith("127.") else "0.0.0.0"
 
 
 def own_host(coordinator: str) -> str:
-    """The address of this machine on the way to the coordinator, which others can most likely reach too."""
+    """This machine's address on its route to the coordinator; the other nodes can most likely reach it too."""
     host, _, port = coordinator.rpartition(":")
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

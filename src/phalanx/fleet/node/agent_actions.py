@@ -1,4 +1,4 @@
-"""What an agent's state is made of, and the actions by which it says what is to be done."""
+"""The parts of an agent's state, and the actions that its handlers return for the shell to carry out."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from phalanx.fleet.node.worker_link import SnapshotTaken, ToWorker
 
 @dataclass(frozen=True)
 class SendReport:
-    """A report for the coordinator."""
+    """Send a report to the coordinator."""
 
     report: AgentMessage
 
 
 @dataclass(frozen=True)
 class TellWorker:
-    """A message for a worker."""
+    """Send a message to a worker."""
 
     worker: int
     message: ToWorker
@@ -26,21 +26,21 @@ class TellWorker:
 
 @dataclass(frozen=True)
 class KillProcess:
-    """SIGKILL for a worker; its end comes back as ``exited``."""
+    """Send SIGKILL to a worker; its exit comes back as ``on_exit``."""
 
     worker: int
 
 
 @dataclass(frozen=True)
 class StartProcess:
-    """A fresh process for a worker."""
+    """Start a fresh process for a worker."""
 
     worker: int
 
 
 @dataclass(frozen=True)
 class PushSnapshot:
-    """Stream a worker's newest snapshot to the buddy at ``address``, then call ``pushed``."""
+    """Stream a worker's newest snapshot to the buddy at ``address``, then call ``on_pushed``."""
 
     worker: int
     taken: SnapshotTaken
@@ -49,26 +49,26 @@ class PushSnapshot:
 
 @dataclass(frozen=True)
 class DiscardSnapshots:
-    """Snapshots newer than this step belong to a future that the run does not go to."""
+    """Discard snapshots newer than this step: the run goes back to it, and they will be computed again."""
 
     after_step: int
 
 
 @dataclass(frozen=True)
 class LogStall:
-    """Write into the log what the workers are at: no step has ended for so long."""
+    """Log the workers' state: no step has ended for ``silent_s``."""
 
     silent_s: float
 
 
 @dataclass(frozen=True)
 class CheckHealth:
-    """Check what the workers share, and call ``examined``."""
+    """Check the health of what the workers share (disk, network stack, GPUs), then call ``on_health_checked``."""
 
 
 @dataclass(frozen=True)
 class EndAgent:
-    """Kill all workers and end: the run is over."""
+    """Kill all workers and end the agent: the run is over."""
 
     reason: str
 
@@ -88,7 +88,7 @@ AgentAction = (
 
 @dataclass(frozen=True)
 class Identity:
-    """How a node presents itself."""
+    """The constant facts that a node reports about itself."""
 
     node: str
     workers: int
@@ -101,7 +101,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a worker may be silent, and how long it may take to leave an epoch."""
+    """Time limits: how long a worker may be silent, and how long it may take to leave an epoch."""
 
     lease_s: float
     leave_s: float
@@ -109,7 +109,7 @@ class Patience:
 
 @dataclass
 class WorkerLife:
-    """One worker's process; ``fresh`` for each of its lives."""
+    """What the agent knows about one worker's process; a new value for each process."""
 
     running: bool = False
     meeting_point: str = ""
@@ -119,8 +119,8 @@ class WorkerLife:
     bound: bool = False
     leaving: bool = False
     finished: bool = False
-    asked: bool = False
-    """It owes an answer to ``SendFlightRecord``."""
+    owes_flight_record: bool = False
+    """It has not yet answered ``SendFlightRecord``."""
     doomed: bool = False
     """It was sent SIGKILL and its end needs no report."""
     stuck: bool = False
@@ -130,12 +130,12 @@ class WorkerLife:
     last_words: str = ""
 
     def enter(self, epoch: int, rank: int, now_s: float) -> None:
-        """It is told to become a rank."""
+        """Marks it as ``rank`` of ``epoch``, which it has been told to join."""
         self.epoch, self.rank, self.step, self.heard_s = epoch, rank, NO_STEP, now_s
         self.bound = self.leaving = self.finished = False
         self.last_words, self.leave_by_s = "", math.inf
 
     def leave(self, meeting_point: str) -> None:
-        """It is in no epoch any more."""
+        """Marks it as out of every epoch, ready to be rank 0 of the next at ``meeting_point`` (empty: not ready)."""
         self.epoch, self.rank, self.step, self.bound, self.leaving = NO_EPOCH, -1, NO_STEP, False, False
         self.leave_by_s, self.meeting_point = math.inf, meeting_point

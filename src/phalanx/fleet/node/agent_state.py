@@ -1,10 +1,10 @@
-"""What an agent knows of its node, and what it does about whatever happens: no sockets, no processes, no clock.
+"""The state machine of a node's agent: it decides what to do about every event, without sockets, processes or a clock.
 
-Everything that reaches an agent (a command, a word from a worker, the end of a process, the passing of time) is a method
-here that changes the state and returns actions for the shell in ``phalanx.fleet.node.agent`` to carry out. Two rules hold
-everywhere. An epoch that was parked is never entered again, whoever asks: that is what lets the coordinator re-form the fleet
-without waiting for messages that may still be under way. And what was reported is a level (*my workers are in no epoch*), so
-saying it again does no harm; ``greet`` says it all after every reconnection.
+Every event that reaches an agent (a command, a worker's message, the exit of a process, the passing of time) has a handler
+``on_...`` here, which changes the state and returns actions for the shell in ``phalanx.fleet.node.agent`` to carry out. Two
+rules hold everywhere. An epoch that was parked is never entered again (``fence``), whoever asks: so the coordinator can re-form
+the fleet without waiting for messages that are still in flight. And reports are level-triggered (*my workers are in no epoch*),
+so sending one twice does no harm; ``greet`` sends all of them after every reconnection.
 """
 
 from __future__ import annotations
@@ -68,34 +68,35 @@ from phalanx.fleet.node.worker_link import ToAgent
 
 _TEXT_MAX = 2000
 _MEETING_LEAVE_S = 1.0
-"""Who has not begun to train leaves at once, or not at all: while gloo connects it cannot be called back."""
+"""A worker that has not begun to train leaves at once, or not at all: a gloo connect cannot be interrupted."""
 _START_S = 600.0
 """A worker that is not warm after so long (PyTorch from a cold network disk) is started again."""
 
 
 @dataclass
 class AgentState:
-    """All that an agent knows; see the module."""
+    """The state of an agent; see the module."""
 
     identity: Identity
     incarnation: int
     patience: Patience
     held: Callable[[], RankSnapshots]
-    """The snapshots that the node's memory holds now."""
+    """Returns the snapshots that the node's memory holds now."""
     fence: int = NO_EPOCH
-    """This epoch and those before it are never entered again."""
+    """Fencing token: this epoch and all before it are never entered again."""
     owed: int | None = None
-    """Parked is owed for this epoch, once all workers are out."""
+    """The coordinator is owed a ``Parked`` for this epoch, to be sent once no worker is left in an epoch."""
     planned: bool = False
+    """True if the epoch that ends was ended to grow or shrink the fleet, not by a fault."""
     ended_unix_s: float = 0.0
-    """When this node learned that the present epoch must end; 0 while it need not."""
+    """When this node learned that the present epoch must end; 0 if it need not."""
     buddies: dict[int, str] = field(default_factory=dict)
-    """Rank -> address of who keeps its second copy."""
+    """By rank, the address of the node that keeps the second copy of its snapshots."""
     evidence: list[AgentReport] = field(default_factory=list)
-    """What of the present epoch the coordinator must know, should it not have heard."""
+    """Edge-triggered reports of the present epoch: they are repeated at each reconnection."""
     ticked_s: float = 0.0
     checked: bool = False
-    """Whether the node must pass its checks before it is offered."""
+    """True if the node must pass health checks before its workers are offered."""
 
     def __post_init__(self) -> None:
         self.cleared = not self.checked
@@ -105,11 +106,11 @@ class AgentState:
 
     @property
     def epoch(self) -> int:
-        """In which the workers are (the newest, should they differ)."""
+        """The epoch that the workers are in; the newest, if they differ."""
         return max(worker.epoch for worker in self.workers)
 
     def joined(self) -> Joined:
-        """Everything about this node."""
+        """The report with this node's identity and complete state."""
         me, bound = self.identity, self.phase() is WorkerPhase.BOUND
         return Joined(
             node=me.node,
@@ -126,17 +127,17 @@ class AgentState:
         )
 
     def greet(self) -> list[AgentReport]:
-        """What to say first on a new connection."""
+        """The reports that are sent first on a new connection."""
         return [self.joined(), *self.evidence]
 
     def heartbeat(self) -> Heartbeat:
-        """A sign of life."""
+        """The heartbeat, with the workers' epoch, their slowest step and their phase."""
         placed = self._placed()
         step = min((worker.step for worker in placed), default=NO_STEP)
         return Heartbeat(self.identity.node, self.incarnation, self.epoch, step, self.phase())
 
     def phase(self) -> WorkerPhase:
-        """Where the workers are, all of them together."""
+        """The phase of all workers together: that of the one that is furthest behind."""
         placed = self._placed()
         if not all(self._meeting_points()):
             return WorkerPhase.COLD
@@ -155,7 +156,7 @@ class AgentState:
     # --- commands of the coordinator -----------------------------------------------------------
 
     def on_command(self, command: Command, now_s: float, unix_s: float) -> list[AgentAction]:
-        """Does what the coordinator says. ``unix_s`` is the time of day, for the accounts of the next epoch."""
+        """Handles a command of the coordinator. ``unix_s`` is the time of day, for the next epoch's ledger."""
         match command:
             case Park():
                 return self._park(command, now_s, unix_s)
@@ -170,25 +171,23 @@ class AgentState:
                     else []
                 )
             case Stop():
-                return [TellWorker(i, worker_link.StopTraining("asked to stop")) for i in self._in_epoch()]
+                return [
+                    TellWorker(i, worker_link.StopTraining("asked to stop"))
+                    for i, worker in enumerate(self.workers)
+                    if worker.epoch != NO_EPOCH
+                ]
             case Fence(reason, incarnation):
                 return self._expel(reason, incarnation, unix_s) if self.incarnation <= incarnation else []
             case TellAll():
                 return [SendReport(report) for report in self.greet()]
             case Diagnose():
-                return [LogStall(command.silent_s), *self._ask(command.epoch)]
+                hanging = [i for i, w in enumerate(self.workers) if w.epoch == command.epoch != NO_EPOCH]
+                for i in hanging:
+                    self.workers[i].owes_flight_record = True
+                ask = worker_link.SendFlightRecord(command.epoch)
+                return [LogStall(command.silent_s), *(TellWorker(i, ask) for i in hanging)]
             case Shutdown(reason):
                 return [EndAgent(reason)]
-
-    def _ask(self, epoch: int) -> list[AgentAction]:
-        """Wants the flight record of each worker in ``epoch``."""
-        asked = [i for i, worker in enumerate(self.workers) if worker.epoch == epoch != NO_EPOCH]
-        for i in asked:
-            self.workers[i].asked = True
-        return [TellWorker(i, worker_link.SendFlightRecord(epoch)) for i in asked]
-
-    def _in_epoch(self) -> list[int]:
-        return [i for i, worker in enumerate(self.workers) if worker.epoch != NO_EPOCH]
 
     def _park(self, park: Park, now_s: float, unix_s: float) -> list[AgentAction]:
         self.ended_unix_s = self.ended_unix_s or unix_s
@@ -197,7 +196,7 @@ class AgentState:
         return actions + self._parked()
 
     def _tell_out(self, epoch: int, reason: str, *, planned: bool, now_s: float) -> list[AgentAction]:
-        """Nobody is to stay in ``epoch`` or an earlier one."""
+        """Raises the fence to ``epoch`` and orders every worker out of it and of the epochs before."""
         self.fence = max(self.fence, epoch)
         actions: list[AgentAction] = []
         for i, worker in enumerate(self.workers):
@@ -217,7 +216,7 @@ class AgentState:
         return actions
 
     def _parked(self) -> list[AgentAction]:
-        """The answer to Park, once it is true."""
+        """Sends ``Parked`` if one is owed and no worker is left in an epoch."""
         if self.owed is None or self._placed():
             return []
         epoch, self.owed, self.evidence = self.owed, None, []
@@ -225,11 +224,11 @@ class AgentState:
         return [SendReport(Parked(me, self.incarnation, epoch, self._meeting_points(), self.held()))]
 
     def _ending(self, bind: Bind, unix_s: float) -> tuple[bool, float]:
-        """Whether the last epoch that trained was left as planned, and since when that has been known; 0 if there was none."""
+        """Returns (planned, unix time) of the end of the last epoch that trained; time 0 if there was none."""
         if bind.left_s_ago is None:
             return self.planned, self.ended_unix_s
         told_unix_s = unix_s - bind.left_s_ago
-        if not self.ended_unix_s:  # this node was not in it
+        if not self.ended_unix_s:  # this node was not in that epoch
             return bind.left_planned, told_unix_s
         return self.planned, min(self.ended_unix_s, told_unix_s)
 
@@ -237,7 +236,7 @@ class AgentState:
         places = dict(bind.places)
         if bind.epoch <= self.fence:
             return []
-        if bind.epoch == self.epoch:  # said twice: so our Bound was lost, if there was one
+        if bind.epoch == self.epoch:  # a repeated command: our Bound was lost, if we have sent one
             return self._bound()
         fit = [i for i in places if i < len(self.workers) and self.workers[i].meeting_point]
         if len(fit) != len(places) or self._placed():
@@ -267,7 +266,7 @@ class AgentState:
         return [forget, *tells]
 
     def _expel(self, reason: str, incarnation: int, unix_s: float) -> list[AgentAction]:
-        """This incarnation is fenced: its workers die, its memory stays, and it comes back as another."""
+        """Fences this incarnation: its workers are killed, its memory stays, and it joins again as the next."""
         self.incarnation = max(incarnation + 1, int(unix_s * 1000))
         self.owed, self.evidence, self.buddies = None, [], {}
         self.fence = max(self.fence, self.epoch)
@@ -280,10 +279,10 @@ class AgentState:
                 actions.append(KillProcess(i))
         return [*actions, SendReport(self.joined())]
 
-    # --- words of the workers --------------------------------------------------------------------
+    # --- messages of the workers -----------------------------------------------------------------
 
     def on_worker_message(self, index: int, said: ToAgent, now_s: float, unix_s: float) -> list[AgentAction]:
-        """A worker has said something."""
+        """Handles a message of a worker; messages of a worker that is to die are dropped."""
         worker = self.workers[index]
         worker.heard_s = now_s
         if worker.doomed or not worker.running:
@@ -320,9 +319,9 @@ class AgentState:
                 )
                 return self._testify(report)
             case worker_link.FlightRecordSent(epoch=epoch, record=record) if (
-                epoch == worker.epoch and worker.asked
+                epoch == worker.epoch and worker.owes_flight_record
             ):
-                worker.asked = False
+                worker.owes_flight_record = False
                 return [
                     SendReport(
                         Recorded(self.identity.node, self.incarnation, epoch, record[:MOST_RECORD_BYTES])
@@ -346,12 +345,12 @@ class AgentState:
     # --- health ------------------------------------------------------------------------------------
 
     def examine(self) -> list[AgentAction]:
-        """Before the node is offered, again: at the start, and where a worker died or hung."""
+        """Withdraws the node until its health checks pass: at the start, and after a worker died or hung."""
         self.cleared = not self.checked
         return [CheckHealth()] if self.checked else []
 
     def on_health_checked(self, complaints: str) -> list[AgentAction]:
-        """What the node's checks have found; the node is offered if it is nothing."""
+        """Handles the outcome of the health checks; without complaints the node is offered."""
         self.cleared = not complaints
         return self._ready() if self.cleared else self._unfit(complaints)
 
@@ -380,7 +379,7 @@ class AgentState:
         return self._parked()
 
     def _second_copy(self, index: int, taken: worker_link.SnapshotTaken) -> list[AgentAction]:
-        """A snapshot lies in our memory: it needs a copy elsewhere, unless replicas of its state make one needless."""
+        """Sends a snapshot in this node's memory to the rank's buddy; without a buddy, replicas hold the same state."""
         address = self.buddies.get(taken.rank)
         if taken.epoch != self.workers[index].epoch:
             return []
@@ -389,13 +388,13 @@ class AgentState:
         return [PushSnapshot(index, taken, address)]
 
     def on_pushed(self, index: int, taken: worker_link.SnapshotTaken) -> list[AgentAction]:
-        """The buddy has the snapshot."""
+        """Handles the arrival of a snapshot at the buddy."""
         if taken.epoch != self.workers[index].epoch:
             return []
         return [TellWorker(index, worker_link.SnapshotSafe(taken.epoch, taken.step))]
 
     def _finished(self, epoch: int) -> list[AgentAction]:
-        """Whoever has rank 0 speaks for all: it writes the result, and commits the last checkpoint when all have written."""
+        """Reports the result of rank 0, once all workers here have finished: it commits the last checkpoint for all."""
         placed = self._placed()
         if not all(worker.finished for worker in placed):
             return []
@@ -409,11 +408,11 @@ class AgentState:
     # --- processes and time ------------------------------------------------------------------------
 
     def on_started(self, index: int, now_s: float) -> None:
-        """A worker's process runs."""
+        """Handles the start of a worker's process."""
         self.workers[index] = WorkerLife(running=True, heard_s=now_s)
 
     def on_exit(self, index: int, code: int, text: str, unix_s: float) -> list[AgentAction]:
-        """A worker's process has ended (``code`` below 0: by that signal); ``text`` is what it last wrote."""
+        """Handles the exit of a worker's process (``code`` below 0: by that signal); ``text`` is the end of its log."""
         worker = self.workers[index]
         if worker.finished and not worker.leaving:
             worker.running = False
@@ -428,10 +427,10 @@ class AgentState:
         return actions + self._parked()
 
     def on_tick(self, now_s: float, unix_s: float) -> list[AgentAction]:
-        """Time has passed: whoever is silent for too long, or does not leave, is killed."""
+        """Handles the passing of time: kills workers whose lease has run out or that do not leave an epoch."""
         paused = now_s - self.ticked_s > self.patience.lease_s / 2
         self.ticked_s = now_s
-        if paused:  # it was this agent that stood still: what the workers said meanwhile is still unread
+        if paused:  # this agent itself stood still: the workers' messages are still unread
             for worker in self.workers:
                 worker.heard_s = now_s
             return []
@@ -442,22 +441,19 @@ class AgentState:
             silent_s = now_s - worker.heard_s
             if silent_s > (self.patience.lease_s if worker.meeting_point else _START_S):
                 self.ended_unix_s = self.ended_unix_s or (unix_s if worker.epoch != NO_EPOCH else 0.0)
-                actions += self._hung(index, worker, silent_s)
+                worker.doomed = True
+                hung = WorkerHung(self.identity.node, self.incarnation, worker.epoch, index, silent_s)
+                told = self._testify(hung) if worker.epoch != NO_EPOCH else [SendReport(hung)]
+                actions += [KillProcess(index), *told, *self.examine()]
             elif now_s > worker.leave_by_s:
                 worker.leave_by_s, worker.stuck = math.inf, True
                 worker.last_words = f"could not be called back from epoch {worker.epoch}: killed"
                 actions.append(KillProcess(index))
         return actions
 
-    def _hung(self, index: int, worker: WorkerLife, silent_s: float) -> list[AgentAction]:
-        worker.doomed = True
-        said = WorkerHung(self.identity.node, self.incarnation, worker.epoch, index, silent_s)
-        told = self._testify(said) if worker.epoch != NO_EPOCH else [SendReport(said)]
-        return [KillProcess(index), *told, *self.examine()]
-
 
 def _for_worker(resume: Resume) -> worker_link.RestoreFrom:
-    """What an epoch begins with, in the words of the worker link."""
+    """Translates the state that an epoch begins with into the worker link's message."""
     if isinstance(resume, FromDisk):
         return worker_link.RestoreFrom(disk_step=resume.step)
     if not isinstance(resume, FromMemory):

@@ -1,9 +1,8 @@
-"""A fleet as far as it runs on this machine: all of it, a coordinator and an agent per "node", or on a cluster the part of
-the node that leads: the coordinator and this node's agent. Each is a process in a session of its own.
+"""Launches and supervises the processes of a fleet on this machine, each in a session of its own.
 
-What nobody else would do is done here: they are started, the coordinator is started again if it dies, a killed node of a
-local fleet comes back after its repair time, and Ctrl-C is passed on as one wish to save and stop. If this process is
-killed, the kernel kills all of them with it.
+A local fleet is a coordinator and one agent per "node"; on a cluster, the node that leads runs the coordinator and its own agent.
+This process starts them, restarts the coordinator if it dies, brings a killed node of a local fleet back after its repair time,
+and passes Ctrl-C on to the coordinator as a request to save and stop. If this process is killed, the kernel kills all of them.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ _POLL_S = 0.1
 _COORDINATOR_PAUSE_S = 0.2
 _MOST_COORDINATORS = 1000
 _QUICK_DEATH_S, _QUICK_DEATHS = 5.0, 5
-"""A coordinator that dies so often so soon after its start will not live."""
+"""A coordinator that fails so many times in a row, each time so soon after its start, is not restarted."""
 _FAREWELL_S = 10.0
 
 
 @dataclass(frozen=True)
 class Lead:
-    """This machine is one node of a cluster, and the one whose coordinator the others look for."""
+    """The arguments of the one node of a cluster that runs the coordinator."""
 
     node: str
     host: str
-    """Of this machine, as the others reach it."""
+    """This machine, as the others reach it."""
     port: int
     domain: tuple[str, ...] = ()
     started_as_spare: bool = False
@@ -49,12 +48,12 @@ class Lead:
 
     @property
     def coordinator_arguments(self) -> list[str]:
-        """For ``phalanx.fleet.control.coordinator``."""
+        """Command-line arguments for ``phalanx.fleet.control.coordinator``."""
         return ["--host", self.host, "--port", str(self.port), *self._certified]
 
     @property
     def agent_arguments(self) -> list[str]:
-        """For ``phalanx.fleet.node.agent``, beside the node's name."""
+        """Command-line arguments for ``phalanx.fleet.node.agent``, beside the node's name."""
         domain = ["--domain", *self.domain] if self.domain else []
         return ["--host", self.host, *domain, *self._certified]
 
@@ -65,29 +64,29 @@ class Lead:
 
 @dataclass(frozen=True)
 class LocalFleet:
-    """What to start."""
+    """The fleet to start."""
 
     nodes: int
     spares: int = 0
     faults: tuple[str, ...] = ()
     """Sentences of ``phalanx.fleet.faults.fault``, passed on to every worker."""
     repair_s: float | None = None
-    """After so long a killed node comes back, empty; ``None``: never."""
+    """Seconds after which a killed node comes back, empty; ``None``: never."""
     worker_program: tuple[str, ...] = ()
-    """Instead of the real worker; for tests."""
+    """Replaces the real worker; for tests."""
     lead: Lead | None = None
     """If this machine is one node of a cluster; the agents of the others are started there."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the nodes here, spares last."""
+        """The names of the nodes on this machine, spares last."""
         if self.lead is not None:
             return (self.lead.node,)
         return tuple(f"node-{number}" for number in range(self.nodes + self.spares))
 
     @property
     def spare_names(self) -> tuple[str, ...]:
-        """Of the nodes here that get no rank at first."""
+        """The names of the nodes on this machine that get no rank at first."""
         if self.lead is not None:
             return self.names if self.lead.started_as_spare else ()
         return self.names[self.nodes :]
@@ -123,7 +122,7 @@ def run_fleet(run: OpenRun, fleet: LocalFleet, while_running: Callable[[Callable
 
 @dataclass
 class _Processes:
-    """The processes of a local fleet, and what became of them."""
+    """The processes of a local fleet, and the state of their supervision."""
 
     run: OpenRun
     fleet: LocalFleet
@@ -132,20 +131,20 @@ class _Processes:
     back_at_s: dict[str, float] = field(default_factory=dict)
     stop_asked: int = 0
     stop_told: tuple[int, int] = (0, 0)
-    """Process id of the coordinator that was told, and how often."""
+    """Process id of the coordinator that was told to stop, and how many times."""
     started: int = 0
     started_s: float = 0.0
     quick_deaths: int = 0
     over: bool = False
 
     def start(self) -> None:
-        """The coordinator and all agents; those ask for its address until they know it."""
+        """Starts the coordinator and all agents; the agents poll fleet.json for its address."""
         self._start_coordinator()
         for name in self.fleet.names:
             self.agents[name] = self._agent(name)
 
     def ended(self) -> bool:
-        """Looks after the processes; whether the run is over and everybody has gone."""
+        """Restarts what has died and is to come back; returns True once the run is over. Call it again and again."""
         coordinator = self.coordinator
         if coordinator is not None and coordinator.poll() is not None and not self.over:
             self._coordinator_died(coordinator.returncode)
@@ -182,9 +181,10 @@ class _Processes:
         return None
 
     def _hand_on_stop(self) -> None:
-        """Tells the coordinator what it does not know yet: one wish is to save and stop, a second to end at once.
+        """Passes the user's requests on to the coordinator: the first is to save and stop, a second to end at once.
 
-        Not before it has written its file: until then SIGTERM would end it, and one that replays its journal may know.
+        Not before it has written fleet.json: until then SIGTERM would kill it, and the file says whether it has learned of
+        the request from its journal.
         """
         if self.stop_told[1] >= min(self.stop_asked, 2):
             return
@@ -198,7 +198,7 @@ class _Processes:
         self.stop_told = coordinator.pid, told
 
     def end(self) -> None:
-        """Nobody is left: who has not gone by itself after the farewell is killed, with its workers."""
+        """Waits a moment for the agents to exit, then kills every process that is left, workers included."""
         seen = self.seen()
         told = self.over and seen is not None and seen.over
         deadline_s = time.monotonic() + (_FAREWELL_S if told else 0.0)
@@ -218,9 +218,12 @@ class _Processes:
         self.coordinator = self._process("coordinator", "phalanx.fleet.control.coordinator", *where)
 
     def _agent(self, name: str) -> subprocess.Popen[bytes]:
-        arguments = ["--node", name, *["--spare"] * (name in self.fleet.spare_names)]
+        arguments = ["--node", name]
+        if name in self.fleet.spare_names:
+            arguments.append("--spare")
         arguments += self.fleet.lead.agent_arguments if self.fleet.lead else []
-        arguments += [*(part for fault in self.fleet.faults for part in ("--fault", fault))]
+        for fault in self.fleet.faults:
+            arguments += ["--fault", fault]
         if self.fleet.worker_program:
             arguments += ["--worker-program", *self.fleet.worker_program]
         return self._process(name, "phalanx.fleet.node.agent", *arguments)
@@ -244,16 +247,16 @@ class _Processes:
             )
 
     def log(self, name: str) -> Path:
-        """What a coordinator or agent prints."""
+        """The log of a coordinator or agent."""
         return self.run.directory.named_log(self.run.attempt, name)
 
 
 @contextmanager
 def _stopping_on_signals(processes: _Processes) -> Iterator[None]:
-    """Ctrl-C, SIGTERM and a closed terminal ask the coordinator to save and stop."""
+    """Inside, Ctrl-C, SIGTERM and SIGHUP are counted as requests to the coordinator to save and stop."""
 
     def pass_on(_number: int, _frame: FrameType | None) -> None:
-        processes.stop_asked += 1  # handed on by the next look at the processes
+        processes.stop_asked += 1  # passed on by the next call of ``ended``
 
     asking = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [(number, signal.signal(number, pass_on)) for number in asking]

@@ -1,11 +1,11 @@
-"""A worker: the process that holds a rank, for as many epochs of membership as it lives.
+"""A worker of a fleet: the process that holds a rank, for as many epochs of membership as it lives.
 
-``python -m phalanx.fleet.node.worker --link FD --segments FD FD --run-dir DIR --worker I`` is what an agent starts. The worker loads what takes long
-(PyTorch, the accelerator's context, the data), says that it is warm, and waits. For each epoch that it is bound to, it meets the
-other ranks, builds the model for the layout of that epoch, restores the state that all agreed on, and trains. When the epoch ends,
-by a fault or because the fleet changes, everything of it is dropped (model, optimizer, process groups), and only the process with
-what it has loaded stays. So nothing that a broken step has left half done can reach the next epoch, and going on costs
-no start of a process.
+An agent starts ``python -m phalanx.fleet.node.worker --link FD --segments FD FD --run-dir DIR --worker I``. The worker loads what
+takes long (PyTorch, the accelerator's context, the data), reports that it is warm, and waits. For each epoch that it is to join it
+meets the other ranks, builds the model for the layout of that epoch, restores the state that all agreed on, and trains. When the
+epoch ends, by a fault or because the fleet changes, everything of it is dropped (model, optimizer, process groups); the process
+stays, with what it has loaded. So nothing that a broken step has left half done can reach the next epoch, and recovery does not
+pay for the start of a process.
 """
 
 from __future__ import annotations
@@ -66,31 +66,30 @@ from phalanx.run.directory import RunDirectory, read_resolved
 from phalanx.run.result import RunResult
 from phalanx.train.lifecycle.assemble import EpochInputs, make_deterministic, warm_up
 from phalanx.train.lifecycle.interrupt import StopRequest
-from phalanx.train.lifecycle.worker import EXIT_FAILED, die_with_parent, known_errors, run_epoch
+from phalanx.train.lifecycle.worker import EXIT_FAILED, die_with_parent, freeze_gc, known_errors, run_epoch
 
 if TYPE_CHECKING:
     from phalanx.fleet.faults.saboteur import Saboteur
 
 _MEET_TIMEOUT_S = 60.0
-"""For the ranks of an epoch to connect to each other: gloo cannot be called back from that, nor does it notice that a
-connection ends in the middle of it."""
+"""Time limit for the ranks of an epoch to connect: a gloo connect cannot be aborted, nor does it notice that a peer has gone."""
 _PULSES_IN_A_LEASE = 5
-_OF_THE_FLEET = (RendezvousError, CheckpointError)
-"""Known errors that another epoch may not have: a peer that went while it was to be met, or read from."""
+_RECOVERABLE = (RendezvousError, CheckpointError)
+"""Known errors that end the epoch but not the run: a peer went away during rendezvous, or while its snapshot was read."""
 
 
 @dataclass(frozen=True)
 class WorkerArgs:
-    """What a worker is told about itself by whoever started it."""
+    """The arguments of a worker process."""
 
     run_dir: Path
     segments: tuple[int, ...]
     """Descriptors of the memory for this worker's snapshots."""
     attempt: int
-    """Of the run directory's, that epoch 0 is."""
+    """The run directory's attempt that epoch 0 counts as."""
     local_rank: int
     node: str
-    """The node's name; of a local fleet it ends with the node's number."""
+    """The node's name; in a local fleet it ends with the node's number."""
     host: str
     """This machine, as the other nodes reach it."""
     certificates: Path | None = None
@@ -118,7 +117,7 @@ class Worker:
         self._warm = warm_up(self._spec, self._device)
 
     def serve(self) -> None:
-        """Obeys the agent until told to end."""
+        """Joins the epochs that the agent orders, one after another, until it is told to end."""
         _in_thread("orders", self._listen)
         _in_thread("break-off", self._orders.break_off)
         _in_thread("pulse", self._pulse)
@@ -134,23 +133,23 @@ class Worker:
         try:
             self._orders.listen(self._received)
         except LinkError:
-            os._exit(EXIT_FAILED)  # nobody is left to work for
+            os._exit(EXIT_FAILED)  # the agent is gone
 
     def _received(self) -> ToWorker:
-        """The next order for the main thread; what is asked while it may hang is answered beside it."""
+        """Receives the next order for the main thread; requests that must be served while it hangs are served here."""
         while isinstance(said := self._link.receive(), SendFlightRecord):
-            # A thread of its own: if the recorder hangs too, Park must still be heard.
-            _in_thread("flight record", partial(self._explain, said.epoch))
+            # A thread of its own: if the recorder hangs too, LeaveEpoch must still be received.
+            _in_thread("flight record", partial(self._send_flight_record, said.epoch))
         return said
 
-    def _explain(self, epoch: int) -> None:
-        """What this rank's collectives are at. Without an epoch there is no rank, and nothing to say."""
+    def _send_flight_record(self, epoch: int) -> None:
+        """Sends this rank's record of collectives, if the worker is a rank of ``epoch``."""
         with suppress(LinkError, ValueError):
             if epoch == self._guardian.epoch:
                 self._link.send(FlightRecordSent(epoch, shortened(flight_record(self._began_ns))))
 
     def _pulse(self) -> None:
-        """Shows the agent that this process runs, and what its main thread is at."""
+        """Sends heartbeats with the main thread's step and phase, for ever."""
         while True:
             guardian = self._guardian
             since_s = time.monotonic() - guardian.since_s
@@ -159,37 +158,37 @@ class Worker:
             time.sleep(self._spec.fleet.worker_lease_s / _PULSES_IN_A_LEASE)
 
     def _epoch(self, bind: JoinEpoch) -> None:
-        """One epoch, from meeting to leaving."""
+        """Runs one epoch, from rendezvous to leaving, and reports how it ended."""
         self._connections = connections = Connections.now()
         with self._orders.session(bind.epoch, lambda: abort(connections, self._device)):
-            said = self._lived(bind)
-            if said is not None:
-                self._link.send(said)
-            stopped = isinstance(said, TrainingFinished) and not said.result
+            outcome = self._outcome(bind)
+            if outcome is not None:
+                self._link.send(outcome)
+            stopped = isinstance(outcome, TrainingFinished) and not outcome.result
             if not stopped:
                 self._orders.wait_for_park(bind.epoch)
             self._guardian.leaves()
-            with suppress(Exception):  # what is broken need not be left in good order
+            with suppress(Exception):  # a broken process group may fail to close
                 leave()
         # The exception, and with it every frame of the epoch, is gone by now; so are the groups' threads after this.
         gc.collect()
         if not stopped:
             self._link.send(LeftEpoch(bind.epoch, self._fresh_meeting_point()))
 
-    def _lived(self, bind: JoinEpoch) -> ToAgent | None:
-        """How an epoch ended: what is to be told of it; ``None`` if it ended by order."""
+    def _outcome(self, bind: JoinEpoch) -> ToAgent | None:
+        """Trains, and returns the message that says how the epoch ended; ``None`` if it ended by order."""
         try:
             result = self._train(bind)
             return TrainingFinished(bind.epoch, "" if result is None else json.dumps(result.to_json()))
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             if isinstance(error, CorruptionFoundError):
-                # Said even if the epoch is over: another rank may have been quicker to say that it broke, not why.
+                # Sent even if the epoch is over: another rank may have reported first that it broke, but not why.
                 found = error.verdict
                 return Doubted(bind.epoch, "corruption", text, found.ranks, found.roll_back_to)
             if self._orders.over(bind.epoch):
                 return None
-            if isinstance(error, known_errors()) and not isinstance(error, _OF_THE_FLEET):
+            if isinstance(error, known_errors()) and not isinstance(error, _RECOVERABLE):
                 return RunFailed(bind.epoch, str(error))
             traceback.print_exc()  # into this worker's log
             sys.stderr.flush()
@@ -246,15 +245,18 @@ class Worker:
         self._connections.shut()
 
     def _fresh_meeting_point(self) -> str:
-        """Where others could meet in the next epoch: a meeting point is used once, by rank 0."""
+        """Opens a rendezvous for the next epoch and returns its address: each is used once, by the worker that is rank 0."""
         self._meeting.close()
         self._meeting = MeetingPoint(self._args.host)
         return self._meeting.address
 
 
 def _account(directory: RunDirectory, bind: JoinEpoch) -> Ledger:
-    """The ledger of this epoch. On rank 0, whose ledger goes into the events, it begins where the last one ended: time
-    that nobody was there to count went by undetected until the fault was known, and then for bringing all to a halt."""
+    """Opens the ledger of this epoch.
+
+    On rank 0, whose ledger goes into the events, it begins where the last epoch's ledger ended. The time in between is booked as
+    fault undetected until the fault was known, and as drain from then on.
+    """
     now_ns = time.monotonic_ns()
     if bind.rank != 0 or bind.detected_unix_s == 0 or not directory.events.exists():
         return Ledger(now_ns, Bucket.START_RENDEZVOUS)
@@ -271,12 +273,11 @@ def _account(directory: RunDirectory, bind: JoinEpoch) -> Ledger:
 
 
 def _warm_up(device: torch.device) -> None:
-    """Makes PyTorch do for the first time what it will do in every epoch."""
+    """Runs a first forward and backward pass, so that PyTorch's lazy initialization is done before the first epoch."""
     with torch.device(device):
         weights = torch.ones(8, 8, requires_grad=True)
         (weights @ weights).sum().backward()  # type: ignore[no-untyped-call]
-    gc.collect()
-    gc.freeze()  # what an epoch leaves behind is then found quickly
+    freeze_gc()  # the collection after each epoch then looks at that epoch's objects only
 
 
 def _in_thread(name: str, run: Callable[[], None]) -> None:

@@ -1,8 +1,9 @@
-"""What an agent and its worker say to each other, over a socket pair that the worker inherits.
+"""The messages between an agent and its worker, over a socket pair that the worker inherits.
 
 The link works on one machine, between a process and its child, so there is nothing to authenticate; it carries small typed
-messages, each with its length before it. The large things (snapshots) pass through shared memory
-(``phalanx.checkpoint.snapshot.memory``): the worker inherits the descriptors of its two segments. Either side reads in a thread of its own or in an event loop; ``send`` may be called from any thread.
+messages, each with its length before it. Snapshots pass through shared memory instead (``phalanx.checkpoint.snapshot.memory``):
+the worker inherits the descriptors of its two segments. Either side reads in a thread of its own or in an event loop; ``send``
+may be called from any thread.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _LONGEST_BYTES = 16 << 20
 
 
 class LinkError(RuntimeError):
-    """The other side has ended, or says what nobody understands."""
+    """The other side has ended, or sent bytes that are no message."""
 
 
 class _LinkMessage(msgspec.Struct, frozen=True, tag=True):
@@ -27,22 +28,22 @@ class _LinkMessage(msgspec.Struct, frozen=True, tag=True):
 
 
 class SnapshotAddress(msgspec.Struct, frozen=True):
-    """Somebody who holds the snapshot of one rank of the layout that took it."""
+    """The data port of an agent that holds the snapshot of one rank, of the layout that took it."""
 
     rank: int
     address: str
-    """Of the data port of an agent, as "host:port"."""
+    """The data port, as "host:port"."""
 
 
 class RestoreFrom(msgspec.Struct, frozen=True):
-    """What an epoch begins with: the newest checkpoint on disk (or nothing), or a snapshot in memory."""
+    """The state that an epoch begins with: the newest checkpoint on disk (or nothing), or a snapshot in memory."""
 
     disk_step: int = -1
     """The newest checkpoint on disk that may be taken; -1: whichever is newest."""
     step: int = -1
-    """Of the snapshot; -1: not from memory."""
+    """The step of the snapshot; -1: not from memory."""
     ranks: int = 0
-    """Of the layout that took the snapshot."""
+    """The number of ranks of the layout that took the snapshot."""
     holders: tuple[SnapshotAddress, ...] = ()
 
 
@@ -56,16 +57,16 @@ class JoinEpoch(_LinkMessage, frozen=True):
     rank: int
     ranks: int
     meeting_point: str
-    """Where the ranks meet, as "host:port": what the worker that becomes rank 0 has said in ``Warm`` or ``LeftEpoch``."""
+    """The rendezvous of the ranks, as "host:port": rank 0's worker has reported it in ``Warm`` or ``LeftEpoch``."""
     resume: RestoreFrom
     planned: bool = False
-    """Whether the last epoch ended because the fleet was to grow or shrink, and not by a fault."""
+    """True if the last epoch ended because the fleet was to grow or shrink, not by a fault."""
     detected_unix_s: float = 0.0
-    """When it was known that the last epoch had to end; 0 if there was none."""
+    """The time at which it was known that the last epoch had to end; 0 if there was none."""
 
 
 class LeaveEpoch(_LinkMessage, frozen=True):
-    """Leave this epoch and all before it: at once, or when ``planned`` after the present step, with a snapshot of it."""
+    """Leave this epoch and all before it: at once, or if ``planned`` after the present step, with a snapshot of it."""
 
     epoch: int
     planned: bool = False
@@ -73,7 +74,7 @@ class LeaveEpoch(_LinkMessage, frozen=True):
 
 
 class StopTraining(_LinkMessage, frozen=True):
-    """Save, and end, at the next step boundary; without a rank, end at once."""
+    """Save a checkpoint and end at the next step boundary; a worker without a rank ends at once."""
 
     reason: str
 
@@ -86,13 +87,13 @@ class SnapshotSafe(_LinkMessage, frozen=True):
 
 
 class InjectFault(_LinkMessage, frozen=True):
-    """Do something bad to yourself: a fault of ``phalanx.fleet.faults.fault``, for tests and drills."""
+    """Inject a fault of ``phalanx.fleet.faults.fault`` into yourself, for tests and drills."""
 
     fault: str
 
 
 class SendFlightRecord(_LinkMessage, frozen=True):
-    """Say which collectives of this epoch you are in, while the main thread hangs in one or elsewhere."""
+    """Send PyTorch's flight record of this epoch's collectives, while the main thread hangs."""
 
     epoch: int
 
@@ -101,57 +102,57 @@ class SendFlightRecord(_LinkMessage, frozen=True):
 
 
 class Warm(_LinkMessage, frozen=True):
-    """Everything that takes long is loaded; ready to become a rank."""
+    """Everything that takes long to load is loaded; ready to become a rank."""
 
     pid: int
     meeting_point: str
 
 
 class Unfit(_LinkMessage, frozen=True):
-    """Instead of Warm: this worker's accelerator computes or remembers wrongly. The worker ends."""
+    """Sent instead of ``Warm``: this worker's accelerator failed its health checks. The worker ends."""
 
     evidence: str
 
 
 class Alive(_LinkMessage, frozen=True):
-    """Sent by a thread of its own, every fraction of the worker's lease."""
+    """The worker's heartbeat, sent from a thread of its own several times in a lease."""
 
     epoch: int
     step: int
-    """Last step that ended; -1 before the first of the epoch."""
+    """The last step that ended; -1 before the first of the epoch."""
     phase: str
     since_s: float
-    """For how long the main thread has been in this phase."""
+    """Seconds for which the main thread has been in this phase."""
 
 
 class JoinedEpoch(_LinkMessage, frozen=True):
-    """The ranks have met and the state is in place."""
+    """The process group is connected and the state is restored."""
 
     epoch: int
     step: int
 
 
 class EpochBroken(_LinkMessage, frozen=True):
-    """Something failed in this epoch that this worker may not be to blame for: a peer has gone, most likely."""
+    """This epoch failed here, by an error that may be another's fault: most likely a peer has gone."""
 
     epoch: int
     text: str
 
 
 class Doubted(_LinkMessage, frozen=True):
-    """An audit found that some rank computed wrongly, or statistics that the rank of this worker is slow."""
+    """An audit found that some rank computed wrongly, or statistics say that this worker's rank is a straggler."""
 
     epoch: int
     reason: Literal["corruption", "straggler"]
     evidence: str
     ranks: tuple[int, ...] = ()
-    """With corruption: whose it is. All ranks come to the same verdict; whichever is first to say so is believed."""
+    """With corruption: the ranks that caused it. All ranks come to the same verdict, so the first report is believed."""
     trusted_step: int | None = None
-    """With corruption: the last step up to which all is good."""
+    """With corruption: the newest step whose state is known to be good."""
 
 
 class FlightRecordSent(_LinkMessage, frozen=True):
-    """The answer to Explain."""
+    """The answer to ``SendFlightRecord``."""
 
     epoch: int
     record: str
@@ -159,14 +160,14 @@ class FlightRecordSent(_LinkMessage, frozen=True):
 
 
 class LeftEpoch(_LinkMessage, frozen=True):
-    """This worker is in no process group any more."""
+    """This worker has left this epoch and all before it: it is in no process group."""
 
     epoch: int
     meeting_point: str
 
 
 class SnapshotTaken(_LinkMessage, frozen=True):
-    """A snapshot of this rank lies complete in the worker's segments; when the buddy has it too, say ``SnapshotSafe``."""
+    """A snapshot of this rank is complete in the worker's segments; once the buddy has it too, answer ``SnapshotSafe``."""
 
     epoch: int
     ranks: int
@@ -195,7 +196,7 @@ class TrainingFinished(_LinkMessage, frozen=True):
 
 
 class RunFailed(_LinkMessage, frozen=True):
-    """The run itself cannot go on, on whatever fleet."""
+    """The run itself cannot go on, whatever the fleet: the error is the user's to mend."""
 
     epoch: int
     text: str
@@ -224,7 +225,7 @@ _to_agent: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
 
 
 def frame(said: ToWorker | ToAgent) -> bytes:
-    """A message as it goes over the link."""
+    """Encodes a message with its length before it."""
     body = _encoder.encode(said)
     if len(body) > _LONGEST_BYTES:
         raise LinkError(f"a message of {len(body)} bytes: at most {_LONGEST_BYTES}")
@@ -232,7 +233,7 @@ def frame(said: ToWorker | ToAgent) -> bytes:
 
 
 def length_of(head: bytes) -> int:
-    """How many bytes follow the four of ``head``. Raises ``LinkError`` if that is nonsense."""
+    """Decodes the four bytes before a message: its length. Raises ``LinkError`` if that is too long."""
     length: int = _LENGTH.unpack(head)[0]
     if length > _LONGEST_BYTES:
         raise LinkError(f"a message of {length} bytes was announced: at most {_LONGEST_BYTES}")
@@ -240,7 +241,7 @@ def length_of(head: bytes) -> int:
 
 
 def decode_for_worker(body: bytes) -> ToWorker:
-    """The message in ``body``. Raises ``LinkError`` if it is none."""
+    """Decodes a message to a worker. Raises ``LinkError`` if it is none."""
     try:
         return _to_worker.decode(body)
     except msgspec.MsgspecError as error:
@@ -248,7 +249,7 @@ def decode_for_worker(body: bytes) -> ToWorker:
 
 
 def decode_for_agent(body: bytes) -> ToAgent:
-    """The message in ``body``. Raises ``LinkError`` if it is none."""
+    """Decodes a message to an agent. Raises ``LinkError`` if it is none."""
     try:
         return _to_agent.decode(body)
     except msgspec.MsgspecError as error:
@@ -271,7 +272,7 @@ class WorkerEnd:
             raise LinkError(f"the agent of this worker has ended: {error}") from None
 
     def receive(self) -> ToWorker:
-        """The next message. Raises ``LinkError`` if the agent has ended."""
+        """Waits for the next message. Raises ``LinkError`` if the agent has ended."""
         return decode_for_worker(self._exactly(length_of(self._exactly(_LENGTH.size))))
 
     def _exactly(self, nbytes: int) -> bytes:

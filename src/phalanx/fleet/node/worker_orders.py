@@ -1,7 +1,7 @@
-"""What a worker's agent has ordered, as the worker's main thread gets to know it.
+"""The orders of a worker's agent, received in one thread and obeyed in another.
 
-The main thread computes and waits in collectives; it cannot read a link. A thread reads for it, keeps the newest order of
-each kind here, and when the order is to leave an epoch at once, breaks off the collective that the main thread is in.
+The main thread computes and waits in collectives, so it cannot read the link. A second thread reads it and keeps the newest
+order of each kind here. When the order is to leave an epoch at once, a third aborts the collective that the main thread is in.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from phalanx.fleet.node.worker_link import (
 from phalanx.train.lifecycle.interrupt import StopRequest
 
 _AGAIN_S = 0.02
-"""Between two attempts at breaking off: a rank may be about to open its next connection."""
+"""Seconds between two attempts at aborting: a rank may be about to open its next connection."""
 
 
 class ParkedError(Exception):
@@ -30,7 +30,7 @@ class ParkedError(Exception):
 
 
 class Orders:
-    """The orders of one worker; one thread hears them, the main thread obeys."""
+    """The newest orders to one worker, shared between the thread that receives them and the main thread."""
 
     def __init__(self, stop: StopRequest) -> None:
         self._stop = stop
@@ -44,12 +44,12 @@ class Orders:
     # --- the thread that listens ---
 
     def listen(self, receive: Callable[[], ToWorker]) -> None:
-        """Hears orders for ever; raises what ``receive`` raises when the link ends."""
+        """Receives orders for ever; raises what ``receive`` raises when the link ends."""
         while True:
-            self.hear(receive())
+            self.on_order(receive())
 
-    def hear(self, said: ToWorker) -> None:
-        """Takes note of one order."""
+    def on_order(self, said: ToWorker) -> None:
+        """Records one order and wakes the threads that wait for it."""
         with self._changed:
             match said:
                 case JoinEpoch():
@@ -67,7 +67,7 @@ class Orders:
             self._changed.notify_all()
 
     def break_off(self) -> None:
-        """Breaks off the epoch that the main thread is in whenever it has been parked; runs in a thread for ever."""
+        """Aborts the epoch that the main thread is in whenever it has been parked; runs in a thread for ever."""
         while True:
             with self._changed:
                 self._changed.wait_for(self._must_break_off)
@@ -101,12 +101,12 @@ class Orders:
         try:
             yield
         finally:
-            # Whoever is breaking it off has finished then, and shuts nothing of the next epoch.
+            # With this lock no abort is under way, so none can hit the connections of the next epoch.
             with self._breaking, self._changed:
                 self._session = None
 
     def over(self, epoch: int) -> bool:
-        """Whether ``epoch`` is over for this worker."""
+        """True if this worker was ordered out of ``epoch`` at once."""
         return epoch <= self._parked
 
     def check(self, epoch: int) -> None:
@@ -115,12 +115,12 @@ class Orders:
             raise ParkedError
 
     def wait_for_park(self, epoch: int) -> None:
-        """Until ``epoch`` is over, now or by plan."""
+        """Waits until this worker is ordered out of ``epoch``, at once or by plan."""
         with self._changed:
             self._changed.wait_for(lambda: epoch <= max(self._parked, self._planned))
 
     def leaving(self, epoch: int) -> bool:
-        """Whether ``epoch`` is to end at a step boundary."""
+        """True if ``epoch`` is to end at the next step boundary."""
         return epoch <= self._planned
 
     def safe_step(self, epoch: int) -> int:
@@ -128,7 +128,7 @@ class Orders:
         return self._safe[1] if self._safe[0] == epoch else -1
 
     def faults(self) -> list[str]:
-        """The faults to commit that have come since the last call."""
+        """Returns the faults that have come since the last call."""
         with self._changed:
             new, self._faults = self._faults, []
         return new

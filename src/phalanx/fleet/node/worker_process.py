@@ -1,7 +1,7 @@
-"""One worker as its agent sees it: a child process, the socket to it, and the news of its end.
+"""A worker as its agent sees it: a child process, the link to it, and one notification of its exit.
 
-The worker is in the agent's process group, so whoever kills the group kills the node; it asks the kernel to be killed when the
-agent dies; and when its end comes, what it said before is still read, and then its end is told, once.
+The worker is in the agent's process group, so killing the group kills the node, and it asks the kernel to be killed when the agent
+dies. After its exit the messages that it still sent are read first; then its exit is reported, once.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class WorkerProcess:
 
         Args:
             command: The worker's program and arguments.
-            descriptors: Of this process, that it inherits.
+            descriptors: This process's descriptors that it inherits.
             threads: For OMP_NUM_THREADS.
-            log: Where what it prints is appended.
-            heard: Called with each thing that it says.
+            log: The file to which its output is appended.
+            heard: Called with each of its messages.
             ended: Called once, with its exit code (below 0: the signal) and the end of its log.
         """
         ours, theirs = socket.socketpair()
@@ -56,7 +56,7 @@ class WorkerProcess:
             **os.environ,
             "PHALANX_LAUNCHER": str(os.getpid()),
             "OMP_NUM_THREADS": str(threads),
-            # Read when the first process group is made: without it nobody can say what a hanging run waits for.
+            # PyTorch reads this when the first process group is made: the record shows which collective a run hangs in.
             "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_FR_BUFFER_SIZE", RECORDED_COLLECTIVES),
         }
         with theirs, log.open("ab") as output:
@@ -79,7 +79,7 @@ class WorkerProcess:
         return self._process.pid
 
     def tell(self, message: ToWorker) -> None:
-        """Sends a message; what a dying worker does not read is lost."""
+        """Sends a message; it is lost if the worker dies before it reads it."""
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(frame(message))
 
@@ -89,7 +89,7 @@ class WorkerProcess:
             self._process.kill()
 
     async def gone(self) -> None:
-        """Until its end has been told."""
+        """Waits until its exit has been reported."""
         if self._watch is not None:
             await self._watch
 
@@ -114,12 +114,12 @@ class WorkerProcess:
                 body = await reader.readexactly(length_of(await reader.readexactly(_HEAD_BYTES)))
                 heard(decode_for_agent(body))
         except LinkError:
-            self.kill()  # it speaks nonsense: its memory is damaged, or it is of another version
+            self.kill()  # not a message: its memory is damaged, or it is of another version
         except (asyncio.IncompleteReadError, ConnectionError):
             return
 
     async def _exit(self) -> None:
-        """Until the process has ended."""
+        """Waits until the process has exited."""
         fd = os.pidfd_open(self._process.pid)
         over = asyncio.Event()
         loop = asyncio.get_running_loop()
