@@ -1,8 +1,8 @@
-"""Faults on demand: what ``--fault`` says, as values.
+"""Fault injection: the grammar of ``--fault``, parsed into values.
 
-A sentence such as ``kill node 2 at step 30 in backward`` is read into a ``Fault``; printed, it is the same sentence again.
-Whoever injects faults (the agent for processes and links, the worker for its own step) acts on these values; nothing is done
-here. A run's faults, given or drawn at random, are put together in ``phalanx.fleet.faults.fault_list``.
+A sentence such as ``kill node 2 at step 30 in backward`` is parsed into a ``Fault``; printed, it is the same sentence again.
+Nothing is done here: the saboteur in each worker carries faults out. A run's faults, given or drawn at random, are put together
+in ``phalanx.fleet.faults.fault_list``.
 
 The grammar, one fault a line::
 
@@ -17,7 +17,7 @@ The grammar, one fault a line::
     ... in forward | backward | reduction | optimizer | snapshot | commit | recovery
     ... for T s
 
-``worker N`` is the N-th worker process of the fleet, spares included; ``rank N`` is whoever holds rank N at that moment.
+``worker N`` is the N-th worker process of the fleet, spares included; ``rank N`` is the worker that holds rank N at that moment.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class When:
     time_s: float | None = None
     """Seconds since the run started to train."""
     phase: FaultPhase | None = None
-    """Inside what; ``recovery`` is the first recovery from that moment on. ``None``: at once."""
+    """The phase in which it happens; ``recovery`` is the first recovery from that moment on. ``None``: at once."""
 
     def __str__(self) -> str:
         moment = f"at step {self.step}" if self.step is not None else f"at {_number(self.time_s or 0)} s"
@@ -102,7 +102,7 @@ class CutLink:
 
 @dataclass(frozen=True)
 class DelayLink:
-    """What passes between two nodes takes longer."""
+    """Messages between two nodes take longer."""
 
     nodes: tuple[int, int]
     delay_s: float
@@ -138,12 +138,12 @@ FaultAction = Kill | Freeze | Slow | CutLink | DelayLink | Corrupt | FillDisk
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens, when, and for how long."""
+    """An action, its moment, and its duration."""
 
     action: FaultAction
     when: When
     for_s: float | None = None
-    """After how many seconds it is over; ``None``: it stays."""
+    """Seconds after which it is over; ``None``: it stays."""
 
     def __str__(self) -> str:
         lasting = f" for {_number(self.for_s)} s" if self.for_s is not None else ""

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class FleetShape:
-    """What there is to break."""
+    """The parts of a fleet that faults can name."""
 
     nodes: int
     """Nodes in all, spares included."""
@@ -41,7 +41,7 @@ class FleetShape:
     steps: int
     """Faults happen in steps 2 to the last but one: there is something to lose, and something left to do."""
     losable_nodes: int = 0
-    """How many nodes may be killed for good: with more gone the run would wait for ever."""
+    """The number of nodes that may be killed for good: with more gone the run would wait for ever."""
 
 
 def random_faults(seed: int, count: int, fleet: FleetShape) -> tuple[Fault, ...]:

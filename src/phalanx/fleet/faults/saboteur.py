@@ -1,7 +1,7 @@
-"""Commits faults on demand inside a worker: the part of ``phalanx.fleet.faults.fault`` that needs to be in the middle of a step.
+"""Injects faults inside a worker, at the moment of a step that they name.
 
-A fault is committed once in a run, by whoever comes to its moment first: the one who makes its marker file in the run
-directory. So a step that is computed again after a recovery does not break again.
+A fault is injected once in a run, by the worker that comes to its moment first: the one that creates its marker file in the run
+directory. So a step that is recomputed after a recovery does not break again. A worker without faults never imports this module.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _CUT_AGAIN_S = 0.02
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """Who this worker is; nodes and workers are numbered as they were started."""
+    """This worker's identity; nodes and workers are numbered in the order in which they were started."""
 
     run_dir: Path
     node: int
     worker: int
-    """Of all workers of the fleet."""
+    """Its number among all workers of the fleet."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Saboteur:
     _parts: Sequence[nn.Module] = ()
 
     def learn(self, sentences: Iterable[str]) -> None:
-        """Takes faults into the plan; the order in which they were given numbers them."""
+        """Adds faults; they are numbered in the order in which they were given, the same on every worker."""
         known = len(self._faults)
         self._faults += [(known + n, parse_fault(sentence)) for n, sentence in enumerate(sentences)]
 
@@ -110,7 +110,7 @@ class Saboteur:
         self.at(None)
 
     def at(self, phase: FaultPhase | None) -> None:
-        """Commits what is due in this phase of the present step."""
+        """Injects the faults that are due in this phase of the present step."""
         for number, fault in self._faults:
             if self._due(fault, phase) and self._concerns_me(fault) and self._first(number):
                 self._commit(fault)
@@ -140,7 +140,7 @@ class Saboteur:
                 return self.rank == 0
 
     def _first(self, number: int) -> bool:
-        """Whether nobody has committed this fault yet."""
+        """True if no worker has injected this fault yet; marks it as injected."""
         with suppress(FileExistsError):
             folder = self.here.run_dir / "faults"
             folder.mkdir(exist_ok=True)
@@ -185,7 +185,7 @@ class Saboteur:
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def _cut_off(self, for_s: float | None) -> None:
-        """Ends the connections once, or whatever connections there are again and again until the time is over."""
+        """Closes the connections once, and again and again until the time is over."""
         self.cut()
         until_s = time.monotonic() + (for_s or 0.0)
 
@@ -201,7 +201,7 @@ class Saboteur:
             threading.Timer(after_s, act).start()
 
     def _dawdle(self, seconds: float) -> None:
-        """After a slot that took ``seconds`` since its round began."""
+        """Slows a slot down, after it took ``seconds``, to ``_slow`` times that."""
         if self._slow > 1:
             time.sleep((self._slow - 1) * seconds)
 
@@ -214,7 +214,7 @@ class Saboteur:
 
 
 def _once(witness: Witness) -> Callable[[Tensor], None]:
-    """Flips one bit of the next gradient that the witness sees."""
+    """Returns a function that flips one bit of the next gradient that passes the witness."""
 
     def flip(gradient: Tensor) -> None:
         witness.corrupt = None
@@ -229,7 +229,7 @@ def _flip_bit(tensor: Tensor) -> None:
 
 
 def _before(owner: object, method: str, act: Callable[[], None]) -> None:
-    """From now on, ``act`` is called before each call of that one object's method."""
+    """Wraps a method of one object so that ``act`` is called before each call."""
     original = getattr(owner, method)
 
     def both(*args: object, **kwargs: object) -> object:
@@ -240,7 +240,7 @@ def _before(owner: object, method: str, act: Callable[[], None]) -> None:
 
 
 def _between(owner: object, first: str, last: str, act: Callable[[float], None]) -> None:
-    """From now on, ``act`` is called at the end of each call of ``last`` with the seconds since ``first`` was called."""
+    """Wraps two methods of one object so that each call of ``last`` calls ``act`` with the seconds since ``first``."""
     began_s = [0.0]
 
     def begin() -> None:

@@ -1,7 +1,7 @@
-"""Silent corruption: who recomputes what, who is wrong, and to which step to go back.
+"""Silent data corruption (SDC): which slots are recomputed by whom, which rank is wrong, and to which step the run rolls back.
 
 A slot's gradient has the same bits on any healthy rank, so a second computation on another node and a comparison of two
-checksums show a machine that computes wrongly, whatever it is that it gets wrong (Dixit et al., "Silent Data Corruptions at
+checksums reveal a machine that computes wrongly, whatever operation it gets wrong (Dixit et al., "Silent Data Corruptions at
 Scale", 2021, found about one core in a thousand; vendors' tests miss many). In an audited step every data-parallel *team* (the
 ranks that compute a slot together, see ``phalanx.parallel.mesh.slots``) computes one slot more: one of another team's. So one
 extra round checks every team of the fleet.
@@ -10,10 +10,10 @@ On a mismatch there are more turns, with other teams as witnesses, until a major
 meanwhile. A team that contradicts itself is guilty without a majority; two teams that both stand by their answers are both
 named, and their nodes' health checks decide.
 
-What the slots do not show are a wrong update and wrong memory: the parameters of replicas must be equal, so their checksums
-are compared the same way (``equal_holders``).
+Slots do not reveal a wrong update or wrong memory: the parameters of replicas must be equal, so their checksums are compared
+in the same way (``equal_holders``).
 
-Everything is a function of the run's seed and the step. No rank needs to be told anything, and a replay audits the same slots.
+Everything is a function of the run's seed and the step: ranks need no messages to agree, and a replay audits the same slots.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from phalanx.parallel.mesh.slots import Deal
 from phalanx.run.layout import Layout
 
 MOST_TURNS = 4
-"""Computations of a slot by further teams, before all who disagree are named."""
+"""How many times a disputed slot is recomputed by further teams, before all who disagree are named."""
 
 Sums = tuple[int, ...]
-"""What a team found: a checksum from each of its ranks, in the order of ``team_ranks``."""
+"""The checksums of a team's ranks, in the order of ``team_ranks``."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One slot computed a second time."""
+    """The second computation of a team's slots of one round, by another team."""
 
     owner: int
     """The team whose slots these are in this step."""
     checker: int
-    """The team that computes them again; the owner itself in a turn that asks whether it stands by its answer."""
+    """The team that recomputes them; the owner itself in the turn that asks whether it confirms its answer."""
     round: int
-    """In which of the owner's rounds it computes them."""
+    """The number of the owner's round in which it computes them."""
     slots: tuple[int, ...]
-    """One for each data-parallel rank of the team."""
+    """The slots, one for each data-parallel rank of the team."""
 
 
 @dataclass(frozen=True)
 class Vote:
-    """What a voter found of a thing of which there is one right value."""
+    """A voter's checksums of something that has one right value."""
 
     voter: int
     sums: Sums
@@ -57,45 +57,45 @@ class Vote:
 
 @dataclass(frozen=True)
 class Judgment:
-    """Who is wrong, among those who voted on one thing."""
+    """The voters that are wrong, among those that voted on one thing."""
 
     wrong: tuple[int, ...]
     """Empty if all agree."""
     sure: bool
-    """Whether a majority or a contradiction proves it; otherwise some of ``wrong`` may be right."""
+    """True if a majority or a contradiction proves it; otherwise some of ``wrong`` may be right."""
     places: tuple[int, ...] = ()
-    """In which places of their sums the wrong differ: which of a team's ranks saw it."""
+    """The indexes at which their sums differ from the right ones: the team's ranks that saw the error."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is to be done about a mismatch."""
+    """The consequences of a mismatch."""
 
     ranks: tuple[int, ...]
-    """Whose nodes are to be quarantined."""
+    """The ranks whose nodes are to be quarantined."""
     sure: bool
-    """If not, health checks must tell which of them."""
+    """If false, health checks must tell which of them is wrong."""
     roll_back_to: int
-    """The last step whose audit found nothing wrong; 0 is the beginning. What was computed since is not to be trusted."""
+    """The last step whose audit passed; 0 is the beginning. Nothing that was computed since can be trusted."""
     slots: tuple[int, ...] = ()
     """The slots that were computed wrongly; none if it was parameters."""
 
 
 def due(step: int, every: int) -> bool:
-    """Whether step ``step`` (from 1) is audited; ``every`` 0 means never."""
+    """True if step ``step`` (from 1) is audited; ``every`` 0 means never."""
     return every > 0 and step % every == 0
 
 
 def teams(deal: Deal) -> int:
-    """How many teams of data-parallel ranks there are, over all replicas."""
+    """The number of teams of data-parallel ranks, over all replicas."""
     return deal.replicas * (deal.shard_ranks // deal.team)
 
 
 def checks(deal: Deal, seed: int, step: int, turn: int = 0) -> tuple[Check, ...]:
-    """Who computes what again in step ``step``: every team that has slots is checked once, and every team checks at most once.
+    """The checks of step ``step``: every team that has slots is checked once, and every team checks at most once.
 
-    ``turn`` 0 is the audit; further turns call other witnesses for the same slots, the owners themselves last. Nothing is
-    audited where one team computes all.
+    ``turn`` 0 is the audit; further turns name other witnesses for the same slots, the owners themselves last. Empty if there is
+    only one team.
     """
     count = teams(deal)
     if count == 1:
@@ -111,7 +111,7 @@ def checks(deal: Deal, seed: int, step: int, turn: int = 0) -> tuple[Check, ...]
 
 
 def _hands(deal: Deal, team: int) -> list[tuple[int, ...]]:
-    """The slots of one team in each round in which it has any."""
+    """The slots of one team in each of its rounds that has any."""
     per_replica = deal.shard_ranks // deal.team
     first = team % per_replica * deal.team
     rounds = (slots[first : first + deal.team] for slots in deal.rounds(team // per_replica))
@@ -119,7 +119,7 @@ def _hands(deal: Deal, team: int) -> list[tuple[int, ...]]:
 
 
 def _shifts(count: int, seed: int, step: int) -> list[int]:
-    """By turn, how far from the owner the checker is: all other teams in a random order, then the owner."""
+    """The checker's distance from the owner, by turn: all other teams from a random one on, then the owner (0)."""
     start = _draw(seed, step, "shift") % (count - 1)
     return [1 + (start + turn) % (count - 1) for turn in range(count - 1)] + [0]
 
@@ -130,7 +130,7 @@ def _draw(seed: int, step: int, what: str) -> int:
 
 
 def judge(votes: Sequence[Vote]) -> Judgment:
-    """Who is wrong. A voter may vote several times: whoever contradicts itself is wrong, and its votes are void."""
+    """Finds the wrong voters by majority. A voter may vote several times; one that contradicts itself is wrong, and has no vote."""
     answers: dict[int, set[Sums]] = {}
     for vote in votes:
         answers.setdefault(vote.voter, set()).add(vote.sums)
@@ -167,20 +167,20 @@ def team_ranks(layout: Layout, team: int) -> tuple[int, ...]:
 def slot_verdict(
     layout: Layout, votes: Mapping[tuple[int, ...], Sequence[Vote]], good_step: int
 ) -> Verdict | None:
-    """What all votes on all audited slots come to; ``None`` if they agree.
+    """The verdict on all audited slots; ``None`` if all votes agree.
 
     Args:
-        votes: By the slots that were voted on, the teams' votes.
+        votes: The teams' votes, by the slots that were voted on.
         good_step: The last step whose audit passed; 0 if none has.
 
-    A rank's mistake spreads to those that compute the slot with it, so that all ranks of a team whose checksums differ are
-    named; if one alone differs, it is the one.
+    A rank's error spreads to the ranks that compute the slot with it, so all ranks of a team whose checksums differ are named;
+    if only one differs, it alone is.
     """
     judged = {slots: judge(cast) for slots, cast in votes.items()}
     proven = {team for judgment in judged.values() if judgment.sure for team in judgment.wrong}
     ranks: set[int] = set()
     for judgment in judged.values():
-        # Where nothing is proven for these slots, what is proven for others explains it.
+        # If nothing is proven for these slots, a team proven wrong on others explains the mismatch.
         explained = not judgment.sure and proven & set(judgment.wrong)
         for team in explained or judgment.wrong:
             members = team_ranks(layout, team)
@@ -193,12 +193,12 @@ def slot_verdict(
 
 
 def open_cases(votes: Mapping[tuple[int, ...], Sequence[Vote]]) -> tuple[tuple[int, ...], ...]:
-    """The slots on which another turn is needed: nobody is proven wrong yet, though not all agree."""
+    """The slots that need another turn: votes differ, and no team is proven wrong yet."""
     return tuple(slots for slots, cast in votes.items() if not judge(cast).sure)
 
 
 def equal_holders(layout: Layout) -> tuple[tuple[int, ...], ...]:
-    """The groups of ranks that hold equal parameters, and so must have equal checksums of them; none without replicas."""
+    """The groups of ranks that hold the same parameters, whose checksums must be equal; none without replicas."""
     if layout.replicate == 1:
         return ()
     inner = layout.shard * layout.model_ranks
@@ -210,7 +210,7 @@ def equal_holders(layout: Layout) -> tuple[tuple[int, ...], ...]:
 
 
 def parameter_verdict(layout: Layout, sums: Mapping[int, int], good_step: int) -> Verdict | None:
-    """What the parameters' checksums, by rank, come to; ``None`` if replicas agree. Ranks that gave none are left out."""
+    """The verdict on the parameters' checksums, by rank; ``None`` if replicas agree. Ranks without one are left out."""
     judged = [
         judge([Vote(rank, (sums[rank],)) for rank in group if rank in sums])
         for group in equal_holders(layout)

@@ -1,14 +1,14 @@
-"""Is this machine fit to train? Short checks of what training leans on, before a run and on suspicion.
+"""Health checks of a machine: short tests of the hardware that training depends on, before a run and on suspicion.
 
-Every check that computes or moves data compares it with what must come out, bit by bit: small integers in a matrix product have
+Every check that computes or moves data compares the result with the right one, bit by bit: small integers in a matrix product have
 an exact result (checked by a product with a vector, as in algorithm-based fault tolerance; Huang and Abraham, IEEE Trans.
-Computers, 1984), memory and disk must give back what was written, a link must deliver what was sent. Rates are measured beside
-it, and held against a lowest one where the caller knows it. NVIDIA GPUs are also asked for their own verdict: memory errors,
-temperature, throttled clocks (NVML), and Xid errors in the kernel's log.
+Computers, 1984), memory and disk must give back what was written, a link must deliver what was sent. Rates are measured as well,
+and compared with a lowest one where the caller gives it. NVIDIA GPUs also report on themselves: memory errors, temperature,
+throttled clocks (NVML), and Xid errors in the kernel's log.
 
 torch is imported only inside the checks that need it, so that an agent may import this module (``phalanx.fleet.health.quick``
-says who of a fleet runs which). Passing is no proof: machines that compute wrongly once in a while pass such
-tests, which is what audits are for (``phalanx.fleet.health.audit``).
+says which process of a fleet runs which). Passing is no proof: machines that compute wrongly once in a while pass such tests;
+audits (``phalanx.fleet.health.audit``) find those.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ LINK_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What one check found."""
+    """The result of one check."""
 
     check: str
     status: CheckStatus
     text: str
-    """What was found, for people."""
+    """The finding, for people."""
     measures: dict[str, float] = field(default_factory=dict)
     """Numbers, with their units in the names."""
 
@@ -62,7 +62,7 @@ ANY_RATE = HealthLimits()
 
 
 def fit(results: Sequence[CheckResult]) -> bool:
-    """Whether a machine with these results may train: nothing bad, nothing too slow."""
+    """True if a machine with these results may train: nothing is bad, nothing too slow."""
     return not any(result.status in ("bad", "slow") for result in results)
 
 
@@ -74,7 +74,7 @@ def rated(check: str, text: str, measures: dict[str, float], rate: float, lowest
 
 
 def guarded(check: str, run: Callable[[], CheckResult]) -> CheckResult:
-    """What ``run`` finds; an error of the system in it (no space, no device, out of memory) is a bad result."""
+    """Runs a check; a system error in it (no space, no device, out of memory) becomes a bad result."""
     try:
         return run()
     except (OSError, RuntimeError, MemoryError) as error:
@@ -84,7 +84,7 @@ def guarded(check: str, run: Callable[[], CheckResult]) -> CheckResult:
 def matrix_product(
     device: str, products: int = 8, limits: HealthLimits = ANY_RATE, seed: int = 0
 ) -> CheckResult:
-    """``exact_products``, and then the rate."""
+    """Runs ``exact_products``, then measures the rate."""
     import torch
 
     from phalanx.hardware.matmul_peak import measure_matmul_flops

@@ -1,4 +1,4 @@
-"""What NVIDIA GPUs say of themselves: memory errors, temperature, throttled clocks, Xid errors.
+"""Health reports of NVIDIA GPUs: memory errors, temperature, throttled clocks, Xid errors.
 
 Readings are taken through NVML (package ``nvidia-ml-py``, optional) and from the kernel's log, and judged as values. Meanings of
 the Xid numbers: NVIDIA, "Xid Errors" (docs.nvidia.com/deploy/xid-errors); of the throttle reasons: nvml.h.
@@ -41,21 +41,21 @@ FATAL_XIDS = {
 
 @dataclass(frozen=True)
 class GpuReading:
-    """What one GPU reports."""
+    """The report of one GPU."""
 
     name: str
     bus: str
     """PCI address, such as ``0000:3b:00.0``."""
     temperature_c: float
     limit_c: float
-    """Where it begins to slow down; 0 if it does not say."""
+    """The temperature at which it begins to throttle; 0 if it does not say."""
     clock_mhz: float
     throttle_reasons: int
     """Bits."""
     uncorrected_errors: int
-    """Of memory, since the driver was loaded."""
+    """Uncorrectable memory errors since the driver was loaded."""
     remap_pending: bool
-    """Whether memory rows wait for a reset to be replaced."""
+    """True if memory rows wait for a reset to be remapped."""
     remap_failed: bool
 
 
@@ -76,7 +76,7 @@ def xids(log: str) -> tuple[Xid, ...]:
 
 
 def judge_gpu(reading: GpuReading, errors: Sequence[Xid], limits: HealthLimits = ANY_RATE) -> CheckResult:
-    """Whether a GPU is fit, by what it and the kernel's log say."""
+    """Judges a GPU by its report and the kernel's log."""
     limit_c = limits.temperature_c or reading.limit_c
     throttled = [text for bit, text in _THROTTLED.items() if reading.throttle_reasons & bit]
     fatal = sorted({x.number for x in errors if x.number in FATAL_XIDS and _same_bus(x.bus, reading.bus)})
@@ -109,7 +109,7 @@ def _same_bus(left: str, right: str) -> bool:
 
 
 def gpus(limits: HealthLimits = ANY_RATE) -> list[CheckResult]:
-    """All GPUs of this machine; one result "not checked" where there are none or NVML cannot be asked."""
+    """Checks all GPUs of this machine; one result "not checked" if there are none or NVML is missing."""
     try:
         pynvml: Any = importlib.import_module("pynvml")  # optional: only machines with GPUs have a use for it
     except ImportError:
@@ -129,7 +129,7 @@ def gpus(limits: HealthLimits = ANY_RATE) -> list[CheckResult]:
 
 
 def read_gpu(nvml: Any, number: int) -> GpuReading:
-    """What GPU ``number`` reports through the module ``nvml``; what it does not support counts as no error."""
+    """Reads the report of GPU ``number`` through the module ``nvml``; a counter that it lacks counts as no error."""
     gpu = nvml.nvmlDeviceGetHandleByIndex(number)
 
     def ask(question: Callable[..., Any], *args: Any, otherwise: Any = 0) -> Any:

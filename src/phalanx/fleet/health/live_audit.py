@@ -1,11 +1,12 @@
-"""Audits of slots in a running step: the plan of ``phalanx.fleet.health.audit``, carried out on every rank.
+"""Audits of running steps for silent data corruption: every rank carries out the plan of ``phalanx.fleet.health.audit``.
 
 In an audited step a rank first compares its parameters with those of the other replicas and computes another team's slot
-(``begin``), watches its own audited round on the way (``around``), and then compares with all others (``verdict``). If all agree, the step goes on, its bits untouched. If not, the step's
-gradients are given up, and more teams compute the slots until somebody is proven wrong; every rank comes to the same verdict.
+(``begin``), takes checksums of its own audited round (``around``), and then compares with all others (``verdict``). If all agree,
+the step goes on, its bits untouched. If not, the step's gradients are dropped, and more teams compute the slots until a team is
+proven wrong; every rank comes to the same verdict.
 
-Parameters are compared once more before the next step: only then is it known that the update of the audited step was right
-too, and its result is what a later find goes back to.
+Parameters are compared once more before the next step: only then is it known that the audited step's update was right too, so
+that its result is a state to roll back to.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class LiveAudit:
     compute: Callable[[Round], object]
     """Forward and backward of a round's slot, between ``begin`` and ``end`` of the model."""
     good_step: int = 0
-    """The last step whose audit found nothing wrong, neither before its update nor after it."""
+    """The last step whose audit passed, before its update and after it."""
     witness: Witness = field(init=False)
 
     def __post_init__(self) -> None:
@@ -75,18 +76,18 @@ class LiveAudit:
         self._plan: tuple[Check, ...] = ()
         self._mine = self._checked = 0
         self._unsealed = self.good_step
-        """Its slots were right; whether its update was, is not known yet."""
+        """The last step whose slots were right; its update is checked before the next step."""
 
     @property
     def team(self) -> int:
-        """This rank's team, among all of the fleet."""
+        """The number of this rank's team, among all teams of the fleet."""
         mesh = self.model.mesh
         return mesh.replica * (self.deal.shard_ranks // self.deal.team) + mesh.shard_rank // self.deal.team
 
     def begin(self, step: int) -> None:
-        """Before the rounds of step ``step``: computes the slot that this rank checks, if the step is audited.
+        """Runs before the rounds of step ``step``: computes the slot that this rank checks, if the step is audited.
 
-        Raises ``CorruptionFoundError`` if it is, or the last one was, and replicas' parameters differ.
+        If this step or the last one is audited, raises ``CorruptionFoundError`` if the parameters of replicas differ.
         """
         if due(step, self.every) or due(step - 1, self.every):
             self._compare_parameters()
@@ -105,19 +106,19 @@ class LiveAudit:
         self.good_step = self._unsealed
 
     def around(self, number: int) -> AbstractContextManager[None]:
-        """Encloses round ``number`` of the step, so that it is watched if it is the audited one."""
+        """Encloses round ``number`` of the step; if it is the audited one, takes checksums of its gradients."""
         if any(check.owner == self.team and check.round == number for check in self._plan):
             return self.witness.watch()
         return nullcontext()
 
     def ended(self, step: int) -> None:
-        """After the rounds, before the update: raises ``CorruptionFoundError`` if anything is wrong."""
+        """Runs after the rounds, before the update; raises ``CorruptionFoundError`` if the audit fails."""
         found = self.verdict(step)
         if found is not None:
             raise CorruptionFoundError(found)
 
     def verdict(self, step: int) -> Verdict | None:
-        """After the rounds, before the update; ``None`` if nothing is wrong. On every rank, with the same result.
+        """Compares checksums with all ranks; ``None`` if the audit passes. A collective call, with the same result everywhere.
 
         With a verdict the step's gradients are gone: it must not be applied.
         """
@@ -148,7 +149,7 @@ class LiveAudit:
                     votes[check.slots].append(self._vote(check.checker, sums))
 
     def _extra(self, plan: tuple[Check, ...]) -> int:
-        """The checksum of this rank's slot in an extra round."""
+        """Computes this rank's slot of an extra round and returns its checksum."""
         mesh, deal = self.model.mesh, self.deal
         by_checker = {check.checker: check.slots for check in plan}
         first = mesh.replica * (deal.shard_ranks // deal.team)

@@ -1,9 +1,8 @@
-"""The checks that a fleet makes by itself, before a node is offered and whenever one of its workers fell: quick ones, in all
-well under a second.
+"""The quick health checks of a fleet: before a node is offered, and after one of its workers died; in all well under a second.
 
-Each part is checked where it is at hand. The worker has PyTorch and the accelerator's context loaded, and checks products and
-memory there; the agent, which has neither, checks the disk, the network stack, and what the GPUs say of themselves, in a
-thread, while its workers start. The checks themselves are those of ``phalanx health``.
+The worker, which has PyTorch and the accelerator's context loaded, checks matrix products and device memory. The agent, which has
+neither, checks the disk, the network stack and the GPUs' own reports, in a thread while its workers start. The checks themselves
+are those of ``phalanx health``.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def of_node() -> list[CheckResult]:
-    """Of what its workers share. Needs no PyTorch."""
+    """Checks what the workers of a node share. Needs no PyTorch."""
     return [
         guarded("disk", _disk),
         guarded("link", lambda: health_checks.loopback(_LINK_BYTES)),
@@ -31,7 +30,7 @@ def of_node() -> list[CheckResult]:
 
 
 def of_device(device: str) -> list[CheckResult]:
-    """Of one worker's accelerator, in that worker."""
+    """Checks one worker's accelerator, in that worker."""
     return [
         guarded("matrix product", lambda: health_checks.exact_products(device, _PRODUCTS)),
         guarded("memory", lambda: health_checks.memory(device, _MEMORY_BYTES)),
@@ -39,7 +38,7 @@ def of_device(device: str) -> list[CheckResult]:
 
 
 def complaints(results: Sequence[CheckResult]) -> str:
-    """What makes a machine unfit; empty if nothing does."""
+    """The failed checks as text; empty if the machine is fit."""
     return "; ".join(f"{one.check}: {one.text}" for one in results if one.status in ("bad", "slow"))
 
 

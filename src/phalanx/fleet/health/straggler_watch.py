@@ -1,8 +1,7 @@
-"""Finds slow ranks while a run goes on: the statistics of ``phalanx.fleet.health.stragglers``, fed by the ranks themselves.
+"""Finds stragglers while a run goes on, by the statistics of ``phalanx.fleet.health.stragglers``.
 
-In a synchronous run all ranks take equally long for a step, so only the time in which a rank computes tells. At the end of each
-window of steps the ranks tell each other theirs (one number each) and all come to the same judgment; the one who is meant
-reports itself to its agent.
+In a synchronous run all ranks take equally long for a step, so only compute time shows a straggler. At the end of each window of
+steps the ranks all-reduce theirs (one number each) and all come to the same judgment; the straggler reports itself to its agent.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class StragglerWatch:
         self._computed_ns = self._compute_ns()
 
     def step_ended(self, step: int) -> tuple[Straggler, ...]:
-        """Takes in a step; at the end of a window the stragglers, on every rank alike."""
+        """Records a step; at the end of a window returns the stragglers. A collective call, with the same result everywhere."""
         computed_ns = self._compute_ns()
         self._times_s.append((computed_ns - self._computed_ns) / NS_PER_S / max(1, self._slots))
         self._computed_ns = computed_ns
@@ -48,7 +47,7 @@ class StragglerWatch:
         return self._stepper.ledger.totals_ns().get(Bucket.STEP_COMPUTE.value, 0)
 
     def _exchange(self, mine_s: float) -> dict[int, float]:
-        """Every rank's time of a slot; ranks without slots have none."""
+        """All-reduces the ranks' times of a slot (s); ranks without slots have none."""
         times = torch.zeros(self._mesh.ranks, dtype=torch.float64, device=self._mesh.device)
         if self._slots:
             times[self._mesh.rank] = mine_s

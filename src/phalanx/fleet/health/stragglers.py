@@ -1,6 +1,6 @@
-"""Who computes slower than its peers, by robust statistics.
+"""Detects stragglers, ranks that compute slower than their peers, by robust statistics.
 
-In a synchronous run every step takes as long as its slowest rank, so step time accuses nobody; compute time, without waiting
+In a synchronous run every step takes as long as its slowest rank, so step time shows no straggler; compute time, without waiting
 for others, does. In each window a rank's typical compute time is compared with the median of the ranks that do the same work,
 in units of their median absolute deviation (a scale that a few outliers cannot move; Hampel, "The Influence Curve and its Role
 in Robust Estimation", JASA 1974). One bad window proves nothing: a rank is named when it stood out in most of the last few.
@@ -26,15 +26,15 @@ class StragglerRule:
     """When a rank counts as a straggler."""
 
     slowdown: float = 0.05
-    """It must be slower than its peers by this fraction: swapping it must be worth a swap."""
+    """It must be slower than its peers by this fraction, so that replacing it is worth the pause."""
     deviations: float = 4.0
-    """And by so many (robust) standard deviations of its peers: on a noisy machine everybody is late at times."""
+    """It must be slower by so many (robust) standard deviations of its peers: on a noisy machine every rank is late at times."""
     needed: int = 4
-    """In so many ..."""
+    """It must stand out in so many of the last ``windows`` windows."""
     windows: int = 5
-    """... of the last so many windows."""
+    """The length of the history."""
     least_spread: float = 0.005
-    """Peers are taken to differ by this fraction at least: three ranks may be equal by chance."""
+    """The least standard deviation, as a fraction: three ranks may be equal by chance."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.needed <= self.windows:
@@ -45,7 +45,7 @@ class StragglerRule:
 
 @dataclass(frozen=True)
 class History:
-    """What the last windows said: for each rank that stood out in any, a bit for each window, the newest lowest."""
+    """The last windows: for each rank that stood out in any, one bit a window, the newest lowest."""
 
     flags: tuple[tuple[int, int], ...] = ()
     """(rank, bits), by rank."""
@@ -53,15 +53,15 @@ class History:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that is slow, and how sure that is."""
+    """A slow rank, with the evidence."""
 
     rank: int
     slowdown: float
-    """Its time over its peers', less one, in the last window."""
+    """Its time over its peers' in the last window, less one."""
     deviations: float
-    """How many of its peers' standard deviations that is."""
+    """The same in standard deviations of its peers."""
     windows: int
-    """In how many of the last windows it stood out."""
+    """The number of the last windows in which it stood out."""
 
     def __str__(self) -> str:
         return (
@@ -79,7 +79,7 @@ def window_time_s(times_s: Sequence[float]) -> float:
 
 
 def roles(layout: Layout) -> tuple[int, ...]:
-    """By rank, what work it does: ranks of one pipeline stage do the same, those of different ones do not."""
+    """The kind of work of each rank: its pipeline stage, since ranks of one stage do the same work."""
     per_stage = layout.ranks // layout.pipeline
     return tuple(rank // per_stage for rank in range(layout.ranks))
 

@@ -1,8 +1,8 @@
-"""The guardian of one rank of a fleet: tells the agent how it goes, keeps snapshots, and ends the epoch when told to.
+"""The guardian of one rank of a fleet: reports progress to the agent, takes snapshots, and ends the epoch on its order.
 
-The rule for snapshots: each rank has two, and the next is taken only when all ranks have said, by a vote that travels in the
-step's own collectives, that a buddy holds their newest. All ranks count the same votes in the same step, so all decide
-alike; and the newest step that everybody can go back to is never the one that is overwritten.
+The rule for snapshots: each rank has two, and overwrites the older one only after all ranks have agreed (by a flag in the step's
+loss all-reduce) that a buddy holds their newest. All ranks see the same flags in the same step, so all decide alike, and the
+newest step that every rank can roll back to is never the one that is overwritten.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ from phalanx.train.step.state import RestoredState, restore_newest
 from phalanx.train.step.step import Audit, Stepper, StepReport
 
 _GROUP_TIMEOUT_S = 3600.0
-"""Collectives are broken off by order, never by their own clock."""
+"""So long that collectives are aborted by the agent's order, never by their own timeout."""
 _MOST_FAILURES = 3
-"""So often is a step in memory tried before all turn to the disk."""
+"""The number of attempts to restore a step from memory before all ranks turn to the disk."""
 
 
 class SnapshotsUnreadableError(RuntimeError):
-    """Some rank found no copy that it could read; the same on all ranks."""
+    """Some rank found no readable snapshot of its shard; raised on every rank alike."""
 
 
 def last_audit(step: int, every: int) -> int:
-    """The last audited step before ``step``: a state that is gone back to has passed it, or something older would have been taken.
+    """The last audited step before ``step``; a state that is restored has passed it, or an older one would have been chosen.
 
     Steps since then are not known to be good, in whichever epoch they were computed; nor is ``step`` itself, whose update is
-    looked at when the next one begins.
+    checked when the next one begins.
     """
     return (step - 1) - (step - 1) % every if step > 0 else 0
 
 
 class RankGuardian(Guardian):
-    """Watches over this worker's rank, whichever it is in each epoch."""
+    """The guardian of a worker's rank, for all epochs of the worker."""
 
     def __init__(
         self,
@@ -77,9 +77,9 @@ class RankGuardian(Guardian):
         self._bind: link.JoinEpoch | None = None
         self._newest = NO_STEP
         self._began_at = 0
-        """The step that this epoch begins with."""
+        """The step whose state this epoch began with."""
         self._failed: dict[int, int] = {}
-        """How often the snapshots of the last step that could not be read could not be read."""
+        """The number of failed attempts to read snapshots, for the last step that failed."""
         self._watch: StragglerWatch | None = None
         self.epoch, self.step, self.phase, self.since_s = -1, NO_STEP, "warm", time.monotonic()
 
@@ -94,19 +94,19 @@ class RankGuardian(Guardian):
     def leaves(self) -> None:
         """The epoch has ended for this worker."""
         self.epoch, self.step = -1, NO_STEP
-        # Both lead to the model and its optimizer: there may be no room for the next epoch's beside them.
+        # Both hold references to the model and its optimizer; there may be no room for the next epoch's beside them.
         self._watch = None
         self._hooks.leaves()
         self._at("warm")
 
     def restore(self, disk: Tier, shards: Sequence[Shard], mesh: Mesh) -> RestoredState | None:
-        """Fills ``shards`` as the agent has said: from snapshots in memory, or from the newest checkpoint on disk."""
+        """Fills ``shards`` from the source that the agent named: snapshots in memory, or the newest checkpoint on disk."""
         restored = self._restored(disk, shards, mesh)
         self._began_at = 0 if restored is None else restored.step
         return restored
 
     def _restored(self, disk: Tier, shards: Sequence[Shard], mesh: Mesh) -> RestoredState | None:
-        set_group_timeouts(_GROUP_TIMEOUT_S)  # all have connected
+        set_group_timeouts(_GROUP_TIMEOUT_S)  # only now: a shorter one applied to connecting
         self._at("restoring")
         bind = self._bound()
         resume, began_s = bind.resume, time.monotonic()
@@ -125,16 +125,18 @@ class RankGuardian(Guardian):
             failed = 1 + max(before for _, _, before in told)
             self._failed = {resume.step: failed}
             if failed < _MOST_FAILURES:
-                # A link that broke may be whole again, and a node that is gone has taken its copies with it.
+                # Worth another epoch: a broken link may work again, and without a lost node other copies are chosen.
                 raise SnapshotsUnreadableError(text)
             print(text, flush=True)
-        # Also where too many copies in memory turned out to be damaged: all ranks turn to the disk together.
+        # Also after too many failures to read from memory: all ranks turn to the disk together.
         limit = resume.step if resume.step >= 0 else resume.disk_step
         return restore_newest(disk, shards, mesh, up_to=None if limit < 0 else limit)
 
     def _from_memory(self, bind: link.JoinEpoch, shards: Sequence[Shard]) -> tuple[str, dict[str, Any], int]:
-        """What went wrong while ``shards`` were filled from snapshots (empty: nothing), what goes with the tensors, and how many
-        bytes of them came from other processes."""
+        """Fills ``shards`` from snapshots in memory.
+
+        Returns the error ("" if there is none), the snapshot's ``extra``, and the bytes that came from other processes.
+        """
         resume = bind.resume
         holders = [SnapshotHolder(holder.rank, holder.address) for holder in resume.holders]
         memory = SnapshotTier(
