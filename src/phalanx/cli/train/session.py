@@ -1,4 +1,4 @@
-"""The parts of a training session that every way to train from the command line shares.
+"""The parts of a training session that all ways to train from the command line share.
 
 They are the console, the display of events while ranks run, and the messages with which a run ends.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FleetStory:
-    """What happened to a fleet during this start; its fields are added to the result's JSON."""
+    """The faults, recoveries and ledger of a fleet during this start; its fields are added to the result's JSON."""
 
     faults: tuple[str, ...]
     """The faults that were asked for."""

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request that the loop answers at the next step boundary."""
+"""Graceful stop: Ctrl-C and SIGTERM become a request that the loop obeys at the next step boundary."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from types import FrameType
 
 @dataclass
 class StopRequest:
-    """Whether this process was asked to stop, and by which signal."""
+    """The request to stop, named after its signal; empty if none was made."""
 
     signal_name: str = ""
 
     @property
     def made(self) -> bool:
-        """Whether a stop was asked for."""
+        """True if a stop was requested."""
         return bool(self.signal_name)
 
     def listen(self) -> None:
-        """Takes SIGINT and SIGTERM for requests from now on. A second SIGINT acts as usual, at once."""
+        """Installs the handlers of SIGINT and SIGTERM. A second SIGINT acts as usual, at once."""
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
 

@@ -52,7 +52,7 @@ class UnsavedError(RunFailedError):
 
 @dataclass
 class TrainProgress:
-    """How far the run is; all of it goes into checkpoints."""
+    """The progress of a run; all of it goes into checkpoints."""
 
     step: int = 0
     """Steps done, skipped ones included."""
@@ -60,7 +60,7 @@ class TrainProgress:
     updates: int = 0
     skipped_in_a_row: int = 0
     loss: float | None = None
-    """Of the last step whose loss was finite."""
+    """The loss of the last step whose loss was finite."""
 
     @classmethod
     def from_extra(cls, extra: Mapping[str, Any]) -> TrainProgress:

@@ -1,7 +1,7 @@
-"""What a rank must know of the whole model before it builds its own part: names, shapes, stages, FLOP.
+"""The facts of the whole model that a rank needs before it builds its own part: names, shapes, stages, FLOP.
 
-Of the transformer it is derived from the run file alone (``phalanx.model.facts``); of a user's own model it is found out by
-building it once on the meta device (``phalanx.model.custom``). Every rank comes to the same answer.
+For the transformer they are derived from the run file alone (``phalanx.model.facts``); for a user's own model they are found
+by building it once on the meta device (``phalanx.model.custom``). Every rank comes to the same answer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from phalanx.run.spec import ModelSpec, RunSpec
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Of the whole model of a resolved run."""
+    """The facts of the whole model of a resolved run."""
 
     parameters: Mapping[str, Parameter]
     """Every parameter and balance bias by name, in the canonical order."""

@@ -1,7 +1,7 @@
-"""What one rank tells the world, and nothing that can stop it from training.
+"""Reports a rank's events to the event stream and the sinks, without ever stopping training.
 
-Rank 0 writes the event stream; the others say nothing. A disk that is too full for an event is a reason to complain,
-not to lose a run.
+Rank 0 writes the event stream; the others report nothing. A disk that is too full for an event leads to a warning, not to the
+loss of a run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Reporter:
 
     @property
     def speaks(self) -> bool:
-        """Whether anybody listens: gathering what to say may be work."""
+        """True if events are recorded; callers ask it before they gather what is costly."""
         return self.log is not None
 
     def emit(self, body: Known) -> None:

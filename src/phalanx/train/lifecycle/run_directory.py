@@ -41,7 +41,7 @@ class OpenRun:
     lock_fd: int
     """Held by every process of this start; the lock is gone when the last of them has ended."""
     layout_changes: tuple[str, ...] = ()
-    """In what the ranks divide the model otherwise than at the start before: from here on the bits are others."""
+    """The changes in how ranks divide the model since the start before; from here on the bits differ."""
 
 
 def run_key(spec: RunSpec, fingerprint: str) -> str:

@@ -1,7 +1,7 @@
-"""One rank of a run, as a process.
+"""The process of one rank.
 
-``python -m phalanx.train.lifecycle.worker RUN_DIR --attempt N`` is what the local launcher starts; ``torchrun`` and ``srun`` start
-``phalanx train`` itself on every rank, which ends up in ``run_rank`` as well.
+The local launcher starts ``python -m phalanx.train.lifecycle.worker RUN_DIR --attempt N`` for each rank; ``torchrun`` and ``srun``
+start ``phalanx train`` itself on every rank, which calls ``run_rank`` as well. A fleet's worker calls ``run_epoch``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def die_with_parent() -> None:
         return
     pr_set_pdeathsig = 1  # linux/prctl.h
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != int(os.environ.get("PHALANX_LAUNCHER", os.getppid())):  # it died before we asked
+    if os.getppid() != int(os.environ.get("PHALANX_LAUNCHER", os.getppid())):  # it died before the call
         os._exit(EXIT_FAILED)
 
 
@@ -168,7 +168,7 @@ def main() -> int:
         leave()
     except known_errors() as error:
         report_failure(error, directory.log(arguments.attempt, rank), arguments.attempt, rank)
-        # At once: the others hang in a collective until the launcher ends them, and so would a clean exit here.
+        # A clean exit would hang in a collective with the others, until the launcher ends them.
         os._exit(EXIT_FAILED)
     except BaseException:
         traceback.print_exc()

@@ -1,11 +1,11 @@
 """Measures this machine for the planner: operations, collectives, copies, and steps of the trainer itself.
 
-A plan for a machine is as good as what is known of it, and a data sheet knows little. Here every kind of work that the
-planner's formulas have a constant for is timed over a range of sizes. What comes out are plain points, (sizes, seconds) by the
-name of the work; fitting constants to them is arithmetic and is done elsewhere, and so is judging how well they fit.
+A plan is as good as the figures of its machine, and a data sheet has few of them. Here every kind of work that the planner's
+formulas have a constant for is timed over a range of sizes. The result is plain points, (sizes, seconds) by the name of the
+work; ``phalanx.plan.fit_profile`` fits constants to them and judges the fit.
 
-Noise only ever slows down, so the least of several rounds is taken. On a machine that others use too, a wall clock measures
-them as well: the processor time of a rank does not, and what it misses, waiting for a peer, is little on one machine.
+Noise only slows down, so the least of several rounds is taken. On a machine with other users, wall-clock time includes their
+work; the processor time of a rank does not, and it misses only the waiting for peers, which is short on one machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 
 Clock = Literal["wall", "cpu"]
 MeasuredPoints = dict[str, list[tuple[tuple[float, ...], float]]]
-"""By the name of the work: its sizes, and seconds."""
+"""Measurements (sizes, seconds) by the name of the work."""
 
 _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _SMALL = (256, 704, 1024)
@@ -33,12 +33,12 @@ _LARGE = (256, 512, 1024, 2048, 4096)
 _MOST_FLOP = {"cpu": 2e10, "cuda": 2e13}
 _COLD_BYTES = {"cpu": 2**27, "cuda": 2**30}
 _GPU_SCALE = 4
-"""How much larger matrices are on an accelerator."""
+"""The factor by which matrices are larger on an accelerator."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How long and how is measured."""
+    """The device to measure, the clock, and the effort."""
 
     device: torch.device
     clock: Clock
@@ -47,12 +47,12 @@ class Settings:
 
     @property
     def budget_s(self) -> float:
-        """For one point, on the clock."""
+        """Seconds for one point, by ``clock``."""
         return 0.05 if self.quick else 0.2
 
 
 def usual_clock(device: torch.device) -> Clock:
-    """The processor's time where a CPU has more to do than it has cores; else the wall's."""
+    """Processor time on a CPU whose cores are busy; else wall-clock time."""
     busy = os.getloadavg()[0] > 0.75 * (os.cpu_count() or 1)
     return "cpu" if device.type == "cpu" and busy else "wall"
 
@@ -63,7 +63,7 @@ def cores() -> int:
 
 
 def host_memory_bytes() -> float:
-    """Of this machine, or of the container that this process is in."""
+    """The memory of this machine, or the limit of the container that this process is in."""
     whole = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.is_file() else "max"
@@ -125,7 +125,7 @@ def _products(settings: Settings, dtype: torch.dtype) -> Iterator[tuple[tuple[fl
 def _product(
     way: int, m: int, n: int, k: int, device: torch.device, dtype: torch.dtype
 ) -> Callable[[], Tensor]:
-    """In turn as forward, the input's gradient and the weight's gradient store their operands."""
+    """A product with operands stored as in forward (``way`` 0), the input's gradient (1) or the weight's gradient (2)."""
     left = torch.randn((k, m) if way == 2 else (m, k), device=device).to(dtype)
     right = torch.randn((n, k) if way == 0 else (k, n), device=device).to(dtype)
     left, right = (left.t() if way == 2 else left), (right.t() if way == 0 else right)

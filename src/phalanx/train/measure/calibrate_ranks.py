@@ -1,8 +1,8 @@
-"""What of a calibration needs ranks: collectives between processes of this machine, and real steps of the trainer.
+"""The part of a calibration that needs ranks: collectives between processes of this machine, and real steps of the trainer.
 
 Each rank is a process of its own, as in a run. A step is that of ``phalanx.train.step.step`` on made-up tokens: model, axes,
-sharding, optimizer and reduction are the trainer's; only files, checkpoints and the display are left out. Memory is what the
-trainer's own meter sees (``phalanx.train.step.memory``).
+sharding, optimizer and reduction are the trainer's; only files, checkpoints and the display are left out. Memory is measured by
+the trainer's own meter (``phalanx.train.step.memory``).
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "poin
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A step of the trainer; of the slowest rank, and of the rank that holds most."""
+    """A step of the trainer: the times of the slowest rank, the memory of the rank that holds most."""
 
     wall_s: float
     cpu_s: float
     """Processor time of all threads of a rank."""
     memory_bytes: dict[str, int]
-    """By kind and "total", as ``phalanx.observe.memory`` names them."""
+    """Bytes by kind and "total", as ``phalanx.observe.memory`` names them."""
 
 
 def on_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What ``function(*args)`` returns on each of ``ranks`` new processes that form one group."""
+    """Runs ``function(*args)`` on each of ``ranks`` new processes that form one group, and returns their results by rank."""
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
@@ -177,7 +177,7 @@ def _steps(spec: RunSpec, steps: int) -> MeasuredStep:
 
 
 def _memory(built: Built, stepper: Stepper, device: torch.device) -> dict[str, int]:
-    """What the second step holds, the most of any rank by kind."""
+    """Runs the second step and returns the memory that it holds, by kind, the most of any rank."""
     meter = MemoryMeter(
         built.model.parts,
         lambda: [part.tensor for held in built.optimizer.state().values() for part in held],

@@ -1,6 +1,6 @@
-"""One rank of a large fleet, built and stepped in a single process: nothing is trained, but nothing is made up either.
+"""Dry run: one rank of a large fleet is built and stepped in a single process, with the trainer's own code.
 
-A process that believes it is rank 40,000 of 98,304 is given by a *fake* process group, whose collectives return at once. The
+A *fake* process group, whose collectives return at once, makes a process rank 40,000 of 98,304. The
 trainer's own code then builds the real meshes and, on the meta device, the real modules; what they hold is compared with
 ``phalanx.model.facts.holdings``. For the collectives a model of the same layers, layout and schedule, but of tiny width, takes one
 real optimizer step, and everything that it calls is counted and compared with ``phalanx.parallel.collectives``.
@@ -50,26 +50,26 @@ _KINDS = {
     "send": "send",
     "recv_": "recv",
 }
-"""What the operations of ``c10d`` and ``_c10d_functional`` are."""
+"""The kind of collective of each operation of ``c10d`` and ``_c10d_functional``."""
 
 _SILENT = ("wait_tensor", "_wrap_tensor_autograd")
-"""Operations that say nothing to other ranks."""
+"""Operations that send nothing to other ranks."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was derived and what was found on one rank."""
+    """The figures of one rank: as derived by closed forms, and as found."""
 
     rank: int
     stages: tuple[int, ...]
     elements: dict[str, tuple[int, int]]
-    """Of each parameter that either has: by the closed form, and in the module."""
+    """Elements of each parameter: by the closed form, and in the module."""
     calls: dict[tuple[str, str], tuple[int, int]]
-    """Of each kind of collective: by the closed form, and counted."""
+    """Calls of each kind of collective: by the closed form, and counted."""
 
     @property
     def matches(self) -> bool:
-        """Whether everything is equal."""
+        """True if all figures are equal."""
         pairs = (*self.elements.values(), *self.calls.values())
         return all(derived == found for derived, found in pairs)
 

@@ -34,9 +34,9 @@ class HeldOutLoss:
 
 
 def _batch(data: RunData, numbers: NDArray[np.int64], size: int) -> tuple[Tensor, Tensor]:
-    """Held-out samples ``(size, seq + 1)`` and their targets ``(size, seq)``; what is missing to ``size`` is ignored.
+    """Held-out samples ``(size, seq + 1)`` and their targets ``(size, seq)``, padded with ignored rows.
 
-    So every batch has one shape: another would have the blocks compiled anew, on those ranks that see it.
+    So every batch has the same shape: another one would make some ranks compile the blocks again.
     """
     held_out = np.concatenate([data.held_out_samples(int(number), 1) for number in numbers])
     samples = F.pad(torch.from_numpy(held_out), (0, 0, 0, size - len(numbers)))
@@ -61,13 +61,13 @@ def evaluate(
     losses = torch.zeros(batches * context, dtype=torch.float64, device=mesh.device)
     for turn in range(-(-batches // mesh.layout.data_ranks)):
         batch = turn * mesh.layout.data_ranks + mesh.data_rank
-        # A rank without a batch repeats the first, since the forward pass gathers weights from everybody.
+        # A rank without a batch repeats the first, since under FSDP every forward pass is a collective.
         first = (batch if batch < batches else 0) * size
         samples, targets = _batch(data, numbers[first : first + size], size)
         loss = runner.evaluate(runner.losses.cut(samples.to(mesh.device), targets.to(mesh.device)))
         if batch < batches and runner.reports:
             losses[batch * context + mesh.context_rank] = loss.double()
-    # The next forward pass, and whoever looks at the weights, is to find shards and not their gathered copies.
+    # Leaves shards behind and not gathered weights, for the next forward pass and for everything that reads parameters.
     reshard(model.parts)
     dist.all_reduce(losses)
     nats = math.fsum(losses.tolist())

@@ -8,7 +8,7 @@ from phalanx.run.spec import ScheduleSpec
 
 
 def multiplier(schedule: ScheduleSpec, step: int, steps: int) -> float:
-    """What the peak is multiplied with at ``step`` (from 1 to ``steps``).
+    """The factor of the peak learning rate at ``step`` (from 1 to ``steps``).
 
     All kinds warm up linearly, reaching the peak at step ``warmup_steps``. Then "cosine" falls to the floor along half
     a cosine, reached at the last step; "wsd" stays at the peak until the last ``decay_fraction`` of the run, where it

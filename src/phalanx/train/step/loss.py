@@ -1,15 +1,15 @@
-"""Cross-entropy that never holds all logits.
+"""Chunked cross-entropy, fused with the output projection: it never holds all logits.
 
 For a vocabulary of 128 k, the fp32 logits of 8 k tokens are 4 GiB, and their gradient as much again. Here tokens are
-taken a chunk at a time: a chunk's logits are made, turned in place into the gradient with respect to the logits
-(softmax minus one at the target), multiplied into the gradients of hidden states and projection, and forgotten. So
+processed a chunk at a time: a chunk's logits are computed, turned in place into the gradient with respect to the logits
+(softmax minus one at the target), multiplied into the gradients of hidden states and projection, and dropped. So
 the backward pass has nothing left to compute, and nothing is recomputed. The idea is that of fused linear
 cross-entropy (Liger, arXiv 2410.10989; Cut Cross-Entropy, arXiv 2411.09009); the chunk size is part of the run,
 because it decides the order in which the projection's gradient is added up.
 
-Where the vocabulary is divided over tensor ranks, each makes the scores of its own rows for all tokens. What it needs to
-know of the others' is three numbers a token (Megatron, arXiv 1909.08053): the largest, the sum of exponentials, and the
-target's. Sums are taken relative to each rank's own largest score, so that all three travel at once.
+Where the vocabulary is divided over tensor ranks, each computes the logits of its own rows for all tokens. From the others it
+needs three numbers a token (Megatron, arXiv 1909.08053): the largest logit, the sum of exponentials, and the target's logit.
+The sum is taken relative to each rank's own largest logit, so that all three travel in one all-gather.
 """
 
 from __future__ import annotations
@@ -39,17 +39,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         rows: VocabularyPiece | None,
         wants_gradient: bool,
     ) -> Tensor:
+        # n tokens, rows of the vocabulary on this rank: hidden (n, dim), weight (rows, dim), targets (n,)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if wants_gradient else None
         # fp32, because it sums over chunks.
         grad_weight = torch.empty_like(weight, dtype=torch.float32) if wants_gradient else None
         for begin in range(0, hidden.shape[0], chunk):
-            states = hidden[begin : begin + chunk]
+            states = hidden[begin : begin + chunk]  # (chunk, dim)
             wanted = _find(targets[begin : begin + chunk], weight.shape[0], rows)
-            scores, losses = _scores_and_losses(states, weight, wanted, rows)
+            # 1. Logits, at once turned into log-probabilities, and the losses.
+            scores, losses = _scores_and_losses(states, weight, wanted, rows)  # (chunk, rows), (chunk,)
             loss += losses.sum()
             if grad_hidden is not None and grad_weight is not None:
-                slope = _slope(scores, wanted).to(hidden.dtype)
+                # 2. The gradient with respect to the logits, in the same memory, and from it both gradients.
+                slope = _slope(scores, wanted).to(hidden.dtype)  # (chunk, rows)
                 torch.mm(slope, weight, out=grad_hidden[begin : begin + chunk])
                 _accumulate(grad_weight, slope, states, first=begin == 0)
         if grad_hidden is not None and grad_weight is not None:
@@ -62,13 +65,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if ctx.used:
             raise RuntimeError("this loss's gradients were handed out already: it can be differentiated once")
         ctx.used = True
-        # In place: as large as the projection itself, a copy would be the most expensive line here.
+        # In place: the gradient is as large as the projection, so a copy would be the most expensive line here.
         grad_hidden, grad_weight = (saved.mul_(upstream[0].to(saved.dtype)) for saved in ctx.saved_tensors)
         return grad_hidden, grad_weight, None, None, None, None
 
 
 def _accumulate(total: Tensor, slope: Tensor, hidden: Tensor, *, first: bool) -> None:
-    """Adds ``slope^T hidden`` ``(vocab, dim)`` to ``total``, fp32; the first time it need not be read."""
+    """Adds ``slope^T hidden`` ``(rows, dim)`` to ``total``, fp32; the first time ``total`` is overwritten."""
     if slope.dtype == torch.float32:
         torch.addmm(total, slope.t(), hidden, beta=0 if first else 1, out=total)
     elif first:
@@ -79,14 +82,14 @@ def _accumulate(total: Tensor, slope: Tensor, hidden: Tensor, *, first: bool) ->
 
 @dataclass(frozen=True)
 class _Wanted:
-    """The targets of ``n`` tokens as this rank sees them."""
+    """The targets of ``n`` tokens, in terms of this rank's rows of the vocabulary."""
 
     row: Tensor
-    """Each one's row among this rank's, ``(n,)``, int64; 0 where it has none."""
+    """The index of each target among this rank's rows, ``(n,)``, int64; 0 where it is not among them."""
     here: Tensor
-    """Which targets are among this rank's rows, ``(n,)``, bool."""
+    """True for targets that are among this rank's rows, ``(n,)``, bool."""
     ignored: Tensor
-    """Which tokens have none, ``(n,)``, bool."""
+    """True for tokens without a target, ``(n,)``, bool."""
 
 
 def _find(targets: Tensor, count: int, rows: VocabularyPiece | None) -> _Wanted:
@@ -101,26 +104,29 @@ def _find(targets: Tensor, count: int, rows: VocabularyPiece | None) -> _Wanted:
 def _scores_and_losses(
     hidden: Tensor, weight: Tensor, wanted: _Wanted, rows: VocabularyPiece | None
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities ``(n, rows)`` and each token's loss ``(n,)``, both fp32; ignored tokens lose nothing."""
-    scores = hidden @ weight.t()
+    """Log-probabilities ``(n, rows)`` and each token's loss ``(n,)``, both fp32; the loss of ignored tokens is 0."""
+    scores = hidden @ weight.t()  # (n, rows)
     if rows is None:
         scores = F.log_softmax(scores, dim=-1, dtype=torch.float32)
         picked = _pick(scores, wanted)
     else:
         scores = scores.float()
-        largest, picked = scores.amax(1), _pick(scores, wanted)
+        # 1. Each rank's three numbers a token, relative to its own largest logit.
+        largest, picked = scores.amax(1), _pick(scores, wanted)  # (n,) each
         scores.sub_(largest[:, None])
-        everybodys = rows.comm.stack(torch.stack((largest, scores.exp().sum(1), picked)))
-        top = everybodys[:, 0].amax(0)
-        total = (everybodys[:, 1] * (everybodys[:, 0] - top).exp()).sum(0).log()
-        # The largest score apart from the sum's logarithm: next to a large one, a small one would be rounded away.
+        gathered = rows.comm.stack(torch.stack((largest, scores.exp().sum(1), picked)))  # (ranks, 3, n)
+        # 2. The logarithm of the whole sum of exponentials is top + total.
+        top = gathered[:, 0].amax(0)
+        total = (gathered[:, 1] * (gathered[:, 0] - top).exp()).sum(0).log()
+        # 3. Log-probabilities. The scores are relative to ``largest`` already, so ``total`` is added to the difference of the two
+        # largest and not to ``top`` itself: next to a large number, a small one would be rounded away.
         scores.sub_((top - largest + total)[:, None])
-        picked = everybodys[:, 2].sum(0) - top - total
+        picked = gathered[:, 2].sum(0) - top - total
     return scores, (-picked).masked_fill(wanted.ignored, 0.0)
 
 
 def _pick(scores: Tensor, wanted: _Wanted) -> Tensor:
-    """Each target's score ``(n,)``; 0 where this rank does not have it."""
+    """The score of each target ``(n,)``; 0 where it is not among this rank's rows."""
     return scores.gather(1, wanted.row[:, None]).squeeze(1).masked_fill(~wanted.here, 0.0)
 
 
@@ -138,17 +144,17 @@ def summed_cross_entropy(
 
     Args:
         hidden: ``(batch, seq, dim)``, any floating-point format; where the vocabulary is divided, this rank's piece of
-            the sequence, ``(batch, seq / ranks, dim)``.
+            the sequence, ``(batch, seq / ranks, dim)``, which is gathered here.
         weight: Output projection, ``(vocab, dim)``, of the same format; or this rank's rows of it.
         targets: ``(batch, seq)``, int64; ``IGNORE`` where there is nothing to predict.
         chunk: Tokens whose logits are held at once.
-        rows: Which rows of the vocabulary ``weight`` has; ``None`` for all.
+        rows: The rows of the vocabulary that ``weight`` has; ``None`` for all.
 
     Returns:
-        0-dim, fp32: a sum, not a mean, so that slots can be added whatever they hold. It is the same on all ranks that
-        share the vocabulary, and the gradient is that of one such loss, not of as many as there are ranks.
+        0-dim, fp32: a sum, not a mean, so that slots with any number of targets can be added. It is the same on all ranks that
+        share the vocabulary, and its gradient is that of a single loss, not of one loss for each of these ranks.
     """
-    # Inside the function gradients are off and a weight still asks for one: whether they are wanted is known here.
+    # Asked here, because inside an autograd function gradient mode is off whether or not gradients are wanted.
     wants_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     whole = hidden if rows is None else rows.comm.gather(hidden)
     tokens = whole.reshape(-1, whole.shape[-1])

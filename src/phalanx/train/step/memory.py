@@ -2,8 +2,8 @@
 
 Parameters, buffers, gradients and the optimizer's state are tensors that can be asked for their size. Activations have no
 name: they are what a forward pass leaves allocated that was not there before it. On a GPU the allocator counts what is
-allocated; on a CPU a dispatch mode watches every operation's results, during one step. Compiled code would not run as
-compiled under such a mode, so there only what has a name is told.
+allocated; on a CPU a dispatch mode watches every operation's results, during one step. Under such a mode compiled code would
+not run as compiled, so there only tensors with a name are measured.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class MemoryMeter:
     Args:
         parts: The model as it is on this rank: whole, or some stages of it.
         state: Gives the tensors of the optimizer's state.
-        compiled: Whether parts of the model are compiled.
+        compiled: True if parts of the model are compiled.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class MemoryMeter:
         self._before: list[int] = []
         self._in_flight = self._activations = self._gradients = self._parameters = 0
         self._held: set[int] = set()
-        """Where this rank's shares of the weights lie."""
+        """The addresses of this rank's shards of the weights."""
 
     def __enter__(self) -> MemoryMeter:
         shares = self._shares()
@@ -78,12 +78,12 @@ class MemoryMeter:
             hook.remove()
 
     def gradients_complete(self) -> None:
-        """Looks at the gradients: all of them are there, as the optimizer will find them."""
+        """Measures the gradients, all of which are there now, as the optimizer will find them."""
         held = [local(p.grad) for p in self._parameters_of_parts() if p.grad is not None]
         self._gradients = max(self._gradients, storage_bytes(held, self._device))
 
     def result(self) -> MemoryByKind:
-        """What was measured, once the step is done."""
+        """The bytes by kind, once the step is done."""
         optimizer = storage_bytes(self._state(), self._device)
         buffers = storage_bytes((buffer for part in self._parts for buffer in part.buffers()), self._device)
         named = self._parameters + self._gradients + optimizer + buffers + self._activations
@@ -130,7 +130,7 @@ class MemoryMeter:
 
 
 def extremes(mine: MemoryByKind, device: torch.device) -> tuple[dict[str, int], dict[str, int]]:
-    """For each kind that could be seen, the bytes of the rank with most and of that with least. On all ranks together."""
+    """The most and the least bytes of any rank, for each kind that could be measured. A collective call."""
     kinds = {
         kind: value for kind, value in {**asdict(mine), "total": mine.total}.items() if value is not None
     }
@@ -142,7 +142,7 @@ def extremes(mine: MemoryByKind, device: torch.device) -> tuple[dict[str, int], 
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees the memory of every tensor that an operation makes."""
+    """A dispatch mode that tracks the storage of every tensor that an operation makes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -152,7 +152,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.left_out_bytes = 0
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """Does not count the memory of ``tensors``, which was there before, when an operation makes a view of it."""
+        """Exempts the memory of ``tensors``, which was there before, when an operation makes a view of it."""
         storages = {
             id(storage): storage
             for tensor in tensors
@@ -162,7 +162,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.left_out_bytes = sum(storage.nbytes() for storage in storages.values())
 
     def live(self) -> int:
-        """Bytes of all that were seen and still exist."""
+        """Bytes of all tracked storages that still exist."""
         # Asked anew each time: FSDP frees gathered weights by shrinking their storage.
         return sum(
             storage.nbytes() for ref in list(self._storages.values()) if (storage := ref()) is not None
@@ -191,7 +191,7 @@ def _tensors(result: Any) -> Iterator[Tensor]:
 
 
 def storage_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
-    """Bytes of the memory on ``device`` behind ``tensors``, what they share counted once."""
+    """Bytes of the memory on ``device`` behind ``tensors``; storage that they share is counted once."""
     storages = {
         storage.data_ptr(): storage.nbytes()
         for tensor in tensors

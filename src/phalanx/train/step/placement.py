@@ -1,8 +1,8 @@
-"""Where everything that a run keeps lies: which part of which tensor this rank holds, and who else holds the same.
+"""The placement of a run's state: the part of each tensor that this rank holds, and the ranks that hold the same part.
 
 The tensor, expert and pipeline axes divide the model's parameters before FSDP does (``phalanx.parallel.mesh.partition``); this
-table puts both together, for whoever must speak of whole tensors: initial values, checkpoints, the hash of the weights and
-the norm of the gradient.
+table composes both, for code that works on whole tensors: initial values, checkpoints, the hash of the weights and the norm of
+the gradient.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Placement:
     kinds: Mapping[str, Parameter]
     """Every parameter and balance bias of the whole model, in the canonical order."""
     partitions: Mapping[str, Partition]
-    """Those that the tensor and expert axes divide or copy, as far as this rank holds them."""
+    """The division of those parameters of this rank that the tensor and expert axes divide or copy."""
 
     @property
     def parameter_count(self) -> int:
@@ -43,11 +43,11 @@ class Placement:
         return [name.removesuffix(".weight") for name, kind in self.kinds.items() if kind.kind == "router"]
 
     def partition(self, name: str) -> Partition:
-        """How a parameter is divided before FSDP divides it."""
+        """The division of a parameter before FSDP divides it."""
         return self.partitions.get(name) or Partition(self.kinds[name].shape)
 
     def owns(self, name: str) -> bool:
-        """Whether, of all ranks that hold this rank's part of a parameter, this is the one that answers for it."""
+        """True on one of the ranks that hold the same part of a parameter: the one that counts in sums over ranks."""
         return self.mesh.rank == self.holders(name)[0]
 
     def holders(self, name: str) -> tuple[int, ...]:
@@ -66,7 +66,7 @@ class Placement:
         return tuple(sorted(int(rank) for rank in held.flatten().tolist()))
 
     def shard(self, prefix: str, name: str, tensor: Tensor) -> Shard:
-        """What this rank holds of a tensor that is laid out like parameter ``name``, for a checkpoint."""
+        """This rank's shard of a tensor that is laid out like parameter ``name``, for a checkpoint."""
         partition = self.partition(name)
         offset, shape = partition.local_slice(tensor)
         if 0 in shape:
@@ -78,7 +78,7 @@ class Placement:
         )
 
     def state_shard(self, name: str, part: StatePart) -> Shard:
-        """A part of the optimizer's state, for a checkpoint."""
+        """This rank's shard of the optimizer's state, for a checkpoint."""
         shape = tuple(part.tensor.shape)
         offset = (0,) * len(shape) if 0 in shape else part.offset
         mesh = self.mesh.stage_mesh
@@ -91,6 +91,6 @@ class Placement:
         )
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """All of a tensor that is laid out like parameter ``name``. On all ranks of a stage and replica together."""
+        """Gathers a tensor that is laid out like parameter ``name``. A collective call of all ranks of a stage and replica."""
         part = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         return self.partition(name).gather(part)

@@ -1,7 +1,7 @@
-"""What a rank computes of a slot: its micro-batches, cut to this rank's part of the sequence, and their loss.
+"""A rank's share of a slot: its micro-batches, cut to this rank's part of the sequence, and their loss and gradients.
 
-``SlotRunner`` is the one way in which a slot's loss and gradients are come by; without a pipeline it is a loop over
-micro-batches, with one it is a schedule (``PipelineRunner``).
+A ``SlotRunner`` computes the loss and the gradients of a slot: without a pipeline in a loop over micro-batches (gradient
+accumulation, ``LoopRunner``), with one by a schedule (``PipelineRunner``).
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from phalanx.train.step.loss import IGNORE, summed_cross_entropy
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass's input on this rank."""
+    """The input of one forward pass on this rank."""
 
     tokens: Tensor
     """``(batch, seq)``, int64, this context rank's part of the sequence."""
     targets: Tensor
     """``(batch, seq)``, int64."""
     positions: Tensor
-    """``(seq,)``, int64: where these tokens stand in their sequences."""
+    """``(seq,)``, int64: the positions of these tokens in their sequences."""
     documents: Tensor | None
     """``(batch, whole seq)``, int64: the document of each token of the whole sequence; ``None`` without a mask."""
 
     @property
     def counted(self) -> Tensor:
-        """How many targets count: 0-dim, int64."""
+        """The number of targets that are not ``IGNORE``: 0-dim, int64."""
         return (self.targets != IGNORE).sum()
 
 
 @dataclass(frozen=True)
 class Losses:
-    """Calls stages of the model so that the last one gives the summed losses of a micro-batch."""
+    """Calls stages of the model; the last one returns the summed loss of a micro-batch."""
 
     spec: RunSpec
     mesh: Mesh
@@ -54,7 +54,7 @@ class Losses:
     """This rank's rows of the output projection; ``None`` if it has all."""
 
     def cut(self, samples: Tensor, targets: Tensor) -> MicroBatch:
-        """This rank's part of ``samples`` ``(batch, seq + 1)`` and what they are to predict, ``(batch, seq)``."""
+        """Cuts this rank's part out of ``samples`` ``(batch, seq + 1)`` and their ``targets`` ``(batch, seq)``."""
         tokens, layout = samples[:, :-1], self.mesh.layout
         documents = (
             document_ids(tokens, self.spec.train.end_of_document) if self.spec.train.document_mask else None
@@ -67,8 +67,11 @@ class Losses:
         return MicroBatch(tokens[:, positions], targets[:, positions], positions, documents)
 
     def call(self, stage: nn.Module, x: Tensor, batch: MicroBatch, *, ahead: bool) -> Tensor:
-        """A stage's hidden states, or of the last stage the summed loss, 0-dim; with predictions ahead ``(1 + depths,)``,
-        if ``ahead`` asks for them."""
+        """Runs a stage on ``x``: tokens ``(batch, seq)`` for the first, hidden states ``(batch, seq, dim)`` for the others.
+
+        Returns hidden states, or from the last stage the summed loss: 0-dim, or with multi-token prediction, if ``ahead`` asks
+        for it, ``(1 + depths,)``.
+        """
 
         def readout(hidden: Tensor, weight: Tensor) -> Tensor:
             return self._sum(hidden, weight, batch.targets)
@@ -90,27 +93,30 @@ class Losses:
 
 
 class SlotRunner(Protocol):
-    """Computes the losses and gradients of what a rank has of a slot."""
+    """Computes the losses and gradients of a rank's share of a slot."""
 
     losses: Losses
 
     @property
     def reports(self) -> bool:
-        """Whether the losses that this rank returns are to be counted: of those that compute the same, one does."""
+        """True on exactly one of the ranks that compute the same loss, so that the all-reduce counts it once."""
 
     @abstractmethod
     def gradients(self, batches: Sequence[MicroBatch], scale: float) -> Tensor:
-        """Forward and backward of a slot's micro-batches, in order: the gradients of their summed loss times ``scale``
-        are added to the model's, and the summed loss of the next token (0-dim, fp32) is returned."""
+        """Forward and backward of a slot's micro-batches, in order.
+
+        Adds the gradients of their summed loss times ``scale`` to the model's. Returns the summed loss of the next token (0-dim,
+        fp32), without those of tokens further ahead.
+        """
 
     @abstractmethod
     def evaluate(self, batch: MicroBatch) -> Tensor:
-        """The summed loss (0-dim, fp32) of one micro-batch, forward only."""
+        """Computes the summed loss (0-dim, fp32) of one micro-batch, forward only."""
 
 
 @dataclass
 class LoopRunner(SlotRunner):
-    """One micro-batch after another, through the whole model."""
+    """Runs one micro-batch after another through the whole model."""
 
     model: DataParallel
     losses: Losses
@@ -123,7 +129,7 @@ class LoopRunner(SlotRunner):
         (module,) = self.model.parts
         total = torch.zeros((), device=self.model.mesh.device)
         for batch in batches:
-            parts = self.losses.call(module, batch.tokens, batch, ahead=True)
+            parts = self.losses.call(module, batch.tokens, batch, ahead=True)  # () or (1 + depths,)
             self.model.before_backward(0, last=batch is batches[-1])
             torch.autograd.backward(training_loss(parts, self.losses.spec.model) * scale)
             total += parts.detach() if parts.ndim == 0 else parts.detach()[0]
@@ -136,7 +142,7 @@ class LoopRunner(SlotRunner):
 
 @dataclass
 class PipelineRunner(SlotRunner):
-    """Micro-batches through the stages of a pipeline."""
+    """Runs micro-batches through the stages of a pipeline, by its schedule."""
 
     model: DataParallel
     losses: Losses
@@ -150,7 +156,7 @@ class PipelineRunner(SlotRunner):
         tokens = [batch.tokens for batch in batches]
         losses = self.engine.run(tokens, self._forward(batches), scale, self.model)
         total = torch.zeros((), device=self.model.mesh.device)
-        for loss in losses:  # one after another, as the loop adds them
+        for loss in losses:  # in the order of micro-batches, as LoopRunner adds them: the same bits
             total += loss
         return total
 

@@ -1,4 +1,4 @@
-"""A run's state as named tensors: how it begins, how it is found again, and what its weights hash to."""
+"""A run's state as named tensors: initialization, restore from a checkpoint, and the hash of the weights."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ class NoGoodCheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class RestoredState:
-    """What was restored, and what had to be passed over on the way."""
+    """The state that was restored, and the damaged checkpoints that were passed over."""
 
     step: int
     extra: dict[str, Any]
     passed_over: tuple[str, ...]
     source: str
-    """From where; empty means the run's checkpoints."""
+    """The source, for people; empty means the run's checkpoints."""
     seconds: float
-    """How long it took on this rank."""
+    """The time that it took on this rank."""
     moved_bytes: int = 0
-    """What all ranks together fetched from other nodes' memory."""
+    """Bytes that all ranks together fetched from other nodes' memory."""
 
 
 def state_tensors(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """What this rank holds of the model's state by name: parameters, and the biases that balance experts."""
+    """This rank's part of the model's state dict: parameters, and the biases that balance experts."""
     tensors: dict[str, Tensor] = {name: p.detach() for name, p in named_parameters(parts).items()}
     for part in parts:
         tensors |= {f"{name}.bias": r.bias for name, r in routers(part) if r.bias is not None}
@@ -53,19 +53,19 @@ def state_tensors(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 
 def fill_initial(parts: Sequence[nn.Module], placement: Placement, spec: RunSpec) -> None:
-    """Fills what this rank holds of every parameter with its initial values."""
+    """Fills this rank's part of every parameter with its initial values."""
     for name, tensor in state_tensors(parts).items():
         offset, _ = placement.partition(name).local_slice(tensor)
         fill(local(tensor), placement.kinds[name], offset, spec.model, spec.runtime.seed)
 
 
 def weight_shards(parts: Sequence[nn.Module], placement: Placement) -> list[Shard]:
-    """What this rank holds of the weights, named as in a checkpoint."""
+    """This rank's shards of the weights, named as in a checkpoint."""
     return [placement.shard("model", name, tensor) for name, tensor in state_tensors(parts).items()]
 
 
 def state_shards(parts: Sequence[nn.Module], optimizer: Optimizer, placement: Placement) -> list[Shard]:
-    """What this rank holds of weights and moments, named as in a checkpoint."""
+    """This rank's shards of weights and optimizer state, named as in a checkpoint."""
     return [
         *weight_shards(parts, placement),
         *(
@@ -81,9 +81,8 @@ def restore_newest(
 ) -> RestoredState | None:
     """Fills ``shards`` from the newest checkpoint that every rank can read in full; ``None`` if there is none.
 
-    Those after step ``up_to`` are left out of account.
-    A rank that finds its part torn or corrupted says so, and all ranks turn to the next older one together. Raises
-    ``NoGoodCheckpointError`` when none is left.
+    Checkpoints after step ``up_to`` are ignored. If any rank finds its part torn or corrupted, all ranks turn to the next older
+    one together. Raises ``NoGoodCheckpointError`` when none is left.
     """
     began_s = time.monotonic()
     passed_over: list[str] = []
@@ -101,7 +100,7 @@ def restore_newest(
         dist.all_gather_object(errors, error)
         if not any(errors):
             if mesh.rank == 0:
-                # Training will come by these steps again, and then they are to be saved anew.
+                # Training will reach these steps again and save them again.
                 for bad in damaged:
                     tier.set_aside(bad)
             dist.barrier()
@@ -117,7 +116,7 @@ def restore_newest(
 
 
 def _agreed_candidates(tier: Tier, mesh: Mesh) -> list[int]:
-    """The steps to try, as rank 0 sees them: a shared file system may show them to others a moment later."""
+    """The steps to try, as rank 0 lists them: a shared file system may show them to other ranks a moment later."""
     steps = [candidates(tier) if mesh.rank == 0 else []]
     dist.broadcast_object_list(steps, src=0)
     return steps[0]
@@ -126,7 +125,7 @@ def _agreed_candidates(tier: Tier, mesh: Mesh) -> list[int]:
 def weights_sha256(parts: Sequence[nn.Module], placement: Placement) -> str:
     """The hash of all weights, the same on any mesh and from any checkpoint (``phalanx.checkpoint.tiers.digest``).
 
-    One tensor at a time is made whole; the ranks of a stage take turns at hashing.
+    One tensor at a time is gathered; the ranks of a stage take turns at hashing.
     """
     mesh = placement.mesh
     stage = mesh.dense.mesh[mesh.pipeline_rank].flatten().tolist()

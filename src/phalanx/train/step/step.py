@@ -1,6 +1,6 @@
 """One optimizer step: every slot's gradient, their sum, its norm, the update.
 
-Everything that is summed over ranks here is summed in a way that does not show how many there were: gradients in tree
+Every sum over ranks is made so that the result does not depend on their number: gradients in tree
 order (``phalanx.parallel``), the gradient's norm by exact addition, losses slot by slot in the order of slots.
 """
 

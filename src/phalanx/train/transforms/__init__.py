@@ -1,1 +1,1 @@
-"""What is applied to a plain model from outside: 8-bit formats, recomputation and offload."""
+"""Transforms of a plain model, applied from outside: 8-bit formats, recomputation and offload."""

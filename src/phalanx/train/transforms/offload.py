@@ -1,11 +1,11 @@
-"""Keeping what is not needed just now away from the accelerator: in host memory, or in a file on a local disk.
+"""Activation offload: activations wait for their backward pass in host memory, or in a file on a local disk.
 
 A block's activations lie idle from its forward to its backward pass (as an optimizer's moments do from step to step; these
-are in ``offload_moments``; ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857). Activations come by PyTorch's
-saved-tensor hooks; they are copied away while the next blocks compute, and brought back one block ahead of the backward
-pass. Copies are exact, and strides are kept, so no bit changes.
+are in ``offload_moments``; ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857). PyTorch's saved-tensor hooks
+hand them over; they are copied out while the next blocks compute, and prefetched one block ahead of the backward pass. Copies
+are exact, and strides are kept, so no bit changes.
 
-Files have no name: whatever becomes of the process, the operating system frees them when it ends. Space in them is
+Files have no name, so the operating system frees them when the process ends, however it ends. Space in them is
 reserved before it is used, so that a full disk is an error with a remedy and not a bus error.
 """
 
@@ -33,17 +33,17 @@ from phalanx.parallel.reduction.data_parallel import local
 from phalanx.run.spec import MemorySpec
 
 SMALLEST_BYTES = 1 << 16
-"""Smaller tensors stay where they are: they save nothing."""
+"""Smaller tensors are not offloaded: they would save nothing."""
 _PAGE = 4096
-_WRITES_AT_ONCE = 16  # tensors that wait for the disk; more would only take their memory again
+_WRITES_AT_ONCE = 16  # tensors that may wait for the disk; each holds its memory until it is written
 
 
 class OffloadError(RuntimeError):
-    """There is no room for what is to be kept elsewhere."""
+    """There is no room for offloaded tensors."""
 
 
 class Regions:
-    """A nameless file in ``folder``, and which parts of it are free."""
+    """An allocator of regions in a nameless file in ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -51,11 +51,11 @@ class Regions:
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  lives as long as this object
         self.fd = self._file.fileno()
         self.size = 0
-        """Bytes of the file."""
+        """The file's length in bytes."""
         self._free: dict[int, list[int]] = {}
 
     def take(self, length: int) -> int:
-        """The offset of a region for ``length`` bytes. Raises ``OffloadError`` if the disk is full."""
+        """Allocates a region for ``length`` bytes and returns its offset. Raises ``OffloadError`` if the disk is full."""
         size = _rounded(length)
         if self._free.get(size):
             return self._free[size].pop()
@@ -86,7 +86,7 @@ class Regions:
 
 
 def _rounded(length: int) -> int:
-    """Sizes come in eighths of powers of two, so that tensors of nearly one size take turns in one region."""
+    """Rounds up to eighths of powers of two, so that tensors of nearly the same size can reuse one region."""
     unit = max(_PAGE, 1 << max(0, length.bit_length() - 4))
     return -(-length // unit) * unit
 
@@ -95,11 +95,11 @@ def _rounded(length: int) -> int:
 
 
 class Waiting(Protocol):
-    """The bytes of one tensor, elsewhere."""
+    """The bytes of one offloaded tensor."""
 
     @abstractmethod
     def fetch(self) -> None:
-        """Begins to bring them back, if that has not begun yet."""
+        """Starts to bring them back (prefetch), unless that has been started."""
 
     @abstractmethod
     def get(self) -> Tensor:
@@ -107,7 +107,7 @@ class Waiting(Protocol):
 
 
 Store = Callable[[Tensor], Waiting]
-"""Takes the bytes ``(n,)``, uint8, of a tensor that nobody will change; returns at once."""
+"""Offloads the bytes ``(n,)``, uint8, of a tensor that will not be changed any more; returns at once."""
 
 
 class HostStore:
@@ -129,7 +129,7 @@ class _OnHost(Waiting):
         with torch.cuda.stream(store.stream):
             self._host.copy_(source, non_blocking=True)
             self.copied = store.stream.record_event()
-        # Its memory is not given to others before the copy is made.
+        # Without this the allocator could reuse the memory before the copy is made.
         source.record_stream(store.stream)
 
     def host(self) -> Tensor:
@@ -141,7 +141,7 @@ class _OnHost(Waiting):
         if self._back is not None:
             return
         self._back = torch.empty(len(self._host), dtype=torch.uint8, device=self._device)
-        # The memory may have been somebody else's until now.
+        # The compute stream may still be using the memory of ``_back`` for the tensor that had it before.
         self._store.stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._store.stream):
             self._back.copy_(self._host, non_blocking=True)
@@ -155,7 +155,7 @@ class _OnHost(Waiting):
 
 
 class FileStore:
-    """A file, written and read by a few threads."""
+    """A file on a local disk, written and read by a few threads."""
 
     def __init__(self, folder: Path, device: torch.device, threads: int = 2) -> None:
         self.regions = Regions(folder)
@@ -170,13 +170,13 @@ class FileStore:
         write = self.pool.submit(self._write, source if on_host is None else on_host, offset)
         self._writes.append(write)
         waiting = _InFile(self, write, offset, len(source), source.device)
-        # Backward may never come (an exception, an evaluation); a region is free when nobody can ask for it any more, and
-        # nobody is still writing to it.
+        # Backward may never come (an exception, an evaluation): the region is freed when the last reference to it is gone and
+        # its write is done.
         weakref.finalize(waiting, _free_after, write, self.regions, offset, len(source)).atexit = False
         return waiting
 
     def flush(self, left: int = 0) -> None:
-        """Waits until at most ``left`` tensors are still on their way to the file."""
+        """Waits until at most ``left`` writes are pending."""
         while len(self._writes) > left:
             self._writes.popleft().result()
 
@@ -187,7 +187,7 @@ class FileStore:
             done += os.pwrite(self.regions.fd, data[done:], offset + done)
 
     def read(self, write: Future[None], offset: int, length: int, *, pinned: bool) -> Tensor:
-        """The ``length`` bytes at ``offset`` once ``write`` has put them there."""
+        """Reads the ``length`` bytes at ``offset``, after ``write`` is done."""
         write.result()
         host = torch.empty(length, dtype=torch.uint8, pin_memory=pinned)
         data, done = _bytes(host), 0
@@ -233,14 +233,14 @@ class _InFile(Waiting):
 
 
 class _Item:
-    """One storage that went away, and the pass that it belongs to."""
+    """An offloaded storage, and the forward pass that it belongs to."""
 
     def __init__(self, waiting: Waiting, owner: _Pass) -> None:
         self.waiting, self.owner = waiting, owner
 
 
 class _View:
-    """A tensor in a storage that went away."""
+    """A tensor that is a view of an offloaded storage; autograd keeps it in the tensor's place."""
 
     def __init__(self, item: _Item, tensor: Tensor) -> None:
         self._item, self._dtype = item, tensor.dtype
@@ -253,7 +253,7 @@ class _View:
 
 
 class _Pass:
-    """One forward pass of one block: what it keeps for backward goes away, each storage once."""
+    """One forward pass of one block: offloads what autograd saves for backward, each storage once."""
 
     def __init__(
         self, store: Store, smallest: int, staying: Iterable[Tensor], previous: _Pass | None
@@ -272,7 +272,7 @@ class _Pass:
 
     def _item(self, tensor: Tensor, storage: torch.UntypedStorage) -> _Item:
         key = (_address(tensor), tensor._version)
-        # An address says little once its memory has been given to another tensor.
+        # The address alone may be that of a freed storage whose memory was reused: the storage must be the same object.
         known, item = (ref() for ref in self._away.get(key, (lambda: None, lambda: None)))
         if item is None or known is not storage:
             content = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
@@ -282,7 +282,7 @@ class _Pass:
         return cast(_Item, item)
 
     def coming_back(self) -> None:
-        """Brings all of this pass back, and of the one that backward will come to next."""
+        """Prefetches this pass, and the one that backward will reach next; called when backward reaches this one."""
         if not self._back:
             self._back = True
             self.fetch()
@@ -305,7 +305,7 @@ def _unpack(saved: Tensor | _View) -> Tensor:
 
 
 class _Offloading:
-    """Wraps the blocks' forward functions; knows which pass came last."""
+    """Wraps the blocks' forward functions, and links each pass to the one before it."""
 
     def __init__(self, store: Store, smallest: int) -> None:
         self._store, self._smallest = store, smallest
@@ -318,7 +318,7 @@ class _Offloading:
         def forward(x: Tensor, *tables: Tensor | None) -> Tensor:
             if not torch.is_grad_enabled():
                 return cast(Tensor, inner(x, *tables))
-            # Weights are the block's as long as it lives; the tables are all blocks'.
+            # Not offloaded: weights, which live as long as the block, and tables that all blocks share.
             staying = (*block.parameters(), *(table for table in tables if isinstance(table, Tensor)))
             self._last = _Pass(self._store, self._smallest, staying, None if first else self._last)
             with saved_tensors_hooks(self._last.pack, _unpack):
@@ -328,10 +328,10 @@ class _Offloading:
 
 
 def apply_activation_offload(module: nn.Module, spec: MemorySpec, device: torch.device) -> None:
-    """Has what each block of ``module`` keeps for backward wait where ``spec.offload_activations`` says.
+    """Offloads the activations of each block of ``module`` to where ``spec.offload_activations`` says.
 
-    After recomputation is applied (what is offloaded then is what it keeps through autograd: the blocks' inputs), before
-    blocks are compiled and sharded. On a CPU, activations are in host memory already: "host" changes nothing.
+    Call it after recomputation is applied (then only the blocks' inputs are left to offload), and before blocks are compiled and
+    sharded. On a CPU, activations are in host memory already: "host" changes nothing.
     """
     where = spec.offload_activations
     if where == "host" and device.type == "cuda":
@@ -341,7 +341,7 @@ def apply_activation_offload(module: nn.Module, spec: MemorySpec, device: torch.
 
 
 def offload_activations(module: nn.Module, store: Store, smallest: int = SMALLEST_BYTES) -> None:
-    """Has what each block of ``module`` keeps for backward, from ``smallest`` bytes on, wait in ``store``."""
+    """Offloads the activations of each block of ``module`` that have at least ``smallest`` bytes to ``store``."""
     offloading = _Offloading(store, smallest)
     for number, block in enumerate(blocks_of(module)):
         block.forward = offloading.wrap(block, first=number == 0)

@@ -2,8 +2,8 @@
 
 An H100 multiplies 8-bit floating-point numbers twice as fast as bf16. Their range and precision are small, so each operand
 is divided by a scale beforehand, chosen from its own largest element at the moment of use ("dynamic scaling"; Micikevicius
-et al., arXiv 2209.05433), and the product is accumulated in a wide format. What shares a scale is what distinguishes the
-formats, which follow the recipes of the same names in torchao:
+et al., arXiv 2209.05433), and the product is accumulated in a wide format. The formats differ in the elements that share a
+scale; they follow the recipes of the same names in torchao:
 
 - ``fp8-tensorwise``: the whole operand; e4m3 forward, e5m2 (more range) for gradients.
 - ``fp8-rowwise``: a row of the product's left operand or a column of its right; e4m3 throughout.
@@ -13,9 +13,9 @@ Scales are powers of two in all of them. Dividing by one rounds nothing, and a q
 hardware lacks a format, multiplying the same numbers in the compute format gives the same result up to the order of sums.
 So every format can be tried, and is tested, on a laptop.
 
-A scale is a function of this rank's operands of this micro-batch alone, never of a history or of other ranks: data-parallel
-ranks have no say in the bits. For the same reason grouped products have their scales by row, or by 32 elements of a row:
-which experts are on a rank, and whose tokens stand beside whose, is nothing to a row.
+A scale is a function of this rank's operands of this micro-batch alone, never of a history or of other ranks, so the bits do
+not depend on the number of data-parallel ranks. For the same reason grouped products have their scales by row, or by 32
+elements of a row: a row's scale does not depend on the experts of its rank, nor on the tokens beside it.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _TILE = 16  # what they want the number of results of a row to be a multiple of
 
 @dataclass(frozen=True)
 class Format:
-    """How the operands of a product are written."""
+    """The format of a product's operands."""
 
     scaling: Scaling
-    """What shares a scale."""
+    """The elements that share a scale."""
     forward: torch.dtype
-    """Of activations and weights."""
+    """The format of activations and weights."""
     gradient: torch.dtype
-    """Of gradients."""
+    """The format of gradients."""
     capability: tuple[int, int]
     """The first CUDA compute capability with a kernel for it."""
 
@@ -62,10 +62,9 @@ FORMATS = {
 
 
 def apply_precision(module: nn.Module, spec: RunSpec) -> None:
-    """Has the blocks' linear layers and experts multiply in ``spec.precision.matmul``.
+    """Makes the blocks' linear layers and experts multiply in the format ``spec.precision.matmul``.
 
-    Router, embedding, output projection and norms stay as they are. Before the tensor axis is applied, which wraps its
-    communication around the products that it finds.
+    Router, embedding, output projection and norms stay as they are.
     """
     if spec.precision.matmul == "compute":
         return
@@ -105,7 +104,7 @@ class NarrowGroupedProduct:
 
 
 class Quantized(NamedTuple):
-    """Narrow numbers ``(..., r, k)`` and their scales: ``values * scale`` is what they stand for.
+    """Narrow numbers ``(..., r, k)`` and their scales: the value of an element is ``values * scale``.
 
     ``scale`` is fp32: ``(..., 1, 1)`` by tensor, ``(..., r, 1)`` by row, ``(..., r, k / 32)`` by block.
     """
@@ -115,9 +114,9 @@ class Quantized(NamedTuple):
 
 
 def quantize(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> Quantized:
-    """``x`` ``(..., r, k)`` in a narrow format; by block, ``k`` is a multiple of 32.
+    """Quantizes ``x`` ``(..., r, k)``; by block, ``k`` must be a multiple of 32.
 
-    What is not finite makes everything that shares its scale not finite.
+    An element that is not finite makes all elements that share its scale not finite.
     """
     grouped = x.view(*x.shape[:-1], -1, _BLOCK) if scaling == "block" else x
     largest = grouped.abs().amax(dim=(-2, -1) if scaling == "tensor" else -1, keepdim=True)
@@ -138,7 +137,7 @@ def _scale(largest: Tensor, limit: float) -> Tensor:
 
 
 def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
-    """What the narrow numbers stand for, exactly: ``dtype`` is fp32 or bf16."""
+    """Converts back, exactly, to ``dtype``, which is fp32 or bf16."""
     values, scale = quantized
     # Each scale belongs to as many neighbors as there are columns for it.
     parts = values.to(dtype).view(*values.shape[:-1], scale.shape[-1], -1)
@@ -187,7 +186,7 @@ def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def has_kernel(form: Format, operand: Tensor) -> bool:
-    """Whether the hardware that ``operand`` lies on multiplies in this format (with bf16 around it)."""
+    """True if the device of ``operand`` has a kernel for this format (with bf16 around it)."""
     if operand.device.type != "cuda" or operand.dtype != torch.bfloat16 or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(operand.device) >= form.capability

@@ -1,8 +1,8 @@
-"""Computing activations again in the backward pass instead of keeping them (Chen et al., arXiv 1604.06174).
+"""Activation checkpointing: activations are recomputed in the backward pass instead of kept (Chen et al., arXiv 1604.06174).
 
-What a block keeps for backward is, without this, some dozen tensors as wide as the model or wider. ``full`` keeps a block's
-input alone and computes the block twice. ``selective`` keeps the results that cost much time per byte, and computes only the
-cheap rest again (Korthikanti et al., arXiv 2205.05198); ``budget`` leaves the choice to the compiler, which solves a knapsack
+Without it a block keeps some dozen tensors for backward, each as wide as the model or wider. ``full`` keeps a block's
+input alone and computes the block twice. ``selective`` keeps the results that cost much time per byte, and recomputes only the
+cheap rest (Korthikanti et al., arXiv 2205.05198); ``budget`` leaves the choice to the compiler, which solves a knapsack
 problem for each block.
 
 Recomputation does the same operations on the same numbers, so no bit changes: that includes the choices of a router, and
@@ -47,7 +47,7 @@ FUNCTIONAL_COLLECTIVES = "_c10d_functional"
 
 
 def apply_recompute(module: nn.Module, spec: RunSpec) -> None:
-    """Has the blocks of ``module`` recompute what ``spec.memory.recompute`` says. Before they are compiled and sharded."""
+    """Applies ``spec.memory.recompute`` to the blocks of ``module``, which must not be compiled or sharded yet."""
     how = spec.memory.recompute
     if how == "none":
         return
@@ -56,7 +56,7 @@ def apply_recompute(module: nn.Module, spec: RunSpec) -> None:
         return
     contexts = noop_context_fn if how == "full" else partial(create_selective_checkpoint_contexts, policy)
     for block in blocks_of(module):
-        # There is no randomness in a block whose state would have to be kept.
+        # A block draws no random numbers, so no generator's state need be kept.
         block.forward = partial(
             checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
         )
@@ -68,12 +68,12 @@ def policy(
     *args: Any,
     **kwargs: Any,  # noqa: ARG001
 ) -> CheckpointPolicy:
-    """What of a block is kept: results of attention and of collectives, and of products that do not widen.
+    """The selective policy: keeps the results of attention, of collectives, and of products that do not widen.
 
-    A product's time for each byte of its result is as its inner dimension. All products that read the residual stream are
-    alike in that; but the two that widen it to a feed-forward layer's inner width are two thirds of the bytes or more of
-    what could be kept. Computing just these again costs about as much time as computing every second product, and keeps
-    a good deal less.
+    A product's time per byte of its result is proportional to its inner dimension, which is the same for all products that read
+    the residual stream; but the two that widen it to a feed-forward layer's inner width make up two thirds or more of the bytes
+    that could be kept. Recomputing just these costs about as much time as recomputing every second product, and keeps a good
+    deal less.
     """
     name = operation.overloadpacket.__name__
     if name in ATTENTION or operation.namespace == FUNCTIONAL_COLLECTIVES:
