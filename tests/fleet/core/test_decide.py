@@ -398,3 +398,112 @@ def test_a_diagnosis_that_comes_after_a_step_or_an_epoch_changes_nothing() -> No
     assert fleet.hear(m.Diagnosed(0, "late", (2,))) == []
     assert fleet.hear(m.Diagnosed(3, "of another", (2,))) == []
     assert not fleet.state.vacant
+
+
+# --- what single reports lead to ----------------------------------------------------------------------
+
+
+def test_a_join_in_the_present_epoch_counts_as_bound_only_if_it_says_so() -> None:
+    fleet = Fleet(settings(2))
+    fleet.join("0", "1")
+    assert fleet.state.phase is FleetPhase.BINDING
+    for bound in (False, True):
+        assert fleet.state.awaiting >= {"0"}
+        fleet.hear(m.Joined("0", 1, 1, "0", 7, epoch=0, bound=bound, meeting_points=("0:1",)))
+    assert fleet.state.awaiting == {"1"}
+
+
+def test_a_member_that_leaves_while_others_still_bind_ends_the_epoch() -> None:
+    fleet = Fleet(settings(2))
+    fleet.join("0", "1")
+    fleet.hear(m.Heartbeat("0", 1, 0, -1, m.WorkerPhase.LEAVING))
+    assert (fleet.state.phase, fleet.state.recoveries) == (FleetPhase.PARKING, 1)
+    assert fleet.state.reason == "node 0 is leaving epoch 0"
+
+
+def test_an_agent_that_starts_again_has_failed_once() -> None:
+    fleet = running()
+    fleet.join("1", incarnation=2)
+    assert len(fleet.state.nodes["1"].strikes) == 1
+    assert fleet.state.phase is FleetPhase.PARKING
+    assert fleet.state.nodes["1"].alive
+
+
+def test_what_the_run_itself_cannot_survive_ends_it_and_only_in_its_own_epoch() -> None:
+    fleet = running()
+    fleet.hear(m.Fatal(3, "0", "of another epoch"))
+    assert (fleet.state.phase, fleet.state.stale) == (FleetPhase.RUNNING, 1)
+    fleet.hear(m.RunFinished(3, "{}"))
+    assert (fleet.state.phase, fleet.state.stale) == (FleetPhase.RUNNING, 2)
+    fleet.hear(m.Fatal(0, "0", "loss is nan"))
+    assert (fleet.state.phase, fleet.state.reason) == (FleetPhase.FAILED, "node 0: loss is nan")
+    fleet.hear(m.RunFinished(0, "{}"))
+    assert fleet.state.phase is FleetPhase.FAILED
+
+
+def test_late_reports_are_counted_once_and_change_nothing() -> None:
+    fleet = running()
+    fleet.hear(m.Broken("0", 1, 0, 0))
+    fleet.park()
+    fleet.bind()
+    late = [
+        m.WorkerExited("0", 1, 0, 0, -9),
+        m.Broken("0", 1, 0, 0),
+        m.Parked("0", 1, 0, ("0:1",), ()),
+        m.Bound("0", 1, 0),
+        m.Suspect("nobody", "straggler"),
+        m.Drain("nobody"),
+        m.Admit("0"),
+        m.Rollcall("parked", 0, steps=(5,)),
+        m.Rollcall("parked", 1, steps=(5,)),
+        m.Diagnosed(1, "not asked"),
+    ]
+    for count, event in enumerate(late, 1):
+        assert fleet.hear(event) == []
+        assert (fleet.state.stale, fleet.state.epoch, fleet.state.phase) == (count, 1, FleetPhase.RUNNING)
+
+
+def test_a_spare_that_is_still_in_an_earlier_epoch_is_called_back_before_it_is_used() -> None:
+    fleet = running()
+    fleet.hear(m.Broken("0", 1, 0, 0))
+    fleet.park()
+    fleet.bind()
+    fleet.hear(m.Heartbeat("4", 1, 0, 3, m.WorkerPhase.BOUND))
+    assert [type(command) for command in fleet.told("4")] == [m.Park]
+    assert "4" not in fleet.state.spares
+    fleet.hear(m.Parked("4", 1, 0, ("4:1",), ()))
+    assert "4" in fleet.state.spares
+
+
+def test_only_steps_beyond_the_furthest_one_are_progress_unless_ground_was_lost() -> None:
+    fleet = running(wanted=2, spares=0)
+
+    def reach(step: int) -> int:
+        for name in fleet.state.seats:
+            fleet.hear(m.Heartbeat(name, 1, fleet.state.epoch, step, m.WorkerPhase.BOUND))
+        return fleet.state.tries
+
+    def fail(snapshot: int) -> None:
+        fleet.hear(m.Broken("0", 1, fleet.state.epoch, 0))
+        fleet.park(step=snapshot)
+        fleet.bind()
+
+    reach(9)
+    fail(snapshot=5)
+    assert [reach(7), reach(9), reach(10)] == [1, 1, 0]
+    fail(snapshot=9)
+    fail(snapshot=6)  # behind step 9, which was restored before
+    assert [fleet.state.tries, reach(7)] == [2, 0]
+
+
+def test_a_fault_while_a_planned_end_is_under_way_gives_everybody_the_whole_time_to_leave() -> None:
+    fleet = running(park_s=15.0, stall_s=100.0, lease_s=1e6)
+    fleet.hear(m.Drain("1"))
+    assert fleet.state.planned
+    fleet.hear(m.Suspect("2", "corruption", trusted_step=3), after_s=14.0)
+    assert not fleet.state.planned
+    assert fleet.told("0") == [m.Park(0, fleet.state.reason)]
+    fleet.hear(m.Tick(), after_s=14.0)
+    assert all(node.alive for node in fleet.state.nodes.values())
+    fleet.hear(m.Tick(), after_s=2.0)
+    assert [name for name, node in fleet.state.nodes.items() if node.alive] == ["4"]

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.small_fleets import running
+from fleet.small_fleets import Fleet, running, settings
 from phalanx.fleet.core import messages as m
-from phalanx.fleet.core.plans import buddy_ring, needs_buddy
+from phalanx.fleet.core.plans import buddy_ring, common_levels, holders_for, needs_buddy
 from phalanx.fleet.core.retention import droppable, may_begin
 from phalanx.fleet.core.settings import Formation, formation_of
+from phalanx.fleet.core.state import RestorePoint
 from phalanx.run.layout import layout_problems
 from phalanx.run.spec import FleetSpec, RunSpec
 
@@ -69,3 +70,80 @@ def test_a_snapshot_may_go_only_when_a_newer_one_is_safe() -> None:
     assert droppable(held, 4) == held[:1]
     assert may_begin(4, 4)
     assert not may_begin(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("domains", "level"),
+    [
+        ([("a", "1"), ("b", "1"), ("a", "2"), ("b", "2")], 1),
+        ([("a", "1"), ("a", "2"), ("a", "1"), ("a", "2")], 2),
+        ([("a", "1"), ("a", "1"), ("a", "1"), ("b", "1")], 0),
+        ([(), ()], 0),
+    ],
+    ids=["halls", "racks of one hall", "most in one rack", "unknown"],
+)
+def test_buddies_differ_in_the_widest_domain_that_allows_it(
+    domains: list[tuple[str, ...]], level: int
+) -> None:
+    assert buddy_ring(domains)[1] == level
+
+
+def test_domains_agree_from_the_widest_level_on() -> None:
+    assert common_levels(("hall", "switch", "rack"), ("hall", "switch", "other")) == 2
+    assert common_levels(("hall", "switch"), ("other", "switch")) == 0
+    assert common_levels(("hall",), ("hall", "switch")) == 1
+
+
+def fleet_in_racks(*racks: str) -> Fleet:
+    """A fleet of one-worker nodes "0", "1", ..., each in a rack; all but the last two get a seat."""
+    fleet = Fleet(settings(len(racks) - 2))
+    for index, rack in enumerate(racks):
+        name = str(index)
+        fleet.hear(m.Joined(name, 1, 1, name, 7, ("hall", rack), meeting_points=(f"{name}:1",)))
+    fleet.bind()
+    return fleet
+
+
+def test_a_member_restores_from_itself_then_from_the_nearest_holder() -> None:
+    fleet = fleet_in_racks("r0", "r1", "r0", "r1", "r2", "r1")
+    fleet.hear(m.Broken("0", 1, 0, 0))
+    for name in fleet.state.seats:
+        held = tuple(m.RankSnapshot(4, rank, 5, "own", epoch=0) for rank in range(4))
+        fleet.hear(m.Parked(name, 1, 0, (f"{name}:1",), held))
+    point = RestorePoint(4, 5)
+    assert fleet.state.source == point
+    for name in fleet.state.seats:
+        node = fleet.state.nodes[name]
+        named = [holder.node for holder in holders_for(fleet.state, point, node)]
+        assert named[0] == name
+        assert fleet.state.nodes[named[1]].domain == node.domain
+        assert len(named) == 3
+        assert fleet.state.nodes[named[2]].domain != node.domain
+
+
+def test_the_ring_of_buddies_stays_only_while_it_separates_racks() -> None:
+    for spares, kept in ((("r2", "r2"), True), (("r1", "r1"), False)):
+        fleet = fleet_in_racks("r0", "r1", "r0", "r1", *spares)
+        before = list(fleet.state.ring)
+        victim = fleet.state.seats.index("0")
+        fleet.hear(m.Disconnected("0", 1), m.Broken("1", 1, 0, 0))
+        fleet.park()
+        state = fleet.state
+        assert state.nodes[state.seats[victim]].domain[1] == spares[0]
+        domains = [state.nodes[name].domain for name in state.seats]
+        apart = all(domains[seat] != domains[buddy] for seat, buddy in enumerate(before))
+        assert (apart, state.ring == before) == (kept, kept)
+
+
+def test_a_rollcall_is_no_snapshot_of_what_an_absent_node_and_its_buddy_held() -> None:
+    fleet = fleet_in_racks("r0", "r1", "r0", "r1", "r2", "r2")
+    lost = fleet.state.seats[0]
+    buddy = fleet.state.seats[fleet.state.ring[0]]
+    fleet.hear(m.DiskHolds((2,)), m.Disconnected(lost, 1), m.Broken(fleet.state.seats[2], 1, 0, 0))
+    fleet.hear(m.Disconnected(buddy, 1))
+    fleet.hear(m.Rollcall("parked", 0, steps=(5,), absent=(lost, buddy)))
+    assert fleet.state.source == m.FromDisk(2)
+    other = fleet_in_racks("r0", "r1", "r0", "r1", "r2", "r2")
+    other.hear(m.DiskHolds((2,)), m.Disconnected(lost, 1), m.Broken(other.state.seats[2], 1, 0, 0))
+    other.hear(m.Rollcall("parked", 0, steps=(5,), absent=(lost,)))
+    assert other.state.source == RestorePoint(4, 5)
