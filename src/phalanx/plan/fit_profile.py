@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from phalanx.hardware.cluster import Accelerator, Fact
 from phalanx.hardware.profiles import Constants, MatmulFit, Profile, Provenance, profile_of
 from phalanx.plan.step_cost.kernels import matmul_s
+from phalanx.plan.workload.candidates import Floats
 
-Points = Mapping[str, Sequence[tuple[tuple[float, ...], float]]]
+MeasuredPoints = Mapping[str, Sequence[tuple[tuple[float, ...], float]]]
 """By the name of the work: its sizes, and seconds."""
-Array = NDArray[np.float64]
 
 _ROUNDS = 60
 _HELD_OUT = 3
@@ -32,7 +32,7 @@ _FARTHEST = np.log(100)
 
 
 @dataclass(frozen=True)
-class Origin:
+class CalibrationOrigin:
     """Where points come from."""
 
     source: str
@@ -52,7 +52,7 @@ class Fitted:
     disk_bytes_per_s: float
 
 
-def fit_profile(points: Points, base: Accelerator, origin: Origin) -> Fitted:
+def fit_profile(points: MeasuredPoints, base: Accelerator, origin: CalibrationOrigin) -> Fitted:
     """The constants of the accelerator that ``points`` were measured on; what was not measured is as ``base`` has it."""
     start = profile_of(base).constants
     accelerator = _with_peaks(points, base, origin)
@@ -78,7 +78,7 @@ def fit_profile(points: Points, base: Accelerator, origin: Origin) -> Fitted:
     return Fitted(accelerator, constants, rate, latency_s, _rate(points["disk"]))
 
 
-def _with_peaks(points: Points, base: Accelerator, origin: Origin) -> Accelerator:
+def _with_peaks(points: MeasuredPoints, base: Accelerator, origin: CalibrationOrigin) -> Accelerator:
     """``base`` with the best rates seen as its peaks: there is no data sheet for a core of this machine."""
     source = f"{origin.source}; the best rate seen"
     if base.vendor != "any":
@@ -108,18 +108,18 @@ def _fit_matmul(
     accelerator: Accelerator,
     start: Constants,
     name: str,
-    origin: Origin,
+    origin: CalibrationOrigin,
 ) -> MatmulFit:
     first = dataclasses.replace(start.matmul.get(name, next(iter(start.matmul.values()))), wave_share=0.0)
     sizes, seconds = np.array([size for size, _ in points]), np.array([took for _, took in points])
 
-    def fit_of(values: Array) -> MatmulFit:
+    def fit_of(values: Floats) -> MatmulFit:
         launch_s, efficiency, k_half, memory = np.exp(values).tolist()
         return dataclasses.replace(
             first, launch_s=launch_s, efficiency=min(1.0, efficiency), k_half=k_half, memory_efficiency=memory
         )
 
-    def predict(values: Array) -> Array:
+    def predict(values: Floats) -> Floats:
         constants = dataclasses.replace(start, matmul={name: fit_of(values)}, joules_per_flop={})
         return matmul_s(Profile(accelerator, constants), name, *sizes.T)
 
@@ -134,12 +134,12 @@ def _fit_memory(
     points: Sequence[tuple[tuple[float, ...], float]],
     accelerator: Accelerator,
     start: Constants,
-    origin: Origin,
+    origin: CalibrationOrigin,
 ) -> Any:
     bytes_, seconds = np.array([size[0] for size, _ in points]), np.array([took for _, took in points])
     peak = accelerator.memory_bytes_per_s.value
 
-    def predict(values: Array) -> Array:
+    def predict(values: Floats) -> Floats:
         return np.asarray(np.exp(values[0]) + bytes_ / (np.exp(values[1]) * peak))
 
     values, provenance = _fit(predict, np.log([start.memory.kernel_s, 0.5]), seconds, origin)
@@ -147,7 +147,9 @@ def _fit_memory(
     return dataclasses.replace(start.memory, kernel_s=kernel_s, efficiency=efficiency, provenance=provenance)
 
 
-def _fit_attention(points: Points, accelerator: Accelerator, start: Constants, origin: Origin) -> Any:
+def _fit_attention(
+    points: MeasuredPoints, accelerator: Accelerator, start: Constants, origin: CalibrationOrigin
+) -> Any:
     peak = max(accelerator.flops[name].value for name in ("fp32", "bf16") if name in accelerator.flops)
     shares: dict[str, Any] = {}
     seen = []
@@ -170,7 +172,7 @@ def _fit_attention(points: Points, accelerator: Accelerator, start: Constants, o
     )
 
 
-def _measured(points: Points) -> list[str]:
+def _measured(points: MeasuredPoints) -> list[str]:
     return [
         name
         for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "point_to_point")
@@ -178,7 +180,7 @@ def _measured(points: Points) -> list[str]:
     ]
 
 
-def _link(points: Points) -> tuple[float, float]:
+def _link(points: MeasuredPoints) -> tuple[float, float]:
     """Latency (s) and rate (bytes/s) between two ranks."""
     found = points.get("point_to_point")
     if not found:
@@ -191,7 +193,7 @@ _SHARE = {"all_reduce": 2.0}
 
 
 def _fit_collective(
-    points: Points, name: str, start: Constants, link: tuple[float, float], origin: Origin
+    points: MeasuredPoints, name: str, start: Constants, link: tuple[float, float], origin: CalibrationOrigin
 ) -> Any:
     found = points[name]
     members, bytes_ = np.array([size for size, _ in found]).T
@@ -199,7 +201,7 @@ def _fit_collective(
     latency_s, rate = link
     k = _SHARE.get(name, 1.0) * (members - 1) / members if name != "point_to_point" else np.ones_like(members)
 
-    def predict(values: Array) -> Array:
+    def predict(values: Floats) -> Floats:
         base_s, hops, pipelining, efficiency = np.exp(values)
         step = base_s + hops * latency_s * (members - 1)
         return np.asarray(
@@ -219,8 +221,8 @@ def _fit_collective(
 
 
 def _fit(
-    predict: Callable[[Array], Array], initial: Array, seconds: Array, origin: Origin
-) -> tuple[Array, Provenance]:
+    predict: Callable[[Floats], Floats], initial: Floats, seconds: Floats, origin: CalibrationOrigin
+) -> tuple[Floats, Provenance]:
     """The logarithms of the constants, fitted to all points, and how well a fit predicts points that were left out of it."""
     errors = [_blind_errors(predict, initial, seconds, held) for held in _held_out(len(seconds))]
     values = _search(lambda v: _misfit(predict(v), seconds), initial)
@@ -236,18 +238,18 @@ def _held_out(points: int) -> list[NDArray[np.bool_]]:
 
 
 def _blind_errors(
-    predict: Callable[[Array], Array], initial: Array, seconds: Array, held: NDArray[np.bool_]
-) -> Array:
+    predict: Callable[[Floats], Floats], initial: Floats, seconds: Floats, held: NDArray[np.bool_]
+) -> Floats:
     """Of the points ``held``, the errors of a fit to the others."""
     values = _search(lambda v: _misfit(predict(v)[~held], seconds[~held]), initial)
     return np.asarray(np.abs(predict(values)[held] / seconds[held] - 1))
 
 
-def _misfit(predicted: Array, seconds: Array) -> float:
+def _misfit(predicted: Floats, seconds: Floats) -> float:
     return float(np.mean(np.abs(np.log(np.maximum(predicted, _INSTANT_S) / seconds))))
 
 
-def _search(loss: Callable[[Array], float], initial: Array) -> Array:
+def _search(loss: Callable[[Floats], float], initial: Floats) -> Floats:
     """A minimum near ``initial``, no constant further from it than a factor of 100: steps along each, halved when none helps."""
     best, least, step = initial.copy(), loss(initial), 1.0
     for _ in range(_ROUNDS):
@@ -263,13 +265,15 @@ def _search(loss: Callable[[Array], float], initial: Array) -> Array:
     return best
 
 
-def _provenance(errors: Array, points: int, origin: Origin) -> Provenance:
+def _provenance(errors: Floats, points: int, origin: CalibrationOrigin) -> Provenance:
     return Provenance(
         origin.source, origin.date, origin.versions, points, float(np.median(errors)), float(np.mean(errors))
     )
 
 
-def to_tables(fitted: Fitted, cores: int, host_memory_bytes: float, origin: Origin) -> dict[str, Any]:
+def to_tables(
+    fitted: Fitted, cores: int, host_memory_bytes: float, origin: CalibrationOrigin
+) -> dict[str, Any]:
     """The TOML tables of this machine, as ``phalanx.hardware.catalog.load_user`` reads them."""
     chip = fitted.accelerator
     measured = {"source": origin.source, "date": origin.date}

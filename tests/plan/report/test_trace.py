@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from phalanx.plan.report.trace import Event, perfetto, step_timeline
+from phalanx.plan.report.trace import TraceEvent, perfetto, step_timeline
 from phalanx.plan.step_cost.estimate import estimate
 from phalanx.plan.workload.planned_layout import PlannedLayout
 from phalanx.plan.workload.stacks import Job
@@ -27,8 +27,8 @@ def case(name: str) -> tuple[Job, PlannedLayout]:
     return job(stack="phalanx", batch=64 if name == "zbv" else 40_000, cluster="h100:64"), MORE[name]
 
 
-def by_rank(events: tuple[Event, ...]) -> dict[int, list[Event]]:
-    found: dict[int, list[Event]] = {}
+def by_rank(events: tuple[TraceEvent, ...]) -> dict[int, list[TraceEvent]]:
+    found: dict[int, list[TraceEvent]] = {}
     for event in events:
         found.setdefault(event.rank, []).append(event)
     return found

@@ -23,7 +23,7 @@ from phalanx.plan.whole_run.cost import cost
 from phalanx.plan.whole_run.energy import J_PER_KWH, energy
 from phalanx.plan.whole_run.estimate import estimate_run
 from phalanx.plan.whole_run.failures import FailureClass, failures_per_s, mtti_s
-from phalanx.plan.whole_run.goodput import Phase, Risk, breakdown
+from phalanx.plan.whole_run.goodput import RecoveryPhase, Risk, breakdown
 
 DOC = Path(__file__).parents[3] / "docs" / "planner-articles.md"
 
@@ -61,7 +61,7 @@ def minutes_between_failures(accelerators_or_nodes: int, hours_each: float, devi
 
 def lost_to_recovery(recovery_minutes: float, mtti_minutes: float) -> float:
     """Percent of wall time, failures memoryless and also during recoveries."""
-    one = Risk(mtti_minutes * 60, 0.0, (Phase("start.restore", recovery_minutes * 60),))
+    one = Risk(mtti_minutes * 60, 0.0, (RecoveryPhase("start.restore", recovery_minutes * 60),))
     return 100 * breakdown(one, 1e-6)["start.restore"]
 
 

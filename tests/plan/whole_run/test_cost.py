@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.plan.whole_run.cost import MONTH_S, CostError, cost, depreciation_usd_per_hour
+from phalanx.plan.whole_run.cost import MONTH_S, CostError, cost
 
 HOUR_S = 3600.0
 
@@ -53,12 +53,6 @@ def test_a_terabyte_kept_for_a_month_costs_its_price_of_storage() -> None:
     assert spent.total_usd == spent.storage_usd == pytest.approx(20)
 
 
-def test_an_owned_accelerator_is_paid_off_after_its_years() -> None:
-    assert depreciation_usd_per_hour(40_000, 4) * 4 * 365 * 24 == pytest.approx(40_000)
-
-
 def test_negative_amounts_are_refused_by_name() -> None:
     with pytest.raises(CostError, match="usd_per_accelerator_hour"):
         cost(accelerators=1, spare_accelerators=0, wall_s=1, usd_per_accelerator_hour=-1, energy_kwh=0)
-    with pytest.raises(CostError, match="years"):
-        depreciation_usd_per_hour(1, 0)

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.plan.whole_run.goodput import (
+    CheckpointPlan,
     GoodputError,
-    Phase,
-    Plan,
+    RecoveryPhase,
     Risk,
     breakdown,
     daly_interval_s,
@@ -30,7 +30,9 @@ days = 86_400.0
 
 def risk(mtti_s: float, stall_s: float, recovery_s: float) -> Risk:
     return Risk(
-        mtti_s, stall_s, (Phase("fault.undetected", recovery_s / 4), Phase("reconfigure", recovery_s * 3 / 4))
+        mtti_s,
+        stall_s,
+        (RecoveryPhase("fault.undetected", recovery_s / 4), RecoveryPhase("reconfigure", recovery_s * 3 / 4)),
     )
 
 
@@ -85,7 +87,7 @@ def test_the_breakdown_sums_to_one_and_names_the_goodput(
 def test_the_nested_breakdown_sums_to_one_and_names_the_nested_goodput(
     mtti_s: float, stall_s: float, recovery_s: float, durable_s: float
 ) -> None:
-    plan = Plan(risk(mtti_s, stall_s, recovery_s), 50.0, risk(100 * mtti_s, 2.0, 1200.0), durable_s)
+    plan = CheckpointPlan(risk(mtti_s, stall_s, recovery_s), 50.0, risk(100 * mtti_s, 2.0, 1200.0), durable_s)
     shares = plan.breakdown
     assert sum(shares.values()) == pytest.approx(1)
     assert shares["committed"] == pytest.approx(plan.goodput)
@@ -151,7 +153,7 @@ def test_what_meta_reports_at_100k_gpus_is_what_recoveries_leave_less_some_work_
 # --- simulation ---------------------------------------------------------------------------------
 
 
-def simulated_goodput(plan: Plan, work_s: float, runs: int = 400, seed: int = 0) -> float:
+def simulated_goodput(plan: CheckpointPlan, work_s: float, runs: int = 400, seed: int = 0) -> float:
     wall_s = simulate(plan, np.full(runs, work_s), np.ones(runs), seed)
     return work_s * runs / float(wall_s.sum())
 
@@ -161,14 +163,14 @@ def simulated_goodput(plan: Plan, work_s: float, runs: int = 400, seed: int = 0)
 )
 def test_simulated_runs_agree_with_the_closed_form(mtti_s: float, stall_s: float, recovery_s: float) -> None:
     one = risk(mtti_s, stall_s, recovery_s)
-    plan = Plan(one, optimal_interval_s(mtti_s, stall_s), NEVER, 1e9)
+    plan = CheckpointPlan(one, optimal_interval_s(mtti_s, stall_s), NEVER, 1e9)
     assert simulated_goodput(plan, 30 * days) == pytest.approx(plan.goodput, rel=0.01)
 
 
 @pytest.mark.parametrize("rare_mtti_s", [30_000.0, 200_000.0])
 def test_simulated_runs_with_a_rare_risk_agree_with_the_nested_closed_form(rare_mtti_s: float) -> None:
     frequent, rare = risk(1800.0, 0.5, 60.0), risk(rare_mtti_s, 0.0, 600.0)
-    plan = Plan(frequent, 45.0, rare, 1800.0)
+    plan = CheckpointPlan(frequent, 45.0, rare, 1800.0)
     assert simulated_goodput(plan, 60 * days) == pytest.approx(plan.goodput, rel=0.01)
 
 
@@ -193,12 +195,12 @@ def test_a_naive_simulation_second_by_second_agrees_with_the_closed_form() -> No
 
 
 def test_a_rare_recovery_that_frequent_failures_interrupt_agrees_with_simulation() -> None:
-    plan = Plan(risk(1800.0, 0.5, 60.0), 45.0, risk(60_000.0, 0.0, 2400.0), 1800.0)
+    plan = CheckpointPlan(risk(1800.0, 0.5, 60.0), 45.0, risk(60_000.0, 0.0, 2400.0), 1800.0)
     assert simulated_goodput(plan, 60 * days) == pytest.approx(plan.goodput, rel=0.01)
 
 
 def test_runs_simulated_in_part_scatter_as_those_simulated_in_full() -> None:
-    plan = Plan(risk(600.0, 0.5, 60.0), 30.0, risk(60_000.0, 0.0, 600.0), 1800.0)
+    plan = CheckpointPlan(risk(600.0, 0.5, 60.0), 30.0, risk(60_000.0, 0.0, 600.0), 1800.0)
     work, factor = np.full(1500, 20 * days), np.ones(1500)
     whole = simulate(plan, work, factor, 0, most_failures=math.inf)
     part = simulate(plan, work, factor, 1, most_failures=500)
@@ -207,27 +209,27 @@ def test_runs_simulated_in_part_scatter_as_those_simulated_in_full() -> None:
 
 
 def test_the_same_seed_gives_the_same_runs_and_another_seed_others() -> None:
-    plan = Plan(risk(1800.0, 5.0, 600.0), 100.0, risk(1e6, 0.0, 600.0), 1800.0)
+    plan = CheckpointPlan(risk(1800.0, 5.0, 600.0), 100.0, risk(1e6, 0.0, 600.0), 1800.0)
     work, factor = np.full(20, 5 * days), np.ones(20)
     assert np.array_equal(simulate(plan, work, factor, 3), simulate(plan, work, factor, 3))
     assert not np.array_equal(simulate(plan, work, factor, 3), simulate(plan, work, factor, 4))
 
 
 def test_without_failures_every_simulated_run_takes_its_work_and_its_stalls() -> None:
-    plan = Plan(Risk(math.inf, 1.0, ()), 9.0, NEVER, 1e9)
+    plan = CheckpointPlan(Risk(math.inf, 1.0, ()), 9.0, NEVER, 1e9)
     # 10 intervals of 9 s, and no checkpoint after the last.
     assert simulate(plan, np.full(3, 90.0), np.ones(3), 0) == pytest.approx(99.0)
 
 
 def test_a_fleet_that_fails_faster_than_it_recovers_never_finishes() -> None:
-    plan = Plan(risk(60.0, 5.0, 600.0), 20.0, NEVER, 1e9)
+    plan = CheckpointPlan(risk(60.0, 5.0, 600.0), 20.0, NEVER, 1e9)
     assert np.isinf(simulate(plan, np.full(3, days), np.ones(3), 0)).all()
 
 
 @settings(max_examples=20)
 @given(st.integers(0, 2**31), st.floats(1.0, 3.0))
 def test_no_simulated_run_is_quicker_than_its_work(seed: int, factor: float) -> None:
-    plan = Plan(risk(1800.0, 5.0, 100.0), 100.0, risk(1e5, 0.0, 600.0), 1800.0)
+    plan = CheckpointPlan(risk(1800.0, 5.0, 100.0), 100.0, risk(1e5, 0.0, 600.0), 1800.0)
     wall_s = simulate(plan, np.full(10, days), np.full(10, factor), seed)
     assert (wall_s >= days).all()
 

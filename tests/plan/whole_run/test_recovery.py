@@ -10,26 +10,32 @@ from hypothesis import strategies as st
 from example_clusters import h100s
 from phalanx.observe.ledger import Bucket
 from phalanx.plan.whole_run.checkpoint_tiers import tiers
-from phalanx.plan.whole_run.recovery import TIER_OF, Method, RecoveryError, fleet_share, recovery_phases
+from phalanx.plan.whole_run.recovery import (
+    TIER_OF,
+    RecoveryError,
+    RecoveryMethod,
+    fleet_share,
+    recovery_phases,
+)
 
-METHODS: tuple[Method, ...] = ("spare", "shrink", "restart")
+METHODS: tuple[RecoveryMethod, ...] = ("spare", "shrink", "restart")
 PLACES = tiers(h100s(8_192), 5.5e12)
 
 
-def seconds(method: Method, level: str) -> float:
+def seconds(method: RecoveryMethod, level: str) -> float:
     phases = recovery_phases(method, PLACES[TIER_OF[method]], level)  # type: ignore[arg-type]
     return sum(phase.duration_s for phase in phases)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_phase_is_a_bucket_of_the_goodput_ledger_and_has_a_source(method: Method) -> None:
+def test_every_phase_is_a_bucket_of_the_goodput_ledger_and_has_a_source(method: RecoveryMethod) -> None:
     for phase in recovery_phases(method, PLACES["peer"]):
         assert phase.name in {bucket.value for bucket in Bucket}
         assert phase.source
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_low_typical_and_high_are_in_that_order(method: Method) -> None:
+def test_low_typical_and_high_are_in_that_order(method: RecoveryMethod) -> None:
     assert seconds(method, "low") < seconds(method, "typical") < seconds(method, "high")
 
 

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from phalanx.hardware.catalog import accelerator, load_user
 from phalanx.hardware.profiles import Profile, profile_of
 from phalanx.model.facts.shape import resolve
-from phalanx.plan.fit_profile import Origin, fit_profile, to_tables
+from phalanx.plan.fit_profile import CalibrationOrigin, fit_profile, to_tables
 from phalanx.plan.step_cost.kernels import matmul_s
 from phalanx.run.spec import ModelSpec, PrecisionSpec, RunSpec, TrainSpec
 from phalanx.train.measure.calibrate import MeasuredPoints, Settings, best_seconds, operations, product_sizes
 from phalanx.train.measure.calibrate_ranks import COLLECTIVES, collectives, measure_step
 
 QUICK = Settings(torch.device("cpu"), "cpu", quick=True)
-ORIGIN = Origin("a test", "2026-01", "none")
+ORIGIN = CalibrationOrigin("a test", "2026-01", "none")
 
 
 def made_up(launch_s: float, efficiency: float, peak: float = 1e11) -> MeasuredPoints:

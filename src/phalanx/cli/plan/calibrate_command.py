@@ -11,7 +11,7 @@ import click
 from phalanx.cli.errors import explained
 
 if TYPE_CHECKING:
-    from phalanx.plan.fit_profile import Origin
+    from phalanx.plan.fit_profile import CalibrationOrigin
     from phalanx.run.spec import RunSpec
     from phalanx.train.measure.calibrate import Settings
 
@@ -107,24 +107,24 @@ def _key(device_name: str) -> str:
     return max(found)[1]
 
 
-def _origin(settings: Settings) -> Origin:
+def _origin(settings: Settings) -> CalibrationOrigin:
     import datetime
     import platform
 
     import torch
 
     import phalanx
-    from phalanx.plan.fit_profile import Origin
+    from phalanx.plan.fit_profile import CalibrationOrigin
 
     clock = "processor time, since others used the machine too" if settings.clock == "cpu" else "wall time"
-    return Origin(
+    return CalibrationOrigin(
         source=f"measured on {platform.node()} by phalanx calibrate ({clock})",
         date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         versions=f"phalanx {phalanx.__version__}, torch {torch.__version__}, {platform.platform()}",
     )
 
 
-def _stack_scalar(tables: dict[str, Any], settings: Settings, origin: Origin) -> dict[str, Any]:
+def _stack_scalar(tables: dict[str, Any], settings: Settings, origin: CalibrationOrigin) -> dict[str, Any]:
     """Measured over predicted time of real steps: what the formulas do not know of the trainer.
 
     On one rank alone, and on all ranks of the machine together.

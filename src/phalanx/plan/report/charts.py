@@ -43,7 +43,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Span:
+class GanttSpan:
     """A box on a time line."""
 
     row: int
@@ -106,7 +106,7 @@ def legend(color: Mapping[str, str]) -> str:
     return f'<p class="legend">{"".join(items)}</p>'
 
 
-def gantt(spans: Sequence[Span], rows: Sequence[str], length: float, unit: str) -> str:
+def gantt(spans: Sequence[GanttSpan], rows: Sequence[str], length: float, unit: str) -> str:
     """A time line with one row for each of ``rows``."""
     kinds = list(dict.fromkeys(span.kind for span in spans))
     color = colors(kinds) | {kind: "#e8e8e8" for kind in kinds if kind == "idle"}
@@ -126,14 +126,13 @@ def gantt(spans: Sequence[Span], rows: Sequence[str], length: float, unit: str) 
     return _chart(height, [*marks, *_x_axis(0, length, height, unit)], color)
 
 
-def scatter(dots: Sequence[Dot], x_unit: str, y_unit: str, *, joined: bool = False) -> str:
-    """Points, the marked ones larger; ``joined`` by a line in order of x."""
+def scatter(dots: Sequence[Dot], x_unit: str, y_unit: str) -> str:
+    """Points, the marked ones larger."""
     height = 260
     x_low, x_high = padded([one.x for one in dots], 0.06)
     y_low, y_high = padded([one.y for one in dots], 0.06)
     x, y = _scale(x_low, x_high), _vertical(y_low, y_high, height)
-    ordered = sorted(dots, key=lambda one: one.x)
-    marks = [path([(x(d.x), y(d.y)) for d in ordered], _drawn("#bbb"))] if joined else []
+    marks = []
     for one in sorted(dots, key=lambda one: one.marked):
         fill, radius = ("#e15759", 7) if one.marked else ("#4e79a7", 4)
         marks.append(dot(x(one.x), y(one.y), radius, f'fill="{fill}" fill-opacity="0.8"', one.title))

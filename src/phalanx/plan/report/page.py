@@ -10,14 +10,14 @@ import numpy as np
 
 from phalanx.model.facts.shape import is_mixture
 from phalanx.parallel.pipeline.schedules import Schedule
-from phalanx.plan.report.charts import Bar, Dot, Span, curves, gantt, scatter, stacked_bars, tornado
-from phalanx.plan.report.trace import Event, step_timeline
+from phalanx.plan.report.charts import Bar, Dot, GanttSpan, curves, gantt, scatter, stacked_bars, tornado
+from phalanx.plan.report.trace import TraceEvent, step_timeline
 from phalanx.plan.search.plan import Plan
 from phalanx.plan.search.sensitivity import CHANGE, days_changes, step_changes
 from phalanx.plan.step_cost.estimate import Estimate, Evaluation, prepare
 from phalanx.plan.step_cost.memory import PlaceCounts, memory_at
 from phalanx.plan.whole_run.estimate import LEVELS, goodput_plan
-from phalanx.plan.whole_run.failures import Level
+from phalanx.plan.whole_run.failures import RateLevel
 from phalanx.plan.workload.candidates import candidates_of
 from phalanx.plan.workload.stages import split
 
@@ -159,11 +159,11 @@ def _timeline(plan: Plan) -> str:
     return gantt(spans, names, line.step_s, "s") + f'<p class="note">{note}</p>'
 
 
-def _span(event: Event, row: int) -> Span:
+def _span(event: TraceEvent, row: int) -> GanttSpan:
     kind = "not drawn in detail" if event.name[0].isdigit() or event.name.startswith("flush") else event.name
     where = f", stage {event.stage}, micro-batch {event.micro_batch}" if event.stage >= 0 else ""
     title = f"{event.name}{where}: {event.end_s - event.begin_s:.4g} s"
-    return Span(row, kind.replace("_", " "), event.begin_s, event.end_s, title)
+    return GanttSpan(row, kind.replace("_", " "), event.begin_s, event.end_s, title)
 
 
 def _front(plan: Plan) -> str:
@@ -212,7 +212,7 @@ def _goodput(plan: Plan) -> str:
     return curves(lines, "seconds between checkpoints", "goodput", (best, f"planned: {best:.4g} s"))
 
 
-def _curve(plan: Plan, level: Level, intervals: Sequence[float]) -> Iterator[tuple[float, float]]:
+def _curve(plan: Plan, level: RateLevel, intervals: Sequence[float]) -> Iterator[tuple[float, float]]:
     for interval_s in intervals:
         given = dataclasses.replace(plan.assumptions, checkpoint_interval_s=interval_s)
         yield interval_s, goodput_plan(plan.inputs, given, level).goodput

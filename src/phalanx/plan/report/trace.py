@@ -2,7 +2,7 @@
 
 A step is made of flushes of the pipeline (one for each slot that a rank computes) and of what comes around them: gathering
 weights, reducing gradients, the update, and the terms that stand for all ranks waiting for each other. The same spans are
-drawn in the report and written in the Trace Event Format of Chrome, which ui.perfetto.dev opens (Google, "Trace Event
+drawn in the report and written in the Trace TraceEvent Format of Chrome, which ui.perfetto.dev opens (Google, "Trace TraceEvent
 Format", 2016). On every rank the events follow each other without a gap and sum to the step.
 """
 
@@ -41,7 +41,7 @@ _KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight g
 
 
 @dataclass(frozen=True)
-class Event:
+class TraceEvent:
     """Something that a pipeline rank does, or waits for."""
 
     rank: int
@@ -61,7 +61,7 @@ class StepTimeline:
     flushes: int
     flush_s: float
     step_s: float
-    events: tuple[Event, ...]
+    events: tuple[TraceEvent, ...]
     """By rank, and in order of time; the first flush action by action, the others as one event each."""
 
 
@@ -78,7 +78,9 @@ def step_timeline(job: Job, found: Estimate) -> StepTimeline:
     return StepTimeline(ranks, flushes, inside, found.step_s, tuple(events))
 
 
-def _flush(evaluation: Evaluation, found: Estimate, micro_batches: int, inside: float) -> Iterator[Event]:
+def _flush(
+    evaluation: Evaluation, found: Estimate, micro_batches: int, inside: float
+) -> Iterator[TraceEvent]:
     """What each rank computes in a flush; a long one is broken off."""
     job, pipes = evaluation.job, evaluation.pipes
     ranks, per_rank = int(pipes.ranks[0]), int(pipes.per_rank[0])
@@ -90,11 +92,12 @@ def _flush(evaluation: Evaluation, found: Estimate, micro_batches: int, inside: 
     if drawn < micro_batches:
         last = float(flush_s(name, ranks, per_rank, drawn, times, np.array([hop]))[0])
         yield from (
-            Event(rank, f"{micro_batches - drawn} micro-batches more", last, inside) for rank in range(ranks)
+            TraceEvent(rank, f"{micro_batches - drawn} micro-batches more", last, inside)
+            for rank in range(ranks)
         )
     for span in timeline(name, ranks, per_rank, drawn, times, hop):
         kind = _KINDS[span.action.kind]
-        yield Event(
+        yield TraceEvent(
             span.rank, kind, span.begin_s, min(span.end_s, last), span.action.stage, span.action.micro_batch
         )
 
@@ -105,7 +108,9 @@ def _drawn(micro_batches: int, ranks: int, per_rank: int) -> int:
     return micro_batches if micro_batches <= room else room - (room - micro_batches) % ranks
 
 
-def _rank(rank: int, found: Estimate, flush: list[Event], flushes: int, inside: float) -> Iterator[Event]:
+def _rank(
+    rank: int, found: Estimate, flush: list[TraceEvent], flushes: int, inside: float
+) -> Iterator[TraceEvent]:
     """All of a rank's step, with what it waits for."""
     now = 0.0
     outside: Mapping[str, float] = {
@@ -113,34 +118,34 @@ def _rank(rank: int, found: Estimate, flush: list[Event], flushes: int, inside: 
     }
     for name in _BEFORE:
         if name in outside:
-            yield Event(rank, name, now, now + outside[name])
+            yield TraceEvent(rank, name, now, now + outside[name])
             now += outside[name]
     yield from _filled(
         rank, sorted((e for e in flush if e.rank == rank), key=lambda e: e.begin_s), now, inside
     )
     for number in range(1, flushes):
-        yield Event(
+        yield TraceEvent(
             rank, f"flush {number + 1}, like the first", now + number * inside, now + (number + 1) * inside
         )
     now += flushes * inside
     for name, seconds in outside.items():
         if name not in _BEFORE:
-            yield Event(rank, name, now, now + seconds)
+            yield TraceEvent(rank, name, now, now + seconds)
             now += seconds
 
 
-def _filled(rank: int, events: list[Event], start: float, length: float) -> Iterator[Event]:
+def _filled(rank: int, events: list[TraceEvent], start: float, length: float) -> Iterator[TraceEvent]:
     """``events`` from ``start`` on, with "idle" wherever nothing is computed."""
     least = 1e-9 * length
     now = 0.0
     for event in events:
         if event.begin_s - now > least:
-            yield Event(rank, "idle", start + now, start + event.begin_s)
+            yield TraceEvent(rank, "idle", start + now, start + event.begin_s)
         begin = event.begin_s if event.begin_s - now > least else now
-        yield Event(rank, event.name, start + begin, start + event.end_s, event.stage, event.micro_batch)
+        yield TraceEvent(rank, event.name, start + begin, start + event.end_s, event.stage, event.micro_batch)
         now = event.end_s
     if length - now > least:
-        yield Event(rank, "idle", start + now, start + length)
+        yield TraceEvent(rank, "idle", start + now, start + length)
 
 
 def perfetto(job: Job, found: Estimate) -> dict[str, Any]:
@@ -158,7 +163,7 @@ def perfetto(job: Job, found: Estimate) -> dict[str, Any]:
     }
 
 
-def _chrome(event: Event) -> dict[str, Any]:
+def _chrome(event: TraceEvent) -> dict[str, Any]:
     arguments = {"stage": event.stage, "micro_batch": event.micro_batch} if event.stage >= 0 else {}
     return {
         "ph": "X",

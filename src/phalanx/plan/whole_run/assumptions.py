@@ -13,8 +13,8 @@ import msgspec
 from phalanx.hardware.cluster import Cluster
 from phalanx.plan.whole_run.cost import ELECTRICITY_USD_PER_KWH, STORAGE_USD_PER_GB_MONTH
 from phalanx.plan.whole_run.energy import GRID_KG_PER_KWH, Activity
-from phalanx.plan.whole_run.failures import CLASSES, DAY_S, FailureClass, Level, classes_at_node_rate
-from phalanx.plan.whole_run.recovery import Method
+from phalanx.plan.whole_run.failures import CLASSES, DAY_S, FailureClass, RateLevel, classes_at_node_rate
+from phalanx.plan.whole_run.recovery import RecoveryMethod
 from phalanx.run.spec import RunSpec
 
 
@@ -26,12 +26,12 @@ class RunEstimateError(ValueError):
 class RunAssumptions:
     """What the estimate takes for granted. Every figure can be set."""
 
-    recovery: Method = "spare"
+    recovery: RecoveryMethod = "spare"
     """How the run gets over a failure: a spare takes over, the lost replica is left out, all start again."""
-    failure_level: Level = "typical"
+    failure_level: RateLevel = "typical"
     """Which end of the published failure rates the mean is computed at."""
     failure_classes: tuple[FailureClass, ...] = CLASSES
-    recovery_level: Level = "typical"
+    recovery_level: RateLevel = "typical"
     """Which end of the published recovery times."""
     beyond_peer_share: float = 0.01
     """Of failures, those that take a shard's both copies in memory: back to durable storage. ByteRobust
@@ -92,7 +92,7 @@ NODE_RATE = "failures_per_1000_node_days"
 """The name by which a fleet's own rate of failures is assumed, instead of the published ones of each class."""
 
 
-def described(spec: RunSpec, step_s: float, recovery: Method | None = None) -> dict[str, Any]:
+def described(spec: RunSpec, step_s: float, recovery: RecoveryMethod | None = None) -> dict[str, Any]:
     """The assumptions that ``[checkpoint]`` and ``[fleet]`` of a run file replace, for steps of ``step_s`` seconds.
 
     A fleet with spares puts one in the lost node's place, one without leaves the replica out, and one that takes no snapshots
@@ -104,7 +104,7 @@ def described(spec: RunSpec, step_s: float, recovery: Method | None = None) -> d
     # Of those kept for ever, half are there on average.
     found: dict[str, Any] = {"checkpoints_kept": checkpoint.keep_last + forever // 2}
     if fleet.nodes:
-        by_fleet: Method = "spare" if fleet.spares else "shrink"
+        by_fleet: RecoveryMethod = "spare" if fleet.spares else "shrink"
         recovery = recovery or (by_fleet if fleet.snapshot_every_steps else "restart")
         found |= {"recovery": recovery, "spare_nodes": fleet.spares}
     if recovery == "restart":
@@ -140,7 +140,11 @@ def assumed(
         assumptions = msgspec.convert(given, RunAssumptions, strict=False)
         classes = CLASSES if rate is None else classes_at_node_rate(rate)
     except ValueError as error:
-        words = f"; recovery is {_either(Method)}, a level {_either(Level)}" if "enum" in str(error) else ""
+        words = (
+            f"; recovery is {_either(RecoveryMethod)}, a level {_either(RateLevel)}"
+            if "enum" in str(error)
+            else ""
+        )
         raise RunEstimateError(f"--assume {' '.join(texts)}: {error}{words}") from error
     return replace(assumptions, failure_classes=classes)
 

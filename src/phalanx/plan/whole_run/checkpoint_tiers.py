@@ -29,7 +29,7 @@ class TierError(ValueError):
 
 
 @dataclass(frozen=True)
-class Tier:
+class TierCost:
     """One place for checkpoints, for one run on one cluster."""
 
     name: TierName
@@ -51,9 +51,7 @@ def tiers(
     checkpoint_bytes: float,
     accelerators: int | None = None,
     snapshot_overlap: float = 0.0,
-    nvme_bytes_per_s: float = NVME_BYTES_PER_S.value,
-    storage_read_over_write: float = 1.0,
-) -> dict[TierName, Tier]:
+) -> dict[TierName, TierCost]:
     """The four tiers of a state of ``checkpoint_bytes`` (all ranks together), spread evenly over
     ``accelerators``.
 
@@ -74,12 +72,12 @@ def tiers(
     send_s = (
         own_bytes / cluster.fabric.bytes_per_s.value if cluster.fabric.bytes_per_s.value else float("inf")
     )
-    flash_s = node_bytes / nvme_bytes_per_s
+    flash_s = node_bytes / NVME_BYTES_PER_S.value
     store_s = max(checkpoint_bytes / cluster.storage_bytes_per_s.value, 0.0 if number == 1 else send_s)
 
-    def tier(name: TierName, drain_s: float, restore_s: float, survives: str, copies: int) -> Tier:
+    def tier(name: TierName, drain_s: float, restore_s: float, survives: str, copies: int) -> TierCost:
         room = copies * node_bytes
-        return Tier(
+        return TierCost(
             name, stall_s, drain_s, restore_s, survives, room, room <= cluster.host_memory_bytes.value
         )
 
@@ -96,7 +94,7 @@ def tiers(
         "storage": tier(
             "storage",
             hidden_s + store_s,
-            store_s / storage_read_over_write + copy_s,
+            store_s + copy_s,
             "the loss of all nodes",
             own,
         ),

@@ -55,8 +55,7 @@ def cost(
 ) -> Cost:
     """Cost of a run of ``wall_s`` seconds. ``stored_bytes``: of checkpoints kept, on average over the run.
 
-    For owned machines, ``usd_per_accelerator_hour`` is what ``depreciation_usd_per_hour`` says, and
-    ``electricity_in_price`` is False.
+    For owned machines, ``usd_per_accelerator_hour`` is their depreciation, and ``electricity_in_price`` is False.
     """
     amounts = {
         "accelerators": accelerators,
@@ -78,10 +77,3 @@ def cost(
         electricity_usd=0.0 if electricity_in_price else energy_kwh * usd_per_kwh,
         storage_usd=stored_bytes / 1e9 * usd_per_gb_month * wall_s / MONTH_S,
     )
-
-
-def depreciation_usd_per_hour(usd_per_accelerator: float, years: float) -> float:
-    """Price of an owned accelerator (its part of node and network included), written off evenly."""
-    if years <= 0:
-        raise CostError(f"years of use must be positive, is {years}; 4 to 6 is usual")
-    return usd_per_accelerator / (years * 365 * 24)

@@ -79,7 +79,7 @@ class Energy:
     def it_kwh(self) -> float:
         return self.steps_kwh + self.waiting_kwh + self.spares_kwh + self.nodes_kwh
 
-    def co2_kg(self, grid_kg_per_kwh: float = GRID_KG_PER_KWH.value) -> float:
+    def co2_kg(self, grid_kg_per_kwh: float) -> float:
         """Emitted by the grid for it."""
         return self.total_kwh * grid_kg_per_kwh
 

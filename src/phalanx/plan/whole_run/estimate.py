@@ -16,21 +16,20 @@ import numpy as np
 
 from phalanx.hardware.cluster import Cluster, Fact
 from phalanx.plan.whole_run.assumptions import RunAssumptions, RunInputs
-from phalanx.plan.whole_run.checkpoint_tiers import Tier, tiers
+from phalanx.plan.whole_run.checkpoint_tiers import TierCost, tiers
 from phalanx.plan.whole_run.cost import ELECTRICITY_USD_PER_KWH, STORAGE_USD_PER_GB_MONTH, Cost, cost
 from phalanx.plan.whole_run.energy import GRID_KG_PER_KWH, J_PER_KWH, Energy, energy
 from phalanx.plan.whole_run.failures import (
     CORRELATED_DOMAINS,
     DAY_S,
-    Level,
+    RateLevel,
     failures_per_s,
     nodes_in_repair,
     spares_needed,
 )
 from phalanx.plan.whole_run.goodput import (
     HOPELESS,
-    Floats,
-    Plan,
+    CheckpointPlan,
     Risk,
     daly_interval_s,
     interval_s,
@@ -38,9 +37,10 @@ from phalanx.plan.whole_run.goodput import (
     simulate,
     young_interval_s,
 )
-from phalanx.plan.whole_run.recovery import TIER_OF, Method, fleet_share, recovery_phases
+from phalanx.plan.whole_run.recovery import TIER_OF, RecoveryMethod, fleet_share, recovery_phases
+from phalanx.plan.workload.candidates import Floats
 
-LEVELS: tuple[Level, ...] = ("low", "typical", "high")
+LEVELS: tuple[RateLevel, ...] = ("low", "typical", "high")
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,9 @@ class RunEstimate:
     mtti_s: float
     failures: float
     """Expected, over the run."""
-    tier: Tier
+    tier: TierCost
     """That a frequent failure goes back to."""
-    durable_tier: Tier
+    durable_tier: TierCost
     interval_s: float
     optimal_interval_s: float
     """Before the least interval that draining allows, and whole steps."""
@@ -161,7 +161,7 @@ def estimate_run(inputs: RunInputs, assumptions: RunAssumptions | None = None) -
     )
 
 
-def goodput_plan(inputs: RunInputs, given: RunAssumptions, level: Level) -> Plan:
+def goodput_plan(inputs: RunInputs, given: RunAssumptions, level: RateLevel) -> CheckpointPlan:
     """The two risks at a level of failure rates, with the best checkpoint intervals for it.
 
     With memory tiers, a few failures go beyond them; a restart from durable storage knows only one risk.
@@ -184,10 +184,12 @@ def goodput_plan(inputs: RunInputs, given: RunAssumptions, level: Level) -> Plan
     wanted_s = given.checkpoint_interval_s
     chosen_s = best_s if wanted_s is None else max(wanted_s, drain_s, inputs.step_s)
     durable_s = max(given.durable_interval_s, durable.drain_s, chosen_s)
-    return Plan(frequent, chosen_s, rare, math.ceil(durable_s / chosen_s - 1e-9) * chosen_s)
+    return CheckpointPlan(frequent, chosen_s, rare, math.ceil(durable_s / chosen_s - 1e-9) * chosen_s)
 
 
-def _risk(per_s: float, stall_s: float, given: RunAssumptions, method: Method, tier: Tier) -> Risk:
+def _risk(
+    per_s: float, stall_s: float, given: RunAssumptions, method: RecoveryMethod, tier: TierCost
+) -> Risk:
     return Risk(
         1 / per_s if per_s else math.inf, stall_s, recovery_phases(method, tier, given.recovery_level)
     )
@@ -233,7 +235,9 @@ def _with_pauses(shares: Mapping[str, float], given: RunAssumptions, fleet: floa
     }
 
 
-def _finish_s(plan: Plan, inputs: RunInputs, given: RunAssumptions, work_s: float, rest: float) -> Floats:
+def _finish_s(
+    plan: CheckpointPlan, inputs: RunInputs, given: RunAssumptions, work_s: float, rest: float
+) -> Floats:
     """Wall seconds of simulated runs; ``rest`` is the goodput that pauses and missing nodes leave.
 
     Failure rates are drawn between the published ones (triangular in the logarithm, typical as its mode),
@@ -294,7 +298,7 @@ def _percentiles(values: Floats) -> Percentiles:
 
 
 def _warnings(
-    inputs: RunInputs, given: RunAssumptions, tier: Tier, durable: Tier, plan: Plan
+    inputs: RunInputs, given: RunAssumptions, tier: TierCost, durable: TierCost, plan: CheckpointPlan
 ) -> Iterator[str]:
     if given.recovery == "spare" and _spare_nodes(inputs, given) < (needed := _spares_needed(inputs, given)):
         yield (
@@ -317,7 +321,7 @@ def _warnings(
         yield f"the layout uses {inputs.accelerators} accelerators of a cluster of {inputs.cluster.accelerators}"
 
 
-def _sources(inputs: RunInputs, given: RunAssumptions, plan: Plan) -> dict[str, str]:
+def _sources(inputs: RunInputs, given: RunAssumptions, plan: CheckpointPlan) -> dict[str, str]:
     """Where each figure comes from; a value that is not its default is the user's."""
     cluster, user = inputs.cluster, "set by the user"
     usual = RunAssumptions()

@@ -22,7 +22,7 @@ from phalanx.hardware.cluster import Cluster
 
 DAY_S = 86_400.0
 
-Level = Literal["low", "typical", "high"]
+RateLevel = Literal["low", "typical", "high"]
 
 _LLAMA3 = "Llama 3 405B, arXiv:2407.21783, Table 5: 54 days of 16,384 H100"
 _LLAMA3_ACCELERATOR_DAYS = 54 * 16_384
@@ -52,7 +52,7 @@ class FailureClass:
     """Whether the node must go for repair; otherwise the same machines go on after a restart."""
     source: str
 
-    def per_s(self, cluster: Cluster, accelerators: int, level: Level) -> float:
+    def per_s(self, cluster: Cluster, accelerators: int, level: RateLevel) -> float:
         """Failures a second of a job on so many accelerators of the cluster."""
         devices = accelerators if self.device == "accelerator" else accelerators / cluster.per_node
         rate: float = {"low": self.low, "typical": self.typical, "high": self.high}[level]
@@ -150,7 +150,7 @@ class FailureModelError(ValueError):
 def failures_per_s(
     cluster: Cluster,
     accelerators: int | None = None,
-    level: Level = "typical",
+    level: RateLevel = "typical",
     classes: Sequence[FailureClass] = CLASSES,
     takes_node: bool | None = None,
 ) -> float:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from phalanx.plan.workload.candidates import Floats
 
 
 class GoodputError(ValueError):
@@ -33,7 +33,7 @@ class GoodputError(ValueError):
 
 
 @dataclass(frozen=True)
-class Phase:
+class RecoveryPhase:
     """One part of a recovery. ``name`` is a bucket of the goodput ledger."""
 
     name: str
@@ -49,7 +49,7 @@ class Risk:
     """Mean time to interruption of the whole job, infinite if it never happens."""
     stall_s: float
     """For which training stands still at each checkpoint of the tier that this risk goes back to."""
-    recovery: tuple[Phase, ...]
+    recovery: tuple[RecoveryPhase, ...]
     """From the failure to the first step, in order, without the work done again."""
 
     def __post_init__(self) -> None:
@@ -199,7 +199,7 @@ gives the rest."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class CheckpointPlan:
     """What is simulated: two risks, with the useful seconds between the checkpoints of each."""
 
     frequent: Risk
@@ -215,7 +215,7 @@ class Plan:
     def breakdown(self) -> dict[str, float]:
         return nested_breakdown(self.frequent, self.interval_s, self.rare, self.rare_interval_s)
 
-    def at_rate(self, factor: float) -> Plan:
+    def at_rate(self, factor: float) -> CheckpointPlan:
         """The same checkpoints in a fleet that fails ``factor`` times as often as it was planned for."""
         return replace(
             self,
@@ -225,7 +225,7 @@ class Plan:
 
 
 def simulate(
-    plan: Plan, work_s: Floats, rate_factor: Floats, seed: int, most_failures: float = MOST_FAILURES
+    plan: CheckpointPlan, work_s: Floats, rate_factor: Floats, seed: int, most_failures: float = MOST_FAILURES
 ) -> Floats:
     """Wall seconds of as many runs as ``work_s`` has entries; infinite for one that would not finish.
 
@@ -246,14 +246,14 @@ def simulate(
     return wall_s
 
 
-def _parts(plan: Plan, work_s: Floats, failures: Floats, most_failures: float) -> float:
+def _parts(plan: CheckpointPlan, work_s: Floats, failures: Floats, most_failures: float) -> float:
     """Into how many parts the runs are cut; each still holds enough durable checkpoints to be like the
     whole."""
     longest = float(work_s.min()) / (20 * plan.rare_interval_s)
     return max(1.0, min(float(failures.max()) / most_failures, longest))
 
 
-def _simulated(plan: Plan, work_s: Floats, per_s: Floats, random: np.random.Generator) -> Floats:
+def _simulated(plan: CheckpointPlan, work_s: Floats, per_s: Floats, random: np.random.Generator) -> Floats:
     """Wall seconds of runs that fail ``per_s`` times a second, failure by failure."""
     rare_per_s = 1 / plan.rare.mtti_s
     rare_share = rare_per_s / max(1 / plan.frequent.mtti_s + rare_per_s, 1e-300)
@@ -280,7 +280,7 @@ class _Runs:
 
 
 def _until_failure(
-    plan: Plan, runs: _Runs, gap_s: Floats, is_rare: NDArray[np.bool_]
+    plan: CheckpointPlan, runs: _Runs, gap_s: Floats, is_rare: NDArray[np.bool_]
 ) -> tuple[_Runs, NDArray[np.intp], Floats]:
     """The runs after their next failure, which comes after ``gap_s``; and which finished before it, and
     when."""
@@ -301,6 +301,6 @@ def _until_failure(
     return after, runs.index[finished], (runs.wall_s + to_end_s)[finished]
 
 
-def _stall_per_interval_s(plan: Plan) -> float:
+def _stall_per_interval_s(plan: CheckpointPlan) -> float:
     """Of both tiers: the durable one's is spread over the intervals of the other."""
     return plan.frequent.stall_s + plan.rare.stall_s * plan.interval_s / plan.rare_interval_s

@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from typing import Literal, get_args
 
-from phalanx.plan.whole_run.checkpoint_tiers import Tier, TierName
-from phalanx.plan.whole_run.failures import Level
-from phalanx.plan.whole_run.goodput import Phase
+from phalanx.plan.whole_run.checkpoint_tiers import TierCost, TierName
+from phalanx.plan.whole_run.failures import RateLevel
+from phalanx.plan.whole_run.goodput import RecoveryPhase
 
-Method = Literal["spare", "shrink", "restart"]
+RecoveryMethod = Literal["spare", "shrink", "restart"]
 
-TIER_OF: dict[Method, TierName] = {"spare": "peer", "shrink": "peer", "restart": "storage"}
+TIER_OF: dict[RecoveryMethod, TierName] = {"spare": "peer", "shrink": "peer", "restart": "storage"}
 """Where the lost state comes back from."""
 
 _TRAINMOVER = "TrainMover (Alibaba, OSDI 2026), restart at 8,192 GPUs, as reported by its authors' team"
@@ -27,7 +27,7 @@ _MEGASCALE = "MegaScale, arXiv:2402.15627: communicators of over 10,000 GPUs in 
 _FT_HSDP = "FT-HSDP, arXiv:2602.00277, synchronous recovery at O(100k) GPUs, as summarized by others"
 
 # Seconds (low, typical, high) and the source of each.
-_PHASES: dict[Method, tuple[tuple[str, tuple[float, float, float], str], ...]] = {
+_PHASES: dict[RecoveryMethod, tuple[tuple[str, tuple[float, float, float], str], ...]] = {
     "spare": (
         ("fault.undetected", (2, 10, 60), f"{_BYTEROBUST}: 2 to 30 s with inspection; high: {_BYTEDANCE}"),
         ("reconfigure", (8, 30, 60), f"{_MEGASCALE}; low: TrainMover's whole recovery takes 20 s"),
@@ -60,20 +60,24 @@ class RecoveryError(ValueError):
     """A way of recovery that does not exist."""
 
 
-def recovery_phases(method: Method, tier: Tier, level: Level = "typical") -> tuple[Phase, ...]:
+def recovery_phases(
+    method: RecoveryMethod, tier: TierCost, level: RateLevel = "typical"
+) -> tuple[RecoveryPhase, ...]:
     """The phases of a recovery, in order; the state is read back from ``tier`` before the warm-up."""
     if method not in _PHASES:
-        raise RecoveryError(f"no recovery named {method!r}; there are {', '.join(get_args(Method))}")
+        raise RecoveryError(f"no recovery named {method!r}; there are {', '.join(get_args(RecoveryMethod))}")
     column = ("low", "typical", "high").index(level)
     *before, (warm, warm_s, warm_source) = _PHASES[method]
     return (
-        *(Phase(name, seconds[column], source) for name, seconds, source in before),
-        Phase("start.restore", tier.restore_s, f"checkpoint size over the bandwidths of tier {tier.name}"),
-        Phase(warm, warm_s[column], warm_source),
+        *(RecoveryPhase(name, seconds[column], source) for name, seconds, source in before),
+        RecoveryPhase(
+            "start.restore", tier.restore_s, f"checkpoint size over the bandwidths of tier {tier.name}"
+        ),
+        RecoveryPhase(warm, warm_s[column], warm_source),
     )
 
 
-def fleet_share(method: Method, nodes_away: float, nodes: float, replicas: int) -> float:
+def fleet_share(method: RecoveryMethod, nodes_away: float, nodes: float, replicas: int) -> float:
     """Of the run's throughput, what is left on average while ``nodes_away`` of its nodes are in repair.
 
     With spares in time it is all. Without (``shrink``), a replica stands still while any of its nodes is
