@@ -21,7 +21,7 @@ _TEMPORARY = re.compile(r"\..+\.\d+\.tmp")
 def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     """Replaces the file at ``path`` (or makes it, with permissions ``mode``), durable when this returns.
 
-    Several processes and threads may write one path at once: the last rename wins. Raises ``OSError``; the old content is
+    Several processes and threads of one machine may write one path at once: the last rename wins. Raises ``OSError``; the old content is
     intact then, unless the last step, the fsync of the folder, is what failed.
     """
     temporary = path.with_name(f".{path.name}.{threading.get_native_id()}.tmp")

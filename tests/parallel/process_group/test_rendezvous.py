@@ -15,12 +15,12 @@ from phalanx.parallel.process_group.rendezvous import (
     first_host,
     join,
     leave,
-    rank_environment,
+    rank_from_environment,
 )
 
 
 def test_a_process_started_by_nobody_has_no_place() -> None:
-    assert rank_environment({"HOME": "/root"}) is None
+    assert rank_from_environment({"HOME": "/root"}) is None
 
 
 def test_torchrun_gives_rank_and_address() -> None:
@@ -31,7 +31,7 @@ def test_torchrun_gives_rank_and_address() -> None:
         "MASTER_ADDR": "node1",
         "MASTER_PORT": "1234",
     }
-    assert rank_environment(environ) == RankEnvironment(3, 8, 1, "tcp://node1:1234", "torchrun")
+    assert rank_from_environment(environ) == RankEnvironment(3, 8, 1, "tcp://node1:1234", "torchrun")
 
 
 def test_srun_gives_rank_and_the_first_node_is_the_meeting_point() -> None:
@@ -42,7 +42,7 @@ def test_srun_gives_rank_and_the_first_node_is_the_meeting_point() -> None:
         "SLURM_STEP_ID": "0",
         "SLURM_STEP_NODELIST": "gpu[003-004]",
     }
-    assert rank_environment(environ) == RankEnvironment(9, 16, 1, "tcp://gpu003:29500", "srun")
+    assert rank_from_environment(environ) == RankEnvironment(9, 16, 1, "tcp://gpu003:29500", "srun")
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_the_first_host_of_a_compressed_list_is_found(nodes: str, host: str) -> 
 
 def test_a_rank_without_an_address_is_told_what_to_set() -> None:
     with pytest.raises(RendezvousError, match="set MASTER_ADDR"):
-        rank_environment({"RANK": "0", "WORLD_SIZE": "2"})
+        rank_from_environment({"RANK": "0", "WORLD_SIZE": "2"})
 
 
 def test_our_own_launcher_comes_before_an_environment_inherited_from_another() -> None:
@@ -66,7 +66,7 @@ def test_our_own_launcher_comes_before_an_environment_inherited_from_another() -
         "SLURM_PROCID": "0",
         "SLURM_STEP_ID": "0",
     }
-    place = rank_environment(environ)
+    place = rank_from_environment(environ)
     assert place is not None
     assert (place.rank, place.launcher) == (1, "phalanx")
 

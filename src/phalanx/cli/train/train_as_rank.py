@@ -20,12 +20,12 @@ from phalanx.train.lifecycle.worker import EXIT_FAILED, EXIT_STOPPED, known_erro
 def train_as_rank(spec: RunSpec, run_file: Path, as_json: bool) -> int:
     """Joins the others, lets rank 0 prepare the run, and trains; the exit code."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    from phalanx.parallel.process_group.rendezvous import device_for, join, leave, rank_environment
+    from phalanx.parallel.process_group.rendezvous import device_for, join, leave, rank_from_environment
 
     first, stop = False, StopRequest()
     stop.listen()
     try:
-        place = rank_environment(os.environ)
+        place = rank_from_environment(os.environ)
         assert place is not None
         first = place.rank == 0
         join(place, device_for(spec.runtime.device, place.local_rank), timeout_s=1800.0)

@@ -1,7 +1,7 @@
 """Rendezvous: the ranks of a run find each other, whoever started them.
 
 Our own launcher, ``torchrun`` and ``srun`` each tell a process its rank through different environment variables.
-``rank_environment`` is a pure function from that environment to a ``RankEnvironment``; ``join`` acts on it. On one machine the meeting
+``rank_from_environment`` is a pure function from that environment to a ``RankEnvironment``; ``join`` acts on it. On one machine the meeting
 point is a file, so no port can be in use; across machines it is a TCP address.
 """
 
@@ -41,7 +41,7 @@ class RankEnvironment:
     launcher: str
 
 
-def rank_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
+def rank_from_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
     """This process's rank and rendezvous, or ``None`` if no launcher started it as a rank.
 
     Raises ``RendezvousError`` when an environment is there but incomplete.

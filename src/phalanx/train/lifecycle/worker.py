@@ -48,14 +48,14 @@ def run_rank(run_dir: Path, attempt: int, stop: StopRequest) -> RunResult | None
     """
     from phalanx.observe.ledger import Bucket, Ledger
     from phalanx.observe.records import process_age_ns
-    from phalanx.parallel.process_group.rendezvous import RankEnvironment, device_for, rank_environment
+    from phalanx.parallel.process_group.rendezvous import RankEnvironment, device_for, rank_from_environment
     from phalanx.run.directory import RunDirectory, read_resolved
     from phalanx.train.lifecycle.assemble import EpochInputs, make_deterministic
 
     ledger = Ledger(time.monotonic_ns() - process_age_ns(), Bucket.START_PROCESS)
     directory = RunDirectory(run_dir)
     spec = read_resolved(directory)
-    place = rank_environment(os.environ) or RankEnvironment(0, 1, 0, "", "phalanx")
+    place = rank_from_environment(os.environ) or RankEnvironment(0, 1, 0, "", "phalanx")
     device = device_for(spec.runtime.device, place.local_rank)
     make_deterministic(spec, device)
     return run_epoch(EpochInputs(spec, directory, attempt, device, ledger, stop))
@@ -154,12 +154,12 @@ def main() -> int:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--attempt", type=int, required=True)
     arguments = parser.parse_args()
-    from phalanx.parallel.process_group.rendezvous import device_for, join, leave, rank_environment
+    from phalanx.parallel.process_group.rendezvous import device_for, join, leave, rank_from_environment
     from phalanx.run.directory import RunDirectory, read_resolved
 
     directory, rank = RunDirectory(arguments.run_dir), 0
     try:
-        place = rank_environment(os.environ)
+        place = rank_from_environment(os.environ)
         assert place is not None, "started without a place"
         rank = place.rank
         spec = read_resolved(directory)
