@@ -1,4 +1,4 @@
-"""Where text comes from: named corpora that every machine has, and the user's own files.
+"""Sources of training text: named corpora that every machine has, and the user's own files.
 
 A corpus is documents in a fixed order, each with a name that does not depend on where the files lie, since the name
 decides which split a document falls into. Files are read when a document is asked for, so that a corpus may be
@@ -27,7 +27,7 @@ _NOT_LIBRARY = frozenset(
 
 @dataclass(frozen=True)
 class Document:
-    """A piece of text that belongs together."""
+    """One document: a text that is trained on as a whole."""
 
     name: str
     text: str
@@ -153,6 +153,6 @@ def _pieces(file: BinaryIO, piece_bytes: int) -> Iterator[bytes]:
 
 
 def _character_end(block: bytes) -> int:
-    """Where the last character of UTF-8 that may be cut in two begins: a byte that is no continuation byte."""
+    """The offset at which the last, perhaps incomplete, UTF-8 character begins: its first byte is no continuation byte."""
     starts = (i for i in range(len(block) - 1, max(len(block) - 5, 0), -1) if block[i] & 0xC0 != 0x80)
     return next(starts, len(block))

@@ -22,7 +22,7 @@ _COUNTED_AT_ONCE = 256
 
 
 class PackedDataset:
-    """A token stream as sequences of ``seq_len`` inputs and their targets; what is left at the end is not used."""
+    """A token stream cut into samples of ``seq_len`` inputs and their targets; the incomplete sample at the end is not used."""
 
     def __init__(self, shards: TokenShards, seq_len: int) -> None:
         if seq_len < 1:
@@ -44,7 +44,7 @@ class PackedDataset:
 
 
 class RunData:
-    """What one run reads: the prepared dataset in ``directory``, in the order of ``seed``."""
+    """The data loader of one run: the prepared dataset in ``directory``, in the order of ``seed``."""
 
     index: DatasetIndex
     tokenizer: Tokenizer

@@ -1,4 +1,4 @@
-"""What can go wrong between text on a disk and tokens in a batch.
+"""The errors of the data pipeline, from text on a disk to tokens in a batch.
 
 Each message names the file or value at fault and says what to do about it, so that a caller has only to print it.
 """

@@ -1,4 +1,4 @@
-"""``index.json``: what a prepared dataset says about itself.
+"""``index.json``: the manifest of a prepared dataset.
 
 It lies beside the token shards and holds everything needed to open them without reading them: dtype, counts and
 checksums of each shard, how much text they stand for, the tokenizer, and how the dataset was made. Its fingerprint is
@@ -52,7 +52,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a dataset was made from; the same recipe gives the same dataset."""
+    """The input of dataset preparation; the same recipe gives the same dataset."""
 
     source_sha256: str
     """Digest of the names and texts of all documents, in order."""
@@ -76,7 +76,7 @@ class DatasetIndex:
     train: Split
     held_out: Split
     held_out_xz_bits_per_byte: float | None
-    """What ``xz -9`` makes of the held-out text; None where there is none."""
+    """Bits per byte that ``xz -9`` needs for the held-out text; None where there is none."""
     recipe: Recipe
 
     @property
@@ -127,7 +127,7 @@ def read_index(directory: Path) -> DatasetIndex:
         raise DatasetError(f"{what}; prepare the dataset there, or correct the path") from error
     except (OSError, UnicodeDecodeError) as error:
         raise DatasetError(
-            f"cannot read {path}: {error}; copy the dataset again, or prepare it anew"
+            f"cannot read {path}: {error}; copy the dataset again, or prepare it again"
         ) from error
     return parse_index(text, path)
 
@@ -142,7 +142,7 @@ def parse_index(text: str, path: Path) -> DatasetIndex:
     if version != VERSION:
         raise DatasetError(
             f"{path} has version {version!r} of the dataset format, this Phalanx reads version {VERSION}; prepare the "
-            "dataset anew, or use the release that made it"
+            "dataset again, or use the release that made it"
         )
     try:
         index = _index_from(content)
@@ -151,7 +151,7 @@ def parse_index(text: str, path: Path) -> DatasetIndex:
     if content.get("fingerprint") != index.fingerprint:
         raise DatasetError(
             f"{path} was changed: its content has fingerprint {index.fingerprint}, it says {content.get('fingerprint')}"
-            "; copy the dataset again, or prepare it anew"
+            "; copy the dataset again, or prepare it again"
         )
     return index
 
@@ -167,4 +167,4 @@ def _index_from(content: Mapping[str, Any]) -> DatasetIndex:
 
 
 def _damaged(path: Path, error: Exception) -> DatasetError:
-    return DatasetError(f"{path} is damaged ({error!r}); copy the dataset again, or prepare it anew")
+    return DatasetError(f"{path} is damaged ({error!r}); copy the dataset again, or prepare it again")

@@ -30,7 +30,7 @@ MAX_SAMPLES = 2**62
 
 
 def permute(index: NDArray[np.int64], *, n: int, key: int) -> NDArray[np.int64]:
-    """Where the keyed permutation of ``range(n)`` sends each of ``index``.
+    """The images of ``index`` under the keyed permutation of ``range(n)``.
 
     ``index`` has any shape, with values in [0, n); the result has the same shape and dtype int64. ``key`` is in
     [0, 2**64). Costs about 8 hash evaluations per element and nothing that grows with n.

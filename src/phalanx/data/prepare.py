@@ -44,7 +44,7 @@ OnProgress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class PreparedInfo:
-    """A dataset that lies ready."""
+    """A prepared dataset."""
 
     directory: Path
     index: DatasetIndex

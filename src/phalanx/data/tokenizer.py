@@ -47,7 +47,7 @@ _PROBE = "It's naïve:\tx  ==   1234567\r\n\n  日本語 👩‍🚀 \x00\x7f <|
 
 
 class Tokenizer(Protocol):
-    """What the data pipeline asks of a tokenizer."""
+    """The tokenizer interface that the data pipeline uses."""
 
     @property
     def kind(self) -> str: ...  # "bytes" or "bpe"

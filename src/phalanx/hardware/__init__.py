@@ -1,1 +1,1 @@
-"""What hardware can do: sourced facts about accelerators, and the measured peak of the machine at hand."""
+"""Sourced facts about accelerators and clusters, and the measured peak of the machine at hand."""

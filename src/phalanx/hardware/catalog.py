@@ -1,7 +1,7 @@
 """The catalog: accelerators and systems by name, and clusters from a few words such as ``h100:16384``.
 
 The facts stand in ``data/*.toml``. A user's own TOML file has the same tables in the singular, ``[accelerator]``,
-``[system]`` and ``[profile]``; with ``like = "h100"`` he states only what differs.
+``[system]`` and ``[profile]``; with ``like = "h100"`` it states only what differs.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def cluster(description: str) -> Cluster:
 
 
 def this_machine() -> Path:
-    """Where the description of this machine is kept: ``$PHALANX_THIS_MACHINE``, else ``~/.config/phalanx/this.toml``."""
+    """The path of this machine's description: ``$PHALANX_THIS_MACHINE``, else ``~/.config/phalanx/this.toml``."""
     return Path(os.environ.get("PHALANX_THIS_MACHINE", Path.home() / ".config" / "phalanx" / "this.toml"))
 
 
@@ -113,7 +113,7 @@ def load_user(path: Path) -> System:
 
 
 def _stated(kind: type, file: Values, name: str, path: Path) -> dict[str, Any]:
-    """The table ``name`` of a user's file; figures without a source are his own, and not dated as the catalog's."""
+    """The table ``name`` of a user's file; figures without a source are the user's own and carry no date of the catalog."""
     shared = {field: file[field] for field in ("source", "date") if field in file}
     own = {"source": f"stated in {path}", "date": "", **shared, **table_of(file, name, str(path))}
     return spelled_out(kind, own, _data(f"{name}s"), path.stem, f"{path}, [{name}]")

@@ -17,7 +17,7 @@ from phalanx.run.fields import NOT_NEGATIVE, POSITIVE, ValueRange
 
 @dataclass(frozen=True)
 class Fact:
-    """A number with where it comes from."""
+    """A number with its source."""
 
     value: Annotated[float, NOT_NEGATIVE]
     source: str
@@ -34,7 +34,7 @@ class Accelerator:
     name: str
     vendor: str
     announced_only: bool = field(default=False, kw_only=True)
-    """Whether the figures are a vendor's announcement of something that cannot be bought yet."""
+    """True if the figures are a vendor's announcement of something that cannot be bought yet."""
     flops: Mapping[str, Fact]
     """Dense peak by format ("bf16", "fp16", "tf32", "fp32", "fp8", "fp4", "int8"), in FLOP/s."""
     sparse_flops: Mapping[str, Fact] = field(default_factory=dict, kw_only=True)
@@ -54,7 +54,7 @@ class Accelerator:
     device_names: tuple[str, ...] = ()
     """Parts of the name that its driver reports, by which it is recognized."""
     exponentials_per_s: Fact | None = None
-    """Of its special function units, which attention's softmax waits for; ``None`` where they are not known."""
+    """Rate of the special function units, which can bound attention's softmax; ``None`` if it is not known."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class FabricLevel:
     reach: Annotated[int, POSITIVE]
     """Accelerators that meet at this level or below."""
     share: Annotated[float, ValueRange(above=0, at_most=1)]
-    """Of an accelerator's network rate that is left when all talk across this level at once: 1 is non-blocking."""
+    """Fraction of an accelerator's network rate that is left if all send across this level at once; 1 is non-blocking."""
     latency_s: Annotated[float, NOT_NEGATIVE]
     """One way, between two accelerators that meet here."""
 
@@ -75,11 +75,11 @@ FabricKind: TypeAlias = Literal["fat-tree", "rail-optimized", "dragonfly", "toru
 
 @dataclass(frozen=True)
 class Fabric:
-    """What joins the domains."""
+    """The scale-out network that joins the domains."""
 
     kind: FabricKind
     bytes_per_s: Fact
-    """Of one accelerator, one direction."""
+    """Network rate of one accelerator in one direction."""
     levels: tuple[FabricLevel, ...]
     in_switch_reduction: bool = False
 
@@ -90,7 +90,7 @@ class Domain:
 
     size: Annotated[int, POSITIVE]
     bytes_per_s: Fact
-    """Of one accelerator, one direction, to all others together."""
+    """Link rate of one accelerator in one direction, to all others of the domain together."""
     latency_s: Annotated[float, NOT_NEGATIVE]
     in_switch_reduction: bool = False
     """NVLink SHARP: the switch adds."""
@@ -100,7 +100,7 @@ class Domain:
 
 @dataclass(frozen=True)
 class Cluster:
-    """So many equal accelerators, and what joins and feeds them."""
+    """A number of equal accelerators with their network, hosts, power and storage."""
 
     key: str
     accelerator: Accelerator
@@ -110,12 +110,12 @@ class Cluster:
     domain: Domain
     fabric: Fabric
     node_power_w: Fact
-    """Of a node beside its accelerators: CPUs, NICs, fans."""
+    """Power of a node beside its accelerators: CPUs, NICs, fans."""
     host_memory_bytes: Fact
-    """Of one node."""
+    """Host memory of one node."""
     pue: Fact
     """Power usage effectiveness: what the site draws over what the machines draw."""
     storage_bytes_per_s: Fact
-    """Of the whole cluster's durable storage, writing."""
+    """Write rate of the whole cluster's durable storage."""
     overrides: Mapping[str, float] = field(default_factory=dict)
-    """What the user has set, by name, for reports."""
+    """Figures that the user has replaced, by dotted name, for reports."""

@@ -1,4 +1,4 @@
-"""What this machine has, found out without importing torch."""
+"""Detects the GPUs of this machine without importing torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A kind of machine room: what a cluster is made of, before one says how large it is."""
+"""A kind of cluster, without its size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.run.fields import POSITIVE
 
 @dataclass(frozen=True)
 class System:
-    """What a cluster is made of, before one says how much of it."""
+    """The building blocks of a cluster of any size: accelerator, node, domain and fabric."""
 
     key: str
     accelerator: Accelerator

@@ -1,4 +1,4 @@
-"""The file of a run's events: appended to by each attempt, read by everybody else.
+"""The file of a run's events: an append-only log that each attempt writes and every viewer reads.
 
 A line is one ``write`` on a file opened for appending, so what was appended survives a kill of the
 process. A kill in the middle of it leaves at most one torn line: the next writer closes that line

@@ -31,11 +31,11 @@ class RunStarted:
     device: str = ""
     parameters: int | None = None
     peak_flops_per_s: float | None = None
-    """What 100 % MFU means: the peak of all ranks together."""
+    """Peak FLOP/s of all ranks together: 100 % MFU."""
     peak_source: str = ""
-    """Where the peak comes from: a data sheet, or a matrix product measured at start."""
+    """Source of the peak: a data sheet, or a matrix product measured at start."""
     xz_bits_per_byte: float | None = None
-    """What ``xz -9`` makes of the held-out text: the baseline for bits per byte."""
+    """Bits per byte that ``xz -9`` needs for the held-out text: the baseline."""
     environment: dict[str, Any] = field(default_factory=dict)
 
 
@@ -48,7 +48,7 @@ class Restored:
     seconds: float = 0.0
     reason: str = ""
     moved_bytes: int = 0
-    """What all ranks together fetched from other nodes' memory."""
+    """Bytes that all ranks together fetched from other nodes' memory."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +77,13 @@ class Step:
     """Bucket -> seconds since the attempt began; see ``ledger.Ledger.seconds``."""
     peak_memory_bytes: int | None = None
     balance: float | None = None
-    """Of a mixture of experts: the largest load of an expert over the mean of its layer, in the layer where it is worst.
+    """Load imbalance of a mixture of experts: the largest load of an expert over the mean of its layer, in the worst layer.
     Tokens are never dropped."""
 
 
 @dataclass(frozen=True)
 class MemoryMeasured:
-    """What step ``step`` held in memory, by kind (``phalanx.observe.memory``), in bytes: the rank with most, and with least."""
+    """Memory use in step ``step`` by kind (``phalanx.observe.memory``), in bytes, on the rank with most and the one with least."""
 
     step: int
     most: dict[str, int] = field(default_factory=dict)
@@ -141,7 +141,7 @@ class RanksChanged:
 
 @dataclass(frozen=True)
 class Message:
-    """A line for people."""
+    """A log line for people."""
 
     level: Literal["info", "warning", "error"]
     text: str
@@ -221,7 +221,7 @@ NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 @dataclass(frozen=True)
 class Event:
-    """What happened, when (unix seconds), in which attempt (from 0)."""
+    """An entry of the event stream: its body, its time (unix seconds) and its attempt (from 0)."""
 
     t: float
     attempt: int

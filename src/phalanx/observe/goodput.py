@@ -34,7 +34,7 @@ from phalanx.observe.throughput import format_duration
 
 @dataclass(frozen=True)
 class Goodput:
-    """Where the time of a run went. Wall time of the rank that wrote the events; nanoseconds.
+    """The goodput report of a run: wall time of the rank that wrote the events, in nanoseconds.
 
     The buckets sum to ``held_ns`` exactly, the four outcomes to the ``step.*`` buckets.
     """
@@ -158,7 +158,7 @@ def _account_from_step_times(events: list[Event], end_ns: int) -> _Account:
 
 
 def ledger_of(event: Event) -> Mapping[str, float]:
-    """Where the time of the event's attempt had gone by then; empty if the event does not tell."""
+    """The ledger of the event's attempt up to the event; empty if the event carries none."""
     return event.body.ledger if isinstance(event.body, (Step, Stopped, Finished)) else {}
 
 

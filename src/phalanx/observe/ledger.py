@@ -20,7 +20,7 @@ NS_PER_S = 1_000_000_000
 
 
 class Bucket(StrEnum):
-    """What a rank does with its time. A rank is in exactly one at any moment."""
+    """A category of a rank's time; a rank is in exactly one at any moment."""
 
     START_PROCESS = "start.process"
     """From the start of the process to our own code: interpreter, imports."""
@@ -75,7 +75,7 @@ class LedgerError(ValueError):
 
 
 class Ledger:
-    """The account of one rank, in one attempt. For one thread: a rank does one thing at a time.
+    """The time accounting of one rank in one attempt. Not thread-safe: a rank does one thing at a time.
 
     ``start_ns`` is a reading of ``clock`` (by default ``time.monotonic_ns``), now or in the past:
     ``time.monotonic_ns() - records.process_age_ns()`` counts the imports too.
@@ -97,7 +97,7 @@ class Ledger:
         self._closed: dict[str, int] = dict.fromkeys((bucket.value for bucket in Bucket), 0)
 
     def switch(self, bucket: Bucket) -> None:
-        """From now on, time goes to ``bucket``."""
+        """Closes the open bucket and opens ``bucket``."""
         # A clock that steps back would break the sum: time then stands still until it catches up.
         now_ns = max(self._clock(), self._since_ns)
         self._closed[self._open] += now_ns - self._since_ns

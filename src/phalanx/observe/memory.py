@@ -1,4 +1,4 @@
-"""What an accelerator's memory holds at most in a step, by kind: the planner's memory model made visible."""
+"""Peak memory of an accelerator in a step, by kind: the measured side of the planner's memory model."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class MemoryByKind:
     optimizer: int
     """The optimizer's state, unless it is offloaded."""
     activations: int | None
-    """What forward passes leave behind for backward, all micro-batches in flight together; ``None`` if it cannot be seen."""
+    """Activations saved for backward, of all micro-batches in flight together; ``None`` if they cannot be measured."""
     buffers: int
     """State that is not trained."""
     other: int
-    """What the peak of everything together has beyond these: gathered weights, sums in the making, temporaries."""
+    """The rest of the total peak: gathered weights, gradient accumulators and temporaries."""
 
     @property
     def total(self) -> int:

@@ -1,4 +1,4 @@
-"""What a run must say about its surroundings to be repeated: code, packages, host.
+"""The environment record of a run, for reproducing it: code version, packages, host.
 
 Results that cannot be traced to a commit and to the versions beneath it cannot be reproduced. Each
 attempt records these facts in its first event. Nothing here imports what it asks about: versions come
@@ -42,7 +42,7 @@ def code_version(package: Path | None = None) -> dict[str, Any]:
 
 
 def _git(directory: Path, *arguments: str) -> str | None:
-    """What git prints; None if it is not installed, refuses, or takes too long."""
+    """The output of git; None if it is not installed, refuses, or takes too long."""
     try:
         done = subprocess.run(
             ["git", "-C", str(directory), *arguments],

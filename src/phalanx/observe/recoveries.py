@@ -1,4 +1,4 @@
-"""What each recovery of a run cost, read from its events.
+"""The cost of each recovery of a run, read from its events.
 
 Every epoch of a fleet's membership writes its events as an attempt of its own, whose ledger begins where the last one's
 ended. What that ledger holds by its first step, beside the step itself, is what the recovery took, phase by phase.
@@ -27,7 +27,7 @@ PHASES = (
 
 @dataclass(frozen=True)
 class Recovery:
-    """How a run went on after an epoch had ended."""
+    """One recovery: from the end of an epoch to the first step of the next one."""
 
     attempt: int
     resumed_step: int
@@ -37,7 +37,7 @@ class Recovery:
     seconds: dict[str, float]
     """By phase, to the beginning of the first step."""
     moved_bytes: int = 0
-    """What ranks fetched from other nodes' memory to restore the state."""
+    """Bytes that ranks fetched from other nodes' memory to restore the state."""
 
 
 def recoveries(events: Iterable[Event], first_attempt: int) -> list[Recovery]:

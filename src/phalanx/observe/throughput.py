@@ -1,4 +1,4 @@
-"""How fast a run is and when it will be done: small functions on numbers, and numbers for people.
+"""Throughput and time left of a run, and numbers formatted for people.
 
 Step times have outliers (a checkpoint, a page fault, a neighbor), so the typical step is the median
 of the recent ones; what evaluations and checkpoints add is put back by the share of time spent in steps.

@@ -1,1 +1,1 @@
-"""What the user writes: one typed, validated description of a run."""
+"""The run file: one typed, validated description of a run."""

@@ -11,7 +11,7 @@ from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, RopeScalingSpec, RunSp
 
 
 def check(spec: RunSpec) -> list[Problem]:
-    """Everything in ``spec`` that cannot be, each with the fields concerned."""
+    """All combinations of fields in ``spec`` that are impossible, each with the fields concerned."""
     model = _custom_model(spec) if spec.model.factory else _model(spec.model)
     return [*model, *_train(spec.train), *layout_problems(spec, spec.parallel.ranks)]
 
@@ -186,7 +186,7 @@ def _routing(moe: MoeSpec) -> Iterator[Problem]:
     if moe.groups_per_token > moe.groups:
         yield Problem(
             "model.moe.groups_per_token",
-            f"{moe.groups_per_token} of {moe.groups} groups",
+            f"a token cannot choose {moe.groups_per_token} of only {moe.groups} groups",
             f"at most {moe.groups}",
             ("model.moe.groups",),
         )

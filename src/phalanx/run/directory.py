@@ -106,7 +106,7 @@ class RunDirectory:
 
     @property
     def logs(self) -> Path:
-        """What each rank and node printed."""
+        """The folder of logs: the output of each rank and node."""
         return self.path / "logs"
 
     @property
@@ -133,11 +133,11 @@ class RunDirectory:
         return {path.name for path in own}
 
     def log(self, attempt: int, rank: int) -> Path:
-        """What one rank printed during one attempt."""
+        """The log of one rank in one attempt."""
         return self.named_log(attempt, f"rank-{rank:05d}")
 
     def named_log(self, attempt: int, name: str) -> Path:
-        """What the process ``name`` printed during one attempt."""
+        """The log of the process ``name`` in one attempt."""
         return self.logs / f"attempt-{attempt:03d}-{name}.log"
 
     def committed_steps(self) -> list[int]:

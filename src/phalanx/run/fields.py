@@ -30,7 +30,7 @@ class ValueRange:
     below: float | None = None
 
     def holds(self, value: float) -> bool:
-        """Whether ``value`` lies in the range (a NaN never does)."""
+        """True if ``value`` lies in the range (a NaN never does)."""
         return (
             (self.at_least is None or value >= self.at_least)
             and (self.above is None or value > self.above)

@@ -1,4 +1,4 @@
-"""What makes two starts the same run: every field that can reach the bits of the weights.
+"""The identity of a run: a hash over every field that can reach the bits of the weights.
 
 Fields marked ``FLEET`` in ``phalanx.run.spec`` are left out: how many ranks there are, how the model is
 sharded over them and how often it is saved is the fleet's business. ``train.loss_chunk`` and

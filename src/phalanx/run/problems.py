@@ -14,9 +14,9 @@ class Problem:
     path: str
     """Dotted path of the field, such as ``optimizer.lr``; empty for the file as a whole."""
     found: str
-    """What is wrong."""
+    """The finding: what is wrong."""
     remedy: str
-    """What is allowed, or what to change."""
+    """The remedy: what is allowed, or what to change."""
     also: tuple[str, ...] = ()
     """Other fields that the rule looks at."""
 

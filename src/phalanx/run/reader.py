@@ -39,7 +39,7 @@ class FieldType:
 
     @property
     def owner(self) -> str:
-        """Who may change the field: "fleet", "layout" or "run"."""
+        """The owner of the field, who may change it between two starts: "fleet", "layout" or "run"."""
         return "fleet" if self.fleet_owned else "layout" if self.layout_owned else "run"
 
 

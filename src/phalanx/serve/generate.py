@@ -1,8 +1,8 @@
 """Text from a checkpoint: restore the weights alone, fill the cache with the prompt, then decode token by token.
 
-Decoding keeps each layer's keys and values (`phalanx.model.layers.cache`), so a token costs one pass over the weights instead
-of one over the whole text. A user's own model, whose blocks keep nothing, passes over the whole text for each token. Sampling is temperature, then the `top_k` likeliest tokens, then the smallest set of them
-that holds `top_p` of the probability (nucleus sampling, Holtzman et al., arXiv 1904.09751). Random numbers come from
+Decoding keeps each layer's keys and values (``phalanx.model.layers.cache``), so a token costs one pass over the weights instead
+of one over the whole text. A user's own model, whose blocks keep nothing, passes over the whole text for each token. Sampling is temperature, then the ``top_k`` likeliest tokens, then the smallest set of them
+that holds ``top_p`` of the probability (nucleus sampling, Holtzman et al., arXiv 1904.09751). Random numbers come from
 one CPU generator, so that a seed gives the same text wherever the logits are the same.
 """
 
@@ -41,11 +41,11 @@ def load_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Transformer | Chain, ModelSpec]:
-    """The model of a run with the weights of `step`, or of the newest step that can be read.
+    """The model of a run with the weights of ``step``, or of the newest step that can be read.
 
-    Reads `run.toml` and `checkpoints/`; of a checkpoint, nothing but the weights (fp32 there, `dtype` here). Without
-    `step`, a damaged checkpoint is passed over with a warning. Raises RunDirectoryError where the run
-    has no checkpoint, NoSuchStepError, and what `restore` raises.
+    Reads ``run.toml`` and ``checkpoints/``; of a checkpoint, nothing but the weights (fp32 there, ``dtype`` here). Without
+    ``step``, a damaged checkpoint is passed over with a warning. Raises RunDirectoryError where the run
+    has no checkpoint, NoSuchStepError, and what ``restore`` raises.
     """
     # What predicts further ahead was for training; the checkpoint's names for the rest are the same without it.
     directory = RunDirectory(run_dir)
@@ -117,10 +117,10 @@ def generate(
     stop: Collection[int] = (),
     context: int = 0,
 ) -> Iterator[int]:
-    """Up to `tokens` ids that continue the prompt; ends before the first id in `stop`.
+    """Up to ``tokens`` ids that continue the prompt; ends before the first id in ``stop``.
 
-    `temperature` 0 takes the likeliest token; `top_k` 0 and `top_p` 1 leave all tokens in. `context` is the most
-    tokens, prompt included, that may be held at once; 0 sets no limit. Memory: the cache of prompt and `tokens`.
+    ``temperature`` 0 takes the likeliest token; ``top_k`` 0 and ``top_p`` 1 leave all tokens in. ``context`` is the most
+    tokens, prompt included, that may be held at once; 0 sets no limit. Memory: the cache of prompt and ``tokens``.
     Raises ValueError at once for an empty prompt, unknown ids, numbers out of range, or too long a text.
     """
     vocab_size = model.spec.vocab_size
@@ -192,7 +192,7 @@ def _last_logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def choose(scores: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> int:
-    """A token id drawn from logits `(vocab,)` of any dtype and device; `generator` is a CPU one."""
+    """A token id drawn from logits ``(vocab,)`` of any dtype and device; ``generator`` is a CPU one."""
     if temperature == 0 or top_k == 1:
         return int(scores.argmax())
     probabilities, ids = nucleus(scores, temperature, top_k, top_p)
@@ -202,7 +202,7 @@ def choose(scores: Tensor, temperature: float, top_k: int, top_p: float, generat
 def nucleus(scores: Tensor, temperature: float, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
     """The tokens left to choose from: probabilities (fp64, falling, sum 1) and ids, on the CPU.
 
-    The cut by `top_p` keeps the token that reaches the threshold, and so at least one.
+    The cut by ``top_p`` keeps the token that reaches the threshold, and so at least one.
     """
     scores = scores.double().cpu()
     if top_k:

@@ -42,7 +42,7 @@ class TextStream:
         return certain
 
     def flush(self) -> str:
-        """What is held back; U+FFFD where a character was never finished."""
+        """The text that is held back; U+FFFD where a character was never finished."""
         text = self._tokenizer.decode(self._held)
         self._held.clear()
         return text

@@ -1,4 +1,4 @@
-"""What a profile holds: the constants of the cost formulas in ``phalanx.plan.step_cost.kernels`` and ``phalanx.plan.step_cost.collectives``.
+"""The fitted constants of a profile, those of the cost formulas in ``phalanx.plan.step_cost.kernels`` and ``phalanx.plan.step_cost.collectives``.
 
 Rates are kept as shares of the accelerator's peaks, and latencies in seconds, so that a profile that was fitted on one
 accelerator serves a sibling whose peaks differ (an H100's for an H800).
@@ -18,12 +18,12 @@ NotNegative: TypeAlias = Annotated[float, NOT_NEGATIVE]
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where constants come from and how well they fit."""
+    """The source of fitted constants, and the error of the fit."""
 
     source: str
     date: str
     versions: str = ""
-    """Of the libraries that ran when the points were measured."""
+    """Versions of the libraries with which the points were measured."""
     points: Annotated[int, NOT_NEGATIVE] = 0
     median_error: NotNegative = 0.0
     """Median of |predicted / measured - 1| over points that the fit has not seen."""
@@ -43,7 +43,7 @@ class MatmulFit:
     memory_efficiency: NotNegative
     """Share of the memory's rate that a product of few rows reaches."""
     wave_share: NotNegative
-    """How much of the last, partly filled wave of tiles is lost: 0 none, 1 all."""
+    """Fraction of the last, partly filled wave of tiles that is lost: 0 none, 1 all."""
     provenance: Provenance = field(kw_only=True)
 
 
@@ -59,7 +59,7 @@ class AttentionFit:
     """The same with queries of 192 and values of 128, as in latent attention; 0 where it was not measured."""
     latent_backward: NotNegative = 0.0
     exponentials_per_s: NotNegative = 0.0
-    """Of the accelerator that was measured; 0 where they are not known."""
+    """Exponentials per second of the accelerator that was measured; 0 if they are not known."""
     exponentials_forward: NotNegative = 1.0
     """Share of forward's exponentials that wait for those units: others are polynomials of fused multiply-adds, or hidden
     behind products (arXiv 2603.05451, section 3)."""
@@ -67,7 +67,7 @@ class AttentionFit:
     """Length of a causal sequence that takes twice the time of its FLOP: of a short one, much is begun, masked and ended."""
 
     def share(self, backward: bool, latent: bool = False) -> float:
-        """Of the peak, in one direction."""
+        """The share of the peak, forward or ``backward``."""
         usual, wide = (
             (self.backward, self.latent_backward) if backward else (self.forward, self.latent_forward)
         )
@@ -81,7 +81,7 @@ class MemoryFit:
     efficiency: NotNegative
     """Share of the memory's rate."""
     kernel_s: NotNegative
-    """Between two kernels of one stream."""
+    """Time between two kernels of one stream."""
     provenance: Provenance = field(kw_only=True)
 
 
@@ -100,7 +100,7 @@ class CollectiveFit:
     efficiency: NotNegative
     """Share of the domain's rate that a large group reaches."""
     small_group: NotNegative = 0.0
-    """What groups of few members lose, because they open fewer channels."""
+    """Loss of efficiency of small groups, which open fewer channels."""
     provenance: Provenance = field(kw_only=True)
 
 
@@ -111,23 +111,23 @@ class NetworkFit:
     efficiency: NotNegative
     """Share of the network rate that bulk transfers reach."""
     base_s: NotNegative
-    """Of a collective that leaves the domain, before the first hop."""
+    """Fixed time of a collective that leaves the domain, before the first hop."""
     message_s: NotNegative
-    """Of each message more that a rank sends to another, where it sends many (all-to-all)."""
+    """Time of each further message from one rank to another, where a rank sends many (all-to-all)."""
     tree_efficiency: NotNegative
-    """Of the tree algorithms, over that of the ring."""
+    """Efficiency of the tree algorithms over that of the ring."""
     provenance: Provenance = field(kw_only=True)
 
 
 @dataclass(frozen=True)
 class Constants:
-    """All that was fitted for one kind of accelerator."""
+    """All fitted constants of one kind of accelerator."""
 
     name: str
     matmul: Mapping[str, MatmulFit]
     """By format."""
     grouped_efficiency: NotNegative
-    """Of a grouped product, over one product of the same tiles."""
+    """Efficiency of a grouped matrix product over one product of the same tiles."""
     attention: AttentionFit
     memory: MemoryFit
     collectives: Mapping[str, CollectiveFit]

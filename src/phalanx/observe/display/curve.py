@@ -76,7 +76,7 @@ class CurveError(ValueError):
 
 @dataclass(frozen=True)
 class Series:
-    """What a loss curve shows. Points are (step, loss in nats a token), steps ascending."""
+    """The data of a loss curve. Points are (step, loss in nats a token), steps ascending."""
 
     run: str
     train: Sequence[PlotPoint]
@@ -173,7 +173,7 @@ def _axes_of(series: Series, smoothed: Sequence[PlotPoint]) -> Axes:
 
 
 def _baseline(series: Series) -> float | None:
-    """Where xz -9 lies on the axis of nats a token."""
+    """The loss of ``xz -9`` on the axis of nats per token; ``None`` if it is not known."""
     if series.xz_bits_per_byte is None or series.bits_per_byte_per_nat is None:
         return None
     baseline = series.xz_bits_per_byte / series.bits_per_byte_per_nat

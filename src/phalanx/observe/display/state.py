@@ -1,4 +1,4 @@
-"""What a viewer of a run must remember: a fold over the events.
+"""The state of the live display: a fold over the event stream.
 
 ``reduce(state, event) -> state`` is the whole logic of the live display. It has no clock and draws
 nothing, so the display of a run that died last week is the display it had then.
@@ -33,7 +33,7 @@ CURVE_POINTS = 256
 
 @dataclass(frozen=True)
 class Note:
-    """A line worth a person's eye. ``level`` is info, warning or error."""
+    """A log line of the display. ``level`` is info, warning or error."""
 
     t: float
     level: str
@@ -151,7 +151,7 @@ def _with_step(state: State, t: float, body: Step) -> State:
 
 
 def notes(state: State, event: Event) -> list[Note]:
-    """What people would want to see pass by when ``event`` comes after ``state``."""
+    """The log lines to show when ``event`` comes after ``state``."""
     found = []
     ended = event.attempt != state.attempt and not isinstance(event.body, FROM_OUTSIDE)
     if ended and state.started is not None and not state.done and not state.explained:

@@ -24,7 +24,7 @@ FAILURES_IN_A_ROW = 5
 
 @dataclass(frozen=True)
 class SinkHealth:
-    """How a sink is doing. Every event offered is written, waiting, dropped or failed."""
+    """The counters of a sink. Every event offered is written, waiting, dropped or failed."""
 
     name: str
     written: int

@@ -20,7 +20,7 @@ class SinkError(Exception):
 
 @dataclass(frozen=True)
 class Vendor:
-    """A tracker we have an adapter for: the module it needs, and the extra that brings it."""
+    """A supported tracker: the module it needs, and the extra that brings it."""
 
     module: str
     extra: str
