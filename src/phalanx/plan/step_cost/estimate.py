@@ -98,7 +98,7 @@ class Evaluation:
         )
 
     def layouts(self, geometries: Ints, layouts: Sequence[PlannedLayout]) -> Evaluation:
-        """Of ``layouts``, which are choices for these places of the last axis, in one axis."""
+        """The evaluation of ``layouts``, each with the geometry at its index of ``geometries``, flattened to one axis."""
         chosen = self.rows(geometries)
 
         def flat(arrays: tuple[Floats, ...]) -> tuple[Floats, ...]:
@@ -190,7 +190,7 @@ class Estimate:
 
     @property
     def ranks(self) -> int:
-        """Of the layout."""
+        """Ranks of the layout."""
         return self.layout.ranks
 
     @property

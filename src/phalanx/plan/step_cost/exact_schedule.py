@@ -152,10 +152,12 @@ def _deal(queues: list[tuple[list[int], list[int]]]) -> tuple[list[int], list[li
     made = [0] * (1 + max(max(makes) for _, makes in queues))
     dealt: list[list[int]] = [[] for _ in queues]
     before = -1
+    # Until a round over all ranks deals nothing more: the schedule is complete, or stuck.
     while before < (now := sum(map(len, dealt))):
         before = now
         for (needs, makes), waves_ in zip(queues, dealt, strict=True):
             wave = waves_[-1] if waves_ else 0
+            # A rank goes on, in its own order, up to the first action whose input is not made yet.
             for place in range(len(waves_), len(needs)):
                 if needs[place] >= 0:
                     ready = made[needs[place]]
@@ -163,7 +165,7 @@ def _deal(queues: list[tuple[list[int], list[int]]]) -> tuple[list[int], list[li
                         break
                     if ready > wave:
                         wave = ready
-                wave += 1
+                wave += 1  # the first wave after that of the input and of the rank's action before
                 made[makes[place]] = wave
                 waves_.append(wave)
     return made, dealt
@@ -178,10 +180,10 @@ def _durations(times: StageTimes) -> Floats:
 
 def _ends(dealt: Waves, times: StageTimes, hop_s: Floats) -> tuple[Floats, Floats]:
     """Time at which each rank is free after each wave (row 0: before the first), and seconds that it computed in each."""
-    took = _durations(times)[dealt.duration]
-    waits = np.where(dealt.far[..., None], hop_s, 0.0)
-    ends = np.zeros((1 + len(took), *took.shape[1:]))
-    flat = ends.reshape(-1, ends.shape[-1])
+    took = _durations(times)[dealt.duration]  # (waves, ranks, layouts)
+    waits = np.where(dealt.far[..., None], hop_s, 0.0)  # (waves, ranks, layouts)
+    ends = np.zeros((1 + len(took), *took.shape[1:]))  # (1 + waves, ranks, layouts)
+    flat = ends.reshape(-1, ends.shape[-1])  # (rows of ends x ranks, layouts), as ``needs`` indexes it
     for needs, wait, seconds, free, end in zip(dealt.needs, waits, took, ends[:-1], ends[1:], strict=True):
         begin = flat.take(needs, axis=0)
         begin += wait

@@ -222,7 +222,7 @@ def data_terms(
     if sharded.any():
         weights_s = np.where(sharded, passes * (gathered + _exposed(gather, backward, blocks)), weights_s)
         window = np.maximum(backward - np.where(sharded, gather, 0.0), 0.0)
-    # What is added up over shards is added up over replicas once, with the last of a flush.
+    # Sums over shards are all-reduced over replicas once, with the last micro-batch of a flush.
     gradients_s = flushes * _exposed(scatter + among, window, blocks)
     if stack.data.reduces_once:
         last_s = _exposed(scatter + among, window, blocks)
