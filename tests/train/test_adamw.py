@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from phalanx.model.facts.shape import Kind, Parameter
+from phalanx.model.facts.shape import Parameter, ParameterKind
 from phalanx.run.spec import OptimizerSpec
 from phalanx.train.optimizers.adamw import AdamW
 from phalanx.train.optimizers.optimizer import decays
 
 
 def stepped(
-    weights: torch.Tensor, gradients: list[torch.Tensor], spec: OptimizerSpec, kind: Kind
+    weights: torch.Tensor, gradients: list[torch.Tensor], spec: OptimizerSpec, kind: ParameterKind
 ) -> torch.Tensor:
     """``weights`` after one update for each of ``gradients``."""
     parameter = nn.Parameter(weights.clone())
@@ -74,7 +74,7 @@ def test_an_element_gets_the_same_bits_in_whatever_shard_it_lies(cuts: list[int]
     ],
 )
 def test_norms_biases_and_embeddings_are_not_decayed_unless_asked(
-    kind: Kind, spec: OptimizerSpec, expected: bool
+    kind: ParameterKind, spec: OptimizerSpec, expected: bool
 ) -> None:
     assert decays(Parameter("w", (2, 2), kind), spec) == expected
 

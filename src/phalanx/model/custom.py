@@ -24,7 +24,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.model.block import Block
-from phalanx.model.facts.shape import Kind, Parameter
+from phalanx.model.facts.shape import Parameter, ParameterKind
 from phalanx.model.transformer import Readout, logits
 from phalanx.run.factory import load_factory
 from phalanx.run.spec import ModelSpec
@@ -248,7 +248,7 @@ def _parameters(chain: Chain, model: nn.Module) -> Iterator[Parameter]:
     stated = getattr(model, "parameter_kind", lambda _name: None)
     for name, parameter in chain.named_parameters():
         kind = stated(name) or _kind_by_shape(name, parameter.ndim)
-        if kind not in get_args(Kind) or kind in ("router", "balance"):
+        if kind not in get_args(ParameterKind) or kind in ("router", "balance"):
             raise CustomModelError(
                 f"{chain.spec.factory}: parameter_kind({name!r}) is {kind!r}; it must be one of matrix, output, filter, "
                 "embedding, norm, bias, or None"
@@ -257,10 +257,10 @@ def _parameters(chain: Chain, model: nn.Module) -> Iterator[Parameter]:
             raise CustomModelError(
                 f"{chain.spec.factory}: {name} has {parameter.ndim} dimensions; parameter_kind must not call it {kind!r}"
             )
-        yield Parameter(name, tuple(parameter.shape), cast(Kind, kind))
+        yield Parameter(name, tuple(parameter.shape), cast(ParameterKind, kind))
 
 
-def _kind_by_shape(name: str, dimensions: int) -> Kind:
+def _kind_by_shape(name: str, dimensions: int) -> ParameterKind:
     if dimensions == 1:
         return "bias" if name.rpartition(".")[2] == "bias" else "norm"
     if name.startswith("embedding."):

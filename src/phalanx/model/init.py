@@ -1,4 +1,4 @@
-"""Initial weights that no layout can change.
+"""Initializes weights so that their values do not depend on the layout.
 
 Each element is a function of the seed, the parameter's name and the element's flat index in the whole parameter
 (see ``phalanx.model.random_bits``), so a rank fills just the box that it holds. Matrices are normal with

@@ -1,4 +1,4 @@
-"""Which collectives a rank takes part in, in closed form: no torch, nothing run.
+"""Counts the collectives of a rank in one optimizer step in closed form: no torch, nothing run.
 
 The counts follow from what each axis does, and when: the tensor axis around every pair of matrices, the context axis in every
 attention, the expert axis around every mixture, the pipeline between stages, FSDP before weights are needed and after a slot
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from phalanx.model.facts.holdings import Holding, Piece
+from phalanx.model.facts.holdings import HeldParameter, Holding
 from phalanx.model.facts.stages import stage_layers
 from phalanx.parallel.mesh.slots import Deal
 from phalanx.parallel.pipeline.schedules import Action, Schedule
@@ -25,11 +25,11 @@ from phalanx.run.layout import Layout, micro_batches_per_slot, stages_per_rank
 from phalanx.run.spec import RunSpec
 
 Calls = Counter[tuple[str, str]]
-"""How often, by axis and kind: ``("tensor", "all_gather")``. The axis ``all`` is that of all ranks."""
+"""Number of calls by axis and kind, such as ``("tensor", "all_gather")``; the axis ``all`` is that of all ranks."""
 
 
 def rounds_per_step(spec: RunSpec, layout: Layout) -> int:
-    """How many slots a rank computes in a step, at most."""
+    """The largest number of slots that a rank computes in a step."""
     deal = Deal(spec.train.slots, layout.replicate, layout.shard, layout.team)
     return max(len(deal.rounds(replica)) for replica in {0, layout.replicate - 1})
 
@@ -53,17 +53,17 @@ class _Rank:
 
     @cached_property
     def actions(self) -> list[Action]:
-        """Of one slot."""
+        """The schedule's actions of this rank in one slot."""
         micro_batches = micro_batches_per_slot(self.spec)
         if self.schedule.pipeline > 1:
             return self.schedule.actions(self.held.place.pipeline, micro_batches)
         return [Action(kind, 0, number) for number in range(micro_batches) for kind in ("F", "B")]
 
     @cached_property
-    def pieces(self) -> dict[int, list[Piece]]:
+    def pieces(self) -> dict[int, list[HeldParameter]]:
         """What the rank holds, by stage."""
         stages = {layer: stage for stage, layers in enumerate(stage_layers(self.spec)) for layer in layers}
-        found: dict[int, list[Piece]] = {stage: [] for stage in self.held.stages}
+        found: dict[int, list[HeldParameter]] = {stage: [] for stage in self.held.stages}
         for piece in self.held.pieces:
             part = piece.parameter
             if part.section == "block":
@@ -73,7 +73,7 @@ class _Rank:
         return found
 
     def step(self) -> Calls:
-        """All of a step."""
+        """All collectives of one optimizer step."""
         rounds = rounds_per_step(self.spec, self.layout)
         slot: Calls = Counter()
         for stage in self.held.stages:
@@ -93,7 +93,7 @@ class _Rank:
         return sum(piece.parameter.kind == "router" for piece in self.pieces[stage])
 
     def _tensor(self, stage: int) -> Calls:
-        """Of one micro-batch, forward and back."""
+        """The tensor axis's collectives of one micro-batch, forward and backward."""
         calls: Calls = Counter()
         if self.layout.tensor == 1:
             return calls
@@ -117,7 +117,7 @@ class _Rank:
         return calls
 
     def _context(self, stage: int) -> Calls:
-        """Of one micro-batch, forward and back."""
+        """The context axis's collectives of one micro-batch, forward and backward."""
         ranks, layers = self.layout.context, self._blocks(stage)
         if ranks == 1:
             return Counter()
@@ -128,7 +128,7 @@ class _Rank:
         return Counter({("context", "send"): messages, ("context", "recv"): messages})
 
     def _experts(self, stage: int) -> Calls:
-        """Of one micro-batch, forward and back."""
+        """The expert axes' collectives of one micro-batch, forward and backward."""
         calls: Calls = Counter()
         moe, layout, mixtures = self.spec.model.moe, self.layout, self._mixtures(stage)
         if layout.expert > 1:
@@ -141,19 +141,20 @@ class _Rank:
         return calls
 
     def _pipeline(self) -> Calls:
-        """Of a slot: inputs of stages, and the gradients of outputs, where the neighbor is on another rank."""
+        """Sends and receives of one slot: stage inputs and output gradients, where the neighbor stage is on another rank."""
         calls: Calls = Counter()
         rank, schedule = self.held.place.pipeline, self.schedule
         for action in self.actions:
             neighbors = (action.stage - 1, action.stage + 1)
             before, after = neighbors if action.kind == "F" else reversed(neighbors)
             for stage, kind in ((before, "recv"), (after, "send")):
-                away = 0 <= stage < schedule.stages and schedule.rank_of(stage) != rank
-                calls["pipeline", kind] += away and action.kind != "W"
+                exists = 0 <= stage < schedule.stages
+                if exists and schedule.rank_of(stage) != rank and action.kind != "W":
+                    calls["pipeline", kind] += 1
         return calls
 
     def _weights(self, rounds: int) -> Calls:
-        """Of a step: gathering of weights."""
+        """All-gathers of weights in one step."""
         calls: Calls = Counter()
         for stage in self.held.stages:
             kinds = [action.kind for action in self.actions if action.stage == stage]
@@ -161,21 +162,23 @@ class _Rank:
                 again = rounds * _gathers(kinds, root=not unit)
                 calls[axis, "all_gather"] += again if self.spec.parallel.sharding == "zero3" else 1
             if self.spec.parallel.sharding == "zero3" and self.layout.shard * self.layout.context > 1:
-                calls["fsdp", "all_gather"] += rounds * self._in_vain(stage, kinds)
+                calls["fsdp", "all_gather"] += rounds * self._wasted_prefetches(stage, kinds)
         return calls
 
-    def _in_vain(self, stage: int, kinds: Iterable[str]) -> int:
-        """How often a slot gathers a block that nobody needs.
+    def _wasted_prefetches(self, stage: int, kinds: Iterable[str]) -> int:
+        """Number of useless FSDP2 all-gathers of a stage in one slot.
 
-        At its end a backward pass prefetches what was used before; after two forward passes in a row, that is the last
-        block of the earlier one, and PyTorch gives it up at once. Where there is a root, it came last, and is still there.
+        When a backward pass ends it prefetches the unit that was used before it. After two forward passes in a row that is
+        the last block of the earlier one, which PyTorch frees at once. A stage with a root unit used that last; it is still
+        gathered, so nothing is prefetched.
         """
         blocks = {piece.parameter.unit for piece in self.pieces[stage] if not piece.parameter.stacked}
         if "" in blocks or len(blocks) == 1:
             return 0
         count = forwards = 0
         for kind in kinds:
-            count += kind in ("B", "I") and forwards > 1
+            if kind in ("B", "I") and forwards > 1:
+                count += 1
             forwards = forwards + 1 if kind == "F" else 0
         return count
 
@@ -187,7 +190,7 @@ class _Rank:
         return {unit: axes[experts] for unit, experts in stacked.items() if ranks[experts] > 1}
 
     def _reduction(self, rounds: int) -> Calls:
-        """Of a step: sums of gradients."""
+        """Reductions of gradients in one step."""
         calls: Calls = Counter()
         by_tree = self.spec.train.reduction == "reproducible"
         times = rounds if by_tree or self.spec.parallel.sharding == "zero3" else 1
@@ -206,7 +209,7 @@ class _Rank:
         return len(list(in_buckets(self.held.pieces, lambda piece: piece.held)))
 
     def _sharded(self) -> bool:
-        """Whether FSDP holds the model: if it is divided, or computes in another format than its weights'."""
+        """True if FSDP wraps the model: its state is sharded, or it computes in another format than its weights'."""
         ranks = self.layout.shard * self.layout.context
         experts = self.layout.expert_shard if self.spec.model.moe else 1
         return ranks > 1 or experts > 1 or self.spec.precision.compute != "fp32"
@@ -218,7 +221,8 @@ def _gathers(kinds: Iterable[str], *, root: bool) -> int:
     for kind in kinds:
         if kind == "W":
             continue
-        count += not gathered
+        if not gathered:
+            count += 1
         gathered = root and kind == "F"
     return count
 

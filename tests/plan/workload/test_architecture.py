@@ -10,7 +10,7 @@ import pytest
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import is_mixture
 from phalanx.plan.step_cost.layer_costs import layer_costs
-from phalanx.plan.workload.architecture import KINDS, Attention, Layer, Product, layers
+from phalanx.plan.workload.architecture import KINDS, AttentionCore, Layer, MatrixProduct, layers
 from phalanx.plan.workload.candidates import RECOMPUTE
 from phalanx.plan.workload.stacks import Job
 from phalanx.run.layout import Layout
@@ -24,7 +24,7 @@ def whole_model(mine: Job) -> list[Layer]:
     return [*blocks, found["embedding"], found["head"]]
 
 
-def product_flops(product: Product, per_token: int) -> int:
+def product_flops(product: MatrixProduct, per_token: int) -> int:
     """Forward FLOP of a token."""
     rows = per_token if product.rows == "routed" else 1
     return 2 * rows * product.columns * product.inner
@@ -39,7 +39,7 @@ def test_products_are_all_the_weights_that_a_token_is_multiplied_with(preset: st
         product_flops(operation, per_token)
         for layer in whole_model(mine)
         for operation in layer.operations
-        if isinstance(operation, Product)
+        if isinstance(operation, MatrixProduct)
     )
     counts = mine.workload.counts
     assert flops == 2 * counts.matmul_parameters
@@ -52,7 +52,7 @@ def test_attention_is_the_half_of_the_square_that_a_causal_mask_needs(preset: st
         mine.workload.seq_len * operation.heads * operation.widths
         for layer in whole_model(mine)
         for operation in layer.operations
-        if isinstance(operation, Attention)
+        if isinstance(operation, AttentionCore)
     )
     assert 3 * flops == mine.workload.counts.attention_flops_per_token_causal
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from phalanx.model.facts.holdings import Place, holding, state_bytes
+from phalanx.model.facts.holdings import RankPlace, holding, state_bytes
 from phalanx.model.facts.shape import resolve
 from phalanx.plan.step_cost import memory
 from phalanx.plan.workload import stacks
@@ -103,7 +103,7 @@ def test_state_of_every_kind_is_what_the_trainer_holds(
         place = table[kind]
         # Of tensor ranks, the last may have a row of the vocabulary more.
         of_ranks = [
-            state_bytes(spec, layout, holding(spec, layout, Place(int(place.rank[0]), 0, tensor)), width)
+            state_bytes(spec, layout, holding(spec, layout, RankPlace(int(place.rank[0]), 0, tensor)), width)
             for tensor in {0, layout.tensor - 1}
         ]
         expected = {name: max(each[name] for each in of_ranks) for name in of_ranks[0]}

@@ -1,4 +1,4 @@
-"""How many parameters a model has, what a token costs, and what a run's state weighs.
+"""Counts a model's parameters, its FLOP per token, and the bytes of a run's state.
 
 FLOP conventions, since published figures differ:
 
@@ -33,9 +33,9 @@ class Counts:
     parameters: int
     embedding_parameters: int
     active_parameters: int
-    """Of the main model, what one token meets."""
+    """Parameters of the main model that one token meets."""
     expert_parameters: int
-    """Of routed experts, all of them."""
+    """Parameters of all routed experts."""
     matmul_parameters: int
     """Weights that a token is multiplied with (a tied embedding counts once, for the projection)."""
     attention_flops_per_token_full: int

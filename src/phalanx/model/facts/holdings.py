@@ -1,4 +1,4 @@
-"""What each rank of a layout holds of a model, in closed form: no torch, nothing built.
+"""Computes the parameters that each rank of a layout holds, in closed form: no torch, nothing built.
 
 A parameter is divided in three ways, one after the other: the layers over the stages of the pipeline, each matrix over the
 tensor ranks (the experts of a layer over the expert ranks), and what is left, along its first dimension, over the ranks that
@@ -22,8 +22,8 @@ from phalanx.run.spec import OptimizerSpec, ParallelSpec, RunSpec
 
 
 @dataclass(frozen=True)
-class Place:
-    """A rank's place in the layout, as far as it decides what the rank holds."""
+class RankPlace:
+    """The coordinates of a rank in the layout that decide which parameters it holds."""
 
     pipeline: int = 0
     fsdp: int = 0
@@ -32,8 +32,8 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What a rank has of one parameter."""
+class HeldParameter:
+    """A rank's share of one parameter."""
 
     parameter: Parameter
     gathered: int
@@ -49,16 +49,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class Holding:
-    """What one rank holds."""
+    """The parameters that one rank holds."""
 
-    place: Place
+    place: RankPlace
     stages: tuple[int, ...]
     layers: tuple[int, ...]
     embedding: bool
     head: bool
-    """Whether it has the output projection and the final norm."""
-    pieces: tuple[Piece, ...]
-    """Of each of its parameters, in the canonical order."""
+    """True if it has the output projection and the final norm."""
+    pieces: tuple[HeldParameter, ...]
+    """Its shares of parameters, in the order in which the module registers them."""
 
     @property
     def dense(self) -> int:
@@ -76,11 +76,11 @@ class Holding:
         return self.dense + self.experts
 
 
-def place_of(layout: Layout, rank: int) -> Place:
+def place_of(layout: Layout, rank: int) -> RankPlace:
     """The place of rank ``rank`` of the whole layout."""
     stage_ranks = layout.data_ranks * layout.model_ranks
     inner = rank % (layout.shard * layout.model_ranks)
-    return Place(rank // stage_ranks, inner // layout.tensor, inner % layout.tensor)
+    return RankPlace(rank // stage_ranks, inner // layout.tensor, inner % layout.tensor)
 
 
 def stages_at(parallel: ParallelSpec, rank: int) -> tuple[int, ...]:
@@ -95,8 +95,8 @@ def stages_at(parallel: ParallelSpec, rank: int) -> tuple[int, ...]:
     )
 
 
-def holding(spec: RunSpec, layout: Layout, place: Place) -> Holding:
-    """What the rank at ``place`` holds of the model of ``spec``, which is resolved."""
+def holding(spec: RunSpec, layout: Layout, place: RankPlace) -> Holding:
+    """The parameters that the rank at ``place`` holds of the model of ``spec``, which is resolved."""
     stages, layers = stages_at(spec.parallel, place.pipeline), stage_layers(spec)
     first, last = 0 in stages, len(layers) - 1 in stages
     mine = tuple(layer for stage in stages for layer in layers[stage])
@@ -109,11 +109,11 @@ def holding(spec: RunSpec, layout: Layout, place: Place) -> Holding:
 
 
 def fullest(spec: RunSpec, layout: Layout, pipeline: int) -> Holding:
-    """What the rank holds that holds most of those at one place in the pipeline.
+    """The parameters of the rank that holds most among those of one pipeline rank.
 
     Of all shares of a part the first is the largest; only the tensor ranks' parts may differ, by a row of the vocabulary.
     """
-    ranks = (Place(pipeline, 0, tensor) for tensor in {0, layout.tensor - 1})
+    ranks = (RankPlace(pipeline, 0, tensor) for tensor in {0, layout.tensor - 1})
     return max((holding(spec, layout, place) for place in ranks), key=lambda held: held.elements)
 
 
@@ -156,7 +156,7 @@ def moment_bytes(optimizer: OptimizerSpec, layout: Layout, held: Holding) -> int
     return shares + max(work.state_bytes for work in owners)
 
 
-def _gathered_at_once(pieces: Sequence[Piece], *, keep: bool) -> int:
+def _gathered_at_once(pieces: Sequence[HeldParameter], *, keep: bool) -> int:
     if keep:
         return sum(piece.gathered for piece in pieces)
     blocks: Counter[str] = Counter()
@@ -176,7 +176,7 @@ def _ranks_of(parameter: Parameter, layout: Layout) -> int:
     return layout.expert_shard if parameter.stacked else layout.shard * layout.context
 
 
-def _piece(parameter: Parameter, layout: Layout, place: Place) -> Piece:
+def _piece(parameter: Parameter, layout: Layout, place: RankPlace) -> HeldParameter:
     shape, share = list(parameter.shape), place.fsdp
     dim = parameter.tensor_dim
     if parameter.stacked:
@@ -188,7 +188,7 @@ def _piece(parameter: Parameter, layout: Layout, place: Place) -> Piece:
         size = shape[dim]
         shape[dim] = (place.tensor + 1) * size // layout.tensor - place.tensor * size // layout.tensor
     rows = _chunk(shape[0], share, _ranks_of(parameter, layout))
-    return Piece(parameter, math.prod(shape), (rows, *shape[1:]))
+    return HeldParameter(parameter, math.prod(shape), (rows, *shape[1:]))
 
 
 def _chunk(rows: int, index: int, ranks: int) -> int:

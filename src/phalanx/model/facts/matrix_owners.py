@@ -1,4 +1,4 @@
-"""Which rank owns which whole matrix, for optimizers that cannot work on a shard: pure, without torch.
+"""Assigns whole matrices to owner ranks, for optimizers that cannot work on a shard: pure, without torch.
 
 The ranks that hold one stage of one replica between them share its matrices out (``phalanx.train.optimizers.matrices`` moves
 the data). A matrix that a rank holds whole stays where it is: experts, as FSDP divides stacks by whole experts, and what is

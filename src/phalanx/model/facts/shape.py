@@ -17,7 +17,7 @@ from typing import Literal
 from phalanx.run.factory import FactoryError
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 
-Kind = Literal["embedding", "matrix", "output", "filter", "router", "norm", "bias", "balance"]
+ParameterKind = Literal["embedding", "matrix", "output", "filter", "router", "norm", "bias", "balance"]
 
 Section = Literal["embedding", "block", "end", "ahead"]
 """The section of the model: the embedding, a block, final norm and output projection, a prediction further ahead."""
@@ -34,7 +34,7 @@ class Parameter:
 
     name: str
     shape: tuple[int, ...]
-    kind: Kind
+    kind: ParameterKind
     stacked: bool = False
     """True for a stack of matrices ``(experts, rows, columns)``, each of its own, rather than one."""
     tensor_dim: int | None = None

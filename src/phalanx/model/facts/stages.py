@@ -1,4 +1,4 @@
-"""Which layers belong to which stage of a pipeline.
+"""Divides layers into pipeline stages.
 
 A pipeline is as slow as its slowest stage. Layers differ (a mixture of experts costs another amount than a dense layer), and
 the output projection comes on top of the last layer; so the division is found exactly, by dynamic programming over the
@@ -17,10 +17,10 @@ from phalanx.run.spec import ModelSpec, RunSpec
 
 
 def balance(costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """How many consecutive layers each stage gets, at least one, so that the dearest stage is as cheap as can be.
+    """The number of consecutive layers of each stage, at least one, such that the costliest stage costs least.
 
     Args:
-        costs: Of each layer, in any unit; what comes before the first layer or after the last is part of theirs.
+        costs: Cost of each layer, in any unit; embedding and output projection count with the first and last layer.
         stages: At most as many as layers.
 
     Raises ``ValueError`` when there are more stages than layers.

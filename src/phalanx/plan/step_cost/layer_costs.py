@@ -16,14 +16,14 @@ import numpy as np
 from phalanx.plan.step_cost import collectives, kernels
 from phalanx.plan.workload.architecture import (
     KINDS,
-    Attention,
+    AttentionCore,
     Axis,
-    Exchange,
-    Kept,
+    KeptTensor,
     Layer,
-    Operation,
+    LayerExchange,
+    LayerOperation,
+    MatrixProduct,
     Pointwise,
-    Product,
     Rows,
     layers,
 )
@@ -156,7 +156,7 @@ class _Rank:
             )
         return found
 
-    def _bytes(self, tensor: Kept) -> int:
+    def _bytes(self, tensor: KeptTensor) -> int:
         wide, narrow = self.precision.activation_bytes, self.precision.operand_bytes
         if self.job.stack.activations.wide_operands:
             narrow = wide
@@ -171,7 +171,7 @@ class _Rank:
         core, launches = np.zeros((2, len(PHASES), len(self.keys.tensor)))
         for operation in layer.operations:
             category, times = self._cost(operation)
-            if isinstance(operation, Attention):
+            if isinstance(operation, AttentionCore):
                 core += times
             found[:, CATEGORIES.index(category)] += times
             parts[PARTS.index(operation.part)] += times[0]
@@ -209,15 +209,15 @@ class _Rank:
         host_s = launches * self.job.stack.kernels.launch_s
         return host_s if self.job.stack.kernels.blocking_launches else np.maximum(host_s - device_s, 0.0)
 
-    def _launches(self, operation: Operation) -> Floats:
+    def _launches(self, operation: LayerOperation) -> Floats:
         """Kernels by phase."""
         ones = np.ones_like(self.keys.tensor, dtype=np.float64)
-        if isinstance(operation, Product):
+        if isinstance(operation, MatrixProduct):
             # A narrow format takes a cast of each operand beside the product.
             casts = 2 if self.precision.matmul in ("fp8", "fp4") else 0
             each = (1 + casts) * self._local(operation.experts)
             return np.stack([each, each, each])
-        if isinstance(operation, Attention):
+        if isinstance(operation, AttentionCore):
             return np.stack([ones, 2 * ones, 0 * ones]) * self.keys.context
         if isinstance(operation, Pointwise):
             each = self._kernels(operation)
@@ -225,24 +225,24 @@ class _Rank:
         size = self._members(operation)
         return np.stack([ones, ones, 0 * ones]) * np.where(size > 1, _EXCHANGE_LAUNCHES, 0)
 
-    def _members(self, exchange: Exchange) -> Ints:
+    def _members(self, exchange: LayerExchange) -> Ints:
         """Ranks that take part in an exchange."""
         keys = self.keys
         sizes = {"context": keys.context, "dispatch": keys.expert, "combine": keys.expert}
         sizes |= {"gather": keys.tensor, "scatter": keys.tensor}
         return sizes.get(exchange.kind, keys.expert_tensor)
 
-    def _cost(self, operation: Operation) -> tuple[str, Floats]:
+    def _cost(self, operation: LayerOperation) -> tuple[str, Floats]:
         """The category of an operation and its seconds by phase."""
-        if isinstance(operation, Product):
+        if isinstance(operation, MatrixProduct):
             return "matmul", self._product(operation)
-        if isinstance(operation, Attention):
+        if isinstance(operation, AttentionCore):
             return "attention", self._attention(operation)
         if isinstance(operation, Pointwise):
             return "pointwise", self._pointwise(operation)
         return self._exchange(operation)
 
-    def _product(self, product: Product) -> Floats:
+    def _product(self, product: MatrixProduct) -> Floats:
         rows = self.rows(product.rows)
         columns = product.columns / self.over(product.columns_over)
         inner = product.inner / self.over(product.inner_over)
@@ -281,7 +281,7 @@ class _Rank:
         )
         return np.stack([forward, backward, np.zeros_like(forward)])
 
-    def _attention(self, attention: Attention) -> Floats:
+    def _attention(self, attention: AttentionCore) -> Floats:
         # 2 FLOP for each multiply-add, over half of the square; backward 2.5 times (arXiv 2307.08691, section 3.1).
         per_token = self.job.workload.seq_len * attention.heads * attention.widths
         flops = self.rows("tokens") * per_token / self.keys.tensor * self.job.workload.attended
@@ -322,7 +322,7 @@ class _Rank:
         )
         return np.stack([forward, backward, np.zeros_like(forward)])
 
-    def _exchange(self, exchange: Exchange) -> tuple[str, Floats]:
+    def _exchange(self, exchange: LayerExchange) -> tuple[str, Floats]:
         if exchange.kind in ("dispatch", "combine"):
             both = self._to_experts(exchange)
             return "expert_comm", np.stack([both, both, np.zeros_like(both)])
@@ -342,7 +342,7 @@ class _Rank:
         exposed = 1 - self.job.stack.overlap.tensor
         return "tensor_comm", np.stack([forward, backward, np.zeros_like(forward)]) * exposed
 
-    def _keys_and_values(self, exchange: Exchange) -> Floats:
+    def _keys_and_values(self, exchange: LayerExchange) -> Floats:
         keys = self.keys
         block = self.rows("tokens") * exchange.width / keys.tensor * self.precision.activation_bytes
         if self.job.stack.attention.exchange == "gather":
@@ -359,7 +359,7 @@ class _Rank:
         )
         return np.stack([forward, backward, np.zeros_like(forward)])
 
-    def _to_experts(self, exchange: Exchange) -> Floats:
+    def _to_experts(self, exchange: LayerExchange) -> Floats:
         moe = self.job.workload.model.moe
         assert moe is not None, "only mixtures have an exchange with experts"
         job, keys = self.job, self.keys

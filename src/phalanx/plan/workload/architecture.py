@@ -36,7 +36,7 @@ KINDS = ("dense", "mixture", "embedding", "head")
 
 
 @dataclass(frozen=True)
-class Product:
+class MatrixProduct:
     """A matrix product (rows, inner) x (inner, columns)."""
 
     part: str
@@ -50,7 +50,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionCore:
     """Causal attention over the whole sequence, its heads divided over tensor."""
 
     heads: int
@@ -76,7 +76,7 @@ class Pointwise:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class LayerExchange:
     """A collective on the way forward; backward does its mirror image.
 
     ``gather`` and ``scatter`` join and divide the sequence over tensor ranks; ``context`` fetches the others' keys and values;
@@ -91,7 +91,7 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptTensor:
     """A tensor that waits for backward, unless the part that makes it is computed again."""
 
     part: str
@@ -107,15 +107,15 @@ class Kept:
     """Whether it is a second form of a tensor: there is none where products are computed in the format of activations."""
 
 
-Operation = Product | Attention | Pointwise | Exchange
+LayerOperation = MatrixProduct | AttentionCore | Pointwise | LayerExchange
 
 
 @dataclass(frozen=True)
 class Layer:
     """All of one layer."""
 
-    operations: tuple[Operation, ...] = ()
-    kept: tuple[Kept, ...] = ()
+    operations: tuple[LayerOperation, ...] = ()
+    kept: tuple[KeptTensor, ...] = ()
 
     def __add__(self, other: Layer) -> Layer:
         return Layer(self.operations + other.operations, self.kept + other.kept)
@@ -128,23 +128,28 @@ def layers(workload: Workload, stack: Stack) -> dict[str, Layer]:
         _attention(model, stack) if model.mla is None else _latent_attention(model, model.mla)
     )
     attention += _fused_core(workload) if stack.attention.flash else _core_in_memory(workload)
-    attention += Layer(kept=(Kept("input", "local", model.dim),))
+    attention += Layer(kept=(KeptTensor("input", "local", model.dim),))
     after = _after_attention(model)
     dense = attention + after + _feed_forward(model, model.ffn_dim, stack)
     mixture = attention + after + _mixture(model, model.moe, stack) if model.moe is not None else dense
     if stack.activations.dropout:
-        masks = Layer((Pointwise("out", "local", 4, 4),), (Kept("out", "local", 2 * model.dim, bytes=1),))
+        masks = Layer(
+            (Pointwise("out", "local", 4, 4),), (KeptTensor("out", "local", 2 * model.dim, bytes=1),)
+        )
         dense, mixture = dense + masks, mixture + masks
     head = _head(model, stack)
     for _ in range(model.mtp_depth):
-        ahead = Product("projection", "local", model.dim, 2 * model.dim)
+        ahead = MatrixProduct("projection", "local", model.dim, 2 * model.dim)
         head += (
             Layer((ahead,))
             + (mixture if is_mixture(model, model.layers - 1) else dense)
             + _head(model, stack)
         )
     embedding = Layer(
-        (Pointwise("norm", "tokens", 2 * model.dim, 3 * model.dim), Exchange("norm", "scatter", model.dim))
+        (
+            Pointwise("norm", "tokens", 2 * model.dim, 3 * model.dim),
+            LayerExchange("norm", "scatter", model.dim),
+        )
     )
     return {"dense": dense, "mixture": mixture, "embedding": embedding, "head": head}
 
@@ -153,7 +158,7 @@ def _norm(model: ModelSpec) -> Layer:
     # Read and write; backward reads the input and two gradients.
     dim = model.dim
     return Layer(
-        (Pointwise("norm", "local", 2 * dim, 4 * dim),), (Kept("norm", "gathered", dim, operand=True),)
+        (Pointwise("norm", "local", 2 * dim, 4 * dim),), (KeptTensor("norm", "gathered", dim, operand=True),)
     )
 
 
@@ -163,8 +168,8 @@ def _attention(model: ModelSpec, stack: Stack) -> Layer:
     # Apart: products with cosine and sine, the halves turned and joined, their sum, and a copy of it; backward the same way.
     turn_forward, turn_backward, turns = (12, 13, 12) if stack.attention.turns_apart else (2, 2, 2)
     operations = (
-        Exchange("projection", "gather", model.dim),
-        Product("projection", "tokens", queries + 2 * keys, model.dim, columns_over="tensor"),
+        LayerExchange("projection", "gather", model.dim),
+        MatrixProduct("projection", "tokens", queries + 2 * keys, model.dim, columns_over="tensor"),
         Pointwise(
             "projection",
             "tokens",
@@ -173,21 +178,21 @@ def _attention(model: ModelSpec, stack: Stack) -> Layer:
             "tensor",
             kernels=turns + 2 * model.qk_norm,
         ),
-        Exchange("core", "context", 2 * keys),
-        Attention(model.heads, score_widths(model)),
-        Product("out", "tokens", model.dim, queries, inner_over="tensor"),
-        Exchange("out", "scatter", model.dim),
+        LayerExchange("core", "context", 2 * keys),
+        AttentionCore(model.heads, score_widths(model)),
+        MatrixProduct("out", "tokens", model.dim, queries, inner_over="tensor"),
+        LayerExchange("out", "scatter", model.dim),
     )
     kept = (
-        Kept("projection", "tokens", queries + 2 * keys, "tensor"),
+        KeptTensor("projection", "tokens", queries + 2 * keys, "tensor"),
         *_attended(queries),
     )
     return Layer(operations, kept)
 
 
-def _attended(width: int) -> tuple[Kept, Kept]:
+def _attended(width: int) -> tuple[KeptTensor, KeptTensor]:
     """Attention keeps its result for its own backward; a narrow output projection keeps it once more in its format."""
-    return Kept("core", "tokens", width, "tensor"), Kept(
+    return KeptTensor("core", "tokens", width, "tensor"), KeptTensor(
         "out", "tokens", width, "tensor", operand=True, beside=True
     )
 
@@ -199,11 +204,11 @@ def _latent_attention(model: ModelSpec, mla: MlaSpec) -> Layer:
     shared = mla.kv_rank + mla.rope_head_dim
     into_queries = mla.query_rank or model.dim
     operations = (
-        Product("projection", "local", mla.query_rank + shared, model.dim),
+        MatrixProduct("projection", "local", mla.query_rank + shared, model.dim),
         Pointwise("norm", "local", 2 * latents, 4 * latents, kernels=2),
-        Exchange("latent_up", "gather", latents + mla.rope_head_dim),
-        Product("latent_up", "tokens", queries, into_queries, columns_over="tensor"),
-        Product(
+        LayerExchange("latent_up", "gather", latents + mla.rope_head_dim),
+        MatrixProduct("latent_up", "tokens", queries, into_queries, columns_over="tensor"),
+        MatrixProduct(
             "latent_up",
             "tokens",
             model.heads * (mla.nope_head_dim + mla.value_head_dim),
@@ -211,15 +216,15 @@ def _latent_attention(model: ModelSpec, mla: MlaSpec) -> Layer:
             columns_over="tensor",
         ),
         Pointwise("latent_up", "tokens", 4 * queries, 4 * queries, "tensor", kernels=3),
-        Exchange("core", "context", queries + values),
-        Attention(model.heads, score_widths(model), latent=True),
-        Product("out", "tokens", model.dim, values, inner_over="tensor"),
-        Exchange("out", "scatter", model.dim),
+        LayerExchange("core", "context", queries + values),
+        AttentionCore(model.heads, score_widths(model), latent=True),
+        MatrixProduct("out", "tokens", model.dim, values, inner_over="tensor"),
+        LayerExchange("out", "scatter", model.dim),
     )
     kept = (
-        Kept("projection", "local", latents + mla.rope_head_dim),
-        Kept("norm", "gathered", latents, operand=True),
-        Kept("latent_up", "tokens", 2 * queries + values, "tensor"),
+        KeptTensor("projection", "local", latents + mla.rope_head_dim),
+        KeptTensor("norm", "gathered", latents, operand=True),
+        KeptTensor("latent_up", "tokens", 2 * queries + values, "tensor"),
         *_attended(values),
     )
     return Layer(operations, kept)
@@ -227,7 +232,7 @@ def _latent_attention(model: ModelSpec, mla: MlaSpec) -> Layer:
 
 def _fused_core(workload: Workload) -> Layer:
     """One fp32 number for each row and head: the logarithm of the softmax's sum (arXiv 2307.08691, section 3.1)."""
-    return Layer(kept=(Kept("core", "tokens", workload.model.heads, "tensor", bytes=4),))
+    return Layer(kept=(KeptTensor("core", "tokens", workload.model.heads, "tensor", bytes=4),))
 
 
 def _core_in_memory(workload: Workload) -> Layer:
@@ -235,28 +240,28 @@ def _core_in_memory(workload: Workload) -> Layer:
     scores = workload.model.heads * workload.seq_len
     # Written by the product, scaled and masked, normalized, dropped, read by the product.
     moved = Pointwise("core", "tokens", 8 * scores, 8 * scores, "tensor", kernels=4)
-    return Layer((moved,), (Kept("core", "tokens", 5 * scores, "tensor", bytes=1),))
+    return Layer((moved,), (KeptTensor("core", "tokens", 5 * scores, "tensor", bytes=1),))
 
 
 def _after_attention(model: ModelSpec) -> Layer:
     # The residual sum, and in backward that of its gradients, reads two and writes one; twice in a layer.
     add = Pointwise("out", "local", 6 * model.dim, 6 * model.dim, kernels=2)
-    return Layer((add,), (Kept("residual", "local", model.dim),)) + _norm(model)
+    return Layer((add,), (KeptTensor("residual", "local", model.dim),)) + _norm(model)
 
 
 def _feed_forward(model: ModelSpec, inner: int, stack: Stack) -> Layer:
     gates = 2 if model.ffn == "swiglu" else 1
     operations = (
-        Exchange("widen", "gather", model.dim),
-        Product("widen", "tokens", gates * inner, model.dim, columns_over="tensor"),
+        LayerExchange("widen", "gather", model.dim),
+        MatrixProduct("widen", "tokens", gates * inner, model.dim, columns_over="tensor"),
         Pointwise("activation", "tokens", (gates + 1) * inner, (2 * gates + 1) * inner, "tensor"),
-        Product("down", "tokens", model.dim, inner, inner_over="tensor"),
-        Exchange("down", "scatter", model.dim),
+        MatrixProduct("down", "tokens", model.dim, inner, inner_over="tensor"),
+        LayerExchange("down", "scatter", model.dim),
     )
     kept = (
-        Kept("widen", "tokens", gates * inner, "tensor"),
-        Kept("activation", "tokens", inner, "tensor", operand=True),
-        Kept("activation", "tokens", _gate(model, stack) * inner, "tensor"),
+        KeptTensor("widen", "tokens", gates * inner, "tensor"),
+        KeptTensor("activation", "tokens", inner, "tensor", operand=True),
+        KeptTensor("activation", "tokens", _gate(model, stack) * inner, "tensor"),
     )
     return Layer(operations, kept)
 
@@ -271,32 +276,34 @@ def _mixture(model: ModelSpec, moe: MoeSpec, stack: Stack) -> Layer:
     dim, inner = model.dim, moe.ffn_dim
     split: Axis = "expert_tensor"
     into, back = (copies * dim for copies in _sorting(moe, stack))
-    results = () if stack.experts.weighs_inside else (Kept("combine", "routed", dim),)
+    results = () if stack.experts.weighs_inside else (KeptTensor("combine", "routed", dim),)
     routed = Layer(
         (
-            Product("router", "local", moe.experts, dim),
+            MatrixProduct("router", "local", moe.experts, dim),
             # Scores, the choice, its balance and its loss: some twenty small kernels (Megatron Core's TopKRouter).
             Pointwise("router", "local", 8 * moe.experts, 4 * moe.experts, kernels=20),
             # In backward the gradients of the router, of the experts and of those that are shared are added up.
             Pointwise("router", "local", 0, 3 * dim * (1 + (moe.shared > 0))),
             Pointwise("dispatch", "local", into, into, kernels=_PERMUTING),
-            Exchange("dispatch", "dispatch", dim),
-            Exchange("dispatch", "expert_gather", dim),
-            Product("expert_widen", "routed", gates * inner, dim, columns_over=split, experts=moe.experts),
+            LayerExchange("dispatch", "dispatch", dim),
+            LayerExchange("dispatch", "expert_gather", dim),
+            MatrixProduct(
+                "expert_widen", "routed", gates * inner, dim, columns_over=split, experts=moe.experts
+            ),
             Pointwise("expert_activation", "routed", (gates + 1) * inner, (2 * gates + 1) * inner, split),
-            Product("expert_down", "routed", dim, inner, inner_over=split, experts=moe.experts),
-            Exchange("combine", "expert_scatter", dim),
-            Exchange("combine", "combine", dim),
+            MatrixProduct("expert_down", "routed", dim, inner, inner_over=split, experts=moe.experts),
+            LayerExchange("combine", "expert_scatter", dim),
+            LayerExchange("combine", "combine", dim),
             Pointwise("combine", "local", back, back, kernels=_PERMUTING),
         ),
         (
-            Kept("router", "local", 2 * moe.experts, bytes=4),
+            KeptTensor("router", "local", 2 * moe.experts, bytes=4),
             # The router computes in the format of activations, whatever the experts do.
-            Kept("norm", "local", dim, beside=True),
-            Kept("dispatch", "routed", dim, operand=True),
-            Kept("expert_widen", "routed", gates * inner, split, operand=stack.experts.narrow_gates),
-            Kept("expert_activation", "routed", inner, split, operand=True),
-            Kept("expert_activation", "routed", _gate(model, stack) * inner, split),
+            KeptTensor("norm", "local", dim, beside=True),
+            KeptTensor("dispatch", "routed", dim, operand=True),
+            KeptTensor("expert_widen", "routed", gates * inner, split, operand=stack.experts.narrow_gates),
+            KeptTensor("expert_activation", "routed", inner, split, operand=True),
+            KeptTensor("expert_activation", "routed", _gate(model, stack) * inner, split),
             *results,
         ),
     )
@@ -310,7 +317,7 @@ def _apart(model: ModelSpec, moe: MoeSpec, stack: Stack) -> Layer:
     # Gates and values are clamped and joined; backward they are masked by what was clamped, and joined.
     clamps = Layer(
         (Pointwise("expert_activation", "routed", 8 * inner, 10 * inner, "expert_tensor", kernels=3),),
-        (Kept("expert_activation", "routed", 2 * inner, "expert_tensor"),),
+        (KeptTensor("expert_activation", "routed", 2 * inner, "expert_tensor"),),
     )
     # Weighted in fp32, added, joined, to 16 bits; backward the same way, with sums for weights and biases.
     biases = Layer((Pointwise("expert_down", "routed", 14 * dim, 18 * dim, kernels=2, experts=moe.experts),))
@@ -359,8 +366,8 @@ def _head(model: ModelSpec, stack: Stack) -> Layer:
     scores = model.vocab_size
     forward, backward = (passes * scores for passes in _loss_passes(stack))
     operations = (
-        Exchange("projection", "gather", model.dim),
-        Product("projection", "tokens", scores, model.dim, columns_over="tensor"),
+        LayerExchange("projection", "gather", model.dim),
+        MatrixProduct("projection", "tokens", scores, model.dim, columns_over="tensor"),
         Pointwise("projection", "tokens", forward, backward, "tensor", kernels=6),
     )
-    return _norm(model) + Layer(operations, (Kept("input", "local", model.dim),))
+    return _norm(model) + Layer(operations, (KeptTensor("input", "local", model.dim),))

@@ -1,4 +1,4 @@
-"""How many parameters of each kind a rank holds, for arrays of layouts.
+"""Number of parameters of each kind that a rank holds, for arrays of layouts.
 
 The same division as ``phalanx.model.facts.holdings`` makes for one rank of one layout: a matrix over tensor ranks (experts over expert
 ranks), then over the ranks that share state. These divide by rows, ``ceil(rows / ranks)`` each, as this project does, or one flat
@@ -29,19 +29,19 @@ class Holdings:
     """Elements by kind of ``KINDS``, in the candidates' axes."""
 
     dense: tuple[Floats, ...]
-    """Of one layer or end of the model, without routed experts, after tensor and before data-parallel ranks divide."""
+    """Elements of one layer or end of the model without routed experts, divided over tensor ranks but not over data-parallel ranks."""
     experts: tuple[Floats, ...]
     dense_share: tuple[Floats, ...]
     """The same, divided over ``Candidates.dense_shard`` ranks."""
     experts_share: tuple[Floats, ...]
     block: tuple[Floats, ...]
-    """Of ``dense`` and ``experts`` together, what FSDP gathers as one block; the rest is gathered for a whole pass."""
+    """Elements of ``dense`` and ``experts`` that FSDP gathers as one block; the rest is gathered for a whole pass."""
     moment_bytes_share: tuple[Floats, ...] = ()
     """Bytes that AdamW keeps of the rank's shares; without what an optimizer of whole matrices keeps with their owners.
     Empty for stacks that keep the same of every parameter."""
 
     def rows(self, index: slice | Ints, length: int) -> Holdings:
-        """Of the candidates at ``index`` of the last axis, which is ``length`` long."""
+        """The holdings of the candidates at ``index`` of the last axis, which is ``length`` long."""
 
         def take(arrays: tuple[Floats, ...]) -> tuple[Floats, ...]:
             return tuple(at_last(array, index, length) for array in arrays)
@@ -51,7 +51,7 @@ class Holdings:
 
 @dataclass(frozen=True)
 class _Degrees:
-    """What a layer's holdings depend on of a candidate."""
+    """The degrees of a candidate that decide what a layer's rank holds."""
 
     tensor: Ints
     expert: Ints
@@ -129,7 +129,7 @@ def _dense_share(parameter: Parameter, degrees: _Degrees, *, whole_rows: bool) -
 
 
 def _rows_and_columns(parameter: Parameter, degrees: _Degrees) -> tuple[Floats, Floats]:
-    """Of what is left of a dense parameter after tensor ranks divided it."""
+    """Rows and columns of a tensor rank's part of a dense parameter."""
     rows, rest = float(parameter.shape[0]), float(parameter.numel // parameter.shape[0])
     dim = parameter.tensor_dim
     mine = np.ceil(rows / degrees.tensor) if dim == 0 else np.asarray(rows)

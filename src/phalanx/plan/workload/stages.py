@@ -1,4 +1,4 @@
-"""What each pipeline rank computes, for many pipelines at once: how many layers of each kind, and which ends of the model.
+"""Layers of each kind, and ends of the model, on every pipeline rank, for many pipelines at once.
 
 Ranks that hold alike are one *place*, represented by the earliest of them, which holds most micro-batches in flight. A place
 that has no more of anything than an earlier one can be neither the fullest nor the slowest, and is left out; so the worst rank is
@@ -62,17 +62,17 @@ def places(workload: Workload, stack: Stack, pipelines: list[tuple[int, int, boo
     return Places(dense, mixed, embedding, head, rank, whole, np.array([len(kinds) for kinds in found]))
 
 
-Kind = tuple[int, int, int, int, int]
+PlaceCounts = tuple[int, int, int, int, int]
 
 
 def _kinds(
     sizes: tuple[int, ...], mixture: list[bool], ranks: int, per_rank: int, folded: bool, *, tied: bool
-) -> list[Kind]:
+) -> list[PlaceCounts]:
     """(dense, mixture, embedding, head, rank) of each kind of rank that has more of something than every earlier one."""
     before = [0, *accumulate(mixture)]
     bounds = [0, *accumulate(sizes)]
     mixtures = [before[end] - before[begin] for begin, end in pairwise(bounds)]
-    found: list[Kind] = []
+    found: list[PlaceCounts] = []
     last = len(sizes) - 1
     for rank in range(ranks):
         stages = [

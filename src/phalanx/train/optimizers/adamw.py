@@ -34,8 +34,8 @@ class AdamW(Optimizer):
     """The moments of every parameter, and the update.
 
     ``exp_avg`` and ``exp_avg_sq`` map parameter names to fp32 tensors laid out as the parameters are (a DTensor's
-    moments are DTensors, unless they live in a ``store`` away from the device). ``boxes`` says where what this rank holds lies in the whole parameters, if these are divided in
-    ways that they do not know of themselves.
+    moments are DTensors, unless they live in a ``store`` away from the device). ``boxes`` gives this rank's part of each
+    parameter, where the tensor or expert axis divides it, which a DTensor does not know.
     """
 
     spec: OptimizerSpec
@@ -97,7 +97,7 @@ class AdamW(Optimizer):
 
 
 def chunk_elements(device: torch.device) -> int:
-    """How many elements are best updated at once."""
+    """Number of elements of one update, by device."""
     return _CPU_CHUNK * torch.get_num_threads() if device.type == "cpu" else _GPU_CHUNK
 
 

@@ -1,4 +1,4 @@
-"""Which optimizer a run file asks for, and which parameters it takes."""
+"""Builds the optimizer that a run file asks for, and assigns parameters to it or to AdamW."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def make_optimizer(
 
     Args:
         kinds: What each parameter is, with the shape of the whole.
-        seed: Of stochastic rounding.
-        boxes: Where what this rank holds of each parameter lies in the whole, by name; ``None`` if parameters are whole
+        seed: Seeds stochastic rounding.
+        boxes: This rank's part of each parameter, by name; ``None`` if parameters are whole
             or DTensors that know.
         group: The ranks that hold each of ``parameters`` between them (``Mesh.stage_group``). A larger group divides the work
             further. ``None`` if this rank holds everything.

@@ -60,7 +60,7 @@ def matrices_of(parameter: str, shape: tuple[int, ...]) -> list[Matrix]:
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank holds of a matrix."""
+    """One rank's part of a matrix."""
 
     rank: int
     part: LocalSlice
@@ -68,7 +68,7 @@ class Share:
 
 
 def shares_of(matrix: Matrix, holders: Sequence[Mapping[str, LocalSlice]]) -> list[Share]:
-    """Who holds what of a matrix; ``holders`` is what every rank holds of each parameter."""
+    """The ranks' parts of a matrix; ``holders`` lists each rank's part of each parameter."""
     shares = []
     for rank, boxes in enumerate(holders):
         part = intersection(matrix.box, boxes[matrix.parameter]) if matrix.parameter in boxes else None
@@ -109,7 +109,7 @@ class MatrixBatch:
     changes_out: list[list[Leg]]
     changes_in: list[list[Leg]]
     local: bool
-    """Whether every rank of the group holds what it owns, so that nothing crosses."""
+    """True if every owner holds its matrices whole, so that nothing crosses."""
 
 
 @dataclass

@@ -25,7 +25,7 @@ class Muon(MatrixRule):
     """Keeps the gradient's running mean, ``momentum``."""
 
     def change(self, gradient: Tensor, state: Mapping[str, Tensor], number: int) -> Tensor:  # noqa: ARG002
-        momentum = state["momentum"]
+        momentum = state["momentum"]  # (rows, columns)
         momentum.lerp_(gradient, 1 - self.spec.beta1)
         direction = orthogonal(gradient.lerp_(momentum, self.spec.beta1), self.spec.newton_schulz_steps)
         return direction.mul_(0.2 * math.sqrt(max(gradient.shape)))
@@ -37,8 +37,9 @@ def orthogonal(matrix: Tensor, steps: int) -> Tensor:
     x = matrix / matrix.norm().clamp(min=_SMALLEST_NORM)
     x = x.to(torch.bfloat16) if x.is_cuda else x
     tall = x.shape[0] > x.shape[1]
-    x = x.T.contiguous() if tall else x
+    x = x.T.contiguous() if tall else x  # (short, long): the products below are with the shorter side
     for _ in range(steps):
+        # One step of the quintic iteration: X <- a X + (b A + c A^2) X with A = X X^T, (short, short).
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     nearest: Tensor = x.T if tall else x

@@ -19,7 +19,7 @@ from torch import Tensor
 from phalanx.run.spec import MemorySpec
 from phalanx.train.transforms.offload import Regions
 
-Piece = tuple[list[Tensor], ...]
+UpdatePiece = tuple[list[Tensor], ...]
 """What one launch of an optimizer works on: weights, gradients, moments, each a list of flat tensors."""
 
 
@@ -42,7 +42,7 @@ class MomentStore:
         data = self._regions.mapped(length)
         return torch.from_numpy(data).view(dtype).view(shape)
 
-    def visiting(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+    def visiting(self, pieces: Iterable[UpdatePiece]) -> Iterator[UpdatePiece]:
         """The same pieces, each with all of its tensors on the device while it is worked on.
 
         What the caller writes to them in place is in the store when the iteration has ended.
@@ -71,12 +71,12 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 class _Visit:
     """A piece whose tensors are on their way to the device."""
 
-    home: Piece
-    away: Piece
+    home: UpdatePiece
+    away: UpdatePiece
     arrived: torch.cuda.Event
 
 
-def _arrive(piece: Piece, device: torch.device, stream: torch.cuda.Stream) -> _Visit:
+def _arrive(piece: UpdatePiece, device: torch.device, stream: torch.cuda.Stream) -> _Visit:
     with torch.cuda.stream(stream):
         away = tuple(
             [tensor.to(device, non_blocking=True) if tensor.device != device else tensor for tensor in column]
@@ -85,7 +85,7 @@ def _arrive(piece: Piece, device: torch.device, stream: torch.cuda.Stream) -> _V
         return _Visit(piece, away, stream.record_event())
 
 
-def _work(visit: _Visit, here: torch.cuda.Stream, outgoing: torch.cuda.Stream) -> Iterator[Piece]:
+def _work(visit: _Visit, here: torch.cuda.Stream, outgoing: torch.cuda.Stream) -> Iterator[UpdatePiece]:
     here.wait_event(visit.arrived)
     yield visit.away
     outgoing.wait_stream(here)

@@ -1,4 +1,4 @@
-"""What all optimizers have in common: a step, and a state that a checkpoint can name.
+"""Interface of all optimizers: a step, and a state dict that a checkpoint can name.
 
 An optimizer on one rank knows the parameters that this rank holds a part of. What it keeps between steps is told as
 ``StatePart``s: rectangular boxes of named tensors whose shapes depend on the model alone, so that a state that was saved
@@ -23,10 +23,10 @@ from phalanx.run.spec import OptimizerSpec
 
 @dataclass(frozen=True)
 class StatePart:
-    """What this rank holds of one named tensor of the state."""
+    """This rank's part of one named tensor of the optimizer's state."""
 
     tensor: Tensor
-    """Plain; the optimizer works on this very memory."""
+    """A plain tensor that shares memory with the optimizer's own."""
     whole: tuple[int, ...]
     """Shape of the named tensor."""
     offset: tuple[int, ...]
@@ -47,7 +47,7 @@ class Optimizer(Protocol):
 
     @abstractmethod
     def state(self) -> dict[str, list[StatePart]]:
-        """What this rank holds of the state, by names such as ``exp_avg/blocks.0.ffn.up.weight``."""
+        """This rank's part of the state, by names such as ``exp_avg/blocks.0.ffn.up.weight``."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Several(Optimizer):
 
 
 def decays(parameter: Parameter, spec: OptimizerSpec) -> bool:
-    """Whether weight decay applies to a parameter."""
+    """True if weight decay applies to the parameter."""
     if parameter.kind in ("norm", "bias"):
         return spec.decay_norms
     return spec.decay_embeddings if parameter.kind == "embedding" else True
@@ -81,7 +81,7 @@ def boxes_of(
 
 
 def gradient_of(name: str, parameter: nn.Parameter) -> Tensor:
-    """What this rank holds of a parameter's gradient. Raises ``RuntimeError`` if there is none."""
+    """This rank's part of a parameter's gradient. Raises ``RuntimeError`` if there is none."""
     if parameter.grad is None:
         raise RuntimeError(f"{name} has no gradient to step with")
     return local(parameter.grad)

@@ -1,4 +1,4 @@
-"""What Shampoo and SOAP have in common: statistics of a matrix's rows and columns, block by block.
+"""Blocks of a matrix with row and column statistics, as Shampoo and SOAP use them.
 
 The covariance of a matrix's rows is a matrix of as many rows, and its decomposition costs their cube. Matrices larger than
 ``block_size`` are therefore divided into blocks, as even as can be, each with statistics of its own. Statistics of all blocks
@@ -25,12 +25,12 @@ class MatrixBlock:
     columns: slice
 
     def left(self, statistics: Tensor) -> Tensor:
-        """Of a tensor of all blocks' statistics of rows, this block's: ``(rows, rows)``, a view."""
+        """This block's part of all blocks' row statistics ``(block rows, block columns, n, n)``: ``(rows, rows)``, a view."""
         height = self.rows.stop - self.rows.start
         return statistics[self.place][:height, :height]
 
     def right(self, statistics: Tensor) -> Tensor:
-        """Of a tensor of all blocks' statistics of columns, this block's: ``(columns, columns)``, a view."""
+        """This block's part of all blocks' column statistics: ``(columns, columns)``, a view."""
         width = self.columns.stop - self.columns.start
         return statistics[self.place][:width, :width]
 

@@ -27,16 +27,19 @@ class Shampoo(MatrixRule):
 
     def change(self, gradient: Tensor, state: Mapping[str, Tensor], number: int) -> Tensor:
         spec = self.spec
+        # Adam's step: its first moment M is preconditioned, its length is what each block is grafted to.
         mean = state["exp_avg"].lerp_(gradient, 1 - spec.beta1)
         squares = state["exp_avg_sq"].lerp_(gradient.square(), 1 - spec.beta2)
         adam = mean / (squares.sqrt() / math.sqrt(1 - spec.beta2**number) + spec.eps)
         adam.div_(1 - spec.beta1**number)
         for block in MatrixBlocks(gradient.shape[0], gradient.shape[1], spec.block_size):
+            # L <- b L + (1 - b) G G^T, R <- b R + (1 - b) G^T G
             self._update_statistics(block, block.of(gradient), state)
             if (number - 1) % spec.precondition_every == 0:
                 block.left(state["left_root"]).copy_(inverse_fourth_root(block.left(state["left"])))
                 block.right(state["right_root"]).copy_(inverse_fourth_root(block.right(state["right"])))
             left, right = block.left(state["left_root"]), block.right(state["right_root"])
+            # L^-1/4 M R^-1/4, then grafting: the direction is Shampoo's, the length Adam's.
             step = aligned(left) @ block.of(mean) @ aligned(right)
             length = block.of(adam).norm() / step.norm().clamp(min=_SMALLEST_NORM)
             adam[block.rows, block.columns] = step.mul_(length)

@@ -30,13 +30,15 @@ class Soap(MatrixRule):
         if number > 1:
             state["exp_avg"].lerp_(gradient, 1 - spec.beta1)
         for block in MatrixBlocks(gradient.shape[0], gradient.shape[1], spec.block_size):
-            part = block.of(gradient)
+            part = block.of(gradient)  # (rows of the block, columns of the block)
             left, right = block.left(state["left_basis"]), block.right(state["right_basis"])
             if number > 1:
+                # Turn gradient and mean into the basis of the step before, apply Adam there, turn the step back.
                 mean = block.of(state["exp_avg"])
                 squares = state["basis_exp_avg_sq"][block.rows, block.columns]
                 step = self._adam(part, mean, squares, aligned(left), aligned(right), number - 1)
                 change[block.rows, block.columns] = step
+            # Only now does this gradient enter the statistics, and when it is time the basis (algorithm 4).
             self._follow(block.left(state["left"]), left, part @ part.T, number)
             self._follow(block.right(state["right"]), right, part.T @ part, number)
         return change
