@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from phalanx.data.errors import DatasetError
 from phalanx.data.index import INDEX_FILE, SPLITS, DatasetIndex, ShardFile, read_index
+from phalanx.run.durable import sync
 
 # Each map holds a file descriptor, of which many systems give a process 1,024; trillions of tokens have more shards.
 MAX_OPEN_MAPS = 256
@@ -213,10 +214,10 @@ def commit(partial: Path, directory: Path, index: DatasetIndex) -> None:
     """
     (partial / INDEX_FILE).write_bytes(index.to_json().encode())
     for path in partial.iterdir():
-        _fsync(path)
-    _fsync(partial)
+        sync(path)
+    sync(partial)
     partial.rename(directory)
-    _fsync(directory.parent)
+    sync(directory.parent)
 
 
 def verify(directory: Path, *, on_progress: Callable[[str, int, int], None] | None = None) -> None:
@@ -281,11 +282,3 @@ def _checksum(path: Path, also: Callable[[bytes], None]) -> str:
             f"cannot read {path}: {error}; copy it again, or prepare the dataset anew"
         ) from error
     return checksum.hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
