@@ -22,6 +22,7 @@ FLOORS = {
     "fleet": 6,
     "serve": 7,
     "simulate": 7,
+    "api": 8,
     "cli": 8,
 }
 PURE = (

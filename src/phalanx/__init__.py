@@ -1,7 +1,76 @@
-"""Phalanx trains one transformer as one logical job on whatever fleet there is.
+"""Phalanx trains one model as one logical job on whatever fleet there is.
 
 The bits belong to the run, not to the fleet: the weights after step *n* are a function of the run
 file, the data and the seed. ``docs/reproducibility.md`` states the contract.
+
+The names below are the public Python interface (``docs/python-api.md``). They are imported when they are first used, so
+that ``import phalanx`` and ``phalanx --help`` wait for nothing.
 """
 
-__version__ = "0.1.0"
+from __future__ import annotations
+
+from phalanx.version import __version__
+
+TYPE_CHECKING = (
+    False  # as type checkers understand it; importing ``typing`` for it takes longer than all of this file
+)
+if TYPE_CHECKING:
+    from phalanx.api.planning import plan_run
+    from phalanx.api.training import (
+        Run,
+        RunStoppedError,
+        open_run,
+        read_run_file,
+        train_run,
+    )
+    from phalanx.api.weights import generate_text, load_weights, weights_sha256
+    from phalanx.model.custom import CustomModel
+    from phalanx.run.result import RunResult
+    from phalanx.run.spec import RunSpec
+    from phalanx.train.lifecycle.ending import RunFailedError
+
+_HOMES = {
+    "CustomModel": "phalanx.model.custom",
+    "Run": "phalanx.api.training",
+    "RunFailedError": "phalanx.train.lifecycle.ending",
+    "RunResult": "phalanx.run.result",
+    "RunSpec": "phalanx.run.spec",
+    "RunStoppedError": "phalanx.api.training",
+    "generate_text": "phalanx.api.weights",
+    "load_weights": "phalanx.api.weights",
+    "open_run": "phalanx.api.training",
+    "plan_run": "phalanx.api.planning",
+    "read_run_file": "phalanx.api.training",
+    "train_run": "phalanx.api.training",
+    "weights_sha256": "phalanx.api.weights",
+}
+"""The module that each public name is imported from on first use."""
+
+__all__ = [
+    "CustomModel",
+    "Run",
+    "RunFailedError",
+    "RunResult",
+    "RunSpec",
+    "RunStoppedError",
+    "__version__",
+    "generate_text",
+    "load_weights",
+    "open_run",
+    "plan_run",
+    "read_run_file",
+    "train_run",
+    "weights_sha256",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from examples.mixer import Mixer
 
-from mixers import Mixer
 from phalanx.data.dataset import RunData
 from phalanx.data.index import read_index
 from phalanx.model.custom import custom_facts
@@ -38,7 +38,7 @@ LAYOUTS = {
 def mixer_run(dataset: Path, run_dir: Path) -> RunSpec:
     """A resolved run of ``mixers.Mixer``."""
     spec = tiny_run(dataset, run_dir, STEPS)
-    spec = dataclasses.replace(spec, model=ModelSpec(factory="mixers:Mixer", layers=3, dim=32))
+    spec = dataclasses.replace(spec, model=ModelSpec(factory="examples.mixer:Mixer", layers=3, dim=32))
     return resolve(spec, read_index(dataset), Path("mixer.toml"))
 
 
@@ -105,7 +105,7 @@ def test_a_run_is_not_continued_with_other_source(dataset: Path, tmp_path: Path,
     other = dataclasses.replace(spec, model=dataclasses.replace(spec.model, factory_sha256="0" * 64))
     with pytest.raises(RunDirectoryError, match=r"belongs to another run(.|\n)*model\.factory_sha256"):
         open_run(other, read_index(dataset).fingerprint, dataset)
-    with pytest.raises(RunFileError, match="the source of mixers:Mixer is another now"):
+    with pytest.raises(RunFileError, match=r"the source of examples\.mixer:Mixer is another now"):
         resolve(other, read_index(dataset), Path("mixer.toml"))
     with pytest.raises(AssertionError, match="not the one that this run began with"):
         ranks.run(1, train_on_this_rank, dataclasses.replace(other, run_dir=str(tmp_path / "third")))

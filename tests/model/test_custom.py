@@ -7,35 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from examples import mixer as mixers
+from examples.mixer import GatedConvolution, Mixer
 from torch import Tensor, nn
 
-import mixers
-from mixers import GatedConvolution, Mixer
 from phalanx.model.custom import Chain, CustomModelError, blocks_of, custom_facts
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
 
-SPEC = ModelSpec(factory="mixers:Mixer", layers=3, dim=16, vocab_size=50)
+SPEC = ModelSpec(factory="examples.mixer:Mixer", layers=3, dim=16, vocab_size=50)
 
 
 class WithoutForward(Mixer):
     """States its parts and nothing else."""
 
     forward = nn.Module.forward
-
-
-class Tied(Mixer):
-    """The embedding is the head."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__(spec)
-        self.head = None  # type: ignore[assignment]
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.embedding(tokens)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.norm(hidden) @ self.embedding.weight.t()
 
 
 class Scaled(Mixer):
@@ -99,6 +85,10 @@ REFUSED = {
         changed(lambda model: model.blocks.pop(0)),
         r"it has 2 blocks; model\.layers = 3 must say the same",
     ),
+    "headless": (
+        changed(lambda model: setattr(model, "head", None)),
+        "it has no head; model.tie_embeddings = false",
+    ),
     "biased": (changed(lambda model: setattr(model, "head", nn.Linear(16, 50))), "nn.Linear without bias"),
     "narrow": (
         changed(lambda model: setattr(model, "head", nn.Linear(16, 49, bias=False))),
@@ -135,12 +125,11 @@ def _factories(monkeypatch: pytest.MonkeyPatch) -> None:
     """All models of this file can be named like those of the module ``mixers``."""
     for name, (factory, _) in REFUSED.items():
         monkeypatch.setattr(mixers, name, factory, raising=False)
-    for model in (WithoutForward, Tied):
-        monkeypatch.setattr(mixers, model.__name__, model, raising=False)
+    monkeypatch.setattr(mixers, WithoutForward.__name__, WithoutForward, raising=False)
 
 
 def named(factory: str) -> ModelSpec:
-    return dataclasses.replace(SPEC, factory=f"mixers:{factory}")
+    return dataclasses.replace(SPEC, factory=f"examples.mixer:{factory}")
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -149,16 +138,18 @@ def test_a_model_that_would_be_trained_wrongly_is_refused_with_the_remedy(name: 
         custom_facts(named(name), seq_len=8)
 
 
-@pytest.mark.parametrize("factory", ["Mixer", "Tied"])
-def test_the_chain_computes_what_the_model_computes_under_the_same_names(factory: str) -> None:
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_chain_computes_what_the_model_computes_under_the_same_names(tied: bool) -> None:
     torch.manual_seed(0)
-    model = getattr(mixers, factory)(SPEC)
+    spec = dataclasses.replace(SPEC, tie_embeddings=tied)
+    model = Mixer(spec)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
-    chain = Chain(named(factory))
+    chain = Chain(spec)
     chain.load_state_dict(model.state_dict())
     tokens = torch.randint(50, (2, 9))
     assert torch.equal(chain(tokens), model(tokens))
+    assert len(custom_facts(spec, seq_len=8).parameters) == len(list(model.parameters()))
 
 
 def test_stages_one_after_another_are_the_whole_chain() -> None:
@@ -173,11 +164,6 @@ def test_stages_one_after_another_are_the_whole_chain() -> None:
         part.keep(layers, first=stage == 0, last=stage == 1)
         hidden = part(hidden)
     assert torch.equal(hidden, expected)
-
-
-def test_a_tied_model_cannot_be_cut_into_stages() -> None:
-    with pytest.raises(CustomModelError, match=r"give the model a head, or set parallel\.pipeline = 1"):
-        Chain(named("Tied")).keep(range(1), first=True, last=False)
 
 
 def test_the_facts_are_those_of_the_module() -> None:

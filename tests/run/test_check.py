@@ -209,7 +209,6 @@ OWN = ModelSpec(factory="models:make")
         ({"model": replace(OWN, moe=MoeSpec())}, "model.moe"),
         ({"model": replace(OWN, mla=MlaSpec())}, "model.mla"),
         ({"model": replace(OWN, mtp_depth=1)}, "model.mtp_depth"),
-        ({"model": replace(OWN, tie_embeddings=True)}, "model.tie_embeddings"),
         ({"model": OWN, "train": TrainSpec(document_mask=True)}, "train.document_mask"),
         ({"model": OWN, "precision": PrecisionSpec(matmul="mxfp8")}, "precision.matmul"),
     ],

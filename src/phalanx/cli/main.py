@@ -11,7 +11,7 @@ import sys
 
 import click
 
-import phalanx
+from phalanx.version import __version__
 
 _COMMANDS = {
     "train": ("train", "Train a run on this machine, or as a rank of torchrun or srun."),
@@ -57,7 +57,7 @@ class _Lazy(click.Group):
 
 
 @click.command(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(phalanx.__version__, prog_name="phalanx")
+@click.version_option(__version__, prog_name="phalanx")
 def phalanx_command() -> None:
     """Phalanx trains very large transformers as one logical job on any fleet.
 

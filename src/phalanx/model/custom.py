@@ -35,7 +35,7 @@ class CustomModelError(ValueError):
 
 
 class CustomModel(Protocol):
-    """What a user's own ``nn.Module`` must state. Shapes: ``b`` batch, ``s`` sequence, ``d`` = ``model.dim``.
+    """The contract of a user's own ``nn.Module``. Shapes: ``b`` batch, ``s`` sequence, ``d`` = ``model.dim``.
 
     It is built by ``factory(model_spec)``, on the meta device: parameters get their values afterwards, each element a function
     of the seed, the parameter's name and its index. Matrices, filters and embeddings are drawn from a normal distribution with
@@ -44,15 +44,27 @@ class CustomModel(Protocol):
     stream, and starts smaller), "filter", "embedding", "norm" (ones) or "bias" (zeros).
     """
 
-    embedding: nn.Module
-    """Tokens ``(b, s)``, int64, to hidden states ``(b, s, d)``."""
-    blocks: nn.ModuleList
-    """``model.layers`` modules, each from hidden states ``(b, s, d)`` to hidden states ``(b, s, d)``. A block may look only
-    at tokens before the one it predicts for: that it is causal is not checked."""
-    norm: nn.Module
-    """Hidden states to those that the head reads; ``nn.Identity()`` if there is nothing to do."""
-    head: nn.Linear | None
-    """Without bias, ``(vocab_size, d)``; ``None``: the weight of ``embedding``, an ``nn.Embedding``."""
+    @property
+    def embedding(self) -> nn.Module:
+        """Tokens ``(b, s)``, int64, to hidden states ``(b, s, d)``."""
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """``model.layers`` modules, each from hidden states ``(b, s, d)`` to hidden states ``(b, s, d)``.
+
+        A block may look only at tokens before the one it predicts for: that it is causal is not checked.
+        """
+
+    @property
+    def norm(self) -> nn.Module:
+        """Hidden states to those that the head reads; ``nn.Identity()`` if there is nothing to do."""
+
+    @property
+    def head(self) -> nn.Linear | None:
+        """Without bias, ``(vocab_size, d)``.
+
+        With ``model.tie_embeddings`` it is ``None`` and stands for the weight of ``embedding``, an ``nn.Embedding``.
+        """
 
 
 class Chain(nn.Module):
@@ -73,11 +85,6 @@ class Chain(nn.Module):
 
     def keep(self, layers: range, *, first: bool, last: bool) -> None:
         """Cuts the model down to a stage of a pipeline, as ``Transformer.keep`` does."""
-        if self.head is None:
-            raise CustomModelError(
-                f"{self.spec.factory}: head = None ties the head to the embedding, which the first and the last stage of a "
-                "pipeline cannot share; give the model a head, or set parallel.pipeline = 1"
-            )
         self.blocks = nn.ModuleDict(
             {name: block for name, block in self.blocks.items() if int(name) in layers}
         )
@@ -95,7 +102,7 @@ class Chain(nn.Module):
         documents: Tensor | None = None,
         ahead: object = None,
     ) -> Tensor:
-        """What ``readout`` makes of the last hidden states, by default logits; of a stage without norm, its hidden states.
+        """Returns ``readout`` of the last hidden states, by default logits; a stage without norm returns its hidden states.
 
         Args:
             x: Tokens ``(b, s)``, int64; hidden states ``(b, s, d)`` for a stage without embedding.
@@ -124,7 +131,7 @@ def blocks_of(part: nn.Module) -> list[nn.Module]:
 
 @dataclass(frozen=True)
 class CustomFacts:
-    """What is known of a user's own model once it has been built on the meta device."""
+    """The facts of a user's own model that the trainer needs, taken from a build on the meta device."""
 
     parameters: tuple[Parameter, ...]
     """In the order in which the module registers them."""
@@ -199,6 +206,12 @@ def _require_head(model: nn.Module, spec: ModelSpec, refuse: _Refusal) -> None:
             "the model has no attribute head",
             "give it an nn.Linear(dim, vocab_size, bias=False), or None for the embedding's weight",
         )
+    if (model.head is None) != spec.tie_embeddings:
+        has = "no head" if model.head is None else "a head of its own"
+        wanted = str(spec.tie_embeddings).lower()
+        raise refuse(
+            f"it has {has}", f"model.tie_embeddings = {wanted} must say the same (None ties the head)"
+        )
     owner, name = (model.embedding, "embedding") if model.head is None else (model.head, "head")
     if not isinstance(owner, nn.Embedding | nn.Linear) or getattr(owner, "bias", None) is not None:
         remedy = "it must be an nn.Linear without bias, or None with an nn.Embedding as embedding"
@@ -233,7 +246,7 @@ def _require_trainable(model: nn.Module, refuse: _Refusal) -> None:
         if parameter in names:
             raise refuse(
                 f"{name} is the same parameter as {names[parameter]}",
-                "give each its own; to tie the head to the embedding, set head = None",
+                "give each its own; to tie the head to the embedding, set head = None and model.tie_embeddings = true",
             )
         names[parameter] = name
         if not parameter.requires_grad:

@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import phalanx
+from phalanx.version import __version__
 
 PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "xxhash", "triton")
 GIT_TIMEOUT_S = 10.0
@@ -30,8 +30,8 @@ def code_version(package: Path | None = None) -> dict[str, Any]:
     ``git_dirty`` is True if tracked files differ from the commit or untracked ones lie beside the
     package: such a run cannot be repeated from the commit alone. An installed package has neither key.
     """
-    package = package or Path(phalanx.__file__).resolve().parent
-    version: dict[str, Any] = {"version": phalanx.__version__}
+    package = package or Path(__file__).resolve().parents[1]
+    version: dict[str, Any] = {"version": __version__}
     # Tracked, not merely inside: a virtual environment may lie in somebody else's repository.
     if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
         return version

@@ -17,7 +17,7 @@ def check(spec: RunSpec) -> list[Problem]:
 
 
 def _custom_model(spec: RunSpec) -> Iterator[Problem]:
-    """What a user's own model cannot be asked for: Phalanx knows its blocks, but not what is in them."""
+    """Refuses what a user's own model does not say: Phalanx knows its blocks, but not how they could be divided."""
     model, parallel = spec.model, spec.parallel
     if not is_factory_name(model.factory):
         yield Problem("model.factory", f"{model.factory!r} names no factory", 'write "package.module:name"')
@@ -42,11 +42,6 @@ def _custom_model(spec: RunSpec) -> Iterator[Problem]:
         ),
         ("model.mla", model.mla is not None, "leave the table out"),
         ("model.mtp_depth", model.mtp_depth > 0, "set it to 0"),
-        (
-            "model.tie_embeddings",
-            model.tie_embeddings,
-            "set it to false; a model of your own is tied by head = None",
-        ),
         (
             "train.document_mask",
             spec.train.document_mask,

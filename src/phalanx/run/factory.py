@@ -105,7 +105,7 @@ def load_factory(factory: str, sha256: str = "") -> Callable[..., Any]:
 
 
 def rank_environment(factory: str) -> dict[str, str]:
-    """What is added to the environment of processes on this machine so that they find the factory where this one does."""
+    """Returns environment variables that let child processes import the factory from where this process finds it."""
     if not factory:
         return {}
     before = os.environ.get("PYTHONPATH")

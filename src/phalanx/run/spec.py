@@ -101,7 +101,7 @@ class ModelSpec:
     """Name of a known shape, such as "llama3-8b"; fields given beside it override it."""
     factory: str = ""
     """A model of your own: "package.module:name" of a class or function that makes it from this section, keeping to
-    layers, dim and vocab_size; empty means the transformer that this section describes."""
+    layers, dim, vocab_size and tie_embeddings; empty means the transformer that this section describes."""
     factory_sha256: str = ""
     """Digest of that model's source; filled in when the run is first started, so that other source is another run."""
     layers: Annotated[int, POSITIVE] = 4

@@ -113,14 +113,14 @@ def _origin(settings: Settings) -> CalibrationOrigin:
 
     import torch
 
-    import phalanx
     from phalanx.plan.fit_profile import CalibrationOrigin
+    from phalanx.version import __version__
 
     clock = "processor time, since others used the machine too" if settings.clock == "cpu" else "wall time"
     return CalibrationOrigin(
         source=f"measured on {platform.node()} by phalanx calibrate ({clock})",
         date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        versions=f"phalanx {phalanx.__version__}, torch {torch.__version__}, {platform.platform()}",
+        versions=f"phalanx {__version__}, torch {torch.__version__}, {platform.platform()}",
     )
 
 

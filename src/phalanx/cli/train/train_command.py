@@ -12,13 +12,9 @@ import click
 from phalanx.cli.errors import explained
 from phalanx.cli.train.session import already_done, conclude, console_for, event_display, progress_on
 from phalanx.data.errors import DataError
-from phalanx.hardware.detect import gpu_count
 from phalanx.launch.foreign import started_as_rank
 from phalanx.model.facts.presets import PRESETS
-from phalanx.observe.records import usable_cores
 from phalanx.run.directory import RunDirectory, RunDirectoryError
-from phalanx.run.layout import layout_problems, replica_ranks
-from phalanx.run.problems import RunFileError
 from phalanx.run.read import read_run
 from phalanx.run.spec import RunSpec
 
@@ -95,13 +91,14 @@ def command(
 
 def _train_here(spec: RunSpec, run_file: Path, as_json: bool) -> int:
     from phalanx.launch.local import run_locally
+    from phalanx.launch.ranks import ranks_on_this_machine
     from phalanx.train.lifecycle.prepare import prepare_run
 
     console = console_for(as_json)
     with explained(DataError, RunDirectoryError):
         if spec.run_dir and (done := RunDirectory(Path(spec.run_dir)).finished_result()) is not None:
             return already_done(spec, run_file, done, console, as_json)
-        ranks = _ranks(spec, run_file)
+        ranks = ranks_on_this_machine(spec, run_file)
         run = prepare_run(spec, run_file, progress_on(console))
     console.print(
         f"run directory {run.directory.path}, {ranks} {'rank' if ranks == 1 else 'ranks'} on this machine"
@@ -113,19 +110,3 @@ def _train_here(spec: RunSpec, run_file: Path, as_json: bool) -> int:
     ending = run_locally(run, ranks, event_display(run, console))
     os.close(run.lock_fd)
     return conclude(run, ending, console, as_json, None)
-
-
-def _ranks(spec: RunSpec, run_file: Path) -> int:
-    """As many ranks as the run file says, or as the machine has room for."""
-    if spec.parallel.ranks:
-        return spec.parallel.ranks
-    room = gpu_count() if spec.runtime.device != "cpu" else 0
-    replica = replica_ranks(spec.parallel)
-    most = spec.train.slots * spec.parallel.pipeline * spec.parallel.context * spec.parallel.tensor
-    ranks = max(min(room or max(1, usable_cores() // spec.runtime.threads), most), replica)
-    while ranks > replica and layout_problems(spec, ranks):
-        ranks -= 1
-    problems = layout_problems(spec, ranks)
-    if problems:
-        raise RunFileError(run_file, problems)
-    return ranks

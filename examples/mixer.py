@@ -1,4 +1,9 @@
-"""Models that are not Phalanx's own, for tests: a stack of gated causal convolutions, and variants that cannot be trained."""
+"""A model of one's own for Phalanx: a stack of gated causal convolutions (after Dauphin et al., arXiv 1612.08083).
+
+It is any ``nn.Module`` that states its embedding, blocks, norm and head (``docs/python-api.md``). Train it with::
+
+    phalanx.train_run("configs/quickstart.toml", model="examples.mixer:Mixer")
+"""
 
 from __future__ import annotations
 
@@ -39,11 +44,12 @@ class Mixer(nn.Module):
         self.embedding = nn.Embedding(spec.vocab_size, spec.dim)
         self.blocks = nn.ModuleList(GatedConvolution(spec.dim) for _ in range(spec.layers))
         self.norm = nn.RMSNorm(spec.dim)
-        self.head = nn.Linear(spec.dim, spec.vocab_size, bias=False)
+        self.head = None if spec.tie_embeddings else nn.Linear(spec.dim, spec.vocab_size, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens ``(b, s)`` to logits ``(b, s, vocab)``."""
         hidden = self.embedding(tokens)
         for block in self.blocks:
             hidden = block(hidden)
-        return self.head(self.norm(hidden))  # type: ignore[no-any-return]
+        hidden = self.norm(hidden)
+        return F.linear(hidden, self.embedding.weight) if self.head is None else self.head(hidden)

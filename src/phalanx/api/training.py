@@ -1,0 +1,167 @@
+"""Training from Python: the same run, ranks and directory as ``phalanx train``, and a run directory to look at.
+
+Ranks are processes of their own here too, started by the same launchers, so that a crash of a rank, a stop and a recovery
+are what they are from the command line; the calling process trains nothing and needs no guard against being imported
+again. It must be a process's main thread that calls, because Ctrl-C is handed on to the ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from phalanx.fleet.node.local_fleet import LocalFleet, run_fleet
+from phalanx.launch.local import run_locally
+from phalanx.launch.ranks import ranks_on_this_machine
+from phalanx.model.facts.presets import PRESETS
+from phalanx.observe.event_log import follow, read_events
+from phalanx.observe.events import Event
+from phalanx.run.check import check
+from phalanx.run.directory import RunDirectory, read_resolved
+from phalanx.run.factory import factory_name
+from phalanx.run.problems import RunFileError
+from phalanx.run.read import read_run
+from phalanx.run.result import RunResult
+from phalanx.run.spec import ModelSpec, RunSpec
+from phalanx.train.lifecycle.ending import Ending, RunFailedError
+from phalanx.train.lifecycle.prepare import prepare_run
+from phalanx.train.lifecycle.run_directory import OpenRun
+
+if TYPE_CHECKING:
+    from phalanx.model.custom import CustomModel
+
+IN_PYTHON = Path("<RunSpec>")
+"""Stands for the run file in messages about a run that was described in Python."""
+
+
+class RunStoppedError(RuntimeError):
+    """A run was asked to stop (Ctrl-C, SIGTERM), and has saved; ``Run.resume`` goes on from there."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory."""
+
+    path: Path
+
+    @property
+    def spec(self) -> RunSpec:
+        """The resolved run: what was asked for, with nothing left to a default."""
+        return read_resolved(RunDirectory(self.path))
+
+    @property
+    def result(self) -> RunResult | None:
+        """The result; ``None`` while the run is not complete."""
+        return RunDirectory(self.path).finished_result()
+
+    @property
+    def saved_steps(self) -> list[int]:
+        """The steps with a committed checkpoint, oldest first."""
+        return RunDirectory(self.path).committed_steps()
+
+    def events(self) -> Iterator[Event]:
+        """Yields the run's events over all of its starts: steps, evaluations, saves, restores, recoveries."""
+        return read_events(RunDirectory(self.path).events)
+
+    def resume(self, *, on_event: Callable[[Event], None] | None = None) -> RunResult:
+        """Goes on from the newest good checkpoint, as ``train_run`` does; a complete run gives its result again."""
+        spec = dataclasses.replace(self.spec, run_dir=str(self.path))
+        return train_run(spec, on_event=on_event)
+
+
+def open_run(path: Path | str) -> Run:
+    """The run in a directory. Raises ``RunDirectoryError`` if there is none."""
+    run = Run(Path(path))
+    _ = run.spec
+    return run
+
+
+def read_run_file(path: Path | str, *overrides: str) -> RunSpec:
+    """The run that a TOML file describes, with ``section.field=value`` overrides, as ``phalanx train --set`` takes them.
+
+    Raises ``phalanx.run.problems.RunFileError``, which lists every mistake with what is allowed.
+    """
+    return read_run(Path(path), PRESETS, overrides)
+
+
+def train_run(
+    spec: RunSpec | Path | str,
+    *,
+    model: Callable[[ModelSpec], CustomModel] | str | None = None,
+    on_event: Callable[[Event], None] | None = None,
+) -> RunResult:
+    """Trains a run to its last step, on this machine, and returns its result.
+
+    Called again after a crash or a stop it goes on from the newest good checkpoint, on as many ranks as there are then; the
+    weights at the end are the same. With ``fleet.nodes`` the ranks are a fleet that recovers in place.
+
+    Args:
+        spec: A run, or the path of a run file.
+        model: A model of your own (``phalanx.CustomModel``): a class or function at module level that makes it from
+            ``spec.model``, or its name ``"package.module:name"``. It takes the place of ``model.factory``.
+        on_event: Called in this process with each event of this start of the run, as it comes.
+
+    Raises:
+        RunFileError: The run cannot be; all mistakes are listed.
+        FactoryError: The ranks could not import ``model``.
+        DataError: The dataset is missing or damaged.
+        RunDirectoryError: The run directory is in use, or belongs to another run.
+        RunFailedError: A rank failed.
+        RunStoppedError: The run was stopped by a signal.
+    """
+    path = IN_PYTHON if isinstance(spec, RunSpec) else Path(spec)
+    spec = spec if isinstance(spec, RunSpec) else read_run_file(spec)
+    if model is not None:
+        own = dataclasses.replace(spec.model, factory=factory_name(model))
+        spec = dataclasses.replace(spec, model=own)
+    if spec.fleet.nodes:
+        ranks = spec.fleet.nodes * spec.fleet.workers_per_node
+        spec = dataclasses.replace(spec, parallel=dataclasses.replace(spec.parallel, ranks=ranks))
+    problems = check(spec)
+    if problems:
+        raise RunFileError(path, problems)
+    done = RunDirectory(Path(spec.run_dir)).finished_result() if spec.run_dir else None
+    run = prepare_run(spec, path, lambda _what, _done, _total: None)
+    try:
+        if done is not None:
+            return done
+        ending = _launch(run, path, on_event)
+    finally:
+        os.close(run.lock_fd)
+    return _result(run, ending)
+
+
+def _launch(run: OpenRun, path: Path, on_event: Callable[[Event], None] | None) -> Ending:
+    def while_running(ended: Callable[[], bool]) -> None:
+        if on_event is None:
+            return
+        run.directory.events.touch()
+        for event in follow(run.directory.events, ended):
+            if event.attempt >= run.attempt:
+                on_event(event)
+
+    fleet = run.spec.fleet
+    if fleet.nodes:
+        return run_fleet(run, LocalFleet(fleet.nodes, fleet.spares), while_running)
+    return run_locally(run, ranks_on_this_machine(run.spec, path), while_running)
+
+
+def _result(run: OpenRun, ending: Ending) -> RunResult:
+    where = run.directory.path
+    if ending.status == "stopped":
+        raise RunStoppedError(f"stopped; to go on: phalanx.open_run({str(where)!r}).resume()")
+    result = run.directory.finished_result()
+    if ending.status == "finished" and result is not None:
+        return result
+    who = "" if ending.failed_rank is None else f"rank {ending.failed_rank} "
+    saved = run.directory.committed_steps()
+    remedy = (
+        f"to go on from step {saved[-1]}: phalanx.open_run({str(where)!r}).resume()"
+        if saved
+        else "start it again"
+    )
+    raise RunFailedError(f"{who}{ending.message}; {remedy}", remedy)

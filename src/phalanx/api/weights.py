@@ -1,0 +1,95 @@
+"""Weights from Python: as a state dict, as a hash, and as text that they generate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from phalanx.checkpoint.format.boxes import whole
+from phalanx.checkpoint.format.state import Shard, torch_dtype
+from phalanx.checkpoint.tiers.digest import WEIGHTS, digest_checkpoint
+from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.checkpoint.tiers.restore import restore
+from phalanx.run.directory import RunDirectoryError, committed_steps, locate_checkpoints
+from phalanx.serve.generate import encode_prompt, generate, load_model, load_run_tokenizer
+from phalanx.serve.text_stream import TextStream
+
+
+def load_weights(place: Path | str, step: int | None = None) -> dict[str, Tensor]:
+    """The weights of a checkpoint as a state dict: whole tensors on the CPU, in the format of the master weights (fp32).
+
+    The names are those of the module: of a model of your own, ``model.load_state_dict(load_weights(...))`` takes them.
+
+    Args:
+        place: A run directory, its folder of checkpoints, or one checkpoint.
+        step: ``None``: the newest.
+
+    Raises:
+        RunDirectoryError: There is no such checkpoint.
+        CheckpointError: It is damaged.
+    """
+    tier, step = _checkpoint(place, step)
+    boxes = {held.box.name: held.box for held in tier.boxes(step) if held.box.name.startswith(WEIGHTS)}
+    shards = [
+        Shard(
+            whole(name, box.dtype, box.global_shape),
+            torch.empty(box.global_shape, dtype=torch_dtype(box.dtype)),
+        )
+        for name, box in sorted(boxes.items())
+    ]
+    restore(tier, step, shards)
+    return {shard.box.name.removeprefix(WEIGHTS): shard.tensor for shard in shards}
+
+
+def weights_sha256(place: Path | str, step: int | None = None) -> str:
+    """SHA-256 (hex) over all weights of a checkpoint, from the bytes on disk: the hash that training reports.
+
+    ``place`` and ``step`` are as for ``load_weights``.
+    """
+    tier, step = _checkpoint(place, step)
+    return digest_checkpoint(tier, step)
+
+
+def generate_text(
+    run_dir: Path | str,
+    prompt: str = "",
+    *,
+    tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    step: int | None = None,
+) -> str:
+    """Returns text that continues ``prompt``, at most ``tokens`` tokens, without the prompt.
+
+    The same seed gives the same text. ``temperature`` 0 takes the likeliest token; ``top_k`` 0 and ``top_p`` 1 leave all in.
+    Raises ``RunDirectoryError`` where the run has saved nothing, ``CheckpointError``, and ``ValueError`` for numbers out of range.
+    """
+    model, _ = load_model(Path(run_dir), step)
+    tokenizer = load_run_tokenizer(Path(run_dir))
+    stream = TextStream(tokenizer)
+    ids = generate(
+        model,
+        encode_prompt(tokenizer, prompt),
+        tokens=tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop={tokenizer.end_of_document},
+    )
+    return "".join(stream.feed(token) for token in ids) + stream.flush()
+
+
+def _checkpoint(place: Path | str, step: int | None) -> tuple[DiskTier, int]:
+    root, named = locate_checkpoints(Path(place))
+    steps = committed_steps(root) if root.is_dir() else []
+    wanted = step if step is not None else named
+    if not steps:
+        raise RunDirectoryError(f"there is no committed checkpoint in {place}")
+    if wanted is not None and wanted not in steps:
+        raise RunDirectoryError(f"there is no step {wanted} in {place}; there are {steps}")
+    return DiskTier(root), steps[-1] if wanted is None else wanted

@@ -1,0 +1,198 @@
+"""The Python interface: a few names, imported on use, that do what the commands do."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+from examples.mixer import Mixer
+
+import phalanx
+from phalanx.observe.events import Event, Restored, RunStarted, Step
+from phalanx.run.directory import RunDirectoryError
+from phalanx.run.problems import RunFileError
+from phalanx.run.read import to_table
+from phalanx.run.spec import CheckpointSpec, FleetSpec, ModelSpec, ParallelSpec, RunSpec
+from phalanx_process import ENVIRONMENT, children, last_json, run
+from tiny_runs import tiny_run
+
+ROOT = Path(__file__).parents[2]
+OWN = ModelSpec(layers=3, dim=32)
+
+
+def own_run(dataset: Path, run_dir: Path, ranks: int = 1) -> RunSpec:
+    """A run of a model that is still to be named."""
+    spec = dataclasses.replace(tiny_run(dataset, run_dir, 4), model=OWN)
+    return dataclasses.replace(
+        spec, checkpoint=CheckpointSpec(every_steps=1), parallel=ParallelSpec(ranks=ranks)
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[phalanx.RunResult, list[Event]]:
+    """A model of one's own, trained on two ranks from Python."""
+    events: list[Event] = []
+    spec = own_run(dataset, tmp_path_factory.mktemp("trained") / "run", ranks=2)
+    return phalanx.train_run(spec, model=Mixer, on_event=events.append), events
+
+
+def test_importing_phalanx_imports_nothing_else() -> None:
+    code = "import sys, phalanx; sys.exit(any(name.startswith(('torch', 'numpy', 'phalanx.r', 'phalanx.a')) for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_public_name_is_there_and_documented() -> None:
+    page = (ROOT / "docs" / "python-api.md").read_text()
+    for name in set(phalanx.__all__) - {"__version__"}:
+        assert getattr(phalanx, name).__doc__, name
+        assert f"`{name}" in page, name
+        assert name in dir(phalanx)
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = phalanx.trian
+
+
+def test_type_checkers_see_the_names_that_are_imported_on_use() -> None:
+    tree = ast.parse((ROOT / "src" / "phalanx" / "__init__.py").read_text())
+    seen = {
+        alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
+    } - {"TYPE_CHECKING", "annotations"}
+    assert {*seen, "__version__"} == set(phalanx.__all__)
+
+
+def test_no_public_name_is_that_of_a_package() -> None:
+    # `import phalanx.train` would put the package in the function's place.
+    packages = {path.parent.name for path in (ROOT / "src" / "phalanx").glob("*/__init__.py")}
+    assert not packages & set(phalanx.__all__)
+
+
+def test_training_tells_its_events_and_gives_a_result(trained: tuple[phalanx.RunResult, list[Event]]) -> None:
+    result, events = trained
+    steps = [event.body for event in events if isinstance(event.body, Step)]
+    assert [step.step for step in steps] == [1, 2, 3, 4]
+    assert steps[-1].loss == result.loss
+    assert result.step == 4
+    assert result.ranks == 2
+    assert phalanx.open_run(result.run_dir).result == result
+    assert phalanx.open_run(result.run_dir).saved_steps[-1] == 4
+
+
+def test_the_weights_are_a_state_dict_of_the_users_model(
+    trained: tuple[phalanx.RunResult, list[Event]],
+) -> None:
+    result, _ = trained
+    place = Path(result.run_dir)
+    assert phalanx.weights_sha256(place) == result.weights_sha256
+    assert phalanx.weights_sha256(place / "checkpoints" / "step-00000004") == result.weights_sha256
+    spec = phalanx.open_run(place).spec
+    model = Mixer(spec.model)
+    model.load_state_dict(phalanx.load_weights(place))
+    # What it likes best after the prompt, by the module itself and by the command's way.
+    text = phalanx.generate_text(place, "abc", tokens=1, temperature=0)
+    likeliest = int(model(torch.tensor([list(b"abc")]))[0, -1].argmax())
+    assert text == (bytes([likeliest]).decode(errors="replace") if likeliest < 256 else "")
+    with pytest.raises(RunDirectoryError, match=r"no step 9 .* there are"):
+        phalanx.load_weights(place, step=9)
+
+
+def test_a_complete_run_gives_its_result_again(
+    trained: tuple[phalanx.RunResult, list[Event]],
+) -> None:
+    assert phalanx.open_run(trained[0].run_dir).resume() == trained[0]
+
+
+def test_a_run_with_a_killed_rank_fails_and_resumes_to_the_same_weights(
+    trained: tuple[phalanx.RunResult, list[Event]], dataset: Path, tmp_path: Path
+) -> None:
+    before = set(children(os.getpid()))
+
+    def kill_the_ranks(event: Event) -> None:
+        if isinstance(event.body, Restored | RunStarted):
+            for pid in set(children(os.getpid())) - before:
+                os.kill(pid, signal.SIGKILL)
+
+    spec = own_run(dataset, tmp_path / "run", ranks=2)
+    with pytest.raises(phalanx.RunFailedError, match="SIGKILL"):
+        phalanx.train_run(spec, model=Mixer, on_event=kill_the_ranks)
+    three = dataclasses.replace(spec, parallel=ParallelSpec(ranks=3))
+    assert phalanx.train_run(three, model=Mixer).weights_sha256 == trained[0].weights_sha256
+
+
+def test_a_fleet_from_a_run_file_recovers_a_users_model_with_the_same_bits(
+    trained: tuple[phalanx.RunResult, list[Event]], dataset: Path, tmp_path: Path
+) -> None:
+    copy_the_example(tmp_path)
+    spec = own_run(dataset, tmp_path / "run", ranks=2)
+    spec = dataclasses.replace(
+        spec,
+        model=dataclasses.replace(OWN, factory="examples.mixer:Mixer"),
+        fleet=FleetSpec(nodes=2, heartbeat_s=1.0, lease_s=4.0),
+    )
+    (tmp_path / "mixer.toml").write_text(tomli_w.dumps(to_table(spec)))
+    result = last_json(run(["train", "mixer.toml", "--fault", "kill rank 1 at step 3", "--json"], tmp_path))
+    assert result["weights_sha256"] == trained[0].weights_sha256
+    assert len(result["recoveries"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parallel": ParallelSpec(tensor=2)}, r"parallel\.tensor.*examples.mixer:Mixer does not say how"),
+        ({"fleet": FleetSpec(nodes=3), "parallel": ParallelSpec(pipeline=2)}, "3 ranks"),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused_before_anything_starts(
+    changes: dict[str, Any], message: str, dataset: Path, tmp_path: Path
+) -> None:
+    spec = dataclasses.replace(own_run(dataset, tmp_path / "run"), **changes)
+    with pytest.raises(RunFileError, match=message):
+        phalanx.train_run(spec, model=Mixer)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_is_what_the_command_prints() -> None:
+    spec = phalanx.read_run_file(ROOT / "configs" / "quickstart.toml", "train.steps=20")
+    plan = phalanx.plan_run(spec, "h100:8", require=["tp<=2"])
+    assert plan["best"][0]["accelerators"] == 8
+    with pytest.raises(ValueError, match="a model of your own"):
+        phalanx.plan_run(
+            dataclasses.replace(spec, model=dataclasses.replace(OWN, factory="examples.mixer:Mixer")),
+            "h100:8",
+        )
+
+
+def test_the_example_of_the_readme_runs_as_printed(dataset: Path, tmp_path: Path) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert 4 <= len(block.splitlines()) <= 12
+    copy_the_example(tmp_path)
+    (tmp_path / "configs").mkdir()
+    small = own_run(dataset, tmp_path / "run")  # on which the example's overrides work too
+    (tmp_path / "configs" / "quickstart.toml").write_text(tomli_w.dumps(to_table(small)))
+    (tmp_path / "example.py").write_text(block)
+    done = subprocess.run(
+        [sys.executable, "example.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result = phalanx.open_run(tmp_path / "run").result
+    assert result is not None
+    assert done.stdout.startswith(f"{result.loss} {result.weights_sha256}\n")
+
+
+def copy_the_example(folder: Path) -> None:
+    (folder / "examples").mkdir()
+    shutil.copyfile(ROOT / "examples" / "mixer.py", folder / "examples" / "mixer.py")
