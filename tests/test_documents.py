@@ -1,0 +1,159 @@
+"""What the documents say of the code is true of the code: words, classes, and the walks of CONTRIBUTING.md."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+
+import phalanx
+from phalanx.cli.main import _COMMANDS
+from phalanx.fleet.faults import fault
+from phalanx.hardware.catalog import cluster
+from phalanx.run.spec import OptimizerSpec
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "phalanx"
+CLASSES = Counter(
+    name
+    for file in SOURCE.rglob("*.py")
+    for name in re.findall(r"^class (\w+)", file.read_text(), re.MULTILINE)
+)
+
+
+def rows(page: Path) -> list[list[str]]:
+    """The cells of all rows of a page's tables, without their heads."""
+    lines = [line.strip() for line in page.read_text().splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    heads = {number - 1 for number, row in enumerate(cells) if set(row[0]) <= {"-"} and row[0]}
+    return [row for number, row in enumerate(cells) if number not in heads and number - 1 not in heads]
+
+
+GLOSSARY = rows(ROOT / "docs" / "glossary.md")
+
+
+def test_each_word_of_the_glossary_has_one_sense_and_a_term_of_the_field() -> None:
+    words = [row[0] for row in GLOSSARY]
+    assert len(words) == len(set(words))
+    assert 40 <= len(words) <= 70
+    assert all(len(row) == 4 and row[1] and row[2] for row in GLOSSARY)
+
+
+def test_a_class_of_the_glossary_stands_in_one_file() -> None:
+    for row in GLOSSARY:
+        for name in re.findall(r"`(\w+)`", row[3]):
+            assert CLASSES[name] == 1, f"{row[0]}: class {name}"
+
+
+def test_the_terms_that_people_search_for_are_in_the_glossary() -> None:
+    text = (ROOT / "docs" / "glossary.md").read_text().lower()
+    terms = [
+        "fencing",
+        "heartbeat",
+        "quorum",
+        "rollback",
+        "rendezvous",
+        "prefetch",
+        "lease",
+        "drain",
+        "straggler",
+        "all-to-all",
+        "checkpoint",
+    ]
+    terms += [
+        "gradient accumulation",
+        "state dict",
+        "data loader",
+        "write-ahead log",
+        "silent data corruption",
+    ]
+    assert [term for term in terms if term not in text] == []
+
+
+def test_the_changelog_begins_with_what_is_unreleased_and_names_this_version() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## \[(.+?)\]", text, re.MULTILINE)
+    assert versions[0] == "Unreleased"
+    assert versions[1] == phalanx.__version__
+    kinds = set(re.findall(r"^### (.+)$", text, re.MULTILINE))
+    assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+
+
+WALKS = {
+    title: text
+    for title, _, text in (
+        section.partition("\n")
+        for section in re.split(r"^### ", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.MULTILINE)[1:]
+    )
+}
+
+
+def paths(walk: str) -> set[Path]:
+    """The files and folders that a walk names, placeholders in capitals left out."""
+    named = re.findall(r"`([\w./-]+(?:/|\.py|\.toml|\.md))`", WALKS[walk])
+    return {
+        (ROOT if name.partition("/")[0] in ("tests", "docs", "examples", "configs", "README.md") else SOURCE)
+        / name
+        for name in named
+        if not re.search(r"[A-Z]{2,}/|my\.toml|/[A-Z]+_", name)
+    }
+
+
+@pytest.mark.parametrize("walk", WALKS)
+def test_every_path_of_a_walk_is_there(walk: str) -> None:
+    assert paths(walk)
+    assert [path for path in paths(walk) if not path.exists()] == []
+
+
+@pytest.mark.parametrize(
+    ("walk", "example"),
+    [
+        ("A kind of layer", r"\bmla\b|Mla"),
+        ("A parallel axis", "expert_tensor"),
+        ("An optimizer", r'"soap"|\bSoap\b'),
+        ("A fault", r"\bSlow\b"),
+    ],
+)
+def test_a_walk_names_every_file_that_knows_of_its_example(walk: str, example: str) -> None:
+    knowing = {file for file in SOURCE.rglob("*.py") if re.search(example, file.read_text())}
+    named = paths(walk)
+    assert knowing
+    assert {file for file in knowing if file not in named and not named & set(file.parents)} == set()
+
+
+def test_every_optimizer_is_in_the_files_that_its_walk_names() -> None:
+    for name in get_args(get_type_hints(OptimizerSpec)["name"]):
+        for file in ("model/facts/optimizer_state.py", "train/optimizers/choose.py"):
+            assert f'"{name}"' in (SOURCE / file).read_text(), (name, file)
+        assert name in (ROOT / "docs" / "optimizers.md").read_text().lower()
+
+
+def test_every_command_is_in_the_file_that_its_walk_names() -> None:
+    for name, (room, _) in _COMMANDS.items():
+        assert (SOURCE / "cli" / room / f"{name}_command.py").exists()
+
+
+def test_every_fault_is_in_the_files_that_its_walk_names() -> None:
+    grammar = re.findall(r"^    ([a-z]+) .*", (fault.__doc__ or "").partition("::")[2], re.MULTILINE)
+    assert len(grammar) == len(get_args(fault.FaultAction))
+    page = (ROOT / "docs" / "fleet.md").read_text()
+    assert [verb for verb in grammar if f"    {verb} " not in page and f"| {verb} " not in page] == []
+
+
+def test_an_accelerator_of_ones_own_is_planned_for_without_code(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        '[accelerator]\nkey = "mine"\nname = "Mine"\nlike = "h100"\nprofile = "h100"\nflops = {bf16 = 2e15}\n\n'
+        '[system]\nlike = "h100"\n'
+    )
+    mine = cluster(f"{file}:16")
+    assert (mine.accelerator.key, mine.accelerators) == ("mine", 16)
+    spec = phalanx.read_run_file(ROOT / "configs" / "llama3-405b.toml")
+    quick, usual = (
+        phalanx.plan_run(spec, where, layout="tp=8,pp=16,dp=4")
+        for where in (cluster(f"{file}:512"), "h100:512")
+    )
+    assert quick["best"][0]["step_s"] < usual["best"][0]["step_s"]
