@@ -22,7 +22,7 @@ from phalanx.plan.step_cost.kernels import matmul_s
 from phalanx.plan.workload.candidates import Floats
 
 MeasuredPoints = Mapping[str, Sequence[tuple[tuple[float, ...], float]]]
-"""By the name of the work: its sizes, and seconds."""
+"""Measurements by the name of the work: its sizes, and seconds."""
 
 _ROUNDS = 60
 _HELD_OUT = 3
@@ -33,7 +33,7 @@ _FARTHEST = np.log(100)
 
 @dataclass(frozen=True)
 class CalibrationOrigin:
-    """Where points come from."""
+    """The source, date and versions of measured points."""
 
     source: str
     date: str
@@ -47,7 +47,7 @@ class Fitted:
     accelerator: Accelerator
     constants: Constants
     link_bytes_per_s: float
-    """Between two ranks of this machine, one direction."""
+    """The link between two ranks of this machine, one direction."""
     link_latency_s: float
     disk_bytes_per_s: float
 
@@ -189,7 +189,7 @@ def _link(points: MeasuredPoints) -> tuple[float, float]:
 
 
 _SHARE = {"all_reduce": 2.0}
-"""How often a tensor goes over a member's link, beside (n - 1)/n."""
+"""Passes of a tensor over a member's link, to be multiplied by (n - 1)/n."""
 
 
 def _fit_collective(
@@ -230,7 +230,7 @@ def _fit(
 
 
 def _held_out(points: int) -> list[NDArray[np.bool_]]:
-    """What is left out of a fit: every third point, or where there are few, each of them in turn."""
+    """Returns masks of the points held out of a fit: every third one, or where there are few, each of them in turn."""
     numbers = np.arange(points)
     if points > 2 * _HELD_OUT:
         return [numbers % _HELD_OUT == _HELD_OUT - 1]
@@ -240,7 +240,7 @@ def _held_out(points: int) -> list[NDArray[np.bool_]]:
 def _blind_errors(
     predict: Callable[[Floats], Floats], initial: Floats, seconds: Floats, held: NDArray[np.bool_]
 ) -> Floats:
-    """Of the points ``held``, the errors of a fit to the others."""
+    """Returns the errors, at the points ``held``, of a fit to the others."""
     values = _search(lambda v: _misfit(predict(v)[~held], seconds[~held]), initial)
     return np.asarray(np.abs(predict(values)[held] / seconds[held] - 1))
 

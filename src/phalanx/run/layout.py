@@ -251,7 +251,7 @@ def _too_few(micro_batches: int, needed: str, schedule: str) -> Problem:
 
 
 def micro_batches_per_slot(spec: RunSpec) -> int:
-    """How many forward passes a slot takes."""
+    """Returns the micro-batches of a slot, each one forward pass."""
     per_slot = spec.train.batch_size // spec.train.slots
     return max(1, per_slot // (spec.train.micro_batch_size or per_slot or 1))
 

@@ -18,7 +18,7 @@ from phalanx.run.spec import DataSpec, ModelSpec
 
 _SEQ_LEN = 4096
 _VOCAB = DataSpec().vocab_size
-"""Of presets that take their vocabulary from the data: that of its default."""
+"""The vocabulary of presets that take theirs from the data: the data's default."""
 
 
 @click.command("models")

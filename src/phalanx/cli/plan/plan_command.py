@@ -108,8 +108,8 @@ def command(
     """Find the best layouts of a run on a cluster, and say why; or explain one layout.
 
     Needs no accelerator. Figures of the cluster can be overridden with --set cluster.NAME=VALUE, as in
-    --set cluster.accelerator.price_per_hour=1.9. Conditions are on tp, cp, pp, ep, dp, vpp, mbs, zero, gpus, schedule and
-    recompute.
+    --set cluster.accelerator.price_per_hour=1.9. Conditions are on the fields of a layout: tp, cp, pp, vpp, ep, etp, dp,
+    fsdp, mbs, zero, gpus, schedule, recompute, ...
 
     \b
       phalanx plan configs/llama3-405b.toml --cluster h100:16384

@@ -15,7 +15,7 @@ from phalanx.plan.step_cost.estimate import Estimate
 from phalanx.plan.whole_run.estimate import RunEstimate
 
 _FAMILIES = 12
-"""Of the families that lost, how many are shown."""
+"""Number of families that lost which are shown."""
 
 
 def print_plan(plan: Plan, *, explain: bool) -> None:
@@ -92,7 +92,7 @@ def _print_losers(console: Console, plan: Plan) -> None:
 
 
 def lost(plan: Plan, one: RunnerUp) -> float:
-    """By how much a runner-up is worse than the winner in what was optimized."""
+    """Returns how much worse than the winner a runner-up is, in what was optimized."""
     winner = plan.best[0]
     ranks = one.layout.ranks / winner.ranks
     return {"time": one.slower, "cost": (1 + one.slower) * ranks - 1, "gpus": ranks - 1}[plan.aim.optimize]

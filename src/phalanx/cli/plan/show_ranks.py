@@ -91,7 +91,7 @@ def default_ranks(spec: RunSpec, ranks: int) -> list[int]:
 def dry_run_facts(
     spec: RunSpec, ranks: int, chosen: Sequence[int], on_rank: Callable[[int], None]
 ) -> list[dict[str, Any]]:
-    """What the dry run of each chosen rank found; ``on_rank`` is called before each."""
+    """Returns the comparison that the dry run of each chosen rank made; ``on_rank`` is called before each."""
     from phalanx.train.measure.dry_run import dry_run
 
     facts = []

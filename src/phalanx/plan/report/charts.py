@@ -99,7 +99,7 @@ def stacked_bars(bars: Sequence[Bar], unit: str, limit: float | None = None) -> 
 
 
 def legend(color: Mapping[str, str]) -> str:
-    """What the colors mean."""
+    """Returns the legend of the colors."""
     items = (
         f'<span><i style="background:{value}"></i>{escape(kind)}</span>' for kind, value in color.items()
     )

@@ -21,7 +21,7 @@ from phalanx.plan.workload.candidates import candidates_of
 from phalanx.plan.workload.stacks import Job
 
 _MOST_ACTIONS = 60_000
-"""Of a flush that is drawn to its end; of longer ones the beginning."""
+"""Most actions of a flush that is drawn whole; of longer ones the beginning is."""
 _IN_FLUSH = frozenset(
     {
         "matmul",
@@ -46,7 +46,7 @@ class TraceEvent:
 
     rank: int
     name: str
-    """Such as "forward", "idle", "optimizer"."""
+    """The activity, such as "forward", "idle" or "optimizer"."""
     begin_s: float
     end_s: float
     stage: int = -1
@@ -62,7 +62,7 @@ class StepTimeline:
     flush_s: float
     step_s: float
     events: tuple[TraceEvent, ...]
-    """By rank, and in order of time; the first flush action by action, the others as one event each."""
+    """Events by rank and time; the first flush action by action, the others as one event each."""
 
 
 def step_timeline(job: Job, found: Estimate) -> StepTimeline:
@@ -81,7 +81,7 @@ def step_timeline(job: Job, found: Estimate) -> StepTimeline:
 def _flush(
     evaluation: Evaluation, found: Estimate, micro_batches: int, inside: float
 ) -> Iterator[TraceEvent]:
-    """What each rank computes in a flush; a long one is broken off."""
+    """Yields the actions of each rank in a flush; the rest of a long one is one event."""
     job, pipes = evaluation.job, evaluation.pipes
     ranks, per_rank = int(pipes.ranks[0]), int(pipes.per_rank[0])
     times = stage_times(evaluation, np.array([0]))

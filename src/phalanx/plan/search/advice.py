@@ -1,4 +1,4 @@
-"""What to do with a plan: a run file for the winner, and what would help where nothing fits."""
+"""Follow-ups to a plan: a run file for the winner, and the size of the fleet or of the memory that would fit."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _precision(spec: RunSpec, layout: PlannedLayout) -> Any:
 
 
 def what_would_fit(job: Job, options: Options) -> str:
-    """Where nothing fits: how many accelerators more, or how much memory more, would do. Empty if neither helps."""
+    """Returns how many accelerators or how much memory would do where nothing fits; empty if neither helps."""
     advice = []
     count = max(options.gpus or (job.cluster.accelerators,))
     for doubling in range(1, _MOST_DOUBLINGS + 1):

@@ -45,7 +45,7 @@ def written_layout(spec: RunSpec, job: Job, ranks: int) -> PlannedLayout:
 
 
 def estimate_written(spec: RunSpec, cluster: Cluster, ranks: int) -> Estimate:
-    """What a run takes as its file describes it, on ``ranks`` ranks."""
+    """Returns the estimate of a run in the layout of its file, on ``ranks`` ranks."""
     job = job_of(spec, cluster)
     return estimate(job, written_layout(spec, job, ranks))
 

@@ -37,7 +37,7 @@ class Plan:
     """A layout that was chosen, or asked for, and what was found on the way."""
 
     name: str
-    """Of the run."""
+    """The name of the run."""
     job: Job
     aim: Aim
     chosen: Estimate
@@ -49,7 +49,7 @@ class Plan:
     assumptions: RunAssumptions
     run: RunEstimate
     notes: tuple[str, ...] = ()
-    """Of fields of the run file that are set and not modeled."""
+    """Notes on fields of the run file that are set and not modeled."""
 
     @property
     def best(self) -> tuple[Estimate, ...]:
@@ -111,7 +111,7 @@ _ACTIVITY: Mapping[str, Activity] = {
     "bubble": "idle",
     "scale_tax": "idle",
 }
-"""What an accelerator does in each term of a step; the rest is communication, and the scalar of a stack all alike."""
+"""The accelerator's activity in each term of a step. Terms that are not listed are communication; a stack's scalar is left out."""
 
 
 def activities(found: Estimate) -> dict[Activity, float]:

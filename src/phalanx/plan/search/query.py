@@ -30,11 +30,11 @@ OWN = "phalanx"
 """This project's own stack, the only one that run files are for."""
 
 _TRAINABLE = tuple(mode for mode in RECOMPUTE if mode.name in ("none", "selective", "full"))
-"""What a run file can have computed again."""
+"""Recomputation modes that a run file can ask for and the planner models."""
 _UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 _LONGEST_RUN_STEPS = 10**9
 _TOKENS_PER_PARAMETER = 20
-"""Of a model without a run file: compute-optimal for dense models (Hoffmann et al., arXiv 2203.15556)."""
+"""Length of a run of a known model without a run file: compute-optimal for dense models (Hoffmann et al., arXiv 2203.15556)."""
 
 
 class RequestError(ValueError):
@@ -43,7 +43,7 @@ class RequestError(ValueError):
 
 @dataclass(frozen=True)
 class Aim:
-    """How a plan is looked for, in the words of the command line."""
+    """A planner query in the words of the command line: objective, conditions, layout, tokens and assumptions."""
 
     optimize: str = "time"
     require: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class Aim:
     """Relative standard deviation of the true step time around the estimate; the default is the goal of the validation
     without any end-to-end measurement."""
     assume: tuple[str, ...] = ()
-    """Of the run: ``NAME=VALUE``, with the names of ``RunAssumptions``."""
+    """Assumptions about the run as ``NAME=VALUE``, with the names of ``RunAssumptions``."""
 
 
 def run_of_model(name: str, seq_len: int, batch: int) -> RunSpec:
@@ -72,7 +72,7 @@ def run_of_model(name: str, seq_len: int, batch: int) -> RunSpec:
 
 
 def job_of(spec: RunSpec, cluster: Cluster, *, stack: str = OWN, keep_slots: bool = True) -> Job:
-    """What is estimated: the workload of ``spec``, by a stack, on ``cluster``."""
+    """Returns the job to estimate: the workload of ``spec``, by a stack, on ``cluster``."""
     compute = _compute_on(cluster, spec.precision)
     spec = replace(spec, precision=replace(spec.precision, compute=compute))
     profile = profile_of(cluster.accelerator)
@@ -138,7 +138,7 @@ def precision_of(spec: RunSpec, cluster: Cluster) -> str:
 def options_of(
     spec: RunSpec, job: Job, *, optimize: str, require: tuple[str, ...], top: int, gpus: tuple[int, ...] = ()
 ) -> Options:
-    """What a search for this run looks at."""
+    """Returns the options of a search for this run. Raises ``RequestError`` if there is no objective ``optimize``."""
     if optimize not in get_args(Objective):
         raise RequestError(f"--optimize {optimize}: take one of {', '.join(get_args(Objective))}")
     everything = job.cluster.accelerators
@@ -175,7 +175,7 @@ def read_tokens(text: str) -> float:
 
 
 def problems_of(spec: RunSpec, ranks: int) -> str:
-    """What is impossible about the run on so many ranks, in lines; empty if nothing is."""
+    """Returns the layout problems of the run on so many ranks, one on each line; empty if there are none."""
     return "\n".join(f"  {problem}" for problem in layout_problems(spec, ranks))
 
 

@@ -27,7 +27,7 @@ _CHUNK_CELLS = 1 << 18
 _FRONT_STEPS = 128
 """Steps of memory that the Pareto front distinguishes."""
 _CLOSE = 0.05
-"""How much worse by the closed form the best of a family may be, to be timed exactly."""
+"""Relative distance from the quickest, by the closed form, within which the best of a family is timed exactly."""
 _ROW_FAMILIES = ("tensor", "context", "pipeline", "expert", "micro_batch", "schedule")
 _FREE_FAMILIES = ("recompute", "zero", "offload_activations", "offload_optimizer")
 
@@ -63,7 +63,7 @@ class RunnerUp:
     """The best layout of a family that lost, and to what it lost."""
 
     family: str
-    """Such as "tensor=16"."""
+    """The field and value that its layouts share, such as "tensor=16"."""
     layout: PlannedLayout
     reason: str
     slower: float
@@ -72,19 +72,19 @@ class RunnerUp:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found."""
+    """The result of a search: the ranked layouts, the Pareto front, the families that lost, and counts."""
 
     best: tuple[Estimate, ...]
     """Ranked by the objective, timed by the exact schedule."""
     front: tuple[Point, ...]
-    """None of them is beaten in time, memory and accelerators at once (memory in steps of 1/128 of the capacity)."""
+    """The Pareto front: none is beaten in time, memory and accelerators at once (memory in steps of 1/128 of the capacity)."""
     runners_up: tuple[RunnerUp, ...]
     looked_at: int
     """Layouts of the space, legal or not."""
     valid: int
     """Layouts that are legal and fit."""
     excluded: Mapping[str, int]
-    """How many layouts each rule excluded that none before it did; "memory" comes last."""
+    """Number of layouts that each rule was the first to exclude; "memory" comes last."""
 
 
 def search(job: Job, options: Options | None = None) -> SearchResult:
@@ -133,7 +133,7 @@ def _failure(tally: _Tally) -> ValueError:
 
 @dataclass(frozen=True)
 class _Look:
-    """What is known of some geometries, shape (choices on the free axes, geometries)."""
+    """Memory and time of a chunk of geometries, shape (choices on the free axes, geometries)."""
 
     bytes: Floats
     """Infinite where a choice is not legal."""
@@ -142,7 +142,7 @@ class _Look:
     seconds: Floats
     """Infinite where a choice does not fit."""
     key: Floats
-    """By which layouts are ranked."""
+    """The ranking key: seconds, accelerator-seconds, or seconds after the number of accelerators."""
     valid: int
     """Layouts that are legal and fit."""
 
@@ -194,19 +194,19 @@ class _Best:
 
 @dataclass
 class _Tally:
-    """What a pass over the space collects. A layout's number is ``geometry x choices + choice``."""
+    """The running result of a pass over the space. A layout's number is ``geometry x choices + choice``."""
 
     whole: Evaluation
     options: Options
     excluded: dict[str, int]
     valid: int = 0
     quick: _Best = field(init=False)
-    """By the objective, of layouts that fit."""
+    """Least ranking keys of layouts that fit."""
     lean: _Best = field(init=False)
-    """By memory, of legal layouts."""
+    """Least memory of legal layouts."""
     front: _Front = field(init=False)
     keys: Floats = field(default_factory=lambda: np.zeros(0))
-    """Of the best layouts so far by the objective, with their numbers."""
+    """Ranking keys of the best layouts so far, ascending; ``numbers`` are these layouts."""
     numbers: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     def __post_init__(self) -> None:
@@ -262,7 +262,7 @@ class _Front:
     def __init__(self, capacity: float) -> None:
         self.step = capacity / _FRONT_STEPS
         self.best: dict[int, Floats] = {}
-        """By number of accelerators, the least time at most so many steps of memory."""
+        """For each number of accelerators, the least seconds in at most so many steps of memory, shape (steps + 1,)."""
         self.found: dict[tuple[int, int], tuple[float, float, int]] = {}
 
     def add(self, first: int, look: _Look, ranks: Ints) -> None:

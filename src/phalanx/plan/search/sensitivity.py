@@ -1,4 +1,4 @@
-"""What moves the answer: the step and the days of a plan, with one figure at a time lowered and raised.
+"""Sensitivity analysis: the step and the days of a plan, with one figure at a time lowered and raised.
 
 An estimate is only as good as its inputs, and they are not equally good. A figure that hardly matters need not be known well;
 one that decides is worth measuring. The layout stays as it was chosen.
@@ -17,11 +17,11 @@ from phalanx.plan.whole_run.estimate import LEVELS, estimate_run
 from phalanx.plan.workload.stacks import Job, Stack
 
 CHANGE = 0.2
-"""By how much of itself each figure is lowered and raised."""
+"""Relative change of each figure, down and up."""
 
 
 def step_changes(plan: Plan) -> dict[str, tuple[float, float]]:
-    """By figure: the step's change in per cent when it is a fifth lower, and a fifth higher; the largest first."""
+    """Returns for each figure the step's change in per cent when it is a fifth lower and a fifth higher; the largest first."""
     found = {}
     for name, lower, higher in _jobs(plan.job):
         pair = [estimate(job, plan.chosen.layout).step_s for job in (lower, higher)]

@@ -22,7 +22,7 @@ from phalanx.plan.workload.stacks import Job
 from phalanx.plan.workload.stages import most_stages
 
 AXES = 5
-"""Of a space."""
+"""Number of axes of a space: four free choices and the geometry."""
 _OPERATORS: dict[str, Callable[[Ints, int], Bools]] = {
     "<=": operator.le,
     ">=": operator.ge,
@@ -44,7 +44,7 @@ class Requirement:
     value: int
 
     def holds(self, candidates: Candidates) -> Bools:
-        """Where it is met, in the axes that its field has."""
+        """Returns the mask of the candidates that meet it, in the axes that its field has."""
         return self.compare(getattr(candidates, self.name), self.value)
 
 
@@ -70,15 +70,15 @@ def requirement(text: str, job: Job) -> Requirement:
 
 @dataclass(frozen=True)
 class Options:
-    """What a search looks at. Empty tuples mean all that is legal."""
+    """Limits and objective of a search. Empty tuples mean all that is legal."""
 
     gpus: tuple[int, ...] = ()
     """Numbers of accelerators to plan for; empty means all of the cluster's."""
     least_use: float = 0.9
-    """Of those, the fraction that a layout must use; the rest are spares."""
+    """Fraction of the accelerators that a layout must use; the rest are spares."""
     micro_batches: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 16)
     stages_per_rank: tuple[int, ...] = (2, 3, 4, 5, 6, 8, 10, 12)
-    """Of interleaved schedules."""
+    """Stages on each rank that interleaved schedules are tried with."""
     precision: str = "bf16"
     offload: bool = True
     require: tuple[str, ...] = ()
@@ -86,7 +86,7 @@ class Options:
     """Rank by seconds of a step ("time"), accelerator-hours of a step ("cost"), or accelerators ("gpus")."""
     top: int = 10
     finalists: int = 16
-    """How many are timed by the exact schedule before the best ``top`` of them are taken."""
+    """Number of layouts that are timed by the exact schedule, of which the best ``top`` are returned."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def space(job: Job, options: Options) -> Space:
 
 
 def exclusions(job: Job, candidates: Candidates, options: Options) -> dict[str, Bools]:
-    """By reason, where a choice on the free axes does not go with the geometry, or with what the user requires."""
+    """Returns masks by reason: choices on the free axes that the geometry or the user's conditions exclude."""
     first = np.asarray(min(job.stack.zero_stages))
     reasons = {
         "nothing to shard": (candidates.dense_shard == 1) & (candidates.zero != first),
@@ -216,7 +216,7 @@ def _schedules(job: Job, options: Options, table: Table, excluded: dict[str, int
 
 
 def _divided_sizes(job: Job) -> list[int]:
-    """What tensor ranks must divide."""
+    """Returns the sizes of the model that the tensor degree must divide."""
     model = job.workload.model
     sizes = [model.heads, model.ffn_dim]
     if model.mla is None:

@@ -1,4 +1,4 @@
-"""What is run, on what, and what an estimate of the run takes for granted: every default has a name, and a
+"""Inputs and assumptions of the estimate of a whole run: every default has a name, and a
 source or the word "assumption"."""
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ class RunEstimateError(ValueError):
 
 @dataclass(frozen=True)
 class RunAssumptions:
-    """What the estimate takes for granted. Every figure can be set."""
+    """Assumptions of the estimate. Every figure can be set."""
 
     recovery: RecoveryMethod = "spare"
-    """How the run gets over a failure: a spare takes over, the lost replica is left out, all start again."""
+    """Recovery method: a spare takes over, the lost replica is left out, or all start again."""
     failure_level: RateLevel = "typical"
-    """Which end of the published failure rates the mean is computed at."""
+    """The published failure rates that the mean is computed with: low, typical or high."""
     failure_classes: tuple[FailureClass, ...] = CLASSES
     recovery_level: RateLevel = "typical"
-    """Which end of the published recovery times."""
+    """The published recovery times: low, typical or high."""
     beyond_peer_share: float = 0.01
-    """Of failures, those that take a shard's both copies in memory: back to durable storage. ByteRobust
+    """Share of failures that take both copies of a shard in memory and are recovered from durable storage. ByteRobust
     (arXiv:2509.16293) saw under 1 % catastrophic cases."""
     snapshot_overlap: float = 0.0
-    """Of the copy to host memory, the share that computation hides."""
+    """Share of the copy to host memory that computation hides."""
     asynchronous_saves: bool = True
-    """Whether training goes on while a save drains from host memory to its tier."""
+    """True if training goes on while a save drains from host memory to its tier."""
     durable_interval_s: float = 1800.0
-    """Between saves to durable storage when memory holds the frequent ones; longer if one takes longer to
+    """Seconds between saves to durable storage when memory holds the frequent ones; longer if one takes longer to
     drain."""
     checkpoint_interval_s: float | None = None
-    """Of the frequent saves; the best possible one if None."""
+    """Seconds between the frequent saves; the best possible interval if None."""
     repair_s: float = DAY_S
-    """Until a lost node is back. An assumption: hours where a pool is at hand (OPT's logbook), days for a
+    """Seconds until a lost node is back. An assumption: hours where a pool is at hand (OPT's logbook), days for a
     part to be replaced."""
     spare_confidence: float = 0.99
     """Probability that a spare is there; ByteRobust keeps enough for the 99th percentile."""
@@ -155,22 +155,22 @@ def _either(words: Any) -> str:
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What is run, and on what."""
+    """The run: its cluster, step, tokens, checkpoint and ranks."""
 
     cluster: Cluster
     step_s: float
     """One optimizer step of the whole fleet, without failures."""
     tokens_per_step: float
     tokens: float
-    """That the run shall train on."""
+    """Tokens of the whole run."""
     checkpoint_bytes: float
-    """Of all ranks together: fp32 master weights and moments, and whatever else is saved."""
+    """Bytes of a checkpoint, all ranks together: fp32 master weights and moments, and whatever else is saved."""
     accelerators: int
-    """That hold ranks; spares come on top."""
+    """Accelerators that hold ranks; spares come on top."""
     replicas: int = 1
     """Data-parallel replicas: what joins and leaves as one."""
     activities: Mapping[Activity, float] = field(default_factory=lambda: {"compute": 1.0})
-    """What an accelerator does during a step; shares that sum to 1."""
+    """Shares of a step by what an accelerator does; they sum to 1."""
 
     def __post_init__(self) -> None:
         for name in ("step_s", "tokens_per_step", "tokens", "accelerators", "replicas"):

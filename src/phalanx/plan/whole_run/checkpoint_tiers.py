@@ -1,4 +1,4 @@
-"""Where a checkpoint can lie, for how long writing it stops the training, and how long reading it back takes.
+"""Checkpoint tiers: how long a save to each stops the training, and how long restoring from it takes.
 
 A saved state passes through tiers: from the accelerator into its host's memory (the only part for which
 training must stand still), from there to a peer's memory, to the node's own flash, or to the cluster's
@@ -36,14 +36,14 @@ class TierCost:
     stall_s: float
     """Training stands still, once a save."""
     drain_s: float
-    """From the end of the stall until the save is complete: the next stall cannot begin before."""
+    """Seconds from the end of the stall until the save is complete; the next save begins no sooner."""
     restore_s: float
-    """Until the state is back in the accelerators that lost it."""
+    """Seconds until the state is back in the accelerators that lost it."""
     survives: str
     host_bytes_per_node: float
     """Host memory that it occupies."""
     fits: bool
-    """Whether the node's memory holds that."""
+    """True if the node's memory holds that."""
 
 
 def tiers(

@@ -1,4 +1,4 @@
-"""What a run costs: the machines' rent or their depreciation, electricity, and the storage of its
+"""Cost of a run: the machines' rent or their depreciation, electricity, and the storage of its
 checkpoints.
 
 A rented accelerator's price contains its electricity; an owned one's does not. Either way the spares are paid

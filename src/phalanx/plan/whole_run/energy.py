@@ -1,4 +1,4 @@
-"""What a run draws from the grid, and what that emits.
+"""Energy of a run: what it draws from the grid, and what that emits.
 
 An accelerator draws its idle power, and on top of it a part of the rest up to its rated power that depends on
 what it does: matrix products reach the rated power, waiting for the network does not. A node's other parts

@@ -45,7 +45,7 @@ LEVELS: tuple[RateLevel, ...] = ("low", "typical", "high")
 
 @dataclass(frozen=True)
 class Percentiles:
-    """Of a simulated quantity. Infinite where so many runs would not finish."""
+    """Percentiles of a simulated quantity; infinite where so many runs would not finish."""
 
     p5: float
     p50: float
@@ -66,7 +66,7 @@ class RunEstimate:
     finish_days: Percentiles
     goodput: float
     goodput_by_level: Mapping[str, float]
-    """At the low, typical and high failure rates, each with the best checkpoint interval for its rate."""
+    """Goodput at the low, typical and high failure rates."""
     goodput_percentiles: Percentiles
     breakdown: Mapping[str, float]
     """Shares of wall time by the goodput ledger's names; they sum to 1."""
@@ -74,14 +74,14 @@ class RunEstimate:
     failures: float
     """Expected, over the run."""
     tier: TierCost
-    """That a frequent failure goes back to."""
+    """The tier that the state is restored from after a frequent failure."""
     durable_tier: TierCost
     interval_s: float
     optimal_interval_s: float
-    """Before the least interval that draining allows, and whole steps."""
+    """The best checkpoint interval before draining and whole steps limit it."""
     young_interval_s: float
     daly_interval_s: float
-    """What the two usual approximations say instead."""
+    """Checkpoint intervals by the two usual approximations."""
     durable_interval_s: float
     recovery_s: float
     spare_nodes: int
@@ -92,10 +92,10 @@ class RunEstimate:
     cost: Cost
     usd_per_million_tokens: float
     warnings: tuple[str, ...]
-    """What a reader should know before he trusts the figures."""
+    """Conditions under which the figures are not to be trusted."""
     assumptions: RunAssumptions
     sources: Mapping[str, str]
-    """Where the figures come from that were not given by the user."""
+    """The source of each figure that the user did not give."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON: infinities become null, totals are added."""
@@ -322,7 +322,7 @@ def _warnings(
 
 
 def _sources(inputs: RunInputs, given: RunAssumptions, plan: CheckpointPlan) -> dict[str, str]:
-    """Where each figure comes from; a value that is not its default is the user's."""
+    """Returns the source of each figure; a value that is not its default is the user's."""
     cluster, user = inputs.cluster, "set by the user"
     usual = RunAssumptions()
 

@@ -1,4 +1,4 @@
-"""How often something breaks, what it takes with it, and how many spares that calls for.
+"""Failure rates: how often something breaks, what it takes with it, and how many spares that calls for.
 
 A rate is counted in device-days, so that it carries over to a fleet of any size: accelerators fail by the
 accelerator-day, hosts and their software by the node-day. The typical rates are the counts of the largest run
@@ -49,7 +49,7 @@ class FailureClass:
     typical: float
     high: float
     takes_node: bool
-    """Whether the node must go for repair; otherwise the same machines go on after a restart."""
+    """True if the node must be repaired; otherwise the same machines go on after a restart."""
     source: str
 
     def per_s(self, cluster: Cluster, accelerators: int, level: RateLevel) -> float:
@@ -200,7 +200,7 @@ def classes_at_node_rate(per_1000_node_days: float, per_node: int = 8) -> tuple[
 
 
 def nodes_in_repair(node_losses_per_s: float, repair_s: float) -> float:
-    """How many nodes are away on average: Little's law, for any distribution of the repair time."""
+    """Returns the mean number of nodes in repair: Little's law, for any distribution of the repair time."""
     if repair_s < 0:
         raise FailureModelError(f"repair_s must not be negative, is {repair_s}")
     return node_losses_per_s * repair_s

@@ -48,9 +48,9 @@ class Risk:
     mtti_s: float
     """Mean time to interruption of the whole job, infinite if it never happens."""
     stall_s: float
-    """For which training stands still at each checkpoint of the tier that this risk goes back to."""
+    """Seconds that training stands still at each checkpoint of the tier that this risk is recovered from."""
     recovery: tuple[RecoveryPhase, ...]
-    """From the failure to the first step, in order, without the work done again."""
+    """Phases from the failure to the first step, in order, without the work done again."""
 
     def __post_init__(self) -> None:
         if not self.mtti_s > 0:
@@ -200,7 +200,7 @@ gives the rest."""
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """What is simulated: two risks, with the useful seconds between the checkpoints of each."""
+    """Two risks and their checkpoint intervals, in seconds of useful work."""
 
     frequent: Risk
     interval_s: float
@@ -302,5 +302,5 @@ def _until_failure(
 
 
 def _stall_per_interval_s(plan: CheckpointPlan) -> float:
-    """Of both tiers: the durable one's is spread over the intervals of the other."""
+    """Returns the stall of both tiers per interval; the durable tier's is spread over the intervals of the other."""
     return plan.frequent.stall_s + plan.rare.stall_s * plan.interval_s / plan.rare_interval_s

@@ -1,4 +1,4 @@
-"""What a failure costs until the next step, by the way the run gets over it.
+"""Recovery times: what a failure costs until the next step, by the way the run recovers.
 
 Three ways, each a list of phases whose times were published: a warm spare takes the place of the lost node
 while all other processes live on; the run goes on without the lost replica until a node comes back; or
@@ -18,7 +18,7 @@ from phalanx.plan.whole_run.goodput import RecoveryPhase
 RecoveryMethod = Literal["spare", "shrink", "restart"]
 
 TIER_OF: dict[RecoveryMethod, TierName] = {"spare": "peer", "shrink": "peer", "restart": "storage"}
-"""Where the lost state comes back from."""
+"""The tier that the lost state is restored from."""
 
 _TRAINMOVER = "TrainMover (Alibaba, OSDI 2026), restart at 8,192 GPUs, as reported by its authors' team"
 _BYTEROBUST = "ByteRobust, arXiv:2509.16293, Table 3"
@@ -78,7 +78,7 @@ def recovery_phases(
 
 
 def fleet_share(method: RecoveryMethod, nodes_away: float, nodes: float, replicas: int) -> float:
-    """Of the run's throughput, what is left on average while ``nodes_away`` of its nodes are in repair.
+    """Returns the mean share of the run's throughput that is left while ``nodes_away`` of its nodes are in repair.
 
     With spares in time it is all. Without (``shrink``), a replica stands still while any of its nodes is
     away: the number away from one replica is Poisson (see ``failures.spares_needed``), so e^-mean of the

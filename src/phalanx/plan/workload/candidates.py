@@ -34,9 +34,9 @@ class Precision:
     matmul: str
     """Format of the operands of the blocks' matrix products, as ``Accelerator.flops`` names it."""
     activation_bytes: int
-    """Of an element of the residual stream and of what attention keeps."""
+    """Bytes of an element of the residual stream and of what attention keeps."""
     operand_bytes: int
-    """Of an element of a kept operand of a matrix product, and of a token on its way to an expert."""
+    """Bytes of an element of a kept operand of a matrix product, and of a token on its way to an expert."""
 
 
 PRECISIONS = (
@@ -70,7 +70,7 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Recompute:
-    """Which parts of a layer are computed again in backward rather than kept."""
+    """A recomputation mode: the parts of a layer that are computed again in backward rather than kept."""
 
     name: str
     parts: frozenset[str]
@@ -78,12 +78,12 @@ class Recompute:
     """Parts of which one of two equal products is computed again, and the other's result kept."""
 
     def share(self, part: str) -> float:
-        """Of a part's work and results, what is computed again."""
+        """Returns the share of a part's work and results that is computed again."""
         return 1.0 if part in self.parts else 0.5 if part in self.halves else 0.0
 
     @property
     def whole(self) -> bool:
-        """Whether nothing but a layer's input is kept."""
+        """True if nothing but a layer's input is kept."""
         return self.parts == frozenset(PARTS)
 
 
