@@ -149,6 +149,8 @@ def test_this_machine_is_read_from_its_calibration(tmp_path: Path, monkeypatch: 
             '[system]\nlike = "h100"\n[[system.fabric.levels]]\nname = "a"\nreach = 8\nshare = 2.0\nlatency_s = 0\n',
             r"fabric.levels\[0\].share: 2.0 is out of range \(must be above 0 and at most 1\)",
         ),
+        ('[system]\nlike = "h100"\naccelerator = ["h100"]\n', r"accelerator: \['h100'\] is not known"),
+        ('system = "h100"\n', r"system: 'h100' is not a table \(add a table \[system\]\)"),
         ("[system\n", "is not TOML"),
         ('[sistem]\nlike = "h100"\n', r"sistem: there is no such field \(did you mean system\?\)"),
     ],

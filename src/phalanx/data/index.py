@@ -8,12 +8,12 @@ each is cut into shards.
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from phalanx.data.errors import DatasetError
+from phalanx.run.problems import Problem
+from phalanx.run.reader import read_section, unknown_value
 
 INDEX_FILE = "index.json"
 VERSION = 1
@@ -135,19 +135,22 @@ def read_index(directory: Path) -> DatasetIndex:
 def parse_index(text: str, path: Path) -> DatasetIndex:
     """The index whose JSON ``text`` is; ``path`` is for messages. Raises ``DatasetError``."""
     try:
-        content: Mapping[str, Any] = json.loads(text)
+        content: dict[str, object] = json.loads(text)
         version = content["version"]
     except (ValueError, TypeError, KeyError) as error:
-        raise _damaged(path, error) from error
+        raise _damaged(path, repr(error)) from error
     if version != VERSION:
         raise DatasetError(
             f"{path} has version {version!r} of the dataset format, this Phalanx reads version {VERSION}; prepare the "
             "dataset again, or use the release that made it"
         )
-    try:
-        index = _index_from(content)
-    except (ValueError, TypeError, KeyError) as error:
-        raise _damaged(path, error) from error
+    problems: list[Problem] = []
+    fields = {name: value for name, value in content.items() if name not in ("version", "fingerprint")}
+    index = read_section(DatasetIndex, fields, problems)
+    if index is not None and index.dtype not in _ITEM_BYTES:
+        problems.append(unknown_value("dtype", index.dtype, _ITEM_BYTES))
+    if index is None or problems:
+        raise _damaged(path, "; ".join(map(str, problems)))
     if content.get("fingerprint") != index.fingerprint:
         raise DatasetError(
             f"{path} was changed: its content has fingerprint {index.fingerprint}, it says {content.get('fingerprint')}"
@@ -156,15 +159,5 @@ def parse_index(text: str, path: Path) -> DatasetIndex:
     return index
 
 
-def _index_from(content: Mapping[str, Any]) -> DatasetIndex:
-    fields = {name: value for name, value in content.items() if name not in ("version", "fingerprint")}
-    if fields["dtype"] not in _ITEM_BYTES:
-        raise ValueError(f"dtype {fields['dtype']!r} is neither uint16 nor uint32")
-    for name in SPLITS:
-        shards = tuple(ShardFile(**shard) for shard in fields[name]["shards"])
-        fields[name] = Split(**{**fields[name], "shards": shards})
-    return DatasetIndex(**{**fields, "recipe": Recipe(**fields["recipe"])})
-
-
-def _damaged(path: Path, error: Exception) -> DatasetError:
-    return DatasetError(f"{path} is damaged ({error!r}); copy the dataset again, or prepare it again")
+def _damaged(path: Path, reason: str) -> DatasetError:
+    return DatasetError(f"{path} is damaged ({reason}); copy the dataset again, or prepare it again")

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from phalanx.hardware.cluster import Accelerator, Cluster
 from phalanx.hardware.entries import read_accelerator, read_system, spelled_out
@@ -107,12 +107,12 @@ def load_user(path: Path) -> System:
         known[found.key] = found
         wanted["accelerator"] = found.key
     if "profile" in file:
-        key = wanted.get("accelerator", "")
+        key = str(wanted.get("accelerator", ""))
         known[key] = replace(_named(known, key, "accelerator"), profile=str(path.resolve()))
     return read_system(wanted, known, f"{path}, [system]")
 
 
-def _stated(kind: type, file: Values, name: str, path: Path) -> dict[str, Any]:
+def _stated(kind: type, file: Values, name: str, path: Path) -> dict[str, object]:
     """The table ``name`` of a user's file; figures without a source are the user's own and carry no date of the catalog."""
     shared = {field: file[field] for field in ("source", "date") if field in file}
     own = {"source": f"stated in {path}", "date": "", **shared, **table_of(file, name, str(path))}
@@ -120,8 +120,10 @@ def _stated(kind: type, file: Values, name: str, path: Path) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=2)
-def _data(name: str) -> Values:
-    return read_toml(_DATA / f"{name}.toml")
+def _data(name: str) -> Mapping[str, Values]:
+    path = _DATA / f"{name}.toml"
+    file = read_toml(path)
+    return {key: table_of(file, key, str(path)) for key in file}
 
 
 _Entry = TypeVar("_Entry")

@@ -21,12 +21,14 @@ from phalanx.run.reader import field_types, unknown_value
 _ORIGIN = ("source", "date")
 
 
-def spelled_out(kind: type, stated: Values, catalog: Values, key: str, place: str) -> dict[str, Any]:
+def spelled_out(
+    kind: type, stated: Values, catalog: Mapping[str, Values], key: str, place: str
+) -> dict[str, object]:
     """The fields of ``kind``: those ``stated``, over those of the entry of ``catalog`` that its ``like`` names, and so on.
 
     An inherited figure keeps its own source and date.
     """
-    parent: dict[str, Any] = {}
+    parent: dict[str, object] = {}
     like = stated.get("like")
     if like is not None:
         if not isinstance(like, str) or like not in catalog:
@@ -48,12 +50,12 @@ def read_accelerator(values: Values, place: str) -> Accelerator:
 
 def read_system(values: Values, accelerators: Mapping[str, Accelerator], place: str) -> System:
     """The system that ``values``, spelled out, describe, made of one of ``accelerators``. Raises ``HardwareError``."""
-    name = values.get("accelerator")
-    if name is not None and name not in accelerators:
-        raise HardwareError(listing(place, [unknown_value("accelerator", name, accelerators)]))
     fields = {field: value for field, value in values.items() if field != "date"}
-    if name is not None:
+    name = fields.get("accelerator")
+    if isinstance(name, str) and name in accelerators:
         fields["accelerator"] = accelerators[name]
+    elif name is not None:
+        raise HardwareError(listing(place, [unknown_value("accelerator", name, accelerators)]))
     found = read_entry(System, fields, place)
     if any(lower.reach >= upper.reach for lower, upper in pairwise(found.fabric.levels)):
         remedy = "order the levels by growing reach"
@@ -61,13 +63,13 @@ def read_system(values: Values, accelerators: Mapping[str, Accelerator], place: 
     return found
 
 
-def _origin(values: Values, outer: Values) -> dict[str, Any]:
+def _origin(values: Values, outer: Values) -> dict[str, object]:
     """The source and date of a table, which are those of the ``outer`` one where it has none of its own."""
     both = {**outer, **values}
     return {name: both[name] for name in _ORIGIN if name in both}
 
 
-def _with_origin(kind: type, values: Values, origin: Values) -> dict[str, Any]:
+def _with_origin(kind: type, values: Values, origin: Values) -> dict[str, object]:
     """``values`` with each figure of ``kind`` as a table of value, source and date."""
     types = field_types(kind)
     return {
@@ -76,7 +78,7 @@ def _with_origin(kind: type, values: Values, origin: Values) -> dict[str, Any]:
     }
 
 
-def _figure(kind: Any, value: Any, origin: Values) -> Any:
+def _figure(kind: Any, value: object, origin: Values) -> object:
     if kind is Fact or (Fact in get_args(kind) and get_origin(kind) is not Mapping):
         return {**origin, **value} if isinstance(value, Mapping) else {"value": value, **origin}
     if not isinstance(value, Mapping):
@@ -89,7 +91,7 @@ def _figure(kind: Any, value: Any, origin: Values) -> Any:
     return _with_origin(kind, inner, origin)
 
 
-def _merged(base: Values, own: Values) -> dict[str, Any]:
+def _merged(base: Values, own: Values) -> dict[str, object]:
     """``base`` with the fields of ``own``, table by table."""
     merged = dict(base)
     for name, value in own.items():

@@ -5,13 +5,13 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from phalanx.hardware.errors import HardwareError
 from phalanx.run.problems import Problem, listing
 from phalanx.run.reader import read_section
 
-Values: TypeAlias = Mapping[str, Any]
+Values: TypeAlias = Mapping[str, object]
 _Entry = TypeVar("_Entry")
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from phalanx.hardware.cluster import Accelerator
 from phalanx.hardware.errors import HardwareError
@@ -51,15 +50,12 @@ def _read_constants(file: Values, path: Path) -> Constants:
     shared = {name: file[name] for name in ("source", "date") if name in file}
     # The time scalars of a software stack stand in the same table; whoever plans for one reads them.
     values = {name: value for name, value in table_of(file, "profile", str(path)).items() if name != "stack"}
-    for name in _FITS:
-        if isinstance(values.get(name), Mapping):
-            values[name] = _with_provenance(values[name], shared)
-    for name in _FITS_BY_NAME:
-        if isinstance(values.get(name), Mapping):
-            values[name] = {
-                each: _with_provenance(fit, shared) if isinstance(fit, Mapping) else fit
-                for each, fit in values[name].items()
-            }
+    for name in (*_FITS, *_FITS_BY_NAME):
+        fit = values.get(name)
+        if isinstance(fit, Mapping) and name in _FITS:
+            values[name] = _with_provenance(fit, shared)
+        elif isinstance(fit, Mapping):
+            values[name] = {key: _with_provenance(each, shared) for key, each in fit.items()}
     energy = values.get("joules_per_flop")
     if isinstance(energy, Mapping):
         values["joules_per_flop"] = {name: energy[name] for name in energy if name not in _PROVENANCE}
@@ -74,8 +70,10 @@ def _read_constants(file: Values, path: Path) -> Constants:
     return found
 
 
-def _with_provenance(fit: Values, shared: Values) -> dict[str, Any]:
+def _with_provenance(fit: object, shared: Values) -> object:
     """``fit`` with the fields of its provenance in a table of their own, where the classes have them."""
+    if not isinstance(fit, Mapping):
+        return fit
     stated = {name: fit[name] for name in _PROVENANCE if name in fit}
     constants = {name: value for name, value in fit.items() if name not in _PROVENANCE}
     return {**constants, "provenance": {"date": "", **shared, **stated}}
