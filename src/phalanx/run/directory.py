@@ -6,7 +6,7 @@
         events.jsonl      all that happened; the display and the curve are drawn from it
         checkpoints/      committed steps: step-00000100/checkpoint.json and so on
         tokenizer/        a copy of the tokenizer, so that the folder can generate text by itself
-        logs/             what each rank printed
+        logs/             what each rank printed, and why it failed
         loss.svg, result.json
 
 A step is committed if and only if its folder has an index, ``checkpoint.json``: the folder gets its name by one rename, as

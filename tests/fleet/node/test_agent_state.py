@@ -17,9 +17,9 @@ from phalanx.fleet.node.agent_actions import (
     Identity,
     KillProcess,
     Patience,
-    PushSnapshot,
     SendReport,
     StartProcess,
+    StreamSnapshot,
     TellWorker,
 )
 from phalanx.fleet.node.agent_state import AgentState
@@ -230,7 +230,7 @@ def test_a_snapshot_is_safe_at_once_where_replicas_hold_the_state_and_else_when_
     alone = in_epoch(4, 0)
     assert told(alone.on_worker_message(0, taken, 0.0, 0.0)) == [(0, wl.SnapshotSafe(4, 7))]
     state = in_epoch(4, 0, buddies=(m.Holder(0, "node-1", "10.0.0.1", 4001),))
-    assert state.on_worker_message(0, taken, 0.0, 0.0) == [PushSnapshot(0, taken, "10.0.0.1:4001")]
+    assert state.on_worker_message(0, taken, 0.0, 0.0) == [StreamSnapshot(0, taken, "10.0.0.1:4001")]
     assert told(state.on_pushed(0, taken)) == [(0, wl.SnapshotSafe(4, 7))]
 
 

@@ -43,9 +43,9 @@ from phalanx.fleet.node.agent_actions import (
     KillProcess,
     LogStall,
     Patience,
-    PushSnapshot,
     SendReport,
     StartProcess,
+    StreamSnapshot,
     TellWorker,
 )
 from phalanx.fleet.node.agent_state import AgentState
@@ -243,7 +243,7 @@ class Agent:
                     self._workers[index].kill()
             case StartProcess(index):
                 self._in_background(self._start(index))
-            case PushSnapshot(index, taken, address):
+            case StreamSnapshot(index, taken, address):
                 self._in_background(self._push(index, taken, address))
             case DiscardSnapshots(step):
                 self._memory.discard_after(step)

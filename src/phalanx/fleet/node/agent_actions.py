@@ -39,7 +39,7 @@ class StartProcess:
 
 
 @dataclass(frozen=True)
-class PushSnapshot:
+class StreamSnapshot:
     """Stream a worker's newest snapshot to the buddy at ``address``, then call ``on_pushed``."""
 
     worker: int
@@ -78,7 +78,7 @@ AgentAction = (
     | TellWorker
     | KillProcess
     | StartProcess
-    | PushSnapshot
+    | StreamSnapshot
     | DiscardSnapshots
     | LogStall
     | CheckHealth

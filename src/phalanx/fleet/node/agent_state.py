@@ -58,9 +58,9 @@ from phalanx.fleet.node.agent_actions import (
     KillProcess,
     LogStall,
     Patience,
-    PushSnapshot,
     SendReport,
     StartProcess,
+    StreamSnapshot,
     TellWorker,
     WorkerLife,
 )
@@ -385,7 +385,7 @@ class AgentState:
             return []
         if address is None:
             return [TellWorker(index, worker_link.SnapshotSafe(taken.epoch, taken.step))]
-        return [PushSnapshot(index, taken, address)]
+        return [StreamSnapshot(index, taken, address)]
 
     def on_pushed(self, index: int, taken: worker_link.SnapshotTaken) -> list[AgentAction]:
         """Handles the arrival of a snapshot at the buddy."""
