@@ -58,21 +58,19 @@ def random_faults(seed: int, count: int, fleet: FleetShape) -> tuple[Fault, ...]
     faults, losable = [], fleet.losable_nodes
     for step in sorted(steps):
         fault = _random_fault(draw, fleet, step, may_lose_node=losable > 0)
-        losable -= isinstance(fault.action, Kill) and fault.action.target == "node"
+        if isinstance(fault.action, Kill) and fault.action.target == "node":
+            losable -= 1
         faults.append(fault)
     return tuple(faults)
 
 
 def _random_fault(draw: _Draw, fleet: FleetShape, step: int, *, may_lose_node: bool) -> Fault:
     phase = draw.one_of((None, *PHASES))
-    kinds = [
-        "worker",
-        "rank",
-        "stop",
-        "coordinator",
-        *(["node"] * may_lose_node),
-        *(["cut"] * (fleet.nodes > 1)),
-    ]
+    kinds = ["worker", "rank", "stop", "coordinator"]
+    if may_lose_node:
+        kinds.append("node")
+    if fleet.nodes > 1:
+        kinds.append("cut")
     match draw.one_of(kinds):
         case "worker":
             return Fault(

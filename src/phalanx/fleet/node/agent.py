@@ -105,7 +105,9 @@ class Agent:
             identity, time.time_ns() // 1_000_000, patience, self._held, checked=fleet.health_checks
         )
         self._doctor, self._suspicion = ThreadPoolExecutor(1, "health"), asyncio.Event()
-        self._link = CoordinatorLink(self._where, credentials, self._state.greet, self._on_command, self.log)
+        self._link = CoordinatorLink(
+            self._coordinator_address, credentials, self._state.greet, self._on_command, self.log
+        )
         self._workers: dict[int, WorkerProcess] = {}
         self._deaths = [0] * fleet.workers_per_node
         self._pushers = [ThreadPoolExecutor(1, f"push-{i}") for i in range(fleet.workers_per_node)]
@@ -151,15 +153,15 @@ class Agent:
         assert asyncio.iscoroutine(coroutine)
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_task_done)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None and not self._over.is_set():
             self.log(f"cannot go on: {error!r}")
             self._end(repr(error))
 
-    def _where(self) -> str:
+    def _coordinator_address(self) -> str:
         if self._args.coordinator:
             return self._args.coordinator
         with suppress(FleetFileError):

@@ -38,8 +38,8 @@ class WorkerProcess:
         descriptors: Sequence[int],
         threads: int,
         log: Path,
-        heard: Callable[[ToAgent], None],
-        ended: Callable[[int, str], None],
+        on_message: Callable[[ToAgent], None],
+        on_exit: Callable[[int, str], None],
     ) -> WorkerProcess:
         """Starts ``command`` with ``--link FD`` appended.
 
@@ -48,8 +48,8 @@ class WorkerProcess:
             descriptors: This process's descriptors that it inherits.
             threads: For OMP_NUM_THREADS.
             log: The file to which its output is appended.
-            heard: Called with each of its messages.
-            ended: Called once, with its exit code (below 0: the signal) and the end of its log.
+            on_message: Called with each of its messages.
+            on_exit: Called once, with its exit code (below 0: the signal) and the end of its log.
         """
         ours, theirs = socket.socketpair()
         environment = {
@@ -70,7 +70,7 @@ class WorkerProcess:
             )
         worker = cls(process, log)
         reader, worker._writer = await asyncio.open_connection(sock=ours)
-        worker._watch = asyncio.create_task(worker._follow(reader, heard, ended))
+        worker._watch = asyncio.create_task(worker._follow(reader, on_message, on_exit))
         return worker
 
     @property
@@ -96,23 +96,23 @@ class WorkerProcess:
     async def _follow(
         self,
         reader: asyncio.StreamReader,
-        heard: Callable[[ToAgent], None],
-        ended: Callable[[int, str], None],
+        on_message: Callable[[ToAgent], None],
+        on_exit: Callable[[int, str], None],
     ) -> None:
-        reading = asyncio.create_task(self._read(reader, heard))
+        reading = asyncio.create_task(self._read(reader, on_message))
         await self._exit()
         await asyncio.wait((reading,), timeout=_LAST_READ_S)
         reading.cancel()
         if self._writer is not None:
             self._writer.close()
         code = self._process.wait()
-        ended(code, self._last_words())
+        on_exit(code, self._last_words())
 
-    async def _read(self, reader: asyncio.StreamReader, heard: Callable[[ToAgent], None]) -> None:
+    async def _read(self, reader: asyncio.StreamReader, on_message: Callable[[ToAgent], None]) -> None:
         try:
             while True:
                 body = await reader.readexactly(length_of(await reader.readexactly(_HEAD_BYTES)))
-                heard(decode_for_agent(body))
+                on_message(decode_for_agent(body))
         except LinkError:
             self.kill()  # not a message: its memory is damaged, or it is of another version
         except (asyncio.IncompleteReadError, ConnectionError):
