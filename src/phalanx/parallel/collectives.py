@@ -35,7 +35,7 @@ def rounds_per_step(spec: RunSpec, layout: Layout) -> int:
 
 
 def collectives(spec: RunSpec, layout: Layout, held: Holding) -> Calls:
-    """What the rank that holds ``held`` calls in one optimizer step of a resolved ``spec``, on a CPU or a GPU alike."""
+    """The collectives of the rank that holds ``held`` in one optimizer step of a resolved ``spec``; the same on CPU and GPU."""
     return _Rank(spec, layout, held).step()
 
 
@@ -61,7 +61,7 @@ class _Rank:
 
     @cached_property
     def pieces(self) -> dict[int, list[HeldParameter]]:
-        """What the rank holds, by stage."""
+        """The rank's shares of parameters, by stage."""
         stages = {layer: stage for stage, layers in enumerate(stage_layers(self.spec)) for layer in layers}
         found: dict[int, list[HeldParameter]] = {stage: [] for stage in self.held.stages}
         for piece in self.held.pieces:
@@ -216,7 +216,7 @@ class _Rank:
 
 
 def _gathers(kinds: Iterable[str], *, root: bool) -> int:
-    """How often ZeRO-3 gathers a unit of a stage in a slot: for every pass, but the root stays from F to B."""
+    """Number of ZeRO-3 all-gathers of a unit in one slot: one for each pass, but the root stays gathered from F to B."""
     count, gathered = 0, False
     for kind in kinds:
         if kind == "W":

@@ -52,7 +52,7 @@ def deal_matrices(
 
 
 def work_of_owners(spec: OptimizerSpec, parameters: Iterable[Parameter], layout: Layout) -> list[MatrixWork]:
-    """What each of the ranks of one stage of one replica owns, by its place among them (tensor ranks are neighbors).
+    """The work that each rank of one stage of one replica owns, by its index among them (tensor ranks are neighbors).
 
     Args:
         spec: An optimizer; AdamW leaves every rank without a matrix.
@@ -96,7 +96,7 @@ def _is_whole(parameter: Parameter, layout: Layout) -> bool:
 
 
 def _experts_by_rank(experts: int, layout: Layout, ranks: int) -> list[int]:
-    """How many whole experts of a layer each rank holds."""
+    """Number of whole experts of a layer on each rank."""
     here = experts // layout.expert
     most = -(-here // layout.expert_shard)
     shares = (rank // layout.expert for rank in range(ranks))

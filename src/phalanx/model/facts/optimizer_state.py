@@ -91,7 +91,7 @@ def adamw_state(spec: OptimizerSpec, shape: tuple[int, ...]) -> list[StateTensor
 
 
 def matrix_state(spec: OptimizerSpec, rows: int, columns: int) -> list[StateTensor]:
-    """What Adafactor, Muon, Shampoo or SOAP keeps of one matrix; fp32, zero at the beginning."""
+    """State tensors of Adafactor, Muon, Shampoo or SOAP for one matrix; fp32, zero at the beginning."""
     whole = (rows, columns)
     if spec.name == "muon":
         return [StateTensor("momentum", whole)]
@@ -138,14 +138,14 @@ class BlockGrid:
 
 @dataclass(frozen=True)
 class MatrixWork:
-    """What one step with one whole matrix costs its owner, or with several together."""
+    """Cost to its owner of one step with one whole matrix, or with several together."""
 
     elements: int = 0
     state_bytes: int = 0
     product_flops: float = 0.0
-    """Of matrix products: Muon's in bf16 on a GPU, the others' in fp32."""
+    """FLOP of matrix products: Muon's in bf16 on a GPU, the others' in fp32."""
     decomposition_flops: float = 0.0
-    """Of eigenvalues (fp64) and QR decompositions (fp32), the mean of all steps."""
+    """FLOP of eigenvalues (fp64) and QR decompositions (fp32), the mean of all steps."""
     crossing_elements: int = 0
     """Elements that no rank holds together: their gradients cross to the owner, and their changes back."""
 

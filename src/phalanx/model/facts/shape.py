@@ -40,9 +40,9 @@ class Parameter:
     tensor_dim: int | None = None
     """The dimension that the tensor axis divides (of a stack, the axis of experts' matrices); ``None`` if all ranks hold it alike."""
     products: int = 0
-    """How often the forward pass of a token multiplies with it."""
+    """Number of times that the forward pass of a token multiplies with it."""
     per_token: int = 0
-    """Of a stack, the number of matrices that one token is multiplied with."""
+    """Number of a stack's matrices that one token is multiplied with."""
     section: Section = "block"
     layer: int = 0
     """The layer, from 0, of a parameter of a block."""
@@ -81,7 +81,7 @@ def _ffn_dim(spec: ModelSpec) -> int:
 
 
 def is_mixture(spec: ModelSpec, layer: int) -> bool:
-    """Whether the feed-forward layer of layer ``layer``, from 0, is a mixture of experts."""
+    """True if the feed-forward layer of layer ``layer``, from 0, is a mixture of experts."""
     moe = spec.moe
     if moe is None or layer < moe.first_dense:
         return False
@@ -132,7 +132,7 @@ def _prediction_ahead(spec: ModelSpec, prefix: str) -> Iterator[Parameter]:
 
 
 def buffers(spec: ModelSpec) -> Iterator[Parameter]:
-    """What else belongs to the state of a resolved model: the balance bias of each router, fp32, in their order."""
+    """Buffers that belong to the state of a resolved model: the balance bias of each router, fp32, in their order."""
     if spec.moe is not None and spec.moe.balance_bias:
         for part in parameters(spec):
             if part.kind == "router":

@@ -62,20 +62,22 @@ class MlaAttention(nn.Module):
         cache: LayerCache | None = None,
     ) -> Tensor:
         """``(b, s, d)`` to ``(b, s, d)``; with a cache, ``x`` is the continuation of what the cache holds."""
-        query = self._queries(x)
+        # Numbers are those of DeepSeek-V3's equations (arXiv 2412.19437, section 2.1.1).
+        query = self._queries(x)  # (6), (7): (b, h, s, e)
         fixed = self.mla.nope_head_dim
-        query = torch.cat((query[..., :fixed], rotate(query[..., fixed:], cos, sin)), dim=-1)
+        query = torch.cat((query[..., :fixed], rotate(query[..., fixed:], cos, sin)), dim=-1)  # (8), (9)
+        # (1), (3): the latent (b, s, r), which is what a cache keeps, and the rotated key of all heads (b, 1, s, rope).
         latent, shared = self.kv_down(x).split((self.mla.kv_rank, self.mla.rope_head_dim), dim=-1)
         latent, shared = self.kv_latent_norm(latent), rotate(shared.unsqueeze(1), cos, sin)
         if cache is not None:
             latent, shared = cache.append(latent.unsqueeze(1), shared)
             latent = latent.squeeze(1)
-        key, value = self._expand(latent, shared)
-        mixed = self.core(query, key, value, documents)
+        key, value = self._expand(latent, shared)  # (2), (4), (5): (b, h, s, e) and (b, h, s, v)
+        mixed = self.core(query, key, value, documents)  # (10): (b, h, s, v)
         return self.output(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def _queries(self, x: Tensor) -> Tensor:
-        """``(b, h, s, e)``, not rotated yet."""
+        """Queries ``(b, h, s, e)``, not rotated yet."""
         if self.mla.query_rank:
             queries = self.query_up(self.query_latent_norm(self.query_down(x)))
         else:

@@ -103,7 +103,7 @@ class ExpertOrder:
     """The copies of all tokens, sorted by expert; a token's copies are numbered ``token * k + choice``."""
 
     copies: Tensor
-    """Which copy is in each place, ``(n * k,)``, int64."""
+    """The copy in each place, ``(n * k,)``, int64: the permutation."""
     places: Tensor
     """The place of each copy, ``(n * k,)``, int64: the inverse permutation."""
     counts: Tensor
@@ -158,16 +158,17 @@ def combine(rows: Tensor, order: ExpertOrder, weights: Tensor) -> Tensor:
 
     ``weights`` ``(n, k)``, fp32; the sum is fp32 too.
     """
-    by_token = permute(rows, order.places, order.copies).view(*weights.shape, -1)
+    by_token = permute(rows, order.places, order.copies).view(*weights.shape, -1)  # (n, k, d)
     return (by_token.float() * weights.unsqueeze(2)).sum(dim=1).to(rows.dtype)
 
 
 class LocalExchange:
-    """All experts are here."""
+    """The exchange of a rank that holds all experts: nothing is sent."""
 
     def __call__(self, tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
         """``tokens`` ``(n, d)`` through their experts: ``(n, d)``."""
         order = order_by_expert(routing.experts, len(experts.up))
+        # (n, d) -> (n * k, d) by expert -> through the experts -> (n, d)
         (rows,) = experts([(copies_by_expert(tokens, order), order.counts)])
         return combine(rows, order, routing.weights)
 

@@ -1,4 +1,4 @@
-"""Which experts a token is sent to, and how their load is kept even.
+"""Router of a mixture of experts: top-k choice, and load balancing.
 
 The router scores every expert for every token, in fp32 whatever the rest computes in, and takes the best (top-k). Scores
 are a softmax (Switch, Mixtral) or sigmoids (DeepSeek-V3); there may be a bias on the scores that only takes part in the
@@ -39,7 +39,7 @@ class Routing:
 
 
 def tokens_per_expert(chosen: Tensor, experts: int) -> Tensor:
-    """How often each of ``experts`` occurs in ``chosen`` (int64, any shape): ``(experts,)``, int64."""
+    """Histogram: how often each of ``experts`` occurs in ``chosen`` (int64, any shape): ``(experts,)``, int64."""
     # By sorting, because counting in place is refused or waits for the device in deterministic mode on a GPU.
     edges = torch.arange(experts + 1, device=chosen.device)
     return torch.searchsorted(chosen.flatten().sort().values, edges).diff()
@@ -81,19 +81,20 @@ class Router(nn.Module):
         self.register_buffer("bias", bias)
         self.register_buffer("seen", torch.zeros(moe.experts, dtype=torch.int64), persistent=False)
         self.auxiliary_scale = 0.0
-        """What one token's share of the balance losses counts; with 0 they have no gradient."""
+        """Factor of one token's share of the balance losses; with 0 they have no gradient."""
         self.counting = True
-        """Whether tokens are counted into ``seen``."""
+        """True if tokens are counted into ``seen``."""
         self.total_over: Callable[[Tensor], Tensor] = lambda statistics: statistics
         """Sums int64 statistics over the ranks that share a micro-batch."""
 
     def forward(self, tokens: Tensor) -> Routing:
         """The experts of ``tokens`` ``(n, d)``."""
-        scores, logits = self._scores(tokens)
-        experts = self._choose(scores.detach())
-        weights = scores.gather(1, experts)
+        # Numbers are those of DeepSeek-V3's equations (arXiv 2412.19437, section 2.1.2).
+        scores, logits = self._scores(tokens)  # (15): (n, experts)
+        experts = self._choose(scores.detach())  # (16): (n, k); the bias takes part in the choice alone
+        weights = scores.gather(1, experts)  # (14): (n, k)
         if self.moe.normalize:
-            weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)
+            weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)  # (13)
         if self.moe.scale != 1:
             weights = weights * self.moe.scale
         if torch.is_grad_enabled():
@@ -109,7 +110,8 @@ class Router(nn.Module):
         """The best experts ``(n, k)``, the best first."""
         preference = scores if self.bias is None else scores + self.bias
         if self.moe.groups > 1:
-            grouped = preference.view(len(scores), self.moe.groups, -1)
+            # A group's score is that of its best two experts; the other groups are closed to the token.
+            grouped = preference.view(len(scores), self.moe.groups, -1)  # (n, groups, experts of a group)
             best_groups = grouped.topk(2).values.sum(dim=2).topk(self.moe.groups_per_token).indices
             closed = torch.ones_like(grouped[:, :, 0], dtype=torch.bool).scatter_(1, best_groups, False)
             preference = grouped.masked_fill(closed.unsqueeze(2), -torch.inf).flatten(1)
@@ -125,7 +127,7 @@ class Router(nn.Module):
         return apply_function(_Balance, weights, losses, self.auxiliary_scale, counted, self.seen)
 
     def _losses(self, counts: Tensor, tokens: int, scores: Tensor, logits: Tensor) -> Tensor:
-        """The sum over these tokens of what each contributes to the losses (whose means are over all of them)."""
+        """Sum over these tokens of each one's share of the balance losses, 0-dim; the losses are means over all tokens."""
         total = logits.new_zeros(())
         if self.moe.aux_loss:
             statistics = self.total_over(torch.cat((counts, counts.new_tensor([tokens]))))

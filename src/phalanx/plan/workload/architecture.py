@@ -32,7 +32,7 @@ _FUSED_LOGIT_BYTES = 4
 """Scores and gradient in 16 bits: one kernel makes both of the loss."""
 
 KINDS = ("dense", "mixture", "embedding", "head")
-"""What a stage is made of: two kinds of layers, and the two ends of the model."""
+"""Kinds of parts of a stage: two kinds of layers, and the two ends of the model."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,15 @@ class AttentionCore:
 
     heads: int
     widths: int
-    """Of a head's query and of its value, together."""
+    """Width of a head's query plus that of its value."""
     latent: bool = False
-    """Whether queries are wider than values."""
+    """True if queries are wider than values."""
     part: str = "core"
 
 
 @dataclass(frozen=True)
 class Pointwise:
-    """What is limited by the memory's rate: elements read and written for each row."""
+    """An operation limited by memory bandwidth: elements read and written for each row."""
 
     part: str
     rows: Rows
@@ -72,7 +72,7 @@ class Pointwise:
     over: Axis = "none"
     kernels: int = 1
     experts: int = 0
-    """Of the model, where every expert on a rank takes so many kernels for itself."""
+    """Experts of the model, where every expert on a rank launches so many kernels for itself."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,11 @@ class KeptTensor:
     width: float
     over: Axis = "none"
     operand: bool = False
-    """Whether it is an operand of a product, which may be kept in the format of products."""
+    """True if it is an operand of a product, which may be kept in the format of products."""
     bytes: int = 0
-    """Of an element, where the precision does not say."""
+    """Bytes of an element, where the precision does not say."""
     beside: bool = False
-    """Whether it is a second form of a tensor: there is none where products are computed in the format of activations."""
+    """True if it is a second form of a tensor: there is none where products are computed in the format of activations."""
 
 
 LayerOperation = MatrixProduct | AttentionCore | Pointwise | LayerExchange
@@ -122,7 +122,7 @@ class Layer:
 
 
 def layers(workload: Workload, stack: Stack) -> dict[str, Layer]:
-    """What each of ``KINDS`` does with one micro-batch."""
+    """The operations of each of ``KINDS`` on one micro-batch."""
     model = workload.model
     attention = _norm(model) + (
         _attention(model, stack) if model.mla is None else _latent_attention(model, model.mla)
@@ -348,7 +348,7 @@ def _sorting(moe: MoeSpec, stack: Stack) -> tuple[float, float]:
 
 
 def _loss_passes(stack: Stack) -> tuple[float, float]:
-    """How often a score of two bytes is read or written for the loss, and for its gradient."""
+    """Number of reads and writes of a score of two bytes for the loss, and for its gradient."""
     if stack.loss.passes is not None:
         return stack.loss.passes
     if stack.loss.chunk:

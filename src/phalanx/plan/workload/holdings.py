@@ -66,7 +66,7 @@ def holdings(
     shards: Literal["flat", "rows"] = "rows",
     optimizer: OptimizerSpec | None = None,
 ) -> Holdings:
-    """What one layer of each kind holds, where data-parallel ranks divide ``shards``."""
+    """Elements of one layer of each kind on a rank, where data-parallel ranks divide ``shards``."""
     values, row = distinct([getattr(candidates, field.name) for field in dataclasses.fields(_Degrees)])
     each = _holdings(model, _Degrees(*values), optimizer, whole_rows=shards == "rows")
 
@@ -171,18 +171,18 @@ class OwnedMatrices:
     """Whole matrices that an optimizer gives to owners among the ranks of a stage: what the fullest and the busiest have."""
 
     state_bytes: Floats
-    """Of the fullest owner's state; the rest is of the busiest owner, by FLOP."""
+    """State of the fullest owner; the other fields are of the busiest owner, by FLOP."""
     moved_bytes: Floats
     product_flops: Floats
     decomposition_flops: Floats
     crossing_bytes: Floats
-    """Of gradients that come to it, fp32; as many go back."""
+    """Gradients that come to it, fp32; as many bytes go back."""
 
 
 def owned_matrices(
     optimizer: OptimizerSpec, model: ModelSpec, candidates: Candidates, counts: tuple[Ints, ...]
 ) -> OwnedMatrices:
-    """What owners have where a rank has so many of each of ``KINDS``; see ``phalanx.model.facts.matrix_owners``."""
+    """The matrices of owners where a rank has ``counts`` of each of ``KINDS``; see ``phalanx.model.facts.matrix_owners``."""
     degrees = (candidates.tensor, candidates.dense_shard, candidates.expert, candidates.expert_tensor)
     columns, row = distinct([*counts, *degrees])
     found = [

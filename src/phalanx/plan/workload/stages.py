@@ -35,7 +35,7 @@ class Places:
     rank: Ints
     """The earliest pipeline rank of the kind."""
     layers: tuple[int, int]
-    """Of the whole model: without and with a mixture."""
+    """Layers of the whole model: without and with a mixture."""
     number: Ints
     """Kinds of each pipeline, without those repeated."""
 

@@ -24,7 +24,7 @@ from phalanx.train.optimizers.optimizer import Optimizer, StatePart, boxes_of, d
 
 
 class MatrixRule(ABC):
-    """What an optimizer does with one whole matrix.
+    """The update rule of one whole matrix.
 
     What it keeps between steps, and what a step costs, is listed in ``phalanx.model.facts.optimizer_state``.
     """

@@ -37,11 +37,11 @@ class Moments(Protocol):
         """Rounds and keeps ``values``, those after step ``number``."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor, int]]:
-        """What is kept: suffix of its name, tensor ``(rows, n)``, and columns of the parameter to one of its own."""
+        """The tensors kept: name suffix, tensor ``(rows, n)``, and the number of the parameter's columns that one of its columns stands for."""
 
 
 class Elements:
-    """Which elements of the whole parameter, counted flat, the rows of a box in it are."""
+    """Flat indices, in the whole parameter, of the elements of a box's rows."""
 
     def __init__(self, whole: tuple[int, ...], box: LocalSlice, device: torch.device) -> None:
         offset, shape = box

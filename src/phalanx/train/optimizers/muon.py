@@ -17,7 +17,7 @@ from torch import Tensor
 from phalanx.train.optimizers.matrix_optimizer import MatrixRule
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic: steepest at zero among those that keep singular values within about [0.7, 1.2]."""
+"""Coefficients of the quintic: steepest at zero among those that keep singular values within about [0.7, 1.2]."""
 _SMALLEST_NORM = 1e-7
 
 

@@ -20,7 +20,7 @@ from phalanx.run.spec import MemorySpec
 from phalanx.train.transforms.offload import Regions
 
 UpdatePiece = tuple[list[Tensor], ...]
-"""What one launch of an optimizer works on: weights, gradients, moments, each a list of flat tensors."""
+"""The tensors of one launch of an optimizer: weights, gradients, moments, each a list of flat tensors."""
 
 
 class MomentStore:
