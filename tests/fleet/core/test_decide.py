@@ -507,3 +507,18 @@ def test_a_fault_while_a_planned_end_is_under_way_gives_everybody_the_whole_time
     assert all(node.alive for node in fleet.state.nodes.values())
     fleet.hear(m.Tick(), after_s=2.0)
     assert [name for name, node in fleet.state.nodes.items() if node.alive] == ["4"]
+
+
+def test_a_member_that_has_left_while_others_still_bind_ends_the_epoch() -> None:
+    fleet = Fleet(settings(2))
+    fleet.join("0", "1")
+    fleet.hear(m.Bound("0", 1, 0))
+    fleet.hear(m.Heartbeat("0", 1, m.NO_EPOCH, -1, m.WorkerPhase.WARM))
+    assert (fleet.state.phase, fleet.state.reason) == (FleetPhase.PARKING, "node 0 has left epoch 0")
+
+
+def test_the_reason_for_the_end_of_an_epoch_has_what_the_worker_said_last() -> None:
+    for text, said in (("", ""), ("out of memory", ": out of memory")):
+        fleet = running()
+        fleet.hear(m.WorkerExited("0", 1, 0, 0, -9, text))
+        assert fleet.state.reason == f"node 0: worker 0 exited with code -9{said}"

@@ -136,14 +136,26 @@ def test_the_ring_of_buddies_stays_only_while_it_separates_racks() -> None:
 
 
 def test_a_rollcall_is_no_snapshot_of_what_an_absent_node_and_its_buddy_held() -> None:
-    fleet = fleet_in_racks("r0", "r1", "r0", "r1", "r2", "r2")
-    lost = fleet.state.seats[0]
-    buddy = fleet.state.seats[fleet.state.ring[0]]
-    fleet.hear(m.DiskHolds((2,)), m.Disconnected(lost, 1), m.Broken(fleet.state.seats[2], 1, 0, 0))
-    fleet.hear(m.Disconnected(buddy, 1))
-    fleet.hear(m.Rollcall("parked", 0, steps=(5,), absent=(lost, buddy)))
-    assert fleet.state.source == m.FromDisk(2)
-    other = fleet_in_racks("r0", "r1", "r0", "r1", "r2", "r2")
-    other.hear(m.DiskHolds((2,)), m.Disconnected(lost, 1), m.Broken(other.state.seats[2], 1, 0, 0))
-    other.hear(m.Rollcall("parked", 0, steps=(5,), absent=(lost,)))
-    assert other.state.source == RestorePoint(4, 5)
+    for both, source in ((True, m.FromDisk(2)), (False, RestorePoint(6, 5))):
+        fleet = fleet_in_racks("r0", "r0", "r1", "r1", "r2", "r2", "r3", "r3")
+        lost, buddy = fleet.state.seats[0], fleet.state.seats[fleet.state.ring[0]]
+        assert fleet.state.ring[fleet.state.ring[0]] != 0, "the buddy's own state has another holder"
+        absent = (lost, buddy) if both else (lost,)
+        reporter = next(name for name in fleet.state.seats if name not in (lost, buddy))
+        fleet.hear(m.DiskHolds((2,)), m.Broken(reporter, 1, 0, 0))
+        fleet.hear(*(m.Disconnected(name, 1) for name in absent))
+        fleet.hear(m.Rollcall("parked", 0, steps=(5,), absent=absent))
+        assert fleet.state.source == source
+
+
+def test_the_nearest_spare_takes_a_vacant_seat() -> None:
+    fleet = Fleet(settings(4))
+    halls = {"0": "a", "1": "a", "2": "b", "3": "b", "4": "b", "5": "a"}
+    for name, hall in halls.items():
+        domain = (hall, f"rack{name}")
+        fleet.hear(m.Joined(name, 1, 1, name, 7, domain, meeting_points=(f"{name}:1",)))
+    fleet.bind()
+    assert fleet.state.seats == ["0", "1", "2", "3"]
+    fleet.hear(m.Disconnected("0", 1), m.Broken("1", 1, 0, 0))
+    fleet.park()
+    assert fleet.state.seats == ["5", "1", "2", "3"], "node 5 is in the hall of the lost one, node 4 is not"
