@@ -17,8 +17,8 @@ from phalanx.checkpoint.snapshot.wire import (
     Describe,
     Key,
     Missing,
+    OfferSnapshot,
     PushAccepted,
-    PushSnapshot,
     ReadImage,
     Refused,
     RefusedError,
@@ -70,7 +70,7 @@ class SnapshotClient:
             record = segment.record()
             if record is None:
                 raise NoSuchStepError(f"{key} was replaced meanwhile")
-            offer = PushSnapshot(snapshot.run, Key.of(key), snapshot.previous, snapshot.nbytes, len(record))
+            offer = OfferSnapshot(snapshot.run, Key.of(key), snapshot.previous, snapshot.nbytes, len(record))
             self._wire.say(offer)
             answer = self._wire.hear_answer()
             if isinstance(answer, Bytes):

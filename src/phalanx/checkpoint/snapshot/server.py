@@ -21,8 +21,8 @@ from phalanx.checkpoint.snapshot.wire import (
     Bytes,
     Describe,
     Missing,
+    OfferSnapshot,
     PushAccepted,
-    PushSnapshot,
     ReadImage,
     Refused,
     RefusedError,
@@ -133,7 +133,7 @@ class SnapshotServer:
                     self._describe(wire, request)
                 case ReadImage():
                     self._read(wire, request)
-                case PushSnapshot():
+                case OfferSnapshot():
                     self._receive(wire, request)
         except NoSuchStepError as error:
             wire.say(Missing(str(error)))
@@ -159,7 +159,7 @@ class SnapshotServer:
                 )
             wire.say(Bytes(stop - start), segment.image(stop)[start:].data)
 
-    def _receive(self, wire: Wire, offer: PushSnapshot) -> None:
+    def _receive(self, wire: Wire, offer: OfferSnapshot) -> None:
         key = offer.key.value()
         if offer.run != self._memory.run:
             raise RefusedError(f"this memory is of run {self._memory.run}, not {offer.run}")
@@ -175,7 +175,7 @@ class SnapshotServer:
         wire.say(PushAccepted())
 
 
-def _offered(record: bytes, offer: PushSnapshot, peer: str) -> Snapshot:
+def _offered(record: bytes, offer: OfferSnapshot, peer: str) -> Snapshot:
     """Decodes the record of a pushed snapshot. Raises WireError, which ends the connection, if it is not the one offered."""
     try:
         snapshot = decode_record(record, peer)

@@ -77,7 +77,7 @@ class ReadImage(_WireMessage, frozen=True):
     stop: WireCount
 
 
-class PushSnapshot(_WireMessage, frozen=True):
+class OfferSnapshot(_WireMessage, frozen=True):
     """Offers a snapshot. After ``Bytes`` for an answer its record follows, then its image, then ``PushAccepted`` is the answer."""
 
     run: WireText
@@ -88,7 +88,7 @@ class PushSnapshot(_WireMessage, frozen=True):
 
 
 class Bytes(_WireMessage, frozen=True):
-    """As many raw bytes follow: from whoever says it, or, in the answer to ``PushSnapshot``, from the other."""
+    """As many raw bytes follow: from whoever says it, or, in the answer to ``OfferSnapshot``, from the other."""
 
     nbytes: WireCount
 
@@ -109,7 +109,7 @@ class Refused(_WireMessage, frozen=True):
     text: WireText
 
 
-Request = Describe | ReadImage | PushSnapshot
+Request = Describe | ReadImage | OfferSnapshot
 Answer = Bytes | PushAccepted | Missing | Refused
 _T = TypeVar("_T")
 _encoder = msgspec.msgpack.Encoder()
