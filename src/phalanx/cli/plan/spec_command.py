@@ -61,11 +61,13 @@ def _rows(kind: type) -> Iterator[tuple[str, str, str, str, str]]:
 
 
 def _type_name(declared: FieldType) -> str:
-    plain = declared.plain
-    literal = typing.get_origin(plain) is typing.Literal
-    name = (
-        " or ".join(map(repr, typing.get_args(plain))) if literal else getattr(plain, "__name__", str(plain))
-    )
+    plain, options = declared.plain, typing.get_args(declared.plain)
+    if typing.get_origin(plain) is typing.Literal:
+        name = " or ".join(map(repr, options))
+    elif type(None) in options:
+        name = "table, or absent"
+    else:
+        name = getattr(plain, "__name__", str(plain))
     return f"{name}, {declared.bound}" if declared.bound else name
 
 
