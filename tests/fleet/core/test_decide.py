@@ -10,6 +10,7 @@ from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import step
 from phalanx.fleet.core.epochs import next_deadline_s
 from phalanx.fleet.core.invariants import check
+from phalanx.fleet.core.settings import Formation
 from phalanx.fleet.core.state import Eligibility, FleetPhase, RestorePoint
 
 
@@ -522,3 +523,21 @@ def test_the_reason_for_the_end_of_an_epoch_has_what_the_worker_said_last() -> N
         fleet = running()
         fleet.hear(m.WorkerExited("0", 1, 0, 0, -9, text))
         assert fleet.state.reason == f"node 0: worker 0 exited with code -9{said}"
+
+
+def test_a_checkpoint_of_a_condemned_step_is_trusted_once_it_has_been_saved_again() -> None:
+    fleet = running()
+    fleet.hear(m.DiskHolds((4, 8)), m.Suspect("1", "corruption", trusted_step=6))
+    assert (fleet.state.durable, fleet.state.condemned) == ([4], [8])
+    fleet.park()
+    fleet.bind()
+    fleet.hear(m.Durable("0", 1, 1, 8))
+    assert (fleet.state.durable, fleet.state.condemned) == ([4, 8], [])
+
+
+def test_the_first_formation_waits_for_all_wanted_nodes_also_where_they_have_several_workers() -> None:
+    fleet = Fleet(settings(2, formation=Formation(2, (2, 4))))
+    for name, phase in (("0", FleetPhase.FORMING), ("1", FleetPhase.BINDING)):
+        fleet.hear(m.Joined(name, 1, 2, name, 7, meeting_points=(f"{name}:1", f"{name}:2")))
+        assert fleet.state.phase is phase
+    assert fleet.state.ranks == 4
