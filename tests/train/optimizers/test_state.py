@@ -20,13 +20,12 @@ from phalanx.model.transformer import Transformer
 from phalanx.parallel.mesh.partition import piece
 from phalanx.plan.step_cost import memory
 from phalanx.plan.workload import stacks
-from phalanx.plan.workload.candidates import one
 from phalanx.plan.workload.holdings import holdings
 from phalanx.run.layout import Layout
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, OptimizerSpec, ParallelSpec, RunSpec, TrainSpec
 from phalanx.train.optimizers.choose import make_optimizer
 from phalanx.train.optimizers.matrices import matrices_of, owners_of, shares_of
-from plan.jobs import job
+from plan.jobs import job, one
 
 SPECS = st.one_of(
     st.builds(OptimizerSpec, state=st.sampled_from(["fp32", "bf16", "int8"])),
@@ -185,5 +184,5 @@ def test_a_named_field_of_every_optimizer_reaches_the_planner() -> None:
 
 def moments_of(spec: RunSpec) -> float:
     """Bytes of optimizer state per parameter, as ``stack_of`` gives them."""
-    (moments,) = (state.bytes for state in stacks.stack_of(spec).states if state.kind == "moments")
+    (moments,) = (state.bytes for state in stacks.stack_of(spec).states.kept if state.kind == "moments")
     return moments

@@ -62,17 +62,17 @@ def places(workload: Workload, stack: Stack, pipelines: list[tuple[int, int, boo
     return Places(dense, mixed, embedding, head, rank, whole, np.array([len(kinds) for kinds in found]))
 
 
-PlaceCounts = tuple[int, int, int, int, int]
+_PlaceRow = tuple[int, int, int, int, int]
 
 
 def _kinds(
     sizes: tuple[int, ...], mixture: list[bool], ranks: int, per_rank: int, folded: bool, *, tied: bool
-) -> list[PlaceCounts]:
+) -> list[_PlaceRow]:
     """(dense, mixture, embedding, head, rank) of each kind of rank that has more of something than every earlier one."""
     before = [0, *accumulate(mixture)]
     bounds = [0, *accumulate(sizes)]
     mixtures = [before[end] - before[begin] for begin, end in pairwise(bounds)]
-    found: list[PlaceCounts] = []
+    found: list[_PlaceRow] = []
     last = len(sizes) - 1
     for rank in range(ranks):
         stages = [
