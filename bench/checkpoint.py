@@ -27,7 +27,7 @@ from torch.distributed.checkpoint import state_dict_saver as dcp
 from phalanx.checkpoint.format.blocks import BLOCK_BYTES, page_aligned
 from phalanx.checkpoint.format.boxes import whole
 from phalanx.checkpoint.format.image import ByteArray
-from phalanx.checkpoint.format.state import Shard, dtype_name
+from phalanx.checkpoint.format.shards import Shard, dtype_name
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.restore import restore

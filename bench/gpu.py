@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from phalanx.hardware.accelerators import accelerator_named
+from phalanx.hardware.device_peak import accelerator_named
 from phalanx.hardware.matmul_peak import measure_matmul_flops
 from phalanx.model.facts.counts import count
 from phalanx.model.facts.presets import PRESETS

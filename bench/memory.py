@@ -1,7 +1,7 @@
 """What recomputation and offload of activations save, and what they cost in time.
 
 One model on one rank, forward and backward without an update. For each way of keeping activations: the most that forward
-leaves behind for backward, measured by ``phalanx.train.step.memory``, and the time of a step, both over those of keeping
+leaves behind for backward, measured by ``phalanx.train.step.memory_meter``, and the time of a step, both over those of keeping
 everything. Ways take turns in each round, and ratios of neighbors in time are what the medians are of. Time is compared
 with memory's watch off. On a CPU host memory is the device's own, so that only files are offloaded to; what a step costs with
 them depends on the disk and on what the machine has to spare for copying.
@@ -28,7 +28,7 @@ from phalanx.model.facts.shape import resolve
 from phalanx.model.transformer import Transformer
 from phalanx.observe.throughput import format_bytes
 from phalanx.run.spec import MemorySpec, ModelSpec, RunSpec
-from phalanx.train.step.memory import MemoryMeter
+from phalanx.train.step.memory_meter import MemoryMeter
 from phalanx.train.transforms.offload import apply_activation_offload
 from phalanx.train.transforms.recompute import apply_recompute
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from phalanx.checkpoint.snapshot.client import push
-from phalanx.checkpoint.snapshot.memory import SnapshotKey, SnapshotMemory
+from phalanx.checkpoint.snapshot.segments import SnapshotKey, SnapshotMemory
 from phalanx.checkpoint.snapshot.server import SnapshotServer
 from phalanx.data.index import read_index
 from phalanx.fleet.control.security import run_token
@@ -39,7 +39,7 @@ from phalanx.fleet.node.worker_link import (
 )
 from phalanx.run.identity import identity
 from phalanx.run.spec import RunSpec
-from phalanx.train.lifecycle.run_directory import open_run
+from phalanx.train.lifecycle.open_run import open_run
 
 PATIENCE_S = 60.0
 

@@ -19,8 +19,8 @@ from phalanx.run.directory import RunDirectoryError
 from phalanx.run.problems import RunFileError
 from phalanx.run.spec import ModelSpec, ParallelSpec, RunSpec
 from phalanx.serve.generate import generate, load_model
+from phalanx.train.lifecycle.open_run import open_run
 from phalanx.train.lifecycle.prepare import resolve
-from phalanx.train.lifecycle.run_directory import open_run
 from phalanx.train.optimizers.optimizer import decays
 from phalanx.train.step.learning_rate import multiplier
 from ranks import Ranks

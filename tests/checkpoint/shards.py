@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from phalanx.checkpoint.format.boxes import Box, whole
 from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.checkpoint.format.state import Copies, Shard, dtype_name
+from phalanx.checkpoint.format.shards import Copies, Shard, dtype_name
 from phalanx.parallel.mesh.torch_compat import local_slice_of
 
 

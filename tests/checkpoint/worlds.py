@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 
 from phalanx.checkpoint.format.boxes import Box, whole
-from phalanx.checkpoint.format.state import Shard, dtype_name
+from phalanx.checkpoint.format.shards import Shard, dtype_name
 from phalanx.checkpoint.save.saver import AsyncSaver, SaveOutcome
 from phalanx.checkpoint.tiers.tier import Tier
 

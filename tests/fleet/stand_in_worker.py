@@ -22,7 +22,7 @@ from pathlib import Path
 
 from phalanx.checkpoint.format.manifest import Manifest, encode_manifest
 from phalanx.checkpoint.snapshot.client import SnapshotClient
-from phalanx.checkpoint.snapshot.memory import (
+from phalanx.checkpoint.snapshot.segments import (
     BLOCK_BYTES,
     Segment,
     Snapshot,

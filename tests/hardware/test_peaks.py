@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.hardware.accelerators import accelerator_named
 from phalanx.hardware.detect import gpu_count
+from phalanx.hardware.device_peak import accelerator_named
 from phalanx.hardware.matmul_peak import measure_matmul_flops
 
 

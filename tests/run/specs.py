@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 from hypothesis import strategies as st
 
 from phalanx.run.fields import ValueRange
-from phalanx.run.reader import field_types
+from phalanx.run.section_reader import field_types
 from phalanx.run.spec import RunSpec
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.run.fields import FRACTION, NOT_NEGATIVE, POSITIVE, ValueRange, field_docs
-from phalanx.run.reader import field_types
+from phalanx.run.section_reader import field_types
 from phalanx.run.spec import ModelSpec, OptimizerSpec, RopeScalingSpec, RunSpec
 
 

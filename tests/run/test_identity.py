@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from phalanx.model.facts.presets import PRESETS
 from phalanx.run.identity import differences, identity, run_owned
-from phalanx.run.reader import FieldType, field_types
+from phalanx.run.section_reader import FieldType, field_types
 from phalanx.run.spec import MlaSpec, MoeSpec, RopeScalingSpec, RunSpec
 from run.specs import run_specs
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from phalanx.checkpoint.tiers.digest import digest_checkpoint
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.parallel.mesh.slots import SlotTree
+from phalanx.parallel.reduction.slot_tree import SlotTree
 from ranks import Ranks
 from run.specs import replace_at
 from tiny_runs import on_layout, tiny_run, train_on_this_rank

@@ -28,8 +28,8 @@ from phalanx.run.read import read_run
 from phalanx.run.result import RunResult
 from phalanx.run.spec import ModelSpec, RunSpec
 from phalanx.train.lifecycle.ending import Ending, RunFailedError
+from phalanx.train.lifecycle.open_run import OpenRun
 from phalanx.train.lifecycle.prepare import prepare_run
-from phalanx.train.lifecycle.run_directory import OpenRun
 
 if TYPE_CHECKING:
     from phalanx.model.custom import CustomModel

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpoint.format.boxes import whole
-from phalanx.checkpoint.format.state import Shard, torch_dtype
+from phalanx.checkpoint.format.shards import Shard, torch_dtype
 from phalanx.checkpoint.tiers.digest import WEIGHTS, digest_checkpoint
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.restore import restore

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from phalanx.data.errors import DatasetError
 from phalanx.run.problems import Problem
-from phalanx.run.reader import read_section, unknown_value
+from phalanx.run.section_reader import read_section, unknown_value
 
 INDEX_FILE = "index.json"
 VERSION = 1

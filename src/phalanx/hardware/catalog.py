@@ -21,7 +21,7 @@ from phalanx.hardware.errors import HardwareError
 from phalanx.hardware.system import System
 from phalanx.hardware.tables import Values, read_toml, table_of
 from phalanx.run.problems import listing
-from phalanx.run.reader import unknown_field
+from phalanx.run.section_reader import unknown_field
 
 _USER_FILE = ("accelerator", "system", "profile", "source", "date")
 _DATA = Path(__file__).parent / "data"

@@ -16,7 +16,7 @@ from phalanx.hardware.errors import HardwareError
 from phalanx.hardware.system import System
 from phalanx.hardware.tables import Values, read_entry
 from phalanx.run.problems import Problem, listing
-from phalanx.run.reader import field_types, unknown_value
+from phalanx.run.section_reader import field_types, unknown_value
 
 _ORIGIN = ("source", "date")
 

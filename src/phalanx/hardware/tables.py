@@ -9,7 +9,7 @@ from typing import TypeAlias, TypeVar
 
 from phalanx.hardware.errors import HardwareError
 from phalanx.run.problems import Problem, listing
-from phalanx.run.reader import read_section
+from phalanx.run.section_reader import read_section
 
 Values: TypeAlias = Mapping[str, object]
 _Entry = TypeVar("_Entry")

@@ -20,7 +20,7 @@ from types import FrameType
 
 from phalanx.run.factory import rank_environment
 from phalanx.train.lifecycle.ending import Ending, last_words
-from phalanx.train.lifecycle.run_directory import OpenRun
+from phalanx.train.lifecycle.open_run import OpenRun
 from phalanx.train.lifecycle.worker import EXIT_STOPPED
 
 _POLL_S = 0.1

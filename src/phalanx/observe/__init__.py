@@ -1,7 +1,7 @@
-"""Seeing what a run does: one event stream, and views that are functions of it.
+"""Observability: one event stream of a run, and views that are functions of it.
 
-Begin with ``events`` (what is said) and ``event_log`` (the file it is said in). From it are drawn the
-display (``display_state``, ``display``), the loss curve (``curve``), goodput over all attempts
-(``goodput``) and what outside trackers get (``sinks``). ``ledger`` accounts for a rank's every
-nanosecond, ``records`` for the code, packages and host it ran on, ``throughput`` for speed.
+Begin with ``events`` (the event types) and ``event_log`` (their file). Drawn from it: ``display/`` (the terminal panel, the
+fold over events that it shows, the loss curve), ``goodput`` over all attempts, and ``sinks/`` for outside trackers.
+``ledger`` accounts for a rank's every nanosecond, ``records`` for the code, packages and host it ran on, ``throughput`` for
+speed; ``svg`` holds the marks of which charts are made.
 """

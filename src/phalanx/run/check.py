@@ -1,4 +1,8 @@
-"""Rules that span several fields of a run: what is impossible together, with what would make it possible."""
+"""Rules that span several fields of a run, with the remedy: the model, the batch, checkpoints, the fleet.
+
+The rules of layouts (which degrees fit which model, batch and number of ranks) are in ``phalanx.run.layout``, and are
+checked from here.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from phalanx.run.reader import field_types
+from phalanx.run.section_reader import field_types
 from phalanx.run.spec import ParallelSpec, RunSpec
 
 

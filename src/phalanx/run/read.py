@@ -1,6 +1,6 @@
 """Reads a run file into a ``RunSpec`` and reports every mistake at once.
 
-The table is read along the dataclasses' types (``run/reader.py``), a preset's fields beneath those that are given; the
+The table is read along the dataclasses' types (``run/section_reader.py``), a preset's fields beneath those that are given; the
 rules that span fields are applied to whatever could be read; and one ``RunFileError`` carries all that is wrong.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from phalanx.run.check import check
 from phalanx.run.problems import Problem, RunFileError
-from phalanx.run.reader import TomlTable, read_section, unknown_value
+from phalanx.run.section_reader import TomlTable, read_section, unknown_value
 from phalanx.run.spec import ModelSpec, RunSpec
 
 

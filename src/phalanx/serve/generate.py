@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from phalanx.checkpoint.format.boxes import whole
 from phalanx.checkpoint.format.errors import CorruptError, MissingFileError, NoSuchStepError, StorageError
-from phalanx.checkpoint.format.state import Shard
+from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.tiers.digest import WEIGHTS
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.restore import candidates, restore

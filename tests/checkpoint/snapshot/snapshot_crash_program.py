@@ -13,7 +13,7 @@ import time
 import torch
 
 from checkpoint.shards import shards_of
-from phalanx.checkpoint.snapshot.memory import NO_STEP, Segment, SnapshotMemory, verified
+from phalanx.checkpoint.snapshot.segments import NO_STEP, Segment, SnapshotMemory, verified
 from phalanx.checkpoint.snapshot.writer import SnapshotWriter
 
 _ELEMENTS = 300_000

@@ -21,7 +21,7 @@ from checkpoint.shards import shards_of
 from checkpoint.worlds import State, random_tensor
 from phalanx.checkpoint.format.errors import CheckpointError, NoSuchStepError
 from phalanx.checkpoint.snapshot.client import SnapshotClient, push
-from phalanx.checkpoint.snapshot.memory import Segment, SnapshotKey, SnapshotMemory
+from phalanx.checkpoint.snapshot.segments import Segment, SnapshotKey, SnapshotMemory
 from phalanx.checkpoint.snapshot.server import SnapshotServer
 from phalanx.checkpoint.snapshot.wire import RefusedError, WireError
 from phalanx.checkpoint.snapshot.writer import SnapshotWriter

@@ -23,9 +23,9 @@ from checkpoint.worlds import (
 from phalanx.checkpoint.format.boxes import Box
 from phalanx.checkpoint.format.errors import CorruptError, NotCoveredError
 from phalanx.checkpoint.format.restore_plan import NODE_AGENT, PEER, plan_restore
-from phalanx.checkpoint.format.state import Shard
+from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.snapshot.client import push
-from phalanx.checkpoint.snapshot.memory import Segment, SnapshotKey, SnapshotMemory
+from phalanx.checkpoint.snapshot.segments import Segment, SnapshotKey, SnapshotMemory
 from phalanx.checkpoint.snapshot.server import SnapshotServer
 from phalanx.checkpoint.snapshot.tier import SnapshotHolder, SnapshotTier, restore_from_holders
 from phalanx.checkpoint.snapshot.writer import SnapshotWriter

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from checkpoint.memory_tier import MemoryTier
 from checkpoint.worlds import State, holdings, save_by_all, shards_from, states
-from phalanx.checkpoint.format.state import dtype_name
+from phalanx.checkpoint.format.shards import dtype_name
 from phalanx.checkpoint.tiers.digest import combine, digest_checkpoint, tensor_digest
 from phalanx.checkpoint.tiers.disk import DiskTier
 

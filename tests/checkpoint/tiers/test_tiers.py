@@ -25,7 +25,7 @@ from checkpoint.worlds import (
 )
 from phalanx.checkpoint.format.errors import AbandonedError, MismatchError, NoSuchStepError, NotCoveredError
 from phalanx.checkpoint.format.restore_plan import OWN_MEMORY
-from phalanx.checkpoint.format.state import Shard
+from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.save.staging import Staging
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.restore import candidates, restore

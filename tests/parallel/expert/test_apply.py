@@ -19,8 +19,8 @@ from phalanx.parallel.expert.apply import apply_experts
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import Mesh, build_mesh
 from phalanx.parallel.mesh.partition import Partition
-from phalanx.parallel.mesh.slots import SlotTree
 from phalanx.parallel.reduction.data_parallel import local
+from phalanx.parallel.reduction.slot_tree import SlotTree
 from phalanx.parallel.tensor.apply import VocabularyPiece, apply_tensor, vocabulary_piece
 from phalanx.run.spec import ModelSpec, MoeSpec, ParallelSpec, RunSpec, TrainSpec
 from phalanx.train.step.loss import summed_cross_entropy

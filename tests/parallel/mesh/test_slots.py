@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.parallel.mesh.slots import Deal, Leaves, SlotTree, rounds_of
+from phalanx.parallel.mesh.slots import Deal, rounds_of
+from phalanx.parallel.reduction.slot_tree import Leaves, SlotTree
 from phalanx.parallel.reduction.tree import push_run
 
 slots_counts = st.integers(1, 40)

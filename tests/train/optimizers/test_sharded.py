@@ -75,7 +75,7 @@ class Model:
         """Weights and state, as a checkpoint takes them."""
         from checkpoint.shards import shards_of
         from phalanx.checkpoint.format.boxes import Box
-        from phalanx.checkpoint.format.state import Shard, dtype_name
+        from phalanx.checkpoint.format.shards import Shard, dtype_name
 
         shards = shards_of({f"model/{name}": p.detach() for name, p in self.parameters.items()})
         for name, parts in self.optimizer.state().items():

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from phalanx.checkpoint.format.boxes import whole
 from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.checkpoint.format.state import Shard, torch_dtype
+from phalanx.checkpoint.format.shards import Shard, torch_dtype
 from phalanx.checkpoint.tiers.restore import restore
 from phalanx.checkpoint.tiers.tier import Tier
 

@@ -18,7 +18,7 @@ import torch
 from phalanx.checkpoint.format.boxes import Box, whole
 from phalanx.checkpoint.format.image import spans
 from phalanx.checkpoint.format.restore_plan import Held
-from phalanx.checkpoint.format.state import torch_dtype
+from phalanx.checkpoint.format.shards import torch_dtype
 from phalanx.checkpoint.interop.huggingface_config import Dtype, HuggingFaceError, hf_config_of
 from phalanx.checkpoint.interop.huggingface_files import (
     CONFIG,

@@ -14,7 +14,7 @@ import torch
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.format.image import ByteArray, ImageLayout
-from phalanx.checkpoint.format.state import Shard
+from phalanx.checkpoint.format.shards import Shard
 
 COPY_THREADS = 2
 _ZERO_BYTES = 16 << 20

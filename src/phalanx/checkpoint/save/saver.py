@@ -18,7 +18,7 @@ from typing import Any, Literal
 from phalanx.checkpoint.format.boxes import Box
 from phalanx.checkpoint.format.errors import AbandonedError, CheckpointError
 from phalanx.checkpoint.format.restore_plan import share_of
-from phalanx.checkpoint.format.state import Copies, Shard
+from phalanx.checkpoint.format.shards import Copies, Shard
 from phalanx.checkpoint.save.staging import StagedImage, Staging
 from phalanx.checkpoint.tiers.retention import Retention
 from phalanx.checkpoint.tiers.tier import Draft, Record, Tier

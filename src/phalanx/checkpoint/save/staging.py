@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from phalanx.checkpoint.format.image import PAGE_BYTES, ByteArray, Image, ImageLayout, image_layout
-from phalanx.checkpoint.format.state import Shard
+from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.save.image_copy import ImageCopier, on_cuda, pin, unpin
 
 

@@ -9,7 +9,7 @@ import ssl
 from types import TracebackType
 
 from phalanx.checkpoint.format.errors import NoSuchStepError
-from phalanx.checkpoint.snapshot.memory import SnapshotKey, SnapshotMemory
+from phalanx.checkpoint.snapshot.segments import SnapshotKey, SnapshotMemory
 from phalanx.checkpoint.snapshot.wire import (
     LONGEST_RECORD_BYTES,
     Answer,

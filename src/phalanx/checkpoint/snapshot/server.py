@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from phalanx.checkpoint.format.errors import CheckpointError, CorruptError, NoSuchStepError
 from phalanx.checkpoint.format.image import ByteArray
 from phalanx.checkpoint.format.manifest import checksum
-from phalanx.checkpoint.snapshot.memory import Snapshot, SnapshotMemory, decode_record
+from phalanx.checkpoint.snapshot.segments import Snapshot, SnapshotMemory, decode_record
 from phalanx.checkpoint.snapshot.wire import (
     LONGEST_READ_BYTES,
     Bytes,

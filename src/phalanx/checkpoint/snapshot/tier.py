@@ -22,9 +22,9 @@ from phalanx.checkpoint.format.errors import CheckpointError, CorruptError, NoSu
 from phalanx.checkpoint.format.image import ByteArray, RawArray
 from phalanx.checkpoint.format.parts import read_parts
 from phalanx.checkpoint.format.restore_plan import OWN_MEMORY, PEER, BoxLocation, Held, PlannedRead
-from phalanx.checkpoint.format.state import Shard
+from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.snapshot.client import SnapshotClient
-from phalanx.checkpoint.snapshot.memory import Segment, Snapshot, SnapshotKey, decode_record, verified
+from phalanx.checkpoint.snapshot.segments import Segment, Snapshot, SnapshotKey, decode_record, verified
 from phalanx.checkpoint.tiers.restore import restore
 from phalanx.checkpoint.tiers.tier import ReadableTier, Record
 

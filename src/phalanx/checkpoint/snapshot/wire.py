@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.checkpoint.snapshot.memory import SnapshotKey
+from phalanx.checkpoint.snapshot.segments import SnapshotKey
 
 LONGEST_READ_BYTES = 64 << 20
 LONGEST_RECORD_BYTES = 256 << 20

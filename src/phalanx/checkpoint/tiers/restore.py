@@ -11,7 +11,7 @@ from phalanx.checkpoint.format.boxes import Box
 from phalanx.checkpoint.format.errors import MismatchError, NotCoveredError
 from phalanx.checkpoint.format.image import RawArray
 from phalanx.checkpoint.format.restore_plan import Held, PlannedRead, plan_restore
-from phalanx.checkpoint.format.state import Shard, torch_dtype
+from phalanx.checkpoint.format.shards import Shard, torch_dtype
 from phalanx.checkpoint.tiers.tier import ReadableTier
 
 _log = logging.getLogger(__name__)

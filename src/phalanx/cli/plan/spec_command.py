@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import click
 
 from phalanx.run.fields import field_docs
-from phalanx.run.reader import FieldType, field_types
+from phalanx.run.section_reader import FieldType, field_types
 from phalanx.run.spec import RunSpec
 
 

@@ -22,7 +22,7 @@ from phalanx.run.directory import RunDirectory
 from phalanx.run.result import RunResult
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.ending import Ending
-from phalanx.train.lifecycle.run_directory import OpenRun
+from phalanx.train.lifecycle.open_run import OpenRun
 
 if TYPE_CHECKING:
     from rich.console import Console

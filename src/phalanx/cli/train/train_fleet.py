@@ -30,8 +30,8 @@ from phalanx.run.directory import RunDirectory, RunDirectoryError
 from phalanx.run.layout import layout_problems
 from phalanx.run.problems import Problem, RunFileError
 from phalanx.run.spec import FleetSpec, RunSpec
+from phalanx.train.lifecycle.open_run import OpenRun
 from phalanx.train.lifecycle.prepare import prepare_run
-from phalanx.train.lifecycle.run_directory import OpenRun
 
 
 def train_fleet(

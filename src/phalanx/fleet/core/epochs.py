@@ -7,15 +7,15 @@ when each member of the last one has reported that its workers have left, or is 
 
 from __future__ import annotations
 
-from phalanx.fleet.core.messages import NO_STEP, Diagnose, Fresh, Park, Shutdown, Stop
-from phalanx.fleet.core.orders import LIVING, SEATED, Order
-from phalanx.fleet.core.plans import (
+from phalanx.fleet.core.epoch_plan import (
     EpochPlan,
     is_complete,
     plan_epoch,
     possible_ranks,
     ranks_without_started_spares,
 )
+from phalanx.fleet.core.messages import NO_STEP, Diagnose, Fresh, Park, Shutdown, Stop
+from phalanx.fleet.core.orders import LIVING, SEATED, Order
 from phalanx.fleet.core.state import (
     NO_SEAT,
     Eligibility,

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from msgspec import Struct
 
+from phalanx.fleet.core.epoch_plan import holders_for, needs_buddy
 from phalanx.fleet.core.messages import (
     Bind,
     Command,
@@ -22,7 +23,6 @@ from phalanx.fleet.core.messages import (
     Resume,
     Shutdown,
 )
-from phalanx.fleet.core.plans import holders_for, needs_buddy
 from phalanx.fleet.core.state import NO_SEAT, FleetPhase, FleetState, Node, RestorePoint
 
 SEATED = "*seated"

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.checkpoint.save.saver import AsyncSaver
-from phalanx.checkpoint.snapshot.memory import Segment
+from phalanx.checkpoint.snapshot.segments import Segment
 from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
 from phalanx.fleet.faults.fault import (
     Corrupt,

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.snapshot.client import SnapshotClient
-from phalanx.checkpoint.snapshot.memory import SnapshotKey, SnapshotMemory
+from phalanx.checkpoint.snapshot.segments import SnapshotKey, SnapshotMemory
 from phalanx.checkpoint.snapshot.server import SnapshotServer
 from phalanx.fleet.control.coordinator import credentials_of
 from phalanx.fleet.control.coordinator_link import CoordinatorLink

@@ -23,7 +23,7 @@ from phalanx.fleet.control.security import run_token
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.run.factory import rank_environment
 from phalanx.train.lifecycle.ending import Ending, last_words
-from phalanx.train.lifecycle.run_directory import OpenRun
+from phalanx.train.lifecycle.open_run import OpenRun
 from phalanx.train.lifecycle.worker import EXIT_STOPPED
 
 _POLL_S = 0.1

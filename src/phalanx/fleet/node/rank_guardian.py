@@ -15,9 +15,9 @@ from typing import Any
 import torch.distributed as dist
 
 from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.checkpoint.format.state import Shard
+from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.save.saver import AsyncSaver
-from phalanx.checkpoint.snapshot.memory import NO_STEP, Segment
+from phalanx.checkpoint.snapshot.segments import NO_STEP, Segment
 from phalanx.checkpoint.snapshot.tier import SnapshotHolder, SnapshotTier, restore_from_holders
 from phalanx.checkpoint.snapshot.writer import SnapshotWriter, TakenSnapshot
 from phalanx.checkpoint.tiers.tier import Tier

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.checkpoint.snapshot.memory import segments_from
+from phalanx.checkpoint.snapshot.segments import segments_from
 from phalanx.fleet.control.hang import shortened
 from phalanx.fleet.control.security import read_certificates, run_token
 from phalanx.fleet.health.live_audit import CorruptionFoundError

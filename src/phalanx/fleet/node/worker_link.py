@@ -1,7 +1,7 @@
 """The messages between an agent and its worker, over a socket pair that the worker inherits.
 
 The link works on one machine, between a process and its child, so there is nothing to authenticate; it carries small typed
-messages, each with its length before it. Snapshots pass through shared memory instead (``phalanx.checkpoint.snapshot.memory``):
+messages, each with its length before it. Snapshots pass through shared memory instead (``phalanx.checkpoint.snapshot.segments``):
 the worker inherits the descriptors of its two segments. Either side reads in a thread of its own or in an event loop; ``send``
 may be called from any thread.
 """

@@ -1,6 +1,6 @@
 """A run for people to watch: a live panel on a terminal, plain lines everywhere else.
 
-Both are fed by events alone (``display_state``), so that the same code shows a running job, follows one
+Both are fed by events alone (``display/state.py``), so that the same code shows a running job, follows one
 from another terminal, and replays a dead one. Off the terminal there are no control characters and no
 bars, and at most one progress line every so many seconds: logs stay small and can be searched.
 """

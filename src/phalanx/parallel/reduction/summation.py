@@ -23,8 +23,9 @@ from torch.distributed.fsdp import FSDPModule
 from phalanx.model.layers.moe import Experts
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import Mesh
-from phalanx.parallel.mesh.slots import Deal, Leaves, Round, SlotTree
+from phalanx.parallel.mesh.slots import Deal, Round
 from phalanx.parallel.reduction.buckets import in_buckets
+from phalanx.parallel.reduction.slot_tree import Leaves, SlotTree
 from phalanx.parallel.reduction.tree import Intake, TreeReducer, TreeReduceScatter, add_in_place, exchange
 
 

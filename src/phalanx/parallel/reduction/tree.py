@@ -21,8 +21,9 @@ from torch import Tensor
 
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import Mesh
-from phalanx.parallel.mesh.slots import Leaves, Round, SlotTree
+from phalanx.parallel.mesh.slots import Round
 from phalanx.parallel.mesh.torch_compat import AllGather, ReduceScatter, all_gather_single
+from phalanx.parallel.reduction.slot_tree import Leaves, SlotTree
 
 
 def _admit_all(name: str, gradient: Tensor) -> bool:  # noqa: ARG001

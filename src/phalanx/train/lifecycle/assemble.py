@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 from phalanx.checkpoint.format.errors import NoSuchStepError
-from phalanx.checkpoint.format.state import Shard
+from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.restore import restore
 from phalanx.checkpoint.tiers.retention import Retention
 from phalanx.checkpoint.tiers.tier import Tier
 from phalanx.data.dataset import RunData
-from phalanx.hardware.accelerators import accelerator_named
+from phalanx.hardware.device_peak import accelerator_named
 from phalanx.hardware.matmul_peak import measure_matmul_flops
 from phalanx.observe.ledger import Bucket, Ledger
 from phalanx.parallel.mesh.mesh import Mesh, build_mesh
@@ -27,8 +27,8 @@ from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.compose import build_model
 from phalanx.train.lifecycle.guardian import Guardian, NoGuardian
 from phalanx.train.lifecycle.interrupt import StopRequest
+from phalanx.train.lifecycle.open_run import check_data
 from phalanx.train.lifecycle.reporter import Reporter
-from phalanx.train.lifecycle.run_directory import check_data
 from phalanx.train.step.built import Built
 from phalanx.train.step.state import RestoredState, fill_initial, restore_newest, state_shards, weight_shards
 from phalanx.train.step.step import StepFlags

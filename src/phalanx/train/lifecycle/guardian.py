@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.checkpoint.format.state import Shard
+from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.train.step.built import Built
 from phalanx.train.step.step import Audit, Stepper, StepReport

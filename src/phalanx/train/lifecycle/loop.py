@@ -37,7 +37,7 @@ from phalanx.run.result import RunResult
 from phalanx.train.lifecycle.assemble import Training
 from phalanx.train.lifecycle.ending import RunFailedError
 from phalanx.train.step.evaluate import HeldOutLoss, evaluate
-from phalanx.train.step.memory import MemoryMeter, extremes
+from phalanx.train.step.memory_meter import MemoryMeter, extremes
 from phalanx.train.step.state import weights_sha256
 from phalanx.train.step.step import Audit, Stepper, StepReport
 

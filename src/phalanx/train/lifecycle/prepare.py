@@ -22,7 +22,7 @@ from phalanx.run.layout import layout_problems
 from phalanx.run.problems import Problem, RunFileError
 from phalanx.run.resolve import compute_format, device_of
 from phalanx.run.spec import DataSpec, ModelSpec, RunSpec
-from phalanx.train.lifecycle.run_directory import OpenRun, open_run
+from phalanx.train.lifecycle.open_run import OpenRun, open_run
 
 
 def documents_of(corpus: tuple[str, ...]) -> Iterable[Document]:

@@ -2,7 +2,7 @@
 
 Each rank is a process of its own, as in a run. A step is that of ``phalanx.train.step.step`` on made-up tokens: model, axes,
 sharding, optimizer and reduction are the trainer's; only files, checkpoints and the display are left out. Memory is measured by
-the trainer's own meter (``phalanx.train.step.memory``).
+the trainer's own meter (``phalanx.train.step.memory_meter``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from phalanx.train.lifecycle.assemble import make_deterministic
 from phalanx.train.lifecycle.compose import build_model
 from phalanx.train.measure.calibrate import MeasuredPoints, Settings
 from phalanx.train.step.built import Built
-from phalanx.train.step.memory import MemoryMeter, extremes
+from phalanx.train.step.memory_meter import MemoryMeter, extremes
 from phalanx.train.step.state import fill_initial
 from phalanx.train.step.step import Stepper
 
@@ -46,7 +46,7 @@ class MeasuredStep:
     cpu_s: float
     """Processor time of all threads of a rank."""
     memory_bytes: dict[str, int]
-    """Bytes by kind and "total", as ``phalanx.observe.memory`` names them."""
+    """Bytes by kind and "total", as ``phalanx.observe.memory_kinds`` names them."""
 
 
 def on_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:

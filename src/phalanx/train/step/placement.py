@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from phalanx.checkpoint.format.boxes import Box
-from phalanx.checkpoint.format.state import Copies, Shard, dtype_name
+from phalanx.checkpoint.format.shards import Copies, Shard, dtype_name
 from phalanx.model.facts.shape import Parameter
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.mesh.partition import Partition

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.checkpoint.format.state import Shard, dtype_name
+from phalanx.checkpoint.format.shards import Shard, dtype_name
 from phalanx.checkpoint.tiers.digest import TensorDigest, combine, tensor_digest
 from phalanx.checkpoint.tiers.restore import candidates, restore
 from phalanx.checkpoint.tiers.tier import Tier

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from checkpoint.shards import shards_of
 from checkpoint.worlds import State, blank_shards, same_bits, states
 from phalanx.checkpoint.format.errors import CorruptError, NoSuchStepError, StorageFullError
-from phalanx.checkpoint.snapshot.memory import (
+from phalanx.checkpoint.snapshot.segments import (
     Segment,
     SnapshotKey,
     SnapshotMemory,

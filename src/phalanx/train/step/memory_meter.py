@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-from phalanx.observe.memory import MemoryByKind
+from phalanx.observe.memory_kinds import MemoryByKind
 from phalanx.parallel.reduction.data_parallel import local
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fleet.small_fleets import Fleet, running, settings
 from phalanx.fleet.core import messages as m
-from phalanx.fleet.core.plans import buddy_ring, common_levels, holders_for, needs_buddy
+from phalanx.fleet.core.epoch_plan import buddy_ring, common_levels, holders_for, needs_buddy
 from phalanx.fleet.core.retention import droppable, may_begin
 from phalanx.fleet.core.settings import Formation, formation_of
 from phalanx.fleet.core.state import RestorePoint

@@ -1,0 +1,109 @@
+"""The tree in which the gradients of slots are added: the same additions on any number of ranks.
+
+Floating-point addition is not associative, so if each rank summed its own slots and the ranks' sums were then added, the
+result would depend on the number of ranks. Here slot gradients are the leaves of one binary tree over the slot index, and
+every addition is a node of that tree: ``node(level + 1, i) = node(level, 2 i) + node(level, 2 i + 1)``. Whichever rank
+computes which slot, in whatever order gradients arrive, the same additions are made. A node without a right sibling (the
+number of slots is no power of two) moves up unchanged.
+
+Everything here is a function on integers; ``SlotTree`` is the one mutable thing, and it does not care what it adds.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from phalanx.parallel.mesh.slots import Deal
+
+T = TypeVar("T")
+
+TreeNode = tuple[int, int]
+"""A node of the tree: (level, index); level 0 is the slots themselves."""
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """The leaves of the tree in which one kind of parameter's gradients are added: ``per_hand`` for each team's hand.
+
+    Dense parameters have one leaf for each slot and context rank, since context ranks see different parts of a slot;
+    experts have one for each set of tokens that some rank computes at once.
+    """
+
+    deal: Deal
+    per_hand: int
+
+    @property
+    def count(self) -> int:
+        """Number of leaves of a step."""
+        return self.deal.slots // self.deal.team * self.per_hand
+
+    def of_round(self, slots: tuple[int | None, ...]) -> range:
+        """The leaves that a round of a replica yields, one from each rank that holds a share, in their order."""
+        team, first = self.deal.team, slots[0]
+        assert first is not None, "a round begins with a slot"
+        hands = sum(slot is not None for slot in slots) // team
+        return range(first // team * self.per_hand, (first // team + hands) * self.per_hand)
+
+    def forest(self, replica: int) -> list[TreeNode]:
+        """The nodes that a replica is left with after adding all it can of its own leaves, from left to right."""
+        return list(_forest(self, replica))
+
+
+@functools.cache
+def _forest(leaves: Leaves, replica: int) -> tuple[TreeNode, ...]:
+    tree: SlotTree[None] = SlotTree(leaves.count, lambda _left, _right: None)
+    hands = leaves.deal.hands_of_replica(replica)
+    for leaf in range(hands.start * leaves.per_hand, hands.stop * leaves.per_hand):
+        tree.push(leaf, None)
+    return tuple(sorted(tree.nodes, key=lambda node: node[1] << node[0]))
+
+
+@dataclass
+class SlotTree(Generic[T]):
+    """Adds up slots as they arrive, in the order that the tree fixes.
+
+    Args:
+        slots: Number of leaves.
+        add: ``add(left, right)``; may reuse the memory of ``left``.
+    """
+
+    slots: int
+    add: Callable[[T, T], T]
+    nodes: dict[TreeNode, T] = field(default_factory=dict)
+
+    def push(self, slot: int, value: T) -> None:
+        """Adds one slot's value to the tree."""
+        if not 0 <= slot < self.slots:
+            raise ValueError(f"slot {slot} is outside 0..{self.slots - 1}")
+        self.push_node((0, slot), value)
+
+    def push_node(self, node: TreeNode, value: T) -> None:
+        """Adds a node that was summed elsewhere, and merges it with its sibling, and so on, as far as these are there."""
+        if node in self.nodes:
+            raise ValueError(f"node {node} was given twice")
+        while node != self.root_node:
+            level, index = node
+            sibling = (level, index ^ 1)
+            if index % 2 == 0 and (index + 1) << level >= self.slots:
+                pass  # there is no right sibling: the node moves up as it is
+            elif sibling in self.nodes:
+                other = self.nodes.pop(sibling)
+                value = self.add(value, other) if index % 2 == 0 else self.add(other, value)
+            else:
+                break
+            node = (level + 1, index // 2)
+        self.nodes[node] = value
+
+    @property
+    def root_node(self) -> TreeNode:
+        """The node that is the sum of all slots."""
+        return ((self.slots - 1).bit_length(), 0)
+
+    def take_root(self) -> T:
+        """The sum of all slots; the tree is empty afterwards. Raises ``ValueError`` while slots are missing."""
+        if set(self.nodes) != {self.root_node}:
+            raise ValueError(f"slots are missing: the tree of {self.slots} holds nodes {sorted(self.nodes)}")
+        return self.nodes.pop(self.root_node)
