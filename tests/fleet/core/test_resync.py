@@ -86,24 +86,27 @@ def resynced(fleet: Fleet, before: Mark, why: str = "a test") -> None:
     check(fleet.state, before)
 
 
+def joined(fleet: Fleet, name: str, epoch: int = m.NO_EPOCH) -> m.Joined:
+    """A node's description of itself, as it answers ``TellAll``."""
+    return m.Joined(
+        name,
+        fleet.incarnation(name),
+        1,
+        name,
+        7,
+        (f"rack{int(name) % 2}",),
+        epoch=epoch,
+        bound=epoch != m.NO_EPOCH,
+        meeting_points=(f"{name}:1",),
+    )
+
+
 def answer_all(fleet: Fleet, epoch: int, at_step: int) -> None:
     """Each living node describes itself, is told to leave the epoch that it was in, and does."""
     ranks, names = 4, ["0", "2", "1", "3"]
     for name in [name for name in fleet.state.nodes if fleet.state.nodes[name].alive]:
         member = name in names
-        fleet.hear(
-            m.Joined(
-                name,
-                fleet.incarnation(name),
-                1,
-                name,
-                7,
-                (f"rack{int(name) % 2}",),
-                epoch=epoch if member else m.NO_EPOCH,
-                bound=member,
-                meeting_points=(f"{name}:1",),
-            )
-        )
+        fleet.hear(joined(fleet, name, epoch if member else m.NO_EPOCH))
         if member:
             assert any(isinstance(command, m.Park) and command.epoch == epoch for command in fleet.told(name))
             held = (m.RankSnapshot(ranks, names.index(name), at_step, "own", epoch=epoch),)
@@ -133,7 +136,8 @@ def test_nobody_gets_a_rank_before_it_has_said_that_it_is_in_no_epoch() -> None:
     for name in "0123":
         fleet.hear(m.Heartbeat(name, 1, 0, 3, m.WorkerPhase.BOUND), m.Tick(), after_s=3.0)
         assert m.TellAll() in fleet.told(name)
-    assert fleet.state.phase is FleetPhase.FORMING
+    assert fleet.state.phase in (FleetPhase.FORMING, FleetPhase.WAITING)
+    assert not fleet.state.seats
     assert not fleet.state.spares
 
 
@@ -169,9 +173,67 @@ def test_a_contradiction_that_comes_back_at_once_ends_the_run_with_its_text() ->
     fleet = running(max_tries=3)
     for _ in range(4):
         resynced(fleet, mark(fleet.state), "two nodes on one rank")
-    answer_all(fleet, epoch=0, at_step=5)
     assert fleet.state.phase is FleetPhase.FAILED
     assert "two nodes on one rank" in fleet.state.reason
+    assert {name for name, command in fleet.said if isinstance(command, m.Shutdown)} == set("01234")
+
+
+def test_the_next_epoch_waits_until_every_member_has_parked_though_others_would_do() -> None:
+    fleet = running(wanted=2, spares=2)
+    seats = list(fleet.state.seats)
+    others = [name for name in fleet.state.nodes if name not in seats]
+    resynced(fleet, broken(fleet, a_member_called_a_spare))
+    for name in others:
+        fleet.hear(joined(fleet, name))
+    assert fleet.state.phase is FleetPhase.FORMING
+    for name in seats:
+        fleet.hear(joined(fleet, name, epoch=0))
+        held = (m.RankSnapshot(2, seats.index(name), 7, "own", epoch=0),)
+        fleet.hear(m.Parked(name, fleet.incarnation(name), 0, (f"{name}:1",), held))
+    assert fleet.state.phase is FleetPhase.BINDING
+    assert fleet.state.source == RestorePoint(2, 7)
+
+
+def test_a_node_that_never_answers_is_waited_for_no_longer_than_a_new_run_waits() -> None:
+    fleet = running(wanted=2, spares=2)
+    seats = list(fleet.state.seats)
+    resynced(fleet, broken(fleet, a_member_called_a_spare))
+    answering = [name for name in fleet.state.nodes if name != seats[0]]
+    for name in answering:
+        fleet.hear(joined(fleet, name))
+    for _ in range(int(fleet.state.settings.form_s) + 2):
+        beats = [m.Heartbeat(name, 1, m.NO_EPOCH, 0, m.WorkerPhase.WARM) for name in answering]
+        silent = m.Heartbeat(seats[0], 1, 0, 7, m.WorkerPhase.BOUND)
+        fleet.hear(*beats, silent, m.Tick(), after_s=1.0)
+    assert fleet.state.phase is FleetPhase.BINDING
+    assert seats[0] not in fleet.state.seats
+
+
+def test_a_stop_that_was_asked_for_waits_for_the_state_in_memory_and_saves_it() -> None:
+    fleet = running()
+    fleet.hear(m.StopRun())
+    resynced(fleet, broken(fleet, a_seat_wrongly_vacant))
+    fleet.hear(m.Tick(), after_s=1.0)
+    assert fleet.state.phase is FleetPhase.FORMING
+    answer_all(fleet, epoch=0, at_step=7)
+    assert fleet.state.phase is FleetPhase.BINDING
+    fleet.bind()
+    assert any(isinstance(command, m.Stop) for command in fleet.told("0"))
+
+
+def test_a_run_that_ended_in_the_contradictory_turn_stays_ended_and_its_nodes_are_told() -> None:
+    fleet = running()
+    before = mark(fleet.state)
+    fleet.hear(m.RunFinished(0, '{"step": 9}'))
+    resynced(fleet, before)
+    assert fleet.state.phase is FleetPhase.FINISHED
+    assert {name for name, command in fleet.said if isinstance(command, m.Shutdown)} == set("01234")
+
+
+def test_the_epoch_that_a_contradiction_ends_is_told_as_left() -> None:
+    fleet = running()
+    resynced(fleet, broken(fleet, a_seat_wrongly_vacant))
+    assert [incident.ended_epoch for incident in fleet.state.incidents][-1]
 
 
 @effort(max_examples=200, deadline=None)

@@ -19,6 +19,7 @@ import signal
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -198,12 +199,15 @@ class Coordinator:
         self._journal.append(batch_line(now_s, batch))
         # No await between this and the core: what is in the journal is what the core has seen.
         self._inbox, self._heartbeats = [], {}
-        before = mark(self._state)
+        before, undecided, sending = mark(self._state), deque(batch), list[tuple[str, m.Command]]()
         try:
-            sending = [command for event in batch for command in self._decide(event, now_s)]
+            while undecided:
+                sending += self._decide(undecided.popleft(), now_s)
             check(self._state, before)
         except Exception as error:
-            # A state that contradicts itself may also make the core raise. No command that follows from it is sent.
+            # A state that contradicts itself may also make the core raise. No command that follows from it is sent; what
+            # came in behind the event that raised (a request to stop, a run that has finished) is decided next turn.
+            self._inbox[:0] = [event for event in undecided if not isinstance(event, m.Tick)]
             sending = await self._resync(before, error)
         if sending or self._journal.unsynced_bytes > _UNSYNCED_BYTES:
             await self._synced()
@@ -215,7 +219,7 @@ class Coordinator:
     async def _resync(self, before: Mark, error: Exception) -> list[tuple[str, m.Command]]:
         """Replaces a contradictory state by a rebuilt one; returns the commands that ask every node to describe itself.
 
-        A copy of the journal that led to the contradiction is kept as evidence, and a new journal begins.
+        The journal that led to the contradiction is kept as evidence, and a new journal begins.
         """
         kept = self._journal.path.with_name(f"contradiction-{time.time_ns()}.jsonl")
         self.log("".join(traceback.format_exception(error)))

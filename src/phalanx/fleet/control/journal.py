@@ -11,7 +11,6 @@ starts with the state.
 from __future__ import annotations
 
 import os
-import shutil
 from contextlib import suppress
 from pathlib import Path
 
@@ -93,7 +92,7 @@ class Journal:
 
         Args:
             content: The line.
-            keep_as: Where a copy of the old journal is kept as evidence, if the disk takes it.
+            keep_as: A second name under which the old journal is kept as evidence; it takes no space of its own.
 
         Raises:
             JournalError: The disk does not take it; the same call may be made again.
@@ -101,7 +100,7 @@ class Journal:
         line = _line(content)
         if keep_as is not None:
             with suppress(OSError):  # evidence: not worth stopping for
-                shutil.copyfile(self.path, keep_as)
+                os.link(self.path, keep_as)
         try:
             write_atomically(self.path, line, mode=0o600)
             # The open file has no name any more: what was appended there would be lost.

@@ -14,7 +14,7 @@ from phalanx.fleet.core.epoch_plan import (
     possible_ranks,
     ranks_without_started_spares,
 )
-from phalanx.fleet.core.messages import NO_STEP, Diagnose, Fresh, Park, Shutdown, Stop
+from phalanx.fleet.core.messages import NO_EPOCH, NO_STEP, Diagnose, Fresh, Park, Shutdown, Stop
 from phalanx.fleet.core.orders import LIVING, SEATED, Order
 from phalanx.fleet.core.state import (
     NO_SEAT,
@@ -44,6 +44,11 @@ def advance(state: FleetState, orders: list[Order]) -> None:
 
 def _from_forming(state: FleetState, orders: list[Order]) -> bool:
     settings, ranks = state.settings, possible_ranks(state)
+    if state.epoch != NO_EPOCH:
+        # After a resynchronization: every member parks first, so that no two epochs train at once and the newest state
+        # in memory counts. Nodes that stay silent are waited for no longer than nodes of a new run.
+        engaged = any(node.alive and node.engaged for node in state.nodes.values())
+        return not (engaged and state.now_s - state.since_s < settings.form_s) and _form(state, orders)
     if state.stopping:
         end(state, orders, FleetPhase.FINISHED, "stopped before it was formed")
         return True

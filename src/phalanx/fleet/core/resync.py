@@ -11,18 +11,19 @@ trusted: they might seat two nodes on one rank, or begin an epoch while an old o
 The last one is taken. The commands of the contradictory turn are never sent. What nodes cannot repeat is kept: who is
 fenced (so that no earlier incarnation is believed), who is quarantined or drained, the highest epoch (a number is never used twice), which
 steps are not to be trusted, what is on disk. Seats, the buddy ring, copies and everybody whom the core waits for are
-dropped. Each node counts as engaged until it has said that its workers are in no epoch, so nobody is seated before it has
-parked; then a new epoch forms, from snapshots in memory. Each resynchronization counts as a fault without progress, so a
-bug that strikes again at once ends the run after ``max_tries``, with its text as the reason.
+dropped. Each node counts as engaged until it has said that its workers are in no epoch, and the next epoch forms when no
+living node is engaged any more (or ``form_s`` has passed), so that every member has parked and its snapshot counts. Each
+resynchronization counts as a fault without progress, so a bug that strikes again at once ends the run after ``max_tries``,
+with its text as the reason.
 """
 
 from __future__ import annotations
 
 from msgspec.structs import replace
 
-from phalanx.fleet.core.epochs import OVER
+from phalanx.fleet.core.epochs import IN_EPOCH, OVER, end
 from phalanx.fleet.core.invariants import Mark
-from phalanx.fleet.core.messages import TellAll
+from phalanx.fleet.core.messages import Shutdown, TellAll
 from phalanx.fleet.core.orders import LIVING, Order
 from phalanx.fleet.core.state import NO_SEAT, FleetPhase, FleetState, note
 
@@ -30,12 +31,15 @@ from phalanx.fleet.core.state import NO_SEAT, FleetPhase, FleetState, note
 def resync(state: FleetState, before: Mark, why: str) -> tuple[FleetState, list[Order]]:
     """A state that keeps its invariants in place of ``state``, and the orders that ask every node to describe itself.
 
+    A run that was over, or that the contradictory turn ended, stays over.
+
     Args:
         state: The state that contradicts itself.
         before: The mark of the last state that did not.
         why: What was wrong, for people.
     """
-    over = before.phase in OVER
+    was_over = before.phase in OVER
+    over = was_over or state.phase in OVER
     nodes = {
         node.name: replace(node, seat=NO_SEAT, meeting_points=(), held=(), engaged=node.alive)
         for node in state.nodes.values()
@@ -43,7 +47,7 @@ def resync(state: FleetState, before: Mark, why: str) -> tuple[FleetState, list[
     now_s, epoch = state.now_s, max(state.epoch, before.epoch)
     rebuilt = FleetState(
         settings=state.settings,
-        phase=before.phase if over else FleetPhase.FORMING,
+        phase=before.phase if was_over else state.phase if over else FleetPhase.FORMING,
         epoch=epoch,
         seen_epoch=max(state.seen_epoch, epoch),
         now_s=now_s,
@@ -69,5 +73,18 @@ def resync(state: FleetState, before: Mark, why: str) -> tuple[FleetState, list[
         recoveries=state.recoveries + 1,
         regroups=state.regroups,
     )
-    note(rebuilt, "", f"the coordinator's state contradicted itself, every node is asked anew: {why}")
-    return rebuilt, [] if over else [Order(LIVING, TellAll())]
+    text = f"the coordinator's state contradicted itself, every node is asked anew: {why}"
+    note(rebuilt, "", text, ended_epoch=before.phase in IN_EPOCH)
+    orders: list[Order] = []
+    if over and not was_over:  # the turn that told the nodes was dropped
+        orders.append(Order(LIVING, Shutdown(rebuilt.reason)))
+    elif not over and rebuilt.tries > rebuilt.settings.max_tries:
+        end(
+            rebuilt,
+            orders,
+            FleetPhase.FAILED,
+            f"{rebuilt.tries} faults in a row without a step between them; the last one: {why}",
+        )
+    elif not over:
+        orders.append(Order(LIVING, TellAll()))
+    return rebuilt, orders
