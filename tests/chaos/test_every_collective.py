@@ -82,7 +82,7 @@ class Forked:
 class SweptNode(Node):
     """A node whose worker is forked from a ``Zygote``, and may break at any moment."""
 
-    def __init__(self, zygote: Zygote, spec: RunSpec, number: int) -> None:
+    def __init__(self, zygote: Zygote, spec: RunSpec, number: int, _program: tuple[str, ...]) -> None:
         self._zygote, self.stuck = zygote, 0
         super().__init__(spec, number)
 
