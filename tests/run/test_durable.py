@@ -107,3 +107,16 @@ def test_only_what_a_killed_writer_left_behind_is_removed(tmp_path: Path) -> Non
 def test_a_secret_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
     write_atomically(tmp_path / "journal", b"", mode=0o600)
     assert (tmp_path / "journal").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_status_is_replaced_without_waiting_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    synced: list[int] = []
+    monkeypatch.setattr(durable.os, "fsync", synced.append)
+    write_atomically(path, OLD, durable=False)
+    assert not synced
+    write_atomically(path, NEW)
+    assert len(synced) == 2  # the file and its folder
+    assert path.read_bytes() == NEW

@@ -18,8 +18,11 @@ from pathlib import Path
 _TEMPORARY = re.compile(r"\..+\.\d+\.tmp")
 
 
-def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:
+def write_atomically(path: Path, content: bytes, *, mode: int = 0o644, durable: bool = True) -> None:
     """Replaces the file at ``path`` (or makes it, with permissions ``mode``), durable when this returns.
+
+    With ``durable=False`` neither the file nor the folder is fsynced: after a power cut the file may be old or empty, but no
+    process ever reads half of it. This is for a status that is written again soon, by a thread that must not wait for a disk.
 
     Several processes and threads of one machine may write one path at once: the last rename wins. Raises ``OSError``; the old content is
     intact then, unless the last step, the fsync of the folder, is what failed.
@@ -30,12 +33,14 @@ def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:
         with open(descriptor, "wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         os.rename(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync(path.parent)
+    if durable:
+        sync(path.parent)
 
 
 def sync(path: Path) -> None:

@@ -139,8 +139,12 @@ def path_in(run_dir: Path) -> Path:
 
 
 def write_fleet_file(run_dir: Path, content: FleetFile) -> None:
-    """Replaces the file atomically."""
-    write_atomically(path_in(run_dir), msgspec.json.format(msgspec.json.encode(content), indent=1))
+    """Replaces the file atomically.
+
+    Without fsync: the event loop of the coordinator writes it again and again, and heartbeats must not wait for a slow disk.
+    """
+    text = msgspec.json.format(msgspec.json.encode(content), indent=1)
+    write_atomically(path_in(run_dir), text, durable=False)
 
 
 def read_fleet_file(run_dir: Path) -> FleetFile:
