@@ -110,6 +110,11 @@ class RunDirectory:
         return self.path / "logs"
 
     @property
+    def fleet(self) -> Path:
+        """The folder of a fleet's journals, one for each attempt; it exists once a coordinator has run."""
+        return self.path / "fleet"
+
+    @property
     def curve(self) -> Path:
         """The loss curve."""
         return self.path / "loss.svg"

@@ -173,3 +173,30 @@ def test_a_result_of_another_version_still_marks_its_run_complete(tmp_path: Path
     directory = RunDirectory(tmp_path)
     directory.result.write_text('{"step": 3, "weights_sha256": "0", "of_another_version": 1}')
     assert directory.finished_result() == RunResult(step=3, weights_sha256="0")
+
+
+def test_a_step_that_has_lost_its_index_still_keeps_another_run_out(spec: RunSpec) -> None:
+    directory = opened(spec).directory
+    step_folder(directory.checkpoints, 1).mkdir(parents=True)
+    with pytest.raises(RunDirectoryError, match="belongs to another run"):
+        opened(replace_at(spec, "optimizer.lr", 0.02))
+
+
+def test_a_start_removes_what_killed_writers_left_behind(spec: RunSpec) -> None:
+    directory = opened(spec).directory
+    directory.fleet.mkdir()
+    left = [folder / ".file.4711.tmp" for folder in (directory.path, directory.logs, directory.fleet)]
+    for path in left:
+        path.touch()
+    opened(spec)
+    assert [path for path in left if path.exists()] == []
+
+
+def test_a_start_that_is_refused_removes_nothing(spec: RunSpec) -> None:
+    folder = Path(spec.run_dir)
+    folder.mkdir()
+    for name in ("thesis.tex", ".thesis.tex.1.tmp"):
+        (folder / name).touch()
+    with pytest.raises(RunDirectoryError, match="not a run directory"):
+        opened(spec)
+    assert (folder / ".thesis.tex.1.tmp").exists()

@@ -334,7 +334,7 @@ class Coordinator:
 
 
 def _journal_path(args: CoordinatorArgs) -> Path:
-    folder = args.run_dir / "fleet"
+    folder = RunDirectory(args.run_dir).fleet
     folder.mkdir(exist_ok=True)
     return folder / f"journal-{args.attempt:03d}.jsonl"
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import tomli_w
 
 from phalanx.observe.event_log import next_attempt
-from phalanx.run.directory import RunDirectory, RunDirectoryError, read_resolved, read_small_json
+from phalanx.run.directory import RunDirectory, RunDirectoryError, read_resolved, read_small_json, step_of
 from phalanx.run.durable import remove_temporaries, write_atomically
 from phalanx.run.identity import differences, identity, layout_changes
 from phalanx.run.read import to_table
@@ -81,8 +81,8 @@ def open_run(spec: RunSpec, fingerprint: str, tokenizer_folder: Path) -> OpenRun
     try:
         directory.path.mkdir(parents=True, exist_ok=True)
         lock_fd = _lock(directory.lock)
-        remove_temporaries(directory.path)
         changes = _check_owner(directory, spec, fingerprint)
+        _remove_temporaries(directory)
         attempt = max(next_attempt(directory.events), read_small_json(directory.record).get("attempts", 0))
         before = read_small_json(directory.record)
         record = {
@@ -150,7 +150,7 @@ def _check_owner(directory: RunDirectory, spec: RunSpec, fingerprint: str) -> li
             f"{directory.path} is not a run directory but holds {', '.join(sorted(strangers)[:3])}; "
             "give an empty or new one with --set run_dir=..."
         )
-    if not directory.committed_steps():
+    if not _holds_steps(directory):
         return []  # nothing was ever saved here, so nothing can be mixed up
     remedy = "give another run directory with --set run_dir=..., or undo the change"
     # Read back rather than by the recorded identity: a field that is new in this version has its default there.
@@ -169,6 +169,18 @@ def _check_owner(directory: RunDirectory, spec: RunSpec, fingerprint: str) -> li
             f"({recorded[:12]}, not {fingerprint[:12]}); {remedy}"
         )
     return changes
+
+
+def _holds_steps(directory: RunDirectory) -> bool:
+    """True if there is a step's folder, committed or not: one that has lost its index still says that the run was saved."""
+    root = directory.checkpoints
+    return root.is_dir() and any(step_of(folder) is not None for folder in root.iterdir())
+
+
+def _remove_temporaries(directory: RunDirectory) -> None:
+    for folder in (directory.path, directory.logs, directory.fleet):
+        if folder.is_dir():
+            remove_temporaries(folder)
 
 
 def check_data(directory: RunDirectory, fingerprint: str) -> None:
