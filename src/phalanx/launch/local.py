@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from phalanx.run.factory import rank_environment
-from phalanx.train.lifecycle.ending import Ending, last_words
+from phalanx.train.lifecycle.ending import Ending, last_words, remove_failure
 from phalanx.train.lifecycle.open_run import OpenRun
 from phalanx.train.lifecycle.worker import EXIT_STOPPED
 
@@ -76,6 +76,7 @@ def _start(run: OpenRun, rank: int, ranks: int, meeting_point: str) -> subproces
         **rank_environment(run.spec.model.factory),
     }
     log = run.directory.log(run.attempt, rank)
+    remove_failure(log)
     with log.open("wb") as output:
         return subprocess.Popen(
             [

@@ -12,6 +12,7 @@ from phalanx.train.lifecycle.ending import (
     failure_file,
     last_words,
     read_failure,
+    remove_failure,
     report_failure,
 )
 
@@ -56,3 +57,16 @@ def test_a_disk_that_takes_no_more_does_not_hide_the_error(
 ) -> None:
     report_failure(ValueError("what went wrong"), tmp_path / "missing" / "rank.log", 0, 0)
     assert capsys.readouterr().err == "error: what went wrong\n"
+
+
+def test_a_path_that_is_not_utf8_does_not_hide_the_error(log: Path) -> None:
+    report_failure(RunFailedError("cannot read \udcff; rename \udcff", "rename \udcff"), log, 2, 3)
+    found = Failure("RunFailedError", r"cannot read \udcff; rename \udcff", 2, 3, r"rename \udcff")
+    assert read_failure(log) == found
+
+
+def test_the_record_of_an_earlier_process_is_removed(log: Path) -> None:
+    remove_failure(log)  # none is there yet
+    report_failure(ValueError("of an earlier life"), log, 2, 3)
+    remove_failure(log)
+    assert read_failure(log) is None

@@ -22,7 +22,7 @@ from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in,
 from phalanx.fleet.control.security import run_token
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.run.factory import rank_environment
-from phalanx.train.lifecycle.ending import Ending, last_words
+from phalanx.train.lifecycle.ending import Ending, last_words, remove_failure
 from phalanx.train.lifecycle.open_run import OpenRun
 from phalanx.train.lifecycle.worker import EXIT_STOPPED
 
@@ -104,7 +104,8 @@ def run_fleet(run: OpenRun, fleet: LocalFleet, while_running: Callable[[Callable
     path = run.directory.path
     run_token(path)  # made before anybody needs it
     path_in(path).unlink(missing_ok=True)  # of the attempt before
-    processes = _Processes(run, fleet)
+    # Computed once: a restart must not fail because the user's model file is gone meanwhile.
+    processes = _Processes(run, fleet, rank_environment(run.spec.model.factory))
     try:
         with _stopping_on_signals(processes):
             processes.start()
@@ -126,6 +127,8 @@ class _Processes:
 
     run: OpenRun
     fleet: LocalFleet
+    factory_environment: dict[str, str]
+    """Lets the processes import the user's model."""
     coordinator: subprocess.Popen[bytes] | None = None
     agents: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     back_at_s: dict[str, float] = field(default_factory=dict)
@@ -231,13 +234,15 @@ class _Processes:
     def _process(self, name: str, module: str, *arguments: str) -> subprocess.Popen[bytes]:
         run = self.run
         command = [sys.executable, "-m", module, "--run-dir", str(run.directory.path)]
-        with self.log(name).open("ab") as output:
+        log = self.log(name)
+        remove_failure(log)  # of the process before it in this attempt, which wrote the same log
+        with log.open("ab") as output:
             return subprocess.Popen(
                 [*command, "--attempt", str(run.attempt), *arguments],
                 env={
                     **os.environ,
                     "PHALANX_LAUNCHER": str(os.getpid()),
-                    **rank_environment(run.spec.model.factory),
+                    **self.factory_environment,
                 },
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -1,8 +1,9 @@
 """The end of a run's processes: what a failing one leaves behind, and what its launcher tells the user.
 
-A process that ends by an error that is meant for the user leaves it as a typed record beside its log, so that its launcher need
-not search the log for it. One that ends in any other way leaves no record: then the end of its log, with the traceback, is all
-there is to show.
+A rank that the local launcher started, and a coordinator, leave an error that is meant for the user as a typed record beside
+their log, so that the launcher need not search the log for it. One that ends in any other way leaves no record: then the end of
+its log, with the traceback, is all there is to show. Agents, a fleet's workers, and ranks started by ``torchrun`` or ``srun``
+leave no record.
 """
 
 from __future__ import annotations
@@ -60,13 +61,23 @@ def failure_file(log: Path) -> Path:
 def report_failure(error: Exception, log: Path, attempt: int, rank: int | None = None) -> None:
     """Prints the error of this process, for people, and leaves its record beside ``log``, for the launcher.
 
-    A disk that takes no more leaves the log to speak.
+    If the disk is full there is only the log. Lone surrogates, which stand for the bytes of a path that is not UTF-8, are
+    escaped in the record.
     """
     print(f"error: {error}", file=sys.stderr, flush=True)
     remedy = error.remedy if isinstance(error, RunFailedError) else ""
-    failure = Failure(type(error).__name__, str(error), attempt, rank, remedy)
+    failure = Failure(type(error).__name__, _escaped(str(error)), attempt, rank, _escaped(remedy))
     with suppress(OSError):
         write_atomically(failure_file(log), msgspec.json.encode(failure))
+
+
+def _escaped(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
+
+
+def remove_failure(log: Path) -> None:
+    """Removes the record of an earlier process with the same log, before the next one is started. Raises ``OSError``."""
+    failure_file(log).unlink(missing_ok=True)
 
 
 def read_failure(log: Path) -> Failure | None:

@@ -157,7 +157,8 @@ def main() -> int:
     from phalanx.parallel.process_group.rendezvous import device_for, join, leave, rank_from_environment
     from phalanx.run.directory import RunDirectory, read_resolved
 
-    directory, rank = RunDirectory(arguments.run_dir), 0
+    directory = RunDirectory(arguments.run_dir)
+    rank: int | None = None  # unknown until the environment has been read
     try:
         place = rank_from_environment(os.environ)
         assert place is not None, "started without a place"
@@ -167,13 +168,20 @@ def main() -> int:
         result = run_rank(arguments.run_dir, arguments.attempt, stop)
         leave()
     except known_errors() as error:
-        report_failure(error, directory.log(arguments.attempt, rank), arguments.attempt, rank)
-        # A clean exit would hang in a collective with the others, until the launcher ends them.
-        os._exit(EXIT_FAILED)
+        try:
+            if rank is None:
+                print(f"error: {error}", file=sys.stderr, flush=True)
+            else:
+                report_failure(error, directory.log(arguments.attempt, rank), arguments.attempt, rank)
+        finally:  # also where it cannot be reported
+            # A clean exit would hang in a collective with the others, until the launcher ends them.
+            os._exit(EXIT_FAILED)
     except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(EXIT_FAILED)
+        try:
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(EXIT_FAILED)
     return 0 if result is not None else EXIT_STOPPED
 
 
