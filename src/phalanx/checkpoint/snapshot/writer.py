@@ -1,6 +1,6 @@
 """The worker's side of snapshots: after a step, one memory copy of the state into memory that outlives the worker.
 
-Of its two segments (``memory.py``) a worker writes the one that does not hold the step which all ranks would roll back to. The
+Of its two segments (``segments.py``) a worker writes the one that does not hold the step which all ranks would roll back to. The
 copy is all that the training step waits for; a thread then takes the checksums and marks the snapshot complete. On
 CUDA the copy itself runs on a side stream (``fence()`` before weights change), and the thread waits for it.
 
