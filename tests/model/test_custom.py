@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -49,6 +50,30 @@ class Skipping(Mixer):
         for block in self.blocks[:-1]:
             hidden = block(hidden)
         return self.head(self.norm(hidden))  # type: ignore[no-any-return]
+
+
+class ScaledInPlace(Mixer):
+    """Writes into what came out of the embedding, which stays the same tensor."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens).mul_(2)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))  # type: ignore[no-any-return]
+
+
+class DividedInPlace(Mixer):
+    """Writes into the logits."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens).div_(3)
+
+
+class Halved(nn.Linear):
+    """A head that does more than its weight says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / 2
 
 
 def changed(change: Any) -> type[Mixer]:
@@ -115,6 +140,31 @@ REFUSED = {
     "tuple": (changed(lambda m: m.blocks.__setitem__(2, nn.LSTM(16, 16))), r"blocks\.2 gives tuple"),
     "scaled": (Scaled, "does not hand on what comes before blocks.0 to blocks.0"),
     "capped": (Capped, "does more than embedding, blocks, norm and head"),
+    "scaled_in_place": (ScaledInPlace, "does not hand on what comes before blocks.0 to blocks.0"),
+    "divided_in_place": (DividedInPlace, "does more than embedding, blocks, norm and head"),
+    "halved": (
+        changed(lambda m: setattr(m, "head", Halved(16, 50, bias=False))),
+        "more than a matrix product",
+    ),
+    "hooked_head": (
+        changed(lambda m: m.head.register_forward_hook(lambda *_: None)),
+        "more than a matrix product",
+    ),
+    "hooked": (changed(lambda m: m.register_forward_hook(lambda *_: None)), "has forward hooks"),
+    "top": (
+        changed(lambda m: m.register_parameter("position", nn.Parameter(torch.ones(8, 16)))),
+        "the parameter position would never be used; put it inside",
+    ),
+    "of_the_list": (
+        changed(lambda m: m.blocks.register_parameter("alpha", nn.Parameter(torch.ones(3)))),
+        "the parameter blocks.alpha would never be used",
+    ),
+    "attention_dropout": (
+        changed(
+            lambda m: setattr(m.blocks[1], "attention", nn.MultiheadAttention(16, 2, dropout=0.1, bias=False))
+        ),
+        "set its dropout to 0",
+    ),
     "skipping": (Skipping, "what comes before blocks.2"),
     "function": (lambda _spec: GatedConvolution, "object of type type; it must return an nn.Module"),
 }
@@ -150,6 +200,25 @@ def test_the_chain_computes_what_the_model_computes_under_the_same_names(tied: b
     tokens = torch.randint(50, (2, 9))
     assert torch.equal(chain(tokens), model(tokens))
     assert len(custom_facts(spec, seq_len=8).parameters) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        lambda logits: logits / 2,
+        lambda logits: logits.div_(2),
+        lambda logits: 30 * torch.tanh(logits / 30),
+        lambda logits: logits.roll(1, dims=-1),
+    ],
+    ids=["scaled", "in place", "capped", "rolled"],
+)
+def test_a_tied_model_whose_forward_changes_the_logits_is_refused(
+    monkeypatch: pytest.MonkeyPatch, last: Callable[[Tensor], Tensor]
+) -> None:
+    plain = Mixer.forward
+    monkeypatch.setattr(Mixer, "forward", lambda self, tokens: last(plain(self, tokens)))
+    with pytest.raises(CustomModelError, match="does more than embedding, blocks, norm and head"):
+        custom_facts(dataclasses.replace(SPEC, tie_embeddings=True), seq_len=8)
 
 
 def test_stages_one_after_another_are_the_whole_chain() -> None:

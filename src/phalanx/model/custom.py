@@ -9,11 +9,12 @@ Whatever cannot be trained correctly is refused when the model is built, with th
 tensors that a build on the meta device leaves without values, random numbers in the forward pass (ranks would draw
 different ones), parameters that are shared, frozen or not fp32, and a ``forward`` of the model's own that computes something
 else than the chain. The last is found out by calling both on the meta device, which costs no memory and no FLOP: what goes
-into each part must be the very tensor that came out of the part before.
+into each part must be the very tensor that came out of the part before, not written to in between.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, get_args
@@ -21,6 +22,7 @@ from typing import Any, Protocol, cast, get_args
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.model.block import Block
@@ -179,11 +181,7 @@ def _require_parts(model: Any, spec: ModelSpec) -> CustomModel:
         part = getattr(model, name, None)
         if not isinstance(part, kind):
             has = "no attribute" if part is None else f"{type(part).__name__} as attribute"
-            remedy = (
-                f"give it an {kind.__name__}"
-                if kind is nn.Module
-                else "give it an nn.ModuleList of its layers"
-            )
+            remedy = "give it an nn.Module" if kind is nn.Module else "give it an nn.ModuleList of its layers"
             raise refuse(f"the model has {has} {name}", remedy)
     if len(model.blocks) != spec.layers:  # type: ignore[arg-type]
         raise refuse(f"it has {len(model.blocks)} blocks", f"model.layers = {spec.layers} must say the same")  # type: ignore[arg-type]
@@ -193,11 +191,25 @@ def _require_parts(model: Any, spec: ModelSpec) -> CustomModel:
         raise refuse(
             f"{', '.join(sorted(others))} would never be called", "put it inside embedding, a block or norm"
         )
+    for name, _ in model.named_parameters():
+        if not _OF_A_PART.match(name):
+            raise refuse(
+                f"the parameter {name} would never be used", "put it inside embedding, a block, norm or head"
+            )
+    if _has_hooks(model):
+        raise refuse("it has forward hooks, which training would not call", "put what they do into a part")
     _require_trainable(model, refuse)
     return cast(CustomModel, model)
 
 
 _Refusal = Callable[[str, str], CustomModelError]
+
+_OF_A_PART = re.compile(r"(embedding|norm|head|blocks\.\d+)\.")
+"""Matches names of parameters that the chain holds."""
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _require_head(model: nn.Module, spec: ModelSpec, refuse: _Refusal) -> None:
@@ -216,6 +228,11 @@ def _require_head(model: nn.Module, spec: ModelSpec, refuse: _Refusal) -> None:
     if not isinstance(owner, nn.Embedding | nn.Linear) or getattr(owner, "bias", None) is not None:
         remedy = "it must be an nn.Linear without bias, or None with an nn.Embedding as embedding"
         raise refuse(f"the head is read from {name}, of type {type(owner).__name__}", remedy)
+    if model.head is not None and (type(owner).forward is not nn.Linear.forward or _has_hooks(owner)):
+        raise refuse(
+            "its head does more than a matrix product, but training reads its weight alone",
+            "use a plain nn.Linear, and put the rest into norm",
+        )
     if tuple(owner.weight.shape) != (spec.vocab_size, spec.dim):
         raise refuse(
             f"{name}.weight has the shape {tuple(owner.weight.shape)}",
@@ -233,13 +250,14 @@ def _require_trainable(model: nn.Module, refuse: _Refusal) -> None:
         for key, value in vars(module).items():
             if isinstance(value, Tensor):
                 raise refuse(
-                    f"{name}.{key} is a plain tensor, without values after a build on the meta device",
+                    f"{f'{name}.{key}'.lstrip('.')} is a plain tensor, without values after a build on the meta device",
                     "compute it in the forward pass, on the device of its input, or make it a parameter",
                 )
-        if isinstance(module, _DropoutNd) and module.p > 0:
+        drops = isinstance(module, _DropoutNd) and module.p > 0
+        if drops or (isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0):
             raise refuse(
                 f"{name} draws random numbers, which would differ from rank to rank",
-                "set its p to 0: the weights are to be the same on any number of ranks",
+                f"set its {'p' if drops else 'dropout'} to 0: the weights are to be the same on any number of ranks",
             )
     names: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -317,37 +335,113 @@ def _on_meta(spec: ModelSpec, name: str, module: nn.Module, x: Tensor) -> Any:
         ) from error
 
 
+@dataclass(frozen=True)
+class _SeenTensor:
+    """A tensor as it was at some moment; ``version`` is raised by every write in place."""
+
+    tensor: Tensor
+    version: int
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _SeenTensor) and self.tensor is other.tensor and self.version == other.version
+        )
+
+
+@dataclass
+class _Call:
+    """One call of a part during the model's own ``forward``."""
+
+    part: str
+    took: _SeenTensor | None
+    gave: _SeenTensor | None = None
+
+
+def _seen(values: tuple[object, ...]) -> _SeenTensor | None:
+    return _SeenTensor(values[0], values[0]._version) if values and isinstance(values[0], Tensor) else None
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the tensor operations that are called under it, since the last ``clear``."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._calls: list[tuple[str, list[Tensor]]] = []
+
+    def clear(self) -> None:
+        """Forgets what was called."""
+        self._calls = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._calls.append((func.overloadpacket.__name__, [x for x in args if isinstance(x, Tensor)]))
+        return func(*args, **(kwargs or {}))
+
+    def are_one_product(self, hidden: _SeenTensor | None, weight: Tensor, result: Any) -> bool:
+        """True if they multiply ``hidden`` by ``weight``, once, and nothing else but to look at tensors in other shapes."""
+        products = [operands for name, operands in self._calls if name in ("mm", "bmm", "matmul", "linear")]
+        others = {name for name, _ in self._calls} - {"mm", "bmm", "matmul", "linear"}
+        if hidden is None or len(products) != 1 or others - _VIEWS or not isinstance(result, Tensor):
+            return False
+        wanted = {_storage(hidden.tensor), _storage(weight)}
+        return {_storage(operand) for operand in products[0]} == wanted and hidden == _seen((hidden.tensor,))
+
+
+_VIEWS = frozenset(
+    [
+        "t",
+        "transpose",
+        "permute",
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "expand",
+        "unsqueeze",
+        "squeeze",
+        "alias",
+        "detach",
+    ]
+)
+
+
+def _storage(tensor: Tensor) -> int:
+    """Identity of the storage that a tensor is a view of."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def _require_same_forward(model: nn.Module, spec: ModelSpec, tokens: Tensor) -> None:
     """If the model has a ``forward`` of its own, calls it and checks that it is the chain."""
     if type(model).forward is nn.Module.forward:
         return
-    # In their order: each part with what went into it and what came out.
-    calls: list[tuple[str, object, object]] = []
+    calls: list[_Call] = []
     named = cast(CustomModel, model)
     parts = [
         ("embedding", named.embedding),
         *((f"blocks.{n}", block) for n, block in enumerate(named.blocks)),
-    ]
-    parts += [
         ("norm", named.norm),
         *([("head", cast(nn.Module, named.head))] if named.head is not None else []),
     ]
     for name, part in parts:
-        part.register_forward_hook(
-            lambda _part, args, y, name=name: calls.append((name, args[0] if args else None, y))
+        part.register_forward_pre_hook(
+            lambda _part, args, name=name: calls.append(_Call(name, _seen(args[:1])))
         )
-    with torch.no_grad():
+        part.register_forward_hook(lambda _part, _args, y: setattr(calls[-1], "gave", _seen((y,))))
+    came = _seen((tokens,))
+    with torch.no_grad(), _Operations() as operations:
+        named.norm.register_forward_hook(lambda *_: operations.clear())
         result = _on_meta(spec, "forward", model, tokens)
-    came: object = tokens
-    for (name, _), call in zip(parts, [*calls, *[("nothing", None, None)] * len(parts)], strict=False):
-        if call[0] != name or call[1] is not came:
+    for (name, _), call in zip(parts, [*calls, *[_Call("nothing", None)] * len(parts)], strict=False):
+        if call.part != name or call.took != came:
             raise CustomModelError(
                 f"{spec.factory}: its forward does not hand on what comes before {name} to {name} as it is, but training "
                 "calls embedding, blocks, norm and head one after another; move what lies between into one of them, or "
                 "remove forward"
             )
-        came = call[2]
-    if len(calls) > len(parts) or (named.head is not None and result is not came):
+        came = call.gave
+    if named.head is None:
+        same = operations.are_one_product(came, cast(nn.Embedding, named.embedding).weight, result)
+    else:
+        same = _seen((result,)) == came
+    if len(calls) > len(parts) or not same:
         raise CustomModelError(
             f"{spec.factory}: its forward does more than embedding, blocks, norm and head, and training would leave that "
             "out; move it into one of them, or remove forward"
