@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -70,8 +71,19 @@ def test_what_another_process_cannot_import_is_refused_with_the_reason(factory: 
 
 def test_a_class_of_the_running_script_is_refused() -> None:
     in_notebook = type("Mine", (), {"__module__": "__main__"})
+    for refused in (in_notebook, "__main__:Mine"):
+        with pytest.raises(
+            FactoryError, match=r"cannot import Mine from the script.*%%writefile my_model.py"
+        ):
+            factory_name(refused)
     with pytest.raises(FactoryError, match=r"%%writefile my_model.py"):
-        factory_name(in_notebook)
+        source_sha256("__main__:Mine")  # as a run file names it
+
+
+def test_a_module_that_was_made_in_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "made_in_memory", types.ModuleType("made_in_memory"))
+    with pytest.raises(FactoryError, match=r"cannot import made_in_memory:Mine"):
+        source_sha256("made_in_memory:Mine")
 
 
 def test_the_digest_is_of_all_source_that_the_model_imports_from_its_folder_and_of_no_other(

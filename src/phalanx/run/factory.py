@@ -29,6 +29,9 @@ from typing import Any
 _FORM = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
+_REMEDY = "write a class or a function def in a module of its own (in a notebook: %%writefile my_model.py), import it"
+
+
 class FactoryError(ValueError):
     """A model's factory cannot be named, found or imported; the message says why and what to do."""
 
@@ -46,23 +49,28 @@ def factory_name(factory: object) -> str:
     if isinstance(factory, str):
         if not is_factory_name(factory):
             raise FactoryError(f'{factory!r} is no factory: write "package.module:name"')
+        _refuse_main(*factory.split(":"))
         return factory
-    remedy = "write a class or a function def in a module of its own (in a notebook: %%writefile my_model.py), import it"
     if not callable(factory) or not hasattr(factory, "__qualname__"):
         raise FactoryError(
-            f"an object of type {type(factory).__name__} is no factory of a model, since each rank builds its own: {remedy}, "
+            f"an object of type {type(factory).__name__} is no factory of a model, since each rank builds its own: {_REMEDY}, "
             "and give the class or the function itself"
         )
     module, name = str(factory.__module__), str(factory.__qualname__)
-    if module == "__main__":
-        raise FactoryError(
-            f"the ranks cannot import {name} from the script or notebook that runs now: {remedy}"
-        )
+    _refuse_main(module, name)
     if not is_factory_name(f"{module}:{name}"):
         raise FactoryError(
-            f"the ranks cannot import {module}:{name}, which has no name at module level: {remedy}"
+            f"the ranks cannot import {module}:{name}, which has no name at module level: {_REMEDY}"
         )
     return f"{module}:{name}"
+
+
+def _refuse_main(module: str, name: str) -> None:
+    """Raises ``FactoryError`` for a name in the running script: in a rank, ``__main__`` is another module."""
+    if module.partition(".")[0] == "__main__":
+        raise FactoryError(
+            f"the ranks cannot import {name} from the script or notebook that runs now: {_REMEDY}"
+        )
 
 
 def source_sha256(factory: str) -> str:
@@ -117,9 +125,14 @@ def search_folder(factory: str) -> Path:
 
     Raises ``FactoryError`` if there is none.
     """
-    top = factory.partition(":")[0].partition(".")[0]
-    # A console script has no working directory on its path, the ranks (started with -m) do.
-    spec = importlib.util.find_spec(top) or PathFinder.find_spec(top, [os.getcwd()])
+    module, _, name = factory.partition(":")
+    _refuse_main(module, name)
+    top = module.partition(".")[0]
+    try:
+        # A console script has no working directory on its path, the ranks (started with -m) do.
+        spec = importlib.util.find_spec(top) or PathFinder.find_spec(top, [os.getcwd()])
+    except ValueError as error:  # a module that was made in memory, or stands in sys.modules without a spec
+        raise FactoryError(f"the ranks cannot import {factory}: {error}; {_REMEDY}") from error
     if spec is not None and spec.submodule_search_locations:
         return (
             Path(next(iter(spec.submodule_search_locations))).resolve().parent
