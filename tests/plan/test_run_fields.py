@@ -246,6 +246,17 @@ def test_what_the_user_assumes_wins_over_the_run_file() -> None:
     assert plan("recovery=restart").assumptions.checkpoint_interval_s == pytest.approx(2000 * step_s)
 
 
+def test_kept_checkpoints_are_counted_from_the_steps_that_are_planned() -> None:
+    spec = changed(DENSE, "checkpoint.keep_every", 1000)
+    kept = []
+    for steps in (10_000, 100_000):
+        tokens = str(steps * spec.train.batch_size * spec.train.seq_len)
+        aim = Aim(layout="file", tokens=tokens, assume=("draws=1",))
+        kept.append(make_plan(spec, cluster("h100:32"), aim, searching=False).assumptions.checkpoints_kept)
+    # Of those kept for ever, half are there on average.
+    assert kept == [spec.checkpoint.keep_last + 5, spec.checkpoint.keep_last + 50]
+
+
 def test_the_fast_reduction_holds_no_open_sums() -> None:
     # 16 slots on 4 data-parallel ranks: 4 rounds, of whose sums a tree holds 2 at once.
     spec = replace(DENSE, parallel=ParallelSpec(ranks=8, tensor=2))

@@ -65,6 +65,11 @@ def make_plan(
     Without ``from_file`` the run is of a known model alone: slots, checkpoints and fleet are not as ``spec`` says but as the
     layout and the assumptions like them. Raises ``ValueError`` with what is in the way, and the remedy.
     """
+    if aim.require and not searching:
+        raise RequestError(
+            f"{', '.join(aim.require)}: a condition is for a search, and one layout was asked for: leave the layout out "
+            "to search, or the condition; --explain does both and compares"
+        )
     job = job_of(spec, cluster, stack=aim.stack, keep_slots=from_file)
     asked = None if aim.layout is None else _asked(spec, job, aim.layout)
     found = None
@@ -76,7 +81,9 @@ def make_plan(
         raise RequestError("neither a layout nor a search was asked for")
     tokens = read_tokens(aim.tokens) if aim.tokens else float(spec.train.steps * job.workload.tokens)
     inputs = run_inputs(job, chosen, tokens)
-    assumptions = assumed(aim.assume, aim.step_error, spec if from_file else None, chosen.step_s)
+    described = spec if from_file else None
+    steps = round(tokens / job.workload.tokens)
+    assumptions = assumed(aim.assume, aim.step_error, described, chosen.step_s, steps)
     run = estimate_run(inputs, assumptions)
     notes = notes_of(spec, cluster) if from_file else ()
     return Plan(spec.name, job, aim, chosen, found, tokens, inputs, assumptions, run, notes)

@@ -92,15 +92,17 @@ NODE_RATE = "failures_per_1000_node_days"
 """The name by which a fleet's own rate of failures is assumed, instead of the published ones of each class."""
 
 
-def described(spec: RunSpec, step_s: float, recovery: RecoveryMethod | None = None) -> dict[str, Any]:
-    """The assumptions that ``[checkpoint]`` and ``[fleet]`` of a run file replace, for steps of ``step_s`` seconds.
+def described(
+    spec: RunSpec, step_s: float, steps: int, recovery: RecoveryMethod | None = None
+) -> dict[str, Any]:
+    """The assumptions that ``[checkpoint]`` and ``[fleet]`` of a run file replace, for ``steps`` steps of ``step_s`` seconds.
 
     A fleet with spares puts one in the lost node's place, one without leaves the replica out, and one that takes no snapshots
     goes back to storage; ``recovery`` overrules that. Snapshots are the frequent saves, checkpoints the durable ones; where
     failures are recovered from storage, checkpoints are the frequent ones.
     """
     fleet, checkpoint = spec.fleet, spec.checkpoint
-    forever = spec.train.steps // checkpoint.keep_every if checkpoint.keep_every else 0
+    forever = steps // checkpoint.keep_every if checkpoint.keep_every else 0
     # Of those kept for ever, half are there on average.
     found: dict[str, Any] = {"checkpoints_kept": checkpoint.keep_last + forever // 2}
     if fleet.nodes:
@@ -115,11 +117,15 @@ def described(spec: RunSpec, step_s: float, recovery: RecoveryMethod | None = No
 
 
 def assumed(
-    texts: Sequence[str], step_time_sd: float, spec: RunSpec | None = None, step_s: float = 0.0
+    texts: Sequence[str],
+    step_time_sd: float,
+    spec: RunSpec | None = None,
+    step_s: float = 0.0,
+    steps: int = 0,
 ) -> RunAssumptions:
     """The assumptions with some of them as a user gave them: ``recovery=restart``, ``repair_s=3600``.
 
-    With ``spec``, whose steps take ``step_s`` seconds, others are as the run file describes them; what ``texts`` say wins.
+    With ``spec``, of which ``steps`` steps of ``step_s`` seconds are planned, others are as the run file describes them; what ``texts`` say wins.
     Raises ``RunEstimateError`` that names what cannot be, and what could.
     """
     names = {one.name for one in fields(RunAssumptions)} - {"failure_classes", "step_time_sd"}
@@ -134,7 +140,7 @@ def assumed(
             raise RunEstimateError(f"--assume {text}: {name!r} is not an assumption; {hint}")
         given[name] = value
     if spec is not None:
-        given = described(spec, step_s, given.get("recovery")) | given
+        given = described(spec, step_s, steps, given.get("recovery")) | given
     try:
         rate = msgspec.convert(given.pop(NODE_RATE, None), float | None, strict=False)
         assumptions = msgspec.convert(given, RunAssumptions, strict=False)
