@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.run.spec import ModelSpec
+from phalanx import ModelSpec
 
 WIDTH = 4
 """Tokens that a convolution sees."""

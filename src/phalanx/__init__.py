@@ -16,23 +16,30 @@ TYPE_CHECKING = (
 )
 if TYPE_CHECKING:
     from phalanx.api.planning import plan_run
-    from phalanx.api.training import (
-        Run,
-        RunStoppedError,
-        open_run,
-        read_run_file,
-        train_run,
-    )
+    from phalanx.api.training import Run, RunStoppedError, open_run, read_run_file, train_run
     from phalanx.api.weights import generate_text, load_weights, weights_sha256
+    from phalanx.checkpoint.format.errors import CheckpointError
+    from phalanx.data.errors import DataError
     from phalanx.model.custom import CustomModel
+    from phalanx.observe.events import Event
+    from phalanx.run.directory import RunDirectoryError
+    from phalanx.run.factory import FactoryError
+    from phalanx.run.problems import RunFileError
     from phalanx.run.result import RunResult
-    from phalanx.run.spec import RunSpec
+    from phalanx.run.spec import ModelSpec, RunSpec
     from phalanx.train.lifecycle.ending import RunFailedError
 
 _HOMES = {
+    "CheckpointError": "phalanx.checkpoint.format.errors",
     "CustomModel": "phalanx.model.custom",
+    "DataError": "phalanx.data.errors",
+    "Event": "phalanx.observe.events",
+    "FactoryError": "phalanx.run.factory",
+    "ModelSpec": "phalanx.run.spec",
     "Run": "phalanx.api.training",
+    "RunDirectoryError": "phalanx.run.directory",
     "RunFailedError": "phalanx.train.lifecycle.ending",
+    "RunFileError": "phalanx.run.problems",
     "RunResult": "phalanx.run.result",
     "RunSpec": "phalanx.run.spec",
     "RunStoppedError": "phalanx.api.training",
@@ -47,9 +54,16 @@ _HOMES = {
 """The module that each public name is imported from on first use."""
 
 __all__ = [
+    "CheckpointError",
     "CustomModel",
+    "DataError",
+    "Event",
+    "FactoryError",
+    "ModelSpec",
     "Run",
+    "RunDirectoryError",
     "RunFailedError",
+    "RunFileError",
     "RunResult",
     "RunSpec",
     "RunStoppedError",

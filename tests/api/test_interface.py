@@ -160,6 +160,29 @@ def test_a_run_that_cannot_be_is_refused_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
+def test_the_model_given_replaces_the_source_digest_of_the_one_before(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Prepared(Exception):  # noqa: N818 - ends the call before ranks start
+        pass
+
+    def prepare(spec: RunSpec, *_: object) -> None:
+        raise Prepared(spec.model)
+
+    monkeypatch.setattr("phalanx.api.training.prepare_run", prepare)
+    before = dataclasses.replace(OWN, factory="examples.mixer:Other", factory_sha256="0" * 64)
+    spec = dataclasses.replace(own_run(dataset, tmp_path / "run"), model=before)
+    with pytest.raises(Prepared) as caught:
+        phalanx.train_run(spec, model=Mixer)
+    assert caught.value.args[0] == dataclasses.replace(OWN, factory="examples.mixer:Mixer")
+
+
+def test_a_condition_is_refused_where_one_layout_is_estimated() -> None:
+    spec = phalanx.read_run_file(ROOT / "configs" / "quickstart.toml")
+    with pytest.raises(ValueError, match=r"tp<=2: a condition is for a search.*leave the layout out"):
+        phalanx.plan_run(spec, "h100:8", layout="dp=8", require=["tp<=2"])
+
+
 def test_a_plan_is_what_the_command_prints() -> None:
     spec = phalanx.read_run_file(ROOT / "configs" / "quickstart.toml", "train.steps=20")
     plan = phalanx.plan_run(spec, "h100:8", require=["tp<=2"])

@@ -83,7 +83,7 @@ def open_run(path: Path | str) -> Run:
 def read_run_file(path: Path | str, *overrides: str) -> RunSpec:
     """The run that a TOML file describes, with ``section.field=value`` overrides, as ``phalanx train --set`` takes them.
 
-    Raises ``phalanx.run.problems.RunFileError``, which lists every mistake with what is allowed.
+    Raises ``RunFileError``, which lists every mistake with what is allowed.
     """
     return read_run(Path(path), PRESETS, overrides)
 
@@ -116,7 +116,8 @@ def train_run(
     path = IN_PYTHON if isinstance(spec, RunSpec) else Path(spec)
     spec = spec if isinstance(spec, RunSpec) else read_run_file(spec)
     if model is not None:
-        own = dataclasses.replace(spec.model, factory=factory_name(model))
+        # The digest is of the source of the model before; preparing the run takes that of this one.
+        own = dataclasses.replace(spec.model, factory=factory_name(model), factory_sha256="")
         spec = dataclasses.replace(spec, model=own)
     if spec.fleet.nodes:
         ranks = spec.fleet.nodes * spec.fleet.workers_per_node
