@@ -1,18 +1,48 @@
-"""A typed way to call ``torch.autograd.Function``, whose ``apply`` PyTorch leaves without types."""
+"""Typed ways to use what PyTorch leaves without types: ``torch.autograd.Function`` and ``torch.compiler.disable``."""
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
+from typing import ParamSpec, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
+
+class FunctionContext(Protocol):
+    """The ``ctx`` of a ``Function``. One that keeps more than tensors there has a protocol of its own, derived from this."""
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor, ...]:
+        """The tensors given to ``save_for_backward``."""
+
+    @property
+    def needs_input_grad(self) -> tuple[bool, ...]:
+        """For each argument of ``forward``, True if its gradient is wanted."""
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Keeps tensors for the backward pass."""
 
 
 def apply_function(function: type[Function], *args: object) -> Tensor:
     """``function.apply(*args)`` of a function with one result; it can be differentiated."""
-    return cast(Tensor, function.apply(*args))  # type: ignore[no-untyped-call]
+    apply: Callable[..., Tensor] = function.apply
+    return apply(*args)
 
 
 def apply_function_of_many(function: type[Function], *args: object) -> tuple[Tensor, ...]:
     """``function.apply(*args)`` of a function with several results; each can be differentiated."""
-    return cast(tuple[Tensor, ...], function.apply(*args))  # type: ignore[no-untyped-call]
+    apply: Callable[..., tuple[Tensor, ...]] = function.apply
+    return apply(*args)
+
+
+def uncompiled(
+    function: Callable[_Parameters, _Result], *, recursive: bool = True
+) -> Callable[_Parameters, _Result]:
+    """``function``, left out by ``torch.compile``; with ``recursive`` so is what it calls."""
+    disable: Callable[..., Callable[_Parameters, _Result]] = torch.compiler.disable
+    return disable(function, recursive=recursive)

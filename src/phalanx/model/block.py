@@ -35,4 +35,5 @@ class Block(nn.Module):
     ) -> Tensor:
         """``(b, s, d)`` to ``(b, s, d)``."""
         x = x + self.attention(self.attention_norm(x), cos, sin, documents, cache)
-        return x + self.ffn(self.ffn_norm(x))  # type: ignore[no-any-return]
+        mixed: Tensor = self.ffn(self.ffn_norm(x))
+        return x + mixed

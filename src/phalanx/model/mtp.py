@@ -44,7 +44,8 @@ class PredictionAhead(nn.Module):
     ) -> Tensor:
         """Hidden states of the depth before and embeddings of the tokens further ahead, ``(b, s, d)``, to hidden states."""
         both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1)
-        return self.norm(self.block(self.projection(both), cos, sin, documents))  # type: ignore[no-any-return]
+        ahead: Tensor = self.norm(self.block(self.projection(both), cos, sin, documents))
+        return ahead
 
 
 def tokens_ahead(tokens: Tensor, depth: int) -> Tensor:

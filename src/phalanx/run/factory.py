@@ -102,14 +102,14 @@ def load_factory(factory: str, sha256: str = "") -> Callable[..., Any]:
         sys.path.append(folder)
     module, _, name = factory.partition(":")
     try:
-        found: Any = getattr(importlib.import_module(module), name)
+        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
     except AttributeError:
         raise FactoryError(f"module {module} has no {name}") from None
     except ImportError as error:
         raise FactoryError(f"module {module} cannot be imported: {error}") from error
     if not callable(found):
         raise FactoryError(f"{factory} is not callable: name a class, or a function that makes the model")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def rank_environment(factory: str) -> dict[str, str]:

@@ -276,7 +276,7 @@ def _warm_up(device: torch.device) -> None:
     """Runs a first forward and backward pass, so that PyTorch's lazy initialization is done before the first epoch."""
     with torch.device(device):
         weights = torch.ones(8, 8, requires_grad=True)
-        (weights @ weights).sum().backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward((weights @ weights).sum())
     freeze_gc()  # the collection after each epoch then looks at that epoch's objects only
 
 

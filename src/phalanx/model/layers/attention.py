@@ -84,4 +84,5 @@ class Attention(nn.Module):
         if cache is not None:
             key, value = cache.append(key, value)
         mixed = self.core(query, key, value, documents)
-        return self.output(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        return output

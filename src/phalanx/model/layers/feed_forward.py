@@ -22,4 +22,5 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``(..., d)`` to ``(..., d)``."""
         inner = F.gelu(self.up(x)) if self.gate is None else F.silu(self.gate(x)) * self.up(x)
-        return self.down(inner)  # type: ignore[no-any-return]
+        output: Tensor = self.down(inner)
+        return output

@@ -74,7 +74,8 @@ class MlaAttention(nn.Module):
             latent = latent.squeeze(1)
         key, value = self._expand(latent, shared)  # (2), (4), (5): (b, h, s, e) and (b, h, s, v)
         mixed = self.core(query, key, value, documents)  # (10): (b, h, s, v)
-        return self.output(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        return output
 
     def _queries(self, x: Tensor) -> Tensor:
         """Queries ``(b, h, s, e)``, not rotated yet."""
@@ -82,7 +83,8 @@ class MlaAttention(nn.Module):
             queries = self.query_up(self.query_latent_norm(self.query_down(x)))
         else:
             queries = self.query(x)
-        return queries.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # type: ignore[no-any-return]
+        by_head: Tensor = queries.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return by_head
 
     def _expand(self, latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
         """Keys ``(b, h, s, e)`` and values ``(b, h, s, v)`` from ``(b, s, r)`` and rotated ``(b, 1, s, rope)``."""

@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.model.autograd import apply_function, apply_function_of_many
+from phalanx.model.autograd import FunctionContext, apply_function, apply_function_of_many, uncompiled
 from phalanx.model.layers.feed_forward import FeedForward
 from phalanx.model.layers.router import Router, Routing, tokens_per_expert
 from phalanx.run.spec import ModelSpec, MoeSpec
@@ -32,7 +32,7 @@ GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
 to ``(m, o)``: each row times the transpose of its expert's matrix."""
 
 
-_uncompiled_grouped_mm = torch.compiler.disable(F.grouped_mm)  # type: ignore[no-untyped-call]
+_uncompiled_grouped_mm = uncompiled(F.grouped_mm)
 
 
 class Experts(nn.Module):
@@ -83,11 +83,11 @@ class Experts(nn.Module):
 
 class _Twice(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG004
+    def forward(ctx: object, weight: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG004
         return weight.view_as(weight), weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> Tensor:  # noqa: ARG004
+    def backward(ctx: object, *upstream: Tensor) -> Tensor:  # noqa: ARG004
         left, right = upstream
         return left + right
 
@@ -118,12 +118,12 @@ def order_by_expert(chosen: Tensor, experts: int) -> ExpertOrder:
 
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, taken: Tensor, inverse: Tensor) -> Tensor:
+    def forward(ctx: FunctionContext, rows: Tensor, taken: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
         return rows.index_select(0, taken)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: FunctionContext, *upstream: Tensor) -> tuple[Tensor, None, None]:
         (inverse,) = ctx.saved_tensors
         return upstream[0].index_select(0, inverse), None, None
 
@@ -133,15 +133,21 @@ def permute(rows: Tensor, taken: Tensor, inverse: Tensor) -> Tensor:
     return apply_function(_Permute, rows, taken, inverse)
 
 
+class _CopiesContext(FunctionContext, Protocol):
+    per_token: int
+
+
 class _Copies(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, copies: Tensor, places: Tensor, per_token: int) -> Tensor:
+    def forward(
+        ctx: _CopiesContext, tokens: Tensor, copies: Tensor, places: Tensor, per_token: int
+    ) -> Tensor:
         ctx.save_for_backward(places)
         ctx.per_token = per_token
         return tokens.index_select(0, copies // per_token)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: _CopiesContext, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
         (places,) = ctx.saved_tensors
         by_token = upstream[0].index_select(0, places).view(-1, ctx.per_token, upstream[0].shape[1])
         return by_token.sum(dim=1), None, None, None

@@ -8,27 +8,25 @@ same bits on both paths and are those of a reference that calls PyTorch's.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.model.autograd import apply_function
+from phalanx.model.autograd import FunctionContext, apply_function
 
 
 class _EagerRMSNorm(torch.autograd.Function):
     """For fp32 on a CPU. ``x`` ``(..., d)``, ``weight`` ``(d,)``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: FunctionContext, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         inverse = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
         scaled: Tensor = (x * inverse).mul_(weight)
         return scaled
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: FunctionContext, *upstream: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, inverse = ctx.saved_tensors
         gradient = upstream[0].contiguous()
         unit = x * inverse

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.model.autograd import apply_function
+from phalanx.model.autograd import FunctionContext, apply_function
 from phalanx.run.spec import MoeSpec
 
 
@@ -45,18 +45,30 @@ def tokens_per_expert(chosen: Tensor, experts: int) -> Tensor:
     return torch.searchsorted(chosen.flatten().sort().values, edges).diff()
 
 
+class _BalanceContext(FunctionContext, Protocol):
+    scale: float
+    counts: Tensor | None
+    seen: Tensor
+    has_losses: bool
+
+
 class _Balance(torch.autograd.Function):
     """The identity on the routing weights; backward adds the losses' gradient, and the tokens to ``seen``."""
 
     @staticmethod
     def forward(
-        ctx: Any, weights: Tensor, losses: Tensor | None, scale: float, counts: Tensor | None, seen: Tensor
+        ctx: _BalanceContext,
+        weights: Tensor,
+        losses: Tensor | None,
+        scale: float,
+        counts: Tensor | None,
+        seen: Tensor,
     ) -> Tensor:
         ctx.scale, ctx.counts, ctx.seen, ctx.has_losses = scale, counts, seen, losses is not None
         return weights.view_as(weights)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+    def backward(ctx: _BalanceContext, *upstream: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         if ctx.counts is not None:
             ctx.seen.add_(ctx.counts)
         slope = upstream[0].new_full((), ctx.scale) if ctx.has_losses else None

@@ -22,14 +22,14 @@ value.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from phalanx.model.autograd import apply_function
+from phalanx.model.autograd import FunctionContext, apply_function
 
 _FLASH_WIDTH = 256  # the widest head that flash attention takes on a GPU
 _WIDTH_ALIGNMENT = 8
@@ -163,10 +163,19 @@ class TileMethod(Protocol):
         ...
 
 
+class _DividedContext(FunctionContext, Protocol):
+    method: TileMethod
+
+
 class _DividedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, method: TileMethod
+        ctx: _DividedContext,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        documents: Tensor | None,
+        method: TileMethod,
     ) -> Tensor:
         out, lse = method.mix(query, key, value, documents)
         out = out.to(query.dtype)
@@ -176,7 +185,7 @@ class _DividedAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: _DividedContext, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, documents, out, lse = ctx.saved_tensors
         gradients = ctx.method.differentiate(SavedAttention(query, out, lse), grad_out, key, value, documents)
         grad_query, grad_key, grad_value = (gradient.to(query.dtype) for gradient in gradients)

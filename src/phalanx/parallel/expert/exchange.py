@@ -21,13 +21,13 @@ rounding: several micro-batches are added after the slots of each, and bf16 roun
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.model.autograd import apply_function
+from phalanx.model.autograd import FunctionContext, apply_function, uncompiled
 from phalanx.model.layers.moe import Exchange, Experts, combine, copies_by_expert, order_by_expert, permute
 from phalanx.model.layers.router import Routing
 from phalanx.parallel.mesh.comm_clock import CommClock
@@ -60,7 +60,7 @@ class ExpertExchange:
     """Number of slots that the ranks' tokens belong to; the ranks of one slot are neighbors."""
     clock: CommClock
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # sizes are known only as it runs
+    @uncompiled  # sizes are known only as it runs
     def __call__(self, tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
         """Dispatches this rank's ``tokens`` ``(n, d)`` to their experts and combines the results: ``(n, d)``. A collective."""
         ranks = self.group.size()
@@ -108,7 +108,7 @@ class DividedExperts:
     comm: SequenceComm
     inner: Exchange
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def __call__(self, tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
         """This rank's ``tokens`` ``(n, d)`` through their experts: ``(n, d)``. A collective of the tensor ranks."""
         all_tokens, weights = self._gather(tokens), self._gather(routing.weights)
@@ -140,14 +140,19 @@ def _moved(sizes: Tensor, rows: int) -> Tensor:
     return torch.arange(rows, device=sizes.device) + shift
 
 
+class _ExchangeContext(FunctionContext, Protocol):
+    back: Route
+    exchange: ExpertExchange
+
+
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, route: Route, exchange: ExpertExchange) -> Tensor:
+    def forward(ctx: _ExchangeContext, rows: Tensor, route: Route, exchange: ExpertExchange) -> Tensor:
         ctx.back, ctx.exchange = route.back, exchange
         return _sent(rows, route, exchange)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: _ExchangeContext, *upstream: Tensor) -> tuple[Tensor, None, None]:
         return _sent(upstream[0], ctx.back, ctx.exchange), None, None
 
 

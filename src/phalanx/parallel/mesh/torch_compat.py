@@ -10,9 +10,9 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,11 +27,28 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from phalanx.parallel.mesh.local_slice import LocalSlice
 
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Self
+
+    class DispatchMode:
+        """PyTorch's ``TorchDispatchMode``, which has no types of its own."""
+
+        def __init__(self) -> None: ...
+        def __enter__(self) -> Self: ...
+        def __exit__(
+            self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+        ) -> None: ...
+else:
+    from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+
 __all__ = [
     "AllGather",
+    "DispatchMode",
     "ReduceScatter",
     "abort_nccl",
     "all_gather_single",
+    "cuda_stream",
     "finish_backward",
     "flight_record",
     "gather_along",
@@ -108,6 +125,12 @@ def overlap_with_products(group: dist.ProcessGroup) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # deprecated, but the compiler still asks for it
         enable_symm_mem_for_group(group.group_name)
+
+
+def cuda_stream(device: torch.device) -> torch.cuda.Stream:
+    """A new stream of ``device``."""
+    make: Callable[[torch.device], torch.cuda.Stream] = torch.cuda.Stream
+    return make(device)
 
 
 def abort_nccl() -> None:

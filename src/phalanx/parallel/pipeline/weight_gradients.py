@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.model.autograd import apply_function
+from phalanx.model.autograd import FunctionContext, apply_function
 from phalanx.model.layers.linear import Linear
 from phalanx.model.layers.moe import Experts
 
@@ -84,15 +84,19 @@ def put_off_weight_gradients(part: nn.Module) -> WeightGradients:
     return store
 
 
+class _ProductContext(FunctionContext, Protocol):
+    owner: _Owner
+
+
 class _LinearProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, owner: _Owner) -> Tensor:
+    def forward(ctx: _ProductContext, x: Tensor, weight: Tensor, owner: _Owner) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.owner = owner
         return F.linear(x, weight)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: _ProductContext, *upstream: Tensor) -> tuple[Tensor, None, None]:
         x, weight = ctx.saved_tensors
         slope = upstream[0].reshape(-1, weight.shape[0])
         store, owner = ctx.owner
@@ -106,13 +110,13 @@ def _linear_gradient(slope: Tensor, rows: Tensor) -> Tensor:
 
 class _GroupedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, matrices: Tensor, ends: Tensor, owner: _Owner) -> Tensor:
+    def forward(ctx: _ProductContext, rows: Tensor, matrices: Tensor, ends: Tensor, owner: _Owner) -> Tensor:
         ctx.save_for_backward(rows, matrices, ends)
         ctx.owner = owner
         return F.grouped_mm(rows, matrices.transpose(1, 2), offs=ends)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: _ProductContext, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
         rows, matrices, ends = ctx.saved_tensors
         slope = upstream[0].contiguous()
         store, owner = ctx.owner

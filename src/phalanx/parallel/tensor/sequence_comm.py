@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.model.autograd import apply_function, apply_function_of_many
+from phalanx.model.autograd import FunctionContext, apply_function, apply_function_of_many
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.torch_compat import gather_along, sum_over, sum_scatter_along
 
@@ -72,38 +72,41 @@ def _sum_scattered(partial: Tensor, comm: SequenceComm) -> Tensor:
         return sum_scatter_along(partial.contiguous(), _SEQUENCE, comm.group)
 
 
+class _Context(FunctionContext, Protocol):
+    comm: SequenceComm
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, piece: Tensor, comm: SequenceComm) -> Tensor:
+    def forward(ctx: _Context, piece: Tensor, comm: SequenceComm) -> Tensor:
         ctx.comm = comm
         return _gathered(piece, comm)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _Context, *upstream: Tensor) -> tuple[Tensor, None]:
         return _sum_scattered(upstream[0], ctx.comm), None
 
 
 class _SumScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, comm: SequenceComm) -> Tensor:
+    def forward(ctx: _Context, partial: Tensor, comm: SequenceComm) -> Tensor:
         ctx.comm = comm
         return _sum_scattered(partial, comm)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _Context, *upstream: Tensor) -> tuple[Tensor, None]:
         return _gathered(upstream[0], ctx.comm), None
 
 
 class _SumGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, comm: SequenceComm, *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: _Context, comm: SequenceComm, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.comm = comm
         return tuple(parameter.view_as(parameter) for parameter in parameters)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        comm: SequenceComm = ctx.comm
+    def backward(ctx: _Context, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         flat = torch.cat([gradient.flatten().float() for gradient in upstream])
-        sums = torch.split(comm.total(flat), [gradient.numel() for gradient in upstream])
+        sums = torch.split(ctx.comm.total(flat), [gradient.numel() for gradient in upstream])
         pairs = zip(sums, upstream, strict=True)
         return None, *(part.view_as(gradient).to(gradient.dtype) for part, gradient in pairs)

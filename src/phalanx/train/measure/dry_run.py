@@ -14,23 +14,22 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.model.facts.holdings import holding, place_of
 from phalanx.model.facts.stages import stage_layers
 from phalanx.observe.ledger import Bucket, Ledger
 from phalanx.parallel.collectives import Calls, collectives
 from phalanx.parallel.mesh.mesh import Mesh, build_mesh
-from phalanx.parallel.mesh.torch_compat import group_of, join_fake
+from phalanx.parallel.mesh.torch_compat import DispatchMode, group_of, join_fake
 from phalanx.parallel.reduction.data_parallel import local, named_parameters, spread
 from phalanx.run.layout import SPLIT_BACKWARD, layout_of, micro_batches_per_slot
 from phalanx.run.spec import MemorySpec, ModelSpec, OptimizerSpec, PrecisionSpec, RunSpec, RuntimeSpec
@@ -38,6 +37,11 @@ from phalanx.train.lifecycle.compose import build_model, clocks, divided_parts
 from phalanx.train.step.state import fill_initial
 from phalanx.train.step.step import Stepper
 
+if TYPE_CHECKING:
+    from _typeshed import SupportsRichComparison
+    from torch._ops import OpOverload
+
+_Key = TypeVar("_Key", bound="SupportsRichComparison")
 _DEVICE = torch.device("cpu")
 _KINDS = {
     "allreduce_": "all_reduce",
@@ -96,7 +100,7 @@ def dry_run(spec: RunSpec, ranks: int, rank: int) -> Comparison:
         dist.destroy_process_group()
 
 
-def _beside(derived: Mapping[Any, int], found: Mapping[Any, int]) -> dict[Any, tuple[int, int]]:
+def _beside(derived: Mapping[_Key, int], found: Mapping[_Key, int]) -> dict[_Key, tuple[int, int]]:
     return {key: (derived.get(key, 0), found.get(key, 0)) for key in sorted({*derived, *found})}
 
 
@@ -118,8 +122,7 @@ def counted(spec: RunSpec, mesh: Mesh) -> Calls:
     with _Counting(_axes(mesh)) as counting:
         report = stepper.run(1)
     assert report.applied, "nothing in a dry run is infinite"
-    calls: Calls = counting.calls
-    return calls
+    return counting.calls
 
 
 def _batches(spec: RunSpec) -> Iterator[NDArray[np.int64]]:
@@ -213,17 +216,21 @@ def _axes(mesh: Mesh) -> dict[str, str]:
     return names | {str(dist.group.WORLD.group_name): "all"}
 
 
-class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Counting(DispatchMode):
     """Counts collectives, and gives them results that a step can go on with: as if all ranks had what this one has."""
 
     def __init__(self, axes: Mapping[str, str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.axes = axes
         self.calls: Calls = Counter()
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: OpOverload[..., object],
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if func.namespace not in ("c10d", "_c10d_functional") or name in _SILENT:

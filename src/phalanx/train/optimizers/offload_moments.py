@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from phalanx.parallel.mesh.torch_compat import cuda_stream
 from phalanx.run.spec import MemorySpec
 from phalanx.train.transforms.offload import Regions
 
@@ -29,7 +30,7 @@ class MomentStore:
     def __init__(self, spec: MemorySpec, device: torch.device) -> None:
         self._device, self._pinned = device, spec.offload_optimizer == "host" and device.type == "cuda"
         self._regions = Regions(Path(spec.offload_path)) if spec.offload_optimizer == "file" else None
-        self._streams = (_stream(device), _stream(device)) if device.type == "cuda" else None
+        self._streams = (cuda_stream(device), cuda_stream(device)) if device.type == "cuda" else None
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         """A plain tensor of zeros that lives in the store. Raises ``OffloadError`` if the disk is full."""
@@ -61,10 +62,6 @@ class MomentStore:
             yield from _work(arriving, here, outgoing)
         # A checkpoint may read the store next.
         outgoing.synchronize()
-
-
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @dataclass

@@ -15,23 +15,27 @@ The sum is taken relative to each rank's own largest logit, so that all three tr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.model.autograd import apply_function
+from phalanx.model.autograd import FunctionContext, apply_function
 from phalanx.parallel.tensor.apply import VocabularyPiece
 
 IGNORE = -100
 """A target that takes no part in the loss, as in ``torch.nn.functional.cross_entropy``."""
 
 
+class _LossContext(FunctionContext, Protocol):
+    used: bool
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _LossContext,
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
@@ -61,7 +65,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: _LossContext, *upstream: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         if ctx.used:
             raise RuntimeError("this loss's gradients were handed out already: it can be differentiated once")
         ctx.used = True

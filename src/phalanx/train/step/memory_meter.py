@@ -9,19 +9,22 @@ not run as compiled, so there only tensors with a name are measured.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from phalanx.observe.memory_kinds import MemoryByKind
+from phalanx.parallel.mesh.torch_compat import DispatchMode
 from phalanx.parallel.reduction.data_parallel import local
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
 
 
 class MemoryMeter:
@@ -61,7 +64,7 @@ class MemoryMeter:
         if self._watch is not None:
             buffers = (buffer for part in self._parts for buffer in part.buffers())
             self._watch.leave_out([*shares, *buffers, *self._state()])
-            self._watch.__enter__()  # type: ignore[no-untyped-call]
+            self._watch.__enter__()
         elif self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         return self
@@ -73,7 +76,7 @@ class MemoryMeter:
         traceback: TracebackType | None,
     ) -> None:
         if self._watch is not None:
-            self._watch.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+            self._watch.__exit__(kind, error, traceback)
         for hook in self._hooks:
             hook.remove()
 
@@ -113,10 +116,10 @@ class MemoryMeter:
             return self._watch.peak + self._watch.left_out_bytes
         return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
 
-    def _forward_begins(self, *_: Any) -> None:
+    def _forward_begins(self, *_: object) -> None:
         self._before.append(self._allocated())
 
-    def _forward_ends(self, _module: nn.Module, _args: Any, output: Any) -> None:
+    def _forward_ends(self, _module: nn.Module, _args: object, output: object) -> None:
         left = self._allocated() - self._before.pop()
         if not (isinstance(output, Tensor) and output.requires_grad):
             return
@@ -141,11 +144,11 @@ def extremes(mine: MemoryByKind, device: torch.device) -> tuple[dict[str, int], 
     return dict(zip(kinds, most, strict=True)), dict(zip(kinds, (-value for value in least), strict=True))
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Watch(DispatchMode):
     """A dispatch mode that tracks the storage of every tensor that an operation makes."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._left_out: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.peak = 0
@@ -168,7 +171,13 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage.nbytes() for ref in list(self._storages.values()) if (storage := ref()) is not None
         )
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[..., object],
+        types: Collection[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         if sum(self._is_new(tensor.untyped_storage()) for tensor in _tensors(result)):
             self.peak = max(self.peak, self.live())
@@ -182,7 +191,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True
 
 
-def _tensors(result: Any) -> Iterator[Tensor]:
+def _tensors(result: object) -> Iterator[Tensor]:
     if isinstance(result, Tensor):
         yield local(result)  # a DTensor's own storage is that of the whole, and no memory at all
     elif isinstance(result, (tuple, list)):

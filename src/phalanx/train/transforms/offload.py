@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -28,7 +28,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from phalanx.model.autograd import uncompiled
 from phalanx.model.custom import blocks_of
+from phalanx.parallel.mesh.torch_compat import cuda_stream
 from phalanx.parallel.reduction.data_parallel import local
 from phalanx.run.spec import MemorySpec
 
@@ -114,7 +116,7 @@ class HostStore:
     """Pinned host memory of a CUDA device, copied to and from on a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.stream = cuda_stream(device)
 
     def __call__(self, source: Tensor) -> _OnHost:
         return _OnHost(self, source)
@@ -260,7 +262,7 @@ class _Pass:
     ) -> None:
         self._store, self._smallest, self._previous = store, smallest, previous
         self._staying = {_address(tensor) for tensor in staying}
-        self._away: dict[tuple[int, int], tuple[weakref.ref[Any], weakref.ref[_Item]]] = {}
+        self._away: dict[tuple[int, int], tuple[weakref.ref[torch.UntypedStorage], weakref.ref[_Item]]] = {}
         self._items: list[weakref.ref[_Item]] = []
         self._back = False
 
@@ -314,7 +316,6 @@ class _Offloading:
     def wrap(self, block: nn.Module, *, first: bool) -> Callable[..., Tensor]:
         inner = block.forward
 
-        @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
         def forward(x: Tensor, *tables: Tensor | None) -> Tensor:
             if not torch.is_grad_enabled():
                 return cast(Tensor, inner(x, *tables))
@@ -324,7 +325,7 @@ class _Offloading:
             with saved_tensors_hooks(self._last.pack, _unpack):
                 return cast(Tensor, inner(x, *tables))
 
-        return cast(Callable[..., Tensor], forward)
+        return uncompiled(forward, recursive=False)
 
 
 def apply_activation_offload(module: nn.Module, spec: MemorySpec, device: torch.device) -> None:

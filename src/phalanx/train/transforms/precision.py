@@ -21,14 +21,14 @@ elements of a row: a row's scale does not depend on the experts of its rank, nor
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import ScalingType, SwizzleType
 
-from phalanx.model.autograd import apply_function
+from phalanx.model.autograd import FunctionContext, apply_function
 from phalanx.model.block import Block
 from phalanx.model.layers.linear import Linear
 from phalanx.model.layers.moe import Experts
@@ -144,16 +144,21 @@ def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
     return (parts * scale.to(dtype).unsqueeze(-1)).flatten(-2)
 
 
+class _ProductContext(FunctionContext, Protocol):
+    name: str
+    """The format's, one of ``FORMATS``."""
+
+
 class _NarrowProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, name: str) -> Tensor:
+    def forward(ctx: _ProductContext, x: Tensor, weight: Tensor, name: str) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.name = name
         narrow = FORMATS[name].forward
         return _product(x, weight, (narrow, narrow), FORMATS[name], fast=True)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: _ProductContext, *upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         form, gradient = FORMATS[ctx.name], upstream[0]
         dtypes = (form.gradient, form.forward)
@@ -234,14 +239,14 @@ def _kernel_scale(scale: Tensor, scaling: Scaling) -> Tensor:
 
 class _NarrowGroupedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, matrices: Tensor, ends: Tensor, name: str) -> Tensor:
+    def forward(ctx: _ProductContext, rows: Tensor, matrices: Tensor, ends: Tensor, name: str) -> Tensor:
         ctx.save_for_backward(rows, matrices, ends)
         ctx.name = name
         narrow = FORMATS[name].forward
         return _grouped_product(rows, matrices, ends, (narrow, narrow), FORMATS[name], fast=True)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: _ProductContext, *upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         rows, matrices, ends = ctx.saved_tensors
         form, gradient = FORMATS[ctx.name], upstream[0].contiguous()
         grad_rows = grad_matrices = None

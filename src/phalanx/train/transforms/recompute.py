@@ -14,7 +14,7 @@ has (FSDP's gathering of weights) run once and stay outside.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
@@ -28,6 +28,9 @@ from torch.utils.checkpoint import (
 from phalanx.model.custom import blocks_of
 from phalanx.parallel.mesh.torch_compat import keep_activations_within
 from phalanx.run.spec import RunSpec
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
 
 ATTENTION = frozenset(
     {
@@ -64,9 +67,9 @@ def apply_recompute(module: nn.Module, spec: RunSpec) -> None:
 
 def policy(
     context: SelectiveCheckpointContext,  # noqa: ARG001  PyTorch's signature
-    operation: Any,
-    *args: Any,
-    **kwargs: Any,  # noqa: ARG001
+    operation: OpOverload[..., object],
+    *args: Tensor,
+    **kwargs: object,  # noqa: ARG001
 ) -> CheckpointPolicy:
     """The selective policy: keeps the results of attention, of collectives, and of products that do not widen.
 
