@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import tomli_w
@@ -84,11 +84,19 @@ def import_hf(directory: Path, out: Path, *, image_bytes: int = _IMAGE_BYTES) ->
 # The folder's tensors
 
 
+class _StoredTensor(Protocol):
+    """A tensor of a file of safetensors, read in parts."""
+
+    def get_dtype(self) -> str: ...
+    def get_shape(self) -> list[int]: ...
+    def __getitem__(self, part: slice | tuple[slice, ...]) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True)
 class Weights:
     """The tensors of a folder by Hugging Face's names, read in parts."""
 
-    tensors: dict[str, Any]
+    tensors: dict[str, _StoredTensor]
     storage: Storage
 
     def read(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
@@ -118,13 +126,13 @@ def scale_name(name: str) -> str:
     return f"{name}_scale_inv"
 
 
-def _open_weights(directory: Path, stack: ExitStack) -> dict[str, Any]:
+def _open_weights(directory: Path, stack: ExitStack) -> dict[str, _StoredTensor]:
     """For each tensor of the model, by Hugging Face's name, the slice object that reads parts of it."""
     index = directory / "model.safetensors.index.json"
     files = ["model.safetensors"]
     if index.exists():
         files = sorted(set(read_json(index).get("weight_map", {}).values()))
-    found: dict[str, Any] = {}
+    found: dict[str, _StoredTensor] = {}
     for file in files:
         path = directory / file
         if not path.is_file():
@@ -141,7 +149,7 @@ def _open_weights(directory: Path, stack: ExitStack) -> dict[str, Any]:
     return {name: tensor for name, tensor in found.items() if not name.endswith("rotary_emb.inv_freq")}
 
 
-def _settle_mtp(spec: ModelSpec, tensors: dict[str, Any]) -> tuple[ModelSpec, tuple[str, ...]]:
+def _settle_mtp(spec: ModelSpec, tensors: dict[str, _StoredTensor]) -> tuple[ModelSpec, tuple[str, ...]]:
     """The model with as many modules of multi-token prediction as the files hold and ``config.json`` speaks of.
 
     Tensors of modules that ``config.json`` does not speak of are taken out of ``tensors``.
@@ -228,7 +236,7 @@ def _require_same(directory: Path, copy: str, original: str, weights: Weights) -
 
 
 def _copy_weights(
-    tier: DiskTier, weights: Weights, spec: ModelSpec, extra: dict[str, Any], image_bytes: int
+    tier: DiskTier, weights: Weights, spec: ModelSpec, extra: dict[str, object], image_bytes: int
 ) -> str:
     """Commits the tensors as step 0, an image of ``image_bytes`` at a time as one rank's share; returns their digest."""
     draft = Draft(0, 0)

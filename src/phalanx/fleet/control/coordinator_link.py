@@ -11,7 +11,7 @@ import asyncio
 import random
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import grpc.aio
@@ -124,7 +124,11 @@ class CoordinatorLink:
             self._on_command(command)
 
 
-async def _send_all(call: Any, queue: asyncio.Queue[AgentMessage]) -> None:
+class _Call(Protocol):
+    async def write(self, message: bytes) -> None: ...
+
+
+async def _send_all(call: _Call, queue: asyncio.Queue[AgentMessage]) -> None:
     with suppress(grpc.RpcError, asyncio.InvalidStateError):  # the reader sees the same end, and reports why
         while True:
             await call.write(encode(await queue.get()))

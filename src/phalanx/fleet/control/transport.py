@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import grpc
 import grpc.aio
@@ -30,6 +30,7 @@ from phalanx.fleet.core.messages import (
     Folded,
     Joined,
     OperatorRequest,
+    Received,
     Rollcall,
     Suspect,
     decode_report,
@@ -134,6 +135,15 @@ class Listener(Protocol):
         """Writes a line for people."""
 
 
+class _CallContext(Protocol):
+    """A call as gRPC, which has no types, hands it to the server."""
+
+    def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]] | None: ...
+    def peer(self) -> str: ...
+    async def abort(self, code: grpc.StatusCode, details: str) -> None: ...
+    async def write(self, message: bytes) -> None: ...
+
+
 class FleetServer:
     """The coordinator's server: the agents that are attached, and counts of what was refused."""
 
@@ -187,15 +197,15 @@ class FleetServer:
         if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th ...: a flood does not fill the log
             self._listener.log(f"refused {kind} from {who} ({count} so far) {detail}".rstrip())
 
-    async def _admit(self, context: Any) -> None:
+    async def _admit(self, context: _CallContext) -> None:
         if why := self._credentials.refusal(context.invocation_metadata() or ()):
             self._refuse(why.split(":")[0], context.peer())
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, why)
 
-    async def _attach(self, requests: AsyncIterator[bytes], context: Any) -> None:
+    async def _attach(self, requests: AsyncIterator[bytes], context: _CallContext) -> None:
         await self._admit(context)
         reports = self._decoded(requests, context.peer())
-        link, tasks = None, list[asyncio.Task[Any]]()
+        link, tasks = None, list[asyncio.Task[object]]()
         try:
             async for first in reports:
                 link = self._attached_link(first, context.peer())
@@ -214,7 +224,7 @@ class FleetServer:
                 del self.links[link.node]
                 self._listener.on_disconnect(link)
 
-    async def _decoded(self, requests: AsyncIterator[bytes], who: str) -> AsyncIterator[Any]:
+    async def _decoded(self, requests: AsyncIterator[bytes], who: str) -> AsyncIterator[Received]:
         """Yields the reports of a stream; what cannot be decoded is refused. Ends with the stream, however that ends."""
         with suppress(grpc.RpcError, asyncio.CancelledError, grpc.aio.UsageError, EOFError):
             async for body in requests:
@@ -223,7 +233,7 @@ class FleetServer:
                 except (msgspec.MsgspecError, RecursionError) as error:
                     self._refuse("malformed message", who, str(error)[:200])
 
-    def _attached_link(self, first: Any, who: str) -> AgentLink | None:
+    def _attached_link(self, first: Received, who: str) -> AgentLink | None:
         """Attaches the stream that begins with ``first``; None if that is no Joined."""
         if not isinstance(first, Joined):
             self._refuse("stream that does not begin with Joined", who)
@@ -241,7 +251,7 @@ class FleetServer:
         self._listener.on_report(first)
         return link
 
-    async def _read(self, link: AgentLink, reports: AsyncIterator[Any], who: str) -> None:
+    async def _read(self, link: AgentLink, reports: AsyncIterator[Received], who: str) -> None:
         async for report in reports:
             if self.links.get(link.node) is not link:
                 return
@@ -252,7 +262,7 @@ class FleetServer:
             else:
                 self._refuse("message that speaks for others", f"{link.node} at {who}", type(report).__name__)
 
-    async def _operate(self, body: bytes, context: Any) -> bytes:
+    async def _operate(self, body: bytes, context: _CallContext) -> bytes:
         await self._admit(context)
         try:
             operation = decode_report(body)
@@ -265,7 +275,7 @@ class FleetServer:
         return (await self._listener.on_operation(operation)).encode()
 
 
-def _speaks_for_itself(report: Any, node: str) -> bool:
+def _speaks_for_itself(report: Received, node: str) -> TypeGuard[AgentMessage]:
     """True if a report is about its sender, or is one of the audits and statistics that may accuse another node."""
     if isinstance(report, Suspect):
         return True
@@ -274,7 +284,7 @@ def _speaks_for_itself(report: Any, node: str) -> bool:
     )
 
 
-async def _write(link: AgentLink, context: Any) -> None:
+async def _write(link: AgentLink, context: _CallContext) -> None:
     while True:
         await context.write(await link.queue.get())
 
