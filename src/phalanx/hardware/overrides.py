@@ -35,7 +35,7 @@ def _replaced(owner: Any, path: list[str], value: float, source: str, name: str)
         raise HardwareError(f"there is no figure {name!r} to set: {here!r} is not among {', '.join(known)}")
     old = owner[here] if isinstance(owner, dict) else getattr(owner, here)
     if isinstance(old, Fact) and not rest:
-        new: Any = Fact(value, source)
+        new: object = Fact(value, source)
     elif isinstance(old, (int, float)) and not isinstance(old, bool) and not rest:
         new = type(old)(value)
     elif rest and not isinstance(old, Fact):
@@ -45,5 +45,5 @@ def _replaced(owner: Any, path: list[str], value: float, source: str, name: str)
     return {**owner, here: new} if isinstance(owner, dict) else replace(owner, **{here: new})
 
 
-def _is_figure(value: Any) -> bool:
+def _is_figure(value: object) -> bool:
     return is_dataclass(value) or (isinstance(value, (dict, int, float)) and not isinstance(value, bool))

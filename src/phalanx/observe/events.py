@@ -278,7 +278,7 @@ def _known(kind: str, content: Mapping[str, object]) -> Known:
     return msgspec.convert(values, KINDS[kind], strict=False)
 
 
-def _spelled(value: Any) -> Any:
+def _spelled(value: object) -> object:
     """``value`` with non-finite floats as words, at any depth."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
@@ -287,7 +287,7 @@ def _spelled(value: Any) -> Any:
     return [_spelled(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _revived(value: Any) -> Any:
+def _revived(value: object) -> Any:
     """The inverse of ``_spelled`` for values of free form."""
     if isinstance(value, str):
         return NON_FINITE.get(value, value)

@@ -11,7 +11,6 @@ import subprocess
 import time
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from phalanx.version import __version__
 
@@ -19,19 +18,19 @@ PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "xxhash", "triton")
 GIT_TIMEOUT_S = 10.0
 
 
-def environment_record() -> dict[str, Any]:
+def environment_record() -> dict[str, object]:
     """Code, packages and host as plain JSON values: the ``environment`` of ``RunStarted``."""
     return {"code": code_version(), "packages": package_versions(), "host": host_facts()}
 
 
-def code_version(package: Path | None = None) -> dict[str, Any]:
+def code_version(package: Path | None = None) -> dict[str, object]:
     """The version of our package, and its git commit where it runs from a checkout.
 
     ``git_dirty`` is True if tracked files differ from the commit or untracked ones lie beside the
     package: such a run cannot be repeated from the commit alone. An installed package has neither key.
     """
     package = package or Path(__file__).resolve().parents[1]
-    version: dict[str, Any] = {"version": __version__}
+    version: dict[str, object] = {"version": __version__}
     # Tracked, not merely inside: a virtual environment may lie in somebody else's repository.
     if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
         return version
@@ -68,7 +67,7 @@ def package_versions(names: tuple[str, ...] = PACKAGES) -> dict[str, str]:
     return found
 
 
-def host_facts() -> dict[str, Any]:
+def host_facts() -> dict[str, object]:
     """The machine: name, platform, processor, cores this process may use, memory in bytes."""
     return {
         "name": platform.node(),

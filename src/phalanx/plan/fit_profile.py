@@ -11,15 +11,27 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.hardware.cluster import Accelerator, Fact
-from phalanx.hardware.profiles import Constants, MatmulFit, Profile, Provenance, profile_of
+from phalanx.hardware.profiles import (
+    AttentionFit,
+    CollectiveFit,
+    Constants,
+    MatmulFit,
+    MemoryFit,
+    Profile,
+    Provenance,
+    profile_of,
+)
 from phalanx.plan.step_cost.kernels import matmul_s
 from phalanx.plan.workload.candidates import Floats
+
+if TYPE_CHECKING:
+    from phalanx.run.section_reader import JsonObject
 
 MeasuredPoints = Mapping[str, Sequence[tuple[tuple[float, ...], float]]]
 """Measurements by the name of the work: its sizes, and seconds."""
@@ -135,7 +147,7 @@ def _fit_memory(
     accelerator: Accelerator,
     start: Constants,
     origin: CalibrationOrigin,
-) -> Any:
+) -> MemoryFit:
     bytes_, seconds = np.array([size[0] for size, _ in points]), np.array([took for _, took in points])
     peak = accelerator.memory_bytes_per_s.value
 
@@ -149,9 +161,9 @@ def _fit_memory(
 
 def _fit_attention(
     points: MeasuredPoints, accelerator: Accelerator, start: Constants, origin: CalibrationOrigin
-) -> Any:
+) -> AttentionFit:
     peak = max(accelerator.flops[name].value for name in ("fp32", "bf16") if name in accelerator.flops)
-    shares: dict[str, Any] = {}
+    shares: dict[str, float] = {}
     seen = []
     for way in ("forward", "backward"):
         found = points[f"attention.{way}"]
@@ -194,7 +206,7 @@ _SHARE = {"all_reduce": 2.0}
 
 def _fit_collective(
     points: MeasuredPoints, name: str, start: Constants, link: tuple[float, float], origin: CalibrationOrigin
-) -> Any:
+) -> CollectiveFit:
     found = points[name]
     members, bytes_ = np.array([size for size, _ in found]).T
     seconds = np.array([took for _, took in found])
@@ -271,9 +283,7 @@ def _provenance(errors: Floats, points: int, origin: CalibrationOrigin) -> Prove
     )
 
 
-def to_tables(
-    fitted: Fitted, cores: int, host_memory_bytes: float, origin: CalibrationOrigin
-) -> dict[str, Any]:
+def to_tables(fitted: Fitted, cores: int, host_memory_bytes: float, origin: CalibrationOrigin) -> JsonObject:
     """The TOML tables of this machine, as ``phalanx.hardware.catalog.load_user`` reads them."""
     chip = fitted.accelerator
     measured = {"source": origin.source, "date": origin.date}
@@ -308,9 +318,9 @@ def to_tables(
     }
 
 
-def _flat(constants: dict[str, Any]) -> dict[str, Any]:
+def _flat(constants: JsonObject) -> JsonObject:
     """Constants as the reader of profiles wants them: the provenance beside the figures."""
-    table: dict[str, Any] = {}
+    table: JsonObject = {}
     for name, value in constants.items():
         if name == "provenance":
             table |= {key: one for key, one in value.items() if one not in ("", 0, 0.0)}

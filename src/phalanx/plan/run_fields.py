@@ -65,7 +65,7 @@ def value_at(spec: RunSpec, path: str) -> Any:
     return reduce(getattr, path.split("."), spec)
 
 
-def _default(path: str) -> Any:
+def _default(path: str) -> object:
     section, _, name = path.rpartition(".")
     owner = value_at(RunSpec(), section) if section else RunSpec()
     return next(field.default for field in fields(owner) if field.name == name)

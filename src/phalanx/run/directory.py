@@ -21,13 +21,16 @@ import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from phalanx.run.durable import write_atomically
 from phalanx.run.problems import listing
 from phalanx.run.read import spec_from_table
 from phalanx.run.result import RunResult, read_result
 from phalanx.run.spec import RunSpec
+
+if TYPE_CHECKING:
+    from phalanx.run.section_reader import JsonObject
 
 CHECKPOINT_INDEX = "checkpoint.json"
 """The file that makes a step's folder a committed checkpoint."""
@@ -165,7 +168,7 @@ class RunDirectory:
         write_atomically(self.result, (json.dumps(result.to_json(), indent=1) + "\n").encode())
 
 
-def read_small_json(path: Path) -> dict[str, Any]:
+def read_small_json(path: Path) -> JsonObject:
     """A small JSON object; empty if the file is missing or damaged (it can be made anew)."""
     try:
         found = json.loads(path.read_text())

@@ -14,7 +14,7 @@ from typing import Any
 
 from phalanx.run.check import check
 from phalanx.run.problems import Problem, RunFileError
-from phalanx.run.section_reader import TomlTable, read_section, unknown_value
+from phalanx.run.section_reader import JsonObject, TomlTable, read_section, unknown_value
 from phalanx.run.spec import ModelSpec, RunSpec
 
 
@@ -83,7 +83,7 @@ def _merge(base: TomlTable, over: TomlTable) -> dict[str, object]:
     return merged
 
 
-def _apply_override(table: dict[str, Any], override: str) -> list[Problem]:
+def _apply_override(table: JsonObject, override: str) -> list[Problem]:
     path, equals, text = override.partition("=")
     if not equals or not path.strip():
         return [Problem(override, "not of the form section.field=value", "for example optimizer.lr=3e-4")]
@@ -105,9 +105,9 @@ def _parse_value(text: str) -> object:
         return text
 
 
-def to_table(section: Any) -> dict[str, Any]:
+def to_table(section: Any) -> JsonObject:
     """A section as a plain table, ready for TOML: nothing that is ``None``, tuples as lists."""
-    table: dict[str, Any] = {}
+    table: JsonObject = {}
     for item in fields(section):
         value = getattr(section, item.name)
         if value is None:

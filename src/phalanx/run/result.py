@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +40,12 @@ class RunResult:
     """The degree of each parallel axis."""
     weights_sha256: str
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The fields as a JSON object."""
         return asdict(self)
 
 
-def read_result(table: dict[str, Any]) -> RunResult | None:
+def read_result(table: Mapping[str, object]) -> RunResult | None:
     """The result in a JSON object; ``None`` if it is not that of a finished run."""
     try:
         return msgspec.convert(table, RunResult)

@@ -23,6 +23,8 @@ from phalanx.run.fields import FleetOwned, LayoutOwned, ValueRange
 from phalanx.run.problems import Problem
 
 TomlTable: TypeAlias = Mapping[str, object]
+JsonObject: TypeAlias = dict[str, Any]
+"""A JSON object, or a table of TOML, as plain Python values; whoever reads a field knows its type."""
 _Section = TypeVar("_Section")
 _INVALID = object()
 _SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str: 'a string in "quotes"'}
@@ -94,7 +96,7 @@ def read_section(
     return None if needed else section(**values)
 
 
-def _without_default(section: type[Any]) -> Iterator[str]:
+def _without_default(section: type) -> Iterator[str]:
     for item in dataclasses.fields(section):
         if item.default is item.default_factory is dataclasses.MISSING:
             yield item.name

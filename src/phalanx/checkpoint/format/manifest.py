@@ -6,6 +6,7 @@ reached from one file. Checksums are xxh3_64 (https://xxhash.com): they find rot
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +48,7 @@ class Index:
     step: int
     attempt: int
     world_size: int
-    extra: dict[str, Any]
+    extra: dict[str, object]
     weights_sha256: str | None
     manifests: tuple[ManifestRef, ...]
 
@@ -110,7 +111,7 @@ def encode_index(index: Index) -> bytes:
     return _sealed(content)
 
 
-def _sealed(content: dict[str, Any]) -> bytes:
+def _sealed(content: Mapping[str, object]) -> bytes:
     text = json.dumps(content, indent=1)
     return f'{{"xxh3_64": "{checksum(text.encode())}", "content": {text}}}\n'.encode()
 
@@ -152,7 +153,7 @@ def _parse(data: bytes, path: str) -> dict[str, Any]:
     return content
 
 
-def _require_version(content: dict[str, Any], path: str) -> None:
+def _require_version(content: Mapping[str, object], path: str) -> None:
     version = content.get("version")
     if version != FORMAT_VERSION:
         raise FormatVersionError(

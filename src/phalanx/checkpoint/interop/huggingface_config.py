@@ -10,7 +10,7 @@ Source: the configuration classes of transformers 4.51 to 5.x. Version 5 keeps t
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.interop.huggingface_families import (
@@ -26,6 +26,7 @@ from phalanx.checkpoint.interop.huggingface_families import (
 from phalanx.checkpoint.interop.huggingface_names import hf_name, parameter_name
 from phalanx.model.facts.shape import is_mixture, resolve
 from phalanx.run.read import spec_from_table, to_table
+from phalanx.run.section_reader import JsonObject
 from phalanx.run.spec import ModelSpec, MoeSpec, RopeScalingSpec
 
 __all__ = [
@@ -99,7 +100,7 @@ class Storage:
 
 def hf_config_of(
     spec: ModelSpec, *, max_seq_len: int = 0, dtype: Dtype = "float32", end_token: int | None = None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The ``config.json`` of a model, as a plain table.
 
     ``max_seq_len`` is the context that readers are told of; 0 means the stretched one where the rotary embedding is
@@ -140,16 +141,16 @@ def _family_for(spec: ModelSpec) -> Family:
     return QWEN3 if spec.qk_norm else LLAMA
 
 
-def _flat(spec: ModelSpec) -> dict[str, Any]:
+def _flat(spec: ModelSpec) -> dict[str, object]:
     """All fields of a model, those of its sections as ``moe.experts``."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for name, value in to_table(spec).items():
         flat |= {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {}
         flat[name] = value
     return flat
 
 
-def _of_one_family(spec: ModelSpec, family: Family) -> dict[str, Any]:
+def _of_one_family(spec: ModelSpec, family: Family) -> dict[str, object]:
     """Fields of ``config.json`` that are no field of ModelSpec under another name."""
     if family is QWEN3_MOE and spec.moe is not None:
         dense = sorted({*range(spec.layers)} - {*_mixtures(spec.moe, spec.layers)})
@@ -172,19 +173,19 @@ def _mixtures(moe: MoeSpec, layers: int) -> list[int]:
     return [layer for layer in range(layers) if is_mixture(spec, layer)]
 
 
-def _stretch_of(scaling: RopeScalingSpec | None) -> dict[str, Any]:
+def _stretch_of(scaling: RopeScalingSpec | None) -> dict[str, object]:
     if scaling is None:
         return {"rope_type": "default"}
     given = {theirs: getattr(scaling, ours) for ours, theirs in _STRETCHES[scaling.kind].items()}
     return {"rope_type": scaling.kind} | {key: value for key, value in given.items() if value}
 
 
-def _same_temperature(scaling: Mapping[str, Any]) -> bool:
+def _same_temperature(scaling: Mapping[str, object]) -> bool:
     """True if readers agree on YaRN's temperature: DeepSeek's code and transformers do where both strengths are given."""
     return bool(scaling.get("mscale")) == bool(scaling.get("mscale_all_dim"))
 
 
-def _require_expressible(spec: ModelSpec, family: Family, flat: Mapping[str, Any]) -> None:
+def _require_expressible(spec: ModelSpec, family: Family, flat: Mapping[str, object]) -> None:
     name = family.architecture.removesuffix("ForCausalLM")
     problems = [
         f"{ours} = {json.dumps(flat[ours])}: {name} has only {json.dumps(only)}"
@@ -208,7 +209,7 @@ def _require_expressible(spec: ModelSpec, family: Family, flat: Mapping[str, Any
 # Reading
 
 
-def spec_of(hf_config: Mapping[str, Any]) -> ModelSpec:
+def spec_of(hf_config: JsonObject) -> ModelSpec:
     """The resolved model that a ``config.json`` describes.
 
     Raises UnsupportedModelError with every field that asks for something else than this transformer computes.
@@ -236,7 +237,7 @@ def spec_of(hf_config: Mapping[str, Any]) -> ModelSpec:
     return resolve(spec.model)
 
 
-def storage_of(hf_config: Mapping[str, Any]) -> Storage:
+def storage_of(hf_config: JsonObject) -> Storage:
     """The storage format of the weights beside a ``config.json``. Raises UnsupportedModelError for a quantization not read here."""
     problem = _quantization_problem(hf_config)
     if problem:
@@ -247,7 +248,7 @@ def storage_of(hf_config: Mapping[str, Any]) -> Storage:
     return Storage(interleaved is None or bool(interleaved), (block[0], block[1]) if block else None)
 
 
-def _quantization_problem(hf_config: Mapping[str, Any]) -> str:
+def _quantization_problem(hf_config: JsonObject) -> str:
     quantization = hf_config.get("quantization_config")
     if quantization is None:
         return ""
@@ -259,7 +260,7 @@ def _quantization_problem(hf_config: Mapping[str, Any]) -> str:
     )
 
 
-def _family_of(hf_config: Mapping[str, Any]) -> Family:
+def _family_of(hf_config: JsonObject) -> Family:
     family = FAMILIES.get(str(hf_config.get("model_type")))
     if family is None:
         supported = ", ".join(f'"{name}"' for name in FAMILIES)
@@ -269,9 +270,9 @@ def _family_of(hf_config: Mapping[str, Any]) -> Family:
     return family
 
 
-def _given(hf_config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+def _given(hf_config: JsonObject, family: Family) -> dict[str, object]:
     """Our fields as ``config.json`` gives them; null is as if it said nothing."""
-    given: dict[str, Any] = {}
+    given: dict[str, object] = {}
     for ours, theirs in family.fields.items():
         for name in (theirs, family.aliases.get(theirs, theirs)):
             if hf_config.get(name) is not None:
@@ -279,9 +280,9 @@ def _given(hf_config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     return given
 
 
-def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+def _nested(flat: Mapping[str, object]) -> JsonObject:
     """The inverse of ``_flat``."""
-    table: dict[str, Any] = {}
+    table: JsonObject = {}
     for name, value in flat.items():
         section, dot, field = name.partition(".")
         if dot:
@@ -291,7 +292,7 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     return table
 
 
-def _layers_of(hf_config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
+def _layers_of(hf_config: JsonObject, family: Family) -> tuple[dict[str, object], list[str]]:
     """The layers that are mixtures, where that is not a field of its own, and what is wrong with the answer."""
     heads = hf_config.get("num_attention_heads")
     if family is DEEPSEEK_V3 and (kv_heads := hf_config.get("num_key_value_heads")) not in (None, heads):
@@ -314,11 +315,11 @@ def _layers_of(hf_config: Mapping[str, Any], family: Family) -> tuple[dict[str, 
     ]
 
 
-def _rope_of(hf_config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
+def _rope_of(hf_config: JsonObject, family: Family) -> tuple[dict[str, object], list[str]]:
     """The rotary fields of ModelSpec, and what is wrong with them."""
     rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
     theta = rope.get("rope_theta") or hf_config.get("rope_theta") or family.absent.get("rope_theta", 10000.0)
-    fields: dict[str, Any] = {"rope_theta": theta}
+    fields: dict[str, object] = {"rope_theta": theta}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if any(isinstance(value, Mapping) for value in rope.values()):
         return fields, ["rope_parameters by layer type are not supported; supported: one set for all layers"]
@@ -333,7 +334,7 @@ def _rope_of(hf_config: Mapping[str, Any], family: Family) -> tuple[dict[str, An
         known = "', '".join(_STRETCHES)
         return fields, [f"rope_type {kind!r} is not supported; supported: 'default', '{known}'"]
     said = {"original_max_position_embeddings": hf_config.get("max_position_embeddings"), **rope}
-    stretch: dict[str, Any] = {"kind": kind}
+    stretch: dict[str, object] = {"kind": kind}
     for ours, theirs in _STRETCHES[kind].items():
         if said.get(theirs) is not None:
             stretch[ours] = said[theirs]

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from phalanx.checkpoint.format.boxes import Box
 from phalanx.checkpoint.format.errors import AbandonedError, CheckpointError
@@ -120,7 +120,7 @@ class AsyncSaver:
         self,
         step: int,
         shards: Sequence[Shard],
-        extra: Mapping[str, Any],
+        extra: Mapping[str, object],
         *,
         weights_sha256: str | None = None,
     ) -> SaveReceipt:

@@ -23,7 +23,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import xxhash
@@ -74,7 +74,7 @@ class Snapshot:
     epoch: int
     key: SnapshotKey
     previous: int
-    extra: dict[str, Any]
+    extra: dict[str, object]
     manifest: Manifest
 
     @property

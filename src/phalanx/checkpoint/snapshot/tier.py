@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 from phalanx.checkpoint.format.blocks import read_ahead
 from phalanx.checkpoint.format.boxes import Box
@@ -197,7 +196,7 @@ class SnapshotTier:
     def record(self, step: int) -> Record:
         return Record(step, self._ranks, self.extra(step))
 
-    def extra(self, step: int) -> dict[str, Any]:
+    def extra(self, step: int) -> dict[str, object]:
         self._require(step)
         for source in sorted(self._good(), key=lambda one: one.distance):
             snapshot = self._described(source)
@@ -268,7 +267,7 @@ def restore_from_holders(
     rank: int | None = None,
     further: Sequence[ReadableTier] = (),
     may_be_missing: Collection[str] = (),
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """``checkpoint.restore.restore`` from ``snapshot`` (and ``further`` tiers), anew as long as another holder can replace one that
     failed. Raises as ``restore`` does: NotCoveredError where too many have failed."""
     while True:

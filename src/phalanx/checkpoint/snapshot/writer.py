@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -106,7 +105,7 @@ class SnapshotWriter:
             segment.reserve(layout.nbytes)
             self._pin(index, segment.image(layout.nbytes), shards)
 
-    def take(self, step: int, shards: Sequence[Shard], extra: Mapping[str, Any]) -> TakenSnapshot:
+    def take(self, step: int, shards: Sequence[Shard], extra: Mapping[str, object]) -> TakenSnapshot:
         """Copies the state after ``step`` into the segment that need not be kept. Blocks for one memory copy.
 
         Raises what kept the snapshot before from becoming complete, if anything did; RuntimeError before ``bind``.
@@ -156,7 +155,7 @@ class SnapshotWriter:
         index: int,
         taken: TakenSnapshot,
         layout: ImageLayout,
-        extra: dict[str, Any],
+        extra: dict[str, object],
         previous: int,
         copied: "torch.cuda.Event | None",
         _sources: tuple[

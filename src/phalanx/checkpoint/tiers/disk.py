@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from phalanx.checkpoint.format.blocks import (
     BLOCK_BYTES,
@@ -227,7 +226,7 @@ class DiskTier:
         index = self.index(step)
         return Record(index.step, index.world_size, index.extra, index.weights_sha256)
 
-    def extra(self, step: int) -> dict[str, Any]:
+    def extra(self, step: int) -> dict[str, object]:
         return self.index(step).extra
 
     def manifest(self, step: int, ref: ManifestRef) -> Manifest:

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Collection, Sequence
 from itertools import groupby
-from typing import Any
 
 import torch
 
@@ -29,7 +28,7 @@ def restore(
     *,
     rank: int | None = None,
     may_be_missing: Collection[str] = (),
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Fills ``shards`` in place with the elements of committed ``step``, and returns the step's ``extra``.
 
     Of several tiers, each element comes from the nearest that holds it. With ``rank``, what was saved as that rank

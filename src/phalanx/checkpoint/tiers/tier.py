@@ -7,7 +7,7 @@ memory of this process and a peer's memory look the same to whoever saves, resto
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from phalanx.checkpoint.format.boxes import Box
 from phalanx.checkpoint.format.image import Image, RawArray
@@ -37,7 +37,7 @@ class Record:
 
     step: int
     world_size: int
-    extra: dict[str, Any]
+    extra: dict[str, object]
     weights_sha256: str | None = None
 
 
@@ -61,7 +61,7 @@ class ReadableTier(Protocol):
         """The record of a committed step. Raises NoSuchStepError."""
         ...
 
-    def extra(self, step: int) -> dict[str, Any]:
+    def extra(self, step: int) -> dict[str, object]:
         """The small JSON saved with a committed step. Raises NoSuchStepError."""
         ...
 

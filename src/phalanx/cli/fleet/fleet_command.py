@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -135,7 +135,7 @@ def _ask(run_dir: Path, operation: OperatorRequest, certificates: Path | None, a
 
 
 def _print(answer: str, as_json: bool) -> None:
-    done: dict[str, Any] = {"accepted": answer == "accepted", "answer": answer}
+    done: dict[str, object] = {"accepted": answer == "accepted", "answer": answer}
     click.echo(json.dumps(done) if as_json else answer)
     if not done["accepted"]:
         raise SystemExit(1)

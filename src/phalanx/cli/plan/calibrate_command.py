@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -12,8 +12,9 @@ from phalanx.cli.errors import explained
 
 if TYPE_CHECKING:
     from phalanx.plan.fit_profile import CalibrationOrigin
+    from phalanx.run.section_reader import JsonObject
     from phalanx.run.spec import RunSpec
-    from phalanx.train.measure.calibrate import Settings
+    from phalanx.train.measure.calibrate import Clock, Settings
 
 
 @click.command("calibrate")
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     help="By default cpu on a CPU that others use too, else wall.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the tables as one JSON object.")
-def command(out: Path | None, ranks: int | None, quick: bool, clock: Any, as_json: bool) -> None:
+def command(out: Path | None, ranks: int | None, quick: bool, clock: Clock | None, as_json: bool) -> None:
     """Measure this machine: products, attention, memory, collectives, copies, disk, and real training steps.
 
     Leave the machine alone meanwhile. What is written is a cluster of --ranks accelerators (on a CPU, cores).
@@ -60,7 +61,7 @@ def command(out: Path | None, ranks: int | None, quick: bool, clock: Any, as_jso
         click.echo(f"wrote {target}")
 
 
-def _measure(ranks: int | None, quick: bool, clock: Any, *, quiet: bool) -> dict[str, Any]:
+def _measure(ranks: int | None, quick: bool, clock: Clock | None, *, quiet: bool) -> JsonObject:
     import torch
 
     from phalanx.hardware.catalog import accelerator
@@ -124,14 +125,14 @@ def _origin(settings: Settings) -> CalibrationOrigin:
     )
 
 
-def _stack_scalar(tables: dict[str, Any], settings: Settings, origin: CalibrationOrigin) -> dict[str, Any]:
+def _stack_scalar(tables: JsonObject, settings: Settings, origin: CalibrationOrigin) -> JsonObject:
     """Measured over predicted time of real steps: what the formulas do not know of the trainer.
 
     On one rank alone, and on all ranks of the machine together.
     """
     import statistics
 
-    found: dict[str, Any] = {"source": origin.source, "date": origin.date, "points": 0}
+    found: JsonObject = {"source": origin.source, "date": origin.date, "points": 0}
     errors = []
     for name, ranks in {"time_scalar": 1, "time_scalar_together": tables["system"]["per_node"]}.items():
         ratios = _ratios(tables, settings, ranks)
@@ -141,7 +142,7 @@ def _stack_scalar(tables: dict[str, Any], settings: Settings, origin: Calibratio
     return {**found, "median_error": statistics.median(errors)}
 
 
-def _ratios(tables: dict[str, Any], settings: Settings, ranks: int) -> list[float]:
+def _ratios(tables: JsonObject, settings: Settings, ranks: int) -> list[float]:
     """Measured over predicted time of each run."""
     import tempfile
 
@@ -180,7 +181,7 @@ def _real_runs(ranks: int, settings: Settings) -> list[RunSpec]:
     ]
 
 
-def _print(tables: dict[str, Any]) -> None:
+def _print(tables: JsonObject) -> None:
     chip, profile = tables["accelerator"], tables["profile"]
     rates = ", ".join(f"{name} {rate / 1e9:,.4g} GFLOP/s" for name, rate in chip["flops"].items())
     click.echo(f"{chip['name']}: {rates}, memory {chip['memory_bytes_per_s'] / 1e9:,.3g} GB/s")

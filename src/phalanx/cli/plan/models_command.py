@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
@@ -15,6 +15,9 @@ from phalanx.model.facts.counts import count
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import resolve
 from phalanx.run.spec import DataSpec, ModelSpec
+
+if TYPE_CHECKING:
+    from phalanx.run.section_reader import JsonObject
 
 _SEQ_LEN = 4096
 _VOCAB = DataSpec().vocab_size
@@ -43,7 +46,7 @@ def command(name: str | None, as_json: bool) -> None:
         _print_all(found)
 
 
-def _facts(spec: ModelSpec) -> dict[str, Any]:
+def _facts(spec: ModelSpec) -> JsonObject:
     model = resolve(spec, _VOCAB)
     counts = count(model, _SEQ_LEN)
     return {
@@ -57,7 +60,7 @@ def _facts(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _print_all(found: dict[str, dict[str, Any]]) -> None:
+def _print_all(found: dict[str, JsonObject]) -> None:
     table = Table()
     for column in ("name", "parameters", "active", "layers", "dim", "heads", "KV heads", "experts"):
         table.add_column(column, justify="left" if column == "name" else "right")
@@ -75,7 +78,7 @@ def _print_all(found: dict[str, dict[str, Any]]) -> None:
     console.print(presets.__doc__, highlight=False)
 
 
-def _print_one(name: str, facts: dict[str, Any]) -> None:
+def _print_one(name: str, facts: JsonObject) -> None:
     table = Table.grid(padding=(0, 2))
     for key in ("parameters", "active_parameters", "flops_per_token"):
         table.add_row(key, f"{facts[key]:,}")

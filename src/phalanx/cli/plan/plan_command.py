@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -164,7 +164,7 @@ def _is_given(option: str) -> bool:
     return source is click.core.ParameterSource.COMMANDLINE
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     """``value`` with null for what JSON has no number for: a run that would never end."""
     if isinstance(value, dict):
         return {name: _finite(one) for name, one in value.items()}

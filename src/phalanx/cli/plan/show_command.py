@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -25,6 +25,9 @@ from phalanx.observe.throughput import format_bytes, format_count
 from phalanx.run.read import read_run
 from phalanx.run.resolve import compute_format, device_of
 from phalanx.run.spec import RunSpec
+
+if TYPE_CHECKING:
+    from phalanx.run.section_reader import JsonObject
 
 _COMPUTE_BYTES = {"bf16": 2, "fp32": 4}
 
@@ -88,7 +91,7 @@ def command(
         raise SystemExit(1)
 
 
-def _dry_run(spec: RunSpec, ranks: int, chosen: tuple[int, ...], *, as_json: bool) -> list[dict[str, Any]]:
+def _dry_run(spec: RunSpec, ranks: int, chosen: tuple[int, ...], *, as_json: bool) -> list[JsonObject]:
     def tell(rank: int) -> None:
         click.echo(f"building and stepping rank {rank:,} of {ranks:,}", err=True)
 
@@ -103,7 +106,7 @@ def _dry_run(spec: RunSpec, ranks: int, chosen: tuple[int, ...], *, as_json: boo
     return found
 
 
-def _facts(spec: RunSpec) -> dict[str, Any]:
+def _facts(spec: RunSpec) -> JsonObject:
     model = resolve(spec.model, spec.data.vocab_size)
     counts = count(model, spec.train.seq_len)
     tokens = spec.train.batch_size * spec.train.seq_len
@@ -125,7 +128,7 @@ def _facts(spec: RunSpec) -> dict[str, Any]:
     }
 
 
-def _print(facts: dict[str, Any]) -> None:
+def _print(facts: JsonObject) -> None:
     from rich.console import Console
     from rich.table import Table
 

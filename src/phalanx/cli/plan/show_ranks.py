@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from phalanx.model.facts.holdings import Holding, fullest, state_bytes
 from phalanx.model.facts.shape import resolve
@@ -21,6 +21,9 @@ from phalanx.run.resolve import compute_format, device_of
 from phalanx.run.spec import RunSpec
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
+    from phalanx.run.section_reader import JsonObject
     from phalanx.train.measure.dry_run import Comparison
 
 
@@ -45,7 +48,7 @@ def resolved(spec: RunSpec, ranks: int, path: Path) -> RunSpec:
     return dataclasses.replace(spec, parallel=dataclasses.replace(spec.parallel, pipeline_split=split))
 
 
-def layout_facts(spec: RunSpec, ranks: int) -> dict[str, Any]:
+def layout_facts(spec: RunSpec, ranks: int) -> JsonObject:
     """Degrees, and what the fullest rank at each place of the pipeline holds and calls."""
     layout = layout_of(spec.parallel, ranks)
     stages = [_stage_facts(spec, layout, fullest(spec, layout, rank)) for rank in range(layout.pipeline)]
@@ -61,7 +64,7 @@ def layout_facts(spec: RunSpec, ranks: int) -> dict[str, Any]:
     }
 
 
-def _stage_facts(spec: RunSpec, layout: Layout, held: Holding) -> dict[str, Any]:
+def _stage_facts(spec: RunSpec, layout: Layout, held: Holding) -> JsonObject:
     state = state_bytes(spec, layout, held, 2 if spec.precision.compute == "bf16" else 4)
     calls: dict[str, dict[str, int]] = {}
     for (axis, kind), count in sorted(collectives(spec, layout, held).items()):
@@ -90,7 +93,7 @@ def default_ranks(spec: RunSpec, ranks: int) -> list[int]:
 
 def dry_run_facts(
     spec: RunSpec, ranks: int, chosen: Sequence[int], on_rank: Callable[[int], None]
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Returns the comparison that the dry run of each chosen rank made; ``on_rank`` is called before each."""
     from phalanx.train.measure.dry_run import dry_run
 
@@ -101,7 +104,7 @@ def dry_run_facts(
     return facts
 
 
-def _comparison_facts(found: Comparison) -> dict[str, Any]:
+def _comparison_facts(found: Comparison) -> JsonObject:
     differing = {
         name: {"derived": derived, "built": built}
         for name, (derived, built) in found.elements.items()
@@ -124,7 +127,7 @@ def _comparison_facts(found: Comparison) -> dict[str, Any]:
     }
 
 
-def print_layout(facts: dict[str, Any]) -> None:
+def print_layout(facts: JsonObject) -> None:
     """The tables of ``layout_facts``."""
     from rich.console import Console
     from rich.table import Table
@@ -157,7 +160,7 @@ def print_layout(facts: dict[str, Any]) -> None:
     console.print(table)
 
 
-def _add_calls(table: Any, stages: list[dict[str, Any]]) -> None:
+def _add_calls(table: Table, stages: list[JsonObject]) -> None:
     calls = [
         {
             (axis, kind): n
@@ -171,9 +174,9 @@ def _add_calls(table: Any, stages: list[dict[str, Any]]) -> None:
         table.add_row(f"{axis} {kind.replace('_', '-')} a step", *counts)
 
 
-def _alike(stages: list[dict[str, Any]]) -> list[tuple[dict[str, Any], list[int]]]:
+def _alike(stages: list[JsonObject]) -> list[tuple[JsonObject, list[int]]]:
     """Places of the pipeline that hold and call equally much, each group with its first."""
-    groups: dict[str, tuple[dict[str, Any], list[int]]] = {}
+    groups: dict[str, tuple[JsonObject, list[int]]] = {}
     for stage in stages:
         told = {key: stage[key] for key in stage if key not in ("pipeline_rank", "stages", "layers")}
         groups.setdefault(f"{len(stage['layers'])} {told}", (stage, []))[1].append(stage["pipeline_rank"])
@@ -191,7 +194,7 @@ def spans(numbers: Sequence[int]) -> str:
     return ", ".join("-".join(map(str, run)) for run in runs)
 
 
-def print_dry_run(found: dict[str, Any]) -> None:
+def print_dry_run(found: JsonObject) -> None:
     """The table of one rank of ``dry_run_facts``."""
     from rich.console import Console
     from rich.table import Table

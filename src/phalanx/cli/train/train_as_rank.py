@@ -8,13 +8,16 @@ import sys
 import traceback
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.run.directory import RunDirectory
 from phalanx.run.problems import RunFileError
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.interrupt import StopRequest
 from phalanx.train.lifecycle.worker import EXIT_FAILED, EXIT_STOPPED, known_errors, run_rank
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def train_as_rank(spec: RunSpec, run_file: Path, as_json: bool) -> int:
@@ -71,7 +74,7 @@ def _agree(spec: RunSpec, run_file: Path, first: bool) -> tuple[Path, int]:
     return Path(run_dir), attempt
 
 
-def _follow(run_dir: Path, attempt: int, as_json: bool) -> Any:
+def _follow(run_dir: Path, attempt: int, as_json: bool) -> Callable[[], None]:
     """Shows the run's events as plain lines, from a thread; returns what ends it."""
     from rich.console import Console
 

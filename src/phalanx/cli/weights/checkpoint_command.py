@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,6 +15,9 @@ from phalanx.cli.errors import explained
 from phalanx.cli.run_places import checkpoint_place
 from phalanx.cli.weights.export_command import export_to
 from phalanx.observe.throughput import format_bytes
+
+if TYPE_CHECKING:
+    from phalanx.run.section_reader import JsonObject
 
 
 @click.group("checkpoint")
@@ -43,7 +46,7 @@ def list_command(place: Path, as_json: bool) -> None:
         )
 
 
-def _row(tier: DiskTier, step: int) -> dict[str, Any]:
+def _row(tier: DiskTier, step: int) -> JsonObject:
     folder = tier.folder(step)
     size = sum(file.stat().st_size for file in folder.iterdir())
     try:

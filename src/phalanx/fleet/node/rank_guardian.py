@@ -10,7 +10,6 @@ from __future__ import annotations
 import ssl
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch.distributed as dist
 
@@ -132,7 +131,9 @@ class RankGuardian(Guardian):
         limit = resume.step if resume.step >= 0 else resume.disk_step
         return restore_newest(disk, shards, mesh, up_to=None if limit < 0 else limit)
 
-    def _from_memory(self, bind: link.JoinEpoch, shards: Sequence[Shard]) -> tuple[str, dict[str, Any], int]:
+    def _from_memory(
+        self, bind: link.JoinEpoch, shards: Sequence[Shard]
+    ) -> tuple[str, dict[str, object], int]:
         """Fills ``shards`` from snapshots in memory.
 
         Returns the error ("" if there is none), the snapshot's ``extra``, and the bytes that came from other processes.
@@ -186,14 +187,14 @@ class RankGuardian(Guardian):
         self._hooks.audited(audit.witness)
         return audit
 
-    def begins(self, step: int, shards: Sequence[Shard], extra: dict[str, Any]) -> None:
+    def begins(self, step: int, shards: Sequence[Shard], extra: dict[str, object]) -> None:
         self._orders.check(self.epoch)
         self._send(link.JoinedEpoch(self.epoch, step))
         if self._every:
             self._take(step, shards, extra)
         self._progress(step)
 
-    def ended(self, step: int, shards: Sequence[Shard], extra: dict[str, Any], report: StepReport) -> None:
+    def ended(self, step: int, shards: Sequence[Shard], extra: dict[str, object], report: StepReport) -> None:
         self._orders.check(self.epoch)
         self._send(link.StepEnded(self.epoch, step))
         self._look_for_stragglers(step)
@@ -212,7 +213,7 @@ class RankGuardian(Guardian):
         self._hooks.at("optimizer")
         self._writer.fence()
 
-    def _take(self, step: int, shards: Sequence[Shard], extra: dict[str, Any]) -> None:
+    def _take(self, step: int, shards: Sequence[Shard], extra: dict[str, object]) -> None:
         self._at("snapshot")
         self._writer.take(step, shards, extra)
         self._hooks.at("snapshot")

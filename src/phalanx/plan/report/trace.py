@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 
@@ -148,7 +147,7 @@ def _filled(rank: int, events: list[TraceEvent], start: float, length: float) ->
         yield TraceEvent(rank, "idle", start + now, start + length)
 
 
-def perfetto(job: Job, found: Estimate) -> dict[str, Any]:
+def perfetto(job: Job, found: Estimate) -> dict[str, object]:
     """The step as a Chrome trace: times in microseconds, one thread for each pipeline rank."""
     line = step_timeline(job, found)
     names = [
@@ -163,7 +162,7 @@ def perfetto(job: Job, found: Estimate) -> dict[str, Any]:
     }
 
 
-def _chrome(event: TraceEvent) -> dict[str, Any]:
+def _chrome(event: TraceEvent) -> dict[str, object]:
     arguments = {"stage": event.stage, "micro_batch": event.micro_batch} if event.stage >= 0 else {}
     return {
         "ph": "X",

@@ -11,7 +11,7 @@ from phalanx.plan.search.search import search
 from phalanx.plan.search.space import Options
 from phalanx.plan.workload.planned_layout import PlannedLayout
 from phalanx.plan.workload.stacks import Job
-from phalanx.run.spec import MemorySpec, ParallelSpec, RunSpec
+from phalanx.run.spec import MemorySpec, ParallelSpec, PrecisionSpec, RunSpec
 
 _MOST_DOUBLINGS = 7
 
@@ -75,7 +75,7 @@ def _memory(memory: MemorySpec, layout: PlannedLayout) -> MemorySpec:
     )
 
 
-def _precision(spec: RunSpec, layout: PlannedLayout) -> Any:
+def _precision(spec: RunSpec, layout: PlannedLayout) -> PrecisionSpec:
     name = layout.precision
     if name == "fp8" and spec.precision.matmul == "compute":
         return replace(spec.precision, matmul="fp8-rowwise")

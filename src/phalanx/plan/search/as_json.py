@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from typing import Any
 
 from phalanx.plan.search.plan import Plan
 from phalanx.plan.search.search import RunnerUp
 from phalanx.plan.step_cost.estimate import Estimate
 
 
-def estimate_json(plan: Plan, found: Estimate) -> dict[str, Any]:
+def estimate_json(plan: Plan, found: Estimate) -> dict[str, object]:
     """Plain values of one layout's estimate; the keys are stable."""
     days = plan.tokens / found.tokens_per_s / 86_400
     return {
@@ -37,10 +36,10 @@ def estimate_json(plan: Plan, found: Estimate) -> dict[str, Any]:
     }
 
 
-def plan_json(plan: Plan) -> dict[str, Any]:
+def plan_json(plan: Plan) -> dict[str, object]:
     """Plain values of the whole plan, for JSON; the keys are stable."""
     cluster, found = plan.job.cluster, plan.found
-    facts: dict[str, Any] = {
+    facts: dict[str, object] = {
         "run": plan.name,
         "cluster": cluster.key,
         "accelerator": cluster.accelerator.name,
@@ -70,6 +69,6 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     return facts
 
 
-def _runner_up_json(one: RunnerUp) -> dict[str, Any]:
+def _runner_up_json(one: RunnerUp) -> dict[str, object]:
     slower = one.slower if math.isfinite(one.slower) else None
     return {"family": one.family, "layout": str(one.layout), "reason": one.reason, "slower": slower}

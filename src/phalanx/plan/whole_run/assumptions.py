@@ -94,7 +94,7 @@ NODE_RATE = "failures_per_1000_node_days"
 
 def described(
     spec: RunSpec, step_s: float, steps: int, recovery: RecoveryMethod | None = None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The assumptions that ``[checkpoint]`` and ``[fleet]`` of a run file replace, for ``steps`` steps of ``step_s`` seconds.
 
     A fleet with spares puts one in the lost node's place, one without leaves the replica out, and one that takes no snapshots
@@ -104,7 +104,7 @@ def described(
     fleet, checkpoint = spec.fleet, spec.checkpoint
     forever = steps // checkpoint.keep_every if checkpoint.keep_every else 0
     # Of those kept for ever, half are there on average.
-    found: dict[str, Any] = {"checkpoints_kept": checkpoint.keep_last + forever // 2}
+    found: dict[str, object] = {"checkpoints_kept": checkpoint.keep_last + forever // 2}
     if fleet.nodes:
         by_fleet: RecoveryMethod = "spare" if fleet.spares else "shrink"
         recovery = recovery or (by_fleet if fleet.snapshot_every_steps else "restart")
@@ -155,7 +155,7 @@ def assumed(
     return replace(assumptions, failure_classes=classes)
 
 
-def _either(words: Any) -> str:
+def _either(words: object) -> str:
     return " or ".join(get_args(words))
 
 

@@ -97,7 +97,7 @@ class RunEstimate:
     sources: Mapping[str, str]
     """The source of each figure that the user did not give."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain values for JSON: infinities become null, totals are added."""
         values: dict[str, Any] = _plain(asdict(self))
         values["energy"]["total_kwh"] = _plain(self.energy.total_kwh)
@@ -344,7 +344,7 @@ def _sources(inputs: RunInputs, given: RunAssumptions, plan: CheckpointPlan) -> 
     }
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Values that JSON knows."""
     if isinstance(value, Mapping):
         return {str(name): _plain(one) for name, one in value.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,11 +43,11 @@ class Guardian(Protocol):
         """Returns the audit of the steps of ``stepper``; ``None`` if they are not audited."""
 
     @abstractmethod
-    def begins(self, step: int, shards: Sequence[Shard], extra: dict[str, Any]) -> None:
+    def begins(self, step: int, shards: Sequence[Shard], extra: dict[str, object]) -> None:
         """Called when training begins with the state of ``step`` in ``shards``; ``extra`` goes with it into snapshots."""
 
     @abstractmethod
-    def ended(self, step: int, shards: Sequence[Shard], extra: dict[str, Any], report: StepReport) -> None:
+    def ended(self, step: int, shards: Sequence[Shard], extra: dict[str, object], report: StepReport) -> None:
         """Called after each step, with the same ``report`` on all ranks but for times. May raise, to end the epoch."""
 
     @abstractmethod
@@ -74,10 +74,10 @@ class NoGuardian(Guardian):
     def audit(self, stepper: Stepper, samples: Samples) -> Audit | None:  # noqa: ARG002  nobody audits
         return None
 
-    def begins(self, step: int, shards: Sequence[Shard], extra: dict[str, Any]) -> None:
+    def begins(self, step: int, shards: Sequence[Shard], extra: dict[str, object]) -> None:
         pass
 
-    def ended(self, step: int, shards: Sequence[Shard], extra: dict[str, Any], report: StepReport) -> None:
+    def ended(self, step: int, shards: Sequence[Shard], extra: dict[str, object], report: StepReport) -> None:
         pass
 
     def saved(self, step: int) -> None:

@@ -284,7 +284,7 @@ def _save(training: Training, progress: TrainProgress, weights: str | None = Non
     training.stalls_s[progress.step] = receipt.stall_s
 
 
-def _extra(training: Training, progress: TrainProgress) -> dict[str, Any]:
+def _extra(training: Training, progress: TrainProgress) -> dict[str, object]:
     """The part of a run's state that is not tensors, for checkpoints and snapshots."""
     return {
         **vars(progress),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +33,7 @@ class RestoredState:
     """The state that was restored, and the damaged checkpoints that were passed over."""
 
     step: int
-    extra: dict[str, Any]
+    extra: dict[str, object]
     passed_over: tuple[str, ...]
     source: str
     """The source, for people; empty means the run's checkpoints."""
@@ -91,7 +90,7 @@ def restore_newest(
         if up_to is not None and step > up_to:
             continue
         error = ""
-        extra: dict[str, Any] = {}
+        extra: dict[str, object] = {}
         try:
             extra = restore(tier, step, shards, rank=mesh.rank)
         except CheckpointError as problem:
