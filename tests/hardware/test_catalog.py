@@ -122,6 +122,17 @@ def test_a_user_adds_an_accelerator_and_its_constants(tmp_path: Path) -> None:
     assert profile_of(accelerator("h100")).constants.matmul["bf16"].efficiency != 0.5
 
 
+def test_an_accelerator_like_another_names_the_profile_that_it_shares(tmp_path: Path) -> None:
+    path = tmp_path / "dom.toml"
+    text = '[system]\nlike = "h100"\n[accelerator]\nlike = "h100"\n'
+    path.write_text(text)
+    with pytest.raises(HardwareError, match=r"no profile 'dom': .*h100.*set \[accelerator\] profile"):
+        profile_of(cluster(f"{path}:16").accelerator)
+    path.write_text(text + 'profile = "h100"\n')
+    stock = profile_of(accelerator("h100")).constants
+    assert profile_of(cluster(f"{path}:16").accelerator).constants == stock
+
+
 def test_this_machine_is_read_from_its_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "this.toml"
     monkeypatch.setenv("PHALANX_THIS_MACHINE", str(path))

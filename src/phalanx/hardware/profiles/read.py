@@ -34,7 +34,7 @@ def profile_of(accelerator: Accelerator, name: str | None = None) -> Profile:
     if not path.is_file():
         known = ", ".join(profile_names())
         raise HardwareError(
-            f"there is no profile {chosen!r}: there are {known}, or name a TOML file of your own"
+            f"there is no profile {chosen!r}: there are {known}; set [accelerator] profile to one, or to a TOML file of your own"
         )
     return Profile(accelerator, _constants_at(path, path.stat().st_mtime_ns))
 
