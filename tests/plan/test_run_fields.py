@@ -206,6 +206,27 @@ def test_a_field_with_a_note_shows_it(path: str) -> None:
     assert any(path in together for together in names)
 
 
+OF_OWN_STACK = [path for path, treatment in RUN_FIELDS.items() if treatment.of_own_stack]
+
+
+@pytest.mark.parametrize("path", OF_OWN_STACK)
+def test_a_field_that_other_software_replaces_changes_nothing_but_the_note(path: str) -> None:
+    def by_megatron(spec: RunSpec) -> tuple[str, list[str]]:
+        aim = Aim(layout="file", stack="megatron", assume=("draws=1",))
+        facts = plan_json(make_plan(spec, cluster("h100:32"), aim, searching=False))
+        return repr({name: facts[name] for name in facts if name != "notes"}), list(facts["notes"])
+
+    spec, value = CHANGES[path]
+    before, notes_before = by_megatron(spec)
+    after, notes = by_megatron(changed(spec, path, value))
+    assert after == before
+    # One of the two values is not the default.
+    replaced = [note for note in notes_before + notes if "replaced by what the stack 'megatron' does" in note]
+    assert any(path in note.partition(": ")[0].split(", ") for note in replaced)
+    assert len(replaced) <= 2, "one note for all fields"
+    assert not any("QR" in note for note in notes)
+
+
 def test_a_run_file_that_sets_nothing_odd_gives_no_notes() -> None:
     assert notes_of(DENSE, cluster("h100:32")) == ()
 

@@ -40,16 +40,23 @@ class FieldTreatment:
     """What a plan says where the note applies; ``{value}`` stands for the field's value."""
     applies: Condition | None = None
     """When the note is shown; ``None``: where the field is not at its default."""
+    of_own_stack: bool = False
+    """True if the field sets this project's own stack, so that a plan for other software does not use it."""
 
 
-def notes_of(spec: RunSpec, cluster: Cluster) -> tuple[str, ...]:
+def notes_of(spec: RunSpec, cluster: Cluster, other_stack: str = "") -> tuple[str, ...]:
     """The notes on what a plan of ``spec`` on ``cluster`` does not model, in the order of the run file.
 
-    Fields with the same note share one line.
+    Fields with the same note share one line. In a plan for the software ``other_stack`` so do all fields that it replaces and
+    that are not at their defaults.
     """
     paths: dict[str, list[str]] = {}
     for path, treatment in RUN_FIELDS.items():
-        if treatment.note and _applies(path, treatment, spec, cluster):
+        if other_stack and treatment.of_own_stack:
+            if value_at(spec, path) != _default(path):
+                note = f"replaced by what the stack {other_stack!r} does; the run file's value is not planned"
+                paths.setdefault(note, []).append(path)
+        elif treatment.note and _applies(path, treatment, spec, cluster):
             note = treatment.note.format(value=value_at(spec, path))
             paths.setdefault(note, []).append(path)
     return tuple(f"{', '.join(fields_of_note)}: {note}" for note, fields_of_note in paths.items())
@@ -81,6 +88,11 @@ def evaluation_share(spec: RunSpec) -> float:
 
 def _used(reason: str, note: str = "", applies: Condition | None = None) -> FieldTreatment:
     return FieldTreatment("used", reason, note, applies)
+
+
+def _own(reason: str, note: str = "", applies: Condition | None = None) -> FieldTreatment:
+    """A used field that sets this project's own stack."""
+    return FieldTreatment("used", reason, note, applies, of_own_stack=True)
 
 
 def _irrelevant(reason: str) -> FieldTreatment:
@@ -161,35 +173,35 @@ _TRAINING = {
         {
             "steps": _used("the tokens of the run, where --tokens is not given"),
             **_all("batch_size seq_len", _used("the work of a step")),
-            "slots": _used("micro-batches of a reduction, and the most data-parallel ranks"),
+            "slots": _own("micro-batches of a reduction, and the most data-parallel ranks"),
             "micro_batch_size": _LAYOUT,
-            "reduction": _used("gradients held in a tree, and how often they are reduced"),
+            "reduction": _own("gradients held in a tree, and how often they are reduced"),
             **_all("on_nonfinite max_skipped", _irrelevant("a step that is skipped is an exception")),
             "document_mask": _noted(
                 "attention that stops at the ends of documents computes fewer scores; the plan counts those of "
                 "whole sequences"
             ),
             "end_of_document": _irrelevant("a token's number"),
-            "loss_chunk": _used("memory of the logits"),
+            "loss_chunk": _own("memory of the logits"),
         },
     ),
     **_in(
         "optimizer",
         {
-            "name": _used(
+            "name": _own(
                 "bytes of the optimizer's state, and the time of an update",
                 "eigenvalues and QR decompositions of {value} are counted at the rate of matrix products, which they do not "
                 "reach: an update takes longer than planned",
                 lambda spec, _: spec.optimizer.name in ("shampoo", "soap"),
             ),
-            "state": _used("bytes of the optimizer's state"),
-            "beta1": _used("Adafactor's first moment, of which there is none at 0"),
+            "state": _own("bytes of the optimizer's state"),
+            "beta1": _own("Adafactor's first moment, of which there is none at 0"),
             **_all("lr beta2 eps weight_decay", _COEFFICIENT),
             **_all("decay_norms decay_embeddings", _COEFFICIENT),
             "clip_norm": _irrelevant("the gradient's norm is computed anyway, for the log"),
-            "newton_schulz_steps": _used("time of Muon's iterations"),
-            "precondition_every": _used("time of new preconditioners of Shampoo and SOAP"),
-            "block_size": _used("bytes and time of the preconditioners of Shampoo and SOAP"),
+            "newton_schulz_steps": _own("time of Muon's iterations"),
+            "precondition_every": _own("time of new preconditioners of Shampoo and SOAP"),
+            "block_size": _own("bytes and time of the preconditioners of Shampoo and SOAP"),
         },
     ),
     **_in("schedule", _all("kind warmup_steps decay_fraction floor", _COEFFICIENT)),
@@ -247,7 +259,7 @@ _MACHINE = {
                 "a CPU is planned with the speed that its calibration measured with one thread for each rank",
                 lambda spec, cluster: spec.runtime.threads > 1 and cluster.accelerator.vendor == "any",
             ),
-            "compile": _used("fused pointwise operations, and which schedules are legal"),
+            "compile": _own("fused pointwise operations, and which schedules are legal"),
         },
     ),
     **_in(
@@ -255,8 +267,8 @@ _MACHINE = {
         {
             **_all("ranks sharding shard_ranks tensor context pipeline expert expert_tensor", _LAYOUT),
             **_all("pipeline_schedule pipeline_stages", _LAYOUT),
-            "async_tensor": _used("how much of the tensor axis's communication is hidden"),
-            "context_mode": _used("how keys and values are exchanged"),
+            "async_tensor": _own("how much of the tensor axis's communication is hidden"),
+            "context_mode": _own("how keys and values are exchanged"),
             "pipeline_split": _noted(
                 "the plan balances stages by cost, and does not take the layers {value} for them"
             ),

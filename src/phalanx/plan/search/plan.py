@@ -85,7 +85,8 @@ def make_plan(
     steps = round(tokens / job.workload.tokens)
     assumptions = assumed(aim.assume, aim.step_error, described, chosen.step_s, steps)
     run = estimate_run(inputs, assumptions)
-    notes = notes_of(spec, cluster) if from_file else ()
+    other_stack = "" if job.stack.name == OWN else job.stack.name
+    notes = notes_of(spec, cluster, other_stack) if from_file else ()
     return Plan(spec.name, job, aim, chosen, found, tokens, inputs, assumptions, run, notes)
 
 
