@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import tomli_w
@@ -20,6 +20,7 @@ from examples.mixer import Mixer
 
 import phalanx
 from phalanx.observe.events import Event, Restored, RunStarted, Step
+from phalanx.parallel.pipeline.schedules import ScheduleName
 from phalanx.run.directory import RunDirectoryError
 from phalanx.run.problems import RunFileError
 from phalanx.run.read import to_table
@@ -187,6 +188,10 @@ def test_a_plan_is_what_the_command_prints() -> None:
     spec = phalanx.read_run_file(ROOT / "configs" / "quickstart.toml", "train.steps=20")
     plan = phalanx.plan_run(spec, "h100:8", require=["tp<=2"])
     assert plan["best"][0]["accelerators"] == 8
+    for point in plan["front"]:
+        assert isinstance(point["layout"], str)
+        assert point["fields"]["tensor"] <= 2
+        assert point["fields"]["schedule"] in get_args(ScheduleName)
     with pytest.raises(ValueError, match="a model of your own"):
         phalanx.plan_run(
             dataclasses.replace(spec, model=dataclasses.replace(OWN, factory="examples.mixer:Mixer")),

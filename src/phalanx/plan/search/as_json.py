@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict
 
 from phalanx.plan.search.plan import Plan
-from phalanx.plan.search.search import RunnerUp
+from phalanx.plan.search.search import Point, RunnerUp
 from phalanx.plan.step_cost.estimate import Estimate
 
 
@@ -60,13 +60,17 @@ def plan_json(plan: Plan) -> dict[str, object]:
     }
     if found is not None:
         facts |= {
-            "front": [asdict(point) | {"layout": str(point.layout)} for point in found.front],
+            "front": [_point_json(point) for point in found.front],
             "runners_up": [_runner_up_json(one) for one in found.runners_up],
             "looked_at": found.looked_at,
             "valid": found.valid,
             "excluded": dict(found.excluded),
         }
     return facts
+
+
+def _point_json(point: Point) -> dict[str, object]:
+    return asdict(point) | {"layout": str(point.layout), "fields": asdict(point.layout)}
 
 
 def _runner_up_json(one: RunnerUp) -> dict[str, object]:
