@@ -16,8 +16,8 @@ test-all: env-dev  ## and what takes longer
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 lint: env-dev
-	$(BIN)/ruff format --check src tests bench validation
-	$(BIN)/ruff check src tests bench validation
+	$(BIN)/ruff format --check src tests bench validation examples
+	$(BIN)/ruff check src tests bench validation examples
 	$(BIN)/mypy
 
 bench: env-dev  ## ratios to peers and physical limits, taken in one run each
