@@ -1,0 +1,58 @@
+"""The core: a fleet that hangs, and who is replaced for it."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec import structs
+
+from fleet.small_fleets import Fleet, running
+from phalanx.fleet.core import messages as m
+from phalanx.fleet.core.state import FleetPhase
+
+
+def hanging(**changes: object) -> Fleet:
+    """A fleet of which no step has ended for so long that its members were asked what they wait for."""
+    fleet = running(stall_s=20.0, lease_s=1e6, **changes)
+    fleet.hear(m.Tick(), after_s=21.0)
+    assert [command for _, command in fleet.said] == [m.Diagnose(0, 21.0)] * 4
+    return fleet
+
+
+def test_who_a_hanging_fleet_waits_for_is_replaced_at_once() -> None:
+    fleet = hanging()
+    culprit = fleet.state.seats[2]
+    fleet.hear(m.Diagnosed(0, "rank 2: all_reduce number 7", (2,)))
+    assert m.KillWorker(0) in fleet.told(culprit)
+    assert {name for name, command in fleet.said if isinstance(command, m.Park)} == set(fleet.state.seats)
+    assert any("all_reduce number 7" in incident.what for incident in fleet.state.incidents)
+    fleet.hear(m.WorkerExited(culprit, 1, 0, 0, -9))
+    assert len(fleet.state.nodes[culprit].strikes) == 1, "the death that was ordered is no second failure"
+    fleet.park(culprit)
+    fleet.hear(m.Parked(culprit, 1, 0, ("",), ()))
+    assert "4" in fleet.state.seats
+    assert culprit not in fleet.state.seats
+
+
+@pytest.mark.parametrize(
+    ("ranks", "pipeline"), [((), 1), ((0, 1, 2), 1), ((2,), 2)], ids=["nobody", "a majority", "a pipeline"]
+)
+def test_a_doubtful_diagnosis_is_told_and_the_epoch_ends_by_the_clock(
+    ranks: tuple[int, ...], pipeline: int
+) -> None:
+    fleet = hanging()
+    formation = structs.replace(fleet.state.settings.formation, pipeline=pipeline)
+    fleet.state.settings = structs.replace(fleet.state.settings, formation=formation)
+    fleet.hear(m.Diagnosed(0, "all wait", ranks))
+    assert (fleet.said, fleet.state.phase) == ([], FleetPhase.RUNNING)
+    assert fleet.state.incidents[-1].what == "epoch 0 hangs: all wait"
+    fleet.hear(m.Tick(), after_s=20.0)
+    assert fleet.state.phase is FleetPhase.PARKING
+
+
+def test_a_diagnosis_that_comes_after_a_step_or_an_epoch_changes_nothing() -> None:
+    fleet = hanging()
+    for seat in fleet.state.seats:
+        fleet.hear(m.Heartbeat(seat, 1, 0, 9, m.WorkerPhase.BOUND))
+    assert fleet.hear(m.Diagnosed(0, "late", (2,))) == []
+    assert fleet.hear(m.Diagnosed(3, "of another", (2,))) == []
+    assert not fleet.state.vacant
