@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fleet.fleet_processes import FLEET, PATIENCE_S, make_run
+from fleet.small_fleets import running
 from phalanx.fleet.control.coordinator import Coordinator, CoordinatorArgs, credentials_of
 from phalanx.fleet.control.coordinator_link import CoordinatorLink
 from phalanx.fleet.control.fleet_file import read_fleet_file
@@ -16,9 +17,10 @@ from phalanx.fleet.control.journal import Journal
 from phalanx.fleet.control.transport import Credentials
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.invariants import check
-from phalanx.fleet.core.replay import replay
+from phalanx.fleet.core.replay import batch_line, first_line, replay
 from phalanx.fleet.core.state import FleetPhase, FleetState
 from phalanx.observe.event_log import read_events
+from phalanx.run.directory import RunDirectory
 
 
 class StandInAgent:
@@ -107,7 +109,7 @@ def check_what_is_left(run_dir: Path, agents: list[StandInAgent]) -> None:
     (path,) = (run_dir / "fleet").glob("journal-*")
     journal = Journal(path)
     journal.close()
-    state, _ = replay(journal.lines)
+    state = replay(journal.lines).state
     check(state)
     assert (state.phase, state.epoch) == (FleetPhase.FINISHED, 1)
 
@@ -118,3 +120,25 @@ def test_a_contradictory_state_is_reported_and_the_fleet_forms_anew(tmp_path: Pa
 
 def test_a_core_that_stumbles_over_its_state_is_treated_alike(tmp_path: Path) -> None:
     check_what_is_left(tmp_path, asyncio.run(fleet_of_two(tmp_path, a_seat_of_a_node_that_is_not_there)))
+
+
+def test_a_coordinator_killed_before_it_wrote_the_rebuilt_state_resynchronizes_at_its_next_start(
+    tmp_path: Path,
+) -> None:
+    spec = make_run(tmp_path, replace(FLEET, nodes=2))
+    fleet = running(2, 0)
+    a_seat_of_a_node_that_is_not_there(fleet.state)
+    folder = RunDirectory(tmp_path).fleet
+    folder.mkdir()
+    killed = Journal(folder / "journal-000.jsonl")
+    killed.append(first_line(fleet.state))
+    killed.append(batch_line(fleet.now_s, (m.Tick(),)))  # the core raises on it
+    killed.close()
+    args = CoordinatorArgs(tmp_path, 0, "127.0.0.1", 0)
+    for start in (1, 2):
+        coordinator = Coordinator(args, spec, Credentials("run", "token", None))
+        check(coordinator._state)
+        assert (coordinator._state.phase, coordinator._restarts) == (FleetPhase.FORMING, start)
+        coordinator._journal.close()
+    (evidence,) = folder.glob("contradiction-*")
+    assert len(evidence.read_bytes().splitlines()) == 2

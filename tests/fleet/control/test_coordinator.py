@@ -166,7 +166,7 @@ def test_the_journal_alone_leads_to_the_state_that_the_coordinator_had(tmp_path:
     (path,) = (tmp_path / "fleet").glob("journal-*")
     journal = Journal(path)
     journal.close()
-    state, restarts = replay(journal.lines)
+    state, restarts, contradiction = replay(journal.lines)
     last = read_fleet_file(tmp_path)
     assert (state.phase, state.epoch, state.recoveries, state.stale) == (
         last.phase,
@@ -175,7 +175,7 @@ def test_the_journal_alone_leads_to_the_state_that_the_coordinator_had(tmp_path:
         last.stale,
     )
     assert state.result_json == last.result_json
-    assert restarts == 0
+    assert (restarts, contradiction) == (0, None)
     bodies = [event.body for event in read_events(tmp_path / "events.jsonl")]
     told = [body.text for body in bodies if isinstance(body, Message)]
     assert any(victim in text for text in told)  # the run's history knows what happened

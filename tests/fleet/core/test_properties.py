@@ -117,8 +117,8 @@ def test_the_journal_replays_to_the_same_state_even_across_an_encoding(
         fleet.hear(event, after_s=wait_s)
     lines = [batch_line(now_s, (event,)) for now_s, event in fleet.journal]
     half = len(lines) // 2
-    state, _ = replay([first_line(initial_state(fleet.state.settings, 0.0)), *lines[:half]])
-    state, _ = replay([first_line(state), *lines[half:]])
+    state = replay([first_line(initial_state(fleet.state.settings, 0.0)), *lines[:half]]).state
+    state = replay([first_line(state), *lines[half:]]).state
     assert encode_state(state) == encode_state(fleet.state)
 
 

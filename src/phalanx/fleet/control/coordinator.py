@@ -36,8 +36,8 @@ from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state, step
 from phalanx.fleet.core.invariants import Mark, check, mark
 from phalanx.fleet.core.orders import Order, deliveries
-from phalanx.fleet.core.replay import RESTARTED, JournalError, batch_line, first_line, replay
-from phalanx.fleet.core.resync import resync
+from phalanx.fleet.core.replay import RESTARTED, JournalError, batch_line, first_line, replay, replay_batch
+from phalanx.fleet.core.resync import reason, resync
 from phalanx.fleet.core.settings import settings_of
 from phalanx.fleet.core.state import FleetPhase, FleetState, Incident
 from phalanx.observe.event_log import EventLog, EventLogError
@@ -55,7 +55,6 @@ _FILE_SHARE = 0.02
 """Largest share of one core's time that goes into writing fleet.json."""
 _RETRY_S = 1.0
 _GOODBYE_S = 1.0
-_REASON_MAX = 1000
 
 
 @dataclass(frozen=True)
@@ -88,9 +87,9 @@ class Coordinator:
         fleet = spec.fleet
         self._tick_s = min(_LONGEST_TICK_S, min(fleet.lease_s, fleet.confirm_s or fleet.lease_s) / 8)
         self._journal = Journal(_journal_path(args))
+        self._published_s = 0.0
+        """Incidents up to this time were published, by this coordinator or an earlier one."""
         self._state, self._restarts = self._restored()
-        # Incidents before this time were published by an earlier coordinator.
-        self._published_s = max((incident.at_s for incident in self._state.incidents), default=0.0)
         self._clock_ahead_s = max(self._state.now_s, time.time()) - time.monotonic()
 
     # --- journal -----------------------------------------------------------------------------
@@ -102,12 +101,18 @@ class Coordinator:
             self._journal.append(first_line(state))
             self._journal.sync()
             return state, 0
-        state, restarts = replay(self._journal.lines)
+        state, restarts, contradiction = replay(self._journal.lines)
         self._journal.lines = []
         now_s = max(state.now_s, time.time())
-        for event in RESTARTED:
-            state, _ = step(state, event, now_s)
-        self._journal.append(batch_line(now_s, RESTARTED))
+        state, found = replay_batch(state, RESTARTED, now_s)
+        told_s = [incident.at_s for incident in state.incidents]
+        if error := found or contradiction:
+            self._journal.begin_anew(first_line(state, restarts + 1), keep_as=self._report(error))
+            # The coordinator that met the contradiction was killed before it published that turn's incidents.
+            told_s = [at_s for at_s in told_s if at_s < max(told_s)]
+        else:
+            self._journal.append(batch_line(now_s, RESTARTED))
+        self._published_s = max(told_s, default=0.0)
         return state, restarts + 1
 
     def _now_s(self) -> float:
@@ -221,16 +226,21 @@ class Coordinator:
 
         The journal that led to the contradiction is kept as evidence, and a new journal begins.
         """
-        kept = self._journal.path.with_name(f"contradiction-{time.time_ns()}.jsonl")
-        self.log("".join(traceback.format_exception(error)))
-        self.log(f"this is a bug in the coordinator, please report it with {kept}; every node is asked anew")
-        self._state, orders = resync(self._state, before, f"{error or type(error).__name__}"[:_REASON_MAX])
+        kept = self._report(error)
+        self._state, orders = resync(self._state, before, reason(error))
         self._inquiry = None
         # A replay of the old journal would lead through the contradictory state again.
         await self._until_written(
             lambda: self._journal.begin_anew(first_line(self._state, self._restarts), keep_as=kept)
         )
         return list(deliveries(self._state, orders))
+
+    def _report(self, contradiction: Exception) -> Path:
+        """Writes a contradiction into the log; returns the path at which the journal that led to it is to be kept."""
+        kept = self._journal.path.with_name(f"contradiction-{time.time_ns()}.jsonl")
+        self.log("".join(traceback.format_exception(contradiction)))
+        self.log(f"this is a bug in the coordinator, please report it with {kept}; every node is asked anew")
+        return kept
 
     def _set_aside(self) -> None:
         """Sets aside the checkpoints that are not to be trusted, before any node is told to restore; their steps are saved again."""

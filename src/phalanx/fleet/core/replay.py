@@ -3,17 +3,24 @@
 A journal begins with a state and goes on with batches of events, each with the time at which the core saw it
 (``phalanx.fleet.control.journal`` keeps the lines on disk). The live coordinator, the simulator and the tests all replay
 with ``replay``: what the property tests hold it to is what a restarted coordinator does.
+
+A journal can lead to a state that contradicts itself: the coordinator that found it was killed before it had written the
+new journal. The replay rebuilds the state as that coordinator would have (``phalanx.fleet.core.resync``); to refuse the
+journal would end at its second start the run that the resynchronization is there to save.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
 
 from phalanx.fleet.core import decide
 from phalanx.fleet.core import messages as m
+from phalanx.fleet.core.invariants import check, mark
+from phalanx.fleet.core.resync import reason, resync
 from phalanx.fleet.core.state import FleetState, decode_state, encode_state
 
 JOURNAL_VERSION = 2
@@ -56,13 +63,24 @@ def batch_line(now_s: float, events: tuple[m.CoreEvent, ...]) -> bytes:
     return msgspec.json.encode(Happened(now_s, events))
 
 
-def replay(lines: Sequence[bytes], step: decide.CoreStep = decide.step) -> tuple[FleetState, int]:
-    """Replays a journal: the state after its last event, and how often the coordinator had been started again.
+class Replayed(NamedTuple):
+    """Where a journal leads."""
 
-    The orders that follow from the events are left out: they were given when the events happened.
+    state: FleetState
+    restarts: int
+    """How often the coordinator had been started again."""
+    contradiction: Exception | None
+    """Why the state was rebuilt, if it was: the journal is then evidence, and a new one has to begin."""
+
+
+def replay(lines: Sequence[bytes], step: decide.CoreStep = decide.step) -> Replayed:
+    """Replays a journal to the state after its last event; a state that contradicts itself on the way is rebuilt.
+
+    The orders that follow from the events are left out: they were given when the events happened. Where the state was
+    rebuilt, every node has to describe itself before anything is decided.
 
     Raises:
-        JournalError: The lines are no journal, are one of another version, or the core fails on them.
+        JournalError: The lines are no journal, or one of another version.
     """
     try:
         began = _lines.decode(lines[0])
@@ -73,21 +91,38 @@ def replay(lines: Sequence[bytes], step: decide.CoreStep = decide.step) -> tuple
                 f"the journal has version {began.version}, and this Phalanx reads version {JOURNAL_VERSION}; {_REMEDY}"
             )
         state, restarts = decode_state(bytes(began.state)), began.restarts
+        contradiction: Exception | None = None
+        in_last_line = False
         for line in lines[1:]:
             happened = _lines.decode(line)
             if isinstance(happened, Began):
                 raise JournalError(f"the journal begins twice; {_REMEDY}")
             if happened.events == RESTARTED:
                 restarts += 1
-            for event in happened.events:
-                state = _stepped(step, state, event, happened.now_s)
+            state, found = replay_batch(state, happened.events, happened.now_s, step)
+            contradiction, in_last_line = found or contradiction, found is not None
     except msgspec.MsgspecError as error:
         raise JournalError(f"the journal was written by another version ({error}); {_REMEDY}") from error
-    return state, restarts
+    if contradiction is not None and not in_last_line:
+        # The coordinator that wrote the lines behind it had another state: what it ordered then is not known here.
+        state, _ = resync(state, mark(state), reason(contradiction))
+    return Replayed(state, restarts, contradiction)
 
 
-def _stepped(step: decide.CoreStep, state: FleetState, event: m.CoreEvent, now_s: float) -> FleetState:
+def replay_batch(
+    state: FleetState, events: tuple[m.CoreEvent, ...], now_s: float, step: decide.CoreStep = decide.step
+) -> tuple[FleetState, Exception | None]:
+    """The state after a batch of events, and the contradiction for which it was rebuilt, if it was. Mutates ``state``."""
+    before, found = mark(state), None
+    for event in events:
+        try:
+            state, _ = step(state, event, now_s)
+        except Exception as error:
+            state, _ = resync(state, before, reason(error))
+            found = error
     try:
-        return step(state, event, now_s)[0]
+        check(state, before)
     except Exception as error:
-        raise JournalError(f"the core fails on an event of the journal ({error!r}); {_REMEDY}") from error
+        state, _ = resync(state, before, reason(error))
+        found = error
+    return state, found

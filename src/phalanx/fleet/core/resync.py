@@ -14,7 +14,8 @@ steps are not to be trusted, what is on disk. Seats, the buddy ring, copies and 
 dropped. Each node counts as engaged until it has said that its workers are in no epoch, and the next epoch forms when no
 living node is engaged any more (or ``form_s`` has passed), so that every member has parked and its snapshot counts. Each
 resynchronization counts as a fault without progress, so a bug that strikes again at once ends the run after ``max_tries``,
-with its text as the reason.
+with its text as the reason. A coordinator that is killed before the rebuilt state is on disk is no exception: the replay of
+its journal resynchronizes likewise (``phalanx.fleet.core.replay``).
 """
 
 from __future__ import annotations
@@ -26,6 +27,13 @@ from phalanx.fleet.core.invariants import Mark
 from phalanx.fleet.core.messages import Shutdown, TellAll
 from phalanx.fleet.core.orders import LIVING, Order
 from phalanx.fleet.core.state import NO_SEAT, FleetPhase, FleetState, note
+
+_REASON_MAX = 1000
+
+
+def reason(error: Exception) -> str:
+    """The text of a contradiction, for people, and not longer than an incident should be."""
+    return f"{error or type(error).__name__}"[:_REASON_MAX]
 
 
 def resync(state: FleetState, before: Mark, why: str) -> tuple[FleetState, list[Order]]:

@@ -56,7 +56,7 @@ class SimulatedCoordinator:
         self.up = True
         if self.events:
             before = encode_state(self.state)
-            self.state, _ = replay(self.journal, self.step)
+            self.state = replay(self.journal, self.step).state
             if encode_state(self.state) != before:
                 raise BrokenInvariant("the journal does not replay to the same state")
             self.hear(m.Restarted())
