@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +125,33 @@ def test_data_is_prepared_from_text_and_verified(folder: Path) -> None:
     done = run(["data", "verify", "prepared"], folder)
     assert done.returncode == 1
     assert shard.name in done.stderr
+
+
+def test_a_checkpoint_of_another_tokenizer_is_refused_before_any_rank_starts(
+    folder: Path, result: Result
+) -> None:
+    (folder / "prose.txt").write_text("the quick brown fox\n" * 200)
+    prepared = run(["data", "prepare", "prose.txt", "--out", "prose", "--vocab-size", "270"], folder)
+    assert prepared.returncode == 0
+    begin = ["--set", f"checkpoint.init_from={result['run_dir']}"]
+    done = run(["train", "tiny.toml", *begin, "--set", "data.path=prose"], folder)
+    assert done.returncode == 1
+    assert "checkpoint.init_from" in done.stderr
+    assert f"{result['run_dir']}/tokenizer/tokenizer.json --out FOLDER" in done.stderr
+
+
+def test_a_preparation_ended_by_sigterm_leaves_nothing_behind(folder: Path) -> None:
+    (folder / "long").mkdir()
+    (folder / "long/one.txt").write_text("some words, and more of them\n" * 40_000)
+    command = [sys.executable, "-m", "phalanx", "data", "prepare", "long", "--out", "long_tokens"]
+    process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    assert process.stderr is not None
+    while not list(folder.glob(".long_tokens.partial-*")):
+        assert process.poll() is None
+        time.sleep(0.001)
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert not list(folder.glob(".long_tokens.partial-*"))
 
 
 def test_text_is_generated_and_the_same_for_a_seed(folder: Path, result: Result) -> None:

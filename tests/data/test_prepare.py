@@ -3,6 +3,7 @@
 import hashlib
 import lzma
 import multiprocessing
+import os
 import re
 import resource
 import shutil
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from phalanx.data.corpus import Document, text_files
-from phalanx.data.dataset import RunData
+from phalanx.data.dataset import RunData, verify_dataset
 from phalanx.data.errors import CorpusError, DatasetError, DatasetExistsError, TokenizerError
 from phalanx.data.index import HELD_OUT, TRAIN
 from phalanx.data.prepare import PreparedInfo, prepare, split_of
@@ -259,11 +260,65 @@ def test_a_generator_is_refused_before_it_is_used_up(tmp_path: Path) -> None:
     assert next(generator) is DOCUMENTS[0]
 
 
-def test_a_split_without_documents_is_told(tmp_path: Path) -> None:
-    with pytest.raises(CorpusError, match=r"of 1 documents with text, none is in (train|held_out)"):
-        prepare(DOCUMENTS[:1], tmp_path / "set", tokenizer="bytes")
-    with pytest.raises(CorpusError, match="of 0 documents"):
-        prepare([], tmp_path / "set", tokenizer="bytes")
+def test_a_tokenizer_that_is_not_the_datasets_is_found_by_verifying(tmp_path: Path) -> None:
+    make(tmp_path / "set", "bpe", vocab_size=300)
+    verify_dataset(tmp_path / "set")
+    train_bpe(["another text"] * 9, vocab_size=270).save(tmp_path / "set")
+    with pytest.raises(DatasetError, match="is not the one that its tokens were made with"):
+        verify_dataset(tmp_path / "set")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 10])
+def test_of_documents_too_few_for_their_names_to_decide_an_end_is_held_out(
+    tmp_path: Path, count: int
+) -> None:
+    few = [document for document in DOCUMENTS if split_of(document.name, FRACTION) == TRAIN][:count]
+    prepare(few, tmp_path / "set", tokenizer="bytes", held_out_fraction=FRACTION)
+    train, held_out = texts_in(tmp_path / "set", TRAIN), texts_in(tmp_path / "set", HELD_OUT)
+    largest = max(few, key=lambda document: len(document.text)).text
+    (end,) = held_out
+    (begin,) = set(train) - {document.text for document in few}
+    assert begin + end == largest
+    total = sum(len(document.text) for document in few)
+    assert min(FRACTION * total, len(largest) / 2) <= len(end) + 1 <= 2 * FRACTION * total + 2
+
+
+def test_documents_that_are_all_held_out_leave_the_begin_of_the_largest_to_train_on(tmp_path: Path) -> None:
+    few = [document for document in DOCUMENTS if split_of(document.name, FRACTION) == HELD_OUT][:2]
+    prepare(few, tmp_path / "set", tokenizer="bytes", held_out_fraction=FRACTION)
+    joined = "".join(texts_in(tmp_path / "set", TRAIN) + texts_in(tmp_path / "set", HELD_OUT))
+    assert sorted(joined) == sorted("".join(document.text for document in few))
+
+
+def test_one_document_without_lines_or_spaces_is_cut_where_it_must(tmp_path: Path) -> None:
+    prepare([Document("dna", "ACGT" * 100)], tmp_path / "set", tokenizer="bytes", held_out_fraction=0.05)
+    assert [len(text) for text in texts_in(tmp_path / "set", HELD_OUT)] == [20]
+
+
+@pytest.mark.parametrize("documents", [[], [Document("empty", "")], [Document("one letter", "a")]])
+def test_documents_without_text_to_divide_are_refused(tmp_path: Path, documents: list[Document]) -> None:
+    with pytest.raises(CorpusError, match="there is too little text"):
+        prepare(documents, tmp_path / "set", tokenizer="bytes")
+
+
+def test_what_a_killed_preparation_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=prepare_until_killed, args=(tmp_path / "set",))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert ".partial-" in left.name
+    make(tmp_path / "set")
+    assert [path.name for path in tmp_path.iterdir()] == ["set"]
+
+
+def prepare_until_killed(out: Path) -> None:
+    def kill(stage: str, done: int, total: int) -> None:
+        if (stage, done) == ("encode", total // 2):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    make(out, on_progress=kill)
 
 
 def test_text_that_is_not_unicode_is_named(tmp_path: Path) -> None:

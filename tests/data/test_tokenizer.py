@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -193,3 +194,16 @@ def test_a_damaged_tokenizer_file_is_named(tmp_path: Path, content: bytes) -> No
 def test_a_missing_tokenizer_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"cannot read .*nowhere.json"):
         bpe_from_file(tmp_path / "nowhere.json")
+
+
+def test_training_on_a_word_of_any_length_takes_time_in_proportion_to_it() -> None:
+    """A word without spaces is cut for training: its pairs are those of its pieces."""
+    word = "".join(random.Random(0).choices("ACGT", k=5000))
+    pieces = [word[start : start + 1024] for start in range(0, len(word), 1024)]
+    assert train_bpe([word], vocab_size=300).fingerprint == train_bpe(pieces, vocab_size=300).fingerprint
+
+
+@pytest.mark.parametrize("word", ["ж" * 3000, "=" * 3000, " " * 3000, "a" * 1024])
+def test_text_with_a_long_word_comes_back_as_it_was(word: str) -> None:
+    tokenizer = train_bpe([f"before {word} after"], vocab_size=300)
+    assert tokenizer.decode(tokenizer.encode(f"x {word} y")) == f"x {word} y"

@@ -277,3 +277,11 @@ def test_whatever_stands_in_a_field_is_read_or_reported_and_never_raises(values:
 def test_a_model_section_alone_can_be_written_and_read(tmp_path: Path) -> None:
     model = ModelSpec(layers=3, vocab_size=99)
     assert read(tomli_w.dumps({"model": to_table(model)}), folder=tmp_path).model == model
+
+
+def test_another_data_path_leaves_the_corpus_of_the_file_behind(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[data]\npath = "own"\ncorpus = ["python-stdlib"]\n')
+    assert read_run(file, {}).data.corpus == ("python-stdlib",)
+    assert read_run(file, {}, ["data.path=notes"]).data.corpus == ()
+    assert read_run(file, {}, ["data.path=notes", 'data.corpus=["x.txt"]']).data.corpus == ("x.txt",)

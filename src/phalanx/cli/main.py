@@ -7,7 +7,9 @@ of its own name, which is imported when the command is used.
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
+from types import FrameType
 
 import click
 
@@ -72,7 +74,12 @@ def phalanx_command() -> None:
 
 
 def main() -> None:
-    """Runs the command line; errors that a user can act on are printed without a traceback."""
+    """Runs the command line; errors that a user can act on are printed without a traceback.
+
+    SIGTERM, which Slurm sends at the end of a job's time, ends a command as an exception does, so that what is half
+    written is removed; commands that can stop at a better place install handlers of their own.
+    """
+    signal.signal(signal.SIGTERM, _end)
     try:
         phalanx_command(standalone_mode=False)
     except click.exceptions.Exit as ending:
@@ -84,3 +91,7 @@ def main() -> None:
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(0)
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)

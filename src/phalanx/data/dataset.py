@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from phalanx.data.errors import DatasetError
 from phalanx.data.index import HELD_OUT, TRAIN, DatasetIndex, read_index
 from phalanx.data.order import SampleOrder
-from phalanx.data.shards import TokenShards
+from phalanx.data.shards import TokenShards, verify
 from phalanx.data.tokenizer import Tokenizer, load_tokenizer
 
 # A whole held-out split may be counted in one call, and as int64 it can be larger than memory.
@@ -52,12 +52,7 @@ class RunData:
     def __init__(self, directory: Path, seq_len: int, seed: int) -> None:
         """Raises ``DatasetError`` if the dataset is missing, damaged, or shorter than one sample."""
         self.index = read_index(directory)
-        self.tokenizer = load_tokenizer(directory)
-        if self.tokenizer.fingerprint != self.index.tokenizer_fingerprint:
-            raise DatasetError(
-                f"the tokenizer in {directory} is not the one that its tokens were made with; copy the dataset again, "
-                "or prepare it anew"
-            )
+        self.tokenizer = tokenizer_of(directory, self.index)
         self._train = PackedDataset(TokenShards.open(directory, TRAIN), seq_len)
         self._held_out = PackedDataset(TokenShards.open(directory, HELD_OUT), seq_len)
         if len(self._train) == 0:
@@ -99,3 +94,20 @@ class RunData:
             block = slice(start, start + _COUNTED_AT_ONCE)
             lengths[block] = byte_lengths[self._held_out.samples(indices[block])[:, 1:]].sum(axis=1)
         return lengths
+
+
+def tokenizer_of(directory: Path, index: DatasetIndex) -> Tokenizer:
+    """The tokenizer in ``directory``. Raises ``DataError`` if it is not the one that the tokens were made with."""
+    tokenizer = load_tokenizer(directory)
+    if tokenizer.fingerprint != index.tokenizer_fingerprint:
+        raise DatasetError(
+            f"the tokenizer in {directory} is not the one that its tokens were made with; copy the dataset again, "
+            "or prepare it anew"
+        )
+    return tokenizer
+
+
+def verify_dataset(directory: Path) -> None:
+    """Read the tokenizer and every shard, and compare them with the index. Raises ``DataError`` that names what differs."""
+    tokenizer_of(directory, read_index(directory))
+    verify(directory)

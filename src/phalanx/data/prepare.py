@@ -2,19 +2,25 @@
 
 The documents are gone through once to learn what they are, once to train a tokenizer if that is asked for, and once
 to encode; at no time are more than a few megabytes of them, or of their tokens, in memory. Which split a document
-belongs to follows from a hash of its name alone, so that it stays there when others are added.
+belongs to follows from a hash of its name alone, so that it stays there when others are added; of so few documents that
+a split would be empty, the end of the largest is held out instead.
 
 The dataset is written under another name and renamed when it is whole. Preparing the same again finds it there and
-uses it; preparing another where one lies is refused.
+uses it; preparing another where one lies is refused. A preparation that was killed leaves its partial folder, which the
+next one to the same place removes.
 """
 
 import errno
+import fcntl
+import glob
 import hashlib
 import lzma
+import math
 import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,6 +113,16 @@ def split_of(name: str, held_out_fraction: float) -> str:
     return HELD_OUT if place < held_out_fraction else TRAIN
 
 
+def cut_end(text: str, characters: int) -> tuple[str, str]:
+    """``text`` in two, the second of about ``characters``: it begins after a line's end or a space if one is near."""
+    at = len(text) - characters
+    for separator in ("\n", " "):
+        found = text.rfind(separator, max(at - characters, 0), at)
+        if found >= 0:
+            return text[: found + 1], text[found + 1 :]
+    return text[:at], text[at:]
+
+
 class _Source:
     """The documents with text in them, which must be the same each time that they are gone through."""
 
@@ -120,18 +136,24 @@ class _Source:
         self._documents = documents
         self._fraction = held_out_fraction
         self._on_progress = on_progress
+        self._cut: tuple[int, int] | None = None
+        """Number of the document whose end is held out, and the characters of that end; ``None`` if names decide alone."""
         self.total = 0
         self.sha256 = ""
-        splits = set()
-        for split, _, _ in self.read("read"):
+        splits, characters, most, largest = set(), 0, 0, 0
+        for number, (split, text, _) in enumerate(self.read("read")):
             splits.add(split)
+            characters += len(text)
+            if len(text) > most:
+                most, largest = len(text), number
         wanted = {TRAIN, HELD_OUT} if held_out_fraction > 0 else {TRAIN}
-        if splits != wanted:
+        if wanted <= splits:
+            return
+        if most < 2:
             raise CorpusError(
-                f"of {self.total} documents with text, none is in {' or '.join(sorted(wanted - splits))} with "
-                f"held_out_fraction = {held_out_fraction}; give more documents (a smaller document_bytes cuts files "
-                "into more), or another fraction"
+                f"there is too little text in {self.total} documents to train on some and hold some out; give more"
             )
+        self._cut = largest, min(math.ceil(held_out_fraction * characters), most // 2)
 
     def read(self, stage: str) -> Iterator[tuple[str, str, bytes]]:
         """(split, text, text in UTF-8) of each document. Raises ``CorpusError`` if they are not those of the first time."""
@@ -143,7 +165,12 @@ class _Source:
             name, text = _utf8(document.name, document.name), _utf8(document.text, document.name)
             digest.update(len(name).to_bytes(8, "little") + name + len(text).to_bytes(8, "little"))
             digest.update(text)
-            yield split_of(document.name, self._fraction), document.text, text
+            if self._cut is not None and self._cut[0] == done:
+                begin, end = cut_end(document.text, self._cut[1])
+                yield TRAIN, begin, begin.encode()
+                yield HELD_OUT, end, end.encode()
+            else:
+                yield split_of(document.name, self._fraction), document.text, text
             done += 1
             if self._on_progress is not None:
                 self._on_progress(stage, done, self.total)
@@ -188,15 +215,14 @@ class _SplitEncoder:
 
 
 def _write(source: _Source, out: Path, recipe: Recipe, given: Tokenizer | None) -> PreparedInfo:
-    partial = out.parent / f".{out.name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
     try:
-        partial.mkdir(parents=True)
-        tokenizer = given or train_bpe(
-            source.train_texts(), vocab_size=recipe.vocab_size or DEFAULT_BPE_VOCAB_SIZE
-        )
-        tokenizer.save(partial)
-        index = _encode(source, partial, recipe, tokenizer)
-        return _commit(partial, out, index)
+        with _partial_folder(out) as partial:
+            tokenizer = given or train_bpe(
+                source.train_texts(), vocab_size=recipe.vocab_size or DEFAULT_BPE_VOCAB_SIZE
+            )
+            tokenizer.save(partial)
+            index = _encode(source, partial, recipe, tokenizer)
+            return _commit(partial, out, index)
     except OSError as error:
         if error.errno in _NO_ROOM:
             raise NoRoomError(
@@ -204,8 +230,41 @@ def _write(source: _Source, out: Path, recipe: Recipe, given: Tokenizer | None) 
                 "what was half written is removed"
             ) from error
         raise DatasetError(f"cannot write {out}: {error}") from error
+
+
+@contextmanager
+def _partial_folder(out: Path) -> Iterator[Path]:
+    """A new folder beside ``out``, locked while it is written and removed at the end, unless it has been renamed.
+
+    A folder of an earlier preparation that nobody holds the lock of was left by a process that was killed: it goes too.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.parent / f".{out.name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
+    with ExitStack() as held:
+        with _locked(
+            out.parent
+        ):  # none of two that begin at once takes the other's folder, not yet locked, for left
+            for left in out.parent.glob(f".{glob.escape(out.name)}.partial-*"):
+                with suppress(OSError), _locked(left, wait=False):
+                    shutil.rmtree(left, ignore_errors=True)
+            held.callback(shutil.rmtree, partial, ignore_errors=True)
+            partial.mkdir()
+            held.enter_context(_locked(partial))
+        yield partial
+
+
+@contextmanager
+def _locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
+    """Hold the lock of ``folder``, which ends with the process, however that ends.
+
+    Raises ``BlockingIOError`` if another holds it and ``wait`` is false, ``FileNotFoundError`` if it is gone.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        os.close(fd)
 
 
 def _encode(source: _Source, partial: Path, recipe: Recipe, tokenizer: Tokenizer) -> DatasetIndex:

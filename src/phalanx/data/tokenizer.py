@@ -11,7 +11,8 @@ token, even where it spells its name. Saved, both are a Hugging Face ``tokenizer
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +34,11 @@ CONFIG_FILE = "tokenizer_config.json"
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LONGEST_WORD = 1_024
+"""Characters of a word for training, whose time grows with the square of a word's length: DNA, hex and rulers have no spaces."""
+_LONG_WORDS = re.compile(
+    rf"[^\W\d_]{{{_LONGEST_WORD + 1},}}|\s{{{_LONGEST_WORD + 1},}}|(?:[^\w\s]|_){{{_LONGEST_WORD + 1},}}"
 )
 _COMMON_END_TOKENS = (
     END_OF_DOCUMENT,
@@ -205,8 +211,18 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int) -> BpeTokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    hf.train_from_iterator(texts, trainer)
+    hf.train_from_iterator((piece for text in texts for piece in _without_long_words(text)), trainer)
     return BpeTokenizer(hf.to_str(), END_OF_DOCUMENT)
+
+
+def _without_long_words(text: str) -> Iterator[str]:
+    """``text`` in pieces, cut within words of more than ``_LONGEST_WORD`` characters."""
+    start = 0
+    for word in _LONG_WORDS.finditer(text):
+        for cut in range(word.start() + _LONGEST_WORD, word.end(), _LONGEST_WORD):
+            yield text[start:cut]
+            start = cut
+    yield text[start:]
 
 
 def bpe_from_file(path: Path) -> BpeTokenizer:
@@ -233,6 +249,20 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     if _read_config(directory).get("phalanx_kind") == "bytes":
         return BytesTokenizer()
     return bpe_from_file(directory)
+
+
+def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
+    """True if both turn text into the same ids, as far as their vocabularies and a sample of text tell.
+
+    Fingerprints tell only that the files are the same: exported to other software and read back, a tokenizer is another file.
+    """
+    if one.fingerprint == other.fingerprint:
+        return True
+    if (one.vocab_size, one.end_of_document) != (other.vocab_size, other.end_of_document):
+        return False
+    return one.encode(_PROBE) == other.encode(_PROBE) and all(
+        one.decode([token]) == other.decode([token]) for token in range(one.vocab_size)
+    )
 
 
 def _parse(serialized: str) -> HfTokenizer:

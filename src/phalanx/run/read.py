@@ -41,6 +41,7 @@ def read_run(path: Path, presets: Mapping[str, ModelSpec], overrides: Sequence[s
     problems: list[Problem] = []
     for override in overrides:
         problems += _apply_override(table, override)
+    _forget_corpus_of_other_data(table, overrides)
     spec, more = spec_from_table(table, presets)
     problems += more
     if problems or spec is None:
@@ -95,6 +96,17 @@ def _apply_override(table: JsonObject, override: str) -> list[Problem]:
             return [Problem(path, f"{section} is not a table", "give section.field=value")]
     place[last] = _parse_value(text.strip())
     return []
+
+
+def _forget_corpus_of_other_data(table: JsonObject, overrides: Sequence[str]) -> None:
+    """Drop ``data.corpus`` where only ``data.path`` is overridden: the file's text belongs to the file's own folder.
+
+    Otherwise a folder that is misspelled, or not yet prepared, would be filled with text that was not asked for.
+    """
+    overridden = {override.partition("=")[0].strip() for override in overrides}
+    data = table.get("data")
+    if "data.path" in overridden and "data.corpus" not in overridden and isinstance(data, dict):
+        data.pop("corpus", None)
 
 
 def _parse_value(text: str) -> object:

@@ -153,13 +153,14 @@ class DataSpec:
     path: Annotated[str, FLEET] = ".cache/data/python-stdlib"
     """Folder of the prepared dataset (token shards); if it does not exist, it is prepared from the corpus."""
     corpus: Annotated[tuple[str, ...], FLEET] = ()
-    """Text that the dataset is prepared from: files, folders, or the name of a known corpus ("python-stdlib")."""
+    """Text that the dataset is prepared from: files, folders, or the name of a known corpus ("python-stdlib"). On the command line,
+    another data.path without another corpus leaves this one out."""
     tokenizer: Annotated[str, FLEET] = "bpe"
     """The tokenizer: "bpe" (trained on the corpus), "bytes", or the path of a tokenizer.json."""
     vocab_size: Annotated[int, FLEET, ValueRange(at_least=257)] = 4096
     """Vocabulary size of a tokenizer that is trained on the corpus."""
     held_out: Annotated[float, FLEET, ValueRange(above=0, below=0.5)] = 0.05
-    """Fraction of the documents that is held out for evaluation and never trained on."""
+    """Fraction of the documents that is held out for evaluation and never trained on; of very few documents, the end of the largest."""
 
 
 @dataclass(frozen=True)

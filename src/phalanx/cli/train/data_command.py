@@ -78,7 +78,7 @@ def _progress() -> Callable[[str, int, int], None]:
         now = time.monotonic()
         if done == total or now - last > 1.0:
             last = now
-            click.echo(f"{what}: {done:,} of {total:,}", err=True)
+            click.echo(f"{what}: {done:,} of {total:,}" if total else f"{what}: {done:,}", err=True)
 
     return show
 
@@ -86,13 +86,13 @@ def _progress() -> Callable[[str, int, int], None]:
 @command.command("verify")
 @click.argument("folder", type=click.Path(path_type=Path))
 def verify_command(folder: Path) -> None:
-    """Read every token shard in FOLDER and compare it with its checksum.
+    """Read the tokenizer and every token shard in FOLDER and compare them with their checksums.
 
     \b
       phalanx data verify data/books
     """
-    from phalanx.data.shards import verify
+    from phalanx.data.dataset import verify_dataset
 
     with explained(DataError):
-        verify(folder)
-    click.echo("every shard is as it was written")
+        verify_dataset(folder)
+    click.echo("the tokenizer and every shard are as they were written")

@@ -13,10 +13,10 @@ from phalanx.data.corpus import Document, named_corpus, text_files
 from phalanx.data.errors import DataError
 from phalanx.data.index import DatasetIndex, read_index
 from phalanx.data.prepare import OnProgress, prepare
-from phalanx.data.tokenizer import load_tokenizer
+from phalanx.data.tokenizer import TOKENIZER_FILE, load_tokenizer, same_tokens
 from phalanx.hardware.detect import gpu_count
 from phalanx.model.facts.shape import resolve as resolve_model
-from phalanx.run.directory import committed_steps, locate_checkpoints, step_folder
+from phalanx.run.directory import RunDirectory, committed_steps, locate_checkpoints, step_folder
 from phalanx.run.factory import FactoryError, source_sha256
 from phalanx.run.layout import layout_problems
 from phalanx.run.problems import Problem, RunFileError
@@ -72,6 +72,8 @@ def resolve(spec: RunSpec, index: DatasetIndex, path: Path) -> RunSpec:
         )
         raise RunFileError(path, [problem])
     device = device_of(spec.runtime, has_gpu=gpu_count() > 0)
+    start = pinned_checkpoint(spec.checkpoint.init_from, path)
+    _require_tokenizer_of(start, Path(spec.data.path), path)
     train = spec.train
     if train.document_mask and train.end_of_document < 0:
         end = load_tokenizer(Path(spec.data.path)).end_of_document
@@ -79,9 +81,7 @@ def resolve(spec: RunSpec, index: DatasetIndex, path: Path) -> RunSpec:
     resolved = dataclasses.replace(
         spec,
         train=train,
-        checkpoint=dataclasses.replace(
-            spec.checkpoint, init_from=pinned_checkpoint(spec.checkpoint.init_from, path)
-        ),
+        checkpoint=dataclasses.replace(spec.checkpoint, init_from=start),
         model=_pinned_source(resolve_model(spec.model, index.vocab_size), path),
         runtime=dataclasses.replace(spec.runtime, device=device),
         precision=dataclasses.replace(spec.precision, compute=compute_format(spec.precision, device)),
@@ -128,6 +128,24 @@ def pinned_checkpoint(source: str, path: Path) -> str:
             path, [Problem("checkpoint.init_from", f"there is no checkpoint in {source}", remedy)]
         )
     return str(step_folder(root, step))
+
+
+def _require_tokenizer_of(start: str, dataset: Path, path: Path) -> None:
+    """Raise ``RunFileError`` if the tokenizer beside the checkpoint ``start`` is not the dataset's: the ids mean other text.
+
+    A run directory and an imported model have their tokenizer in ``tokenizer/``; a checkpoint elsewhere is taken as it is.
+    """
+    tokenizer = RunDirectory(Path(start).parent.parent).tokenizer
+    if not start or not tokenizer.is_dir():
+        return
+    if not same_tokens(load_tokenizer(tokenizer), load_tokenizer(dataset)):
+        problem = Problem(
+            "checkpoint.init_from",
+            f"{start} was trained with another tokenizer than the dataset at data.path was prepared with",
+            f"prepare the text with that one: `phalanx data prepare TEXT... --tokenizer {tokenizer / TOKENIZER_FILE} --out FOLDER`",
+            ("data.path",),
+        )
+        raise RunFileError(path, [problem])
 
 
 def prepare_run(spec: RunSpec, path: Path, on_progress: OnProgress) -> OpenRun:
