@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from phalanx.api.weights import generate_text, load_weights, weights_sha256
     from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.data.errors import DataError
-    from phalanx.model.custom import CustomModel
+    from phalanx.model.custom import CustomModel, CustomModelError
     from phalanx.observe.events import Event
     from phalanx.run.directory import RunDirectoryError
     from phalanx.run.factory import FactoryError
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "CheckpointError": "phalanx.checkpoint.format.errors",
     "CustomModel": "phalanx.model.custom",
+    "CustomModelError": "phalanx.model.custom",
     "DataError": "phalanx.data.errors",
     "Event": "phalanx.observe.events",
     "FactoryError": "phalanx.run.factory",
@@ -56,6 +57,7 @@ _HOMES = {
 __all__ = [
     "CheckpointError",
     "CustomModel",
+    "CustomModelError",
     "DataError",
     "Event",
     "FactoryError",

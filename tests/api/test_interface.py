@@ -10,6 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,12 +21,16 @@ import torch
 from examples.mixer import Mixer
 
 import phalanx
-from phalanx.observe.events import Event, Restored, RunStarted, Step
+from phalanx.api.training import _launch, _result
+from phalanx.observe.event_log import EventLog
+from phalanx.observe.events import Event, Message, Restored, RunStarted, Step
 from phalanx.parallel.pipeline.schedules import ScheduleName
-from phalanx.run.directory import RunDirectoryError
+from phalanx.run.directory import RunDirectory, RunDirectoryError
 from phalanx.run.problems import RunFileError
 from phalanx.run.read import to_table
 from phalanx.run.spec import CheckpointSpec, FleetSpec, ModelSpec, ParallelSpec, RunSpec
+from phalanx.train.lifecycle.ending import Ending
+from phalanx.train.lifecycle.open_run import OpenRun
 from phalanx_process import ENVIRONMENT, children, last_json, run
 from tiny_runs import tiny_run
 
@@ -127,6 +133,34 @@ def test_a_run_with_a_killed_rank_fails_and_resumes_to_the_same_weights(
         phalanx.train_run(spec, model=Mixer, on_event=kill_the_ranks)
     three = dataclasses.replace(spec, parallel=ParallelSpec(ranks=3))
     assert phalanx.train_run(three, model=Mixer).weights_sha256 == trained[0].weights_sha256
+
+
+def test_an_exception_of_the_callback_is_raised_with_the_way_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = OpenRun(RunDirectory(tmp_path), RunSpec(parallel=ParallelSpec(ranks=1)), 0, -1)
+
+    def divide_by_zero(_event: Event) -> None:
+        _ = 1 / 0
+
+    def launch(_run: OpenRun, _ranks: int, while_running: Callable[[Callable[[], bool]], None]) -> Ending:
+        with EventLog(run.directory.events, 0) as log:
+            log.append(Message("warning", "anything"))
+        while_running(lambda: True)
+        return Ending("finished")
+
+    monkeypatch.setattr("phalanx.api.training.run_locally", launch)
+    with pytest.raises(ZeroDivisionError) as caught:
+        _launch(run, tmp_path, divide_by_zero)
+    assert re.search(r"asked to save and stop; to go on: .*resume\(\)", "".join(caught.value.__notes__))
+    assert "divide_by_zero" in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize("kind", [phalanx.CustomModelError, phalanx.FactoryError])
+def test_the_refusal_of_a_model_by_a_rank_is_the_callers_error(kind: type[Exception], tmp_path: Path) -> None:
+    run = OpenRun(RunDirectory(tmp_path), RunSpec(), 0, -1)
+    with pytest.raises(kind, match=r"^it has no blocks$"):
+        _result(run, Ending("failed", 1, 1, "it has no blocks", kind.__name__))
 
 
 def test_a_fleet_from_a_run_file_recovers_a_users_model_with_the_same_bits(

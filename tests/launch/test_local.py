@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,29 @@ from phalanx.run.directory import RunDirectory
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.ending import report_failure
 from phalanx.train.lifecycle.open_run import OpenRun
+from phalanx.train.lifecycle.worker import EXIT_STOPPED
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[OpenRun]:
+    """An open run directory."""
+    directory = RunDirectory(tmp_path / "run")
+    directory.logs.mkdir(parents=True)
+    lock_fd = os.open(directory.lock, os.O_CREAT | os.O_RDWR)
+    yield OpenRun(directory, RunSpec(), 0, lock_fd)
+    os.close(lock_fd)
+
+
+def start_instead(monkeypatch: pytest.MonkeyPatch, *command: str) -> list[subprocess.Popen[bytes]]:
+    """Lets the launcher start ``command`` as each rank; returns the list to which the processes are added."""
+    start, started = subprocess.Popen, list[subprocess.Popen[bytes]]()
+
+    def other(_command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        started.append(start(command, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", other)
+    return started
 
 
 def show_nothing(_ended: Callable[[], bool]) -> None:
@@ -22,20 +46,48 @@ def show_nothing(_ended: Callable[[], bool]) -> None:
 
 
 def test_the_error_of_an_earlier_process_is_not_taken_for_this_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: OpenRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory, start = RunDirectory(tmp_path), subprocess.Popen
-    directory.logs.mkdir()
-    report_failure(ValueError("of an earlier life"), directory.log(0, 0), 0, 0)
-
-    def failing(_command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        return start(["false"], **options)
-
-    monkeypatch.setattr(subprocess, "Popen", failing)
-    lock_fd = os.open(directory.lock, os.O_CREAT | os.O_RDWR)
-    try:
-        ending = run_locally(OpenRun(directory, RunSpec(), 0, lock_fd), 1, show_nothing)
-    finally:
-        os.close(lock_fd)
+    report_failure(ValueError("of an earlier life"), run.directory.log(0, 0), 0, 0)
+    start_instead(monkeypatch, "false")
+    ending = run_locally(run, 1, show_nothing)
     assert ending.failed_rank == 0
     assert ending.message.startswith("ended with exit code 1; the end of")
+    assert ending.kind == ""
+
+
+def test_the_class_of_the_error_that_a_rank_reported_is_known(
+    run: OpenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_instead(monkeypatch, "false")
+
+    def report(_ended: Callable[[], bool]) -> None:
+        report_failure(ValueError("no blocks"), run.directory.log(0, 0), 0, 0)
+
+    ending = run_locally(run, 1, report)
+    assert (ending.message, ending.kind) == ("no blocks", "ValueError")
+
+
+def test_an_exception_while_the_ranks_run_stops_them_and_is_raised_once_they_have_ended(
+    run: OpenRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready = tmp_path / "ready"
+    saves = f'trap "exit {EXIT_STOPPED}" TERM; touch {ready}; while :; do sleep 0.01; done'
+    started = start_instead(monkeypatch, "sh", "-c", saves)
+
+    def raise_at_an_event(ended: Callable[[], bool]) -> None:
+        while not ready.exists():
+            assert not ended()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run_locally(run, 1, raise_at_an_event)
+    assert [process.returncode for process in started] == [EXIT_STOPPED]
+
+
+def test_ranks_can_be_started_from_another_thread_than_the_main_one(
+    run: OpenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_instead(monkeypatch, "true")
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(run_locally, run, 2, show_nothing).result().status == "finished"

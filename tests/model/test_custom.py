@@ -95,7 +95,26 @@ def keep_a_table(model: Mixer) -> None:
     model.blocks[0].table = torch.arange(4)
 
 
+class Unfinished(Mixer):
+    """Raises when it is made."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        raise TypeError(f"{spec.layers} layers")
+
+
+def use_no_norm(model: Mixer) -> None:
+    model.blocks[1].norm.forward = lambda x: x
+
+
 REFUSED = {
+    "unfinished": (
+        Unfinished,
+        r"cannot be made from the run's \[model\] section: TypeError\('3 layers'\) \(.*test_custom\.py, line \d+\)",
+    ),
+    "unused": (
+        changed(use_no_norm),
+        "the logits do not depend on blocks.1.norm.weight, so it cannot be trained",
+    ),
     "no_blocks": (
         changed(lambda model: delattr(model, "blocks")),
         "no attribute blocks; give it an nn.ModuleList",

@@ -43,6 +43,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "models" / "small.py").write_text(
         "import os\nfrom .layers import WIDTH\ndef make(spec): return WIDTH\n"
     )
+    (folder / "models" / "broken.py").write_text("raise AttributeError('unfinished')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     return folder
 
@@ -117,6 +118,7 @@ def test_a_factory_whose_source_has_changed_is_not_loaded(package: Path) -> None
     [
         ("no_such_module_anywhere:make", "there is no module no_such_module_anywhere"),
         ("own_package.models.large:make", r"own_package\.models\.large cannot be imported"),
+        ("own_package.models.broken:make", r"broken cannot be imported: AttributeError\('unfinished'\)"),
         ("own_package.models.small:build", "has no build"),
         ("own_package.models.small:WIDTH", "not callable"),
     ],

@@ -2,7 +2,8 @@
 
 Ranks are processes of their own here too, started by the same launchers, so that a crash of a rank, a stop and a recovery
 are what they are from the command line; the calling process trains nothing and needs no guard against being imported
-again. It must be a process's main thread that calls, because Ctrl-C is handed on to the ranks.
+again. On the main thread Ctrl-C is handed on to the ranks, which save and stop; on another one nothing is, since Python lets
+only the main thread handle signals, and what ``on_event`` raises is the way to stop.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from phalanx.observe.event_log import follow, read_events
 from phalanx.observe.events import Event
 from phalanx.run.check import check
 from phalanx.run.directory import RunDirectory, read_resolved
-from phalanx.run.factory import factory_name
+from phalanx.run.factory import FactoryError, factory_name
 from phalanx.run.problems import RunFileError
 from phalanx.run.read import read_run
 from phalanx.run.result import RunResult
@@ -103,11 +104,13 @@ def train_run(
         spec: A run, or the path of a run file.
         model: A model of your own (``phalanx.CustomModel``): a class or function at module level that makes it from
             ``spec.model``, or its name ``"package.module:name"``. It takes the place of ``model.factory``.
-        on_event: Called in this process with each event of this start of the run, as it comes.
+        on_event: Called in this process with each event of this start of the run, as it comes. If it raises, the run saves
+            and stops, and the exception is raised here.
 
     Raises:
         RunFileError: The run cannot be; all mistakes are listed.
         FactoryError: The ranks could not import ``model``.
+        CustomModelError: ``model`` cannot be built, or would not be trained correctly. (A fleet raises ``RunFailedError``.)
         DataError: The dataset is missing or damaged.
         RunDirectoryError: The run directory is in use, or belongs to another run.
         RunFailedError: A rank failed.
@@ -143,7 +146,13 @@ def _launch(run: OpenRun, path: Path, on_event: Callable[[Event], None] | None) 
         run.directory.events.touch()
         for event in follow(run.directory.events, ended):
             if event.attempt >= run.attempt:
-                on_event(event)
+                try:
+                    on_event(event)
+                except BaseException as error:
+                    error.add_note(
+                        f"raised by on_event; the run was asked to save and stop; to go on: {_resuming(run)}"
+                    )
+                    raise
 
     fleet = run.spec.fleet
     if fleet.nodes:
@@ -152,17 +161,27 @@ def _launch(run: OpenRun, path: Path, on_event: Callable[[Event], None] | None) 
 
 
 def _result(run: OpenRun, ending: Ending) -> RunResult:
-    where = run.directory.path
     if ending.status == "stopped":
-        raise RunStoppedError(f"stopped; to go on: phalanx.open_run({str(where)!r}).resume()")
+        raise RunStoppedError(f"stopped; to go on: {_resuming(run)}")
     result = run.directory.finished_result()
     if ending.status == "finished" and result is not None:
         return result
+    if ending.kind == FactoryError.__name__:
+        raise FactoryError(ending.message)
+    if ending.kind == "CustomModelError":
+        # Here, since it imports torch, which otherwise only the ranks need.
+        from phalanx.model.custom import CustomModelError
+
+        raise CustomModelError(ending.message)
     who = "" if ending.failed_rank is None else f"rank {ending.failed_rank} "
     saved = run.directory.committed_steps()
     remedy = (
-        f"to go on from step {saved[-1]}: phalanx.open_run({str(where)!r}).resume()"
+        f"to go on from step {saved[-1]}: {_resuming(run)}"
         if saved
-        else "start it again"
+        else "nothing has been saved: remove the cause, then train again"
     )
     raise RunFailedError(f"{who}{ending.message}; {remedy}", remedy)
+
+
+def _resuming(run: OpenRun) -> str:
+    return f"phalanx.open_run({str(run.directory.path)!r}).resume()"

@@ -12,14 +12,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 from phalanx.run.factory import rank_environment
-from phalanx.train.lifecycle.ending import Ending, last_words, remove_failure
+from phalanx.train.lifecycle.ending import Ending, last_words, read_failure, remove_failure
+from phalanx.train.lifecycle.interrupt import on_stop_signals
 from phalanx.train.lifecycle.open_run import OpenRun
 from phalanx.train.lifecycle.worker import EXIT_STOPPED
 
@@ -35,12 +33,14 @@ def run_locally(run: OpenRun, ranks: int, while_running: Callable[[Callable[[], 
         run: The opened run directory.
         ranks: How many to start.
         while_running: Called once with a function that tells whether the ranks have ended; returns after they have
-            (it shows the run's progress meanwhile).
+            (it shows the run's progress meanwhile). Whatever it raises asks the ranks to save and stop, and is raised
+            when they have.
     """
     meeting_point = _fresh_meeting_point(run)
     processes: list[subprocess.Popen[bytes]] = []
+    request = _StopOrder(processes)
     try:
-        with _passing_on_signals(processes) as request:
+        with on_stop_signals(request.make):
             for rank in range(ranks):
                 processes.append(_start(run, rank, ranks, meeting_point.as_uri()))
                 if request.made:  # while the ranks were being started: this one has not got the signal
@@ -48,9 +48,11 @@ def run_locally(run: OpenRun, ranks: int, while_running: Callable[[Callable[[], 
             watcher = _Watcher(processes, request)
             try:
                 while_running(watcher.ended)
-            except Exception as error:
-                # A display that breaks (a closed pipe, say) is no reason to end a run.
-                print(f"phalanx: warning: the display failed: {error!r}; training goes on", file=sys.stderr)
+            except BaseException:
+                if not request.made:
+                    request.make()
+                watcher.wait()
+                raise
             watcher.wait()
     finally:
         _end(processes)
@@ -99,7 +101,7 @@ def _start(run: OpenRun, rank: int, ranks: int, meeting_point: str) -> subproces
 class _Watcher:
     """Polls the ranks; ends the others when one has failed."""
 
-    def __init__(self, processes: list[subprocess.Popen[bytes]], request: _Request) -> None:
+    def __init__(self, processes: list[subprocess.Popen[bytes]], request: _StopOrder) -> None:
         self._processes, self._request = processes, request
         self._deadline_s: float | None = None
         self.first_failure: int | None = None
@@ -132,32 +134,20 @@ def _culprit(failed: list[int], codes: list[int | None]) -> int:
     return min(failed, key=lambda rank: (codes[rank] or 0) > 0)
 
 
-@dataclass
-class _Request:
-    """The user's request to stop, if one was made."""
+class _StopOrder:
+    """The order to the ranks to save and stop; made a second time, it kills them."""
 
-    made: bool = False
+    def __init__(self, processes: list[subprocess.Popen[bytes]]) -> None:
+        self._processes = processes
+        self.made = False
 
-
-@contextmanager
-def _passing_on_signals(processes: list[subprocess.Popen[bytes]]) -> Iterator[_Request]:
-    """Inside, Ctrl-C, SIGTERM and SIGHUP become one SIGTERM to every rank; at the second, the ranks are killed."""
-    request = _Request()
-
-    def pass_on(_number: int, _frame: FrameType | None) -> None:
-        number = signal.SIGKILL if request.made else signal.SIGTERM
-        request.made = True
-        for process in processes:
+    def make(self) -> None:
+        """Sends one SIGTERM to every rank; at the second call SIGKILL."""
+        number = signal.SIGKILL if self.made else signal.SIGTERM
+        self.made = True
+        for process in self._processes:
             if process.poll() is None:
                 process.send_signal(number)
-
-    asking = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [(number, signal.signal(number, pass_on)) for number in asking]
-    try:
-        yield request
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler)
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:
@@ -179,4 +169,6 @@ def _ending(run: OpenRun, processes: list[subprocess.Popen[bytes]], culprit: int
     log, code = run.directory.log(run.attempt, culprit), codes[culprit]
     if code < 0:
         return Ending("failed", culprit, code, f"was killed by {signal.Signals(-code).name}")
-    return Ending("failed", culprit, code, last_words(log, f"ended with exit code {code}"))
+    failure = read_failure(log)
+    words = last_words(log, f"ended with exit code {code}")
+    return Ending("failed", culprit, code, words, failure.kind if failure else "")

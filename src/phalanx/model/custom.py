@@ -15,8 +15,10 @@ into each part must be the very tensor that came out of the part before, not wri
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, cast, get_args
 
 import torch
@@ -79,7 +81,7 @@ class Chain(nn.Module):
         """
         super().__init__()
         self.spec = spec
-        model = _require_parts(load_factory(spec.factory, spec.factory_sha256)(spec), spec)
+        model = _require_parts(_made(load_factory(spec.factory, spec.factory_sha256), spec), spec)
         self.embedding: nn.Module | None = model.embedding
         self.blocks = nn.ModuleDict({str(layer): block for layer, block in enumerate(model.blocks)})
         self.norm: nn.Module | None = model.norm
@@ -160,13 +162,33 @@ def custom_facts(spec: ModelSpec, seq_len: int, dtype: torch.dtype = torch.float
     """
     with torch.device("meta"):
         chain = Chain(spec)
-        model = cast(nn.Module, load_factory(spec.factory)(spec))
+        model = cast(nn.Module, _made(load_factory(spec.factory), spec))
     parameters = tuple(_parameters(chain, model))
     chain, model = chain.to(dtype), model.to(dtype)
     tokens = torch.zeros((1, seq_len), dtype=torch.int64, device="meta")
     costs = _forward_costs(chain, tokens)
+    _require_gradients(chain, tokens)
     _require_same_forward(model, spec, tokens)
     return CustomFacts(parameters, tuple(3 * cost / seq_len for cost in costs))
+
+
+def _made(factory: Callable[..., Any], spec: ModelSpec) -> Any:
+    try:
+        return factory(spec)
+    except Exception as error:
+        raise CustomModelError(
+            f"{spec.factory}: it cannot be made from the run's [model] section: {_told(error)}"
+        ) from error
+
+
+def _told(error: Exception) -> str:
+    """An error of the user's own code, and the line of that code: of a rank's error only the message is shown."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not Path(frame.filename).is_relative_to(_TORCH)]
+    return f"{error!r} ({own[-1].filename}, line {own[-1].lineno})"
+
+
+_TORCH = Path(torch.__file__).parent
 
 
 def _require_parts(model: Any, spec: ModelSpec) -> CustomModel:
@@ -330,9 +352,24 @@ def _on_meta(spec: ModelSpec, name: str, module: nn.Module, x: Tensor) -> Any:
         return module(x)
     except Exception as error:
         raise CustomModelError(
-            f"{spec.factory}: {name} cannot be called with one tensor {tuple(x.shape)} on the meta device: {error!r}; new "
+            f"{spec.factory}: {name} cannot be called with one tensor {tuple(x.shape)} on the meta device: {_told(error)}; new "
             "tensors must be made on the device of the input, and no value may decide what is computed"
         ) from error
+
+
+def _require_gradients(chain: Chain, tokens: Tensor) -> None:
+    """Refuses parameters that the logits do not depend on: they would get no gradient, and no optimizer step."""
+    named = dict(chain.named_parameters())
+    try:
+        gradients = torch.autograd.grad(chain(tokens).sum(), list(named.values()), allow_unused=True)
+    except Exception:  # an operation without a backward pass on the meta device: it may have one elsewhere
+        return
+    for name, gradient in zip(named, gradients, strict=True):
+        if gradient is None:
+            raise CustomModelError(
+                f"{chain.spec.factory}: the logits do not depend on {name}, so it cannot be trained; use it in the "
+                "forward pass of its part, or remove it"
+            )
 
 
 @dataclass(frozen=True)

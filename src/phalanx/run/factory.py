@@ -102,11 +102,12 @@ def load_factory(factory: str, sha256: str = "") -> Callable[..., Any]:
         sys.path.append(folder)
     module, _, name = factory.partition(":")
     try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    except AttributeError:
-        raise FactoryError(f"module {module} has no {name}") from None
-    except ImportError as error:
-        raise FactoryError(f"module {module} cannot be imported: {error}") from error
+        imported = importlib.import_module(module)
+    except Exception as error:  # whatever the module's own code raises
+        raise FactoryError(f"module {module} cannot be imported: {error!r}") from error
+    found: Callable[..., Any] | None = getattr(imported, name, None)
+    if found is None:
+        raise FactoryError(f"module {module} has no {name}")
     if not callable(found):
         raise FactoryError(f"{factory} is not callable: name a class, or a function that makes the model")
     return found

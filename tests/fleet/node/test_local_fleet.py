@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +68,21 @@ def test_the_error_of_an_earlier_life_is_not_taken_for_the_coordinators(run: Ope
     report_failure(ValueError("of an earlier life"), run.directory.named_log(0, "coordinator"), 0)
     message = run_fleet(run, LocalFleet(1), show_nothing).message
     assert message.startswith("the coordinator could not run; the end of")
+
+
+@pytest.mark.usefixtures("starts")
+def test_an_exception_while_the_fleet_runs_asks_it_to_stop_and_is_raised_once_it_has_ended(
+    run: OpenRun,
+) -> None:
+    ends: list[Callable[[], bool]] = []
+
+    def raise_at_an_event(ended: Callable[[], bool]) -> None:
+        ends.append(ended)
+        raise ZeroDivisionError
+
+    with (
+        ThreadPoolExecutor(1) as pool,
+        pytest.raises(ZeroDivisionError),
+    ):  # where no signal can be handled, too
+        pool.submit(run_fleet, run, LocalFleet(1), raise_at_an_event).result()
+    assert ends[0]()

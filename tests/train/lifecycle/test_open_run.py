@@ -157,7 +157,7 @@ def test_every_start_is_an_attempt_of_its_own(spec: RunSpec) -> None:
 
 def test_a_place_where_no_directory_can_be_is_named(spec: RunSpec, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunDirectoryError, match=r"file/run: Not a directory, .*--set run_dir="):
+    with pytest.raises(RunDirectoryError, match=r"file/run: Not a directory, .*give another run_dir"):
         opened(dataclasses.replace(spec, run_dir=str(tmp_path / "file" / "run")))
 
 

@@ -11,6 +11,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,7 +61,10 @@ def progress_on(console: Console) -> Callable[[str, int, int], None]:
 
 
 def event_display(run: OpenRun, console: Console) -> Callable[[Callable[[], bool]], None]:
-    """Returns a function for launchers: it shows the events of this attempt until the ``ended`` given to it is true."""
+    """Returns a function for launchers: it shows the events of this attempt until the ``ended`` given to it is true.
+
+    A display that breaks (a closed pipe, say) is no reason to end a run: that is told, and training goes on.
+    """
 
     def show(ended: Callable[[], bool]) -> None:
         from phalanx.observe.display.terminal import show_events
@@ -68,7 +72,12 @@ def event_display(run: OpenRun, console: Console) -> Callable[[Callable[[], bool
 
         ours = (event for event in follow(run.directory.events, ended) if event.attempt >= run.attempt)
         run.directory.events.touch()
-        show_events(ours, console, live=console.is_terminal)
+        try:
+            show_events(ours, console, live=console.is_terminal)
+        except Exception as error:
+            # stderr may be what has broken.
+            with suppress(OSError):
+                click.echo(f"warning: the display failed: {error!r}; training goes on", err=True)
 
     return show
 

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
@@ -38,12 +39,14 @@ def train_as_rank(spec: RunSpec, run_file: Path, as_json: bool) -> int:
         if follower is not None:
             follower()
         leave()
-    except Exception as error:
-        if isinstance(error, (RunFileError, *known_errors())):
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        else:
-            traceback.print_exc()
-        os._exit(EXIT_FAILED)  # a clean exit would wait for ranks that wait for this one
+    except BaseException as error:
+        try:
+            if isinstance(error, (RunFileError, *known_errors())):
+                print(f"error: {error}", file=sys.stderr, flush=True)
+            else:
+                traceback.print_exc()
+        finally:  # also where it cannot be printed
+            os._exit(EXIT_FAILED)  # a clean exit would wait for ranks that wait for this one
     if result is None:
         return EXIT_STOPPED
     if first and as_json:
@@ -58,17 +61,16 @@ def _agree(spec: RunSpec, run_file: Path, first: bool) -> tuple[Path, int]:
     from phalanx.train.lifecycle.prepare import prepare_run
 
     answer: list[Any] = [None]
-    failure: Exception | None = None
     if first:
         try:
             run = prepare_run(spec, run_file, lambda _what, _done, _total: None)
             answer = [(str(run.directory.path), run.attempt)]
         except Exception as error:
-            # The others wait for an answer, whatever went wrong; what it was must be out before they end.
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            failure, answer = error, [f"{error}"]
+            # What went wrong must be out before the others, who wait for an answer, end; if it can be printed at all.
+            with suppress(OSError):
+                print(f"error: {error}", file=sys.stderr, flush=True)
     dist.broadcast_object_list(answer, src=0)
-    if failure is not None or isinstance(answer[0], str):
+    if answer[0] is None:
         os._exit(EXIT_FAILED)  # rank 0 has said why
     run_dir, attempt = answer[0]
     return Path(run_dir), attempt

@@ -12,17 +12,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
 from phalanx.fleet.control.security import run_token
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.run.factory import rank_environment
 from phalanx.train.lifecycle.ending import Ending, last_words, remove_failure
+from phalanx.train.lifecycle.interrupt import on_stop_signals
 from phalanx.train.lifecycle.open_run import OpenRun
 from phalanx.train.lifecycle.worker import EXIT_STOPPED
 
@@ -99,7 +99,7 @@ def run_fleet(run: OpenRun, fleet: LocalFleet, while_running: Callable[[Callable
         run: The opened run directory; its ``spec.fleet`` must say the same number of nodes.
         fleet: What to start.
         while_running: Called once with a function that tells whether the run has ended; returns after it has (it shows
-            the run's progress meanwhile).
+            the run's progress meanwhile). Whatever it raises asks the run to save and stop, and is raised when it has.
     """
     path = run.directory.path
     run_token(path)  # made before anybody needs it
@@ -107,15 +107,16 @@ def run_fleet(run: OpenRun, fleet: LocalFleet, while_running: Callable[[Callable
     # Computed once: a restart must not fail because the user's model file is gone meanwhile.
     processes = _Processes(run, fleet, rank_environment(run.spec.model.factory))
     try:
-        with _stopping_on_signals(processes):
+        with on_stop_signals(processes.ask_to_stop):
             processes.start()
             try:
                 while_running(processes.ended)
-            except Exception as error:
-                # A display that breaks (a closed pipe, say) is no reason to end a run.
-                print(f"phalanx: warning: the display failed: {error!r}; training goes on", file=sys.stderr)
-            while not processes.ended():
-                time.sleep(_POLL_S)
+            except BaseException:
+                if not processes.stop_asked:
+                    processes.ask_to_stop()
+                processes.wait()
+                raise
+            processes.wait()
     finally:
         processes.end()
     return _ending(run, processes)
@@ -162,6 +163,15 @@ class _Processes:
                 del self.back_at_s[name]
                 self.agents[name] = self._agent(name)
         return self.over
+
+    def wait(self) -> None:
+        """Waits until the run is over."""
+        while not self.ended():
+            time.sleep(_POLL_S)
+
+    def ask_to_stop(self) -> None:
+        """Counts one request to save and stop; it is passed on by the next call of ``ended``."""
+        self.stop_asked += 1
 
     def _coordinator_died(self, code: int) -> None:
         seen = self.seen()
@@ -254,22 +264,6 @@ class _Processes:
     def log(self, name: str) -> Path:
         """The log of a coordinator or agent."""
         return self.run.directory.named_log(self.run.attempt, name)
-
-
-@contextmanager
-def _stopping_on_signals(processes: _Processes) -> Iterator[None]:
-    """Inside, Ctrl-C, SIGTERM and SIGHUP are counted as requests to the coordinator to save and stop."""
-
-    def pass_on(_number: int, _frame: FrameType | None) -> None:
-        processes.stop_asked += 1  # passed on by the next call of ``ended``
-
-    asking = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [(number, signal.signal(number, pass_on)) for number in asking]
-    try:
-        yield
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler)
 
 
 def _ending(run: OpenRun, processes: _Processes) -> Ending:

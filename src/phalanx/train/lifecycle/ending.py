@@ -28,6 +28,8 @@ class Ending:
     exit_code: int = 0
     message: str = ""
     """Why it failed."""
+    kind: str = ""
+    """The class of the error that a rank left as a record; empty if none did."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,14 @@
-"""Graceful stop: Ctrl-C and SIGTERM become a request that the loop obeys at the next step boundary."""
+"""Graceful stop: Ctrl-C and SIGTERM become a request that the loop obeys at the next step boundary.
+
+A rank keeps the request itself (``StopRequest``); a launcher hands it on to its ranks (``on_stop_signals``).
+"""
 
 from __future__ import annotations
 
 import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
@@ -26,3 +32,27 @@ class StopRequest:
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.signal_name = signal.Signals(number).name
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def on_stop_signals(ask: Callable[[], None]) -> Iterator[None]:
+    """Inside, each Ctrl-C, SIGTERM and SIGHUP calls ``ask`` instead of what it did before.
+
+    On another thread than the main one it changes nothing: Python lets only the main thread handle signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        ask()
+
+    before = [
+        (number, signal.signal(number, on_signal))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    ]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)

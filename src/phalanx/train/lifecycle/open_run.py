@@ -104,11 +104,9 @@ def _explain(error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "the disk is full; free some space and start again: whatever was saved before is intact"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"{error.strerror}; give another place with --set run_dir=..."
+        return f"{error.strerror}; give another run_dir"
     if error.errno in (errno.EEXIST, errno.ENOTDIR, errno.ENOENT):
-        return (
-            f"{error.strerror}, so no directory can be made there; give another place with --set run_dir=..."
-        )
+        return f"{error.strerror}, so no directory can be made there; give another run_dir"
     return str(error)
 
 
@@ -118,8 +116,7 @@ def _lock(path: Path) -> int:
         holder = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
         os.close(fd)
         raise RunDirectoryError(
-            f"run directory {path.parent} is being trained by {holder}; wait for it, or give another "
-            "with --set run_dir=..."
+            f"run directory {path.parent} is being trained by {holder}; wait for it, or give another run_dir"
         )
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
@@ -148,11 +145,11 @@ def _check_owner(directory: RunDirectory, spec: RunSpec, fingerprint: str) -> li
     if strangers and not directory.record.exists():
         raise RunDirectoryError(
             f"{directory.path} is not a run directory but holds {', '.join(sorted(strangers)[:3])}; "
-            "give an empty or new one with --set run_dir=..."
+            "give an empty or new one as run_dir"
         )
     if not _holds_steps(directory):
         return []  # nothing was ever saved here, so nothing can be mixed up
-    remedy = "give another run directory with --set run_dir=..., or undo the change"
+    remedy = "give another run_dir, or undo the change"
     # Read back rather than by the recorded identity: a field that is new in this version has its default there.
     last = read_resolved(directory)
     changes = layout_changes(last, spec)

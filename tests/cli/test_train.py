@@ -1,0 +1,65 @@
+"""``phalanx train`` where what it prints goes nowhere: a closed pipe ends neither the run nor the reason for its end."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from phalanx.cli.train.session import event_display
+from phalanx.cli.train.train_as_rank import train_as_rank
+from phalanx.observe.event_log import EventLog
+from phalanx.observe.events import Message
+from phalanx.run.directory import RunDirectory
+from phalanx.run.spec import RunSpec
+from phalanx.train.lifecycle.interrupt import StopRequest
+from phalanx.train.lifecycle.open_run import OpenRun
+from phalanx.train.lifecycle.worker import EXIT_FAILED
+
+
+class ClosedPipe:
+    """A stream whose reader has gone."""
+
+    encoding = "utf-8"
+
+    def write(self, _text: str) -> int:
+        raise BrokenPipeError
+
+    def flush(self) -> None:
+        raise BrokenPipeError
+
+
+class Exited(BaseException):
+    """Stands for the end of the process."""
+
+
+def test_a_display_that_breaks_is_told_and_ends_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = RunDirectory(tmp_path)
+    with EventLog(directory.events, 0) as log:
+        log.append(Message("warning", "anything"))
+    show = event_display(OpenRun(directory, RunSpec(), 0, -1), Console(file=ClosedPipe()))  # type: ignore[arg-type]
+    show(lambda: True)
+    assert "training goes on" in capsys.readouterr().err
+
+
+def test_a_rank_that_fails_where_nothing_can_be_printed_still_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes = []
+
+    def exit_at_once(code: int) -> None:
+        codes.append(code)
+        raise Exited
+
+    monkeypatch.setattr(os, "_exit", exit_at_once)
+    monkeypatch.setattr(StopRequest, "listen", lambda _self: None)
+    monkeypatch.setattr("sys.stderr", ClosedPipe())
+    monkeypatch.setenv("RANK", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(Exited):
+        train_as_rank(RunSpec(), tmp_path / "run.toml", as_json=False)
+    assert codes == [EXIT_FAILED]
