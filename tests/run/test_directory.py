@@ -58,6 +58,14 @@ def test_a_path_stands_for_a_run_a_folder_of_checkpoints_or_one_of_them(tmp_path
     assert locate_checkpoints(tmp_path) == (root, None)
     assert locate_checkpoints(root) == (root, None)
     assert locate_checkpoints(folder) == (root, 4)
+    assert locate_checkpoints(root, 3) == (root, 3)
+
+
+def test_a_checkpoint_of_one_step_is_not_taken_for_another(tmp_path: Path) -> None:
+    folder = committed(tmp_path, 4)
+    assert locate_checkpoints(folder, 4) == (tmp_path, 4)
+    with pytest.raises(RunDirectoryError, match="checkpoint of step 4, not 3; leave the step out"):
+        locate_checkpoints(folder, 3)
 
 
 def test_a_run_file_of_an_earlier_version_is_explained_with_the_fields_new_name(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from phalanx.checkpoint.tiers.digest import WEIGHTS, digest_checkpoint
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.restore import restore
 from phalanx.run.directory import RunDirectoryError, committed_steps, locate_checkpoints
-from phalanx.serve.generate import encode_prompt, generate, load_model, load_run_tokenizer
-from phalanx.serve.text_stream import TextStream
+from phalanx.serve.sample import continued
 
 
 def load_weights(place: Path | str, step: int | None = None) -> dict[str, Tensor]:
@@ -24,10 +23,10 @@ def load_weights(place: Path | str, step: int | None = None) -> dict[str, Tensor
 
     Args:
         place: A run directory, its folder of checkpoints, or one checkpoint.
-        step: ``None``: the newest.
+        step: ``None``: the newest, or that of the one checkpoint.
 
     Raises:
-        RunDirectoryError: There is no such checkpoint.
+        RunDirectoryError: There is no such checkpoint, or ``place`` is that of another step.
         CheckpointError: It is damaged.
     """
     tier, step = _checkpoint(place, step)
@@ -68,26 +67,23 @@ def generate_text(
     The same seed gives the same text. ``temperature`` 0 takes the likeliest token; ``top_k`` 0 and ``top_p`` 1 leave all in.
     Raises ``RunDirectoryError`` where the run has saved nothing, ``CheckpointError``, and ``ValueError`` for numbers out of range.
     """
-    model, _ = load_model(Path(run_dir), step)
-    tokenizer = load_run_tokenizer(Path(run_dir))
-    stream = TextStream(tokenizer)
-    ids = generate(
-        model,
-        encode_prompt(tokenizer, prompt),
-        tokens=tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        stop={tokenizer.end_of_document},
+    return "".join(
+        continued(
+            Path(run_dir),
+            prompt,
+            tokens=tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            step=step,
+        )
     )
-    return "".join(stream.feed(token) for token in ids) + stream.flush()
 
 
 def _checkpoint(place: Path | str, step: int | None) -> tuple[DiskTier, int]:
-    root, named = locate_checkpoints(Path(place))
+    root, wanted = locate_checkpoints(Path(place), step)
     steps = committed_steps(root) if root.is_dir() else []
-    wanted = step if step is not None else named
     if not steps:
         raise RunDirectoryError(f"there is no committed checkpoint in {place}")
     if wanted is not None and wanted not in steps:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from phalanx.run.directory import locate_checkpoints, step_of
+from phalanx.cli.errors import explained
+from phalanx.run.directory import RunDirectoryError, locate_checkpoints, step_of
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,12 @@ class CheckpointPlace:
 def checkpoint_place(path: Path, step: int | None = None) -> CheckpointPlace:
     """Finds the checkpoints that ``path`` names: ``RUN_DIR``, ``RUN_DIR/checkpoints`` or ``.../step-00000100``.
 
-    Raises ``ClickException`` if there is nothing of the kind.
+    Raises ``ClickException`` if there is nothing of the kind, or it is a checkpoint of another step.
     """
     if not path.is_dir():
         raise click.ClickException(f"there is no directory {path}; give a run directory or a checkpoint")
-    root, named = locate_checkpoints(path)
-    if named is not None:
-        return CheckpointPlace(root, named)
+    with explained(RunDirectoryError):
+        root, step = locate_checkpoints(path, step)
     if root != path or any(step_of(entry) is not None for entry in path.iterdir()):
         return CheckpointPlace(root, step)
     raise click.ClickException(

@@ -65,15 +65,21 @@ def committed_steps(root: Path) -> list[int]:
     )
 
 
-def locate_checkpoints(path: Path) -> tuple[Path, int | None]:
-    """The folder of checkpoints that ``path`` stands for, and the step if it names one.
+def locate_checkpoints(path: Path, step: int | None = None) -> tuple[Path, int | None]:
+    """The folder of checkpoints that ``path`` stands for, and the step that is meant: that of ``path``, or ``step``.
 
     ``path`` is a run directory, a folder of checkpoints, or one committed checkpoint; nothing says that there are any.
+    Raises ``RunDirectoryError`` if ``path`` is a checkpoint of another step than ``step``.
     """
     if is_committed(path):
-        return path.parent, step_of(path)
+        named = step_of(path)
+        if step is not None and step != named:
+            raise RunDirectoryError(
+                f"{path} is the checkpoint of step {named}, not {step}; leave the step out"
+            )
+        return path.parent, named
     inside = RunDirectory(path).checkpoints
-    return (inside if inside.is_dir() else path), None
+    return (inside if inside.is_dir() else path), step
 
 
 @dataclass(frozen=True)

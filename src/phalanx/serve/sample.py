@@ -1,24 +1,54 @@
-"""The sample of text with which a run ends."""
+"""Text from a run directory: the continuation of a prompt, and the sample with which a run ends."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+from phalanx.data.tokenizer import Tokenizer
 from phalanx.run.spec import SampleSpec
 from phalanx.serve.generate import encode_prompt, generate, load_model, load_run_tokenizer
 from phalanx.serve.text_stream import TextStream
 
 
-def sample_text(run_dir: Path, sample: SampleSpec) -> str:
-    """The prompt and what the newest checkpoint of a run makes of it; the same text every time."""
-    model, _ = load_model(run_dir)
+def continued(
+    run_dir: Path,
+    prompt: str,
+    *,
+    tokens: int,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    step: int | None = None,
+) -> Iterator[str]:
+    """Text that continues ``prompt``, piece by piece as it is generated, at most ``tokens`` tokens; ends with the document.
+
+    The arguments are those of ``phalanx.serve.generate.generate``. Raises as it and ``load_model`` do, at once.
+    """
+    model, _ = load_model(run_dir, step)
     tokenizer = load_run_tokenizer(run_dir)
-    stream = TextStream(tokenizer)
     ids = generate(
         model,
-        encode_prompt(tokenizer, sample.prompt),
-        tokens=sample.tokens,
-        temperature=sample.temperature,
+        encode_prompt(tokenizer, prompt),
+        tokens=tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
         stop={tokenizer.end_of_document},
     )
-    return sample.prompt + "".join(stream.feed(token) for token in ids) + stream.flush()
+    return _text(ids, tokenizer)
+
+
+def _text(ids: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:
+    stream = TextStream(tokenizer)
+    for token in ids:
+        yield stream.feed(token)
+    yield stream.flush()
+
+
+def sample_text(run_dir: Path, sample: SampleSpec) -> str:
+    """The prompt and what the newest checkpoint of a run makes of it; the same text every time."""
+    pieces = continued(run_dir, sample.prompt, tokens=sample.tokens, temperature=sample.temperature)
+    return sample.prompt + "".join(pieces)

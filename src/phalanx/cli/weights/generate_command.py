@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
 from phalanx.cli.errors import explained
-from phalanx.serve.text_stream import TextStream
 
 
 @click.command("generate")
@@ -55,35 +53,26 @@ def command(
     from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.data.errors import DataError
     from phalanx.run.directory import RunDirectoryError
-    from phalanx.serve.generate import encode_prompt, generate, load_model, load_run_tokenizer
+    from phalanx.serve.sample import continued
 
     if any("\ud800" <= character <= "\udfff" for character in prompt):
         raise click.ClickException("--prompt is not valid UTF-8")
     with explained(CheckpointError, DataError, RunDirectoryError, ValueError):
-        model, _ = load_model(run_dir, step)
-        tokenizer = load_run_tokenizer(run_dir)
-        stream = TextStream(tokenizer)
-        ids = generate(
-            model,
-            encode_prompt(tokenizer, prompt),
+        pieces = continued(
+            run_dir,
+            prompt,
             tokens=tokens,
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
             seed=seed,
-            stop={tokenizer.end_of_document},
+            step=step,
         )
         if as_json:
-            click.echo(json.dumps({"prompt": prompt, "text": "".join(_text(ids, stream))}))
+            click.echo(json.dumps({"prompt": prompt, "text": "".join(pieces)}))
             return
         click.echo(prompt, nl=False)
-        for piece in _text(ids, stream):
+        for piece in pieces:
             click.echo(piece, nl=False)
             sys.stdout.flush()
         click.echo()
-
-
-def _text(ids: Iterator[int], stream: TextStream) -> Iterator[str]:
-    for token in ids:
-        yield stream.feed(token)
-    yield stream.flush()
