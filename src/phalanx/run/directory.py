@@ -6,6 +6,7 @@
         events.jsonl      all that happened; the display and the curve are drawn from it
         checkpoints/      committed steps: step-00000100/checkpoint.json and so on
         tokenizer/        a copy of the tokenizer, so that the folder can generate text by itself
+        published/        of an imported model: its publisher's files, without the weights
         logs/             what each rank printed, and why it failed
         loss.svg, result.json
 
@@ -114,6 +115,11 @@ class RunDirectory:
         return self.path / "tokenizer"
 
     @property
+    def published(self) -> Path:
+        """The publisher's own files of the imported model that the run is, or started from; it exists only for such a run."""
+        return self.path / "published"
+
+    @property
     def logs(self) -> Path:
         """The folder of logs: the output of each rank and node."""
         return self.path / "logs"
@@ -142,7 +148,7 @@ class RunDirectory:
         """The names of all that a run without a fleet puts here."""
         own = (
             *(self.lock, self.run_file, self.record, self.events, self.checkpoints),
-            *(self.tokenizer, self.logs, self.curve, self.result),
+            *(self.tokenizer, self.published, self.logs, self.curve, self.result),
         )
         return {path.name for path in own}
 

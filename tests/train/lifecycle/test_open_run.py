@@ -52,6 +52,20 @@ def test_the_tokenizer_is_copied_so_that_the_folder_stands_alone(spec: RunSpec) 
     assert (opened(spec).directory.tokenizer / "tokenizer.json").exists()
 
 
+def test_a_run_takes_over_what_the_publisher_of_the_model_that_it_starts_from_said(
+    spec: RunSpec, tmp_path: Path
+) -> None:
+    imported = RunDirectory(tmp_path / "imported")
+    (imported.published / "additional_chat_templates").mkdir(parents=True)
+    for name in ("LICENSE", "additional_chat_templates/rag.jinja"):
+        (imported.published / name).write_text(name)
+    start = str(step_folder(imported.checkpoints, 0))
+    directory = opened(replace_at(spec, "checkpoint.init_from", start)).directory
+    for name in ("LICENSE", "additional_chat_templates/rag.jinja"):
+        assert (directory.published / name).read_text() == name
+    assert not opened(dataclasses.replace(spec, run_dir=str(tmp_path / "fresh"))).directory.published.exists()
+
+
 def test_a_run_may_continue_in_its_directory_on_another_fleet(spec: RunSpec) -> None:
     with_checkpoint(spec)
     opened(replace_at(replace_at(spec, "parallel.ranks", 5), "checkpoint.every_steps", 7))

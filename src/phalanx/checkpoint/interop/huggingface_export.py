@@ -22,12 +22,14 @@ from phalanx.checkpoint.format.shards import torch_dtype
 from phalanx.checkpoint.interop.huggingface_config import Dtype, HuggingFaceError, hf_config_of
 from phalanx.checkpoint.interop.huggingface_files import (
     CONFIG,
+    GENERATION_CONFIG,
     PIECE_BYTES,
     SAFETENSORS_DTYPE,
     new_folder,
     write_json,
 )
 from phalanx.checkpoint.interop.huggingface_names import Published, published, shared_copies
+from phalanx.checkpoint.interop.publisher_files import copy_kept, kept_by_export, note_lost_fields
 from phalanx.checkpoint.tiers.digest import WEIGHTS
 from phalanx.checkpoint.tiers.gather import gather
 from phalanx.checkpoint.tiers.tier import Tier
@@ -55,12 +57,16 @@ def export_hf(
     dtype: Dtype = "bfloat16",
     tokenizer_dir: Path | None = None,
     *,
+    published_dir: Path | None = None,
     max_seq_len: int = 0,
+    trained_seq_len: int = 0,
     file_bytes: int = FILE_BYTES,
-) -> None:
+) -> tuple[str, ...]:
     """Writes the weights of committed ``step`` as a Hugging Face model into the new folder ``out_dir``.
 
-    ``spec`` is the run's resolved model; ``tokenizer_dir`` holds the tokenizer to go with it. Memory: some pieces of
+    ``spec`` is the run's resolved model; ``tokenizer_dir`` holds the tokenizer to go with it, and ``published_dir`` what the
+    model's publisher said, which is written again where it still holds. ``max_seq_len`` is the context that readers are told
+    of; 0 means the published one, else ``trained_seq_len``. Returns notes on what was left out. Memory: some pieces of
     64 MiB. Raises UnsupportedModelError, HuggingFaceError where ``out_dir`` exists or a number does not fit ``dtype``,
     and what reading the tier raises; nothing is left behind then.
     """
@@ -72,7 +78,8 @@ def export_hf(
             "give the tokenizer that the model was trained with"
         )
     end_token = tokenizer.end_of_document if tokenizer is not None else None
-    config = hf_config_of(spec, max_seq_len=max_seq_len, dtype=dtype, end_token=end_token)
+    kept = kept_by_export(published_dir, spec, tokenizer, max_seq_len, trained_seq_len)
+    config = {**hf_config_of(spec, dtype=dtype, end_token=end_token), **kept.config}
     source = ExportSource(tier, step, spec)
     with new_folder(out) as folder:
         files = weight_files(tensors_of(spec), dtype, file_bytes)
@@ -85,9 +92,13 @@ def export_hf(
         if len(files) > 1:
             write_json(folder / "model.safetensors.index.json", _index_of(files, dtype))
         write_json(folder / CONFIG, config)
-        write_json(folder / "generation_config.json", {"eos_token_id": end_token, "pad_token_id": end_token})
-        if tokenizer is not None:
-            tokenizer.save(folder)
+        if not kept.tokenizer:
+            write_json(folder / GENERATION_CONFIG, {"eos_token_id": end_token, "pad_token_id": end_token})
+            if tokenizer is not None:
+                tokenizer.save(folder)
+        if published_dir is not None:
+            copy_kept(kept, published_dir, folder)
+    return kept.notes + note_lost_fields(published_dir, config)
 
 
 def tensors_of(spec: ModelSpec) -> list[Published]:

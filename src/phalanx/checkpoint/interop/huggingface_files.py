@@ -12,6 +12,7 @@ from phalanx.checkpoint.interop.huggingface_config import Dtype, HuggingFaceErro
 from phalanx.run.durable import sync
 
 CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
 PIECE_BYTES = 64 << 20
 """Bytes of a tensor, as fp32, that are in memory at once."""
 SAFETENSORS_DTYPE: Mapping[Dtype, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}

@@ -32,6 +32,7 @@ from phalanx.checkpoint.interop.huggingface_files import (
     read_json,
 )
 from phalanx.checkpoint.interop.huggingface_names import Published, hf_name, published, shared_copies
+from phalanx.checkpoint.interop.publisher_files import copy_publisher_files
 from phalanx.checkpoint.tiers.digest import WEIGHTS, TensorDigest, combine
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.tier import Draft, Record
@@ -62,8 +63,8 @@ class Imported:
 def import_hf(directory: Path, out: Path, *, image_bytes: int = _IMAGE_BYTES) -> Imported:
     """Makes the Hugging Face model in ``directory`` a new run directory ``out`` with a checkpoint at step 0.
 
-    ``out`` gets ``run.toml`` (the model), ``checkpoints/`` (fp32 weights, and nothing else) and, where the model comes with
-    a byte-level BPE, ``tokenizer/``. Memory: ``image_bytes``, and two pieces of 64 MiB. Raises UnsupportedModelError, or
+    ``out`` gets ``run.toml`` (the model), ``checkpoints/`` (fp32 weights, and nothing else), ``published/`` (all other files as
+    they are) and, where the model comes with a byte-level BPE, ``tokenizer/``. Memory: ``image_bytes``, and two pieces of 64 MiB. Raises UnsupportedModelError, or
     HuggingFaceError where ``out`` exists or the model's files are incomplete or damaged; nothing is left behind then.
     """
     config = read_json(directory / CONFIG)
@@ -78,6 +79,7 @@ def import_hf(directory: Path, out: Path, *, image_bytes: int = _IMAGE_BYTES) ->
         digest = _copy_weights(tier, weights, spec, extra, image_bytes)
         directory_of_run.run_file.write_text(tomli_w.dumps({"name": out.name, "model": to_table(spec)}))
         no_tokenizer_because = _copy_tokenizer(directory, directory_of_run.tokenizer)
+        notes += copy_publisher_files(directory, directory_of_run.published)
         return Imported(spec, digest, no_tokenizer_because, notes + _notes(spec))
 
 

@@ -21,25 +21,44 @@ from phalanx.run.directory import RunDirectory, RunDirectoryError, read_resolved
 @click.option(
     "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Of the weights (hf only)."
 )
+@click.option(
+    "--max-seq-len",
+    type=click.IntRange(min=1),
+    help="The context that readers are told of (hf only; the published one, or else train.seq_len).",
+)
 @click.argument("out", type=click.Path(path_type=Path))
 def command(
-    place: Path, kind: str, step: int | None, dtype: Literal["float32", "bfloat16"], out: Path
+    place: Path,
+    kind: str,
+    step: int | None,
+    dtype: Literal["float32", "bfloat16"],
+    max_seq_len: int | None,
+    out: Path,
 ) -> None:
     """Write the weights of the run in PLACE to the folder OUT.
 
     "hf" is a Hugging Face folder (config, safetensors, tokenizer) that transformers opens; "dcp" is PyTorch's
     distributed checkpoint, with the optimizer's state.
 
+    Of a run that started from an imported model, what its publisher said (tokenizer files, chat template, generation config,
+    context length) is written again as long as it holds; what is left out is printed.
+
     \b
       phalanx export runs/quickstart-1f3a9c04 --to hf exported/
     """
-    export_to(place, kind, step, out, dtype)
+    export_to(place, kind, step, out, dtype, max_seq_len or 0)
 
 
 def export_to(
-    place: Path, kind: str, step: int | None, out: Path, dtype: Literal["float32", "bfloat16"]
+    place: Path,
+    kind: str,
+    step: int | None,
+    out: Path,
+    dtype: Literal["float32", "bfloat16"],
+    max_seq_len: int = 0,
 ) -> None:
     """Exports a checkpoint; errors end the command with a message."""
+    notes: tuple[str, ...] = ()
     where = checkpoint_place(place, step)
     with explained(CheckpointError, RunDirectoryError):
         tier = DiskTier(where.root)
@@ -54,5 +73,20 @@ def export_to(
             run = RunDirectory(where.root.parent)
             spec = read_resolved(run)
             tokenizer = run.tokenizer if run.tokenizer.is_dir() else None
-            export_hf(tier, chosen, spec.model, out, dtype, tokenizer, max_seq_len=spec.train.seq_len)
+            published = run.published if run.published.is_dir() else None
+            # An imported model that was never trained has no sequence length of its own.
+            trained = published is None or run.record.exists()
+            notes = export_hf(
+                tier,
+                chosen,
+                spec.model,
+                out,
+                dtype,
+                tokenizer,
+                published_dir=published,
+                max_seq_len=max_seq_len,
+                trained_seq_len=spec.train.seq_len if trained else 0,
+            )
     click.echo(f"step {chosen} written to {out}")
+    for note in notes:
+        click.echo(f"  note: {note}")

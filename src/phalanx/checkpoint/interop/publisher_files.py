@@ -1,0 +1,185 @@
+"""The publisher's own small files of an imported model: kept with the run, and written out again by an export.
+
+A Hugging Face folder says more than its weights do: the longest context, the tokens that begin and end a text, the chat template,
+how to sample. An import copies all such files as they are into the run directory (``published/``), and a run that starts from it
+takes them over. An export then writes back what still holds, byte for byte: a tokenizer's files as long as the run has that
+tokenizer, the context length as long as positions are rotated in the same way. What no longer holds, or never concerned the
+weights, is left out, and a note says so.
+"""
+
+import fnmatch
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from phalanx.checkpoint.interop.huggingface_config import HuggingFaceError, spec_of
+from phalanx.checkpoint.interop.huggingface_files import CONFIG, GENERATION_CONFIG, read_json
+from phalanx.data.errors import TokenizerError
+from phalanx.data.tokenizer import Tokenizer, load_tokenizer, same_tokens
+from phalanx.model.facts.shape import resolve
+from phalanx.run.section_reader import JsonObject
+from phalanx.run.spec import ModelSpec
+
+_LARGEST_BYTES = 64 << 20
+"""A tokenizer of a quarter of a million tokens takes half of that; what is larger is data or weights."""
+_WEIGHTS = (
+    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.npz"),
+    "*.index.json",
+)
+_TEMPLATES = "additional_chat_templates"
+_OF_THE_TOKENIZER = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "spiece.model"),
+    *("tekken.json", "*.tiktoken", "chat_template*", f"{_TEMPLATES}/*"),
+)
+_TERMS = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_CONTEXT = "max_position_embeddings"
+# Fields of config.json that change nothing in what the model computes from its weights; written again as published.
+_BESIDE_THE_MODEL = (
+    *(
+        "transformers_version",
+        "use_cache",
+        "pretraining_tp",
+        "attention_dropout",
+        "max_window_layers",
+        "ep_size",
+    ),
+    *("output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux"),
+)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What an export takes over from the publisher."""
+
+    files: tuple[str, ...] = ()
+    """Names below the publisher's folder, to be copied as they are."""
+    config: Mapping[str, object] = field(default_factory=dict)
+    """Fields for ``config.json``."""
+    tokenizer: bool = False
+    """True if the tokenizer's files, and how text is generated, are among ``files``."""
+    notes: tuple[str, ...] = ()
+    """Sentences about what is left out or was decided otherwise."""
+
+
+def copy_publisher_files(source: Path, folder: Path) -> tuple[str, ...]:
+    """Copies the files of the model in ``source`` that are not weights to the new folder ``folder``; notes on what was left.
+
+    Hidden files are passed over. Raises ``OSError``.
+    """
+    notes = []
+    folder.mkdir()
+    for path in sorted(source.iterdir()):
+        if path.name.startswith(".") or _is_like(path.name, _WEIGHTS):
+            continue
+        if path.name == _TEMPLATES:
+            shutil.copytree(path, folder / path.name)
+        elif not path.is_file():
+            notes.append(f"left out: the folder {path.name}")
+        elif path.stat().st_size > _LARGEST_BYTES:
+            notes.append(f"left out: {path.name}, larger than {_LARGEST_BYTES >> 20} MiB")
+        else:
+            shutil.copyfile(path, folder / path.name)
+    return tuple(notes)
+
+
+def kept_by_export(
+    folder: Path | None, spec: ModelSpec, tokenizer: Tokenizer | None, max_seq_len: int, trained_seq_len: int
+) -> Kept:
+    """What an export of the resolved model ``spec`` takes over from the publisher's files in ``folder``.
+
+    ``tokenizer`` is the run's, ``None`` if it has none of its own. ``max_seq_len`` is the context that was asked for, 0 if none
+    was, and ``trained_seq_len`` the run's sequence length. Raises HuggingFaceError for damaged files.
+    """
+    published = _read_config(folder)
+    notes: list[str] = []
+    config = {key: published[key] for key in _BESIDE_THE_MODEL if key in published}
+    context, said = _context(published, spec, max_seq_len, trained_seq_len)
+    config |= {_CONTEXT: context} if context else {}
+    notes += [said] if said else []
+    if folder is None:
+        return Kept(config=config, notes=tuple(notes))
+    files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    of_the_tokenizer = [name for name in files if _is_like(name, (*_OF_THE_TOKENIZER, GENERATION_CONFIG))]
+    wanted = [name for name in files if _is_like(name, _TERMS)]
+    keeps = keeps_tokenizer(folder, tokenizer)
+    if keeps:
+        config |= {key: published[key] for key in _TOKENS if key in published}
+        wanted += of_the_tokenizer
+    elif of_the_tokenizer:
+        names = ", ".join(of_the_tokenizer)
+        notes.append(f"left out, since the run has another tokenizer than the published one: {names}")
+    left = [name for name in files if name not in {CONFIG, *wanted, *of_the_tokenizer}]
+    notes += [f"left out of what was published: {', '.join(left)}"] if left else []
+    return Kept(tuple(wanted), config, keeps, tuple(notes))
+
+
+def keeps_tokenizer(folder: Path, tokenizer: Tokenizer | None) -> bool:
+    """True if the run's tokenizer is still the one in ``folder``; a run without one has not replaced it."""
+    if tokenizer is None:
+        return True
+    try:
+        return same_tokens(tokenizer, load_tokenizer(folder))
+    except TokenizerError:
+        return False
+
+
+def copy_kept(kept: Kept, folder: Path, out: Path) -> None:
+    """Copies the files of ``kept`` from the publisher's folder to ``out``. Raises ``OSError``."""
+    for name in kept.files:
+        (out / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(folder / name, out / name)
+
+
+def note_lost_fields(folder: Path | None, written: Mapping[str, object]) -> tuple[str, ...]:
+    """A note on the fields of the published ``config.json`` that the one ``written`` does not have."""
+    published = _read_config(folder)
+    lost = [key for key in published if key not in written and not key.startswith("_")]
+    notes = [f"left out of {CONFIG}: {', '.join(sorted(lost))}"] if lost else []
+    was = published.get("model_type")
+    if was not in (None, written["model_type"]):
+        notes.append(f"model_type {was!r} is written as {written['model_type']!r}, which computes the same")
+    return tuple(notes)
+
+
+def _read_config(folder: Path | None) -> JsonObject:
+    return read_json(folder / CONFIG) if folder is not None and (folder / CONFIG).exists() else {}
+
+
+def _context(
+    published: JsonObject, spec: ModelSpec, max_seq_len: int, trained_seq_len: int
+) -> tuple[int, str]:
+    """The longest context to write, 0 to leave it to the model, and a note on the choice where there was one."""
+    if max_seq_len:
+        return max_seq_len, ""
+    said = published.get(_CONTEXT)
+    if isinstance(said, int) and said > 0:
+        if _rotates_alike(published, spec):
+            return max(said, trained_seq_len), ""
+        why = f"the rotary embedding is not that of the published model, whose context was {said}"
+    else:
+        why = "nothing was published"
+    if not trained_seq_len:
+        return 0, ""
+    return trained_seq_len, (
+        f"{_CONTEXT} = {trained_seq_len}, the run's train.seq_len, since {why}; --max-seq-len sets another"
+    )
+
+
+def _rotates_alike(published: JsonObject, spec: ModelSpec) -> bool:
+    try:
+        theirs = spec_of(published)
+    except HuggingFaceError:
+        return False
+    ours = resolve(spec)
+    fields: Iterable[Callable[[ModelSpec], object]] = (
+        lambda model: model.rope_theta,
+        lambda model: model.rope_scaling,
+        lambda model: model.mla.rope_head_dim if model.mla is not None else model.head_dim,
+    )
+    return all(field(ours) == field(theirs) for field in fields)
+
+
+def _is_like(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
