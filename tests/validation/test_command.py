@@ -37,7 +37,11 @@ def test_a_table_of_runs_is_validated_row_by_row(tmp_path: Path) -> None:
     assert found["families"]
 
 
-def test_the_table_of_any_file_in_the_published_format_says_why_a_row_is_left_out(tmp_path: Path) -> None:
+def test_the_table_of_any_file_in_the_published_format_says_why_a_row_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A row that is left out needs no factors, which are fitted on the whole published table.
+    monkeypatch.setattr("validation.compare.read_published", lambda: ())
     head = TABLE.read_text().splitlines()[0]
     table = tmp_path / "runs.csv"
     table.write_text(f"{head}\nonly,a,name\n")

@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.model.facts.optimizer_state import state_bytes_by_name
-from phalanx.model.facts.shape import block_parts, parameters, score_widths
+from phalanx.model.facts.shape import block_parts, numbered_parameters, parameters, score_widths
 from phalanx.run.spec import ModelSpec, OptimizerSpec
 
 
@@ -69,12 +69,12 @@ def fleet_state_bytes(spec: ModelSpec, optimizer: OptimizerSpec, compute_bytes: 
 def count(spec: ModelSpec, seq_len: int) -> Counts:
     """Counts of a resolved model (see ``phalanx.model.facts.shape.resolve``) at ``seq_len`` tokens."""
     total = embedding = active = experts = matmul = 0
-    for parameter in parameters(spec):
-        total += parameter.numel
-        active += 0 if parameter.section == "ahead" else parameter.met
+    for parameter, number in numbered_parameters(spec):
+        total += number * parameter.numel
+        active += 0 if parameter.section == "ahead" else number * parameter.met
         embedding += parameter.numel if parameter.kind == "embedding" else 0
-        experts += parameter.numel if parameter.stacked else 0
-        matmul += parameter.met * parameter.products
+        experts += number * parameter.numel if parameter.stacked else 0
+        matmul += number * parameter.met * parameter.products
     full = (spec.layers + spec.mtp_depth) * _attention_flops(spec, seq_len)
     return Counts(
         parameters=total,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -93,16 +94,35 @@ def parameters(spec: ModelSpec) -> Iterator[Parameter]:
 
     Raises ``FactoryError`` for a user's own model, whose parameters are known only once it is built.
     """
+    _refuse_custom(spec)
+    head, *rest = outside_blocks(spec)
+    yield head
+    # Layers of a kind differ by name alone: each kind is derived once.
+    kinds = {kind: _block(spec, mixture=kind) for kind in {*_mixtures(spec)}}
+    for layer, kind in enumerate(_mixtures(spec)):
+        yield from _block_at(f"blocks.{layer}", layer, kinds[kind])
+    yield from rest
+
+
+def numbered_parameters(spec: ModelSpec) -> Iterator[tuple[Parameter, int]]:
+    """The parameters of ``parameters``, those of blocks of one kind listed once; and how many there are of each."""
+    _refuse_custom(spec)
+    yield from ((part, 1) for part in outside_blocks(spec))
+    for kind, blocks in Counter(_mixtures(spec)).items():
+        yield from ((part, blocks) for part in block_parts(spec, "blocks", 0, mixture=kind))
+
+
+def _mixtures(spec: ModelSpec) -> list[bool]:
+    """For each layer, True if it is a mixture of experts."""
+    return [is_mixture(spec, layer) for layer in range(spec.layers)]
+
+
+def _refuse_custom(spec: ModelSpec) -> None:
     if spec.factory:
         raise FactoryError(
             f"{spec.factory} is a model of your own: its parameters and operations are known only to training, which builds "
             "it; plans, `phalanx show` and exports to other software are for the transformer that [model] describes"
         )
-    head, *rest = outside_blocks(spec)
-    yield head
-    for layer in range(spec.layers):
-        yield from block_parts(spec, f"blocks.{layer}", layer, mixture=is_mixture(spec, layer))
-    yield from rest
 
 
 def outside_blocks(spec: ModelSpec) -> Iterator[Parameter]:
@@ -145,15 +165,26 @@ def buffers(spec: ModelSpec) -> Iterator[Parameter]:
 
 def block_parts(spec: ModelSpec, name: str, layer: int, *, mixture: bool) -> Iterator[Parameter]:
     """The parameters of block ``name``, with a mixture of experts or a dense feed-forward layer."""
-    parts = (
+    return _block_at(name, layer, _block(spec, mixture=mixture))
+
+
+def _block(spec: ModelSpec, *, mixture: bool) -> tuple[Parameter, ...]:
+    """The parameters of a block, named within it."""
+    return (
         *_at("attention_norm", _norm(spec.dim)),
         *_at("attention", _attention(spec) if spec.mla is None else _latent_attention(spec, spec.mla)),
         *_at("ffn_norm", _norm(spec.dim)),
         *_at("ffn", _mixture(spec, spec.moe) if mixture and spec.moe else _feed_forward(spec, spec.ffn_dim)),
     )
-    for part in _at(name, parts, layer=layer):
+
+
+def _block_at(name: str, layer: int, parts: Iterable[Parameter]) -> Iterator[Parameter]:
+    """``parts`` as those of block ``name``, which is layer ``layer``."""
+    for part in parts:
+        path = f"{name}.{part.name}"
         # FSDP gathers experts apart from the rest of their block.
-        yield dataclasses.replace(part, unit=part.name.rpartition(".")[0] if part.stacked else name)
+        unit = path.rpartition(".")[0] if part.stacked else name
+        yield dataclasses.replace(part, name=path, layer=layer, unit=unit)
 
 
 def _attention(spec: ModelSpec) -> Iterator[Parameter]:
@@ -226,9 +257,7 @@ def _norm(dim: int) -> Iterator[Parameter]:
     yield Parameter("weight", (dim,), "norm")
 
 
-def _at(
-    name: str, parts: Iterable[Parameter], *, section: Section = "block", layer: int = 0
-) -> Iterator[Parameter]:
+def _at(name: str, parts: Iterable[Parameter], *, section: Section = "block") -> Iterator[Parameter]:
     """``parts`` under the module ``name``."""
     for part in parts:
-        yield dataclasses.replace(part, name=f"{name}.{part.name}", section=section, layer=layer)
+        yield dataclasses.replace(part, name=f"{name}.{part.name}", section=section)
