@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from forked_workers import Forked, Zygote
 from phalanx.checkpoint.snapshot.client import push
 from phalanx.checkpoint.snapshot.segments import SnapshotKey, SnapshotMemory
 from phalanx.checkpoint.snapshot.server import SnapshotServer
@@ -50,7 +51,9 @@ PROGRAM = ("-m", "phalanx.fleet.node.worker")
 class Node:
     """One worker, the memory for its snapshots, and what it has said."""
 
-    def __init__(self, spec: RunSpec, number: int, program: tuple[str, ...] = PROGRAM) -> None:
+    process: subprocess.Popen[bytes] | Forked
+
+    def __init__(self, spec: RunSpec, number: int, program: tuple[str, ...] | Zygote = PROGRAM) -> None:
         self.number, self.spec, self.program = number, spec, program
         self.run_dir = Path(spec.run_dir)
         self.token = run_token(self.run_dir)
@@ -66,18 +69,21 @@ class Node:
         """A fresh worker."""
         ours, theirs = socket.socketpair()
         segments = [segment.descriptor for segment in self.memory.worker_segments(0)]
-        log = (self.run_dir / "logs" / f"worker-{self.number}.log").open("ab")
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, *self.program, "--link", str(theirs.fileno())),
-                *("--segments", *map(str, segments), "--run-dir", str(self.run_dir), "--worker", "0"),
-            ],
-            pass_fds=[theirs.fileno(), *segments],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        theirs.close()
+        arguments = ["--run-dir", str(self.run_dir), "--worker", "0", "--node", f"node-{self.number}"]
+        with (self.run_dir / "logs" / f"worker-{self.number}.log").open("ab") as log, theirs:
+            if isinstance(self.program, Zygote):
+                self.process = self.program.fork(arguments, [log.fileno(), theirs.fileno(), *segments])
+            else:
+                self.process = subprocess.Popen(
+                    [
+                        *(sys.executable, *self.program, "--link", str(theirs.fileno())),
+                        *("--segments", *map(str, segments), *arguments),
+                    ],
+                    pass_fds=[theirs.fileno(), *segments],
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                )
         self.pids.append(self.process.pid)
         self._link = ours
         threading.Thread(target=self._read, args=(ours,), daemon=True).start()
@@ -135,7 +141,7 @@ class Node:
 class Driver:
     """The least that a coordinator does: binds, parks, and finds the step to go back to."""
 
-    def __init__(self, spec: RunSpec, nodes: int, program: tuple[str, ...] = PROGRAM) -> None:
+    def __init__(self, spec: RunSpec, nodes: int, program: tuple[str, ...] | Zygote = PROGRAM) -> None:
         self.spec = spec
         run = open_run(spec, read_index(Path(spec.data.path)).fingerprint, Path(spec.data.path))
         os.close(run.lock_fd)

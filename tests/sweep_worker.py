@@ -1,25 +1,17 @@
-"""Real workers that break right before a collective of a test's choice, and the process that they are forked from.
+"""Real workers that break right before a collective of a test's choice.
 
-A sweep over all collectives of a step needs hundreds of workers. Importing PyTorch takes seconds, so one process does it
-once and then forks a worker whenever it is asked to: ``phalanx.fleet.node.worker`` itself, in which a dispatch mode counts the
-operations that talk to other ranks. Which of them is to break is written in the run directory; each break
-happens once in a run, so a step that is computed again after it does not break again.
-
-``python sweep_worker.py FD`` serves the socket FD: for each request (the worker's arguments as JSON, with its descriptors
-beside it: its log, its link, its two segments) it answers with the process id of a new worker.
+They are ``phalanx.fleet.node.worker`` itself, in which a dispatch mode counts the operations that talk to other ranks. Which of
+them is to break is written in the run directory; each break happens once in a run, so a step that is computed again after it
+does not break again. A sweep over all collectives of a step needs hundreds of workers: they are forked (``forked_workers``).
 """
 
 from __future__ import annotations
 
-import faulthandler
 import inspect
 import json
 import os
 import signal
-import socket
-import subprocess
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -43,8 +35,6 @@ from phalanx.train.step.step import Stepper
 
 START, END = "start", "end"
 """Collectives before the first step of an epoch, and after the last step of the run."""
-DESCRIPTORS = 4
-_LOG, _LINK = 0, 1
 
 _SILENT = ("wait_tensor", "_wrap_tensor_autograd")
 """Operations that say nothing to other ranks."""
@@ -202,61 +192,7 @@ class SweptWorker(worker.Worker):
             Stepper.run, loop._finished = run, finished  # type: ignore[method-assign]
 
 
-class Zygote:
-    """The process that workers are forked from, as the test sees it."""
-
-    def __init__(self) -> None:
-        self._control, theirs = socket.socketpair()
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        theirs.close()
-
-    def fork(self, arguments: list[str], descriptors: list[int]) -> int:
-        """The process id of a new worker with ``arguments``; ``descriptors``: its log, its link, its segments."""
-        socket.send_fds(self._control, [json.dumps(arguments).encode()], descriptors)
-        return int(self._control.recv(64))
-
-    def close(self) -> None:
-        """Ends it, and with it whatever it has forked."""
-        self._control.close()
-        self._process.kill()
-        self._process.wait()
-
-
-def _serve(control: socket.socket) -> None:
-    """Forks workers until the test has ended."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a worker ended
-    while True:
-        request, descriptors, _, _ = socket.recv_fds(control, 1 << 16, DESCRIPTORS)
-        if not request:
-            return
-        pid = os.fork()
-        if pid == 0:
-            _become_worker(control, json.loads(request), descriptors)
-        for descriptor in descriptors:
-            os.close(descriptor)
-        control.sendall(str(pid).encode())
-
-
-def _become_worker(control: socket.socket, arguments: list[str], descriptors: list[int]) -> None:
-    """Does in a forked process what ``python -m phalanx.fleet.node.worker`` does in a new one."""
-    try:
-        control.close()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for stream in (1, 2):
-            os.dup2(descriptors[_LOG], stream)
-        faulthandler.register(signal.SIGUSR1)  # a test that waits in vain wants to know where it hangs
-        segments = map(str, descriptors[_LINK + 1 :])
-        sys.argv = ["worker", "--link", str(descriptors[_LINK]), "--segments", *segments, *arguments]
-        worker.Worker = SweptWorker  # type: ignore[misc]
-        worker.main()
-    except BaseException:
-        traceback.print_exc()
-    os._exit(1)
-
-
-if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+def main() -> None:
+    """As the worker's own ``main``, with epochs that break."""
+    worker.Worker = SweptWorker  # type: ignore[misc]
+    worker.main()

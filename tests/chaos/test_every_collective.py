@@ -10,14 +10,10 @@ the hash of the weights.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
-import os
 import queue
-import select
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -28,6 +24,7 @@ import pytest
 
 import driven_workers
 from driven_workers import PATIENCE_S, Driver, Node
+from forked_workers import Zygote
 from phalanx.fleet.node.worker_link import (
     EpochBroken,
     JoinedEpoch,
@@ -41,7 +38,7 @@ from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Step
 from phalanx.observe.recoveries import recoveries
 from phalanx.run.spec import CheckpointSpec, EvalSpec, ObserveSpec, ParallelSpec, RunSpec
-from sweep_worker import END, START, Break, Zygote, committed, seen_collectives, step_place, write_breaks
+from sweep_worker import END, START, Break, committed, seen_collectives, step_place, write_breaks
 from tiny_runs import make_dataset, tiny_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -59,43 +56,12 @@ class Gone:
     """Said for a worker that has died."""
 
 
-class Forked:
-    """A forked worker, with what ``Node`` wants of a process."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid, self._handle = pid, os.pidfd_open(pid)
-
-    def send_signal(self, number: int) -> None:
-        """Sends it a signal; a process that has ended does not mind."""
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._handle, number)
-
-    def kill(self) -> None:
-        """SIGKILL."""
-        self.send_signal(signal.SIGKILL)
-
-    def wait(self) -> None:
-        """Until it has ended."""
-        select.select([self._handle], [], [])
-
-
 class SweptNode(Node):
-    """A node whose worker is forked from a ``Zygote``, and may break at any moment."""
+    """A node whose worker may break at any moment."""
 
-    def __init__(self, zygote: Zygote, spec: RunSpec, number: int, _program: tuple[str, ...]) -> None:
-        self._zygote, self.stuck = zygote, 0
-        super().__init__(spec, number)
-
-    def start(self) -> None:
-        ours, theirs = socket.socketpair()
-        segments = [segment.descriptor for segment in self.memory.worker_segments(0)]
-        with (self.run_dir / "logs" / f"worker-{self.number}.log").open("ab") as log, theirs:
-            arguments = ["--run-dir", str(self.run_dir), "--worker", "0", "--node", f"node-{self.number}"]
-            pid = self._zygote.fork(arguments, [log.fileno(), theirs.fileno(), *segments])
-        self.process = Forked(pid)  # type: ignore[assignment]
-        self.pids.append(pid)
-        self._link = ours
-        threading.Thread(target=self._read, args=(ours,), daemon=True).start()
+    def __init__(self, spec: RunSpec, number: int, program: tuple[str, ...] | Zygote) -> None:
+        self.stuck = 0
+        super().__init__(spec, number, program)
 
     def tell(self, said: Any) -> None:
         """As ever; the dead do not listen."""
@@ -130,9 +96,9 @@ class SweptNode(Node):
 class Sweep(Driver):
     """Lives through all breaks of a run."""
 
-    def __init__(self, spec: RunSpec, nodes: int, breaks: list[Break]) -> None:
+    def __init__(self, spec: RunSpec, nodes: int, zygote: Zygote, breaks: list[Break]) -> None:
         write_breaks(Path(spec.run_dir), breaks)
-        super().__init__(spec, nodes)
+        super().__init__(spec, nodes, zygote)
 
     def live(self, ranks: int) -> str:
         """Binds anew after each break, until the run has ended; the hash at the end."""
@@ -209,13 +175,14 @@ class Fleet:
     spec: RunSpec
     ranks: int
     folder: Path
+    zygote: Zygote
 
     def run(self, name: str, steps: int, breaks: list[Break]) -> Outcome:
         """Trains for ``steps`` through ``breaks``."""
         run_dir = self.folder / name
         train = dataclasses.replace(self.spec.train, steps=steps)
         spec = dataclasses.replace(self.spec, train=train, run_dir=str(run_dir))
-        sweep = Sweep(spec, self.ranks + 1, breaks)
+        sweep = Sweep(spec, self.ranks + 1, self.zygote, breaks)
         try:
             found = sweep.live(self.ranks)
             return Outcome(found, run_dir, sum(node.stuck for node in sweep.nodes))
@@ -235,7 +202,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def zygote() -> Iterator[Zygote]:
-    made = Zygote()
+    made = Zygote("sweep_worker")
     yield made
     made.close()
 
@@ -244,7 +211,7 @@ def zygote() -> Iterator[Zygote]:
 def make_fleet(
     dataset: Path, zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[ParallelSpec, int], Fleet]:
-    monkeypatch.setattr(driven_workers, "Node", functools.partial(SweptNode, zygote))
+    monkeypatch.setattr(driven_workers, "Node", SweptNode)
 
     def make(parallel: ParallelSpec, ranks: int) -> Fleet:
         spec = tiny_run(dataset, tmp_path / "none")
@@ -259,7 +226,7 @@ def make_fleet(
             observe=ObserveSpec(log_every_steps=1, memory_at_step=0),
             checkpoint=CheckpointSpec(every_steps=3, keep_last=2),
         )
-        return Fleet(spec, ranks, tmp_path)
+        return Fleet(spec, ranks, tmp_path, zygote)
 
     return make
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from driven_workers import PATIENCE_S, PROGRAM, Driver, Node
+from forked_workers import Zygote
 from phalanx.fleet.node.worker_link import (
     CheckpointCommitted,
     Doubted,
@@ -43,15 +44,23 @@ def undisturbed(dataset: Path, tmp_path_factory: pytest.TempPathFactory, ranks: 
     return str(result["weights_sha256"])
 
 
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    made = Zygote()
+    yield made
+    made.close()
+
+
 @pytest.fixture
-def make_driver(dataset: Path, tmp_path: Path) -> Iterator[Any]:
+def make_driver(dataset: Path, zygote: Zygote, tmp_path: Path) -> Iterator[Any]:
+    """Workers in processes of their own, forked where ``program`` does not say how they are started."""
     made: list[Driver] = []
 
     def make(
         nodes: int,
         fleet: FleetSpec | None = None,
         every_steps: int | None = None,
-        program: tuple[str, ...] = PROGRAM,
+        program: tuple[str, ...] | Zygote = zygote,
         **parallel: Any,
     ) -> Driver:
         spec: RunSpec = tiny_run(dataset, tmp_path / "run", steps=STEPS)
