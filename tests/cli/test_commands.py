@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,17 @@ def test_more_ranks_than_slots_is_a_mistake_that_says_so(folder: Path) -> None:
     done = run(["train", "tiny.toml", "--ranks", "9"], folder)
     assert done.returncode == 1
     assert "9 data-parallel ranks for 8 slots" in done.stderr
+
+
+def test_what_keeps_ranks_from_training_is_told_before_any_is_started(folder: Path, result: Result) -> None:
+    other_model = ["--set", f"checkpoint.init_from={result['run_dir']}", "--set", "model.layers=3"]
+    no_sink = ["--set", 'observe.sinks=["mlflow"]'] if find_spec("mlflow") is None else []
+    done = run(["train", "tiny.toml", *other_model, *no_sink, "--set", "train.seq_len=1000000"], folder)
+    assert done.returncode == 1
+    assert "train.seq_len" in done.stderr
+    assert "blocks.2.attention.query.weight is missing" in done.stderr
+    assert not no_sink or "pip install mlflow" in done.stderr
+    assert "rank" not in done.stdout
 
 
 def test_data_that_is_not_there_is_named_with_the_command_that_makes_it(folder: Path) -> None:

@@ -203,3 +203,9 @@ def test_what_goes_with_a_model_is_refused_with_a_run_file() -> None:
     result = plan(str(CONFIGS / "quickstart.toml"), "--cluster", "h100:8", "--batch", "3")
     assert result.exit_code == 2
     assert "--batch and --seq-len go with --model" in result.output
+
+
+def test_a_field_set_beside_a_model_that_is_only_named_is_refused() -> None:
+    refused = plan(*SMALL, "--set", "model.layers=1")
+    assert refused.exit_code == 2
+    assert 'preset = "llama3-8b"' in refused.output

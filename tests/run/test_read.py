@@ -285,3 +285,48 @@ def test_another_data_path_leaves_the_corpus_of_the_file_behind(tmp_path: Path) 
     assert read_run(file, {}).data.corpus == ("python-stdlib",)
     assert read_run(file, {}, ["data.path=notes"]).data.corpus == ()
     assert read_run(file, {}, ["data.path=notes", 'data.corpus=["x.txt"]']).data.corpus == ("x.txt",)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["x = " + "[" * 5000 + "]" * 5000, "x = " + "9" * 5000, "[train"],
+    ids=["deep nesting", "a number of 5,000 digits", "no TOML"],
+)
+def test_a_file_that_cannot_be_parsed_is_a_problem_of_the_file(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    with pytest.raises(RunFileError, match="not valid TOML"):
+        read_run(file, {})
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_bytes(b"\xef\xbb\xbfname = 'marked'\n")
+    assert read_run(file, {}).name == "marked"
+
+
+def test_of_very_many_mistakes_the_first_hundred_are_told(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("".join(f"unknown{number} = 1\n" for number in range(20_000)))
+    with pytest.raises(RunFileError) as found:
+        read_run(file, {})
+    assert len(found.value.problems) == 101
+
+
+@pytest.mark.parametrize("name", ["../../x", "a/b", "..", "", "x" * 200, "a\nb"])
+def test_a_name_that_is_no_folders_name_is_refused(name: str) -> None:
+    spec, problems = spec_from_table({"name": name}, {})
+    assert spec is None
+    assert [problem.path for problem in problems] == ["name"]
+
+
+def test_a_lease_shorter_than_two_heartbeats_is_refused() -> None:
+    spec, problems = spec_from_table({"fleet": {"heartbeat_s": 100, "lease_s": 1}}, {})
+    assert spec is None
+    assert [problem.path for problem in problems] == ["fleet.lease_s"]
+    assert "at least 200" in problems[0].remedy
+
+
+def test_a_model_too_deep_to_be_listed_is_refused_at_once() -> None:
+    _, problems = spec_from_table({"model": {"layers": 10**9}}, {})
+    assert [problem.path for problem in problems] == ["model.layers"]

@@ -11,13 +11,41 @@ from collections.abc import Iterator
 from phalanx.run.factory import is_factory_name
 from phalanx.run.layout import divisors_near, layout_problems
 from phalanx.run.problems import Problem
-from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, RopeScalingSpec, RunSpec, TrainSpec
+from phalanx.run.spec import FleetSpec, MlaSpec, ModelSpec, MoeSpec, RopeScalingSpec, RunSpec, TrainSpec
 
 
 def check(spec: RunSpec) -> list[Problem]:
     """All combinations of fields in ``spec`` that are impossible, each with the fields concerned."""
     model = _custom_model(spec) if spec.model.factory else _model(spec.model)
-    return [*model, *_train(spec.train), *layout_problems(spec, spec.parallel.ranks)]
+    fleet = _fleet(spec.fleet)
+    return [
+        *_name(spec.name),
+        *model,
+        *_train(spec.train),
+        *fleet,
+        *layout_problems(spec, spec.parallel.ranks),
+    ]
+
+
+def _name(name: str) -> Iterator[Problem]:
+    """The run directory is named after the run, below ``runs/``."""
+    if name in ("", ".", "..") or "/" in name or not name.isprintable() or len(name) > 100:
+        yield Problem(
+            "name",
+            f"{name[:100]!r} cannot be the name of a folder",
+            "up to 100 characters, without slashes; for a run directory elsewhere, set run_dir",
+        )
+
+
+def _fleet(fleet: FleetSpec) -> Iterator[Problem]:
+    """A lease must outlast one heartbeat that is lost, or every node would be declared lost again and again."""
+    if fleet.lease_s < 2 * fleet.heartbeat_s:
+        yield Problem(
+            "fleet.lease_s",
+            f"{fleet.lease_s:g} s without a heartbeat, which comes every {fleet.heartbeat_s:g} s, would end a healthy node",
+            f"at least {2 * fleet.heartbeat_s:g}, or a smaller fleet.heartbeat_s",
+            ("fleet.heartbeat_s",),
+        )
 
 
 def _custom_model(spec: RunSpec) -> Iterator[Problem]:

@@ -24,7 +24,8 @@ def read_run(path: Path, presets: Mapping[str, ModelSpec], overrides: Sequence[s
     Raises ``RunFileError`` with every problem found.
     """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        # Editors on Windows begin UTF-8 with a byte order mark.
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise RunFileError(
             path, [Problem("", f"there is no file {path}", "give the path of a run file")]
@@ -36,7 +37,10 @@ def read_run(path: Path, presets: Mapping[str, ModelSpec], overrides: Sequence[s
     except OSError as error:
         found = f"cannot be read: {error.strerror}"
         raise RunFileError(path, [Problem("", found, "give the path of a file that you may read")]) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # besides its own errors, a number of thousands of digits; deep nesting
         raise RunFileError(path, [Problem("", f"not valid TOML: {error}", "see https://toml.io")]) from None
     problems: list[Problem] = []
     for override in overrides:
@@ -113,7 +117,7 @@ def _parse_value(text: str) -> object:
     """A value as TOML writes it; what TOML cannot read is a bare string, so that quotes may be left out."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 

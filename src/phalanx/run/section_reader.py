@@ -27,6 +27,8 @@ JsonObject: TypeAlias = dict[str, Any]
 """A JSON object, or a table of TOML, as plain Python values; whoever reads a field knows its type."""
 _Section = TypeVar("_Section")
 _INVALID = object()
+_MOST_PROBLEMS = 100
+"""Mistakes after which no more are looked for; each costs a search for the nearest name, and nobody reads so many."""
 _SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str: 'a string in "quotes"'}
 
 
@@ -80,6 +82,9 @@ def read_section(
     values: dict[str, object] = {}
     for key, raw in table.items():
         where = f"{path}.{key}" if path else key
+        if len(problems) >= _MOST_PROBLEMS:
+            problems.append(Problem(where, "is not looked at, after so many mistakes", "mend those before"))
+            break
         if key not in known:
             problems.append(unknown_field(where, key, known))
             continue

@@ -104,7 +104,7 @@ class ModelSpec:
     layers, dim, vocab_size and tie_embeddings; empty means the transformer that this section describes."""
     factory_sha256: str = ""
     """Digest of that model's source; filled in when the run is first started, so that other source is another run."""
-    layers: Annotated[int, POSITIVE] = 4
+    layers: Annotated[int, ValueRange(at_least=1, at_most=4096)] = 4
     """Number of transformer blocks."""
     dim: Annotated[int, POSITIVE] = 256
     """Width of the residual stream."""
@@ -138,7 +138,7 @@ class ModelSpec:
     """Multi-head latent attention instead of grouped-query attention; absent means the latter."""
     moe: MoeSpec | None = None
     """Mixture of experts in the feed-forward layers; absent means a dense model."""
-    mtp_depth: Annotated[int, NOT_NEGATIVE] = 0
+    mtp_depth: Annotated[int, ValueRange(at_least=0, at_most=64)] = 0
     """Multi-token prediction: extra layers that each predict one token further ahead (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
     mtp_loss: Annotated[float, NOT_NEGATIVE] = 0.3
     """Weight of the mean loss of those extra predictions."""

@@ -119,7 +119,7 @@ def test_the_panel_shows_what_one_asks_about_a_run() -> None:
         "7.000 bits/byte (xz -9: 2.300)",
         "step 10, 1.00 MiB",
         "4 ranks",
-        "grad_norm was not finite at step 15",
+        "step 15 is not finite",
         "left",
     ):
         assert fact in shown
@@ -173,10 +173,13 @@ def test_between_other_events_a_step_is_shown_every_so_many_seconds(every_s: int
             CheckpointFailed(3, "ckpt/3", "disk full"),
             "error: checkpoint of step 3 failed (ckpt/3): disk full",
         ),
-        (NonFinite(3, "loss", skipped=False), "warning: loss was not finite at step 3: step kept"),
+        (NonFinite(3, "loss", skipped=False), "warning: step 3 is not finite, the run ends before it: loss"),
         (RanksChanged(3, 5, "node07 came back"), "5 ranks from step 4 on: node07 came back"),
         (Stopped(3, "SIGTERM"), "warning: stopped after step 3: SIGTERM"),
-        (Finished({"loss": 1.25, "run_dir": "runs/x"}), "finished  loss=1.25 run_dir=runs/x"),
+        (
+            Finished({"loss": 1.25, "held_out_loss": None, "run_dir": "runs/x", "layout": {"tensor": 2}}),
+            "finished  loss=1.25 run_dir=runs/x",
+        ),
         (Torn(7, "{"), "line 7 of the event file is torn: its writer was killed"),
         (Unknown("Levitated", {}), "an event of a kind this version does not know: Levitated"),
     ],

@@ -183,6 +183,12 @@ def _spec(
     from phalanx.run.read import read_run
 
     if model is not None:
+        if overrides := list(overrides):
+            raise click.UsageError(
+                f"--set {overrides[0]}: of a model by its name there is no run file to override; set --batch and --seq-len, "
+                "figures of the cluster (cluster.NAME=VALUE), or write a run file with [model] preset = "
+                f'"{model}"'
+            )
         return run_of_model(model, seq_len, batch)
     assert run_file is not None, "one of the two is given"
     return read_run(run_file, PRESETS, tuple(overrides))

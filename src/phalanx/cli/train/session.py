@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -34,7 +35,9 @@ class FleetStory:
     """The faults, recoveries and ledger of a fleet during this start; its fields are added to the result's JSON."""
 
     faults: tuple[str, ...]
-    """The faults that were asked for."""
+    """The faults that happened, of those that were asked for."""
+    faults_missed: tuple[str, ...]
+    """Those whose moment did not come: the rank or node was not there in that step."""
     recoveries: tuple[Recovery, ...]
     ledger: dict[str, float]
     """Seconds by ledger bucket, over all epochs."""
@@ -95,10 +98,12 @@ def already_done(spec: RunSpec, run_file: Path, done: RunResult, console: Consol
 
 def conclude(run: OpenRun, ending: Ending, console: Console, as_json: bool, story: FleetStory | None) -> int:
     """Reports how a run ended, with the fleet's ``story`` if it had one; returns the exit code."""
+    for fault in story.faults_missed if story else ():
+        console.print(f"[yellow]did not happen[/]: {fault}: its moment did not come")
     if ending.status == "finished":
         _report(run.directory, run.spec, console, as_json, story)
         return 0
-    again = shlex.join(["phalanx", *sys.argv[1:]])
+    again = shlex.join([*_program(), *sys.argv[1:]])
     if ending.status == "stopped":
         console.print(f"[yellow]stopped[/]; to go on: {again}")
         return ending.exit_code
@@ -107,6 +112,17 @@ def conclude(run: OpenRun, ending: Ending, console: Console, as_json: bool, stor
     if run.directory.committed_steps():
         click.echo(f"To go on from the newest checkpoint: {again}", err=True)
     return 1
+
+
+def _program() -> list[str]:
+    """The words with which this program was started, as the user would write them again."""
+    started = Path(sys.argv[0])
+    if started.name == "__main__.py":
+        return [sys.executable, "-m", "phalanx"]
+    found = shutil.which("phalanx")
+    if found is not None and started.exists() and os.path.samefile(found, started):
+        return ["phalanx"]
+    return [str(started)]
 
 
 def _report(

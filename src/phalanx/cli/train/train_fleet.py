@@ -20,7 +20,7 @@ from phalanx.cli.train.session import (
 )
 from phalanx.data.errors import DataError
 from phalanx.fleet.faults.fault import FaultError
-from phalanx.fleet.faults.fault_list import FleetShape, read_faults
+from phalanx.fleet.faults.fault_list import FleetShape, fault_marker, read_faults
 from phalanx.fleet.node.local_fleet import Lead, LocalFleet, run_fleet
 from phalanx.observe.event_log import read_events
 from phalanx.observe.goodput import goodput
@@ -92,4 +92,7 @@ def _story(run: OpenRun, faults: tuple[str, ...]) -> FleetStory:
     events = [event for event in read_events(run.directory.events) if event.attempt >= run.attempt]
     account = goodput(events)
     ledger_s = {bucket: ns / NS_PER_S for bucket, ns in account.buckets_ns.items()}
-    return FleetStory(faults, tuple(recoveries(events, run.attempt)), ledger_s)
+    marked = {number for number in range(len(faults)) if fault_marker(run.directory.path, number).exists()}
+    happened = tuple(fault for number, fault in enumerate(faults) if number in marked)
+    missed = tuple(fault for number, fault in enumerate(faults) if number not in marked)
+    return FleetStory(happened, missed, tuple(recoveries(events, run.attempt)), ledger_s)

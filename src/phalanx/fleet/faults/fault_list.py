@@ -103,6 +103,11 @@ class _Draw:
         return values[self.below(len(values))]
 
 
+def fault_marker(run_dir: Path, number: int) -> Path:
+    """The file that is made when fault ``number`` of a run happens."""
+    return run_dir / "faults" / str(number)
+
+
 def read_faults(arguments: Iterable[str], fleet: FleetShape) -> tuple[Fault, ...]:
     """The faults of all ``--fault`` arguments: a fault, ``random:SEED:COUNT``, or a file with one fault a line.
 

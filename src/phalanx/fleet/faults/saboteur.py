@@ -35,6 +35,7 @@ from phalanx.fleet.faults.fault import (
     Slow,
     parse_fault,
 )
+from phalanx.fleet.faults.fault_list import fault_marker
 from phalanx.observe.ledger import Bucket
 from phalanx.parallel.reduction.data_parallel import local
 from phalanx.parallel.reduction.witness import Witness, attach
@@ -142,9 +143,9 @@ class Saboteur:
     def _first(self, number: int) -> bool:
         """True if no worker has injected this fault yet; marks it as injected."""
         with suppress(FileExistsError):
-            folder = self.here.run_dir / "faults"
-            folder.mkdir(exist_ok=True)
-            (folder / f"{number}").touch(exist_ok=False)
+            marker = fault_marker(self.here.run_dir, number)
+            marker.parent.mkdir(exist_ok=True)
+            marker.touch(exist_ok=False)
             return True
         return False
 

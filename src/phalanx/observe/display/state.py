@@ -176,8 +176,8 @@ def _note(event: Event) -> Note | None:
         case CheckpointFailed(step=step, path=path, reason=reason):
             return Note(event.t, "error", f"checkpoint of step {step:,} failed ({path}): {reason}")
         case NonFinite(step=step, what=what, skipped=skipped):
-            outcome = "step skipped" if skipped else "step kept"
-            return Note(event.t, "warning", f"{what} was not finite at step {step:,}: {outcome}")
+            outcome = "skipped" if skipped else "the run ends before it"
+            return Note(event.t, "warning", f"step {step:,} is not finite, {outcome}: {what}")
         case Message(level=level, text=text):
             return Note(event.t, level, text)
         case EpochLeft(text=text):

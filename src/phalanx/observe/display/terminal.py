@@ -187,10 +187,16 @@ def _facts(state: State) -> RenderableType:
 
 def _result(result: Mapping[str, object]) -> RenderableType:
     lines = []
-    for name, value in result.items():
-        shown = f"{value:.6g}" if isinstance(value, float) else str(value)
+    for name, shown in _figures(result):
         lines.append(Text.assemble((f"{printable(name):<15} ", "dim"), printable(shown), overflow="fold"))
     return Group(*lines)
+
+
+def _figures(result: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """The names and figures of a result that fit on a line: not the tables in it, and nothing that was not measured."""
+    for name, value in result.items():
+        if value is not None and not isinstance(value, Mapping):
+            yield name, f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _note_line(note: Note) -> Text:
@@ -310,7 +316,7 @@ def _milestone(state: State, event: Event) -> str | None:
             detail = describe_checkpoint(body)
             return f"{at}  checkpoint of step {body.step:,}" + (f": {detail}" if detail else "")
         case Finished(result=result):
-            shown = (f"{k}={v:.6g}" if isinstance(v, float) else f"{k}={v}" for k, v in result.items())
+            shown = (f"{name}={figure}" for name, figure in _figures(result))
             return f"{at}  finished  {printable(' '.join(shown))}"
     return None
 

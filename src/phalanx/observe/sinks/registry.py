@@ -20,10 +20,9 @@ class SinkError(Exception):
 
 @dataclass(frozen=True)
 class Vendor:
-    """A supported tracker: the module it needs, and the extra that brings it."""
+    """A supported tracker, and the module it needs, which has the name of its package."""
 
     module: str
-    extra: str
     open_sink: Callable[[Path, str], Sink]
 
 
@@ -46,9 +45,9 @@ def _open_mlflow(run_directory: Path, run: str) -> Sink:
 
 
 VENDORS: Mapping[str, Vendor] = {
-    "tensorboard": Vendor("tensorboardX", "tensorboard", _open_tensorboard),
-    "wandb": Vendor("wandb", "wandb", _open_wandb),
-    "mlflow": Vendor("mlflow", "mlflow", _open_mlflow),
+    "tensorboard": Vendor("tensorboardX", _open_tensorboard),
+    "wandb": Vendor("wandb", _open_wandb),
+    "mlflow": Vendor("mlflow", _open_mlflow),
 }
 
 
@@ -63,8 +62,7 @@ def open_sinks(
 
     Raises SinkError, before any is opened, if a name is unknown or a package is not installed.
     """
-    for name in names:
-        _check(name, vendors)
+    require_sinks(names, vendors)
     return [
         Background(
             name,
@@ -75,12 +73,13 @@ def open_sinks(
     ]
 
 
-def _check(name: str, vendors: Mapping[str, Vendor]) -> None:
-    if name not in vendors:
-        raise SinkError(f"there is no sink {name!r}; there are: {', '.join(sorted(vendors))}")
-    vendor = vendors[name]
-    if find_spec(vendor.module) is None:
-        raise SinkError(
-            f"the sink {name!r} needs the package {vendor.module}, which is not installed: "
-            f"pip install 'phalanx-train[{vendor.extra}]'"
-        )
+def require_sinks(names: Sequence[str], vendors: Mapping[str, Vendor] = VENDORS) -> None:
+    """Raises SinkError if a name is unknown or its package is not installed; nothing is imported."""
+    for name in names:
+        if name not in vendors:
+            raise SinkError(f"there is no sink {name!r}; there are: {', '.join(sorted(vendors))}")
+        module = vendors[name].module
+        if find_spec(module) is None:
+            raise SinkError(
+                f"the sink {name!r} needs the package {module}, which is not installed: pip install {module}"
+            )

@@ -36,6 +36,7 @@ from phalanx.observe.throughput import typical
 from phalanx.run.result import RunResult
 from phalanx.train.lifecycle.assemble import Training
 from phalanx.train.lifecycle.ending import RunFailedError
+from phalanx.train.lifecycle.start_checks import start_notes
 from phalanx.train.step.evaluate import HeldOutLoss, evaluate
 from phalanx.train.step.memory_meter import MemoryMeter, extremes
 from phalanx.train.step.state import weights_sha256
@@ -156,6 +157,8 @@ def _begin(training: Training) -> TrainProgress:
     if reporter.speaks:
         reporter.emit(_started(training))
     if restored is None:
+        for note in start_notes(training.inputs.spec, training.data.index):
+            reporter.warn(note)
         return TrainProgress()
     for line in restored.passed_over:
         reporter.warn(f"passed over a damaged checkpoint: {line}")

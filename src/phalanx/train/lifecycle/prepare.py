@@ -13,16 +13,17 @@ from phalanx.data.corpus import Document, named_corpus, text_files
 from phalanx.data.errors import DataError
 from phalanx.data.index import DatasetIndex, read_index
 from phalanx.data.prepare import OnProgress, prepare
-from phalanx.data.tokenizer import TOKENIZER_FILE, load_tokenizer, same_tokens
+from phalanx.data.tokenizer import load_tokenizer
 from phalanx.hardware.detect import gpu_count
 from phalanx.model.facts.shape import resolve as resolve_model
-from phalanx.run.directory import RunDirectory, committed_steps, locate_checkpoints, step_folder
+from phalanx.run.directory import committed_steps, locate_checkpoints, step_folder
 from phalanx.run.factory import FactoryError, source_sha256
 from phalanx.run.layout import layout_problems
 from phalanx.run.problems import Problem, RunFileError
 from phalanx.run.resolve import compute_format, device_of
 from phalanx.run.spec import DataSpec, ModelSpec, RunSpec
 from phalanx.train.lifecycle.open_run import OpenRun, open_run
+from phalanx.train.lifecycle.start_checks import start_problems
 
 
 def documents_of(corpus: tuple[str, ...]) -> Iterable[Document]:
@@ -62,7 +63,7 @@ def _read_or_explain(folder: Path) -> DatasetIndex:
 def resolve(spec: RunSpec, index: DatasetIndex, path: Path) -> RunSpec:
     """The run with nothing left to a rule: vocabulary, dimensions, device and format as they will be.
 
-    Raises ``RunFileError`` where the model cannot take the data.
+    Raises ``RunFileError`` where the model cannot take the data, or the run cannot start as it is described.
     """
     if spec.model.vocab_size and spec.model.vocab_size < index.vocab_size:
         problem = Problem(
@@ -73,7 +74,6 @@ def resolve(spec: RunSpec, index: DatasetIndex, path: Path) -> RunSpec:
         raise RunFileError(path, [problem])
     device = device_of(spec.runtime, has_gpu=gpu_count() > 0)
     start = pinned_checkpoint(spec.checkpoint.init_from, path)
-    _require_tokenizer_of(start, Path(spec.data.path), path)
     train = spec.train
     if train.document_mask and train.end_of_document < 0:
         end = load_tokenizer(Path(spec.data.path)).end_of_document
@@ -87,7 +87,7 @@ def resolve(spec: RunSpec, index: DatasetIndex, path: Path) -> RunSpec:
         precision=dataclasses.replace(spec.precision, compute=compute_format(spec.precision, device)),
     )
     # Some sizes are known only now.
-    problems = layout_problems(resolved, spec.parallel.ranks)
+    problems = [*layout_problems(resolved, spec.parallel.ranks), *start_problems(resolved, index)]
     if problems:
         raise RunFileError(path, problems)
     return resolved
@@ -128,24 +128,6 @@ def pinned_checkpoint(source: str, path: Path) -> str:
             path, [Problem("checkpoint.init_from", f"there is no checkpoint in {source}", remedy)]
         )
     return str(step_folder(root, step))
-
-
-def _require_tokenizer_of(start: str, dataset: Path, path: Path) -> None:
-    """Raise ``RunFileError`` if the tokenizer beside the checkpoint ``start`` is not the dataset's: the ids mean other text.
-
-    A run directory and an imported model have their tokenizer in ``tokenizer/``; a checkpoint elsewhere is taken as it is.
-    """
-    tokenizer = RunDirectory(Path(start).parent.parent).tokenizer
-    if not start or not tokenizer.is_dir():
-        return
-    if not same_tokens(load_tokenizer(tokenizer), load_tokenizer(dataset)):
-        problem = Problem(
-            "checkpoint.init_from",
-            f"{start} was trained with another tokenizer than the dataset at data.path was prepared with",
-            f"prepare the text with that one: `phalanx data prepare TEXT... --tokenizer {tokenizer / TOKENIZER_FILE} --out FOLDER`",
-            ("data.path",),
-        )
-        raise RunFileError(path, [problem])
 
 
 def prepare_run(spec: RunSpec, path: Path, on_progress: OnProgress) -> OpenRun:
