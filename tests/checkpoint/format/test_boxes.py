@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoint.worlds import shapes
-from phalanx.checkpoint.format.boxes import Box, whole
+from phalanx.checkpoint.format.boxes import ITEMSIZE, Box, whole
 
 
 @st.composite
@@ -39,6 +40,8 @@ def test_a_difference_is_disjoint_and_holds_exactly_the_rest(boxes: tuple[Box, B
     pieces = a.minus(b)
     assert set().union(*map(elements, pieces)) == elements(a) - elements(b)
     assert sum(piece.numel for piece in pieces) == len(elements(a) - elements(b))
+    assert len(pieces) <= max(1, 2 * len(a.shape)), "as many as the dimensions need"
+    assert all(piece.numel for piece in pieces)
 
 
 @given(two_boxes())
@@ -60,7 +63,7 @@ def test_a_rank_without_rows_holds_an_empty_box() -> None:
     assert empty.intersection(whole("t", "bfloat16", (5, 4))) is None
 
 
-@pytest.mark.parametrize(("offset", "shape"), [((4,), (3,)), ((-1,), (2,)), ((0, 0), (1, 1))])
+@pytest.mark.parametrize(("offset", "shape"), [((4,), (3,)), ((-1,), (2,)), ((3,), (-1,))])
 def test_a_box_outside_its_tensor_is_refused(offset: tuple[int, ...], shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"t\["):
         Box("t", "float32", (6,), offset, shape)
@@ -69,3 +72,29 @@ def test_a_box_outside_its_tensor_is_refused(offset: tuple[int, ...], shape: tup
 def test_an_unknown_dtype_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"complex256.*known: .*bfloat16"):
         whole("t", "complex256", (1,))
+
+
+def test_an_element_has_as_many_bytes_as_in_pytorch() -> None:
+    assert {name: getattr(torch, name).itemsize for name in ITEMSIZE} == ITEMSIZE
+
+
+def test_a_box_is_named_by_what_indexes_the_full_tensor() -> None:
+    full = whole("t", "float32", (5, 4))
+    assert (str(full), full.subscript) == ("t", "0:5,0:4")
+    assert str(full.rows(1, 3)) == "t[1:3,0:4]"
+    assert str(full.rows(1, 4).rows(1, 3)) == "t[2:4,0:4]", "rows are counted from the box's own first one"
+
+
+def test_boxes_of_different_tensors_do_not_contain_each_other_even_if_they_are_empty() -> None:
+    one, other = whole("one", "float32", (5,)), whole("other", "float32", (5,))
+    assert not one.contains(other)
+    assert not one.contains(other.rows(2, 2))
+    assert one.contains(one.rows(2, 2))
+
+
+@pytest.mark.parametrize(("offset", "shape"), [((0,), (2, 2)), ((0, 0), (2,)), ((0,), (2,))])
+def test_a_box_with_another_number_of_dimensions_than_its_tensor_is_refused(
+    offset: tuple[int, ...], shape: tuple[int, ...]
+) -> None:
+    with pytest.raises(ValueError, match=r"t: global shape \(6, 6\), .* same number"):
+        Box("t", "float32", (6, 6), offset, shape)

@@ -16,6 +16,7 @@ from phalanx.checkpoint.format.restore_plan import (
     BoxLocation,
     Held,
     plan_restore,
+    require_complete,
     share_of,
 )
 
@@ -115,3 +116,65 @@ def test_a_share_is_within_a_row_of_the_equal_one(sizes: list[tuple[int, int]], 
 def test_shares_do_not_depend_on_the_order_of_the_boxes() -> None:
     boxes = [box_of(f"t{i}", random_tensor((5 + i, 3), torch.float32, 0)) for i in range(6)]
     assert share_of(boxes, 1, 3) == share_of(boxes[::-1], 1, 3)
+
+
+def test_a_replica_out_of_range_has_no_share() -> None:
+    for replica in (-1, 2):
+        with pytest.raises(ValueError, match="is not one of 2"):
+            share_of([FULL], replica, 2)
+
+
+def test_the_name_of_a_tensor_without_elements_is_kept_by_the_first_replica_alone() -> None:
+    empty, nobodys = whole("empty", "float32", (0, 4)), whole("t", "float32", (4, 4)).rows(2, 2)
+    assert [share_of([empty, nobodys], replica, 3) for replica in range(3)] == [[empty], [], []]
+
+
+def test_boxes_that_lie_whole_in_a_share_are_not_divided() -> None:
+    boxes = [whole(name, "float32", (4, 2)) for name in "abc"]
+    assert [share_of(boxes, replica, 3) for replica in range(3)] == [[box] for box in boxes]
+    first, second = share_of(boxes, 0, 2), share_of(boxes, 1, 2)
+    assert (first, second) == ([boxes[0], boxes[1].rows(0, 2)], [boxes[1].rows(2, 4), boxes[2]])
+
+
+def test_a_set_of_boxes_is_complete_if_it_covers_every_tensor_that_it_names_and_all_that_is_required() -> (
+    None
+):
+    other = whole("u", "float32", (4,))
+    halves = [held_at(FULL.rows(0, 4), DISK), held_at(FULL.rows(4, 8), DISK)]
+    require_complete(halves, [FULL])
+    with pytest.raises(NotCoveredError, match=r"t\[4:8,0:6\]"):
+        require_complete(halves[:1])
+    with pytest.raises(NotCoveredError, match="u ") as caught:
+        require_complete(halves, [FULL, other])
+    assert caught.value.names == ("u",)
+    with pytest.raises(MismatchError):
+        require_complete([*halves, held_at(whole("t", "float32", (8, 7)), DISK)])
+
+
+def test_a_long_list_of_missing_tensors_is_cut_and_counted() -> None:
+    needed = [whole(f"t{number:02}", "float32", (2, 3)) for number in range(22)]
+    with pytest.raises(NotCoveredError) as caught:
+        plan_restore(needed[::-1], [])
+    lines = str(caught.value).splitlines()
+    assert lines[1] == "  t00 (6 of its elements)"
+    assert lines[20:22] == ["  t19 (6 of its elements)", "  ... and 2 more"]
+    assert caught.value.names == tuple(box.name for box in needed)
+    with pytest.raises(NotCoveredError) as caught:
+        plan_restore(needed[:20], [])
+    assert "more" not in str(caught.value)
+
+
+def test_every_tensor_of_another_shape_is_named_in_order() -> None:
+    needed = [whole(name, "float32", (4,)) for name in "ba"]
+    held = [held_at(whole(name, "float32", size), DISK) for size in ((5,), (6,)) for name in "ba"]
+    with pytest.raises(MismatchError) as caught:
+        plan_restore(needed, held)
+    assert caught.value.names == ("a", "b")
+    assert str(caught.value).splitlines()[1:3] == [
+        f"  {name}: needed float32 (4,), held float32 (5,)" for name in "ab"
+    ]
+
+
+def test_parts_from_one_source_come_in_the_order_of_their_rows() -> None:
+    needed = [FULL.rows(4, 6), FULL.rows(0, 2)]
+    assert [read.part for read in plan_restore(needed, [held_at(FULL, DISK)])] == needed[::-1]

@@ -55,7 +55,8 @@ class Box:
             )
         if not len(self.global_shape) == len(self.offset) == len(self.shape):
             raise ValueError(
-                f"{self}: global shape, offset and shape must have the same number of dimensions"
+                f"{self.name}: global shape {self.global_shape}, offset {self.offset} and shape {self.shape}"
+                " must have the same number of dimensions"
             )
         for whole, start, size in zip(self.global_shape, self.offset, self.shape, strict=True):
             if start < 0 or size < 0 or start + size > whole:
