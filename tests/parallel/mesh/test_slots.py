@@ -104,6 +104,26 @@ def test_the_ranks_of_a_replica_always_have_equally_many_rounds(
         assert all(own[-1].last and not any(r.last for r in own[:-1]) for own in rounds if own)
 
 
+@given(slots_counts, st.integers(1, 9))
+def test_what_a_replica_is_left_with_are_its_own_leaves_from_left_to_right(slots: int, replicas: int) -> None:
+    leaves = Leaves(Deal(slots, replicas, 1), 1)
+    for replica in range(replicas):
+        below = [range(i << level, min((i + 1) << level, slots)) for level, i in leaves.forest(replica)]
+        own = leaves.deal.hands_of_replica(replica)
+        assert [leaf for part in below for leaf in part] == list(own)
+
+
+def test_a_rank_without_a_slot_computes_its_teams_first_one_again_and_drops_the_result() -> None:
+    deal = Deal(slots=6, replicas=1, shard_ranks=4, team=2)
+    last = [rounds_of(deal, 0, rank)[-1] for rank in range(4)]
+    assert [(current.slot, current.counts) for current in last] == [
+        (4, True),
+        (5, True),
+        (4, False),
+        (5, False),
+    ]
+
+
 @given(st.integers(0, 5), st.integers(0, 5))
 def test_a_replica_whose_slots_fill_a_subtree_has_one_sum_to_send(log_slots: int, log_replicas: int) -> None:
     slots, replicas = 1 << max(log_slots, log_replicas), 1 << log_replicas
@@ -126,9 +146,16 @@ def test_a_slot_given_twice_is_refused() -> None:
         tree.push(2, "2")
 
 
-def test_a_slot_out_of_range_is_refused() -> None:
-    with pytest.raises(ValueError, match="outside"):
-        text_tree(4).push(4, "4")
+@pytest.mark.parametrize("slot", [-1, 4])
+def test_a_slot_out_of_range_is_refused(slot: int) -> None:
+    with pytest.raises(ValueError, match=r"outside 0\.\.3"):
+        text_tree(4).push(slot, "")
+
+
+def test_the_tree_is_no_higher_than_its_slots_need() -> None:
+    assert [text_tree(slots).root_node for slots in (1, 2, 3, 4, 5, 8)] == [
+        (height, 0) for height in (0, 1, 2, 2, 3, 3)
+    ]
 
 
 @given(slots_counts, st.data())
