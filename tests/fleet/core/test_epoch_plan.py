@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fleet.small_fleets import Fleet, running, settings
 from phalanx.fleet.core import messages as m
-from phalanx.fleet.core.epoch_plan import buddy_ring, common_levels, holders_for, needs_buddy
+from phalanx.fleet.core.epoch_plan import buddy_ring, common_levels, copies_of, holders_for, needs_buddy
 from phalanx.fleet.core.retention import droppable, may_begin
 from phalanx.fleet.core.settings import Formation, formation_of
 from phalanx.fleet.core.state import RestorePoint
@@ -121,18 +121,69 @@ def test_a_member_restores_from_itself_then_from_the_nearest_holder() -> None:
         assert fleet.state.nodes[named[2]].domain != node.domain
 
 
-def test_the_ring_of_buddies_stays_only_while_it_separates_racks() -> None:
-    for spares, kept in ((("r2", "r2"), True), (("r1", "r1"), False)):
-        fleet = fleet_in_racks("r0", "r1", "r0", "r1", *spares)
-        before = list(fleet.state.ring)
-        victim = fleet.state.seats.index("0")
-        fleet.hear(m.Disconnected("0", 1), m.Broken("1", 1, 0, 0))
-        fleet.park()
-        state = fleet.state
-        assert state.nodes[state.seats[victim]].domain[1] == spares[0]
-        domains = [state.nodes[name].domain for name in state.seats]
-        apart = all(domains[seat] != domains[buddy] for seat, buddy in enumerate(before))
-        assert (apart, state.ring == before) == (kept, kept)
+@pytest.mark.parametrize(
+    ("racks", "victim", "spare", "kept"),
+    [("0101", 0, "2", True), ("0011", 1, "2", True), ("0101", 0, "1", False), ("00112", 1, "2", False)]
+    + [("00112", 2, "2", False)],
+    ids=["as a new one", "unlike a new one", "no longer", "not for the one before", "not for the one after"],
+)
+def test_the_ring_of_buddies_stays_only_while_it_separates_racks(
+    racks: str, victim: int, spare: str, kept: bool
+) -> None:
+    fleet = fleet_in_racks(*racks, spare, spare)
+    before = list(fleet.state.ring)
+    lost, other = fleet.state.seats[victim], fleet.state.seats[victim - 1]
+    fleet.hear(m.Disconnected(lost, 1), m.Broken(other, 1, 0, 0))
+    fleet.park()
+    state = fleet.state
+    assert state.nodes[state.seats[victim]].domain[1] == spare
+    domains = [state.nodes[name].domain for name in state.seats]
+    apart = all(domains[seat] != domains[buddy] for seat, buddy in enumerate(before))
+    assert (apart, state.ring == before) == (kept, kept)
+
+
+def test_a_spare_of_another_rack_is_preferred_to_one_of_the_rack_in_which_a_node_failed() -> None:
+    fleet = fleet_in_racks("r0", "r1", "r0", "r2")
+    fleet.hear(m.Disconnected("0", 1), m.Broken("1", 1, 0, 0))
+    fleet.park()
+    assert fleet.state.seats == ["3", "1"]
+
+
+def test_the_newest_snapshot_of_which_all_is_held_is_restored() -> None:
+    fleet = running(2, 0)
+    fleet.hear(m.Broken("0", 1, 0, 0))
+    for rank, (name, steps) in enumerate((("0", (5, 7)), ("1", (5, 7, 9)))):
+        held = tuple(m.RankSnapshot(2, rank, step, "own", epoch=0) for step in steps)
+        fleet.hear(m.Parked(name, 1, 0, (f"{name}:1",), held))
+    assert fleet.state.source == RestorePoint(2, 7)
+
+
+def test_a_rollcall_does_not_stand_for_snapshots_of_another_step() -> None:
+    fleet = running(4, 0)
+    fleet.hear(m.Broken("0", 1, 0, 0))
+    later = m.RankSnapshot(4, fleet.state.seats.index("1"), 7, "own", epoch=0)
+    fleet.hear(m.Parked("1", 1, 0, ("1:1",), (later,)), m.Rollcall("parked", 0, steps=(5,), absent=("1",)))
+    assert fleet.state.source == RestorePoint(4, 5)
+
+
+def test_a_rollcall_does_not_stand_for_snapshots_of_another_number_of_ranks() -> None:
+    fleet = running(4, 0)
+    fleet.hear(m.Disconnected("1", 1), m.Broken("0", 1, 0, 0))
+    fleet.park()
+    fleet.bind()
+    of_four = m.RankSnapshot(4, 2, 9, "own", epoch=0)
+    fleet.hear(m.Joined("1", 2, 1, "1", 7, ("rack1",), meeting_points=("1:1",), held=(of_four,)))
+    fleet.hear(m.Broken("0", 1, 1, 0), m.Rollcall("parked", 1, steps=(9,)))
+    assert fleet.state.source == RestorePoint(3, 9)
+
+
+def test_where_replicas_make_buddies_needless_a_rollcall_names_the_replicas_alone() -> None:
+    fleet = running(formation=Formation(1, (2, 4), shard_ranks=2))
+    seats = list(fleet.state.seats)
+    fleet.hear(m.Broken("0", 1, 0, 0), m.Rollcall("parked", 0, steps=(5,)))
+    for key in range(2):
+        held = copies_of(fleet.state, RestorePoint(4, 5), key)
+        assert held == {seats[rank]: rank for rank in (key, key + 2)}
 
 
 def test_a_rollcall_is_no_snapshot_of_what_an_absent_node_and_its_buddy_held() -> None:
