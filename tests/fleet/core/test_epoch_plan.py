@@ -123,8 +123,13 @@ def test_a_member_restores_from_itself_then_from_the_nearest_holder() -> None:
 
 @pytest.mark.parametrize(
     ("racks", "victim", "spare", "kept"),
-    [("0101", 0, "2", True), ("0011", 1, "2", True), ("0101", 0, "1", False), ("00112", 1, "2", False)]
-    + [("00112", 2, "2", False)],
+    [
+        ("0101", 0, "2", True),
+        ("0011", 1, "2", True),
+        ("0101", 0, "1", False),
+        ("00112", 1, "2", False),
+        ("00112", 2, "2", False),
+    ],
     ids=["as a new one", "unlike a new one", "no longer", "not for the one before", "not for the one after"],
 )
 def test_the_ring_of_buddies_stays_only_while_it_separates_racks(
