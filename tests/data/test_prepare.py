@@ -1,6 +1,7 @@
 """Preparing: every document is in one split, whole; what exists is used or left alone; failures leave nothing."""
 
 import hashlib
+import json
 import lzma
 import multiprocessing
 import os
@@ -15,10 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from parity.llama3_folder import begins_texts, byte_level_bpe
 from phalanx.data.corpus import Document, text_files
 from phalanx.data.dataset import RunData, verify_dataset
 from phalanx.data.errors import CorpusError, DatasetError, DatasetExistsError, TokenizerError
-from phalanx.data.index import HELD_OUT, TRAIN
+from phalanx.data.index import HELD_OUT, TRAIN, read_index
 from phalanx.data.prepare import PreparedInfo, prepare, split_of
 from phalanx.data.shards import TokenShards, verify
 from phalanx.data.tokenizer import load_tokenizer, train_bpe
@@ -340,3 +342,37 @@ def test_a_vocabulary_size_that_is_not_the_tokenizers_is_refused(tmp_path: Path)
 def test_a_mistyped_tokenizer_is_told(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"cannot read .*bep"):
         make(tmp_path / "set", "bep")
+
+
+def test_documents_begin_with_what_the_tokenizer_puts_before_a_text(tmp_path: Path) -> None:
+    begins_texts(byte_level_bpe()).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|eot_id|>"}')
+    info = make(tmp_path / "set", tmp_path / "tokenizer.json")
+    tokenizer = load_tokenizer(tmp_path / "set")
+    assert info.index.recipe.document_start == tokenizer.document_start != ()
+    for split in (TRAIN, HELD_OUT):
+        shards = TokenShards.open(tmp_path / "set", split)
+        documents = [d.text for d in DOCUMENTS if split_of(d.name, FRACTION) == split]
+        expected = [
+            token
+            for text in documents
+            for token in (*tokenizer.document_start, *tokenizer.encode(text), tokenizer.end_of_document)
+        ]
+        assert shards.read(0, shards.tokens).tolist() == expected
+        assert texts_in(tmp_path / "set", split) == documents
+
+
+def test_a_dataset_of_a_version_that_began_no_document_is_read_but_not_taken_for_one_that_does(
+    tmp_path: Path,
+) -> None:
+    begins_texts(byte_level_bpe()).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|eot_id|>"}')
+    make(tmp_path / "set", tmp_path / "tokenizer.json")
+    index = tmp_path / "set" / "index.json"
+    content = json.loads(index.read_text())
+    del content["recipe"]["document_start"]
+    index.write_text(json.dumps(content))
+    assert read_index(tmp_path / "set").recipe.document_start == ()
+    verify_dataset(tmp_path / "set")
+    with pytest.raises(DatasetExistsError, match=r"document_start \(\), not \(290,\)"):
+        make(tmp_path / "set", tmp_path / "tokenizer.json")

@@ -6,15 +6,17 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
-from tokenizers import models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from parity.llama3_folder import begins_texts, byte_level_bpe
 from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizer import (
     END_OF_DOCUMENT,
@@ -23,6 +25,7 @@ from phalanx.data.tokenizer import (
     Tokenizer,
     bpe_from_file,
     load_tokenizer,
+    same_tokens,
     train_bpe,
 )
 
@@ -159,6 +162,72 @@ def test_the_end_token_is_what_the_config_beside_the_file_says(tmp_path: Path) -
         bpe_from_file(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "[EOD]"}}))
     assert bpe_from_file(tmp_path).end_of_document == BPE.end_of_document
+
+
+BOS = "<|begin_of_text|>"
+POST_PROCESSORS = {
+    "none": None,
+    "bytes": processors.ByteLevel(trim_offsets=False),
+    "before": processors.TemplateProcessing(f"{BOS} $A", special_tokens=[(BOS, 290)]),
+    "before and after": processors.TemplateProcessing(
+        f"{BOS} {BOS} $A <|eot_id|>", special_tokens=[(BOS, 290), ("<|eot_id|>", 294)]
+    ),
+    "after": processors.TemplateProcessing("$A <|eot_id|>", special_tokens=[("<|eot_id|>", 294)]),
+    "as Llama 3's": begins_texts(byte_level_bpe()).post_processor,
+    "as BERT's": processors.BertProcessing(("<|eot_id|>", 294), (BOS, 290)),
+}
+
+
+@pytest.mark.parametrize("processor", POST_PROCESSORS.values(), ids=POST_PROCESSORS.keys())
+@pytest.mark.parametrize("add_bos_token", [None, True, False])
+@pytest.mark.parametrize("bos_token", [None, BOS])
+@pytest.mark.parametrize("of_class", ["PreTrainedTokenizerFast", "LlamaTokenizerFast"])
+def test_documents_begin_with_what_transformers_puts_before_a_text(
+    processor: Any, add_bos_token: bool | None, bos_token: str | None, of_class: str, tmp_path: Path
+) -> None:
+    hf = byte_level_bpe()
+    if processor is not None:
+        hf.post_processor = processor
+    hf.save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": of_class, "eos_token": "<|eot_id|>", "bos_token": bos_token}
+    config |= {} if add_bos_token is None else {"add_bos_token": add_bos_token}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours = bpe_from_file(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)("the cat")["input_ids"]
+    expected = [*ours.document_start, *ours.encode("the cat")]
+    assert theirs[: len(expected)] == expected
+    assert theirs[len(expected) :] in (
+        [],
+        [294],
+        [290],
+    )  # what comes behind a text is no part of a document's start
+    (tmp_path / "saved").mkdir()
+    ours.save(tmp_path / "saved")
+    assert bpe_from_file(tmp_path / "saved").document_start == ours.document_start
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved")("the cat")["input_ids"] == theirs
+
+
+def test_what_is_put_before_a_text_tells_tokenizers_apart() -> None:
+    with_start, without = (
+        BpeTokenizer(hf.to_str(), "<|eot_id|>") for hf in (begins_texts(byte_level_bpe()), byte_level_bpe())
+    )
+    assert with_start.document_start == (290,)
+    assert (with_start.byte_lengths[290], with_start.decode([290])) == (0, "")
+    assert without.document_start == BytesTokenizer().document_start == ()
+    assert not same_tokens(with_start, without)
+
+
+def test_the_text_of_a_template_may_spell_special_tokens() -> None:
+    tokenizer = BpeTokenizer(byte_level_bpe().to_str(), "<|eot_id|>")
+    assert tokenizer.encode_template("<|eot_id|>cat") == [294, *tokenizer.encode("cat")]
+    assert 294 not in tokenizer.encode("<|eot_id|>cat")
+
+
+def test_a_configuration_that_is_no_table_is_named(tmp_path: Path) -> None:
+    BPE.save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('"x"')
+    with pytest.raises(TokenizerError, match=r"tokenizer_config.json is damaged: not a JSON object"):
+        load_tokenizer(tmp_path)
 
 
 def test_an_end_token_that_text_can_spell_is_refused() -> None:

@@ -16,8 +16,6 @@ from checkpoint.saved_models import save_models
 from model.initialized import initialized
 from phalanx.checkpoint.format.errors import MismatchError, NoSuchStepError
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.data.errors import TokenizerError
-from phalanx.data.tokenizer import BytesTokenizer, train_bpe
 from phalanx.model.facts.shape import resolve
 from phalanx.model.layers.router import routers
 from phalanx.model.transformer import Transformer
@@ -26,10 +24,8 @@ from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 from phalanx.serve.generate import (
     RunDirectoryError,
     choose,
-    encode_prompt,
     generate,
     load_model,
-    load_run_tokenizer,
     nucleus,
 )
 
@@ -182,6 +178,14 @@ def test_top_p_leaves_the_smallest_set_that_holds_p(scores: torch.Tensor, p: flo
     assert held[:-1].sum() < p + 1e-9
 
 
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_an_error_that_says_so(broken: float, temperature: float) -> None:
+    scores = torch.tensor([0.0, broken, 1.0])
+    with pytest.raises(ValueError, match="logits are not finite"):
+        choose(scores, temperature, 0, 1.0, torch.Generator())
+
+
 def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
     scores = torch.tensor([2.0, 0.0, 1.0, -3.0])
     generator = torch.Generator().manual_seed(0)
@@ -219,12 +223,6 @@ def test_a_request_that_cannot_be_met_is_refused_before_anything_is_computed(
 
 def test_a_text_may_fill_its_context_exactly() -> None:
     assert len(list(generate(MODEL, [1] * 8, tokens=4, context=12))) == 4
-
-
-def test_an_empty_prompt_begins_a_document() -> None:
-    tokenizer = BytesTokenizer()
-    assert encode_prompt(tokenizer, "") == [tokenizer.end_of_document]
-    assert encode_prompt(tokenizer, "ab") == [97, 98]
 
 
 # Run directories
@@ -311,21 +309,3 @@ def test_a_run_file_of_another_model_is_refused_not_passed_over(tmp_path: Path) 
     (run / "run.toml").write_text(text)
     with pytest.raises(MismatchError, match="ffn"):
         load_model(run)
-
-
-def test_the_runs_own_copy_of_the_tokenizer_comes_before_that_of_the_dataset(tmp_path: Path) -> None:
-    data, run = tmp_path / "data", tmp_path / "run"
-    for folder in (data, run):
-        folder.mkdir()
-    BytesTokenizer().save(data)
-    (run / "run.toml").write_text(tomli_w.dumps({"data": {"path": str(data)}}))
-    assert load_run_tokenizer(run).kind == "bytes"
-    (run / "tokenizer").mkdir()
-    train_bpe(["a b c"], vocab_size=257).save(run / "tokenizer")
-    assert load_run_tokenizer(run).kind == "bpe"
-
-
-def test_a_run_without_a_tokenizer_says_so(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(tomli_w.dumps({"data": {"path": str(tmp_path / "gone")}}))
-    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
-        load_run_tokenizer(tmp_path)

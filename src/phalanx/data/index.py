@@ -62,6 +62,8 @@ class Recipe:
     """As asked for; the tokenizer's own may be smaller."""
     held_out_fraction: float
     shard_tokens: int
+    document_start: tuple[int, ...] = ()
+    """Ids that each document begins with: what the tokenizer puts before a text. Version 0.1.0 put none."""
 
 
 @dataclass(frozen=True)

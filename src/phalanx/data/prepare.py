@@ -100,7 +100,8 @@ def prepare(
         )
     if given is None and vocab_size is None:
         vocab_size = DEFAULT_BPE_VOCAB_SIZE
-    recipe = Recipe(source.sha256, _describe(given), vocab_size, held_out_fraction, shard_tokens)
+    start = given.document_start if given is not None else ()
+    recipe = Recipe(source.sha256, _describe(given), vocab_size, held_out_fraction, shard_tokens, start)
     found = _find(out, recipe)
     if found is not None:
         return found
@@ -207,8 +208,9 @@ class _SplitEncoder:
         return Split(written.shards, self._documents, self._text_bytes, written.sha256)
 
     def _flush(self) -> None:
+        start = np.array(self._tokenizer.document_start, dtype=np.uint32)
         end = np.array([self._tokenizer.end_of_document], dtype=np.uint32)
-        pieces = [piece for ids in self._tokenizer.encode_batch(self._batch) for piece in (ids, end)]
+        pieces = [piece for ids in self._tokenizer.encode_batch(self._batch) for piece in (start, ids, end)]
         if pieces:
             self._writer.append(np.concatenate(pieces))
         self._batch, self._batch_characters = [], 0

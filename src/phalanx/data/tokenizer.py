@@ -6,7 +6,8 @@ Hugging Face's ``tokenizers``, trained here or loaded from any byte-level ``toke
 
 Both know how many bytes of text each token stands for: a loss in bits per byte can be compared between tokenizers,
 and with a general compressor, where a loss per token cannot. A document's text never yields the end-of-document
-token, even where it spells its name. Saved, both are a Hugging Face ``tokenizer.json`` and ``tokenizer_config.json``.
+token, even where it spells its name. Where a tokenizer begins each text with a token of its own (Llama 3's does), documents and
+prompts begin with it, but ``encode`` gives the text alone. Saved, both are a Hugging Face ``tokenizer.json`` and ``tokenizer_config.json``.
 """
 
 import hashlib
@@ -62,6 +63,8 @@ class Tokenizer(Protocol):
     @property
     def end_of_document(self) -> int: ...
     @property
+    def document_start(self) -> tuple[int, ...]: ...  # put before each document and prompt; mostly none
+    @property
     def fingerprint(self) -> str: ...  # sha256, in hex, of all that decides how text is encoded
     @property
     def byte_lengths(
@@ -69,7 +72,7 @@ class Tokenizer(Protocol):
     ) -> NDArray[np.int64]: ...  # (vocab_size,): bytes of text per token; 0 for special tokens
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``, without an end-of-document token."""
+        """Token ids of ``text`` alone, without ``document_start`` and ``end_of_document``."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
@@ -92,6 +95,7 @@ class BytesTokenizer:
     kind: str = field(default="bytes", init=False)
     vocab_size: int = field(default=BYTES_VOCAB_SIZE, init=False)
     end_of_document: int = field(default=256, init=False)
+    document_start: tuple[int, ...] = field(default=(), init=False)
 
     @property
     def fingerprint(self) -> str:
@@ -158,6 +162,14 @@ class BpeTokenizer:
     def vocab_size(self) -> int:
         return max(self._hf.get_vocab(with_added_tokens=True).values()) + 1
 
+    @cached_property
+    def document_start(self) -> tuple[int, ...]:
+        # The post-processor's own tokens are of no sequence. (Transformers, from version 5 on, reads no add_bos_token beside
+        # a tokenizer.json.)
+        encoded = self._hf.encode("a", add_special_tokens=True)
+        first = next(place for place, sequence in enumerate(encoded.sequence_ids) if sequence is not None)
+        return tuple(encoded.ids[:first])
+
     @property
     def fingerprint(self) -> str:
         return hashlib.sha256(f"{self.end_token}\0{self.serialized}".encode()).hexdigest()
@@ -176,6 +188,13 @@ class BpeTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return list(self._hf.encode(text, add_special_tokens=False).ids)
+
+    def encode_template(self, text: str) -> list[int]:
+        """As ``encode``, but the name of a special token is that token: for what a chat template has made."""
+        hf = HfTokenizer.from_str(self.serialized)
+        hf.no_truncation()
+        hf.no_padding()
+        return list(hf.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         encodings = self._hf.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -258,7 +277,11 @@ def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
     """
     if one.fingerprint == other.fingerprint:
         return True
-    if (one.vocab_size, one.end_of_document) != (other.vocab_size, other.end_of_document):
+    if (one.vocab_size, one.end_of_document, one.document_start) != (
+        other.vocab_size,
+        other.end_of_document,
+        other.document_start,
+    ):
         return False
     return one.encode(_PROBE) == other.encode(_PROBE) and all(
         one.decode([token]) == other.decode([token]) for token in range(one.vocab_size)
@@ -331,7 +354,9 @@ def _read_config(directory: Path) -> dict[str, object]:
         config = json.loads(_read_text(file))
     except json.JSONDecodeError as error:
         raise TokenizerError(f"{file} is damaged: {error}; copy it again from where it came") from error
-    return dict(config)
+    if not isinstance(config, dict):
+        raise TokenizerError(f"{file} is damaged: not a JSON object; copy it again from where it came")
+    return config
 
 
 def _read_text(file: Path) -> str:

@@ -22,7 +22,6 @@ from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.tiers.digest import WEIGHTS
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.restore import candidates, restore
-from phalanx.data.tokenizer import Tokenizer, load_tokenizer
 from phalanx.model.custom import Chain
 from phalanx.model.facts.shape import resolve
 from phalanx.model.layers.cache import empty_cache
@@ -91,18 +90,6 @@ def _restore_weights(tier: DiskTier, step: int, model: nn.Module) -> None:
         for name, tensor in model.state_dict().items()
     ]
     restore(tier, step, shards)
-
-
-def load_run_tokenizer(run_dir: Path) -> Tokenizer:
-    """The tokenizer of a run: the copy in its directory, else the one of its dataset. Raises TokenizerError."""
-    directory = RunDirectory(run_dir)
-    own = directory.tokenizer
-    return load_tokenizer(own if own.is_dir() else Path(read_resolved(directory).data.path))
-
-
-def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a prompt; an empty one begins as a document does, behind the end of the one before."""
-    return tokenizer.encode(text) or [tokenizer.end_of_document]
 
 
 def generate(
@@ -192,7 +179,15 @@ def _last_logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def choose(scores: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> int:
-    """A token id drawn from logits ``(vocab,)`` of any dtype and device; ``generator`` is a CPU one."""
+    """A token id drawn from logits ``(vocab,)`` of any dtype and device; ``generator`` is a CPU one.
+
+    Raises ValueError for logits that are not finite.
+    """
+    if not torch.isfinite(scores.max()):  # NaN wherever one of them is
+        raise ValueError(
+            "the model's logits are not finite (NaN or infinite): its weights are, or too large for the format computed in; "
+            "take an earlier step"
+        )
     if temperature == 0 or top_k == 1:
         return int(scores.argmax())
     probabilities, ids = nucleus(scores, temperature, top_k, top_p)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.run.spec import SampleSpec
-from phalanx.serve.generate import encode_prompt, generate, load_model, load_run_tokenizer
+from phalanx.serve.generate import generate, load_model
+from phalanx.serve.prompt import encode_chat, encode_prompt, load_run_tokenizer, stop_tokens
 from phalanx.serve.text_stream import TextStream
 
 
@@ -21,22 +22,25 @@ def continued(
     top_p: float = 1.0,
     seed: int = 0,
     step: int | None = None,
+    chat: bool = False,
 ) -> Iterator[str]:
     """Text that continues ``prompt``, piece by piece as it is generated, at most ``tokens`` tokens; ends with the document.
 
-    The arguments are those of ``phalanx.serve.generate.generate``. Raises as it and ``load_model`` do, at once.
+    With ``chat`` the prompt is a user's message, framed by the imported model's chat template, and the text is the answer.
+    The other arguments are those of ``phalanx.serve.generate.generate``. Raises as it and ``load_model`` do, at once.
     """
-    model, _ = load_model(run_dir, step)
     tokenizer = load_run_tokenizer(run_dir)
+    prompt_ids = encode_chat(run_dir, tokenizer, prompt) if chat else encode_prompt(tokenizer, prompt)
+    model, _ = load_model(run_dir, step)
     ids = generate(
         model,
-        encode_prompt(tokenizer, prompt),
+        prompt_ids,
         tokens=tokens,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         seed=seed,
-        stop={tokenizer.end_of_document},
+        stop=stop_tokens(run_dir, tokenizer),
     )
     return _text(ids, tokenizer)
 

@@ -1,0 +1,68 @@
+"""What a model reads first, and where it stops: prompts, chat messages, and end tokens, as the model was made for them.
+
+A tokenizer may put a token before each text, and a model that was trained with it writes another text without. A chat model was
+trained on messages framed by special tokens, as the Jinja template that is published with it frames them, and may end a turn by
+another token than a document. All of that is read from the run's tokenizer and, of an imported model, from its publisher's files;
+ids are those of ``transformers``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from phalanx.checkpoint.interop.huggingface_files import GENERATION_CONFIG, read_json
+from phalanx.checkpoint.interop.publisher_files import keeps_tokenizer
+from phalanx.data.errors import TokenizerError
+from phalanx.data.tokenizer import BpeTokenizer, Tokenizer, load_tokenizer
+from phalanx.run.directory import RunDirectory, read_resolved
+from phalanx.serve.chat_template import ChatTemplateError, read_chat_template
+
+
+def load_run_tokenizer(run_dir: Path) -> Tokenizer:
+    """The tokenizer of a run: the copy in its directory, else the one of its dataset. Raises TokenizerError."""
+    directory = RunDirectory(run_dir)
+    if directory.tokenizer.is_dir():
+        return load_tokenizer(directory.tokenizer)
+    of_dataset = Path(read_resolved(directory).data.path)
+    if not of_dataset.is_dir():
+        raise TokenizerError(
+            f"{run_dir} has no tokenizer (an imported model may come without one that can be used here); put a byte-level BPE's "
+            f"tokenizer.json into {directory.tokenizer}"
+        )
+    return load_tokenizer(of_dataset)
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a prompt; an empty one begins as a document does, behind the end of the one before."""
+    return [*tokenizer.document_start, *tokenizer.encode(text)] or [tokenizer.end_of_document]
+
+
+def encode_chat(run_dir: Path, tokenizer: Tokenizer, message: str) -> list[int]:
+    """The ids of a user's ``message`` in the chat template of the run's imported model, up to where its answer begins.
+
+    Raises TokenizerError if there is no template, or if it refuses the message.
+    """
+    folder = RunDirectory(run_dir).published
+    if not isinstance(tokenizer, BpeTokenizer) or not _is_published(folder, tokenizer):
+        raise TokenizerError(
+            f"there is no chat template for {run_dir}: one comes with an imported model, for as long as the run has its "
+            "tokenizer; leave out --chat"
+        )
+    try:
+        return tokenizer.encode_template(read_chat_template(folder).render(message))
+    except ChatTemplateError as error:
+        raise TokenizerError(str(error)) from error
+
+
+def stop_tokens(run_dir: Path, tokenizer: Tokenizer) -> frozenset[int]:
+    """The ids that end a text: the tokenizer's end of a document, and those that an imported model's publisher names."""
+    folder = RunDirectory(run_dir).published
+    stop = {tokenizer.end_of_document}
+    if (folder / GENERATION_CONFIG).is_file() and _is_published(folder, tokenizer):
+        named = read_json(folder / GENERATION_CONFIG).get("eos_token_id")
+        stop |= {token for token in (named if isinstance(named, list) else [named]) if isinstance(token, int)}
+    return frozenset(stop)
+
+
+def _is_published(folder: Path, tokenizer: Tokenizer) -> bool:
+    return folder.is_dir() and keeps_tokenizer(folder, tokenizer)

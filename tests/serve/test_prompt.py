@@ -1,0 +1,180 @@
+"""Prompts, chat messages and end tokens: the ids that ``transformers`` gives a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from parity.llama3_folder import CHAT_TEMPLATE, TEXT, save_llama3
+from phalanx.checkpoint.interop.huggingface import import_hf
+from phalanx.data.errors import TokenizerError
+from phalanx.data.tokenizer import BytesTokenizer, bpe_from_file, train_bpe
+from phalanx.run.directory import RunDirectory
+from phalanx.serve.generate import generate, load_model
+from phalanx.serve.prompt import encode_chat, encode_prompt, load_run_tokenizer, stop_tokens
+
+LONGER_TEMPLATE = """{%- set ns = namespace(count=0) %}
+{%- if tools is not none %}{{ raise_exception('no tools') }}{% endif %}
+{{ bos_token }}{% for message in messages %}
+  {% set ns.count = ns.count + 1 %}
+  {% if message.role == 'system' %}{% continue %}{% endif %}
+  {% generation %}[{{ message.role }}]{% endgeneration %} {{ message | tojson(indent=2) }}
+  {{ dict(a=1).a }} {{ message.content.split('cat') | length }} {{ pad_token is defined }}<|eot_id|>
+{% endfor %}
+{{ ns.count }} {{ eos_token }}{% if add_generation_prompt %}<|start_header_id|>assistant{% endif %}"""
+TEMPLATES = {"as Llama 3's": CHAT_TEMPLATE, "all that a template may use": LONGER_TEMPLATE}
+MESSAGES = [*TEXT, "", "  <|eot_id|> spelled {{ bos_token }} ", "a\n\nb & <c>"]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prompts") / "llama3"
+    save_llama3(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(published: Path) -> Path:
+    run = published.parent / "run"
+    import_hf(published, run)
+    return run
+
+
+@pytest.fixture
+def bare_run(published: Path, tmp_path: Path) -> RunDirectory:
+    """The tokenizer and the publisher's files of a run, to be changed."""
+    run = RunDirectory(tmp_path / "run")
+    for folder in (run.tokenizer, run.published):
+        folder.mkdir(parents=True)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (folder / name).write_bytes((published / name).read_bytes())
+    return run
+
+
+def edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("text", [*MESSAGES, "the cat"])
+def test_a_prompt_has_the_ids_of_transformers(text: str, run: Path, published: Path) -> None:
+    # Text never spells a special token here; transformers splits such text alike when it is asked to.
+    theirs = AutoTokenizer.from_pretrained(published)
+    expected = theirs(text, split_special_tokens=True)["input_ids"]
+    assert encode_prompt(load_run_tokenizer(run), text) == expected
+
+
+def test_the_likeliest_text_is_that_of_transformers(run: Path, published: Path) -> None:
+    ids = AutoTokenizer.from_pretrained(published)(TEXT[0], return_tensors="pt").input_ids
+    model = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)
+    theirs = model.generate(ids, max_new_tokens=20, do_sample=False, temperature=None, top_p=None)
+    tokenizer = load_run_tokenizer(run)
+    prompt, stop = encode_prompt(tokenizer, TEXT[0]), stop_tokens(run, tokenizer)
+    ours = list(generate(load_model(run)[0], prompt, tokens=20, temperature=0, stop=stop))
+    assert ours == [token for token in theirs[0, ids.shape[1] :].tolist() if token not in stop]
+
+
+def test_an_empty_prompt_begins_a_document(run: Path, published: Path) -> None:
+    tokenizer = BytesTokenizer()
+    assert encode_prompt(tokenizer, "") == [tokenizer.end_of_document]
+    assert encode_prompt(tokenizer, "ab") == [97, 98]
+    assert encode_prompt(load_run_tokenizer(run), "") == [
+        AutoTokenizer.from_pretrained(published).bos_token_id
+    ]
+
+
+def test_a_text_ends_at_every_end_token_that_the_publisher_names(run: Path, published: Path) -> None:
+    named = json.loads((published / "generation_config.json").read_text())["eos_token_id"]
+    tokenizer = load_run_tokenizer(run)
+    assert len(named) == 2
+    assert stop_tokens(run, tokenizer) == {*named}
+    assert stop_tokens(run, BytesTokenizer()) == {BytesTokenizer().end_of_document}
+    assert stop_tokens(run / "nowhere", tokenizer) == {tokenizer.end_of_document}
+
+
+# Chat
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES.keys())
+@pytest.mark.parametrize("place", ["its own file", "the tokenizer's configuration", "one of several"])
+def test_a_message_has_the_ids_of_transformers_chat_template(
+    template: str, place: str, bare_run: RunDirectory
+) -> None:
+    if place == "its own file":
+        (bare_run.published / "chat_template.jinja").write_text(template)
+        edit(bare_run.published / "tokenizer_config.json", chat_template="{{ wrong }}")
+    else:
+        several = [{"name": "default", "template": template}, {"name": "rag", "template": "{{ wrong }}"}]
+        several = several if place == "one of several" else template  # type: ignore[assignment]
+        edit(bare_run.published / "tokenizer_config.json", chat_template=several)
+    theirs = AutoTokenizer.from_pretrained(bare_run.published)
+    tokenizer = bpe_from_file(bare_run.tokenizer)
+    for message in MESSAGES:
+        chat = [{"role": "user", "content": message}]
+        expected = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        assert encode_chat(bare_run.path, tokenizer, message) == expected, message
+
+
+def test_special_tokens_that_an_older_folder_names_in_a_file_of_their_own_are_found(
+    bare_run: RunDirectory,
+) -> None:
+    (bare_run.published / "special_tokens_map.json").write_text(
+        json.dumps({"bos_token": {"content": "<|start_header_id|>"}, "eos_token": "<|eot_id|>"})
+    )
+    (bare_run.published / "chat_template.jinja").write_text("{{ bos_token }}{{ eos_token }}{{ unk_token }}x")
+    theirs = AutoTokenizer.from_pretrained(bare_run.published)
+    expected = theirs.apply_chat_template([{"role": "user", "content": ""}], return_dict=False)
+    assert encode_chat(bare_run.path, bpe_from_file(bare_run.tokenizer), "") == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "published without a chat template"),
+        ("{{ raise_exception('users must not ask') }}", "users must not ask"),
+        ("{% for %}", "cannot frame the message"),
+        ("{{ messages[0].content.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+        ("{% set n = namespace(x=1) %}{% set n.__class__ = 3 %}", "may not set '__class__'"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ 1 // 0 }}", "by zero"),
+    ],
+)
+def test_a_chat_that_cannot_be_framed_is_refused_with_the_reason(
+    template: str | None, message: str, bare_run: RunDirectory
+) -> None:
+    if template is not None:
+        (bare_run.published / "chat_template.jinja").write_text(template)
+    with pytest.raises(TokenizerError, match=message):
+        encode_chat(bare_run.path, bpe_from_file(bare_run.tokenizer), "hello")
+
+
+def test_a_run_with_another_tokenizer_than_the_published_one_has_no_chat_template(run: Path) -> None:
+    for tokenizer in (BytesTokenizer(), train_bpe(TEXT, vocab_size=300)):
+        with pytest.raises(TokenizerError, match=r"there is no chat template for .*leave out --chat"):
+            encode_chat(run, tokenizer, "hello")
+
+
+# A run's tokenizer
+
+
+def test_the_runs_own_copy_of_the_tokenizer_comes_before_that_of_the_dataset(tmp_path: Path) -> None:
+    data, run = tmp_path / "data", tmp_path / "run"
+    for folder in (data, run):
+        folder.mkdir()
+    BytesTokenizer().save(data)
+    (run / "run.toml").write_text(tomli_w.dumps({"data": {"path": str(data)}}))
+    assert load_run_tokenizer(run).kind == "bytes"
+    (run / "tokenizer").mkdir()
+    train_bpe(["a b c"], vocab_size=257).save(run / "tokenizer")
+    assert load_run_tokenizer(run).kind == "bpe"
+
+
+def test_a_run_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(tomli_w.dumps({"data": {"path": str(tmp_path / "gone")}}))
+    with pytest.raises(TokenizerError, match=r"has no tokenizer .*put .*tokenizer\.json into .*/tokenizer"):
+        load_run_tokenizer(tmp_path)
