@@ -1,0 +1,368 @@
+"""The life of epochs: when each phase ends, who is blamed, what is counted, and when a Tick is due."""
+
+from __future__ import annotations
+
+import pytest
+
+from fleet.small_fleets import Fleet, running, settings
+from phalanx.fleet.core import messages as m
+from phalanx.fleet.core.epochs import can_grow, last_heard_s, next_deadline_s, pause_s, phase_deadline_s
+from phalanx.fleet.core.settings import Formation
+from phalanx.fleet.core.state import Eligibility, FleetPhase
+
+
+def beat(fleet: Fleet, *but: str, step: int = 1) -> None:
+    """All nodes but some send a heartbeat."""
+    for name, node in fleet.state.nodes.items():
+        if name not in but and node.alive:
+            seated = node.seat >= 0
+            phase = m.WorkerPhase.BOUND if seated else m.WorkerPhase.WARM
+            epoch, reached = (fleet.state.epoch, step) if seated else (m.NO_EPOCH, m.NO_STEP)
+            fleet.hear(m.Heartbeat(name, node.incarnation, epoch, reached, phase))
+
+
+# --- from phase to phase ------------------------------------------------------------------------------
+
+
+def test_pauses_double_from_the_fifth_try_on_up_to_the_longest() -> None:
+    assert [pause_s(tries) for tries in (0, 4, 5, 6, 7, 11, 12, 90)] == [0, 0, 0.1, 0.2, 0.4, 6.4, 10, 10]
+
+
+def test_a_run_that_is_stopped_before_it_was_formed_is_over() -> None:
+    fleet = Fleet(settings(2))
+    fleet.join("0")
+    fleet.hear(m.StopRun())
+    assert (fleet.state.phase, fleet.state.reason) == (FleetPhase.FINISHED, "stopped before it was formed")
+
+
+def test_the_first_formation_waits_exactly_as_long_as_it_may() -> None:
+    fleet = Fleet(settings(3, form_s=10.0))
+    fleet.join("0", "1")
+    fleet.hear(m.Tick(), after_s=9.75)
+    assert (fleet.state.phase, next_deadline_s(fleet.state)) == (FleetPhase.FORMING, 10.0)
+    fleet.hear(m.Tick(), after_s=0.25)
+    assert (fleet.state.phase, fleet.state.ranks) == (FleetPhase.BINDING, 2)
+
+
+def test_a_fleet_of_too_few_nodes_forms_none_however_long_it_waits() -> None:
+    fleet = Fleet(settings(3, form_s=10.0, min_nodes=2))
+    fleet.join("0")
+    fleet.hear(m.Tick(), after_s=11.0)
+    assert (fleet.state.phase, phase_deadline_s(fleet.state)) == (FleetPhase.FORMING, None)
+    fleet.join("1")
+    assert fleet.state.phase is FleetPhase.BINDING
+
+
+def test_an_epoch_begins_with_a_clean_slate() -> None:
+    fleet = running()
+    beat(fleet, step=9)
+    fleet.hear(m.Parked("0", 1, 0, ("0:1",), ()), m.Broken("2", 1, 0, 0))
+    assert fleet.state.early == {"0"}
+    fleet.hear(m.Disconnected("1", 1))
+    fleet.park()
+    state = fleet.state
+    assert (state.epoch, state.phase, state.early, state.evidence) == (1, FleetPhase.BINDING, set(), False)
+    assert (state.planned, state.diagnosed, state.vacant) == (False, False, set())
+    assert state.awaiting == set(state.seats)
+
+
+def test_a_node_that_loses_its_seat_is_told_that_it_is_released() -> None:
+    fleet = running()
+    fleet.hear(m.Drain("1"))
+    fleet.park()
+    assert fleet.told("1") == [m.Release(1)]
+    assert len(fleet.said) == 5
+
+
+def test_a_state_that_is_lost_while_members_restore_it_ends_the_epoch() -> None:
+    fleet = running(2, 1)
+    fleet.hear(m.Broken("0", 1, 0, 0))
+    fleet.hear(m.Parked("0", 1, 0, ("0:1",), (m.RankSnapshot(2, 0, 5, "own", epoch=0),)))
+    fleet.hear(m.Parked("1", 1, 0, ("1:1",), (m.RankSnapshot(2, 1, 5, "own", epoch=0),)))
+    assert fleet.state.phase is FleetPhase.BINDING
+    fleet.hear(m.Parked("1", 1, 1, ("1:1",), ()))
+    assert fleet.state.phase in (FleetPhase.PARKING, FleetPhase.BINDING)
+    assert fleet.state.recoveries == 2
+
+
+def test_a_planned_end_counts_as_a_regroup_and_a_fault_as_a_recovery_and_a_try() -> None:
+    fleet = running(stall_s=100.0, lease_s=1e6)
+    fleet.hear(m.Drain("1"), after_s=3.0)
+    state = fleet.state
+    assert (state.regroups, state.recoveries, state.tries, state.planned) == (1, 0, 0, True)
+    assert (state.left_s, state.left_planned, state.since_s) == (3.0, True, 3.0)
+    assert state.reason == "node 1: drained by the operator"
+    incident = state.incidents[-1]
+    assert (incident.what, incident.ended_epoch, incident.node) == (state.reason, True, "")
+
+
+def test_a_fault_of_a_new_epoch_before_it_trains_does_not_move_the_time_at_which_training_ended() -> None:
+    fleet = running()
+    fleet.hear(m.Broken("0", 1, 0, 0), after_s=3.0)
+    fleet.park()
+    fleet.hear(m.Broken("0", 1, 1, 0), after_s=4.0)
+    assert (fleet.state.left_s, fleet.state.left_planned) == (3.0, False)
+    fleet.park()
+    fleet.bind()
+    fleet.hear(m.Broken("0", 1, 2, 0), after_s=5.0)
+    assert fleet.state.left_s == 12.0
+
+
+def test_nodes_that_are_gone_or_have_parked_already_are_not_waited_for() -> None:
+    fleet = running()
+    fleet.hear(m.Disconnected("1", 1), m.Broken("0", 1, 0, 0))
+    assert fleet.state.awaiting == {"0", "2", "3"}
+
+
+def test_the_reason_names_up_to_four_of_the_nodes_that_are_lost() -> None:
+    fleet = running(6, 0, confirm_s=2.0, lease_s=1e6)
+    fleet.state.evidence = True
+    fleet.hear(m.Folded(tuple(m.Disconnected(name, 1) for name in "01234")))
+    assert fleet.state.reason.count("its connection and a collective broke") == 4
+    assert fleet.state.reason.count("; ") == 3
+    assert not fleet.state.planned
+
+
+def test_a_fleet_grows_when_its_epoch_is_old_enough_and_not_before_a_stop() -> None:
+    for stopping in (False, True):
+        fleet = running(4, 0, grow_s=30.0, lease_s=1e6)
+        fleet.hear(m.Disconnected("1", 1), m.Broken("0", 1, 0, 0))
+        fleet.park()
+        fleet.bind()
+        fleet.join("1", incarnation=2)
+        fleet.hear(m.Tick())
+        if stopping:
+            fleet.hear(m.StopRun())
+        assert can_grow(fleet.state)
+        assert (next_deadline_s(fleet.state) == 30.0) is not stopping
+        fleet.hear(m.Tick(), after_s=29.75)
+        assert fleet.state.phase is FleetPhase.RUNNING
+        fleet.hear(m.Tick(), after_s=0.25)
+        assert fleet.state.planned is not stopping
+        assert stopping or fleet.state.reason == "more nodes are ready"
+
+
+def test_a_whole_fleet_does_not_grow_by_its_spares() -> None:
+    fleet = running(2, 2, formation=Formation(1, (1, 2, 3, 4)))
+    assert not can_grow(fleet.state)
+
+
+def test_a_fleet_that_waits_says_so_once() -> None:
+    fleet = running(wanted=2, spares=0, min_nodes=2)
+    fleet.hear(m.Disconnected("1", 1), m.Broken("0", 1, 0, 0))
+    fleet.park()
+    fleet.hear(m.Tick(), m.Tick(), after_s=1.0)
+    assert (fleet.state.phase, phase_deadline_s(fleet.state)) == (FleetPhase.WAITING, None)
+    waits = [incident for incident in fleet.state.incidents if "waits" in incident.what]
+    assert [(incident.what, incident.at_s) for incident in waits] == [
+        ("too few nodes: the fleet waits, its state safe in memory and on disk", 0.0)
+    ]
+    fleet.hear(m.DiskHolds((5,)), m.StopRun())
+    text = "stopped while waiting for nodes; it goes on from the newest checkpoint"
+    assert (fleet.state.phase, fleet.state.reason) == (FleetPhase.FINISHED, text)
+
+
+def test_a_run_is_given_up_after_one_more_fault_in_a_row_than_it_may_have() -> None:
+    fleet = running(wanted=2, spares=0, max_tries=2)
+    for tries in (0, 1, 2):  # after the first fault a step is restored that was not known, which is progress
+        fleet.hear(m.Broken("0", 1, fleet.state.epoch, 0, "illegal instruction"))
+        fleet.park()
+        fleet.bind()
+        assert (fleet.state.phase, fleet.state.tries) == (FleetPhase.RUNNING, tries)
+    fleet.hear(m.Broken("0", 1, fleet.state.epoch, 0, "illegal instruction"))
+    fleet.park()
+    last = "node 0, worker 0: illegal instruction"
+    text = f"3 faults in a row without a step between them; the last one: {last}"
+    assert (fleet.state.phase, fleet.state.reason) == (FleetPhase.FAILED, text)
+    assert fleet.told("1") == [m.Shutdown(text)]
+
+
+# --- pace ---------------------------------------------------------------------------------------------
+
+
+def test_the_pace_is_the_first_steps_time_and_then_follows_slowly() -> None:
+    fleet = running()
+    fleet.hear(m.Heartbeat("0", 1, 0, 1, m.WorkerPhase.BOUND), after_s=8.0)
+    assert fleet.state.pace_s == 4.0, "steps 0 and 1"
+    fleet.hear(m.Heartbeat("1", 1, 0, 1, m.WorkerPhase.BOUND), after_s=1.0)
+    assert (fleet.state.pace_s, fleet.state.step_s) == (4.0, 8.0), "no new step"
+    fleet.hear(m.Heartbeat("1", 1, 0, 2, m.WorkerPhase.BOUND), after_s=8.0)
+    assert fleet.state.pace_s == pytest.approx(0.8 * 4.0 + 0.2 * 9.0)
+    assert (fleet.state.step, fleet.state.step_s, fleet.state.best_step) == (2, 17.0, 2)
+
+
+# --- losing nodes -------------------------------------------------------------------------------------
+
+
+def test_failures_outside_of_the_window_are_forgotten() -> None:
+    fleet = running(strikes=2, strike_window_s=100.0, lease_s=1e6)
+    for after_s, kept in ((0.0, 1), (100.0, 1), (99.0, 2)):
+        fleet.hear(m.WorkerExited("4", 1, m.NO_EPOCH, 0, -9), after_s=after_s)
+        fleet.hear(m.Ready("4", 1, ("4:1",)))
+        assert len(fleet.state.nodes["4"].strikes) == kept
+    node = fleet.state.nodes["4"]
+    assert node.eligibility is Eligibility.QUARANTINED
+    assert node.why == "worker 0 exited with code -9; 2 failures within 100 s: quarantined"
+    fleet.hear(m.WorkerExited("4", 1, m.NO_EPOCH, 0, -9), after_s=1.0)
+    node = fleet.state.nodes["4"]
+    assert (node.strikes, node.why) == ((199.0, 200.0), "worker 0 exited with code -9")
+
+
+def test_a_drained_node_that_fails_often_stays_drained() -> None:
+    fleet = running(strikes=1)
+    fleet.hear(m.Drain("4"), m.WorkerExited("4", 1, m.NO_EPOCH, 0, -9))
+    assert fleet.state.nodes["4"].eligibility is Eligibility.DRAINED
+
+
+def test_nothing_of_a_lost_node_counts_any_more() -> None:
+    fleet = running()
+    fleet.hear(m.Rollcall("heartbeat", 0, absent=("1",)), m.Broken("0", 1, 0, 0))
+    held = (m.RankSnapshot(4, 2, 5, "own", epoch=0),)
+    fleet.hear(m.Heartbeat("1", 1, 0, 1, m.WorkerPhase.BOUND), m.Parked("1", 1, 0, ("1:1",), held))
+    assert fleet.state.copies
+    said = fleet.hear(m.Disconnected("1", 1))
+    node = fleet.state.nodes["1"]
+    assert (node.alive, node.meeting_points, node.held) == (False, (), ())
+    assert (fleet.state.copies, fleet.state.suspects, fleet.state.silent) == ({}, {}, set())
+    assert said == [("1", m.Fence(node.why, 1))]
+    fleet = running()
+    fleet.hear(m.Broken("0", 1, 0, 0), m.Disconnected("1", 1))
+    assert "1" not in fleet.state.awaiting
+
+
+def test_a_lease_runs_out_after_its_time_and_no_sooner() -> None:
+    fleet = running(lease_s=15.0)
+    beat(fleet)
+    fleet.now_s = 10.0
+    beat(fleet, "4")
+    fleet.hear(m.Tick(), after_s=4.75)
+    assert fleet.state.nodes["4"].alive
+    fleet.hear(m.Tick(), after_s=0.25)
+    assert fleet.state.nodes["4"].why == "it fell silent 15.0 s ago"
+    assert [node.alive for node in fleet.state.nodes.values()] == [True] * 4 + [False]
+    assert fleet.state.next_lease_s == 25.0
+
+
+def test_a_broken_connection_is_given_its_time_and_no_more() -> None:
+    fleet = running(confirm_s=2.0, lease_s=1e6, stall_s=1e6)
+    fleet.hear(m.Tick(), m.Disconnected("4", 1))
+    assert next_deadline_s(fleet.state) == 2.0
+    fleet.hear(m.Tick(), after_s=1.75)
+    assert fleet.state.nodes["4"].alive
+    fleet.hear(m.Tick(), after_s=0.25)
+    assert fleet.state.nodes["4"].why == "its connection broke 2.0 s ago"
+
+
+@pytest.mark.parametrize(("silent", "lost"), [("012", 0), ("01", 2), ("0", 1)])
+def test_if_most_nodes_fall_silent_at_once_they_are_given_more_time(silent: str, lost: int) -> None:
+    fleet = running(4, 1, lease_s=15.0, stall_s=1e6)
+    for _ in range(3):
+        fleet.now_s += 5.0
+        beat(fleet, *silent)
+    fleet.hear(m.Tick())
+    assert sum(not node.alive for node in fleet.state.nodes.values()) == lost
+    assert next_deadline_s(fleet.state) > fleet.now_s
+
+
+def test_most_nodes_are_lost_when_they_have_been_silent_four_times_as_long_or_a_collective_broke() -> None:
+    for evidence, until_s in ((False, 60.0), (True, 15.0)):
+        fleet = running(4, 1, lease_s=15.0, stall_s=1e6)
+        fleet.state.evidence = evidence
+        while fleet.now_s < until_s - 5.0:
+            fleet.now_s += 5.0
+            beat(fleet, *"0123")
+            fleet.hear(m.Tick())
+            assert all(node.alive for node in fleet.state.nodes.values())
+        fleet.hear(m.Heartbeat("4", 1, m.NO_EPOCH, -1, m.WorkerPhase.WARM), m.Tick(), after_s=5.0)
+        assert [node.alive for node in fleet.state.nodes.values()] == [False] * 4 + [True]
+
+
+def test_a_rollcall_is_heard_of_all_but_the_absent() -> None:
+    fleet = running(lease_s=15.0, stall_s=1e6)
+    fleet.hear(m.Rollcall("heartbeat", 0, absent=("4",)), after_s=10.0)
+    assert [last_heard_s(fleet.state, name) for name in "014"] == [10.0, 10.0, 0.0]
+    fleet.hear(m.Tick(), after_s=5.0)
+    assert [name for name, node in fleet.state.nodes.items() if not node.alive] == ["4"]
+    assert fleet.state.next_lease_s == 25.0
+
+
+# --- deadlines ----------------------------------------------------------------------------------------
+
+
+def test_whoever_does_not_leave_in_time_is_lost() -> None:
+    fleet = running(park_s=15.0, lease_s=1e6)
+    fleet.hear(m.Broken("0", 1, 0, 0), after_s=1.0)
+    fleet.park("1")
+    assert phase_deadline_s(fleet.state) == 16.0
+    fleet.hear(m.Tick(), after_s=14.75)
+    assert fleet.state.nodes["1"].alive
+    fleet.hear(m.Tick(), after_s=0.25)
+    assert fleet.state.nodes["1"].why == "it did not leave epoch 0"
+    assert fleet.state.epoch == 1
+
+
+def test_a_planned_end_without_a_step_boundary_becomes_a_fault() -> None:
+    fleet = running(stall_s=20.0, park_s=15.0, lease_s=1e6)
+    fleet.hear(m.Drain("1"), after_s=1.0)
+    assert phase_deadline_s(fleet.state) == 21.0
+    said = fleet.hear(m.Tick(), after_s=20.0)
+    text = "no step boundary was reached (node 1: drained by the operator)"
+    assert (fleet.state.reason, fleet.state.planned, fleet.state.left_planned) == (text, False, False)
+    assert said == [(name, m.Park(0, text)) for name in "0123"]
+    assert (fleet.state.recoveries, phase_deadline_s(fleet.state)) == (1, 36.0)
+
+
+def test_a_minority_that_does_not_bind_is_blamed_and_a_half_is_not() -> None:
+    for bound, strikes in (("023", 1), ("02", 0)):
+        fleet = Fleet(settings(4, bind_s=30.0, lease_s=1e6))
+        fleet.join(*"0123")
+        for name in bound:
+            fleet.hear(m.Bound(name, 1, 0))
+        assert phase_deadline_s(fleet.state) == 30.0
+        fleet.hear(m.Tick(), after_s=30.0)
+        assert fleet.state.reason == "epoch 0 was not bound within 30 s"
+        assert len(fleet.state.nodes["1"].strikes) == strikes
+        assert fleet.state.nodes["1"].why == ("it did not bind epoch 0" if strikes else "")
+
+
+def test_without_a_step_the_members_are_asked_and_after_twice_that_time_the_epoch_ends() -> None:
+    fleet = running(stall_s=20.0, lease_s=1e6)
+    beat(fleet, step=0)
+    fleet.hear(m.Heartbeat("0", 1, 0, 1, m.WorkerPhase.BOUND), after_s=1.0)
+    assert phase_deadline_s(fleet.state) == 21.0
+    fleet.hear(m.Tick(), after_s=19.75)
+    assert not fleet.state.diagnosed
+    fleet.hear(m.Tick(), after_s=0.25)
+    assert fleet.state.diagnosed
+    assert fleet.told("2") == [m.Diagnose(0, 20.0)]
+    assert (fleet.hear(m.Tick()), phase_deadline_s(fleet.state)) == ([], 41.0)
+    fleet.hear(m.Tick(), after_s=20.0)
+    assert fleet.state.reason == "no step ended for 40 s"
+    fleet.park()
+    assert not fleet.state.diagnosed
+
+
+def test_a_slow_pace_gives_a_step_ten_times_its_usual_time() -> None:
+    fleet = running(stall_s=20.0, lease_s=1e6)
+    fleet.hear(m.Heartbeat("0", 1, 0, 0, m.WorkerPhase.BOUND), after_s=5.0)
+    assert (fleet.state.pace_s, phase_deadline_s(fleet.state)) == (5.0, 55.0)
+
+
+def test_a_pause_between_tries_is_a_deadline() -> None:
+    fleet = running(2, 0, lease_s=1e6, stall_s=1e6)
+    for _ in range(6):
+        fleet.hear(m.Broken("0", 1, fleet.state.epoch, 0))
+        fleet.park()
+        if fleet.state.phase is FleetPhase.BINDING:
+            fleet.bind()
+    assert (fleet.state.tries, fleet.state.phase) == (5, FleetPhase.PARKING)
+    assert phase_deadline_s(fleet.state) == 0.1
+    fleet.hear(m.Tick(), after_s=0.1)
+    assert fleet.state.phase is FleetPhase.BINDING
+
+
+def test_the_next_deadline_is_never_in_the_past() -> None:
+    fleet = running(lease_s=15.0)
+    fleet.now_s = 40.0
+    fleet.hear(m.Heartbeat("4", 1, m.NO_EPOCH, -1, m.WorkerPhase.WARM))
+    assert next_deadline_s(fleet.state) == 40.0
