@@ -88,7 +88,8 @@ def test_asked_to_stop_it_saves_the_step_it_is_at_and_says_how_to_go_on(
     process.send_signal(number)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 75
-    assert "to go on: phalanx train" in out
+    assert "the step in progress is finished and saved" in " ".join(out.split())
+    assert f"to go on: {sys.executable} -m phalanx train" in " ".join(out.split())
     (saved,) = (tmp_path / "run" / "checkpoints").glob("step-*")
     assert int(saved.name.removeprefix("step-")) >= steps_done(tmp_path / "run") - 1
     done = run([*command, "--ranks", "3", "--json"], tmp_path)
@@ -98,6 +99,38 @@ def test_asked_to_stop_it_saves_the_step_it_is_at_and_says_how_to_go_on(
 def test_asked_to_stop_before_it_has_begun_it_stops_as_well(run_file: Path, tmp_path: Path) -> None:
     process = start(["train", str(run_file), "--run-dir", str(tmp_path / "run"), "--ranks", "2"], tmp_path)
     wait_until(lambda: len(children(process.pid)) == 2, process)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 75
+
+
+def test_asked_twice_it_ends_at_once_and_says_that_steps_are_lost(run_file: Path, tmp_path: Path) -> None:
+    slow = ["--set", "checkpoint.every_steps=1000", "--set", "train.steps=100000"]
+    process = start(
+        ["train", str(run_file), "--run-dir", str(tmp_path / "run"), "--ranks", "1", *slow], tmp_path
+    )
+    wait_until(lambda: steps_done(tmp_path / "run") >= 2, process)
+    (rank,) = children(process.pid)
+    os.kill(rank, signal.SIGSTOP)  # a step that takes long
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)
+    while alive(rank) and process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert "without saving; the newest checkpoint is of step 0" in " ".join(out.split())
+
+
+def test_asked_to_stop_while_a_rank_builds_its_model_it_stops_at_once(run_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "slow_model.py").write_text(
+        "import pathlib, time\ndef build(spec):\n    pathlib.Path('building').touch()\n    time.sleep(3600)\n"
+    )
+    factory = ["--set", 'model.factory="slow_model:build"']
+    process = start(
+        ["train", str(run_file), "--run-dir", str(tmp_path / "run"), "--ranks", "1", *factory], tmp_path
+    )
+    wait_until((tmp_path / "building").exists, process)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 75

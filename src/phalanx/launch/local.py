@@ -17,7 +17,7 @@ from pathlib import Path
 
 from phalanx.run.factory import rank_environment
 from phalanx.train.lifecycle.ending import Ending, last_words, read_failure, remove_failure
-from phalanx.train.lifecycle.interrupt import on_stop_signals
+from phalanx.train.lifecycle.interrupt import StopOrders, on_stop_signals
 from phalanx.train.lifecycle.open_run import OpenRun
 from phalanx.train.lifecycle.worker import EXIT_STOPPED
 
@@ -26,7 +26,12 @@ _GRACE_S = 10.0
 """Time that the other ranks are given to notice that one has died."""
 
 
-def run_locally(run: OpenRun, ranks: int, while_running: Callable[[Callable[[], bool]], None]) -> Ending:
+def run_locally(
+    run: OpenRun,
+    ranks: int,
+    while_running: Callable[[Callable[[], bool]], None],
+    tell: Callable[[str], None] = lambda _words: None,
+) -> Ending:
     """Runs all ranks to their end.
 
     Args:
@@ -35,10 +40,12 @@ def run_locally(run: OpenRun, ranks: int, while_running: Callable[[Callable[[], 
         while_running: Called once with a function that tells whether the ranks have ended; returns after they have
             (it shows the run's progress meanwhile). Whatever it raises asks the ranks to save and stop, and is raised
             when they have.
+        tell: Tells the user that a request to stop was heard, and what comes of it.
     """
     meeting_point = _fresh_meeting_point(run)
     processes: list[subprocess.Popen[bytes]] = []
-    request = _StopOrder(processes)
+    orders = StopOrders(tell)
+    request = _StopOrder(processes, orders)
     try:
         with on_stop_signals(request.make):
             for rank in range(ranks):
@@ -57,7 +64,7 @@ def run_locally(run: OpenRun, ranks: int, while_running: Callable[[Callable[[], 
     finally:
         _end(processes)
         meeting_point.unlink(missing_ok=True)
-    return _ending(run, processes, watcher.first_failure)
+    return _ending(run, processes, watcher.first_failure, unsaved=orders.made > 1)
 
 
 def _fresh_meeting_point(run: OpenRun) -> Path:
@@ -108,6 +115,7 @@ class _Watcher:
 
     def ended(self) -> bool:
         """True once all ranks have exited; ends the others when one has failed."""
+        self._request.orders.tell_new()
         codes = [process.poll() for process in self._processes]
         if self.first_failure is None:
             # A rank that had not yet set up its handler ends by the signal itself: it was asked to.
@@ -137,14 +145,19 @@ def _culprit(failed: list[int], codes: list[int | None]) -> int:
 class _StopOrder:
     """The order to the ranks to save and stop; made a second time, it kills them."""
 
-    def __init__(self, processes: list[subprocess.Popen[bytes]]) -> None:
+    def __init__(self, processes: list[subprocess.Popen[bytes]], orders: StopOrders) -> None:
         self._processes = processes
-        self.made = False
+        self.orders = orders
+
+    @property
+    def made(self) -> bool:
+        """True if the ranks were asked to stop."""
+        return self.orders.made > 0
 
     def make(self) -> None:
         """Sends one SIGTERM to every rank; at the second call SIGKILL."""
         number = signal.SIGKILL if self.made else signal.SIGTERM
-        self.made = True
+        self.orders.made += 1
         for process in self._processes:
             if process.poll() is None:
                 process.send_signal(number)
@@ -158,14 +171,16 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
         process.wait()
 
 
-def _ending(run: OpenRun, processes: list[subprocess.Popen[bytes]], culprit: int | None) -> Ending:
+def _ending(
+    run: OpenRun, processes: list[subprocess.Popen[bytes]], culprit: int | None, *, unsaved: bool
+) -> Ending:
     codes = [process.returncode for process in processes]
     if (codes and all(code == 0 for code in codes)) or (
         culprit is None and run.directory.finished_result() is not None
     ):
         return Ending("finished")
     if culprit is None:  # asked to stop, perhaps before all were started
-        return Ending("stopped", exit_code=EXIT_STOPPED)
+        return Ending("stopped", exit_code=EXIT_STOPPED, unsaved=unsaved)
     log, code = run.directory.log(run.attempt, culprit), codes[culprit]
     if code < 0:
         return Ending("failed", culprit, code, f"was killed by {signal.Signals(-code).name}")

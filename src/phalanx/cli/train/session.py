@@ -85,6 +85,11 @@ def event_display(run: OpenRun, console: Console) -> Callable[[Callable[[], bool
     return show
 
 
+def tell_on(console: Console) -> Callable[[str], None]:
+    """Returns a function for launchers: it prints what becomes of a request to stop."""
+    return lambda words: console.print(f"[yellow]{words}[/]")
+
+
 def already_done(spec: RunSpec, run_file: Path, done: RunResult, console: Console, as_json: bool) -> int:
     """Reports a run directory whose run is complete; returns the exit code."""
     from phalanx.train.lifecycle.prepare import prepare_run
@@ -105,7 +110,9 @@ def conclude(run: OpenRun, ending: Ending, console: Console, as_json: bool, stor
         return 0
     again = shlex.join([*_program(), *sys.argv[1:]])
     if ending.status == "stopped":
-        console.print(f"[yellow]stopped[/]; to go on: {again}")
+        saved = run.directory.committed_steps()
+        lost = f" without saving; the newest checkpoint is of step {saved[-1] if saved else 0}"
+        console.print(f"[yellow]stopped[/]{lost if ending.unsaved else ''}; to go on: {again}")
         return ending.exit_code
     who = "" if ending.failed_rank is None else f"rank {ending.failed_rank} "
     click.echo(f"error: {who}{ending.message}", err=True)

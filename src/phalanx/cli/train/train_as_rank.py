@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import traceback
 from contextlib import suppress
@@ -26,8 +27,8 @@ def train_as_rank(spec: RunSpec, run_file: Path, as_json: bool) -> int:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     from phalanx.parallel.process_group.rendezvous import device_for, join, leave, rank_from_environment
 
-    first, stop = False, StopRequest()
-    stop.listen()
+    first, stop = False, StopRequest((signal.SIGTERM, signal.SIGINT))
+    stop.end_at_once()
     try:
         place = rank_from_environment(os.environ)
         assert place is not None

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from phalanx.cli.errors import explained
-from phalanx.cli.train.session import already_done, conclude, console_for, event_display, progress_on
+from phalanx.cli.train.session import already_done, conclude, console_for, event_display, progress_on, tell_on
 from phalanx.data.errors import DataError
 from phalanx.launch.foreign import started_as_rank
 from phalanx.model.facts.presets import PRESETS
@@ -107,6 +107,6 @@ def _train_here(spec: RunSpec, run_file: Path, as_json: bool) -> int:
         console.print(
             f"[yellow]another layout than before[/]: {change}; the bits of the weights depend on it"
         )
-    ending = run_locally(run, ranks, event_display(run, console))
+    ending = run_locally(run, ranks, event_display(run, console), tell_on(console))
     os.close(run.lock_fd)
     return conclude(run, ending, console, as_json, None)

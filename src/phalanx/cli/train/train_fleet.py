@@ -17,6 +17,7 @@ from phalanx.cli.train.session import (
     console_for,
     event_display,
     progress_on,
+    tell_on,
 )
 from phalanx.data.errors import DataError
 from phalanx.fleet.faults.fault import FaultError
@@ -56,7 +57,9 @@ def train_fleet(
         f"{'spare' if spares == 1 else 'spares'}, {ranks} {'rank' if ranks == 1 else 'ranks'}"
     )
     console.print(f"[dim]look at it with[/] phalanx status {run.directory.path}")
-    ending = run_fleet(run, LocalFleet(nodes, spares, planned, lead=lead), event_display(run, console))
+    ending = run_fleet(
+        run, LocalFleet(nodes, spares, planned, lead=lead), event_display(run, console), tell_on(console)
+    )
     os.close(run.lock_fd)
     return conclude(run, ending, console, as_json, _story(run, planned))
 

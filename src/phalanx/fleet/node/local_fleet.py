@@ -22,7 +22,7 @@ from phalanx.fleet.control.security import run_token
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.run.factory import rank_environment
 from phalanx.train.lifecycle.ending import Ending, last_words, remove_failure
-from phalanx.train.lifecycle.interrupt import on_stop_signals
+from phalanx.train.lifecycle.interrupt import StopOrders, on_stop_signals
 from phalanx.train.lifecycle.open_run import OpenRun
 from phalanx.train.lifecycle.worker import EXIT_STOPPED
 
@@ -92,7 +92,12 @@ class LocalFleet:
         return self.names[self.nodes :]
 
 
-def run_fleet(run: OpenRun, fleet: LocalFleet, while_running: Callable[[Callable[[], bool]], None]) -> Ending:
+def run_fleet(
+    run: OpenRun,
+    fleet: LocalFleet,
+    while_running: Callable[[Callable[[], bool]], None],
+    tell: Callable[[str], None] = lambda _words: None,
+) -> Ending:
     """Runs a fleet to the run's end.
 
     Args:
@@ -100,19 +105,20 @@ def run_fleet(run: OpenRun, fleet: LocalFleet, while_running: Callable[[Callable
         fleet: What to start.
         while_running: Called once with a function that tells whether the run has ended; returns after it has (it shows
             the run's progress meanwhile). Whatever it raises asks the run to save and stop, and is raised when it has.
+        tell: Tells the user that a request to stop was heard, and what comes of it.
     """
     path = run.directory.path
     run_token(path)  # made before anybody needs it
     path_in(path).unlink(missing_ok=True)  # of the attempt before
     # Computed once: a restart must not fail because the user's model file is gone meanwhile.
-    processes = _Processes(run, fleet, rank_environment(run.spec.model.factory))
+    processes = _Processes(run, fleet, rank_environment(run.spec.model.factory), StopOrders(tell))
     try:
         with on_stop_signals(processes.ask_to_stop):
             processes.start()
             try:
                 while_running(processes.ended)
             except BaseException:
-                if not processes.stop_asked:
+                if not processes.orders.made:
                     processes.ask_to_stop()
                 processes.wait()
                 raise
@@ -130,10 +136,10 @@ class _Processes:
     fleet: LocalFleet
     factory_environment: dict[str, str]
     """Lets the processes import the user's model."""
+    orders: StopOrders
     coordinator: subprocess.Popen[bytes] | None = None
     agents: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     back_at_s: dict[str, float] = field(default_factory=dict)
-    stop_asked: int = 0
     stop_told: tuple[int, int] = (0, 0)
     """Process id of the coordinator that was told to stop, and how many times."""
     started: int = 0
@@ -149,6 +155,7 @@ class _Processes:
 
     def ended(self) -> bool:
         """Restarts what has died and is to come back; returns True once the run is over. Call it again and again."""
+        self.orders.tell_new()
         coordinator = self.coordinator
         if coordinator is not None and coordinator.poll() is not None and not self.over:
             self._coordinator_died(coordinator.returncode)
@@ -171,7 +178,7 @@ class _Processes:
 
     def ask_to_stop(self) -> None:
         """Counts one request to save and stop; it is passed on by the next call of ``ended``."""
-        self.stop_asked += 1
+        self.orders.made += 1
 
     def _coordinator_died(self, code: int) -> None:
         seen = self.seen()
@@ -199,13 +206,13 @@ class _Processes:
         Not before it has written fleet.json: until then SIGTERM would kill it, and the file says whether it has learned of
         the request from its journal.
         """
-        if self.stop_told[1] >= min(self.stop_asked, 2):
+        if self.stop_told[1] >= min(self.orders.made, 2):
             return
         coordinator, seen = self.coordinator, self.seen()
         if coordinator is None or seen is None or seen.coordinator_pid != coordinator.pid:
             return
         told = self.stop_told[1] if self.stop_told[0] == coordinator.pid else int(seen.stopping)
-        if told < self.stop_asked and coordinator.poll() is None:
+        if told < self.orders.made and coordinator.poll() is None:
             coordinator.send_signal(signal.SIGTERM)
             told += 1
         self.stop_told = coordinator.pid, told
@@ -273,7 +280,7 @@ def _ending(run: OpenRun, processes: _Processes) -> Ending:
     if seen is not None and seen.phase is FleetPhase.FINISHED:
         if seen.result_json:
             return Ending("finished")
-        return Ending("stopped", exit_code=EXIT_STOPPED)
+        return Ending("stopped", exit_code=EXIT_STOPPED, unsaved=processes.orders.made > 1)
     if seen is not None and seen.phase is FleetPhase.FAILED:
         return Ending("failed", None, 1, seen.reason)
     why = "the coordinator could not run"

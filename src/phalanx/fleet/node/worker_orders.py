@@ -59,7 +59,7 @@ class Orders:
                 case LeaveEpoch():
                     self._parked = max(self._parked, said.epoch)
                 case StopTraining():
-                    self._stop.signal_name = said.reason or "the fleet"
+                    self._stop.made = True
                 case SnapshotSafe():
                     self._safe = max(self._safe, (said.epoch, said.step))
                 case InjectFault():

@@ -30,6 +30,8 @@ class Ending:
     """Why it failed."""
     kind: str = ""
     """The class of the error that a rank left as a record; empty if none did."""
+    unsaved: bool = False
+    """True if it was ended at once, on a second request: steps after the newest checkpoint are lost."""
 
 
 @dataclass(frozen=True)

@@ -15,23 +15,49 @@ from types import FrameType
 
 @dataclass
 class StopRequest:
-    """The request to stop, named after its signal; empty if none was made."""
+    """The request to a rank to save and stop."""
 
-    signal_name: str = ""
+    signals: tuple[signal.Signals, ...] = ()
+    """The signals that make the request; none for a worker whose agent makes it."""
+    made: bool = False
 
-    @property
-    def made(self) -> bool:
-        """True if a stop was requested."""
-        return bool(self.signal_name)
+    def end_at_once(self) -> None:
+        """Leaves the signals to the system, which ends the process even while it waits for others or reads a large model.
+
+        So a rank starts: before the loop there is nothing to save, and nobody looks at the request.
+        """
+        for number in self.signals:
+            signal.signal(number, signal.SIG_DFL)
 
     def listen(self) -> None:
-        """Installs the handlers of SIGINT and SIGTERM. A second SIGINT acts as usual, at once."""
-        signal.signal(signal.SIGTERM, self._on_signal)
-        signal.signal(signal.SIGINT, self._on_signal)
+        """Takes the signals as a request to stop, from here on. A second SIGINT acts as usual, at once."""
+        for number in self.signals:
+            signal.signal(number, self._on_signal)
 
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        self.signal_name = signal.Signals(number).name
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self.made = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_STOP_WORDS = (
+    "stopping: the step in progress is finished and saved; asked once more, the run ends at once and unsaved steps are lost",
+    "ending at once, without saving",
+)
+
+
+@dataclass
+class StopOrders:
+    """The number of times that a launcher was asked to stop its run, and what it tells its user."""
+
+    tell: Callable[[str], None]
+    made: int = 0
+    told: int = 0
+
+    def tell_new(self) -> None:
+        """Tells the user of each request that has not been told of. (A signal handler must not print: it may interrupt that.)"""
+        while self.told < min(self.made, len(_STOP_WORDS)):
+            self.told += 1
+            self.tell(_STOP_WORDS[self.told - 1])
 
 
 @contextmanager

@@ -320,9 +320,8 @@ def _settle(training: Training) -> bool:
 def _stopped(training: Training, progress: TrainProgress) -> None:
     training.inputs.ledger.switch(Bucket.STOP)
     saved = _settle(training)
-    reason = training.inputs.stop.signal_name or "another rank was asked to stop"
     kept = f"step {progress.step} is saved" if saved else "the last checkpoint failed, an older one is kept"
-    training.reporter.emit(Stopped(progress.step, f"{reason}; {kept}", training.inputs.ledger.seconds()))
+    training.reporter.emit(Stopped(progress.step, f"asked to stop; {kept}", training.inputs.ledger.seconds()))
 
 
 def _finished(training: Training, progress: TrainProgress, recent_s: list[float]) -> RunResult:

@@ -86,6 +86,7 @@ def run_epoch(inputs: EpochInputs) -> RunResult | None:
             # next epoch, reference cycles would keep this epoch's model in memory.
             freeze_gc()
         inputs.guardian.assembled(training.built, training.saver)
+        inputs.stop.listen()
         result = train(training)
         if first:
             _draw(directory, reporter)
@@ -146,8 +147,8 @@ def known_errors() -> tuple[type[Exception], ...]:
 def main() -> int:
     """The process that the local launcher starts for each rank; its place comes from the environment."""
     die_with_parent()
-    stop = StopRequest()
-    stop.listen()  # before the imports, which take seconds
+    stop = StopRequest((signal.SIGTERM, signal.SIGINT))
+    stop.end_at_once()
     # Before torch starts CUDA: without it, cuBLAS may pick another algorithm from one run to the next.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     parser = argparse.ArgumentParser(prog="phalanx.train.lifecycle.worker")
