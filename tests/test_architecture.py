@@ -37,6 +37,7 @@ PURE = (
     "checkpoint/format/image.py",
     "checkpoint/format/restore_plan.py",
     "parallel/pipeline/schedules.py",
+    "run/kinds",
     "run/layout.py",
 )
 """Rooms that decide on values alone: no I/O, no clock, no torch."""

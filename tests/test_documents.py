@@ -124,6 +124,13 @@ def test_a_walk_names_every_file_that_knows_of_its_example(walk: str, example: s
     assert {file for file in knowing if file not in named and not named & set(file.parents)} == set()
 
 
+def test_the_walk_of_a_kind_of_layer_names_no_file_that_does_not_know_of_it() -> None:
+    for path in paths("A kind of layer"):
+        if SOURCE in path.parents:
+            files = path.rglob("*.py") if path.is_dir() else [path]
+            assert any(re.search(r"\bmla\b|Mla", file.read_text()) for file in files), path
+
+
 def test_every_optimizer_is_in_the_files_that_its_walk_names() -> None:
     for name in get_args(get_type_hints(OptimizerSpec)["name"]):
         for file in ("model/facts/optimizer_state.py", "train/optimizers/choose.py"):

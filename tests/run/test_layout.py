@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 
 from phalanx.run.check import check
 from phalanx.run.layout import (
-    divisors_near,
     layout_of,
     layout_problems,
     micro_batches_per_slot,
     replica_ranks,
     stages_per_rank,
 )
-from phalanx.run.problems import Problem
+from phalanx.run.problems import Problem, divisors_near
 from phalanx.run.spec import (
     MemorySpec,
     ModelSpec,

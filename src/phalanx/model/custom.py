@@ -28,9 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.model.block import Block
-from phalanx.model.facts.shape import Parameter, ParameterKind
 from phalanx.model.transformer import Readout, logits
 from phalanx.run.factory import load_factory
+from phalanx.run.kinds.parts import Parameter, ParameterKind
 from phalanx.run.spec import ModelSpec
 
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from phalanx.model.facts.shape import Parameter
 from phalanx.model.random_bits import normal, stream_key
+from phalanx.run.kinds.parts import Parameter
 from phalanx.run.spec import ModelSpec
 
 _CHUNK = 1 << 20  # elements filled at once, so that the int64 temporaries stay small

@@ -21,6 +21,7 @@ from phalanx.model.facts.stages import stage_layers
 from phalanx.parallel.mesh.slots import Deal
 from phalanx.parallel.pipeline.schedules import Action, Schedule
 from phalanx.parallel.reduction.buckets import in_buckets
+from phalanx.run.kinds.prediction_ahead import depths
 from phalanx.run.layout import Layout, micro_batches_per_slot, stages_per_rank
 from phalanx.run.spec import RunSpec
 
@@ -97,20 +98,21 @@ class _Rank:
         calls: Calls = Counter()
         if self.layout.tensor == 1:
             return calls
-        model, train, blocks = self.spec.model, self.spec.train, self._blocks(stage)
+        train, blocks = self.spec.train, self._blocks(stage)
+        # Each looks tokens up in the embedding, and has scores.
+        predictions = 1 + depths(self.spec.model)
         # A pair of divided matrices ends with one whose inputs are divided, and whose results are added up.
         parts = [piece.parameter for piece in self.pieces[stage]]
         pairs = sum(part.tensor_dim == 1 and not part.stacked for part in parts)
         # Norms are alike on all ranks, so every block has a sum of gradients; each gather is a scatter in backward.
         gathers, scatters, sums = pairs, pairs, blocks
         if stage == 0:
-            scatters += 1 + model.mtp_depth
+            scatters += predictions
         if stage == self.schedule.stages - 1:
-            heads = 1 + model.mtp_depth
-            gathers, sums = gathers + heads, sums + heads
+            gathers, sums = gathers + predictions, sums + predictions
             tokens = max(1, train.micro_batch_size or train.batch_size // train.slots) * train.seq_len
             chunks = -(-tokens // self.layout.context // train.loss_chunk)
-            calls["tensor", "all_gather"] += heads * chunks
+            calls["tensor", "all_gather"] += predictions * chunks
         calls["tensor", "all_gather"] += gathers + scatters
         calls["tensor", "reduce_scatter"] += gathers + scatters
         calls["tensor", "all_reduce"] += sums

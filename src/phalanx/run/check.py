@@ -1,7 +1,7 @@
 """Rules that span several fields of a run, with the remedy: the model, the batch, checkpoints, the fleet.
 
-The rules of layouts (which degrees fit which model, batch and number of ranks) are in ``phalanx.run.layout``, and are
-checked from here.
+The rules of each kind of layer are in its file in ``phalanx.run.kinds``, those of layouts (which degrees fit which model,
+batch and number of ranks) in ``phalanx.run.layout``; both are checked from here.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from phalanx.run.factory import is_factory_name
-from phalanx.run.layout import divisors_near, layout_problems
-from phalanx.run.problems import Problem
-from phalanx.run.spec import FleetSpec, MlaSpec, ModelSpec, MoeSpec, RopeScalingSpec, RunSpec, TrainSpec
+from phalanx.run.kinds import whole_model
+from phalanx.run.layout import layout_problems
+from phalanx.run.problems import Problem, divisors_near
+from phalanx.run.spec import FleetSpec, ModelSpec, RopeScalingSpec, RunSpec, TrainSpec
 
 
 def check(spec: RunSpec) -> list[Problem]:
@@ -66,88 +67,23 @@ def _custom_model(spec: RunSpec) -> Iterator[Problem]:
                 "set it to 1; a model of your own can be divided over shards and over a pipeline of its blocks",
                 ("model.factory",),
             )
-    for path, wanted, remedy in (
-        (
-            "model.moe",
-            model.moe is not None,
-            "leave the table out; the model may hold experts of its own, whole on a rank",
-        ),
-        ("model.mla", model.mla is not None, "leave the table out"),
-        ("model.mtp_depth", model.mtp_depth > 0, "set it to 0"),
-        (
-            "train.document_mask",
-            spec.train.document_mask,
-            "set it to false: blocks are called with hidden states alone",
-        ),
-        ("precision.matmul", spec.precision.matmul != "compute", 'set it to "compute"'),
-    ):
-        if wanted:
-            found = f"this describes Phalanx's transformer, and {model.factory} is a model of your own"
-            yield Problem(path, found, remedy, ("model.factory",))
+    refused = list(whole_model.described_layers(model))
+    if spec.train.document_mask:
+        refused.append(("train.document_mask", "set it to false: blocks are called with hidden states alone"))
+    if spec.precision.matmul != "compute":
+        refused.append(("precision.matmul", 'set it to "compute"'))
+    for path, remedy in refused:
+        found = f"this describes Phalanx's transformer, and {model.factory} is a model of your own"
+        yield Problem(path, found, remedy, ("model.factory",))
 
 
 def _model(model: ModelSpec) -> Iterator[Problem]:
-    yield from _grouped_heads(model) if model.mla is None else _latent_heads(model, model.mla)
+    yield from whole_model.problems(model)
     if model.rope_scaling is not None:
-        yield from _rope_scaling(model.rope_scaling, latent=model.mla is not None)
-    if model.moe is not None:
-        yield from _moe_layers(model, model.moe)
-        yield from _routing(model.moe)
+        yield from _rope_scaling(model.rope_scaling)
 
 
-def _grouped_heads(model: ModelSpec) -> Iterator[Problem]:
-    head_dim = model.head_dim or model.dim // model.heads
-    if model.head_dim == 0 and model.dim % model.heads:
-        yield Problem(
-            "model.heads",
-            f"dim {model.dim} is not divisible by {model.heads} heads",
-            f"{divisors_near(model.dim, model.heads)} divide it; or give model.head_dim",
-            ("model.dim", "model.head_dim"),
-        )
-    elif head_dim % 2:
-        yield Problem(
-            "model.head_dim",
-            f"a head of {head_dim} elements cannot be rotated in pairs",
-            "rotary embeddings need an even head_dim",
-            ("model.dim", "model.heads"),
-        )
-    if model.kv_heads and model.heads % model.kv_heads:
-        yield Problem(
-            "model.kv_heads",
-            f"{model.heads} heads cannot be shared out over {model.kv_heads} key/value heads",
-            f"{divisors_near(model.heads, model.kv_heads)} divide {model.heads}",
-            ("model.heads",),
-        )
-
-
-def _latent_heads(model: ModelSpec, mla: MlaSpec) -> Iterator[Problem]:
-    head_dim = mla.nope_head_dim + mla.rope_head_dim
-    if mla.rope_head_dim % 2:
-        yield Problem(
-            "model.mla.rope_head_dim",
-            f"{mla.rope_head_dim} elements cannot be rotated in pairs",
-            "it must be even",
-        )
-    if model.head_dim not in (0, head_dim):
-        yield Problem(
-            "model.head_dim",
-            f"{model.head_dim} is not nope_head_dim + rope_head_dim = {head_dim}",
-            "latent attention has widths of its own: set it to 0",
-            ("model.mla.nope_head_dim", "model.mla.rope_head_dim"),
-        )
-    if model.kv_heads not in (0, model.heads):
-        yield Problem(
-            "model.kv_heads",
-            f"latent attention has as many key heads as query heads, {model.heads}",
-            "set it to 0",
-            ("model.heads", "model.mla"),
-        )
-    for path, wanted in (("model.qk_norm", model.qk_norm), ("model.attention_bias", model.attention_bias)):
-        if wanted:
-            yield Problem(path, "latent attention has none", "set it to false", ("model.mla",))
-
-
-def _rope_scaling(scaling: RopeScalingSpec, *, latent: bool) -> Iterator[Problem]:
+def _rope_scaling(scaling: RopeScalingSpec) -> Iterator[Problem]:
     if scaling.kind == "llama3" and scaling.high_freq_factor <= scaling.low_freq_factor:
         yield Problem(
             "model.rope_scaling.high_freq_factor",
@@ -161,77 +97,6 @@ def _rope_scaling(scaling: RopeScalingSpec, *, latent: bool) -> Iterator[Problem
             f"{scaling.beta_fast:g} is below beta_slow {scaling.beta_slow:g}",
             "the band between the two is where frequencies are blended",
             ("model.rope_scaling.beta_slow", "model.rope_scaling"),
-        )
-    if scaling.kind == "yarn" and scaling.mscale_all_dim and not latent:
-        yield Problem(
-            "model.rope_scaling.mscale_all_dim",
-            "only latent attention has a temperature in its softmax",
-            "set it to 0, or describe [model.mla]",
-            ("model.mla", "model.rope_scaling"),
-        )
-
-
-_ALIGNED = 8  # elements: grouped matrix products take rows of whole 16 bytes, also in bf16
-
-
-def _moe_layers(model: ModelSpec, moe: MoeSpec) -> Iterator[Problem]:
-    if moe.first_dense + moe.every > model.layers:
-        yield Problem(
-            "model.moe.first_dense",
-            f"of {model.layers} layers, {moe.first_dense} dense first and then one in {moe.every}: no layer is a mixture",
-            f"first_dense + every must be at most {model.layers}",
-            ("model.moe.every", "model.layers"),
-        )
-    if model.ffn_bias:
-        yield Problem("model.ffn_bias", "experts have no biases", "set it to false", ("model.moe",))
-    for path, width in (("model.dim", model.dim), ("model.moe.ffn_dim", moe.ffn_dim or model.ffn_dim)):
-        if width % _ALIGNED:
-            yield Problem(
-                path,
-                f"{width} elements of an expert's matrix are no whole number of 16 bytes",
-                f"it must be a multiple of {_ALIGNED}",
-                ("model.moe", "model.ffn_dim"),
-            )
-
-
-def _routing(moe: MoeSpec) -> Iterator[Problem]:
-    if moe.experts % moe.groups:
-        yield Problem(
-            "model.moe.groups",
-            f"{moe.experts} experts cannot be divided into {moe.groups} groups",
-            f"{divisors_near(moe.experts, moe.groups)} divide {moe.experts}",
-            ("model.moe.experts",),
-        )
-        return
-    if moe.groups > 1 and moe.experts // moe.groups < 2:
-        yield Problem(
-            "model.moe.groups",
-            "groups of one expert cannot be judged by their two best",
-            f"at most {moe.experts // 2} groups",
-            ("model.moe.experts",),
-        )
-    if moe.groups_per_token > moe.groups:
-        yield Problem(
-            "model.moe.groups_per_token",
-            f"a token cannot choose {moe.groups_per_token} of only {moe.groups} groups",
-            f"at most {moe.groups}",
-            ("model.moe.groups",),
-        )
-        return
-    open_experts = moe.experts // moe.groups * moe.groups_per_token
-    if moe.per_token > open_experts:
-        yield Problem(
-            "model.moe.per_token",
-            f"a token cannot be sent to {moe.per_token} of {open_experts} experts",
-            f"at most {open_experts}" + (", or more groups_per_token" if moe.groups > 1 else ""),
-            ("model.moe.experts", "model.moe.groups", "model.moe.groups_per_token"),
-        )
-    if moe.per_token == 1 and moe.normalize:
-        yield Problem(
-            "model.moe.normalize",
-            "the score of a single expert, scaled to sum to one, is always one: the router would learn nothing",
-            "set it to false, or per_token above 1",
-            ("model.moe.per_token",),
         )
 
 

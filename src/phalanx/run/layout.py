@@ -14,12 +14,12 @@ split.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from phalanx.run.problems import Problem
-from phalanx.run.spec import ModelSpec, ParallelSpec, RunSpec
+from phalanx.run.kinds.whole_model import tensor_sizes, undivided
+from phalanx.run.problems import Problem, divisors_near
+from phalanx.run.spec import ParallelSpec, RunSpec
 
 SPLIT_BACKWARD = ("zbv", "dualpipev")
 """Schedules that compute the gradients of activations and of weights at different times."""
@@ -118,10 +118,10 @@ def layout_problems(spec: RunSpec, ranks: int) -> list[Problem]:
 
 
 def _tensor(spec: RunSpec) -> Iterator[Problem]:
-    model, degree = spec.model, spec.parallel.tensor
+    degree = spec.parallel.tensor
     if degree == 1:
         return
-    for path, size in _divided_by_tensor(model):
+    for path, size in tensor_sizes(spec.model):
         if size % degree:
             yield Problem(
                 "parallel.tensor",
@@ -138,17 +138,6 @@ def _tensor(spec: RunSpec) -> Iterator[Problem]:
         )
 
 
-def _divided_by_tensor(model: ModelSpec) -> Iterator[tuple[str, int]]:
-    yield "model.heads", model.heads
-    if model.mla is None:
-        yield "model.kv_heads", model.kv_heads or model.heads
-    if model.ffn_dim:
-        yield "model.ffn_dim", model.ffn_dim
-    moe = model.moe
-    if moe is not None and moe.shared and (moe.ffn_dim or model.ffn_dim):
-        yield "model.moe.ffn_dim", moe.shared * (moe.ffn_dim or model.ffn_dim)
-
-
 def _context(spec: RunSpec) -> Iterator[Problem]:
     parallel, seq_len = spec.parallel, spec.train.seq_len
     if parallel.context == parallel.tensor == 1:
@@ -162,13 +151,8 @@ def _context(spec: RunSpec) -> Iterator[Problem]:
             f"it must be a multiple of {pieces}",
             ("parallel.context", "parallel.tensor"),
         )
-    if parallel.context > 1 and spec.model.mtp_depth:
-        yield Problem(
-            "model.mtp_depth",
-            "predicting further ahead needs the neighboring token, which another context rank holds",
-            "set parallel.context = 1, or model.mtp_depth = 0",
-            ("parallel.context",),
-        )
+    if parallel.context > 1:
+        yield from (problem for axis, problem in undivided(spec.model) if axis == "context")
 
 
 def _pipeline(spec: RunSpec) -> Iterator[Problem]:
@@ -180,20 +164,7 @@ def _pipeline(spec: RunSpec) -> Iterator[Problem]:
             )
         return
     name, stages = parallel.pipeline_schedule, parallel.pipeline * stages_per_rank(parallel)
-    if model.tie_embeddings:
-        yield Problem(
-            "model.tie_embeddings",
-            "the first and the last stage cannot share one matrix",
-            "set model.tie_embeddings = false, or parallel.pipeline = 1",
-            ("parallel.pipeline",),
-        )
-    if model.mtp_depth:
-        yield Problem(
-            "model.mtp_depth",
-            "predicting further ahead needs the embedding, which only the first stage has",
-            "set model.mtp_depth = 0, or parallel.pipeline = 1",
-            ("parallel.pipeline",),
-        )
+    yield from (problem for axis, problem in undivided(model) if axis == "pipeline")
     if stages > model.layers:
         yield Problem(
             "parallel.pipeline",
@@ -387,11 +358,3 @@ def _ranks(spec: RunSpec, ranks: int) -> Iterator[Problem]:
             f"at most {train.slots * model_ranks} ranks with train.slots = {train.slots}, or more slots",
             ("train.slots",),
         )
-
-
-def divisors_near(number: int, wanted: int) -> str:
-    """The divisors of ``number`` closest to ``wanted``, as text."""
-    # Of numbers too large to search, those that a small divisor leads to.
-    small = [d for d in range(1, min(math.isqrt(number), 1 << 16) + 1) if number % d == 0]
-    divisors = sorted({*small, *(number // d for d in small)})
-    return ", ".join(map(str, sorted(sorted(divisors, key=lambda d: abs(d - wanted))[:4])))

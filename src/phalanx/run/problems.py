@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,3 +38,11 @@ def listing(place: str, problems: Sequence[Problem]) -> str:
     """All ``problems`` of the file or table ``place``, a line each."""
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     return f"{place}: {count}\n" + "\n".join(f"  {problem}" for problem in problems)
+
+
+def divisors_near(number: int, wanted: int) -> str:
+    """The divisors of ``number`` closest to ``wanted``, as text."""
+    # Of numbers too large to search, those that a small divisor leads to.
+    small = [d for d in range(1, min(math.isqrt(number), 1 << 16) + 1) if number % d == 0]
+    divisors = sorted({*small, *(number // d for d in small)})
+    return ", ".join(map(str, sorted(sorted(divisors, key=lambda d: abs(d - wanted))[:4])))

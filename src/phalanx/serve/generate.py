@@ -8,7 +8,6 @@ one CPU generator, so that a seed gives the same text wherever the logits are th
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from phalanx.model.layers.cache import empty_cache
 from phalanx.model.layers.router import routers
 from phalanx.model.transformer import Transformer, logits
 from phalanx.run.directory import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.kinds import prediction_ahead
 from phalanx.run.spec import ModelSpec
 
 _log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def load_model(
     """
     # What predicts further ahead was for training; the checkpoint's names for the rest are the same without it.
     directory = RunDirectory(run_dir)
-    spec = resolve(dataclasses.replace(read_resolved(directory).model, mtp_depth=0))
+    spec = resolve(prediction_ahead.without(read_resolved(directory).model))
     if not spec.vocab_size:
         raise RunDirectoryError(
             f"{directory.run_file}: model.vocab_size is 0; give a run directory, whose run.toml has it filled in"

@@ -21,7 +21,8 @@ from phalanx.checkpoint.interop.huggingface_config import (
 )
 from phalanx.checkpoint.interop.huggingface_names import RotaryRows, published, shared_copies
 from phalanx.model.facts.presets import PRESETS
-from phalanx.model.facts.shape import is_mixture, resolve
+from phalanx.model.facts.shape import resolve
+from phalanx.run.kinds.mixture import is_mixture
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, RopeScalingSpec
 
 MIXTRAL_8X7B = {

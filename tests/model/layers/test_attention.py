@@ -86,7 +86,7 @@ def test_a_module_with_the_rows_of_half_the_heads_gives_its_half_of_the_sum(spec
     rows = {"query", "key", "value"} if spec.mla is None else {"query_up", "kv_up"}
     total = torch.zeros_like(whole)
     for half in range(2):
-        part = Attention(spec) if spec.mla is None else MlaAttention(spec, spec.mla)
+        part = Attention(spec) if spec.mla is None else MlaAttention(spec)
         part.load_state_dict(attention.state_dict())
         for name, linear in part.named_children():
             if name in rows:
@@ -136,7 +136,7 @@ def test_latent_attention_is_the_papers_equations_head_by_head(query_rank: int) 
 def test_yarns_temperature_sharpens_latent_attention_and_no_other() -> None:
     yarn = RopeScalingSpec(kind="yarn", factor=40.0, mscale=1.0, mscale_all_dim=1.0)
     assert softmax_temperature(yarn) == pytest.approx((0.1 * 3.6888794541139363 + 1) ** 2)
-    attention = MlaAttention(resolve(ModelSpec(**{**vars(LATENT), "rope_scaling": yarn})), MLA)
+    attention = MlaAttention(resolve(ModelSpec(**{**vars(LATENT), "rope_scaling": yarn})))
     assert isinstance(attention.core, CausalCore)
     assert attention.core.scale == pytest.approx(14**-0.5 * softmax_temperature(yarn))
     grouped = Attention(resolve(ModelSpec(**{**vars(GROUPED), "rope_scaling": yarn})))

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from phalanx.model.facts.presets import PRESETS
-from phalanx.model.facts.shape import is_mixture
 from phalanx.plan.step_cost.layer_costs import layer_costs
-from phalanx.plan.workload.architecture import KINDS, AttentionCore, Layer, MatrixProduct, layers
+from phalanx.plan.workload.architecture import KINDS, Layer, layers
 from phalanx.plan.workload.candidates import RECOMPUTE
 from phalanx.plan.workload.stacks import Job
+from phalanx.run.kinds.mixture import is_mixture
+from phalanx.run.kinds.operations import AttentionCore, MatrixProduct
 from phalanx.run.layout import Layout
 from plan.jobs import job, one
 

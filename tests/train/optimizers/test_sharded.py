@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.model.facts.shape import Parameter
+from phalanx.run.kinds.parts import Parameter
 from phalanx.run.spec import OptimizerSpec
 from ranks import Ranks
 

@@ -24,7 +24,8 @@ from phalanx.checkpoint.interop.huggingface_families import (
     Family,
 )
 from phalanx.checkpoint.interop.huggingface_names import hf_name, parameter_name
-from phalanx.model.facts.shape import is_mixture, resolve
+from phalanx.model.facts.shape import resolve
+from phalanx.run.kinds.mixture import is_mixture
 from phalanx.run.read import spec_from_table, to_table
 from phalanx.run.section_reader import JsonObject
 from phalanx.run.spec import ModelSpec, MoeSpec, RopeScalingSpec

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.checkpoint.format.boxes import Extent
-from phalanx.model.facts.shape import Parameter, buffers, parameters
+from phalanx.model.facts.shape import buffers, parameters
+from phalanx.run.kinds.parts import Parameter
 from phalanx.run.spec import ModelSpec
 
 _OUTER = {

@@ -22,7 +22,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.model.facts.optimizer_state import state_bytes_by_name
-from phalanx.model.facts.shape import block_parts, numbered_parameters, parameters, score_widths
+from phalanx.model.facts.shape import numbered_parameters, parameters
+from phalanx.run.kinds import block, prediction_ahead
+from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.spec import ModelSpec, OptimizerSpec
 
 
@@ -75,7 +77,7 @@ def count(spec: ModelSpec, seq_len: int) -> Counts:
         embedding += parameter.numel if parameter.kind == "embedding" else 0
         experts += number * parameter.numel if parameter.stacked else 0
         matmul += number * parameter.met * parameter.products
-    full = (spec.layers + spec.mtp_depth) * _attention_flops(spec, seq_len)
+    full = (spec.layers + prediction_ahead.depths(spec)) * _attention_flops(spec, seq_len)
     return Counts(
         parameters=total,
         embedding_parameters=embedding,
@@ -89,11 +91,12 @@ def count(spec: ModelSpec, seq_len: int) -> Counts:
 
 def block_flops(spec: ModelSpec, seq_len: int, *, mixture: bool) -> int:
     """Training FLOP per token of one block, the causal half of attention counted."""
-    matmul = sum(part.met * part.products for part in block_parts(spec, "block", 0, mixture=mixture))
+    matmul = sum(part.met * part.products for part in block.parts(spec, mixed=mixture))
     return 6 * matmul + _attention_flops(spec, seq_len) // 2
 
 
 def _attention_flops(spec: ModelSpec, seq_len: int) -> int:
     """FLOP of one token in the attention of one layer, the whole square of scores."""
     # Forward: QK^T and PV, 2 FLOP x heads x width x keys seen; backward twice that.
-    return 6 * spec.heads * score_widths(spec) * seq_len
+    core = attention_kind(spec).core(spec)
+    return 6 * core.heads * core.widths * seq_len

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from phalanx.model.facts.shape import Parameter
+from phalanx.run.kinds.parts import Parameter
 from phalanx.run.spec import OptimizerSpec
 
 StateFormat = Literal["fp32", "bf16", "uint8"]

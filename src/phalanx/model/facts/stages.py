@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from phalanx.model.facts.counts import block_flops
-from phalanx.model.facts.shape import is_mixture, resolve
+from phalanx.model.facts.shape import resolve
+from phalanx.run.kinds.mixture import is_mixture
 from phalanx.run.layout import stages_per_rank
 from phalanx.run.spec import ModelSpec, RunSpec
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.spec import ModelSpec
 
 
@@ -37,9 +38,7 @@ def empty_cache(
     spec: ModelSpec, batch: int, max_len: int, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> list[LayerCache]:
     """One empty cache for each layer of a resolved model."""
-    heads, key_width, value_width = spec.kv_heads, spec.head_dim, spec.head_dim
-    if spec.mla is not None:
-        heads, key_width, value_width = 1, spec.mla.kv_rank, spec.mla.rope_head_dim
+    heads, key_width, value_width = attention_kind(spec).cache_row(spec)
 
     def buffer(width: int) -> Tensor:
         return torch.zeros(batch, heads, max_len, width, device=device, dtype=dtype)

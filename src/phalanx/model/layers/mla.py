@@ -25,7 +25,7 @@ from phalanx.model.layers.cache import LayerCache
 from phalanx.model.layers.linear import Linear
 from phalanx.model.layers.norm import RMSNorm
 from phalanx.model.layers.rotary import rotate, softmax_temperature
-from phalanx.run.spec import MlaSpec, ModelSpec
+from phalanx.run.spec import ModelSpec
 
 
 class MlaAttention(nn.Module):
@@ -35,9 +35,11 @@ class MlaAttention(nn.Module):
     that all heads share; ``kv_up`` a head's unrotated key rows, then its value rows.
     """
 
-    def __init__(self, spec: ModelSpec, mla: MlaSpec) -> None:
+    def __init__(self, spec: ModelSpec) -> None:
+        """Builds the layer of a resolved ``spec`` with ``mla``."""
         super().__init__()
-        self.mla = mla
+        assert spec.mla is not None, "the section that asks for this layer"
+        mla = self.mla = spec.mla
         self.head_dim = mla.nope_head_dim + mla.rope_head_dim
         queries = spec.heads * self.head_dim
         if mla.query_rank:

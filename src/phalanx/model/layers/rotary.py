@@ -1,7 +1,7 @@
 """Rotary position embeddings (Su et al., arXiv 2104.09864), stretched to longer contexts as in Llama 3 or YaRN.
 
 Pairs are element ``i`` and element ``i + head_dim / 2`` of a head, the layout of the published Llama and Qwen
-weights in Hugging Face format, so that those load unchanged. (For DeepSeek's, see ``phalanx.model.layers.mla``.)
+weights in Hugging Face format, so that those load unchanged. (DeepSeek's latent attention says for itself how it is loaded.)
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import math
 import torch
 from torch import Tensor
 
+from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.spec import ModelSpec, RopeScalingSpec
 
 
 def inverse_frequencies(spec: ModelSpec, device: torch.device) -> Tensor:
     """Radians per position of each pair: half as many as a head has rotated elements, fp32."""
-    width = spec.head_dim if spec.mla is None else spec.mla.rope_head_dim
+    width = attention_kind(spec).rotated_width(spec)
     exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
     frequencies = 1.0 / spec.rope_theta**exponents
     scaling = spec.rope_scaling

@@ -8,7 +8,6 @@ from html import escape
 
 import numpy as np
 
-from phalanx.model.facts.shape import is_mixture
 from phalanx.parallel.pipeline.schedules import Schedule
 from phalanx.plan.report.charts import Bar, Dot, GanttSpan, curves, gantt, scatter, stacked_bars, tornado
 from phalanx.plan.report.trace import TraceEvent, step_timeline
@@ -20,6 +19,7 @@ from phalanx.plan.whole_run.estimate import LEVELS, goodput_plan
 from phalanx.plan.whole_run.failures import RateLevel
 from phalanx.plan.workload.candidates import candidates_of
 from phalanx.plan.workload.stages import split
+from phalanx.run.kinds.mixture import is_mixture
 
 _MOST_BARS = 32
 _MOST_SPANS = 12_000

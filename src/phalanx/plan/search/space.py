@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from phalanx.model.facts.shape import is_mixture
 from phalanx.plan.step_cost.bubbles import Pipelines, legal
 from phalanx.plan.workload.candidates import PRECISIONS, SCHEDULES, Bools, Candidates, Ints, divisors
 from phalanx.plan.workload.planned_layout import LAYOUT_FIELDS, layout_field
 from phalanx.plan.workload.stacks import Job
 from phalanx.plan.workload.stages import most_stages
+from phalanx.run.kinds.mixture import is_mixture
+from phalanx.run.kinds.whole_model import tensor_sizes, undivided
+from phalanx.run.spec import ModelSpec
 
 AXES = 5
 """Number of axes of a space: four free choices and the geometry."""
@@ -165,9 +167,11 @@ def _geometry(job: Job, options: Options, counts: tuple[int, ...]) -> tuple[Tabl
     workload, model = job.workload, job.workload.model
     most = max(counts)
     excluded: dict[str, int] = {}
-    heads = int(np.gcd.reduce(_divided_sizes(job)))
-    table: Table = {"tensor": np.array(list(divisors(heads, most)), dtype=np.int64)}
-    table = _cross(table, "context", [1] if model.mtp_depth else [2**power for power in range(7)])
+    divided = int(np.gcd.reduce([size for _, size in tensor_sizes(model)]))
+    table: Table = {"tensor": np.array(list(divisors(divided, most)), dtype=np.int64)}
+    table = _cross(
+        table, "context", [1] if "context" in _whole_axes(model) else [2**power for power in range(7)]
+    )
     pieces = np.where(table["context"] > 1, 2 * table["context"], 1) * table["tensor"]
     table = _keep(table, workload.seq_len % pieces == 0, "the sequence does not divide", excluded)
     table = _cross(table, "pipeline", list(range(1, _longest_pipeline(job) + 1)))
@@ -188,10 +192,15 @@ def _geometry(job: Job, options: Options, counts: tuple[int, ...]) -> tuple[Tabl
     return _shards(job, table), excluded
 
 
+def _whole_axes(model: ModelSpec) -> set[str]:
+    """Axes that a layer of the model does not let divide it."""
+    return {axis for axis, _ in undivided(model)}
+
+
 def _longest_pipeline(job: Job) -> int:
     model = job.workload.model
-    # This project's trainer has no way to share one matrix between two stages (``phalanx.run.layout``).
-    alone = job.stack.name == "phalanx" and (model.tie_embeddings or model.mtp_depth > 0)
+    # Other software has ways to share one matrix between two stages.
+    alone = job.stack.name == "phalanx" and "pipeline" in _whole_axes(model)
     return 1 if alone else model.layers
 
 
@@ -213,17 +222,6 @@ def _schedules(job: Job, options: Options, table: Table, excluded: dict[str, int
     batches = job.workload.batch // (slots * table["micro_batch"])
     pipes = Pipelines(table["schedule"], table["pipeline"], table["stages_per_rank"], batches)
     return _keep(table, legal(pipes), "the micro-batches do not suit the schedule", excluded)
-
-
-def _divided_sizes(job: Job) -> list[int]:
-    """Returns the sizes of the model that the tensor degree must divide."""
-    model = job.workload.model
-    sizes = [model.heads, model.ffn_dim]
-    if model.mla is None:
-        sizes.append(model.kv_heads)
-    if model.moe is not None and model.moe.shared:
-        sizes.append(model.moe.shared * model.moe.ffn_dim)
-    return sizes
 
 
 def _experts(job: Job, table: Table, excluded: dict[str, int]) -> Table:

@@ -14,7 +14,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from phalanx.model.facts.shape import is_mixture
 from phalanx.parallel.pipeline.schedules import ScheduleName
 from phalanx.plan.step_cost.bubbles import Pipelines, legal
 from phalanx.plan.step_cost.exact_schedule import StageTimes, flush_s
@@ -52,6 +51,7 @@ from phalanx.plan.workload.holdings import Holdings, holdings
 from phalanx.plan.workload.planned_layout import PlannedLayout
 from phalanx.plan.workload.stacks import Job
 from phalanx.plan.workload.stages import most_stages, split
+from phalanx.run.kinds.mixture import is_mixture
 
 
 @dataclass(frozen=True)

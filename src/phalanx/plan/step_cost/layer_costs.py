@@ -14,19 +14,7 @@ from functools import partial
 import numpy as np
 
 from phalanx.plan.step_cost import collectives, kernels
-from phalanx.plan.workload.architecture import (
-    KINDS,
-    AttentionCore,
-    Axis,
-    KeptTensor,
-    Layer,
-    LayerExchange,
-    LayerOperation,
-    MatrixProduct,
-    Pointwise,
-    Rows,
-    layers,
-)
+from phalanx.plan.workload.architecture import KINDS, Layer, LayerOperation, layers
 from phalanx.plan.workload.candidates import (
     PARTS,
     PRECISIONS,
@@ -38,6 +26,15 @@ from phalanx.plan.workload.candidates import (
     distinct,
 )
 from phalanx.plan.workload.stacks import Job
+from phalanx.run.kinds.operations import (
+    AttentionCore,
+    Axis,
+    KeptTensor,
+    LayerExchange,
+    MatrixProduct,
+    Pointwise,
+    Rows,
+)
 
 CATEGORIES = ("matmul", "attention", "pointwise", "tensor_comm", "context_comm", "expert_comm", "host")
 """Categories of a layer's time."""
@@ -246,9 +243,9 @@ class _Rank:
         rows = self.rows(product.rows)
         columns = product.columns / self.over(product.columns_over)
         inner = product.inner / self.over(product.inner_over)
-        # The output projection and the router stay in the format of activations.
-        inside = product.part != "router" and product.columns != self.job.workload.model.vocab_size
-        format_ = self.precision.matmul if inside or self.precision.matmul in ("fp16", "fp32") else "bf16"
+        format_ = (
+            self.precision.matmul if not product.wide or self.precision.matmul in ("fp16", "fp32") else "bf16"
+        )
         groups = self._local(product.experts)
         casts = self._casts(format_, (rows * inner, rows * columns), groups)
         seconds: Callable[..., Floats] = partial(kernels.matmul_s, self.job.profile, format_)

@@ -17,9 +17,11 @@ import numpy as np
 
 from phalanx.model.facts.matrix_owners import work_of_owners
 from phalanx.model.facts.optimizer_state import adamw_state, takes_matrix
-from phalanx.model.facts.shape import Parameter, block_parts, outside_blocks
+from phalanx.model.facts.shape import outside_blocks
 from phalanx.plan.workload.architecture import KINDS
 from phalanx.plan.workload.candidates import Candidates, Floats, Ints, at_last, distinct
+from phalanx.run.kinds import block
+from phalanx.run.kinds.parts import Parameter
 from phalanx.run.layout import Layout
 from phalanx.run.spec import ModelSpec, OptimizerSpec
 
@@ -108,7 +110,7 @@ def _holdings(
 def _of_kind(model: ModelSpec, kind: str) -> Iterator[Parameter]:
     """The parameters of one layer of a kind, or of an end of the model."""
     if kind == "dense" or (kind == "mixture" and model.moe is not None):
-        yield from block_parts(model, "block", 0, mixture=kind == "mixture")
+        yield from block.placed("block", 0, block.parts(model, mixed=kind == "mixture"))
     elif kind != "mixture":
         parts = outside_blocks(model)
         yield from (part for part in parts if (part.section == "embedding") == (kind == "embedding"))

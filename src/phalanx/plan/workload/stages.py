@@ -15,10 +15,10 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from phalanx.model.facts.shape import is_mixture
 from phalanx.model.facts.stages import layer_costs
 from phalanx.plan.workload.candidates import Floats, Ints
 from phalanx.plan.workload.stacks import Stack, Workload
+from phalanx.run.kinds.mixture import is_mixture
 
 
 @dataclass(frozen=True)

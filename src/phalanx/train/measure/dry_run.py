@@ -31,8 +31,9 @@ from phalanx.parallel.collectives import Calls, collectives
 from phalanx.parallel.mesh.mesh import Mesh, build_mesh
 from phalanx.parallel.mesh.torch_compat import DispatchMode, group_of, join_fake
 from phalanx.parallel.reduction.data_parallel import local, named_parameters, spread
+from phalanx.run.kinds.whole_model import tiny as tiny_model
 from phalanx.run.layout import SPLIT_BACKWARD, layout_of, micro_batches_per_slot
-from phalanx.run.spec import MemorySpec, ModelSpec, OptimizerSpec, PrecisionSpec, RunSpec, RuntimeSpec
+from phalanx.run.spec import MemorySpec, OptimizerSpec, PrecisionSpec, RunSpec, RuntimeSpec
 from phalanx.train.lifecycle.compose import build_model, clocks, divided_parts
 from phalanx.train.step.state import fill_initial
 from phalanx.train.step.step import Stepper
@@ -145,7 +146,7 @@ def tiny(spec: RunSpec, ranks: int, rounds: int = 1) -> RunSpec:
     split = tuple(map(len, stage_layers(spec))) if parallel.pipeline > 1 else ()
     return dataclasses.replace(
         _plain(spec),
-        model=_tiny_model(spec.model, layout.tensor),
+        model=tiny_model(spec.model, layout.tensor),
         train=dataclasses.replace(
             spec.train,
             batch_size=slots * per_slot,
@@ -177,24 +178,6 @@ def _fewest(spec: RunSpec) -> int:
     if ranks == 1:
         return 2
     return {"interleaved": ranks, **dict.fromkeys(SPLIT_BACKWARD, 2 * ranks)}.get(schedule, 2)
-
-
-def _tiny_model(model: ModelSpec, tensor: int) -> ModelSpec:
-    mla = model.mla
-    if mla is not None:
-        ranks = {"query_rank": 8 if mla.query_rank else 0, "kv_rank": 8}
-        mla = dataclasses.replace(mla, **ranks, nope_head_dim=8, rope_head_dim=8, value_head_dim=8)
-    return dataclasses.replace(
-        model,
-        dim=16,
-        heads=tensor,
-        kv_heads=tensor,
-        head_dim=8 if mla is None else 16,
-        ffn_dim=8 * tensor,
-        vocab_size=8 * tensor,
-        mla=mla,
-        moe=dataclasses.replace(model.moe, ffn_dim=8 * tensor) if model.moe else None,
-    )
 
 
 def _axes(mesh: Mesh) -> dict[str, str]:

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from phalanx.model.facts.shape import Parameter
 from phalanx.parallel.mesh.local_slice import LocalSlice
 from phalanx.parallel.reduction.data_parallel import local
+from phalanx.run.kinds.parts import Parameter
 from phalanx.run.spec import OptimizerSpec
 from phalanx.train.optimizers.offload_moments import MomentStore
 from phalanx.train.optimizers.optimizer import Optimizer, StatePart, boxes_of, decays, gradient_of

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx.model.facts.optimizer_state import takes_matrix
-from phalanx.model.facts.shape import Parameter
 from phalanx.parallel.mesh.local_slice import LocalSlice
+from phalanx.run.kinds.parts import Parameter
 from phalanx.run.spec import OptimizerSpec
 from phalanx.train.optimizers.adafactor import Adafactor
 from phalanx.train.optimizers.adamw import AdamW

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.model.facts.optimizer_state import matrix_state, matrix_work
-from phalanx.model.facts.shape import Parameter
 from phalanx.parallel.mesh.local_slice import LocalSlice
 from phalanx.parallel.reduction.data_parallel import local
+from phalanx.run.kinds.parts import Parameter
 from phalanx.run.spec import OptimizerSpec
 from phalanx.train.optimizers.matrices import Matrix, MatrixExchange
 from phalanx.train.optimizers.optimizer import Optimizer, StatePart, boxes_of, decays, gradient_of

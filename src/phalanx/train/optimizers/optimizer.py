@@ -14,10 +14,10 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from phalanx.model.facts.shape import Parameter
 from phalanx.parallel.mesh.local_slice import LocalSlice
 from phalanx.parallel.mesh.torch_compat import local_slice_of
 from phalanx.parallel.reduction.data_parallel import local
+from phalanx.run.kinds.parts import Parameter
 from phalanx.run.spec import OptimizerSpec
 
 

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.checkpoint.format.boxes import Box
 from phalanx.checkpoint.format.shards import Copies, Shard, dtype_name
-from phalanx.model.facts.shape import Parameter
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.mesh.partition import Partition
 from phalanx.parallel.reduction.data_parallel import local
+from phalanx.run.kinds.parts import Parameter
 from phalanx.train.optimizers.optimizer import StatePart
 
 

@@ -21,6 +21,7 @@ from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.pipeline.runner import Pipeline
 from phalanx.parallel.reduction.data_parallel import DataParallel
 from phalanx.parallel.tensor.apply import VocabularyPiece
+from phalanx.run.kinds.prediction_ahead import depths
 from phalanx.run.spec import RunSpec
 from phalanx.train.step.loss import IGNORE, summed_cross_entropy
 
@@ -84,7 +85,7 @@ class Losses:
             readout,
             positions=batch.positions,
             documents=batch.documents,
-            ahead=readout_ahead if ahead and self.spec.model.mtp_depth else None,
+            ahead=readout_ahead if ahead and depths(self.spec.model) else None,
         )
         return result
 

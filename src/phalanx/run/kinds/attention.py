@@ -1,0 +1,55 @@
+"""The contract of a kind of attention, and the choice of the kind that a model has.
+
+A kind is a file of this folder with the functions of ``AttentionKind``; ``phalanx.model.block`` says which ``nn.Module``
+computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from phalanx.run.kinds import grouped_attention, latent_attention
+from phalanx.run.kinds.operations import AttentionCore, Operation
+from phalanx.run.kinds.parts import Parameter
+from phalanx.run.problems import Problem
+from phalanx.run.spec import ModelSpec
+
+
+class AttentionKind(Protocol):
+    """All that is known of a kind of attention without building it. But for the first four functions, models are resolved."""
+
+    def problems(self, model: ModelSpec) -> Iterator[Problem]:
+        """What cannot be among a model's fields."""
+
+    def head_dim(self, model: ModelSpec) -> int:
+        """Width of a head's query and key."""
+
+    def tensor_sizes(self, model: ModelSpec) -> Iterator[tuple[str, int]]:
+        """Fields, with their values, that the number of tensor ranks must divide."""
+
+    def undivided(self, model: ModelSpec) -> Iterator[tuple[str, Problem]]:
+        """Axes ("context", "pipeline") whose degree must be 1, with the reason."""
+
+    def parts(self, model: ModelSpec) -> Iterator[Parameter]:
+        """Its parameters, in the order and under the names of its module."""
+
+    def core(self, model: ModelSpec) -> AttentionCore:
+        """The heads that compute scores and weighted values."""
+
+    def operations(self, model: ModelSpec) -> Sequence[Operation]:
+        """Its operations, from the normalized input to the sum over tensor ranks."""
+
+    def rotated_width(self, model: ModelSpec) -> int:
+        """Elements of a head that are rotated to their position."""
+
+    def cache_row(self, model: ModelSpec) -> tuple[int, int, int]:
+        """What decoding keeps of a token: heads, and the widths of a head's two tensors."""
+
+    def tiny(self, model: ModelSpec, tensor: int) -> ModelSpec:
+        """The same with the smallest widths that ``tensor`` ranks can divide."""
+
+
+def attention_kind(model: ModelSpec) -> AttentionKind:
+    """The kind of attention of ``model``."""
+    return grouped_attention if model.mla is None else latent_attention

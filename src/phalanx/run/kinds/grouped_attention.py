@@ -1,0 +1,109 @@
+"""Attention with grouped key and value heads (arXiv 2305.13245); its module is ``phalanx.model.layers.attention``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from phalanx.run.kinds.operations import AttentionCore, LayerExchange, MatrixProduct, Operation, Rotation
+from phalanx.run.kinds.parts import Parameter, by_name, linear, norm, under
+from phalanx.run.problems import Problem, divisors_near
+from phalanx.run.spec import ModelSpec
+
+
+def problems(model: ModelSpec) -> Iterator[Problem]:
+    """Heads that do not divide what they must, and fields that only other kinds have."""
+    if model.head_dim == 0 and model.dim % model.heads:
+        yield Problem(
+            "model.heads",
+            f"dim {model.dim} is not divisible by {model.heads} heads",
+            f"{divisors_near(model.dim, model.heads)} divide it; or give model.head_dim",
+            ("model.dim", "model.head_dim"),
+        )
+    elif head_dim(model) % 2:
+        yield Problem(
+            "model.head_dim",
+            f"a head of {head_dim(model)} elements cannot be rotated in pairs",
+            "rotary embeddings need an even head_dim",
+            ("model.dim", "model.heads"),
+        )
+    if model.kv_heads and model.heads % model.kv_heads:
+        yield Problem(
+            "model.kv_heads",
+            f"{model.heads} heads cannot be shared out over {model.kv_heads} key/value heads",
+            f"{divisors_near(model.heads, model.kv_heads)} divide {model.heads}",
+            ("model.heads",),
+        )
+    scaling = model.rope_scaling
+    if scaling is not None and scaling.kind == "yarn" and scaling.mscale_all_dim:
+        yield Problem(
+            "model.rope_scaling.mscale_all_dim",
+            "only latent attention has a temperature in its softmax",
+            "set it to 0, or describe [model.mla]",
+            ("model.mla", "model.rope_scaling"),
+        )
+
+
+def head_dim(model: ModelSpec) -> int:
+    """Width of a head."""
+    return model.head_dim or model.dim // model.heads
+
+
+def tensor_sizes(model: ModelSpec) -> Iterator[tuple[str, int]]:
+    """Query heads, and key and value heads."""
+    yield "model.heads", model.heads
+    yield "model.kv_heads", model.kv_heads or model.heads
+
+
+def undivided(model: ModelSpec) -> Iterator[tuple[str, Problem]]:  # noqa: ARG001
+    """None: all axes can divide it."""
+    yield from ()
+
+
+def parts(model: ModelSpec) -> Iterator[Parameter]:
+    """Projections divided by heads, and with ``qk_norm`` the norms of a head."""
+    queries, keys, bias = model.heads * model.head_dim, model.kv_heads * model.head_dim, model.attention_bias
+    yield from under("query", linear(model.dim, queries, bias, tensor_dim=0))
+    yield from under("key", linear(model.dim, keys, bias, tensor_dim=0))
+    yield from under("value", linear(model.dim, keys, bias, tensor_dim=0))
+    yield from under("output", linear(queries, model.dim, bias, "output", tensor_dim=1))
+    if model.qk_norm:
+        yield from under("query_norm", norm(model.head_dim))
+        yield from under("key_norm", norm(model.head_dim))
+
+
+def core(model: ModelSpec) -> AttentionCore:
+    """Queries, keys and values are equally wide."""
+    return AttentionCore(model.heads, model.head_dim, model.head_dim)
+
+
+def operations(model: ModelSpec) -> tuple[Operation, ...]:
+    """Queries, keys and values by one product; rotation; attention; the output projection."""
+    weights = by_name(parts(model))
+    queries, keys = weights["query.weight"].shape[0], weights["key.weight"].shape[0]
+    projections = tuple(weights[f"{name}.weight"] for name in ("query", "key", "value"))
+    norms = tuple(part for part in weights.values() if part.kind == "norm")
+    return (
+        LayerExchange("projection", "gather", model.dim),
+        MatrixProduct("projection", "tokens", projections, kept=True),
+        Rotation(queries + keys, norms),
+        LayerExchange("core", "context", 2 * keys),
+        core(model),
+        MatrixProduct("out", "tokens", (weights["output.weight"],)),
+        LayerExchange("out", "scatter", model.dim),
+    )
+
+
+def rotated_width(model: ModelSpec) -> int:
+    """The whole head."""
+    return model.head_dim
+
+
+def cache_row(model: ModelSpec) -> tuple[int, int, int]:
+    """A key and a value of each key/value head."""
+    return model.kv_heads, model.head_dim, model.head_dim
+
+
+def tiny(model: ModelSpec, tensor: int) -> ModelSpec:
+    """A head for each tensor rank."""
+    return dataclasses.replace(model, heads=tensor, kv_heads=tensor, head_dim=8)

@@ -1,0 +1,139 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1); its module is ``phalanx.model.layers.mla``.
+
+The projections into latents are small and alike on all tensor ranks; a rank computes them for its piece of the sequence and
+gathers the latents, which are narrower than hidden states.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from phalanx.run.kinds.operations import (
+    AttentionCore,
+    KeptTensor,
+    LayerExchange,
+    MatrixProduct,
+    Norm,
+    Operation,
+    Pointwise,
+)
+from phalanx.run.kinds.parts import Parameter, by_name, linear, norm, under
+from phalanx.run.problems import Problem
+from phalanx.run.spec import MlaSpec, ModelSpec
+
+
+def _latents(model: ModelSpec) -> MlaSpec:
+    assert model.mla is not None, "the kind is chosen by this section"
+    return model.mla
+
+
+def problems(model: ModelSpec) -> Iterator[Problem]:
+    """Widths that do not fit, and fields that only grouped attention has."""
+    mla = _latents(model)
+    if mla.rope_head_dim % 2:
+        yield Problem(
+            "model.mla.rope_head_dim",
+            f"{mla.rope_head_dim} elements cannot be rotated in pairs",
+            "it must be even",
+        )
+    if model.head_dim not in (0, head_dim(model)):
+        yield Problem(
+            "model.head_dim",
+            f"{model.head_dim} is not nope_head_dim + rope_head_dim = {head_dim(model)}",
+            "latent attention has widths of its own: set it to 0",
+            ("model.mla.nope_head_dim", "model.mla.rope_head_dim"),
+        )
+    if model.kv_heads not in (0, model.heads):
+        yield Problem(
+            "model.kv_heads",
+            f"latent attention has as many key heads as query heads, {model.heads}",
+            "set it to 0",
+            ("model.heads", "model.mla"),
+        )
+    for path, wanted in (("model.qk_norm", model.qk_norm), ("model.attention_bias", model.attention_bias)):
+        if wanted:
+            yield Problem(path, "latent attention has none", "set it to false", ("model.mla",))
+
+
+def head_dim(model: ModelSpec) -> int:
+    """The part of a head without position, and the rotated part."""
+    return _latents(model).nope_head_dim + _latents(model).rope_head_dim
+
+
+def tensor_sizes(model: ModelSpec) -> Iterator[tuple[str, int]]:
+    """Heads, of which queries and keys have as many."""
+    yield "model.heads", model.heads
+
+
+def undivided(model: ModelSpec) -> Iterator[tuple[str, Problem]]:  # noqa: ARG001
+    """None: all axes can divide it."""
+    yield from ()
+
+
+def parts(model: ModelSpec) -> Iterator[Parameter]:
+    """Projections into latents, and out of them by heads."""
+    mla = _latents(model)
+    queries = model.heads * head_dim(model)
+    if mla.query_rank:
+        yield from under("query_down", linear(model.dim, mla.query_rank))
+        yield from under("query_latent_norm", norm(mla.query_rank))
+        yield from under("query_up", linear(mla.query_rank, queries, tensor_dim=0))
+    else:
+        yield from under("query", linear(model.dim, queries, tensor_dim=0))
+    yield from under("kv_down", linear(model.dim, mla.kv_rank + mla.rope_head_dim))
+    yield from under("kv_latent_norm", norm(mla.kv_rank))
+    expanded, values = (
+        model.heads * (mla.nope_head_dim + mla.value_head_dim),
+        model.heads * mla.value_head_dim,
+    )
+    yield from under("kv_up", linear(mla.kv_rank, expanded, tensor_dim=0))
+    yield from under("output", linear(values, model.dim, kind="output", tensor_dim=1))
+
+
+def core(model: ModelSpec) -> AttentionCore:
+    """Queries and keys of all heads as wide as ``head_dim``; values are narrower."""
+    return AttentionCore(model.heads, head_dim(model), _latents(model).value_head_dim)
+
+
+def operations(model: ModelSpec) -> tuple[Operation, ...]:
+    """Into latents, norms, out of them, rotation of a part of each head, attention, the output projection."""
+    mla, heads, weights = _latents(model), core(model), by_name(parts(model))
+    queries, values = heads.heads * heads.query_width, heads.heads * heads.value_width
+    down = tuple(weights[name] for name in ("query_down.weight", "kv_down.weight") if name in weights)
+    query = weights["query_up.weight" if mla.query_rank else "query.weight"]
+    latents = mla.query_rank + mla.kv_rank
+    return (
+        MatrixProduct("projection", "local", down, kept=True),
+        # Two kernels are counted even where queries have no latent.
+        Norm("norm", tuple(part for part in weights.values() if part.kind == "norm"), kernels=2),
+        LayerExchange("latent_up", "gather", latents + mla.rope_head_dim),
+        MatrixProduct("latent_up", "tokens", (query,)),
+        MatrixProduct("latent_up", "tokens", (weights["kv_up.weight"],)),
+        # The rotated parts, and each joined to its head: the shared key's to that of every head.
+        Pointwise("latent_up", "tokens", 4 * queries, 4 * queries, "tensor", kernels=3),
+        KeptTensor("latent_up", "tokens", 2 * queries + values, "tensor"),
+        LayerExchange("core", "context", queries + values),
+        heads,
+        MatrixProduct("out", "tokens", (weights["output.weight"],)),
+        LayerExchange("out", "scatter", model.dim),
+    )
+
+
+def rotated_width(model: ModelSpec) -> int:
+    """The part of a head that is rotated."""
+    return _latents(model).rope_head_dim
+
+
+def cache_row(model: ModelSpec) -> tuple[int, int, int]:
+    """The latent of keys and values, and the rotated part of the key, which all heads share."""
+    return 1, _latents(model).kv_rank, _latents(model).rope_head_dim
+
+
+def tiny(model: ModelSpec, tensor: int) -> ModelSpec:
+    """A head for each tensor rank, and narrow latents."""
+    rank = 8 if _latents(model).query_rank else 0
+    mla = dataclasses.replace(
+        _latents(model), query_rank=rank, kv_rank=8, nope_head_dim=8, rope_head_dim=8, value_head_dim=8
+    )
+    return dataclasses.replace(model, heads=tensor, kv_heads=tensor, head_dim=16, mla=mla)

@@ -1,0 +1,154 @@
+"""A mixture of experts: router, routed experts and a shared expert; its module is ``phalanx.model.layers.moe``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from phalanx.run.kinds import feed_forward
+from phalanx.run.kinds.operations import (
+    Activation,
+    AroundExperts,
+    KeptTensor,
+    LayerExchange,
+    MatrixProduct,
+    Operation,
+    Permutation,
+    Pointwise,
+)
+from phalanx.run.kinds.parts import Parameter, by_name, under
+from phalanx.run.problems import Problem, divisors_near
+from phalanx.run.spec import ModelSpec, MoeSpec
+
+_ALIGNED = 8  # elements: grouped matrix products take rows of whole 16 bytes, also in bf16
+
+
+def is_mixture(model: ModelSpec, layer: int) -> bool:
+    """True if the feed-forward layer of layer ``layer``, from 0, is a mixture of experts."""
+    moe = model.moe
+    if moe is None or layer < moe.first_dense:
+        return False
+    return (layer - moe.first_dense + 1) % moe.every == 0
+
+
+def problems(model: ModelSpec) -> Iterator[Problem]:
+    """Layers, widths and choices that cannot be; none for a dense model."""
+    if model.moe is not None:
+        yield from _layers(model, model.moe)
+        yield from _routing(model.moe)
+
+
+def _layers(model: ModelSpec, moe: MoeSpec) -> Iterator[Problem]:
+    if moe.first_dense + moe.every > model.layers:
+        yield Problem(
+            "model.moe.first_dense",
+            f"of {model.layers} layers, {moe.first_dense} dense first and then one in {moe.every}: no layer is a mixture",
+            f"first_dense + every must be at most {model.layers}",
+            ("model.moe.every", "model.layers"),
+        )
+    if model.ffn_bias:
+        yield Problem("model.ffn_bias", "experts have no biases", "set it to false", ("model.moe",))
+    for path, width in (("model.dim", model.dim), ("model.moe.ffn_dim", moe.ffn_dim or model.ffn_dim)):
+        if width % _ALIGNED:
+            yield Problem(
+                path,
+                f"{width} elements of an expert's matrix are no whole number of 16 bytes",
+                f"it must be a multiple of {_ALIGNED}",
+                ("model.moe", "model.ffn_dim"),
+            )
+
+
+def _routing(moe: MoeSpec) -> Iterator[Problem]:
+    if moe.experts % moe.groups:
+        yield Problem(
+            "model.moe.groups",
+            f"{moe.experts} experts cannot be divided into {moe.groups} groups",
+            f"{divisors_near(moe.experts, moe.groups)} divide {moe.experts}",
+            ("model.moe.experts",),
+        )
+        return
+    if moe.groups > 1 and moe.experts // moe.groups < 2:
+        yield Problem(
+            "model.moe.groups",
+            "groups of one expert cannot be judged by their two best",
+            f"at most {moe.experts // 2} groups",
+            ("model.moe.experts",),
+        )
+    if moe.groups_per_token > moe.groups:
+        yield Problem(
+            "model.moe.groups_per_token",
+            f"a token cannot choose {moe.groups_per_token} of only {moe.groups} groups",
+            f"at most {moe.groups}",
+            ("model.moe.groups",),
+        )
+        return
+    open_experts = moe.experts // moe.groups * moe.groups_per_token
+    if moe.per_token > open_experts:
+        yield Problem(
+            "model.moe.per_token",
+            f"a token cannot be sent to {moe.per_token} of {open_experts} experts",
+            f"at most {open_experts}" + (", or more groups_per_token" if moe.groups > 1 else ""),
+            ("model.moe.experts", "model.moe.groups", "model.moe.groups_per_token"),
+        )
+    if moe.per_token == 1 and moe.normalize:
+        yield Problem(
+            "model.moe.normalize",
+            "the score of a single expert, scaled to sum to one, is always one: the router would learn nothing",
+            "set it to false, or per_token above 1",
+            ("model.moe.per_token",),
+        )
+
+
+def tensor_sizes(model: ModelSpec) -> Iterator[tuple[str, int]]:
+    """The inner width of the shared expert."""
+    moe = model.moe
+    if moe is not None and moe.shared and (moe.ffn_dim or model.ffn_dim):
+        yield "model.moe.ffn_dim", moe.shared * (moe.ffn_dim or model.ffn_dim)
+
+
+def parts(model: ModelSpec, moe: MoeSpec) -> Iterator[Parameter]:
+    """The router, stacks of the experts' matrices, and the shared expert's."""
+    yield Parameter("router.weight", (moe.experts, model.dim), "router", products=1)
+    wide, narrow = (moe.experts, moe.ffn_dim, model.dim), (moe.experts, model.dim, moe.ffn_dim)
+    if feed_forward.is_gated(model):
+        yield Parameter("experts.gate", wide, "matrix", True, 1, products=1, per_token=moe.per_token)
+    yield Parameter("experts.up", wide, "matrix", True, 1, products=1, per_token=moe.per_token)
+    yield Parameter("experts.down", narrow, "output", True, 2, products=1, per_token=moe.per_token)
+    if moe.shared:
+        yield from under("shared", feed_forward.parts(model, moe.shared * moe.ffn_dim))
+
+
+def operations(model: ModelSpec, moe: MoeSpec) -> tuple[Operation, ...]:
+    """The choice of experts, the exchange of tokens, the experts, and the shared expert."""
+    weights = by_name(parts(model, moe))
+    dim, inner = model.dim, moe.ffn_dim
+    widen = tuple(weights[name] for name in ("experts.gate", "experts.up") if name in weights)
+    shared = feed_forward.operations(model, moe.shared * inner) if moe.shared else ()
+    return (
+        MatrixProduct("router", "local", (weights["router.weight"],)),
+        # Scores, the choice, its balance and its loss: some twenty small kernels (Megatron Core's TopKRouter).
+        Pointwise("router", "local", 8 * moe.experts, 4 * moe.experts, kernels=20),
+        KeptTensor("router", "local", 2 * moe.experts, bytes=4),
+        # The router computes in the format of activations, whatever the experts do.
+        KeptTensor("norm", "local", dim, beside=True),
+        # In backward the gradients of the router, of the experts and of those that are shared are added up.
+        Pointwise("router", "local", 0, 3 * dim * (1 + (moe.shared > 0))),
+        Permutation("dispatch", dim, moe.per_token),
+        LayerExchange("dispatch", "dispatch", dim),
+        LayerExchange("dispatch", "expert_gather", dim),
+        KeptTensor("dispatch", "routed", dim, operand=True),
+        MatrixProduct("expert_widen", "routed", widen, kept=True),
+        Activation("expert_activation", "routed", inner, feed_forward.is_gated(model), "expert_tensor"),
+        MatrixProduct("expert_down", "routed", (weights["experts.down"],)),
+        LayerExchange("combine", "expert_scatter", dim),
+        LayerExchange("combine", "combine", dim),
+        Permutation("combine", dim, moe.per_token),
+        *shared,
+        AroundExperts(moe.experts, dim, inner),
+    )
+
+
+def tiny(model: ModelSpec, tensor: int) -> ModelSpec:
+    """Experts with a few inner elements for each tensor rank."""
+    moe = None if model.moe is None else dataclasses.replace(model.moe, ffn_dim=8 * tensor)
+    return dataclasses.replace(model, moe=moe)

@@ -1,0 +1,222 @@
+"""Operations of a layer, as data: products, norms, attention, what only moves memory, exchanges, and what backward needs.
+
+A kind of layer is a list of operations whose sizes are given per row (token). The weights of products and norms are rows of the
+table of parts, so that no matrix is written down twice. What an operation costs, and what it keeps for backward, depends on
+the software that carries it out: the planner prices the list by a stack (``phalanx.plan.workload.architecture``).
+
+Rows: ``tokens`` are those of a micro-batch after the context axis, which a group of tensor ranks works on together; ``local``
+are a rank's piece of them between products (sequence parallelism, arXiv 2205.05198); ``routed`` are the copies of tokens
+that the rank's experts receive.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from phalanx.run.kinds.parts import Parameter
+
+Rows = Literal["tokens", "local", "gathered", "routed"]
+"""``gathered`` is kept as ``tokens`` by stacks that keep the gathered inputs of products, and as ``local`` by others."""
+Axis = Literal["none", "tensor", "expert_tensor"]
+
+
+@dataclass(frozen=True)
+class MatrixProduct:
+    """A matrix product (rows, inner) x (inner, columns) of rows with weights that have the same input, computed as one."""
+
+    part: str
+    """The part of a layer (``phalanx.plan.workload.candidates.PARTS``) whose results are kept or computed again together."""
+    rows: Rows
+    weights: tuple[Parameter, ...]
+    kept: bool = False
+    """True if backward needs the result as it is."""
+
+    @property
+    def columns(self) -> int:
+        """Width of a result, over all ranks."""
+        return sum(weight.shape[-2] for weight in self.weights)
+
+    @property
+    def inner(self) -> int:
+        """Width of an input, over all ranks."""
+        return self.weights[0].shape[-1]
+
+    @property
+    def columns_over(self) -> Axis:
+        """The axis whose ranks divide the columns."""
+        return self._axis(divided_from_last=2)
+
+    @property
+    def inner_over(self) -> Axis:
+        """The axis whose ranks divide the inputs."""
+        return self._axis(divided_from_last=1)
+
+    @property
+    def experts(self) -> int:
+        """Groups of a grouped product over all expert ranks; 0 for a plain one."""
+        return self.weights[0].shape[0] if self.weights[0].stacked else 0
+
+    @property
+    def wide(self) -> bool:
+        """True if it stays in the format of activations: routers and the output projection."""
+        weight = self.weights[0]
+        return weight.kind == "router" or weight.section in ("embedding", "end")
+
+    def _axis(self, divided_from_last: int) -> Axis:
+        weight = self.weights[0]
+        if weight.tensor_dim is None or weight.tensor_dim != len(weight.shape) - divided_from_last:
+            return "none"
+        return "expert_tensor" if weight.stacked else "tensor"
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMSNorm with ``weights``, each over its own width; backward needs the result, which a product takes."""
+
+    part: str
+    weights: tuple[Parameter, ...]
+    kernels: int = 1
+
+    @property
+    def width(self) -> int:
+        """Elements of a row."""
+        return sum(weight.numel for weight in self.weights)
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Rotary embedding of ``width`` elements of a row, which tensor ranks divide."""
+
+    width: int
+    norms: tuple[Parameter, ...] = ()
+    """RMSNorm of each head before it is rotated."""
+
+
+@dataclass(frozen=True)
+class AttentionCore:
+    """Causal attention over the whole sequence, its heads divided over tensor ranks."""
+
+    heads: int
+    query_width: int
+    """Width of a head's query and key."""
+    value_width: int
+    """Width of a head's value."""
+    part: str = "core"
+
+    @property
+    def widths(self) -> int:
+        """Widths of a head's query and of its value together: what each score costs."""
+        return self.query_width + self.value_width
+
+    @property
+    def latent(self) -> bool:
+        """True if queries are wider than values, as in latent attention, for which there are kernels of their own."""
+        return self.query_width > self.value_width
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Activation of a feed-forward layer, ``width`` results for each row; gated, it multiplies with as many values."""
+
+    part: str
+    rows: Rows
+    width: int
+    gated: bool
+    over: Axis
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """Each token's ``copies`` rows into the order of experts ("dispatch"), or back, weighted and added up ("combine")."""
+
+    part: Literal["dispatch", "combine"]
+    width: int
+    copies: int
+
+
+@dataclass(frozen=True)
+class AroundExperts:
+    """Padding of experts' rows, clamps and biases, which some stacks carry out by kernels of their own."""
+
+    experts: int
+    outer: int
+    """Width of an expert's input and result."""
+    inner: int
+    """Width of its activation."""
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Dropout of both results that a block adds to the residual stream, ``width`` wide, where the stack has it."""
+
+    width: int
+
+
+@dataclass(frozen=True)
+class LossOfScores:
+    """The loss of ``scores`` logits for each token, and its gradient."""
+
+    scores: int
+
+
+@dataclass(frozen=True)
+class Pointwise:
+    """An operation limited by memory bandwidth: elements read and written for each row, whatever the stack."""
+
+    part: str
+    rows: Rows
+    forward: float
+    backward: float
+    over: Axis = "none"
+    kernels: int = 1
+    experts: int = 0
+    """Experts of the model, where every expert on a rank launches so many kernels for itself."""
+
+
+@dataclass(frozen=True)
+class LayerExchange:
+    """A collective on the way forward; backward does its mirror image.
+
+    ``gather`` and ``scatter`` join and divide the sequence over tensor ranks; ``context`` fetches the others' keys and values;
+    ``dispatch`` and ``combine`` carry tokens to their experts and back; ``expert_gather`` and ``expert_scatter`` join and
+    divide routed tokens where experts' matrices are divided.
+    """
+
+    part: str
+    kind: Literal["gather", "scatter", "context", "dispatch", "combine", "expert_gather", "expert_scatter"]
+    width: int
+    """Elements of a row."""
+
+
+@dataclass(frozen=True)
+class KeptTensor:
+    """A tensor that waits for backward, unless the part that makes it is computed again."""
+
+    part: str
+    """ "input" is always kept."""
+    rows: Rows
+    width: float
+    over: Axis = "none"
+    operand: bool = False
+    """True if it is an operand of a product, which may be kept in the format of products."""
+    bytes: int = 0
+    """Bytes of an element, where the precision does not say."""
+    beside: bool = False
+    """True if it is a second form of a tensor: there is none where products are computed in the format of activations."""
+
+
+Operation = (
+    MatrixProduct
+    | Norm
+    | Rotation
+    | AttentionCore
+    | Activation
+    | Permutation
+    | AroundExperts
+    | Dropout
+    | LossOfScores
+    | Pointwise
+    | LayerExchange
+    | KeptTensor
+)

@@ -1,0 +1,55 @@
+"""What all layers of a model together demand: rules of its fields, and what its parallel degrees may be.
+
+Everything here looks at the kinds of layers that a model has, and at no field by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from phalanx.run.kinds import ends, feed_forward, mixture, prediction_ahead
+from phalanx.run.kinds.attention import attention_kind
+from phalanx.run.problems import Problem
+from phalanx.run.spec import ModelSpec
+
+_NO_LAYER = "rope_scaling"
+"""The one section of a model that describes no layer."""
+
+
+def problems(model: ModelSpec) -> Iterator[Problem]:
+    """Combinations of a model's fields that cannot be."""
+    yield from attention_kind(model).problems(model)
+    yield from mixture.problems(model)
+
+
+def described_layers(model: ModelSpec) -> Iterator[tuple[str, str]]:
+    """Fields that ask for a kind of layer that only this project's transformer has, with how to take them back."""
+    for field in dataclasses.fields(model):
+        if field.name != _NO_LAYER and dataclasses.is_dataclass(getattr(model, field.name)):
+            remedy = (
+                "leave the table out; a model of your own may hold such layers of its own, whole on a rank"
+            )
+            yield f"model.{field.name}", remedy
+    if prediction_ahead.depths(model):
+        yield "model.mtp_depth", "set it to 0"
+
+
+def tensor_sizes(model: ModelSpec) -> Iterator[tuple[str, int]]:
+    """Fields, with their values, that the number of tensor ranks must divide."""
+    yield from attention_kind(model).tensor_sizes(model)
+    yield from feed_forward.tensor_sizes(model)
+    yield from mixture.tensor_sizes(model)
+
+
+def undivided(model: ModelSpec) -> Iterator[tuple[str, Problem]]:
+    """Axes ("context", "pipeline") whose degree must be 1 for this model, with the reason."""
+    yield from ends.undivided(model)
+    yield from attention_kind(model).undivided(model)
+    yield from prediction_ahead.undivided(model)
+
+
+def tiny(model: ModelSpec, tensor: int) -> ModelSpec:
+    """A resolved model with the same layers and the smallest widths that ``tensor`` ranks can divide."""
+    small = mixture.tiny(attention_kind(model).tiny(model, tensor), tensor)
+    return dataclasses.replace(small, dim=16, ffn_dim=8 * tensor, vocab_size=8 * tensor)
