@@ -6,20 +6,22 @@ Every field of ``RunSpec`` has one entry in ``RUN_FIELDS``:
 - *irrelevant*: it cannot change what a plan says, and the entry says why;
 - *noted*: it matters and the planner does not model it, so that a plan shows a note where the field is set.
 
-A used field can have a note too, for the part of its effect that is not modeled. A new field of the run file fails the test
-until it has an entry here. The trainer and ``phalanx show`` have no such table: the trainer reads every field (a test looks
+A used field can have a note too, for the part of its effect that is not modeled. A field of ``[model]`` is used unless it is
+named here, and fails the test if it changes no plan; any other new field of the run file fails the test until it has an entry
+here. The trainer and ``phalanx show`` have no such table: the trainer reads every field (a test looks
 for the reads), and ``show`` counts what the model, the batch and the layout imply.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
 from functools import reduce
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from phalanx.hardware.cluster import Cluster
-from phalanx.run.spec import RunSpec
+from phalanx.run.section_reader import field_types
+from phalanx.run.spec import ModelSpec, RunSpec
 
 _NOTABLE_EVALUATION = 0.01
 """Share of the training time from which evaluation, which a plan leaves out, is worth a note."""
@@ -117,14 +119,12 @@ _COEFFICIENT = _irrelevant("a coefficient: the operations and bytes are the same
 _WHERE = _irrelevant("a place or a name: nothing is computed differently")
 _WATCHING = _irrelevant("what is logged, in the background")
 
-_MODEL = {
+_MODEL_EXCEPTIONS = {
     **_in(
         "model",
         {
             "preset": _irrelevant("the fields that it stands for are filled in when the file is read"),
             **_all("factory factory_sha256", _irrelevant("a plan of a user's own model is refused")),
-            **_all("layers dim heads kv_heads head_dim ffn_dim ffn vocab_size tie_embeddings", _SHAPE),
-            **_all("qk_norm attention_bias ffn_bias mtp_depth", _SHAPE),
             **_all("norm_eps rope_theta mtp_loss init_std", _COEFFICIENT),
         },
     ),
@@ -136,11 +136,9 @@ _MODEL = {
             **_all("beta_fast beta_slow mscale mscale_all_dim", _COEFFICIENT),
         },
     ),
-    **_in("model.mla", _all("query_rank kv_rank nope_head_dim rope_head_dim value_head_dim", _SHAPE)),
     **_in(
         "model.moe",
         {
-            **_all("experts per_token ffn_dim shared first_dense every", _SHAPE),
             "balance_bias": _irrelevant("one number for each expert, moved once a step"),
             "score": _irrelevant("one number for each token and expert, whichever function it is of"),
             "normalize": _irrelevant("a few numbers for each token"),
@@ -153,6 +151,18 @@ _MODEL = {
         },
     ),
 }
+"""Fields of the model that are not of its shape; all others are."""
+
+
+def _fields_in(section: type, prefix: str) -> Iterator[str]:
+    """The dotted paths of all fields of a section that hold a value, not a section."""
+    for name, declared in field_types(section).items():
+        types = (declared.plain, *get_args(declared.plain))
+        inner = next((each for each in types if isinstance(each, type) and is_dataclass(each)), None)
+        yield from [f"{prefix}.{name}"] if inner is None else _fields_in(inner, f"{prefix}.{name}")
+
+
+_MODEL = {**dict.fromkeys(_fields_in(ModelSpec, "model"), _SHAPE), **_MODEL_EXCEPTIONS}
 
 _TRAINING = {
     **_in(
