@@ -171,6 +171,66 @@ def test_pure_rooms_touch_neither_clock_nor_disk_nor_network_nor_torch() -> None
     ] == []
 
 
+PICKLING_MODULES = (
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "cloudpickle",
+    "dill",
+    "marshal",
+    "shelve",
+    "multiprocessing",
+)
+PICKLING_CALLS = frozenset(
+    [
+        *(f"{way}_object" for way in ("all_gather", "gather", "send", "recv", "broadcast", "scatter")),
+        *(f"{way}_object_list" for way in ("broadcast", "scatter", "send", "recv", "gather")),
+        *("torch.load", "torch.save", "torch.multiprocessing", "ProcessPoolExecutor", "check_tensor_meta"),
+    ]
+)
+"""Names, bare or after a dot, under which Python and PyTorch unpickle what another process or a file holds."""
+
+
+def pickling(tree: ast.Module) -> set[str]:
+    """The ways of pickling that a source file names."""
+    found = {
+        name
+        for name in imports(tree)
+        if name.split(".")[0] in PICKLING_MODULES or name.startswith("torch.multiprocessing")
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            found |= {node.attr, f"{ast.unparse(node.value)}.{node.attr}"} & PICKLING_CALLS
+        elif isinstance(node, ast.Name):
+            found |= {node.id} & PICKLING_CALLS
+        elif isinstance(node, ast.ImportFrom):
+            names = {alias.name for alias in node.names}
+            found |= (names | {f"{node.module}.{name}" for name in names}) & PICKLING_CALLS
+        elif isinstance(node, ast.keyword) and node.arg in ("run_check", "allow_pickle", "weights_only"):
+            found.add(f"{node.arg}=")
+    return found
+
+
+def test_nothing_pickles() -> None:
+    # Whoever can send a rank bytes that it unpickles runs code in it.
+    assert {name: ways for name, tree in MODULES.items() if (ways := pickling(tree))} == {}
+
+
+def test_ways_of_pickling_are_found_in_all_their_spellings() -> None:
+    for line in (
+        "import pickle as p",
+        "from torch.distributed import all_gather_object as gather",
+        "dist.broadcast_object_list([1])",
+        "torch.load('file')",
+        "from torch import load",
+        "from concurrent.futures import ProcessPoolExecutor",
+        "import torch.multiprocessing as mp",
+        "from multiprocessing import Queue",
+        "DTensor.from_local(x, mesh, run_check=True)",
+    ):
+        assert pickling(ast.parse(line)), line
+
+
 def test_quick_commands_do_not_import_torch() -> None:
     quick = sorted(name for name in MODULES if any(f"{name}.".startswith(f"{start}.") for start in QUICK))
     code = (

@@ -10,7 +10,7 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from phalanx.run.directory import RunDirectory
 from phalanx.run.problems import RunFileError
@@ -57,23 +57,21 @@ def train_as_rank(spec: RunSpec, run_file: Path, as_json: bool) -> int:
 
 def _agree(spec: RunSpec, run_file: Path, first: bool) -> tuple[Path, int]:
     """The run directory and attempt that rank 0 has prepared; its error, on every rank, if it could not."""
-    import torch.distributed as dist
-
+    from phalanx.parallel.process_group.typed_gather import broadcast_typed
     from phalanx.train.lifecycle.prepare import prepare_run
 
-    answer: list[Any] = [None]
+    run_dir, attempt = "", 0
     if first:
         try:
             run = prepare_run(spec, run_file, lambda _what, _done, _total: None)
-            answer = [(str(run.directory.path), run.attempt)]
+            run_dir, attempt = str(run.directory.path), run.attempt
         except Exception as error:
             # What went wrong must be out before the others, who wait for an answer, end; if it can be printed at all.
             with suppress(OSError):
                 print(f"error: {error}", file=sys.stderr, flush=True)
-    dist.broadcast_object_list(answer, src=0)
-    if answer[0] is None:
+    run_dir, attempt = broadcast_typed((run_dir, attempt), tuple[str, int])
+    if not run_dir:
         os._exit(EXIT_FAILED)  # rank 0 has said why
-    run_dir, attempt = answer[0]
     return Path(run_dir), attempt
 
 

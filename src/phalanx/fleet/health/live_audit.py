@@ -15,8 +15,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
-import torch.distributed as dist
-
 from phalanx.fleet.health.audit import (
     MOST_TURNS,
     Check,
@@ -31,6 +29,7 @@ from phalanx.fleet.health.audit import (
     team_ranks,
 )
 from phalanx.parallel.mesh.slots import Deal, Round
+from phalanx.parallel.process_group.typed_gather import gather_typed
 from phalanx.parallel.reduction.checksum import named_checksum, total_checksum
 from phalanx.parallel.reduction.data_parallel import DataParallel, local
 from phalanx.parallel.reduction.witness import Witness, attach, extra_round
@@ -160,9 +159,7 @@ class LiveAudit:
         return self.witness.take()
 
     def _gathered(self, mine: int) -> list[int]:
-        everybody: list[int] = [0] * self.model.mesh.ranks
-        dist.all_gather_object(everybody, mine)
-        return everybody
+        return gather_typed(mine, int)
 
     def _vote(self, team: int, sums: list[int]) -> Vote:
         return Vote(team, tuple(sums[rank] for rank in team_ranks(self.model.mesh.layout, team)))

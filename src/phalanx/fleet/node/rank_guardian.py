@@ -11,8 +11,6 @@ import ssl
 import time
 from collections.abc import Callable, Sequence
 
-import torch.distributed as dist
-
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.save.saver import AsyncSaver
@@ -28,6 +26,7 @@ from phalanx.fleet.node.hooks import Hooks, NoHooks
 from phalanx.fleet.node.worker_orders import Orders, ParkedError
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.mesh.torch_compat import set_group_timeouts
+from phalanx.parallel.process_group.typed_gather import gather_typed
 from phalanx.run.identity import identity
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.guardian import Guardian, Samples
@@ -114,8 +113,8 @@ class RankGuardian(Guardian):
         self._writer.bind(bind.epoch, bind.ranks, bind.rank, resume.step)
         if resume.step >= 0:
             error, extra, moved_bytes = self._from_memory(bind, shards)
-            told: list[tuple[str, int, int]] = [("", 0, 0)] * mesh.ranks
-            dist.all_gather_object(told, (error, moved_bytes, self._failed.get(resume.step, 0)))
+            mine = error, moved_bytes, self._failed.get(resume.step, 0)
+            told = gather_typed(mine, tuple[str, int, int])
             errors = sorted({error for error, _, _ in told if error})
             if not errors:
                 seconds, moved = time.monotonic() - began_s, sum(moved for _, moved, _ in told)

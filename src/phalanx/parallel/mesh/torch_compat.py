@@ -49,6 +49,7 @@ __all__ = [
     "abort_nccl",
     "all_gather_single",
     "cuda_stream",
+    "device_of_messages",
     "finish_backward",
     "flight_record",
     "gather_along",
@@ -131,6 +132,12 @@ def cuda_stream(device: torch.device) -> torch.cuda.Stream:
     """A new stream of ``device``."""
     make: Callable[[torch.device], torch.cuda.Stream] = torch.cuda.Stream
     return make(device)
+
+
+def device_of_messages(group: dist.ProcessGroup) -> torch.device:
+    """The device between which ``group`` sends what was never on an accelerator: the CPU if one of its backends can."""
+    kinds = {kind.type for kind in group._device_types}
+    return torch.device("cpu") if "cpu" in kinds else torch.device("cuda", torch.cuda.current_device())
 
 
 def abort_nccl() -> None:

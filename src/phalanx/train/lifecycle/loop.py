@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 from phalanx.data.prefetch import Prefetch
@@ -33,6 +32,7 @@ from phalanx.observe.events import (
 from phalanx.observe.ledger import Bucket
 from phalanx.observe.records import environment_record
 from phalanx.observe.throughput import typical
+from phalanx.parallel.process_group.typed_gather import broadcast_typed
 from phalanx.run.result import RunResult
 from phalanx.train.lifecycle.assemble import Training
 from phalanx.train.lifecycle.ending import RunFailedError
@@ -312,9 +312,7 @@ def _settle(training: Training) -> bool:
     with training.inputs.ledger.bucket(Bucket.CKPT_BLOCKING):
         training.saver.wait()
         _collect(training)
-        good = [training.last_save_good]
-        dist.broadcast_object_list(good, src=0)
-    return good[0]
+        return broadcast_typed(training.last_save_good, bool)
 
 
 def _stopped(training: Training, progress: TrainProgress) -> None:

@@ -7,7 +7,8 @@ the trainer's own meter (``phalanx.train.step.memory_meter``).
 
 from __future__ import annotations
 
-import multiprocessing
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -25,10 +27,13 @@ from phalanx.observe.ledger import Ledger
 from phalanx.parallel.mesh.mesh import build_mesh
 from phalanx.parallel.mesh.torch_compat import all_gather_single, sum_scatter_along
 from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
+from phalanx.run.durable import write_atomically
+from phalanx.run.problems import RunFileError
+from phalanx.run.read import spec_from_table, to_table
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.assemble import make_deterministic
 from phalanx.train.lifecycle.compose import build_model
-from phalanx.train.measure.calibrate import MeasuredPoints, Settings
+from phalanx.train.measure.calibrate import Clock, MeasuredPoints, Settings
 from phalanx.train.step.built import Built
 from phalanx.train.step.memory_meter import MemoryMeter, extremes
 from phalanx.train.step.state import fill_initial
@@ -49,45 +54,98 @@ class MeasuredStep:
     """Bytes by kind and "total", as ``phalanx.observe.memory_kinds`` names them."""
 
 
-def on_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Runs ``function(*args)`` on each of ``ranks`` new processes that form one group, and returns their results by rank."""
-    context = multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
+class TimeCollectives(msgspec.Struct, frozen=True, tag=True):
+    """The job of timing every collective between the ranks."""
+
+    device: str
+    clock: Clock
+    quick: bool
+
+
+class MeasureSteps(msgspec.Struct, frozen=True, tag=True):
+    """The job of running steps of the trainer."""
+
+    run: dict[str, Any]
+    """The resolved run as a table."""
+    steps: int
+
+
+class _RankJob(msgspec.Struct, frozen=True):
+    """What a new process reads on its standard input."""
+
+    rank: int
+    ranks: int
+    folder: str
+    """Where the ranks meet, and where each leaves its result."""
+    job: TimeCollectives | MeasureSteps
+
+
+class _RankResult(msgspec.Struct, frozen=True):
+    """What a rank leaves in ``rank-N.json``: an error, or the result of its kind of job."""
+
+    error: str = ""
+    points: MeasuredPoints = {}
+    step: MeasuredStep | None = None
+
+
+def _on_ranks(ranks: int, job: TimeCollectives | MeasureSteps) -> list[_RankResult]:
+    """Does ``job`` on each of ``ranks`` new processes that form one group; the results by rank."""
     with tempfile.TemporaryDirectory() as folder:
-        point = (Path(folder) / "store").as_uri()
-        workers = [
-            context.Process(target=_rank, args=(rank, ranks, point, results, function, args))
-            for rank in range(ranks)
-        ]
+        workers = []
+        for rank in range(ranks):
+            worker = subprocess.Popen([sys.executable, "-m", __name__], stdin=subprocess.PIPE)
+            workers.append(worker)
+            assert worker.stdin is not None
+            with worker.stdin as pipe:
+                pipe.write(msgspec.json.encode(_RankJob(rank, ranks, folder, job)))
         for worker in workers:
-            worker.start()
-        found = dict(results.get() for _ in workers)
-        for worker in workers:
-            worker.join()
-    failed = [f"rank {rank}: {error}" for rank, (error, _) in sorted(found.items()) if error]
+            worker.wait()
+        found = [_result_of(Path(folder) / f"rank-{rank}.json") for rank in range(ranks)]
+    failed = [f"rank {rank}: {one.error}" for rank, one in enumerate(found) if one.error]
     if failed:
         raise RuntimeError("; ".join(failed))
-    return [found[rank][1] for rank in range(ranks)]
+    return found
 
 
-def _rank(
-    rank: int, ranks: int, point: str, results: Any, function: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
+def _result_of(file: Path) -> _RankResult:
+    if not file.exists():
+        return _RankResult("its process died")
+    return msgspec.json.decode(file.read_bytes(), type=_RankResult)
+
+
+def main() -> None:
+    """The process of one rank."""
+    given = msgspec.json.decode(sys.stdin.buffer.read(), type=_RankJob)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of libraries: nobody who calibrates can act on them
-    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    folder = Path(given.folder)
+    device = torch.device("cuda", given.rank) if torch.cuda.is_available() else torch.device("cpu")
+    place = RankEnvironment(given.rank, given.ranks, given.rank, (folder / "store").as_uri(), "phalanx")
     try:
-        join(RankEnvironment(rank, ranks, rank, point, "phalanx"), device, _JOIN_TIMEOUT_S)
-        results.put((rank, ("", function(*args))))
+        join(place, device, _JOIN_TIMEOUT_S)
+        result = _done(given.job)
     except Exception as error:
-        results.put((rank, (f"{type(error).__name__}: {error}", None)))
+        result = _RankResult(f"{type(error).__name__}: {error}")
     finally:
         leave()
+    write_atomically(folder / f"rank-{given.rank}.json", msgspec.json.encode(result), durable=False)
+
+
+def _done(job: TimeCollectives | MeasureSteps) -> _RankResult:
+    match job:
+        case TimeCollectives(name, clock, quick):
+            return _RankResult(points=_time_collectives(Settings(torch.device(name), clock, quick)))
+        case MeasureSteps(run, steps):
+            spec, problems = spec_from_table({**run, "model": {**run["model"], "preset": ""}}, {})
+            if spec is None:
+                raise RunFileError(Path("run of the calibration"), problems)
+            return _RankResult(step=_steps(spec, steps))
 
 
 def collectives(settings: Settings, members: int) -> MeasuredPoints:
     """Each collective between ``members`` ranks, sizes (members, bytes); the slowest rank's time."""
-    by_rank = on_ranks(members, _time_collectives, settings)
+    job = TimeCollectives(str(settings.device), settings.clock, settings.quick)
+    by_rank = [found.points for found in _on_ranks(members, job)]
     points: MeasuredPoints = {}
     for name in COLLECTIVES:
         columns = zip(*(found[name] for found in by_rank), strict=True)
@@ -150,7 +208,8 @@ def _there_and_back(whole: torch.Tensor) -> None:
 
 def measure_step(spec: RunSpec, ranks: int, steps: int = 4) -> MeasuredStep:
     """The median of ``steps`` steps of ``spec`` on ``ranks`` ranks of this machine, after two that warm up."""
-    found = on_ranks(ranks, _steps, spec, steps)
+    results = _on_ranks(ranks, MeasureSteps(to_table(spec), steps))
+    found = [one.step for one in results if one.step is not None]
     return MeasuredStep(
         wall_s=max(one.wall_s for one in found),
         cpu_s=max(one.cpu_s for one in found),
@@ -198,3 +257,7 @@ def _batches(spec: RunSpec, built: Built) -> Iterator[NDArray[np.int64]]:
             yield random.integers(
                 0, spec.model.vocab_size, (per_slot, spec.train.seq_len + 1), dtype=np.int64
             )
+
+
+if __name__ == "__main__":
+    main()

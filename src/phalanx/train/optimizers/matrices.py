@@ -22,6 +22,7 @@ from torch import Tensor
 
 from phalanx.model.facts.matrix_owners import deal_matrices
 from phalanx.parallel.mesh.local_slice import LocalSlice, intersection, slices_in
+from phalanx.parallel.process_group.typed_gather import gather_typed
 
 BATCH_ELEMENTS = 1 << 27
 """Elements of matrices that an owner receives at once: what bounds the buffers (512 MiB in fp32)."""
@@ -171,10 +172,9 @@ class MatrixExchange:
                 yield leg.matrix, self._of_share(held, leg), piece
 
     def _everybodys_boxes(self) -> list[Mapping[str, LocalSlice]]:
-        holders: list[Mapping[str, LocalSlice]] = [self.boxes] * self._ranks
-        if self.group is not None:
-            dist.all_gather_object(holders, dict(self.boxes), group=self.group)
-        return holders
+        if self.group is None:
+            return [self.boxes]
+        return list(gather_typed(dict(self.boxes), dict[str, LocalSlice], self.group))
 
     def _batch(self, matrices: Sequence[tuple[Matrix, Sequence[Share], int]]) -> MatrixBatch:
         lists: list[list[list[Leg]]] = [[[] for _ in range(self._ranks)] for _ in range(4)]

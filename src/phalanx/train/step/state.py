@@ -18,6 +18,7 @@ from phalanx.checkpoint.tiers.tier import Tier
 from phalanx.model.init import fill
 from phalanx.model.layers.router import routers
 from phalanx.parallel.mesh.mesh import Mesh
+from phalanx.parallel.process_group.typed_gather import broadcast_typed, gather_typed
 from phalanx.parallel.reduction.data_parallel import local, named_parameters
 from phalanx.run.spec import RunSpec
 from phalanx.train.optimizers.optimizer import Optimizer
@@ -95,8 +96,7 @@ def restore_newest(
             extra = restore(tier, step, shards, rank=mesh.rank)
         except CheckpointError as problem:
             error = str(problem)
-        errors: list[str] = [""] * mesh.ranks
-        dist.all_gather_object(errors, error)
+        errors = gather_typed(error, str)
         if not any(errors):
             if mesh.rank == 0:
                 # Training will reach these steps again and save them again.
@@ -116,9 +116,7 @@ def restore_newest(
 
 def _agreed_candidates(tier: Tier, mesh: Mesh) -> list[int]:
     """The steps to try, as rank 0 lists them: a shared file system may show them to other ranks a moment later."""
-    steps = [candidates(tier) if mesh.rank == 0 else []]
-    dist.broadcast_object_list(steps, src=0)
-    return steps[0]
+    return broadcast_typed(candidates(tier) if mesh.rank == 0 else [], list[int])
 
 
 def weights_sha256(parts: Sequence[nn.Module], placement: Placement) -> str:
@@ -134,6 +132,5 @@ def weights_sha256(parts: Sequence[nn.Module], placement: Placement) -> str:
         if number % len(stage) == stage.index(mesh.rank):
             data = whole.cpu().contiguous().view(torch.uint8).numpy()
             mine[name] = tensor_digest(dtype_name(whole.dtype), tuple(whole.shape), [data])
-    gathered: list[dict[str, TensorDigest]] = [{} for _ in range(mesh.ranks)]
-    dist.all_gather_object(gathered, mine)
+    gathered = gather_typed(mine, dict[str, TensorDigest])
     return combine({name: digest for part in gathered for name, digest in part.items()})

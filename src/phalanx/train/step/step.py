@@ -23,6 +23,7 @@ from torch import Tensor
 from phalanx.model.layers.router import routers
 from phalanx.observe.ledger import Bucket, Ledger
 from phalanx.parallel.mesh.slots import Round
+from phalanx.parallel.process_group.typed_gather import gather_typed
 from phalanx.parallel.reduction import exact_sum
 from phalanx.parallel.reduction.data_parallel import gradients
 from phalanx.train.step.built import Built
@@ -262,6 +263,5 @@ class Stepper:
             bad = int((~torch.isfinite(gradient)).sum())
             if bad:
                 mine.append(f"gradient of {name} ({bad} of {gradient.numel()} elements)")
-        everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everywhere, mine[:_NAMED])
+        everywhere = gather_typed(mine[:_NAMED], list[str])
         return tuple(dict.fromkeys(line for lines in everywhere for line in lines))

@@ -1,0 +1,105 @@
+"""Collectives for small values of a declared type: gather one from every rank, or broadcast rank 0's.
+
+PyTorch's object collectives pickle, and whoever gets into a process group could run code in every rank through them. Here a value
+is encoded as msgpack and decoded against its type by ``msgspec`` (https://jcristharif.com/msgspec): what does not fit the type is an
+error that names the rank it came from, and nothing else happens. Sizes are exchanged first and are bounded.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from phalanx.parallel.mesh.torch_compat import all_gather_single, device_of_messages
+
+LONGEST_MESSAGE_BYTES = 64 << 20
+"""Bounds the memory that a rank needs for one message of each other rank."""
+_T = TypeVar("_T")
+_encoder = msgspec.msgpack.Encoder()
+
+
+class RankMessageError(RuntimeError):
+    """The message of a rank cannot be read, or is too long; the text names the rank."""
+
+
+def gather_typed(value: _T, kind: type[_T], group: dist.ProcessGroup | None = None) -> list[_T]:
+    """Every rank's ``value``, by rank. A collective call, with the same result on every rank of ``group`` (``None``: all ranks).
+
+    Args:
+        value: Of type ``kind``; msgspec must know how to encode it.
+        kind: Numbers, text, bytes, lists, tuples, dicts, dataclasses and named tuples of such.
+        group: A group of any backend; its messages travel between CPUs where it can.
+
+    Raises:
+        RankMessageError: A rank's message is longer than ``LONGEST_MESSAGE_BYTES`` (every rank raises), or is no ``kind``.
+    """
+    group = group or _everyone()
+    body, device = _encoder.encode(value), device_of_messages(group)
+    sizes = torch.empty(group.size(), dtype=torch.int64, device=device)
+    all_gather_single(sizes, torch.tensor([len(body)], dtype=torch.int64, device=device), group)
+    lengths = [
+        _checked(length, _global_rank(group, rank)) for rank, length in enumerate(map(int, sizes.tolist()))
+    ]
+    longest = max(lengths)
+    piece = torch.zeros(longest, dtype=torch.uint8)
+    piece[: len(body)] = _tensor(body)
+    whole = torch.empty(longest * group.size(), dtype=torch.uint8, device=device)
+    all_gather_single(whole, piece.to(device), group)
+    rows = whole.cpu().view(group.size(), longest)
+    return [
+        _decoded(row[:length], kind, _global_rank(group, rank))
+        for rank, (row, length) in enumerate(zip(rows, lengths, strict=True))
+    ]
+
+
+def broadcast_typed(value: _T, kind: type[_T]) -> _T:
+    """Rank 0's ``value`` of type ``kind``, on every rank; what the others give is ignored. A collective call.
+
+    Raises:
+        RankMessageError: Rank 0's message is longer than ``LONGEST_MESSAGE_BYTES`` (every rank raises), or is no ``kind``.
+    """
+    group = _everyone()
+    device = device_of_messages(group)
+    first = group.rank() == 0
+    body = _encoder.encode(value) if first else b""
+    length = torch.tensor([len(body)], dtype=torch.int64, device=device)
+    dist.broadcast(length, src=0)
+    nbytes = _checked(int(length.item()), 0)
+    message = _tensor(body).to(device) if first else torch.empty(nbytes, dtype=torch.uint8, device=device)
+    dist.broadcast(message, src=0)
+    return _decoded(message.cpu(), kind, 0)
+
+
+def _everyone() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    if group is None:
+        raise RuntimeError("this process has not joined the other ranks yet")
+    return group
+
+
+def _global_rank(group: dist.ProcessGroup, rank: int) -> int:
+    return dist.get_global_rank(group, rank)
+
+
+def _checked(nbytes: int, rank: int) -> int:
+    if not 0 < nbytes <= LONGEST_MESSAGE_BYTES:
+        raise RankMessageError(
+            f"rank {rank} announces a message of {nbytes:,} bytes; between 1 and {LONGEST_MESSAGE_BYTES:,} are allowed"
+        )
+    return nbytes
+
+
+def _tensor(body: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(body), dtype=torch.uint8)
+
+
+def _decoded(message: torch.Tensor, kind: type[_T], rank: int) -> _T:
+    try:
+        return msgspec.msgpack.decode(message.numpy().tobytes(), type=kind)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise RankMessageError(
+            f"the message of rank {rank} cannot be read: {error}; all ranks must run the same version of Phalanx"
+        ) from error

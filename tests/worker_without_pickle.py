@@ -1,0 +1,27 @@
+"""A real worker that can unpickle nothing: any attempt ends its epoch with an error."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d
+
+from phalanx.fleet.node.worker import main
+
+
+class PickleRefusedError(RuntimeError):
+    """Something was about to be unpickled."""
+
+
+def refuse(*_: Any, **__: Any) -> Any:
+    raise PickleRefusedError("this process was about to unpickle what another one had sent")
+
+
+if __name__ == "__main__":
+    for name in ("load", "loads", "Unpickler", "_Unpickler"):
+        setattr(pickle, name, refuse)
+    distributed_c10d._unpickler = refuse  # type: ignore[attr-defined]
+    torch.load = refuse
+    main()
