@@ -49,7 +49,7 @@ class SimulatedAgent:
         self.held: tuple[m.RankSnapshot, ...] = ()
         self.number = number
         self.link = CoordinatorLink(
-            lambda: address, credentials, self.greet, self.on_command, lambda _line: None
+            lambda: [address], credentials, self.greet, self.on_command, lambda _line: None
         )
 
     @property

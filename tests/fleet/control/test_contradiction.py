@@ -30,7 +30,7 @@ class StandInAgent:
         self.name, self.epoch = name, m.NO_EPOCH
         self.commands: list[m.Command] = []
         self.link = CoordinatorLink(
-            lambda: read_fleet_file(run_dir).coordinator,
+            lambda: [read_fleet_file(run_dir).coordinator],
             credentials,
             lambda: [self.joined()],
             self.on_command,

@@ -24,6 +24,7 @@ from phalanx.fleet.control.transport import (
     TransportError,
 )
 from phalanx.fleet.core import messages as m
+from phalanx.run.token_proof import UnprovenError
 
 CREDENTIALS = Credentials("run-1", "a token that nobody guesses")
 PATIENCE_S = 30.0
@@ -58,14 +59,18 @@ class Caller:
     """An agent's end that remembers."""
 
     def __init__(
-        self, address: str, credentials: Credentials = CREDENTIALS, node: str = "node-0", incarnation: int = 1
+        self,
+        *addresses: str,
+        credentials: Credentials = CREDENTIALS,
+        node: str = "node-0",
+        incarnation: int = 1,
     ) -> None:
         self.commands: list[m.Command] = []
         self.lines: list[str] = []
         self.greetings = 0
         self.joined = joined(node, incarnation)
         self.link = CoordinatorLink(
-            lambda: address, credentials, self.greet, self.commands.append, self.lines.append
+            lambda: addresses, credentials, self.greet, self.commands.append, self.lines.append
         )
 
     def greet(self) -> list[m.AgentReport]:
@@ -77,6 +82,20 @@ async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.01)
+
+
+class ClientStream:
+    """A call's messages, for a handshake."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+    async def write(self, message: bytes) -> None:
+        await self.call.write(message)
+
+    async def read(self) -> bytes:
+        body = await self.call.read()
+        return body if isinstance(body, bytes) else b""
 
 
 class Wire:
@@ -104,19 +123,23 @@ class Wire:
         return caller
 
     async def raw(
-        self, *bodies: bytes, metadata: tuple[tuple[str, str], ...] = CREDENTIALS.metadata()
+        self,
+        *bodies: bytes,
+        metadata: tuple[tuple[str, str], ...] = CREDENTIALS.metadata(),
+        proven: bool = True,
     ) -> grpc.StatusCode:
-        """Sends bytes as they are; returns how the stream ended."""
+        """Sends bytes, sealed after a handshake or as they are; returns how the stream ended."""
         options = [("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.insecure_channel(self.address, options=options) as channel:
             call = channel.stream_stream("/phalanx.Fleet/Attach")(metadata=metadata)
             try:
+                seals = await CREDENTIALS.prove(ClientStream(call), "Attach", "client") if proven else None
                 for body in bodies:
-                    await call.write(body)
+                    await call.write(seals.outgoing.close(body) if seals else body)
                 await call.done_writing()
                 while await call.read() is not grpc.aio.EOF:
                     pass
-            except (grpc.RpcError, asyncio.InvalidStateError):
+            except (grpc.RpcError, asyncio.InvalidStateError, UnprovenError):
                 pass
             code = await call.code()
             assert isinstance(code, grpc.StatusCode)
@@ -276,7 +299,8 @@ def test_an_agent_that_reads_nothing_is_cut_off_and_holds_up_nobody() -> None:
             await until(lambda: True)
             async with grpc.aio.insecure_channel(wire.address) as channel:
                 call = channel.stream_stream("/phalanx.Fleet/Attach")(metadata=CREDENTIALS.metadata())
-                await call.write(m.encode(joined()))
+                seals = await CREDENTIALS.prove(ClientStream(call), "Attach", "client")
+                await call.write(seals.outgoing.close(m.encode(joined())))
                 await until(lambda: wire.server.links)
                 for _ in range(600):  # all at once: no turn of the loop in which one could leave
                     wire.server.send("node-0", m.Park(1, "x" * 1000))

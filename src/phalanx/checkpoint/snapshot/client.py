@@ -42,7 +42,7 @@ class SnapshotClient:
         """Connects to ``address`` ("host:port"). ``timeout_s`` is for how long the other side may be silent."""
         self._wire = _connect(address, tls, timeout_s)
         try:
-            authenticate(self._wire, token, server=False)
+            authenticate(self._wire, token, "client")
         except BaseException:
             self._wire.close()
             raise

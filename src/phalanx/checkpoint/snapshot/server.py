@@ -121,7 +121,7 @@ class SnapshotServer:
                 self._open.discard(connection)
 
     def _converse(self, wire: Wire) -> None:
-        authenticate(wire, self._token, server=True)
+        authenticate(wire, self._token, "server")
         wire.set_timeout(_IDLE_S)
         while (request := wire.hear_request()) is not None:
             self._answer(wire, request)

@@ -1,16 +1,12 @@
 """The wire protocol of a node's snapshot memory: mutual authentication, small requests, and raw bytes.
 
-Both sides first prove that they know the run's token without saying it: each sends random bytes, and the HMAC-SHA256 (RFC
-2104) of both sides' under the token. Then each request and each answer is a short message (length, then msgpack of a tagged
+Both sides first prove that they know the run's token without saying it (``phalanx.run.token_proof``). Then each request and each answer is a short message (length, then msgpack of a tagged
 struct, https://jcristharif.com/msgspec), followed by as many raw bytes as it announces, sent from and received into memory
 without a copy. This keeps strangers out, not those who can rewrite traffic on its way: over such a network give TLS.
 
 Sockets block, in threads: bulk bytes then never pass through an event loop, which has heartbeats to keep.
 """
 
-import hashlib
-import hmac
-import secrets
 import socket
 import ssl
 import struct
@@ -21,13 +17,12 @@ from msgspec import Meta, Struct
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.snapshot.segments import SnapshotKey
+from phalanx.run.token_proof import HELLO_BYTES, Role, UnprovenError, handshake
 
 LONGEST_READ_BYTES = 64 << 20
 LONGEST_RECORD_BYTES = 256 << 20
 _LONGEST_MESSAGE_BYTES = 1 << 20
-_MAGIC = b"PHXDATA1"
-_NONCE_BYTES = 32
-_PROOF_BYTES = hashlib.sha256().digest_size
+_PURPOSE = "phalanx data port, version 2"
 _LENGTH = struct.Struct("<I")
 _SEND_BYTES = 8 << 20
 
@@ -196,37 +191,29 @@ class Wire:
         return WireError(f"{self.peer}: {error or type(error).__name__}; the other holders are asked instead")
 
 
-def authenticate(wire: Wire, token: str, *, server: bool) -> None:
+def authenticate(wire: Wire, token: str, role: Role) -> None:
     """Proves to each other that both know ``token``. Raises RefusedError, or WireError where the other side is no peer."""
-    own = secrets.token_bytes(_NONCE_BYTES)
-    wire.send(_MAGIC + own)
-    hello = wire.receive(len(_MAGIC) + _NONCE_BYTES)
-    if hello[: len(_MAGIC)] != _MAGIC:
-        raise WireError(f"{wire.peer}: does not speak for a snapshot memory of this version")
-    other = hello[len(_MAGIC) :]
-    roles = (b"server", b"client") if server else (b"client", b"server")
-    # The client proves itself first, so that a server gives nothing to strangers, not even something to guess at.
-    if server:
-        _check(wire, token, roles[1], other, own)
-        wire.send(_proof(token, roles[0], own, other))
-    else:
-        wire.send(_proof(token, roles[0], own, other))
-        try:
-            _check(wire, token, roles[1], other, own)
-        except WireError as error:
-            raise RefusedError(
-                f"{wire.peer}: ended the connection, most likely because it has another run's token; give every node the "
-                "same one"
-            ) from error
-
-
-def _check(wire: Wire, token: str, role: bytes, theirs: bytes, ours: bytes) -> None:
-    if not hmac.compare_digest(wire.receive(_PROOF_BYTES), _proof(token, role, theirs, ours)):
-        raise RefusedError(f"{wire.peer}: does not know this run's token; give every node the same one")
-
-
-def _proof(token: str, role: bytes, prover: bytes, verifier: bytes) -> bytes:
-    return hmac.digest(token.encode(), _MAGIC + role + prover + verifier, "sha256")
+    steps = handshake(token, _PURPOSE, role)
+    said, proven = b"", False
+    try:
+        while True:
+            step = steps.send(said) if said else next(steps)
+            if isinstance(step, bytes):
+                wire.send(step)
+                proven = role == "client" and len(step) != HELLO_BYTES
+                said = b"sent"
+            else:
+                said = wire.receive(step)
+    except StopIteration:
+        return
+    except UnprovenError as error:
+        raise RefusedError(f"{wire.peer}: {error}; give every node the same one") from error
+    except WireError as error:
+        if not proven:
+            raise
+        raise RefusedError(
+            f"{wire.peer}: ended the connection, most likely because it has another run's token; give every node the same one"
+        ) from error
 
 
 def secured_server(connection: socket.socket, tls: ssl.SSLContext | None) -> socket.socket:

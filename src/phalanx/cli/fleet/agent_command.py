@@ -72,7 +72,7 @@ def command(
     """Train with this node as part of a fleet: once on every node, in torchrun's place.
 
     The node that is HOST leads: it prepares the data and the run directory, coordinates, and shows the run's progress. The
-    others wait for it. Started again after a crash, the same command goes on. The token that all must show lies in the run
+    others wait for it. Started again after a crash, the same command goes on. The token that all must know lies in the run
     directory, or is in PHALANX_RUN_TOKEN.
 
     \b

@@ -27,7 +27,14 @@ from pathlib import Path
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.fleet.control.fleet_file import fleet_file, path_in, read_fleet_file, write_fleet_file
+from phalanx.fleet.control.coordinator_link import answers
+from phalanx.fleet.control.fleet_file import (
+    FleetFileError,
+    fleet_file,
+    path_in,
+    read_fleet_file,
+    write_fleet_file,
+)
 from phalanx.fleet.control.hang_inquiry import Inquiry
 from phalanx.fleet.control.journal import Journal
 from phalanx.fleet.control.security import SecurityError, read_certificates, run_token
@@ -162,7 +169,7 @@ class Coordinator:
 
     async def run(self) -> int:
         """Runs until the run is over. Returns the exit code: 0 if it finished or was stopped, 1 if it failed."""
-        port = await self._server.start(self._args.host, self._port())
+        port = await self._listen()
         self._address = f"{self._args.host}:{port}"
         # Before fleet.json names this process as the coordinator: a reader of it may send the signal.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._ask_to_stop)
@@ -184,10 +191,31 @@ class Coordinator:
     def _over(self) -> bool:
         return self._state.phase in (FleetPhase.FINISHED, FleetPhase.FAILED)
 
+    async def _listen(self) -> int:
+        """Listens where the last coordinator of this attempt did, so that agents find this one at the same address; returns the port.
+
+        If another program has taken that port, a free one does: agents find it in fleet.json.
+        """
+        host, port = self._args.host, self._port()
+        try:
+            return await self._server.start(host, port)
+        except TransportError as error:
+            if not self._restarts or not port:
+                raise
+            if await answers(f"{host}:{port}", self._credentials):
+                raise TransportError(
+                    f"another coordinator of this run listens on {host}:{port}; end it first"
+                ) from error
+            self.log(
+                f"another program has taken {host}:{port}; a free port serves instead, and fleet.json says which"
+            )
+            return await self._server.start(host, 0)
+
     def _port(self) -> int:
-        """The port of the last coordinator of this attempt, so that agents find this one at the same address."""
-        if self._restarts and not self._args.port and path_in(self._args.run_dir).exists():
-            return int(read_fleet_file(self._args.run_dir).coordinator.rpartition(":")[2] or 0)
+        """The port that the arguments name, else that of the last coordinator of this attempt; 0 if neither is known."""
+        if self._restarts and not self._args.port:
+            with suppress(FleetFileError, ValueError):
+                return int(read_fleet_file(self._args.run_dir).coordinator.rpartition(":")[2])
         return self._args.port
 
     def _ask_to_stop(self) -> None:

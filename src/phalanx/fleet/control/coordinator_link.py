@@ -1,6 +1,7 @@
 """The client side of the connection to the coordinator, for agents and operators.
 
-An agent works on without a coordinator. Whenever it is not connected it dials, with randomized exponential back-off (so that
+Nothing is said to, and nothing is taken from, a program that has not proven that it knows the run's token; the next address is
+tried instead. An agent works on without a coordinator. Whenever it is not connected it dials, with randomized exponential back-off (so that
 12,500 agents do not come at once after a restart), and begins by describing itself; reports that were made while it
 was not connected are therefore not kept.
 """
@@ -9,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import grpc
@@ -32,8 +34,10 @@ from phalanx.fleet.core.messages import (
     decode_command,
     encode,
 )
+from phalanx.run.token_proof import ForgedError, Seals, UnprovenError
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
+_STATUS_S = 1.0
 
 
 class CoordinatorLink:
@@ -41,7 +45,7 @@ class CoordinatorLink:
 
     def __init__(
         self,
-        where: Callable[[], str],
+        where: Callable[[], Sequence[str]],
         credentials: Credentials,
         first_reports: Callable[[], list[AgentReport]],
         on_command: Callable[[Command], None],
@@ -49,7 +53,8 @@ class CoordinatorLink:
     ) -> None:
         """
         Args:
-            where: Returns the coordinator's address as "host:port", before each dial; empty while it is not known.
+            where: Returns the addresses ("host:port") at which the coordinator may be, before each dial; after one has failed the next
+                one is tried.
             credentials: Those of the run.
             first_reports: Returns the reports to send first on each connection: a Joined, and what the coordinator may have missed.
             on_command: Called with each command, in the event loop.
@@ -77,36 +82,44 @@ class CoordinatorLink:
 
     async def run(self) -> None:
         """Attaches, again and again, until cancelled."""
-        pause_s, complaint = _FIRST_PAUSE_S, ""
+        pause_s, complaints, failures = _FIRST_PAUSE_S, dict[str, str](), 0
         while True:
-            failure, was_attached = await self._attach_once()
+            addresses = self._where()
+            address = addresses[failures % len(addresses)] if addresses else ""
+            if address:
+                failure, was_attached = await self._attach_once(address)
+            else:
+                failure, was_attached = "its address is not known yet", False
             if was_attached:
                 pause_s = _FIRST_PAUSE_S
-            if failure and failure != complaint:
-                self._log(f"not attached to the coordinator: {failure}; trying again")
-            complaint = failure
+            else:
+                failures += 1
+            if failure and failure != complaints.get(address):
+                at = f" at {address}" if address else ""
+                self._log(f"not attached to the coordinator{at}: {failure}; trying again")
+            complaints[address] = failure
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def _attach_once(self) -> tuple[str, bool]:
-        """Runs one stream to its end. Returns why it ended, and True if the coordinator ever answered on it."""
-        address, answered = self._where(), False
-        if not address:
-            return "its address is not known yet", False
+    async def _attach_once(self, address: str) -> tuple[str, bool]:
+        """Runs one stream to its end. Returns why it ended, and True if the coordinator has proven itself on it."""
+        answered = False
         async with _channel(address, self._credentials) as channel:
             call = channel.stream_stream(f"/{SERVICE}/Attach")(metadata=self._credentials.metadata())
             queue: asyncio.Queue[AgentMessage] = asyncio.Queue(QUEUED)
             writing = None
             try:
-                await call.wait_for_connection()
+                seals = await _proven(call, self._credentials, "Attach", address)
+                answered = True
                 for report in self._first_reports():
                     queue.put_nowait(report)
                 self._queue = queue
-                writing = asyncio.create_task(_send_all(call, queue))
+                writing = asyncio.create_task(_send_all(call, queue, seals))
                 while (body := await call.read()) is not grpc.aio.EOF:
-                    answered = True
-                    self._on_encoded_command(body)
+                    self._on_encoded_command(seals.incoming.open(body))
                 return _ending(await call.code(), await call.details()), answered
+            except (UnprovenError, ForgedError) as error:
+                return str(error), answered
             except grpc.RpcError as error:
                 return _reason(error), answered
             finally:
@@ -125,13 +138,47 @@ class CoordinatorLink:
 
 
 class _Call(Protocol):
+    """A call as gRPC, which has no types, hands it to the client."""
+
     async def write(self, message: bytes) -> None: ...
+    async def read(self) -> Any: ...
+    async def code(self) -> grpc.StatusCode: ...
+    async def details(self) -> str: ...
 
 
-async def _send_all(call: _Call, queue: asyncio.Queue[AgentMessage]) -> None:
+@dataclass(frozen=True)
+class _ClientStream:
+    """The client's side of a stream, during the handshake."""
+
+    call: _Call
+
+    async def write(self, message: bytes) -> None:
+        await self.call.write(message)
+
+    async def read(self) -> bytes:
+        body = await self.call.read()
+        return body if isinstance(body, bytes) else b""
+
+
+async def _proven(call: _Call, credentials: Credentials, method: str, address: str) -> Seals:
+    """The seals of a stream, once whoever listens there has proven that it is the run's coordinator; raises ``UnprovenError``."""
+    try:
+        return await credentials.prove(_ClientStream(call), method, "client")
+    except (UnprovenError, asyncio.InvalidStateError) as error:
+        ended = isinstance(error, asyncio.InvalidStateError)
+        why = f"the program at {address} {'ended the stream before it had proven itself' if ended else error}"
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_STATUS_S):
+                # Whoever refused us says why in the status; a stream that is still open has none.
+                if (code := await call.code()) is not grpc.StatusCode.OK:
+                    why = f"{code.name.lower()}: {await call.details()}"
+        raise UnprovenError(why) from error
+
+
+async def _send_all(call: _Call, queue: asyncio.Queue[AgentMessage], seals: Seals) -> None:
     with suppress(grpc.RpcError, asyncio.InvalidStateError):  # the reader sees the same end, and reports why
         while True:
-            await call.write(encode(await queue.get()))
+            await call.write(seals.outgoing.close(encode(await queue.get())))
 
 
 def _ending(code: grpc.StatusCode, details: str) -> str:
@@ -161,12 +208,34 @@ async def operate(
         TransportError: It is not there, or refuses.
     """
     async with _channel(address, credentials) as channel:
-        call = channel.unary_unary(f"/{SERVICE}/Operate")
+        call = channel.stream_stream(f"/{SERVICE}/Operate")(
+            metadata=credentials.metadata(), timeout=timeout_s
+        )
         try:
-            answer: bytes = await call(encode(operation), metadata=credentials.metadata(), timeout=timeout_s)
-        except grpc.RpcError as error:
+            seals = await _proven(call, credentials, "Operate", address)
+            await call.write(seals.outgoing.close(encode(operation)))
+            await call.done_writing()
+            answer = await call.read()
+            if not isinstance(answer, bytes):
+                raise UnprovenError(_ending(await call.code(), await call.details()))
+            return seals.incoming.open(answer).decode()
+        except (grpc.RpcError, UnprovenError, ForgedError) as error:
+            reason = _reason(error) if isinstance(error, grpc.RpcError) else str(error)
             raise TransportError(
-                f"the coordinator at {address} did not do it ({_reason(error)}); is the run going on? "
-                "see phalanx status RUN"
+                f"the coordinator at {address} did not do it ({reason}); is the run going on? see phalanx status RUN"
             ) from error
-        return answer.decode()
+
+
+async def answers(address: str, credentials: Credentials, timeout_s: float = 5.0) -> bool:
+    """True if a program at ``address`` proves within the time that it is this run's coordinator."""
+    async with _channel(address, credentials) as channel:
+        call = channel.stream_stream(f"/{SERVICE}/Operate")(
+            metadata=credentials.metadata(), timeout=timeout_s
+        )
+        try:
+            await _proven(call, credentials, "Operate", address)
+        except (grpc.RpcError, UnprovenError):
+            return False
+        finally:
+            call.cancel()
+        return True

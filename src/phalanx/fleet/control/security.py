@@ -1,15 +1,13 @@
 """Authentication: a secret token for every connection to a run's fleet, and mutual TLS if certificates are given.
 
 Without it, everybody who can reach the coordinator's port could end a run or send it false reports. The token is made when
-the fleet is first started and lies in the run directory, readable by its owner only; every connection sends it, and it is
-compared in constant time, so that the time of an answer does not tell how much of a guess was right (CWE-208). On a
-network that others can listen to, give certificates too: a folder with ``ca.pem``, ``node.pem`` and ``node.key``. Then both
+the fleet is first started and lies in the run directory, readable by its owner only; on every connection both sides prove
+that they know it, and never send it (``phalanx.run.token_proof``). On a network that others can listen to, give certificates too: a folder with ``ca.pem``, ``node.pem`` and ``node.key``. Then both
 sides must show a certificate that the run's own authority has signed.
 """
 
 from __future__ import annotations
 
-import hmac
 import os
 import secrets
 import ssl
@@ -107,8 +105,3 @@ def _checked(token: str, where: str) -> str:
             f"the token in {where} is no token: it needs at least {_SHORTEST_TOKEN} printable ASCII characters"
         )
     return token
-
-
-def same_token(given: str, wanted: str) -> bool:
-    """True if two tokens are equal; the time taken does not depend on where they differ."""
-    return hmac.compare_digest(given.encode(), wanted.encode())

@@ -2,9 +2,10 @@
 
 This file has what both sides share, and the server side; the client side is ``phalanx.fleet.control.coordinator_link``.
 
-gRPC (https://grpc.io) brings framing, flow control, TLS, keep-alive and bounds on sizes. Three rules come on top. A
-connection is accepted only if it names the run, its token and our version of the messages. A message that cannot be
-decoded is refused, counted and logged, and changes nothing. And nothing waits for a slow reader: its queue is short, and
+gRPC (https://grpc.io) brings framing, flow control, TLS, keep-alive and bounds on sizes. Four rules come on top. The first
+messages of a stream prove, in both directions, that the two sides know the run's token (``phalanx.run.token_proof``); before that an
+agent says nothing to whoever listens, and obeys nothing. Every message after that is sealed with a key of that connection, so that
+nobody in between can alter or add one. A message that cannot be decoded is refused, counted and logged, and changes nothing. And nothing waits for a slow reader: its queue is short, and
 when it is full the connection is closed; the agent reconnects and describes itself.
 """
 
@@ -21,7 +22,7 @@ import grpc
 import grpc.aio
 import msgspec
 
-from phalanx.fleet.control.security import Certificates, same_token
+from phalanx.fleet.control.security import Certificates
 from phalanx.fleet.core.messages import (
     PROTOCOL_VERSION,
     AgentMessage,
@@ -36,6 +37,7 @@ from phalanx.fleet.core.messages import (
     decode_report,
     encode,
 )
+from phalanx.run.token_proof import SEAL_BYTES, ForgedError, Role, Seals, UnprovenError, handshake
 
 MAX_REPORT_BYTES = 4 << 20
 """Largest message to the coordinator; a Joined with 65,536 snapshots stays below it."""
@@ -45,17 +47,19 @@ QUEUED = 256
 _KEEPALIVE_MS, _KEEPALIVE_PATIENCE_MS = 20_000, 60_000
 """A half-open connection is noticed within these times; a busy machine must not be taken for one."""
 _FLUSH_S = 0.2
+HANDSHAKE_S = 30.0
+"""For the whole handshake of a stream; a coordinator to which thousands of agents come back at once needs seconds."""
 SERVICE = "phalanx.Fleet"
 _SERVER_OPTIONS = [
-    ("grpc.max_receive_message_length", MAX_REPORT_BYTES),
-    ("grpc.max_send_message_length", MAX_COMMAND_BYTES),
+    ("grpc.max_receive_message_length", MAX_REPORT_BYTES + SEAL_BYTES),
+    ("grpc.max_send_message_length", MAX_COMMAND_BYTES + SEAL_BYTES),
     ("grpc.so_reuseport", 0),  # a second coordinator on the same port is a mistake
     ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
     ("grpc.http2.max_ping_strikes", 0),
 ]
 CLIENT_OPTIONS = [
-    ("grpc.max_receive_message_length", MAX_COMMAND_BYTES),
-    ("grpc.max_send_message_length", MAX_REPORT_BYTES),
+    ("grpc.max_receive_message_length", MAX_COMMAND_BYTES + SEAL_BYTES),
+    ("grpc.max_send_message_length", MAX_REPORT_BYTES + SEAL_BYTES),
     ("grpc.use_local_subchannel_pool", 1),  # each dial is a new connection, not a share in a broken one
     ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", _KEEPALIVE_PATIENCE_MS),
@@ -77,23 +81,52 @@ class Credentials:
     certificates: Certificates | None = None
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """The metadata that a client sends."""
-        return (
-            ("phalanx-version", str(PROTOCOL_VERSION)),
-            ("phalanx-run", self.run),
-            ("authorization", f"Bearer {self.token}"),
-        )
+        """The metadata that a client sends: nothing that is secret."""
+        return (("phalanx-version", str(PROTOCOL_VERSION)), ("phalanx-run", self.run))
 
     def refusal(self, shown: Sequence[tuple[str, str | bytes]]) -> str:
-        """Why a client with this metadata is refused; empty if it is accepted."""
+        """Why a client with this metadata is refused before the handshake; empty if it is not."""
         given = {name: value for name, value in shown if isinstance(value, str)}
-        if not same_token(given.get("authorization", ""), f"Bearer {self.token}"):
-            return "wrong token"
         if given.get("phalanx-version") != str(PROTOCOL_VERSION):
             return f"version {given.get('phalanx-version')} of the messages, not {PROTOCOL_VERSION}: install the same Phalanx"
         if given.get("phalanx-run") != self.run:
             return "another run"
         return ""
+
+    async def prove(self, stream: Stream, method: str, role: Role) -> Seals:
+        """Proves to each other, by the first messages of a stream of ``method``, that both sides know the token.
+
+        Raises:
+            UnprovenError: The other side does not know it, or did not answer in time.
+        """
+        steps = handshake(self.token, f"phalanx {method}, messages {PROTOCOL_VERSION}, run {self.run}", role)
+        said = b""
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                step = next(steps)
+                while True:
+                    if isinstance(step, bytes):
+                        await stream.write(step)
+                    else:
+                        said = await stream.read()
+                    step = steps.send(said)
+        except StopIteration as done:
+            seals: Seals = done.value
+            return seals
+        except TimeoutError:
+            raise UnprovenError(
+                f"did not prove within {HANDSHAKE_S:g} s that it knows this run's token"
+            ) from None
+
+
+class Stream(Protocol):
+    """Messages in both directions, during the handshake."""
+
+    async def write(self, message: bytes) -> None:
+        """Sends a message."""
+
+    async def read(self) -> bytes:
+        """The next message; empty if the other side has ended the stream."""
 
 
 # --- the coordinator's side -----------------------------------------------------------------------
@@ -159,7 +192,7 @@ class FleetServer:
         self._server = grpc.aio.server(options=_SERVER_OPTIONS)
         methods = {
             "Attach": grpc.stream_stream_rpc_method_handler(self._attach),
-            "Operate": grpc.unary_unary_rpc_method_handler(self._operate),
+            "Operate": grpc.stream_stream_rpc_method_handler(self._operate),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
         try:
@@ -197,14 +230,21 @@ class FleetServer:
         if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th ...: a flood does not fill the log
             self._listener.log(f"refused {kind} from {who} ({count} so far) {detail}".rstrip())
 
-    async def _admit(self, context: _CallContext) -> None:
-        if why := self._credentials.refusal(context.invocation_metadata() or ()):
-            self._refuse(why.split(":")[0], context.peer())
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, why)
+    async def _admit(self, method: str, requests: AsyncIterator[bytes], context: _CallContext) -> Seals:
+        """The seals of a stream whose client has proven itself; else the stream is aborted."""
+        why = self._credentials.refusal(context.invocation_metadata() or ())
+        if not why:
+            try:
+                return await self._credentials.prove(_ServerStream(requests, context), method, "server")
+            except UnprovenError as error:
+                why = f"wrong token: the other side {error}"
+        self._refuse(why.split(":")[0], context.peer())
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, why)
+        raise AssertionError("abort raises")
 
     async def _attach(self, requests: AsyncIterator[bytes], context: _CallContext) -> None:
-        await self._admit(context)
-        reports = self._decoded(requests, context.peer())
+        seals = await self._admit("Attach", requests, context)
+        reports = self._decoded(self._opened(requests, seals, context.peer()), context.peer())
         link, tasks = None, list[asyncio.Task[object]]()
         try:
             async for first in reports:
@@ -212,7 +252,7 @@ class FleetServer:
                 break
             if link is None:
                 return
-            writing = asyncio.create_task(_write(link, context))
+            writing = asyncio.create_task(_write(link, context, seals))
             reading = asyncio.create_task(self._read(link, reports, context.peer()))
             tasks = [writing, reading, asyncio.create_task(link.closed.wait())]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -223,6 +263,15 @@ class FleetServer:
             if link is not None and self.links.get(link.node) is link:
                 del self.links[link.node]
                 self._listener.on_disconnect(link)
+
+    async def _opened(self, requests: AsyncIterator[bytes], seals: Seals, who: str) -> AsyncIterator[bytes]:
+        """Yields the messages of a stream without their seals; ends at one that is forged."""
+        async for sealed in requests:
+            try:
+                yield seals.incoming.open(sealed)
+            except ForgedError as error:
+                self._refuse("forged message", who, str(error))
+                return
 
     async def _decoded(self, requests: AsyncIterator[bytes], who: str) -> AsyncIterator[Received]:
         """Yields the reports of a stream; what cannot be decoded is refused. Ends with the stream, however that ends."""
@@ -262,8 +311,9 @@ class FleetServer:
             else:
                 self._refuse("message that speaks for others", f"{link.node} at {who}", type(report).__name__)
 
-    async def _operate(self, body: bytes, context: _CallContext) -> bytes:
-        await self._admit(context)
+    async def _operate(self, requests: AsyncIterator[bytes], context: _CallContext) -> None:
+        seals = await self._admit("Operate", requests, context)
+        body = await anext(self._opened(requests, seals, context.peer()), b"")
         try:
             operation = decode_report(body)
             if not isinstance(operation, OperatorRequest):
@@ -272,7 +322,8 @@ class FleetServer:
             self._refuse("malformed message", context.peer(), str(error)[:200])
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:500])
             raise AssertionError("abort raises") from error
-        return (await self._listener.on_operation(operation)).encode()
+        answer = await self._listener.on_operation(operation)
+        await context.write(seals.outgoing.close(answer.encode()))
 
 
 def _speaks_for_itself(report: Received, node: str) -> TypeGuard[AgentMessage]:
@@ -284,9 +335,23 @@ def _speaks_for_itself(report: Received, node: str) -> TypeGuard[AgentMessage]:
     )
 
 
-async def _write(link: AgentLink, context: _CallContext) -> None:
+@dataclass(frozen=True)
+class _ServerStream:
+    """The server's side of a stream, during the handshake."""
+
+    requests: AsyncIterator[bytes]
+    context: _CallContext
+
+    async def write(self, message: bytes) -> None:
+        await self.context.write(message)
+
+    async def read(self) -> bytes:
+        return await anext(self.requests, b"")
+
+
+async def _write(link: AgentLink, context: _CallContext, seals: Seals) -> None:
     while True:
-        await context.write(await link.queue.get())
+        await context.write(seals.outgoing.close(await link.queue.get()))
 
 
 async def _flushed(link: AgentLink, writing: asyncio.Task[None]) -> None:

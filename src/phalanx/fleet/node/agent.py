@@ -106,7 +106,7 @@ class Agent:
         )
         self._doctor, self._suspicion = ThreadPoolExecutor(1, "health"), asyncio.Event()
         self._link = CoordinatorLink(
-            self._coordinator_address, credentials, self._state.greet, self._on_command, self.log
+            self._coordinator_addresses, credentials, self._state.greet, self._on_command, self.log
         )
         self._workers: dict[int, WorkerProcess] = {}
         self._deaths = [0] * fleet.workers_per_node
@@ -161,12 +161,12 @@ class Agent:
             self.log(f"cannot go on: {error!r}")
             self._end(repr(error))
 
-    def _coordinator_address(self) -> str:
-        if self._args.coordinator:
-            return self._args.coordinator
+    def _coordinator_addresses(self) -> list[str]:
+        """The address that this agent was given, and the one in fleet.json: a coordinator whose port was taken writes another one."""
+        addresses = [self._args.coordinator]
         with suppress(FleetFileError):
-            return read_fleet_file(self._args.run_dir).coordinator
-        return ""
+            addresses.append(read_fleet_file(self._args.run_dir).coordinator)
+        return list(dict.fromkeys(filter(None, addresses)))
 
     def _held(self) -> tuple[RankSnapshot, ...]:
         return tuple(

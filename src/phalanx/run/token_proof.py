@@ -1,0 +1,103 @@
+"""Mutual proof that both sides of a connection know a run's token, and seals on what they say afterwards.
+
+Challenge and response (ISO/IEC 9798-4, mutual authentication with a keyed hash): each side sends random bytes, and proves itself by
+the HMAC-SHA256 (RFC 2104) of both sides' under the token, with its role and what the connection is for. The token never leaves the
+process, and a proof is worth nothing on another connection. From the same random bytes both sides derive a key for each direction,
+and every later message of a control connection carries a seal, the HMAC of its number and content: whoever sits in between can cut
+the connection, and read it, but can neither alter, add, repeat nor swap a message.
+
+No I/O here: ``handshake`` yields what is to be sent and how many bytes it waits for, and whoever owns the connection carries that out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Literal
+
+Role = Literal["client", "server"]
+_MAGIC = b"PHXPROV1"
+_NONCE_BYTES = 32
+_PROOF_BYTES = hashlib.sha256().digest_size
+HELLO_BYTES = len(_MAGIC) + _NONCE_BYTES
+SEAL_BYTES = 16
+
+
+class UnprovenError(ValueError):
+    """The other side does not know the run's token, or does not speak this protocol."""
+
+
+class ForgedError(ValueError):
+    """A message is not the next one that the other side has sealed."""
+
+
+class Seal:
+    """One direction of a connection: seals messages on the one side, opens them in the same order on the other."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key, self._number = key, 0
+
+    def close(self, body: bytes) -> bytes:
+        """The next message, with its seal before it."""
+        return self._next(body) + body
+
+    def open(self, sealed: bytes) -> bytes:
+        """The content of the next message. Raises ``ForgedError``; the connection is of no more use then."""
+        seal, body = sealed[:SEAL_BYTES], sealed[SEAL_BYTES:]
+        if not hmac.compare_digest(seal, self._next(body)):
+            raise ForgedError(f"message {self._number} of this connection was altered on its way, or added")
+        return body
+
+    def _next(self, body: bytes) -> bytes:
+        self._number += 1
+        return hmac.digest(self._key, self._number.to_bytes(8, "big") + body, "sha256")[:SEAL_BYTES]
+
+
+@dataclass(frozen=True)
+class Seals:
+    """The seals of a connection whose sides have proven themselves."""
+
+    outgoing: Seal
+    incoming: Seal
+
+
+def handshake(token: str, purpose: str, role: Role) -> Generator[bytes | int, bytes, Seals]:
+    """The steps of a handshake: yields bytes to send (answer with anything), or the number of bytes to receive (answer with them).
+
+    Args:
+        token: The run's.
+        purpose: What the connection is for, and of which run; the same on both sides.
+        role: Of this side. The client proves itself first, so that a server gives nothing to strangers, not even something to guess at.
+
+    Raises:
+        UnprovenError: The other side does not know the token, or says something else.
+    """
+    own = secrets.token_bytes(_NONCE_BYTES)
+    yield _MAGIC + own
+    hello = yield HELLO_BYTES
+    if len(hello) != HELLO_BYTES or not hello.startswith(_MAGIC):
+        raise UnprovenError("does not speak this version of the handshake")
+    other = hello[len(_MAGIC) :]
+    nonces = (own, other) if role == "client" else (other, own)
+
+    def mac(what: str) -> bytes:
+        return _mac(token, what.encode(), purpose.encode(), *nonces)
+
+    if role == "client":
+        yield mac("client")
+    proof = yield _PROOF_BYTES
+    if not hmac.compare_digest(proof, mac("server" if role == "client" else "client")):
+        raise UnprovenError("does not know this run's token")
+    if role == "server":
+        yield mac("server")
+    to_server, to_client = Seal(mac("seals to the server")), Seal(mac("seals to the client"))
+    return Seals(to_server, to_client) if role == "client" else Seals(to_client, to_server)
+
+
+def _mac(token: str, *parts: bytes) -> bytes:
+    """The HMAC of ``parts``, each with its length, so that no two sequences of parts are alike."""
+    framed = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+    return hmac.digest(token.encode(), framed, "sha256")
