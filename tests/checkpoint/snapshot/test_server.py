@@ -200,12 +200,6 @@ def test_without_room_a_push_is_refused_with_the_remedy(memory: SnapshotMemory) 
         push(address, TOKEN, memory, KEY)
 
 
-def test_no_more_connections_than_the_limit(memory: SnapshotMemory) -> None:
-    one = serving(memory, most_connections=1)
-    with one as address, SnapshotClient(address, TOKEN), pytest.raises(CheckpointError):
-        SnapshotClient(address, TOKEN)
-
-
 def test_a_closed_port_ends_what_was_open(memory: SnapshotMemory) -> None:
     with serving(memory) as address:
         client = SnapshotClient(address, TOKEN)

@@ -13,8 +13,11 @@ from phalanx.checkpoint.snapshot.segments import SnapshotKey, SnapshotMemory
 from phalanx.checkpoint.snapshot.wire import (
     LONGEST_RECORD_BYTES,
     Answer,
+    Busy,
+    BusyError,
     Bytes,
     Describe,
+    EndedError,
     Key,
     Missing,
     OfferSnapshot,
@@ -32,14 +35,18 @@ from phalanx.checkpoint.snapshot.wire import (
 class SnapshotClient:
     """A connection to the data port of a node's agent; for one thread at a time.
 
-    Every method raises WireError where the connection fails, RefusedError where the other side does not want, and
-    NoSuchStepError where it does not hold the snapshot. After a WireError the connection is of no more use.
+    Every method raises WireError where the connection fails, RefusedError where the other side does not want, BusyError
+    where it serves too many others now, and NoSuchStepError where it does not hold the snapshot. After a WireError the connection is of no
+    more use.
     """
 
     def __init__(
         self, address: str, token: str, *, tls: ssl.SSLContext | None = None, timeout_s: float = 10.0
     ) -> None:
-        """Connects to ``address`` ("host:port"). ``timeout_s`` is for how long the other side may be silent."""
+        """Connects to ``address`` ("host:port"). ``timeout_s`` is for how long the other side may be silent.
+
+        Raises EndedError where the other side answers, but ends the connection before it knows who we are: it may have had no place.
+        """
         self._wire = _connect(address, tls, timeout_s)
         try:
             authenticate(self._wire, token, "client")
@@ -111,7 +118,8 @@ def _connect(address: str, tls: ssl.SSLContext | None, timeout_s: float) -> Wire
         return Wire(secured_client(connection, tls, host), address)
     except OSError as error:
         connection.close()
-        raise WireError(f"{address}: no secure connection ({error})") from error
+        kind = EndedError if isinstance(error, ConnectionError | ssl.SSLEOFError) else WireError
+        raise kind(f"{address}: no secure connection ({error})") from error
 
 
 def _failure(answer: Answer, peer: str) -> Exception:
@@ -120,6 +128,8 @@ def _failure(answer: Answer, peer: str) -> Exception:
             return NoSuchStepError(f"{peer}: {text}")
         case Refused(text):
             return RefusedError(f"{peer}: {text}")
+        case Busy(ends):
+            return BusyError(f"{peer}: serves as many requests as it can; ask again later", ended=ends)
         case _:
             return WireError(f"{peer}: answers {type(answer).__name__} to another question")
 

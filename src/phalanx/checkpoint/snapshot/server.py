@@ -1,7 +1,8 @@
 """A node's data port: buddies push snapshots to it, and whoever restores reads them.
 
-Each connection is served by a thread of its own, up to a limit; one whose handshake (``wire.py``) fails is closed. What is
-pushed goes straight into a free segment, each block is checked as it comes, and only
+Each connection is served by a thread of its own; one whose handshake (``wire.py``) fails is closed, and strangers who do not come to
+its end take no place from others (``doorway.py``). As many requests as make sense are served at once; who asks for more waits a
+moment, and is then told to ask again. What is pushed goes straight into a free segment, each block is checked as it comes, and only
 then is the snapshot complete: a push that is torn leaves what was there before.
 """
 
@@ -9,15 +10,18 @@ import logging
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from phalanx.checkpoint.format.errors import CheckpointError, CorruptError, NoSuchStepError
 from phalanx.checkpoint.format.image import ByteArray
 from phalanx.checkpoint.format.manifest import checksum
+from phalanx.checkpoint.snapshot.doorway import Doorway, Newcomer, shut
 from phalanx.checkpoint.snapshot.segments import Snapshot, SnapshotMemory, decode_record
 from phalanx.checkpoint.snapshot.wire import (
     LONGEST_READ_BYTES,
+    Busy,
     Bytes,
     Describe,
     Missing,
@@ -35,7 +39,14 @@ from phalanx.checkpoint.snapshot.wire import (
 
 _log = logging.getLogger(__name__)
 _HANDSHAKE_S = 5.0
+"""For the handshake as a whole, TLS included."""
 _IDLE_S = 600.0
+_TRANSFER_S = 30.0
+"""A client that takes or sends nothing for so long, in the middle of a request, is given up: others wait for its place."""
+_QUEUE_S = 2.0
+"""Time that a request waits for a place, before its client is told to ask again; shorter than clients' patience with silence."""
+_PAUSE_S = 0.2
+_BACKLOG = 1024
 
 
 class SnapshotServer:
@@ -48,20 +59,33 @@ class SnapshotServer:
         *,
         host: str = "127.0.0.1",
         tls: ssl.SSLContext | None = None,
-        most_connections: int = 64,
+        most_newcomers: int = 256,
+        most_connections: int = 1024,
+        most_requests: int = 64,
     ) -> None:
         """Listens on any free port of ``host`` (see ``port``). A connection that is silent for ten minutes is closed.
+
+        Args:
+            memory: What is served, and where pushed snapshots go.
+            token: What both sides of a connection must know.
+            host: The address to listen on.
+            tls: For TLS.
+            most_newcomers: Connections during their handshake.
+            most_connections: Connections that have proven themselves; further ones are told to come again.
+            most_requests: Requests that are served at once.
 
         Raises OSError where the port cannot be had.
         """
         self._memory = memory
         self._token = token
         self._tls = tls
+        self._doorway = Doorway(most_newcomers)
         self._room = threading.BoundedSemaphore(most_connections)
+        self._turns = threading.BoundedSemaphore(most_requests)
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
-        self._closed = False
-        self._listener = socket.create_server((host, 0), family=_family(host))
+        self._closed = threading.Event()
+        self._listener = socket.create_server((host, 0), family=_family(host), backlog=_BACKLOG)
         self._thread = threading.Thread(target=self._accept, name="snapshot-server", daemon=True)
         self._thread.start()
 
@@ -73,45 +97,60 @@ class SnapshotServer:
     def close(self) -> None:
         """Ends all connections and stops listening."""
         with self._lock:
-            self._closed = True
+            self._closed.set()
             for connection in self._open:
-                _shut(connection)
-        _shut(self._listener)
+                shut(connection)
+        self._doorway.close()
+        shut(self._listener)
         self._thread.join()
         self._listener.close()
 
     def _accept(self) -> None:
-        while True:
+        while not self._closed.is_set():
             try:
                 connection, address = self._listener.accept()
-            except OSError:
-                if self._closed:
-                    return
+            except OSError as error:  # no descriptor is left, say: others may be closed in a moment
+                if not self._closed.wait(_PAUSE_S):
+                    _log.warning("cannot accept connections: %s", error)
                 continue
-            if not self._room.acquire(blocking=False):
-                _log.warning("%s:%s: refused: too many connections", *address[:2])
+            newcomer = self._doorway.enter(connection, address[0])
+            try:
+                threading.Thread(target=self._serve, args=(newcomer, address), daemon=True).start()
+            except RuntimeError as error:
+                _log.warning("%s:%s: no thread can be started for it: %s", *address[:2], error)
+                self._doorway.leave(newcomer, proven=False)
                 connection.close()
-                continue
-            threading.Thread(target=self._serve, args=(connection, address), daemon=True).start()
+                self._closed.wait(_PAUSE_S)
 
-    def _serve(self, accepted: socket.socket, address: tuple[str, int]) -> None:
+    def _serve(self, newcomer: Newcomer, address: tuple[str, int]) -> None:
         peer = f"{address[0]}:{address[1]}"
         try:
-            accepted.settimeout(_HANDSHAKE_S)
-            with secured_server(accepted, self._tls) as connection, self._listed(connection):
-                self._converse(Wire(connection, peer))
+            with self._secured(newcomer) as connection, self._listed(connection):
+                wire = Wire(connection, peer)
+                wire.set_deadline(newcomer.arrived_s + _HANDSHAKE_S - time.monotonic())
+                authenticate(wire, self._token, "server")
+                self._doorway.leave(newcomer, proven=True)
+                self._converse(wire)
         except (CheckpointError, OSError) as error:
-            accepted.close()
-            if not self._closed:
+            newcomer.connection.close()
+            if not self._closed.is_set():
                 _log.warning("%s: connection closed: %s", peer, error)
         finally:
-            self._room.release()
+            self._doorway.leave(newcomer, proven=False)
+
+    def _secured(self, newcomer: Newcomer) -> socket.socket:
+        """The newcomer's connection, under TLS where there is a context."""
+        newcomer.connection.settimeout(_HANDSHAKE_S)
+        newcomer.connection = secured_server(newcomer.connection, self._tls)
+        if isinstance(newcomer.connection, ssl.SSLSocket):
+            newcomer.connection.do_handshake()  # its timeout is for the whole of it
+        return newcomer.connection
 
     @contextmanager
     def _listed(self, connection: socket.socket) -> Iterator[None]:
         """Among those that ``close`` ends."""
         with self._lock:
-            if self._closed:
+            if self._closed.is_set():
                 raise WireError("the server is closing")
             self._open.add(connection)
         try:
@@ -121,10 +160,24 @@ class SnapshotServer:
                 self._open.discard(connection)
 
     def _converse(self, wire: Wire) -> None:
-        authenticate(wire, self._token, "server")
         wire.set_timeout(_IDLE_S)
-        while (request := wire.hear_request()) is not None:
-            self._answer(wire, request)
+        if not self._room.acquire(blocking=False):
+            if wire.hear_request() is not None:
+                wire.say(Busy(ends=True))
+            return
+        try:
+            while (request := wire.hear_request()) is not None:
+                if not self._turns.acquire(timeout=_QUEUE_S):
+                    wire.say(Busy())
+                    continue
+                try:
+                    wire.set_timeout(_TRANSFER_S)
+                    self._answer(wire, request)
+                finally:
+                    self._turns.release()
+                wire.set_timeout(_IDLE_S)
+        finally:
+            self._room.release()
 
     def _answer(self, wire: Wire, request: Request) -> None:
         try:
@@ -202,9 +255,3 @@ def _receive_image(wire: Wire, snapshot: Snapshot, image: ByteArray) -> None:
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _shut(connection: socket.socket) -> None:
-    """Wake whoever waits on it."""
-    with suppress(OSError):  # it has ended by itself
-        connection.shutdown(socket.SHUT_RDWR)

@@ -7,13 +7,16 @@ damaged bytes is not asked again, so that the same restore, tried anew, uses ano
 """
 
 import logging
+import random
 import ssl
+import time
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TypeVar
 
 from phalanx.checkpoint.format.blocks import read_ahead
 from phalanx.checkpoint.format.boxes import Box
@@ -24,12 +27,19 @@ from phalanx.checkpoint.format.restore_plan import OWN_MEMORY, PEER, BoxLocation
 from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.snapshot.client import SnapshotClient
 from phalanx.checkpoint.snapshot.segments import Segment, Snapshot, SnapshotKey, decode_record, verified
+from phalanx.checkpoint.snapshot.wire import BusyError, EndedError
 from phalanx.checkpoint.tiers.restore import restore
 from phalanx.checkpoint.tiers.tier import ReadableTier, Record
 
 _log = logging.getLogger(__name__)
 _DESCRIBERS = 16
 _CONNECTIONS = 3
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+_PATIENCE_S = 300.0
+"""Time for which a holder may say that it is busy: a whole fleet may be reading from it."""
+_MOST_TURNED_AWAY = 6
+"""Connections that may end before the holder knows who we are: strangers may crowd its port."""
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +81,14 @@ class _OwnMemory:
         pass
 
 
+class _TurnedAwayError(Exception):
+    """A holder ended the connection before it knew who we are."""
+
+    def __init__(self, why: EndedError) -> None:
+        super().__init__(str(why))
+        self.why = why
+
+
 class _Peer:
     """A snapshot behind a data port, read over a few connections at once."""
 
@@ -80,6 +98,9 @@ class _Peer:
         holder: SnapshotHolder,
         token: str,
         tls: ssl.SSLContext | None,
+        pause: Callable[[float], None],
+        *,
+        keeps_connections: bool,
     ) -> None:
         self.rank = holder.rank
         self.distance = holder.distance
@@ -88,14 +109,16 @@ class _Peer:
         self._address = holder.address
         self._token = token
         self._tls = tls
+        self._pause, self._keeps_connections = pause, keeps_connections
         self._idle: deque[SnapshotClient] = deque()
         self._read_bytes: deque[int] = deque()  # by several threads
         self._snapshot: Snapshot | None = None
 
     def snapshot(self) -> Snapshot:
         if self._snapshot is None:
-            with self._connected() as client:
-                record = client.record(self._key)
+            record = self._patiently(lambda client: client.record(self._key))
+            if not self._keeps_connections:
+                self.close()
             snapshot = decode_record(record, self.name)
             if snapshot.key != self._key:
                 raise CorruptError(
@@ -121,11 +144,28 @@ class _Peer:
         manifest = self.snapshot().manifest
         start = number * manifest.block_bytes
         size = min(manifest.block_bytes, manifest.nbytes - start)
-        with self._connected() as client:
-            client.read_into(self._key, start, buffer[:size].data)
+        self._patiently(lambda client: client.read_into(self._key, start, buffer[:size].data))
         self._read_bytes.append(size)
         verified(manifest, number, buffer[:size], self.name)
         return size
+
+    def _patiently(self, use: Callable[[SnapshotClient], _T]) -> _T:
+        """What ``use`` returns; tried anew, after pauses that grow, while the holder is busy or has no place for us."""
+        until_s = time.monotonic() + _PATIENCE_S
+        pause_s, turned_away = _FIRST_PAUSE_S, 0
+        while True:
+            try:
+                with self._connected() as client:
+                    return use(client)
+            except BusyError:
+                if time.monotonic() > until_s:
+                    raise
+            except _TurnedAwayError as error:
+                turned_away += 1
+                if turned_away >= _MOST_TURNED_AWAY:
+                    raise error.why from error
+            self._pause(pause_s * random.uniform(0.5, 1.5))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     @contextmanager
     def _connected(self) -> Iterator[SnapshotClient]:
@@ -133,9 +173,18 @@ class _Peer:
         try:
             client = self._idle.popleft()
         except IndexError:
-            client = SnapshotClient(self._address, self._token, tls=self._tls)
+            try:
+                client = SnapshotClient(self._address, self._token, tls=self._tls)
+            except EndedError as error:
+                raise _TurnedAwayError(error) from error
         try:
             yield client
+        except BusyError as error:
+            if error.ended:
+                client.close()
+            else:
+                self._idle.append(client)
+            raise
         except BaseException:
             client.close()
             raise
@@ -157,9 +206,13 @@ class SnapshotTier:
         holders: Sequence[SnapshotHolder] = (),
         token: str = "",
         tls: ssl.SSLContext | None = None,
+        reader: int = 0,
+        pause: Callable[[float], None] = time.sleep,
     ) -> None:
         """The snapshot of ``step`` taken on ``ranks`` ranks. ``own`` are segments of this process (those with something else are
-        ignored); from ``holders`` it is read over their data ports, with a few connections to each."""
+        ignored); from ``holders`` it is read over their data ports, with a few connections to each. ``reader`` is the number of
+        this reader among all: each begins with another holder. ``pause`` waits so many seconds before a busy holder is asked again, and may
+        raise to end the restore."""
         self._ranks = ranks
         self._step = step
         found = [(segment, segment.snapshot()) for segment in own]
@@ -169,13 +222,27 @@ class SnapshotTier:
             if held is not None and (held.key.ranks, held.key.step) == (ranks, step)
         ]
         self._sources += [
-            _Peer(SnapshotKey(ranks, holder.rank, step), holder, token, tls) for holder in holders
+            _Peer(
+                SnapshotKey(ranks, holder.rank, step),
+                holder,
+                token,
+                tls,
+                pause,
+                keeps_connections=len(holders) <= _DESCRIBERS,
+            )
+            for holder in holders
         ]
+        self._reader = reader
         self._failed: set[str] = set()
 
     @property
     def name(self) -> str:
         return "snapshot"
+
+    @property
+    def reader(self) -> int:
+        """This reader's number among all."""
+        return self._reader
 
     @property
     def failed(self) -> frozenset[str]:
@@ -211,7 +278,9 @@ class SnapshotTier:
             if rank is None or source.rank == rank:
                 by_rank[source.rank].append(source)
         with ThreadPoolExecutor(_DESCRIBERS, "snapshot-describe") as pool:
-            nearest = pool.map(self._nearest, (by_rank[one] for one in sorted(by_rank)))
+            held = sorted(by_rank)
+            first = self._reader % len(held) if held else 0
+            nearest = pool.map(self._nearest, (by_rank[one] for one in held[first:] + held[:first]))
             return tuple(
                 Held(entry.box, BoxLocation(self.name, source.name, source.distance))
                 for group in nearest
@@ -268,12 +337,18 @@ def restore_from_holders(
     further: Sequence[ReadableTier] = (),
     may_be_missing: Collection[str] = (),
 ) -> dict[str, object]:
-    """``checkpoint.restore.restore`` from ``snapshot`` (and ``further`` tiers), anew as long as another holder can replace one that
-    failed. Raises as ``restore`` does: NotCoveredError where too many have failed."""
+    """``restore`` from ``snapshot`` (and ``further`` tiers), anew as long as another holder can replace one that failed. Raises as ``restore`` does: NotCoveredError where too many have failed."""
     while True:
         failed = snapshot.failed
         try:
-            return restore([snapshot, *further], step, shards, rank=rank, may_be_missing=may_be_missing)
+            return restore(
+                [snapshot, *further],
+                step,
+                shards,
+                rank=rank,
+                reader=snapshot.reader,
+                may_be_missing=may_be_missing,
+            )
         except CheckpointError as error:
             if snapshot.failed == failed:
                 raise

@@ -10,6 +10,7 @@ Sockets block, in threads: bulk bytes then never pass through an event loop, whi
 import socket
 import ssl
 import struct
+import time
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -33,6 +34,19 @@ WireText = Annotated[str, Meta(max_length=8192)]
 
 class WireError(CheckpointError):
     """The connection failed, or the other side breaks the protocol; another holder may do better."""
+
+
+class EndedError(WireError):
+    """The other side ended the connection."""
+
+
+class BusyError(CheckpointError):
+    """The node serves as many requests as it can; worth asking again after a pause."""
+
+    def __init__(self, text: str, *, ended: bool) -> None:
+        super().__init__(text)
+        self.ended = ended
+        """The connection has ended with this answer."""
 
 
 class RefusedError(CheckpointError):
@@ -104,8 +118,15 @@ class Refused(_WireMessage, frozen=True):
     text: WireText
 
 
+class Busy(_WireMessage, frozen=True):
+    """As many requests as the node serves at once are being served."""
+
+    ends: bool = False
+    """The connection ends with this answer: there are too many."""
+
+
 Request = Describe | ReadImage | OfferSnapshot
-Answer = Bytes | PushAccepted | Missing | Refused
+Answer = Bytes | PushAccepted | Missing | Refused | Busy
 _T = TypeVar("_T")
 _encoder = msgspec.msgpack.Encoder()
 _requests: "msgspec.msgpack.Decoder[Request]" = msgspec.msgpack.Decoder(Request)
@@ -117,6 +138,7 @@ class Wire:
 
     def __init__(self, connection: socket.socket, peer: str) -> None:
         self._connection = connection
+        self._deadline_s: float | None = None
         self.peer = peer
 
     def say(self, message: Request | Answer, body: memoryview | bytes = b"") -> None:
@@ -154,16 +176,31 @@ class Wire:
         done = 0
         try:
             while done < len(view):
+                self._observe_deadline()
                 count = self._connection.recv_into(view[done:])
                 if not count:
-                    raise WireError(f"{self.peer}: the connection ended {len(view) - done:,} bytes too early")
+                    raise EndedError(
+                        f"{self.peer}: the connection ended {len(view) - done:,} bytes too early"
+                    )
                 done += count
         except OSError as error:
             raise self._broken(error) from error
 
     def set_timeout(self, silent_s: float) -> None:
-        """For how long the other side may be silent from now on."""
+        """For how long the other side may be silent from now on; ends a deadline."""
+        self._deadline_s = None
         self._connection.settimeout(silent_s)
+
+    def set_deadline(self, within_s: float) -> None:
+        """Until when all that is received from now on must have come, in however many pieces."""
+        self._deadline_s = time.monotonic() + within_s
+
+    def _observe_deadline(self) -> None:
+        if self._deadline_s is not None:
+            left_s = self._deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise WireError(f"{self.peer}: took too long to prove that it knows this run's token")
+            self._connection.settimeout(left_s)
 
     def close(self) -> None:
         """Ends the connection."""
@@ -188,7 +225,8 @@ class Wire:
             raise WireError(f"{self.peer}: says what nobody understands: {error}") from error
 
     def _broken(self, error: OSError) -> WireError:
-        return WireError(f"{self.peer}: {error or type(error).__name__}; the other holders are asked instead")
+        kind = EndedError if isinstance(error, ConnectionResetError | BrokenPipeError) else WireError
+        return kind(f"{self.peer}: {error or type(error).__name__}; the other holders are asked instead")
 
 
 def authenticate(wire: Wire, token: str, role: Role) -> None:
@@ -217,9 +255,11 @@ def authenticate(wire: Wire, token: str, role: Role) -> None:
 
 
 def secured_server(connection: socket.socket, tls: ssl.SSLContext | None) -> socket.socket:
-    """An accepted connection, under TLS where there is a context; small messages go at once. Raises OSError."""
+    """An accepted connection, under TLS where there is a context (its handshake is still to be made); small messages go at once."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connection if tls is None else tls.wrap_socket(connection, server_side=True)
+    if tls is None:
+        return connection
+    return tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
 
 
 def secured_client(connection: socket.socket, tls: ssl.SSLContext | None, host: str) -> socket.socket:

@@ -27,12 +27,14 @@ def restore(
     shards: Sequence[Shard],
     *,
     rank: int | None = None,
+    reader: int | None = None,
     may_be_missing: Collection[str] = (),
 ) -> dict[str, object]:
     """Fills ``shards`` in place with the elements of committed ``step``, and returns the step's ``extra``.
 
     Of several tiers, each element comes from the nearest that holds it. With ``rank``, what was saved as that rank
-    is looked at first, so that a restart on the same layout reads one manifest and not all. Every tensor must be
+    is looked at first, so that a restart on the same layout reads one manifest and not all. ``reader`` (else ``rank``) is the number of
+    this reader among all, so that not all take the same one of equally near holders. Every tensor must be
     held in full, but those in ``may_be_missing``, which stay as they are where the checkpoint has nothing of them.
     Tensors of the checkpoint that no shard asks for are not read.
 
@@ -42,7 +44,7 @@ def restore(
     tiers = list(tier) if isinstance(tier, Sequence) else [tier]
     present = [one for one in tiers if one.has(step)] or tiers
     needed = [shard.box for shard in shards]
-    reads = _plan(present, step, needed, rank, frozenset(may_be_missing))
+    reads = _plan(present, step, needed, rank, rank if reader is None else reader, frozenset(may_be_missing))
     targets: dict[str, list[Shard]] = {}
     for shard in shards:
         targets.setdefault(shard.box.name, []).append(shard)
@@ -58,18 +60,19 @@ def _plan(
     step: int,
     needed: Sequence[Box],
     rank: int | None,
+    reader: int | None,
     may_be_missing: frozenset[str],
 ) -> tuple[PlannedRead, ...]:
     if rank is not None:
         try:
-            return plan_restore(needed, _held(tiers, step, rank), reader=rank)
+            return plan_restore(needed, _held(tiers, step, rank), reader=reader or 0)
         except (NotCoveredError, MismatchError):
             _log.info("step %d was saved on another layout than this one; looking at all ranks' shares", step)
     held = _held(tiers, step, None)
     if may_be_missing:
         present = {entry.box.name for entry in held}
         needed = [box for box in needed if box.name in present or box.name not in may_be_missing]
-    return plan_restore(needed, held, reader=rank or 0)
+    return plan_restore(needed, held, reader=reader or 0)
 
 
 def _held(tiers: Sequence[ReadableTier], step: int, rank: int | None) -> list[Held]:

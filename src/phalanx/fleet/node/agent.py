@@ -55,7 +55,7 @@ from phalanx.run.directory import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.worker import die_with_parent
 
-_PUSH_AGAIN_S = 0.1
+_PUSH_AGAIN_S, _LONGEST_PUSH_PAUSE_S = 0.1, 2.0
 _LONGEST_RESTART_PAUSE_S = 10.0
 _FAREWELL_S = 0.5
 _EXAMINE_S, _EXAMINE_AGAIN_S = 30.0, 30.0
@@ -293,12 +293,16 @@ class Agent:
         """Streams a snapshot to its buddy, again and again until it has arrived or its epoch is over."""
         loop = asyncio.get_running_loop()
         key = SnapshotKey(taken.ranks, taken.rank, taken.step)
+        pause_s, complaint = _PUSH_AGAIN_S, ""
         while self._state.workers[index].epoch == taken.epoch:
             try:
                 await loop.run_in_executor(self._pushers[index], self._stream, address, key)
             except CheckpointError as error:
-                self.log(f"{key} has not reached its buddy: {error}")
-                await asyncio.sleep(_PUSH_AGAIN_S)
+                if str(error) != complaint:
+                    self.log(f"{key} has not reached its buddy: {error}")
+                complaint = str(error)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PUSH_PAUSE_S)
             else:
                 self._do(self._state.on_pushed(index, taken))
                 return

@@ -146,6 +146,8 @@ class RankGuardian(Guardian):
             holders=holders,
             token=self._token,
             tls=self._tls,
+            reader=bind.rank,
+            pause=lambda seconds: self._orders.pause(bind.epoch, seconds),
         )
         try:
             rank = bind.rank if bind.ranks == resume.ranks else None

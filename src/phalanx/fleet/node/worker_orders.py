@@ -114,6 +114,12 @@ class Orders:
         if self.over(epoch):
             raise ParkedError
 
+    def pause(self, epoch: int, seconds: float) -> None:
+        """Waits; raises ``ParkedError`` as soon as ``epoch`` is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.over(epoch), seconds)
+        self.check(epoch)
+
     def wait_for_park(self, epoch: int) -> None:
         """Waits until this worker is ordered out of ``epoch``, at once or by plan."""
         with self._changed:

@@ -1,0 +1,226 @@
+"""A data port that many come to at once: strangers keep nobody out, and every reader of the run gets its turn."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+
+import pytest
+import torch
+
+from checkpoint.shards import shards_of
+from checkpoint.snapshot.test_server import KEY, TOKEN, fill, serving
+from checkpoint.worlds import random_tensor
+from phalanx.checkpoint.snapshot import server as server_module
+from phalanx.checkpoint.snapshot.client import SnapshotClient, push
+from phalanx.checkpoint.snapshot.doorway import Doorway
+from phalanx.checkpoint.snapshot.segments import SnapshotMemory
+from phalanx.checkpoint.snapshot.server import SnapshotServer
+from phalanx.checkpoint.snapshot.tier import SnapshotHolder, SnapshotTier, restore_from_holders
+from phalanx.checkpoint.snapshot.wire import BusyError, WireError
+
+PATIENCE_S = 60.0
+STATE = {"w": random_tensor((30, 1000), torch.float32, 0)}
+
+
+@pytest.fixture
+def memory() -> Iterator[SnapshotMemory]:
+    """A worker's memory with step 8 of rank 1 of 2."""
+    with closing(SnapshotMemory("run", 1)) as made:
+        fill(made, STATE, (8,))
+        yield made
+
+
+@contextmanager
+def crowd(address: str, size: int) -> Iterator[list[socket.socket]]:
+    """Connections of strangers who say nothing."""
+    host, _, port = address.partition(":")
+    strangers = []
+    try:
+        for _ in range(size):
+            strangers.append(socket.create_connection((host, int(port)), PATIENCE_S))
+        yield strangers
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+def restored(address: str, reader: int) -> bool:
+    """Restores rank 1's part from one holder; true if it is what was taken."""
+    mine = {name: torch.zeros_like(tensor) for name, tensor in STATE.items()}
+    holders = [SnapshotHolder(1, address)]
+    with closing(SnapshotTier(2, 8, holders=holders, token=TOKEN, reader=reader)) as tier:
+        restore_from_holders(tier, 8, shards_of(mine))
+    return all(
+        torch.equal(mine[name].view(torch.int32), tensor.view(torch.int32)) for name, tensor in STATE.items()
+    )
+
+
+def test_silent_strangers_keep_no_node_out(memory: SnapshotMemory) -> None:
+    with (
+        closing(SnapshotMemory("run", 0)) as buddy,
+        serving(buddy, most_newcomers=8, most_connections=8) as address,
+        crowd(address, 64),
+    ):
+        push(address, TOKEN, memory, KEY)
+        assert [holding.key for holding in buddy.holdings()] == [KEY]
+
+
+def test_a_handshake_that_trickles_is_ended_by_one_deadline_for_the_whole(
+    memory: SnapshotMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "_HANDSHAKE_S", 0.3)
+    with serving(memory) as address, crowd(address, 1) as (stranger,):
+        sent = 0
+        with suppress(ConnectionError):
+            for sent in range(72):  # noqa: B007 the handshake would have so many bytes
+                stranger.sendall(b"P")
+                time.sleep(0.1)
+        assert sent < 71
+
+
+def test_where_newcomers_are_too_many_the_oldest_stranger_makes_room_for_hosts_that_are_known() -> None:
+    door = Doorway(2)
+    pairs = [socket.socketpair() for _ in range(4)]
+    ours, theirs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    door.leave(door.enter(ours[0], "member"), proven=True)
+    member = door.enter(ours[1], "member")
+    stranger = door.enter(ours[2], "stranger")
+    door.enter(ours[3], "another stranger")
+    assert theirs[2].recv(1) == b"", "the stranger's connection has ended, though the member's is older"
+    theirs[1].setblocking(False)
+    with pytest.raises(BlockingIOError):
+        theirs[1].recv(1)
+    door.leave(stranger, proven=False)
+    door.leave(member, proven=True)
+    for one in (*ours, *theirs):
+        one.close()
+
+
+def test_a_hundred_readers_at_once_all_get_the_state(
+    memory: SnapshotMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "_QUEUE_S", 0.01)  # so that many are told to ask again
+    readers = 100
+    together = threading.Barrier(readers)
+
+    def read(reader: int) -> bool:
+        together.wait()
+        return restored(address, reader)
+
+    with (
+        serving(memory, most_requests=8, most_connections=64) as address,
+        ThreadPoolExecutor(readers) as pool,
+    ):
+        assert all(pool.map(read, range(readers)))
+
+
+def test_who_has_proven_itself_where_too_many_have_is_told_to_come_again(memory: SnapshotMemory) -> None:
+    with serving(memory, most_connections=1) as address:
+        with SnapshotClient(address, TOKEN) as first:
+            assert first.record(KEY)
+            with SnapshotClient(address, TOKEN) as second, pytest.raises(BusyError):
+                second.record(KEY)
+        assert restored(address, 0)
+
+
+def test_a_busy_holder_is_asked_until_the_reader_is_called_away(
+    memory: SnapshotMemory,
+) -> None:
+    class CalledAwayError(Exception):
+        pass
+
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 5:
+            raise CalledAwayError
+
+    with serving(memory, most_connections=1) as address, SnapshotClient(address, TOKEN) as first:
+        assert first.record(KEY)
+        holders = [SnapshotHolder(1, address)]
+        with (
+            closing(SnapshotTier(2, 8, holders=holders, token=TOKEN, pause=pause)) as tier,
+            pytest.raises(CalledAwayError),
+        ):
+            tier.boxes(8)
+    assert max(pauses) > 2 * pauses[0]
+
+
+def test_readers_begin_with_different_holders() -> None:
+    ranks = 4
+    memories = [SnapshotMemory("run", 1) for _ in range(ranks)]
+    servers = []
+    try:
+        for rank, memory in enumerate(memories):
+            fill_rank(memory, rank, ranks)
+            servers.append(SnapshotServer(memory, TOKEN))
+        holders = [SnapshotHolder(rank, f"127.0.0.1:{one.port}") for rank, one in enumerate(servers)]
+        firsts = []
+        for reader in range(ranks):
+            with closing(SnapshotTier(ranks, 8, holders=holders, token=TOKEN, reader=reader)) as tier:
+                firsts.append(tier.boxes(8)[0].location.holder)
+        assert len(set(firsts)) == ranks
+    finally:
+        for one in servers:
+            one.close()
+        for memory in memories:
+            memory.close()
+
+
+def fill_rank(memory: SnapshotMemory, rank: int, ranks: int) -> None:
+    import os
+
+    from phalanx.checkpoint.snapshot.segments import Segment
+    from phalanx.checkpoint.snapshot.writer import SnapshotWriter
+
+    segments = [Segment(os.dup(segment.descriptor)) for segment in memory.worker_segments(0)]
+    with closing(SnapshotWriter(segments, "run")) as writer:
+        writer.bind(0, ranks, rank)
+        writer.take(8, shards_of({f"w{rank}": torch.zeros(3)}), {})
+        writer.wait()
+
+
+def test_a_port_without_descriptors_waits_instead_of_spinning(
+    memory: SnapshotMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = []
+
+    def accept(_socket: socket.socket) -> tuple[socket.socket, tuple[str, int]]:
+        tries.append(1)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    with serving(memory):
+        time.sleep(0.5)
+    assert 1 <= len(tries) < 20
+
+
+def test_a_holder_that_never_lets_anybody_in_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        turned_away = []
+
+        def turn_away() -> None:
+            with suppress(OSError):
+                while True:
+                    listener.accept()[0].close()
+                    turned_away.append(1)
+
+        thread = threading.Thread(target=turn_away)
+        thread.start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        holders = [SnapshotHolder(1, address)]
+        with closing(SnapshotTier(2, 8, holders=holders, token=TOKEN, pause=lambda _: None)) as tier:
+            assert tier.boxes(8) == ()
+            assert tier.failed == {f"rank 1 at {address}"}
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    assert len(turned_away) > 1
+    with pytest.raises(WireError):
+        SnapshotClient(address, TOKEN)
