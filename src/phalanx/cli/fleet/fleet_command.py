@@ -102,13 +102,16 @@ def serve(run_dir: Path, host: str, port: int, certificates: Path | None, as_jso
       phalanx fleet serve runs/big --host head --port 29400
     """
     from phalanx.fleet.control.coordinator import CoordinatorArgs, run_coordinator
+    from phalanx.fleet.control.descriptors import DescriptorLimitError
     from phalanx.fleet.control.fleet_file import read_fleet_file
     from phalanx.fleet.control.security import SecurityError
     from phalanx.fleet.control.transport import TransportError
     from phalanx.fleet.core.replay import JournalError
     from phalanx.run.directory import RunDirectory, RunDirectoryError
 
-    with explained(JournalError, RunDirectoryError, SecurityError, TransportError, ValueError):
+    with explained(
+        DescriptorLimitError, JournalError, RunDirectoryError, SecurityError, TransportError, ValueError
+    ):
         attempt = RunDirectory(run_dir).newest_attempt()
         code = run_coordinator(CoordinatorArgs(run_dir, attempt, host, port), certificates)
         ended = read_fleet_file(run_dir)

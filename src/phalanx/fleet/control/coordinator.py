@@ -28,6 +28,7 @@ from pathlib import Path
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.fleet.control.coordinator_link import answers
+from phalanx.fleet.control.descriptors import DescriptorLimitError, raise_descriptor_limit
 from phalanx.fleet.control.fleet_file import (
     FleetFileError,
     fleet_file,
@@ -86,6 +87,7 @@ class Coordinator:
         self._heartbeats: dict[str, m.Heartbeat] = {}
         self._wake = asyncio.Event()
         self._checkpoints: tuple[int, ...] = ()
+        self._disk_complaint = ""
         self._disk_due_s, self._last_turn_s = 0.0, math.inf
         self._events: EventLog | None = None
         self._inquiry: Inquiry | None = None
@@ -273,14 +275,14 @@ class Coordinator:
     def _set_aside(self) -> None:
         """Sets aside the checkpoints that are not to be trusted, before any node is told to restore; their steps are saved again."""
         for saved in self._state.condemned:
-            with suppress(CheckpointError):
+            with suppress(CheckpointError, OSError):
                 DiskTier(self._directory.checkpoints).set_aside(saved)
 
     def _batch(self, now_s: float) -> tuple[m.CoreEvent, ...]:
         events: list[m.CoreEvent] = []
         if now_s >= self._disk_due_s:
             self._disk_due_s = now_s + self._tick_s
-            checkpoints = tuple(self._directory.committed_steps())
+            checkpoints = self._committed()
             if checkpoints != self._checkpoints:
                 self._checkpoints = checkpoints
                 events.append(m.DiskHolds(checkpoints))
@@ -292,6 +294,18 @@ class Coordinator:
             events.append(m.Restarted())
         self._last_turn_s = now_s
         return (*events, m.Tick())
+
+    def _committed(self) -> tuple[int, ...]:
+        """The committed steps on disk; those of the last look if the disk, or this process's open files, allow none now."""
+        try:
+            found = tuple(self._directory.committed_steps())
+        except OSError as error:
+            if str(error) != self._disk_complaint:
+                self.log(f"cannot look for checkpoints: {error}; trying again")
+            self._disk_complaint = str(error)
+            return self._checkpoints
+        self._disk_complaint = ""
+        return found
 
     def _decide(self, event: m.CoreEvent, now_s: float) -> list[tuple[str, m.Command]]:
         orders: list[Order]
@@ -390,10 +404,12 @@ def run_coordinator(args: CoordinatorArgs, certificates: Path | None = None) -> 
     Raises:
         RunDirectoryError: There is no run in the run directory.
         SecurityError: Token or certificates are missing.
+        DescriptorLimitError: The system allows too few open files for the fleet.
         JournalError, TransportError: It cannot use its journal, or cannot listen.
         ValueError: No layout fits the fleet of the run file.
     """
     spec = read_resolved(RunDirectory(args.run_dir))
+    raise_descriptor_limit(spec.fleet.nodes + spec.fleet.spares)
     return asyncio.run(_coordinate(args, spec, credentials_of(args.run_dir, spec, certificates)))
 
 
@@ -411,7 +427,14 @@ def main() -> int:
     args = CoordinatorArgs(arguments.run_dir, arguments.attempt, arguments.host, arguments.port)
     try:
         return run_coordinator(args, arguments.certificates)
-    except (JournalError, RunDirectoryError, SecurityError, TransportError, ValueError) as error:
+    except (
+        DescriptorLimitError,
+        JournalError,
+        RunDirectoryError,
+        SecurityError,
+        TransportError,
+        ValueError,
+    ) as error:
         log = RunDirectory(args.run_dir).named_log(args.attempt, "coordinator")
         report_failure(error, log, args.attempt)
         return 1

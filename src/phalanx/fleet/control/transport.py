@@ -22,6 +22,7 @@ import grpc
 import grpc.aio
 import msgspec
 
+from phalanx.fleet.control.descriptors import most_connections
 from phalanx.fleet.control.security import Certificates
 from phalanx.fleet.core.messages import (
     PROTOCOL_VERSION,
@@ -56,6 +57,9 @@ _SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),  # a second coordinator on the same port is a mistake
     ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
     ("grpc.http2.max_ping_strikes", 0),
+    # Strangers who connect and say nothing, or nothing that matters, give their descriptors back.
+    ("grpc.server_handshake_timeout_ms", 30_000),
+    ("grpc.max_connection_idle_ms", 60_000),
 ]
 CLIENT_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_COMMAND_BYTES + SEAL_BYTES),
@@ -189,7 +193,8 @@ class FleetServer:
 
     async def start(self, host: str, port: int) -> int:
         """Listens; returns the port (a free one for 0). Raises ``TransportError`` if the port is taken."""
-        self._server = grpc.aio.server(options=_SERVER_OPTIONS)
+        room = ("grpc.max_allowed_incoming_connections", most_connections())
+        self._server = grpc.aio.server(options=[*_SERVER_OPTIONS, room])
         methods = {
             "Attach": grpc.stream_stream_rpc_method_handler(self._attach),
             "Operate": grpc.stream_stream_rpc_method_handler(self._operate),

@@ -28,6 +28,7 @@ from phalanx.checkpoint.snapshot.segments import SnapshotKey, SnapshotMemory
 from phalanx.checkpoint.snapshot.server import SnapshotServer
 from phalanx.fleet.control.coordinator import credentials_of
 from phalanx.fleet.control.coordinator_link import CoordinatorLink
+from phalanx.fleet.control.descriptors import DescriptorLimitError, raise_descriptor_limit
 from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
 from phalanx.fleet.control.security import SecurityError
 from phalanx.fleet.control.transport import Credentials
@@ -338,6 +339,8 @@ def run_agent(args: AgentArgs, certificates: Path | None = None) -> None:
     directory = RunDirectory(args.run_dir)
     spec = read_resolved(directory)
     credentials = credentials_of(args.run_dir, spec, certificates)
+    with suppress(DescriptorLimitError):  # a data port makes do with fewer
+        raise_descriptor_limit(spec.fleet.nodes)
     directory.logs.mkdir(exist_ok=True)
     asyncio.run(_run(lambda: Agent(args, spec, credentials)))
 
