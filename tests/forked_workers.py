@@ -51,7 +51,7 @@ class Forked:
 class Zygote:
     """The process that workers are forked from, as the test sees it. ``module`` has their ``main``."""
 
-    def __init__(self, module: str = "phalanx.fleet.node.worker") -> None:
+    def __init__(self, module: str = "worker_without_pickle") -> None:
         self._control, theirs = socket.socketpair()
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno()), module],

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
-from phalanx.fleet.node.worker import main
+from phalanx.fleet.node import worker
 
 
 class PickleRefusedError(RuntimeError):
@@ -19,9 +19,14 @@ def refuse(*_: Any, **__: Any) -> Any:
     raise PickleRefusedError("this process was about to unpickle what another one had sent")
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """The process of a worker."""
     for name in ("load", "loads", "Unpickler", "_Unpickler"):
         setattr(pickle, name, refuse)
     distributed_c10d._unpickler = refuse  # type: ignore[attr-defined]
     torch.load = refuse
+    worker.main()
+
+
+if __name__ == "__main__":
     main()
