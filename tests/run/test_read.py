@@ -74,6 +74,12 @@ def test_a_whole_number_is_read_as_a_float_where_a_float_belongs(tmp_path: Path)
     assert isinstance(lr, float)
 
 
+def test_a_whole_number_may_be_written_as_a_float(tmp_path: Path) -> None:
+    steps = read("[train]\nsteps = 1e6", folder=tmp_path).train.steps
+    assert steps == 1_000_000
+    assert isinstance(steps, int)
+
+
 def test_a_single_string_is_read_as_a_list_of_one(tmp_path: Path) -> None:
     assert read('[data]\ncorpus = "a.txt"', folder=tmp_path).data.corpus == ("a.txt",)
 
@@ -168,6 +174,8 @@ def test_the_message_names_the_file_and_every_problem(tmp_path: Path) -> None:
     ("text", "path", "found", "remedy"),
     [
         ("[train]\nsteps = 1.5", "train.steps", "1.5 is not a whole number", "must be a whole number"),
+        ("[train]\nsteps = 1e300", "train.steps", "1e+300 is not a whole number", "must be a whole number"),
+        ("[train]\nsteps = inf", "train.steps", "inf is not a whole number", "must be a whole number"),
         ("[train]\nsteps = true", "train.steps", "True is not", "a whole number"),
         ("[train]\nsteps = '9'", "train.steps", "'9' is not", "a whole number"),
         ("[optimizer]\nlr = inf", "optimizer.lr", "inf is not", "a finite number"),

@@ -29,6 +29,8 @@ _Section = TypeVar("_Section")
 _INVALID = object()
 _MOST_PROBLEMS = 100
 """Mistakes after which no more are looked for; each costs a search for the nearest name, and nobody reads so many."""
+_MOST_EXACT = 2.0**53
+"""Up to this number, a float stands for one whole number."""
 _SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str: 'a string in "quotes"'}
 
 
@@ -165,6 +167,8 @@ def _scalar(kind: Any, raw: object, where: str, problems: list[Problem]) -> obje
         return raw
     if kind is int and isinstance(raw, int) and not isinstance(raw, bool):
         return raw
+    if kind is int and isinstance(raw, float) and raw.is_integer() and abs(raw) <= _MOST_EXACT:
+        return int(raw)  # TOML reads 1e6 and 132.0 as floats
     if kind is float and isinstance(raw, int | float) and not isinstance(raw, bool):
         # A whole number can be too large to be a float at all.
         if abs(raw) <= sys.float_info.max:
