@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import json
+import math
 import typing
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
@@ -142,6 +144,7 @@ NOTED: dict[str, tuple[RunSpec, Any, str]] = {
     "parallel.pipeline_split": (DENSE, (1, 3, 3, 1), "h100:32"),
     "evaluation.every_steps": (DENSE, 1, "h100:32"),
     "evaluation.sequences": (DENSE, 100_000, "h100:32"),
+    "evaluation.final_sequences": (DENSE, 100_000, "h100:32"),
     "fleet.nodes": (DENSE, 0, "h100:32"),
     "fleet.min_nodes": (DENSE, 2, "h100:32"),
     "fleet.heartbeat_s": (DENSE, 1.0, "h100:32"),
@@ -247,6 +250,52 @@ def test_a_run_file_that_sets_nothing_odd_gives_no_notes() -> None:
 )
 def test_an_irrelevant_field_changes_nothing(path: str, value: Any) -> None:
     assert figures(changed(MIXTURE, path, value)) == figures(MIXTURE)
+
+
+@pytest.mark.parametrize(
+    ("stack", "layout", "sharding", "note"),
+    [
+        ("megatron", "file", "zero3", "no ZeRO-3; the layout is planned with ZeRO-1"),
+        ("megatron", "tp=4", "zero2", "no ZeRO-2; the layout is planned with ZeRO-1"),
+        ("megatron", "zero=0", "zero3", ""),
+        ("megatron", "file", "none", ""),
+        ("fsdp", "file", "zero3", ""),
+        ("phalanx", "file", "zero3", ""),
+    ],
+)
+def test_a_zero_stage_that_other_software_lacks_is_replaced_with_a_note(
+    stack: str, layout: str, sharding: str, note: str
+) -> None:
+    spec = changed(DENSE, "parallel.sharding", sharding)
+    plan = make_plan(
+        spec, cluster("h100:32"), Aim(layout=layout, stack=stack, assume=("draws=1",)), searching=False
+    )
+    said = [line for line in plan.notes if line.startswith("parallel.sharding: the stack")]
+    assert len(said) == bool(note)
+    assert all(note in line for line in said)
+
+
+@pytest.mark.parametrize("final", [0, 4096])
+def test_the_last_evaluation_is_noted_where_it_is_long_or_of_unknown_length(final: int) -> None:
+    spec = changed(DENSE, "evaluation.final_sequences", final)
+    noted = [note for note in notes_of(spec, cluster("h100:32")) if "after the last step" in note]
+    assert len(noted) == (final == 0)
+
+
+def test_muon_takes_as_long_on_a_gpu_whatever_the_format_of_computing() -> None:
+    muon = changed(DENSE, "optimizer.name", "muon")
+    seconds = [
+        make_plan(spec, cluster("h100:32"), Aim(layout="file"), searching=False).chosen.time["optimizer"]
+        for spec in (muon, changed(muon, "precision.compute", "fp32"))
+    ]
+    assert seconds[0] == seconds[1]
+
+
+def test_a_plan_in_json_has_no_number_that_json_has_not() -> None:
+    plan = make_plan(DENSE, cluster("h100:32"), Aim(layout="file", assume=("draws=1",)), searching=False)
+    endless = plan_json(replace(plan, tokens=math.inf))
+    assert endless["tokens"] is None
+    assert json.loads(json.dumps(endless, allow_nan=False))["chosen"]["failure_free_days"] is None
 
 
 def test_what_the_user_assumes_wins_over_the_run_file() -> None:

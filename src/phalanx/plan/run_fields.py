@@ -14,6 +14,7 @@ for the reads), and ``show`` counts what the model, the batch and the layout imp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from functools import reduce
@@ -86,6 +87,13 @@ def evaluation_share(spec: RunSpec) -> float:
     if not evaluation.every_steps:
         return 0.0
     return _FORWARD_SHARE * evaluation.sequences / (evaluation.every_steps * spec.train.batch_size)
+
+
+def final_evaluation_share(spec: RunSpec) -> float:
+    """Time of the evaluation after the last step over the run's training time, by their sequences; infinite where it is of all
+    held-out text, whose length a plan does not know."""
+    sequences = spec.evaluation.final_sequences or math.inf
+    return _FORWARD_SHARE * sequences / (spec.train.steps * spec.train.batch_size)
 
 
 def _used(reason: str, note: str = "", applies: Condition | None = None) -> FieldTreatment:
@@ -306,7 +314,11 @@ _WHOLE_RUN = {
                     lambda spec, _: evaluation_share(spec) > _NOTABLE_EVALUATION,
                 ),
             ),
-            "final_sequences": _irrelevant("once, at the end"),
+            "final_sequences": _noted(
+                "the time of the evaluation after the last step is not planned; it is over a hundredth of the training time, or "
+                "of all held-out text, whose length a plan does not know",
+                lambda spec, _: final_evaluation_share(spec) > _NOTABLE_EVALUATION,
+            ),
         },
     ),
     **_in("sample", _all("prompt tokens temperature", _irrelevant("once, at the end"))),

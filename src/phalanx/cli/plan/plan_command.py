@@ -6,7 +6,6 @@ The heavy parts (arrays, catalogs) are imported when they are needed, so that ``
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -136,7 +135,7 @@ def command(
         plan = make_plan(spec, cluster, aim, from_file=run_file is not None, searching=searching)
         _write_files(plan, spec, aim, report, trace, out)
         if as_json:
-            click.echo(json.dumps(_finite(plan_json(plan)), allow_nan=False))
+            click.echo(json.dumps(plan_json(plan), allow_nan=False))
         else:
             print_plan(plan, explain=explain)
 
@@ -162,15 +161,6 @@ def _mistakes() -> Iterator[None]:
 def _is_given(option: str) -> bool:
     source = click.get_current_context().get_parameter_source(option)
     return source is click.core.ParameterSource.COMMANDLINE
-
-
-def _finite(value: object) -> object:
-    """``value`` with null for what JSON has no number for: a run that would never end."""
-    if isinstance(value, dict):
-        return {name: _finite(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _spec(

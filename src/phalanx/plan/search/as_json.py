@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 
 from phalanx.plan.search.plan import Plan
@@ -37,7 +38,10 @@ def estimate_json(plan: Plan, found: Estimate) -> dict[str, object]:
 
 
 def plan_json(plan: Plan) -> dict[str, object]:
-    """Plain values of the whole plan, for JSON; the keys are stable."""
+    """Plain values of the whole plan, for JSON; the keys are stable.
+
+    Where JSON has no number (the days of a run that would never end) there is ``None``.
+    """
     cluster, found = plan.job.cluster, plan.found
     facts: dict[str, object] = {
         "run": plan.name,
@@ -66,7 +70,15 @@ def plan_json(plan: Plan) -> dict[str, object]:
             "valid": found.valid,
             "excluded": dict(found.excluded),
         }
-    return facts
+    return {name: _finite(value) for name, value in facts.items()}
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _point_json(point: Point) -> dict[str, object]:
@@ -74,5 +86,4 @@ def _point_json(point: Point) -> dict[str, object]:
 
 
 def _runner_up_json(one: RunnerUp) -> dict[str, object]:
-    slower = one.slower if math.isfinite(one.slower) else None
-    return {"family": one.family, "layout": str(one.layout), "reason": one.reason, "slower": slower}
+    return {"family": one.family, "layout": str(one.layout), "reason": one.reason, "slower": one.slower}

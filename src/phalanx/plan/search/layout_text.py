@@ -50,10 +50,23 @@ def estimate_written(spec: RunSpec, cluster: Cluster, ranks: int) -> Estimate:
     return estimate(job, written_layout(spec, job, ranks))
 
 
+_ZERO = {"none": 2, "zero2": 2, "zero3": 3}
+"""ZeRO stage of each ``parallel.sharding``. Without sharding one rank holds a copy, so that it does not matter what would be
+sharded."""
+
+
 def _zero(spec: RunSpec, job: Job) -> int:
-    # Without sharding the trainer has one rank to a copy, so that it does not matter what would be sharded.
-    wanted = {"none": 2, "zero2": 2, "zero3": 3}[spec.parallel.sharding]
+    wanted = _ZERO[spec.parallel.sharding]
     return wanted if wanted in job.stack.zero_stages else max(job.stack.zero_stages)
+
+
+def replaced_sharding(text: str, spec: RunSpec, job: Job) -> str:
+    """The note that the layout of ``text`` has another ZeRO stage than the run file, since the stack lacks it; "" if it has not."""
+    wanted, stages = _ZERO[spec.parallel.sharding], job.stack.zero_stages
+    given = text.strip() != "file" and "zero" in _fields(text, job)
+    if given or spec.parallel.sharding == "none" or wanted in stages:
+        return ""
+    return f"parallel.sharding: the stack {job.stack.name!r} has no ZeRO-{wanted}; the layout is planned with ZeRO-{max(stages)}"
 
 
 def read_layout(text: str, spec: RunSpec, job: Job) -> PlannedLayout:

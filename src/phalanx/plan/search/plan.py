@@ -12,7 +12,7 @@ from typing import get_args
 from phalanx.hardware.cluster import Cluster
 from phalanx.plan.run_fields import notes_of
 from phalanx.plan.search.advice import parallel_of, what_would_fit
-from phalanx.plan.search.layout_text import read_layout
+from phalanx.plan.search.layout_text import read_layout, replaced_sharding
 from phalanx.plan.search.query import (
     OWN,
     Aim,
@@ -87,6 +87,8 @@ def make_plan(
     run = estimate_run(inputs, assumptions)
     other_stack = "" if job.stack.name == OWN else job.stack.name
     notes = notes_of(spec, cluster, other_stack) if from_file else ()
+    if from_file and aim.layout is not None and (note := replaced_sharding(aim.layout, spec, job)):
+        notes = (*notes, note)
     return Plan(spec.name, job, aim, chosen, found, tokens, inputs, assumptions, run, notes)
 
 

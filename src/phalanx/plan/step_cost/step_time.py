@@ -297,7 +297,8 @@ def _owners_s(optimizer: OptimizerSpec, job: Job, candidates: Candidates, counts
     """
     owned = owned_matrices(optimizer, job.workload.model, candidates, counts)
     known = job.profile.accelerator.flops
-    narrow = optimizer.name == "muon" and job.stack.states.copy_bytes < 4
+    # Muon's iterations are in bf16 on every GPU, whatever precision.compute says (phalanx.train.optimizers.muon).
+    narrow = optimizer.name == "muon" and job.cluster.accelerator.vendor != "any"
     formats = ("bf16", "fp32", "tf32") if narrow else ("fp32", "tf32", "bf16")
     rate = kernels.sustained_flops(job.profile, next(name for name in (*formats, *known) if name in known))
     products = (owned.product_flops + owned.decomposition_flops) / rate
