@@ -37,11 +37,11 @@ def rounds_per_step(spec: RunSpec, layout: Layout) -> int:
 
 def collectives(spec: RunSpec, layout: Layout, held: Holding) -> Calls:
     """The collectives of the rank that holds ``held`` in one optimizer step of a resolved ``spec``; the same on CPU and GPU."""
-    return _Rank(spec, layout, held).step()
+    return _RankStep(spec, layout, held).step()
 
 
 @dataclass(frozen=True)
-class _Rank:
+class _RankStep:
     spec: RunSpec
     layout: Layout
     held: Holding

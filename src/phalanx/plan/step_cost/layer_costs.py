@@ -81,7 +81,7 @@ def layer_costs(job: Job, candidates: Candidates) -> LayerCosts:
     work = layers(job.workload, job.stack)
     for code in sorted(set(keys.precision.tolist())):
         mine = keys.precision == code
-        rank = _Rank(job, keys.rows(mine), PRECISIONS[code])
+        rank = _RankShare(job, keys.rows(mine), PRECISIONS[code])
         for number, kind in enumerate(KINDS):
             layer = work[kind]
             seconds[number][..., mine], parts[0, number][:, mine] = rank.seconds(layer)
@@ -118,7 +118,7 @@ def _unique(candidates: Candidates) -> tuple[_Keys, Ints]:
 
 
 @dataclass(frozen=True)
-class _Rank:
+class _RankShare:
     """One rank's share of the work, as arrays over rows of the table."""
 
     job: Job
