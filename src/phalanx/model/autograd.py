@@ -1,13 +1,36 @@
-"""Typed ways to use what PyTorch leaves without types: ``torch.autograd.Function`` and ``torch.compiler.disable``."""
+"""Typed ways to use what PyTorch leaves without types: ``torch.autograd.Function``, ``torch.compiler.disable``, dispatch modes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Self
+
+    class DispatchMode:
+        """PyTorch's ``TorchDispatchMode``, which sees every tensor operation that is called under it."""
+
+        def __init__(self) -> None: ...
+        def __enter__(self) -> Self: ...
+        def __exit__(
+            self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+        ) -> None: ...
+else:
+    from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+
+__all__ = [
+    "DispatchMode",
+    "FunctionContext",
+    "apply_function",
+    "apply_function_of_many",
+    "uncompiled",
+]
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")

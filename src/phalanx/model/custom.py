@@ -24,9 +24,9 @@ from typing import Any, Protocol, cast, get_args
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from phalanx.model.autograd import DispatchMode
 from phalanx.model.block import Block
 from phalanx.model.transformer import Readout, logits
 from phalanx.run.factory import load_factory
@@ -398,11 +398,11 @@ def _seen(values: tuple[object, ...]) -> _SeenTensor | None:
     return _SeenTensor(values[0], values[0]._version) if values and isinstance(values[0], Tensor) else None
 
 
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Operations(DispatchMode):
     """Records the tensor operations that are called under it, since the last ``clear``."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._calls: list[tuple[str, list[Tensor]]] = []
 
     def clear(self) -> None:

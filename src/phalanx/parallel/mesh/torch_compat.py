@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,24 +27,8 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from phalanx.parallel.mesh.local_slice import LocalSlice
 
-if TYPE_CHECKING:
-    from types import TracebackType
-    from typing import Self
-
-    class DispatchMode:
-        """PyTorch's ``TorchDispatchMode``, which has no types of its own."""
-
-        def __init__(self) -> None: ...
-        def __enter__(self) -> Self: ...
-        def __exit__(
-            self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-        ) -> None: ...
-else:
-    from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
-
 __all__ = [
     "AllGather",
-    "DispatchMode",
     "ReduceScatter",
     "abort_nccl",
     "all_gather_single",

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from phalanx.model.autograd import DispatchMode
 from phalanx.observe.memory_kinds import MemoryByKind
-from phalanx.parallel.mesh.torch_compat import DispatchMode
 from phalanx.parallel.reduction.data_parallel import local
 
 if TYPE_CHECKING:
