@@ -20,16 +20,17 @@ from torch.utils.checkpoint import checkpoint
 from model.initialized import initialized
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.context.apply import apply_context
-from phalanx.parallel.context.gather import GatherCore
+from phalanx.parallel.context.gather import GatherMethod
 from phalanx.parallel.context.head_tail import context_positions, in_order, own_pieces
-from phalanx.parallel.context.ring import RingCore
+from phalanx.parallel.context.ring import RingMethod
+from phalanx.parallel.context.tiles import DividedCore
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import Mesh, build_mesh
 from phalanx.run.spec import MlaSpec, ModelSpec, ParallelSpec, RunSpec, TrainSpec
 from ranks import Ranks
 
-CORES = {"ring": RingCore, "allgather": GatherCore}
-modes = pytest.mark.parametrize("mode", list(CORES))
+METHODS = {"ring": RingMethod, "allgather": GatherMethod}
+modes = pytest.mark.parametrize("mode", list(METHODS))
 degrees = pytest.mark.parametrize("context", [2, 4])
 
 
@@ -96,7 +97,7 @@ def attention_of_a_rank(mode: str, case: Case, clock: CommClock | None = None) -
     leaves = [x.requires_grad_() for x in (query, key, value)]
     group = dist.group.WORLD
     assert group is not None
-    core = CORES[mode](group, clock or CommClock(blocking=True), case.scale)
+    core = DividedCore(METHODS[mode](group, clock or CommClock(blocking=True), case.scale))
     out = core(*leaves, documents)
     assert out.dtype == case.dtype
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]

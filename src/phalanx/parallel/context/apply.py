@@ -2,7 +2,7 @@
 
 Everything in a transformer but attention treats tokens one by one. So each context rank takes some tokens of every sequence
 (``context_positions``) through the whole model, with their true positions, and only attention's ``core`` is exchanged for
-one that fetches the other ranks' keys and values: passed round in a ring (``RingCore``) or gathered (``GatherCore``).
+one that fetches the other ranks' keys and values: passed round in a ring (``RingMethod``) or gathered (``GatherMethod``).
 Losses and weight gradients of a rank are those of its tokens; the sum over the ranks is the sequence's.
 
 With ``positions = context_positions(...)``, a rank is given ``tokens[:, positions]``, ``targets[:, positions]`` and
@@ -20,9 +20,10 @@ from typing import cast
 from phalanx.model.block import Block
 from phalanx.model.layers.attention import CausalCore
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.context.gather import GatherCore
+from phalanx.parallel.context.gather import GatherMethod
 from phalanx.parallel.context.head_tail import context_positions
-from phalanx.parallel.context.ring import RingCore
+from phalanx.parallel.context.ring import RingMethod
+from phalanx.parallel.context.tiles import DividedCore
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.run.spec import RunSpec
@@ -34,7 +35,8 @@ def apply_context(module: Transformer, mesh: Mesh, spec: RunSpec, clock: CommClo
     """Lets all attention of ``module`` see the tokens of this rank's whole context group; alone, changes nothing."""
     if spec.parallel.context == 1:
         return
-    kind = RingCore if spec.parallel.context_mode == "ring" else GatherCore
+    kind = RingMethod if spec.parallel.context_mode == "ring" else GatherMethod
     for block in module.blocks.values():
         attention = cast(Block, block).attention
-        attention.core = kind(mesh.context_group, clock, cast(CausalCore, attention.core).scale)
+        scale = cast(CausalCore, attention.core).scale
+        attention.core = DividedCore(kind(mesh.context_group, clock, scale))

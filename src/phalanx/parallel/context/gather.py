@@ -19,10 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.model.autograd import uncompiled
 from phalanx.parallel.context.head_tail import in_order, own_pieces
 from phalanx.parallel.context.packing import pack, unpack
-from phalanx.parallel.context.tiles import Documents, OnlineSoftmax, SavedAttention, Tile, divided_attention
+from phalanx.parallel.context.tiles import Documents, OnlineSoftmax, SavedAttention, Tile, score_scale
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.torch_compat import all_gather_single
 
@@ -38,18 +37,12 @@ def tiles(rank: int, ranks: int, seq: int) -> Iterator[Tile]:
 
 
 @dataclass(frozen=True)
-class GatherCore:
-    """Takes the place of ``phalanx.model.layers.attention.CausalCore`` on the ranks of ``group``."""
+class GatherMethod:
+    """Gathers the keys and values of all ranks of ``group`` before attention begins."""
 
     group: dist.ProcessGroup
     clock: CommClock
     scale: float | None = None
-
-    @uncompiled
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None = None) -> Tensor:
-        """This rank's ``(b, h, s, e)``, ``(b, k, s, e)`` and ``(b, k, s, v)``, and the documents of the whole sequence
-        ``(b, s * ranks)`` or ``None``, to ``(b, h, s, v)``. On all ranks of the group together."""
-        return divided_attention(self, query, key, value, documents)
 
     def mix(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
@@ -58,7 +51,7 @@ class GatherCore:
         keys, values = self._gather(key, value)  # (b, k, s * ranks, e), (b, k, s * ranks, v)
         rows, known = OnlineSoftmax(query, value.shape[-1]), self._documents(documents)
         for seen in tiles(self.group.rank(), self.group.size(), query.shape[2]):
-            rows.add(seen.rows, *seen.forward(query, keys, values, known, self._scale(query)))
+            rows.add(seen.rows, *seen.forward(query, keys, values, known, score_scale(self.scale, query)))
         return rows.out, rows.lse
 
     def differentiate(
@@ -66,7 +59,7 @@ class GatherCore:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See ``TileMethod``."""
         keys, values = self._gather(key, value)
-        known, scale = self._documents(documents), self._scale(saved.query)
+        known, scale = self._documents(documents), score_scale(self.scale, saved.query)
         # Of this rank's queries, and of everybody's keys and values: those are summed over the ranks afterwards.
         sums = [torch.zeros_like(whole, dtype=torch.float32) for whole in (saved.query, keys, values)]
         for seen in tiles(self.group.rank(), self.group.size(), grad_out.shape[2]):
@@ -102,6 +95,3 @@ class GatherCore:
         if documents is None:
             return None
         return Documents(own_pieces(documents, self.group.size(), self.group.rank(), dim=1), documents)
-
-    def _scale(self, query: Tensor) -> float:
-        return query.shape[-1] ** -0.5 if self.scale is None else self.scale

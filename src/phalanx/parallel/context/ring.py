@@ -23,10 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.model.autograd import uncompiled
 from phalanx.parallel.context.head_tail import own_pieces
 from phalanx.parallel.context.packing import pack, unpack
-from phalanx.parallel.context.tiles import Documents, OnlineSoftmax, SavedAttention, Tile, divided_attention
+from phalanx.parallel.context.tiles import Documents, OnlineSoftmax, SavedAttention, Tile, score_scale
 from phalanx.parallel.mesh.comm_clock import CommClock
 
 _ALL = slice(None)
@@ -61,24 +60,18 @@ class Passing:
 
 
 @dataclass(frozen=True)
-class RingCore:
-    """Takes the place of ``phalanx.model.layers.attention.CausalCore`` on the ranks of ``group``."""
+class RingMethod:
+    """Passes keys and values round the ranks of ``group``, block by block, while attention computes with the last."""
 
     group: dist.ProcessGroup
     clock: CommClock
     scale: float | None = None
 
-    @uncompiled
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None = None) -> Tensor:
-        """This rank's ``(b, h, s, e)``, ``(b, k, s, e)`` and ``(b, k, s, v)``, and the documents of the whole sequence
-        ``(b, s * ranks)`` or ``None``, to ``(b, h, s, v)``. On all ranks of the group together."""
-        return divided_attention(self, query, key, value, documents)
-
     def mix(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """See ``TileMethod``."""
-        scale = self._scale(query)
+        scale = score_scale(self.scale, query)
         rows = OnlineSoftmax(query, value.shape[-1])
         for source, keys, values in self._rounds(key, value):
             seen = tile(self.group.rank(), source, query.shape[2])
@@ -89,7 +82,7 @@ class RingCore:
         self, saved: SavedAttention, grad_out: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See ``TileMethod``."""
-        scale = self._scale(saved.query)
+        scale = score_scale(self.scale, saved.query)
         grad_query = torch.zeros_like(saved.query, dtype=torch.float32)
         collected = key.new_zeros(key.numel() + value.numel(), dtype=torch.float32)
         arriving: Passing | None = None
@@ -128,6 +121,3 @@ class RingCore:
             return None
         ranks = self.group.size()
         return Documents(*(own_pieces(documents, ranks, rank, dim=1) for rank in (self.group.rank(), source)))
-
-    def _scale(self, query: Tensor) -> float:
-        return query.shape[-1] ** -0.5 if self.scale is None else self.scale

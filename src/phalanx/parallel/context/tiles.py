@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from phalanx.model.autograd import FunctionContext, apply_function
+from phalanx.model.autograd import FunctionContext, apply_function, uncompiled
 
 _FLASH_WIDTH = 256  # the widest head that flash attention takes on a GPU
 _WIDTH_ALIGNMENT = 8
@@ -192,11 +192,22 @@ class _DividedAttention(torch.autograd.Function):
         return grad_query, grad_key, grad_value, None, None
 
 
-def divided_attention(
-    method: TileMethod, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
-) -> Tensor:
-    """Differentiable attention by ``method``: ``(b, h, q, v)``."""
-    return apply_function(_DividedAttention, query, key, value, documents, method)
+@dataclass(frozen=True)
+class DividedCore:
+    """Takes the place of ``phalanx.model.layers.attention.CausalCore`` on ranks that share a sequence."""
+
+    method: TileMethod
+
+    @uncompiled
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None = None) -> Tensor:
+        """This rank's ``(b, h, s, e)``, ``(b, k, s, e)`` and ``(b, k, s, v)``, and the documents of the whole sequence
+        ``(b, s * ranks)`` or ``None``, to ``(b, h, s, v)``. On all ranks of the group together."""
+        return apply_function(_DividedAttention, query, key, value, documents, self.method)
+
+
+def score_scale(given: float | None, query: Tensor) -> float:
+    """The factor of attention's scores: ``given``, or one over the root of the heads' width."""
+    return query.shape[-1] ** -0.5 if given is None else given
 
 
 def attend(
