@@ -1,4 +1,4 @@
-"""What each axis costs: a step divided over two ranks, beside the same step on one, and beside PyTorch's own way.
+"""The cost of each axis: a step divided over two ranks, beside the same step on one, and beside PyTorch's own way.
 
 All in one run on two CPU cores, a thread per rank, medians of rounds in which the contenders take turns:
 
@@ -215,7 +215,7 @@ def rank_main(rank: int, ranks: int, point: str, arguments: argparse.Namespace, 
 
 
 def on_ranks(ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
-    """What ``ranks`` ranks measure."""
+    """The measurements of ``ranks`` ranks, by name."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:

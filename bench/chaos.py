@@ -67,7 +67,7 @@ LAYOUTS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one run."""
+    """The result of one run."""
 
     layout: str
     seed: int

@@ -1,4 +1,4 @@
-"""What a checkpoint costs: the training step's stall against one memory copy, the write against the disk's own limit.
+"""The cost of a checkpoint: the training step's stall against one memory copy, the write against the disk's own limit.
 
 Each round, on the same state: one memcpy of it into warm memory (the better of one and two threads), a save by
 ``AsyncSaver``, the same bytes written by O_DIRECT in 8 MiB blocks from two threads without any format (the disk's limit),

@@ -36,7 +36,7 @@ GOAL = 2e-6
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What came of one layout."""
+    """The result of one layout."""
 
     model: str
     ranks: int
@@ -49,7 +49,7 @@ class Row:
 
     @property
     def division(self) -> tuple[object, ...]:
-        """What of a layout may reach the bits."""
+        """The parts of a layout that may reach the bits."""
         layout = self.layout
         return self.model, layout.context, self.mode, layout.tensor, layout.expert, layout.expert_tensor
 

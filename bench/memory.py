@@ -1,4 +1,4 @@
-"""What recomputation and offload of activations save, and what they cost in time.
+"""Memory that recomputation and offload of activations save, and the time that they cost.
 
 One model on one rank, forward and backward without an update. For each way of keeping activations: the most that forward
 leaves behind for backward, measured by ``phalanx.train.step.memory_meter``, and the time of a step, both over those of keeping

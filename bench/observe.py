@@ -1,4 +1,4 @@
-"""What watching a run costs: a step pays for its ledger entries, one event, and an offer to each sink.
+"""The cost of watching a run: a step pays for its ledger entries, one event, and an offer to each sink.
 
 Every figure is a ratio to the least that could be done instead, measured in the same loop: reading the
 clock (for a ledger switch), ``json.dumps`` and one ``write`` of the same event (for an append), and

@@ -1,4 +1,4 @@
-"""What does a step of each optimizer cost, and how far does it get?
+"""The cost of a step of each optimizer, and the loss that it reaches.
 
 (a) cost: time of the update alone on one rank, with random gradients, over AdamW's (medians of paired ratios, everything
     interleaved), and the bytes of state for each parameter;

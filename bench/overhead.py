@@ -1,4 +1,4 @@
-"""What does it cost a step to be watched? The same run on two ranks, with and without a fleet around them, by turns.
+"""The cost to a step of being watched: the same run on two ranks, with and without a fleet around them, by turns.
 
 *Bare*: ``phalanx train --ranks 2``. *Watched*: ``--nodes 2``, a coordinator, two agents, heartbeats and leases, but no snapshots.
 *Kept*: the same with a snapshot after every step, streamed to a buddy. Each number is the median of the steps of a run, without
@@ -84,7 +84,7 @@ def step_s(folder: Path, way: str, number: int, steps: int) -> tuple[float, floa
 
 
 def watchers_share(process: subprocess.Popen[str], run_dir: Path, steps: int) -> float:
-    """What agents and coordinator used of a core while the steps after the first ones ran."""
+    """The share of a core that agents and coordinator used while the steps after the first ones ran."""
     samples = []
     while process.poll() is None:
         time.sleep(0.2)

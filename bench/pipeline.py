@@ -98,7 +98,7 @@ class Nothing:
 
 
 def slots(schedule: Schedule) -> list[tuple[float, float]]:
-    """Of several slots: the share of time that this rank did not sleep, and the share that its clock says it waited."""
+    """Shares of the time of several slots: in which this rank did not sleep, and in which it waited by its clock."""
     group = dist.group.WORLD
     assert group is not None
     seconds, device = RANK_S / schedule.per_rank, torch.device("cpu")
@@ -170,7 +170,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def making() -> list[dict[str, Any]]:
-    """What a rank in the middle pays for its list and its neighbors', against PyTorch's lists for all ranks."""
+    """The time in which a rank in the middle makes its list and its neighbors', and PyTorch's lists for all ranks."""
     ranks, micro_batches = LARGE
     rows = []
     for name, of_torch in (

@@ -76,7 +76,7 @@ worker_lease_s = {lease_s}
 LEASE_S = 1.0
 AT_STEP = 12
 GOAL_S = 0.5
-"""Of a recovery, beside the lease and one step."""
+"""Goal for the time of a recovery, beside the lease and one step."""
 HIT = 1
 """The rank, node or replica that faults hit."""
 PATIENCE_S = 300.0
@@ -90,7 +90,7 @@ class Case:
     fault: str
     spares: int = 1
     lease_s: float = 0.0
-    """What has to pass before anybody can know."""
+    """Time that has to pass before anybody can know."""
 
 
 CASES = {
@@ -104,17 +104,17 @@ OTHERS = ("torchrun", "torchft")
 
 @dataclass(frozen=True)
 class Sample:
-    """What one fault cost."""
+    """The cost of one fault."""
 
     recovery_s: float
     """From the fault to the end of the next step."""
     step_s: float
-    """Of a usual step before the fault."""
+    """Time of a usual step before the fault."""
     ranks_after: int
     same_hash: bool | None = None
     """As an undisturbed run's; ``None`` where there is none to compare with."""
     same_processes: bool | None = None
-    """Whether each survivor was one process from beginning to end."""
+    """True if each survivor was one process from beginning to end."""
     phases: Mapping[str, float] | None = None
     """Seconds by phase, as the run's own account has them."""
 
@@ -262,7 +262,7 @@ def usual_step_s(events: Iterable[Event], before_s: float) -> float:
 
 
 def ranks_of(events: Iterable[Event], attempt: int) -> int:
-    """Of how many ranks an attempt was."""
+    """The number of ranks of an attempt."""
     return next(
         event.body.ranks for event in events if event.attempt == attempt and hasattr(event.body, "ranks")
     )

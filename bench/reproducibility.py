@@ -92,7 +92,7 @@ def fleets() -> Iterator[Fleet]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run."""
+    """The result of a run."""
 
     weights_sha256: str
     held_out_loss: float

@@ -1,4 +1,4 @@
-"""What a snapshot costs: the training step's stall against one memory copy of the state, and what follows behind its back.
+"""The cost of a snapshot: the training step's stall against one memory copy of the state, and what follows behind its back.
 
 Each round, on the same state: one memcpy of it into warm memory (the better of one and two threads), a snapshot by
 ``SnapshotWriter`` (the stall, then the time until it is complete with its checksums), a push of it to a buddy over loopback,
@@ -55,7 +55,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Bench:
-    """What the rounds share."""
+    """The settings and buffers that the rounds share."""
 
     state: State
     target: State

@@ -76,7 +76,7 @@ def random_samples(spec: RunSpec, count_: int) -> NDArray[np.int64]:
 
 
 def build_stepper(spec: RunSpec, device: torch.device) -> tuple[Stepper, Step]:
-    """What runs our steps on the ranks of the default process group, and a function that runs the next one."""
+    """The object that runs our steps on the ranks of the default process group, and a function that runs the next one."""
     mesh = build_mesh(spec, dist.get_world_size(), device)
     built = build_model(spec, mesh)
     fill_initial(built.model.parts, built.placement, spec)

@@ -63,12 +63,12 @@ def tiny(model: ModelSpec, parallel: ParallelSpec, seq_len: int = 32) -> RunSpec
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of some steps, as far as one rank knows."""
+    """The result of some steps, as far as one rank knows."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
     gradients: dict[str, NDArray[np.float32]]
-    """Of the first step, whole; empty on all but the first rank of each stage."""
+    """Gradients of the first step, whole; empty on all but the first rank of each stage."""
     weights_sha256: str
 
 
@@ -123,7 +123,7 @@ def _batches(spec: RunSpec, slots: list[int]) -> Iterator[NDArray[np.int64]]:
 
 @dataclass(frozen=True)
 class Whole:
-    """What came of some steps over all ranks."""
+    """The result of some steps over all ranks."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]

@@ -58,7 +58,7 @@ class Ranks:
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(self, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What ``function(*args)`` returns on each of ``ranks`` ranks; raises if it fails on any."""
+        """The values that ``function(*args)`` returns on each of ``ranks`` ranks; raises if it fails on any."""
         while len(self._workers) < ranks:
             self._start_one()
         with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""What the documents say of the code is true of the code: words, classes, and the walks of CONTRIBUTING.md."""
+"""The documents' statements about the code are true of it: words, classes, and the walks of CONTRIBUTING.md."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Scalar:
     """Number of runs that it was fitted on."""
     models: int
     scope: Scope
-    """What the fitted runs have in common with the run that the factor is for."""
+    """The property that the fitted runs share with the run that the factor is for."""
 
 
 NO_SCALAR = Scalar(1.0, 0, 0, "none")

@@ -73,7 +73,7 @@ class SweptNode(Node):
         return None if kind is JoinedEpoch else super().hear(kind, patience_s)
 
     def left(self) -> LeftEpoch | Gone:
-        """What the worker says to ``LeaveEpoch``. One that does not leave, its agent would kill; so it is here."""
+        """The worker's answer to ``LeaveEpoch``. One that does not leave, its agent would kill; so it is here."""
         try:
             said = self.hear((LeftEpoch, Gone), LEAVE_S)
         except queue.Empty:
@@ -143,7 +143,7 @@ class Sweep(Driver):
 
 
 def _first_news(members: list[Node]) -> tuple[Node, Any]:
-    """What ended the epoch, and of whom: somebody is broken or gone, or rank 0, which speaks for all, has finished."""
+    """The message that ended the epoch, and its sender: somebody is broken or gone, or rank 0, which speaks for all, has finished."""
     deadline_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline_s:
         for node in members:
@@ -160,7 +160,7 @@ def _first_news(members: list[Node]) -> tuple[Node, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What came of a run."""
+    """The result of a run."""
 
     weights_sha256: str
     run_dir: Path
@@ -190,7 +190,7 @@ class Fleet:
             sweep.close()
 
     def collectives(self) -> list[dict[str, list[str]]]:
-        """Of each rank, by place, as an undisturbed run has them."""
+        """The collectives of each rank, by place, in an undisturbed run."""
         looked = self.run("look", FIRST_BROKEN_STEP + 1, [])
         return [seen_collectives(looked.run_dir, rank) for rank in range(self.ranks)]
 
@@ -298,7 +298,7 @@ def sweep(fleet: Fleet, choose: Choose) -> None:
 
 
 def phases(seen: list[dict[str, list[str]]]) -> set[str]:
-    """What ranks were doing in collectives."""
+    """The phases of training whose collectives ranks were in."""
     return {name.split(":")[0] for of_rank in seen for names in of_rank.values() for name in names}
 
 

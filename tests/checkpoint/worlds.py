@@ -63,7 +63,7 @@ def grids(draw: st.DrawFn, box: Box) -> list[Box]:
 
 @st.composite
 def holdings(draw: st.DrawFn, state: State, ranks: int) -> list[list[Box]]:
-    """What each of ``ranks`` ranks holds: each tensor on a grid of its own, some cells on several ranks."""
+    """The boxes that each of ``ranks`` ranks holds: each tensor on a grid of its own, some cells on several ranks."""
     held: list[list[Box]] = [[] for _ in range(ranks)]
     for name, tensor in state.items():
         for cell in draw(grids(box_of(name, tensor))):

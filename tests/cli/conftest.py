@@ -20,5 +20,5 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def result(folder: Path) -> dict[str, object]:
-    """What ``phalanx train --json`` printed for a run of six steps."""
+    """The result that ``phalanx train --json`` printed for a run of six steps."""
     return last_json(run(["train", "tiny.toml", "--ranks", "2", "--set", "train.steps=6", "--json"], folder))

@@ -125,7 +125,7 @@ class Fleet:
         raise TimeoutError(f"not seen in {PATIENCE_S} s; last: {self.seen()}\n{self.logs()}")
 
     def logs(self) -> str:
-        """What everybody printed."""
+        """The output of all processes."""
         files = sorted((self.run_dir / "logs").glob("*.log"))
         return "\n".join(f"--- {file.name}\n{file.read_text()[-3000:]}" for file in files)
 

@@ -62,7 +62,7 @@ class Fleet:
         return self.state.nodes[name].incarnation
 
     def told(self, name: str) -> list[m.Command]:
-        """What a node was told last."""
+        """The commands that a node was told last."""
         return [command for to, command in self.said if to == name]
 
 

@@ -41,7 +41,7 @@ HASH_BYTES = 32
 
 
 def state_after(steps: int) -> bytes:
-    """What every rank holds after so many steps."""
+    """The state that every rank holds after so many steps."""
     state = bytes(HASH_BYTES)
     for step in range(1, steps + 1):
         state = hashlib.sha256(state + str(step).encode()).digest()

@@ -1,4 +1,4 @@
-"""Whether this process is somebody's rank."""
+"""Ranks that another launcher has started are told from processes that nobody did."""
 
 from __future__ import annotations
 

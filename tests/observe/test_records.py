@@ -1,4 +1,4 @@
-"""What a run says about its surroundings, and what the package itself pulls in."""
+"""A run's record of its surroundings, and the imports of the package itself."""
 
 import json
 import os

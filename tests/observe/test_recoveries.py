@@ -1,4 +1,4 @@
-"""What recoveries cost, as the events tell it."""
+"""The cost of recoveries, as the events tell it."""
 
 from __future__ import annotations
 

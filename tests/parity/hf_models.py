@@ -138,7 +138,7 @@ def hf_model(config: Any, seed: int = 0, attention: str = "sdpa") -> Any:
 
 
 def in_our_words(named: Iterable[tuple[str, Tensor]], config: Any) -> dict[str, Tensor]:
-    """What belongs to parameters of `transformers`, by our names and as our parameters lie.
+    """Tensors that belong to parameters of `transformers`, by our names and as our parameters lie.
 
     Written apart from the importer: `transformers` fuses in memory what is published expert by expert.
     """

@@ -1,4 +1,4 @@
-"""What makes two starts the same run: every field of the run, none of the fleet."""
+"""The identity of a run: every field of the run, none of the fleet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What "auto" stands for, and that all who ask get the same answer."""
+"""The values that "auto" stands for; all who ask get the same answer."""
 
 from __future__ import annotations
 

@@ -63,5 +63,5 @@ def gradients_of(model: nn.Module, seed: int = 1) -> dict[str, Tensor]:
 
 
 def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    """Whether two sets of named tensors are equal to the last bit."""
+    """True if two sets of named tensors are equal to the last bit."""
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

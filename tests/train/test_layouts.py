@@ -66,7 +66,7 @@ def named(case: tuple[int, ParallelSpec]) -> str:
 
 @pytest.fixture(scope="module")
 def references(ranks: Ranks) -> dict[tuple[str, ParallelSpec], Whole]:
-    """What came of each model on one process, and on the fewest data-parallel ranks of each division."""
+    """The result of each model on one process, and on the fewest data-parallel ranks of each division."""
     return {
         (name, ParallelSpec()): merged(ranks.run(1, steps_on_this_rank, tiny(model, ParallelSpec()), STEPS))
         for name, model in MODELS.items()

@@ -38,7 +38,7 @@ def reference(ranks: Ranks, dataset: Path, tmp_path_factory: pytest.TempPathFact
 
 
 def same(result: dict[str, Any] | None, reference: dict[str, Any]) -> bool:
-    """Whether weights, training loss and held-out loss agree in every bit."""
+    """True if weights, training loss and held-out loss agree in every bit."""
     assert result is not None
     return all(
         result[key] == reference[key] for key in ("weights_sha256", "loss", "held_out_loss", "bits_per_byte")

@@ -25,7 +25,7 @@ from phalanx.model.layers.norm import RMSNorm
 from phalanx.run.spec import ModelSpec
 
 ReadoutAhead = Callable[[Tensor, Tensor, int], Tensor]
-"""What is made of the hidden states ``(b, s, d)`` of a depth, the output projection ``(vocab, d)`` and the depth, from 1."""
+"""A function of the hidden states ``(b, s, d)`` of a depth, the output projection ``(vocab, d)`` and the depth, from 1."""
 
 
 class PredictionAhead(nn.Module):

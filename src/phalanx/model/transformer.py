@@ -25,7 +25,7 @@ from phalanx.model.mtp import PredictionAhead, ReadoutAhead, tokens_ahead
 from phalanx.run.spec import ModelSpec
 
 Readout = Callable[[Tensor, Tensor], Tensor]
-"""What is made of the last hidden states ``(b, s, d)`` and the output projection ``(vocab, d)``."""
+"""A function of the last hidden states ``(b, s, d)`` and the output projection ``(vocab, d)``."""
 
 
 def logits(hidden: Tensor, weight: Tensor) -> Tensor:

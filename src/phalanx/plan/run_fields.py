@@ -1,4 +1,4 @@
-"""What the planner makes of each field of a run file, so that none is ignored in silence.
+"""The planner's treatment of each field of a run file, so that none is ignored in silence.
 
 Every field of ``RunSpec`` has one entry in ``RUN_FIELDS``:
 
@@ -38,9 +38,9 @@ class FieldTreatment:
 
     kind: Literal["used", "irrelevant", "noted"]
     reason: str
-    """What of the plan a used field enters, or why an irrelevant one changes nothing."""
+    """The part of the plan that a used field enters, or why an irrelevant one changes nothing."""
     note: str = ""
-    """What a plan says where the note applies; ``{value}`` stands for the field's value."""
+    """The note of a plan where it applies; ``{value}`` stands for the field's value."""
     applies: Condition | None = None
     """When the note is shown; ``None``: where the field is not at its default."""
     of_own_stack: bool = False

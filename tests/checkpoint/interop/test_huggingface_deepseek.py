@@ -1,4 +1,4 @@
-"""What DeepSeek-V3 publishes beside its layers: predictions further ahead, and weights in fp8."""
+"""DeepSeek-V3's parts beside its layers: predictions further ahead, and weights in fp8."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every tier does: the same tests on disk and in memory."""
+"""The contract of every tier: the same tests on disk and in memory."""
 
 import tempfile
 from collections.abc import Iterator

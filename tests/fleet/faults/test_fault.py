@@ -1,4 +1,4 @@
-"""What ``--fault`` says: read, refused with the column, drawn at random."""
+"""The sentences of ``--fault``: read, refused with the column, drawn at random."""
 
 from __future__ import annotations
 

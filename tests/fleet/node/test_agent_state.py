@@ -1,4 +1,4 @@
-"""What an agent decides: epochs are never entered again, what it reports is true, and nobody is given up or kept too long."""
+"""The decisions of an agent: epochs are never entered again, what it reports is true, and nobody is given up or kept too long."""
 
 from __future__ import annotations
 

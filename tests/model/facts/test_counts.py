@@ -44,7 +44,7 @@ def test_a_training_step_costs_the_flops_that_torch_counts(spec: ModelSpec) -> N
 
 
 def matrix_products(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """What the counter can count of a grouped product."""
+    """A grouped product as products that the counter can count."""
     parts = rows.tensor_split(ends[:-1].long())
     return torch.cat([part @ matrix.t() for part, matrix in zip(parts, matrices, strict=True)])
 

@@ -1,4 +1,4 @@
-"""What the closed form says that ranks hold, against sums over all of them; the modules themselves are in the dry run's tests."""
+"""The closed form of the parameters that ranks hold, against sums over all of them; the modules themselves are in the dry run's tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYOUTS = [
 
 
 def held_by_all(spec: RunSpec, layout: Layout) -> list[Holding]:
-    """What every rank holds."""
+    """The holding of every rank."""
     return [holding(spec, layout, place_of(layout, rank)) for rank in range(layout.ranks)]
 
 

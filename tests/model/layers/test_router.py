@@ -89,7 +89,7 @@ def test_tokens_are_counted_by_expert(chosen: list[int]) -> None:
 
 
 def gradients(router: Router, text: Tensor, *, again: bool = False) -> tuple[Tensor, Tensor]:
-    """Of a loss that does not look at the weights: what is left is the balance losses'."""
+    """Gradients of a loss that does not look at the weights: only the balance losses' are left."""
     text = text.clone().requires_grad_()
     router.zero_grad(set_to_none=True)
     weights = (

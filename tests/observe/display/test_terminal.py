@@ -1,4 +1,4 @@
-"""What people see: the same from the same events, never wider than their terminal, never garbled."""
+"""The display for people: the same from the same events, never wider than their terminal, never garbled."""
 
 import io
 from collections.abc import Iterable

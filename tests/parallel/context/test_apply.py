@@ -287,7 +287,7 @@ def test_a_context_group_may_be_some_ranks_of_a_larger_mesh(ranks: Ranks, mode: 
 
 
 def bits_of_gradients(mode: str, change: Callable[[Transformer], None]) -> bool:
-    """Whether the gradients of a changed module have the bits of an unchanged one's."""
+    """True if the gradients of a changed module have the bits of an unchanged one's."""
     (plain, _, positions), (changed, _, _) = on_this_rank(GQA, mode), on_this_rank(GQA, mode)
     change(changed)
     documents = tokens_and_documents()[2]

@@ -59,12 +59,12 @@ LAYOUTS = {
 
 @dataclass
 class Part:
-    """What a rank has of a parameter's gradient."""
+    """A rank's part of a parameter's gradient."""
 
     gradient: Tensor
     offset: tuple[int, ...]
     copy: int
-    """Of the ranks with the same part of the same gradient, which one this is."""
+    """The number of this rank among those with the same part of the same gradient."""
 
     @property
     def place(self) -> tuple[slice, ...]:
@@ -75,7 +75,7 @@ class Part:
 
 @dataclass
 class Result:
-    """What one rank has after a forward and a backward pass."""
+    """One rank's result of a forward and a backward pass."""
 
     data_rank: int
     team: int

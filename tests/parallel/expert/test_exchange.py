@@ -47,7 +47,7 @@ def chosen_experts(routing: str, rank: int, generator: torch.Generator) -> Tenso
 
 @dataclass
 class Result:
-    """What one rank has after a forward and a backward pass."""
+    """One rank's result of a forward and a backward pass."""
 
     output: Tensor
     tokens: Tensor

@@ -132,7 +132,7 @@ def test_interleaved_stages_are_dealt_round_by_round() -> None:
 
 
 def need_of(schedule: Schedule, action: Action) -> StageMessage | None:
-    """What an action waits for."""
+    """The message that an action waits for."""
     if action.kind == "F" and action.stage > 0:
         return StageMessage("F", action.stage, action.micro_batch)
     if action.kind in "BI" and action.stage < schedule.stages - 1:

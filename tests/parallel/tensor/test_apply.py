@@ -52,11 +52,11 @@ MODELS = {
 
 @dataclass
 class Result:
-    """What one rank has after a forward and a backward pass."""
+    """One rank's result of a forward and a backward pass."""
 
     loss: float
     gradients: dict[str, Tensor]
-    """Of whole parameters."""
+    """Gradients of whole parameters."""
     waited_ns: int = 0
 
 
@@ -289,7 +289,7 @@ def test_stages_of_a_pipeline_hand_each_other_pieces_of_the_sequence(ranks: Rank
 
 
 def places(model: ModelSpec, degree: int) -> dict[str, tuple[Partition, tuple[int, ...]]]:
-    """Of each parameter on the meta device, which is where the model is divided."""
+    """The partition and shape of each parameter on the meta device, which is where the model is divided."""
     module, partitions, _ = build(run_spec(model, tensor=degree), CommClock(blocking=True), degree)
     assert all(parameter.is_meta for parameter in module.parameters())
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}

@@ -40,7 +40,7 @@ def state_bytes(parameters: float) -> float:
 
 
 def trillion_days(tokens: float = 15 * T, mfu: float = 0.4) -> float:
-    """Of a dense 1T model on a fleet where nothing fails and nothing is saved."""
+    """Days of training a dense 1T model on a fleet where nothing fails and nothing is saved."""
     inputs = RunInputs(
         cluster=FLEET,
         step_s=6 * T * 4e6 / (mfu * PEAK * 100_000),
@@ -86,7 +86,7 @@ def electricity_musd(twh: float) -> float:
 @dataclass(frozen=True)
 class Claim:
     says: str
-    """What the article states, with its unit."""
+    """The statement of the article, with its unit."""
     figure: float
     computed: Callable[[], float]
     """The same figure from the article's premises."""

@@ -99,7 +99,7 @@ def within_axes(spec: RunSpec, ranks: int) -> Iterator[PlannedLayout]:
 
 
 def is_legal(spec: RunSpec, layout: PlannedLayout) -> bool:
-    """Whether the trainer accepts the run in this layout."""
+    """True if the trainer accepts the run in this layout."""
     train = replace(spec.train, micro_batch_size=layout.micro_batch)
     run = replace(spec, parallel=parallel_of(spec, layout), train=train)
     return not check(run) and not layout_problems(run, layout.ranks)

@@ -1,4 +1,4 @@
-"""What the planner says a rank holds is what ``phalanx.model.facts.holdings`` says, for every layout and every rank."""
+"""The planner and ``phalanx.model.facts.holdings`` agree on what a rank holds, for every layout and every rank."""
 
 from __future__ import annotations
 

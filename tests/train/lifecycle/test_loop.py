@@ -1,4 +1,4 @@
-"""What a run does besides stepping: it reports, saves, recovers and refuses."""
+"""A run's work besides stepping: it reports, saves, recovers and refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What single ranks of fleets that do not exist hold and call, against the closed forms."""
+"""Parameters and collectives of single ranks of fleets that do not exist, against the closed forms."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LAYOUTS: dict[str, tuple[ModelSpec, ParallelSpec, int]] = {
 
 
 def differing(found: Comparison) -> dict[object, tuple[int, int]]:
-    """What was derived and what was found, where these are not the same."""
+    """The derived and the found number, where these are not the same."""
     return {key: pair for key, pair in {**found.elements, **found.calls}.items() if pair[0] != pair[1]}
 
 

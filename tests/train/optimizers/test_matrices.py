@@ -19,7 +19,7 @@ sizes = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, 
 
 
 def by_rows(shapes: dict[str, tuple[int, ...]], ranks: int) -> list[dict[str, LocalSlice]]:
-    """What every rank holds of parameters that are divided along their first dimension."""
+    """The part that every rank holds of parameters that are divided along their first dimension."""
     holders: list[dict[str, LocalSlice]] = [{} for _ in range(ranks)]
     for rank, boxes in enumerate(holders):
         for name, shape in shapes.items():

@@ -37,7 +37,7 @@ def name_of(rule: type[MatrixRule]) -> Any:
 
 
 def changes(rule: MatrixRule, gradients: list[Tensor]) -> list[Tensor]:
-    """What ``rule`` makes of one gradient after another."""
+    """The changes that ``rule`` makes of one gradient after another."""
     rows, columns = gradients[0].shape
     state = {kept.name: torch.zeros(kept.shape) for kept in matrix_state(rule.spec, rows, columns)}
     return [rule.change(g.clone(), state, number).clone() for number, g in enumerate(gradients, 1)]

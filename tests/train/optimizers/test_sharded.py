@@ -230,7 +230,7 @@ def test_ranks_that_hold_copies_can_divide_the_matrices_between_them(ranks: Rank
 
 
 def elements_sent(spec: OptimizerSpec) -> tuple[int, int, set[str]]:
-    """What a step sends from this rank to others, in elements; what it keeps; and by which operations."""
+    """Elements that a step sends from this rank to others, those that it keeps, and the operations that send."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -149,7 +149,7 @@ def test_owners_have_the_work_that_the_trainer_gives_them(
 def held_box(
     parameter: Parameter, layout: Layout, rank: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """What a rank of a stage holds: its tensor or expert piece, of which FSDP's chunk of rows; ``None`` if that is empty."""
+    """The part that a rank of a stage holds: its tensor or expert piece, of which FSDP's chunk of rows; ``None`` if that is empty."""
     ranges = [range(size) for size in parameter.shape]
     splits: Mapping[int, tuple[int, int]]
     if parameter.stacked:

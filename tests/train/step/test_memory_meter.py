@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 def measured(
     model: nn.Module, state: list[torch.Tensor] | None = None, micro_batches: int = 1
 ) -> MemoryByKind:
-    """What a step of ``model`` holds; ``state`` is its optimizer's."""
+    """Bytes that a step of ``model`` holds; ``state`` is its optimizer's."""
     meter = MemoryMeter([model], lambda: state or [], CPU, compiled=False)
     with meter:
         for seed in range(micro_batches):

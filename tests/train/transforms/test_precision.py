@@ -34,7 +34,7 @@ SCALINGS = ("tensor", "row", "block")
 FINEST = {E4M3: 2.0**-4, E5M2: 2.0**-3}
 """Largest relative rounding error of a normal number: half a unit of the last place of 3 and 2 bits."""
 ERRORS = {"fp8-tensorwise": (0.045, 0.08), "fp8-rowwise": (0.045, 0.045), "mxfp8": (0.045, 0.045)}
-"""Of a product, relative to its norm: forward, and in gradients. Each operand contributes its rounding error's root mean
+"""Errors of a product, relative to its norm: forward, and in gradients. Each operand contributes its rounding error's root mean
 square: about 2.6 % in e4m3 and twice that in e5m2, which add up as 3.7 % and 5.8 %."""
 
 

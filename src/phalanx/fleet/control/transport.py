@@ -77,7 +77,7 @@ class TransportError(RuntimeError):
 
 @dataclass(frozen=True)
 class Credentials:
-    """What both sides of a connection must know: the run, its token, and certificates for TLS."""
+    """The secrets that both sides of a connection must know: the run, its token, and certificates for TLS."""
 
     run: str
     """The run's identity."""

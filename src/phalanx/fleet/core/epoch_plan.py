@@ -169,7 +169,7 @@ def needs_buddy(state: FleetState, seats: Sequence[str], ranks: int, rank: int) 
 
 
 def restore_source(state: FleetState) -> StateSource:
-    """What the next epoch restores: the newest step of which every state is held, memory before disk."""
+    """The state that the next epoch restores: the newest step of which every state is held, memory before disk."""
     point = newest_in_memory(state)
     saved = max(state.durable, default=NO_STEP)
     if point is not None and point.step >= saved:

@@ -13,7 +13,7 @@ _SHORTEST_LEAVE_S = 5.0
 
 
 class Formation(Struct, frozen=True):
-    """What the fleet must know of a run's layout: the legal numbers of ranks, and which ranks hold equal state."""
+    """The facts of a run's layout that the fleet must know: the legal numbers of ranks, and which ranks hold equal state."""
 
     workers_per_node: int
     legal: tuple[int, ...]

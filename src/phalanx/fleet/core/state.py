@@ -150,7 +150,7 @@ class FleetState(Struct):
     distrust: tuple[Distrust, ...] = ()
     """Ascending in epoch and in step: a later one does not restore trust in what an earlier one covers."""
     source: StateSource = Fresh()
-    """What the present epoch was restored from."""
+    """The source from which the present epoch was restored."""
     result_json: str = ""
 
     nodes: dict[str, Node] = {}

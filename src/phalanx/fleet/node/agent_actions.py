@@ -109,7 +109,7 @@ class Patience:
 
 @dataclass
 class WorkerLife:
-    """What the agent knows about one worker's process; a new value for each process."""
+    """The agent's knowledge of one worker's process; a new value for each process."""
 
     running: bool = False
     meeting_point: str = ""

@@ -31,7 +31,7 @@ class CausalCore:
 
     def __init__(self, scale: float | None = None) -> None:
         self.scale = scale
-        """What scores are multiplied with; ``None`` is ``1 / sqrt(e)``."""
+        """The factor of the scores; ``None`` is ``1 / sqrt(e)``."""
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None = None) -> Tensor:
         """See ``Core``. With more keys than queries, the queries are the last of the sequence."""

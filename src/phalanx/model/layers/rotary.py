@@ -56,7 +56,7 @@ def _temperature(factor: float, strength: float) -> float:
 
 
 def rotary_temperature(scaling: RopeScalingSpec | None) -> float:
-    """What the rotary tables are multiplied with: 1, but for YaRN."""
+    """The factor of the rotary tables: 1, but for YaRN."""
     if scaling is None or scaling.kind != "yarn":
         return 1.0
     above, below = scaling.mscale or 1.0, scaling.mscale_all_dim
@@ -64,7 +64,7 @@ def rotary_temperature(scaling: RopeScalingSpec | None) -> float:
 
 
 def softmax_temperature(scaling: RopeScalingSpec | None) -> float:
-    """What the scores of latent attention are multiplied with: 1, but for DeepSeek's YaRN with ``mscale_all_dim``."""
+    """The factor of latent attention's scores: 1, but for DeepSeek's YaRN with ``mscale_all_dim``."""
     if scaling is None or scaling.kind != "yarn":
         return 1.0
     return _temperature(scaling.factor, scaling.mscale_all_dim) ** 2

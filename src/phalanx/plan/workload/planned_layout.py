@@ -38,7 +38,7 @@ class PlannedLayout:
     offload_activations: bool = False
     offload_optimizer: bool = False
     sequence_parallel: bool = True
-    """Whether tensor ranks divide the sequence between matrix products, rather than repeat that work."""
+    """True if tensor ranks divide the sequence between matrix products, rather than repeat that work."""
 
     @property
     def data(self) -> int:
@@ -88,7 +88,7 @@ class LayoutField:
 
     name: str
     short: str = ""
-    """What it is called instead of ``name``; both are understood."""
+    """Its other name, beside ``name``; both are understood."""
     not_in_layout: str = ""
     """Why ``--layout`` does not take it."""
     not_in_require: str = ""
@@ -96,7 +96,7 @@ class LayoutField:
 
     @property
     def shown(self) -> str:
-        """What it is called in what is printed."""
+        """Its name in what is printed."""
         return self.short or self.name
 
 

@@ -11,7 +11,7 @@ from phalanx.simulate.hostile.training import Group, TrainingWorld
 
 
 class WorldView(TrainingWorld, Protocol):
-    """What a node sees of the world: clock, random numbers, conditions, the network and the other nodes."""
+    """A node's view of the world: clock, random numbers, conditions, the network and the other nodes."""
 
     nodes: dict[str, SimulatedNode]
 

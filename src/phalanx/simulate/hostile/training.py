@@ -81,7 +81,7 @@ class GroupMember(Protocol):
 
 
 class TrainingWorld(Protocol):
-    """What a process group sees of the world, and tells it."""
+    """A process group's view of the world, and its reports to it."""
 
     clock: SimulatedClock
     random: random.Random

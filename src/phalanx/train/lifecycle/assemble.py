@@ -84,7 +84,7 @@ class Training:
     shards: list[Shard]
     saver: AsyncSaver
     peak: Peak
-    """Of all ranks together."""
+    """Peak FLOP/s of all ranks together."""
     restored: RestoredState | None
     memory_bytes: dict[str, int] = field(default_factory=dict)
     """Measured memory by kind, on the rank that holds most of it; empty until it is measured."""
