@@ -1,4 +1,4 @@
-"""What a model reads first, and where it stops: prompts, chat messages, and end tokens, as the model was made for them.
+"""The beginning and the end of a model's text: prompts, chat messages, and end tokens, as the model was made for them.
 
 A tokenizer may put a token before each text, and a model that was trained with it writes another text without. A chat model was
 trained on messages framed by special tokens, as the Jinja template that is published with it frames them, and may end a turn by

@@ -1,4 +1,4 @@
-"""What a publisher says beside the weights comes through an import and an export, or is named where it does not."""
+"""A publisher's statements beside the weights come through an import and an export, or are named where they do not."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def _threads_for_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_ranks(ranks: int, function: Callable[[Group], Tensor]) -> list[Tensor]:
-    """What each of ``ranks`` threads returns; all of them are in one group."""
+    """The values that each of ``ranks`` threads returns; all of them are in one group."""
     board, barrier = [None] * ranks, threading.Barrier(ranks)
 
     def run(rank: int) -> Tensor:
@@ -79,7 +79,7 @@ def on_ranks(ranks: int, function: Callable[[Group], Tensor]) -> list[Tensor]:
 
 
 def of_replica(replica: int, replicas: int, group: Group | None = None) -> Any:
-    """What the reducers ask of a mesh."""
+    """The part of a mesh that the reducers use."""
     return SimpleNamespace(replica=replica, replicas=replicas, replicate_group=group)
 
 

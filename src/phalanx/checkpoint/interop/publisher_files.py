@@ -51,7 +51,7 @@ _BESIDE_THE_MODEL = (
 
 @dataclass(frozen=True)
 class Kept:
-    """What an export takes over from the publisher."""
+    """The parts that an export takes over from the publisher."""
 
     files: tuple[str, ...] = ()
     """Names below the publisher's folder, to be copied as they are."""
@@ -87,7 +87,7 @@ def copy_publisher_files(source: Path, folder: Path) -> tuple[str, ...]:
 def kept_by_export(
     folder: Path | None, spec: ModelSpec, tokenizer: Tokenizer | None, max_seq_len: int, trained_seq_len: int
 ) -> Kept:
-    """What an export of the resolved model ``spec`` takes over from the publisher's files in ``folder``.
+    """The parts that an export of the resolved model ``spec`` takes over from the publisher's files in ``folder``.
 
     ``tokenizer`` is the run's, ``None`` if it has none of its own. ``max_seq_len`` is the context that was asked for, 0 if none
     was, and ``trained_seq_len`` the run's sequence length. Raises HuggingFaceError for damaged files.

@@ -61,7 +61,7 @@ def start_notes(spec: RunSpec, index: DatasetIndex) -> Iterator[str]:
 
 
 def _origin_problems(spec: RunSpec, start: Path) -> Iterator[Problem]:
-    """What is wrong with the checkpoint ``start``, a folder ``.../step-00000100``, as the origin of the run's weights."""
+    """The problems of the checkpoint ``start``, a folder ``.../step-00000100``, as the origin of the run's weights."""
     source = RunDirectory(start.parent.parent)
     # A run directory and an imported model have their tokenizer beside the checkpoints; a checkpoint elsewhere has none.
     if source.tokenizer.is_dir() and not same_tokens(
