@@ -65,3 +65,14 @@ def test_an_export_prints_what_it_leaves_out_and_takes_another_context(
     assert done.exit_code == 0, done.output
     assert "note: left out of what was published: README.md" in done.output
     assert json.loads((out / "config.json").read_text())["max_position_embeddings"] == 4096
+
+
+def test_a_folder_that_leads_to_itself_is_named(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    done = CliRunner().invoke(
+        import_command.command, [str(tmp_path / "loop"), "--out", str(tmp_path / "run")]
+    )
+    assert done.exit_code == 1
+    assert "loop/config.json" in done.output
+    done = CliRunner().invoke(import_command.command, [str(tmp_path / "loop")])
+    assert (done.exit_code, type(done.exception)) == (1, SystemExit)

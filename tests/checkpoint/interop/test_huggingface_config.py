@@ -79,7 +79,6 @@ def test_the_context_that_readers_are_told_of_follows_the_stretched_rotary_embed
             'model_type \'gpt2\' is not supported; supported: "llama", "qwen3", "mixtral"',
         ),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; supported: 'silu'"),
-        ({"attention_dropout": 0.1}, "attention_dropout = 0.1 is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window = True is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         (

@@ -43,7 +43,9 @@ __all__ = [
 ]
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+_MOST_LAYERS = 1 << 16  # more are refused as model.layers; here they are not gone through
 _DEFAULT_MAX_SEQ_LEN = 8192  # nothing in the model depends on it; readers size their buffers by it
+_ORIGINAL = "original_max_position_embeddings"
 
 _STRETCHES: Mapping[str, Mapping[str, str]] = {
     "llama3": {
@@ -66,10 +68,10 @@ _YARN_OPTIONAL = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 # What else a config.json can ask for, and the only value that this project's transformer computes.
 _ONLY: Mapping[str, object] = {
     "hidden_act": "silu",
-    "attention_dropout": 0,
     "use_sliding_window": False,
     "partial_rotary_factor": 1,
 }
+_ALIKE: Mapping[str, object] = {"swish": "silu"}
 _ONLY_ROPE: Mapping[str, object] = {"partial_rotary_factor": 1, "attention_factor": None, "truncate": True}
 
 _TEMPERATURE = (
@@ -219,7 +221,10 @@ def spec_of(hf_config: JsonObject) -> ModelSpec:
     problems = [
         f"{field} = {hf_config[field]!r} is not supported; supported: {only!r}"
         for field, only in {**_ONLY, **family.constants}.items()
-        if hf_config.get(field) is not None and hf_config[field] != only
+        if hf_config.get(field) is not None
+        and _ALIKE.get(str(hf_config[field]), hf_config[field]) != only
+        # A window that is switched off says nothing.
+        and not (field == "sliding_window" and "use_sliding_window" in family.constants)
     ]
     if any(kind != "full_attention" for kind in hf_config.get("layer_types") or ()):
         problems.append("layer_types: supported: 'full_attention' alone")
@@ -301,7 +306,7 @@ def _layers_of(hf_config: JsonObject, family: Family) -> tuple[dict[str, object]
             f"num_key_value_heads = {kv_heads} is not supported; supported: as many as heads ({heads})"
         ]
     layers = hf_config.get("num_hidden_layers")
-    if family is not QWEN3_MOE or not isinstance(layers, int):
+    if family is not QWEN3_MOE or not isinstance(layers, int) or layers > _MOST_LAYERS:
         return {}, []
     step, dense = hf_config.get("decoder_sparse_step") or 1, hf_config.get("mlp_only_layers") or []
     mixtures = sorted(layer for layer in range(layers) if (layer + 1) % step == 0 and layer not in dense)
@@ -334,7 +339,9 @@ def _rope_of(hf_config: JsonObject, family: Family) -> tuple[dict[str, object], 
     if kind not in _STRETCHES:
         known = "', '".join(_STRETCHES)
         return fields, [f"rope_type {kind!r} is not supported; supported: 'default', '{known}'"]
-    said = {"original_max_position_embeddings": hf_config.get("max_position_embeddings"), **rope}
+    said = {_ORIGINAL: hf_config.get("max_position_embeddings"), **rope}
+    if hf_config.get(_ORIGINAL) is not None:  # Phi-3's habit; it has priority in transformers
+        said[_ORIGINAL] = hf_config[_ORIGINAL]
     stretch: dict[str, object] = {"kind": kind}
     for ours, theirs in _STRETCHES[kind].items():
         if said.get(theirs) is not None:
@@ -342,4 +349,6 @@ def _rope_of(hf_config: JsonObject, family: Family) -> tuple[dict[str, object], 
         elif ours not in _YARN_OPTIONAL:
             problems.append(f"the {kind} rotary embedding lacks {theirs}")
     problems += [] if _same_temperature(stretch) else [_TEMPERATURE]
+    if kind == "llama3" and family is DEEPSEEK_V3 and rope.get("mscale_all_dim"):
+        problems.append("mscale_all_dim with rope_type 'llama3' is not supported; supported: with 'yarn'")
     return {**fields, "rope_scaling": stretch}, problems

@@ -29,6 +29,7 @@ from phalanx.checkpoint.interop.huggingface_files import (
     write_json,
 )
 from phalanx.checkpoint.interop.huggingface_names import Published, published, shared_copies
+from phalanx.checkpoint.interop.huggingface_notes import export_notes
 from phalanx.checkpoint.interop.publisher_files import copy_kept, kept_by_export, note_lost_fields
 from phalanx.checkpoint.tiers.digest import WEIGHTS
 from phalanx.checkpoint.tiers.gather import gather
@@ -98,7 +99,7 @@ def export_hf(
                 tokenizer.save(folder)
         if published_dir is not None:
             copy_kept(kept, published_dir, folder)
-    return kept.notes + note_lost_fields(published_dir, config)
+    return kept.notes + note_lost_fields(published_dir, config) + export_notes(spec)
 
 
 def tensors_of(spec: ModelSpec) -> list[Published]:

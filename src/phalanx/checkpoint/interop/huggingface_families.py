@@ -3,7 +3,9 @@
 A family can say some fields of a model and holds the others fixed: Mixtral has no shared experts, Qwen3 always
 normalizes queries and keys. Both directions read the same tables, so that what is written is what is read back. Fields of
 ``ModelSpec`` that only training reads (the strength of a balance loss, say) and that a family has no word for appear in no
-table: they are not written, and an imported model has their defaults.
+table: they are not written, and an imported model has their defaults. One of these is the weight of the load-balancing loss:
+``router_aux_loss_coef`` weighs one loss over the routers of all layers together, ``moe.aux_loss`` the sum of a loss of each layer,
+and no factor between them makes both the same.
 
 Source: the configuration classes of transformers 4.51 to 5.x, and the published ``config.json`` of the models named.
 """
@@ -45,7 +47,6 @@ OPTIONAL = frozenset(
         "attention_bias",
         "ffn_bias",
         "mla.query_rank",
-        "moe.aux_loss",
         "mtp_depth",
     }
 )
@@ -94,7 +95,6 @@ MIXTRAL = Family(
         "moe.ffn_dim": "intermediate_size",
         "moe.experts": "num_local_experts",
         "moe.per_token": "num_experts_per_tok",
-        "moe.aux_loss": "router_aux_loss_coef",
     },
     _DENSE
     | _SOFTMAX_ROUTER
@@ -120,7 +120,6 @@ QWEN3_MOE = Family(
         "moe.experts": "num_experts",
         "moe.per_token": "num_experts_per_tok",
         "moe.normalize": "norm_topk_prob",
-        "moe.aux_loss": "router_aux_loss_coef",
     },
     _DENSE | _SOFTMAX_ROUTER | {"qk_norm": True, "ffn_bias": False},
     constants=_NO_WINDOW,
@@ -164,7 +163,7 @@ DEEPSEEK_V3 = Family(
     },
     # The bias is in every published model; one that was never moved is zero, and changes nothing.
     absent={"norm_eps": 1e-6, "moe.balance_bias": True},
-    aliases={"num_nextn_predict_layers": "num_mtp_layers"},
+    aliases={"num_nextn_predict_layers": "num_mtp_layers", "n_routed_experts": "num_local_experts"},
 )
 
 FAMILIES: Mapping[str, Family] = {

@@ -32,6 +32,7 @@ from phalanx.checkpoint.interop.huggingface_files import (
     read_json,
 )
 from phalanx.checkpoint.interop.huggingface_names import Published, hf_name, published, shared_copies
+from phalanx.checkpoint.interop.huggingface_notes import import_notes
 from phalanx.checkpoint.interop.publisher_files import copy_publisher_files
 from phalanx.checkpoint.tiers.digest import WEIGHTS, TensorDigest, combine
 from phalanx.checkpoint.tiers.disk import DiskTier
@@ -45,7 +46,6 @@ from phalanx.run.spec import ModelSpec
 
 _IMAGE_BYTES = 1 << 30
 _FP8 = "F8_E4M3"
-_LATENT_EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ def import_hf(directory: Path, out: Path, *, image_bytes: int = _IMAGE_BYTES) ->
     with new_folder(out) as folder, ExitStack() as stack:
         weights = Weights(_open_weights(directory, stack), storage_of(config))
         spec, notes = _settle_mtp(spec, weights.tensors)
+        notes += _settle_biases(spec, weights.tensors)
         _require_tensors(directory, spec, weights)
         directory_of_run = RunDirectory(folder)
         tier = DiskTier(directory_of_run.checkpoints)
@@ -80,7 +81,7 @@ def import_hf(directory: Path, out: Path, *, image_bytes: int = _IMAGE_BYTES) ->
         directory_of_run.run_file.write_text(tomli_w.dumps({"name": out.name, "model": to_table(spec)}))
         no_tokenizer_because = _copy_tokenizer(directory, directory_of_run.tokenizer)
         notes += copy_publisher_files(directory, directory_of_run.published)
-        return Imported(spec, digest, no_tokenizer_because, notes + _notes(spec))
+        return Imported(spec, digest, no_tokenizer_because, notes + import_notes(config, spec))
 
 
 # The folder's tensors
@@ -133,7 +134,7 @@ def _open_weights(directory: Path, stack: ExitStack) -> dict[str, _StoredTensor]
     index = directory / "model.safetensors.index.json"
     files = ["model.safetensors"]
     if index.exists():
-        files = sorted(set(read_json(index).get("weight_map", {}).values()))
+        files = _files_of(index)
     found: dict[str, _StoredTensor] = {}
     for file in files:
         path = directory / file
@@ -149,6 +150,40 @@ def _open_weights(directory: Path, stack: ExitStack) -> dict[str, _StoredTensor]
         found |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
     # Buffers that old versions saved; they follow from the configuration.
     return {name: tensor for name, tensor in found.items() if not name.endswith("rotary_emb.inv_freq")}
+
+
+def _files_of(index: Path) -> list[str]:
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise HuggingFaceError(
+            f"{index}: damaged (its weight_map names no file for each tensor); copy or download it again"
+        )
+    return sorted(set(places.values()))
+
+
+class _Zeros:
+    """A tensor of zeros, in place of one that the files do not hold."""
+
+    def __init__(self, shape: Extent) -> None:
+        self._zero = torch.zeros(()).expand(shape)
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    def get_shape(self) -> list[int]:
+        return list(self._zero.shape)
+
+    def __getitem__(self, part: slice | tuple[slice, ...]) -> torch.Tensor:
+        return self._zero[part]
+
+
+def _settle_biases(spec: ModelSpec, tensors: dict[str, _StoredTensor]) -> tuple[str, ...]:
+    """Puts zeros where the files hold no bias of a router at all, as transformers does."""
+    biases = [tensor for tensor in published(spec) if tensor.parameter.kind == "balance"]
+    if not biases or any(bias.name in tensors for bias in biases):
+        return ()
+    tensors.update({bias.name: _Zeros(bias.shape) for bias in biases})
+    return ("the files hold no e_score_correction_bias; the routers' biases are zero",)
 
 
 def _settle_mtp(spec: ModelSpec, tensors: dict[str, _StoredTensor]) -> tuple[ModelSpec, tuple[str, ...]]:
@@ -172,15 +207,6 @@ def _settle_mtp(spec: ModelSpec, tensors: dict[str, _StoredTensor]) -> tuple[Mod
     return spec, ()
 
 
-def _notes(spec: ModelSpec) -> tuple[str, ...]:
-    if spec.mla is None or spec.norm_eps == _LATENT_EPS:
-        return ()
-    return (
-        f"rms_norm_eps = {spec.norm_eps:g} holds for the norms of attention's latents too; transformers has "
-        f"{_LATENT_EPS:g} there whatever {CONFIG} says",
-    )
-
-
 def _require_tensors(directory: Path, spec: ModelSpec, weights: Weights) -> None:
     wanted = {tensor.name: tensor.shape for tensor in published(spec)}
     copies = {tensor.name: hf_name(tensor.parameter.name) for tensor in shared_copies(spec)}
@@ -188,6 +214,11 @@ def _require_tensors(directory: Path, spec: ModelSpec, weights: Weights) -> None
         copies["lm_head.weight"] = "model.embed_tokens.weight"
     held = weights.tensors.keys()
     scales = {scale_name(name) for name in held if weights.tensors[name].get_dtype() == _FP8}
+    if not wanted.keys() & held and any(f"model.{name}" in wanted for name in held):
+        raise HuggingFaceError(
+            f"{directory}: the tensors' names lack the prefix 'model.', as of a base model saved without its output projection; "
+            "save the whole causal language model (AutoModelForCausalLM)"
+        )
     problems = [f"{name} is missing" for name in (wanted.keys() | scales) - held]
     problems += [
         f"{name} is not a part of the model" for name in held - wanted.keys() - copies.keys() - scales
@@ -255,6 +286,10 @@ def _copy_weights(
         for entry in layout.entries:
             name = entry.box.name.removeprefix(WEIGHTS)
             values = _values(entry.box, sources[name], weights)
+            if not torch.stack(values.aminmax()).isfinite().all():
+                raise HuggingFaceError(
+                    f"{sources[name][0].name}: holds NaN or infinity, so the model computes nothing; copy or download it again"
+                )
             data[entry.start : entry.stop] = values.contiguous().reshape(-1).view(torch.uint8).numpy()
             hashes[name].update(data[entry.start : entry.stop].data)
         tier.write(draft, rank, Image(layout, data))

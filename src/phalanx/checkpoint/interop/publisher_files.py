@@ -95,6 +95,8 @@ def kept_by_export(
     published = _read_config(folder)
     notes: list[str] = []
     config = {key: published[key] for key in _BESIDE_THE_MODEL if key in published}
+    if published.get("sliding_window") and not published.get("use_sliding_window", True):
+        config["sliding_window"] = published["sliding_window"]  # switched off
     context, said = _context(published, spec, max_seq_len, trained_seq_len)
     config |= {_CONTEXT: context} if context else {}
     notes += [said] if said else []

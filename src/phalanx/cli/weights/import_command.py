@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import click
@@ -29,7 +30,7 @@ def command(directory: Path, out: Path | None, as_json: bool) -> None:
     from phalanx.checkpoint.interop.huggingface import import_hf
     from phalanx.data.errors import DataError
 
-    target = out or Path("imported") / directory.resolve().name
+    target = out or Path("imported") / Path(os.path.abspath(directory)).name
     with explained(CheckpointError, DataError):
         imported = import_hf(directory, target)
     if as_json:

@@ -1,0 +1,167 @@
+"""What a published model says is done, refused, or named: nothing is read past in silence."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from checkpoint.huggingface_models import CONFIGS as MIXTURES
+from checkpoint.huggingface_models import edit_config, imported_model, saved_by_transformers
+from parity.hf_models import CONFIGS, random_tokens
+from phalanx.checkpoint.interop.huggingface import HuggingFaceError, UnsupportedModelError, import_hf, spec_of
+from phalanx.checkpoint.interop.huggingface_notes import export_notes, import_notes
+
+ALL = {**CONFIGS, **MIXTURES}
+
+
+def edit_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
+    path = folder / "model.safetensors"
+    tensors: dict[str, Any] = load_file(path)
+    tensors |= {name.replace("__", "."): value for name, value in changes.items()}
+    save_file({name: value for name, value in tensors.items() if value is not None}, path)
+
+
+def assert_same_logits(published: Path, run: Path) -> tuple[str, ...]:
+    """Imports the folder, compares with ``transformers`` and returns the notes."""
+    imported = import_hf(published, run)
+    tokens = random_tokens(imported.spec, 2, 40)
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)(tokens).logits
+        torch.testing.assert_close(imported_model(run, imported.spec)(tokens), theirs, rtol=1e-4, atol=1e-5)
+    return imported.notes
+
+
+@pytest.mark.parametrize("config", ALL.values(), ids=ALL.keys())
+def test_nothing_that_transformers_writes_is_unknown(config: Any) -> None:
+    table = config.to_dict()
+    notes = import_notes(table, spec_of(table))
+    assert not [note for note in notes if "not known" in note]
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "note"),
+    [
+        (
+            "llama",
+            {"auto_map": {"AutoModel": "modeling_x.X"}},
+            "auto_map: the publisher's own code is not run",
+        ),
+        (
+            "llama",
+            {"embedding_multiplier": 12.0, "no_rope_layers": [1]},
+            "left aside: embedding_multiplier, no_rope_layers",
+        ),
+        (
+            "llama, yarn",
+            {"rope_parameters": {**CONFIGS["llama, yarn"].rope_parameters, "novel": 1}},
+            "left aside: novel",
+        ),
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout = 0.1: training here has no dropout"),
+        ("qwen3 moe", {"router_aux_loss_coef": 0.01}, "router_aux_loss_coef = 0.01 weighs another loss"),
+        ("deepseek v3", {"aux_loss_alpha": 0.001}, "aux_loss_alpha = 0.001 weighs another loss"),
+        ("deepseek v3", {"rms_norm_eps": 1e-3}, "rms_norm_eps = 0.001 holds for the norms"),
+    ],
+)
+def test_what_is_read_past_is_named(family: str, change: dict[str, Any], note: str) -> None:
+    table = ALL[family].to_dict() | change
+    notes = import_notes(table, spec_of(table))
+    assert len([said for said in notes if note in said]) == 1
+
+
+def test_a_load_balancing_loss_is_not_switched_on_by_an_import() -> None:
+    moe = spec_of(ALL["qwen3 moe"].to_dict() | {"router_aux_loss_coef": 0.5}).moe
+    assert moe is not None
+    assert moe.aux_loss == 0
+
+
+def test_an_export_says_that_latents_are_normalized_otherwise_elsewhere() -> None:
+    spec = spec_of(ALL["deepseek v3"].to_dict())
+    assert export_notes(spec) == ()
+    (note,) = export_notes(dataclasses.replace(spec, norm_eps=1e-5))
+    assert "model.norm_eps = 1e-05 here and 1e-06 in transformers" in note
+
+
+@pytest.mark.parametrize("family", ["llama, yarn", "llama, stretched rotary", "deepseek v3, yarn"])
+@pytest.mark.parametrize("inside", [None, 32])
+def test_the_original_context_beside_the_rotary_parameters_has_priority(
+    family: str, inside: int | None, tmp_path: Path
+) -> None:
+    published = saved_by_transformers(ALL[family], tmp_path / "published")
+    rope = json.loads((published / "config.json").read_text())["rope_parameters"]
+    del rope["original_max_position_embeddings"]
+    rope |= {} if inside is None else {"original_max_position_embeddings": inside}
+    edit_config(published, rope_parameters=rope, original_max_position_embeddings=16)
+    assert assert_same_logits(published, tmp_path / "run") == ()
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("qwen3", {"sliding_window": 16, "use_sliding_window": False}),
+        ("qwen3 moe", {"sliding_window": 16, "use_sliding_window": False}),
+        ("llama", {"hidden_act": "swish"}),
+    ],
+)
+def test_what_changes_nothing_is_imported(family: str, change: dict[str, Any], tmp_path: Path) -> None:
+    published = saved_by_transformers(ALL[family], tmp_path / "published")
+    edit_config(published, **change)
+    assert_same_logits(published, tmp_path / "run")
+
+
+def test_routers_without_biases_have_zeros_as_in_transformers(tmp_path: Path) -> None:
+    published = saved_by_transformers(ALL["deepseek v3"], tmp_path / "published")
+    names = [name for name in load_file(published / "model.safetensors") if name.endswith("correction_bias")]
+    edit_tensors(published, **dict.fromkeys(names[:1]))
+    with pytest.raises(HuggingFaceError, match="e_score_correction_bias is missing"):
+        import_hf(published, tmp_path / "one")
+    edit_tensors(published, **dict.fromkeys(names))
+    (note,) = assert_same_logits(published, tmp_path / "run")
+    assert "no e_score_correction_bias" in note
+
+
+def test_a_temperature_of_the_softmax_where_none_is_computed_is_refused() -> None:
+    rope = {**CONFIGS["llama, stretched rotary"].rope_parameters, "mscale_all_dim": 0.99}
+    with pytest.raises(UnsupportedModelError, match="mscale_all_dim with rope_type 'llama3'"):
+        spec_of(ALL["deepseek v3"].to_dict() | {"rope_parameters": rope, "rope_scaling": None})
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(broken: float, tmp_path: Path) -> None:
+    published = saved_by_transformers(ALL["llama"], tmp_path / "published")
+    norm = load_file(published / "model.safetensors")["model.norm.weight"]
+    norm[3] = broken
+    edit_tensors(published, model__norm__weight=norm)
+    with pytest.raises(HuggingFaceError, match=r"model\.norm\.weight: holds NaN or infinity"):
+        import_hf(published, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("weight_map", [None, [], ["a"], {"model.norm.weight": 3}])
+def test_a_damaged_index_is_named(weight_map: object, tmp_path: Path) -> None:
+    published = saved_by_transformers(ALL["llama"], tmp_path / "published")
+    (published / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(HuggingFaceError, match=r"model\.safetensors\.index\.json: damaged"):
+        import_hf(published, tmp_path / "run")
+
+
+def test_a_base_model_without_its_output_projection_is_told_from_a_strange_one(tmp_path: Path) -> None:
+    published = saved_by_transformers(ALL["llama"], tmp_path / "published")
+    path = published / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["lm_head.weight"]
+    save_file({name.removeprefix("model."): value for name, value in tensors.items()}, path)
+    with pytest.raises(HuggingFaceError, match=r"lack the prefix 'model\.', as of a base model"):
+        import_hf(published, tmp_path / "run")
+
+
+def test_layers_beyond_number_are_refused_at_once() -> None:
+    table = ALL["qwen3 moe"].to_dict() | {"num_hidden_layers": 10**12, "layer_types": None}
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers|num_hidden_layers|mlp_only_layers"):
+        spec_of(table)
