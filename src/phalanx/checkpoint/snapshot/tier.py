@@ -150,7 +150,7 @@ class _Peer:
         return size
 
     def _patiently(self, use: Callable[[SnapshotClient], _T]) -> _T:
-        """What ``use`` returns; tried anew, after pauses that grow, while the holder is busy or has no place for us."""
+        """The result of ``use``, which is tried anew, after pauses that grow, while the holder is busy or has no place for us."""
         until_s = time.monotonic() + _PATIENCE_S
         pause_s, turned_away = _FIRST_PAUSE_S, 0
         while True:

@@ -71,7 +71,7 @@ class MeasureSteps(msgspec.Struct, frozen=True, tag=True):
 
 
 class _RankJob(msgspec.Struct, frozen=True):
-    """What a new process reads on its standard input."""
+    """The job of a rank, as its new process reads it on its standard input."""
 
     rank: int
     ranks: int
@@ -81,7 +81,7 @@ class _RankJob(msgspec.Struct, frozen=True):
 
 
 class _RankResult(msgspec.Struct, frozen=True):
-    """What a rank leaves in ``rank-N.json``: an error, or the result of its kind of job."""
+    """The result of a rank, as it leaves it in ``rank-N.json``: an error, or the result of its kind of job."""
 
     error: str = ""
     points: MeasuredPoints = {}
