@@ -126,7 +126,7 @@ def test_the_reason_names_up_to_four_of_the_nodes_that_are_lost() -> None:
 def test_a_fleet_grows_when_its_epoch_is_old_enough_and_not_before_a_stop() -> None:
     for stopping in (False, True):
         fleet = running(4, 0, grow_s=30.0, lease_s=1e6)
-        fleet.hear(m.Disconnected("1", 1), m.Broken("0", 1, 0, 0))
+        fleet.hear(m.Disconnected("1", 1), m.Broken("0", 1, 0, 0), after_s=100.0)
         fleet.park()
         fleet.bind()
         fleet.join("1", incarnation=2)
@@ -134,7 +134,7 @@ def test_a_fleet_grows_when_its_epoch_is_old_enough_and_not_before_a_stop() -> N
         if stopping:
             fleet.hear(m.StopRun())
         assert can_grow(fleet.state)
-        assert (next_deadline_s(fleet.state) == 30.0) is not stopping
+        assert (next_deadline_s(fleet.state) == 130.0) is not stopping
         fleet.hear(m.Tick(), after_s=29.75)
         assert fleet.state.phase is FleetPhase.RUNNING
         fleet.hear(m.Tick(), after_s=0.25)
@@ -143,8 +143,10 @@ def test_a_fleet_grows_when_its_epoch_is_old_enough_and_not_before_a_stop() -> N
 
 
 def test_a_whole_fleet_does_not_grow_by_its_spares() -> None:
-    fleet = running(2, 2, formation=Formation(1, (1, 2, 3, 4)))
+    fleet = running(2, 2, formation=Formation(1, (1, 2, 3, 4)), grow_s=30.0, stall_s=40.0, lease_s=1e6)
+    fleet.hear(m.Tick())
     assert not can_grow(fleet.state)
+    assert next_deadline_s(fleet.state) == 40.0
 
 
 def test_a_fleet_that_waits_says_so_once() -> None:
@@ -241,6 +243,10 @@ def test_a_lease_runs_out_after_its_time_and_no_sooner() -> None:
     assert fleet.state.nodes["4"].why == "it fell silent 15.0 s ago"
     assert [node.alive for node in fleet.state.nodes.values()] == [True] * 4 + [False]
     assert fleet.state.next_lease_s == 25.0
+    fleet.now_s = 40.0
+    beat(fleet)
+    fleet.hear(m.Tick())
+    assert len(fleet.state.nodes["4"].strikes) == 1, "it is lost only once"
 
 
 def test_a_broken_connection_is_given_its_time_and_no_more() -> None:
@@ -253,9 +259,13 @@ def test_a_broken_connection_is_given_its_time_and_no_more() -> None:
     assert fleet.state.nodes["4"].why == "its connection broke 2.0 s ago"
 
 
-@pytest.mark.parametrize(("silent", "lost"), [("012", 0), ("01", 2), ("0", 1)])
-def test_if_most_nodes_fall_silent_at_once_they_are_given_more_time(silent: str, lost: int) -> None:
-    fleet = running(4, 1, lease_s=15.0, stall_s=1e6)
+@pytest.mark.parametrize(
+    ("nodes", "silent", "lost"), [(5, "012", 0), (6, "012", 3), (3, "01", 2), (5, "0", 1)]
+)
+def test_if_most_nodes_fall_silent_at_once_they_are_given_more_time(
+    nodes: int, silent: str, lost: int
+) -> None:
+    fleet = running(nodes - 1, 1, lease_s=15.0, stall_s=1e6)
     for _ in range(3):
         fleet.now_s += 5.0
         beat(fleet, *silent)

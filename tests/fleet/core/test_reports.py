@@ -343,6 +343,7 @@ def test_a_stop_while_members_bind_is_told_when_they_have_bound() -> None:
     fleet = Fleet(settings(2))
     fleet.join("0", "1")
     assert fleet.hear(m.StopRun()) == []
+    assert fleet.hear(m.Bound("0", 1, 0), m.Heartbeat("0", 1, 0, -1, m.WorkerPhase.BOUND)) == []
     fleet.bind()
     assert fleet.said == [("0", m.Stop(0)), ("1", m.Stop(0))]
 

@@ -127,7 +127,7 @@ def buddy_ring(domains: Sequence[tuple[str, ...]]) -> tuple[tuple[int, ...], int
     """
     count = len(domains)
     order = sorted(range(count), key=lambda seat: domains[seat])
-    depth = max(map(len, domains), default=0)
+    depth = max(map(len, domains))
     shift, level = min(1, count - 1), 0
     for levels in range(1, depth + 1):
         largest = max(Counter(domain[:levels] for domain in domains).values())
