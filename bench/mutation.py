@@ -1,0 +1,218 @@
+"""Mutation testing: would a test fail if the fleet's core, or a reduction, computed something else?
+
+A mutant (``mutants.py``) is a module with one small change. It is judged by the tests of the module (``TARGETS``): first, to
+save time, in a fork of a process that has already imported and collected everything, with few examples of each property;
+then, if it lives, in a fresh import with all examples and with wider tests. What no test tells from the original is printed,
+and docs/mutation.md says what became of it.
+
+    python bench/mutation.py                                   # all targets: an hour
+    python bench/mutation.py fleet/core/decide.py --sample 50
+    python bench/mutation.py mesh/slots.py --results lived.jsonl   # the next run with this file judges only what lived
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import math
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import hypothesis
+import pytest
+from _pytest.runner import runtestprotocol
+
+from mutants import mutants
+
+ROOT = Path(__file__).resolve().parents[1]
+SLOTS, RESTORE = "tests/parallel/mesh/test_slots.py", "tests/checkpoint/format/test_restore_plan.py"
+CORE = tuple(
+    f"tests/fleet/core/test_{name}.py"
+    for name in ("decide", "reports", "epochs", "epoch_plan", "resync", "properties")
+)
+WORLDS = ("tests/simulate/hostile",)
+# Module -> its own tests, quickest first, and the wider ones that judge what these let live.
+TARGETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "parallel/mesh/slots.py": ((SLOTS,), ()),
+    "parallel/reduction/slot_tree.py": ((SLOTS,), ()),
+    "parallel/reduction/tree.py": (
+        ("tests/parallel/reduction/test_tree.py", SLOTS),
+        ("tests/train/test_reproducibility.py",),
+    ),
+    "checkpoint/format/boxes.py": (("tests/checkpoint/format/test_boxes.py", RESTORE), ()),
+    "checkpoint/format/restore_plan.py": ((RESTORE,), ()),
+    "fleet/core/epoch_plan.py": (CORE, WORLDS),
+    "fleet/core/decide.py": (CORE, WORLDS),
+    "fleet/core/epochs.py": (CORE, WORLDS),
+}
+FEW_EXAMPLES, ALL_EXAMPLES = 12, 100
+
+
+class Screen:
+    """A pytest plugin that, instead of running the tests once, runs them in a fork for each of ``sources``.
+
+    A fork puts the changed code into the functions of the module that is there. Where that is not enough (a constant has
+    changed, say), the mutant seems to live.
+    """
+
+    def __init__(self, target: str, sources: Sequence[str], verdicts: Path) -> None:
+        self.name = "phalanx." + target.removesuffix(".py").replace("/", ".")
+        self.sources, self.verdicts = sources, verdicts
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Writes a line for each source: True if the tests pass with it."""
+        began_s = time.process_time()
+        if not all_pass(session.items):
+            return False
+        limit_s = math.ceil(1 + 4 * (time.process_time() - began_s))
+        gc.freeze()
+        with self.verdicts.open("w") as out:
+            for source in self.sources:
+                lives = in_fork(lambda source=source: self._judge(session.items, source), limit_s)
+                print(lives, file=out, flush=True)
+        return True
+
+    def _judge(self, items: list[pytest.Item], source: str) -> bool:
+        present = vars(sys.modules[self.name])
+        changed = {"__name__": self.name}
+        try:
+            exec(compile(source, self.name, "exec"), changed)
+            put_in(present, changed)
+        except Exception:
+            return True
+        return all_pass(items)
+
+
+def put_in(present: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
+    """Puts changed code into the functions, methods and properties that are there."""
+    for name, new in changed.items():
+        old = present.get(name)
+        if hasattr(old, "cache_clear"):
+            old.cache_clear()
+        if isinstance(new, type) and isinstance(old, type) and new.__module__ == old.__module__:
+            put_in(vars(old), vars(new))
+        old, new = (getattr(it, "fget", getattr(it, "__wrapped__", it)) for it in (old, new))
+        if isinstance(old, FunctionType) and isinstance(new, FunctionType):
+            old.__code__, old.__defaults__, old.__kwdefaults__ = (
+                new.__code__,
+                new.__defaults__,
+                new.__kwdefaults__,
+            )
+
+
+def all_pass(items: list[pytest.Item]) -> bool:
+    """Runs tests up to the first that fails."""
+    return not any(
+        report.failed
+        for item, following in zip(items, [*items[1:], None], strict=True)
+        for report in runtestprotocol(item, nextitem=following, log=False)
+    )
+
+
+def in_fork(judge: Callable[[], bool], limit_s: int) -> bool:
+    """What ``judge`` returns in a fork; False if it needs more than ``limit_s`` of CPU time, or hangs."""
+    child, began_s = os.fork(), time.monotonic()
+    if not child:
+        os.setsid()
+        resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
+        silence = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silence, 1)
+        os.dup2(silence, 2)
+        passed = False
+        with contextlib.suppress(BaseException):
+            passed = judge()
+        os._exit(not passed)
+    done, status = 0, 1
+    while not done and time.monotonic() - began_s < 20 * limit_s:
+        time.sleep(0.002)
+        done, status = os.waitpid(child, os.WNOHANG)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)  # the ranks that a test has started, too
+    if not done:
+        os.waitpid(child, 0)
+    return bool(done) and status == 0
+
+
+def run_tests(sources: Path, tests: Sequence[str], examples: int, *plugins: object) -> bool:
+    """True if ``tests`` pass with Phalanx imported from ``sources``, with so many examples of each property."""
+    os.chdir(ROOT)
+    os.environ["PYTHONPATH"] = str(sources)
+    sys.path[0] = str(sources)  # in the place of this folder: its ``checkpoint`` is not the tests'
+    # Python would take the bytecode of one mutant for that of another of the same size and second.
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    sys.dont_write_bytecode = True
+    hypothesis.settings.register_profile(
+        "mutants", None, max_examples=examples, derandomize=True, database=None, deadline=None,
+        phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )  # fmt: skip
+    unused = ("cacheprovider", "logging", "unraisableexception", "threadexception")
+    options = ["-x", "--tb=line", "--hypothesis-profile=mutants", *(f"-pno:{name}" for name in unused)]
+    return pytest.main([*options, *tests], plugins) == 0
+
+
+def judge(target: str, sample: int | None, results: Path) -> str:
+    """Judges the mutants of a module, writes each verdict to ``results``, and prints those that live."""
+    own, wider = TARGETS[target]
+    known = {json.dumps(line["mutant"]) for line in map(json.loads, results.open()) if line["killed"]}
+    original = (ROOT / "src" / "phalanx" / target).read_text()
+    found = list(mutants(original))
+    chosen = random.Random(0).sample(found, min(sample or len(found), len(found)))
+    keys = [[target, mutant.place, mutant.before, mutant.after, mutant.nth] for mutant in chosen]
+    to_do = [(mutant, key) for mutant, key in zip(chosen, keys, strict=True) if json.dumps(key) not in known]
+    with tempfile.TemporaryDirectory() as folder, results.open("a") as out:
+        copy = Path(shutil.copytree(ROOT / "src", Path(folder) / "src"))
+        module, verdicts = copy / "phalanx" / target, Path(folder) / "verdicts"
+
+        def fresh(source: str, tests: Sequence[str]) -> bool:
+            module.write_text(source)
+            return in_fork(lambda: run_tests(copy, tests, ALL_EXAMPLES), 600)
+
+        if not fresh(original, (*own, *wider)) or fresh("raise ImportError", own):
+            raise SystemExit(f"the tests of {target} fail without a mutant, or do not notice that it is gone")
+        module.write_text(original)
+        screen = Screen(target, [mutant.source for mutant, _ in to_do], verdicts)
+        in_fork(lambda: run_tests(copy, own, FEW_EXAMPLES, screen), 10**6)
+        seem_to_live = [line == "True" for line in verdicts.read_text().split()]
+        lived = 0
+        for (mutant, key), seems in zip(to_do, seem_to_live, strict=True):
+            lives = seems and fresh(mutant.source, (*own, *wider))
+            print(json.dumps({"mutant": key, "killed": not lives}), file=out, flush=True)
+            if lives:
+                lived += 1
+                print(
+                    f"{target}:{mutant.line} in {mutant.place}: {mutant.before}  ->  {mutant.after}",
+                    flush=True,
+                )
+    return f"{target}: {len(found)} mutants, {len(chosen)} judged, {lived} live"
+
+
+def main() -> None:
+    """Reads the command line, judges, and prints how many mutants of each module live."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("targets", nargs="*", help="modules, as paths that end in one of TARGETS")
+    parser.add_argument("--sample", type=int, help="judge so many of each module, chosen at random")
+    parser.add_argument("--results", type=Path, default=Path(tempfile.gettempdir()) / "mutants.jsonl")
+    args = parser.parse_args()
+    args.results.touch()
+    for target in TARGETS:
+        if not args.targets or any(target.endswith(name) for name in args.targets):
+            print(judge(target, args.sample, args.results), flush=True)
+
+
+if __name__ == "__main__":
+    main()
