@@ -6,6 +6,8 @@ computes it.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -18,6 +20,14 @@ from phalanx.run.spec import ModelSpec
 
 class AttentionKind(Protocol):
     """All that is known of a kind of attention without building it. But for the first four functions, models are resolved."""
+
+    @property
+    def TITLE(self) -> str:  # noqa: N802
+        """Its name in messages."""
+
+    @property
+    def OWN_FIELDS(self) -> tuple[str, ...]:  # noqa: N802
+        """Fields of ``[model]`` that other kinds have not got, and refuse."""
 
     def problems(self, model: ModelSpec) -> Iterator[Problem]:
         """What cannot be among a model's fields."""
@@ -50,6 +60,21 @@ class AttentionKind(Protocol):
         """The same with the smallest widths that ``tensor`` ranks can divide."""
 
 
+_KINDS: tuple[AttentionKind, ...] = (grouped_attention, latent_attention)
+
+
 def attention_kind(model: ModelSpec) -> AttentionKind:
     """The kind of attention of ``model``."""
     return grouped_attention if model.mla is None else latent_attention
+
+
+def attention_problems(model: ModelSpec) -> Iterator[Problem]:
+    """What cannot be for the kind that ``model`` has, fields of other kinds among it."""
+    mine = attention_kind(model)
+    yield from mine.problems(model)
+    defaults = {field.name: field.default for field in dataclasses.fields(ModelSpec)}
+    chosen_by = tuple(f"model.{name}" for name in mine.OWN_FIELDS if getattr(model, name) != defaults[name])
+    for name in (name for kind in _KINDS if kind is not mine for name in kind.OWN_FIELDS):
+        if getattr(model, name) != defaults[name]:
+            remedy = f"set it to {json.dumps(defaults[name])}"
+            yield Problem(f"model.{name}", f"{mine.TITLE} has none", remedy, chosen_by)

@@ -10,9 +10,12 @@ from phalanx.run.kinds.parts import Parameter, by_name, linear, norm, under
 from phalanx.run.problems import Problem, divisors_near
 from phalanx.run.spec import ModelSpec
 
+TITLE = "grouped attention"
+OWN_FIELDS = ("qk_norm", "attention_bias")
+
 
 def problems(model: ModelSpec) -> Iterator[Problem]:
-    """Heads that do not divide what they must, and fields that only other kinds have."""
+    """Heads that do not divide what they must, and a temperature that there is not."""
     if model.head_dim == 0 and model.dim % model.heads:
         yield Problem(
             "model.heads",

@@ -22,6 +22,9 @@ from phalanx.run.kinds.parts import Parameter, by_name, linear, norm, under
 from phalanx.run.problems import Problem
 from phalanx.run.spec import MlaSpec, ModelSpec
 
+TITLE = "latent attention"
+OWN_FIELDS = ("mla",)
+
 
 def _latents(model: ModelSpec) -> MlaSpec:
     assert model.mla is not None, "the kind is chosen by this section"
@@ -29,7 +32,7 @@ def _latents(model: ModelSpec) -> MlaSpec:
 
 
 def problems(model: ModelSpec) -> Iterator[Problem]:
-    """Widths that do not fit, and fields that only grouped attention has."""
+    """Widths that do not fit."""
     mla = _latents(model)
     if mla.rope_head_dim % 2:
         yield Problem(
@@ -51,9 +54,6 @@ def problems(model: ModelSpec) -> Iterator[Problem]:
             "set it to 0",
             ("model.heads", "model.mla"),
         )
-    for path, wanted in (("model.qk_norm", model.qk_norm), ("model.attention_bias", model.attention_bias)):
-        if wanted:
-            yield Problem(path, "latent attention has none", "set it to false", ("model.mla",))
 
 
 def head_dim(model: ModelSpec) -> int:

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from phalanx.run.kinds import ends, feed_forward, mixture, prediction_ahead
-from phalanx.run.kinds.attention import attention_kind
+from phalanx.run.kinds.attention import attention_kind, attention_problems
 from phalanx.run.problems import Problem
 from phalanx.run.spec import ModelSpec
 
@@ -19,7 +19,7 @@ _NO_LAYER = "rope_scaling"
 
 def problems(model: ModelSpec) -> Iterator[Problem]:
     """Combinations of a model's fields that cannot be."""
-    yield from attention_kind(model).problems(model)
+    yield from attention_problems(model)
     yield from mixture.problems(model)
 
 
