@@ -386,7 +386,7 @@ class _SeenTensor:
 
 
 @dataclass
-class _Call:
+class _PartCall:
     """One call of a part during the model's own ``forward``."""
 
     part: str
@@ -449,7 +449,7 @@ def _require_same_forward(model: nn.Module, spec: ModelSpec, tokens: Tensor) -> 
     """If the model has a ``forward`` of its own, calls it and checks that it is the chain."""
     if type(model).forward is nn.Module.forward:
         return
-    calls: list[_Call] = []
+    calls: list[_PartCall] = []
     named = cast(CustomModel, model)
     parts = [
         ("embedding", named.embedding),
@@ -459,14 +459,14 @@ def _require_same_forward(model: nn.Module, spec: ModelSpec, tokens: Tensor) -> 
     ]
     for name, part in parts:
         part.register_forward_pre_hook(
-            lambda _part, args, name=name: calls.append(_Call(name, _seen(args[:1])))
+            lambda _part, args, name=name: calls.append(_PartCall(name, _seen(args[:1])))
         )
         part.register_forward_hook(lambda _part, _args, y: setattr(calls[-1], "gave", _seen((y,))))
     came = _seen((tokens,))
     with torch.no_grad(), _Operations() as operations:
         named.norm.register_forward_hook(lambda *_: operations.clear())
         result = _on_meta(spec, "forward", model, tokens)
-    for (name, _), call in zip(parts, [*calls, *[_Call("nothing", None)] * len(parts)], strict=False):
+    for (name, _), call in zip(parts, [*calls, *[_PartCall("nothing", None)] * len(parts)], strict=False):
         if call.part != name or call.took != came:
             raise CustomModelError(
                 f"{spec.factory}: its forward does not hand on what comes before {name} to {name} as it is, but training "

@@ -1,4 +1,4 @@
-"""What a published model says is done, refused, or named: nothing is read past in silence."""
+"""All statements of a published model are followed, refused, or named: nothing is read past in silence."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ _KNOWN_ROTARY = frozenset(
 
 
 def import_notes(hf_config: JsonObject, spec: ModelSpec) -> tuple[str, ...]:
-    """What the model ``spec``, read from a ``config.json``, leaves aside of it."""
+    """The parts of a ``config.json`` that the model ``spec``, read from it, leaves aside."""
     family = FAMILIES[str(hf_config["model_type"])]
     known = _KNOWN | {*family.fields.values(), *family.aliases.values(), *family.constants}
     if family is DEEPSEEK_V3:
@@ -99,7 +99,7 @@ def import_notes(hf_config: JsonObject, spec: ModelSpec) -> tuple[str, ...]:
 
 
 def export_notes(spec: ModelSpec) -> tuple[str, ...]:
-    """What readers of an exported model compute otherwise than this project does."""
+    """The differences between what readers of an exported model compute and what this project does."""
     if spec.mla is None or spec.norm_eps == LATENT_EPS:
         return ()
     return (

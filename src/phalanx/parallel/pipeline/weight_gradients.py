@@ -84,19 +84,19 @@ def put_off_weight_gradients(part: nn.Module) -> WeightGradients:
     return store
 
 
-class _ProductContext(FunctionContext, Protocol):
+class _DelayedContext(FunctionContext, Protocol):
     owner: _Owner
 
 
 class _LinearProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _ProductContext, x: Tensor, weight: Tensor, owner: _Owner) -> Tensor:
+    def forward(ctx: _DelayedContext, x: Tensor, weight: Tensor, owner: _Owner) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.owner = owner
         return F.linear(x, weight)
 
     @staticmethod
-    def backward(ctx: _ProductContext, *upstream: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: _DelayedContext, *upstream: Tensor) -> tuple[Tensor, None, None]:
         x, weight = ctx.saved_tensors
         slope = upstream[0].reshape(-1, weight.shape[0])
         store, owner = ctx.owner
@@ -110,13 +110,13 @@ def _linear_gradient(slope: Tensor, rows: Tensor) -> Tensor:
 
 class _GroupedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _ProductContext, rows: Tensor, matrices: Tensor, ends: Tensor, owner: _Owner) -> Tensor:
+    def forward(ctx: _DelayedContext, rows: Tensor, matrices: Tensor, ends: Tensor, owner: _Owner) -> Tensor:
         ctx.save_for_backward(rows, matrices, ends)
         ctx.owner = owner
         return F.grouped_mm(rows, matrices.transpose(1, 2), offs=ends)
 
     @staticmethod
-    def backward(ctx: _ProductContext, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: _DelayedContext, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
         rows, matrices, ends = ctx.saved_tensors
         slope = upstream[0].contiguous()
         store, owner = ctx.owner
