@@ -76,7 +76,7 @@ def test_the_context_that_readers_are_told_of_follows_the_stretched_rotary_embed
     [
         (
             {"model_type": "gpt2"},
-            'model_type \'gpt2\' is not supported; supported: "llama", "qwen3", "mixtral"',
+            'model_type \'gpt2\' is not supported; supported: "llama", "mistral", "qwen3", "mixtral"',
         ),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; supported: 'silu'"),
         ({"use_sliding_window": True}, "use_sliding_window = True is not supported"),

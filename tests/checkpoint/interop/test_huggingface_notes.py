@@ -10,13 +10,23 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MistralConfig
 
 from checkpoint.huggingface_models import CONFIGS as MIXTURES
 from checkpoint.huggingface_models import edit_config, imported_model, saved_by_transformers
-from parity.hf_models import CONFIGS, random_tokens
-from phalanx.checkpoint.interop.huggingface import HuggingFaceError, UnsupportedModelError, import_hf, spec_of
+from parity.hf_models import CONFIGS, SMALL, random_tokens
+from phalanx.checkpoint.interop.huggingface import (
+    HuggingFaceError,
+    UnsupportedModelError,
+    export_hf,
+    hf_config_of,
+    import_hf,
+    spec_of,
+)
 from phalanx.checkpoint.interop.huggingface_notes import export_notes, import_notes
+from phalanx.checkpoint.interop.publisher_files import kept_by_export, note_lost_fields
+from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.run.directory import RunDirectory, read_resolved
 
 ALL = {**CONFIGS, **MIXTURES}
 
@@ -43,6 +53,14 @@ def test_nothing_that_transformers_writes_is_unknown(config: Any) -> None:
     table = config.to_dict()
     notes = import_notes(table, spec_of(table))
     assert not [note for note in notes if "not known" in note]
+
+
+@pytest.mark.parametrize("config", ALL.values(), ids=ALL.keys())
+def test_nothing_that_transformers_writes_is_lost_on_the_way_back(config: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config.to_json_string())
+    spec = spec_of(json.loads(config.to_json_string()))
+    kept = kept_by_export(tmp_path, spec, None, 0, 0)
+    assert note_lost_fields(tmp_path, {**hf_config_of(spec), **kept.config}) == ()
 
 
 @pytest.mark.parametrize(
@@ -113,6 +131,47 @@ def test_what_changes_nothing_is_imported(family: str, change: dict[str, Any], t
     published = saved_by_transformers(ALL[family], tmp_path / "published")
     edit_config(published, **change)
     assert_same_logits(published, tmp_path / "run")
+
+
+@pytest.mark.parametrize("change", [{}, {"tie_word_embeddings": True, "head_dim": 24}])
+def test_a_mistral_without_a_window_is_a_llama(change: dict[str, Any], tmp_path: Path) -> None:
+    published = saved_by_transformers(
+        MistralConfig(**SMALL, sliding_window=None, **change), tmp_path / "published"
+    )
+    assert assert_same_logits(published, tmp_path / "run") == ()
+    run = RunDirectory(tmp_path / "run")
+    spec = read_resolved(run).model
+    notes = export_hf(
+        DiskTier(run.checkpoints), 0, spec, tmp_path / "hf", "float32", published_dir=run.published
+    )
+    assert notes == ("model_type 'mistral' is written as 'llama', which computes the same",)
+    tokens = random_tokens(spec, 2, 40)
+    with torch.no_grad():
+        before, after = (
+            AutoModelForCausalLM.from_pretrained(folder)(tokens).logits
+            for folder in (published, tmp_path / "hf")
+        )
+    torch.testing.assert_close(before, after)
+
+
+def test_a_mistral_that_does_not_speak_of_its_window_has_one() -> None:
+    table = {"model_type": "mistral", **SMALL, "sliding_window": None}
+    assert spec_of(table) == spec_of({"model_type": "llama", **SMALL})
+    with pytest.raises(
+        UnsupportedModelError, match="sliding_window = 4096 is not supported; supported: None"
+    ):
+        spec_of(table | {"sliding_window": 4096})
+    del table["sliding_window"]
+    with pytest.raises(
+        UnsupportedModelError, match="sliding_window is missing, which means the family's own"
+    ):
+        spec_of(table)
+
+
+def test_a_folder_in_pytorchs_distributed_format_is_told_from_a_damaged_one(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").touch()
+    with pytest.raises(HuggingFaceError, match="PyTorch's distributed format"):
+        import_hf(tmp_path, tmp_path / "run")
 
 
 def test_routers_without_biases_have_zeros_as_in_transformers(tmp_path: Path) -> None:

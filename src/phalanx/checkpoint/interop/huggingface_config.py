@@ -226,6 +226,11 @@ def spec_of(hf_config: JsonObject) -> ModelSpec:
         # A window that is switched off says nothing.
         and not (field == "sliding_window" and "use_sliding_window" in family.constants)
     ]
+    problems += [
+        f"{field} is missing, which means the family's own; supported: {family.constants[field]!r}"
+        for field in family.stated
+        if field not in hf_config
+    ]
     if any(kind != "full_attention" for kind in hf_config.get("layer_types") or ()):
         problems.append("layer_types: supported: 'full_attention' alone")
     problems += [problem] if (problem := _quantization_problem(hf_config)) else []

@@ -69,6 +69,8 @@ class Family:
     """Fields of ModelSpec that are not ours by default where ``config.json`` does not speak of them."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of a field of ``config.json``, by the one that is written."""
+    stated: tuple[str, ...] = ()
+    """Fields of ``constants`` that must be in a ``config.json``, since their absence means another value."""
 
 
 LLAMA = Family(
@@ -77,6 +79,15 @@ LLAMA = Family(
     _COMMON | _GROUPED | _ATTENTION_BIAS | {"ffn_bias": "mlp_bias"},
     _DENSE | {"qk_norm": False},
     absent={"norm_eps": 1e-6},
+)
+MISTRAL = Family(  # read only: without its window it is a Llama, and is written as one
+    "mistral",
+    "MistralForCausalLM",
+    _COMMON | _GROUPED,
+    _DENSE | {"qk_norm": False, "attention_bias": False, "ffn_bias": False},
+    constants={"sliding_window": None},
+    absent={"norm_eps": 1e-6, "kv_heads": 8},
+    stated=("sliding_window",),
 )
 QWEN3 = Family(
     "qwen3",
@@ -167,6 +178,6 @@ DEEPSEEK_V3 = Family(
 )
 
 FAMILIES: Mapping[str, Family] = {
-    **{family.model_type: family for family in (LLAMA, QWEN3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3)},
+    **{family.model_type: family for family in (LLAMA, MISTRAL, QWEN3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3)},
     "kimi_k2": DEEPSEEK_V3,
 }

@@ -67,6 +67,11 @@ def import_hf(directory: Path, out: Path, *, image_bytes: int = _IMAGE_BYTES) ->
     they are) and, where the model comes with a byte-level BPE, ``tokenizer/``. Memory: ``image_bytes``, and two pieces of 64 MiB. Raises UnsupportedModelError, or
     HuggingFaceError where ``out`` exists or the model's files are incomplete or damaged; nothing is left behind then.
     """
+    if (directory / ".metadata").exists():
+        raise HuggingFaceError(
+            f"{directory}: is in PyTorch's distributed format, which is written here and not read; give the folder of a Hugging "
+            "Face model, or name the run directory itself in checkpoint.init_from"
+        )
     config = read_json(directory / CONFIG)
     spec = spec_of(config)
     with new_folder(out) as folder, ExitStack() as stack:

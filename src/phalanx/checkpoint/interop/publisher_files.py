@@ -48,6 +48,9 @@ _BESIDE_THE_MODEL = (
     *("output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux"),
 )
 
+# Fields that follow from those that are written, and other names of theirs.
+_IMPLIED = ("layer_types", "head_dim", "qk_head_dim", "num_local_experts", "num_experts", "num_mtp_layers")
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -137,7 +140,11 @@ def copy_kept(kept: Kept, folder: Path, out: Path) -> None:
 def note_lost_fields(folder: Path | None, written: Mapping[str, object]) -> tuple[str, ...]:
     """A note on the fields of the published ``config.json`` that the one ``written`` does not have."""
     published = _read_config(folder)
-    lost = [key for key in published if key not in written and not key.startswith("_")]
+    lost = [
+        key
+        for key, value in published.items()
+        if key not in written and value is not None and key not in _IMPLIED and not key.startswith("_")
+    ]
     notes = [f"left out of {CONFIG}: {', '.join(sorted(lost))}"] if lost else []
     was = published.get("model_type")
     if was not in (None, written["model_type"]):
