@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -17,9 +18,12 @@ import torch.distributed as dist
 
 from phalanx.parallel.process_group.abort import Connections, abort
 from phalanx.parallel.process_group.meeting import MeetingPoint, meet
-from phalanx.parallel.process_group.rendezvous import leave
+from phalanx.parallel.process_group.rendezvous import RendezvousError, leave
+from phalanx.parallel.process_group.sealed_store import prove_members
+from ranks import Ranks
 
 CPU = torch.device("cpu")
+TOKEN = "a token that only the ranks know"
 
 
 def serve(connection: Connection) -> None:
@@ -38,11 +42,13 @@ def serve(connection: Connection) -> None:
         aborter.start()
         answer: Any
         try:
-            meet(address, here if rank == 0 else None, epoch, rank, ranks, CPU, 60.0, still(over))
+            _store = meet(
+                address, here if rank == 0 else None, epoch, rank, ranks, CPU, 60.0, still(over), TOKEN
+            )
             if hangs:
                 time.sleep(2 * abort_after_s)
             total = torch.full((1000,), float(rank + 1))
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=dist.new_group(list(range(ranks))))
             answer = float(total[0])
         except Exception as error:
             answer = f"{type(error).__name__}: {error}"
@@ -151,6 +157,57 @@ def test_one_who_broke_off_while_meeting_meets_one_who_did_not(fleet: Fleet) -> 
     answer, _, fleet.addresses[0] = fleet.ends[0].recv()
     assert isinstance(answer, str)
     assert [answer for answer, _ in fleet.live([0, 1])] == [3.0, 3.0]
+
+
+def intrude(address: str, epoch: int, value: bytes | None) -> None:
+    """Comes to the store as rank 1 without a token: poisons it with ``value``, or behaves as a rank does."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    host, _, port = address.rpartition(":")
+    while True:
+        try:
+            store = dist.TCPStore(host, int(port), 2, False, timedelta(seconds=1))
+            break
+        except RuntimeError:
+            time.sleep(0.02)
+    inside = dist.PrefixStore(f"epoch-{epoch}", store)
+    if value is None:
+        dist.init_process_group("gloo", store=inside, rank=1, world_size=2, timeout=timedelta(seconds=60))
+    else:
+        inside.set("0//cpu//0/1", value.decode())
+        time.sleep(60.0)
+
+
+@pytest.mark.parametrize("value", [None, b"x" * 100])
+def test_a_stranger_in_the_store_is_refused_by_the_ranks(fleet: Fleet, value: bytes | None) -> None:
+    fleet.epoch += 1
+    args = (fleet.addresses[0], fleet.epoch, value)
+    stranger = multiprocessing.get_context("spawn").Process(target=intrude, args=args)
+    stranger.start()
+    try:
+        fleet.ends[0].send((fleet.addresses[0], fleet.epoch, 0, 2, False, 60.0))
+        assert fleet.ends[0].poll(120.0), "the rank still waits"
+        answer, _, fleet.addresses[0] = fleet.ends[0].recv()
+        assert "was not set by a rank that knows this run's token" in str(answer)
+    finally:
+        stranger.kill()
+        stranger.join()
+
+
+def prove(tokens: list[str]) -> str:
+    """Proves itself with this rank's token; the error if somebody could not."""
+    try:
+        prove_members(tokens[dist.get_rank()], "epoch-3")
+    except RendezvousError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_cannot_answer_the_others_challenge_is_named(ranks: Ranks) -> None:
+    assert ranks.run(3, prove, [TOKEN] * 3) == ["", "", ""]
+    first, second, third = ranks.run(3, prove, [TOKEN, TOKEN, "a token that a stranger made up"])
+    assert first.startswith("ranks [2] do not know this run's token")
+    assert second == first
+    assert third
 
 
 def test_an_abort_leaves_connections_alone_that_were_there_before() -> None:

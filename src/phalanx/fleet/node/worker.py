@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch._C._distributed_c10d import Store
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.snapshot.segments import segments_from
@@ -108,9 +109,10 @@ class Worker:
         self._segments = segments_from(args.segments)
         tls = read_certificates(args.certificates).client_context() if args.certificates else None
         self._saboteur: Saboteur | None = None
-        self._guardian = RankGuardian(
-            self._spec, self._segments, run_token(args.run_dir), tls, link.send, self._orders
-        )
+        self._token = run_token(args.run_dir)
+        self._guardian = RankGuardian(self._spec, self._segments, self._token, tls, link.send, self._orders)
+        self._store: Store | None = None
+        """The store of the epoch's process groups, which live no longer than it."""
         self._meeting = MeetingPoint(args.host)
         self._began_ns, self._began_s = time.time_ns(), time.monotonic()
         make_deterministic(self._spec, self._device)
@@ -170,6 +172,7 @@ class Worker:
             self._guardian.leaves()
             with suppress(Exception):  # a broken process group may fail to close
                 leave()
+            self._store = None
         # The exception, and with it every frame of the epoch, is gone by now; so are the groups' threads after this.
         gc.collect()
         if not stopped:
@@ -197,7 +200,7 @@ class Worker:
     def _train(self, bind: JoinEpoch) -> RunResult | None:
         ledger, self._began_ns = _account(self._directory, bind), time.time_ns()
         self._guardian.enters(bind, self._hooks())
-        meet(
+        self._store = meet(
             bind.meeting_point,
             self._meeting if bind.rank == 0 else None,
             bind.epoch,
@@ -206,6 +209,7 @@ class Worker:
             self._device,
             _MEET_TIMEOUT_S,
             lambda: self._orders.check(bind.epoch),
+            self._token,
         )
         return run_epoch(
             EpochInputs(

@@ -2,7 +2,8 @@
 
 Every process keeps a listening socket ready and tells its address to whoever decides who gets which rank. The process that
 gets rank 0 turns that socket into the store in which all meet; nobody has to choose a port, and a store is never used twice,
-so that a member of an earlier epoch cannot disturb a later one.
+so that a member of an earlier epoch cannot disturb a later one. Whoever does not know the run's token is refused
+(``phalanx.parallel.process_group.sealed_store``).
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from phalanx.parallel.process_group.sealed_store import SealedStore, prove_members
 
 _RETRY_S, _ATTEMPT_S = 0.02, 1.0
 
@@ -58,7 +62,8 @@ def meet(
     device: torch.device,
     timeout_s: float,
     check: Callable[[], None],
-) -> None:
+    token: str,
+) -> Store:
     """Makes this process rank ``rank`` of the default process group of ``epoch``.
 
     Args:
@@ -70,19 +75,32 @@ def meet(
         device: gloo serves CPUs, NCCL (and gloo) GPUs.
         timeout_s: Of the group's collectives.
         check: Called now and then while waiting; may raise to end the wait.
+        token: Of the run; every rank must prove that it knows it.
+
+    Returns:
+        The store; keep it until the group has been left.
+
+    Raises:
+        RendezvousError: Some rank does not know the token.
     """
     host, _, port = address.rpartition(":")
     if here is not None:
         store = here.into_store(ranks, timeout_s)
     else:
         store = _store_at(host, int(port), ranks, timeout_s, check)
+    purpose = f"epoch-{epoch}"
+    kept: Store = PrefixStore(purpose, store)
+    if device.type == "cpu":  # NCCL's own threads use its store, and would have to call back into Python
+        kept = SealedStore(kept, token, purpose)
     dist.init_process_group(
         backend="gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-        store=PrefixStore(f"epoch-{epoch}", store),
+        store=kept,
         rank=rank,
         world_size=ranks,
         timeout=timedelta(seconds=timeout_s),
     )
+    prove_members(token, purpose)
+    return kept
 
 
 def _store_at(host: str, port: int, ranks: int, timeout_s: float, check: Callable[[], None]) -> TCPStore:
