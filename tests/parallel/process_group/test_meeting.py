@@ -177,7 +177,7 @@ def intrude(address: str, epoch: int, value: bytes | None) -> None:
         time.sleep(60.0)
 
 
-@pytest.mark.parametrize("value", [None, b"x" * 100])
+@pytest.mark.parametrize("value", [None, b"x" * 100], ids=["joins", "poisons"])
 def test_a_stranger_in_the_store_is_refused_by_the_ranks(fleet: Fleet, value: bytes | None) -> None:
     fleet.epoch += 1
     args = (fleet.addresses[0], fleet.epoch, value)
