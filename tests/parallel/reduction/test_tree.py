@@ -137,6 +137,8 @@ def test_a_reduce_scatter_leaves_each_rank_its_share_of_the_sum_after_the_last_r
             reduce_scatter(out, gradient, group, None)  # type: ignore[arg-type]
             gradient.fill_(torch.nan)  # FSDP2 uses its buffers again
             assert current.last or torch.equal(out, torch.zeros(share))
+            kept = reducer.tree.nodes.values()
+            assert all(value.untyped_storage().nbytes() == value.nbytes for value in kept)
         assert reduce_scatter.clock.total_ns > 0
         assert not reducer.tree.nodes
         return out
@@ -201,8 +203,10 @@ def test_the_tree_keeps_no_buffer_of_which_it_needs_only_a_part() -> None:
     assert reducer.tree.nodes[node].data_ptr() == kept, "what is its own already is not copied"
 
 
-def test_an_all_gather_has_its_time_measured() -> None:
+def test_an_all_gather_has_its_time_measured_and_its_buffers_where_fsdp_wants_them() -> None:
     clock = CommClock(blocking=True)
+    buffer = TimedAllGather(clock).allocate((2, 3), dtype=torch.bfloat16, device=torch.device("meta"))
+    assert (buffer.shape, buffer.dtype, buffer.device.type) == ((2, 3), torch.bfloat16, "meta")
     out = torch.empty(4)
     group = Group(0, [None], threading.Barrier(1))
     assert TimedAllGather(clock)(out, torch.arange(4.0), group) is None  # type: ignore[arg-type]
