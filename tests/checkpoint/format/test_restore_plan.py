@@ -178,3 +178,17 @@ def test_every_tensor_of_another_shape_is_named_in_order() -> None:
 def test_parts_from_one_source_come_in_the_order_of_their_rows() -> None:
     needed = [FULL.rows(4, 6), FULL.rows(0, 2)]
     assert [read.part for read in plan_restore(needed, [held_at(FULL, DISK)])] == needed[::-1]
+
+
+def test_what_is_held_and_not_needed_is_passed_over() -> None:
+    held = [held_at(whole("other", "int64", (3,)), OWN_MEMORY), held_at(FULL, DISK)]
+    assert [read.source for read in plan_restore([FULL], held)] == held[1:]
+
+
+def test_a_cut_is_moved_to_the_nearest_row() -> None:
+    box = whole("t", "float32", (5, 2))  # cuts at 13 and 26 of 40 bytes, rows of 8
+    assert [share_of([box], replica, 3) for replica in range(3)] == [
+        [box.rows(0, 2)],
+        [box.rows(2, 3)],
+        [box.rows(3, 5)],
+    ]
