@@ -193,6 +193,14 @@ def test_the_pace_is_the_first_steps_time_and_then_follows_slowly() -> None:
     assert (fleet.state.step, fleet.state.step_s, fleet.state.best_step) == (2, 17.0, 2)
 
 
+def test_the_first_step_is_timed_from_the_moment_when_all_have_bound() -> None:
+    fleet = Fleet(settings(2))
+    fleet.join("0", "1")
+    fleet.now_s = 5.0
+    fleet.bind()
+    assert fleet.state.step_s == 5.0
+
+
 # --- losing nodes -------------------------------------------------------------------------------------
 
 
