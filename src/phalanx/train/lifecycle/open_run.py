@@ -95,7 +95,7 @@ def open_run(spec: RunSpec, fingerprint: str, tokenizer_folder: Path) -> OpenRun
         write_atomically(directory.run_file, tomli_w.dumps(to_table(spec)).encode())
         directory.logs.mkdir(exist_ok=True)
         _copy_tokenizer(tokenizer_folder, directory.tokenizer)
-        _copy_published(spec.checkpoint.init_from, directory.published)
+        _take_over_published(spec.checkpoint.init_from, directory)
     except OSError as error:
         raise RunDirectoryError(f"run directory {directory.path}: {_explain(error)}") from error
     return OpenRun(directory, spec, attempt, lock_fd, tuple(changes))
@@ -197,8 +197,11 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
         shutil.copyfile(file, target / file.name)
 
 
-def _copy_published(init_from: str, target: Path) -> None:
+def _take_over_published(init_from: str, directory: RunDirectory) -> None:
     """Takes over what the publisher of an imported model said, from the run directory of the checkpoint ``init_from``."""
+    if _holds_steps(directory):
+        return  # taken over at the first start, and the source may be gone
+    shutil.rmtree(directory.published, ignore_errors=True)  # of another run, which saved nothing here
     source = RunDirectory(Path(init_from).parent.parent).published
     if init_from and source.is_dir():
-        shutil.copytree(source, target, dirs_exist_ok=True)
+        shutil.copytree(source, directory.published)
