@@ -22,7 +22,7 @@ from typing import Any, Literal
 from torch.autograd import graph
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.fleet.node import worker
+from phalanx.fleet.node import worker, worker_main
 from phalanx.fleet.node.worker_link import JoinEpoch
 from phalanx.parallel.pipeline.stage_links import StageLinks
 from phalanx.parallel.reduction import exact_sum, tree
@@ -195,4 +195,4 @@ class SweptWorker(worker.Worker):
 def main() -> None:
     """As the worker's own ``main``, with epochs that break."""
     worker.Worker = SweptWorker  # type: ignore[misc]
-    worker.main()
+    worker_main.main()

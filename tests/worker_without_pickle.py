@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
-from phalanx.fleet.node import worker
+from phalanx.fleet.node import worker  # noqa: F401 - it is imported before pickle is taken away
+from phalanx.fleet.node.worker_main import main as serve
 
 
 class PickleRefusedError(RuntimeError):
@@ -25,7 +26,7 @@ def main() -> None:
         setattr(pickle, name, refuse)
     distributed_c10d._unpickler = refuse  # type: ignore[attr-defined]
     torch.load = refuse
-    worker.main()
+    serve()
 
 
 if __name__ == "__main__":

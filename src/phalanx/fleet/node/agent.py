@@ -60,7 +60,7 @@ _PUSH_AGAIN_S, _LONGEST_PUSH_PAUSE_S = 0.1, 2.0
 _LONGEST_RESTART_PAUSE_S = 10.0
 _FAREWELL_S = 0.5
 _EXAMINE_S, _EXAMINE_AGAIN_S = 30.0, 30.0
-WORKER_PROGRAM = (sys.executable, "-m", "phalanx.fleet.node.worker")
+WORKER_PROGRAM = (sys.executable, "-m", "phalanx.fleet.node.worker_main")
 
 
 @dataclass(frozen=True)

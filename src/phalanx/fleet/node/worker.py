@@ -1,7 +1,6 @@
 """A worker of a fleet: the process that holds a rank, for as many epochs of membership as it lives.
 
-An agent starts ``python -m phalanx.fleet.node.worker --link FD --segments FD FD --run-dir DIR --worker I``. The worker loads what
-takes long (PyTorch, the accelerator's context, the data), reports that it is warm, and waits. For each epoch that it is to join it
+An agent starts it (``phalanx.fleet.node.worker_main``). The worker loads what takes long (PyTorch, the accelerator's context, the data), reports that it is warm, and waits. For each epoch that it is to join it
 meets the other ranks, builds the model for the layout of that epoch, restores the state that all agreed on, and trains. When the
 epoch ends, by a fault or because the fleet changes, everything of it is dropped (model, optimizer, process groups); the process
 stays, with what it has loaded. So nothing that a broken step has left half done can reach the next epoch, and recovery does not
@@ -10,12 +9,10 @@ pay for the start of a process.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
 import re
-import signal
 import sys
 import threading
 import time
@@ -67,7 +64,7 @@ from phalanx.run.directory import RunDirectory, read_resolved
 from phalanx.run.result import RunResult
 from phalanx.train.lifecycle.assemble import EpochInputs, make_deterministic, warm_up
 from phalanx.train.lifecycle.interrupt import StopRequest
-from phalanx.train.lifecycle.worker import EXIT_FAILED, die_with_parent, freeze_gc, known_errors, run_epoch
+from phalanx.train.lifecycle.worker import EXIT_FAILED, freeze_gc, known_errors, run_epoch
 
 if TYPE_CHECKING:
     from phalanx.fleet.faults.saboteur import Saboteur
@@ -286,49 +283,3 @@ def _warm_up(device: torch.device) -> None:
 
 def _in_thread(name: str, run: Callable[[], None]) -> None:
     threading.Thread(target=run, name=name, daemon=True).start()
-
-
-def main() -> None:
-    """The process that an agent starts."""
-    die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # its agent tells it what to do
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    parser = argparse.ArgumentParser(prog="phalanx.fleet.node.worker")
-    parser.add_argument("--link", type=int, required=True, help="descriptor of the socket to the agent")
-    parser.add_argument(
-        "--segments", type=int, nargs=2, required=True, help="descriptors of its snapshot memory"
-    )
-    parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--worker", type=int, required=True, help="number among the node's workers")
-    parser.add_argument("--attempt", type=int, default=0, help="of the run directory's, that epoch 0 is")
-    parser.add_argument(
-        "--node", default="node-0", help="name of the node; its number says which faults are meant for it"
-    )
-    parser.add_argument("--certificates", type=Path, help="folder with ca.pem, node.pem and node.key")
-    parser.add_argument("--host", default="127.0.0.1", help="this machine, as the other nodes reach it")
-    arguments = parser.parse_args()
-    if arguments.host.startswith("127."):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if os.uname().sysname == "Linux" else "lo0")
-    link = WorkerEnd(arguments.link)
-    args = WorkerArgs(
-        arguments.run_dir,
-        tuple(arguments.segments),
-        arguments.attempt,
-        arguments.worker,
-        arguments.node,
-        arguments.host,
-        arguments.certificates,
-    )
-    try:
-        Worker(link, args, StopRequest()).serve()
-    except Exception as error:
-        traceback.print_exc()
-        with suppress(LinkError):
-            link.send(RunFailed(-1, str(error)))
-        os._exit(EXIT_FAILED)
-    sys.stdout.flush()
-    os._exit(0)  # daemon threads are in the middle of reading
-
-
-if __name__ == "__main__":
-    main()

@@ -14,6 +14,8 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -98,6 +100,16 @@ def run_epoch(inputs: EpochInputs) -> RunResult | None:
             training.saver.close()
 
 
+@contextmanager
+def without_gc() -> Iterator[None]:
+    """Inside, no garbage is collected: of the time that importing PyTorch takes, collections are a sixth."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def freeze_gc() -> None:
     """Exempts all objects that exist now from garbage collection, so that later collections are quick."""
     gc.collect()
@@ -155,8 +167,10 @@ def main() -> int:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--attempt", type=int, required=True)
     arguments = parser.parse_args()
-    from phalanx.parallel.process_group.rendezvous import device_for, join, leave, rank_from_environment
-    from phalanx.run.directory import RunDirectory, read_resolved
+    with without_gc():
+        import phalanx.train.lifecycle.loop  # noqa: F401 - with all that training imports
+        from phalanx.parallel.process_group.rendezvous import device_for, join, leave, rank_from_environment
+        from phalanx.run.directory import RunDirectory, read_resolved
 
     directory = RunDirectory(arguments.run_dir)
     rank: int | None = None  # unknown until the environment has been read

@@ -1,0 +1,66 @@
+"""The program of a fleet's worker: ``python -m phalanx.fleet.node.worker_main --link FD --segments FD FD --run-dir DIR --worker I``.
+
+It is apart from the worker itself because importing that takes seconds, and the settings here come before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import traceback
+from contextlib import suppress
+from pathlib import Path
+
+from phalanx.fleet.node.worker_link import LinkError, RunFailed, WorkerEnd
+from phalanx.train.lifecycle.interrupt import StopRequest
+from phalanx.train.lifecycle.worker import EXIT_FAILED, die_with_parent, without_gc
+
+
+def main() -> None:
+    """The process that an agent starts."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # its agent tells it what to do
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    parser = argparse.ArgumentParser(prog="phalanx.fleet.node.worker_main")
+    parser.add_argument("--link", type=int, required=True, help="descriptor of the socket to the agent")
+    parser.add_argument(
+        "--segments", type=int, nargs=2, required=True, help="descriptors of its snapshot memory"
+    )
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--worker", type=int, required=True, help="number among the node's workers")
+    parser.add_argument("--attempt", type=int, default=0, help="of the run directory's, that epoch 0 is")
+    parser.add_argument(
+        "--node", default="node-0", help="name of the node; its number says which faults are meant for it"
+    )
+    parser.add_argument("--certificates", type=Path, help="folder with ca.pem, node.pem and node.key")
+    parser.add_argument("--host", default="127.0.0.1", help="this machine, as the other nodes reach it")
+    arguments = parser.parse_args()
+    if arguments.host.startswith("127."):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if os.uname().sysname == "Linux" else "lo0")
+    link = WorkerEnd(arguments.link)
+    try:
+        with without_gc():
+            from phalanx.fleet.node.worker import Worker, WorkerArgs
+        args = WorkerArgs(
+            arguments.run_dir,
+            tuple(arguments.segments),
+            arguments.attempt,
+            arguments.worker,
+            arguments.node,
+            arguments.host,
+            arguments.certificates,
+        )
+        Worker(link, args, StopRequest()).serve()
+    except Exception as error:
+        traceback.print_exc()
+        with suppress(LinkError):
+            link.send(RunFailed(-1, str(error)))
+        os._exit(EXIT_FAILED)
+    sys.stdout.flush()
+    os._exit(0)  # daemon threads are in the middle of reading
+
+
+if __name__ == "__main__":
+    main()
