@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from forks import FORKS
+from phalanx.cli.main import main
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Step
 
@@ -73,10 +76,28 @@ def start(arguments: Sequence[str], folder: Path) -> subprocess.Popen[str]:
 
 
 def run(arguments: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs ``phalanx ARGUMENTS`` in ``folder`` to its end."""
-    process = start(arguments, folder)
-    out, err = process.communicate(timeout=TIMEOUT_S)
-    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+    """Runs ``phalanx ARGUMENTS`` in ``folder`` to its end, in a forked process: most of a short command is imports."""
+    with tempfile.TemporaryDirectory() as place:
+        out, err = Path(place) / "out", Path(place) / "err"
+        process = FORKS.Process(target=_command, args=(arguments, folder, out, err))
+        process.start()
+        process.join(TIMEOUT_S)
+        if process.exitcode is None:
+            process.kill()
+            raise TimeoutError(f"phalanx {' '.join(arguments)}:\n{out.read_text()}\n{err.read_text()}")
+        return subprocess.CompletedProcess(arguments, process.exitcode, out.read_text(), err.read_text())
+
+
+def _command(arguments: Sequence[str], folder: Path, out: Path, err: Path) -> None:
+    """Does what ``python -m phalanx ARGUMENTS`` does, with its output in files."""
+    for stream, file in ((1, out), (2, err)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(ENVIRONMENT)
+    sys.path.insert(0, "")
+    sys.argv = ["phalanx", *arguments]
+    main()
 
 
 def last_json(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:

@@ -1,13 +1,12 @@
 """Real ranks for tests: a few processes that are started once and form a new process group for each job.
 
-Starting a process and importing torch takes seconds; forming a gloo group takes milliseconds.
+Forming a gloo group takes milliseconds.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import gc
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -17,6 +16,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from forks import FORKS
 
 TIMEOUT_S = 180.0
 
@@ -54,7 +55,6 @@ class Ranks:
     """A pool of processes; ``run`` lets the first few of them be the ranks of a process group."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(self, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -90,8 +90,8 @@ class Ranks:
         return bool(good), value
 
     def _start_one(self) -> None:
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+        ours, theirs = FORKS.Pipe()
+        process = FORKS.Process(target=_serve, args=(theirs,), daemon=True)
         process.start()
         theirs.close()
         self._workers.append((process, ours))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import threading
@@ -16,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from forks import FORKS
 from phalanx.parallel.process_group.abort import Connections, abort
 from phalanx.parallel.process_group.meeting import MeetingPoint, meet
 from phalanx.parallel.process_group.rendezvous import RendezvousError, leave
@@ -83,9 +83,8 @@ class Fleet:
     """A few such processes."""
 
     def __init__(self, workers: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        pipes = [context.Pipe() for _ in range(workers)]
-        self.processes = [context.Process(target=serve, args=(theirs,), daemon=True) for _, theirs in pipes]
+        pipes = [FORKS.Pipe() for _ in range(workers)]
+        self.processes = [FORKS.Process(target=serve, args=(theirs,), daemon=True) for _, theirs in pipes]
         for process in self.processes:
             process.start()
         self.ends = [ours for ours, _ in pipes]
@@ -181,7 +180,7 @@ def intrude(address: str, epoch: int, value: bytes | None) -> None:
 def test_a_stranger_in_the_store_is_refused_by_the_ranks(fleet: Fleet, value: bytes | None) -> None:
     fleet.epoch += 1
     args = (fleet.addresses[0], fleet.epoch, value)
-    stranger = multiprocessing.get_context("spawn").Process(target=intrude, args=args)
+    stranger = FORKS.Process(target=intrude, args=args)
     stranger.start()
     try:
         fleet.ends[0].send((fleet.addresses[0], fleet.epoch, 0, 2, False, 60.0))
