@@ -32,7 +32,7 @@ def test_every_field_of_a_layout_has_a_name() -> None:
     assert len(words) == len(set(words))
 
 
-@pytest.mark.parametrize("word", [word for each in LAYOUT_FIELDS for word in {each.name, each.shown}])
+@pytest.mark.parametrize("word", sorted({word for each in LAYOUT_FIELDS for word in (each.name, each.shown)}))
 def test_every_name_is_read_in_a_layout_and_in_a_condition_or_refused_with_the_reason(word: str) -> None:
     known = layout_field(word)
     assert known is not None
