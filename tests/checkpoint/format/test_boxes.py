@@ -90,6 +90,9 @@ def test_boxes_of_different_tensors_do_not_contain_each_other_even_if_they_are_e
     assert not one.contains(other)
     assert not one.contains(other.rows(2, 2))
     assert one.contains(one.rows(2, 2))
+    vector = whole("vector", "float32", (8,))  # of another number of dimensions
+    assert not one.contains(vector)
+    assert not vector.contains(one)
 
 
 @pytest.mark.parametrize(("offset", "shape"), [((0,), (2, 2)), ((0, 0), (2,)), ((0,), (2,))])

@@ -108,7 +108,7 @@ class Box:
 
     def contains(self, other: "Box") -> bool:
         """True if every element of ``other`` lies in this box."""
-        if other.numel == 0:
+        if self.name != other.name or other.numel == 0:
             return self.name == other.name
         return self.intersection(other) == other
 
