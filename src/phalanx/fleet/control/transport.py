@@ -48,8 +48,9 @@ QUEUED = 256
 _KEEPALIVE_MS, _KEEPALIVE_PATIENCE_MS = 20_000, 60_000
 """A half-open connection is noticed within these times; a busy machine must not be taken for one."""
 _FLUSH_S = 0.2
-HANDSHAKE_S = 30.0
-"""For the whole handshake of a stream; a coordinator to which thousands of agents come back at once needs seconds."""
+HANDSHAKE_S = 120.0
+"""For the whole handshake of a stream. Where thousands of agents come back at once to a busy machine, each waits for its turn; who gives up
+and dials again makes the others wait longer."""
 SERVICE = "phalanx.Fleet"
 _SERVER_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_REPORT_BYTES + SEAL_BYTES),
