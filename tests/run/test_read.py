@@ -338,3 +338,21 @@ def test_a_lease_shorter_than_two_heartbeats_is_refused() -> None:
 def test_a_model_too_deep_to_be_listed_is_refused_at_once() -> None:
     _, problems = spec_from_table({"model": {"layers": 10**9}}, {})
     assert [problem.path for problem in problems] == ["model.layers"]
+
+
+def test_the_preset_may_be_a_run_directory_whose_model_it_is(tmp_path: Path) -> None:
+    source = ModelSpec(layers=3, dim=48, heads=4, vocab_size=300)
+    (tmp_path / "imported").mkdir()
+    (tmp_path / "imported/run.toml").write_text(tomli_w.dumps({"model": to_table(source)}))
+    file = tmp_path / "run.toml"
+    file.write_text(f'[model]\npreset = "{tmp_path}/imported"\nlayers = 5\n')
+    assert read_run(file, PRESETS).model == dataclasses.replace(
+        source, layers=5, preset=f"{tmp_path}/imported"
+    )
+
+
+def test_a_preset_that_is_neither_known_nor_a_run_directory_is_refused_with_both(tmp_path: Path) -> None:
+    _, problems = spec_from_table({"model": {"preset": str(tmp_path)}}, PRESETS)
+    assert [problem.path for problem in problems] == ["model.preset"]
+    assert "llama3-8b" in problems[0].remedy
+    assert "run directory" in problems[0].remedy

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.run.durable import write_atomically
 from phalanx.run.problems import listing
-from phalanx.run.read import spec_from_table
+from phalanx.run.read import RUN_FILE, spec_from_table
 from phalanx.run.result import RunResult, read_result
 from phalanx.run.spec import RunSpec
 
@@ -92,7 +92,7 @@ class RunDirectory:
     @property
     def run_file(self) -> Path:
         """The resolved run file."""
-        return self.path / "run.toml"
+        return self.path / RUN_FILE
 
     @property
     def record(self) -> Path:

@@ -17,6 +17,9 @@ from phalanx.run.problems import Problem, RunFileError
 from phalanx.run.section_reader import JsonObject, TomlTable, read_section, unknown_value
 from phalanx.run.spec import ModelSpec, RunSpec
 
+RUN_FILE = "run.toml"
+"""The name of the resolved run file in a run directory."""
+
 
 def read_run(path: Path, presets: Mapping[str, ModelSpec], overrides: Sequence[str] = ()) -> RunSpec:
     """The run that a TOML file and ``section.field=value`` overrides describe.
@@ -71,10 +74,20 @@ def _expand_preset(model: object, presets: Mapping[str, ModelSpec], problems: li
     if not isinstance(model, Mapping) or not model.get("preset"):
         return model
     name = model["preset"]
-    if not isinstance(name, str) or name not in presets:
-        problems.append(unknown_value("model.preset", name, presets))
-        return {key: value for key, value in model.items() if key != "preset"}
-    return _merge(to_table(presets[name]), model)
+    if isinstance(name, str) and name in presets:
+        return _merge(to_table(presets[name]), model)
+    if isinstance(name, str) and (file := Path(name) / RUN_FILE).is_file():
+        try:
+            found = tomllib.loads(file.read_text(encoding="utf-8")).get("model", {})
+        except (ValueError, OSError) as error:
+            problems.append(
+                Problem("model.preset", f"{file} cannot be read: {error}", "give another run directory")
+            )
+            return {key: value for key, value in model.items() if key != "preset"}
+        return _merge(found, model)
+    problem = unknown_value("model.preset", name, presets)
+    problems.append(Problem(problem.path, problem.found, f"{problem.remedy}; or the path of a run directory"))
+    return {key: value for key, value in model.items() if key != "preset"}
 
 
 def _merge(base: TomlTable, over: TomlTable) -> dict[str, object]:

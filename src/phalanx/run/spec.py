@@ -98,7 +98,8 @@ class ModelSpec:
     """A decoder-only transformer. Dimensions are in elements."""
 
     preset: str = ""
-    """Name of a known shape, such as "llama3-8b"; fields given beside it override it."""
+    """Name of a known shape, such as "llama3-8b", or the path of a run directory, whose model it then is (an imported one, say); fields
+    given beside it override it."""
     factory: str = ""
     """A model of your own: "package.module:name" of a class or function that makes it from this section, keeping to
     layers, dim, vocab_size and tie_embeddings; empty means the transformer that this section describes."""
