@@ -89,6 +89,16 @@ class Fleet:
         """Waits until the workers stand at this step, in this epoch or a later one, and the coordinator knows."""
         return self.until(lambda seen: seen.phase == "running" and seen.epoch >= epoch and seen.step >= step)
 
+    def gathered(self, step: int) -> FleetFile:
+        """Waits until the workers stand at this step, and every node that was started is a member or a warm spare."""
+        return self.until(
+            lambda seen: (
+                seen.phase == "running"
+                and seen.step >= step
+                and [one.role in ("member", "spare") for one in seen.members] == [True] * len(self.agents)
+            )
+        )
+
     def kill_coordinator(self) -> None:
         """SIGKILL."""
         assert self.coordinator is not None

@@ -215,7 +215,7 @@ def answer(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 def test_an_operator_drains_a_node_lets_it_back_and_stops_the_run(tmp_path: Path) -> None:
     run = str(tmp_path)
     with running_fleet(tmp_path, nodes=2, spares=1, steps=STEPS, hold_at=20) as fleet:
-        seen = fleet.held(20)
+        seen = fleet.gathered(20)
         victim = next(one.name for one in seen.members if one.role == "member")
         assert answer(phalanx("fleet", "drain", run, victim, "--json"))["accepted"]
         after = fleet.held(20, epoch=1)

@@ -60,7 +60,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def test_an_undisturbed_run_ends_and_leaves_no_process(tmp_path: Path) -> None:
     with running_fleet(tmp_path, nodes=2, spares=1, steps=STEPS, hold_at=HELD) as fleet:
-        fleet.held(HELD)
+        fleet.gathered(HELD)
         workers = [pid for node in fleet.agents for pid in fleet.workers(node)]
         assert len(workers) == 3
         assert ends_well(fleet).recoveries == 0
@@ -83,7 +83,7 @@ def test_a_killed_worker_is_replaced_and_its_state_comes_from_its_nodes_memory(t
 
 def test_a_killed_node_is_replaced_by_the_spare_with_state_from_its_buddy(tmp_path: Path) -> None:
     with running_fleet(tmp_path, nodes=2, spares=1, steps=STEPS, hold_at=HELD) as fleet:
-        victim, survivor = holders(fleet.held(HELD))
+        victim, survivor = holders(fleet.gathered(HELD))
         before = fleet.workers(survivor)
         fleet.kill_node(victim)
         seen = fleet.held(HELD, epoch=1)
@@ -140,7 +140,7 @@ def test_training_goes_on_without_the_coordinator_and_a_new_one_knows_what_the_o
     tmp_path: Path,
 ) -> None:
     with running_fleet(tmp_path, nodes=2, spares=1, steps=STEPS, hold_at=HELD) as fleet:
-        before = fleet.held(HELD)
+        before = fleet.gathered(HELD)
         workers = {node: fleet.workers(node) for node in fleet.agents}
         fleet.kill_coordinator()
         fleet.hold_at(2 * HELD)
