@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from phalanx.model.layers.router import routers
 from phalanx.run.spec import MemorySpec, RunSpec
 from phalanx.train.transforms.recompute import apply_recompute
+from phalanx_process import RUN_FILE, last_json, run
 from ranks import Ranks
+from tiny_runs import make_dataset
 from train.blocks import DENSE, MIXTURE, MODELS, build, gradients_of, loss_of, same_bits
 
 KINDS = ("full", "selective")
@@ -140,3 +143,26 @@ def test_collectives_of_the_tensor_axis_can_be_in_what_is_recomputed(ranks: Rank
         assert len(plain) > 10
         for gradients in saving:
             assert same_bits(plain, gradients)
+
+
+def test_a_mixture_that_keeps_selectively_in_bf16_has_the_bits_of_one_that_keeps_everything(
+    tmp_path: Path,
+) -> None:
+    """Experts are an FSDP unit within their block, whose hooks open profiler ranges, once more when the block is recomputed."""
+    (tmp_path / "tiny.toml").write_text(RUN_FILE.format(data=make_dataset(tmp_path / "words")))
+    mixture = ["model.moe.experts=4", "model.moe.per_token=2", "precision.compute=bf16", "train.steps=2"]
+    command = [
+        "train",
+        "tiny.toml",
+        "--ranks",
+        "1",
+        "--json",
+        *(part for one in mixture for part in ("--set", one)),
+    ]
+    hashes = {
+        how: last_json(run([*command, "--run-dir", how, "--set", f"memory.recompute={how}"], tmp_path))[
+            "weights_sha256"
+        ]
+        for how in ("none", "selective")
+    }
+    assert hashes["selective"] == hashes["none"]

@@ -24,6 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from phalanx.parallel.mesh.local_slice import LocalSlice
 
@@ -145,6 +146,22 @@ def keep_activations_within(fraction: float) -> None:
     from torch._functorch import config  # slow to import, and only compiled runs need it
 
     config.activation_memory_budget = fraction
+
+
+def leave_profiler_out_of_selective_checkpoints() -> None:
+    """Lets selective checkpointing pass over the profiler's ranges, which it otherwise counts as results to be kept.
+
+    FSDP opens more of them when a unit within a block, such as its experts, is computed again ("encountered during backward but
+    not found in storage").
+    """
+    profiler = torch.ops.profiler
+    SAC_IGNORED_OPS.update(
+        {
+            profiler._record_function_enter_new.default,
+            profiler._record_function_exit.default,
+            profiler._record_function_exit._RecordFunction,
+        }
+    )
 
 
 def join_fake(rank: int, ranks: int) -> None:

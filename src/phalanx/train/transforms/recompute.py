@@ -26,7 +26,10 @@ from torch.utils.checkpoint import (
 )
 
 from phalanx.model.custom import blocks_of
-from phalanx.parallel.mesh.torch_compat import keep_activations_within
+from phalanx.parallel.mesh.torch_compat import (
+    keep_activations_within,
+    leave_profiler_out_of_selective_checkpoints,
+)
 from phalanx.run.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -57,6 +60,8 @@ def apply_recompute(module: nn.Module, spec: RunSpec) -> None:
     if how == "budget":
         keep_activations_within(spec.memory.recompute_budget)
         return
+    if how == "selective":
+        leave_profiler_out_of_selective_checkpoints()
     contexts = noop_context_fn if how == "full" else partial(create_selective_checkpoint_contexts, policy)
     for block in blocks_of(module):
         # A block draws no random numbers, so no generator's state need be kept.
