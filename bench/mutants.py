@@ -28,7 +28,7 @@ UNTOUCHED = ("annotation", "returns", "decorator_list", "ctx")
 
 
 def alternatives(node: ast.AST, in_function: bool) -> Iterator[ast.AST]:
-    """What a mutant has in the place of ``node``."""
+    """The code that a mutant has in the place of ``node``."""
     for neighbor in NEIGHBORS.get(type(node), ()):
         yield neighbor()
     if isinstance(node, ast.Constant) and isinstance(node.value, bool):

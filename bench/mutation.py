@@ -122,7 +122,7 @@ def all_pass(items: list[pytest.Item]) -> bool:
 
 
 def in_fork(judge: Callable[[], bool], limit_s: int) -> bool:
-    """What ``judge`` returns in a fork; False if it needs more than ``limit_s`` of CPU time, or hangs."""
+    """Runs ``judge`` in a fork and returns its verdict; False if it needs more than ``limit_s`` of CPU time, or hangs."""
     child, began_s = os.fork(), time.monotonic()
     if not child:
         os.setsid()

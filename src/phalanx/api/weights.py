@@ -65,10 +65,10 @@ def generate_text(
 ) -> str:
     """Returns text that continues ``prompt``, at most ``tokens`` tokens, without the prompt.
 
-    What the tokenizer puts before each text comes before the prompt; any of the model's end tokens ends the text. With ``chat``
-    the prompt is a user's message, which the chat template of an imported model frames. The same seed gives the same text. ``temperature`` 0 takes the likeliest token; ``top_k`` 0 and ``top_p`` 1 leave all in.
-    Raises ``RunDirectoryError`` where the run has saved nothing, ``CheckpointError``,
-    ``DataError`` where it has no tokenizer or no chat template, and ``ValueError`` for numbers out of range.
+    What the tokenizer puts before each text comes before the prompt; any of the model's end tokens ends the text. With ``chat`` the
+    prompt is a user's message, which the chat template of an imported model frames. The same seed gives the same text. ``temperature`` 0
+    takes the likeliest token; ``top_k`` 0 and ``top_p`` 1 leave all in. Raises ``RunDirectoryError`` where the run has saved nothing,
+    ``CheckpointError``, ``DataError`` where it has no tokenizer or no chat template, and ``ValueError`` for numbers out of range.
     """
     return "".join(
         continued(

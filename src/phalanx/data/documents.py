@@ -1,8 +1,8 @@
 """Which document each token of a packed sequence belongs to.
 
-Samples are cut from documents that are joined end to end, each closed by the tokenizer's end-of-document token
-(``phalanx.data.prepare``; some tokenizers begin each with a token too), and by nothing else: no text yields that token. So a sample needs no table of its documents: they
-can be counted. A sample may begin amid one, and all that matters to attention is which tokens have the same number.
+Samples are cut from documents that are joined end to end, each closed by the tokenizer's end-of-document token (``phalanx.data.prepare``;
+some tokenizers begin each with a token too), and by nothing else: no text yields that token. So a sample needs no table of its documents:
+they can be counted. A sample may begin amid one, and all that matters to attention is which tokens have the same number.
 """
 
 from __future__ import annotations

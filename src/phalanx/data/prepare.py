@@ -243,9 +243,8 @@ def _partial_folder(out: Path) -> Iterator[Path]:
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.parent / f".{out.name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
     with ExitStack() as held:
-        with _locked(
-            out.parent
-        ):  # none of two that begin at once takes the other's folder, not yet locked, for left
+        # Of two that begin at once, neither takes the other's folder, not yet locked, for a left one.
+        with _locked(out.parent):
             for left in out.parent.glob(f".{glob.escape(out.name)}.partial-*"):
                 with suppress(OSError), _locked(left, wait=False):
                     shutil.rmtree(left, ignore_errors=True)

@@ -45,19 +45,19 @@ def run_locally(
     meeting_point = _fresh_meeting_point(run)
     processes: list[subprocess.Popen[bytes]] = []
     orders = StopOrders(tell)
-    request = _StopOrder(processes, orders)
+    request = _StopSignal(processes, orders)
     try:
-        with on_stop_signals(request.make):
+        with on_stop_signals(request.send):
             for rank in range(ranks):
                 processes.append(_start(run, rank, ranks, meeting_point.as_uri()))
-                if request.made:  # while the ranks were being started: this one has not got the signal
+                if request.sent:  # while the ranks were being started: this one has not got the signal
                     processes[-1].send_signal(signal.SIGTERM)
             watcher = _Watcher(processes, request)
             try:
                 while_running(watcher.ended)
             except BaseException:
-                if not request.made:
-                    request.make()
+                if not request.sent:
+                    request.send()
                 watcher.wait()
                 raise
             watcher.wait()
@@ -108,7 +108,7 @@ def _start(run: OpenRun, rank: int, ranks: int, meeting_point: str) -> subproces
 class _Watcher:
     """Polls the ranks; ends the others when one has failed."""
 
-    def __init__(self, processes: list[subprocess.Popen[bytes]], request: _StopOrder) -> None:
+    def __init__(self, processes: list[subprocess.Popen[bytes]], request: _StopSignal) -> None:
         self._processes, self._request = processes, request
         self._deadline_s: float | None = None
         self.first_failure: int | None = None
@@ -119,7 +119,7 @@ class _Watcher:
         codes = [process.poll() for process in self._processes]
         if self.first_failure is None:
             # A rank that had not yet set up its handler ends by the signal itself: it was asked to.
-            asked = self._request.made
+            asked = self._request.sent
             fine = {None, 0, EXIT_STOPPED} | ({-signal.SIGTERM, -signal.SIGKILL} if asked else set())
             if asked and -signal.SIGTERM in codes and self._deadline_s is None:
                 self._deadline_s = time.monotonic() + _GRACE_S  # the others hang in a collective with it
@@ -142,21 +142,21 @@ def _culprit(failed: list[int], codes: list[int | None]) -> int:
     return min(failed, key=lambda rank: (codes[rank] or 0) > 0)
 
 
-class _StopOrder:
-    """The order to the ranks to save and stop; made a second time, it kills them."""
+class _StopSignal:
+    """The signal to all ranks: the first asks them to save and stop, the second kills them."""
 
     def __init__(self, processes: list[subprocess.Popen[bytes]], orders: StopOrders) -> None:
         self._processes = processes
         self.orders = orders
 
     @property
-    def made(self) -> bool:
+    def sent(self) -> bool:
         """True if the ranks were asked to stop."""
         return self.orders.made > 0
 
-    def make(self) -> None:
+    def send(self) -> None:
         """Sends one SIGTERM to every rank; at the second call SIGKILL."""
-        number = signal.SIGKILL if self.made else signal.SIGTERM
+        number = signal.SIGKILL if self.sent else signal.SIGTERM
         self.orders.made += 1
         for process in self._processes:
             if process.poll() is None:

@@ -1,9 +1,9 @@
 """Fits the constants of the cost formulas to what was measured on a machine, and says how well they predict what they have
 not seen.
 
-The law that is fitted is the one that plans are made with (``phalanx.plan.step_cost.kernels``, ``phalanx.plan.step_cost.collectives``), by a
-search along the coordinates of the mean error's logarithm: the constants are few and the points at most some hundred. Every
-third point is held out, or of few points each in turn; the errors that a profile carries are of these.
+The law that is fitted is the one that plans are made with (``phalanx.plan.step_cost.kernels``, ``phalanx.plan.step_cost.collectives``),
+by a search along the coordinates of the mean error's logarithm: the constants are few and the points at most some hundred. Every third
+point is held out, or of few points each in turn; the errors that a profile carries are of these.
 """
 
 from __future__ import annotations

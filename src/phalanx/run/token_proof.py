@@ -84,7 +84,7 @@ def handshake(token: str, purpose: str, role: Role) -> Generator[bytes | int, by
     nonces = (own, other) if role == "client" else (other, own)
 
     def mac(what: str) -> bytes:
-        return _mac(token, what.encode(), purpose.encode(), *nonces)
+        return token_mac(token, what.encode(), purpose.encode(), *nonces)
 
     if role == "client":
         yield mac("client")
@@ -97,7 +97,7 @@ def handshake(token: str, purpose: str, role: Role) -> Generator[bytes | int, by
     return Seals(to_server, to_client) if role == "client" else Seals(to_client, to_server)
 
 
-def _mac(token: str, *parts: bytes) -> bytes:
-    """The HMAC of ``parts``, each with its length, so that no two sequences of parts are alike."""
+def token_mac(token: str, *parts: bytes) -> bytes:
+    """The HMAC-SHA256 of ``parts`` under a token, each part with its length, so that no two sequences of parts are alike."""
     framed = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
     return hmac.digest(token.encode(), framed, "sha256")

@@ -1,9 +1,9 @@
 """Text from a checkpoint: restore the weights alone, fill the cache with the prompt, then decode token by token.
 
-Decoding keeps each layer's keys and values (``phalanx.model.layers.cache``), so a token costs one pass over the weights instead
-of one over the whole text. A user's own model, whose blocks keep nothing, passes over the whole text for each token. Sampling is temperature, then the ``top_k`` likeliest tokens, then the smallest set of them
-that holds ``top_p`` of the probability (nucleus sampling, Holtzman et al., arXiv 1904.09751). Random numbers come from
-one CPU generator, so that a seed gives the same text wherever the logits are the same.
+Decoding keeps each layer's keys and values (``phalanx.model.layers.cache``), so a token costs one pass over the weights instead of one
+over the whole text. A user's own model, whose blocks keep nothing, passes over the whole text for each token. Sampling is temperature,
+then the ``top_k`` likeliest tokens, then the smallest set of them that holds ``top_p`` of the probability (nucleus sampling, Holtzman et
+al., arXiv 1904.09751). Random numbers come from one CPU generator, so that a seed gives the same text wherever the logits are the same.
 """
 
 from __future__ import annotations

@@ -200,8 +200,8 @@ def read_ahead(
 ) -> Iterator[ByteArray]:
     """Prefetches: yields for each of ``wanted`` in turn the bytes that ``read`` puts into a buffer, ``threads`` reads ahead.
 
-    A buffer has ``size_of(each)`` bytes; ``read`` returns how many it has filled, and runs in one of ``threads`` threads; what it raises is raised where
-    its bytes are due. A result is valid until the next one is asked for.
+    A buffer has ``size_of(each)`` bytes; ``read`` returns how many it has filled, and runs in one of ``threads`` threads; what it raises
+    is raised where its bytes are due. A result is valid until the next one is asked for.
     """
     todo = iter(wanted)
     with ThreadPoolExecutor(threads, "checkpoint-read") as pool:

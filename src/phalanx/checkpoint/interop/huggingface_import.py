@@ -63,9 +63,10 @@ class Imported:
 def import_hf(directory: Path, out: Path, *, image_bytes: int = _IMAGE_BYTES) -> Imported:
     """Makes the Hugging Face model in ``directory`` a new run directory ``out`` with a checkpoint at step 0.
 
-    ``out`` gets ``run.toml`` (the model), ``checkpoints/`` (fp32 weights, and nothing else), ``published/`` (all other files as
-    they are) and, where the model comes with a byte-level BPE, ``tokenizer/``. Memory: ``image_bytes``, and two pieces of 64 MiB. Raises UnsupportedModelError, or
-    HuggingFaceError where ``out`` exists or the model's files are incomplete or damaged; nothing is left behind then.
+    ``out`` gets ``run.toml`` (the model), ``checkpoints/`` (fp32 weights, and nothing else), ``published/`` (all other files as they are)
+    and, where the model comes with a byte-level BPE, ``tokenizer/``. Memory: ``image_bytes``, and two pieces of 64 MiB. Raises
+    UnsupportedModelError, or HuggingFaceError where ``out`` exists or the model's files are incomplete or damaged; nothing is left behind
+    then.
     """
     if (directory / ".metadata").exists():
         raise HuggingFaceError(

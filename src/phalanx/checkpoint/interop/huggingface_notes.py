@@ -14,7 +14,7 @@ LATENT_EPS = 1e-6
 _LAYER_CHOICE = ("decoder_sparse_step", "mlp_only_layers", "layer_types", "max_window_layers")
 _ROTARY = ("rope_parameters", "rope_scaling", "rope_theta", "rope_interleave", "partial_rotary_factor")
 _CONTEXT = ("max_position_embeddings", "original_max_position_embeddings")
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+TOKEN_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _STORAGE = (
     "dtype",
     "torch_dtype",
@@ -44,7 +44,7 @@ _RUNNING = (
     *("hidden_act", "use_sliding_window", "sliding_window", "attn_implementation", "tokenizer_class"),
 )
 _NOTED = ("auto_map", "attention_dropout", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux")
-_KNOWN = frozenset((*_LAYER_CHOICE, *_ROTARY, *_CONTEXT, *_TOKENS, *_STORAGE, *_RUNNING, *_NOTED))
+_KNOWN = frozenset((*_LAYER_CHOICE, *_ROTARY, *_CONTEXT, *TOKEN_FIELDS, *_STORAGE, *_RUNNING, *_NOTED))
 _DERIVED = ("head_dim", "qk_head_dim", "num_key_value_heads", "num_local_experts", "num_mtp_layers")
 _KNOWN_ROTARY = frozenset(
     (

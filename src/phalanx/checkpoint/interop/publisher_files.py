@@ -15,6 +15,7 @@ from pathlib import Path
 
 from phalanx.checkpoint.interop.huggingface_config import HuggingFaceError, spec_of
 from phalanx.checkpoint.interop.huggingface_files import CONFIG, GENERATION_CONFIG, read_json
+from phalanx.checkpoint.interop.huggingface_notes import TOKEN_FIELDS
 from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizer import Tokenizer, load_tokenizer, same_tokens
 from phalanx.model.facts.shape import resolve
@@ -33,19 +34,11 @@ _OF_THE_TOKENIZER = (
     *("tekken.json", "*.tiktoken", "chat_template*", f"{_TEMPLATES}/*"),
 )
 _TERMS = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _CONTEXT = "max_position_embeddings"
 # Fields of config.json that change nothing in what the model computes from its weights; written again as published.
 _BESIDE_THE_MODEL = (
-    *(
-        "transformers_version",
-        "use_cache",
-        "pretraining_tp",
-        "attention_dropout",
-        "max_window_layers",
-        "ep_size",
-    ),
-    *("output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux"),
+    *("transformers_version", "use_cache", "pretraining_tp", "attention_dropout", "max_window_layers"),
+    *("ep_size", "output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux"),
 )
 
 # Fields that follow from those that are written, and other names of theirs.
@@ -110,7 +103,7 @@ def kept_by_export(
     wanted = [name for name in files if _is_like(name, _TERMS)]
     keeps = keeps_tokenizer(folder, tokenizer)
     if keeps:
-        config |= {key: published[key] for key in _TOKENS if key in published}
+        config |= {key: published[key] for key in TOKEN_FIELDS if key in published}
         wanted += of_the_tokenizer
     elif of_the_tokenizer:
         names = ", ".join(of_the_tokenizer)

@@ -337,7 +337,10 @@ def restore_from_holders(
     further: Sequence[ReadableTier] = (),
     may_be_missing: Collection[str] = (),
 ) -> dict[str, object]:
-    """``restore`` from ``snapshot`` (and ``further`` tiers), anew as long as another holder can replace one that failed. Raises as ``restore`` does: NotCoveredError where too many have failed."""
+    """``restore`` from ``snapshot`` (and ``further`` tiers), anew as long as another holder can replace one that failed.
+
+    Raises as ``restore`` does: NotCoveredError where too many have failed.
+    """
     while True:
         failed = snapshot.failed
         try:

@@ -1,8 +1,9 @@
 """The wire protocol of a node's snapshot memory: mutual authentication, small requests, and raw bytes.
 
-Both sides first prove that they know the run's token without saying it (``phalanx.run.token_proof``). Then each request and each answer is a short message (length, then msgpack of a tagged
-struct, https://jcristharif.com/msgspec), followed by as many raw bytes as it announces, sent from and received into memory
-without a copy. This keeps strangers out, not those who can rewrite traffic on its way: over such a network give TLS.
+Both sides first prove that they know the run's token without saying it (``phalanx.run.token_proof``). Then each request and each
+answer is a short message (length, then msgpack of a tagged struct, https://jcristharif.com/msgspec), followed by as many raw bytes as
+it announces, sent from and received into memory without a copy. This keeps strangers out, not those who can rewrite traffic on its
+way: over such a network give TLS.
 
 Sockets block, in threads: bulk bytes then never pass through an event loop, which has heartbeats to keep.
 """
@@ -18,7 +19,7 @@ from msgspec import Meta, Struct
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.snapshot.segments import SnapshotKey
-from phalanx.run.token_proof import HELLO_BYTES, Role, UnprovenError, handshake
+from phalanx.run.token_proof import Role, UnprovenError, handshake
 
 LONGEST_READ_BYTES = 64 << 20
 LONGEST_RECORD_BYTES = 256 << 20
@@ -232,22 +233,23 @@ class Wire:
 def authenticate(wire: Wire, token: str, role: Role) -> None:
     """Proves to each other that both know ``token``. Raises RefusedError, or WireError where the other side is no peer."""
     steps = handshake(token, _PURPOSE, role)
-    said, proven = b"", False
+    sent = 0
     try:
+        step = next(steps)
         while True:
-            step = steps.send(said) if said else next(steps)
             if isinstance(step, bytes):
                 wire.send(step)
-                proven = role == "client" and len(step) != HELLO_BYTES
-                said = b"sent"
+                sent += 1
+                step = next(steps)
             else:
-                said = wire.receive(step)
+                step = steps.send(wire.receive(step))
     except StopIteration:
         return
     except UnprovenError as error:
         raise RefusedError(f"{wire.peer}: {error}; give every node the same one") from error
     except WireError as error:
-        if not proven:
+        turned_away = role == "client" and sent == 2  # it has said its hello and its proof
+        if not turned_away:
             raise
         raise RefusedError(
             f"{wire.peer}: ended the connection, most likely because it has another run's token; give every node the same one"

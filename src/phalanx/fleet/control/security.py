@@ -1,9 +1,9 @@
 """Authentication: a secret token for every connection to a run's fleet, and mutual TLS if certificates are given.
 
-Without it, everybody who can reach the coordinator's port could end a run or send it false reports. The token is made when
-the fleet is first started and lies in the run directory, readable by its owner only; on every connection both sides prove
-that they know it, and never send it (``phalanx.run.token_proof``). On a network that others can listen to, give certificates too: a folder with ``ca.pem``, ``node.pem`` and ``node.key``. Then both
-sides must show a certificate that the run's own authority has signed.
+Without it, everybody who can reach the coordinator's port could end a run or send it false reports. The token is made when the fleet is
+first started and lies in the run directory, readable by its owner only; on every connection both sides prove that they know it, and never
+send it (``phalanx.run.token_proof``). On a network that others can listen to, give certificates too: a folder with ``ca.pem``,
+``node.pem`` and ``node.key``. Then both sides must show a certificate that the run's own authority has signed.
 """
 
 from __future__ import annotations

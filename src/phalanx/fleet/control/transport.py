@@ -2,11 +2,11 @@
 
 This file has what both sides share, and the server side; the client side is ``phalanx.fleet.control.coordinator_link``.
 
-gRPC (https://grpc.io) brings framing, flow control, TLS, keep-alive and bounds on sizes. Four rules come on top. The first
-messages of a stream prove, in both directions, that the two sides know the run's token (``phalanx.run.token_proof``); before that an
-agent says nothing to whoever listens, and obeys nothing. Every message after that is sealed with a key of that connection, so that
-nobody in between can alter or add one. A message that cannot be decoded is refused, counted and logged, and changes nothing. And nothing waits for a slow reader: its queue is short, and
-when it is full the connection is closed; the agent reconnects and describes itself.
+gRPC (https://grpc.io) brings framing, flow control, TLS, keep-alive and bounds on sizes. Four rules come on top. The first messages of a
+stream prove, in both directions, that the two sides know the run's token (``phalanx.run.token_proof``); before that an agent says nothing
+to whoever listens, and obeys nothing. Every message after that is sealed with a key of that connection, so that nobody in between can
+alter or add one. A message that cannot be decoded is refused, counted and logged, and changes nothing. And nothing waits for a slow
+reader: its queue is short, and when it is full the connection is closed; the agent reconnects and describes itself.
 """
 
 from __future__ import annotations

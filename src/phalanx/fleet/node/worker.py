@@ -1,10 +1,10 @@
 """A worker of a fleet: the process that holds a rank, for as many epochs of membership as it lives.
 
-An agent starts it (``phalanx.fleet.node.worker_main``). The worker loads what takes long (PyTorch, the accelerator's context, the data), reports that it is warm, and waits. For each epoch that it is to join it
-meets the other ranks, builds the model for the layout of that epoch, restores the state that all agreed on, and trains. When the
-epoch ends, by a fault or because the fleet changes, everything of it is dropped (model, optimizer, process groups); the process
-stays, with what it has loaded. So nothing that a broken step has left half done can reach the next epoch, and recovery does not
-pay for the start of a process.
+An agent starts it (``phalanx.fleet.node.worker_main``). The worker loads what takes long (PyTorch, the accelerator's context, the data),
+reports that it is warm, and waits. For each epoch that it is to join it meets the other ranks, builds the model for the layout of that
+epoch, restores the state that all agreed on, and trains. When the epoch ends, by a fault or because the fleet changes, everything of it
+is dropped (model, optimizer, process groups); the process stays, with what it has loaded. So nothing that a broken step has left half
+done can reach the next epoch, and recovery does not pay for the start of a process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The fitted constants of a profile, those of the cost formulas in ``phalanx.plan.step_cost.kernels`` and ``phalanx.plan.step_cost.collectives``.
+"""The fitted constants of a profile: those of the cost formulas in ``plan.step_cost.kernels`` and ``plan.step_cost.collectives``.
 
 Rates are kept as shares of the accelerator's peaks, and latencies in seconds, so that a profile that was fitted on one
 accelerator serves a sibling whose peaks differ (an H100's for an H800).

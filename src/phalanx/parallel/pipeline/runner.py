@@ -1,11 +1,11 @@
 """Runs a slot's micro-batches through the stages of a pipeline.
 
 Each rank holds one stage of the model or several (``Transformer.keep``) and works through its list of actions
-(``phalanx.parallel.pipeline.schedules``); inputs and gradients of stages travel between the ranks (``phalanx.parallel.pipeline.stage_links``).
-The interpreter is our own rather than that of ``torch.distributed.pipelining``, because that one makes every rank's list
-on every rank, divides backward passes in a way that changes bits and cannot use this project's loss (see
-``phalanx.parallel.pipeline.weight_gradients``), holds a sharded stage's weights gathered for the whole slot, and cuts batches and
-keyword arguments into pieces by rules of its own.
+(``phalanx.parallel.pipeline.schedules``); inputs and gradients of stages travel between the ranks
+(``phalanx.parallel.pipeline.stage_links``). The interpreter is our own rather than that of ``torch.distributed.pipelining``, because that
+one makes every rank's list on every rank, divides backward passes in a way that changes bits and cannot use this project's loss (see
+``phalanx.parallel.pipeline.weight_gradients``), holds a sharded stage's weights gathered for the whole slot, and cuts batches and keyword
+arguments into pieces by rules of its own.
 
 A stage is called as the undivided model is: the caller's ``Forward`` says how, for each micro-batch. So all that a pipeline
 changes is where the graph is cut, and the gradients have the bits of one rank that runs micro-batch after micro-batch.

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import Store
 
 from phalanx.parallel.process_group.rendezvous import RendezvousError
 from phalanx.parallel.process_group.typed_gather import RankMessageError, gather_typed
+from phalanx.run.token_proof import token_mac
 
 _SEAL_BYTES = 32
 _NONCE_BYTES = 32
@@ -87,8 +88,7 @@ class SealedStore(Store):
         self._inner.set_timeout(timeout)
 
     def _seal(self, key: str, body: bytes) -> bytes:
-        head = f"{self._purpose}\0{key}\0".encode()
-        return hmac.digest(self._token.encode(), len(head).to_bytes(4, "big") + head + body, "sha256")
+        return token_mac(self._token, b"value of the store", self._purpose.encode(), key.encode(), body)
 
 
 def prove_members(token: str, purpose: str) -> None:
@@ -113,7 +113,5 @@ def prove_members(token: str, purpose: str) -> None:
 
 
 def _proof(token: str, purpose: str, rank: int, nonces: Sequence[bytes]) -> bytes:
-    """Over the challenges of all ranks, each with its length: no two lists of them are alike."""
-    framed = b"".join(len(nonce).to_bytes(4, "big") + nonce for nonce in nonces)
-    head = f"member {rank} of {len(nonces)} in {purpose}\0".encode()
-    return hmac.digest(token.encode(), head + framed, "sha256")
+    """The answer of ``rank`` to the challenges of all ranks."""
+    return token_mac(token, f"member {rank}".encode(), purpose.encode(), *nonces)

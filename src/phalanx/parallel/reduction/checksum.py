@@ -1,12 +1,12 @@
 """A 64-bit checksum of tensors that changes with every single bit.
 
-A tensor's bytes are read as 64-bit words; each has its upper half xored into its lower one, is multiplied by an odd number that
-depends on its place, and the products are added modulo 2^64. Both operations can be undone, so whatever happens to one word,
-a flipped bit above all, changes the sum. Words that trade places, and errors that would cancel in a plain sum, change it too
-(all but about one in 2^32). Without the xor, two flipped upper bits would cancel: ``2^63 * odd`` is the same for all. Integer addition has no order, so
-any device, chunk size or number of threads gives the same value, and several tensors' sums can be added up.
-Multipliers are the products of a random odd number for the row and one for the column, as if the words lay in rows, because
-drawing a number costs more than multiplying by one. This is no defense against an adversary.
+A tensor's bytes are read as 64-bit words; each has its upper half xored into its lower one, is multiplied by an odd number that depends
+on its place, and the products are added modulo 2^64. Both operations can be undone, so whatever happens to one word, a flipped bit above
+all, changes the sum. Words that trade places, and errors that would cancel in a plain sum, change it too (all but about one in 2^32).
+Without the xor, two flipped upper bits would cancel: ``2^63 * odd`` is the same for all. Integer addition has no order, so any device,
+chunk size or number of threads gives the same value, and several tensors' sums can be added up. Multipliers are the products of a random
+odd number for the row and one for the column, as if the words lay in rows, because drawing a number costs more than multiplying by one.
+This is no defense against an adversary.
 """
 
 from __future__ import annotations

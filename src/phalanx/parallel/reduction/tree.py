@@ -1,11 +1,11 @@
 """Adds up slot gradients in tree order while the backward pass runs, and leaves each rank its share of the sum.
 
 With a sharded model, FSDP2 hands every parameter group's gradient to a reduce-scatter after each backward pass
-(``FSDPModule.set_custom_reduce_scatter`` is PyTorch's extension point for it). Ours is an all-to-all: the rank that
-owns a share of the parameters receives that share of *every* slot's gradient, unsummed, and adds in the order of
-``phalanx.parallel.mesh.slots``. The volume on the wire is that of a reduce-scatter (for each rank; it does not combine on the way as a ring does). After the last round, copies of the
-weights in other replicas exchange what is left of their trees the same way, and share the sums by an all-gather:
-the volume of an all-reduce when a replica's slots fill a whole subtree.
+(``FSDPModule.set_custom_reduce_scatter`` is PyTorch's extension point for it). Ours is an all-to-all: the rank that owns a share of the
+parameters receives that share of *every* slot's gradient, unsummed, and adds in the order of ``phalanx.parallel.mesh.slots``. The volume
+on the wire is that of a reduce-scatter (for each rank; it does not combine on the way as a ring does). After the last round, copies of
+the weights in other replicas exchange what is left of their trees the same way, and share the sums by an all-gather: the volume of an
+all-reduce when a replica's slots fill a whole subtree.
 
 ``Intake`` tells the reducers which slots the current backward pass computes; it is the only state they share.
 """

@@ -1,8 +1,8 @@
 """Every layout that a model, a batch and a number of accelerators allow, as axes of arrays.
 
-The geometry (how many ranks on which axis, sequences of a micro-batch, the pipeline's schedule) is enumerated row by row, each row legal by the rules
-of ``phalanx.run.layout``; what can be chosen freely beside it (recomputation, ZeRO stage, offload) has an axis of
-its own. The whole space is the product.
+The geometry (how many ranks on which axis, sequences of a micro-batch, the pipeline's schedule) is enumerated row by row, each row legal
+by the rules of ``phalanx.run.layout``; what can be chosen freely beside it (recomputation, ZeRO stage, offload) has an axis of its own.
+The whole space is the product.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Makespan of a pipeline schedule with unequal stages, followed action by action.
 
-The closed form (``phalanx.plan.step_cost.bubbles``) assumes stages of nearly equal time. The finalists of a search are timed
-exactly: each rank's actions are those of ``phalanx.parallel.pipeline.schedules``, which the trainer itself follows; an action starts when its rank is
-free and its input has arrived. The dependencies depend on the schedule alone, so actions are dealt once into *waves* of at most one
+The closed form (``phalanx.plan.step_cost.bubbles``) assumes stages of nearly equal time. The finalists of a search are timed exactly:
+each rank's actions are those of ``phalanx.parallel.pipeline.schedules``, which the trainer itself follows; an action starts when its rank
+is free and its input has arrived. The dependencies depend on the schedule alone, so actions are dealt once into *waves* of at most one
 action for each rank, none of which needs another; a wave is a row of arrays, for any number of layouts at once.
 
 A schedule with very many actions is followed only in part: once the slowest stage sets the pace, every further round of

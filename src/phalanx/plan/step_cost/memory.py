@@ -1,8 +1,9 @@
 """Bytes that a rank holds, by kind, for arrays of layouts and for every kind of rank of a pipeline.
 
 State is what the stack keeps for each parameter (``phalanx.plan.workload.stacks``), sharded by ZeRO stage; activations are what the
-layers' lists keep (``phalanx.plan.workload.architecture``), for as many micro-batches as the schedule has in flight on that rank. The worst rank decides, and it is not always the first: the last has the logits. Sources: ZeRO (arXiv 1910.02054),
-activations (arXiv 2205.05198), schedules (arXiv 2104.04473, 2401.10241).
+layers' lists keep (``phalanx.plan.workload.architecture``), for as many micro-batches as the schedule has in flight on that rank. The
+worst rank decides, and it is not always the first: the last has the logits. Sources: ZeRO (arXiv 1910.02054), activations (arXiv
+2205.05198), schedules (arXiv 2104.04473, 2401.10241).
 """
 
 from __future__ import annotations

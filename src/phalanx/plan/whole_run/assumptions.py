@@ -125,8 +125,8 @@ def assumed(
 ) -> RunAssumptions:
     """The assumptions with some of them as a user gave them: ``recovery=restart``, ``repair_s=3600``.
 
-    With ``spec``, of which ``steps`` steps of ``step_s`` seconds are planned, others are as the run file describes them; what ``texts`` say wins.
-    Raises ``RunEstimateError`` that names what cannot be, and what could.
+    With ``spec``, of which ``steps`` steps of ``step_s`` seconds are planned, others are as the run file describes them; what ``texts``
+    say wins. Raises ``RunEstimateError`` that names what cannot be, and what could.
     """
     names = {one.name for one in fields(RunAssumptions)} - {"failure_classes", "step_time_sd"}
     given: dict[str, Any] = {"step_time_sd": step_time_sd}

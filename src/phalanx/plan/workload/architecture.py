@@ -44,7 +44,7 @@ KINDS = ("dense", "mixture", "embedding", "head")
 """Kinds of parts of a stage: two kinds of layers, and the two ends of the model."""
 
 LayerOperation = MatrixProduct | AttentionCore | Pointwise | LayerExchange
-"""What takes time."""
+"""The operations of a layer that take time."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def _sorting(copies: int, stack: Stack) -> tuple[float, float]:
 
 
 def _around_experts(around: AroundExperts, stack: Stack) -> Layer:
-    """What experts' padding, activation and biases take where the kernels around them do not do it on their way."""
+    """Prices experts' padding, activation and biases where the kernels around them do not do it on their way."""
     outer, inner = around.outer, around.inner
     # Gates and values are clamped and joined; backward they are masked by what was clamped, and joined.
     clamps = Layer(

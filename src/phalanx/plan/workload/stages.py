@@ -23,7 +23,7 @@ from phalanx.run.kinds.mixture import is_mixture
 
 @dataclass(frozen=True)
 class Places:
-    """Kinds of ranks of each pipeline that can be the worst, shape (pipelines, kinds); where a pipeline has fewer kinds, its first is repeated."""
+    """Kinds of ranks of each pipeline that can be the worst, shape (pipelines, kinds); fewer kinds are filled up with the first."""
 
     dense: Ints
     """Layers without a mixture of experts."""

@@ -21,16 +21,13 @@ from phalanx.run.spec import ModelSpec
 class AttentionKind(Protocol):
     """All that is known of a kind of attention without building it. But for the first four functions, models are resolved."""
 
-    @property
-    def TITLE(self) -> str:  # noqa: N802
-        """Its name in messages."""
-
-    @property
-    def OWN_FIELDS(self) -> tuple[str, ...]:  # noqa: N802
-        """Fields of ``[model]`` that other kinds have not got, and refuse."""
+    TITLE: str
+    """Its name in messages."""
+    OWN_FIELDS: tuple[str, ...]
+    """Fields of ``[model]`` that other kinds have not got, and refuse."""
 
     def problems(self, model: ModelSpec) -> Iterator[Problem]:
-        """What cannot be among a model's fields."""
+        """Yields the problems among a model's fields."""
 
     def head_dim(self, model: ModelSpec) -> int:
         """Width of a head's query and key."""
@@ -54,7 +51,7 @@ class AttentionKind(Protocol):
         """Elements of a head that are rotated to their position."""
 
     def cache_row(self, model: ModelSpec) -> tuple[int, int, int]:
-        """What decoding keeps of a token: heads, and the widths of a head's two tensors."""
+        """The row that the key-value cache keeps of a token: heads, and the widths of a head's two tensors."""
 
     def tiny(self, model: ModelSpec, tensor: int) -> ModelSpec:
         """The same with the smallest widths that ``tensor`` ranks can divide."""
@@ -69,7 +66,7 @@ def attention_kind(model: ModelSpec) -> AttentionKind:
 
 
 def attention_problems(model: ModelSpec) -> Iterator[Problem]:
-    """What cannot be for the kind that ``model`` has, fields of other kinds among it."""
+    """Yields the problems of the kind that ``model`` has, fields of other kinds among them."""
     mine = attention_kind(model)
     yield from mine.problems(model)
     defaults = {field.name: field.default for field in dataclasses.fields(ModelSpec)}

@@ -10,8 +10,8 @@ from phalanx.run.kinds.parts import Parameter, by_name, linear, norm, under
 from phalanx.run.problems import Problem, divisors_near
 from phalanx.run.spec import ModelSpec
 
-TITLE = "grouped attention"
-OWN_FIELDS = ("qk_norm", "attention_bias")
+TITLE: str = "grouped attention"
+OWN_FIELDS: tuple[str, ...] = ("qk_norm", "attention_bias")
 
 
 def problems(model: ModelSpec) -> Iterator[Problem]:

@@ -22,8 +22,8 @@ from phalanx.run.kinds.parts import Parameter, by_name, linear, norm, under
 from phalanx.run.problems import Problem
 from phalanx.run.spec import MlaSpec, ModelSpec
 
-TITLE = "latent attention"
-OWN_FIELDS = ("mla",)
+TITLE: str = "latent attention"
+OWN_FIELDS: tuple[str, ...] = ("mla",)
 
 
 def _latents(model: ModelSpec) -> MlaSpec:

@@ -1,4 +1,4 @@
-"""What all layers of a model together demand: rules of its fields, and what its parallel degrees may be.
+"""The rules of a model's fields that concern all its layers together, and the parallel degrees that they allow.
 
 Everything here looks at the kinds of layers that a model has, and at no field by itself.
 """

@@ -119,7 +119,7 @@ class World:
         return None
 
     def begun(self, group: Group) -> None:
-        """An epoch starts to train: steps after the one it restored are lost. Raises BrokenInvariant if that state was known to be corrupt."""
+        """An epoch starts to train: steps after the one it restored are lost. Raises BrokenInvariant if that state was corrupt."""
         limits = self.coordinator.state.distrust
         known = limits and group.epoch > limits[-1].epoch and not self.unheard
         if known and group.tainted(group.step):

@@ -1,7 +1,7 @@
 """Takes the run directory for one start of a run: chooses it, locks it, and makes sure whose it is.
 
-Its files are named in ``run/directory.py``. By default the folder is named after the run and its identity, so that two runs can never meet in one folder: an
-unfinished run goes on where it was, a finished one is left alone and the next start gets a fresh folder. A folder
+Its files are named in ``run/directory.py``. By default the folder is named after the run and its identity, so that two runs can never
+meet in one folder: an unfinished run goes on where it was, a finished one is left alone and the next start gets a fresh folder. A folder
 that is named explicitly is only ever continued by the run that it belongs to.
 """
 
