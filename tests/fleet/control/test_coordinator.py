@@ -103,7 +103,7 @@ def test_a_killed_launcher_takes_everything_with_it(tmp_path: Path) -> None:
     wait_for(lambda: not any(alive(pid) for pid in started))
 
 
-def test_the_launcher_starts_a_killed_coordinator_again_and_a_killed_node_after_its_repair(
+def test_the_launcher_starts_a_killed_coordinator_again_without_its_fleet_file_and_all_agents_once_none_is_left(
     tmp_path: Path,
 ) -> None:
     spec = make_run(tmp_path, replace(FLEET, nodes=2, spares=0), STEPS)
@@ -111,21 +111,22 @@ def test_the_launcher_starts_a_killed_coordinator_again_and_a_killed_node_after_
     fleet.hold_at(20)
     lock = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
     run = OpenRun(RunDirectory(tmp_path), spec, 0, lock)
-    what = LocalFleet(2, repair_s=0.1, worker_program=(sys.executable, STAND_IN))
+    what = LocalFleet(2, worker_program=(sys.executable, STAND_IN))
 
     def disturb(_ended: Callable[[], bool]) -> None:
         """Kills one after the other, from a thread, while the main thread looks after the processes."""
         threading.Thread(target=scene, daemon=True).start()
 
     def scene() -> None:
-        os.kill(fleet.held(20).coordinator_pid, signal.SIGKILL)
+        coordinator = fleet.held(20).coordinator_pid
+        os.kill(coordinator, signal.SIGSTOP)
+        (tmp_path / "fleet.json").write_text("")
+        os.kill(coordinator, signal.SIGKILL)
         fleet.until(lambda seen: seen.restarts == 1 and all(one.attached for one in seen.members))
-        (agent,) = (pid for pid in processes_of(tmp_path) if is_agent(pid, "node-1"))
-        os.killpg(agent, signal.SIGKILL)
+        for node in ("node-0", "node-1"):
+            (agent,) = (pid for pid in processes_of(tmp_path) if is_agent(pid, node))
+            os.killpg(agent, signal.SIGKILL)
         fleet.held(20, epoch=1)
-        fleet.until(
-            lambda seen: any(one.name == "node-1" and one.role in ("spare", "member") for one in seen.members)
-        )
         fleet.hold_at(None)
 
     ending = run_fleet(run, what, disturb)

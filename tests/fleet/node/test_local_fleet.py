@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from phalanx.fleet.node import local_fleet
+from phalanx.fleet.control.fleet_file import FleetFile, fleet_file, write_fleet_file
+from phalanx.fleet.core.decide import initial_state
+from phalanx.fleet.core.settings import CoreSettings, Formation
+from phalanx.fleet.core.state import FleetPhase
+from phalanx.fleet.node import revival
 from phalanx.fleet.node.local_fleet import LocalFleet, run_fleet
+from phalanx.fleet.node.revival import MOST_DEATHS, Revival
+from phalanx.fleet.node.session import Session
 from phalanx.run.directory import RunDirectory
 from phalanx.run.spec import ModelSpec, RunSpec
 from phalanx.train.lifecycle.ending import report_failure
 from phalanx.train.lifecycle.open_run import OpenRun
+from phalanx_process import alive, children
 
 
 @pytest.fixture
@@ -42,13 +54,102 @@ def starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return start(["false"], env=env, **options)
 
     monkeypatch.setattr(subprocess, "Popen", failing)
-    monkeypatch.setattr(local_fleet, "_COORDINATOR_PAUSE_S", 0.0)
+    monkeypatch.setattr(revival, "_FIRST_PAUSE_S", 0.0)
     monkeypatch.syspath_prepend(tmp_path / "source")
     return paths
 
 
 def show_nothing(_ended: Callable[[], bool]) -> None:
     """Leaves it to the launcher to wait."""
+
+
+@pytest.fixture
+def sleeping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of all processes that were started; coordinators sleep, agents end at once."""
+    names: list[str] = []
+    start = Session.start
+
+    def standing_in(
+        _command: list[str], environment: dict[str, str], log: Path, keep_open: list[int]
+    ) -> Session:
+        names.append(log.stem.split("-", 2)[2])
+        return start(
+            ["sleep", "600"] if names[-1] == "coordinator" else ["false"], environment, log, keep_open
+        )
+
+    monkeypatch.setattr(Session, "start", standing_in)
+    monkeypatch.setattr(revival, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.syspath_prepend(tmp_path / "source")
+    return names
+
+
+def seen(phase: FleetPhase, step: int = 0) -> FleetFile:
+    state = initial_state(CoreSettings(Formation(1, (1, 2)), wanted_nodes=2), 0.0)
+    state.phase, state.step = phase, step
+    return fleet_file(state, "run", "127.0.0.1:1", frozenset(), Counter(), 0)
+
+
+def test_a_fleet_all_of_whose_agents_die_again_and_again_ends_with_the_reason(
+    run: OpenRun, sleeping: list[str]
+) -> None:
+    def show_that_it_runs(_ended: Callable[[], bool]) -> None:
+        write_fleet_file(run.directory.path, seen(FleetPhase.RUNNING))
+
+    ending = run_fleet(run, LocalFleet(2), show_that_it_runs)
+    assert (ending.status, ending.exit_code) == ("failed", 1)
+    assert ending.message.startswith("the agent of node-")
+    assert "It was started 10 times without the run getting any further" in ending.message
+    assert MOST_DEATHS <= sleeping.count("node-0") <= MOST_DEATHS + 1
+    assert sleeping.count("coordinator") == 1
+
+
+def test_a_fleet_whose_run_directory_is_removed_ends_with_a_message(
+    run: OpenRun, sleeping: list[str]
+) -> None:
+    def remove_it(_ended: Callable[[], bool]) -> None:
+        shutil.rmtree(run.directory.path)
+        (coordinator,) = (
+            pid for pid in children(os.getpid()) if b"sleep" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        )
+        os.kill(coordinator, signal.SIGKILL)
+
+    ending = run_fleet(run, LocalFleet(1), remove_it)
+    assert sleeping.count("coordinator") == MOST_DEATHS
+    assert (ending.status, ending.exit_code) == ("failed", 1)
+    assert "is gone" in ending.message
+    assert "start the run anew" in ending.message
+
+
+@given(
+    standings=st.lists(st.sampled_from([None, 1, 2]), min_size=MOST_DEATHS, max_size=60),
+)
+def test_a_process_is_given_up_only_after_so_many_deaths_at_the_same_place(
+    standings: list[int | None],
+) -> None:
+    revived, since = Revival(), 0
+    for number, stands_at in enumerate(standings):
+        since = since if number and stands_at == standings[number - 1] else number
+        pause_s = revived.after_death(stands_at)
+        in_a_row = number - since + 1
+        assert (pause_s is None) == (in_a_row >= MOST_DEATHS)
+        assert pause_s is None or 0 < pause_s <= 10
+        if pause_s is None:
+            break
+
+
+def test_a_leader_that_has_ended_keeps_its_number_until_its_group_is_killed(tmp_path: Path) -> None:
+    session = Session.start(["sh", "-c", "sleep 600 & echo $!; exit 7"], dict(os.environ), tmp_path / "log")
+    session.wait(60.0)
+    assert session.exit_code() == 7
+    assert Path(f"/proc/{session.pid}").exists(), "not reaped: nobody else can be given its number"
+    left = int((tmp_path / "log").read_text())
+    assert alive(left)
+    assert session.end() == 7
+    assert not Path(f"/proc/{session.pid}").exists()
+    while alive(left):
+        pass
+    session.signal(signal.SIGKILL)  # reaches nobody
+    assert session.end() == 7
 
 
 def test_a_coordinator_is_restarted_although_the_users_model_is_gone(
@@ -58,7 +159,9 @@ def test_a_coordinator_is_restarted_although_the_users_model_is_gone(
         (tmp_path / "source" / "model_of_a_user.py").unlink()
 
     assert run_fleet(run, LocalFleet(1), lose_the_model).status == "failed"
-    assert len(starts) == 1 + 5  # an agent, and the coordinator until it is given up
+    assert (
+        MOST_DEATHS <= len(starts) <= 2 * MOST_DEATHS
+    )  # an agent and the coordinator, until one of them is given up
     assert len(set(starts)) == 1
     assert starts[0].split(os.pathsep)[-1] == str((tmp_path / "source").resolve())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -23,7 +24,8 @@ from phalanx.data.errors import DataError
 from phalanx.fleet.faults.fault import FaultError
 from phalanx.fleet.faults.fault_list import FleetShape, fault_marker, read_faults
 from phalanx.fleet.node.local_fleet import Lead, LocalFleet, run_fleet
-from phalanx.observe.event_log import read_events
+from phalanx.observe.event_log import EventLogError, read_events
+from phalanx.observe.events import Event
 from phalanx.observe.goodput import goodput
 from phalanx.observe.ledger import NS_PER_S
 from phalanx.observe.recoveries import recoveries
@@ -91,8 +93,10 @@ def _faults(spec: RunSpec, given: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _story(run: OpenRun, faults: tuple[str, ...]) -> FleetStory:
-    """Reads what happened to the fleet from the events of this start."""
-    events = [event for event in read_events(run.directory.events) if event.attempt >= run.attempt]
+    """Reads what happened to the fleet from the events of this start; without its events, a fleet has little to tell."""
+    events: list[Event] = []
+    with suppress(EventLogError):  # the file was removed: no reason to end with a traceback
+        events += (event for event in read_events(run.directory.events) if event.attempt >= run.attempt)
     account = goodput(events)
     ledger_s = {bucket: ns / NS_PER_S for bucket, ns in account.buckets_ns.items()}
     marked = {number for number in range(len(faults)) if fault_marker(run.directory.path, number).exists()}

@@ -1,25 +1,30 @@
 """Launches and supervises the processes of a fleet on this machine, each in a session of its own.
 
 A local fleet is a coordinator and one agent per "node"; on a cluster, the node that leads runs the coordinator and its own agent.
-This process starts them, restarts the coordinator if it dies, brings a killed node of a local fleet back after its repair time,
-and passes Ctrl-C on to the coordinator as a request to save and stop. If this process is killed, the kernel kills all of them.
+This process starts them, starts the coordinator again if it dies, brings a node whose agent has died back after its repair time
+(sooner if too few are left to train on), and passes Ctrl-C on to the coordinator as a request to save and stop. A process that dies
+again and again without the run getting any further is given up (``revival.py``), and the fleet ends with a message rather than
+wait for it for ever. If this process is killed, the kernel kills all of them.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
 from phalanx.fleet.control.security import run_token
 from phalanx.fleet.core.state import FleetPhase
+from phalanx.fleet.node.revival import MOST_DEATHS, Revival
+from phalanx.fleet.node.session import Session, ending
 from phalanx.run.factory import rank_environment
 from phalanx.train.lifecycle.ending import Ending, last_words, remove_failure
 from phalanx.train.lifecycle.interrupt import StopOrders, on_stop_signals
@@ -27,10 +32,6 @@ from phalanx.train.lifecycle.open_run import OpenRun
 from phalanx.train.lifecycle.worker import EXIT_STOPPED
 
 _POLL_S = 0.1
-_COORDINATOR_PAUSE_S = 0.2
-_MOST_COORDINATORS = 1000
-_QUICK_DEATH_S, _QUICK_DEATHS = 5.0, 5
-"""A coordinator that fails so many times in a row, each time so soon after its start, is not restarted."""
 _FAREWELL_S = 10.0
 
 
@@ -70,8 +71,8 @@ class LocalFleet:
     spares: int = 0
     faults: tuple[str, ...] = ()
     """Sentences of ``phalanx.fleet.faults.fault``, passed on to every worker."""
-    repair_s: float | None = None
-    """Seconds after which a killed node comes back, empty; ``None``: never."""
+    repair_s: float = 60.0
+    """Seconds after which a node whose agent has died comes back, its memory empty. It comes sooner if too few are left."""
     worker_program: tuple[str, ...] = ()
     """Replaces the real worker; for tests."""
     lead: Lead | None = None
@@ -128,6 +129,13 @@ def run_fleet(
     return _ending(run, processes)
 
 
+class _DeadAgent(NamedTuple):
+    """When an agent that has died may be started again, by the monotonic clock; never: infinity."""
+
+    soonest_s: float
+    usually_s: float
+
+
 @dataclass
 class _Processes:
     """The processes of a local fleet, and the state of their supervision."""
@@ -137,38 +145,32 @@ class _Processes:
     factory_environment: dict[str, str]
     """Lets the processes import the user's model."""
     orders: StopOrders
-    coordinator: subprocess.Popen[bytes] | None = None
-    agents: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-    back_at_s: dict[str, float] = field(default_factory=dict)
+    coordinator: Session | None = None
+    coordinator_due_s: float = 0.0
+    coordinator_revival: Revival = field(default_factory=Revival)
+    agents: dict[str, Session] = field(default_factory=dict)
+    dead: dict[str, _DeadAgent] = field(default_factory=dict)
+    agent_revivals: dict[str, Revival] = field(default_factory=dict)
     stop_told: tuple[int, int] = (0, 0)
     """Process id of the coordinator that was told to stop, and how many times."""
-    started: int = 0
-    started_s: float = 0.0
-    quick_deaths: int = 0
     over: bool = False
+    gave_up: str = ""
+    """The process that was given up, if the fleet ended for that."""
 
     def start(self) -> None:
         """Starts the coordinator and all agents; the agents poll fleet.json for its address."""
         self._start_coordinator()
         for name in self.fleet.names:
-            self.agents[name] = self._agent(name)
+            self._start_agent(name)
 
     def ended(self) -> bool:
         """Restarts what has died and is to come back; returns True once the run is over. Call it again and again."""
         self.orders.tell_new()
-        coordinator = self.coordinator
-        if coordinator is not None and coordinator.poll() is not None and not self.over:
-            self._coordinator_died(coordinator.returncode)
-        self._hand_on_stop()
-        for name, agent in list(self.agents.items()):
-            if agent.poll() is not None:
-                del self.agents[name]
-                if self.fleet.repair_s is not None and not self.over:
-                    self.back_at_s[name] = time.monotonic() + self.fleet.repair_s
-        for name, due_s in list(self.back_at_s.items()):
-            if time.monotonic() >= due_s and not self.over:
-                del self.back_at_s[name]
-                self.agents[name] = self._agent(name)
+        if not self.over:
+            self._look_after_coordinator()
+        if not self.over:
+            self._hand_on_stop()
+            self._look_after_agents()
         return self.over
 
     def wait(self) -> None:
@@ -180,19 +182,43 @@ class _Processes:
         """Counts one request to save and stop; it is passed on by the next call of ``ended``."""
         self.orders.made += 1
 
-    def _coordinator_died(self, code: int) -> None:
+    # --- the coordinator -----------------------------------------------------------------------
+
+    def _look_after_coordinator(self) -> None:
+        if self.coordinator is None:
+            if time.monotonic() >= self.coordinator_due_s:
+                self._start_coordinator()
+            return
+        code = self.coordinator.exit_code()
+        if code is None:
+            return
+        self.coordinator.end()
+        self.coordinator = None
         seen = self.seen()
-        if seen is not None and seen.over and code in (0, 1):
+        # Without fleet.json, code 1 may be of a run that failed or of a coordinator that did: the next one knows from the journal.
+        done = code == 0 or self.run.directory.finished_result() is not None
+        if done or (code == 1 and seen is not None and seen.over):
             self.over = True
-            return
-        lived_s = time.monotonic() - self.started_s
-        self.quick_deaths = self.quick_deaths + 1 if lived_s < _QUICK_DEATH_S and code > 0 else 0
-        if self.quick_deaths >= _QUICK_DEATHS or self.started >= _MOST_COORDINATORS:
-            self.over = True
-            return
-        time.sleep(_COORDINATOR_PAUSE_S)
+        else:
+            self._coordinator_died(seen)
+
+    def _coordinator_died(self, seen: FleetFile | None) -> None:
+        pause_s = self.coordinator_revival.after_death(_standing(seen))
+        if pause_s is None:
+            self.over, self.gave_up = True, "coordinator"
+        else:
+            self.coordinator_due_s = time.monotonic() + pause_s
+
+    def _start_coordinator(self) -> None:
+        lead = self.fleet.lead
+        where = lead.coordinator_arguments if lead else ["--port", str(self.run.spec.fleet.port)]
         self.stop_told = 0, 0
-        self._start_coordinator()
+        try:
+            self.coordinator = self._process("coordinator", "phalanx.fleet.control.coordinator", *where)
+        except (
+            OSError
+        ):  # a run directory that is gone, no processes or memory left: all may be back in a moment
+            self._coordinator_died(None)
 
     def seen(self) -> FleetFile | None:
         """fleet.json, if it can be read."""
@@ -206,38 +232,55 @@ class _Processes:
         Not before it has written fleet.json: until then SIGTERM would kill it, and the file says whether it has learned of
         the request from its journal.
         """
-        if self.stop_told[1] >= min(self.orders.made, 2):
+        if self.coordinator is None or self.stop_told[1] >= min(self.orders.made, 2):
             return
         coordinator, seen = self.coordinator, self.seen()
-        if coordinator is None or seen is None or seen.coordinator_pid != coordinator.pid:
+        if seen is None or seen.coordinator_pid != coordinator.pid:
             return
         told = self.stop_told[1] if self.stop_told[0] == coordinator.pid else int(seen.stopping)
-        if told < self.orders.made and coordinator.poll() is None:
-            coordinator.send_signal(signal.SIGTERM)
+        if told < self.orders.made:
+            coordinator.signal(signal.SIGTERM)
             told += 1
         self.stop_told = coordinator.pid, told
 
-    def end(self) -> None:
-        """Waits a moment for the agents to exit, then kills every process that is left, workers included."""
+    # --- the agents ----------------------------------------------------------------------------
+
+    def _look_after_agents(self) -> None:
+        for name, agent in list(self.agents.items()):
+            if agent.exit_code() is not None:
+                self._agent_died(name, ending(agent.end()))
+        if not self.dead:
+            return
         seen = self.seen()
-        told = self.over and seen is not None and seen.over
-        deadline_s = time.monotonic() + (_FAREWELL_S if told else 0.0)
-        for agent in self.agents.values():
-            with suppress(subprocess.TimeoutExpired):
-                agent.wait(max(0.0, deadline_s - time.monotonic()))
-        for process in (*self.agents.values(), self.coordinator):
-            if process is not None:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        if seen is not None and seen.over:
+            return  # the coordinator is about to end too
+        # Others can train on meanwhile, unless there are too few: then nobody else will start it.
+        wanted = not self.agents or (seen is not None and seen.phase is FleetPhase.WAITING)
+        for name, dead in list(self.dead.items()):
+            if time.monotonic() >= (dead.soonest_s if wanted else dead.usually_s):
+                self._start_agent(name)
+        given_up = [name for name, dead in self.dead.items() if dead.soonest_s == math.inf]
+        # On a cluster nodes may still come; and while no coordinator was ever there, it is the coordinator that is at fault.
+        hopeless = wanted and self.fleet.lead is None and seen is not None
+        if hopeless and given_up and len(given_up) == len(self.dead):
+            self.over, self.gave_up = True, given_up[0]
 
-    def _start_coordinator(self) -> None:
-        self.started, self.started_s = self.started + 1, time.monotonic()
-        lead = self.fleet.lead
-        where = lead.coordinator_arguments if lead else ["--port", str(self.run.spec.fleet.port)]
-        self.coordinator = self._process("coordinator", "phalanx.fleet.control.coordinator", *where)
+    def _agent_died(self, name: str, how: str) -> None:
+        self.agents.pop(name, None)
+        revival = self.agent_revivals.setdefault(name, Revival())
+        pause_s = revival.after_death(_standing(self.seen()))
+        now_s = time.monotonic()
+        if pause_s is None:
+            self.dead[name] = _DeadAgent(math.inf, math.inf)
+            self.orders.tell(
+                f"{name}: its agent {how}, for the {revival.in_vain}th time without progress: given up"
+            )
+        else:
+            self.dead[name] = _DeadAgent(now_s + pause_s, now_s + max(pause_s, self.fleet.repair_s))
+            if revival.in_vain == 1:
+                self.orders.tell(f"{name}: its agent {how}; it will be started again")
 
-    def _agent(self, name: str) -> subprocess.Popen[bytes]:
+    def _start_agent(self, name: str) -> None:
         arguments = ["--node", name]
         if name in self.fleet.spare_names:
             arguments.append("--spare")
@@ -246,42 +289,71 @@ class _Processes:
             arguments += ["--fault", fault]
         if self.fleet.worker_program:
             arguments += ["--worker-program", *self.fleet.worker_program]
-        return self._process(name, "phalanx.fleet.node.agent", *arguments)
+        try:
+            self.agents[name] = self._process(name, "phalanx.fleet.node.agent", *arguments)
+        except OSError as error:
+            self._agent_died(name, f"could not be started ({error})")
+        else:
+            self.dead.pop(name, None)
 
-    def _process(self, name: str, module: str, *arguments: str) -> subprocess.Popen[bytes]:
+    # --- processes -----------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Waits a moment for the agents to exit, then kills every process that is left, workers included."""
+        seen = self.seen()
+        told = self.over and not self.gave_up and seen is not None and seen.over
+        deadline_s = time.monotonic() + (_FAREWELL_S if told else 0.0)
+        for agent in self.agents.values():
+            agent.wait(deadline_s - time.monotonic())
+        for session in (*self.agents.values(), self.coordinator):
+            if session is not None:
+                session.end()
+
+    def _process(self, name: str, module: str, *arguments: str) -> Session:
         run = self.run
         command = [sys.executable, "-m", module, "--run-dir", str(run.directory.path)]
         log = self.log(name)
         remove_failure(log)  # of the process before it in this attempt, which wrote the same log
-        with log.open("ab") as output:
-            return subprocess.Popen(
-                [*command, "--attempt", str(run.attempt), *arguments],
-                env={
-                    **os.environ,
-                    "PHALANX_LAUNCHER": str(os.getpid()),
-                    **self.factory_environment,
-                },
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                pass_fds=[run.lock_fd],  # the directory stays taken until the last process has ended
-            )
+        return Session.start(
+            [*command, "--attempt", str(run.attempt), *arguments],
+            {**os.environ, "PHALANX_LAUNCHER": str(os.getpid()), **self.factory_environment},
+            log,
+            keep_open=[run.lock_fd],  # the directory stays taken until the last process has ended
+        )
 
     def log(self, name: str) -> Path:
         """The log of a coordinator or agent."""
         return self.run.directory.named_log(self.run.attempt, name)
 
 
+def _standing(seen: FleetFile | None) -> tuple[FleetPhase, int, int] | None:
+    """Where the run stands, so that progress shows; None if nobody knows."""
+    return None if seen is None else (seen.phase, seen.epoch, seen.step)
+
+
 def _ending(run: OpenRun, processes: _Processes) -> Ending:
     seen = processes.seen()
     if run.directory.finished_result() is not None:
         return Ending("finished")
-    if seen is not None and seen.phase is FleetPhase.FINISHED:
-        if seen.result_json:
-            return Ending("finished")
-        return Ending("stopped", exit_code=EXIT_STOPPED, unsaved=processes.orders.made > 1)
+    if processes.gave_up:
+        return Ending("failed", None, 1, _gave_up(run, processes))
+    if seen is not None and seen.phase is FleetPhase.FINISHED and seen.result_json:
+        return Ending("finished")
     if seen is not None and seen.phase is FleetPhase.FAILED:
         return Ending("failed", None, 1, seen.reason)
-    why = "the coordinator could not run"
-    return Ending("failed", None, 1, last_words(processes.log("coordinator"), why, prefix=f"{why}: "))
+    # The coordinator ended with code 0, so it finished or was stopped, and there is no result.
+    return Ending("stopped", exit_code=EXIT_STOPPED, unsaved=processes.orders.made > 1)
+
+
+def _gave_up(run: OpenRun, processes: _Processes) -> str:
+    """The text for the user about a fleet that was ended because a process that it needs could not be kept alive."""
+    name, path = processes.gave_up, run.directory.path
+    if not path.exists():
+        return (
+            f"the run directory {path} is gone, and with it all that was saved there; bring it back (is its disk mounted?), "
+            "or start the run anew"
+        )
+    what = "the coordinator" if name == "coordinator" else f"the agent of {name}"
+    why = f"{what} could not run"
+    words = last_words(processes.log(name), why, prefix=f"{why}: ")
+    return f"{words}\nIt was started {MOST_DEATHS} times without the run getting any further, so the fleet has been ended."
