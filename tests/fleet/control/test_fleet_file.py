@@ -1,4 +1,4 @@
-"""``fleet.json`` as a file: what is written is read back, and its writer never waits for a disk."""
+"""``fleet.json`` as a file: what is written is read back, after a power cut too."""
 
 from __future__ import annotations
 
@@ -11,11 +11,19 @@ from phalanx.fleet.control.fleet_file import FleetFile, read_fleet_file, write_f
 from phalanx.fleet.core.state import FleetPhase
 
 
-def test_the_state_of_a_fleet_is_written_without_fsync(
+def test_the_state_of_a_fleet_is_on_the_disk_before_it_gets_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stalled(_descriptor: int) -> None:
-        raise AssertionError("the event loop of the coordinator would wait here")
+    done: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def seen_fsync(descriptor: int) -> None:
+        done.append("fsync")
+        fsync(descriptor)
+
+    def seen_rename(old: Path, new: Path) -> None:
+        done.append("rename")
+        rename(old, new)
 
     content = FleetFile(
         run="run",
@@ -39,6 +47,8 @@ def test_the_state_of_a_fleet_is_written_without_fsync(
         stale=0,
         refused={},
     )
-    monkeypatch.setattr(os, "fsync", stalled)
+    monkeypatch.setattr(os, "fsync", seen_fsync)
+    monkeypatch.setattr(os, "rename", seen_rename)
     write_fleet_file(tmp_path, content)
+    assert done == ["fsync", "rename", "fsync"]
     assert read_fleet_file(tmp_path) == content

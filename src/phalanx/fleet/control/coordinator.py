@@ -58,7 +58,7 @@ from phalanx.train.lifecycle.worker import die_with_parent
 
 _LONGEST_TICK_S = 1.0
 _UNSYNCED_BYTES = 1 << 20
-_RENEW_BYTES = 64 << 20
+_RENEW_BYTES, _RENEW_AGAIN_BYTES = 64 << 20, 4 << 20
 _FILE_SHARE = 0.02
 """Largest share of one core's time that goes into writing fleet.json."""
 _RETRY_S = 1.0
@@ -93,9 +93,11 @@ class Coordinator:
         self._inquiry: Inquiry | None = None
         """The inquiry into a hang that is under way, if there is one."""
         self._file_due_s, self._shown_epoch = 0.0, m.NO_EPOCH
+        self._file_writing: asyncio.Task[None] | None = None
         fleet = spec.fleet
         self._tick_s = min(_LONGEST_TICK_S, min(fleet.lease_s, fleet.confirm_s or fleet.lease_s) / 8)
         self._journal = Journal(_journal_path(args))
+        self._renew_at_bytes = _RENEW_BYTES
         self._published_s = 0.0
         """Incidents up to this time were published, by this coordinator or an earlier one."""
         self._state, self._restarts = self._restored()
@@ -105,11 +107,13 @@ class Coordinator:
 
     def _restored(self) -> tuple[FleetState, int]:
         """The state in which the last coordinator of this attempt was killed (else a fleet without nodes), and the number of restarts."""
-        if not self._journal.lines:
+        if not self._journal.lines and not self._journal.damaged:
             state = initial_state(settings_of(self._spec), time.time())
             self._journal.append(first_line(state))
             self._journal.sync()
             return state, 0
+        if self._journal.damaged:
+            return self._salvaged()
         state, restarts, contradiction = replay(self._journal.lines)
         self._journal.lines = []
         now_s = max(state.now_s, time.time())
@@ -122,6 +126,29 @@ class Coordinator:
         else:
             self._journal.append(batch_line(now_s, RESTARTED))
         self._published_s = max(told_s, default=0.0)
+        return state, restarts + 1
+
+    def _salvaged(self) -> tuple[FleetState, int]:
+        """The state to which the good lines of a damaged journal lead, rebuilt from what the nodes will say; and the restarts.
+
+        What the lost lines said of epochs, ranks and snapshots the nodes say again. Only they know which nodes were lost, drained
+        or quarantined, and from which step on a corruption made snapshots worthless, so the good lines behind them are replayed too.
+        The damaged file is kept, and a new journal begins.
+        """
+        journal = self._journal
+        lines = journal.lines
+        if journal.damaged[0] == 1:
+            lines = [first_line(initial_state(settings_of(self._spec), time.time())), *lines]
+        state, restarts, _ = replay(lines)
+        state.now_s = max(state.now_s, time.time())
+        self._published_s = max((incident.at_s for incident in state.incidents), default=0.0)
+        kept = journal.path.with_name(f"damaged-{time.time_ns()}.jsonl")
+        numbers = ", ".join(map(str, journal.damaged[:8])) + ("..." if len(journal.damaged) > 8 else "")
+        why = f"line {numbers} of {journal.path}, kept as {kept.name}; is its disk all right?"
+        state, _ = resync(state, mark(state), why, "the disk has damaged the coordinator's journal")
+        self.log(f"the disk has damaged {why} Every node is asked anew")
+        journal.begin_anew(first_line(state, restarts + 1), keep_as=kept)
+        journal.lines = []
         return state, restarts + 1
 
     def _now_s(self) -> float:
@@ -175,7 +202,7 @@ class Coordinator:
         self._address = f"{self._args.host}:{port}"
         # Before fleet.json names this process as the coordinator: a reader of it may send the signal.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._ask_to_stop)
-        self._write_file(self._now_s())
+        await self._write_file(self._now_s())
         self.log(f"coordinates {self._args.run_dir} at {self._address}, start {self._restarts + 1}")
         while not self._over:
             with suppress(TimeoutError):
@@ -232,6 +259,8 @@ class Coordinator:
             self._inquiry = None
         batch = self._batch(now_s)
         self._journal.append(batch_line(now_s, batch))
+        # Only now: a checkpoint that could not be written down is told again.
+        self._checkpoints = next((e.steps for e in batch if isinstance(e, m.DiskHolds)), self._checkpoints)
         # No await between this and the core: what is in the journal is what the core has seen.
         self._inbox, self._heartbeats = [], {}
         before, undecided, sending = mark(self._state), deque(batch), list[tuple[str, m.Command]]()
@@ -250,6 +279,7 @@ class Coordinator:
         for node, command in sending:
             self._server.send(node, command)
         self._publish(now_s)
+        await self._renew()
 
     async def _resync(self, before: Mark, error: Exception) -> list[tuple[str, m.Command]]:
         """Replaces a contradictory state by a rebuilt one; returns the commands that ask every node to describe itself.
@@ -284,7 +314,6 @@ class Coordinator:
             self._disk_due_s = now_s + self._tick_s
             checkpoints = self._committed()
             if checkpoints != self._checkpoints:
-                self._checkpoints = checkpoints
                 events.append(m.DiskHolds(checkpoints))
         if self._heartbeats:
             events.append(m.Folded(tuple(self._heartbeats.values())))
@@ -318,8 +347,19 @@ class Coordinator:
     async def _synced(self) -> None:
         """Waits until the journal is on disk."""
         await self._until_written(self._journal.sync)
-        if self._journal.size_bytes > _RENEW_BYTES:
-            self._journal.begin_anew(first_line(self._state, self._restarts))
+
+    async def _renew(self) -> None:
+        """Replaces a journal that has grown large. A disk that has no room for the new one is no reason to stop: the old one grows on."""
+        if self._journal.size_bytes <= self._renew_at_bytes:
+            return
+        content = first_line(self._state, self._restarts)
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, self._journal.begin_anew, content)
+        except JournalError as error:
+            self.log(f"{error}; the old one is kept, and it is tried again later")
+            self._renew_at_bytes = self._journal.size_bytes + _RENEW_AGAIN_BYTES
+        else:
+            self._renew_at_bytes = max(_RENEW_BYTES, 2 * self._journal.size_bytes)
 
     async def _until_written(self, write: Callable[[], None]) -> None:
         """Calls ``write`` in a thread until it succeeds; meanwhile nothing is sent, and the server goes on listening."""
@@ -343,9 +383,9 @@ class Coordinator:
             (incident.at_s for incident in self._state.incidents), default=self._published_s
         )
         formed = self._state.phase is FleetPhase.RUNNING and self._state.epoch != self._shown_epoch
-        if now_s >= self._file_due_s or self._over or formed:
+        if (now_s >= self._file_due_s or formed) and self._file_writing is None and not self._over:
             self._shown_epoch = self._state.epoch if formed else self._shown_epoch
-            self._write_file(now_s)
+            self._file_writing = asyncio.create_task(self._write_file(now_s))
 
     def _record(self, incident: Incident) -> None:
         """Writes an incident into the log and the run's event stream."""
@@ -359,29 +399,37 @@ class Coordinator:
         except EventLogError as error:
             self.log(str(error))
 
-    def _write_file(self, now_s: float) -> None:
-        began_s = time.thread_time()
+    async def _write_file(self, now_s: float) -> None:
+        """Replaces fleet.json, durably, by a thread: the event loop must not wait for a slow disk."""
         attached = frozenset(self._server.links)
+        began_s = time.thread_time()
         content = fleet_file(
             self._state, self._credentials.run, self._address, attached, self._server.refused, self._restarts
         )
+        took_s = time.thread_time() - began_s
         try:
-            write_fleet_file(self._args.run_dir, content)
+            took_s += await asyncio.get_running_loop().run_in_executor(
+                None, write_fleet_file, self._args.run_dir, content
+            )
         except OSError as error:
             self.log(f"cannot write {path_in(self._args.run_dir)}: {error.strerror}")
-        took_s = time.thread_time() - began_s
         self._file_due_s = now_s + max(self._tick_s, took_s / _FILE_SHARE)
+        self._file_writing = None
 
     async def _shut_down(self) -> None:
         """Tells every agent that the run is over, and gives it a moment to hang up."""
         self.log(f"the run is over: {self._state.phase}, {self._state.reason}")
         for node in list(self._server.links):
             self._server.send(node, m.Shutdown(self._state.reason))
+        if self._file_writing is not None:
+            await self._file_writing
+        await self._write_file(
+            self._now_s()
+        )  # while agents still hang up: whoever misses one of them sees why
         deadline_s = time.monotonic() + _GOODBYE_S
         while self._server.links and time.monotonic() < deadline_s:
             await asyncio.sleep(0.02)
         await self._server.stop()
-        self._write_file(self._now_s())
         self._journal.close()
 
 

@@ -7,6 +7,7 @@ what happened when. It is replaced atomically, so a reader never sees half of it
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -138,13 +139,14 @@ def path_in(run_dir: Path) -> Path:
     return run_dir / "fleet.json"
 
 
-def write_fleet_file(run_dir: Path, content: FleetFile) -> None:
-    """Replaces the file atomically.
+def write_fleet_file(run_dir: Path, content: FleetFile) -> float:
+    """Replaces the file atomically and durably; returns the processor time that it took, in seconds.
 
-    Without fsync: the event loop of the coordinator writes it again and again, and heartbeats must not wait for a slow disk.
+    It waits for the disk, so an event loop calls it in a thread. Raises ``OSError``.
     """
-    text = msgspec.json.format(msgspec.json.encode(content), indent=1)
-    write_atomically(path_in(run_dir), text, durable=False)
+    began_s = time.thread_time()
+    write_atomically(path_in(run_dir), msgspec.json.format(msgspec.json.encode(content), indent=1))
+    return time.thread_time() - began_s
 
 
 def read_fleet_file(run_dir: Path) -> FleetFile:

@@ -2,10 +2,10 @@
 
 The coordinator's state is a function of the events it has seen, so a restarted one replays this file and is where the
 killed one was (write-ahead logging; Gray and Reuter, "Transaction Processing", 1992, chapter 9). A line holds one batch
-of events and its checksum. Since it is synced before its commands are sent, a crash can only damage the end of the file,
-which nobody has acted on: it is dropped. A damaged line with good ones after it means that the disk lost what it had
-promised to keep, and the journal refuses to guess. When the file has grown large, ``begin_anew`` replaces it by one that
-starts with the state.
+of events and its checksum. Since it is synced before its commands are sent, a crash leaves at most a last line that has no
+end, which nobody has acted on: it is dropped. A line that has its end and not its checksum is damaged: the disk lost what it
+had promised to keep. Such lines are left out and named (``damaged``), and the coordinator then believes what the nodes say over
+what is left. When the file has grown large, ``begin_anew`` replaces it by one that starts with the state.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class Journal:
     """An open journal, positioned behind its last whole line. One process holds one."""
 
     def __init__(self, path: Path) -> None:
-        """Opens or makes the journal and reads what is in it into ``lines``.
+        """Opens or makes the journal and reads what is in it: its good lines into ``lines``, the numbers of others into ``damaged``.
 
         Raises:
-            JournalError: It cannot be opened, or a line that is not the last is damaged.
+            JournalError: It cannot be opened.
         """
         self.path = path
-        self._unsynced, self._doubtful = bytearray(), False
+        self._unsynced, self._doubtful, self._replaced = bytearray(), False, False
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             sync(path.parent)
-            self.lines, self.size_bytes = _whole_lines(path)
+            self.lines, self.damaged, self.size_bytes = _read(path.read_bytes())
             os.ftruncate(self._fd, self.size_bytes)
         except OSError as error:
             raise JournalError(f"cannot open the journal {path}: {error.strerror}") from error
@@ -53,6 +53,7 @@ class Journal:
             JournalError: It could not be written; the journal is as before and the same call may be made again.
         """
         line = _line(content)
+        self._follow_name()
         try:
             self._write(line, self.size_bytes)
         except OSError as error:
@@ -103,13 +104,37 @@ class Journal:
                 os.link(self.path, keep_as)
         try:
             write_atomically(self.path, line, mode=0o600)
-            # The open file has no name any more: what was appended there would be lost.
-            reopened = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
-            os.close(self._fd)
-            self._fd = reopened
         except OSError as error:
+            self._replaced = not self._has_name()
             raise JournalError(f"cannot renew the journal {self.path}: {error.strerror}") from error
-        self.size_bytes = len(line)
+        self._replaced = True
+        self._follow_name()
+
+    def _has_name(self) -> bool:
+        """True if the open file is the one that a restarted coordinator would find."""
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.stat(self.path))
+        except FileNotFoundError:
+            return True  # both have no name: the folder was removed
+        except OSError:
+            return False
+
+    def _follow_name(self) -> None:
+        """Opens the new journal, once ``begin_anew`` has put it in place: what was appended to the old one would be lost.
+
+        Raises:
+            JournalError: It cannot be opened now; nothing may be appended until it can.
+        """
+        if not self._replaced:
+            return
+        try:
+            reopened = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+            size_bytes = os.fstat(reopened).st_size
+            sync(self.path.parent)
+        except OSError as error:
+            raise JournalError(f"cannot open the renewed journal {self.path}: {error.strerror}") from error
+        os.close(self._fd)
+        self._fd, self.size_bytes, self._replaced = reopened, size_bytes, False
         self._unsynced.clear()
 
     def close(self) -> None:
@@ -121,20 +146,16 @@ def _line(content: bytes) -> bytes:
     return xxhash.xxh3_64_hexdigest(content).encode() + b" " + content + b"\n"
 
 
-def _whole_lines(path: Path) -> tuple[list[bytes], int]:
-    """The contents of the good lines, and the offset in bytes at which the last of them ends."""
-    contents: list[bytes] = []
-    end, torn = 0, 0
-    for number, piece in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
-        content = piece[_DIGITS + 1 :]
-        if piece[:_DIGITS] != xxhash.xxh3_64_hexdigest(content).encode():
-            torn = torn or number
-        elif torn:
-            raise JournalError(
-                f"line {torn} of {path} is damaged though line {number} is whole: the disk has lost what it promised to "
-                "keep. Stop the fleet, move the file away and start again: the run goes on from its newest checkpoint"
-            )
-        else:
-            contents.append(content)
-            end += len(piece) + 1
-    return contents, end
+def _read(file: bytes) -> tuple[list[bytes], tuple[int, ...], int]:
+    """The contents of the good lines, the numbers of the damaged ones (from 1), and the bytes up to the end of the last line."""
+    *pieces, rest = file.split(b"\n")
+    contents = [piece[_DIGITS + 1 :] for piece in pieces if _is_good(piece)]
+    damaged = [number for number, piece in enumerate(pieces, 1) if not _is_good(piece)]
+    if _is_good(rest[:-1]):  # nothing was cut off: its very end has changed
+        damaged.append(len(pieces) + 1)
+    return contents, tuple(damaged), len(file) - len(rest)
+
+
+def _is_good(line: bytes) -> bool:
+    digest = xxhash.xxh3_64_hexdigest(line[_DIGITS + 1 :]).encode()
+    return line[: _DIGITS + 1] == digest + b" "

@@ -15,7 +15,8 @@ dropped. Each node counts as engaged until it has said that its workers are in n
 living node is engaged any more (or ``form_s`` has passed), so that every member has parked and its snapshot counts. Each
 resynchronization counts as a fault without progress, so a bug that strikes again at once ends the run after ``max_tries``,
 with its text as the reason. A coordinator that is killed before the rebuilt state is on disk is no exception: the replay of
-its journal resynchronizes likewise (``phalanx.fleet.core.replay``).
+its journal resynchronizes likewise (``phalanx.fleet.core.replay``). A journal with damaged lines leads to a state that is
+rebuilt in the same way: what the lost lines said, the nodes say again.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def reason(error: Exception) -> str:
     return f"{error or type(error).__name__}"[:_REASON_MAX]
 
 
-def resync(state: FleetState, before: Mark, why: str) -> tuple[FleetState, list[Order]]:
+def resync(
+    state: FleetState, before: Mark, why: str, cause: str = "the coordinator's state contradicted itself"
+) -> tuple[FleetState, list[Order]]:
     """A state that keeps its invariants in place of ``state``, and the orders that ask every node to describe itself.
 
     A run that was over, or that the contradictory turn ended, stays over.
@@ -45,6 +48,7 @@ def resync(state: FleetState, before: Mark, why: str) -> tuple[FleetState, list[
         state: The state that contradicts itself.
         before: The mark of the last state that did not.
         why: What was wrong, for people.
+        cause: Why the state is not to be trusted, for people.
     """
     was_over = before.phase in OVER
     over = was_over or state.phase in OVER
@@ -81,7 +85,7 @@ def resync(state: FleetState, before: Mark, why: str) -> tuple[FleetState, list[
         recoveries=state.recoveries + 1,
         regroups=state.regroups,
     )
-    text = f"the coordinator's state contradicted itself, every node is asked anew: {why}"
+    text = f"{cause}, every node is asked anew: {why}"
     note(rebuilt, "", text, ended_epoch=before.phase in IN_EPOCH)
     orders: list[Order] = []
     if over and not was_over:  # the turn that told the nodes was dropped

@@ -1,0 +1,130 @@
+"""A coordinator whose disk spoils its journal, or has no room for it, comes back and goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fleet.fleet_processes import FLEET, make_run
+from fleet.small_fleets import Fleet
+from phalanx.fleet.control import coordinator as coordinating
+from phalanx.fleet.control.coordinator import Coordinator, CoordinatorArgs
+from phalanx.fleet.control.journal import Journal
+from phalanx.fleet.control.security import run_token
+from phalanx.fleet.control.transport import Credentials
+from phalanx.fleet.core import messages as m
+from phalanx.fleet.core.decide import initial_state
+from phalanx.fleet.core.invariants import check, mark
+from phalanx.fleet.core.replay import JournalError, batch_line, first_line
+from phalanx.fleet.core.settings import settings_of
+from phalanx.fleet.core.state import Eligibility, FleetPhase
+from phalanx.run.identity import identity
+
+
+def make_coordinator(run_dir: Path) -> Coordinator:
+    """A coordinator of two nodes, not yet listening."""
+    spec = make_run(run_dir, replace(FLEET, nodes=2, spares=1))
+    credentials = Credentials(identity(spec), run_token(run_dir))
+    return Coordinator(CoordinatorArgs(run_dir, 0, "127.0.0.1", 0), spec, credentials)
+
+
+def write_history(run_dir: Path) -> Path:
+    """The journal of a fleet of two nodes and a spare, one of whose workers died, and whose spare was drained."""
+    spec = make_run(run_dir, replace(FLEET, nodes=2, spares=1))
+    fleet = Fleet(settings_of(spec))
+    fleet.join("0", "1", "2")
+    fleet.bind()
+    fleet.hear(m.Heartbeat("0", 1, 0, 3, m.WorkerPhase.BOUND), after_s=1.0)
+    fleet.hear(m.WorkerExited("0", 1, 0, 0, -9))
+    fleet.park()
+    fleet.bind()
+    fleet.hear(m.Drain("2"), after_s=1.0)
+    assert (fleet.state.phase, fleet.state.epoch) == (FleetPhase.RUNNING, 1)
+    path = run_dir / "fleet" / "journal-000.jsonl"
+    path.parent.mkdir()
+    journal = Journal(path)
+    journal.append(first_line(initial_state(fleet.state.settings, 0.0)))
+    for at_s, event in fleet.journal:
+        journal.append(batch_line(at_s, (event,)))
+    journal.close()
+    return path
+
+
+def test_whichever_line_is_damaged_the_next_coordinator_asks_the_nodes_and_forms_a_higher_epoch(
+    tmp_path: Path,
+) -> None:
+    whole = write_history(tmp_path).read_bytes()
+    lines = whole.split(b"\n")[:-1]
+    for number in range(len(lines)):
+        path = tmp_path / "fleet" / "journal-000.jsonl"
+        path.write_bytes(
+            b"".join(
+                line + b"\n" for line in [*lines[:number], b"#" + lines[number][1:], *lines[number + 1 :]]
+            )
+        )
+        state = make_coordinator(tmp_path)._state
+        check(state, mark(state))
+        assert any(f"line {number + 1} of" in incident.what for incident in state.incidents)
+        fleet = Fleet(state.settings)
+        fleet.state, fleet.now_s = state, state.now_s
+        fleet.hear(m.Joined("2", 1, 1, "2", 7, meeting_points=("2:1",)))
+        for name in ("0", "1"):
+            said = m.Joined(name, 1, 1, name, 7, epoch=1, bound=True, meeting_points=(f"{name}:1",))
+            fleet.hear(said)
+            assert [type(command) for command in fleet.told(name)] == [m.Park]
+            fleet.hear(m.Parked(name, 1, 1, (f"{name}:1",), ()))
+        assert (fleet.state.phase, fleet.state.epoch > 1) == (FleetPhase.BINDING, True)
+        assert fleet.state.seats
+        # The next one finds a whole journal, and the damaged one is kept.
+        make_coordinator(tmp_path)
+        assert len(list(path.parent.glob("damaged-*"))) == number + 1
+
+
+def test_a_node_that_was_drained_behind_a_damaged_line_stays_so(tmp_path: Path) -> None:
+    path = write_history(tmp_path)
+    path.write_bytes(path.read_bytes().replace(b'"type":"Bound","node":"0"', b'"type":"Bound","node":"9"', 1))
+    assert make_coordinator(tmp_path)._state.nodes["2"].eligibility is Eligibility.DRAINED
+
+
+# --- a disk without room --------------------------------------------------------------------------
+
+
+def test_orders_are_sent_though_the_journal_cannot_be_renewed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinating, "_RENEW_BYTES", 0)
+    coordinator = make_coordinator(tmp_path)
+    sent: list[tuple[str, type[m.Command]]] = []
+    monkeypatch.setattr(coordinator._server, "send", lambda node, command: sent.append((node, type(command))))
+
+    def full(_content: bytes, _keep_as: Path | None = None) -> None:
+        raise JournalError("cannot renew the journal: No space left on device")
+
+    monkeypatch.setattr(coordinator._journal, "begin_anew", full)
+    for name in ("node-0", "node-1"):
+        coordinator.on_report(m.Joined(name, 1, 1, "127.0.0.1", 1, meeting_points=(f"{name}:1",)))
+    asyncio.run(coordinator._turn())
+    assert sorted(sent) == [("node-0", m.Bind), ("node-1", m.Bind)]
+
+
+def test_a_checkpoint_that_could_not_be_written_down_is_told_to_the_core_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator = make_coordinator(tmp_path)
+    folder = tmp_path / "checkpoints" / "step-00000010"
+    folder.mkdir(parents=True)
+    (folder / "checkpoint.json").write_text("{}")
+
+    def full(_content: bytes) -> None:
+        raise JournalError("disk full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(coordinator._journal, "append", full)
+        with pytest.raises(JournalError):
+            asyncio.run(coordinator._turn())
+    coordinator._disk_due_s = 0.0
+    asyncio.run(coordinator._turn())
+    assert coordinator._state.durable == [10]
