@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import socket
@@ -83,7 +84,27 @@ def test_a_folder_of_another_run_is_refused_with_what_differs(folder: Path, resu
     assert done.returncode == 1
     assert "belongs to another run" in done.stderr
     assert "optimizer.lr: 0.01 != 0.5" in done.stderr
+    assert f"phalanx train {result['run_dir']} --from --set optimizer.lr=0.5" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_run_is_made_longer_by_the_command_that_the_refusal_names_and_its_lineage_is_shown(
+    folder: Path, result: Result
+) -> None:
+    run_dir = str(result["run_dir"])
+    refused = run(["train", run_dir, "--set", "train.steps=8"], folder).stderr
+    command = refused.splitlines()[-1].split()
+    assert command[:4] == ["phalanx", "train", run_dir, "--from"]
+    longer = last_json(run([*command[1:], "--ranks", "1", "--json"], folder))
+    assert longer["step"] == 8
+    child = str(longer["run_dir"])
+    assert last_json(run(["train", child, "--json"], folder))["weights_sha256"] == longer["weights_sha256"]
+    shown = f"goes on from step 6 of {folder / run_dir}"
+    assert shown in run(["status", child], folder).stdout
+    assert shown in run(["hash", child], folder).stderr
+    listed = json.loads(run(["runs", "--json"], folder).stdout)
+    (found,) = [entry for entry in listed if entry["path"] == child]
+    assert found["lineage"][0]["weights_sha256"] == result["weights_sha256"]
 
 
 def test_three_mistakes_in_a_run_file_are_three_lines(folder: Path) -> None:

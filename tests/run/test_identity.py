@@ -27,6 +27,7 @@ BASE = dataclasses.replace(
         moe=MoeSpec(),
         vocab_size=512,
     ),
+    checkpoint=dataclasses.replace(RunSpec().checkpoint, init_from="runs/other"),
 )
 
 
@@ -148,3 +149,7 @@ def test_an_identity_is_a_sha256_in_hex() -> None:
 def test_without_a_factory_its_fields_leave_the_identity_alone() -> None:
     paths = run_owned(RunSpec()).keys()
     assert not {"model.factory", "model.factory_sha256"} & paths
+
+
+def test_without_a_checkpoint_to_start_from_what_is_taken_over_leaves_the_identity_alone() -> None:
+    assert "checkpoint.init_with" not in run_owned(RunSpec())

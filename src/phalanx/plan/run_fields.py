@@ -302,6 +302,7 @@ _WHOLE_RUN = {
             **_all("keep_last keep_every", _used("checkpoints kept, and what storing them costs")),
             "timeout_s": _irrelevant("when a save counts as failed"),
             "init_from": _irrelevant("which weights a run starts from, read once"),
+            "init_with": _irrelevant("what of a checkpoint a run starts with, read once"),
         },
     ),
     **_in(

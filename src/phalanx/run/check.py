@@ -12,7 +12,7 @@ from phalanx.run.factory import is_factory_name
 from phalanx.run.kinds import whole_model
 from phalanx.run.layout import layout_problems
 from phalanx.run.problems import Problem, divisors_near
-from phalanx.run.spec import FleetSpec, ModelSpec, RopeScalingSpec, RunSpec, TrainSpec
+from phalanx.run.spec import CheckpointSpec, FleetSpec, ModelSpec, RopeScalingSpec, RunSpec, TrainSpec
 
 
 def check(spec: RunSpec) -> list[Problem]:
@@ -23,6 +23,7 @@ def check(spec: RunSpec) -> list[Problem]:
         *_name(spec.name),
         *model,
         *_train(spec.train),
+        *_origin(spec.checkpoint),
         *fleet,
         *layout_problems(spec, spec.parallel.ranks),
     ]
@@ -35,6 +36,16 @@ def _name(name: str) -> Iterator[Problem]:
             "name",
             f"{name[:100]!r} cannot be the name of a folder",
             "up to 100 characters, without slashes; for a run directory elsewhere, set run_dir",
+        )
+
+
+def _origin(checkpoint: CheckpointSpec) -> Iterator[Problem]:
+    if checkpoint.init_with != "weights" and not checkpoint.init_from:
+        yield Problem(
+            "checkpoint.init_with",
+            f'"{checkpoint.init_with}" of no checkpoint',
+            "name a run directory or a checkpoint in checkpoint.init_from",
+            ("checkpoint.init_from",),
         )
 
 

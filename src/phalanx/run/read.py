@@ -56,6 +56,20 @@ def read_run(path: Path, presets: Mapping[str, ModelSpec], overrides: Sequence[s
     return spec
 
 
+def override(spec: RunSpec, overrides: Sequence[str], path: Path) -> RunSpec:
+    """A resolved run with other values of the fields in ``overrides``; ``path`` is its file, for messages.
+
+    Raises ``RunFileError`` with every problem found.
+    """
+    table = to_table(spec)
+    problems = [problem for one in overrides for problem in _apply_override(table, one)]
+    _forget_corpus_of_other_data(table, overrides)
+    changed, more = spec_from_table(table, {})
+    if problems or changed is None:
+        raise RunFileError(path, [*problems, *more])
+    return changed
+
+
 def spec_from_table(
     table: TomlTable, presets: Mapping[str, ModelSpec]
 ) -> tuple[RunSpec | None, list[Problem]]:

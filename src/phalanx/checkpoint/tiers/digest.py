@@ -19,6 +19,7 @@ from phalanx.checkpoint.tiers.gather import gather
 from phalanx.checkpoint.tiers.tier import Tier
 
 WEIGHTS = "model/"
+OPTIMIZER = "optimizer/"
 _BATCH_BYTES = 64 << 20
 
 

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING
 import click
 
 from phalanx.observe.recoveries import Recovery
-from phalanx.run.directory import RunDirectory
+from phalanx.run.directory import RunDirectory, RunDirectoryError, read_resolved, step_of
 from phalanx.run.result import RunResult
 from phalanx.run.spec import RunSpec
+from phalanx.train.lifecycle.child_run import changes_from_parent
 from phalanx.train.lifecycle.ending import Ending
 from phalanx.train.lifecycle.open_run import OpenRun
 
@@ -90,6 +91,20 @@ def tell_on(console: Console) -> Callable[[str], None]:
     return lambda words: console.print(f"[yellow]{words}[/]")
 
 
+def tell_parent(run: OpenRun, console: Console) -> None:
+    """Prints which checkpoint a child run goes on from, and what is another than in its parent from there on."""
+    checkpoint = run.spec.checkpoint
+    if checkpoint.init_with != "training":
+        return
+    start = Path(checkpoint.init_from)
+    console.print(f"goes on from {start}")
+    with suppress(RunDirectoryError):  # the parent may be gone
+        for change in changes_from_parent(
+            read_resolved(RunDirectory(start.parent.parent)), run.spec, step_of(start) or 0
+        ):
+            console.print(f"[yellow]from there on[/] {change}")
+
+
 def already_done(spec: RunSpec, run_file: Path, done: RunResult, console: Console, as_json: bool) -> int:
     """Reports a run directory whose run is complete; returns the exit code."""
     from phalanx.train.lifecycle.prepare import prepare_run
@@ -108,7 +123,9 @@ def conclude(run: OpenRun, ending: Ending, console: Console, as_json: bool, stor
     if ending.status == "finished":
         _report(run.directory, run.spec, console, as_json, story)
         return 0
-    again = shlex.join([*_program(), *sys.argv[1:]])
+    # The directory of a child run says all; the command that made it would look for the parent again.
+    child = run.spec.checkpoint.init_with == "training"
+    again = shlex.join([*_program(), *(["train", str(run.directory.path)] if child else sys.argv[1:])])
     if ending.status == "stopped":
         saved = run.directory.committed_steps()
         lost = f" without saving; the newest checkpoint is of step {saved[-1] if saved else 0}"

@@ -10,17 +10,28 @@ from pathlib import Path
 import click
 
 from phalanx.cli.errors import explained
-from phalanx.cli.train.session import already_done, conclude, console_for, event_display, progress_on, tell_on
+from phalanx.cli.train.session import (
+    already_done,
+    conclude,
+    console_for,
+    event_display,
+    progress_on,
+    tell_on,
+    tell_parent,
+)
 from phalanx.data.errors import DataError
 from phalanx.launch.foreign import started_as_rank
 from phalanx.model.facts.presets import PRESETS
-from phalanx.run.directory import RunDirectory, RunDirectoryError
-from phalanx.run.read import read_run
+from phalanx.run.directory import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.read import RUN_FILE, override, read_run
 from phalanx.run.spec import RunSpec
+from phalanx.train.lifecycle.child_run import child_run
+
+_NEWEST = "newest"
 
 
 @click.command("train")
-@click.argument("run_file", type=click.Path(path_type=Path))
+@click.argument("place", metavar="RUN_FILE|RUN_DIR", type=click.Path(path_type=Path))
 @click.option(
     "--ranks",
     type=click.IntRange(min=1),
@@ -28,6 +39,15 @@ from phalanx.run.spec import RunSpec
 )
 @click.option(
     "--set", "overrides", multiple=True, metavar="FIELD=VALUE", help="Override a field; may be repeated."
+)
+@click.option(
+    "--from",
+    "from_step",
+    is_flag=False,
+    flag_value=_NEWEST,
+    metavar="[STEP]",
+    help="Go on from the checkpoint of STEP of the run in RUN_DIR (without STEP: the newest) as a run of its own, "
+    "with the values of --set from there on.",
 )
 @click.option(
     "--nodes", type=click.IntRange(min=1), help="Train as a fleet of so many nodes on this machine."
@@ -47,24 +67,28 @@ from phalanx.run.spec import RunSpec
 @click.option("--run-dir", help="The run directory (short for --set run_dir=...).")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object on the last line.")
 def command(
-    run_file: Path,
+    place: Path,
     ranks: int | None,
     overrides: tuple[str, ...],
+    from_step: str | None,
     nodes: int | None,
     spares: int | None,
     faults: tuple[str, ...],
     run_dir: str | None,
     as_json: bool,
 ) -> None:
-    """Train the run that RUN_FILE describes.
+    """Train the run that RUN_FILE describes, or go on with the one in RUN_DIR.
 
     Started again after Ctrl-C, a crash or kill -9, it goes on from the newest good checkpoint, on as many ranks as there
-    are then; the weights at the end are the same.
+    are then; the weights at the end are the same. With --from it goes on as a child run: in a directory of its own, with optimizer
+    state, step and place in the data as they were, and with other values of train.steps, optimizer.lr, schedule, train.batch_size and
+    the like from that step on.
 
     \b
       phalanx train configs/quickstart.toml
       phalanx train configs/quickstart.toml --ranks 3 --json
       phalanx train run.toml --set train.steps=50 --set optimizer.lr=3e-4
+      phalanx train runs/quickstart-1f3a9c04 --from 100 --set train.steps=400
       phalanx train configs/quickstart.toml --nodes 4 --spares 1 --fault "kill node 2 at step 30"
       torchrun --nproc-per-node 2 -m phalanx train run.toml
 
@@ -75,7 +99,7 @@ def command(
     extra += [f"fleet.nodes={nodes}"] if nodes else []
     extra += [f"fleet.spares={spares}"] if spares is not None else []
     with explained(DataError, RunDirectoryError):
-        spec = read_run(run_file, PRESETS, [*overrides, *extra])
+        spec, run_file = _described(place, from_step, [*overrides, *extra])
     if started_as_rank(os.environ):
         from phalanx.cli.train.train_as_rank import train_as_rank
 
@@ -87,6 +111,21 @@ def command(
     if faults or spares:
         raise click.UsageError(f"{'--fault' if faults else '--spares'} needs a fleet: add --nodes N")
     sys.exit(_train_here(spec, run_file, as_json))
+
+
+def _described(place: Path, from_step: str | None, overrides: list[str]) -> tuple[RunSpec, Path]:
+    """The run that the command line describes, and the path of its run file, for messages."""
+    if from_step is not None:
+        if from_step != _NEWEST and not from_step.isdecimal():
+            raise click.BadParameter(f"{from_step!r} is no step", param_hint="--from")
+        step = None if from_step == _NEWEST else int(from_step)
+        return child_run(place, step, overrides), place / RUN_FILE
+    if place.is_dir():
+        here = f"run_dir={json.dumps(str(place))}"
+        return override(
+            read_resolved(RunDirectory(place)), [*overrides, here], place / RUN_FILE
+        ), place / RUN_FILE
+    return read_run(place, PRESETS, overrides), place
 
 
 def _train_here(spec: RunSpec, run_file: Path, as_json: bool) -> int:
@@ -103,6 +142,7 @@ def _train_here(spec: RunSpec, run_file: Path, as_json: bool) -> int:
     console.print(
         f"run directory {run.directory.path}, {ranks} {'rank' if ranks == 1 else 'ranks'} on this machine"
     )
+    tell_parent(run, console)
     for change in run.layout_changes:
         console.print(
             f"[yellow]another layout than before[/]: {change}; the bits of the weights depend on it"

@@ -19,6 +19,7 @@ from phalanx.cli.train.session import (
     event_display,
     progress_on,
     tell_on,
+    tell_parent,
 )
 from phalanx.data.errors import DataError
 from phalanx.fleet.faults.fault import FaultError
@@ -58,6 +59,7 @@ def train_fleet(
         f"run directory {run.directory.path}, a fleet of {nodes} {'node' if nodes == 1 else 'nodes'} and {spares} "
         f"{'spare' if spares == 1 else 'spares'}, {ranks} {'rank' if ranks == 1 else 'ranks'}"
     )
+    tell_parent(run, console)
     console.print(f"[dim]look at it with[/] phalanx status {run.directory.path}")
     ending = run_fleet(
         run, LocalFleet(nodes, spares, planned, lead=lead), event_display(run, console), tell_on(console)

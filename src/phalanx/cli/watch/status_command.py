@@ -9,7 +9,9 @@ import click
 import msgspec
 
 from phalanx.cli.errors import explained
-from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, read_fleet_file
+from phalanx.cli.watch.run_summary import summarize
+from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
+from phalanx.run.directory import RunDirectory, RunDirectoryError
 
 _STALE_S = 10.0
 
@@ -21,17 +23,26 @@ _STALE_S = 10.0
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: fleet.json as it is.")
 def command(run_dir: Path, last: int, as_json: bool) -> None:
-    """Show the fleet that trains the run in RUN_DIR: members, spares, epoch, pace, and what happened when.
+    """Show how far the run in RUN_DIR is, which run it goes on from, and its fleet if it has one: members, spares, epoch,
+    pace, and what happened when.
 
     \b
       phalanx status runs/quickstart-1f3a9c04
       phalanx status runs/quickstart-1f3a9c04 --json
     """
-    with explained(FleetFileError):
-        seen = read_fleet_file(run_dir)
+    with explained(FleetFileError, RunDirectoryError):
+        summary = summarize(run_dir) if RunDirectory(run_dir).run_file.exists() else None
+        # Of a run without a fleet there is no fleet's JSON, which reading it explains.
+        fleet = as_json or summary is None or path_in(run_dir).exists()
+        seen = read_fleet_file(run_dir) if fleet else None
     if as_json:
         click.echo(msgspec.json.encode(seen).decode())
-    else:
+        return
+    if summary is not None:
+        click.echo(f"{summary.name}: {summary.state}")
+        for origin in summary.lineage:
+            click.echo(f"  goes on from {origin}")
+    if seen is not None:
         _print(seen, last)
 
 

@@ -12,6 +12,8 @@ from phalanx.checkpoint.tiers.digest import digest_checkpoint
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.cli.errors import explained
 from phalanx.cli.run_places import checkpoint_place
+from phalanx.run.directory import RunDirectory, read_small_json
+from phalanx.run.lineage import lineage_table, read_lineage
 
 
 @click.command("hash")
@@ -21,7 +23,8 @@ from phalanx.cli.run_places import checkpoint_place
 def command(place: Path, step: int | None, as_json: bool) -> None:
     """Print the SHA-256 of all weights in PLACE: a run directory or a checkpoint.
 
-    It is computed from the bytes on disk and equals the hash that training prints, however many ranks wrote them.
+    It is computed from the bytes on disk and equals the hash that training prints, however many ranks wrote them. Of a run that
+    goes on from another one's checkpoint, its lineage is printed too (on stderr).
 
     \b
       phalanx hash runs/quickstart-1f3a9c04
@@ -32,9 +35,11 @@ def command(place: Path, step: int | None, as_json: bool) -> None:
         tier = DiskTier(where.root)
         chosen = where.newest(tier.steps())
         digest = digest_checkpoint(tier, chosen)
+    lineage = read_lineage(read_small_json(RunDirectory(where.root.parent).record))
     if as_json:
-        click.echo(
-            json.dumps({"checkpoint": str(tier.folder(chosen)), "step": chosen, "weights_sha256": digest})
-        )
-    else:
-        click.echo(f"{digest}  {tier.folder(chosen)}")
+        found = {"checkpoint": str(tier.folder(chosen)), "step": chosen, "weights_sha256": digest}
+        click.echo(json.dumps({**found, "lineage": lineage_table(lineage)}))
+        return
+    click.echo(f"{digest}  {tier.folder(chosen)}")
+    for origin in lineage:
+        click.echo(f"goes on from {origin}", err=True)

@@ -10,11 +10,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from phalanx.checkpoint.format.errors import NoSuchStepError
 from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.checkpoint.tiers.restore import restore
 from phalanx.checkpoint.tiers.retention import Retention
 from phalanx.checkpoint.tiers.tier import Tier
 from phalanx.data.dataset import RunData
@@ -22,15 +20,16 @@ from phalanx.hardware.device_peak import accelerator_named
 from phalanx.hardware.matmul_peak import measure_matmul_flops
 from phalanx.observe.ledger import Bucket, Ledger
 from phalanx.parallel.mesh.mesh import Mesh, build_mesh
-from phalanx.run.directory import RunDirectory, locate_checkpoints
+from phalanx.run.directory import RunDirectory
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.compose import build_model
 from phalanx.train.lifecycle.guardian import Guardian, NoGuardian
 from phalanx.train.lifecycle.interrupt import StopRequest
 from phalanx.train.lifecycle.open_run import check_data
 from phalanx.train.lifecycle.reporter import Reporter
+from phalanx.train.lifecycle.take_over import take_over
 from phalanx.train.step.built import Built
-from phalanx.train.step.state import RestoredState, fill_initial, restore_newest, state_shards, weight_shards
+from phalanx.train.step.state import RestoredState, fill_initial, restore_newest, state_shards
 from phalanx.train.step.step import StepFlags
 
 
@@ -131,7 +130,7 @@ def assemble(inputs: EpochInputs, reporter: Reporter) -> Training:
     if restored is None:
         fill_initial(parts, placement, spec)
         if spec.checkpoint.init_from:
-            load_weights(Path(spec.checkpoint.init_from), weight_shards(parts, placement))
+            restored = take_over(spec.checkpoint, inputs.directory, built, shards)
 
     saver = AsyncSaver(
         tier,
@@ -176,17 +175,6 @@ def _warm_up_together(spec: RunSpec, mesh: Mesh, ledger: Ledger) -> WarmState:
     rate = torch.tensor([warm.peak_of_rank.flops_per_s], dtype=torch.float64, device=mesh.device)
     dist.all_reduce(rate)
     return WarmState(warm.data, Peak(float(rate.item()) / mesh.ranks, warm.peak_of_rank.source))
-
-
-def load_weights(source: Path, shards: list[Shard]) -> None:
-    """Fills ``shards`` with the weights of the checkpoint ``source``, a folder ``.../step-00000100``.
-
-    Raises ``CheckpointError`` if it is damaged, or of another model.
-    """
-    root, step = locate_checkpoints(source)
-    if step is None:
-        raise NoSuchStepError(f"{source} is no committed checkpoint; give a folder .../step-00000100")
-    restore(DiskTier(root), step, shards)
 
 
 def _peak(spec: RunSpec, device: torch.device) -> Peak:

@@ -9,9 +9,8 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -36,6 +35,8 @@ from phalanx.parallel.process_group.typed_gather import broadcast_typed
 from phalanx.run.result import RunResult
 from phalanx.train.lifecycle.assemble import Training
 from phalanx.train.lifecycle.ending import RunFailedError
+from phalanx.train.lifecycle.guardian import Samples
+from phalanx.train.lifecycle.progress import TrainProgress
 from phalanx.train.lifecycle.start_checks import start_notes
 from phalanx.train.step.evaluate import HeldOutLoss, evaluate
 from phalanx.train.step.memory_meter import MemoryMeter, extremes
@@ -51,33 +52,6 @@ class UnsavedError(RunFailedError):
     """The run came to its end, but its last state could not be saved."""
 
 
-@dataclass
-class TrainProgress:
-    """The progress of a run; all of it goes into checkpoints."""
-
-    step: int = 0
-    """Steps done, skipped ones included."""
-    tokens: int = 0
-    updates: int = 0
-    skipped_in_a_row: int = 0
-    loss: float | None = None
-    """The loss of the last step whose loss was finite."""
-
-    @classmethod
-    def from_extra(cls, extra: Mapping[str, Any]) -> TrainProgress:
-        """Reads the progress back from a checkpoint's ``extra``."""
-        return cls(**{field.name: extra[field.name] for field in fields(cls)})
-
-    def advance(self, report: StepReport, updates: int) -> None:
-        """Counts one more step; ``updates`` are those applied so far."""
-        self.step += 1
-        self.tokens += report.tokens
-        self.updates = updates
-        if math.isfinite(report.loss):
-            self.loss = report.loss
-        self.skipped_in_a_row = 0 if report.applied else self.skipped_in_a_row + 1
-
-
 def train(training: Training) -> RunResult | None:
     """Trains to the last step and returns the result; ``None`` if the run was asked to stop before.
 
@@ -87,12 +61,15 @@ def train(training: Training) -> RunResult | None:
     """
     spec, ledger, guardian = training.inputs.spec, training.inputs.ledger, training.inputs.guardian
     progress = _begin(training)
+    begun = replace(progress)
+    samples = partial(_samples, training, begun)
     recent_s: list[float] = []
-    with _prefetch(training, progress.step) as batches:
+    with _prefetch(training, progress.step, samples) as batches:
         stepper = Stepper(training.built, batches, ledger, progress.updates)
-        audit = guardian.audit(stepper, lambda step, slot: _samples(training, step, slot))
+        audit = guardian.audit(stepper, samples)
         guardian.begins(progress.step, training.shards, _extra(training, progress))
-        if 0 < progress.step < spec.train.steps and _due(progress.step, spec.checkpoint.every_steps):
+        own = training.restored is not None and not training.restored.taken_over
+        if own and 0 < progress.step < spec.train.steps and _due(progress.step, spec.checkpoint.every_steps):
             # After an in-memory restore the checkpoint that was due at this step may be missing: the fault may have
             # come before it was committed.
             _save(training, progress)
@@ -108,7 +85,7 @@ def train(training: Training) -> RunResult | None:
             recent_s.append(time.perf_counter() - begin)
             if not report.applied:
                 _skip_or_raise(training, progress, report)
-            progress.advance(report, stepper.updates)
+            progress.advance(report, stepper.updates, spec.train.batch_size)
             _log_step(training, progress, report, recent_s)
             if report.flags.leave and spec.fleet.snapshot_every_steps == 0:
                 _save(training, progress)  # no snapshot holds this step for the next epoch
@@ -123,7 +100,7 @@ def train(training: Training) -> RunResult | None:
             if report.flags.stop and not last:
                 _stopped(training, progress)
                 return None
-    return _finished(training, progress, recent_s)
+    return _finished(training, begun, progress, recent_s)
 
 
 def _measured_step(training: Training, stepper: Stepper, number: int, audit: Audit | None) -> StepReport:
@@ -156,9 +133,10 @@ def _begin(training: Training) -> TrainProgress:
     restored, reporter = training.restored, training.reporter
     if reporter.speaks:
         reporter.emit(_started(training))
-    if restored is None:
+    if restored is None or restored.taken_over:
         for note in start_notes(training.inputs.spec, training.data.index):
             reporter.warn(note)
+    if restored is None:
         return TrainProgress()
     for line in restored.passed_over:
         reporter.warn(f"passed over a damaged checkpoint: {line}")
@@ -182,22 +160,26 @@ def _started(training: Training) -> RunStarted:
     )
 
 
-def _prefetch(training: Training, done_steps: int) -> Prefetch[NDArray[np.int64]]:
+def _prefetch(training: Training, done_steps: int, samples: Samples) -> Prefetch[NDArray[np.int64]]:
     """The samples of this rank's slots, step after step, each read while the one before is computed."""
     rounds = training.built.rounds
 
-    def samples(number: int) -> NDArray[np.int64]:
+    def of_round(number: int) -> NDArray[np.int64]:
         step, turn = divmod(number, len(rounds))
-        return _samples(training, step + 1, rounds[turn].slot)
+        return samples(step + 1, rounds[turn].slot)
 
-    return Prefetch(samples, range(done_steps * len(rounds), training.inputs.spec.train.steps * len(rounds)))
+    return Prefetch(of_round, range(done_steps * len(rounds), training.inputs.spec.train.steps * len(rounds)))
 
 
-def _samples(training: Training, step: int, slot: int) -> NDArray[np.int64]:
-    """The samples ``(sequences, seq_len + 1)`` of slot ``slot`` in step ``step`` (from 1)."""
+def _samples(training: Training, begun: TrainProgress, step: int, slot: int) -> NDArray[np.int64]:
+    """The samples ``(sequences, seq_len + 1)`` of slot ``slot`` in step ``step`` (from 1).
+
+    Counted from where this attempt began: before, the run's parent may have had another batch size.
+    """
     train = training.inputs.spec.train
     per_slot = train.batch_size // train.slots
-    return training.data.train_samples((step - 1) * train.batch_size + slot * per_slot, per_slot)
+    first = begun.next_sample + (step - 1 - begun.step) * train.batch_size
+    return training.data.train_samples(first + slot * per_slot, per_slot)
 
 
 def _skip_or_raise(training: Training, progress: TrainProgress, report: StepReport) -> None:
@@ -291,7 +273,6 @@ def _extra(training: Training, progress: TrainProgress) -> dict[str, object]:
     """The part of a run's state that is not tensors, for checkpoints and snapshots."""
     return {
         **vars(progress),
-        "next_sample": progress.step * training.inputs.spec.train.batch_size,
         "seed": training.inputs.spec.runtime.seed,
         "data_fingerprint": training.data.fingerprint,
     }
@@ -322,7 +303,9 @@ def _stopped(training: Training, progress: TrainProgress) -> None:
     training.reporter.emit(Stopped(progress.step, f"asked to stop; {kept}", training.inputs.ledger.seconds()))
 
 
-def _finished(training: Training, progress: TrainProgress, recent_s: list[float]) -> RunResult:
+def _finished(
+    training: Training, begun: TrainProgress, progress: TrainProgress, recent_s: list[float]
+) -> RunResult:
     """Evaluates, hashes and saves the final weights, and writes the result."""
     evaluation = _evaluate(training, progress.step, training.inputs.spec.evaluation.final_sequences)
     training.inputs.ledger.switch(Bucket.STOP)
@@ -333,7 +316,7 @@ def _finished(training: Training, progress: TrainProgress, recent_s: list[float]
         what = f"all {progress.step} steps are done, but the last checkpoint could not be saved"
         raise UnsavedError(f"{what}; {remedy}", remedy)
     training.inputs.ledger.switch(Bucket.STEP_HOST_GAP)
-    tokens_per_s = _typical_speed(training, progress, recent_s)
+    tokens_per_s = _typical_speed(training, begun, progress, recent_s)
     layout = training.mesh.layout
     result = RunResult(
         run_dir=str(training.inputs.directory.path),
@@ -358,10 +341,13 @@ def _finished(training: Training, progress: TrainProgress, recent_s: list[float]
     return result
 
 
-def _typical_speed(training: Training, progress: TrainProgress, recent_s: list[float]) -> float | None:
+def _typical_speed(
+    training: Training, begun: TrainProgress, progress: TrainProgress, recent_s: list[float]
+) -> float | None:
     """Tokens per second in the median step of this attempt, or of earlier attempts if this one had no step to do."""
     if recent_s:
-        return progress.tokens / progress.step / (typical(recent_s, len(recent_s)) or math.inf)
+        tokens = (progress.tokens - begun.tokens) / (progress.step - begun.step)
+        return tokens / (typical(recent_s, len(recent_s)) or math.inf)
     events = read_events(training.inputs.directory.events)
     speeds = [event.body.tokens_per_s for event in events if isinstance(event.body, Step)]
     return typical(speeds, len(speeds))

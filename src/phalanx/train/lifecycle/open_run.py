@@ -24,7 +24,8 @@ import tomli_w
 from phalanx.observe.event_log import next_attempt
 from phalanx.run.directory import RunDirectory, RunDirectoryError, read_resolved, read_small_json, step_of
 from phalanx.run.durable import remove_temporaries, write_atomically
-from phalanx.run.identity import differences, identity, layout_changes
+from phalanx.run.identity import differences, identity, layout_changes, run_owned
+from phalanx.run.lineage import extending_command
 from phalanx.run.read import to_table
 from phalanx.run.spec import RunSpec
 
@@ -90,6 +91,7 @@ def open_run(spec: RunSpec, fingerprint: str, tokenizer_folder: Path) -> OpenRun
             "data_fingerprint": fingerprint,
             "attempts": attempt + 1,
             "layout_changes": [*before.get("layout_changes", []), *changes],
+            "lineage": before.get("lineage", []) if holds_steps(directory) else [],
         }
         write_atomically(directory.record, (json.dumps(record, indent=1) + "\n").encode())
         write_atomically(directory.run_file, tomli_w.dumps(to_table(spec)).encode())
@@ -148,7 +150,7 @@ def _check_owner(directory: RunDirectory, spec: RunSpec, fingerprint: str) -> li
             f"{directory.path} is not a run directory but holds {', '.join(sorted(strangers)[:3])}; "
             "give an empty or new one as run_dir"
         )
-    if not _holds_steps(directory):
+    if not holds_steps(directory):
         return []  # nothing was ever saved here, so nothing can be mixed up
     remedy = "give another run_dir, or undo the change"
     # Read back rather than by the recorded identity: a field that is new in this version has its default there.
@@ -156,9 +158,13 @@ def _check_owner(directory: RunDirectory, spec: RunSpec, fingerprint: str) -> li
     changes = layout_changes(last, spec)
     found = [line for line in differences(last, spec) if line not in changes]
     if found:
+        changed = {line.split(":")[0] for line in found}
+        command = extending_command(directory.path, {path: run_owned(spec).get(path) for path in changed})
+        child = f"\nto go on from its newest checkpoint with these values from there on:\n  {command}"
         raise RunDirectoryError(
             f"run directory {directory.path} belongs to another run; {remedy}:\n"
             + "\n".join(f"  {line}" for line in found)
+            + (child if command else "")
         )
     recorded = read_small_json(directory.record).get("data_fingerprint", fingerprint)
     if recorded != fingerprint:
@@ -169,7 +175,7 @@ def _check_owner(directory: RunDirectory, spec: RunSpec, fingerprint: str) -> li
     return changes
 
 
-def _holds_steps(directory: RunDirectory) -> bool:
+def holds_steps(directory: RunDirectory) -> bool:
     """True if there is a step's folder, committed or not: one that has lost its index still says that the run was saved."""
     root = directory.checkpoints
     return root.is_dir() and any(step_of(folder) is not None for folder in root.iterdir())
@@ -199,7 +205,7 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
 
 def _take_over_published(init_from: str, directory: RunDirectory) -> None:
     """Takes over what the publisher of an imported model said, from the run directory of the checkpoint ``init_from``."""
-    if _holds_steps(directory):
+    if holds_steps(directory):
         return  # taken over at the first start, and the source may be gone
     shutil.rmtree(directory.published, ignore_errors=True)  # of another run, which saved nothing here
     source = RunDirectory(Path(init_from).parent.parent).published

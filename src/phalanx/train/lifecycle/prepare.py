@@ -16,13 +16,13 @@ from phalanx.data.prepare import OnProgress, prepare
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.hardware.detect import gpu_count
 from phalanx.model.facts.shape import resolve as resolve_model
-from phalanx.run.directory import committed_steps, locate_checkpoints, step_folder
+from phalanx.run.directory import committed_steps, locate_checkpoints, step_folder, step_of
 from phalanx.run.factory import FactoryError, source_sha256
 from phalanx.run.layout import layout_problems
 from phalanx.run.problems import Problem, RunFileError
 from phalanx.run.resolve import compute_format, device_of
 from phalanx.run.spec import DataSpec, ModelSpec, RunSpec
-from phalanx.train.lifecycle.open_run import OpenRun, open_run
+from phalanx.train.lifecycle.open_run import OpenRun, choose, holds_steps, open_run
 from phalanx.train.lifecycle.start_checks import start_problems
 
 
@@ -63,7 +63,7 @@ def _read_or_explain(folder: Path) -> DatasetIndex:
 def resolve(spec: RunSpec, index: DatasetIndex, path: Path) -> RunSpec:
     """The run with nothing left to a rule: vocabulary, dimensions, device and format as they will be.
 
-    Raises ``RunFileError`` where the model cannot take the data, or the run cannot start as it is described.
+    Raises ``RunFileError`` where the model cannot take the data.
     """
     if spec.model.vocab_size and spec.model.vocab_size < index.vocab_size:
         problem = Problem(
@@ -86,8 +86,7 @@ def resolve(spec: RunSpec, index: DatasetIndex, path: Path) -> RunSpec:
         runtime=dataclasses.replace(spec.runtime, device=device),
         precision=dataclasses.replace(spec.precision, compute=compute_format(spec.precision, device)),
     )
-    # Some sizes are known only now.
-    problems = [*layout_problems(resolved, spec.parallel.ranks), *start_problems(resolved, index)]
+    problems = list(layout_problems(resolved, spec.parallel.ranks))  # some sizes are known only now
     if problems:
         raise RunFileError(path, problems)
     return resolved
@@ -115,10 +114,13 @@ def _pinned_source(model: ModelSpec, path: Path) -> ModelSpec:
 def pinned_checkpoint(source: str, path: Path) -> str:
     """The one checkpoint that ``checkpoint.init_from`` means: the newest now, so that a later start means the same.
 
-    Raises ``RunFileError`` if there is none.
+    One that is named itself need not be there: a run with a checkpoint of its own does without it. Raises ``RunFileError`` if
+    there is none in the place that is named.
     """
     if not source:
         return ""
+    if step_of(Path(source)) is not None:
+        return str(Path(source).resolve())
     root, step = locate_checkpoints(Path(source).resolve())
     if step is None and root.is_dir():
         step = max(committed_steps(root), default=None)
@@ -133,4 +135,9 @@ def pinned_checkpoint(source: str, path: Path) -> str:
 def prepare_run(spec: RunSpec, path: Path, on_progress: OnProgress) -> OpenRun:
     """Everything before the first rank starts; ``path`` is the run file's, for messages."""
     index = ready_data(spec.data, on_progress)
-    return open_run(resolve(spec, index, path), index.fingerprint, Path(spec.data.path))
+    resolved = resolve(spec, index, path)
+    begins = not holds_steps(choose(resolved, index.fingerprint))
+    problems = list(start_problems(resolved, index, begins=begins))
+    if problems:
+        raise RunFileError(path, problems)
+    return open_run(resolved, index.fingerprint, Path(spec.data.path))

@@ -9,13 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from phalanx.checkpoint.tiers.digest import WEIGHTS
+from phalanx.checkpoint.tiers.digest import OPTIMIZER, WEIGHTS
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.data.index import DatasetIndex
 from phalanx.data.tokenizer import TOKENIZER_FILE, load_tokenizer, same_tokens
 from phalanx.model.facts.shape import parameters
 from phalanx.observe.sinks.registry import SinkError, require_sinks
-from phalanx.run.directory import RunDirectory, locate_checkpoints
+from phalanx.run.directory import (
+    RunDirectory,
+    committed_steps,
+    is_committed,
+    locate_checkpoints,
+    read_resolved,
+    read_small_json,
+)
+from phalanx.run.lineage import taken_over_problems
 from phalanx.run.problems import Problem
 from phalanx.run.spec import ModelSpec, RunSpec
 
@@ -23,10 +31,10 @@ _MANY_EPOCHS = 4
 """Up to so many, repeated text is nearly as good as new text (Muennighoff et al., arXiv 2305.16264, figure 5)."""
 
 
-def start_problems(spec: RunSpec, index: DatasetIndex) -> Iterator[Problem]:
+def start_problems(spec: RunSpec, index: DatasetIndex, *, begins: bool) -> Iterator[Problem]:
     """All that would keep the ranks of a resolved run from training on the dataset of ``index``.
 
-    Raises ``CheckpointError`` or ``DataError`` if the checkpoint to start from, or a tokenizer, cannot be read.
+    ``begins``: The run has no checkpoint of its own yet, and so needs the one that it starts from. Raises ``CheckpointError`` or ``DataError`` if the checkpoint to start from, or a tokenizer, cannot be read.
     """
     if index.train.tokens <= spec.train.seq_len:
         yield Problem(
@@ -40,8 +48,8 @@ def start_problems(spec: RunSpec, index: DatasetIndex) -> Iterator[Problem]:
         require_sinks(spec.observe.sinks)
     except SinkError as error:
         yield Problem("observe.sinks", str(error), "or leave it out")
-    if spec.checkpoint.init_from:
-        yield from _origin_problems(spec, Path(spec.checkpoint.init_from))
+    if spec.checkpoint.init_from and begins:
+        yield from _origin_problems(spec, index, Path(spec.checkpoint.init_from))
 
 
 def start_notes(spec: RunSpec, index: DatasetIndex) -> Iterator[str]:
@@ -60,9 +68,19 @@ def start_notes(spec: RunSpec, index: DatasetIndex) -> Iterator[str]:
         )
 
 
-def _origin_problems(spec: RunSpec, start: Path) -> Iterator[Problem]:
+def _origin_problems(spec: RunSpec, index: DatasetIndex, start: Path) -> Iterator[Problem]:
     """The problems of the checkpoint ``start``, a folder ``.../step-00000100``, as the origin of the run's weights."""
     source = RunDirectory(start.parent.parent)
+    if not is_committed(start):
+        steps = committed_steps(start.parent) if start.parent.is_dir() else []
+        there = ", ".join(map(str, steps)) or "none"
+        yield Problem(
+            "checkpoint.init_from",
+            f"the checkpoint {start} is not there (steps that are: {there}), and this run has saved none of its own yet",
+            f"begin from another step: `phalanx train {source.path} --from STEP`; checkpoint.keep_every keeps steps for good",
+        )
+        return
+    yield from _taken_over_problems(spec, index, source, start)
     # A run directory and an imported model have their tokenizer beside the checkpoints; a checkpoint elsewhere has none.
     if source.tokenizer.is_dir() and not same_tokens(
         load_tokenizer(source.tokenizer), load_tokenizer(Path(spec.data.path))
@@ -85,11 +103,43 @@ def _origin_problems(spec: RunSpec, start: Path) -> Iterator[Problem]:
         )
 
 
+def _taken_over_problems(
+    spec: RunSpec, index: DatasetIndex, source: RunDirectory, start: Path
+) -> Iterator[Problem]:
+    """What keeps the run from taking over more of the checkpoint than its weights."""
+    if spec.checkpoint.init_with == "weights":
+        return
+    held = DiskTier(start.parent).boxes(_step(start))
+    if not any(entry.box.name.startswith(OPTIMIZER) for entry in held):
+        yield Problem(
+            "checkpoint.init_with",
+            f"{start} holds no optimizer state, as of an imported model",
+            'set it to "weights"',
+            ("checkpoint.init_from",),
+        )
+        return
+    if source.run_file.is_file():
+        yield from taken_over_problems(read_resolved(source), spec)
+    recorded = read_small_json(source.record).get("data_fingerprint", index.fingerprint)
+    if spec.checkpoint.init_with == "training" and recorded != index.fingerprint:
+        yield Problem(
+            "data.path",
+            f"{spec.data.path} holds other tokens ({index.fingerprint[:12]}) than the parent was trained on ({recorded[:12]}), "
+            "in which its place in the data would mean nothing",
+            'name the parent\'s data, or start a run of its own with checkpoint.init_with = "optimizer"',
+        )
+
+
+def _step(start: Path) -> int:
+    _, step = locate_checkpoints(start)
+    assert step is not None, "pinned to one step"
+    return step
+
+
 def _misfits(model: ModelSpec, start: Path) -> Iterator[str]:
     """Each parameter of the model that the checkpoint lacks, or holds in another shape."""
-    root, step = locate_checkpoints(start)
-    assert step is not None, "pinned to one step"
-    held = {box.name: box.global_shape for box in (entry.box for entry in DiskTier(root).boxes(step))}
+    boxes = (entry.box for entry in DiskTier(start.parent).boxes(_step(start)))
+    held = {box.name: box.global_shape for box in boxes}
     for parameter in parameters(model):
         found = held.get(WEIGHTS + parameter.name)
         if found is None:

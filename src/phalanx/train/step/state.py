@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.format.shards import Shard, dtype_name
-from phalanx.checkpoint.tiers.digest import TensorDigest, combine, tensor_digest
+from phalanx.checkpoint.tiers.digest import OPTIMIZER, TensorDigest, combine, tensor_digest
 from phalanx.checkpoint.tiers.restore import candidates, restore
 from phalanx.checkpoint.tiers.tier import Tier
 from phalanx.model.init import fill
@@ -42,6 +42,8 @@ class RestoredState:
     """The time that it took on this rank."""
     moved_bytes: int = 0
     """Bytes that all ranks together fetched from other nodes' memory."""
+    taken_over: bool = False
+    """True if it is the state of another run, from which this one begins."""
 
 
 def state_tensors(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
@@ -69,7 +71,7 @@ def state_shards(parts: Sequence[nn.Module], optimizer: Optimizer, placement: Pl
     return [
         *weight_shards(parts, placement),
         *(
-            placement.state_shard(f"optimizer/{name}", part)
+            placement.state_shard(f"{OPTIMIZER}{name}", part)
             for name, held in optimizer.state().items()
             for part in held
         ),

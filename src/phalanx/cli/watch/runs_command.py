@@ -1,0 +1,56 @@
+"""``phalanx runs``: the runs in a folder, how far each is, and which goes on from which."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from phalanx.cli.watch.run_summary import RunSummary, summarize
+from phalanx.run.directory import RunDirectoryError
+
+
+@click.command("runs")
+@click.argument("folder", type=click.Path(path_type=Path), default=Path("runs"))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON array.")
+def command(folder: Path, as_json: bool) -> None:
+    """List the runs in FOLDER (runs/ if none is given): state, losses, weights, and the run that each goes on from.
+
+    \b
+      phalanx runs
+      phalanx runs /data/runs --json
+    """
+    if not folder.is_dir():
+        raise click.ClickException(
+            f"there is no folder {folder}; give the one that holds the run directories"
+        )
+    found = list(_found(folder))
+    if as_json:
+        click.echo(json.dumps([run.to_json() for run in found]))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    table = Table("run", "state", "loss", "held out", "weights", "goes on from", box=None, pad_edge=False)
+    for run in found:
+        origin = f"step {run.lineage[-1].step} of {run.lineage[-1].run_dir}" if run.lineage else ""
+        table.add_row(
+            run.path, run.state, _loss(run.loss), _loss(run.held_out_loss), run.weights_sha256[:12], origin
+        )
+    console.print(table)
+
+
+def _found(folder: Path) -> Iterator[RunSummary]:
+    """The runs in the folder, by name; what cannot be read is named on stderr."""
+    for path in sorted(entry for entry in folder.iterdir() if (entry / "record.json").exists()):
+        try:
+            yield summarize(path)
+        except (RunDirectoryError, OSError) as error:
+            click.echo(f"left out: {error}", err=True)
+
+
+def _loss(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"

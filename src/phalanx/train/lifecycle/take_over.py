@@ -1,0 +1,75 @@
+"""Begins a run from a checkpoint of another one, on all ranks together, and records the run's lineage.
+
+What is taken over is the run file's word, ``checkpoint.init_with``: the weights, the optimizer's state with them, or all of the
+training. The checkpoint is read where it is; nothing of it is copied. From the run's first checkpoint of its own, it is needed no
+longer.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from phalanx.checkpoint.format.errors import NoSuchStepError
+from phalanx.checkpoint.format.shards import Shard
+from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.checkpoint.tiers.restore import restore
+from phalanx.run.directory import RunDirectory, locate_checkpoints, read_small_json
+from phalanx.run.durable import write_atomically
+from phalanx.run.lineage import Origin, lineage_table, read_lineage
+from phalanx.run.spec import CheckpointSpec
+from phalanx.train.lifecycle.progress import TrainProgress
+from phalanx.train.step.built import Built
+from phalanx.train.step.state import RestoredState, weight_shards, weights_sha256
+
+
+def take_over(
+    checkpoint: CheckpointSpec, directory: RunDirectory, built: Built, shards: Sequence[Shard]
+) -> RestoredState | None:
+    """Fills this rank's shards from ``checkpoint.init_from``; ``None`` if the training itself begins anew. A collective call.
+
+    Args:
+        checkpoint: Says what is taken over, from which checkpoint.
+        directory: The run's own, in whose record the origin is noted.
+        built: The model, and how it is divided.
+        shards: This rank's shards of weights and optimizer state.
+
+    Raises:
+        CheckpointError: The checkpoint is gone or damaged, or holds another model or another optimizer's state.
+    """
+    began_s = time.monotonic()
+    source = Path(checkpoint.init_from)
+    root, step = locate_checkpoints(source)
+    if step is None:
+        raise NoSuchStepError(
+            f"{source} is gone: the run has saved no checkpoint of its own yet, so it needs that one to begin from"
+        )
+    tier = DiskTier(root)
+    parts, placement = built.model.parts, built.placement
+    wanted = weight_shards(parts, placement) if checkpoint.init_with == "weights" else shards
+    extra = restore(tier, step, wanted, rank=placement.mesh.rank)
+    weights = tier.record(step).weights_sha256 or weights_sha256(parts, placement)
+    if placement.mesh.rank == 0:
+        _record(directory, RunDirectory(root.parent), step, weights, checkpoint.init_with)
+    if checkpoint.init_with == "weights":
+        return None
+    if checkpoint.init_with == "optimizer":
+        # Adam's bias correction goes by the updates that its moments have seen; all else begins anew.
+        extra = asdict(TrainProgress(updates=TrainProgress.from_extra(extra).updates))
+    progress = TrainProgress.from_extra(extra)
+    seconds = time.monotonic() - began_s
+    return RestoredState(progress.step, extra, (), str(source), seconds, taken_over=True)
+
+
+def _record(directory: RunDirectory, parent: RunDirectory, step: int, weights: str, init_with: str) -> None:
+    """Notes the origin in the run's record, after the parent's own origins."""
+    above = read_small_json(parent.record)
+    origin = Origin(str(parent.path), str(above.get("identity", "")), step, weights, init_with)
+    record = {
+        **read_small_json(directory.record),
+        "lineage": lineage_table([*read_lineage(above), origin]),
+    }
+    write_atomically(directory.record, (json.dumps(record, indent=1) + "\n").encode())
