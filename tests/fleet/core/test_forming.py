@@ -40,6 +40,30 @@ def test_a_spare_takes_part_at_first_if_the_others_do_not_come() -> None:
     assert fleet.state.seats == ["0", "1"]
 
 
+def test_a_spare_takes_the_place_of_a_node_that_is_lost_without_waiting() -> None:
+    fleet = Fleet(settings(2, form_s=60.0, confirm_s=1.0))
+    for name, started_as_spare, warm in (("0", True, True), ("1", False, True), ("2", False, False)):
+        points = (f"{name}:1",) if warm else ("",)
+        fleet.hear(m.Joined(name, 1, 1, name, 7, meeting_points=points, started_as_spare=started_as_spare))
+    assert fleet.state.phase is FleetPhase.FORMING
+    fleet.hear(m.Disconnected("2", 1), m.Tick())
+    fleet.hear(m.Tick(), after_s=1.0)
+    assert fleet.state.seats == ["0", "1"]
+
+
+def test_a_coordinator_that_is_started_again_does_not_begin_the_wait_for_nodes_anew() -> None:
+    fleet = Fleet(settings(2, form_s=60.0, lease_s=15.0))
+    fleet.join("0")
+    alive = m.Heartbeat("0", 1, -1, -1, m.WorkerPhase.WARM)
+    for _ in range(5):
+        fleet.hear(alive, m.Tick(), after_s=10.0)
+    fleet.hear(m.Restarted(), after_s=9.0)
+    fleet.hear(alive, m.Tick(), after_s=14.0)
+    assert fleet.state.phase is FleetPhase.FORMING, "nodes have a lease's time to come back"
+    fleet.hear(m.Tick(), after_s=1.1)
+    assert fleet.state.phase is FleetPhase.BINDING
+
+
 def test_a_spare_takes_the_place_of_a_node_that_is_known_to_be_unfit_without_waiting() -> None:
     fleet = Fleet(settings(2, form_s=60.0))
     for name, started_as_spare, warm in (("0", True, True), ("1", False, True), ("2", False, False)):

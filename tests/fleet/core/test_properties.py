@@ -13,7 +13,7 @@ from phalanx.fleet.core.decide import initial_state, step
 from phalanx.fleet.core.invariants import check, mark
 from phalanx.fleet.core.orders import deliveries
 from phalanx.fleet.core.replay import batch_line, first_line, replay
-from phalanx.fleet.core.state import decode_state, encode_state
+from phalanx.fleet.core.state import FleetPhase, decode_state, encode_state
 
 NAMES = st.sampled_from(["0", "1", "2", "3"])
 LIVES, EPOCHS, STEPS = st.integers(1, 3), st.integers(-1, 4), st.integers(-1, 6)
@@ -79,6 +79,7 @@ EVENTS = st.one_of(
         st.lists(st.integers(0, 4), max_size=2).map(tuple),
     ),
     st.sampled_from([m.Tick(), m.Restarted()]),
+    st.builds(m.StoodStill, st.floats(0, 60)),
 )
 ENDINGS = st.one_of(
     st.just(m.StopRun()), st.builds(m.RunFinished, EPOCHS), st.builds(m.Fatal, EPOCHS, NAMES, st.just("NaN"))
@@ -137,6 +138,27 @@ def test_a_message_of_an_earlier_life_changes_nothing_but_the_count(
     fleet.state.stale = decode_state(before).stale
     assert encode_state(fleet.state) == before
     assert not said or isinstance(said[0][1], m.Shutdown)
+
+
+@effort(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 8), st.floats(0, 8)), min_size=1, max_size=60), st.integers(0, 3))
+def test_a_silent_node_is_lost_once_the_coordinator_has_listened_for_a_lease_whatever_its_turns_took(
+    turns: list[tuple[float, float]], silent: int
+) -> None:
+    """Each turn: the coordinator stands still for so long, then reads messages for so long (an fsync is reading)."""
+    fleet = running(wanted=4, spares=0, lease_s=15.0, stall_s=1e6)
+    listened_s = 0.0
+    for stood_s, reading_s in turns:
+        said = [m.StoodStill(stood_s)] if stood_s else []
+        beats = [m.Heartbeat(str(n), 1, 0, 3, m.WorkerPhase.BOUND) for n in range(4) if n != silent]
+        fleet.hear(*said, *beats, m.Tick(), after_s=stood_s + reading_s)
+        listened_s += reading_s
+        if fleet.state.phase is not FleetPhase.RUNNING:
+            break
+    alive = fleet.state.nodes[str(silent)].alive
+    assert alive or listened_s >= 15.0 - 1e-6, "it is not lost for a silence that was the coordinator's own"
+    assert not alive or listened_s < 15.0 + 8.0
+    assert all(fleet.state.nodes[str(n)].alive for n in range(4) if n != silent)
 
 
 def test_the_same_event_twice_is_the_same_as_once_for_reports_of_a_level() -> None:

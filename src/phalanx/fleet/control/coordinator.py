@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import math
 import signal
 import sys
 import time
@@ -88,7 +87,9 @@ class Coordinator:
         self._wake = asyncio.Event()
         self._checkpoints: tuple[int, ...] = ()
         self._disk_complaint = ""
-        self._disk_due_s, self._last_turn_s = 0.0, math.inf
+        self._disk_due_s = 0.0
+        self._deaf_s = 0.0
+        """Time in which this process did not read messages, and of which the core has not been told."""
         self._events: EventLog | None = None
         self._inquiry: Inquiry | None = None
         """The inquiry into a hang that is under way, if there is one."""
@@ -204,6 +205,7 @@ class Coordinator:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._ask_to_stop)
         await self._write_file(self._now_s())
         self.log(f"coordinates {self._args.run_dir} at {self._address}, start {self._restarts + 1}")
+        watching = asyncio.create_task(self._watch_itself())
         while not self._over:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), self._tick_s)
@@ -213,8 +215,21 @@ class Coordinator:
             except JournalError as error:
                 self.log(f"{error}; decides nothing until it can")
                 await asyncio.sleep(_RETRY_S)
+        watching.cancel()
         await self._shut_down()
         return 1 if self._state.phase is FleetPhase.FAILED else 0
+
+    async def _watch_itself(self) -> None:
+        """Measures how long this process reads no messages: stopped, swapped out, starved, or busy with a turn.
+
+        The time in which it waits for a disk does not count. A thread does that, and messages are read meanwhile.
+        """
+        while True:
+            due_s = time.monotonic() + self._tick_s / 4
+            await asyncio.sleep(self._tick_s / 4)
+            late_s = time.monotonic() - due_s
+            if late_s > self._tick_s / 2:
+                self._deaf_s += late_s
 
     @property
     def _over(self) -> bool:
@@ -262,7 +277,7 @@ class Coordinator:
         # Only now: a checkpoint that could not be written down is told again.
         self._checkpoints = next((e.steps for e in batch if isinstance(e, m.DiskHolds)), self._checkpoints)
         # No await between this and the core: what is in the journal is what the core has seen.
-        self._inbox, self._heartbeats = [], {}
+        self._inbox, self._heartbeats, self._deaf_s = [], {}, 0.0
         before, undecided, sending = mark(self._state), deque(batch), list[tuple[str, m.Command]]()
         try:
             while undecided:
@@ -310,6 +325,8 @@ class Coordinator:
 
     def _batch(self, now_s: float) -> tuple[m.CoreEvent, ...]:
         events: list[m.CoreEvent] = []
+        if self._deaf_s:
+            events.append(m.StoodStill(self._deaf_s))
         if now_s >= self._disk_due_s:
             self._disk_due_s = now_s + self._tick_s
             checkpoints = self._committed()
@@ -318,10 +335,6 @@ class Coordinator:
         if self._heartbeats:
             events.append(m.Folded(tuple(self._heartbeats.values())))
         events += self._inbox
-        if now_s - self._last_turn_s > self._tick_s + self._spec.fleet.lease_s / 4:
-            # This process itself stood still (stopped, swapped out, starved): no node is to blame for the silence.
-            events.append(m.Restarted())
-        self._last_turn_s = now_s
         return (*events, m.Tick())
 
     def _committed(self) -> tuple[int, ...]:

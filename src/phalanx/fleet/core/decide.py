@@ -405,9 +405,27 @@ def _diagnosed(state: FleetState, event: m.Diagnosed, orders: list[Order]) -> No
 
 
 def _restarted(state: FleetState, event: m.Restarted, orders: list[Order]) -> None:  # noqa: ARG001
-    state.rolled_s, state.silent, state.suspects = state.now_s, set(), {}
-    state.since_s = state.step_s = state.now_s
-    state.next_lease_s = state.now_s + state.settings.lease_s
+    settings, now_s = state.settings, state.now_s
+    state.rolled_s, state.silent, state.suspects = now_s, set(), {}
+    # Nodes of the first epoch get a lease's time to come back, but the wait for them does not begin anew.
+    begun_s = state.since_s if state.phase is FleetPhase.FORMING else now_s
+    state.since_s = max(begun_s, now_s - max(0.0, settings.form_s - settings.lease_s))
+    state.step_s, state.next_lease_s = now_s, now_s + settings.lease_s
+
+
+def _stood_still(state: FleetState, event: m.StoodStill, orders: list[Order]) -> None:  # noqa: ARG001
+    """Puts off every lease and deadline by exactly the time in which no message could be read.
+
+    They are not begun anew: then a coordinator that stumbles again and again would never notice that a node is silent.
+    """
+
+    def put_off(at_s: float) -> float:
+        return min(state.now_s, at_s + event.for_s)
+
+    state.heard = {name: put_off(at_s) for name, at_s in state.heard.items()}
+    state.suspects = {name: put_off(at_s) for name, at_s in state.suspects.items()}
+    state.rolled_s, state.since_s = put_off(state.rolled_s), put_off(state.since_s)
+    state.step_s = put_off(state.step_s)
 
 
 _ANSWERS: dict[type, Callable[..., None]] = {
@@ -431,5 +449,6 @@ _ANSWERS: dict[type, Callable[..., None]] = {
     m.DiskHolds: _disk_holds,
     m.Diagnosed: _diagnosed,
     m.Restarted: _restarted,
+    m.StoodStill: _stood_still,
     m.Rollcall: rollcall,
 }

@@ -53,11 +53,13 @@ def _from_forming(state: FleetState, orders: list[Order]) -> bool:
         end(state, orders, FleetPhase.FINISHED, "stopped before it was formed")
         return True
     whole = settings.formation.largest(settings.wanted_nodes * settings.formation.workers_per_node)
-    # A node known to be unfit is not waited for: one that was started as a spare takes its place.
-    unfit = any(
-        node.eligibility is not Eligibility.GOOD for node in state.nodes.values() if not node.started_as_spare
+    # A node known to be unfit or lost is not waited for: one that was started as a spare takes its place.
+    missing = any(
+        not node.alive or node.eligibility is not Eligibility.GOOD
+        for node in state.nodes.values()
+        if not node.started_as_spare
     )
-    ready = ranks if unfit else ranks_without_started_spares(state)
+    ready = ranks if missing else ranks_without_started_spares(state)
     patient = ready < whole and state.now_s - state.since_s < settings.form_s
     return bool(ranks) and not patient and _form(state, orders)
 

@@ -280,6 +280,12 @@ class Restarted(WireMessage, frozen=True):
     """The coordinator was down and has replayed its journal: no node's silence until now counts."""
 
 
+class StoodStill(WireMessage, frozen=True):
+    """The coordinator's process did not read messages for so long: stopped, swapped out, starved of processor time."""
+
+    for_s: Annotated[float, Meta(ge=0)]
+
+
 class Rollcall(WireMessage, frozen=True):
     """An aggregator reports for the whole fleet: every node has sent the same report ``what``, except those in ``absent``.
 
@@ -328,6 +334,7 @@ CoreEvent = (
     | DiskHolds
     | Diagnosed
     | Restarted
+    | StoodStill
     | Rollcall
     | Folded
 )

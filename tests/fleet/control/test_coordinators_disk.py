@@ -1,8 +1,9 @@
-"""A coordinator whose disk spoils its journal, or has no room for it, comes back and goes on."""
+"""A coordinator whose disk spoils its journal, or has no room for it, or whose process stumbles, goes on."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -128,3 +129,28 @@ def test_a_checkpoint_that_could_not_be_written_down_is_told_to_the_core_later(
     coordinator._disk_due_s = 0.0
     asyncio.run(coordinator._turn())
     assert coordinator._state.durable == [10]
+
+
+# --- a process that stumbles ----------------------------------------------------------------------
+
+
+def test_a_wait_for_the_disk_is_not_the_coordinators_standstill_and_a_stopped_process_is(
+    tmp_path: Path,
+) -> None:
+    coordinator = make_coordinator(tmp_path)
+    told: list[m.CoreEvent] = []
+
+    async def stumble() -> None:
+        watching = asyncio.create_task(coordinator._watch_itself())
+        await asyncio.get_running_loop().run_in_executor(None, time.sleep, 1.0)  # as an fsync does
+        waited_s = coordinator._deaf_s
+        time.sleep(2.0)  # as SIGSTOP does: no message is read
+        await asyncio.sleep(0.5)
+        told.extend([m.StoodStill(waited_s), *coordinator._batch(coordinator._now_s())])
+        watching.cancel()
+
+    asyncio.run(stumble())
+    waited, stood = (event for event in told if isinstance(event, m.StoodStill))
+    assert stood.for_s > 1.5
+    assert stood.for_s - waited.for_s > 1.5, "on a busy machine some of the first second may count too"
+    assert not any(isinstance(event, m.Restarted) for event in told)
