@@ -127,7 +127,7 @@ async def measure(
 ) -> dict[str, float]:
     """Attaches all agents, watches, breaks one connection."""
     await until(folder, "listening", lambda _: True, patience_s)
-    address, credentials = read_fleet_file(folder).coordinator, credentials_of(folder, spec, None)
+    address, credentials = read_fleet_file(folder).coordinator, credentials_of(folder, spec, 0, None)
     agents = [
         SimulatedAgent(number, address, credentials, spec.fleet.heartbeat_s)
         for number in range(spec.fleet.nodes + spec.fleet.spares)

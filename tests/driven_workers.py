@@ -38,6 +38,8 @@ from phalanx.fleet.node.worker_link import (
     frame,
     length_of,
 )
+from phalanx.run.directory import RunDirectory, read_resolved
+from phalanx.run.fencing import fencing_token
 from phalanx.run.identity import identity
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.open_run import open_run
@@ -70,7 +72,9 @@ class Node:
         """A fresh worker."""
         ours, theirs = socket.socketpair()
         segments = [segment.descriptor for segment in self.memory.worker_segments(0)]
+        digest = fencing_token(read_resolved(RunDirectory(self.run_dir)), 0).run_file_sha256
         arguments = ["--run-dir", str(self.run_dir), "--worker", "0", "--node", f"node-{self.number}"]
+        arguments += ["--run-file", digest]
         with (self.run_dir / "logs" / f"worker-{self.number}.log").open("ab") as log, theirs:
             if isinstance(self.program, Zygote):
                 self.process = self.program.fork(arguments, [log.fileno(), theirs.fileno(), *segments])
@@ -160,6 +164,7 @@ class Driver:
             node.tell(
                 JoinEpoch(
                     epoch=self.epoch,
+                    attempt=self.epoch,
                     rank=rank,
                     ranks=len(members),
                     meeting_point=self.meeting[members[0].number],

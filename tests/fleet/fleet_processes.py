@@ -24,8 +24,8 @@ STAND_IN = str(Path(__file__).with_name("stand_in_worker.py"))
 FLEET = FleetSpec(heartbeat_s=0.2, lease_s=5.0, worker_lease_s=3.0, confirm_s=1.0, stall_s=30.0)
 
 
-def make_run(run_dir: Path, fleet: FleetSpec, steps: int = 60) -> RunSpec:
-    """A run directory as an opened run leaves it to its fleet."""
+def make_run(run_dir: Path, fleet: FleetSpec, steps: int = 60, attempts: int = 1) -> RunSpec:
+    """A run directory as an opened run leaves it to its fleet, after so many starts."""
     model = ModelSpec(layers=2, dim=32, heads=4, kv_heads=2, ffn_dim=64, vocab_size=300)
     spec = RunSpec(
         name="stand-in",
@@ -36,6 +36,7 @@ def make_run(run_dir: Path, fleet: FleetSpec, steps: int = 60) -> RunSpec:
     )
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "run.toml").write_text(tomli_w.dumps(to_table(spec)))
+    (run_dir / "record.json").write_text(json.dumps({"attempts": attempts}))
     (run_dir / "logs").mkdir(exist_ok=True)
     return spec
 

@@ -68,7 +68,7 @@ async def fleet_of_two(run_dir: Path, damage: Callable[[FleetState], None]) -> l
     spec = make_run(run_dir, replace(FLEET, nodes=2))
     (run_dir / "fleet.token").write_text(secrets.token_hex(16))
     (run_dir / "fleet.token").chmod(0o600)
-    credentials = credentials_of(run_dir, spec, None)
+    credentials = credentials_of(run_dir, spec, 0, None)
     coordinator = Coordinator(CoordinatorArgs(run_dir, 0, "127.0.0.1", 0), spec, credentials)
     coordinating = asyncio.create_task(coordinator.run())
     await until(lambda: (run_dir / "fleet.json").exists())
@@ -136,7 +136,7 @@ def test_a_coordinator_killed_before_it_wrote_the_rebuilt_state_resynchronizes_a
     killed.close()
     args = CoordinatorArgs(tmp_path, 0, "127.0.0.1", 0)
     for start in (1, 2):
-        coordinator = Coordinator(args, spec, Credentials("run", "token", None))
+        coordinator = Coordinator(args, spec, Credentials("run", "token", fleet.state.fencing))
         check(coordinator._state)
         assert (coordinator._state.phase, coordinator._restarts) == (FleetPhase.FORMING, start)
         coordinator._journal.close()

@@ -12,23 +12,21 @@ import pytest
 from fleet.fleet_processes import FLEET, make_run
 from fleet.small_fleets import Fleet
 from phalanx.fleet.control import coordinator as coordinating
-from phalanx.fleet.control.coordinator import Coordinator, CoordinatorArgs
+from phalanx.fleet.control.coordinator import Coordinator, CoordinatorArgs, credentials_of
 from phalanx.fleet.control.journal import Journal
-from phalanx.fleet.control.security import run_token
-from phalanx.fleet.control.transport import Credentials
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state
 from phalanx.fleet.core.invariants import check, mark
 from phalanx.fleet.core.replay import JournalError, batch_line, first_line
 from phalanx.fleet.core.settings import settings_of
 from phalanx.fleet.core.state import Eligibility, FleetPhase
-from phalanx.run.identity import identity
+from phalanx.run.fencing import fencing_token
 
 
 def make_coordinator(run_dir: Path) -> Coordinator:
     """A coordinator of two nodes, not yet listening."""
     spec = make_run(run_dir, replace(FLEET, nodes=2, spares=1))
-    credentials = Credentials(identity(spec), run_token(run_dir))
+    credentials = credentials_of(run_dir, spec, 0, None)
     return Coordinator(CoordinatorArgs(run_dir, 0, "127.0.0.1", 0), spec, credentials)
 
 
@@ -47,7 +45,7 @@ def write_history(run_dir: Path) -> Path:
     path = run_dir / "fleet" / "journal-000.jsonl"
     path.parent.mkdir()
     journal = Journal(path)
-    journal.append(first_line(initial_state(fleet.state.settings, 0.0)))
+    journal.append(first_line(initial_state(fleet.state.settings, 0.0, fencing_token(spec, 0))))
     for at_s, event in fleet.journal:
         journal.append(batch_line(at_s, (event,)))
     journal.close()

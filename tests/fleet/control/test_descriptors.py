@@ -66,7 +66,7 @@ def test_a_coordinator_without_descriptors_lives_and_serves_again_when_it_has_so
             time.sleep(0.05)
         for one in held:
             one.close()
-        credentials = credentials_of(tmp_path, spec, None)
+        credentials = credentials_of(tmp_path, spec, 0, None)
         assert asyncio.run(operate(seen.coordinator, credentials, m.StopRun(), PATIENCE_S)) == "accepted"
         assert fleet.coordinator.wait(PATIENCE_S) == 0
     finally:

@@ -22,6 +22,7 @@ from phalanx.fleet.control.coordinator_link import operate
 from phalanx.fleet.control.fleet_file import read_fleet_file
 from phalanx.fleet.control.transport import SERVICE, Credentials, TransportError
 from phalanx.fleet.core import messages as m
+from phalanx.fleet.core.replay import JournalError
 from phalanx.run.token_proof import HELLO_BYTES, UnprovenError
 
 SHUTDOWN = m.encode(m.Shutdown("an impostor says: go home"))
@@ -226,7 +227,7 @@ def test_a_coordinator_whose_port_was_taken_serves_at_another_and_its_agents_fin
     run_dir = tmp_path / "run"
     spec = make_run(run_dir, replace(FLEET, nodes=2))
     (run_dir / "fleet.token").write_text(secrets.token_hex(16))
-    credentials = credentials_of(run_dir, spec, None)
+    credentials = credentials_of(run_dir, spec, 0, None)
 
     async def scene() -> None:
         impostor = Impostor(at_once)
@@ -249,7 +250,7 @@ def test_a_coordinator_takes_no_other_port_while_another_of_its_run_lives(tmp_pa
     run_dir = tmp_path / "run"
     spec = make_run(run_dir, replace(FLEET, nodes=2))
     (run_dir / "fleet.token").write_text(secrets.token_hex(16))
-    credentials = credentials_of(run_dir, spec, None)
+    credentials = credentials_of(run_dir, spec, 0, None)
 
     async def scene() -> None:
         async with coordinating(run_dir, credentials):
@@ -258,6 +259,17 @@ def test_a_coordinator_takes_no_other_port_while_another_of_its_run_lives(tmp_pa
                     pass
 
     asyncio.run(scene())
+
+
+def test_a_coordinator_does_not_take_up_the_journal_of_another_run_file(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    spec = make_run(run_dir, replace(FLEET, nodes=2))
+    args = CoordinatorArgs(run_dir, 0, "127.0.0.1", 0)
+    (run_dir / "fleet.token").write_text(secrets.token_hex(16))
+    Coordinator(args, spec, credentials_of(run_dir, spec, 0, None))
+    edited = replace(spec, fleet=replace(spec.fleet, lease_s=7.0))
+    with pytest.raises(JournalError, match=r"has changed since this start .*start the run again"):
+        Coordinator(args, edited, credentials_of(run_dir, edited, 0, None))
 
 
 def test_a_handshake_is_bounded_in_time_by_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:

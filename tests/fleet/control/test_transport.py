@@ -21,12 +21,14 @@ from phalanx.fleet.control.transport import (
     AgentLink,
     Credentials,
     FleetServer,
+    Stream,
     TransportError,
 )
 from phalanx.fleet.core import messages as m
-from phalanx.run.token_proof import UnprovenError
+from phalanx.run.fencing import FencingToken
+from phalanx.run.token_proof import Role, Seals, UnprovenError
 
-CREDENTIALS = Credentials("run-1", "a token that nobody guesses")
+CREDENTIALS = Credentials("run-1", "a token that nobody guesses", FencingToken(1, "ab"))
 PATIENCE_S = 30.0
 
 
@@ -325,6 +327,54 @@ def test_a_taken_port_is_an_error_that_names_it() -> None:
         async with Wire() as wire:
             with pytest.raises(TransportError, match=rf"{wire.port}.*fleet\.port"):
                 await FleetServer(CREDENTIALS, Ear()).start("127.0.0.1", wire.port)
+
+    asyncio.run(scene())
+
+
+# --- other starts of the run ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fencing", [FencingToken(0, "ab"), FencingToken(2, "ab"), FencingToken(1, "cd")])
+def test_an_agent_of_another_start_of_the_run_hears_of_it_and_neither_side_obeys_the_other(
+    fencing: FencingToken,
+) -> None:
+    async def scene() -> None:
+        async with Wire() as wire:
+            other = dataclasses.replace(CREDENTIALS, fencing=fencing)
+            caller, told = Caller(wire.address, credentials=other), asyncio.Event()
+            caller.link = CoordinatorLink(
+                lambda: [wire.address],
+                other,
+                caller.greet,
+                caller.commands.append,
+                caller.lines.append,
+                told.set,
+            )
+            dialing = asyncio.create_task(caller.link.run())
+            async with asyncio.timeout(PATIENCE_S):
+                await told.wait()
+            await until(lambda: any("another start: attempt 1" in line for line in caller.lines))
+            dialing.cancel()
+            with pytest.raises(TransportError, match="another start"):
+                await operate(wire.address, other, m.StopRun())
+            assert wire.server.refused["another start"] >= 2
+            assert (caller.greetings, caller.commands, wire.ear.reports) == (0, [], [])
+
+    asyncio.run(scene())
+
+
+def test_who_lies_about_the_start_that_it_belongs_to_proves_nothing() -> None:
+    class Liar(Credentials):
+        async def prove(self, stream: Stream, method: str, role: Role) -> Seals:
+            return await dataclasses.replace(CREDENTIALS, fencing=FencingToken(0, "ab")).prove(
+                stream, method, role
+            )
+
+    async def scene() -> None:
+        async with Wire() as wire:
+            caller = wire.dial(credentials=Liar("run-1", CREDENTIALS.token, CREDENTIALS.fencing))
+            await until(lambda: wire.server.refused["wrong token"])
+            assert (caller.greetings, wire.ear.reports) == (0, [])
 
     asyncio.run(scene())
 

@@ -6,6 +6,7 @@ from fleet.small_fleets import Fleet, running, settings
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.settings import Formation
 from phalanx.fleet.core.state import FleetPhase, RestorePoint
+from phalanx.run.fencing import FencingToken
 
 
 def test_the_first_epoch_begins_fresh_when_all_wanted_nodes_are_ready() -> None:
@@ -140,3 +141,24 @@ def test_the_first_formation_waits_for_all_wanted_nodes_also_where_they_have_sev
         fleet.hear(m.Joined(name, 1, 2, name, 7, meeting_points=(f"{name}:1", f"{name}:2")))
         assert fleet.state.phase is phase
     assert fleet.state.ranks == 4
+
+
+def test_all_members_of_an_epoch_are_told_the_number_under_which_they_write() -> None:
+    fleet = Fleet(settings(2))
+    fleet.state.fencing = FencingToken(7, "ab")
+    fleet.join("0", "1")
+    binds = [command for _, command in fleet.said if isinstance(command, m.Bind)]
+    assert [bind.attempt for bind in binds] == [7, 7]
+    fleet.bind()
+    fleet.hear(m.WorkerExited("0", 1, 0, 0, -9), m.Ready("0", 1, ("0:1",)))
+    fleet.park()
+    assert fleet.state.epoch == 1
+    assert {command.attempt for _, command in fleet.said if isinstance(command, m.Bind)} == {8}
+
+
+def test_no_epoch_has_the_number_of_one_whose_snapshots_an_agent_brings_along() -> None:
+    fleet = Fleet(settings(1))
+    held = (m.RankSnapshot(1, 0, 20, "own", epoch=3),)
+    fleet.hear(m.Joined("0", 1, 1, "0", 7, held=held, meeting_points=("0:1",)))
+    assert fleet.state.epoch == 4
+    assert fleet.state.step == 20

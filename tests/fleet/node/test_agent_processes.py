@@ -10,17 +10,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tomli_w
 
-from fleet.fleet_processes import PATIENCE_S, Fleet, running_fleet
+from fleet.fleet_processes import FLEET, PATIENCE_S, Fleet, make_run, running_fleet
 from fleet.stand_in_worker import state_after
+from phalanx.fleet.control.coordinator import credentials_of
 from phalanx.fleet.control.coordinator_link import operate
 from phalanx.fleet.control.fleet_file import FleetFile, Member
-from phalanx.fleet.control.security import run_token
-from phalanx.fleet.control.transport import Credentials
 from phalanx.fleet.core.messages import Admit
+from phalanx.run.directory import RunDirectory, read_resolved
+from phalanx.run.read import to_table
 from phalanx_process import alive
 
 STEPS, HELD = 60, 20
@@ -256,8 +259,29 @@ def test_a_node_whose_worker_died_is_checked_before_it_is_offered_again(tmp_path
         seen = fleet.held(HELD, epoch=1)
         assert victim not in holders(seen)
         mark.unlink()
-        credentials = Credentials(seen.run, run_token(tmp_path))
+        credentials = credentials_of(tmp_path, read_resolved(RunDirectory(tmp_path)), 0, None)
         fleet.until(lambda _: "worker 0 ended with code 0" in fleet.logs())
         asyncio.run(operate(seen.coordinator, credentials, Admit(victim)))
         fleet.until(lambda seen: member(seen, victim).role == "spare")
         assert ends_well(fleet).recoveries == 1
+
+
+def test_agents_of_a_runs_last_start_take_part_in_the_next_one_with_their_memory_and_its_run_file(
+    tmp_path: Path,
+) -> None:
+    with running_fleet(tmp_path, nodes=2, steps=STEPS, hold_at=HELD) as fleet:
+        fleet.held(HELD)
+        before = [pid for node in fleet.agents for pid in fleet.workers(node)]
+        fleet.kill_coordinator()
+        spec = make_run(tmp_path, replace(FLEET, nodes=2, audit_every_steps=7), STEPS, attempts=2)
+        fleet.start_coordinator("--attempt", "1")
+        fleet.held(HELD, epoch=1)
+        assert not any(alive(pid) for pid in before), "no worker of the first start goes on"
+        assert min(restored_steps(fleet)) >= HELD - MOST_LOST, "the agents' memory is there"
+        # A run that is another one, in the same place: these agents are of no use to it.
+        fleet.kill_coordinator()
+        other = replace(spec, runtime=replace(spec.runtime, seed=spec.runtime.seed + 1))
+        (tmp_path / "run.toml").write_text(tomli_w.dumps(to_table(other)))
+        fleet.start_coordinator("--attempt", "2")
+        assert [agent.wait(timeout=PATIENCE_S) for agent in fleet.agents.values()] == [1, 1]
+        assert fleet.logs().count("belongs to another run now") >= 2

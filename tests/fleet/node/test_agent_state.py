@@ -51,7 +51,7 @@ def warm(workers: int = 1) -> AgentState:
 
 def bind(epoch: int, *ranks: int, **more: object) -> m.Bind:
     given: dict[str, object] = {"resume": m.Fresh(), **more}
-    return m.Bind(epoch, 8, tuple(enumerate(ranks)), "h:0", **given)  # type: ignore[arg-type]
+    return m.Bind(epoch, epoch, 8, tuple(enumerate(ranks)), "h:0", **given)  # type: ignore[arg-type]
 
 
 def in_epoch(epoch: int, *ranks: int, **more: object) -> AgentState:

@@ -132,7 +132,9 @@ def _ask(run_dir: Path, operation: OperatorRequest, certificates: Path | None, a
         seen = read_fleet_file(run_dir)
         if seen.over:
             raise TransportError(f"the run in {run_dir} is over: {seen.phase}, {seen.reason}")
-        credentials = credentials_of(run_dir, read_resolved(RunDirectory(run_dir)), certificates)
+        directory = RunDirectory(run_dir)
+        attempt = directory.newest_attempt()
+        credentials = credentials_of(run_dir, read_resolved(directory), attempt, certificates)
         answer = asyncio.run(operate(seen.coordinator, credentials, operation))
     _print(answer, as_json)
 

@@ -50,6 +50,7 @@ from phalanx.fleet.core.state import FleetPhase, FleetState, Incident
 from phalanx.observe.event_log import EventLog, EventLogError
 from phalanx.observe.events import EpochLeft, Message
 from phalanx.run.directory import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.fencing import fencing_token
 from phalanx.run.identity import identity
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.ending import report_failure
@@ -109,7 +110,7 @@ class Coordinator:
     def _restored(self) -> tuple[FleetState, int]:
         """The state in which the last coordinator of this attempt was killed (else a fleet without nodes), and the number of restarts."""
         if not self._journal.lines and not self._journal.damaged:
-            state = initial_state(settings_of(self._spec), time.time())
+            state = initial_state(settings_of(self._spec), time.time(), self._credentials.fencing)
             self._journal.append(first_line(state))
             self._journal.sync()
             return state, 0
@@ -117,6 +118,7 @@ class Coordinator:
             return self._salvaged()
         state, restarts, contradiction = replay(self._journal.lines)
         self._journal.lines = []
+        self._check_start(state)
         now_s = max(state.now_s, time.time())
         state, found = replay_batch(state, RESTARTED, now_s)
         told_s = [incident.at_s for incident in state.incidents]
@@ -139,8 +141,10 @@ class Coordinator:
         journal = self._journal
         lines = journal.lines
         if journal.damaged[0] == 1:
-            lines = [first_line(initial_state(settings_of(self._spec), time.time())), *lines]
+            empty = initial_state(settings_of(self._spec), time.time(), self._credentials.fencing)
+            lines = [first_line(empty), *lines]
         state, restarts, _ = replay(lines)
+        self._check_start(state)
         state.now_s = max(state.now_s, time.time())
         self._published_s = max((incident.at_s for incident in state.incidents), default=0.0)
         kept = journal.path.with_name(f"damaged-{time.time_ns()}.jsonl")
@@ -151,6 +155,14 @@ class Coordinator:
         journal.begin_anew(first_line(state, restarts + 1), keep_as=kept)
         journal.lines = []
         return state, restarts + 1
+
+    def _check_start(self, state: FleetState) -> None:
+        """Raises ``JournalError`` if the journal is of another run file than this process has read."""
+        if state.fencing != self._credentials.fencing:
+            raise JournalError(
+                f"{self._directory.run_file} has changed since this start of the run began: {self._journal.path} is of "
+                f"{state.fencing}, this is {self._credentials.fencing}. Undo the change, or start the run again"
+            )
 
     def _now_s(self) -> float:
         """Unix time that neither steps back nor jumps with the machine's clock while this process lives."""
@@ -452,11 +464,10 @@ def _journal_path(args: CoordinatorArgs) -> Path:
     return folder / f"journal-{args.attempt:03d}.jsonl"
 
 
-def credentials_of(run_dir: Path, spec: RunSpec, certificates: Path | None) -> Credentials:
-    """The credentials of a run, for either side of a connection. Raises ``SecurityError``."""
-    return Credentials(
-        identity(spec), run_token(run_dir), read_certificates(certificates) if certificates else None
-    )
+def credentials_of(run_dir: Path, spec: RunSpec, attempt: int, certificates: Path | None) -> Credentials:
+    """The credentials of the start ``attempt`` of a run, for either side of a connection. Raises ``SecurityError``."""
+    shown = read_certificates(certificates) if certificates else None
+    return Credentials(identity(spec), run_token(run_dir), fencing_token(spec, attempt), shown)
 
 
 def run_coordinator(args: CoordinatorArgs, certificates: Path | None = None) -> int:
@@ -471,7 +482,9 @@ def run_coordinator(args: CoordinatorArgs, certificates: Path | None = None) -> 
     """
     spec = read_resolved(RunDirectory(args.run_dir))
     raise_descriptor_limit(spec.fleet.nodes + spec.fleet.spares)
-    return asyncio.run(_coordinate(args, spec, credentials_of(args.run_dir, spec, certificates)))
+    return asyncio.run(
+        _coordinate(args, spec, credentials_of(args.run_dir, spec, args.attempt, certificates))
+    )
 
 
 def main() -> int:

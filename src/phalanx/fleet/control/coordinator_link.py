@@ -21,6 +21,7 @@ import msgspec
 
 from phalanx.fleet.control.transport import (
     CLIENT_OPTIONS,
+    OTHER_START,
     QUEUED,
     SERVICE,
     Credentials,
@@ -50,6 +51,7 @@ class CoordinatorLink:
         first_reports: Callable[[], list[AgentReport]],
         on_command: Callable[[Command], None],
         log: Callable[[str], None],
+        on_other_start: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -59,6 +61,8 @@ class CoordinatorLink:
             first_reports: Returns the reports to send first on each connection: a Joined, and what the coordinator may have missed.
             on_command: Called with each command, in the event loop.
             log: Called with lines for people.
+            on_other_start: Called when whoever listens says that it coordinates another start of the run, or another run. Nothing
+                proves that: it is a reason to look into the run directory, and no more.
         """
         self._where, self._credentials, self._first_reports, self._on_command, self._log = (
             where,
@@ -67,6 +71,7 @@ class CoordinatorLink:
             on_command,
             log,
         )
+        self._on_other_start = on_other_start
         self._queue: asyncio.Queue[AgentMessage] | None = None
 
     @property
@@ -123,6 +128,8 @@ class CoordinatorLink:
             except grpc.RpcError as error:
                 return _reason(error), answered
             finally:
+                if not answered and call.done() and await call.code() is OTHER_START:
+                    self._on_other_start()
                 self._queue = None
                 if writing is not None:
                     writing.cancel()
@@ -144,6 +151,7 @@ class _Call(Protocol):
     async def read(self) -> Any: ...
     async def code(self) -> grpc.StatusCode: ...
     async def details(self) -> str: ...
+    def done(self) -> bool: ...
 
 
 @dataclass(frozen=True)

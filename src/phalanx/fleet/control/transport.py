@@ -3,10 +3,11 @@
 This file has what both sides share, and the server side; the client side is ``phalanx.fleet.control.coordinator_link``.
 
 gRPC (https://grpc.io) brings framing, flow control, TLS, keep-alive and bounds on sizes. Four rules come on top. The first messages of a
-stream prove, in both directions, that the two sides know the run's token (``phalanx.run.token_proof``); before that an agent says nothing
-to whoever listens, and obeys nothing. Every message after that is sealed with a key of that connection, so that nobody in between can
-alter or add one. A message that cannot be decoded is refused, counted and logged, and changes nothing. And nothing waits for a slow
-reader: its queue is short, and when it is full the connection is closed; the agent reconnects and describes itself.
+stream prove, in both directions, that the two sides know the run's token (``phalanx.run.token_proof``) and belong to the same start of the
+same run (``phalanx.run.fencing``); before that an agent says nothing to whoever listens, and obeys nothing. Every message after that is
+sealed with a key of that connection, which is derived from all of this: nobody in between can alter or add one, and no command of another
+start opens. A message that cannot be decoded is refused, counted and logged, and changes nothing. And nothing waits for a slow reader: its
+queue is short, and when it is full the connection is closed; the agent reconnects and describes itself.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import grpc
 import grpc.aio
@@ -38,6 +39,7 @@ from phalanx.fleet.core.messages import (
     decode_report,
     encode,
 )
+from phalanx.run.fencing import FencingToken
 from phalanx.run.token_proof import SEAL_BYTES, ForgedError, Role, Seals, UnprovenError, handshake
 
 MAX_REPORT_BYTES = 4 << 20
@@ -52,6 +54,8 @@ HANDSHAKE_S = 120.0
 """For the whole handshake of a stream. Where thousands of agents come back at once to a busy machine, each waits for its turn; who gives up
 and dials again makes the others wait longer."""
 SERVICE = "phalanx.Fleet"
+OTHER_START = grpc.StatusCode.FAILED_PRECONDITION
+"""The status of a stream whose client belongs to another start of the run, or to another run."""
 _SERVER_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_REPORT_BYTES + SEAL_BYTES),
     ("grpc.max_send_message_length", MAX_COMMAND_BYTES + SEAL_BYTES),
@@ -76,27 +80,49 @@ class TransportError(RuntimeError):
     """The coordinator cannot be reached, or refuses; the text says why and what to do."""
 
 
+class Refusal(NamedTuple):
+    """Why a client is sent away before the handshake."""
+
+    kind: str
+    """For the count of refusals."""
+    code: grpc.StatusCode
+    why: str
+
+
 @dataclass(frozen=True)
 class Credentials:
-    """The secrets that both sides of a connection must know: the run, its token, and certificates for TLS."""
+    """What both sides of a connection must know: the run, its token, which start of it, and certificates for TLS."""
 
     run: str
     """The run's identity."""
     token: str = field(repr=False)
+    fencing: FencingToken
+    """The start of the run that this process belongs to."""
     certificates: Certificates | None = None
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """The metadata that a client sends: nothing that is secret."""
-        return (("phalanx-version", str(PROTOCOL_VERSION)), ("phalanx-run", self.run))
+        start = f"{self.fencing.attempt} {self.fencing.run_file_sha256}"
+        return (
+            ("phalanx-version", str(PROTOCOL_VERSION)),
+            ("phalanx-run", self.run),
+            ("phalanx-start", start),
+        )
 
-    def refusal(self, shown: Sequence[tuple[str, str | bytes]]) -> str:
-        """Why a client with this metadata is refused before the handshake; empty if it is not."""
+    def refusal(self, shown: Sequence[tuple[str, str | bytes]]) -> Refusal | None:
+        """Why a client with this metadata is refused before the handshake, if it is."""
         given = {name: value for name, value in shown if isinstance(value, str)}
         if given.get("phalanx-version") != str(PROTOCOL_VERSION):
-            return f"version {given.get('phalanx-version')} of the messages, not {PROTOCOL_VERSION}: install the same Phalanx"
+            return Refusal(
+                "other version",
+                grpc.StatusCode.UNAUTHENTICATED,
+                f"version {given.get('phalanx-version')} of the messages, not {PROTOCOL_VERSION}: install the same Phalanx",
+            )
         if given.get("phalanx-run") != self.run:
-            return "another run"
-        return ""
+            return Refusal("another run", OTHER_START, f"this is another run, {self.run[:12]}")
+        if given.get("phalanx-start") != dict(self.metadata())["phalanx-start"]:
+            return Refusal("another start", OTHER_START, f"the fleet is of another start: {self.fencing}")
+        return None
 
     async def prove(self, stream: Stream, method: str, role: Role) -> Seals:
         """Proves to each other, by the first messages of a stream of ``method``, that both sides know the token.
@@ -104,7 +130,8 @@ class Credentials:
         Raises:
             UnprovenError: The other side does not know it, or did not answer in time.
         """
-        steps = handshake(self.token, f"phalanx {method}, messages {PROTOCOL_VERSION}, run {self.run}", role)
+        said_of = ", ".join(f"{name} {value}" for name, value in self.metadata())
+        steps = handshake(self.token, f"phalanx {method}, {said_of}", role)
         said = b""
         try:
             async with asyncio.timeout(HANDSHAKE_S):
@@ -238,14 +265,15 @@ class FleetServer:
 
     async def _admit(self, method: str, requests: AsyncIterator[bytes], context: _CallContext) -> Seals:
         """The seals of a stream whose client has proven itself; else the stream is aborted."""
-        why = self._credentials.refusal(context.invocation_metadata() or ())
-        if not why:
+        refusal = self._credentials.refusal(context.invocation_metadata() or ())
+        if refusal is None:
             try:
                 return await self._credentials.prove(_ServerStream(requests, context), method, "server")
             except UnprovenError as error:
                 why = f"wrong token: the other side {error}"
-        self._refuse(why.split(":")[0], context.peer())
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, why)
+                refusal = Refusal("wrong token", grpc.StatusCode.UNAUTHENTICATED, why)
+        self._refuse(refusal.kind, context.peer())
+        await context.abort(refusal.code, refusal.why)
         raise AssertionError("abort raises")
 
     async def _attach(self, requests: AsyncIterator[bytes], context: _CallContext) -> None:

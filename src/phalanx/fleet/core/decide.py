@@ -41,15 +41,17 @@ from phalanx.fleet.core.state import (
     put,
     trusts,
 )
+from phalanx.run.fencing import FencingToken
 
 CoreStep = Callable[[FleetState, m.CoreEvent, float], tuple[FleetState, list[Order]]]
 """The type of ``step``; the simulator also runs variants of it that are broken on purpose."""
 DURABLE_KEPT = 1024
+_NO_START = FencingToken(0, "")
 
 
-def initial_state(settings: CoreSettings, now_s: float) -> FleetState:
-    """The state of a fleet without nodes."""
-    return FleetState(settings=settings, now_s=now_s, since_s=now_s, step_s=now_s)
+def initial_state(settings: CoreSettings, now_s: float, fencing: FencingToken = _NO_START) -> FleetState:
+    """The state of a fleet without nodes, for the start of a run that ``fencing`` names."""
+    return FleetState(settings=settings, fencing=fencing, now_s=now_s, since_s=now_s, step_s=now_s)
 
 
 def step(state: FleetState, event: m.CoreEvent, now_s: float) -> tuple[FleetState, list[Order]]:
@@ -116,6 +118,9 @@ def _joined(state: FleetState, event: m.Joined, orders: list[Order]) -> None:
     state.suspects.pop(event.node, None)
     forget_copies(state, event.node)
     node = put(state, _described(old, event))
+    # An agent that was there at the run's last start brings snapshots of its epochs. Whether a snapshot is to be trusted is
+    # told by its epoch, so none of ours may have such a number.
+    state.seen_epoch = max(state.seen_epoch, *(held.epoch for held in event.held), m.NO_EPOCH)
     _compare(state, node, event.epoch, _level(event), orders)
 
 

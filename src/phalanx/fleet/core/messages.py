@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Version of the messages; a connection whose sides have different ones is refused."""
 NO_EPOCH = -1
 """The epoch of workers that are in no process group."""
@@ -79,7 +79,7 @@ class Joined(WireMessage, frozen=True):
 
     node: NodeName
     incarnation: Natural
-    """A fencing token: higher for each life of the agent; an agent that is fenced takes the next one."""
+    """Higher for each life of the agent; an agent that is fenced takes the next one."""
     workers: Annotated[int, Meta(ge=1, le=4096)]
     host: Address
     data_port: Annotated[int, Meta(ge=0, le=65535)]
@@ -388,6 +388,8 @@ class Bind(WireMessage, frozen=True):
     """
 
     epoch: EpochNumber
+    attempt: Natural
+    """The number under which the ranks write events and checkpoints: the same for all, since it is said here."""
     ranks: Natural
     places: Annotated[tuple[tuple[WorkerIndex, Natural], ...], Meta(max_length=4096)]
     """(worker, rank) pairs; workers that are not listed stay warm."""

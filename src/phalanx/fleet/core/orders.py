@@ -75,6 +75,7 @@ def bind(state: FleetState, node: Node) -> Bind:
     ranks = state.settings.formation.ranks_of(node.seat, state.ranks)
     return Bind(
         epoch=state.epoch,
+        attempt=state.fencing.attempt + state.epoch,
         ranks=state.ranks,
         places=tuple(enumerate(ranks)),
         meeting_point=state.nodes[state.seats[0]].meeting_points[0],

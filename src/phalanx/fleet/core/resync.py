@@ -59,6 +59,7 @@ def resync(
     now_s, epoch = state.now_s, max(state.epoch, before.epoch)
     rebuilt = FleetState(
         settings=state.settings,
+        fencing=state.fencing,
         phase=before.phase if was_over else state.phase if over else FleetPhase.FORMING,
         epoch=epoch,
         seen_epoch=max(state.seen_epoch, epoch),

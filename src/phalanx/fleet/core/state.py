@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from phalanx.fleet.core.messages import NO_EPOCH, NO_STEP, Fresh, FromDisk, RankSnapshot
 from phalanx.fleet.core.settings import CoreSettings
+from phalanx.run.fencing import FencingToken
 
 NO_SEAT = -1
 INCIDENTS_KEPT = 200
@@ -118,6 +119,8 @@ class FleetState(Struct):
     """The complete state of the core."""
 
     settings: CoreSettings
+    fencing: FencingToken
+    """The start of the run that this fleet trains; never another's for as long as the journal lives."""
     phase: FleetPhase = FleetPhase.FORMING
     epoch: int = NO_EPOCH
     seen_epoch: int = NO_EPOCH

@@ -16,10 +16,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx.checkpoint.format.errors import CheckpointError
@@ -53,6 +53,8 @@ from phalanx.fleet.node.agent_state import AgentState
 from phalanx.fleet.node.worker_link import InjectFault, SnapshotTaken, ToAgent, Warm
 from phalanx.fleet.node.worker_process import WorkerProcess
 from phalanx.run.directory import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.fencing import fencing_token
+from phalanx.run.identity import identity
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.worker import die_with_parent
 
@@ -86,14 +88,17 @@ class AgentArgs:
 class Agent:
     """One agent process: the shell around ``AgentState``."""
 
-    def __init__(self, args: AgentArgs, spec: RunSpec, credentials: Credentials) -> None:
+    def __init__(
+        self, args: AgentArgs, spec: RunSpec, credentials: Credentials, memory: SnapshotMemory | None = None
+    ) -> None:
+        """``memory`` is that of this agent for the run's last start, if it was there."""
         self._args, self._spec, self._credentials, fleet = args, spec, credentials, spec.fleet
         certificates = credentials.certificates
         self._tls = certificates.client_context() if certificates else None
         self._certificates = certificates.folder if certificates else None
-        self._memory = SnapshotMemory(credentials.run, fleet.workers_per_node)
+        self.memory = memory or SnapshotMemory(credentials.run, fleet.workers_per_node)
         self._data = SnapshotServer(
-            self._memory,
+            self.memory,
             credentials.token,
             host=_listening(args.host),
             tls=certificates.server_context() if certificates else None,
@@ -107,20 +112,32 @@ class Agent:
         )
         self._doctor, self._suspicion = ThreadPoolExecutor(1, "health"), asyncio.Event()
         self._link = CoordinatorLink(
-            self._coordinator_addresses, credentials, self._state.greet, self._on_command, self.log
+            self._coordinator_addresses,
+            credentials,
+            self._state.greet,
+            self._on_command,
+            self.log,
+            self._look_for_another_start,
         )
         self._workers: dict[int, WorkerProcess] = {}
         self._deaths = [0] * fleet.workers_per_node
         self._pushers = [ThreadPoolExecutor(1, f"push-{i}") for i in range(fleet.workers_per_node)]
         self._tasks: set[asyncio.Task[None]] = set()
-        self._over, self._reason = asyncio.Event(), ""
+        self._over, self._reason, self._failure = asyncio.Event(), "", ""
+        self._next_attempt: int | None = None
 
     def log(self, line: str) -> None:
         """Prints a line into this process's log."""
         print(time.strftime("%H:%M:%S"), line, flush=True)
 
-    async def run(self) -> None:
-        """Runs until the run is over or SIGTERM comes; nothing that it started is left then."""
+    async def run(self) -> int | None:
+        """Runs until the run is over or SIGTERM comes, or the run is started again; nothing that it started is left then.
+
+        Returns the attempt of the newer start, to be run next, or None if there is none.
+
+        Raises:
+            RunDirectoryError: The run directory belongs to another run now.
+        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._end, "asked to end")
@@ -131,15 +148,18 @@ class Agent:
             self._in_background(forever)
         await self._over.wait()
         self.log(f"ends: {self._reason}")
-        await self._farewell()
+        await self._farewell(_FAREWELL_S if self._next_attempt is None else None)
+        if self._failure:
+            raise RunDirectoryError(self._failure)
+        return self._next_attempt
 
-    async def _farewell(self) -> None:
+    async def _farewell(self, patience_s: float | None) -> None:
         for task in self._tasks:
             task.cancel()
         for worker in self._workers.values():
             worker.kill()
         with suppress(TimeoutError):
-            async with asyncio.timeout(_FAREWELL_S):
+            async with asyncio.timeout(patience_s):
                 gone = [worker.gone() for worker in self._workers.values()]
                 await asyncio.gather(*gone, *self._tasks, return_exceptions=True)
         for pusher in (*self._pushers, self._doctor):
@@ -169,10 +189,31 @@ class Agent:
             addresses.append(read_fleet_file(self._args.run_dir).coordinator)
         return list(dict.fromkeys(filter(None, addresses)))
 
+    def _look_for_another_start(self) -> None:
+        """Ends this life of the agent if the run directory says that the run was started again, or that it is another one.
+
+        A coordinator's word is not enough: that one may be of an earlier start, or no coordinator.
+        """
+        own, directory = self._credentials.fencing, RunDirectory(self._args.run_dir)
+        try:
+            spec, attempt = read_resolved(directory), directory.newest_attempt()
+        except RunDirectoryError as error:
+            self.log(f"cannot look for another start of the run: {error}")
+            return
+        if identity(spec) != self._credentials.run:
+            self._failure = (
+                f"{directory.path} belongs to another run now ({identity(spec)[:12]}, not {self._credentials.run[:12]}): "
+                f"node {self._args.node} is of no use to it; start its agent again if it is to train that run"
+            )
+            self._end(self._failure)
+        elif attempt >= own.attempt and fencing_token(spec, attempt) != own:
+            self._next_attempt = attempt
+            self._end(f"the run was started again: from {own} on to {fencing_token(spec, attempt)}")
+
     def _held(self) -> tuple[RankSnapshot, ...]:
         return tuple(
             RankSnapshot(h.key.ranks, h.key.rank, h.key.step, h.kind, h.nbytes, h.epoch)
-            for h in self._memory.holdings()
+            for h in self.memory.holdings()
         )
 
     # --- time ----------------------------------------------------------------------------------
@@ -249,7 +290,7 @@ class Agent:
             case StreamSnapshot(index, taken, address):
                 self._in_background(self._push(index, taken, address))
             case DiscardSnapshots(step):
-                self._memory.discard_after(step)
+                self.memory.discard_after(step)
             case LogStall(silent_s):
                 self.log(f"no step for {silent_s:.0f} s: {self._state.heartbeat()}")
             case CheckHealth():
@@ -262,15 +303,15 @@ class Agent:
         deaths = self._deaths[index]
         await asyncio.sleep(min(0.1 * 2**deaths, _LONGEST_RESTART_PAUSE_S) if deaths else 0.0)
         self._deaths[index] += 1
-        segments = [segment.descriptor for segment in self._memory.worker_segments(index)]
+        segments = [segment.descriptor for segment in self.memory.worker_segments(index)]
         command = [
             *self._args.worker_program,
             "--run-dir",
             str(self._args.run_dir),
             "--worker",
             str(index),
-            "--attempt",
-            str(self._args.attempt),
+            "--run-file",
+            self._credentials.fencing.run_file_sha256,
             "--host",
             self._args.host,
             "--node",
@@ -310,7 +351,7 @@ class Agent:
 
     def _stream(self, address: str, key: SnapshotKey) -> None:
         with SnapshotClient(address, self._credentials.token, tls=self._tls) as client:
-            client.push(self._memory, key)
+            client.push(self.memory, key)
 
 
 def _listening(host: str) -> str:
@@ -330,23 +371,32 @@ def own_host(coordinator: str) -> str:
 
 
 def run_agent(args: AgentArgs, certificates: Path | None = None) -> None:
-    """Runs an agent in this process, to the end of the run.
+    """Runs an agent in this process, to the end of the run; if the run is started again meanwhile, for that start too.
 
     Raises:
-        RunDirectoryError: There is no run in the run directory.
+        RunDirectoryError: There is no run in the run directory, or another one than when the agent began.
         SecurityError: Token or certificates are missing.
     """
+    asyncio.run(_run(args, certificates))
+
+
+async def _run(args: AgentArgs, certificates: Path | None) -> None:
     directory = RunDirectory(args.run_dir)
-    spec = read_resolved(directory)
-    credentials = credentials_of(args.run_dir, spec, certificates)
-    with suppress(DescriptorLimitError):  # a data port makes do with fewer
-        raise_descriptor_limit(spec.fleet.nodes)
     directory.logs.mkdir(exist_ok=True)
-    asyncio.run(_run(lambda: Agent(args, spec, credentials)))
-
-
-async def _run(make: Callable[[], Agent]) -> None:
-    await make().run()
+    memory: SnapshotMemory | None = None
+    workers, attempt = 0, args.attempt
+    while True:
+        spec = read_resolved(directory)
+        credentials = credentials_of(args.run_dir, spec, attempt, certificates)
+        with suppress(DescriptorLimitError):  # a data port makes do with fewer
+            raise_descriptor_limit(spec.fleet.nodes)
+        # The snapshots are of the same run, whatever its fleet looks like now; the next epoch restores the newest state that is whole.
+        kept = memory if workers == spec.fleet.workers_per_node else None
+        agent = Agent(replace(args, attempt=attempt), spec, credentials, kept)
+        found = await agent.run()
+        if found is None:
+            return
+        memory, workers, attempt = agent.memory, spec.fleet.workers_per_node, found
 
 
 def main() -> int:

@@ -253,6 +253,7 @@ class AgentState:
                 i,
                 worker_link.JoinEpoch(
                     epoch=bind.epoch,
+                    attempt=bind.attempt,
                     rank=rank,
                     ranks=bind.ranks,
                     meeting_point=bind.meeting_point,

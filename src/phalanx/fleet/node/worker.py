@@ -60,7 +60,8 @@ from phalanx.parallel.mesh.torch_compat import flight_record
 from phalanx.parallel.process_group.abort import Connections, abort
 from phalanx.parallel.process_group.meeting import MeetingPoint, meet
 from phalanx.parallel.process_group.rendezvous import RendezvousError, device_for, leave
-from phalanx.run.directory import RunDirectory, read_resolved
+from phalanx.run.directory import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.fencing import fencing_token
 from phalanx.run.result import RunResult
 from phalanx.train.lifecycle.assemble import EpochInputs, make_deterministic, warm_up
 from phalanx.train.lifecycle.interrupt import StopRequest
@@ -83,8 +84,8 @@ class WorkerArgs:
     run_dir: Path
     segments: tuple[int, ...]
     """Descriptors of the memory for this worker's snapshots."""
-    attempt: int
-    """The run directory's attempt that epoch 0 counts as."""
+    run_file_sha256: str
+    """The digest of the resolved run file that its agent read (``phalanx.run.fencing``)."""
     local_rank: int
     node: str
     """The node's name; in a local fleet it ends with the node's number."""
@@ -102,6 +103,11 @@ class Worker:
         self._orders = Orders(stop)
         self._directory = RunDirectory(args.run_dir)
         self._spec = read_resolved(self._directory)
+        if fencing_token(self._spec, 0).run_file_sha256 != args.run_file_sha256:
+            raise RunDirectoryError(
+                f"{self._directory.run_file} is another one than this node's agent has read: the run was started again, or somebody "
+                "has changed the file"
+            )
         self._device = device_for(self._spec.runtime.device, args.local_rank)
         self._segments = segments_from(args.segments)
         tls = read_certificates(args.certificates).client_context() if args.certificates else None
@@ -212,7 +218,7 @@ class Worker:
             EpochInputs(
                 self._spec,
                 self._directory,
-                self._args.attempt + bind.epoch,
+                bind.attempt,
                 self._device,
                 ledger,
                 self._stop,

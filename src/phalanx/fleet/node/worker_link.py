@@ -54,6 +54,8 @@ class JoinEpoch(_LinkMessage, frozen=True):
     """Become a rank of an epoch."""
 
     epoch: int
+    attempt: int
+    """The number under which this epoch's events and checkpoints are written."""
     rank: int
     ranks: int
     meeting_point: str

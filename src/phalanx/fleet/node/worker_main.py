@@ -30,7 +30,9 @@ def main() -> None:
     )
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--worker", type=int, required=True, help="number among the node's workers")
-    parser.add_argument("--attempt", type=int, default=0, help="of the run directory's, that epoch 0 is")
+    parser.add_argument(
+        "--run-file", required=True, help="SHA-256 of the resolved run that the agent has read"
+    )
     parser.add_argument(
         "--node", default="node-0", help="name of the node; its number says which faults are meant for it"
     )
@@ -46,7 +48,7 @@ def main() -> None:
         args = WorkerArgs(
             arguments.run_dir,
             tuple(arguments.segments),
-            arguments.attempt,
+            arguments.run_file,
             arguments.worker,
             arguments.node,
             arguments.host,
