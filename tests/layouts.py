@@ -26,7 +26,17 @@ from phalanx.run.spec import (
     TrainSpec,
 )
 
-DENSE = ModelSpec(layers=4, dim=32, heads=4, kv_heads=4, ffn_dim=64, vocab_size=61, qk_norm=True)
+DENSE = ModelSpec(
+    layers=4,
+    dim=32,
+    heads=4,
+    kv_heads=4,
+    ffn_dim=64,
+    vocab_size=61,
+    qk_norm=True,
+    qkv_bias=True,
+    rope_fraction=0.5,
+)
 MIXTURE = ModelSpec(
     layers=4,
     dim=32,

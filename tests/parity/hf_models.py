@@ -10,10 +10,14 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Dots1Config,
+    Glm4MoeConfig,
     LlamaConfig,
     MixtralConfig,
+    Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
 )
 
 from phalanx.checkpoint.interop.huggingface_config import parameter_name, spec_of
@@ -40,10 +44,12 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": 256,
     "bos_token_id": None,
     "eos_token_id": None,
+    "pad_token_id": None,  # else transformers gives the token no gradient
     # Far larger than usual, so that attention is not close to uniform and a wrong position would show.
     "initializer_range": 0.3,
 }
 
+NO_DROPOUT = {"attention_dropout": 0.0, "residual_dropout": 0.0}
 DENSE: dict[str, Any] = {
     "llama": LlamaConfig(**SMALL),
     "llama, all heads alike": LlamaConfig(**{**SMALL, "num_key_value_heads": 4}),
@@ -54,6 +60,15 @@ DENSE: dict[str, Any] = {
     "llama, wide heads": LlamaConfig(**SMALL, head_dim=24),
     "llama, stretched rotary": LlamaConfig(**SMALL, rope_parameters=LLAMA3_ROPE),
     "llama, other eps": LlamaConfig(**SMALL, rms_norm_eps=1e-2),
+    "qwen2": Qwen2Config(**SMALL),
+    "qwen2, tied, stretched rotary": Qwen2Config(
+        **SMALL, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE
+    ),
+    "seed oss": SeedOssConfig(**SMALL, head_dim=16, **NO_DROPOUT),
+    "seed oss, all biases": SeedOssConfig(
+        **SMALL, head_dim=16, attention_out_bias=True, mlp_bias=True, **NO_DROPOUT
+    ),
+    "seed oss, no biases": SeedOssConfig(**SMALL, head_dim=16, attention_bias=False, **NO_DROPOUT),
     "qwen3": Qwen3Config(**SMALL, head_dim=16),
     "qwen3, tied": Qwen3Config(**SMALL, head_dim=8, tie_word_embeddings=True),
     "qwen3, attention bias": Qwen3Config(**SMALL, head_dim=16, attention_bias=True),
@@ -97,6 +112,22 @@ QWEN3_MOE: dict[str, Any] = {
     "mlp_only_layers": [],
 }
 
+DEEPSEEK_MIXTURE: dict[str, Any] = {
+    **SMALL,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+    "norm_topk_prob": True,
+}
+PARTIAL = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+GLM4_MOE: dict[str, Any] = {**DEEPSEEK_MIXTURE, "head_dim": 12, "num_mtp_layers": 0}
+
 MIXTURES: dict[str, Any] = {
     "mixtral": MixtralConfig(**SMALL, num_local_experts=4),
     "mixtral, tied": MixtralConfig(
@@ -107,6 +138,11 @@ MIXTURES: dict[str, Any] = {
     "qwen3 moe, every other layer": Qwen3MoeConfig(
         **{**QWEN3_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2}
     ),
+    "glm 4.5": Glm4MoeConfig(**GLM4_MOE, attention_bias=True, rope_parameters=PARTIAL),
+    "glm 4.5, with query and key norms": Glm4MoeConfig(
+        **{**GLM4_MOE, "n_shared_experts": 2}, use_qk_norm=True, rope_parameters=PARTIAL
+    ),
+    "dots 1": Dots1Config(**DEEPSEEK_MIXTURE, head_dim=12, attention_bias=True, sliding_window=None),
     "deepseek v3": DeepseekV3Config(**DEEPSEEK),
     "deepseek v3, queries without a latent": DeepseekV3Config(**{**DEEPSEEK, "q_lora_rank": None}),
     "deepseek v3, one group, two shared experts": DeepseekV3Config(

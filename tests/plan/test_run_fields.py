@@ -72,6 +72,8 @@ CHANGES: dict[str, tuple[RunSpec, Any]] = {
     "model.tie_embeddings": (COMPILED, True),
     "model.qk_norm": (DENSE, True),
     "model.attention_bias": (DENSE, True),
+    "model.qkv_bias": (DENSE, True),
+    "model.rope_fraction": (DENSE, 0.5),
     "model.ffn_bias": (DENSE, True),
     "model.mtp_depth": (COMPILED, 1),
     "model.mla.query_rank": (LATENT, 128),

@@ -49,6 +49,16 @@ def test_a_head_is_rotated_in_pairs() -> None:
     assert only_problem(model=ModelSpec(dim=12, heads=4)).path == "model.head_dim"
 
 
+@pytest.mark.parametrize("fraction", [0.01, 0.55])
+def test_the_part_of_a_head_that_is_rotated_is_rotated_in_pairs(fraction: float) -> None:
+    assert only_problem(model=ModelSpec(head_dim=20, rope_fraction=fraction)).path == "model.rope_fraction"
+    assert check(RunSpec(model=ModelSpec(head_dim=20, rope_fraction=0.5))) == []
+
+
+def test_biases_of_queries_keys_and_values_are_asked_for_once() -> None:
+    assert only_problem(model=ModelSpec(attention_bias=True, qkv_bias=True)).path == "model.qkv_bias"
+
+
 def test_key_heads_divide_query_heads() -> None:
     problem = only_problem(model=ModelSpec(heads=4, kv_heads=3))
     assert problem.path == "model.kv_heads"
@@ -82,6 +92,8 @@ def test_only_latent_attention_has_a_temperature_in_its_softmax() -> None:
         "model.kv_heads": ModelSpec(mla=MlaSpec(), kv_heads=2),
         "model.qk_norm": ModelSpec(mla=MlaSpec(), qk_norm=True),
         "model.attention_bias": ModelSpec(mla=MlaSpec(), attention_bias=True),
+        "model.qkv_bias": ModelSpec(mla=MlaSpec(), qkv_bias=True),
+        "model.rope_fraction": ModelSpec(mla=MlaSpec(), rope_fraction=0.5),
     }.items(),
 )
 def test_latent_attention_has_widths_of_its_own(path: str, model: ModelSpec) -> None:

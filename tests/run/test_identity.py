@@ -146,6 +146,10 @@ def test_an_identity_is_a_sha256_in_hex() -> None:
     int(identity(BASE), 16)
 
 
+def test_a_run_file_keeps_the_identity_that_it_had_in_0_1_0() -> None:
+    assert identity(RunSpec()) == "3bf8f3bbd49f5af4d2ee788a17e64721860be9f3efb3ff1154d8d3db66d81bd0"
+
+
 def test_without_a_factory_its_fields_leave_the_identity_alone() -> None:
     paths = run_owned(RunSpec()).keys()
     assert not {"model.factory", "model.factory_sha256"} & paths

@@ -62,8 +62,14 @@ class LayoutOwned:
     """
 
 
+@dataclass(frozen=True)
+class AddedLater:
+    """Marks a field that has come since 0.1.0: at its default it is left out of a run's identity, which stays what it was."""
+
+
 FLEET = FleetOwned()
 LAYOUT = LayoutOwned()
+LATER = AddedLater()
 POSITIVE = ValueRange(at_least=1)
 NOT_NEGATIVE = ValueRange(at_least=0)
 FRACTION = ValueRange(at_least=0, at_most=1)

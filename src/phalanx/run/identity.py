@@ -4,7 +4,7 @@ Fields marked ``FLEET`` in ``phalanx.run.spec`` are left out: how many ranks the
 sharded over them and how often it is saved is the fleet's business. ``train.loss_chunk`` and
 ``runtime.threads`` are in, because they decide in which order numbers are added; so are the degrees of tensor, context and experts. Under
 other degrees a run can go on all the same, when its directory is named: nothing is lost, but its bits are then those of this
-history.
+history. Fields marked ``LATER`` are left out at their defaults, so that a run file of an older version keeps its identity.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _walk(section: Any, prefix: str) -> Iterator[tuple[str, object]]:
         path = f"{prefix}{item.name}"
         if is_dataclass(value):
             yield from _walk(value, f"{path}.")
-        elif not owners[item.name].fleet_owned:
+        elif not (owners[item.name].fleet_owned or (owners[item.name].later and value == item.default)):
             yield path, value
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from phalanx.run.fields import FleetOwned, LayoutOwned, ValueRange
+from phalanx.run.fields import AddedLater, FleetOwned, LayoutOwned, ValueRange
 from phalanx.run.problems import Problem
 
 TomlTable: TypeAlias = Mapping[str, object]
@@ -42,6 +42,8 @@ class FieldType:
     bound: ValueRange | None
     fleet_owned: bool
     layout_owned: bool
+    later: bool = False
+    """True if the field says nothing of a run's identity while it is at its default."""
 
     @property
     def owner(self) -> str:
@@ -69,6 +71,7 @@ def _take_apart(hint: Any) -> FieldType:
         bound,
         fleet_owned=any(isinstance(note, FleetOwned) for note in notes),
         layout_owned=any(isinstance(note, LayoutOwned) for note in notes),
+        later=any(isinstance(note, AddedLater) for note in notes),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from phalanx.run.fields import FLEET, FRACTION, LAYOUT, NOT_NEGATIVE, POSITIVE, ValueRange
+from phalanx.run.fields import FLEET, FRACTION, LATER, LAYOUT, NOT_NEGATIVE, POSITIVE, ValueRange
 
 
 @dataclass(frozen=True)
@@ -129,10 +129,14 @@ class ModelSpec:
     """If true, queries and keys are RMS-normalized per head (Qwen3)."""
     attention_bias: bool = False
     """If true, the query, key, value and output projections have biases."""
+    qkv_bias: Annotated[bool, LATER] = False
+    """If true, the query, key and value projections have biases, and the output projection has none (Qwen2)."""
     ffn_bias: bool = False
     """If true, the projections of the feed-forward layer have biases."""
     rope_theta: Annotated[float, ValueRange(above=1)] = 10000.0
     """Base of the rotary embedding's wavelengths."""
+    rope_fraction: Annotated[float, LATER, ValueRange(above=0, at_most=1)] = 1.0
+    """Fraction of a head's elements that is rotated, the first ones (partial rotary embedding, as in GLM-4.5)."""
     rope_scaling: RopeScalingSpec | None = None
     """Stretching of the rotary embedding to longer contexts (Llama 3 or YaRN); absent means none."""
     mla: MlaSpec | None = None

@@ -284,6 +284,13 @@ def models(draw: st.DrawFn) -> ModelSpec:
     )
 
 
+def test_latent_attention_without_mixtures_is_a_model_whose_layers_are_all_dense() -> None:
+    spec = resolve(ModelSpec(mla=MLA, layers=3, vocab_size=10, norm_eps=1e-6))
+    written = hf_config_of(spec)
+    assert written["first_k_dense_replace"] == 3
+    assert spec_of(written) == spec
+
+
 @given(models())
 def test_a_model_that_is_written_is_read_back_as_itself(spec: ModelSpec) -> None:
     read = spec_of(json.loads(json.dumps(hf_config_of(spec))))
@@ -335,7 +342,6 @@ QWEN = {
         (DEEPSEEK_V3, {"attention_bias": True}, "attention_bias = True is not supported; supported: False"),
         (DEEPSEEK_V3, {"num_key_value_heads": 8}, "num_key_value_heads = 8 is not supported"),
         (DEEPSEEK_V3, {"n_group": 7}, "model.moe.groups"),
-        (DEEPSEEK_V3, {"first_k_dense_replace": 61}, "model.moe.first_dense"),
         (
             DEEPSEEK_V3,
             {"kv_lora_rank": None, "v_head_dim": None},
@@ -385,7 +391,6 @@ MOE = MoeSpec(score="sigmoid", shared=1)
         (ModelSpec(mla=MLA, moe=MoeSpec(shared=1)), 'moe.score = "softmax": DeepseekV3 has only "sigmoid"'),
         (ModelSpec(mla=MLA, moe=dataclasses.replace(MOE, every=2)), "moe.every = 2: DeepseekV3 has only 1"),
         (ModelSpec(mla=MLA, moe=dataclasses.replace(MOE, shared=0)), "moe.shared = 0"),
-        (ModelSpec(mla=MLA), "mla without moe"),
         (ModelSpec(mtp_depth=1), "mtp_depth = 1: Llama has only 0"),
         (ModelSpec(mla=MLA, moe=MOE, rope_scaling=RopeScalingSpec("yarn", mscale=0.5)), "mscale without"),
     ],

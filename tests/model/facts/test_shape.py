@@ -20,6 +20,7 @@ ODD = {
     "plain": SMALL,
     "tied": replace(SMALL, tie_embeddings=True),
     "attention bias": replace(SMALL, attention_bias=True),
+    "bias of queries, keys and values": replace(SMALL, qkv_bias=True),
     "feed-forward bias": replace(SMALL, ffn_bias=True),
     "gelu": replace(SMALL, ffn="gelu"),
     "gelu, all biases": replace(SMALL, ffn="gelu", attention_bias=True, ffn_bias=True),
@@ -114,6 +115,7 @@ small_specs = st.builds(
     tie_embeddings=st.booleans(),
     qk_norm=st.booleans(),
     attention_bias=st.booleans(),
+    qkv_bias=st.booleans(),
     ffn_bias=st.booleans(),
 )
 

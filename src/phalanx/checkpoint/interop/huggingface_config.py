@@ -7,28 +7,22 @@ Source: the configuration classes of transformers 4.51 to 5.x. Version 5 keeps t
 ``rope_parameters``, version 4 in ``rope_theta`` and ``rope_scaling``; both are written, either is read.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from phalanx.checkpoint.format.errors import CheckpointError
+from phalanx.checkpoint.interop.huggingface_choice import family_for, flat, in_family_terms, unsayable
 from phalanx.checkpoint.interop.huggingface_families import (
-    DEEPSEEK_V3,
     FAMILIES,
-    LLAMA,
-    MIXTRAL,
     OPTIONAL,
-    QWEN3,
-    QWEN3_MOE,
     Family,
 )
 from phalanx.checkpoint.interop.huggingface_names import hf_name, parameter_name
 from phalanx.model.facts.shape import resolve
-from phalanx.run.kinds.mixture import is_mixture
 from phalanx.run.read import spec_from_table, to_table
 from phalanx.run.section_reader import JsonObject
-from phalanx.run.spec import ModelSpec, MoeSpec, RopeScalingSpec
+from phalanx.run.spec import ModelSpec, RopeScalingSpec
 
 __all__ = [
     "Dtype",
@@ -43,7 +37,6 @@ __all__ = [
 ]
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-_MOST_LAYERS = 1 << 16  # more are refused as model.layers; here they are not gone through
 _DEFAULT_MAX_SEQ_LEN = 8192  # nothing in the model depends on it; readers size their buffers by it
 _ORIGINAL = "original_max_position_embeddings"
 
@@ -102,26 +95,33 @@ class Storage:
 
 
 def hf_config_of(
-    spec: ModelSpec, *, max_seq_len: int = 0, dtype: Dtype = "float32", end_token: int | None = None
+    spec: ModelSpec,
+    *,
+    max_seq_len: int = 0,
+    dtype: Dtype = "float32",
+    end_token: int | None = None,
+    model_type: str = "",
 ) -> dict[str, object]:
     """The ``config.json`` of a model, as a plain table.
 
     ``max_seq_len`` is the context that readers are told of; 0 means the stretched one where the rotary embedding is
-    stretched, else 8192. Raises UnsupportedModelError for a model that no family can express.
+    stretched, else 8192. ``model_type`` is the family to take if it can say all. Raises UnsupportedModelError for a model that no family can express.
     """
     spec = resolve(spec)
-    family = _family_for(spec)
-    flat = _flat(spec)
-    _require_expressible(spec, family, flat)
+    family = family_for(spec, model_type)
+    _require_expressible(spec, family)
+    said = flat(in_family_terms(spec, family))
     stretch = _stretch_of(spec.rope_scaling)
+    if "rope_fraction" in family.fields:
+        stretch["partial_rotary_factor"] = spec.rope_fraction
     if spec.rope_scaling is not None:
         max_seq_len = max_seq_len or round(spec.rope_scaling.factor * spec.rope_scaling.original_max_seq_len)
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        **{theirs: flat[ours] for ours, theirs in family.fields.items()},
+        **{theirs: said[ours] for ours, theirs in family.fields.items()},
         **family.constants,
-        **_of_one_family(spec, family),
+        **family.write(spec),
         "hidden_act": "silu",
         "max_position_embeddings": max_seq_len or _DEFAULT_MAX_SEQ_LEN,
         "rope_parameters": {**stretch, "rope_theta": spec.rope_theta},
@@ -136,46 +136,6 @@ def hf_config_of(
     }
 
 
-def _family_for(spec: ModelSpec) -> Family:
-    if spec.mla is not None:
-        return DEEPSEEK_V3
-    if spec.moe is not None:
-        return QWEN3_MOE if spec.qk_norm else MIXTRAL
-    return QWEN3 if spec.qk_norm else LLAMA
-
-
-def _flat(spec: ModelSpec) -> dict[str, object]:
-    """All fields of a model, those of its sections as ``moe.experts``."""
-    flat: dict[str, object] = {}
-    for name, value in to_table(spec).items():
-        flat |= {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {}
-        flat[name] = value
-    return flat
-
-
-def _of_one_family(spec: ModelSpec, family: Family) -> dict[str, object]:
-    """Fields of ``config.json`` that are no field of ModelSpec under another name."""
-    if family is QWEN3_MOE and spec.moe is not None:
-        dense = sorted({*range(spec.layers)} - {*_mixtures(spec.moe, spec.layers)})
-        regular = not spec.moe.first_dense
-        return {
-            "decoder_sparse_step": spec.moe.every if regular else 1,
-            "mlp_only_layers": [] if regular else dense,
-        }
-    if family is DEEPSEEK_V3 and spec.mla is not None:
-        return {
-            "num_key_value_heads": spec.heads,
-            "q_lora_rank": spec.mla.query_rank or None,
-            "rope_interleave": True,
-        }
-    return {}
-
-
-def _mixtures(moe: MoeSpec, layers: int) -> list[int]:
-    spec = ModelSpec(moe=moe)
-    return [layer for layer in range(layers) if is_mixture(spec, layer)]
-
-
 def _stretch_of(scaling: RopeScalingSpec | None) -> dict[str, object]:
     if scaling is None:
         return {"rope_type": "default"}
@@ -188,17 +148,8 @@ def _same_temperature(scaling: Mapping[str, object]) -> bool:
     return bool(scaling.get("mscale")) == bool(scaling.get("mscale_all_dim"))
 
 
-def _require_expressible(spec: ModelSpec, family: Family, flat: Mapping[str, object]) -> None:
-    name = family.architecture.removesuffix("ForCausalLM")
-    problems = [
-        f"{ours} = {json.dumps(flat[ours])}: {name} has only {json.dumps(only)}"
-        for ours, only in family.fixed.items()
-        if ours in flat and flat[ours] != only
-    ]
-    if family is LLAMA and spec.dim % spec.heads:
-        problems.append(f"dim = {spec.dim} with {spec.heads} heads: Llama's dim is a multiple of its heads")
-    if family is DEEPSEEK_V3 and (spec.moe is None or not spec.moe.shared):
-        problems.append(f"mla without moe, or moe.shared = 0: {name} has routed and shared experts")
+def _require_expressible(spec: ModelSpec, family: Family) -> None:
+    problems = unsayable(spec, family)
     if spec.rope_scaling is not None and not _same_temperature(to_table(spec.rope_scaling)):
         problems.append(_TEMPERATURE)
     if not spec.vocab_size:
@@ -217,11 +168,12 @@ def spec_of(hf_config: JsonObject) -> ModelSpec:
 
     Raises UnsupportedModelError with every field that asks for something else than this transformer computes.
     """
-    family = _family_of(hf_config)
+    family = family_of(hf_config)
     problems = [
         f"{field} = {hf_config[field]!r} is not supported; supported: {only!r}"
         for field, only in {**_ONLY, **family.constants}.items()
         if hf_config.get(field) is not None
+        and field not in family.fields.values()
         and _ALIKE.get(str(hf_config[field]), hf_config[field]) != only
         # A window that is switched off says nothing.
         and not (field == "sliding_window" and "use_sliding_window" in family.constants)
@@ -238,9 +190,11 @@ def spec_of(hf_config: JsonObject) -> ModelSpec:
     wanted = family.fields.keys() - OPTIONAL
     problems += [f"{family.fields[ours]} is missing" for ours in sorted(wanted - given.keys())]
     rope, rope_problems = _rope_of(hf_config, family)
-    layers, layer_problems = _layers_of(hf_config, family)
+    layers, layer_problems = family.read(hf_config)
     table = _nested({**family.absent, **given, **family.fixed, **rope, **layers})
     problems += rope_problems + layer_problems
+    if _has_no_mixture(table):
+        del table["moe"]
     spec, mistakes = spec_from_table({"model": table}, {})
     problems += [str(mistake) for mistake in mistakes if not problems]
     if problems or spec is None:
@@ -271,7 +225,13 @@ def _quantization_problem(hf_config: JsonObject) -> str:
     )
 
 
-def _family_of(hf_config: JsonObject) -> Family:
+def _has_no_mixture(table: JsonObject) -> bool:
+    """True if all layers are dense ones before the first mixture."""
+    first, layers = table.get("moe", {}).get("first_dense"), table.get("layers")
+    return isinstance(first, int) and isinstance(layers, int) and first >= layers > 0
+
+
+def family_of(hf_config: JsonObject) -> Family:
     family = FAMILIES.get(str(hf_config.get("model_type")))
     if family is None:
         supported = ", ".join(f'"{name}"' for name in FAMILIES)
@@ -292,7 +252,7 @@ def _given(hf_config: JsonObject, family: Family) -> dict[str, object]:
 
 
 def _nested(flat: Mapping[str, object]) -> JsonObject:
-    """The inverse of ``_flat``."""
+    """The inverse of ``flat``."""
     table: JsonObject = {}
     for name, value in flat.items():
         section, dot, field = name.partition(".")
@@ -303,29 +263,6 @@ def _nested(flat: Mapping[str, object]) -> JsonObject:
     return table
 
 
-def _layers_of(hf_config: JsonObject, family: Family) -> tuple[dict[str, object], list[str]]:
-    """The layers that are mixtures, where that is not a field of its own, and what is wrong with the answer."""
-    heads = hf_config.get("num_attention_heads")
-    if family is DEEPSEEK_V3 and (kv_heads := hf_config.get("num_key_value_heads")) not in (None, heads):
-        return {}, [
-            f"num_key_value_heads = {kv_heads} is not supported; supported: as many as heads ({heads})"
-        ]
-    layers = hf_config.get("num_hidden_layers")
-    if family is not QWEN3_MOE or not isinstance(layers, int) or layers > _MOST_LAYERS:
-        return {}, []
-    step, dense = hf_config.get("decoder_sparse_step") or 1, hf_config.get("mlp_only_layers") or []
-    mixtures = sorted(layer for layer in range(layers) if (layer + 1) % step == 0 and layer not in dense)
-    if mixtures:
-        every = mixtures[1] - mixtures[0] if mixtures[1:] else layers - mixtures[0]
-        first_dense = mixtures[0] - every + 1
-        if _mixtures(MoeSpec(first_dense=first_dense, every=every), layers) == mixtures and first_dense >= 0:
-            return {"moe.first_dense": first_dense, "moe.every": every}, []
-    return {}, [
-        f"mlp_only_layers = {dense} with decoder_sparse_step = {step} is not supported; supported: dense layers first, "
-        "and then every so-many-th layer a mixture"
-    ]
-
-
 def _rope_of(hf_config: JsonObject, family: Family) -> tuple[dict[str, object], list[str]]:
     """The rotary fields of ModelSpec, and what is wrong with them."""
     rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
@@ -334,10 +271,14 @@ def _rope_of(hf_config: JsonObject, family: Family) -> tuple[dict[str, object], 
     kind = rope.get("rope_type", rope.get("type", "default"))
     if any(isinstance(value, Mapping) for value in rope.values()):
         return fields, ["rope_parameters by layer type are not supported; supported: one set for all layers"]
+    if "rope_fraction" in family.fields and rope.get("partial_rotary_factor") is not None:
+        fields["rope_fraction"] = rope["partial_rotary_factor"]
     problems = [
         f"{key} = {rope[key]!r} in the rotary embedding's parameters is not supported; supported: {only!r}"
         for key, only in _ONLY_ROPE.items()
-        if rope.get(key) is not None and rope[key] != only
+        if rope.get(key) is not None
+        and rope[key] != only
+        and not (key == "partial_rotary_factor" and "rope_fraction" in fields)
     ]
     if kind == "default":
         return fields, problems
@@ -354,6 +295,6 @@ def _rope_of(hf_config: JsonObject, family: Family) -> tuple[dict[str, object], 
         elif ours not in _YARN_OPTIONAL:
             problems.append(f"the {kind} rotary embedding lacks {theirs}")
     problems += [] if _same_temperature(stretch) else [_TEMPERATURE]
-    if kind == "llama3" and family is DEEPSEEK_V3 and rope.get("mscale_all_dim"):
+    if kind == "llama3" and "mla" in family.sections and rope.get("mscale_all_dim"):
         problems.append("mscale_all_dim with rope_type 'llama3' is not supported; supported: with 'yarn'")
     return {**fields, "rope_scaling": stretch}, problems

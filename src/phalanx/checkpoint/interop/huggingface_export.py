@@ -19,6 +19,7 @@ from phalanx.checkpoint.format.boxes import Box, whole
 from phalanx.checkpoint.format.image import spans
 from phalanx.checkpoint.format.restore_plan import Held
 from phalanx.checkpoint.format.shards import torch_dtype
+from phalanx.checkpoint.interop.huggingface_choice import family_for
 from phalanx.checkpoint.interop.huggingface_config import Dtype, HuggingFaceError, hf_config_of
 from phalanx.checkpoint.interop.huggingface_files import (
     CONFIG,
@@ -30,7 +31,12 @@ from phalanx.checkpoint.interop.huggingface_files import (
 )
 from phalanx.checkpoint.interop.huggingface_names import Published, published, shared_copies
 from phalanx.checkpoint.interop.huggingface_notes import export_notes
-from phalanx.checkpoint.interop.publisher_files import copy_kept, kept_by_export, note_lost_fields
+from phalanx.checkpoint.interop.publisher_files import (
+    copy_kept,
+    kept_by_export,
+    note_lost_fields,
+    published_type,
+)
 from phalanx.checkpoint.tiers.digest import WEIGHTS
 from phalanx.checkpoint.tiers.gather import gather
 from phalanx.checkpoint.tiers.tier import Tier
@@ -80,10 +86,11 @@ def export_hf(
         )
     end_token = tokenizer.end_of_document if tokenizer is not None else None
     kept = kept_by_export(published_dir, spec, tokenizer, max_seq_len, trained_seq_len)
-    config = {**hf_config_of(spec, dtype=dtype, end_token=end_token), **kept.config}
+    was = published_type(published_dir)
+    config = {**hf_config_of(spec, dtype=dtype, end_token=end_token, model_type=was), **kept.config}
     source = ExportSource(tier, step, spec)
     with new_folder(out) as folder:
-        files = weight_files(tensors_of(spec), dtype, file_bytes)
+        files = weight_files(tensors_of(spec, was), dtype, file_bytes)
         for file in files:
             with open(folder / file.name, "wb") as stream:
                 stream.write(file.header)
@@ -102,12 +109,16 @@ def export_hf(
     return kept.notes + note_lost_fields(published_dir, config) + export_notes(spec)
 
 
-def tensors_of(spec: ModelSpec) -> list[Published]:
-    """All tensors of a resolved model's folder, in the order in which they are written."""
-    if spec.mla is not None and spec.moe is not None:
+def tensors_of(spec: ModelSpec, model_type: str = "") -> list[Published]:
+    """All tensors of a resolved model's folder, in the order in which they are written.
+
+    ``model_type`` is the family to take if it can say all of the model.
+    """
+    family = family_for(spec, model_type)
+    if spec.moe is not None and "moe.balance_bias" in family.said:
         # Readers of this family want a bias with every router, which is zero where none was trained.
         spec = replace(spec, moe=replace(spec.moe, balance_bias=True))
-    return [*published(spec), *shared_copies(spec)]
+    return [*published(spec, family), *shared_copies(spec)]
 
 
 def weight_files(tensors: Sequence[Published], dtype: Dtype, file_bytes: int) -> list[WeightFile]:

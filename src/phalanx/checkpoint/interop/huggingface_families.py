@@ -13,6 +13,19 @@ Source: the configuration classes of transformers 4.51 to 5.x, and the published
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from phalanx.checkpoint.interop.huggingface_layers import (
+    Read,
+    Write,
+    nothing_read,
+    nothing_written,
+    read_latent,
+    read_sparse_step,
+    read_two_biases,
+    write_latent,
+    write_sparse_step,
+    write_two_biases,
+)
+
 ConfigTable = Mapping[str, object]
 
 _COMMON = {
@@ -29,6 +42,18 @@ _GROUPED = {"kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
 _ATTENTION_BIAS = {"attention_bias": "attention_bias"}
 _NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
 _DENSE = {"ffn": "swiglu", "mtp_depth": 0}
+_DEEPSEEK_MIXTURE = {
+    "moe.ffn_dim": "moe_intermediate_size",
+    "moe.experts": "n_routed_experts",
+    "moe.per_token": "num_experts_per_tok",
+    "moe.shared": "n_shared_experts",
+    "moe.first_dense": "first_k_dense_replace",
+    "moe.normalize": "norm_topk_prob",
+    "moe.scale": "routed_scaling_factor",
+    "moe.groups": "n_group",
+    "moe.groups_per_token": "topk_group",
+}
+_SIGMOID_ROUTER = {"moe.score": "sigmoid", "moe.every": 1}
 _SOFTMAX_ROUTER = {
     "moe.score": "softmax",
     "moe.scale": 1.0,
@@ -45,7 +70,12 @@ OPTIONAL = frozenset(
         "norm_eps",
         "init_std",
         "attention_bias",
+        "qkv_bias",
         "ffn_bias",
+        "qk_norm",
+        "rope_fraction",
+        "moe.groups",
+        "moe.groups_per_token",
         "mla.query_rank",
         "mtp_depth",
     }
@@ -71,6 +101,21 @@ class Family:
     """Other names of a field of ``config.json``, by the one that is written."""
     stated: tuple[str, ...] = ()
     """Fields of ``constants`` that must be in a ``config.json``, since their absence means another value."""
+    said: tuple[str, ...] = ()
+    """Fields of ModelSpec that ``read`` and ``write`` treat, or that mean nothing to the family."""
+    read: Read = nothing_read
+    write: Write = nothing_written
+    own: tuple[str, ...] = ()
+    """Fields of ``config.json`` that ``read`` and ``write`` treat, but for those that many families have."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Names of a block's tensors that are not those of ``huggingface_names.py``."""
+    written: bool = True
+    """False for a family whose models are written as another, which computes the same."""
+
+    @property
+    def sections(self) -> frozenset[str]:
+        """The sections of ModelSpec that all of its models have."""
+        return frozenset(path.partition(".")[0] for path in (*self.fields, *self.fixed) if "." in path)
 
 
 LLAMA = Family(
@@ -88,6 +133,26 @@ MISTRAL = Family(  # read only: without its window it is a Llama, and is written
     constants={"sliding_window": None},
     absent={"norm_eps": 1e-6, "kv_heads": 8},
     stated=("sliding_window",),
+    written=False,
+)
+QWEN2 = Family(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    _COMMON | _GROUPED,
+    _DENSE | {"qk_norm": False, "qkv_bias": True, "ffn_bias": False},
+    constants=_NO_WINDOW,
+    absent={"norm_eps": 1e-6, "kv_heads": 32},
+)
+SEED_OSS = Family(
+    "seed_oss",
+    "SeedOssForCausalLM",
+    _COMMON | _GROUPED | {"ffn_bias": "mlp_bias"},
+    _DENSE | {"qk_norm": False},
+    absent={"norm_eps": 1e-6, "head_dim": 128, "kv_heads": 8},
+    said=("attention_bias", "qkv_bias"),
+    read=read_two_biases,
+    write=write_two_biases,
+    own=("attention_bias", "attention_out_bias"),
 )
 QWEN3 = Family(
     "qwen3",
@@ -119,6 +184,12 @@ MIXTRAL = Family(
     },
     constants={"sliding_window": None, "router_jitter_noise": 0.0},
     absent={"norm_eps": 1e-5, "rope_theta": 1e6},
+    names={
+        "ffn.router.weight": "block_sparse_moe.gate.weight",
+        "ffn.experts.gate": "block_sparse_moe.experts.*.w1.weight",
+        "ffn.experts.up": "block_sparse_moe.experts.*.w3.weight",
+        "ffn.experts.down": "block_sparse_moe.experts.*.w2.weight",
+    },
 )
 QWEN3_MOE = Family(
     "qwen3_moe",
@@ -136,36 +207,56 @@ QWEN3_MOE = Family(
     constants=_NO_WINDOW,
     absent={"norm_eps": 1e-6},
     aliases={"num_experts": "num_local_experts"},
+    said=("moe.first_dense", "moe.every"),
+    read=read_sparse_step,
+    write=write_sparse_step,
+)
+GLM4_MOE = Family(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    _COMMON
+    | _GROUPED
+    | _DEEPSEEK_MIXTURE
+    | {
+        "qkv_bias": "attention_bias",
+        "qk_norm": "use_qk_norm",
+        "rope_fraction": "partial_rotary_factor",
+        "mtp_depth": "num_nextn_predict_layers",
+    },
+    {"ffn": "swiglu", "attention_bias": False, "ffn_bias": False} | _SIGMOID_ROUTER,
+    absent={
+        "norm_eps": 1e-5,
+        "kv_heads": 8,
+        "rope_fraction": 0.5,
+        "mtp_depth": 1,
+        "moe.balance_bias": True,
+    },
+    aliases={"num_nextn_predict_layers": "num_mtp_layers", "n_routed_experts": "num_local_experts"},
+    said=("moe.balance_bias",),
+)
+DOTS1 = Family(
+    "dots1",
+    "Dots1ForCausalLM",
+    _COMMON | _GROUPED | _ATTENTION_BIAS | _DEEPSEEK_MIXTURE,
+    _DENSE | {"qk_norm": True, "ffn_bias": False} | _SIGMOID_ROUTER,
+    absent={"norm_eps": 1e-6, "moe.balance_bias": True},
+    aliases={"n_routed_experts": "num_local_experts"},
+    said=("moe.balance_bias",),
 )
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     _COMMON
+    | _DEEPSEEK_MIXTURE
     | {
         "mla.query_rank": "q_lora_rank",
         "mla.kv_rank": "kv_lora_rank",
         "mla.nope_head_dim": "qk_nope_head_dim",
         "mla.rope_head_dim": "qk_rope_head_dim",
         "mla.value_head_dim": "v_head_dim",
-        "moe.ffn_dim": "moe_intermediate_size",
-        "moe.experts": "n_routed_experts",
-        "moe.per_token": "num_experts_per_tok",
-        "moe.shared": "n_shared_experts",
-        "moe.first_dense": "first_k_dense_replace",
-        "moe.normalize": "norm_topk_prob",
-        "moe.scale": "routed_scaling_factor",
-        "moe.groups": "n_group",
-        "moe.groups_per_token": "topk_group",
         "mtp_depth": "num_nextn_predict_layers",
     },
-    {
-        "ffn": "swiglu",
-        "qk_norm": False,
-        "attention_bias": False,
-        "ffn_bias": False,
-        "moe.score": "sigmoid",
-        "moe.every": 1,
-    },
+    {"ffn": "swiglu", "ffn_bias": False} | _SIGMOID_ROUTER,
     constants={
         "attention_bias": False,
         "scoring_func": "sigmoid",
@@ -175,9 +266,19 @@ DEEPSEEK_V3 = Family(
     # The bias is in every published model; one that was never moved is zero, and changes nothing.
     absent={"norm_eps": 1e-6, "moe.balance_bias": True},
     aliases={"num_nextn_predict_layers": "num_mtp_layers", "n_routed_experts": "num_local_experts"},
+    said=("kv_heads", "head_dim", "moe.balance_bias"),
+    read=read_latent,
+    write=write_latent,
 )
 
 FAMILIES: Mapping[str, Family] = {
-    **{family.model_type: family for family in (LLAMA, MISTRAL, QWEN3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3)},
+    **{
+        family.model_type: family
+        for family in (
+            *(LLAMA, MISTRAL, QWEN2, SEED_OSS, QWEN3),
+            *(MIXTRAL, QWEN3_MOE, GLM4_MOE, DOTS1, DEEPSEEK_V3),
+        )
+    },
     "kimi_k2": DEEPSEEK_V3,
 }
+"""The families by ``model_type``; a model that several can express is written as the first."""

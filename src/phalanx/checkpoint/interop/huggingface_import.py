@@ -23,7 +23,14 @@ from safetensors import SafetensorError, safe_open
 from phalanx.checkpoint.format.blocks import page_aligned
 from phalanx.checkpoint.format.boxes import Box, Extent, whole
 from phalanx.checkpoint.format.image import Image, image_layout, spans
-from phalanx.checkpoint.interop.huggingface_config import HuggingFaceError, Storage, spec_of, storage_of
+from phalanx.checkpoint.interop.huggingface_config import (
+    HuggingFaceError,
+    Storage,
+    family_of,
+    spec_of,
+    storage_of,
+)
+from phalanx.checkpoint.interop.huggingface_families import Family
 from phalanx.checkpoint.interop.huggingface_files import (
     CONFIG,
     PIECE_BYTES,
@@ -77,13 +84,15 @@ def import_hf(directory: Path, out: Path, *, image_bytes: int = _IMAGE_BYTES) ->
     spec = spec_of(config)
     with new_folder(out) as folder, ExitStack() as stack:
         weights = Weights(_open_weights(directory, stack), storage_of(config))
-        spec, notes = _settle_mtp(spec, weights.tensors)
-        notes += _settle_biases(spec, weights.tensors)
-        _require_tensors(directory, spec, weights)
+        family = family_of(config)
+        spec, notes = _settle_mtp(spec, family, weights.tensors)
+        wanted = list(published(spec, family))
+        notes += _settle_biases(wanted, weights.tensors)
+        _require_tensors(directory, spec, wanted, weights)
         directory_of_run = RunDirectory(folder)
         tier = DiskTier(directory_of_run.checkpoints)
         extra = {"step": 0, "imported_from": str(directory.absolute())}
-        digest = _copy_weights(tier, weights, spec, extra, image_bytes)
+        digest = _copy_weights(tier, weights, wanted, extra, image_bytes)
         directory_of_run.run_file.write_text(tomli_w.dumps({"name": out.name, "model": to_table(spec)}))
         no_tokenizer_because = _copy_tokenizer(directory, directory_of_run.tokenizer)
         notes += copy_publisher_files(directory, directory_of_run.published)
@@ -183,21 +192,23 @@ class _Zeros:
         return self._zero[part]
 
 
-def _settle_biases(spec: ModelSpec, tensors: dict[str, _StoredTensor]) -> tuple[str, ...]:
+def _settle_biases(wanted: Sequence[Published], tensors: dict[str, _StoredTensor]) -> tuple[str, ...]:
     """Puts zeros where the files hold no bias of a router at all, as transformers does."""
-    biases = [tensor for tensor in published(spec) if tensor.parameter.kind == "balance"]
+    biases = [tensor for tensor in wanted if tensor.parameter.kind == "balance"]
     if not biases or any(bias.name in tensors for bias in biases):
         return ()
     tensors.update({bias.name: _Zeros(bias.shape) for bias in biases})
     return ("the files hold no e_score_correction_bias; the routers' biases are zero",)
 
 
-def _settle_mtp(spec: ModelSpec, tensors: dict[str, _StoredTensor]) -> tuple[ModelSpec, tuple[str, ...]]:
+def _settle_mtp(
+    spec: ModelSpec, family: Family, tensors: dict[str, _StoredTensor]
+) -> tuple[ModelSpec, tuple[str, ...]]:
     """The model with as many modules of multi-token prediction as the files hold and ``config.json`` speaks of.
 
     Tensors of modules that ``config.json`` does not speak of are taken out of ``tensors``.
     """
-    if spec.mla is None:
+    if "mtp_depth" not in family.fields:
         return spec, ()
     found = {name: re.match(r"model\.layers\.(\d+)\.", name) for name in tensors}
     behind = [name for name, layer in found.items() if layer and int(layer[1]) >= spec.layers]
@@ -213,8 +224,10 @@ def _settle_mtp(spec: ModelSpec, tensors: dict[str, _StoredTensor]) -> tuple[Mod
     return spec, ()
 
 
-def _require_tensors(directory: Path, spec: ModelSpec, weights: Weights) -> None:
-    wanted = {tensor.name: tensor.shape for tensor in published(spec)}
+def _require_tensors(
+    directory: Path, spec: ModelSpec, tensors: Sequence[Published], weights: Weights
+) -> None:
+    wanted = {tensor.name: tensor.shape for tensor in tensors}
     copies = {tensor.name: hf_name(tensor.parameter.name) for tensor in shared_copies(spec)}
     if spec.tie_embeddings:
         copies["lm_head.weight"] = "model.embed_tokens.weight"
@@ -275,12 +288,16 @@ def _require_same(directory: Path, copy: str, original: str, weights: Weights) -
 
 
 def _copy_weights(
-    tier: DiskTier, weights: Weights, spec: ModelSpec, extra: dict[str, object], image_bytes: int
+    tier: DiskTier,
+    weights: Weights,
+    wanted: Sequence[Published],
+    extra: dict[str, object],
+    image_bytes: int,
 ) -> str:
     """Commits the tensors as step 0, an image of ``image_bytes`` at a time as one rank's share; returns their digest."""
     draft = Draft(0, 0)
     sources: dict[str, list[Published]] = defaultdict(list)
-    for tensor in published(spec):
+    for tensor in wanted:
         sources[tensor.parameter.name].append(tensor)
     hashes = {name: hashlib.sha256() for name in sources}
     shapes = {name: tensors[0].parameter.shape for name, tensors in sources.items()}

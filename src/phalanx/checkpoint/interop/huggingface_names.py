@@ -8,11 +8,13 @@ last one, with copies of the embedding and the output projection that they share
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from phalanx.checkpoint.format.boxes import Extent
+from phalanx.checkpoint.interop.huggingface_choice import family_for
+from phalanx.checkpoint.interop.huggingface_families import Family
 from phalanx.model.facts.shape import buffers, parameters
 from phalanx.run.kinds.parts import Parameter
 from phalanx.run.spec import ModelSpec
@@ -54,12 +56,6 @@ _IN_BLOCK = {
     "ffn.experts.up": "mlp.experts.*.up_proj.weight",
     "ffn.experts.down": "mlp.experts.*.down_proj.weight",
 }
-_IN_MIXTRAL = {
-    "ffn.router.weight": "block_sparse_moe.gate.weight",
-    "ffn.experts.gate": "block_sparse_moe.experts.*.w1.weight",
-    "ffn.experts.up": "block_sparse_moe.experts.*.w3.weight",
-    "ffn.experts.down": "block_sparse_moe.experts.*.w2.weight",
-}
 _IN_MTP = {
     "embedding_norm.weight": "enorm.weight",
     "hidden_norm.weight": "hnorm.weight",
@@ -67,7 +63,6 @@ _IN_MTP = {
     "norm.weight": "shared_head.norm.weight",
 }
 _OUTER_BACK = {theirs: ours for ours, theirs in _OUTER.items()}
-_IN_BLOCK_BACK = {theirs: ours for table in (_IN_BLOCK, _IN_MIXTRAL) for ours, theirs in table.items()}
 
 
 @dataclass(frozen=True)
@@ -113,10 +108,13 @@ class Published:
         return self.parameter.shape if self.expert is None else self.parameter.shape[1:]
 
 
-def published(spec: ModelSpec) -> Iterator[Published]:
-    """Every tensor of a resolved model as it is published, parameter by parameter, then the routers' biases."""
+def published(spec: ModelSpec, family: Family | None = None) -> Iterator[Published]:
+    """Every tensor of a resolved model as ``family`` publishes it, parameter by parameter, then the routers' biases.
+
+    ``None`` is the family that the model is written as.
+    """
     for parameter in (*parameters(spec), *buffers(spec)):
-        name, rotary = hf_name(parameter.name, spec), _rotary_rows(parameter.name, spec)
+        name, rotary = hf_name(parameter.name, spec, family), _rotary_rows(parameter.name, spec)
         if "*" in name:
             for expert in range(parameter.shape[0]):
                 yield Published(name.replace("*", str(expert)), parameter, expert)
@@ -134,11 +132,11 @@ def shared_copies(spec: ModelSpec) -> Iterator[Published]:
         yield Published(f"{layer}.shared_head.head.weight", by_name.get("head.weight", embedding))
 
 
-def hf_name(name: str, spec: ModelSpec | None = None) -> str:
+def hf_name(name: str, spec: ModelSpec | None = None, family: Family | None = None) -> str:
     """Hugging Face's name of a parameter: ``blocks.3.attention.query.weight`` is ``model.layers.3.self_attn.q_proj.weight``.
 
     In the name of a stack of experts an asterisk stands for the number of the expert. ``spec`` is the parameter's model, and
-    may be left out for a dense one. Raises KeyError for a name that is not a parameter of the transformer.
+    may be left out for a Llama; ``family`` is the one that it is written as, unless another is given. Raises KeyError for a name that is not a parameter of the transformer.
     """
     if name in _OUTER:
         return _OUTER[name]
@@ -150,17 +148,24 @@ def hf_name(name: str, spec: ModelSpec | None = None) -> str:
         if rest in _IN_MTP:
             return f"model.layers.{layer}.{_IN_MTP[rest]}"
         rest = rest.removeprefix("block.")
-    mixtral = spec is not None and spec.moe is not None and spec.mla is None and not spec.qk_norm
-    table = _IN_BLOCK | _IN_MIXTRAL if mixtral else _IN_BLOCK
-    return f"model.layers.{layer}.{table[rest]}"
+    family = family_for(spec) if spec is not None and family is None else family
+    return f"model.layers.{layer}.{_in_block(family)[rest]}"
 
 
-def parameter_name(name: str) -> str:
-    """The inverse of ``hf_name``, but for modules of multi-token prediction. Raises KeyError for a tensor of no parameter."""
+def parameter_name(name: str, family: Family | None = None) -> str:
+    """The inverse of ``hf_name``, but for modules of multi-token prediction; ``None`` is Llama's family.
+
+    Raises KeyError for a tensor of no parameter.
+    """
     if name in _OUTER_BACK:
         return _OUTER_BACK[name]
     layer, rest = _split(name, r"model\.layers\.(\d+)\.(.+)")
-    return f"blocks.{layer}.{_IN_BLOCK_BACK[rest]}"
+    back = {theirs: ours for ours, theirs in _in_block(family).items()}
+    return f"blocks.{layer}.{back[rest]}"
+
+
+def _in_block(family: Family | None) -> Mapping[str, str]:
+    return _IN_BLOCK if family is None else {**_IN_BLOCK, **family.names}
 
 
 def _split(name: str, pattern: str) -> tuple[str, ...]:

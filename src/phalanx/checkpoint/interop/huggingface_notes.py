@@ -4,7 +4,7 @@ Whatever changes the logits is refused (``huggingface_config.py``). The rest is 
 own class does not know, but never in silence: a publisher's own code might have used it.
 """
 
-from phalanx.checkpoint.interop.huggingface_families import DEEPSEEK_V3, FAMILIES
+from phalanx.checkpoint.interop.huggingface_families import FAMILIES
 from phalanx.run.section_reader import JsonObject
 from phalanx.run.spec import ModelSpec
 
@@ -43,7 +43,14 @@ _RUNNING = (
     ),
     *("hidden_act", "use_sliding_window", "sliding_window", "attn_implementation", "tokenizer_class"),
 )
-_NOTED = ("auto_map", "attention_dropout", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux")
+_NOTED = (
+    "auto_map",
+    "attention_dropout",
+    "residual_dropout",
+    "router_aux_loss_coef",
+    "aux_loss_alpha",
+    "seq_aux",
+)
 _KNOWN = frozenset((*_LAYER_CHOICE, *_ROTARY, *_CONTEXT, *TOKEN_FIELDS, *_STORAGE, *_RUNNING, *_NOTED))
 _DERIVED = ("head_dim", "qk_head_dim", "num_key_value_heads", "num_local_experts", "num_mtp_layers")
 _KNOWN_ROTARY = frozenset(
@@ -65,8 +72,8 @@ _KNOWN_ROTARY = frozenset(
 def import_notes(hf_config: JsonObject, spec: ModelSpec) -> tuple[str, ...]:
     """The parts of a ``config.json`` that the model ``spec``, read from it, leaves aside."""
     family = FAMILIES[str(hf_config["model_type"])]
-    known = _KNOWN | {*family.fields.values(), *family.aliases.values(), *family.constants}
-    if family is DEEPSEEK_V3:
+    known = _KNOWN | {*family.fields.values(), *family.aliases.values(), *family.constants, *family.own}
+    if "mla" in family.sections:
         known |= {*_DERIVED}
     notes = []
     if hf_config.get("auto_map"):
@@ -88,8 +95,9 @@ def import_notes(hf_config: JsonObject, spec: ModelSpec) -> tuple[str, ...]:
                 f"{key} = {hf_config[key]} weighs another loss than model.moe.aux_loss, which is 0 in the imported run: set it "
                 "to train with a load-balancing loss"
             )
-    if hf_config.get("attention_dropout"):
-        notes.append(f"attention_dropout = {hf_config['attention_dropout']}: training here has no dropout")
+    for key in ("attention_dropout", "residual_dropout"):
+        if hf_config.get(key):
+            notes.append(f"{key} = {hf_config[key]}: training here has no dropout")
     if spec.mla is not None and spec.norm_eps != LATENT_EPS:
         notes.append(
             f"rms_norm_eps = {spec.norm_eps:g} holds for the norms of attention's latents too; transformers has "

@@ -37,8 +37,8 @@ _TERMS = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 _CONTEXT = "max_position_embeddings"
 # Fields of config.json that change nothing in what the model computes from its weights; written again as published.
 _BESIDE_THE_MODEL = (
-    *("transformers_version", "use_cache", "pretraining_tp", "attention_dropout", "max_window_layers"),
-    *("ep_size", "output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux"),
+    *("transformers_version", "use_cache", "pretraining_tp", "attention_dropout", "residual_dropout"),
+    *("max_window_layers", "ep_size", "output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux"),
 )
 
 # Fields that follow from those that are written, and other names of theirs.
@@ -143,6 +143,11 @@ def note_lost_fields(folder: Path | None, written: Mapping[str, object]) -> tupl
     if was not in (None, written["model_type"]):
         notes.append(f"model_type {was!r} is written as {written['model_type']!r}, which computes the same")
     return tuple(notes)
+
+
+def published_type(folder: Path | None) -> str:
+    """The ``model_type`` of the publisher's files in ``folder``; empty if there is none. Raises HuggingFaceError."""
+    return str(_read_config(folder).get("model_type", ""))
 
 
 def _read_config(folder: Path | None) -> JsonObject:

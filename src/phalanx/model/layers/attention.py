@@ -56,11 +56,12 @@ class Attention(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.head_dim = spec.head_dim
-        queries, keys, bias = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.attention_bias
+        queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        bias = spec.attention_bias or spec.qkv_bias
         self.query = Linear(spec.dim, queries, bias=bias)
         self.key = Linear(spec.dim, keys, bias=bias)
         self.value = Linear(spec.dim, keys, bias=bias)
-        self.output = Linear(queries, spec.dim, bias=bias)
+        self.output = Linear(queries, spec.dim, bias=spec.attention_bias)
         self.query_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
         self.key_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
         self.core: Core = CausalCore()

@@ -80,7 +80,11 @@ def rotation(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``x`` ``(batch, heads, seq, head_dim)`` turned by its positions' angles; keeps ``x``'s dtype."""
+    """``x`` ``(batch, heads, seq, head_dim)`` with its first elements turned by its positions' angles, as many as the tables
+    ``(seq, rotated elements)`` have; keeps ``x``'s dtype."""
+    if cos.shape[-1] < x.shape[-1]:
+        turning, fixed = x.tensor_split([cos.shape[-1]], dim=-1)
+        return torch.cat((rotate(turning, cos, sin), fixed), dim=-1)
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     return (x * cos + turned * sin).to(x.dtype)

@@ -126,8 +126,8 @@ def _rotation(rotation: Rotation, stack: Stack) -> Layer:
     moved = Pointwise(
         "projection",
         "tokens",
-        (forward + 2 * normed) * rotation.width,
-        (backward + 4 * normed) * rotation.width,
+        forward * rotation.width + 2 * normed * rotation.whole,
+        backward * rotation.width + 4 * normed * rotation.whole,
         "tensor",
         kernels=kernels + len(rotation.norms),
     )

@@ -11,7 +11,7 @@ from phalanx.run.problems import Problem, divisors_near
 from phalanx.run.spec import ModelSpec
 
 TITLE: str = "grouped attention"
-OWN_FIELDS: tuple[str, ...] = ("qk_norm", "attention_bias")
+OWN_FIELDS: tuple[str, ...] = ("qk_norm", "attention_bias", "qkv_bias", "rope_fraction")
 
 
 def problems(model: ModelSpec) -> Iterator[Problem]:
@@ -23,12 +23,26 @@ def problems(model: ModelSpec) -> Iterator[Problem]:
             f"{divisors_near(model.dim, model.heads)} divide it; or give model.head_dim",
             ("model.dim", "model.head_dim"),
         )
-    elif head_dim(model) % 2:
+    elif model.rope_fraction == 1 and head_dim(model) % 2:
         yield Problem(
             "model.head_dim",
             f"a head of {head_dim(model)} elements cannot be rotated in pairs",
             "rotary embeddings need an even head_dim",
             ("model.dim", "model.heads"),
+        )
+    elif rotated_of(model) < 2 or rotated_of(model) % 2:
+        yield Problem(
+            "model.rope_fraction",
+            f"{rotated_of(model)} of {head_dim(model)} elements of a head cannot be rotated in pairs",
+            "the rotated elements must be an even number, at least 2",
+            ("model.head_dim", "model.dim", "model.heads"),
+        )
+    if model.attention_bias and model.qkv_bias:
+        yield Problem(
+            "model.qkv_bias",
+            "attention_bias gives the same projections their biases, and the output projection too",
+            "set one of the two",
+            ("model.attention_bias",),
         )
     if model.kv_heads and model.heads % model.kv_heads:
         yield Problem(
@@ -52,6 +66,11 @@ def head_dim(model: ModelSpec) -> int:
     return model.head_dim or model.dim // model.heads
 
 
+def rotated_of(model: ModelSpec) -> int:
+    """Elements of a head that are rotated."""
+    return int(head_dim(model) * model.rope_fraction)
+
+
 def tensor_sizes(model: ModelSpec) -> Iterator[tuple[str, int]]:
     """Query heads, and key and value heads."""
     yield "model.heads", model.heads
@@ -65,11 +84,12 @@ def undivided(model: ModelSpec) -> Iterator[tuple[str, Problem]]:  # noqa: ARG00
 
 def parts(model: ModelSpec) -> Iterator[Parameter]:
     """Projections divided by heads, and with ``qk_norm`` the norms of a head."""
-    queries, keys, bias = model.heads * model.head_dim, model.kv_heads * model.head_dim, model.attention_bias
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    bias = model.attention_bias or model.qkv_bias
     yield from under("query", linear(model.dim, queries, bias, tensor_dim=0))
     yield from under("key", linear(model.dim, keys, bias, tensor_dim=0))
     yield from under("value", linear(model.dim, keys, bias, tensor_dim=0))
-    yield from under("output", linear(queries, model.dim, bias, "output", tensor_dim=1))
+    yield from under("output", linear(queries, model.dim, model.attention_bias, "output", tensor_dim=1))
     if model.qk_norm:
         yield from under("query_norm", norm(model.head_dim))
         yield from under("key_norm", norm(model.head_dim))
@@ -89,7 +109,7 @@ def operations(model: ModelSpec) -> tuple[Operation, ...]:
     return (
         LayerExchange("projection", "gather", model.dim),
         MatrixProduct("projection", "tokens", projections, kept=True),
-        Rotation(queries + keys, norms),
+        Rotation((queries + keys) * rotated_of(model) // model.head_dim, queries + keys, norms),
         LayerExchange("core", "context", 2 * keys),
         core(model),
         MatrixProduct("out", "tokens", (weights["output.weight"],)),
@@ -98,8 +118,8 @@ def operations(model: ModelSpec) -> tuple[Operation, ...]:
 
 
 def rotated_width(model: ModelSpec) -> int:
-    """The whole head."""
-    return model.head_dim
+    """The whole head, or its first elements."""
+    return rotated_of(model)
 
 
 def cache_row(model: ModelSpec) -> tuple[int, int, int]:

@@ -86,9 +86,10 @@ class Norm:
 
 @dataclass(frozen=True)
 class Rotation:
-    """Rotary embedding of ``width`` elements of a row, which tensor ranks divide."""
+    """Rotary embedding of ``width`` elements of a row, of the ``whole`` queries and keys, which tensor ranks divide."""
 
     width: int
+    whole: int
     norms: tuple[Parameter, ...] = ()
     """RMSNorm of each head before it is rotated."""
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from phalanx.checkpoint.interop.huggingface_choice import family_for, unsayable
 from phalanx.checkpoint.tiers.digest import OPTIMIZER, WEIGHTS
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.data.index import DatasetIndex
 from phalanx.data.tokenizer import TOKENIZER_FILE, load_tokenizer, same_tokens
-from phalanx.model.facts.shape import parameters
+from phalanx.model.facts.shape import parameters, resolve
 from phalanx.observe.sinks.registry import SinkError, require_sinks
 from phalanx.run.directory import (
     RunDirectory,
@@ -61,6 +62,8 @@ def start_notes(spec: RunSpec, index: DatasetIndex) -> Iterator[str]:
             f"the run goes {epochs:,.0f} times over its {index.train.tokens:,} training tokens; beyond {_MANY_EPOCHS} epochs "
             "more of the same text helps little"
         )
+    if not spec.model.factory and (missing := unsayable(model := resolve(spec.model), family_for(model))):
+        yield f"this model cannot be exported as a Hugging Face model: {'; '.join(missing)}"
     if index.held_out.tokens <= spec.train.seq_len:
         yield (
             f"there will be no held-out loss: {index.held_out.tokens:,} tokens are held out, less than one sequence and its last "
