@@ -38,7 +38,14 @@ _CONTEXT = "max_position_embeddings"
 # Fields of config.json that change nothing in what the model computes from its weights; written again as published.
 _BESIDE_THE_MODEL = (
     *("transformers_version", "use_cache", "pretraining_tp", "attention_dropout", "residual_dropout"),
-    *("max_window_layers", "ep_size", "output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux"),
+    *(
+        "max_window_layers",
+        "ep_size",
+        "output_router_logits",
+        "router_aux_loss_coef",
+        "aux_loss_alpha",
+        "seq_aux",
+    ),
 )
 
 # Fields that follow from those that are written, and other names of theirs.
