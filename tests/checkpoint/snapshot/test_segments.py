@@ -1,5 +1,6 @@
 """Snapshot memory and its writer: what was taken is held, the step one could go back to is never lost, kills included."""
 
+import errno
 import json
 import os
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from phalanx.checkpoint.snapshot.segments import (
     SnapshotMemory,
     StoredSnapshot,
     decode_record,
+    free_memory_bytes,
 )
 from phalanx.checkpoint.snapshot.tier import SnapshotTier, restore_from_holders
 from phalanx.checkpoint.snapshot.writer import SnapshotWriter, TakenSnapshot
@@ -236,12 +239,57 @@ def test_what_is_being_read_is_not_overwritten() -> None:
             assert held_steps(memory) == [0, 2, 3]
 
 
-def test_buddies_take_no_more_than_they_were_given() -> None:
+def test_buddies_take_no_more_than_is_free() -> None:
     made = records(range(1))
-    with closing(SnapshotMemory(RUN, 0, buddy_limit_bytes=made[0][1] - 1)) as memory:
+    with closing(SnapshotMemory(RUN, 0, free_bytes=lambda: made[0][1] - 1)) as memory:
         with pytest.raises(StorageFullError, match="step 0 of rank 0 of 2"):
             receive(memory, made[0][0], SnapshotKey(2, 0, 0), -1, made[0][1])
         assert memory.holdings() == ()
+
+
+@pytest.mark.parametrize("too_many", [1 << 47, 1 << 62, 1 << 70])
+def test_a_segment_that_cannot_be_mapped_costs_nothing_that_is_held(too_many: int) -> None:
+    (record, nbytes) = records(range(1))[0]
+    with closing(SnapshotMemory(RUN, 0, free_bytes=lambda: 1 << 90)) as memory:
+        key = SnapshotKey(2, 0, 0)
+        receive(memory, record, key, -1, nbytes)
+        for step in (1, 2):
+            with (
+                pytest.raises(StorageFullError, match="more memory"),
+                memory.receiving(SnapshotKey(2, 0, step), 0, too_many) as segment,
+            ):
+                segment.begin(too_many)
+        assert held_steps(memory) == [0]
+        assert memory.holds(key)
+        memory.discard_after(-1)
+        assert held_steps(memory) == []
+
+
+def test_what_a_worker_has_grown_is_known_and_forgotten_though_the_agent_cannot_map_it(
+    memory: SnapshotMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(writer_for(memory)) as writer:
+        take(writer, 3)
+    for segment in memory.worker_segments(0):
+        monkeypatch.setattr(segment, "_mapped", unmappable)
+    assert held_steps(memory) == [3]
+    memory.discard_after(2)
+    assert held_steps(memory) == []
+
+
+def unmappable() -> NoReturn:
+    raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+
+def test_free_memory_is_the_machines_or_what_the_control_group_leaves(tmp_path: Path) -> None:
+    assert free_memory_bytes(tmp_path, tmp_path) > 1 << 60
+    (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable: 70 kB\n")
+    assert free_memory_bytes(tmp_path, tmp_path) == 70 * 1024
+    (tmp_path / "memory.current").write_text("130000\n")
+    (tmp_path / "memory.stat").write_text("anon 7\ninactive_file 20000\nactive_file 10000\n")
+    for limit, free in (("max", 70 * 1024), ("150000", 50000), ("90000", 0)):
+        (tmp_path / "memory.max").write_text(limit)
+        assert free_memory_bytes(tmp_path, tmp_path) == free
 
 
 def test_a_writer_killed_at_any_moment_leaves_a_whole_snapshot_and_takes_none_back() -> None:

@@ -195,7 +195,7 @@ def test_a_snapshot_of_another_run_is_refused(memory: SnapshotMemory) -> None:
 
 
 def test_without_room_a_push_is_refused_with_the_remedy(memory: SnapshotMemory) -> None:
-    full = SnapshotMemory(RUN, 0, buddy_limit_bytes=10)
+    full = SnapshotMemory(RUN, 0, free_bytes=lambda: 10)
     with closing(full), serving(full) as address, pytest.raises(RefusedError, match="more memory"):
         push(address, TOKEN, memory, KEY)
 

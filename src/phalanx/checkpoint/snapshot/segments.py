@@ -20,9 +20,10 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -169,10 +170,12 @@ class Segment:
 
     def record(self) -> bytes | None:
         """The record as bytes (see ``decode_record``); None where nothing lies here complete."""
-        magic, start, length = _HEAD.unpack_from(self._mapped().data)
-        if magic != _COMPLETE or start + length > self._memory.nbytes:
+        # Read, not mapped: a node that has no room for a mapping still knows what it holds.
+        head = os.pread(self.descriptor, _HEAD.size, 0)
+        magic, start, length = _HEAD.unpack(head)
+        if magic != _COMPLETE or start + length > self.capacity_bytes:
             return None
-        record = self._memory[start : start + length].tobytes()
+        record = os.pread(self.descriptor, length, start)
         return record if _is_whole(record) else None
 
     def image(self, nbytes: int) -> ByteArray:
@@ -182,9 +185,9 @@ class Segment:
     def begin(self, nbytes: int) -> ByteArray:
         """Invalidates what lies here and returns the memory for an image of ``nbytes`` bytes.
 
-        Pages stay mapped from one snapshot to the next."""
-        self.void()
+        Pages stay mapped from one snapshot to the next. Raises StorageFullError where there is no room, and what lies here stays."""
         self._grow(nbytes)
+        self.void()
         return self.image(nbytes)
 
     def reserve(self, nbytes: int) -> None:
@@ -193,9 +196,18 @@ class Segment:
         self._populate(_end_of(nbytes))
 
     def _grow(self, nbytes: int) -> None:
-        if _end_of(nbytes) > self._mapped().nbytes:
-            # Room for a record too, so that the mapping is not replaced under a snapshot; untouched, it costs nothing.
-            os.ftruncate(self.descriptor, _end_of(nbytes) + _end_of(nbytes // 64 + (1 << 20)))
+        before_bytes = self.capacity_bytes
+        try:
+            if _end_of(nbytes) > before_bytes:
+                # Room for a record too, so that the mapping is not replaced under a snapshot; untouched, it costs nothing.
+                os.ftruncate(self.descriptor, _end_of(nbytes) + _end_of(nbytes // 64 + (1 << 20)))
+            self._mapped()
+        except (OSError, OverflowError, ValueError) as error:
+            os.ftruncate(self.descriptor, before_bytes)
+            raise StorageFullError(
+                f"no room for a snapshot of {nbytes:,} bytes ({error}); give the node more memory, or take snapshots of fewer "
+                "ranks on it"
+            ) from error
 
     def complete(self, nbytes: int, record: bytes) -> None:
         """Puts the record behind the image of ``nbytes`` bytes, which is all there, and marks the snapshot complete."""
@@ -211,7 +223,7 @@ class Segment:
 
     def void(self) -> None:
         """Invalidates what lies here."""
-        self._mapped()[: len(_COMPLETE)] = 0
+        os.pwrite(self.descriptor, bytes(len(_COMPLETE)), 0)
 
     def close(self) -> None:
         """Closes this process's descriptor; the memory is freed when every process has."""
@@ -257,17 +269,38 @@ def verified(manifest: Manifest, index: int, block: ByteArray, where: str) -> By
     return block
 
 
+def free_memory_bytes(proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory that can be filled without swapping or being killed for it: the machine's, or what the control group leaves.
+
+    Without limit where the system tells neither (``proc`` and ``group`` are the places where Linux does).
+    """
+    found = []
+    with suppress(OSError, ValueError, KeyError):
+        found.append(_numbers(proc / "meminfo")["MemAvailable:"] * 1024)
+    with suppress(OSError, ValueError, KeyError):  # a limit of "max" is none
+        limit = int((group / "memory.max").read_text())
+        cached = _numbers(group / "memory.stat")  # files' pages, which the kernel gives up for others
+        used = int((group / "memory.current").read_text()) - cached["active_file"] - cached["inactive_file"]
+        found.append(max(0, limit - used))
+    return min(found, default=1 << 62)
+
+
+def _numbers(table: Path) -> dict[str, int]:
+    """The first two words of each line."""
+    return {line.split()[0]: int(line.split()[1]) for line in table.read_text().splitlines()}
+
+
 class SnapshotMemory:
     """All segments of a node, owned by its agent; safe to use from several threads."""
 
-    def __init__(self, run: str, workers: int, *, buddy_limit_bytes: int | None = None) -> None:
-        """``run`` identifies the run; snapshots of another are refused. ``buddy_limit_bytes`` bounds what buddies may push."""
+    def __init__(self, run: str, workers: int, *, free_bytes: Callable[[], int] = free_memory_bytes) -> None:
+        """``run`` identifies the run; snapshots of another are refused. ``free_bytes`` tells how much more buddies may push now."""
         self.run = run
         self._own = tuple(
             (Segment.create(f"worker-{w}-a"), Segment.create(f"worker-{w}-b")) for w in range(workers)
         )
         self._buddies: list[Segment] = []
-        self._limit_bytes = buddy_limit_bytes
+        self._free_bytes = free_bytes
         self._busy: dict[int, int] = {}
         self._lock = threading.Lock()
 
@@ -306,7 +339,7 @@ class SnapshotMemory:
     def receiving(self, key: SnapshotKey, previous: int, nbytes: int) -> Iterator[Segment]:
         """A segment for a buddy's snapshot ``key``: empty, or with what is neither of that step nor of step ``previous``.
 
-        Raises StorageFullError where the buddies' limit leaves no room.
+        Raises StorageFullError where the machine has no memory left for it.
         """
         with self._lock:
             segment = self._room_for(key, previous, nbytes)
@@ -352,11 +385,12 @@ class SnapshotMemory:
         fitting = [s for s in free if s.capacity_bytes >= nbytes]
         # The oldest first; one that is too small grows.
         segment = min(fitting or free, key=_step_in, default=None)
-        used = sum(other.capacity_bytes for other in self._buddies if other is not segment)
-        if self._limit_bytes is not None and used + nbytes > self._limit_bytes:
+        more_bytes = nbytes - (segment.capacity_bytes if segment is not None else 0)
+        if more_bytes > 0 and more_bytes > (free_bytes := self._free_bytes()):
+            # Refused, and not left to the kernel, which would end some process when the pages are filled.
             raise StorageFullError(
-                f"no room for {key}: {nbytes:,} bytes needed, {used:,} of {self._limit_bytes:,} in use. Give the buddies "
-                "more memory, or take snapshots of fewer ranks per node."
+                f"no room for {key}: it takes {more_bytes:,} bytes more, and {free_bytes:,} are free. Give the node more "
+                "memory, or take snapshots of fewer ranks per node."
             )
         if segment is None:
             segment = Segment.create(f"buddy-{len(self._buddies)}")
