@@ -16,8 +16,10 @@ from phalanx.checkpoint.interop.huggingface import import_hf
 from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizer import BytesTokenizer, bpe_from_file, train_bpe
 from phalanx.run.directory import RunDirectory
+from phalanx.serve import prompt as prompt_module
 from phalanx.serve.generate import generate, load_model
-from phalanx.serve.prompt import encode_chat, encode_prompt, load_run_tokenizer, stop_tokens
+from phalanx.serve.prompt import encode_chat, encode_prompt, load_run_tokenizer, published_with, stop_tokens
+from phalanx.serve.sample import continued
 
 LONGER_TEMPLATE = """{%- set ns = namespace(count=0) %}
 {%- if tools is not none %}{{ raise_exception('no tools') }}{% endif %}
@@ -74,7 +76,7 @@ def test_the_likeliest_text_is_that_of_transformers(run: Path, published: Path) 
     model = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)
     theirs = model.generate(ids, max_new_tokens=20, do_sample=False, temperature=None, top_p=None)
     tokenizer = load_run_tokenizer(run)
-    prompt, stop = encode_prompt(tokenizer, TEXT[0]), stop_tokens(run, tokenizer)
+    prompt, stop = encode_prompt(tokenizer, TEXT[0]), stop_tokens(published_with(run, tokenizer), tokenizer)
     ours = list(generate(load_model(run)[0], prompt, tokens=20, temperature=0, stop=stop))
     assert ours == [token for token in theirs[0, ids.shape[1] :].tolist() if token not in stop]
 
@@ -92,9 +94,11 @@ def test_a_text_ends_at_every_end_token_that_the_publisher_names(run: Path, publ
     named = json.loads((published / "generation_config.json").read_text())["eos_token_id"]
     tokenizer = load_run_tokenizer(run)
     assert len(named) == 2
-    assert stop_tokens(run, tokenizer) == {*named}
-    assert stop_tokens(run, BytesTokenizer()) == {BytesTokenizer().end_of_document}
-    assert stop_tokens(run / "nowhere", tokenizer) == {tokenizer.end_of_document}
+    assert stop_tokens(published_with(run, tokenizer), tokenizer) == {*named}
+    assert stop_tokens(published_with(run, BytesTokenizer()), BytesTokenizer()) == {
+        BytesTokenizer().end_of_document
+    }
+    assert stop_tokens(published_with(run / "nowhere", tokenizer), tokenizer) == {tokenizer.end_of_document}
 
 
 # Chat
@@ -117,7 +121,7 @@ def test_a_message_has_the_ids_of_transformers_chat_template(
     for message in MESSAGES:
         chat = [{"role": "user", "content": message}]
         expected = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-        assert encode_chat(bare_run.path, tokenizer, message) == expected, message
+        assert encode_chat(bare_run.published, tokenizer, message) == expected, message
 
 
 def test_special_tokens_that_an_older_folder_names_in_a_file_of_their_own_are_found(
@@ -129,7 +133,7 @@ def test_special_tokens_that_an_older_folder_names_in_a_file_of_their_own_are_fo
     (bare_run.published / "chat_template.jinja").write_text("{{ bos_token }}{{ eos_token }}{{ unk_token }}x")
     theirs = AutoTokenizer.from_pretrained(bare_run.published)
     expected = theirs.apply_chat_template([{"role": "user", "content": ""}], return_dict=False)
-    assert encode_chat(bare_run.path, bpe_from_file(bare_run.tokenizer), "") == expected
+    assert encode_chat(bare_run.published, bpe_from_file(bare_run.tokenizer), "") == expected
 
 
 @pytest.mark.parametrize(
@@ -150,13 +154,13 @@ def test_a_chat_that_cannot_be_framed_is_refused_with_the_reason(
     if template is not None:
         (bare_run.published / "chat_template.jinja").write_text(template)
     with pytest.raises(TokenizerError, match=message):
-        encode_chat(bare_run.path, bpe_from_file(bare_run.tokenizer), "hello")
+        encode_chat(bare_run.published, bpe_from_file(bare_run.tokenizer), "hello")
 
 
 def test_a_run_with_another_tokenizer_than_the_published_one_has_no_chat_template(run: Path) -> None:
     for tokenizer in (BytesTokenizer(), train_bpe(TEXT, vocab_size=300)):
-        with pytest.raises(TokenizerError, match=r"there is no chat template for .*leave out --chat"):
-            encode_chat(run, tokenizer, "hello")
+        with pytest.raises(TokenizerError, match=r"there is no chat template for this run.*leave out --chat"):
+            encode_chat(published_with(run, tokenizer), tokenizer, "hello")
 
 
 # A run's tokenizer
@@ -168,6 +172,7 @@ def test_the_runs_own_copy_of_the_tokenizer_comes_before_that_of_the_dataset(tmp
         folder.mkdir()
     BytesTokenizer().save(data)
     (run / "run.toml").write_text(tomli_w.dumps({"data": {"path": str(data)}}))
+    (run / "record.json").write_text("{}")
     assert load_run_tokenizer(run).kind == "bytes"
     (run / "tokenizer").mkdir()
     train_bpe(["a b c"], vocab_size=257).save(run / "tokenizer")
@@ -178,3 +183,25 @@ def test_a_run_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(tomli_w.dumps({"data": {"path": str(tmp_path / "gone")}}))
     with pytest.raises(TokenizerError, match=r"has no tokenizer .*put .*tokenizer\.json into .*/tokenizer"):
         load_run_tokenizer(tmp_path)
+
+
+def test_an_imported_model_never_borrows_the_tokenizer_of_the_default_dataset(tmp_path: Path) -> None:
+    data, imported = tmp_path / "data", tmp_path / "imported"
+    for folder in (data, imported):
+        folder.mkdir()
+    BytesTokenizer().save(data)
+    (imported / "run.toml").write_text(tomli_w.dumps({"data": {"path": str(data)}}))
+    with pytest.raises(TokenizerError, match=r"has no tokenizer .*put .*tokenizer\.json into"):
+        load_run_tokenizer(imported)
+
+
+def test_the_published_tokenizer_is_loaded_once_for_a_text(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = []
+    compared = prompt_module.keeps_tokenizer
+    monkeypatch.setattr(
+        prompt_module, "keeps_tokenizer", lambda *args: loaded.append(args) or compared(*args)
+    )
+    list(continued(run, TEXT[0], tokens=1, temperature=0, chat=True))
+    assert len(loaded) == 1

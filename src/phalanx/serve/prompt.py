@@ -19,12 +19,15 @@ from phalanx.serve.chat_template import ChatTemplateError, read_chat_template
 
 
 def load_run_tokenizer(run_dir: Path) -> Tokenizer:
-    """The tokenizer of a run: the copy in its directory, else the one of its dataset. Raises TokenizerError."""
+    """The tokenizer of a run: the copy in its directory, else the one of its dataset. Raises TokenizerError.
+
+    Only a run that was started has a dataset: the run file of an imported model names one by default, which is not the model's.
+    """
     directory = RunDirectory(run_dir)
     if directory.tokenizer.is_dir():
         return load_tokenizer(directory.tokenizer)
     of_dataset = Path(read_resolved(directory).data.path)
-    if not of_dataset.is_dir():
+    if not directory.record.exists() or not of_dataset.is_dir():
         raise TokenizerError(
             f"{run_dir} has no tokenizer (an imported model may come without one that can be used here); put a byte-level BPE's "
             f"tokenizer.json into {directory.tokenizer}"
@@ -37,32 +40,35 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     return [*tokenizer.document_start, *tokenizer.encode(text)] or [tokenizer.end_of_document]
 
 
-def encode_chat(run_dir: Path, tokenizer: Tokenizer, message: str) -> list[int]:
-    """The ids of a user's ``message`` in the chat template of the run's imported model, up to where its answer begins.
+def published_with(run_dir: Path, tokenizer: Tokenizer) -> Path | None:
+    """The publisher's files of the run's imported model; ``None`` if there are none, or they are about another tokenizer.
+
+    To tell, the published tokenizer is loaded, which takes a second for a large one.
+    """
+    folder = RunDirectory(run_dir).published
+    return folder if folder.is_dir() and keeps_tokenizer(folder, tokenizer) else None
+
+
+def encode_chat(published: Path | None, tokenizer: Tokenizer, message: str) -> list[int]:
+    """The ids of a user's ``message`` in the chat template among a model's ``published`` files, up to where its answer begins.
 
     Raises TokenizerError if there is no template, or if it refuses the message.
     """
-    folder = RunDirectory(run_dir).published
-    if not isinstance(tokenizer, BpeTokenizer) or not _is_published(folder, tokenizer):
+    if not isinstance(tokenizer, BpeTokenizer) or published is None:
         raise TokenizerError(
-            f"there is no chat template for {run_dir}: one comes with an imported model, for as long as the run has its "
+            "there is no chat template for this run: one comes with an imported model, for as long as the run has its "
             "tokenizer; leave out --chat"
         )
     try:
-        return tokenizer.encode_template(read_chat_template(folder).render(message))
+        return tokenizer.encode_template(read_chat_template(published).render(message))
     except ChatTemplateError as error:
         raise TokenizerError(str(error)) from error
 
 
-def stop_tokens(run_dir: Path, tokenizer: Tokenizer) -> frozenset[int]:
+def stop_tokens(published: Path | None, tokenizer: Tokenizer) -> frozenset[int]:
     """The ids that end a text: the tokenizer's end of a document, and those that an imported model's publisher names."""
-    folder = RunDirectory(run_dir).published
     stop = {tokenizer.end_of_document}
-    if (folder / GENERATION_CONFIG).is_file() and _is_published(folder, tokenizer):
-        named = read_json(folder / GENERATION_CONFIG).get("eos_token_id")
+    if published is not None and (published / GENERATION_CONFIG).is_file():
+        named = read_json(published / GENERATION_CONFIG).get("eos_token_id")
         stop |= {token for token in (named if isinstance(named, list) else [named]) if isinstance(token, int)}
     return frozenset(stop)
-
-
-def _is_published(folder: Path, tokenizer: Tokenizer) -> bool:
-    return folder.is_dir() and keeps_tokenizer(folder, tokenizer)

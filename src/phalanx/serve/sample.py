@@ -8,7 +8,7 @@ from pathlib import Path
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.run.spec import SampleSpec
 from phalanx.serve.generate import generate, load_model
-from phalanx.serve.prompt import encode_chat, encode_prompt, load_run_tokenizer, stop_tokens
+from phalanx.serve.prompt import encode_chat, encode_prompt, load_run_tokenizer, published_with, stop_tokens
 from phalanx.serve.text_stream import TextStream
 
 
@@ -30,7 +30,8 @@ def continued(
     The other arguments are those of ``phalanx.serve.generate.generate``. Raises as it and ``load_model`` do, at once.
     """
     tokenizer = load_run_tokenizer(run_dir)
-    prompt_ids = encode_chat(run_dir, tokenizer, prompt) if chat else encode_prompt(tokenizer, prompt)
+    published = published_with(run_dir, tokenizer)
+    prompt_ids = encode_chat(published, tokenizer, prompt) if chat else encode_prompt(tokenizer, prompt)
     model, _ = load_model(run_dir, step)
     ids = generate(
         model,
@@ -40,7 +41,7 @@ def continued(
         top_k=top_k,
         top_p=top_p,
         seed=seed,
-        stop=stop_tokens(run_dir, tokenizer),
+        stop=stop_tokens(published, tokenizer),
     )
     return _text(ids, tokenizer)
 
