@@ -45,15 +45,7 @@ def read_run(path: Path, presets: Mapping[str, ModelSpec], overrides: Sequence[s
         RecursionError,
     ) as error:  # besides its own errors, a number of thousands of digits; deep nesting
         raise RunFileError(path, [Problem("", f"not valid TOML: {error}", "see https://toml.io")]) from None
-    problems: list[Problem] = []
-    for override in overrides:
-        problems += _apply_override(table, override)
-    _forget_corpus_of_other_data(table, overrides)
-    spec, more = spec_from_table(table, presets)
-    problems += more
-    if problems or spec is None:
-        raise RunFileError(path, problems)
-    return spec
+    return read_table(table, presets, overrides, path)
 
 
 def override(spec: RunSpec, overrides: Sequence[str], path: Path) -> RunSpec:
@@ -61,13 +53,23 @@ def override(spec: RunSpec, overrides: Sequence[str], path: Path) -> RunSpec:
 
     Raises ``RunFileError`` with every problem found.
     """
-    table = to_table(spec)
-    problems = [problem for one in overrides for problem in _apply_override(table, one)]
+    return read_table(to_table(spec), {}, overrides, path)
+
+
+def read_table(
+    table: TomlTable, presets: Mapping[str, ModelSpec], overrides: Sequence[str], path: Path
+) -> RunSpec:
+    """The run that a parsed table and overrides describe; ``path`` is for messages.
+
+    Raises ``RunFileError`` with every problem found.
+    """
+    table = dict(table)
+    problems = [problem for override in overrides for problem in _apply_override(table, override)]
     _forget_corpus_of_other_data(table, overrides)
-    changed, more = spec_from_table(table, {})
-    if problems or changed is None:
+    spec, more = spec_from_table(table, presets)
+    if problems or spec is None:
         raise RunFileError(path, [*problems, *more])
-    return changed
+    return spec
 
 
 def spec_from_table(

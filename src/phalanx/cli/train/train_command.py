@@ -23,15 +23,16 @@ from phalanx.data.errors import DataError
 from phalanx.launch.foreign import started_as_rank
 from phalanx.model.facts.presets import PRESETS
 from phalanx.run.directory import RunDirectory, RunDirectoryError, read_resolved
-from phalanx.run.read import RUN_FILE, override, read_run
+from phalanx.run.read import RUN_FILE, override, read_run, read_table
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.child_run import child_run
+from phalanx.train.lifecycle.from_model import fields_from_model
 
 _NEWEST = "newest"
 
 
 @click.command("train")
-@click.argument("place", metavar="RUN_FILE|RUN_DIR", type=click.Path(path_type=Path))
+@click.argument("place", metavar="[RUN_FILE|RUN_DIR]", required=False, type=click.Path(path_type=Path))
 @click.option(
     "--ranks",
     type=click.IntRange(min=1),
@@ -48,6 +49,18 @@ _NEWEST = "newest"
     metavar="[STEP]",
     help="Go on from the checkpoint of STEP of the run in RUN_DIR (without STEP: the newest) as a run of its own, "
     "with the values of --set from there on.",
+)
+@click.option(
+    "--from-model",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="Start from the weights of the imported model in DIR, on the text of --data.",
+)
+@click.option(
+    "--data",
+    metavar="PATH",
+    type=click.Path(path_type=Path),
+    help="With --from-model: a prepared dataset, or text, which is prepared with the model's tokenizer.",
 )
 @click.option(
     "--nodes", type=click.IntRange(min=1), help="Train as a fleet of so many nodes on this machine."
@@ -67,10 +80,12 @@ _NEWEST = "newest"
 @click.option("--run-dir", help="The run directory (short for --set run_dir=...).")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object on the last line.")
 def command(
-    place: Path,
+    place: Path | None,
     ranks: int | None,
     overrides: tuple[str, ...],
     from_step: str | None,
+    from_model: Path | None,
+    data: Path | None,
     nodes: int | None,
     spares: int | None,
     faults: tuple[str, ...],
@@ -82,13 +97,14 @@ def command(
     Started again after Ctrl-C, a crash or kill -9, it goes on from the newest good checkpoint, on as many ranks as there
     are then; the weights at the end are the same. With --from it goes on as a child run: in a directory of its own, with optimizer
     state, step and place in the data as they were, and with other values of train.steps, optimizer.lr, schedule, train.batch_size and
-    the like from that step on.
+    the like from that step on. With --from-model no run file is needed.
 
     \b
       phalanx train configs/quickstart.toml
       phalanx train configs/quickstart.toml --ranks 3 --json
       phalanx train run.toml --set train.steps=50 --set optimizer.lr=3e-4
       phalanx train runs/quickstart-1f3a9c04 --from 100 --set train.steps=400
+      phalanx train --from-model imported/llama --data notes/ --set train.steps=200
       phalanx train configs/quickstart.toml --nodes 4 --spares 1 --fault "kill node 2 at step 30"
       torchrun --nproc-per-node 2 -m phalanx train run.toml
 
@@ -99,7 +115,7 @@ def command(
     extra += [f"fleet.nodes={nodes}"] if nodes else []
     extra += [f"fleet.spares={spares}"] if spares is not None else []
     with explained(DataError, RunDirectoryError):
-        spec, run_file = _described(place, from_step, [*overrides, *extra])
+        spec, run_file = _described(place, from_step, from_model, data, [*overrides, *extra])
     if started_as_rank(os.environ):
         from phalanx.cli.train.train_as_rank import train_as_rank
 
@@ -113,8 +129,19 @@ def command(
     sys.exit(_train_here(spec, run_file, as_json))
 
 
-def _described(place: Path, from_step: str | None, overrides: list[str]) -> tuple[RunSpec, Path]:
+def _described(
+    place: Path | None, from_step: str | None, model: Path | None, data: Path | None, overrides: list[str]
+) -> tuple[RunSpec, Path]:
     """The run that the command line describes, and the path of its run file, for messages."""
+    if model is not None or data is not None:
+        if model is None or data is None or from_step is not None:
+            raise click.UsageError("--from-model and --data belong together, without --from")
+        wanted = [*fields_from_model(model, data, bare=place is None), *overrides]
+        if place is None:
+            return read_table({}, PRESETS, wanted, Path("--from-model")), Path("--from-model")
+        return read_run(place, PRESETS, wanted), place
+    if place is None:
+        raise click.UsageError("give a run file, a run directory, or --from-model")
     if from_step is not None:
         if from_step != _NEWEST and not from_step.isdecimal():
             raise click.BadParameter(f"{from_step!r} is no step", param_hint="--from")
