@@ -401,6 +401,8 @@ class FleetSpec:
     """Seconds without a heartbeat to its own agent after which a worker counts as hung and is replaced."""
     confirm_s: Annotated[float, FLEET, NOT_NEGATIVE] = 2.0
     """Seconds in which an agent whose connection broke may reconnect, unless a peer reports a broken collective."""
+    coordinator_lease_s: Annotated[float, FLEET, ValueRange(above=0)] = 1800.0
+    """Seconds without a coordinator after which an agent stops its workers and ends, so that no node is kept by a run that nobody leads."""
     stall_s: Annotated[float, FLEET, ValueRange(above=0)] = 120.0
     """Seconds without a finished step, and at least ten times a usual step, after which the hang is diagnosed."""
     snapshot_every_steps: Annotated[int, FLEET, NOT_NEGATIVE] = 1

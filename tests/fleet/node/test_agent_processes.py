@@ -285,3 +285,15 @@ def test_agents_of_a_runs_last_start_take_part_in_the_next_one_with_their_memory
         fleet.start_coordinator("--attempt", "2")
         assert [agent.wait(timeout=PATIENCE_S) for agent in fleet.agents.values()] == [1, 1]
         assert fleet.logs().count("belongs to another run now") >= 2
+
+
+def test_agents_that_no_coordinator_leads_any_more_stop_their_workers_and_end_with_the_reason(
+    tmp_path: Path,
+) -> None:
+    with running_fleet(tmp_path, nodes=1, steps=STEPS, hold_at=HELD, coordinator_lease_s=5.0) as fleet:
+        fleet.held(HELD)
+        (agent,), (worker,) = fleet.agents.values(), fleet.workers("node-0")
+        fleet.kill_coordinator()
+        assert agent.wait(timeout=PATIENCE_S) == 1
+        wait_for(lambda: not alive(worker))
+        assert "error: node node-0: no coordinator for" in fleet.logs()

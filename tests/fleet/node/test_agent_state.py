@@ -33,7 +33,7 @@ def agent(workers: int = 1, *, checked: bool = False) -> AgentState:
     state = AgentState(
         Identity("node-0", workers, "127.0.0.1", 4000),
         5,
-        Patience(LEASE_S, LEAVE_S),
+        Patience(LEASE_S, LEAVE_S, 60.0),
         lambda: (HOLDING,),
         checked=checked,
     )
@@ -396,3 +396,31 @@ def test_whatever_happens_in_whatever_order_what_it_says_is_true(happenings: lis
                 case _:
                     pass
         assert state.joined().incarnation == state.incarnation >= 5
+
+
+@given(st.lists(st.tuples(st.floats(0.01, 30.0), st.booleans()), max_size=80))
+def test_an_agent_ends_once_no_coordinator_was_there_for_a_minute_of_its_own_waking_time(
+    ticks: list[tuple[float, bool]],
+) -> None:
+    state, now_s, alone_s = in_epoch(4, 0), 0.0, 0.0
+    state.on_tick(now_s, 0.0, attached=True)
+    for wait_s, attached in ticks:
+        now_s += wait_s
+        stood_still = wait_s > LEASE_S / 2
+        alone_s = 0.0 if attached else alone_s + (0.0 if stood_still else wait_s)
+        state.on_worker_message(0, wl.Alive(4, 7, "forward", 0.0), now_s, 0.0)
+        ends = [
+            action for action in state.on_tick(now_s, 0.0, attached=attached) if isinstance(action, EndAgent)
+        ]
+        assert bool(ends) == (alone_s > 60.0 and not stood_still)
+        assert all(end.failed and "fleet.coordinator_lease_s" in end.reason for end in ends)
+        if ends:
+            break
+
+
+def test_an_agent_that_never_found_a_coordinator_ends_too() -> None:
+    state, now_s = warm(), 0.0
+    while not any(isinstance(action, EndAgent) for action in state.on_tick(now_s, 0.0, attached=False)):
+        now_s += 0.4
+        state.on_worker_message(0, wl.Alive(-1, -1, "warm", 0.0), now_s, 0.0)
+    assert 60.0 < now_s < 61.0

@@ -73,7 +73,7 @@ def command(
 
     The node that is HOST leads: it prepares the data and the run directory, coordinates, and shows the run's progress. The
     others wait for it. Started again after a crash, the same command goes on. The token that all must know lies in the run
-    directory, or is in PHALANX_RUN_TOKEN.
+    directory, or is in PHALANX_RUN_TOKEN. Without a coordinator for fleet.coordinator_lease_s the agent ends, exit code 1.
 
     \b
       srun --ntasks-per-node 1 phalanx agent --run run.toml --coordinator head:29400
@@ -96,9 +96,10 @@ def command(
             here, _, port = coordinator.rpartition(":")
             part = Lead(name, here, int(port), domain, spare, certificates)
             raise SystemExit(train_fleet(spec, run, (), as_json, part))
-        _wait_for(coordinator)
+        with explained(TimeoutError):
+            _wait_for(coordinator, spec.fleet.coordinator_lease_s)
     from phalanx.fleet.control.security import SecurityError
-    from phalanx.fleet.node.agent import AgentArgs, own_host, run_agent
+    from phalanx.fleet.node.agent import AgentArgs, AgentError, leave, own_host, run_agent
 
     with explained(RunDirectoryError, SecurityError):
         args = AgentArgs(
@@ -110,9 +111,14 @@ def command(
             domain=domain,
             started_as_spare=spare,
         )
-        run_agent(args, certificates)
+        try:
+            run_agent(args, certificates)
+        except AgentError as error:
+            click.echo(f"error: {error}", err=True)
+            leave(1)
     if as_json:
         click.echo(json.dumps({"node": name, "ended": True}))
+    leave(0)
 
 
 def _read(run: Path, overrides: tuple[str, ...], coordinator: str) -> RunSpec:
@@ -146,14 +152,19 @@ def _leads(told: bool | None, coordinator: str) -> bool:
     return os.environ.get("SLURM_LOCALID", "0") == "0"
 
 
-def _wait_for(coordinator: str) -> None:
-    """Blocks until the coordinator listens, which it does once the run directory is ready."""
+def _wait_for(coordinator: str, patience_s: float) -> None:
+    """Blocks until the coordinator listens, which it does once the run directory is ready. Raises TimeoutError after ``patience_s``."""
     host, _, port = coordinator.rpartition(":")
-    said_s = -_SAY_AGAIN_S
+    said_s, began_s = -_SAY_AGAIN_S, time.monotonic()
     while True:
         try:
             socket.create_connection((host, int(port)), timeout=5.0).close()
         except OSError as error:
+            if time.monotonic() - began_s > patience_s:
+                raise TimeoutError(
+                    f"no coordinator at {coordinator} for {patience_s:.0f} s (fleet.coordinator_lease_s): {error}. Start the node that "
+                    "leads, then this one again"
+                ) from error
             if time.monotonic() - said_s >= _SAY_AGAIN_S:
                 said_s = time.monotonic()
                 click.echo(f"waiting for the coordinator at {coordinator} ({error})", err=True)

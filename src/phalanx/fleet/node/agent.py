@@ -16,11 +16,13 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.snapshot.client import SnapshotClient
@@ -85,6 +87,10 @@ class AgentArgs:
     worker_program: tuple[str, ...] = WORKER_PROGRAM
 
 
+class AgentError(RuntimeError):
+    """The agent ends before its run; the message says why and what to do."""
+
+
 class Agent:
     """One agent process: the shell around ``AgentState``."""
 
@@ -106,7 +112,7 @@ class Agent:
         identity = Identity(
             args.node, fleet.workers_per_node, args.host, self._data.port, args.domain, args.started_as_spare
         )
-        patience = Patience(fleet.worker_lease_s, leave_s(fleet))
+        patience = Patience(fleet.worker_lease_s, leave_s(fleet), fleet.coordinator_lease_s)
         self._state = AgentState(
             identity, time.time_ns() // 1_000_000, patience, self._held, checked=fleet.health_checks
         )
@@ -136,7 +142,7 @@ class Agent:
         Returns the attempt of the newer start, to be run next, or None if there is none.
 
         Raises:
-            RunDirectoryError: The run directory belongs to another run now.
+            AgentError: It ends before the run: no coordinator is there any more, or the run directory belongs to another run now.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -150,7 +156,7 @@ class Agent:
         self.log(f"ends: {self._reason}")
         await self._farewell(_FAREWELL_S if self._next_attempt is None else None)
         if self._failure:
-            raise RunDirectoryError(self._failure)
+            raise AgentError(self._failure)
         return self._next_attempt
 
     async def _farewell(self, patience_s: float | None) -> None:
@@ -166,6 +172,12 @@ class Agent:
             pusher.shutdown(wait=False, cancel_futures=True)
         self._data.close()
 
+    def _fail(self, reason: str) -> None:
+        """Ends this agent before its run."""
+        if not self._over.is_set():
+            self._failure = f"node {self._args.node}: {reason}"
+        self._end(reason)
+
     def _end(self, reason: str) -> None:
         self._reason = self._reason or reason
         self._over.set()
@@ -179,8 +191,8 @@ class Agent:
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None and not self._over.is_set():
-            self.log(f"cannot go on: {error!r}")
-            self._end(repr(error))
+            self.log("".join(traceback.format_exception(error)))
+            self._fail(f"cannot go on: {error!r}")
 
     def _coordinator_addresses(self) -> list[str]:
         """The address that this agent was given, and the one in fleet.json: a coordinator whose port was taken writes another one."""
@@ -201,11 +213,10 @@ class Agent:
             self.log(f"cannot look for another start of the run: {error}")
             return
         if identity(spec) != self._credentials.run:
-            self._failure = (
-                f"{directory.path} belongs to another run now ({identity(spec)[:12]}, not {self._credentials.run[:12]}): "
-                f"node {self._args.node} is of no use to it; start its agent again if it is to train that run"
+            self._fail(
+                f"{directory.path} belongs to another run now ({identity(spec)[:12]}, not {self._credentials.run[:12]}), to which this node "
+                "is of no use; start its agent again if it is to train that run"
             )
-            self._end(self._failure)
         elif attempt >= own.attempt and fencing_token(spec, attempt) != own:
             self._next_attempt = attempt
             self._end(f"the run was started again: from {own} on to {fencing_token(spec, attempt)}")
@@ -221,7 +232,8 @@ class Agent:
     async def _tick(self) -> None:
         pause_s = min(0.25, self._spec.fleet.worker_lease_s / 8)
         while True:
-            self._do(self._state.on_tick(time.monotonic(), time.time()))
+            attached = self._link.attached
+            self._do(self._state.on_tick(time.monotonic(), time.time(), attached=attached))
             await asyncio.sleep(pause_s)
 
     async def _beat(self) -> None:
@@ -295,7 +307,9 @@ class Agent:
                 self.log(f"no step for {silent_s:.0f} s: {self._state.heartbeat()}")
             case CheckHealth():
                 self._suspicion.set()
-            case EndAgent(reason):
+            case EndAgent(reason, failed):
+                if failed:
+                    self._fail(reason)
                 self._end(reason)
 
     async def _start(self, index: int) -> None:
@@ -374,8 +388,9 @@ def run_agent(args: AgentArgs, certificates: Path | None = None) -> None:
     """Runs an agent in this process, to the end of the run; if the run is started again meanwhile, for that start too.
 
     Raises:
-        RunDirectoryError: There is no run in the run directory, or another one than when the agent began.
+        RunDirectoryError: There is no run in the run directory.
         SecurityError: Token or certificates are missing.
+        AgentError: The agent ends before the run; the message says why and what to do.
     """
     asyncio.run(_run(args, certificates))
 
@@ -399,7 +414,14 @@ async def _run(args: AgentArgs, certificates: Path | None) -> None:
         memory, workers, attempt = agent.memory, spec.fleet.workers_per_node, found
 
 
-def main() -> int:
+def leave(code: int) -> NoReturn:
+    """Ends this process at once, without waiting for a push that hangs in a dead peer."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main() -> NoReturn:
     """The process that a launcher starts for each node of a local fleet."""
     die_with_parent()
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stdout)
@@ -428,12 +450,11 @@ def main() -> int:
     )
     try:
         run_agent(args, given.certificates)
-    except (RunDirectoryError, SecurityError) as error:
+    except (AgentError, RunDirectoryError, SecurityError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
-    sys.stdout.flush()
-    os._exit(0)  # not waiting for a push that hangs in a dead peer
+        leave(1)
+    leave(0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -68,9 +68,11 @@ class CheckHealth:
 
 @dataclass(frozen=True)
 class EndAgent:
-    """Kill all workers and end the agent: the run is over."""
+    """Kill all workers and end the agent."""
 
     reason: str
+    failed: bool = False
+    """The agent gives up; otherwise the run is over."""
 
 
 AgentAction = (
@@ -101,10 +103,11 @@ class Identity:
 
 @dataclass(frozen=True)
 class Patience:
-    """Time limits: how long a worker may be silent, and how long it may take to leave an epoch."""
+    """Time limits: how long a worker may be silent, how long it may take to leave an epoch, and how long no coordinator may be there."""
 
     lease_s: float
     leave_s: float
+    coordinator_s: float = math.inf
 
 
 @dataclass

@@ -69,6 +69,10 @@ from phalanx.fleet.node.worker_link import ToAgent
 _TEXT_MAX = 2000
 _MEETING_LEAVE_S = 1.0
 """A worker that has not begun to train leaves at once, or not at all: a gloo connect cannot be interrupted."""
+_ABANDONED = (
+    "no coordinator for {:.0f} s (fleet.coordinator_lease_s). Where the run goes on, start this agent again; it finds the coordinator's "
+    "address in fleet.json of the run directory"
+)
 _START_S = 600.0
 """A worker that is not warm after so long (PyTorch from a cold network disk) is started again."""
 
@@ -95,6 +99,8 @@ class AgentState:
     evidence: list[AgentReport] = field(default_factory=list)
     """Edge-triggered reports of the present epoch: they are repeated at each reconnection."""
     ticked_s: float = 0.0
+    attached_s: float | None = None
+    """When this agent was last attached to a coordinator, or began; not counting the time in which it stood still itself."""
     checked: bool = False
     """True if the node must pass health checks before its workers are offered."""
 
@@ -427,14 +433,25 @@ class AgentState:
             actions += [*(self._testify(said) if epoch != NO_EPOCH else [SendReport(said)]), *self.examine()]
         return actions + self._parked()
 
-    def on_tick(self, now_s: float, unix_s: float) -> list[AgentAction]:
-        """Handles the passing of time: kills workers whose lease has run out or that do not leave an epoch."""
-        paused = now_s - self.ticked_s > self.patience.lease_s / 2
+    def on_tick(self, now_s: float, unix_s: float, *, attached: bool = True) -> list[AgentAction]:
+        """Handles the passing of time: kills workers whose lease has run out or that do not leave an epoch.
+
+        ``attached`` says whether a coordinator is there. Without one for too long, the agent ends: nobody would ever tell it that the
+        run is over, or goes on elsewhere.
+        """
+        stood_s = now_s - self.ticked_s
         self.ticked_s = now_s
-        if paused:  # this agent itself stood still: the workers' messages are still unread
+        if attached or self.attached_s is None:
+            self.attached_s = now_s
+        if (
+            stood_s > self.patience.lease_s / 2
+        ):  # this agent itself stood still: the workers' messages are still unread
+            self.attached_s = min(now_s, self.attached_s + stood_s)
             for worker in self.workers:
                 worker.heard_s = now_s
             return []
+        if now_s - self.attached_s > self.patience.coordinator_s:
+            return [EndAgent(_ABANDONED.format(now_s - self.attached_s), failed=True)]
         actions: list[AgentAction] = []
         for index, worker in enumerate(self.workers):
             if not worker.running or worker.doomed or worker.finished:
