@@ -398,7 +398,8 @@ class FleetSpec:
     lease_s: Annotated[float, FLEET, ValueRange(above=0)] = 15.0
     """Seconds without a heartbeat after which an agent, and its node, is lost."""
     worker_lease_s: Annotated[float, FLEET, ValueRange(above=0)] = 1.0
-    """Seconds without a heartbeat to its own agent after which a worker counts as hung and is replaced."""
+    """Seconds without a heartbeat to its own agent after which a worker counts as hung and is replaced; ten times as long if it is at work,
+    as native code is that keeps Python's lock."""
     confirm_s: Annotated[float, FLEET, NOT_NEGATIVE] = 2.0
     """Seconds in which an agent whose connection broke may reconnect, unless a peer reports a broken collective."""
     coordinator_lease_s: Annotated[float, FLEET, ValueRange(above=0)] = 1800.0

@@ -424,3 +424,19 @@ def test_an_agent_that_never_found_a_coordinator_ends_too() -> None:
         now_s += 0.4
         state.on_worker_message(0, wl.Alive(-1, -1, "warm", 0.0), now_s, 0.0)
     assert 60.0 < now_s < 61.0
+
+
+@given(st.lists(st.booleans(), min_size=60, max_size=60))
+def test_a_silent_worker_is_killed_after_a_lease_if_it_does_not_work_and_after_ten_if_it_seems_to(
+    works: list[bool],
+) -> None:
+    state, silent_s = in_epoch(4, 0), 0.0
+    state.on_tick(0.0, 0.0)
+    for working in works:
+        silent_s += 0.25
+        assert (state.silent(silent_s) == [0]) == (silent_s > LEASE_S / 2)
+        actions = state.on_tick(silent_s, 0.0, working={0} if working else ())
+        killed = KillProcess(0) in actions
+        assert killed == (silent_s > (10 if working else 1) * LEASE_S)
+        if killed:
+            break

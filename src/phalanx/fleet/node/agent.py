@@ -232,8 +232,10 @@ class Agent:
     async def _tick(self) -> None:
         pause_s = min(0.25, self._spec.fleet.worker_lease_s / 8)
         while True:
+            now_s, silent = time.monotonic(), self._state.silent(time.monotonic())
+            working = {i for i in silent if i in self._workers and self._workers[i].working()}
             attached = self._link.attached
-            self._do(self._state.on_tick(time.monotonic(), time.time(), attached=attached))
+            self._do(self._state.on_tick(now_s, time.time(), attached=attached, working=working))
             await asyncio.sleep(pause_s)
 
     async def _beat(self) -> None:

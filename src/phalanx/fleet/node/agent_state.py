@@ -10,7 +10,7 @@ so sending one twice does no harm; ``greet`` sends all of them after every recon
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from phalanx.fleet.core.messages import (
@@ -73,6 +73,8 @@ _ABANDONED = (
     "no coordinator for {:.0f} s (fleet.coordinator_lease_s). Where the run goes on, start this agent again; it finds the coordinator's "
     "address in fleet.json of the run directory"
 )
+_WORKING_PATIENCE = 10
+"""A silent worker that is at work (in native code that keeps Python's lock, or starved of processor time) has so many leases."""
 _START_S = 600.0
 """A worker that is not warm after so long (PyTorch from a cold network disk) is started again."""
 
@@ -433,11 +435,22 @@ class AgentState:
             actions += [*(self._testify(said) if epoch != NO_EPOCH else [SendReport(said)]), *self.examine()]
         return actions + self._parked()
 
-    def on_tick(self, now_s: float, unix_s: float, *, attached: bool = True) -> list[AgentAction]:
+    def silent(self, now_s: float) -> list[int]:
+        """The workers whose lease has half run out."""
+        return [
+            index
+            for index, worker in enumerate(self.workers)
+            if worker.running and now_s - worker.heard_s > self.patience.lease_s / 2
+        ]
+
+    def on_tick(
+        self, now_s: float, unix_s: float, *, attached: bool = True, working: Collection[int] = ()
+    ) -> list[AgentAction]:
         """Handles the passing of time: kills workers whose lease has run out or that do not leave an epoch.
 
         ``attached`` says whether a coordinator is there. Without one for too long, the agent ends: nobody would ever tell it that the
-        run is over, or goes on elsewhere.
+        run is over, or goes on elsewhere. ``working`` are the silent workers that the kernel sees at work: their pulse may only be held up,
+        so their lease is longer.
         """
         stood_s = now_s - self.ticked_s
         self.ticked_s = now_s
@@ -457,7 +470,8 @@ class AgentState:
             if not worker.running or worker.doomed or worker.finished:
                 continue
             silent_s = now_s - worker.heard_s
-            if silent_s > (self.patience.lease_s if worker.meeting_point else _START_S):
+            lease_s = self.patience.lease_s * (_WORKING_PATIENCE if index in working else 1)
+            if silent_s > (lease_s if worker.meeting_point else _START_S):
                 self.ended_unix_s = self.ended_unix_s or (unix_s if worker.epoch != NO_EPOCH else 0.0)
                 worker.doomed = True
                 hung = WorkerHung(self.identity.node, self.incarnation, worker.epoch, index, silent_s)

@@ -29,6 +29,7 @@ class WorkerProcess:
     def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
         self._process, self._log = process, log
         self._writer: asyncio.StreamWriter | None = None
+        self._processor_ticks = 0
         self._watch: asyncio.Task[None] | None = None
 
     @classmethod
@@ -77,6 +78,23 @@ class WorkerProcess:
     def pid(self) -> int:
         """Its process id."""
         return self._process.pid
+
+    def working(self) -> bool:
+        """True if the process computes, waits for a processor or for a disk; False if it sleeps, is stopped, or has ended.
+
+        A thread that is in native code without letting go of Python's lock (a large sort, an import, a page fault in swapped memory)
+        silences the thread that sends the heartbeats; to the kernel it is at work all the same. A process that is stopped or deadlocked is not.
+        """
+        tasks = Path(f"/proc/{self.pid}/task")
+        ticks, states = 0, set[str]()
+        with suppress(OSError):
+            for task in tasks.iterdir():
+                with suppress(OSError):  # a thread that has ended meanwhile
+                    fields = (task / "stat").read_text().rpartition(")")[2].split()
+                    states.add(fields[0])
+                    ticks += int(fields[11]) + int(fields[12])
+        grown, self._processor_ticks = ticks > self._processor_ticks, ticks
+        return bool(states & {"R", "D"}) or (grown and not states & {"T", "t"})
 
     def tell(self, message: ToWorker) -> None:
         """Sends a message; it is lost if the worker dies before it reads it."""

@@ -1,0 +1,48 @@
+"""What an agent can tell of a worker that is silent: at work, asleep or stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from phalanx.fleet.node.worker_process import WorkerProcess
+
+KEEPS_THE_LOCK = "print('x', flush=True); 7 ** 10 ** 9"
+SLEEPS_WITH_THE_LOCK = "import ctypes; print('x', flush=True); ctypes.PyDLL(None).sleep(600)"
+
+
+def started(program: str) -> tuple[WorkerProcess, subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.read(1) == b"x"
+    return WorkerProcess(process, Path("/dev/null")), process
+
+
+def becomes(worker: WorkerProcess, working: bool) -> bool:
+    """True once it is so several looks in a row."""
+    in_a_row = 0
+    while in_a_row < 5:
+        time.sleep(0.02)
+        in_a_row = in_a_row + 1 if worker.working() == working else 0
+    return True
+
+
+@pytest.mark.parametrize(
+    ("program", "working"),
+    [(KEEPS_THE_LOCK, True), (SLEEPS_WITH_THE_LOCK, False)],
+    ids=["computes", "sleeps"],
+)
+def test_native_code_that_keeps_pythons_lock_is_at_work_if_it_computes(program: str, working: bool) -> None:
+    worker, process = started(program)
+    assert becomes(worker, working)
+    os.kill(process.pid, signal.SIGSTOP)
+    assert becomes(worker, working=False)
+    process.kill()
+    process.communicate()
+    assert not worker.working()
