@@ -25,7 +25,7 @@ Result = dict[str, Any]
 def test_every_command_explains_itself_with_examples(name: str, folder: Path) -> None:
     done = run([name, "--help"], folder)
     assert done.returncode == 0
-    subcommands = name in ("data", "checkpoint")
+    subcommands = name in ("data", "checkpoint", "sinks")
     assert subcommands or f"phalanx {name}" in done.stdout
 
 

@@ -30,6 +30,7 @@ _COMMANDS = {
     "runs": ("watch", "The runs in a folder, and which goes on from which."),
     "fleet": ("fleet", "Drain, add or stop: ask something of a running fleet."),
     "agent": ("fleet", "Take part in a run with this node of a cluster."),
+    "sinks": ("watch", "Send a run's trackers what they missed."),
     "watch": ("watch", "Look at a run while it goes on, or afterwards."),
     "plan": ("plan", "The best layouts of a run on a cluster: memory, time, cost, and why."),
     "calibrate": ("plan", "Measure this machine, for plans that are made for it."),

@@ -10,8 +10,8 @@ import pytest
 from observe.recorded import crashed_run, step
 from phalanx.observe.events import Evaluated, Event, Message
 from phalanx.observe.sinks.background import FAILURES_IN_A_ROW, Background, SinkHealth, close_sinks
-from phalanx.observe.sinks.base import Sink, scalars, step_of
-from phalanx.observe.sinks.registry import SinkError, Vendor, open_sinks
+from phalanx.observe.sinks.base import Sink, hyperparameters, scalars, step_of
+from phalanx.observe.sinks.registry import SinkError, Vendor, fill_sink, open_sinks
 
 
 class Recording:
@@ -74,12 +74,12 @@ def test_every_event_arrives_in_order_and_the_sink_is_closed() -> None:
 
 def test_a_hanging_sink_costs_drops_that_are_counted_and_nothing_else() -> None:
     sink = Gated()
-    background = Background("x", lambda: sink, queue_events=10, close_timeout_s=0.05)
+    background = Background("x", lambda: sink, queue_events=10)
     background.offer(steps(1)[0])
     sink.reached.wait()
     taken = [background.offer(event) for event in steps(100)]
     assert sum(taken) == 10
-    health = background.close()
+    health = background.close(0.05)
     assert health.given_up
     assert "did not finish within 0.05 s" in health.last_error
     assert accounted(health) == 101
@@ -88,11 +88,11 @@ def test_a_hanging_sink_costs_drops_that_are_counted_and_nothing_else() -> None:
 
 def test_a_sink_left_behind_writes_nothing_more_when_it_wakes() -> None:
     sink = Gated()
-    background = Background("x", lambda: sink, close_timeout_s=0.01)
+    background = Background("x", lambda: sink)
     for event in steps(5):
         background.offer(event)
     sink.reached.wait()
-    background.close()
+    background.close(0.01)
     sink.go.set()
     background._thread.join()
     assert len(sink.events) == 1
@@ -137,9 +137,9 @@ def test_a_sink_that_hangs_while_opening_does_not_hold_up_the_start() -> None:
         forever.wait()
         return Recording()
 
-    background = Background("x", open_sink, close_timeout_s=0.01)
+    background = Background("x", open_sink)
     assert background.offer(steps(1)[0])
-    assert background.close().given_up
+    assert background.close(0.01).given_up
     forever.set()
 
 
@@ -150,7 +150,7 @@ def test_several_sinks_are_closed_at_the_same_time() -> None:
         def close(self) -> None:
             meeting.wait()  # for ever, if the sinks were closed one after the other
 
-    sinks = [Background(str(i), Meeting, close_timeout_s=5.0) for i in range(4)]
+    sinks = [Background(str(i), Meeting) for i in range(4)]
     healths = close_sinks(sinks)
     assert [(health.name, health.given_up) for health in healths] == [(str(i), False) for i in range(4)]
 
@@ -163,9 +163,9 @@ from phalanx.observe.sinks.background import Background
 class Hanging:
     def write(self, event): threading.Event().wait()
     def close(self): threading.Event().wait()
-sink = Background("x", Hanging, close_timeout_s=0.1)
+sink = Background("x", Hanging)
 sink.offer(Event(0.0, 0, Message("info", "x")))
-print(sink.close().given_up)
+print(sink.close(0.1).given_up)
 """
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
@@ -204,3 +204,48 @@ def test_numbers_that_were_not_measured_are_not_sent() -> None:
     assert "speed/goodput" not in tags
     assert scalars(Event(1.0, 0, Evaluated(3, 2.0))) == {"eval/loss": 2.0}
     assert scalars(Event(1.0, 0, Message("info", "x"))) == {}
+
+
+def test_a_wait_for_slow_trackers_is_told_and_then_everything_has_arrived() -> None:
+    sink, told = Gated(), []
+    background = Background("slow", lambda: sink)
+    assert all(background.offer(event) for event in steps(30))
+
+    def tell(text: str) -> None:
+        told.append(text)
+        sink.go.set()
+
+    (health,) = close_sinks([background], 60.0, tell, silent_s=0.01)
+    assert told == ["waiting for slow to take what the run has sent, for at most 60 s"]
+    assert (health.written, health.dropped) == (30, 0)
+    assert sink.closed
+
+
+def test_nothing_is_told_of_a_tracker_that_keeps_up() -> None:
+    told: list[str] = []
+    close_sinks([Background("quick", Recording)], 60.0, told.append, silent_s=60.0)
+    assert told == []
+
+
+def test_the_resolved_run_file_is_flattened_for_trackers(tmp_path: Path) -> None:
+    assert hyperparameters(tmp_path) == {}
+    (tmp_path / "run.toml").write_text(
+        'name = "a"\n[optimizer]\nlr = 0.1\n[model.moe]\nexperts = 4\n[observe]\nsinks = ["wandb"]\n'
+    )
+    assert hyperparameters(tmp_path) == {
+        "name": "a",
+        "optimizer.lr": 0.1,
+        "model.moe.experts": 4,
+        "observe.sinks": "['wandb']",
+    }
+
+
+def test_a_sink_is_filled_with_every_event_and_its_own_folder_is_made_anew(tmp_path: Path) -> None:
+    sink = Recording()
+    vendors = {"x": Vendor("json", lambda _directory, _run: sink, "x-files")}
+    (tmp_path / "x-files").mkdir()
+    (tmp_path / "x-files" / "old").touch()
+    assert fill_sink("x", tmp_path, "run", crashed_run(), vendors) == len(crashed_run())
+    assert sink.events == crashed_run()
+    assert sink.closed
+    assert not (tmp_path / "x-files").exists()

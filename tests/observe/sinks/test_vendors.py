@@ -15,10 +15,15 @@ from phalanx.observe.sinks.registry import open_sinks
 
 
 def send(name: str, directory: Path, events: list[Event]) -> None:
-    (sink,) = open_sinks([name], directory, "tiny", close_timeout_s=60)
+    (sink,) = open_sinks([name], directory, "tiny")
     assert all(sink.offer(event) for event in events)
-    (health,) = close_sinks([sink])
+    (health,) = close_sinks([sink], 60)
     assert (health.last_error, health.written) == ("", len(events))
+
+
+def with_run_file(directory: Path) -> Path:
+    (directory / "run.toml").write_text('name = "tiny"\n[optimizer]\nlr = 0.1\n')
+    return directory
 
 
 def test_tensorboard_reads_back_every_scalar(tmp_path: Path) -> None:
@@ -36,21 +41,37 @@ def test_tensorboard_reads_back_every_scalar(tmp_path: Path) -> None:
     assert any("messages" in tag for tag in read.Tags()["tensors"])
 
 
+def test_tensorboard_has_the_run_file_as_hyperparameters(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX")
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    plugin = pytest.importorskip("tensorboard.plugins.hparams.plugin_data_pb2")
+    send("tensorboard", with_run_file(tmp_path), crashed_run())
+    read = events.EventAccumulator(str(tmp_path / "tensorboard"))
+    read.Reload()
+    content = read.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    started = plugin.HParamsPluginData.FromString(content).session_start_info
+    assert started.hparams["optimizer.lr"].number_value == 0.1
+    assert started.hparams["name"].string_value == "tiny"
+
+
 @pytest.mark.slow
 def test_wandb_offline_keeps_a_run_on_disk(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    send_in_a_process("wandb", tmp_path)
-    assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    send_in_a_process("wandb", with_run_file(tmp_path))
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    assert b"optimizer.lr" in file.read_bytes()
 
 
 @pytest.mark.slow
 def test_mlflow_keeps_a_run_in_its_file(tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow")
-    send_in_a_process("mlflow", tmp_path)
+    send_in_a_process("mlflow", with_run_file(tmp_path))
+    send_in_a_process("mlflow", tmp_path)  # sent again, as by `phalanx sinks fill`
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
     (run,) = client.search_runs([client.get_experiment_by_name("phalanx").experiment_id])
     assert len(client.get_metric_history(run.info.run_id, "train/loss")) == 45
     assert run.data.tags["weights_sha256"] == "ab" * 32
+    assert run.data.params == {"name": "tiny", "optimizer.lr": "0.1"}
 
 
 def send_in_a_process(name: str, directory: Path) -> None:

@@ -3,13 +3,14 @@
 Trackers hang at login, throttle, and upload for hours at exit. A sink therefore lives on a thread of its
 own behind a bounded queue: ``offer`` only appends to the queue, and when that is full the event is dropped
 and counted. A sink that raises is tried again with the next event and given up after a few failures in
-a row; one that hangs is left behind at ``close`` after a bounded wait. Nothing is lost by it: the event
-file has everything.
+a row; one that hangs is left behind at ``close`` after a bounded wait, which is a minute where a run ends and seconds where
+a fleet must recover. Nothing is lost by it: the event file has everything, and ``phalanx sinks fill`` sends it again.
 
 Even opening a sink happens on its thread.
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,6 +20,12 @@ from phalanx.observe.sinks.base import Sink
 
 QUEUE_EVENTS = 4096
 CLOSE_TIMEOUT_S = 5.0
+"""At the end of an attempt that is to be followed by another at once."""
+END_TIMEOUT_S = 60.0
+"""At the end of a run: W&B and MLflow take many seconds to start, which a short run does not last. Less than a fleet waits for a
+step (``fleet.stall_s``), so that nobody takes it for a hang."""
+SILENT_S = 2.0
+"""A wait that is longer is told."""
 FAILURES_IN_A_ROW = 5
 
 
@@ -46,11 +53,10 @@ class Background:
         name: str,
         open_sink: Callable[[], Sink],
         queue_events: int = QUEUE_EVENTS,
-        close_timeout_s: float = CLOSE_TIMEOUT_S,
     ) -> None:
         self.name = name
         self._open_sink = open_sink
-        self._room, self._close_timeout_s = queue_events, close_timeout_s
+        self._room = queue_events
         self._queue: deque[Event] = deque()
         self._changed = threading.Condition()
         self._written = self._dropped = self._failed = 0
@@ -83,14 +89,14 @@ class Background:
                 self._given_up,
             )
 
-    def close(self) -> SinkHealth:
-        """Let the sink finish what is queued, for at most ``close_timeout_s``; then leave it behind."""
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> SinkHealth:
+        """Let the sink finish what is queued, for at most ``timeout_s``; then leave it behind."""
         with self._changed:
             self._closing = True
             self._changed.notify()
-        self._thread.join(self._close_timeout_s)
+        self._thread.join(timeout_s)
         if self._thread.is_alive():
-            self._give_up(f"did not finish within {self._close_timeout_s:g} s of closing")
+            self._give_up(f"did not finish within {timeout_s:g} s of closing")
         return self.health()
 
     def _run(self) -> None:
@@ -142,16 +148,30 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def close_sinks(sinks: Iterable[Background]) -> list[SinkHealth]:
-    """Close all at once: the wait is that of the slowest, not the sum."""
+def close_sinks(
+    sinks: Iterable[Background],
+    timeout_s: float = CLOSE_TIMEOUT_S,
+    tell: Callable[[str], None] = lambda _text: None,
+    silent_s: float = SILENT_S,
+) -> list[SinkHealth]:
+    """Close all at once, each within ``timeout_s``: the wait is that of the slowest, not the sum.
+
+    If it takes longer than ``silent_s``, ``tell`` is given a sentence that says for whom and for how long it may take.
+    """
     waiting = list(sinks)
     results: dict[int, SinkHealth] = {}
     closers = [
-        threading.Thread(target=lambda i=i, sink=sink: results.__setitem__(i, sink.close()))
+        threading.Thread(target=lambda i=i, sink=sink: results.__setitem__(i, sink.close(timeout_s)))
         for i, sink in enumerate(waiting)
     ]
+    began_s = time.monotonic()
     for closer in closers:
         closer.start()
+    for closer in closers:
+        closer.join(max(0.0, began_s + silent_s - time.monotonic()))
+    late = [sink.name for sink, closer in zip(waiting, closers, strict=True) if closer.is_alive()]
+    if late:
+        tell(f"waiting for {' and '.join(late)} to take what the run has sent, for at most {timeout_s:g} s")
     for closer in closers:
         closer.join()
     return [results[i] for i in range(len(waiting))]

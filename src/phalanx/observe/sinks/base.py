@@ -4,9 +4,16 @@ A vendor's adapter (``tensorboard``, ``wandb``, ``mlflow``) imports this module 
 imports each when it is opened.
 """
 
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Protocol
 
 from phalanx.observe.events import Evaluated, Event, Step
+from phalanx.run.read import RUN_FILE
+
+Setting = bool | int | float | str
+"""A value of a run file's field, as trackers take it."""
 
 
 class Sink(Protocol):
@@ -40,6 +47,26 @@ def scalars(event: Event) -> dict[str, float]:
         case _:
             return {}
     return {name: float(value) for name, value in named.items() if value is not None}
+
+
+def hyperparameters(run_directory: Path) -> dict[str, Setting]:
+    """The fields of the resolved run file by dotted path, as trackers take them; empty where there is none yet.
+
+    Lists are written as text: no tracker can plot against one.
+    """
+    try:
+        table = tomllib.loads((run_directory / RUN_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return dict(_settings(table, ""))
+
+
+def _settings(table: Mapping[str, object], prefix: str) -> Iterator[tuple[str, Setting]]:
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _settings(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value if isinstance(value, bool | int | float | str) else str(value)
 
 
 def step_of(event: Event) -> int | None:

@@ -4,13 +4,15 @@ A missing package or an unknown name is reported before training starts; everyth
 its own thread (``background``).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from phalanx.observe.sinks.background import CLOSE_TIMEOUT_S, Background
+from phalanx.observe.events import Event
+from phalanx.observe.sinks.background import Background
 from phalanx.observe.sinks.base import Sink
 
 
@@ -24,12 +26,14 @@ class Vendor:
 
     module: str
     open_sink: Callable[[Path, str], Sink]
+    folder: str = ""
+    """The folder in the run directory that is all that the tracker keeps; empty if it keeps anything elsewhere."""
 
 
 def _open_tensorboard(run_directory: Path, run: str) -> Sink:  # noqa: ARG001 (the folder names the run)
     from phalanx.observe.sinks.tensorboard import TensorBoardSink
 
-    return TensorBoardSink(run_directory / "tensorboard")
+    return TensorBoardSink(run_directory)
 
 
 def _open_wandb(run_directory: Path, run: str) -> Sink:
@@ -45,7 +49,7 @@ def _open_mlflow(run_directory: Path, run: str) -> Sink:
 
 
 VENDORS: Mapping[str, Vendor] = {
-    "tensorboard": Vendor("tensorboardX", _open_tensorboard),
+    "tensorboard": Vendor("tensorboardX", _open_tensorboard, "tensorboard"),
     "wandb": Vendor("wandb", _open_wandb),
     "mlflow": Vendor("mlflow", _open_mlflow),
 }
@@ -56,21 +60,37 @@ def open_sinks(
     run_directory: Path,
     run: str,
     vendors: Mapping[str, Vendor] = VENDORS,
-    close_timeout_s: float = CLOSE_TIMEOUT_S,
 ) -> list[Background]:
     """The sinks called ``names``, each on its thread.
 
     Raises SinkError, before any is opened, if a name is unknown or a package is not installed.
     """
     require_sinks(names, vendors)
-    return [
-        Background(
-            name,
-            partial(vendors[name].open_sink, run_directory, run),
-            close_timeout_s=close_timeout_s,
-        )
-        for name in names
-    ]
+    return [Background(name, partial(vendors[name].open_sink, run_directory, run)) for name in names]
+
+
+def fill_sink(
+    name: str,
+    run_directory: Path,
+    run: str,
+    events: Iterable[Event],
+    vendors: Mapping[str, Vendor] = VENDORS,
+) -> int:
+    """Sends a run's ``events`` to the sink ``name`` again, all of them, and returns their number.
+
+    A tracker that is a folder of the run is made anew. The others draw what they have already at the same place, since it has the
+    same step and time. Blocks until the tracker has taken everything; raises what it raises, and SinkError as ``open_sinks`` does.
+    """
+    require_sinks([name], vendors)
+    vendor = vendors[name]
+    if vendor.folder:
+        shutil.rmtree(run_directory / vendor.folder, ignore_errors=True)
+    sink, sent = vendor.open_sink(run_directory, run), 0
+    for event in events:
+        sink.write(event)
+        sent += 1
+    sink.close()
+    return sent
 
 
 def require_sinks(names: Sequence[str], vendors: Mapping[str, Vendor] = VENDORS) -> None:

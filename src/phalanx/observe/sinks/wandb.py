@@ -1,4 +1,4 @@
-"""Weights & Biases: one W&B run a run, resumed by later attempts; the x-axis is the step.
+"""Weights & Biases: one W&B run a run, resumed by later attempts; the x-axis is the step, the config is the resolved run file.
 
 Offline unless WANDB_MODE says otherwise: files go to ``RUN_DIRECTORY/wandb`` and ``wandb sync`` uploads
 them when nobody is waiting. (Online, W&B's own exit handler may wait for its upload.)
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.observe.events import EpochLeft, Event, Finished, Message, RunStarted
-from phalanx.observe.sinks.base import scalars, step_of
+from phalanx.observe.sinks.base import hyperparameters, scalars, step_of
 
 
 class WandbSink:
@@ -29,6 +29,7 @@ class WandbSink:
             mode=os.environ.get("WANDB_MODE", "offline"),
             settings=wandb.Settings(silent=True),
         )
+        self._run.config.update(hyperparameters(run_directory), allow_val_change=True)
         # W&B drops a step lower than its last one, which a restart logs: the step is a metric of its own.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")

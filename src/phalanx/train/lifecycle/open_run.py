@@ -81,7 +81,7 @@ def open_run(spec: RunSpec, fingerprint: str, tokenizer_folder: Path) -> OpenRun
     directory = choose(spec, fingerprint)
     try:
         directory.path.mkdir(parents=True, exist_ok=True)
-        lock_fd = _lock(directory.lock)
+        lock_fd = take_lock(directory.lock)
         changes = _check_owner(directory, spec, fingerprint)
         _remove_temporaries(directory)
         attempt = max(next_attempt(directory.events), read_small_json(directory.record).get("attempts", 0))
@@ -113,7 +113,8 @@ def _explain(error: OSError) -> str:
     return str(error)
 
 
-def _lock(path: Path) -> int:
+def take_lock(path: Path) -> int:
+    """Locks a run directory by its file ``lock`` and returns the descriptor; raises ``RunDirectoryError`` if it is taken."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     if not _taken(fd):
         holder = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from phalanx.checkpoint.save.saver import SaveOutcome
 from phalanx.observe.event_log import EventLog, EventLogError
 from phalanx.observe.events import CheckpointFailed, CheckpointSaved, Known, Message
-from phalanx.observe.sinks.background import Background, close_sinks
+from phalanx.observe.sinks.background import CLOSE_TIMEOUT_S, END_TIMEOUT_S, Background, close_sinks
 
 
 @dataclass
@@ -56,14 +56,20 @@ class Reporter:
                 stall_s = stalls_s.get(outcome.step, 0.0)
                 self.emit(CheckpointSaved(outcome.step, root, outcome.nbytes, outcome.seconds, stall_s))
 
-    def close(self) -> None:
-        """Flushes the sinks, within a bounded time, and closes the stream."""
-        for health in close_sinks(self.sinks):
-            if health.dropped or health.failed:
+    def close(self, *, ended: bool = False) -> None:
+        """Flushes the sinks, within a bounded time, and closes the stream.
+
+        ``ended``: The run has come to its end or was asked to stop, so that nobody waits for the next attempt. It may take longer then.
+        """
+        sinks, self.sinks = self.sinks, ()  # what is told from here on is no news for them
+        timeout_s = END_TIMEOUT_S if ended else CLOSE_TIMEOUT_S
+        for health in close_sinks(sinks, timeout_s, lambda text: self.emit(Message("info", text))):
+            missed = health.dropped + health.failed
+            if missed and self.log is not None:
                 self.warn(
-                    f"sink {health.name} missed {health.dropped + health.failed} events: {health.last_error}"
+                    f"sink {health.name} missed {missed} events: {health.last_error}; to send them again when the run is over: "
+                    f"phalanx sinks fill {self.log.path.parent} --sink {health.name}"
                 )
-        self.sinks = ()
         if self.log is not None:
             self.log.close()
             self.log = None

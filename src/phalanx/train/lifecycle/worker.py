@@ -80,7 +80,7 @@ def run_epoch(inputs: EpochInputs) -> RunResult | None:
     reporter = Reporter(EventLog(directory.events, inputs.attempt) if first else None)
     if first:
         reporter.sinks = open_sinks(inputs.spec.observe.sinks, directory.path, directory.path.name)
-    training = None
+    training, ended = None, False
     try:
         training = assemble(inputs, reporter)
         if inputs.warm is None:
@@ -90,11 +90,12 @@ def run_epoch(inputs: EpochInputs) -> RunResult | None:
         inputs.guardian.assembled(training.built, training.saver)
         inputs.stop.listen()
         result = train(training)
+        ended = True
         if first:
             _draw(directory, reporter)
         return result
     finally:
-        reporter.close()
+        reporter.close(ended=ended)
         if training is not None:
             training.saver.cancel()
             training.saver.close()

@@ -1,0 +1,49 @@
+"""``phalanx sinks``: what trackers have missed of a run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from phalanx.cli.errors import explained
+from phalanx.observe.event_log import EventLogError, read_events
+from phalanx.observe.sinks.registry import VENDORS, SinkError, fill_sink
+from phalanx.run.directory import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.train.lifecycle.open_run import take_lock
+
+
+@click.group("sinks")
+def command() -> None:
+    """Experiment trackers of a run: send them what they missed."""
+
+
+@command.command("fill")
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option(
+    "--sink", "names", multiple=True, type=click.Choice(sorted(VENDORS)), help="Which; may be repeated."
+)
+def fill_command(run_dir: Path, names: tuple[str, ...]) -> None:
+    """Send all events of the run in RUN_DIR to its trackers again (observe.sinks), or to those of --sink.
+
+    TensorBoard's folder is made anew; W&B and MLflow draw what they have already at the same place.
+
+    \b
+      phalanx sinks fill runs/quickstart-1f3a9c04
+      phalanx sinks fill runs/quickstart-1f3a9c04 --sink mlflow
+    """
+    directory = RunDirectory(run_dir)
+    with explained(RunDirectoryError, SinkError, EventLogError):
+        wanted = names or read_resolved(directory).observe.sinks
+        if not wanted:
+            raise click.UsageError(
+                f"the run file of {run_dir} names no sink (observe.sinks); give one: --sink NAME"
+            )
+        lock = take_lock(directory.lock)  # a run that goes on sends its events itself
+        try:
+            for name in wanted:
+                sent = fill_sink(name, run_dir, run_dir.name, read_events(directory.events))
+                click.echo(f"{name}: {sent:,} events sent")
+        finally:
+            os.close(lock)
