@@ -57,15 +57,17 @@ def test_a_fleet_loses_a_node_a_worker_and_its_coordinator_and_keeps_the_bits(
     assert committed == {"0", "1", "2", "3"}, "every fault was committed"
 
 
-def test_a_corrupted_gradient_is_found_its_node_quarantined_and_the_bits_kept(
+def test_nodes_with_a_nan_and_with_a_corrupted_gradient_are_found_and_quarantined_and_the_bits_kept(
     run_file: Path, undisturbed: str, tmp_path: Path
 ) -> None:
     audits = ["--set", "fleet.audit_every_steps=1"]
-    result = fleet_run(run_file, tmp_path, *audits, *with_faults("corrupt gradient rank 1 at step 6"))
+    faults = with_faults("nan rank 2 at step 3", "corrupt gradient rank 1 at step 6")
+    result = fleet_run(run_file, tmp_path, *audits, *faults)
     assert result["weights_sha256"] == undisturbed
     fleet = json.loads((tmp_path / "run" / "fleet.json").read_text())
     roles = [member["role"] for member in fleet["members"]]
-    assert roles.count("quarantined") == 1
+    assert roles.count("quarantined") == 2
+    assert any("step 3 is finite where other nodes compute it" in one["what"] for one in fleet["happenings"])
     assert any("computed wrongly by rank 1" in one["what"] for one in fleet["happenings"])
 
 

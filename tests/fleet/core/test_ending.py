@@ -58,7 +58,7 @@ def test_what_the_run_itself_cannot_survive_ends_it_and_only_in_its_own_epoch() 
     assert (fleet.state.phase, fleet.state.stale) == (FleetPhase.RUNNING, 1)
     fleet.hear(m.RunFinished(3, "{}"))
     assert (fleet.state.phase, fleet.state.stale) == (FleetPhase.RUNNING, 2)
-    fleet.hear(m.Fatal(0, "0", "loss is nan"))
+    fleet.hear(m.Fatal(0, "0", "loss is nan", unanimous=True))
     assert (fleet.state.phase, fleet.state.reason) == (FleetPhase.FAILED, "node 0: loss is nan")
     fleet.hear(m.RunFinished(0, "{}"))
     assert fleet.state.phase is FleetPhase.FAILED

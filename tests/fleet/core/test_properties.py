@@ -56,8 +56,11 @@ EVENTS = st.one_of(
     st.builds(
         m.Suspect,
         NAMES,
-        st.sampled_from(["straggler", "corruption", "health"]),
+        st.sampled_from(["straggler", "corruption", "health", "nonfinite"]),
         st.just(""),
+        st.none() | STEPS,
+        st.none() | EPOCHS,
+        st.lists(st.integers(0, 4), max_size=2).map(tuple),
         st.none() | STEPS,
     ),
     st.builds(m.Disconnected, NAMES, LIVES),
@@ -82,7 +85,9 @@ EVENTS = st.one_of(
     st.builds(m.StoodStill, st.floats(0, 60)),
 )
 ENDINGS = st.one_of(
-    st.just(m.StopRun()), st.builds(m.RunFinished, EPOCHS), st.builds(m.Fatal, EPOCHS, NAMES, st.just("NaN"))
+    st.just(m.StopRun()),
+    st.builds(m.RunFinished, EPOCHS),
+    st.builds(m.Fatal, EPOCHS, NAMES, st.just("NaN"), st.sampled_from("AB"), st.booleans()),
 )
 HISTORIES = st.lists(st.tuples(st.floats(0, 30), EVENTS | EVENTS | EVENTS | ENDINGS), max_size=40)
 

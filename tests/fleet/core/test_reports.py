@@ -348,7 +348,7 @@ def test_a_stop_while_members_bind_is_told_when_they_have_bound() -> None:
     assert fleet.said == [("0", m.Stop(0)), ("1", m.Stop(0))]
 
 
-@pytest.mark.parametrize("event", [m.RunFinished(0, "{}"), m.Fatal(0, "0", "loss is nan")])
+@pytest.mark.parametrize("event", [m.RunFinished(0, "{}"), m.Fatal(0, "0", "loss is nan", unanimous=True)])
 def test_the_end_of_the_run_is_believed_while_members_leave_and_not_while_they_wait(
     event: m.CoreEvent,
 ) -> None:

@@ -252,9 +252,9 @@ def test_a_worker_that_cannot_start_is_no_end_of_the_run() -> None:
     (exited,) = said(state.on_exit(0, 1, "traceback", 0.0))
     assert isinstance(exited, m.WorkerExited)
     assert exited.text == "no data at data.path"
-    assert said(in_epoch(4, 0).on_worker_message(0, wl.RunFailed(4, "loss is nan"), 0.0, 0.0)) == [
-        m.Fatal(4, "node-0", "loss is nan")
-    ]
+    assert said(
+        in_epoch(4, 0).on_worker_message(0, wl.RunFailed(4, "loss is nan", "NonFiniteError", True), 0.0, 0.0)
+    ) == [m.Fatal(4, "node-0", "loss is nan", "NonFiniteError", True)]
 
 
 def test_shutdown_ends_the_agent() -> None:

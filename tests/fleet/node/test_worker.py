@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -242,3 +243,16 @@ def test_only_a_worker_that_was_given_faults_imports_the_saboteur(
     assert "phalanx.train.lifecycle.loop" in normal
     assert "phalanx.fleet.faults.saboteur" not in normal
     assert "phalanx.fleet.faults.saboteur" in faulty
+
+
+def test_a_worker_whose_node_has_another_dataset_says_so_instead_of_being_warm(
+    make_driver: Any, zygote: Zygote
+) -> None:
+    driver = make_driver(1)
+    record = driver.nodes[0].run_dir / "record.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "data_fingerprint": "0" * 64}))
+    node = Node(driver.nodes[0].spec, 1, zygote)
+    try:
+        assert "finds other data at data.path" in node.hear(Unfit).evidence
+    finally:
+        node.close()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from phalanx.fleet.core import blame
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.epochs import (
     IN_EPOCH,
@@ -278,6 +279,9 @@ def _durable(state: FleetState, event: m.Durable, orders: list[Order]) -> None:
 
 
 def _suspect(state: FleetState, event: m.Suspect, orders: list[Order]) -> None:
+    if event.reason == "nonfinite":
+        blame.nonfinite(state, event, orders)
+        return
     named = _named(state, event)
     if not named:
         state.stale += 1
@@ -327,13 +331,6 @@ def _finished(state: FleetState, event: m.RunFinished, orders: list[Order]) -> N
     if event.epoch == state.epoch and state.phase in (*IN_EPOCH, FleetPhase.PARKING):
         state.result_json = event.result_json
         end(state, orders, FleetPhase.FINISHED, "stopped" if state.stopping else "all steps are done")
-    else:
-        state.stale += 1
-
-
-def _fatal(state: FleetState, event: m.Fatal, orders: list[Order]) -> None:
-    if event.epoch == state.epoch and state.phase in (*IN_EPOCH, FleetPhase.PARKING):
-        end(state, orders, FleetPhase.FAILED, f"node {event.node}: {event.text}")
     else:
         state.stale += 1
 
@@ -445,7 +442,7 @@ _ANSWERS: dict[type, Callable[..., None]] = {
     m.Durable: _durable,
     m.Suspect: _suspect,
     m.RunFinished: _finished,
-    m.Fatal: _fatal,
+    m.Fatal: blame.fatal,
     m.Drain: _drain,
     m.Admit: _admit,
     m.StopRun: _stop,

@@ -59,6 +59,19 @@ def _only_in_memory(state: FleetState) -> bool:
     return isinstance(source, RestorePoint) and source.step > max(state.durable, default=NO_STEP)
 
 
+def can_do_without(state: FleetState, names: set[str]) -> bool:
+    """True if the nodes that are usable now would suffice for an epoch without ``names``."""
+    seated = {name for seat, name in enumerate(state.seats) if seat not in state.vacant}
+    usable = len((seated | state.spares) - names)
+    return ranks_of_nodes(state.settings, usable, state.settings.min_nodes) > 0
+
+
+def _moves_all(state: FleetState) -> bool:
+    """True if every rank is to change its node: the next epoch computes a step again that nobody in particular is blamed for."""
+    doubt = state.doubt
+    return doubt is not None and doubt.epoch == state.epoch and not doubt.nodes and not doubt.confirmed
+
+
 def ranks_without_started_spares(state: FleetState) -> int:
     """``possible_ranks`` of a fleet that has not formed yet, without the nodes that were started as spares."""
     ready = sum(not state.nodes[name].started_as_spare for name in state.spares)
@@ -82,7 +95,11 @@ def plan_epoch(state: FleetState) -> EpochPlan | None:
     if not ranks:
         return None
     seats = deal(state, state.settings.formation.seats(ranks))
-    ring, level = _ring(state, seats)
+    if _moves_all(state):
+        seats = (*seats[1:], seats[0])
+        ring, level = buddy_ring([state.nodes[name].domain for name in seats])
+    else:
+        ring, level = _ring(state, seats)
     return EpochPlan(ranks, seats, ring, level, restore_source(state))
 
 

@@ -209,8 +209,11 @@ def _step_of(source: StateSource) -> int:
 
 def _reseat(state: FleetState, seats: tuple[str, ...]) -> None:
     old, state.seats = state.seats, list(seats)
-    # With as many seats as before only the vacant ones get another node.
-    changed = sorted(state.vacant) if len(old) == len(seats) else range(max(len(old), len(seats)))
+    changed = [
+        seat
+        for seat in range(max(len(old), len(seats)))
+        if seat in state.vacant or old[seat : seat + 1] != [*seats[seat : seat + 1]]
+    ]
     state.vacant = set()
     stand = [old[seat] for seat in changed if seat < len(old)]
     sit = {seats[seat]: seat for seat in changed if seat < len(seats)}
@@ -237,6 +240,21 @@ def stepped(state: FleetState, step: int) -> None:
     state.pace_s = 0.8 * state.pace_s + 0.2 * pace_s if state.pace_s else pace_s
     state.step, state.step_s, state.diagnosed = step, state.now_s, False
     progressed(state, step)
+    _settle(state, step)
+
+
+def _settle(state: FleetState, step: int) -> None:
+    """Drops what nodes have said of the run (``phalanx.fleet.core.blame``) and ``step``, which is completed, has decided."""
+    state.accusations = tuple(said for said in state.accusations if said.step >= step)
+    doubt = state.doubt
+    if doubt is not None and step >= doubt.step:
+        state.doubt = None
+        for name in doubt.nodes:
+            note(
+                state,
+                name,
+                f"step {doubt.step} is finite where other nodes compute it: this one was at fault",
+            )
 
 
 def end(state: FleetState, orders: list[Order], phase: FleetPhase, reason: str) -> None:

@@ -193,7 +193,7 @@ class Suspect(WireMessage, frozen=True):
     """Statistics, an audit or a health check found a node unfit."""
 
     node: NodeName
-    reason: Literal["straggler", "corruption", "health"]
+    reason: Literal["straggler", "corruption", "health", "nonfinite"]
     evidence: ShortText = ""
     trusted_step: StepNumber | None = None
     """With corruption: the last step whose audit was clean. State of later steps is not restored."""
@@ -201,6 +201,8 @@ class Suspect(WireMessage, frozen=True):
     """The epoch in which it was found, so that two reports of one corruption roll back only once."""
     ranks: Annotated[tuple[Natural, ...], Meta(max_length=4096)] = ()
     """If not empty, the nodes of these ranks of ``epoch`` are unfit, and ``node`` only reports it."""
+    step: StepNumber | None = None
+    """With nonfinite: the step whose loss or gradient was not finite; ``ranks`` are those whose own losses were not."""
 
 
 class RunFinished(WireMessage, frozen=True):
@@ -221,11 +223,15 @@ class Recorded(WireMessage, frozen=True):
 
 
 class Fatal(WireMessage, frozen=True):
-    """The run itself cannot go on, on any fleet: the loss is not a number, or the data set is damaged."""
+    """A node cannot go on with the run, for a reason that is none of the network's; perhaps nobody can."""
 
     epoch: EpochNumber
     node: NodeName
     text: ShortText = ""
+    kind: ShortText = ""
+    """The class of the error: a second node with an error of this class says the same."""
+    unanimous: bool = False
+    """An error that all ranks raise alike, after they have agreed on it."""
 
 
 # --- from an operator -----------------------------------------------------------------------------
@@ -402,6 +408,8 @@ class Bind(WireMessage, frozen=True):
     """Seconds since the decision to leave the last epoch that trained, if there was one."""
     left_planned: bool = False
     """That epoch was left at a step boundary, not because of a fault."""
+    nonfinite_step: StepNumber | None = None
+    """The step that is not finite whoever computes it: ``train.on_nonfinite`` applies to it."""
 
 
 class Release(WireMessage, frozen=True):

@@ -76,6 +76,8 @@ def resync(
         durable=state.durable,
         condemned=state.condemned,
         distrust=state.distrust,
+        accusations=state.accusations,
+        doubt=state.doubt,
         source=state.source,
         result_json=state.result_json,
         nodes=nodes,

@@ -112,6 +112,28 @@ class Distrust(Struct, frozen=True):
     step: int
 
 
+class Accusation(Struct, frozen=True):
+    """A node's word that the run cannot go on, which no other node has confirmed."""
+
+    node: str
+    kind: str
+    """The class of its error."""
+    step: int
+    """The last step that was completed then: with a later one, the others have shown that they can go on."""
+
+
+class NonFiniteDoubt(Struct, frozen=True):
+    """A step whose result was not finite, and is computed again."""
+
+    step: int
+    epoch: int
+    """The last epoch in which it was not finite."""
+    nodes: tuple[str, ...] = ()
+    """The nodes that are blamed and left out; empty: every rank changes its node."""
+    confirmed: bool = False
+    """Other nodes have found the same: it is the run's own."""
+
+
 StateSource = Fresh | FromDisk | RestorePoint
 
 
@@ -152,6 +174,8 @@ class FleetState(Struct):
     """Steps of checkpoints that are on disk and not trusted; the shell sets them aside."""
     distrust: tuple[Distrust, ...] = ()
     """Ascending in epoch and in step: a later one does not restore trust in what an earlier one covers."""
+    accusations: tuple[Accusation, ...] = ()
+    doubt: NonFiniteDoubt | None = None
     source: StateSource = Fresh()
     """The source from which the present epoch was restored."""
     result_json: str = ""

@@ -12,6 +12,7 @@ The grammar, one fault a line::
     cut link node N node N
     delay link node N node N by T s
     corrupt gradient rank N | corrupt parameter rank N | corrupt snapshot rank N
+    nan rank N                      (one slot's loss is not a number)
     fill disk
     ... at step N | from step N | at T s        (needed; "from" for what lasts)
     ... in forward | backward | reduction | optimizer | snapshot | commit | recovery
@@ -126,6 +127,16 @@ class Corrupt:
 
 
 @dataclass(frozen=True)
+class NanLoss:
+    """The loss of one slot that a rank computes is not a number."""
+
+    rank: int
+
+    def __str__(self) -> str:
+        return f"nan rank {self.rank}"
+
+
+@dataclass(frozen=True)
 class FillDisk:
     """Writing to the run directory fails for want of space."""
 
@@ -133,7 +144,7 @@ class FillDisk:
         return "fill disk"
 
 
-FaultAction = Kill | Freeze | Slow | CutLink | DelayLink | Corrupt | FillDisk
+FaultAction = Kill | Freeze | Slow | CutLink | DelayLink | Corrupt | NanLoss | FillDisk
 
 
 @dataclass(frozen=True)
@@ -240,7 +251,7 @@ def parse_fault(text: str) -> Fault:
 
 
 def _action(words: _Words) -> FaultAction:
-    match words.one_of("kill", "stop", "slow", "cut", "delay", "corrupt", "fill"):
+    match words.one_of("kill", "stop", "slow", "cut", "delay", "corrupt", "nan", "fill"):
         case "kill":
             return _kill(words)
         case "stop":
@@ -258,6 +269,8 @@ def _action(words: _Words) -> FaultAction:
         case "corrupt":
             what = words.one_of(*get_args(Corruptible))
             return Corrupt(cast(Corruptible, what), _numbered(words, "rank"))
+        case "nan":
+            return NanLoss(_numbered(words, "rank"))
         case _:
             words.one_of("disk")
             return FillDisk()

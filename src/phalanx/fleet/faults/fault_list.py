@@ -22,6 +22,7 @@ from phalanx.fleet.faults.fault import (
     FaultError,
     Freeze,
     Kill,
+    NanLoss,
     Slow,
     When,
     parse_fault,
@@ -158,7 +159,7 @@ def _targets(action: FaultAction) -> list[tuple[str, int]]:
     match action:
         case Kill(target, number):
             return [] if target == "coordinator" else [(target, number)]
-        case Freeze(rank) | Slow(rank, _) | Corrupt(_, rank):
+        case Freeze(rank) | Slow(rank, _) | Corrupt(_, rank) | NanLoss(rank):
             return [("rank", rank)]
         case CutLink(nodes) | DelayLink(nodes, _):
             return [("node", number) for number in nodes]

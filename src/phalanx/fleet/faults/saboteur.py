@@ -32,14 +32,17 @@ from phalanx.fleet.faults.fault import (
     FillDisk,
     Freeze,
     Kill,
+    NanLoss,
     Slow,
     parse_fault,
 )
 from phalanx.fleet.faults.fault_list import fault_marker
 from phalanx.observe.ledger import Bucket
+from phalanx.parallel.mesh.slots import Round
 from phalanx.parallel.reduction.data_parallel import local
 from phalanx.parallel.reduction.witness import Witness, attach
 from phalanx.train.step.built import Built
+from phalanx.train.step.slot import MicroBatch
 from phalanx.train.step.state import state_tensors
 
 _FULL_BYTES = 4096
@@ -72,6 +75,8 @@ class Saboteur:
     began_s: float = field(default_factory=time.monotonic)
     _faults: list[tuple[int, Fault]] = field(default_factory=list)
     _slow: float = 1.0
+    _nan: bool = False
+    """The loss of the next slot that counts is not a number."""
     _parts: Sequence[nn.Module] = ()
 
     def learn(self, sentences: Iterable[str]) -> None:
@@ -96,6 +101,7 @@ class Saboteur:
         _before(saver, "save", lambda: self._soon("commit"))
         built.waits[Bucket.COMM_EXPOSED_DP].entered = lambda: self.at("reduction")
         _between(model, "begin", "end", self._dawdle)
+        self._spoil_losses(built)
         if built.spec.fleet.audit_every_steps == 0 and any(
             isinstance(fault.action, Corrupt) for _, fault in self._faults
         ):
@@ -133,7 +139,13 @@ class Saboteur:
                 return number == self.here.worker
             case Kill(target="node", number=number):
                 return number == self.here.node
-            case Kill(target="rank", number=rank) | Freeze(rank) | Slow(rank) | Corrupt(_, rank):
+            case (
+                Kill(target="rank", number=rank)
+                | Freeze(rank)
+                | Slow(rank)
+                | Corrupt(_, rank)
+                | NanLoss(rank)
+            ):
                 return rank == self.rank
             case CutLink(nodes) | DelayLink(nodes):
                 return self.here.node in nodes
@@ -174,6 +186,8 @@ class Saboteur:
                 _flip_bit(max(map(local, state_tensors(self._parts).values()), key=Tensor.numel))
             case Corrupt():
                 self._corrupt_snapshot()
+            case NanLoss():
+                self._nan = True
             case FillDisk():
                 soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
                 resource.setrlimit(resource.RLIMIT_FSIZE, (_FULL_BYTES, hard))
@@ -200,6 +214,26 @@ class Saboteur:
     def _later(self, after_s: float | None, act: Callable[[], None]) -> None:
         if after_s is not None:
             threading.Timer(after_s, act).start()
+
+    def _spoil_losses(self, built: Built) -> None:
+        """Lets the loss of a slot be no number when a fault says so; not of one that an audit only computes once more."""
+        begin, gradients = built.model.begin, built.runner.gradients
+        counts = True
+
+        def noted(current: Round) -> None:
+            nonlocal counts
+            counts = current.counts
+            begin(current)
+
+        def spoiled(batches: Sequence[MicroBatch], scale: float) -> Tensor:
+            loss = gradients(batches, scale)
+            if not (self._nan and counts):
+                return loss
+            self._nan = False
+            return loss * torch.nan
+
+        for owner, name, wrapper in ((built.model, "begin", noted), (built.runner, "gradients", spoiled)):
+            setattr(owner, name, wrapper)
 
     def _dawdle(self, seconds: float) -> None:
         """Slows a slot down, after it took ``seconds``, to ``_slow`` times that."""

@@ -268,6 +268,7 @@ class AgentState:
                     resume=_for_worker(bind.resume),
                     planned=planned,
                     detected_unix_s=ended_unix_s,
+                    nonfinite_step=bind.nonfinite_step,
                 ),
             )
             for i, rank in places.items()
@@ -316,7 +317,7 @@ class AgentState:
                     Broken(self.identity.node, self.incarnation, epoch, index, text[:_TEXT_MAX])
                 )
             case worker_link.Doubted(epoch=epoch) if epoch == worker.epoch:
-                if said.reason == "corruption":
+                if said.reason != "straggler":
                     self.ended_unix_s = self.ended_unix_s or unix_s
                 report = Suspect(
                     self.identity.node,
@@ -325,6 +326,7 @@ class AgentState:
                     said.trusted_step,
                     epoch,
                     said.ranks,
+                    said.step,
                 )
                 return self._testify(report)
             case worker_link.FlightRecordSent(epoch=epoch, record=record) if (
@@ -348,7 +350,9 @@ class AgentState:
             case worker_link.RunFailed(epoch=epoch, text=text):
                 worker.last_words = text
                 if epoch == worker.epoch != NO_EPOCH:
-                    return self._testify(Fatal(epoch, self.identity.node, text[:_TEXT_MAX]))
+                    self.ended_unix_s = self.ended_unix_s or unix_s
+                    node = self.identity.node
+                    return self._testify(Fatal(epoch, node, text[:_TEXT_MAX], said.kind, said.unanimous))
         return []
 
     # --- health ------------------------------------------------------------------------------------

@@ -44,6 +44,15 @@ class SnapshotsUnreadableError(RuntimeError):
     """Some rank found no readable snapshot of its shard; raised on every rank alike."""
 
 
+class NonFiniteStepError(RuntimeError):
+    """A step's loss or gradient is not finite, on this fleet of nodes; raised on every rank alike, before anything is applied."""
+
+    def __init__(self, step: int, report: StepReport) -> None:
+        found = ", ".join(report.nonfinite[:3]) or "its gradient norm"
+        super().__init__(f"not finite are {found} (loss {report.loss:g}, gradient norm {report.grad_norm:g})")
+        self.step, self.ranks = step, report.nonfinite_ranks
+
+
 def last_audit(step: int, every: int) -> int:
     """The last audited step before ``step``; a state that is restored has passed it, or an older one would have been chosen.
 
@@ -194,6 +203,10 @@ class RankGuardian(Guardian):
         if self._every:
             self._take(step, shards, extra)
         self._progress(step)
+
+    def not_finite(self, step: int, report: StepReport) -> None:
+        if self._bound().nonfinite_step != step:
+            raise NonFiniteStepError(step, report)
 
     def ended(self, step: int, shards: Sequence[Shard], extra: dict[str, object], report: StepReport) -> None:
         self._orders.check(self.epoch)

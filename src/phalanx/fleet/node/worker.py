@@ -34,7 +34,7 @@ from phalanx.fleet.control.security import read_certificates, run_token
 from phalanx.fleet.health.live_audit import CorruptionFoundError
 from phalanx.fleet.health.quick import complaints, of_device
 from phalanx.fleet.node.hooks import Hooks, NoHooks
-from phalanx.fleet.node.rank_guardian import RankGuardian
+from phalanx.fleet.node.rank_guardian import NonFiniteStepError, RankGuardian
 from phalanx.fleet.node.worker_link import (
     Alive,
     Doubted,
@@ -61,10 +61,13 @@ from phalanx.parallel.process_group.abort import Connections, abort
 from phalanx.parallel.process_group.meeting import MeetingPoint, meet
 from phalanx.parallel.process_group.rendezvous import RendezvousError, device_for, leave
 from phalanx.run.directory import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.factory import load_factory
 from phalanx.run.fencing import fencing_token
 from phalanx.run.result import RunResult
 from phalanx.train.lifecycle.assemble import EpochInputs, make_deterministic, warm_up
+from phalanx.train.lifecycle.ending import RunFailedError
 from phalanx.train.lifecycle.interrupt import StopRequest
+from phalanx.train.lifecycle.open_run import check_data
 from phalanx.train.lifecycle.worker import EXIT_FAILED, freeze_gc, known_errors, run_epoch
 
 if TYPE_CHECKING:
@@ -120,6 +123,10 @@ class Worker:
         self._began_ns, self._began_s = time.time_ns(), time.monotonic()
         make_deterministic(self._spec, self._device)
         self._warm = warm_up(self._spec, self._device)
+        # What would end an epoch of which this worker is a rank shows now, while nobody counts on it.
+        check_data(self._directory, self._warm.data.fingerprint)
+        if self._spec.model.factory:
+            load_factory(self._spec.model.factory, self._spec.model.factory_sha256)
 
     def serve(self) -> None:
         """Joins the epochs that the agent orders, one after another, until it is told to end."""
@@ -192,10 +199,13 @@ class Worker:
                 # Sent even if the epoch is over: another rank may have reported first that it broke, but not why.
                 found = error.verdict
                 return Doubted(bind.epoch, "corruption", text, found.ranks, found.roll_back_to)
+            if isinstance(error, NonFiniteStepError):
+                return Doubted(bind.epoch, "nonfinite", str(error), error.ranks, step=error.step)
             if self._orders.over(bind.epoch):
                 return None
             if isinstance(error, known_errors()) and not isinstance(error, _RECOVERABLE):
-                return RunFailed(bind.epoch, str(error))
+                kind = type(error).__name__
+                return RunFailed(bind.epoch, str(error), kind, isinstance(error, RunFailedError))
             traceback.print_exc()  # into this worker's log
             sys.stderr.flush()
             return EpochBroken(bind.epoch, text)

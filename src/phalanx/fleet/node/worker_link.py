@@ -65,6 +65,8 @@ class JoinEpoch(_LinkMessage, frozen=True):
     """True if the last epoch ended because the fleet was to grow or shrink, not by a fault."""
     detected_unix_s: float = 0.0
     """The time at which it was known that the last epoch had to end; 0 if there was none."""
+    nonfinite_step: int | None = None
+    """The step that is not finite whoever computes it; a step that is found so otherwise is reported, to be computed again."""
 
 
 class LeaveEpoch(_LinkMessage, frozen=True):
@@ -111,7 +113,7 @@ class Warm(_LinkMessage, frozen=True):
 
 
 class Unfit(_LinkMessage, frozen=True):
-    """Sent instead of ``Warm``: this worker's accelerator failed its health checks. The worker ends."""
+    """Sent instead of ``Warm``: this worker's accelerator failed its health checks, or its node cannot train this run. The worker ends."""
 
     evidence: str
 
@@ -142,15 +144,17 @@ class EpochBroken(_LinkMessage, frozen=True):
 
 
 class Doubted(_LinkMessage, frozen=True):
-    """An audit found that some rank computed wrongly, or statistics say that this worker's rank is a straggler."""
+    """An audit found that some rank computed wrongly, or statistics say that this worker's rank is a straggler, or a step is not finite."""
 
     epoch: int
-    reason: Literal["corruption", "straggler"]
+    reason: Literal["corruption", "straggler", "nonfinite"]
     evidence: str
     ranks: tuple[int, ...] = ()
     """With corruption: the ranks that caused it. All ranks come to the same verdict, so the first report is believed."""
     trusted_step: int | None = None
     """With corruption: the newest step whose state is known to be good."""
+    step: int | None = None
+    """With nonfinite: the step. ``ranks`` are those whose own losses were not finite."""
 
 
 class FlightRecordSent(_LinkMessage, frozen=True):
@@ -198,10 +202,14 @@ class TrainingFinished(_LinkMessage, frozen=True):
 
 
 class RunFailed(_LinkMessage, frozen=True):
-    """The run itself cannot go on, whatever the fleet: the error is the user's to mend."""
+    """This worker cannot go on with the run, and no other rank is to blame: the error is somebody's to mend."""
 
     epoch: int
     text: str
+    kind: str = ""
+    """The class of the error."""
+    unanimous: bool = False
+    """All ranks have agreed on it and raise it alike."""
 
 
 ToWorker = JoinEpoch | LeaveEpoch | StopTraining | SnapshotSafe | InjectFault | SendFlightRecord

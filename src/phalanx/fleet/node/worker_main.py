@@ -13,9 +13,9 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
-from phalanx.fleet.node.worker_link import LinkError, RunFailed, WorkerEnd
+from phalanx.fleet.node.worker_link import LinkError, RunFailed, Unfit, WorkerEnd
 from phalanx.train.lifecycle.interrupt import StopRequest
-from phalanx.train.lifecycle.worker import EXIT_FAILED, die_with_parent, without_gc
+from phalanx.train.lifecycle.worker import EXIT_FAILED, die_with_parent, known_errors, without_gc
 
 
 def main() -> None:
@@ -58,7 +58,8 @@ def main() -> None:
     except Exception as error:
         traceback.print_exc()
         with suppress(LinkError):
-            link.send(RunFailed(-1, str(error)))
+            mine = isinstance(error, known_errors())  # not a defect: this node lacks what the run needs
+            link.send(Unfit(str(error)) if mine else RunFailed(-1, str(error)))
         os._exit(EXIT_FAILED)
     sys.stdout.flush()
     os._exit(0)  # daemon threads are in the middle of reading

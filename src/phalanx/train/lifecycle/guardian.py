@@ -47,6 +47,10 @@ class Guardian(Protocol):
         """Called when training begins with the state of ``step`` in ``shards``; ``extra`` goes with it into snapshots."""
 
     @abstractmethod
+    def not_finite(self, step: int, report: StepReport) -> None:
+        """Called if ``step`` was not applied because its loss or gradient is not finite. May raise, to have it computed again elsewhere."""
+
+    @abstractmethod
     def ended(self, step: int, shards: Sequence[Shard], extra: dict[str, object], report: StepReport) -> None:
         """Called after each step, with the same ``report`` on all ranks but for times. May raise, to end the epoch."""
 
@@ -75,6 +79,9 @@ class NoGuardian(Guardian):
         return None
 
     def begins(self, step: int, shards: Sequence[Shard], extra: dict[str, object]) -> None:
+        pass
+
+    def not_finite(self, step: int, report: StepReport) -> None:
         pass
 
     def ended(self, step: int, shards: Sequence[Shard], extra: dict[str, object], report: StepReport) -> None:

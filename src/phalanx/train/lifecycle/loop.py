@@ -84,6 +84,7 @@ def train(training: Training) -> RunResult | None:
                 )
             recent_s.append(time.perf_counter() - begin)
             if not report.applied:
+                guardian.not_finite(progress.step + 1, report)
                 _skip_or_raise(training, progress, report)
             progress.advance(report, stepper.updates, spec.train.batch_size)
             _log_step(training, progress, report, recent_s)

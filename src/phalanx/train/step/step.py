@@ -83,6 +83,8 @@ class StepReport:
     """The largest load of any expert over its layer's mean load; ``None`` without experts."""
     nonfinite: tuple[str, ...] = ()
     """If the step was not applied: the slots and parameters that were not finite, on any rank."""
+    nonfinite_ranks: tuple[int, ...] = ()
+    """If the step was not applied: the ranks whose own losses were not finite."""
 
 
 @dataclass
@@ -138,7 +140,7 @@ class Stepper:
             norm = self._gradient_norm(self._slot_tokens / count)
         lr = spec.optimizer.lr * multiplier(spec.schedule, number, spec.train.steps)
         applied = math.isfinite(loss) and math.isfinite(norm)
-        nonfinite = () if applied else self._nonfinite_sources(losses)
+        nonfinite, nonfinite_ranks = ((), ()) if applied else self._nonfinite_sources(losses)
         # 3. The update.
         if applied:
             with self.ledger.bucket(Bucket.STEP_OPTIMIZER):
@@ -150,7 +152,7 @@ class Stepper:
                 self._wait_for_device()
         self.built.model.abandon()
         balance = self._balance_experts(applied=applied)
-        return StepReport(loss, norm, count, lr, applied, asked, balance, nonfinite)
+        return StepReport(loss, norm, count, lr, applied, asked, balance, nonfinite, nonfinite_ranks)
 
     @contextmanager
     def _auditing(self) -> Iterator[None]:
@@ -254,14 +256,16 @@ class Stepper:
                 router.move_bias(counts[names.index(name)])
         return float((counts.amax(1) * counts.shape[1] / counts.sum(1).clamp(min=1)).max())
 
-    def _nonfinite_sources(self, losses: Tensor) -> tuple[str, ...]:
-        """Names the slots whose loss and the parameters whose gradient is not finite, on any rank."""
+    def _nonfinite_sources(self, losses: Tensor) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Names the slots whose loss and the parameters whose gradient is not finite, on any rank, and the ranks that computed such losses."""
         mine = [
             f"loss of slot {slot}" for slot, loss in enumerate(losses.tolist()) if not math.isfinite(loss)
         ]
+        bad_loss = bool(mine)
         for name, gradient in gradients(self.built.model.parts).items():
             bad = int((~torch.isfinite(gradient)).sum())
             if bad:
                 mine.append(f"gradient of {name} ({bad} of {gradient.numel()} elements)")
-        everywhere = gather_typed(mine[:_NAMED], list[str])
-        return tuple(dict.fromkeys(line for lines in everywhere for line in lines))
+        everywhere = gather_typed((bad_loss, mine[:_NAMED]), tuple[bool, list[str]])
+        ranks = tuple(rank for rank, (bad, _) in enumerate(everywhere) if bad)
+        return tuple(dict.fromkeys(line for _, lines in everywhere for line in lines)), ranks

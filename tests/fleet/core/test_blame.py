@@ -1,0 +1,158 @@
+"""The core: what one node says of the run is the node's own fault until another node has found the same."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import settings as effort
+from hypothesis import strategies as st
+
+from fleet.small_fleets import Fleet, running
+from phalanx.fleet.core import messages as m
+from phalanx.fleet.core.state import Eligibility, FleetPhase
+
+
+def nan(fleet: Fleet, step: int, *ranks: int) -> None:
+    """All members report that ``step`` is not finite, with these ranks' losses among the causes, and leave the epoch."""
+    epoch = fleet.state.epoch
+    for name in list(fleet.state.seats):
+        fleet.hear(m.Suspect(name, "nonfinite", "loss of slot 3", epoch=epoch, ranks=ranks, step=step))
+    fleet.park(step=step - 1)
+
+
+def binds(fleet: Fleet) -> dict[str, m.Bind]:
+    return {to: command for to, command in fleet.said if isinstance(command, m.Bind)}
+
+
+def reach(fleet: Fleet, step: int) -> None:
+    fleet.bind()
+    for name in list(fleet.state.seats):
+        fleet.hear(m.Heartbeat(name, 1, fleet.state.epoch, step, m.WorkerPhase.BOUND))
+
+
+def quarantined(fleet: Fleet) -> set[str]:
+    return {name for name, node in fleet.state.nodes.items() if node.eligibility is Eligibility.QUARANTINED}
+
+
+# --- the run cannot go on -----------------------------------------------------------------------------
+
+
+def test_a_node_that_says_the_run_cannot_go_on_is_replaced_and_the_run_goes_on() -> None:
+    fleet = running()
+    seat = fleet.state.seats.index("1")
+    fleet.hear(m.Fatal(0, "1", "other data at data.path", "RunDirectoryError"))
+    fleet.park()
+    assert (fleet.state.phase, quarantined(fleet)) == (FleetPhase.BINDING, {"1"})
+    assert fleet.state.seats[seat] == "4"
+    assert "other data" in fleet.state.nodes["1"].why
+
+
+def test_the_run_ends_when_a_second_node_says_the_same() -> None:
+    fleet = running()
+    fleet.hear(m.Fatal(0, "1", "cannot read it", "DataError"))
+    fleet.park()
+    fleet.bind()
+    fleet.hear(m.Fatal(1, "1", "cannot read it", "DataError"))  # it is no member any more
+    assert fleet.state.phase is not FleetPhase.RUNNING
+    fleet = running()
+    fleet.hear(
+        m.Fatal(0, "1", "cannot read it", "DataError"), m.Fatal(0, "2", "cannot read that", "DataError")
+    )
+    assert fleet.state.phase is FleetPhase.FAILED
+    assert fleet.state.reason == "node 2: cannot read that (node 1 said the same)"
+
+
+def test_what_others_could_do_after_all_counts_against_a_node_and_not_for_the_next() -> None:
+    fleet = running()
+    reach(fleet, 5)
+    fleet.hear(m.Fatal(0, "1", "cannot read it", "DataError"))
+    fleet.park()
+    reach(fleet, 6)
+    fleet.hear(m.Fatal(1, "2", "cannot read it", "DataError"))
+    assert fleet.state.phase is FleetPhase.PARKING
+    assert quarantined(fleet) == {"1", "2"}
+
+
+@effort(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from("AB")), max_size=6), st.integers(1, 4))
+def test_a_run_fails_only_if_two_nodes_agree_or_it_cannot_do_without_the_one(
+    said: list[tuple[int, str]], min_nodes: int
+) -> None:
+    fleet = running(min_nodes=min_nodes)
+    by_kind: dict[str, set[int]] = {"A": set(), "B": set()}
+    for node, kind in said:
+        fleet.hear(m.Fatal(fleet.state.epoch, str(node), "no", kind))
+        if fleet.state.phase is FleetPhase.FAILED:
+            good = sum(one.eligibility is Eligibility.GOOD for one in fleet.state.nodes.values())
+            assert by_kind[kind] - {node} or good - 1 < min_nodes or node > 4
+            return
+        by_kind[kind].add(node)
+        fleet.park()
+        fleet.bind()
+
+
+# --- a step is not finite -----------------------------------------------------------------------------
+
+
+def test_a_node_whose_loss_alone_is_not_finite_is_left_out_while_the_step_is_computed_again() -> None:
+    fleet = running()
+    victim = fleet.state.seats[2]
+    nan(fleet, 6, 2)
+    assert fleet.state.seats[2] == "4"
+    assert {bind.nonfinite_step for bind in binds(fleet).values()} == {None}
+    assert fleet.state.step == 5
+    reach(fleet, 6)
+    assert quarantined(fleet) == {victim}
+    assert any("this one was at fault" in one.what and one.node == victim for one in fleet.state.incidents)
+    assert fleet.state.recoveries == 1
+
+
+def test_a_step_that_is_not_finite_elsewhere_either_is_the_runs_and_its_first_node_is_let_in_again() -> None:
+    fleet = running()
+    nan(fleet, 6, 2)
+    fleet.bind()
+    nan(fleet, 6, 2)
+    assert quarantined(fleet) == set()
+    assert {bind.nonfinite_step for bind in binds(fleet).values()} == {6}
+    reach(fleet, 6)
+    nan(fleet, 7, 2)
+    assert {bind.nonfinite_step for bind in binds(fleet).values()} == {None}, (
+        "another step is another question"
+    )
+
+
+def test_where_nobody_in_particular_is_to_blame_every_rank_is_computed_by_another_node() -> None:
+    for ranks in ((), (0, 1, 3), (0, 1, 2, 3)):
+        fleet = running()
+        before = list(fleet.state.seats)
+        nan(fleet, 6, *ranks)
+        assert all(now != then for now, then in zip(fleet.state.seats, before, strict=True))
+        assert sorted(fleet.state.seats) == sorted(before)
+        assert quarantined(fleet) == set()
+        fleet.bind()
+        nan(fleet, 6, *ranks)
+        assert {bind.nonfinite_step for bind in binds(fleet).values()} == {6}
+
+
+def test_a_fleet_of_one_node_computes_the_step_again_by_itself() -> None:
+    fleet = running(wanted=1, spares=0)
+    nan(fleet, 6, 0)
+    assert (fleet.state.phase, fleet.state.seats) == (FleetPhase.BINDING, ["0"])
+    fleet.bind()
+    nan(fleet, 6, 0)
+    assert binds(fleet)["0"].nonfinite_step == 6
+
+
+@effort(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(6, 8), st.lists(st.integers(0, 4), max_size=2)), max_size=6))
+def test_no_step_is_called_the_runs_own_unless_two_epochs_in_a_row_found_it_so(
+    found: list[tuple[int, list[int]]],
+) -> None:
+    fleet = running()
+    last = None
+    for step, ranks in found:
+        nan(fleet, step, *ranks)
+        told = {bind.nonfinite_step for bind in binds(fleet).values()}
+        assert told <= {None, step}
+        assert (step in told) <= (last == step)
+        last = step
+        fleet.bind()
