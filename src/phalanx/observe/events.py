@@ -101,6 +101,15 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
+class Evaluating:
+    """An evaluation with the weights after ``step`` goes on: ``done`` of ``sequences`` are scored. Short ones do not say so."""
+
+    step: int
+    done: int
+    sequences: int
+
+
+@dataclass(frozen=True)
 class CheckpointSaved:
     """A checkpoint is durable: a restart can begin from ``step``."""
 
@@ -201,6 +210,7 @@ Known = (
     | Step
     | MemoryMeasured
     | Evaluated
+    | Evaluating
     | CheckpointSaved
     | CheckpointFailed
     | NonFinite
@@ -215,6 +225,8 @@ FROM_OUTSIDE = (Message, EpochLeft)
 """Kinds that a process beside the ranks, such as a fleet's coordinator, writes under its own attempt and after they have gone."""
 
 KINDS: Mapping[str, type[Known]] = {kind.__name__: kind for kind in get_args(Known)}
+_LATEST_S = 1e10
+"""The year 2286, in unix seconds: what a damaged line says beyond it would only break clocks and sums."""
 ENVELOPE = ("t", "attempt", "kind")
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -255,12 +267,14 @@ class _Envelope:
 
 
 def decode(line: bytes) -> Event:
-    """The event that ``line`` holds. Raises ValueError if it is no event: torn, or not ours.
+    """The event that ``line`` holds. Raises ValueError if it is no event: torn, not ours, or of no time that a clock shows.
 
     A kind that is not in ``KINDS``, or whose fields do not have the types of its class, becomes ``Unknown``.
     """
     record = json.loads(line)
     envelope = msgspec.convert(record, _Envelope)
+    if not 0 <= envelope.t < _LATEST_S:  # NaN is not
+        raise ValueError(f"t = {envelope.t} is no time")
     content = {name: value for name, value in record.items() if name not in ENVELOPE}
     try:
         return Event(envelope.t, envelope.attempt, _known(envelope.kind, content))

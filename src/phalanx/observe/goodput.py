@@ -31,6 +31,8 @@ from phalanx.observe.events import (
 from phalanx.observe.ledger import NS_PER_S, Bucket, add, format_ledger
 from phalanx.observe.throughput import format_duration
 
+_LONGEST_S = 1e11
+
 
 @dataclass(frozen=True)
 class Goodput:
@@ -174,7 +176,8 @@ def _with_rest(buckets: Mapping[str, int], rest_ns: int) -> dict[str, int]:
 
 
 def _ns(seconds: float) -> int:
-    return round(seconds * NS_PER_S)
+    """Nanoseconds; 0 for what a damaged line says and no clock has shown."""
+    return round(seconds * NS_PER_S) if abs(seconds) < _LONGEST_S else 0
 
 
 # --- what became of the steps -------------------------------------------------------------------

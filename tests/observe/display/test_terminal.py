@@ -1,9 +1,12 @@
 """The display for people: the same from the same events, never wider than their terminal, never garbled."""
 
 import io
+import json
+import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import reduce as fold
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -14,9 +17,13 @@ from rich.console import Console
 from observe.recorded import bodies, crashed_run, step
 from phalanx.observe.display.state import CURVE_POINTS, Curve, State, reduce
 from phalanx.observe.display.terminal import plain_lines, render, show_events, sparkline
+from phalanx.observe.event_log import read_events
 from phalanx.observe.events import (
+    Body,
     CheckpointFailed,
     EpochLeft,
+    Evaluated,
+    Evaluating,
     Event,
     Finished,
     Message,
@@ -26,7 +33,9 @@ from phalanx.observe.events import (
     Stopped,
     Torn,
     Unknown,
+    encode,
 )
+from phalanx.observe.goodput import format_goodput, goodput
 
 
 def state_after(events: Iterable[Event]) -> State:
@@ -214,3 +223,36 @@ def test_a_sparkline_fits_and_spans_the_blocks(values: list[float], width: int) 
 
 def test_a_falling_loss_is_a_falling_sparkline() -> None:
     assert sparkline([float(8 - i) for i in range(8)], 8) == "█▇▆▅▄▃▂▁"
+
+
+# --- damaged files ---
+
+ANY_NUMBER = st.floats() | st.sampled_from([1e18, 1e300, -1.0, 5e-324]) | st.integers(-(2**200), 2**200)
+
+
+@given(st.lists(st.tuples(ANY_NUMBER, st.integers(0, 3), bodies()), max_size=8))
+@settings(max_examples=200)
+def test_whatever_numbers_a_damaged_line_has_the_run_can_be_watched_and_accounted(
+    written: list[tuple[float, int, Body]],
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "events.jsonl"
+        with file.open("wb") as stream:
+            for t, attempt, body in written:
+                line = json.loads(encode(Event(1.0, attempt, body)))
+                stream.write(json.dumps(line | {"t": t}).encode() + b"\n")
+        events = list(read_events(file))
+    assert len(events) == len(written)
+    list(plain_lines(events, 1.0))
+    screen(state_after(events))
+    account = goodput(events)
+    assert sum(account.buckets_ns.values()) == account.held_ns
+    format_goodput(account)
+
+
+def test_a_long_evaluation_says_how_far_it_is() -> None:
+    events = [Event(float(n), 0, body) for n, body in enumerate([step(2, 2), Evaluating(2, 64, 4096)])]
+    assert "evaluating: 64 of 4,096 sequences" in screen(state_after(events))
+    assert log(events).splitlines()[-1].endswith("evaluating: 64 of 4,096 sequences")
+    after = [*events, Event(9.0, 0, Evaluated(2, 1.5))]
+    assert "evaluating" not in screen(state_after(after))

@@ -65,19 +65,22 @@ def progress_on(console: Console) -> Callable[[str, int, int], None]:
 
 
 def event_display(run: OpenRun, console: Console) -> Callable[[Callable[[], bool]], None]:
-    """Returns a function for launchers: it shows the events of this attempt until the ``ended`` given to it is true.
+    """Returns a function for launchers: it shows the events of this attempt until the ``ended`` given to it is true, and keeps
+    the loss curve drawn meanwhile.
 
     A display that breaks (a closed pipe, say) is no reason to end a run: that is told, and training goes on.
     """
 
     def show(ended: Callable[[], bool]) -> None:
+        from phalanx.observe.display.live_curve import keep_drawn
         from phalanx.observe.display.terminal import show_events
         from phalanx.observe.event_log import follow
 
         ours = (event for event in follow(run.directory.events, ended) if event.attempt >= run.attempt)
         run.directory.events.touch()
+        drawn = keep_drawn(ours, run.directory.events, run.directory.curve)
         try:
-            show_events(ours, console, live=console.is_terminal)
+            show_events(drawn, console, live=console.is_terminal)
         except Exception as error:
             # stderr may be what has broken.
             with suppress(OSError):

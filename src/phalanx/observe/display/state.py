@@ -12,6 +12,7 @@ from phalanx.observe.events import (
     CheckpointSaved,
     EpochLeft,
     Evaluated,
+    Evaluating,
     Event,
     Finished,
     MemoryMeasured,
@@ -69,6 +70,8 @@ class State:
     recent_step_s: tuple[float, ...] = ()
     recent_t: tuple[float, ...] = ()
     evaluated: Evaluated | None = None
+    evaluating: Evaluating | None = None
+    """The evaluation that is under way; ``None`` between evaluations."""
     saved: CheckpointSaved | None = None
     notes: tuple[Note, ...] = ()
     stopped: Stopped | None = None
@@ -115,7 +118,9 @@ def reduce(state: State, event: Event) -> State:
         case Step() as body:
             return _with_step(state, event.t, body)
         case Evaluated() as body:
-            return replace(state, evaluated=body)
+            return replace(state, evaluated=body, evaluating=None)
+        case Evaluating() as body:
+            return replace(state, evaluating=body)
         case CheckpointSaved() as body:
             return replace(state, saved=body)
         case Stopped() as body:
@@ -135,6 +140,7 @@ def _next_attempt(state: State, event: Event) -> State:
         stopped=None,
         finished=None,
         step_t=None,
+        evaluating=None,
         explained=False,
     )
 
@@ -143,6 +149,7 @@ def _with_step(state: State, t: float, body: Step) -> State:
     return replace(
         state,
         step=body,
+        evaluating=None,
         step_t=t,
         curve=state.curve.add(body.loss),
         recent_step_s=(*state.recent_step_s, body.step_s)[-RECENT_STEPS:],
@@ -199,6 +206,11 @@ def describe_evaluation(body: Evaluated, xz_bits_per_byte: float | None) -> str:
         if xz_bits_per_byte is not None:
             text += f" (xz -9: {xz_bits_per_byte:.3f})"
     return text
+
+
+def describe_evaluating(body: Evaluating) -> str:
+    """``evaluating: 1,024 of 4,096 sequences``."""
+    return f"evaluating: {body.done:,} of {body.sequences:,} sequences"
 
 
 def describe_checkpoint(body: CheckpointSaved) -> str:

@@ -21,11 +21,12 @@ from phalanx.observe.display.state import (
     Note,
     State,
     describe_checkpoint,
+    describe_evaluating,
     describe_evaluation,
     notes,
     reduce,
 )
-from phalanx.observe.events import CheckpointSaved, Evaluated, Event, Finished, RunStarted, Step
+from phalanx.observe.events import CheckpointSaved, Evaluated, Evaluating, Event, Finished, RunStarted, Step
 from phalanx.observe.throughput import format_bytes, format_count, format_duration
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -126,6 +127,8 @@ def _ending(state: State) -> str:
         return "finished"
     if state.stopped is not None:
         return "stopped"
+    if state.evaluating is not None:
+        return describe_evaluating(state.evaluating)
     left_s = state.time_left_s
     return "" if left_s is None else f"{format_duration(left_s)} left"
 
@@ -312,6 +315,8 @@ def _milestone(state: State, event: Event) -> str | None:
         case Evaluated() as body:
             baseline = state.started.xz_bits_per_byte if state.started else None
             return f"{at}  held out at step {body.step:,}: {describe_evaluation(body, baseline)}"
+        case Evaluating() as body:
+            return f"{at}  {describe_evaluating(body)}"
         case CheckpointSaved() as body:
             detail = describe_checkpoint(body)
             return f"{at}  checkpoint of step {body.step:,}" + (f": {detail}" if detail else "")

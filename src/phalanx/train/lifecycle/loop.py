@@ -20,6 +20,7 @@ from phalanx.data.prefetch import Prefetch
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import (
     Evaluated,
+    Evaluating,
     Finished,
     MemoryMeasured,
     NonFinite,
@@ -42,6 +43,9 @@ from phalanx.train.step.evaluate import HeldOutLoss, evaluate
 from phalanx.train.step.memory_meter import MemoryMeter, extremes
 from phalanx.train.step.state import weights_sha256
 from phalanx.train.step.step import Audit, Stepper, StepReport
+
+_TELL_EVALUATION_S = 5.0
+"""Time between two words on how far an evaluation is."""
 
 
 class NonFiniteError(RunFailedError):
@@ -246,10 +250,16 @@ def _peak_memory_bytes(training: Training) -> int:
 
 def _evaluate(training: Training, step: int, sequences: int) -> HeldOutLoss | None:
     with training.inputs.ledger.bucket(Bucket.EVAL):
-        begin = time.perf_counter()
-        evaluation = evaluate(
-            training.built.model, training.built.runner, training.data, training.inputs.spec, sequences
-        )
+        begin = told = time.perf_counter()
+
+        def tell(done: int, of: int) -> None:
+            nonlocal told
+            if time.perf_counter() - told > _TELL_EVALUATION_S:
+                told = time.perf_counter()
+                training.reporter.emit(Evaluating(step, done, of))
+
+        built = training.built
+        evaluation = evaluate(built.model, built.runner, training.data, training.inputs.spec, sequences, tell)
         seconds = time.perf_counter() - begin
         # Gathering weights and waiting for stages here was evaluation, not a step's.
         for clock in training.built.waits.values():

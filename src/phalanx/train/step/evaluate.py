@@ -7,6 +7,7 @@ in the order of batches, and of context ranks within a batch.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,9 +48,17 @@ def _batch(data: RunData, numbers: NDArray[np.int64], size: int) -> tuple[Tensor
 
 @torch.no_grad()
 def evaluate(
-    model: DataParallel, runner: SlotRunner, data: RunData, spec: RunSpec, wanted: int
+    model: DataParallel,
+    runner: SlotRunner,
+    data: RunData,
+    spec: RunSpec,
+    wanted: int,
+    on_progress: Callable[[int, int], None] = lambda _done, _sequences: None,
 ) -> HeldOutLoss | None:
-    """The loss on ``wanted`` held-out sequences (0: on all), evenly spaced; ``None`` if there are none."""
+    """The loss on ``wanted`` held-out sequences (0: on all), evenly spaced; ``None`` if there are none.
+
+    ``on_progress`` is called after each round of batches with the number of sequences that all ranks have scored, and of all.
+    """
     sequences = min(wanted or data.held_out_len, data.held_out_len)
     if sequences == 0:
         return None
@@ -67,6 +76,7 @@ def evaluate(
         loss = runner.evaluate(runner.losses.cut(samples.to(mesh.device), targets.to(mesh.device)))
         if batch < batches and runner.reports:
             losses[batch * context + mesh.context_rank] = loss.double()
+        on_progress(min((turn + 1) * mesh.layout.data_ranks * size, sequences), sequences)
     # Leaves shards behind and not gathered weights, for the next forward pass and for everything that reads parameters.
     reshard(model.parts)
     dist.all_reduce(losses)
