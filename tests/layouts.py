@@ -36,6 +36,9 @@ DENSE = ModelSpec(
     qk_norm=True,
     qkv_bias=True,
     rope_fraction=0.5,
+    attention_pattern=("window", "full", "no-position"),
+    window=7,
+    window_rope_theta=100.0,
 )
 MIXTURE = ModelSpec(
     layers=4,

@@ -13,11 +13,13 @@ from transformers import (
     Dots1Config,
     Glm4MoeConfig,
     LlamaConfig,
+    MistralConfig,
     MixtralConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
     SeedOssConfig,
+    SmolLM3Config,
 )
 
 from phalanx.checkpoint.interop.huggingface_config import parameter_name, spec_of
@@ -61,6 +63,11 @@ DENSE: dict[str, Any] = {
     "llama, stretched rotary": LlamaConfig(**SMALL, rope_parameters=LLAMA3_ROPE),
     "llama, other eps": LlamaConfig(**SMALL, rms_norm_eps=1e-2),
     "qwen2": Qwen2Config(**SMALL),
+    "qwen2, window in the last layer": Qwen2Config(
+        **SMALL, use_sliding_window=True, sliding_window=7, max_window_layers=1
+    ),
+    "mistral": MistralConfig(**SMALL, sliding_window=11),
+    "smollm3": SmolLM3Config(**{**SMALL, "num_hidden_layers": 5}, no_rope_layer_interval=2),
     "qwen2, tied, stretched rotary": Qwen2Config(
         **SMALL, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE
     ),
@@ -70,6 +77,13 @@ DENSE: dict[str, Any] = {
     ),
     "seed oss, no biases": SeedOssConfig(**SMALL, head_dim=16, attention_bias=False, **NO_DROPOUT),
     "qwen3": Qwen3Config(**SMALL, head_dim=16),
+    "qwen3, windows by turns": Qwen3Config(
+        **{**SMALL, "num_hidden_layers": 4},
+        head_dim=16,
+        use_sliding_window=True,
+        sliding_window=12,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    ),
     "qwen3, tied": Qwen3Config(**SMALL, head_dim=8, tie_word_embeddings=True),
     "qwen3, attention bias": Qwen3Config(**SMALL, head_dim=16, attention_bias=True),
     "qwen3, dim no multiple of heads": Qwen3Config(**{**SMALL, "hidden_size": 30}, head_dim=16),
@@ -130,6 +144,7 @@ GLM4_MOE: dict[str, Any] = {**DEEPSEEK_MIXTURE, "head_dim": 12, "num_mtp_layers"
 
 MIXTURES: dict[str, Any] = {
     "mixtral": MixtralConfig(**SMALL, num_local_experts=4),
+    "mixtral, window": MixtralConfig(**SMALL, num_local_experts=4, sliding_window=9),
     "mixtral, tied": MixtralConfig(
         **SMALL, num_local_experts=8, num_experts_per_tok=3, tie_word_embeddings=True
     ),
@@ -138,11 +153,13 @@ MIXTURES: dict[str, Any] = {
     "qwen3 moe, every other layer": Qwen3MoeConfig(
         **{**QWEN3_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2}
     ),
+    "qwen3 moe, window": Qwen3MoeConfig(**QWEN3_MOE, use_sliding_window=True, sliding_window=9),
     "glm 4.5": Glm4MoeConfig(**GLM4_MOE, attention_bias=True, rope_parameters=PARTIAL),
     "glm 4.5, with query and key norms": Glm4MoeConfig(
         **{**GLM4_MOE, "n_shared_experts": 2}, use_qk_norm=True, rope_parameters=PARTIAL
     ),
     "dots 1": Dots1Config(**DEEPSEEK_MIXTURE, head_dim=12, attention_bias=True, sliding_window=None),
+    "dots 1, windows": Dots1Config(**DEEPSEEK_MIXTURE, head_dim=12, sliding_window=8, max_window_layers=1),
     "deepseek v3": DeepseekV3Config(**DEEPSEEK),
     "deepseek v3, queries without a latent": DeepseekV3Config(**{**DEEPSEEK, "q_lora_rank": None}),
     "deepseek v3, one group, two shared experts": DeepseekV3Config(

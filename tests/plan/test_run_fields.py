@@ -57,6 +57,7 @@ MIXTURE = replace(
     model=replace(DENSE.model, moe=MoeSpec(ffn_dim=512, shared=1, first_dense=1)),
     parallel=ParallelSpec(ranks=16, tensor=2, expert=4),
 )
+WINDOWED = replace(DENSE, model=replace(DENSE.model, attention_pattern=("window", "full"), window=256))
 LATENT = replace(DENSE, model=replace(DENSE.model, kv_heads=0, mla=MlaSpec(query_rank=64)))
 SHAMPOO = replace(DENSE, optimizer=OptimizerSpec(name="shampoo"), parallel=ParallelSpec(ranks=16))
 
@@ -74,6 +75,8 @@ CHANGES: dict[str, tuple[RunSpec, Any]] = {
     "model.attention_bias": (DENSE, True),
     "model.qkv_bias": (DENSE, True),
     "model.rope_fraction": (DENSE, 0.5),
+    "model.attention_pattern": (WINDOWED, ("window",)),
+    "model.window": (WINDOWED, 512),
     "model.ffn_bias": (DENSE, True),
     "model.mtp_depth": (COMPILED, 1),
     "model.mla.query_rank": (LATENT, 128),

@@ -59,6 +59,24 @@ def test_biases_of_queries_keys_and_values_are_asked_for_once() -> None:
     assert only_problem(model=ModelSpec(attention_bias=True, qkv_bias=True)).path == "model.qkv_bias"
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("model.window", {"attention_pattern": ("full", "window")}),
+        ("model.window", {"window": 100}),
+        ("model.window_rope_theta", {"window_rope_theta": 100.0}),
+        (
+            "model.window_rope_theta",
+            {"attention_pattern": ("window",), "window": 9, "window_rope_theta": 0.5},
+        ),
+    ],
+)
+def test_layers_with_a_window_and_the_window_come_together(path: str, fields: dict[str, Any]) -> None:
+    assert only_problem(model=ModelSpec(**fields)).path == path
+    whole = ModelSpec(attention_pattern=("window",), window=9, window_rope_theta=9.0)
+    assert check(RunSpec(model=whole)) == []
+
+
 def test_key_heads_divide_query_heads() -> None:
     problem = only_problem(model=ModelSpec(heads=4, kv_heads=3))
     assert problem.path == "model.kv_heads"
@@ -94,6 +112,7 @@ def test_only_latent_attention_has_a_temperature_in_its_softmax() -> None:
         "model.attention_bias": ModelSpec(mla=MlaSpec(), attention_bias=True),
         "model.qkv_bias": ModelSpec(mla=MlaSpec(), qkv_bias=True),
         "model.rope_fraction": ModelSpec(mla=MlaSpec(), rope_fraction=0.5),
+        "model.attention_pattern": ModelSpec(mla=MlaSpec(), attention_pattern=("full",)),
     }.items(),
 )
 def test_latent_attention_has_widths_of_its_own(path: str, model: ModelSpec) -> None:

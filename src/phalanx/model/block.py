@@ -17,7 +17,7 @@ from phalanx.run.kinds.attention import AttentionKind, attention_kind
 from phalanx.run.kinds.mixture import is_mixture
 from phalanx.run.spec import ModelSpec
 
-_ATTENTION: Mapping[AttentionKind, Callable[[ModelSpec], Attention | MlaAttention]] = {
+_ATTENTION: Mapping[AttentionKind, Callable[[ModelSpec, int], Attention | MlaAttention]] = {
     grouped_attention: Attention,
     latent_attention: MlaAttention,
 }
@@ -29,7 +29,7 @@ class Block(nn.Module):
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(spec.dim, spec.norm_eps)
-        self.attention = _ATTENTION[attention_kind(spec)](spec)
+        self.attention = _ATTENTION[attention_kind(spec)](spec, layer)
         self.ffn_norm = RMSNorm(spec.dim, spec.norm_eps)
         mixture = spec.moe is not None and is_mixture(spec, layer)
         self.ffn = MoE(spec, spec.moe) if mixture and spec.moe else FeedForward(spec, spec.ffn_dim)

@@ -22,6 +22,7 @@ from phalanx.model.layers.linear import Linear
 from phalanx.model.layers.norm import RMSNorm
 from phalanx.model.layers.rotary import rotation
 from phalanx.model.mtp import PredictionAhead, ReadoutAhead, tokens_ahead
+from phalanx.run.kinds.grouped_attention import window_of
 from phalanx.run.spec import ModelSpec
 
 Readout = Callable[[Tensor, Tensor], Tensor]
@@ -88,8 +89,12 @@ class Transformer(nn.Module):
         if positions is None:
             start = cache[0].length if cache is not None else 0
             positions = torch.arange(start, start + x.shape[1], device=x.device)
-        cos, sin = (table.to(hidden.dtype) for table in rotation(self.spec, positions))
+        full = self._rotation(positions, hidden.dtype)
+        windowed = (
+            self._rotation(positions, hidden.dtype, windowed=True) if self.spec.window_rope_theta else full
+        )
         for layer, block in self.blocks.items():
+            cos, sin = windowed if window_of(self.spec, int(layer)) else full
             hidden = block(hidden, cos, sin, documents, cache[int(layer)] if cache is not None else None)
         if self.norm is None:
             return hidden
@@ -97,9 +102,16 @@ class Transformer(nn.Module):
         result = readout(hidden, weight)
         if ahead is None:
             return result
-        further = self._further(hidden, x, cos, sin, documents)
+        last = windowed if window_of(self.spec, self.spec.layers - 1) else full
+        further = self._further(hidden, x, *last, documents)
         parts = (ahead(states, weight, depth) for depth, states in enumerate(further, start=1))
         return torch.stack((result, *parts))
+
+    def _rotation(
+        self, positions: Tensor, dtype: torch.dtype, *, windowed: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        cos, sin = rotation(self.spec, positions, windowed=windowed)
+        return cos.to(dtype), sin.to(dtype)
 
     def _projection(self) -> Tensor:
         if self.head is not None:

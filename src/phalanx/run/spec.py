@@ -137,6 +137,14 @@ class ModelSpec:
     """Base of the rotary embedding's wavelengths."""
     rope_fraction: Annotated[float, LATER, ValueRange(above=0, at_most=1)] = 1.0
     """Fraction of a head's elements that is rotated, the first ones (partial rotary embedding, as in GLM-4.5)."""
+    attention_pattern: Annotated[tuple[Literal["full", "window", "no-position"], ...], LATER] = ()
+    """Attention of the layers in turn, repeated over the model: "full", "window" (a sliding window of model.window tokens), or
+    "no-position" (full, and nothing is rotated, NoPE, arXiv 2305.19466); empty means full in all."""
+    window: Annotated[int, LATER, NOT_NEGATIVE] = 0
+    """Tokens that a token sees in layers with a sliding window, itself among them; 0 if there are no such layers."""
+    window_rope_theta: Annotated[float, LATER, NOT_NEGATIVE] = 0.0
+    """Base of the rotary wavelengths of layers with a sliding window, which are then not stretched (Gemma 3, OLMo 3); 0 means that
+    they are rotated as all others."""
     rope_scaling: RopeScalingSpec | None = None
     """Stretching of the rotary embedding to longer contexts (Llama 3 or YaRN); absent means none."""
     mla: MlaSpec | None = None

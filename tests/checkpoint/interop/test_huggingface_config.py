@@ -76,7 +76,7 @@ def test_the_context_that_readers_are_told_of_follows_the_stretched_rotary_embed
     [
         (
             {"model_type": "gpt2"},
-            'model_type \'gpt2\' is not supported; supported: "llama", "mistral", "qwen2", "seed_oss"',
+            'model_type \'gpt2\' is not supported; supported: "llama", "qwen2", "seed_oss", "qwen3", "mistral"',
         ),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; supported: 'silu'"),
         ({"use_sliding_window": True}, "use_sliding_window = True is not supported"),
@@ -105,8 +105,8 @@ def test_a_config_that_asks_for_something_else_is_refused_by_field(
 
 def test_all_that_is_unsupported_is_named_at_once() -> None:
     with pytest.raises(UnsupportedModelError) as caught:
-        spec_of({"model_type": "qwen3", "hidden_act": "relu", "use_sliding_window": True})
-    for field in ("hidden_act", "use_sliding_window", "hidden_size", "num_hidden_layers", "vocab_size"):
+        spec_of({"model_type": "qwen3", "hidden_act": "relu", "layer_types": ["linear_attention"]})
+    for field in ("hidden_act", "layer_types", "hidden_size", "num_hidden_layers", "vocab_size"):
         assert field in str(caught.value)
 
 

@@ -322,12 +322,10 @@ QWEN = {
 @pytest.mark.parametrize(
     ("config", "change", "message"),
     [
-        (MIXTRAL, {"sliding_window": 4096}, "sliding_window = 4096 is not supported; supported: None"),
         (MIXTRAL, {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1 is not supported"),
         (MIXTRAL, {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         (MIXTRAL, {"num_local_experts": None}, "num_local_experts is missing"),
         (MIXTRAL, {"num_experts_per_tok": 5}, "model.moe.per_token"),
-        (QWEN, {"use_sliding_window": True}, "use_sliding_window = True is not supported"),
         (QWEN, {"norm_topk_prob": None}, "norm_topk_prob is missing"),
         (QWEN, {"mlp_only_layers": [1, 2]}, "mlp_only_layers = [1, 2] with decoder_sparse_step = 1"),
         (QWEN, {"decoder_sparse_step": 7}, "decoder_sparse_step = 7 is not supported"),

@@ -136,7 +136,9 @@ def test_what_changes_nothing_is_imported(family: str, change: dict[str, Any], t
 
 
 @pytest.mark.parametrize("change", [{}, {"tie_word_embeddings": True, "head_dim": 24}])
-def test_a_mistral_without_a_window_is_a_llama(change: dict[str, Any], tmp_path: Path) -> None:
+def test_a_mistral_without_a_window_is_a_llama_and_written_as_it_was_published(
+    change: dict[str, Any], tmp_path: Path
+) -> None:
     published = saved_by_transformers(
         MistralConfig(**SMALL, sliding_window=None, **change), tmp_path / "published"
     )
@@ -146,7 +148,8 @@ def test_a_mistral_without_a_window_is_a_llama(change: dict[str, Any], tmp_path:
     notes = export_hf(
         DiskTier(run.checkpoints), 0, spec, tmp_path / "hf", "float32", published_dir=run.published
     )
-    assert notes == ("model_type 'mistral' is written as 'llama', which computes the same",)
+    assert notes == ()
+    assert hf_config_of(spec)["model_type"] == "llama"
     tokens = random_tokens(spec, 2, 40)
     with torch.no_grad():
         before, after = (
@@ -159,15 +162,8 @@ def test_a_mistral_without_a_window_is_a_llama(change: dict[str, Any], tmp_path:
 def test_a_mistral_that_does_not_speak_of_its_window_has_one() -> None:
     table = {"model_type": "mistral", **SMALL, "sliding_window": None}
     assert spec_of(table) == spec_of({"model_type": "llama", **SMALL})
-    with pytest.raises(
-        UnsupportedModelError, match="sliding_window = 4096 is not supported; supported: None"
-    ):
-        spec_of(table | {"sliding_window": 4096})
     del table["sliding_window"]
-    with pytest.raises(
-        UnsupportedModelError, match="sliding_window is missing, which means the family's own"
-    ):
-        spec_of(table)
+    assert (spec_of(table).attention_pattern, spec_of(table).window) == (("window",), 4096)
 
 
 def test_a_folder_in_pytorchs_distributed_format_is_told_from_a_damaged_one(tmp_path: Path) -> None:

@@ -28,10 +28,11 @@ SMALL = ModelSpec(layers=3, dim=32, heads=4, kv_heads=2, head_dim=10, vocab_size
         replace(SMALL, tie_embeddings=True),
         replace(SMALL, ffn="gelu", ffn_bias=True, attention_bias=True),
         replace(SMALL, qk_norm=True, kv_heads=4),
+        replace(SMALL, attention_pattern=("window", "full", "no-position"), window=6),
         replace(SMALL, kv_heads=0, head_dim=0, mla=MLA),
         replace(SMALL, kv_heads=0, head_dim=0, mla=replace(MLA, query_rank=12)),
     ],
-    ids=["plain", "tied", "gelu with biases", "qk norm", "latent attention", "latent queries"],
+    ids=["plain", "tied", "gelu with biases", "qk norm", "windows", "latent attention", "latent queries"],
 )
 def test_a_training_step_costs_the_flops_that_torch_counts(spec: ModelSpec) -> None:
     spec = resolve(spec)

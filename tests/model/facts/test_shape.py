@@ -21,6 +21,7 @@ ODD = {
     "tied": replace(SMALL, tie_embeddings=True),
     "attention bias": replace(SMALL, attention_bias=True),
     "bias of queries, keys and values": replace(SMALL, qkv_bias=True),
+    "windows": replace(SMALL, attention_pattern=("window", "full"), window=6),
     "feed-forward bias": replace(SMALL, ffn_bias=True),
     "gelu": replace(SMALL, ffn="gelu"),
     "gelu, all biases": replace(SMALL, ffn="gelu", attention_bias=True, ffn_bias=True),

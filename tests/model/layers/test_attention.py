@@ -49,6 +49,19 @@ def test_the_core_keeps_to_the_document() -> None:
     torch.testing.assert_close(CausalCore()(query, key, value, documents), expected)
 
 
+@pytest.mark.parametrize("window", [1, 4, 5, 9, 20, 23, 30])
+@pytest.mark.parametrize(("new", "masked"), [(23, False), (23, True), (6, False), (1, False)])
+def test_a_window_hides_what_lies_further_back(window: int, new: int, masked: bool) -> None:
+    query, key, value = torch.randn(2, 4, new, 8), torch.randn(2, 2, 23, 8), torch.randn(2, 2, 23, 6)
+    documents = (torch.arange(23) // 9).expand(2, -1) if masked else None
+    distance = torch.arange(23 - new, 23)[:, None] - torch.arange(23)[None, :]
+    seen = (distance >= 0) & (distance < window)
+    if documents is not None:
+        seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
+    expected = by_formula(query, key, value, seen, 8**-0.5)
+    torch.testing.assert_close(CausalCore(window=window)(query, key, value, documents), expected)
+
+
 @each_kind
 def test_documents_in_one_sequence_are_as_if_alone_at_their_positions(spec: ModelSpec) -> None:
     model, text = initialized(spec), tokens(1, 20)
@@ -86,7 +99,7 @@ def test_a_module_with_the_rows_of_half_the_heads_gives_its_half_of_the_sum(spec
     rows = {"query", "key", "value"} if spec.mla is None else {"query_up", "kv_up"}
     total = torch.zeros_like(whole)
     for half in range(2):
-        part = Attention(spec) if spec.mla is None else MlaAttention(spec)
+        part = Attention(spec, 0) if spec.mla is None else MlaAttention(spec, 0)
         part.load_state_dict(attention.state_dict())
         for name, linear in part.named_children():
             if name in rows:
@@ -136,10 +149,10 @@ def test_latent_attention_is_the_papers_equations_head_by_head(query_rank: int) 
 def test_yarns_temperature_sharpens_latent_attention_and_no_other() -> None:
     yarn = RopeScalingSpec(kind="yarn", factor=40.0, mscale=1.0, mscale_all_dim=1.0)
     assert softmax_temperature(yarn) == pytest.approx((0.1 * 3.6888794541139363 + 1) ** 2)
-    attention = MlaAttention(resolve(ModelSpec(**{**vars(LATENT), "rope_scaling": yarn})))
+    attention = MlaAttention(resolve(ModelSpec(**{**vars(LATENT), "rope_scaling": yarn})), 0)
     assert isinstance(attention.core, CausalCore)
     assert attention.core.scale == pytest.approx(14**-0.5 * softmax_temperature(yarn))
-    grouped = Attention(resolve(ModelSpec(**{**vars(GROUPED), "rope_scaling": yarn})))
+    grouped = Attention(resolve(ModelSpec(**{**vars(GROUPED), "rope_scaling": yarn})), 0)
     assert isinstance(grouped.core, CausalCore)
     assert grouped.core.scale is None
 

@@ -44,6 +44,7 @@ class Case:
     value_width: int = 16
     documents: bool = False
     scale: float | None = None
+    window: int = 0
     dtype: torch.dtype = torch.float32
     seq: int = 48
     batch: int = 2
@@ -55,6 +56,9 @@ CASES = {
     "latent attention's widths": Case(width=24, value_width=16, scale=0.3),
     "values wider than keys, not a multiple of 8": Case(width=12, value_width=20),
     "documents": Case(kv_heads=2, documents=True),
+    "a window of a few tokens": Case(kv_heads=2, window=5),
+    "a window of more than a piece": Case(window=17),
+    "a window and documents": Case(window=11, documents=True),
     "documents and latent attention's widths": Case(width=24, documents=True),
 }
 
@@ -83,6 +87,8 @@ def attention_of_all(case: Case) -> list[Tensor]:
     keys, values = (x.repeat_interleave(repeat, 1) for x in leaves[1:])
     scores = leaves[0] @ keys.transpose(-1, -2) * (case.scale or case.width**-0.5)
     hidden = torch.ones(case.seq, case.seq, dtype=torch.bool).triu(1)
+    if case.window:
+        hidden |= torch.ones_like(hidden).tril(-case.window)
     if documents is not None:
         hidden = hidden | (documents[:, None, :, None] != documents[:, None, None, :])
     out = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values
@@ -97,7 +103,7 @@ def attention_of_a_rank(mode: str, case: Case, clock: CommClock | None = None) -
     leaves = [x.requires_grad_() for x in (query, key, value)]
     group = dist.group.WORLD
     assert group is not None
-    core = DividedCore(METHODS[mode](group, clock or CommClock(blocking=True), case.scale))
+    core = DividedCore(METHODS[mode](group, clock or CommClock(blocking=True), case.scale, case.window))
     out = core(*leaves, documents)
     assert out.dtype == case.dtype
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.parallel.context.tiles import Documents, OnlineSoftmax, SavedAttention, Tile
+from phalanx.parallel.context.tiles import OnlineSoftmax, SavedAttention, Sight, Tile
 
 devices = pytest.mark.parametrize(
     "device",
@@ -53,7 +53,8 @@ def by_definition(*x: Tensor, documents: Tensor | None) -> tuple[Tensor, ...]:
 def in_tiles(*x: Tensor, documents: Tensor | None, order: tuple[Tile, ...] = TILES) -> tuple[Tensor, ...]:
     """The same by tiles."""
     query, key, value, upstream = x
-    known = None if documents is None else Documents(documents, documents)
+    places = torch.arange(query.shape[2])
+    known = Sight(places, places, documents=None if documents is None else (documents, documents))
     rows = OnlineSoftmax(query, value.shape[-1])
     for tile in order:
         rows.add(tile.rows, *tile.forward(query, key, value, known, SCALE))

@@ -50,6 +50,8 @@ models = st.builds(
     attention_bias=st.booleans(),
     qkv_bias=st.booleans(),
     rope_fraction=st.sampled_from([0.5, 1.0]),
+    attention_pattern=st.sampled_from([(), ("full", "window"), ("window", "window", "no-position")]),
+    window=st.integers(1, 60),
     mla=st.none() | latent,
     moe=st.none() | mixtures,
     mtp_depth=st.integers(0, 2),
@@ -114,8 +116,10 @@ def test_operations_cost_what_is_counted_for_the_model(model: ModelSpec, seq_len
     counts, operations = count(model, seq_len), whole(model)
     routed = model.moe.per_token if model.moe else 0
     assert multiply_adds(operations, routed) == counts.matmul_parameters
-    cores = sum(seq_len * core.heads * core.widths for core in operations if isinstance(core, AttentionCore))
-    assert 3 * cores == counts.attention_flops_per_token_causal
+    cores = [core for core in operations if isinstance(core, AttentionCore)]
+    full = 6 * sum(core.keys(seq_len) * core.heads * core.widths for core in cores)
+    assert full == pytest.approx(counts.attention_flops_per_token_full, abs=0.5)
+    assert counts.attention_flops_per_token_causal == counts.attention_flops_per_token_full // 2
 
 
 @given(models)

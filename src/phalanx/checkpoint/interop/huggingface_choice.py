@@ -57,8 +57,7 @@ def unsayable(spec: ModelSpec, family: Family) -> list[str]:
         for path, value in only.items()
         if path in fields and fields[path] != value
     ]
-    if family.model_type == "llama" and spec.dim % spec.heads:
-        problems.append(f"dim = {spec.dim} with {spec.heads} heads: Llama's dim is a multiple of its heads")
+    problems += family.check(spec)
     if family.model_type == "qwen2" and spec.dim != spec.heads * spec.head_dim:
         problems.append(f"head_dim = {spec.head_dim}: {name} has only dim / heads")
     if "moe.shared" in family.fields and not fields["moe.shared"]:

@@ -130,6 +130,7 @@ def hf_config_of(
         "attention_dropout": 0.0,
         "bos_token_id": None,
         "eos_token_id": end_token,
+        "pad_token_id": None,
         "use_cache": True,
         "torch_dtype": dtype,
         "dtype": dtype,
@@ -174,16 +175,15 @@ def spec_of(hf_config: JsonObject) -> ModelSpec:
         for field, only in {**_ONLY, **family.constants}.items()
         if hf_config.get(field) is not None
         and field not in family.fields.values()
+        and not (field == "use_sliding_window" and "window" in family.said)
         and _ALIKE.get(str(hf_config[field]), hf_config[field]) != only
-        # A window that is switched off says nothing.
-        and not (field == "sliding_window" and "use_sliding_window" in family.constants)
     ]
     problems += [
         f"{field} is missing, which means the family's own; supported: {family.constants[field]!r}"
         for field in family.stated
         if field not in hf_config
     ]
-    if any(kind != "full_attention" for kind in hf_config.get("layer_types") or ()):
+    if "window" not in family.said and {*(hf_config.get("layer_types") or ())} - {"full_attention"}:
         problems.append("layer_types: supported: 'full_attention' alone")
     problems += [problem] if (problem := _quantization_problem(hf_config)) else []
     given = _given(hf_config, family)

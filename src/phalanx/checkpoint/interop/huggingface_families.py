@@ -14,16 +14,34 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from phalanx.checkpoint.interop.huggingface_layers import (
+    Check,
     Read,
     Write,
+    all_rotated,
+    all_said,
+    no_window,
     nothing_read,
     nothing_written,
+    read_last_windows,
     read_latent,
     read_sparse_step,
+    read_switched_window,
     read_two_biases,
+    read_unrotated_layers,
+    read_window_everywhere,
+    read_window_if_switched_on,
+    reads,
+    whole_heads,
+    window_everywhere,
     write_latent,
+    write_layer_types,
     write_sparse_step,
+    write_switched_window,
     write_two_biases,
+    write_unrotated_layers,
+    write_window,
+    write_window_switch,
+    writes,
 )
 
 ConfigTable = Mapping[str, object]
@@ -40,7 +58,7 @@ _COMMON = {
 }
 _GROUPED = {"kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
 _ATTENTION_BIAS = {"attention_bias": "attention_bias"}
-_NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
+_PATTERN = ("attention_pattern", "window")
 _DENSE = {"ffn": "swiglu", "mtp_depth": 0}
 _DEEPSEEK_MIXTURE = {
     "moe.ffn_dim": "moe_intermediate_size",
@@ -105,6 +123,7 @@ class Family:
     """Fields of ModelSpec that ``read`` and ``write`` treat, or that mean nothing to the family."""
     read: Read = nothing_read
     write: Write = nothing_written
+    check: Check = all_said
     own: tuple[str, ...] = ()
     """Fields of ``config.json`` that ``read`` and ``write`` treat, but for those that many families have."""
     names: Mapping[str, str] = field(default_factory=dict)
@@ -124,24 +143,41 @@ LLAMA = Family(
     _COMMON | _GROUPED | _ATTENTION_BIAS | {"ffn_bias": "mlp_bias"},
     _DENSE | {"qk_norm": False},
     absent={"norm_eps": 1e-6},
+    check=whole_heads,
 )
-MISTRAL = Family(  # read only: without its window it is a Llama, and is written as one
+MISTRAL = Family(
     "mistral",
     "MistralForCausalLM",
     _COMMON | _GROUPED,
     _DENSE | {"qk_norm": False, "attention_bias": False, "ffn_bias": False},
-    constants={"sliding_window": None},
     absent={"norm_eps": 1e-6, "kv_heads": 8},
-    stated=("sliding_window",),
-    written=False,
+    said=_PATTERN,
+    read=read_window_everywhere(4096),
+    write=write_window,
+    check=window_everywhere,
+)
+SMOLLM3 = Family(
+    "smollm3",
+    "SmolLM3ForCausalLM",
+    _COMMON | _GROUPED | _ATTENTION_BIAS | {"ffn_bias": "mlp_bias"},
+    _DENSE | {"qk_norm": False},
+    absent={"norm_eps": 1e-6, "kv_heads": 4, "tie_embeddings": True},
+    said=_PATTERN,
+    read=read_unrotated_layers,
+    write=write_unrotated_layers,
+    check=no_window,
+    own=("no_rope_layers", "no_rope_layer_interval"),
 )
 QWEN2 = Family(
     "qwen2",
     "Qwen2ForCausalLM",
     _COMMON | _GROUPED,
     _DENSE | {"qk_norm": False, "qkv_bias": True, "ffn_bias": False},
-    constants=_NO_WINDOW,
     absent={"norm_eps": 1e-6, "kv_heads": 32},
+    said=_PATTERN,
+    read=read_switched_window,
+    write=write_switched_window,
+    check=all_rotated,
 )
 SEED_OSS = Family(
     "seed_oss",
@@ -159,8 +195,11 @@ QWEN3 = Family(
     "Qwen3ForCausalLM",
     _COMMON | _GROUPED | _ATTENTION_BIAS,
     _DENSE | {"qk_norm": True, "ffn_bias": False},
-    constants=_NO_WINDOW,
     absent={"norm_eps": 1e-6, "head_dim": 128},
+    said=_PATTERN,
+    read=read_switched_window,
+    write=write_switched_window,
+    check=all_rotated,
 )
 MIXTRAL = Family(
     "mixtral",
@@ -182,8 +221,12 @@ MIXTRAL = Family(
         "moe.first_dense": 0,
         "moe.every": 1,
     },
-    constants={"sliding_window": None, "router_jitter_noise": 0.0},
+    constants={"router_jitter_noise": 0.0},
     absent={"norm_eps": 1e-5, "rope_theta": 1e6},
+    said=_PATTERN,
+    read=read_window_everywhere(None),
+    write=write_window,
+    check=window_everywhere,
     names={
         "ffn.router.weight": "block_sparse_moe.gate.weight",
         "ffn.experts.gate": "block_sparse_moe.experts.*.w1.weight",
@@ -204,12 +247,12 @@ QWEN3_MOE = Family(
         "moe.normalize": "norm_topk_prob",
     },
     _DENSE | _SOFTMAX_ROUTER | {"qk_norm": True, "ffn_bias": False},
-    constants=_NO_WINDOW,
     absent={"norm_eps": 1e-6},
     aliases={"num_experts": "num_local_experts"},
-    said=("moe.first_dense", "moe.every"),
-    read=read_sparse_step,
-    write=write_sparse_step,
+    said=("moe.first_dense", "moe.every", *_PATTERN),
+    read=reads(read_sparse_step, read_window_if_switched_on),
+    write=writes(write_sparse_step, write_window_switch),
+    check=window_everywhere,
 )
 GLM4_MOE = Family(
     "glm4_moe",
@@ -241,7 +284,10 @@ DOTS1 = Family(
     _DENSE | {"qk_norm": True, "ffn_bias": False} | _SIGMOID_ROUTER,
     absent={"norm_eps": 1e-6, "moe.balance_bias": True},
     aliases={"n_routed_experts": "num_local_experts"},
-    said=("moe.balance_bias",),
+    said=("moe.balance_bias", *_PATTERN),
+    read=read_last_windows,
+    write=write_layer_types,
+    check=all_rotated,
 )
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
@@ -275,7 +321,7 @@ FAMILIES: Mapping[str, Family] = {
     **{
         family.model_type: family
         for family in (
-            *(LLAMA, MISTRAL, QWEN2, SEED_OSS, QWEN3),
+            *(LLAMA, QWEN2, SEED_OSS, QWEN3, MISTRAL, SMOLLM3),
             *(MIXTRAL, QWEN3_MOE, GLM4_MOE, DOTS1, DEEPSEEK_V3),
         )
     },

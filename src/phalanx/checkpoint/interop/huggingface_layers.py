@@ -4,8 +4,10 @@ A family names its pair of functions (``huggingface_families.py``): one reads fi
 them, the other writes them back.
 """
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from phalanx.run.kinds.grouped_attention import attention_of
 from phalanx.run.kinds.mixture import is_mixture
 from phalanx.run.section_reader import JsonObject
 from phalanx.run.spec import ModelSpec, MoeSpec
@@ -16,6 +18,8 @@ Read = Callable[[JsonObject], tuple[dict[str, object], list[str]]]
 """From a ``config.json`` to fields of ModelSpec, and what is wrong with it."""
 Write = Callable[[ModelSpec], Mapping[str, object]]
 """From a resolved model to fields of ``config.json``."""
+Check = Callable[[ModelSpec], Iterator[str]]
+"""What a family cannot say of a resolved model although it has words for each of the fields."""
 
 
 def nothing_read(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:  # noqa: ARG001
@@ -26,6 +30,172 @@ def nothing_read(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]: 
 def nothing_written(spec: ModelSpec) -> Mapping[str, object]:  # noqa: ARG001
     """Writes no field."""
     return {}
+
+
+def all_said(spec: ModelSpec) -> Iterator[str]:  # noqa: ARG001
+    """Nothing more is amiss."""
+    yield from ()
+
+
+def reads(*all_of: Read) -> Read:
+    """All of the fields that several functions read."""
+
+    def read(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
+        found = [one(hf_config) for one in all_of]
+        fields = {path: value for some, _ in found for path, value in some.items()}
+        return fields, [problem for _, problems in found for problem in problems]
+
+    return read
+
+
+def writes(*all_of: Write) -> Write:
+    """All of the fields that several functions write."""
+    return lambda spec: {key: value for one in all_of for key, value in one(spec).items()}
+
+
+def whole_heads(spec: ModelSpec) -> Iterator[str]:
+    """Families whose readers may take dim / heads for the width of a head."""
+    if spec.dim % spec.heads:
+        yield f"dim = {spec.dim} with {spec.heads} heads: Llama's dim is a multiple of its heads"
+
+
+def read_window_everywhere(default: int | None) -> Read:
+    """Mistral's window: in all layers, or in none; ``default`` is the family's own."""
+
+    def read(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
+        window = hf_config.get("sliding_window", default)
+        if window is None or hf_config.get("use_sliding_window") is False:
+            return {}, []
+        return {"attention_pattern": ["window"], "window": window}, []
+
+    return read
+
+
+def write_window(spec: ModelSpec) -> Mapping[str, object]:
+    """The window, for families that say the layers otherwise."""
+    return {"sliding_window": spec.window or None}
+
+
+def window_everywhere(spec: ModelSpec) -> Iterator[str]:
+    """Families whose layers have a window all of them, or none."""
+    if {*spec.attention_pattern} - {"window"}:
+        yield f"attention_pattern = {json.dumps(spec.attention_pattern)}: all layers have a window, or none"
+
+
+def read_switched_window(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
+    """Qwen's window, which is off unless ``use_sliding_window``; then in the layers of ``layer_types``, or in the last ones."""
+    if not hf_config.get("use_sliding_window"):
+        return _read_types(hf_config, ["full_attention"], 0)
+    return read_layer_types(4096, lambda layer: layer >= hf_config.get("max_window_layers", 28))(hf_config)
+
+
+def read_window_if_switched_on(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
+    """Qwen3-MoE's window, off unless ``use_sliding_window``, and then in all layers."""
+    return read_window_everywhere(4096)({"use_sliding_window": False, **hf_config})
+
+
+def write_window_switch(spec: ModelSpec) -> Mapping[str, object]:
+    """The inverse of ``read_window_if_switched_on``."""
+    return {"use_sliding_window": spec.window > 0, "sliding_window": spec.window or None}
+
+
+def read_last_windows(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
+    """dots.llm1's window, in the layers of ``layer_types``, or in those from ``max_window_layers`` on."""
+    return read_layer_types(4096, lambda layer: layer >= hf_config.get("max_window_layers", 62))(hf_config)
+
+
+def read_layer_types(window: int, is_windowed: Callable[[int], bool]) -> Read:
+    """``layer_types`` with ``sliding_window``; ``window`` and ``is_windowed`` are the family's own."""
+
+    def read(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
+        layers = hf_config.get("num_hidden_layers")
+        if not isinstance(layers, int) or layers > _MOST_LAYERS:
+            return {}, []
+        given = hf_config.get("sliding_window", window)
+        kinds = [
+            "sliding_attention" if given and is_windowed(layer) else "full_attention"
+            for layer in range(layers)
+        ]
+        return _read_types(hf_config, kinds, given)
+
+    return read
+
+
+def _read_types(
+    hf_config: JsonObject, default: Sequence[str], window: object
+) -> tuple[dict[str, object], list[str]]:
+    kinds = hf_config.get("layer_types") or default
+    if unknown := {*kinds} - _LAYER_TYPES.keys():
+        return {}, [f"layer_types: {', '.join(sorted(unknown))}; supported: {', '.join(_LAYER_TYPES)}"]
+    pattern = shortest_pattern([_LAYER_TYPES[kind] for kind in kinds])
+    if "window" not in pattern:
+        return {}, []
+    return {"attention_pattern": pattern, "window": window}, []
+
+
+_LAYER_TYPES = {"full_attention": "full", "sliding_attention": "window"}
+
+
+def shortest_pattern(kinds: Sequence[str]) -> list[str]:
+    """The shortest list that, repeated, begins with ``kinds``; empty if all layers are full."""
+    if not {*kinds} - {"full"}:
+        return []
+    for length in range(1, len(kinds)):
+        if all(kind == kinds[layer % length] for layer, kind in enumerate(kinds)):
+            return list(kinds[:length])
+    return list(kinds)
+
+
+def write_layer_types(spec: ModelSpec) -> Mapping[str, object]:
+    """The inverse of ``read_layer_types``."""
+    kinds = [attention_of(spec, layer) for layer in range(spec.layers)]
+    names = ["sliding_attention" if kind == "window" else "full_attention" for kind in kinds]
+    return {"layer_types": names, "sliding_window": spec.window or None}
+
+
+def write_switched_window(spec: ModelSpec) -> Mapping[str, object]:
+    """The inverse of ``read_switched_window``."""
+    if not spec.window:
+        return {"use_sliding_window": False, "sliding_window": None}
+    kinds = [attention_of(spec, layer) for layer in range(spec.layers)]
+    first = kinds.index("window")
+    last_ones = {} if "full" in kinds[first:] else {"max_window_layers": first}
+    return {"use_sliding_window": True, **write_layer_types(spec), **last_ones}
+
+
+def all_rotated(spec: ModelSpec) -> Iterator[str]:
+    """Families all of whose layers have rotary positions."""
+    if "no-position" in spec.attention_pattern:
+        yield f"attention_pattern = {json.dumps(spec.attention_pattern)}: all layers have rotary positions"
+
+
+def read_unrotated_layers(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
+    """SmolLM3's layers without rotary positions, by default every fourth."""
+    layers = hf_config.get("num_hidden_layers")
+    if not isinstance(layers, int) or layers > _MOST_LAYERS:
+        return {}, []
+    every = hf_config.get("no_rope_layer_interval", 4)
+    rotated = hf_config.get("no_rope_layers") or [(layer + 1) % every != 0 for layer in range(layers)]
+    window = hf_config.get("use_sliding_window") and hf_config.get("sliding_window")
+    if window or "sliding_attention" in (hf_config.get("layer_types") or ()):
+        return {}, ["a sliding window in layers without rotary positions is not supported; supported: none"]
+    pattern = shortest_pattern(["full" if turned else "no-position" for turned in rotated])
+    return {"attention_pattern": pattern}, []
+
+
+def write_unrotated_layers(spec: ModelSpec) -> Mapping[str, object]:
+    """The inverse of ``read_unrotated_layers``."""
+    rotated = [int(attention_of(spec, layer) != "no-position") for layer in range(spec.layers)]
+    # Older readers know the interval alone.
+    regular = all(kind == "full" for kind in spec.attention_pattern[:-1])
+    interval = {"no_rope_layer_interval": len(spec.attention_pattern)} if regular else {}
+    return {"no_rope_layers": rotated, "use_sliding_window": False, "sliding_window": None, **interval}
+
+
+def no_window(spec: ModelSpec) -> Iterator[str]:
+    """Families without a window."""
+    if spec.window:
+        yield f"attention_pattern = {json.dumps(spec.attention_pattern)}: no layer has a window"
 
 
 def read_sparse_step(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:

@@ -7,7 +7,8 @@ FLOP conventions, since published figures differ:
   routed experts, ``per_token`` count.
 - ``attention``: scores and weighted values. ``causal`` counts the half of the square that a causal mask needs,
   ``3 * heads * (query width + value width) * seq`` per token and layer; ``full`` counts the whole square, twice that, as
-  PaLM (arXiv 2204.02311, appendix B) and most published MFU figures do. The widths are both ``head_dim``, but for latent
+  PaLM (arXiv 2204.02311, appendix B) and most published MFU figures do. In layers with a sliding window both count the band
+  that its mask needs, ``full`` twice. The widths are both ``head_dim``, but for latent
   attention, whose expansion of keys and values is counted once per token, as in training.
 
 *Active* parameters are all that a token meets on its way through the main model, embedding and output projection
@@ -25,6 +26,7 @@ from phalanx.model.facts.optimizer_state import state_bytes_by_name
 from phalanx.model.facts.shape import numbered_parameters, parameters
 from phalanx.run.kinds import block, prediction_ahead
 from phalanx.run.kinds.attention import attention_kind
+from phalanx.run.kinds.operations import AttentionCore, square_keys
 from phalanx.run.spec import ModelSpec, OptimizerSpec
 
 
@@ -77,7 +79,8 @@ def count(spec: ModelSpec, seq_len: int) -> Counts:
         embedding += parameter.numel if parameter.kind == "embedding" else 0
         experts += number * parameter.numel if parameter.stacked else 0
         matmul += number * parameter.met * parameter.products
-    full = (spec.layers + prediction_ahead.depths(spec)) * _attention_flops(spec, seq_len)
+    core = attention_kind(spec).core(spec)
+    full = round((spec.layers + prediction_ahead.depths(spec)) * _attention_flops(core, core.keys(seq_len)))
     return Counts(
         parameters=total,
         embedding_parameters=embedding,
@@ -89,14 +92,14 @@ def count(spec: ModelSpec, seq_len: int) -> Counts:
     )
 
 
-def block_flops(spec: ModelSpec, seq_len: int, *, mixture: bool) -> int:
-    """Training FLOP per token of one block, the causal half of attention counted."""
+def block_flops(spec: ModelSpec, seq_len: int, *, mixture: bool, window: int = 0) -> float:
+    """Training FLOP per token of one block, of attention those that its mask needs; ``window`` 0 is none."""
     matmul = sum(part.met * part.products for part in block.parts(spec, mixed=mixture))
-    return 6 * matmul + _attention_flops(spec, seq_len) // 2
+    core = attention_kind(spec).core(spec)
+    return 6 * matmul + _attention_flops(core, square_keys(seq_len, window)) / 2
 
 
-def _attention_flops(spec: ModelSpec, seq_len: int) -> int:
+def _attention_flops(core: AttentionCore, keys: float) -> float:
     """FLOP of one token in the attention of one layer, the whole square of scores."""
     # Forward: QK^T and PV, 2 FLOP x heads x width x keys seen; backward twice that.
-    core = attention_kind(spec).core(spec)
-    return 6 * core.heads * core.widths * seq_len
+    return 6 * core.heads * core.widths * keys

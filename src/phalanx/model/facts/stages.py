@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 
 from phalanx.model.facts.counts import block_flops
 from phalanx.model.facts.shape import resolve
+from phalanx.run.kinds.grouped_attention import window_of
 from phalanx.run.kinds.mixture import is_mixture
 from phalanx.run.layout import stages_per_rank
 from phalanx.run.spec import ModelSpec, RunSpec
@@ -50,8 +51,12 @@ def balance(costs: Sequence[float], stages: int) -> tuple[int, ...]:
 def layer_costs(spec: ModelSpec, seq_len: int) -> list[float]:
     """Training FLOP per token of each layer of a resolved model, the output projection's in the last one's."""
 
-    by_kind = {mixture: float(block_flops(spec, seq_len, mixture=mixture)) for mixture in (False, True)}
-    costs = [by_kind[is_mixture(spec, layer)] for layer in range(spec.layers)]
+    kinds = [(is_mixture(spec, layer), window_of(spec, layer)) for layer in range(spec.layers)]
+    by_kind = {
+        (mixture, window): block_flops(spec, seq_len, mixture=mixture, window=window)
+        for mixture, window in {*kinds}
+    }
+    costs = [by_kind[kind] for kind in kinds]
     costs[-1] += 6.0 * spec.vocab_size * spec.dim
     return costs
 

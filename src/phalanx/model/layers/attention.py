@@ -20,6 +20,7 @@ from phalanx.model.layers.cache import LayerCache
 from phalanx.model.layers.linear import Linear
 from phalanx.model.layers.norm import RMSNorm
 from phalanx.model.layers.rotary import rotate
+from phalanx.run.kinds.grouped_attention import attention_of, window_of
 from phalanx.run.spec import ModelSpec
 
 Core = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -27,22 +28,28 @@ Core = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 class CausalCore:
-    """Softmax attention in which a token sees itself and what came before it, within its document."""
+    """Softmax attention in which a token sees itself and what came before it, within its document and its window."""
 
-    def __init__(self, scale: float | None = None) -> None:
+    def __init__(self, scale: float | None = None, window: int = 0) -> None:
         self.scale = scale
         """The factor of the scores; ``None`` is ``1 / sqrt(e)``."""
+        self.window = window
+        """Tokens that a token sees, itself among them; 0 is no limit."""
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None = None) -> Tensor:
         """See ``Core``. With more keys than queries, the queries are the last of the sequence."""
         grouped = key.shape[1] != query.shape[1]
         new, held = query.shape[2], key.shape[2]
         if documents is None and new == held:
+            if 0 < self.window < held:
+                return windowed_attention(query, key, value, self.window, self.scale)
             return F.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=self.scale, enable_gqa=grouped
             )
         # A continuation of n tokens after c cached ones: query i sees keys up to c + i.
         mask = torch.ones(new, held, dtype=torch.bool, device=query.device).tril(held - new)
+        if self.window:
+            mask = mask.triu(held - new - self.window + 1)
         if documents is not None:
             mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
         return F.scaled_dot_product_attention(
@@ -50,10 +57,50 @@ class CausalCore:
         )
 
 
+def windowed_attention(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float | None) -> Tensor:
+    """Causal attention in which a token sees the last ``window`` tokens alone, fewer than the sequence has; shapes as ``Core``.
+
+    The sequence is cut into blocks of ``window`` queries. The first sees its own keys; each other sees its own and those of
+    the block before, as an entry of the batch of its own, so that the work is the band's and not the square's
+    (block-local attention, as in Longformer, arXiv 2004.05150, section 3.1).
+    """
+    grouped = key.shape[1] != query.shape[1]
+    batch, _, seq, _ = query.shape
+    first = F.scaled_dot_product_attention(
+        query[:, :, :window],
+        key[:, :, :window],
+        value[:, :, :window],
+        is_causal=True,
+        scale=scale,
+        enable_gqa=grouped,
+    )
+    # Queries behind the end see themselves, and are cut off again.
+    queries = _blocks(query, window)[:, :, 1:].transpose(1, 2).flatten(0, 1)  # (b blocks, h, window, e)
+    # (b blocks, k, 2 window, .)
+    keys, values = (
+        torch.cat((x[:, :, :-1], x[:, :, 1:]), dim=3).transpose(1, 2).flatten(0, 1)
+        for x in (_blocks(key, window), _blocks(value, window))
+    )
+    # Row i is key window + i of its pair: it sees keys i + 1 to window + i.
+    mask = torch.ones(window, 2 * window, dtype=torch.bool, device=query.device).tril(window).triu(1)
+    rest = F.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=grouped
+    )
+    rest = rest.view(batch, -1, *rest.shape[1:]).transpose(1, 2).flatten(2, 3)
+    return torch.cat((first, rest), dim=2)[:, :, :seq]
+
+
+def _blocks(x: Tensor, window: int) -> Tensor:
+    """``(b, heads, s, width)``, filled up with zeros, as ``(b, heads, blocks, window, width)``."""
+    filled = F.pad(x, (0, 0, 0, -x.shape[2] % window))
+    return filled.reshape(*x.shape[:2], -1, window, x.shape[-1])
+
+
 class Attention(nn.Module):
     """Attention in which groups of query heads share a key/value head."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        """Builds that of layer ``layer``, from 0, of a resolved ``spec``."""
         super().__init__()
         self.head_dim = spec.head_dim
         queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
@@ -64,7 +111,8 @@ class Attention(nn.Module):
         self.output = Linear(queries, spec.dim, bias=spec.attention_bias)
         self.query_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
         self.key_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
-        self.core: Core = CausalCore()
+        self.rotated = attention_of(spec, layer) != "no-position"
+        self.core: Core = CausalCore(window=window_of(spec, layer))
 
     def forward(
         self,
@@ -80,8 +128,9 @@ class Attention(nn.Module):
         value = self.value(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        query = rotate(query.transpose(1, 2), cos, sin)  # (b, h, s, e)
-        key = rotate(key.transpose(1, 2), cos, sin)  # (b, k, s, e)
+        query, key = query.transpose(1, 2), key.transpose(1, 2)  # (b, h, s, e), (b, k, s, e)
+        if self.rotated:
+            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         if cache is not None:
             key, value = cache.append(key, value)
         mixed = self.core(query, key, value, documents)

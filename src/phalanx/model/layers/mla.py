@@ -35,8 +35,8 @@ class MlaAttention(nn.Module):
     that all heads share; ``kv_up`` a head's unrotated key rows, then its value rows.
     """
 
-    def __init__(self, spec: ModelSpec) -> None:
-        """Builds the layer of a resolved ``spec`` with ``mla``."""
+    def __init__(self, spec: ModelSpec, layer: int) -> None:  # noqa: ARG002  all layers are alike
+        """Builds that of layer ``layer`` of a resolved ``spec`` with ``mla``."""
         super().__init__()
         assert spec.mla is not None, "the section that asks for this layer"
         mla = self.mla = spec.mla

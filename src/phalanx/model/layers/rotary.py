@@ -15,10 +15,12 @@ from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.spec import ModelSpec, RopeScalingSpec
 
 
-def inverse_frequencies(spec: ModelSpec, device: torch.device) -> Tensor:
-    """Radians per position of each pair: half as many as a head has rotated elements, fp32."""
+def inverse_frequencies(spec: ModelSpec, device: torch.device, *, windowed: bool = False) -> Tensor:
+    """Radians per position of each pair: half as many as a head has rotated elements, fp32; see ``rotation``."""
     width = attention_kind(spec).rotated_width(spec)
     exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
+    if windowed and spec.window_rope_theta:
+        return 1.0 / spec.window_rope_theta**exponents
     frequencies = 1.0 / spec.rope_theta**exponents
     scaling = spec.rope_scaling
     if scaling is None:
@@ -70,12 +72,17 @@ def softmax_temperature(scaling: RopeScalingSpec | None) -> float:
     return _temperature(scaling.factor, scaling.mscale_all_dim) ** 2
 
 
-def rotation(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine at ``positions`` ``(seq,)``: each ``(seq, rotated elements)``, fp32, both halves alike."""
-    angles = positions.float()[:, None] * inverse_frequencies(spec, positions.device)[None, :]
+def rotation(spec: ModelSpec, positions: Tensor, *, windowed: bool = False) -> tuple[Tensor, Tensor]:
+    """Cosine and sine at ``positions`` ``(seq,)``: each ``(seq, rotated elements)``, fp32, both halves alike.
+
+    ``windowed`` asks for those of layers with a sliding window.
+    """
+    frequencies = inverse_frequencies(spec, positions.device, windowed=windowed)
+    angles = positions.float()[:, None] * frequencies[None, :]
     angles = torch.cat((angles, angles), dim=-1)
     cos, sin = angles.cos(), angles.sin()
-    temperature = rotary_temperature(spec.rope_scaling)
+    stretched = not (windowed and spec.window_rope_theta)
+    temperature = rotary_temperature(spec.rope_scaling) if stretched else 1.0
     return (cos, sin) if temperature == 1 else (cos * temperature, sin * temperature)
 
 

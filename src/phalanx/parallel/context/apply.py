@@ -38,5 +38,5 @@ def apply_context(module: Transformer, mesh: Mesh, spec: RunSpec, clock: CommClo
     kind = RingMethod if spec.parallel.context_mode == "ring" else GatherMethod
     for block in module.blocks.values():
         attention = cast(Block, block).attention
-        scale = cast(CausalCore, attention.core).scale
-        attention.core = DividedCore(kind(mesh.context_group, clock, scale))
+        core = cast(CausalCore, attention.core)
+        attention.core = DividedCore(kind(mesh.context_group, clock, core.scale, core.window))

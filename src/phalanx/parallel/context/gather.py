@@ -21,18 +21,18 @@ from torch import Tensor
 
 from phalanx.parallel.context.head_tail import in_order, own_pieces
 from phalanx.parallel.context.packing import pack, unpack
-from phalanx.parallel.context.tiles import Documents, OnlineSoftmax, SavedAttention, Tile, score_scale
+from phalanx.parallel.context.tiles import OnlineSoftmax, SavedAttention, Sight, Tile, score_scale
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.torch_compat import all_gather_single
 
 
-def tiles(rank: int, ranks: int, seq: int) -> Iterator[Tile]:
-    """The unmasked tiles of scores between the ``seq`` queries of ``rank`` and the whole sequence's keys."""
+def tiles(rank: int, ranks: int, seq: int, window: int = 0) -> Iterator[Tile]:
+    """The tiles of scores between the ``seq`` queries of ``rank`` and the whole sequence's keys, without what a window hides."""
     piece = seq // 2
     for number, index in enumerate((rank, 2 * ranks - 1 - rank)):
         rows, begin = slice(number * piece, (number + 1) * piece), index * piece
         if begin:
-            yield Tile(rows, slice(0, begin))
+            yield Tile(rows, slice(max(0, begin - window + 1) if window else 0, begin))
         yield Tile(rows, slice(begin, begin + piece), causal=True)
 
 
@@ -43,15 +43,17 @@ class GatherMethod:
     group: dist.ProcessGroup
     clock: CommClock
     scale: float | None = None
+    window: int = 0
 
     def mix(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """See ``TileMethod``."""
         keys, values = self._gather(key, value)  # (b, k, s * ranks, e), (b, k, s * ranks, v)
-        rows, known = OnlineSoftmax(query, value.shape[-1]), self._documents(documents)
-        for seen in tiles(self.group.rank(), self.group.size(), query.shape[2]):
-            rows.add(seen.rows, *seen.forward(query, keys, values, known, score_scale(self.scale, query)))
+        rows, known = OnlineSoftmax(query, value.shape[-1]), self._sight(query.shape[2], documents)
+        for seen in tiles(self.group.rank(), self.group.size(), query.shape[2], self.window):
+            if not seen.hidden(known):
+                rows.add(seen.rows, *seen.forward(query, keys, values, known, score_scale(self.scale, query)))
         return rows.out, rows.lse
 
     def differentiate(
@@ -59,10 +61,13 @@ class GatherMethod:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See ``TileMethod``."""
         keys, values = self._gather(key, value)
-        known, scale = self._documents(documents), score_scale(self.scale, saved.query)
+        known = self._sight(grad_out.shape[2], documents)
+        scale = score_scale(self.scale, saved.query)
         # Of this rank's queries, and of everybody's keys and values: those are summed over the ranks afterwards.
         sums = [torch.zeros_like(whole, dtype=torch.float32) for whole in (saved.query, keys, values)]
-        for seen in tiles(self.group.rank(), self.group.size(), grad_out.shape[2]):
+        for seen in tiles(self.group.rank(), self.group.size(), grad_out.shape[2], self.window):
+            if seen.hidden(known):
+                continue
             shares = seen.backward(saved, grad_out, keys, values, known, scale)
             for total, part, share in zip(sums, (seen.rows, seen.columns, seen.columns), shares, strict=True):
                 total[:, :, part] += share
@@ -91,7 +96,8 @@ class GatherMethod:
             dist.all_to_all_single(received, sent, group=self.group)
         return unpack(received.view(ranks, -1).sum(0), pieces[0][0].shape, pieces[0][1].shape)
 
-    def _documents(self, documents: Tensor | None) -> Documents | None:
-        if documents is None:
-            return None
-        return Documents(own_pieces(documents, self.group.size(), self.group.rank(), dim=1), documents)
+    def _sight(self, seq: int, documents: Tensor | None) -> Sight:
+        ranks, rank = self.group.size(), self.group.rank()
+        whole = torch.arange(seq * ranks)
+        known = None if documents is None else (own_pieces(documents, ranks, rank, dim=1), documents)
+        return Sight(own_pieces(whole, ranks, rank, dim=0), whole, self.window, known)

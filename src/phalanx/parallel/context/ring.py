@@ -25,7 +25,7 @@ from torch import Tensor
 
 from phalanx.parallel.context.head_tail import own_pieces
 from phalanx.parallel.context.packing import pack, unpack
-from phalanx.parallel.context.tiles import Documents, OnlineSoftmax, SavedAttention, Tile, score_scale
+from phalanx.parallel.context.tiles import OnlineSoftmax, SavedAttention, Sight, Tile, score_scale
 from phalanx.parallel.mesh.comm_clock import CommClock
 
 _ALL = slice(None)
@@ -66,6 +66,7 @@ class RingMethod:
     group: dist.ProcessGroup
     clock: CommClock
     scale: float | None = None
+    window: int = 0
 
     def mix(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
@@ -74,8 +75,12 @@ class RingMethod:
         scale = score_scale(self.scale, query)
         rows = OnlineSoftmax(query, value.shape[-1])
         for source, keys, values in self._rounds(key, value):
-            seen = tile(self.group.rank(), source, query.shape[2])
-            rows.add(seen.rows, *seen.forward(query, keys, values, self._documents(documents, source), scale))
+            seen, sight = (
+                tile(self.group.rank(), source, query.shape[2]),
+                self._sight(query, source, documents),
+            )
+            if not seen.hidden(sight):
+                rows.add(seen.rows, *seen.forward(query, keys, values, sight, scale))
         return rows.out, rows.lse
 
     def differentiate(
@@ -90,13 +95,17 @@ class RingMethod:
         # gradients, one step behind them, arrives while our share is computed.
         for source, keys, values in self._rounds(key, value):
             seen = tile(self.group.rank(), source, grad_out.shape[2])
-            shares = seen.backward(saved, grad_out, keys, values, self._documents(documents, source), scale)
+            sight = self._sight(saved.query, source, documents)
+            shares = (
+                None if seen.hidden(sight) else seen.backward(saved, grad_out, keys, values, sight, scale)
+            )
             if arriving is not None:  # in the first step the keys are our own, and nobody has added anything
                 collected = arriving.wait()
             grad_key, grad_value = unpack(collected, key.shape, value.shape)
-            grad_query[:, :, seen.rows] += shares[0]
-            grad_key[:, :, seen.columns] += shares[1]
-            grad_value[:, :, seen.columns] += shares[2]
+            if shares is not None:
+                grad_query[:, :, seen.rows] += shares[0]
+                grad_key[:, :, seen.columns] += shares[1]
+                grad_value[:, :, seen.columns] += shares[2]
             arriving = self._pass_on(collected, _GRADIENTS)
         # The last send goes to the rank that the keys came from: what arrives here is the gradient of our own keys.
         assert arriving is not None, "a ring has at least one rank"
@@ -116,8 +125,11 @@ class RingMethod:
         here = dist.P2POp(dist.irecv, arriving, group=self.group, tag=tag, group_peer=(rank - 1) % ranks)
         return Passing(dist.batch_isend_irecv([there, here]), buffer, arriving, self.clock)
 
-    def _documents(self, documents: Tensor | None, source: int) -> Documents | None:
+    def _sight(self, query: Tensor, source: int, documents: Tensor | None) -> Sight:
+        ranks, both = self.group.size(), (self.group.rank(), source)
+        whole = torch.arange(query.shape[2] * ranks)
+        rows, columns = (own_pieces(whole, ranks, rank, dim=0) for rank in both)
         if documents is None:
-            return None
-        ranks = self.group.size()
-        return Documents(*(own_pieces(documents, ranks, rank, dim=1) for rank in (self.group.rank(), source)))
+            return Sight(rows, columns, self.window)
+        mine, theirs = (own_pieces(documents, ranks, rank, dim=1) for rank in both)
+        return Sight(rows, columns, self.window, (mine, theirs))

@@ -48,14 +48,19 @@ class Tile:
     causal: bool = False
     """True if row ``i`` sees columns up to ``i`` only; else it sees all."""
 
+    def hidden(self, sight: Sight) -> bool:
+        """True if the window hides all of the tile's keys from all of its rows."""
+        rows, columns = sight.row_positions[self.rows], sight.column_positions[self.columns]
+        return 0 < sight.window <= int(rows.min()) - int(columns.max())
+
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, sight: Sight, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Results of the tile's rows ``(b, h, q, v)`` and their log-sum-exp ``(b, h, q)``, fp32.
 
         A row that sees none of the tile's keys has a log-sum-exp so low that its result weighs nothing.
         """
-        causal, bias = self._mask(documents, query.dtype)
+        causal, bias = self._mask(sight, query)
         return attend(
             query[:, :, self.rows],
             key[:, :, self.columns],
@@ -71,11 +76,11 @@ class Tile:
         grad_out: Tensor,
         key: Tensor,
         value: Tensor,
-        documents: Documents | None,
+        sight: Sight,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The tile's share of the gradients of its queries, its keys and its values."""
-        causal, bias = self._mask(documents, saved.query.dtype)
+        causal, bias = self._mask(sight, saved.query)
         return attend_backward(
             grad_out[:, :, self.rows],
             saved.query[:, :, self.rows],
@@ -88,22 +93,35 @@ class Tile:
             bias=bias,
         )
 
-    def _mask(self, documents: Documents | None, dtype: torch.dtype) -> tuple[bool, Tensor | None]:
-        if documents is None:
+    def _mask(self, sight: Sight, query: Tensor) -> tuple[bool, Tensor | None]:
+        hidden = None
+        rows, columns = sight.row_positions[self.rows], sight.column_positions[self.columns]
+        if 0 < sight.window <= int(rows.max()) - int(columns.min()):
+            far = (rows[:, None] - columns[None, :] >= sight.window).to(query.device)
+            hidden = far.expand(query.shape[0], -1, -1).clone()
+        if sight.documents is not None:
+            of_rows, of_columns = sight.documents
+            other = of_rows[:, self.rows, None] != of_columns[:, None, self.columns]
+            hidden = other if hidden is None else hidden | other
+        if hidden is None:
             return self.causal, None
-        rows, columns = documents.rows[:, self.rows, None], documents.columns[:, None, self.columns]
-        hidden = rows != columns
         if self.causal:
             hidden |= torch.ones_like(hidden[0]).triu(1)
-        return False, _bias(hidden, dtype)
+        return False, _bias(hidden, query.dtype)
 
 
 @dataclass(frozen=True)
-class Documents:
-    """The document of each query at hand ``(b, q)`` and of each key at hand ``(b, n)``, int64."""
+class Sight:
+    """What hides keys at hand from queries at hand, beside their order: a sliding window, and the ends of documents."""
 
-    rows: Tensor
-    columns: Tensor
+    row_positions: Tensor
+    """Positions of the queries in the sequence, ``(q,)``, int64, in the host's memory."""
+    column_positions: Tensor
+    """Positions of the keys, ``(n,)``."""
+    window: int = 0
+    """Tokens that a token sees, itself among them; 0 is no limit."""
+    documents: tuple[Tensor, Tensor] | None = None
+    """The document of each query ``(b, q)`` and of each key ``(b, n)``, int64."""
 
 
 @dataclass(frozen=True)

@@ -280,7 +280,8 @@ class _RankShare:
 
     def _attention(self, attention: AttentionCore) -> Floats:
         # 2 FLOP for each multiply-add, over half of the square; backward 2.5 times (arXiv 2307.08691, section 3.1).
-        per_token = self.job.workload.seq_len * attention.heads * attention.widths
+        keys = attention.keys(self.job.workload.seq_len)
+        per_token = keys * attention.heads * attention.widths
         flops = self.rows("tokens") * per_token / self.keys.tensor * self.job.workload.attended
         if not self.job.stack.attention.balanced:  # the last of n contiguous pieces attends to all before it
             flops = flops * (2 - 1 / self.keys.context)
@@ -293,7 +294,7 @@ class _RankShare:
             format_,
             widths=attention.widths,
             latent=attention.latent,
-            tokens=self.job.workload.seq_len / self.keys.context,
+            tokens=keys / self.keys.context,
         )
         forward, backward = seconds(flops, backward=False), seconds(2.5 * flops, backward=True)
         return np.stack([forward, backward, np.zeros_like(forward)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Literal
 
 from phalanx.run.kinds.operations import AttentionCore, LayerExchange, MatrixProduct, Operation, Rotation
 from phalanx.run.kinds.parts import Parameter, by_name, linear, norm, under
@@ -11,7 +12,10 @@ from phalanx.run.problems import Problem, divisors_near
 from phalanx.run.spec import ModelSpec
 
 TITLE: str = "grouped attention"
-OWN_FIELDS: tuple[str, ...] = ("qk_norm", "attention_bias", "qkv_bias", "rope_fraction")
+OWN_FIELDS: tuple[str, ...] = (
+    *("qk_norm", "attention_bias", "qkv_bias", "rope_fraction"),
+    *("attention_pattern", "window", "window_rope_theta"),
+)
 
 
 def problems(model: ModelSpec) -> Iterator[Problem]:
@@ -51,6 +55,20 @@ def problems(model: ModelSpec) -> Iterator[Problem]:
             f"{divisors_near(model.heads, model.kv_heads)} divide {model.heads}",
             ("model.heads",),
         )
+    if ("window" in model.attention_pattern) != (model.window > 0):
+        yield Problem(
+            "model.window",
+            f"a window of {model.window} tokens does not go with attention_pattern = {list(model.attention_pattern)}",
+            'layers with "window" need a window of at least 1, and a window needs such layers',
+            ("model.attention_pattern",),
+        )
+    if model.window_rope_theta and (model.window_rope_theta <= 1 or not model.window):
+        yield Problem(
+            "model.window_rope_theta",
+            f"{model.window_rope_theta:g} cannot be the base of wavelengths of layers with a sliding window",
+            "a number above 1 where attention_pattern has such layers; else 0",
+            ("model.attention_pattern", "model.window"),
+        )
     scaling = model.rope_scaling
     if scaling is not None and scaling.kind == "yarn" and scaling.mscale_all_dim:
         yield Problem(
@@ -64,6 +82,18 @@ def problems(model: ModelSpec) -> Iterator[Problem]:
 def head_dim(model: ModelSpec) -> int:
     """Width of a head."""
     return model.head_dim or model.dim // model.heads
+
+
+def attention_of(model: ModelSpec, layer: int) -> Literal["full", "window", "no-position"]:
+    """The attention of layer ``layer``, from 0."""
+    return (
+        model.attention_pattern[layer % len(model.attention_pattern)] if model.attention_pattern else "full"
+    )
+
+
+def window_of(model: ModelSpec, layer: int) -> int:
+    """Tokens that a token sees in layer ``layer``, itself among them; 0 if it sees all before it."""
+    return model.window if attention_of(model, layer) == "window" else 0
 
 
 def rotated_of(model: ModelSpec) -> int:
@@ -97,7 +127,8 @@ def parts(model: ModelSpec) -> Iterator[Parameter]:
 
 def core(model: ModelSpec) -> AttentionCore:
     """Queries, keys and values are equally wide."""
-    return AttentionCore(model.heads, model.head_dim, model.head_dim)
+    windows = tuple(window_of(model, layer) for layer in range(model.layers)) if model.window else ()
+    return AttentionCore(model.heads, model.head_dim, model.head_dim, windows=windows)
 
 
 def operations(model: ModelSpec) -> tuple[Operation, ...]:

@@ -94,9 +94,17 @@ class Rotation:
     """RMSNorm of each head before it is rotated."""
 
 
+def square_keys(seq_len: int, window: int) -> float:
+    """Twice the mean number of keys that a token of ``seq_len`` sees; without a window (0) the whole square's, ``seq_len``.
+
+    In a band ``window`` wide the area seen is ``seq_len window - window^2 / 2``: its first corner is a triangle.
+    """
+    return 2 * window - window**2 / seq_len if 0 < window < seq_len else seq_len
+
+
 @dataclass(frozen=True)
 class AttentionCore:
-    """Causal attention over the whole sequence, its heads divided over tensor ranks."""
+    """Causal attention over the whole sequence or a sliding window, its heads divided over tensor ranks."""
 
     heads: int
     query_width: int
@@ -104,6 +112,14 @@ class AttentionCore:
     value_width: int
     """Width of a head's value."""
     part: str = "core"
+    windows: tuple[int, ...] = ()
+    """Tokens that a token sees, of each layer of the model, 0 if all before it; empty if no layer has a window."""
+
+    def keys(self, seq_len: int) -> float:
+        """Keys of a token, over the whole square of scores, in the mean of the model's layers."""
+        if not self.windows:
+            return seq_len
+        return sum(square_keys(seq_len, window) for window in self.windows) / len(self.windows)
 
     @property
     def widths(self) -> int:
