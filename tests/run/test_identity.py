@@ -27,7 +27,6 @@ BASE = dataclasses.replace(
         moe=MoeSpec(),
         vocab_size=512,
     ),
-    checkpoint=dataclasses.replace(RunSpec().checkpoint, init_from="runs/other"),
 )
 
 
@@ -153,7 +152,3 @@ def test_a_run_file_keeps_the_identity_that_it_had_in_0_1_0() -> None:
 def test_without_a_factory_its_fields_leave_the_identity_alone() -> None:
     paths = run_owned(RunSpec()).keys()
     assert not {"model.factory", "model.factory_sha256"} & paths
-
-
-def test_without_a_checkpoint_to_start_from_what_is_taken_over_leaves_the_identity_alone() -> None:
-    assert "checkpoint.init_with" not in run_owned(RunSpec())

@@ -17,6 +17,7 @@ from phalanx.version import __version__
 
 _COMMANDS = {
     "train": ("train", "Train a run on this machine, or as a rank of torchrun or srun."),
+    "new": ("train", "Write a first run file, each field explained."),
     "data": ("train", "Prepare and check token shards."),
     "generate": ("weights", "Text from a checkpoint."),
     "show": ("plan", "Parameters, FLOPs per token and state bytes of a run's model."),
@@ -72,6 +73,14 @@ def phalanx_command() -> None:
       phalanx train configs/quickstart.toml
       phalanx train configs/quickstart.toml --ranks 3 --set optimizer.lr=3e-4
       phalanx show configs/llama3-405b.toml
+
+    configs/ is found in any folder: those run files are part of the installation. Words are completed in the shell after
+    one of these:
+
+    \b
+      eval "$(_PHALANX_COMPLETE=bash_source phalanx)"                  # bash: in ~/.bashrc
+      eval "$(_PHALANX_COMPLETE=zsh_source phalanx)"                   # zsh: in ~/.zshrc
+      _PHALANX_COMPLETE=fish_source phalanx | source                   # fish: in config.fish
     """
 
 

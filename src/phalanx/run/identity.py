@@ -21,12 +21,10 @@ from phalanx.run.spec import ParallelSpec, RunSpec
 
 def run_owned(spec: RunSpec) -> dict[str, object]:
     """Every field that belongs to the run, by dotted path."""
-    # The preset's name says nothing that the resolved fields do not; fields of a factory, or of an origin, say nothing without one.
-    silent = {"model.preset"}
-    if not spec.model.factory:
-        silent |= {"model.factory", "model.factory_sha256"}
-    if not spec.checkpoint.init_from:
-        silent |= {"checkpoint.init_with"}
+    # The preset's name says nothing that the resolved fields do not, and without a factory its fields say nothing.
+    silent = (
+        {"model.preset"} if spec.model.factory else {"model.preset", "model.factory", "model.factory_sha256"}
+    )
     return {path: value for path, value in _walk(spec, "") if path not in silent}
 
 

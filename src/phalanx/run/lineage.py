@@ -91,9 +91,12 @@ def taken_over_problems(parent: RunSpec, child: RunSpec) -> Iterator[Problem]:
 def extending_command(run_dir: Path, wanted: Mapping[str, object]) -> str | None:
     """The command that goes on from a run's newest checkpoint with the values ``wanted`` from there on, by field.
 
-    ``None`` if one of the fields is fixed, so that there is no such command.
+    ``None`` if one of the fields is fixed, or cannot be written, so that there is no such command.
     """
-    if any(reason_fixed(path) or path.startswith("checkpoint.init_") for path in wanted):
+    if (
+        any(reason_fixed(path) or path.startswith("checkpoint.init_") for path in wanted)
+        or None in wanted.values()
+    ):
         return None
     changes = [word for path, value in wanted.items() for word in ("--set", f"{path}={json.dumps(value)}")]
     return shlex.join(["phalanx", "train", str(run_dir), "--from", *changes])

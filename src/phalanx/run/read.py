@@ -15,6 +15,7 @@ from typing import Any
 from phalanx.run.check import check
 from phalanx.run.problems import Problem, RunFileError
 from phalanx.run.section_reader import JsonObject, TomlTable, read_section, unknown_value
+from phalanx.run.shipped import shipped_or_given
 from phalanx.run.spec import ModelSpec, RunSpec
 
 RUN_FILE = "run.toml"
@@ -24,8 +25,9 @@ RUN_FILE = "run.toml"
 def read_run(path: Path, presets: Mapping[str, ModelSpec], overrides: Sequence[str] = ()) -> RunSpec:
     """The run that a TOML file and ``section.field=value`` overrides describe.
 
-    Raises ``RunFileError`` with every problem found.
+    ``configs/NAME.toml`` is one that comes with Phalanx where there is no such file. Raises ``RunFileError`` with every problem found.
     """
+    path = shipped_or_given(path)
     try:
         # Editors on Windows begin UTF-8 with a byte order mark.
         table = tomllib.loads(path.read_text(encoding="utf-8-sig"))

@@ -347,7 +347,7 @@ class CheckpointSpec:
     init_from: str = ""
     """A run directory or checkpoint whose weights the run starts from; empty means fresh weights. Resolved to one
     checkpoint when the run is first started."""
-    init_with: Literal["weights", "optimizer", "training"] = "weights"
+    init_with: Annotated[Literal["weights", "optimizer", "training"], LATER] = "weights"
     """What is taken over from init_from: the "weights" alone; weights and "optimizer" state; or all of the "training", with the
     number of steps and the place in the data."""
 
