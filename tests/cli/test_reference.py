@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import tomllib
 from pathlib import Path
+from typing import Any
 
+import pytest
+from click.testing import CliRunner
+
+from phalanx.cli.plan.spec_command import command, sections
+from phalanx.run.problems import Problem
+from phalanx.run.read import read_run
+from phalanx.run.section_reader import read_section
+from phalanx.run.spec import RunSpec
 from phalanx_process import run
 
 PAGE = Path(__file__).parents[2] / "docs" / "run-file.md"
@@ -12,3 +23,21 @@ PAGE = Path(__file__).parents[2] / "docs" / "run-file.md"
 def test_the_page_of_the_run_file_is_what_the_command_prints(tmp_path: Path) -> None:
     printed = run(["spec", "--markdown"], tmp_path).stdout
     assert PAGE.read_text().endswith(printed), "make it anew: phalanx spec --markdown"
+
+
+@pytest.mark.parametrize("name", [name for name, _, _ in sections(RunSpec) if name])
+def test_a_printed_section_is_toml_that_reads_back_as_its_defaults(name: str) -> None:
+    table: Any = tomllib.loads(CliRunner().invoke(command, [name]).output)
+    for part in name.split("."):
+        table = table[part]
+    kind = next(kind for section, kind, _ in sections(RunSpec) if section == name)
+    problems: list[Problem] = []
+    assert read_section(kind, table, problems) == kind()
+    assert problems == []
+    assert table.keys() == {field.name for field in dataclasses.fields(kind) if field.default is not None}
+
+
+def test_all_of_what_is_printed_is_a_run_file_with_every_default(tmp_path: Path) -> None:
+    file = tmp_path / "all.toml"
+    file.write_text(CliRunner().invoke(command, []).output)
+    assert read_run(file, {}) == RunSpec()

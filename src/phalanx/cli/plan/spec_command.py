@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import textwrap
 import typing
 from collections.abc import Iterator
 
 import click
+import tomli_w
 
 from phalanx.run.fields import field_docs
 from phalanx.run.section_reader import FieldType, field_types
@@ -17,30 +20,31 @@ from phalanx.run.spec import RunSpec
 @click.argument("section", required=False)
 @click.option("--markdown", is_flag=True, help="Print Markdown tables (docs/run-file.md is made so).")
 def command(section: str | None, markdown: bool) -> None:
-    """Show every field of a run file, or those of one SECTION: type, default, meaning.
+    """Show every field of a run file, or those of one SECTION: type, default, meaning. What is printed is a run file itself.
 
     \b
       phalanx spec optimizer
+      phalanx spec > all-defaults.toml
     """
-    found = False
-    for name, kind in sections(RunSpec):
-        if section is not None and name != section:
-            continue
-        found = True
-        click.echo(_markdown(name, kind) if markdown else _plain(name, kind))
+    found = [(name, kind, optional) for name, kind, optional in sections(RunSpec) if section in (None, name)]
+    for name, kind, optional in found:
+        # A table that may be absent changes the run where it is present; by itself it was asked for.
+        text = _markdown(name, kind) if markdown else _as_toml(name, kind)
+        click.echo(_commented(text) if optional and section is None and not markdown else text)
     if not found:
-        known = ", ".join(name or "(top)" for name, _ in sections(RunSpec))
+        known = ", ".join(name or "(top)" for name, _, _ in sections(RunSpec))
         raise click.ClickException(f"there is no section {section!r}; there are: {known}")
 
 
-def sections(kind: type, name: str = "") -> Iterator[tuple[str, type]]:
-    """A section and all sections within it, with their dotted names."""
-    yield name, kind
+def sections(kind: type, name: str = "", *, optional: bool = False) -> Iterator[tuple[str, type, bool]]:
+    """A section and all sections within it: dotted name, class, and whether it may be absent."""
+    yield name, kind, optional
     for field, declared in field_types(kind).items():
         options = typing.get_args(declared.plain) or (declared.plain,)
         for option in options:
             if dataclasses.is_dataclass(option) and isinstance(option, type):
-                yield from sections(option, f"{name}.{field}".lstrip("."))
+                absent = optional or type(None) in options
+                yield from sections(option, f"{name}.{field}".lstrip("."), optional=absent)
 
 
 def _rows(kind: type) -> Iterator[tuple[str, str, str, str, str]]:
@@ -54,7 +58,7 @@ def _rows(kind: type) -> Iterator[tuple[str, str, str, str, str]]:
         yield (
             field.name,
             _type_name(declared[field.name]),
-            repr(field.default),
+            "absent" if field.default is None else _toml_value(field.default),
             owner,
             docs.get(field.name, ""),
         )
@@ -63,21 +67,34 @@ def _rows(kind: type) -> Iterator[tuple[str, str, str, str, str]]:
 def _type_name(declared: FieldType) -> str:
     plain, options = declared.plain, typing.get_args(declared.plain)
     if typing.get_origin(plain) is typing.Literal:
-        name = " or ".join(map(repr, options))
+        name = " or ".join(map(json.dumps, options))
     elif type(None) in options:
         name = "table, or absent"
     else:
-        name = getattr(plain, "__name__", str(plain))
+        name = "list" if typing.get_origin(plain) is tuple else getattr(plain, "__name__", str(plain))
     return f"{name}, {declared.bound}" if declared.bound else name
 
 
-def _plain(name: str, kind: type) -> str:
-    lines = [f"[{name}]" if name else "(top of the file)"]
-    lines += [
-        f"  {field} = {default}   # {kind_name}; {owner}\n      {meaning}"
-        for field, kind_name, default, owner, meaning in _rows(kind)
-    ]
+def _toml_value(value: object) -> str:
+    """A default as TOML writes it."""
+    plain = list(value) if isinstance(value, tuple) else value
+    return tomli_w.dumps({"_": plain}).strip().removeprefix("_ = ")
+
+
+def _as_toml(name: str, kind: type) -> str:
+    """A section with its defaults as a piece of a run file; what may be absent is a comment."""
+    lines = [f"[{name}]" if name else "# top of the file"]
+    for field, kind_name, default, owner, meaning in _rows(kind):
+        lines += textwrap.wrap(meaning, 110, initial_indent="# ", subsequent_indent="# ")
+        if default == "absent":
+            lines.append(f"# [{name}.{field}]   # {kind_name}; {owner}")
+        else:
+            lines.append(f"{field} = {default}   # {kind_name}; {owner}")
     return "\n".join(lines) + "\n"
+
+
+def _commented(text: str) -> str:
+    return "\n".join(line if line.startswith("#") or not line else f"# {line}" for line in text.split("\n"))
 
 
 def _markdown(name: str, kind: type) -> str:
