@@ -38,7 +38,7 @@ def serve(connection: Connection) -> None:
         except EOFError:
             return
         over, done = threading.Event(), threading.Event()
-        aborter = threading.Thread(target=keep_aborting, args=(Connections.now(), abort_after_s, over, done))
+        aborter = threading.Thread(target=keep_aborting, args=(Connections(), abort_after_s, over, done))
         aborter.start()
         answer: Any
         try:
@@ -213,7 +213,7 @@ def test_an_abort_leaves_connections_alone_that_were_there_before() -> None:
     server = socket.create_server(("127.0.0.1", 0))
     mine = socket.create_connection(server.getsockname())
     other, _ = server.accept()
-    before = Connections.now()
+    before = Connections()
     later = socket.create_connection(server.getsockname())
     accepted, _ = server.accept()
     assert before.shut() == 2
@@ -221,4 +221,26 @@ def test_an_abort_leaves_connections_alone_that_were_there_before() -> None:
     mine.sendall(b"x")
     assert other.recv(1) == b"x"
     for one in (mine, other, later, accepted, server):
+        one.close()
+
+
+def test_an_abort_leaves_connections_of_trackers_alone_whenever_they_are_opened() -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def opened() -> tuple[socket.socket, socket.socket]:
+        mine = socket.create_connection(server.getsockname())
+        return mine, server.accept()[0]
+
+    connections = Connections()
+    with connections.foreign():
+        named = opened()
+    between_ranks = opened()
+    connections.settle()
+    later = opened()
+    assert connections.shut() == 2
+    assert between_ranks[0].recv(1) == b""
+    for mine, other in (named, later):
+        mine.sendall(b"x")
+        assert other.recv(1) == b"x"
+    for one in (*named, *between_ranks, *later, server):
         one.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ssl
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.format.shards import Shard
@@ -26,6 +27,7 @@ from phalanx.fleet.node.hooks import Hooks, NoHooks
 from phalanx.fleet.node.worker_orders import Orders, ParkedError
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.mesh.torch_compat import set_group_timeouts
+from phalanx.parallel.process_group.abort import Connections
 from phalanx.parallel.process_group.typed_gather import gather_typed
 from phalanx.run.identity import identity
 from phalanx.run.spec import RunSpec
@@ -82,6 +84,7 @@ class RankGuardian(Guardian):
         self._every = spec.fleet.snapshot_every_steps
         self._writer = SnapshotWriter(segments, identity(spec), on_complete=self._complete)
         self._bind: link.JoinEpoch | None = None
+        self._connections: Connections | None = None
         self._newest = NO_STEP
         self._began_at = 0
         """The step whose state this epoch began with."""
@@ -90,8 +93,9 @@ class RankGuardian(Guardian):
         self._watch: StragglerWatch | None = None
         self.epoch, self.step, self.phase, self.since_s = -1, NO_STEP, "warm", time.monotonic()
 
-    def enters(self, bind: link.JoinEpoch, hooks: Hooks) -> None:
-        """This worker becomes a rank; ``hooks`` are called at the moments of its epoch."""
+    def enters(self, bind: link.JoinEpoch, hooks: Hooks, connections: Connections) -> None:
+        """This worker becomes a rank; ``hooks`` are called at the moments of its epoch, ``connections`` are made before it joins the others."""
+        self._connections = connections
         self._bind, self.epoch, self.step = bind, bind.epoch, NO_STEP
         self._newest = NO_STEP
         self._hooks = hooks
@@ -169,7 +173,12 @@ class RankGuardian(Guardian):
 
     # --- what the training loop calls ---
 
+    def outside(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._connections is None else self._connections.foreign()
+
     def assembled(self, built: Built, saver: AsyncSaver) -> None:
+        if self._connections is not None:
+            self._connections.settle()
         self._hooks.assembled(built, saver)
 
     def safe(self) -> bool:

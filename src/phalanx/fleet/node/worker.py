@@ -171,7 +171,7 @@ class Worker:
 
     def _epoch(self, bind: JoinEpoch) -> None:
         """Runs one epoch, from rendezvous to leaving, and reports how it ended."""
-        self._connections = connections = Connections.now()
+        self._connections = connections = Connections()
         with self._orders.session(bind.epoch, lambda: abort(connections, self._device)):
             outcome = self._outcome(bind)
             if outcome is not None:
@@ -212,7 +212,7 @@ class Worker:
 
     def _train(self, bind: JoinEpoch) -> RunResult | None:
         ledger, self._began_ns = _account(self._directory, bind), time.time_ns()
-        self._guardian.enters(bind, self._hooks())
+        self._guardian.enters(bind, self._hooks(), self._connections)
         self._store = meet(
             bind.meeting_point,
             self._meeting if bind.rank == 0 else None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +26,10 @@ Samples = Callable[[int, int], NDArray[np.int64]]
 
 class Guardian(Protocol):
     """Watches over one rank in one epoch of membership."""
+
+    @abstractmethod
+    def outside(self) -> AbstractContextManager[None]:
+        """Inside, connections are opened that have nothing to do with other ranks, and outlive the end of an epoch."""
 
     @abstractmethod
     def assembled(self, built: Built, saver: AsyncSaver) -> None:
@@ -65,6 +70,9 @@ class Guardian(Protocol):
 
 class NoGuardian(Guardian):
     """The guardian of a rank that runs without a fleet: nothing to ask, nobody to tell."""
+
+    def outside(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def assembled(self, built: Built, saver: AsyncSaver) -> None:
         pass

@@ -79,7 +79,8 @@ def run_epoch(inputs: EpochInputs) -> RunResult | None:
     first, directory = dist.get_rank() == 0, inputs.directory
     reporter = Reporter(EventLog(directory.events, inputs.attempt) if first else None)
     if first:
-        reporter.sinks = open_sinks(inputs.spec.observe.sinks, directory.path, directory.path.name)
+        with inputs.guardian.outside():
+            reporter.sinks = open_sinks(inputs.spec.observe.sinks, directory.path, directory.path.name)
     training, ended = None, False
     try:
         training = assemble(inputs, reporter)
