@@ -29,6 +29,7 @@ import tomli_w
 from phalanx.fleet.control.coordinator import credentials_of
 from phalanx.fleet.control.coordinator_link import CoordinatorLink
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, read_fleet_file
+from phalanx.fleet.control.security import make_token
 from phalanx.fleet.control.transport import Credentials
 from phalanx.fleet.core import messages as m
 from phalanx.run.read import to_table
@@ -97,6 +98,7 @@ def make_run(folder: Path, nodes: int, heartbeat_s: float) -> RunSpec:
         fleet=fleet,
     )
     (folder / "run.toml").write_text(tomli_w.dumps(to_table(spec)))
+    make_token(folder)
     return spec
 
 

@@ -20,7 +20,7 @@ from phalanx.checkpoint.snapshot.client import push
 from phalanx.checkpoint.snapshot.segments import SnapshotKey, SnapshotMemory
 from phalanx.checkpoint.snapshot.server import SnapshotServer
 from phalanx.data.index import read_index
-from phalanx.fleet.control.security import run_token
+from phalanx.fleet.control.security import make_token
 from phalanx.fleet.node.worker_link import (
     Alive,
     JoinedEpoch,
@@ -59,7 +59,7 @@ class Node:
     def __init__(self, spec: RunSpec, number: int, program: tuple[str, ...] | Zygote = PROGRAM) -> None:
         self.number, self.spec, self.program = number, spec, program
         self.run_dir = Path(spec.run_dir)
-        self.token = run_token(self.run_dir)
+        self.token = make_token(self.run_dir)
         self.memory = SnapshotMemory(identity(spec), 1)
         self.server = SnapshotServer(self.memory, self.token)
         self.address = f"127.0.0.1:{self.server.port}"

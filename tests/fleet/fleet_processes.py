@@ -16,6 +16,7 @@ from pathlib import Path
 import tomli_w
 
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, read_fleet_file
+from phalanx.fleet.control.security import make_token
 from phalanx.run.read import to_table
 from phalanx.run.spec import DataSpec, FleetSpec, ModelSpec, RunSpec, TrainSpec
 
@@ -38,6 +39,7 @@ def make_run(run_dir: Path, fleet: FleetSpec, steps: int = 60, attempts: int = 1
     (run_dir / "run.toml").write_text(tomli_w.dumps(to_table(spec)))
     (run_dir / "record.json").write_text(json.dumps({"attempts": attempts}))
     (run_dir / "logs").mkdir(exist_ok=True)
+    make_token(run_dir)
     return spec
 
 

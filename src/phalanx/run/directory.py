@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 
 CHECKPOINT_INDEX = "checkpoint.json"
 """The file that makes a step's folder a committed checkpoint."""
+FLEET_NAMES = frozenset(("fleet", "fleet.json", "fleet.token", "faults"))
+"""The names of what a fleet puts into a run directory beside ``RunDirectory.names``."""
 _STEP = re.compile(r"step-(\d{8,})")
+_JOURNAL = re.compile(r"journal-(\d+)\.jsonl")
 
 
 class RunDirectoryError(RuntimeError):
@@ -164,9 +167,38 @@ class RunDirectory:
         """The steps with a committed checkpoint, oldest first. Raises ``OSError``."""
         return committed_steps(self.checkpoints) if self.checkpoints.is_dir() else []
 
+    def read_record(self) -> JsonObject:
+        """What ``record.json`` says; empty if there is none.
+
+        Raises ``RunDirectoryError`` if it is damaged: without it nobody knows which data the run was trained on, or how often it was started.
+        """
+        try:
+            found = json.loads(self.record.read_text())
+            if isinstance(found, dict) and isinstance(found.get("attempts"), int):
+                return found
+            why = "it does not say how often the run was started"
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            why = str(error)
+        raise RunDirectoryError(
+            f"{self.record} is damaged ({why}): put a copy back, or remove it, if you are sure that the data are those that the run was "
+            "trained on"
+        )
+
+    def journal(self, attempt: int) -> Path:
+        """The journal of a fleet's coordinator in one attempt."""
+        return self.fleet / f"journal-{attempt:03d}.jsonl"
+
+    def next_journal(self) -> int:
+        """The lowest attempt without a journal, nor one of a later attempt: a new attempt must not replay an old one."""
+        names = os.listdir(self.fleet) if self.fleet.is_dir() else []
+        found = [int(match[1]) for name in names if (match := _JOURNAL.fullmatch(name))]
+        return max(found, default=-1) + 1
+
     def newest_attempt(self) -> int:
         """The number of the newest start that took this directory. Raises ``RunDirectoryError`` if nobody ever did."""
-        started = read_small_json(self.record).get("attempts", 0)
+        started = self.read_record().get("attempts", 0)
         if not started:
             raise RunDirectoryError(f"{self.path} is no run directory: nobody has started a run there yet")
         return int(started) - 1

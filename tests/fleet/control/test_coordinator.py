@@ -16,9 +16,12 @@ from typing import Any
 
 import pytest
 import tomli_w
+from click.testing import CliRunner
 
 from fleet.fleet_processes import FLEET, PATIENCE_S, STAND_IN, Fleet, make_run, running_fleet
 from fleet.stand_in_worker import state_after
+from phalanx.cli.fleet.fleet_command import command
+from phalanx.fleet.control.coordinator import EXIT_CANNOT_START, only_coordinator
 from phalanx.fleet.control.fleet_file import read_fleet_file
 from phalanx.fleet.control.journal import Journal
 from phalanx.fleet.core.replay import JournalError, replay
@@ -28,7 +31,7 @@ from phalanx.observe.event_log import read_events
 from phalanx.observe.events import EpochLeft, Message
 from phalanx.run.directory import RunDirectory
 from phalanx.run.read import to_table
-from phalanx.train.lifecycle.open_run import OpenRun
+from phalanx.train.lifecycle.open_run import OpenRun, take_lock
 from phalanx_process import alive
 
 STEPS = 60
@@ -121,6 +124,7 @@ def test_the_launcher_starts_a_killed_coordinator_again_without_its_fleet_file_a
         coordinator = fleet.held(20).coordinator_pid
         os.kill(coordinator, signal.SIGSTOP)
         (tmp_path / "fleet.json").write_text("")
+        (tmp_path / "fleet.token").unlink()  # who has started the fleet knows it
         os.kill(coordinator, signal.SIGKILL)
         fleet.until(lambda seen: seen.restarts == 1 and all(one.attached for one in seen.members))
         for node in ("node-0", "node-1"):
@@ -149,6 +153,45 @@ def test_a_fleet_that_no_layout_fits_fails_with_the_reason(tmp_path: Path) -> No
     os.close(lock)
     assert ending.status == "failed"
     assert "fleet.nodes" in ending.message
+    assert "was started" not in ending.message, "another start would find the same"
+
+
+def test_a_coordinator_without_a_token_makes_none_and_says_so_with_an_exit_code_of_its_own(
+    tmp_path: Path,
+) -> None:
+    make_run(tmp_path, replace(FLEET, nodes=1), STEPS)
+    (tmp_path / "fleet.token").unlink()
+    done = subprocess.run(
+        [sys.executable, "-m", "phalanx.fleet.control.coordinator", "--run-dir", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == EXIT_CANNOT_START
+    assert "fleet.token" in done.stderr
+    assert not (tmp_path / "fleet.token").exists()
+
+
+def test_a_run_has_one_coordinator_at_a_time(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    with (
+        only_coordinator(directory),
+        pytest.raises(JournalError, match=f"coordinated by process {os.getpid()} on"),
+        only_coordinator(directory),
+    ):
+        pass
+    with only_coordinator(directory):
+        pass
+
+
+def test_a_fleet_is_not_served_beside_the_command_that_trains_it(tmp_path: Path) -> None:
+    make_run(tmp_path, replace(FLEET, nodes=1), STEPS)
+    lock_fd = take_lock(RunDirectory(tmp_path).lock)
+    done = CliRunner().invoke(command, ["serve", str(tmp_path)])
+    os.close(lock_fd)
+    assert done.exit_code == 1
+    assert "is being trained by process" in done.output
+    assert not (tmp_path / "fleet").exists()
 
 
 # --- the coordinator's memory -----------------------------------------------------------------------

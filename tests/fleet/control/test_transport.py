@@ -15,7 +15,13 @@ import grpc.aio
 import pytest
 
 from phalanx.fleet.control.coordinator_link import CoordinatorLink, operate
-from phalanx.fleet.control.security import Certificates, SecurityError, read_certificates, run_token
+from phalanx.fleet.control.security import (
+    Certificates,
+    SecurityError,
+    make_token,
+    read_certificates,
+    run_token,
+)
 from phalanx.fleet.control.transport import (
     MAX_REPORT_BYTES,
     AgentLink,
@@ -432,11 +438,17 @@ def test_a_missing_certificate_is_named(tmp_path: Path) -> None:
 
 def test_the_token_is_made_once_and_is_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PHALANX_RUN_TOKEN", raising=False)
-    token = run_token(tmp_path)
+    with pytest.raises(SecurityError, match="the command that starts a run makes it"):
+        run_token(tmp_path)
+    assert list(tmp_path.iterdir()) == [], "only the launcher makes one"
+    token = make_token(tmp_path)
     assert len(token) >= 32
-    assert run_token(tmp_path) == token
+    assert make_token(tmp_path) == run_token(tmp_path) == token
     (file,) = tmp_path.iterdir()
     assert file.stat().st_mode & 0o077 == 0
+    file.write_text("")
+    with pytest.raises(SecurityError, match=r"empty .*remove it, and start the run again"):
+        make_token(tmp_path)
 
 
 def test_a_token_in_the_environment_comes_first_and_must_be_one(

@@ -142,7 +142,7 @@ def test_a_message_of_an_earlier_life_changes_nothing_but_the_count(
     before, said = encode_state(fleet.state), fleet.hear(late)
     fleet.state.stale = decode_state(before).stale
     assert encode_state(fleet.state) == before
-    assert not said or isinstance(said[0][1], m.Shutdown)
+    assert not said or isinstance(said[0][1], m.Shutdown | m.Fence)
 
 
 @effort(max_examples=200, deadline=None)

@@ -402,3 +402,18 @@ def test_a_node_that_left_its_seat_has_none() -> None:
     fleet.hear(m.Drain("1"))
     fleet.park()
     assert (fleet.state.nodes["1"].seat, fleet.state.nodes["4"].seat) == (NO_SEAT, 2)
+
+
+def test_a_fenced_node_whose_clock_has_stepped_back_is_told_which_incarnation_to_exceed() -> None:
+    fleet = Fleet(settings(2))
+    fleet.join("0", "1", incarnation=1000)
+    fleet.bind()
+    fleet.hear(m.Disconnected("1", 1000), m.Broken("0", 1000, 0, 0))
+    assert not fleet.state.nodes["1"].alive
+    for late in (m.Joined("1", 7, 1, "1", 7), m.Heartbeat("1", 7, -1, -1, m.WorkerPhase.COLD)):
+        fleet.hear(late)
+        (told,) = fleet.told("1")
+        assert isinstance(told, m.Fence)
+        assert told.incarnation == 1000
+    fleet.hear(m.Joined("1", 1001, 1, "1", 7, meeting_points=("1:1",)))
+    assert fleet.state.nodes["1"].alive

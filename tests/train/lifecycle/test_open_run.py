@@ -159,12 +159,30 @@ def test_a_start_that_was_killed_half_way_does_not_lock_the_run_out(spec: RunSpe
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"{}", b"[1]", b"\xff\xfe"])
-def test_a_damaged_record_or_result_is_made_anew(spec: RunSpec, damage: bytes) -> None:
+def test_a_damaged_result_is_made_anew_and_a_damaged_record_refused_by_name(
+    spec: RunSpec, damage: bytes
+) -> None:
     directory = opened(spec).directory
-    directory.record.write_bytes(damage)
     directory.result.write_bytes(damage)
     assert directory.finished_result() is None
     opened(spec)
+    directory.record.write_bytes(damage)
+    with pytest.raises(RunDirectoryError, match=r"record\.json is damaged .*put a copy back, or remove it"):
+        opened(spec)
+    assert directory.record.read_bytes() == damage
+    directory.record.unlink()
+    opened(spec)
+
+
+def test_no_attempt_gets_the_journal_of_an_earlier_one_though_all_else_that_counts_them_is_lost(
+    spec: RunSpec,
+) -> None:
+    directory = opened(spec).directory
+    directory.fleet.mkdir()
+    directory.journal(4).touch()
+    (directory.fleet / "contradiction-17.jsonl").touch()
+    directory.record.unlink()
+    assert opened(spec).attempt == 5
 
 
 def test_every_start_is_an_attempt_of_its_own(spec: RunSpec) -> None:

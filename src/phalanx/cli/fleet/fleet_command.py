@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -98,23 +99,33 @@ def stop(run_dir: Path, certificates: Path | None, as_json: bool) -> None:
 def serve(run_dir: Path, host: str, port: int, certificates: Path | None, as_json: bool) -> None:
     """Coordinate the run in RUN_DIR for agents on other machines, until it is over. May be killed and started again.
 
+    Refused while another process trains or coordinates the run.
+
     \b
       phalanx fleet serve runs/big --host head --port 29400
     """
     from phalanx.fleet.control.coordinator import CoordinatorArgs, run_coordinator
     from phalanx.fleet.control.descriptors import DescriptorLimitError
     from phalanx.fleet.control.fleet_file import read_fleet_file
-    from phalanx.fleet.control.security import SecurityError
+    from phalanx.fleet.control.security import SecurityError, make_token
     from phalanx.fleet.control.transport import TransportError
     from phalanx.fleet.core.replay import JournalError
     from phalanx.run.directory import RunDirectory, RunDirectoryError
+    from phalanx.train.lifecycle.open_run import take_lock
 
     with explained(
         DescriptorLimitError, JournalError, RunDirectoryError, SecurityError, TransportError, ValueError
     ):
-        attempt = RunDirectory(run_dir).newest_attempt()
+        directory = RunDirectory(run_dir)
+        attempt = directory.newest_attempt()
+        lock_fd = take_lock(directory.lock)
+        if not directory.journal(attempt).exists():
+            make_token(
+                run_dir
+            )  # with this the fleet begins; where it has begun, it cannot go on with another one
         code = run_coordinator(CoordinatorArgs(run_dir, attempt, host, port), certificates)
         ended = read_fleet_file(run_dir)
+        os.close(lock_fd)
     if as_json:
         click.echo(json.dumps({"phase": ended.phase, "reason": ended.reason, "result": ended.result_json}))
     raise SystemExit(code)

@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import fcntl
+import os
 import signal
+import socket
 import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,6 +66,8 @@ _FILE_SHARE = 0.02
 """Largest share of one core's time that goes into writing fleet.json."""
 _RETRY_S = 1.0
 _GOODBYE_S = 1.0
+EXIT_CANNOT_START = 78
+"""The exit code of a coordinator that another start would not help: no token, no layout, too few open files (``EX_CONFIG`` of sysexits.h)."""
 
 
 @dataclass(frozen=True)
@@ -459,9 +464,34 @@ class Coordinator:
 
 
 def _journal_path(args: CoordinatorArgs) -> Path:
-    folder = RunDirectory(args.run_dir).fleet
-    folder.mkdir(exist_ok=True)
-    return folder / f"journal-{args.attempt:03d}.jsonl"
+    directory = RunDirectory(args.run_dir)
+    directory.fleet.mkdir(exist_ok=True)
+    return directory.journal(args.attempt)
+
+
+@contextmanager
+def only_coordinator(directory: RunDirectory) -> Iterator[None]:
+    """Inside, no other process coordinates the run: two would write one journal, each at its own place.
+
+    A lock of its own (``fleet/coordinator.lock``), since the journal is replaced now and then. The kernel gives it back, however this process ends.
+
+    Raises:
+        JournalError: Another process holds it.
+    """
+    directory.fleet.mkdir(exist_ok=True)
+    path = directory.fleet / "coordinator.lock"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+            raise JournalError(f"{directory.path} is coordinated by {holder} already; end it first") from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def credentials_of(run_dir: Path, spec: RunSpec, attempt: int, certificates: Path | None) -> Credentials:
@@ -482,9 +512,9 @@ def run_coordinator(args: CoordinatorArgs, certificates: Path | None = None) -> 
     """
     spec = read_resolved(RunDirectory(args.run_dir))
     raise_descriptor_limit(spec.fleet.nodes + spec.fleet.spares)
-    return asyncio.run(
-        _coordinate(args, spec, credentials_of(args.run_dir, spec, args.attempt, certificates))
-    )
+    credentials = credentials_of(args.run_dir, spec, args.attempt, certificates)
+    with only_coordinator(RunDirectory(args.run_dir)):
+        return asyncio.run(_coordinate(args, spec, credentials))
 
 
 def main() -> int:
@@ -511,7 +541,8 @@ def main() -> int:
     ) as error:
         log = RunDirectory(args.run_dir).named_log(args.attempt, "coordinator")
         report_failure(error, log, args.attempt)
-        return 1
+        hopeless = isinstance(error, (DescriptorLimitError, SecurityError, ValueError))
+        return EXIT_CANNOT_START if hopeless else 1
 
 
 async def _coordinate(args: CoordinatorArgs, spec: RunSpec, credentials: Credentials) -> int:

@@ -11,8 +11,11 @@ from __future__ import annotations
 import os
 import secrets
 import ssl
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from phalanx.run.durable import sync
 
 TOKEN_VARIABLE = "PHALANX_RUN_TOKEN"
 """The environment variable through which a token reaches an agent that does not see the run directory."""
@@ -66,17 +69,21 @@ def read_certificates(folder: Path) -> Certificates:
 
 
 def run_token(run_dir: Path) -> str:
-    """The token of a run: from the environment, else from its directory, where it is made on the first call.
+    """The token of a run: from the environment, else from its directory. Nobody but the run's launcher makes one (``make_token``).
 
     Raises:
-        SecurityError: It cannot be read or made, or is too short to be a secret.
+        SecurityError: There is none, it cannot be read, or it is too short to be a secret.
     """
     if given := os.environ.get(TOKEN_VARIABLE):
         return _checked(given, f"the environment variable {TOKEN_VARIABLE}")
     path = run_dir / _TOKEN_FILE
     try:
-        _make(path)
         return _checked(path.read_text().strip(), str(path))
+    except FileNotFoundError:
+        raise SecurityError(
+            f"there is no {path}: the command that starts a run makes it, and a fleet cannot go on with another one. Put it back, give "
+            f"it in {TOKEN_VARIABLE}, or end what is left of the fleet and start the run again"
+        ) from None
     except OSError as error:
         raise SecurityError(
             f"cannot read the run's token {path}: {error.strerror}; run as the owner of the run directory, or give the "
@@ -84,22 +91,43 @@ def run_token(run_dir: Path) -> str:
         ) from error
 
 
-def _make(path: Path) -> None:
-    """Writes a new token unless there is one; two processes that start together end up with the same."""
-    if path.exists():
-        return
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.touch(mode=0o600)
+def make_token(run_dir: Path) -> str:
+    """The token of a run that its launcher starts now: the one that there is, else a new one, durable when this returns.
+
+    Raises:
+        SecurityError: As ``run_token`` does, or it cannot be written.
+    """
+    path = run_dir / _TOKEN_FILE
+    if not os.environ.get(TOKEN_VARIABLE) and not path.exists():
+        try:
+            _write_token(path)
+        except OSError as error:
+            raise SecurityError(f"cannot write the run's token {path}: {error.strerror}") from error
+    return run_token(run_dir)
+
+
+def _write_token(path: Path) -> None:
+    """Writes a new token unless somebody is quicker; it has its name once it is whole, on the disk, and readable by its owner only."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        temporary.write_text(secrets.token_hex(32) + "\n")
-        os.link(temporary, path)  # fails if another was quicker
-    except FileExistsError:
-        pass
+        with open(os.open(temporary, flags, 0o600), "w") as file:
+            file.write(secrets.token_hex(32) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        with suppress(FileExistsError):
+            os.link(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+    sync(path.parent)
 
 
 def _checked(token: str, where: str) -> str:
+    if not token:
+        raise SecurityError(
+            f"{where} is empty (a power cut can leave that): end what is left of the fleet, remove it, and start the run again: a new "
+            "token is made"
+        )
     if len(token) < _SHORTEST_TOKEN or not token.isascii() or not token.isprintable():
         raise SecurityError(
             f"the token in {where} is no token: it needs at least {_SHORTEST_TOKEN} printable ASCII characters"

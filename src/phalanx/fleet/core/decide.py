@@ -88,7 +88,8 @@ def _sender(
     node = state.nodes.get(name)
     if node is None or incarnation > node.incarnation:
         orders.append(Order(name, m.TellAll()))
-    elif not node.alive and incarnation == node.incarnation:
+    elif not node.alive:
+        # Also for a lower one, of a machine whose clock has stepped back: told of the one that is fenced, it takes the next.
         orders.append(Order(name))
     elif incarnation == node.incarnation:
         if life:

@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from phalanx.fleet.control.coordinator import EXIT_CANNOT_START
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
-from phalanx.fleet.control.security import run_token
+from phalanx.fleet.control.security import TOKEN_VARIABLE, make_token
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.fleet.node.revival import MOST_DEATHS, Revival
 from phalanx.fleet.node.session import Session, ending
@@ -109,10 +110,12 @@ def run_fleet(
         tell: Tells the user that a request to stop was heard, and what comes of it.
     """
     path = run.directory.path
-    run_token(path)  # made before anybody needs it
+    token = make_token(path)
     path_in(path).unlink(missing_ok=True)  # of the attempt before
     # Computed once: a restart must not fail because the user's model file is gone meanwhile.
-    processes = _Processes(run, fleet, rank_environment(run.spec.model.factory), StopOrders(tell))
+    # The token goes along: that the file is removed meanwhile must not keep a restarted process out.
+    environment = {**rank_environment(run.spec.model.factory), TOKEN_VARIABLE: token}
+    processes = _Processes(run, fleet, environment, StopOrders(tell))
     try:
         with on_stop_signals(processes.ask_to_stop):
             processes.start()
@@ -142,8 +145,8 @@ class _Processes:
 
     run: OpenRun
     fleet: LocalFleet
-    factory_environment: dict[str, str]
-    """Lets the processes import the user's model."""
+    environment: dict[str, str] = field(repr=False)
+    """Lets the processes import the user's model, and tells them the token."""
     orders: StopOrders
     coordinator: Session | None = None
     coordinator_due_s: float = 0.0
@@ -156,6 +159,8 @@ class _Processes:
     over: bool = False
     gave_up: str = ""
     """The process that was given up, if the fleet ended for that."""
+    hopeless: bool = False
+    """It said that another start would find the same, so that there was none."""
 
     def start(self) -> None:
         """Starts the coordinator and all agents; the agents poll fleet.json for its address."""
@@ -199,6 +204,8 @@ class _Processes:
         done = code == 0 or self.run.directory.finished_result() is not None
         if done or (code == 1 and seen is not None and seen.over):
             self.over = True
+        elif code == EXIT_CANNOT_START:
+            self.over, self.gave_up, self.hopeless = True, "coordinator", True
         else:
             self._coordinator_died(seen)
 
@@ -316,7 +323,7 @@ class _Processes:
         remove_failure(log)  # of the process before it in this attempt, which wrote the same log
         return Session.start(
             [*command, "--attempt", str(run.attempt), *arguments],
-            {**os.environ, "PHALANX_LAUNCHER": str(os.getpid()), **self.factory_environment},
+            {**os.environ, "PHALANX_LAUNCHER": str(os.getpid()), **self.environment},
             log,
             keep_open=[run.lock_fd],  # the directory stays taken until the last process has ended
         )
@@ -356,4 +363,6 @@ def _gave_up(run: OpenRun, processes: _Processes) -> str:
     what = "the coordinator" if name == "coordinator" else f"the agent of {name}"
     why = f"{what} could not run"
     words = last_words(processes.log(name), why, prefix=f"{why}: ")
+    if processes.hopeless:
+        return words
     return f"{words}\nIt was started {MOST_DEATHS} times without the run getting any further, so the fleet has been ended."

@@ -22,7 +22,7 @@ from pathlib import Path
 import tomli_w
 
 from phalanx.observe.event_log import next_attempt
-from phalanx.run.directory import RunDirectory, RunDirectoryError, read_resolved, read_small_json, step_of
+from phalanx.run.directory import FLEET_NAMES, RunDirectory, RunDirectoryError, read_resolved, step_of
 from phalanx.run.durable import remove_temporaries, write_atomically
 from phalanx.run.identity import differences, identity, layout_changes, run_owned
 from phalanx.run.lineage import extending_command
@@ -82,22 +82,26 @@ def open_run(spec: RunSpec, fingerprint: str, tokenizer_folder: Path) -> OpenRun
     try:
         directory.path.mkdir(parents=True, exist_ok=True)
         lock_fd = take_lock(directory.lock)
-        changes = _check_owner(directory, spec, fingerprint)
-        _remove_temporaries(directory)
-        attempt = max(next_attempt(directory.events), read_small_json(directory.record).get("attempts", 0))
-        before = read_small_json(directory.record)
-        record = {
-            "identity": identity(spec),
-            "data_fingerprint": fingerprint,
-            "attempts": attempt + 1,
-            "layout_changes": [*before.get("layout_changes", []), *changes],
-            "lineage": before.get("lineage", []) if holds_steps(directory) else [],
-        }
-        write_atomically(directory.record, (json.dumps(record, indent=1) + "\n").encode())
-        write_atomically(directory.run_file, tomli_w.dumps(to_table(spec)).encode())
-        directory.logs.mkdir(exist_ok=True)
-        _copy_tokenizer(tokenizer_folder, directory.tokenizer)
-        _take_over_published(spec.checkpoint.init_from, directory)
+        try:
+            changes = _check_owner(directory, spec, fingerprint)
+            _remove_temporaries(directory)
+            before = directory.read_record()
+            attempt = max(next_attempt(directory.events), before.get("attempts", 0), directory.next_journal())
+            record = {
+                "identity": identity(spec),
+                "data_fingerprint": fingerprint,
+                "attempts": attempt + 1,
+                "layout_changes": [*before.get("layout_changes", []), *changes],
+                "lineage": before.get("lineage", []) if holds_steps(directory) else [],
+            }
+            write_atomically(directory.record, (json.dumps(record, indent=1) + "\n").encode())
+            write_atomically(directory.run_file, tomli_w.dumps(to_table(spec)).encode())
+            directory.logs.mkdir(exist_ok=True)
+            _copy_tokenizer(tokenizer_folder, directory.tokenizer)
+            _take_over_published(spec.checkpoint.init_from, directory)
+        except BaseException:
+            os.close(lock_fd)
+            raise
     except OSError as error:
         raise RunDirectoryError(f"run directory {directory.path}: {_explain(error)}") from error
     return OpenRun(directory, spec, attempt, lock_fd, tuple(changes))
@@ -143,9 +147,11 @@ def _taken(fd: int) -> bool:
 
 def _check_owner(directory: RunDirectory, spec: RunSpec, fingerprint: str) -> list[str]:
     """Makes sure that the directory is this run's; what of its layout has changed since the last start."""
-    strangers = {
-        entry.name for entry in directory.path.iterdir() if not entry.name.startswith(".")
-    } - directory.names()
+    strangers = (
+        {entry.name for entry in directory.path.iterdir() if not entry.name.startswith(".")}
+        - directory.names()
+        - FLEET_NAMES
+    )
     if strangers and not directory.record.exists():
         raise RunDirectoryError(
             f"{directory.path} is not a run directory but holds {', '.join(sorted(strangers)[:3])}; "
@@ -167,7 +173,7 @@ def _check_owner(directory: RunDirectory, spec: RunSpec, fingerprint: str) -> li
             + "\n".join(f"  {line}" for line in found)
             + (child if command else "")
         )
-    recorded = read_small_json(directory.record).get("data_fingerprint", fingerprint)
+    recorded = directory.read_record().get("data_fingerprint", fingerprint)
     if recorded != fingerprint:
         raise RunDirectoryError(
             f"run directory {directory.path} was trained on other data "
@@ -190,7 +196,7 @@ def _remove_temporaries(directory: RunDirectory) -> None:
 
 def check_data(directory: RunDirectory, fingerprint: str) -> None:
     """Makes sure that this rank sees the data that the run was prepared with. Raises ``RunDirectoryError``."""
-    recorded = read_small_json(directory.record).get("data_fingerprint", fingerprint)
+    recorded = directory.read_record().get("data_fingerprint", fingerprint)
     if recorded != fingerprint:
         raise RunDirectoryError(
             f"this rank ({socket.gethostname()}) finds other data at data.path than the run was prepared with "

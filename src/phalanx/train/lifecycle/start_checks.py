@@ -22,7 +22,6 @@ from phalanx.run.directory import (
     is_committed,
     locate_checkpoints,
     read_resolved,
-    read_small_json,
 )
 from phalanx.run.lineage import taken_over_problems
 from phalanx.run.problems import Problem
@@ -123,7 +122,7 @@ def _taken_over_problems(
         return
     if source.run_file.is_file():
         yield from taken_over_problems(read_resolved(source), spec)
-    recorded = read_small_json(source.record).get("data_fingerprint", index.fingerprint)
+    recorded = source.read_record().get("data_fingerprint", index.fingerprint)
     if spec.checkpoint.init_with == "training" and recorded != index.fingerprint:
         yield Problem(
             "data.path",

@@ -17,7 +17,7 @@ from phalanx.checkpoint.format.errors import NoSuchStepError
 from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.restore import restore
-from phalanx.run.directory import RunDirectory, locate_checkpoints, read_small_json
+from phalanx.run.directory import RunDirectory, locate_checkpoints
 from phalanx.run.durable import write_atomically
 from phalanx.run.lineage import Origin, lineage_table, read_lineage
 from phalanx.run.spec import CheckpointSpec
@@ -66,10 +66,10 @@ def take_over(
 
 def _record(directory: RunDirectory, parent: RunDirectory, step: int, weights: str, init_with: str) -> None:
     """Notes the origin in the run's record, after the parent's own origins."""
-    above = read_small_json(parent.record)
+    above = parent.read_record()
     origin = Origin(str(parent.path), str(above.get("identity", "")), step, weights, init_with)
     record = {
-        **read_small_json(directory.record),
+        **directory.read_record(),
         "lineage": lineage_table([*read_lineage(above), origin]),
     }
     write_atomically(directory.record, (json.dumps(record, indent=1) + "\n").encode())
