@@ -31,7 +31,7 @@ import click
 sys.path.insert(0, str(Path(__file__).parent))
 
 from fuzz_cases import ROOT, SUBJECTS, Case, Good, make_good
-from phalanx.cli.main import _COMMANDS, phalanx_command
+from phalanx.cli.main import _COMMANDS, exit_code, phalanx_command
 
 CPU_LIMIT_S = 30
 WALL_LIMIT_S = 300
@@ -125,18 +125,10 @@ def _in_fork(case: Case, log: Path) -> int | None:
 
 
 def _run(case: Case) -> int:
-    """The exit code of ``phalanx`` with these words (``phalanx.cli.main``), ``_TRACEBACK`` where an exception would be printed."""
+    """The exit code of ``phalanx`` with these words, ``_TRACEBACK`` where Python would print an exception."""
     code = _TRACEBACK
     try:
-        phalanx_command(list(case.command), prog_name="phalanx", standalone_mode=False)
-        code = 0
-    except click.exceptions.Exit as ending:
-        code = ending.exit_code
-    except click.ClickException as error:
-        error.show()
-        code = error.exit_code
-    except click.Abort:
-        code = 130
+        code = exit_code(case.command)
     except SystemExit as ending:
         code = ending.code if isinstance(ending.code, int) else int(bool(ending.code))
     except BaseException:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import signal
 import sys
+from collections.abc import Sequence
 from types import FrameType
 
 import click
@@ -85,23 +86,38 @@ def phalanx_command() -> None:
 
 
 def main() -> None:
-    """Runs the command line; errors that a user can act on are printed without a traceback.
+    """Runs the command line of this process.
 
     SIGTERM, which Slurm sends at the end of a job's time, ends a command as an exception does, so that what is half
     written is removed; commands that can stop at a better place install handlers of their own.
     """
     signal.signal(signal.SIGTERM, _end)
+    sys.exit(exit_code(sys.argv[1:]))
+
+
+def exit_code(words: Sequence[str]) -> int:
+    """Runs ``phalanx`` with these words; errors that a user can act on are printed without a traceback.
+
+    Raises ``SystemExit`` as commands do, and whatever else a defect raises.
+    """
     try:
-        phalanx_command(standalone_mode=False)
+        phalanx_command(list(words), standalone_mode=False)
+        return 0
     except click.exceptions.Exit as ending:
-        sys.exit(ending.exit_code)
+        return ending.exit_code
     except click.ClickException as error:
         error.show()
-        sys.exit(error.exit_code)
+        return error.exit_code
     except (click.Abort, KeyboardInterrupt):
-        sys.exit(130)
+        return 130
     except BrokenPipeError:
-        sys.exit(0)
+        return 0
+    except OSError as error:
+        if error.filename is None:
+            raise
+        # A name that is too long, a link to itself, a file of another user, a full disk: the system says it as well as we could.
+        click.echo(f"Error: {error.filename}: {error.strerror}", err=True)
+        return 1
 
 
 def _end(number: int, _frame: FrameType | None) -> None:
