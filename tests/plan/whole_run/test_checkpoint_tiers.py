@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from example_clusters import h100s, with_rates
+from phalanx.hardware.catalog import cluster, systems
 from phalanx.plan.whole_run.checkpoint_tiers import TierError, tiers
 
 STATE_1T_BYTES = 14e12
@@ -67,3 +70,9 @@ def test_impossible_sizes_are_refused_by_name() -> None:
         tiers(h100s(8), -1)
     with pytest.raises(TierError, match="snapshot_overlap"):
         tiers(h100s(8), 1, snapshot_overlap=2)
+
+
+@pytest.mark.parametrize("key", systems())
+def test_every_system_of_the_catalog_can_save_in_every_tier(key: str) -> None:
+    found = tiers(cluster(f"{key}:4"), 1e9)
+    assert all(math.isfinite(tier.drain_s) and math.isfinite(tier.restore_s) for tier in found.values())

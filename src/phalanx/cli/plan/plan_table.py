@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from phalanx.plan.report.units import BETWEEN, CO2, DAYS, DOLLARS, ENERGY, POWER, unit_for, written
 from phalanx.plan.search.plan import Plan
 from phalanx.plan.search.search import RunnerUp
 from phalanx.plan.step_cost.estimate import Estimate
@@ -50,10 +51,14 @@ def _print_head(console: Console, plan: Plan) -> None:
 
 def _ranking(plan: Plan) -> Table:
     table = Table()
-    for column in ("layout", "step s", "MFU", "GB", "of", "GPUs", "days", "M$"):
+    days_of = [plan.tokens / found.tokens_per_s / 86_400 for found in plan.best]
+    usd_of = [
+        found.price_per_hour * found.ranks * days * 24 for found, days in zip(plan.best, days_of, strict=True)
+    ]
+    time, money = unit_for(days_of, DAYS), unit_for(usd_of, DOLLARS)
+    for column in ("layout", "step s", "MFU", "GB", "of", "GPUs", time.name, money.name):
         table.add_column(column, justify="left" if column == "layout" else "right", overflow="fold")
-    for found in plan.best:
-        days = plan.tokens / found.tokens_per_s / 86_400
+    for found, days, usd in zip(plan.best, days_of, usd_of, strict=True):
         table.add_row(
             str(found.layout),
             f"{found.step_s:.4g}",
@@ -61,10 +66,10 @@ def _ranking(plan: Plan) -> Table:
             f"{found.memory_bytes / 1e9:.1f}",
             f"{found.capacity_bytes / 1e9:.0f}",
             f"{found.ranks:,}",
-            f"{days:,.3g}",
-            f"{found.price_per_hour * found.ranks * days * 24 / 1e6:,.3g}",
+            time(days, digits=3),
+            money(usd, digits=3),
         )
-    table.caption = "days and M$ without failures; the whole run, with them, below"
+    table.caption = f"{time.name} and {money.name} without failures; the whole run, with them, below"
     table.caption_justify = "left"
     return table
 
@@ -168,15 +173,16 @@ def _run_table(plan: Plan) -> Table:
 def _run_rows(run: RunEstimate) -> Iterator[tuple[str, str]]:
     levels = run.goodput_by_level
     finish = run.finish_days
+    time = unit_for([run.days], DAYS)
     yield (
-        "days",
-        f"{run.days:,.4g} ({run.failure_free_days:,.4g} without failures), {_count(run.tokens_per_day)} tokens a day",
+        time.name,
+        f"{time(run.days)} ({time(run.failure_free_days)} without failures), {_count(run.tokens_per_day)} tokens a day",
     )
-    yield "finish", f"P5 {finish.p5:,.4g}, P50 {finish.p50:,.4g}, P95 {finish.p95:,.4g} days"
+    yield "finish", f"P5 {time(finish.p5)}, P50 {time(finish.p50)}, P95 {time(finish.p95)} {time.name}"
     yield "goodput", f"{run.goodput:.1%} (failure rates low {levels['low']:.1%}, high {levels['high']:.1%})"
     yield (
         "failures",
-        f"one every {run.mtti_s / 60:,.4g} minutes, {run.failures:,.0f} in all; recovery {run.recovery_s:,.4g} s",
+        f"{_failures(run)}; recovery {run.recovery_s:,.4g} s",
     )
     yield (
         "checkpoints",
@@ -185,9 +191,20 @@ def _run_rows(run: RunEstimate) -> Iterator[tuple[str, str]]:
     yield "spares", f"{run.spare_nodes:,} nodes ({run.spare_accelerators:,} accelerators)"
     yield (
         "energy",
-        f"{run.energy.total_kwh / 1e6:,.4g} GWh, {run.mean_power_w / 1e6:,.4g} MW, {run.co2_kg / 1e6:,.4g} kt CO2",
+        f"{written(run.energy.total_kwh, ENERGY)}, {written(run.mean_power_w, POWER)}, {written(run.co2_kg, CO2)} CO2",
     )
-    yield "cost", f"{run.cost.total_usd / 1e6:,.4g} M$, {run.usd_per_million_tokens:.3g} $ per million tokens"
+    yield (
+        "cost",
+        f"{written(run.cost.total_usd, DOLLARS)}, {run.usd_per_million_tokens:.3g} $ per million tokens",
+    )
+
+
+def _failures(run: RunEstimate) -> str:
+    """How often something fails, and how often in all; fewer than one is a chance."""
+    if math.isinf(run.mtti_s):
+        return "none are expected"
+    in_all = f"{run.failures:,.0f}" if run.failures >= 1 else f"{run.failures:.2g}"
+    return f"one every {written(run.mtti_s, BETWEEN)}, {in_all} in all"
 
 
 def _count(number: float) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 from phalanx.parallel.pipeline.schedules import Schedule
 from phalanx.plan.report.charts import Bar, Dot, GanttSpan, curves, gantt, scatter, stacked_bars, tornado
 from phalanx.plan.report.trace import TraceEvent, step_timeline
+from phalanx.plan.report.units import BETWEEN, CO2, DAYS, DOLLARS, ENERGY, unit_for, written
 from phalanx.plan.search.plan import Plan
 from phalanx.plan.search.sensitivity import CHANGE, days_changes, step_changes
 from phalanx.plan.step_cost.estimate import Estimate, Evaluation, prepare
@@ -65,6 +66,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[object]], kind: str = ""
 
 def _answer(plan: Plan) -> str:
     run, chosen, error = plan.run, plan.chosen, plan.aim.step_error
+    time = unit_for([run.days], DAYS)
     announced = (
         " Its accelerator is announced, not for sale yet."
         if plan.job.cluster.accelerator.announced_only
@@ -73,8 +75,8 @@ def _answer(plan: Plan) -> str:
     text = (
         f"{plan.job.workload.counts.parameters / 1e9:,.5g} B parameters, {plan.tokens / 1e12:,.4g} T tokens on "
         f"{chosen.ranks:,} x {plan.job.cluster.accelerator.name}: a step of {chosen.step_s:.4g} s +- {error:.0%}, "
-        f"MFU {chosen.mfu:.1%}, {run.days:,.4g} days (P5 {run.finish_days.p5:,.4g}, P95 {run.finish_days.p95:,.4g}), "
-        f"{run.cost.total_usd / 1e6:,.4g} M$, {run.energy.total_kwh / 1e6:,.4g} GWh.{announced}"
+        f"MFU {chosen.mfu:.1%}, {time(run.days)} {time.name} (P5 {time(run.finish_days.p5)}, P95 {time(run.finish_days.p95)}), "
+        f"{written(run.cost.total_usd, DOLLARS)}, {written(run.energy.total_kwh, ENERGY)}.{announced}"
     )
     rows = [
         (
@@ -197,11 +199,15 @@ def _losers(plan: Plan) -> str:
 
 
 def _sensitivity(plan: Plan) -> str:
-    days = [(name, f"{value:,.4g}") for name, value in days_changes(plan).items()]
+    changes = {"as planned": plan.run.days, **days_changes(plan)}
+    time = unit_for([plan.run.days], DAYS)
     return (
         f"<p>Change of the step when a figure is {CHANGE:.0%} lower or higher, the layout kept:</p>"
         + tornado(step_changes(plan), "% of the step")
-        + _table(("days of the run, with", "days"), [("as planned", f"{plan.run.days:,.4g}"), *days])
+        + _table(
+            (f"{time.name} of the run, with", time.name),
+            [(name, time(days)) for name, days in changes.items()],
+        )
     )
 
 
@@ -220,24 +226,25 @@ def _curve(plan: Plan, level: RateLevel, intervals: Sequence[float]) -> Iterator
 
 def _run(plan: Plan) -> str:
     run = plan.run
+    time = unit_for([run.days], DAYS)
     shares = {name: share for name, share in run.breakdown.items() if share > 0}
     rows = [
         ("steps", f"{run.steps:,}"),
         ("tokens per day", f"{run.tokens_per_day:,.4g}"),
-        ("days without failures", f"{run.failure_free_days:,.4g}"),
-        ("days", f"{run.days:,.4g}"),
+        (f"{time.name} without failures", time(run.failure_free_days)),
+        (time.name, time(run.days)),
         (
             "finish P5, P50, P95",
-            f"{run.finish_days.p5:,.4g}, {run.finish_days.p50:,.4g}, {run.finish_days.p95:,.4g}",
+            f"{time(run.finish_days.p5)}, {time(run.finish_days.p50)}, {time(run.finish_days.p95)}",
         ),
         ("goodput", f"{run.goodput:.2%}"),
-        ("time to interruption", f"{run.mtti_s / 60:,.4g} min"),
+        ("time to interruption", written(run.mtti_s, BETWEEN)),
         ("failures", f"{run.failures:,.0f}"),
         ("checkpoints", f"every {run.interval_s:,.4g} s, {run.tier.name}"),
         ("spare nodes", f"{run.spare_nodes:,}"),
-        ("energy", f"{run.energy.total_kwh / 1e6:,.4g} GWh"),
-        ("CO2", f"{run.co2_kg / 1e6:,.4g} kt"),
-        ("cost", f"{run.cost.total_usd / 1e6:,.4g} M$"),
+        ("energy", written(run.energy.total_kwh, ENERGY)),
+        ("CO2", written(run.co2_kg, CO2)),
+        ("cost", written(run.cost.total_usd, DOLLARS)),
     ]
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in (*run.warnings, *plan.notes))
     return _table(("", ""), rows) + stacked_bars([Bar("wall time", shares)], "share") + notes

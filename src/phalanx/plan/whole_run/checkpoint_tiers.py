@@ -69,9 +69,9 @@ def tiers(
     node_bytes = own_bytes * min(cluster.per_node, number)
     copy_s = own_bytes / cluster.accelerator.host_bytes_per_s.value
     stall_s = copy_s * (1 - snapshot_overlap)
-    send_s = (
-        own_bytes / cluster.fabric.bytes_per_s.value if cluster.fabric.bytes_per_s.value else float("inf")
-    )
+    # A cluster without a fabric is one scale-up domain; state then goes to a peer over its links.
+    link_bytes_per_s = cluster.fabric.bytes_per_s.value or cluster.domain.bytes_per_s.value
+    send_s = own_bytes / link_bytes_per_s if link_bytes_per_s else float("inf")
     flash_s = node_bytes / NVME_BYTES_PER_S.value
     store_s = max(checkpoint_bytes / cluster.storage_bytes_per_s.value, 0.0 if number == 1 else send_s)
 

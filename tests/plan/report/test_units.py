@@ -1,0 +1,45 @@
+"""Figures of plans are in units in which they can be read, whatever the run's size."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.plan.report.units import BETWEEN, CO2, DAYS, DOLLARS, ENERGY, POWER, Unit, unit_for, written
+
+ALL = {
+    "days": DAYS,
+    "between": BETWEEN,
+    "energy": ENERGY,
+    "power": POWER,
+    "co2": CO2,
+    "dollars": DOLLARS,
+}
+
+
+@pytest.mark.parametrize("units", ALL.values(), ids=ALL.keys())
+@given(value=st.floats(1e-3, 1e12))
+def test_a_figure_can_be_read_back_and_is_at_least_one_where_a_unit_allows_it(
+    units: tuple[Unit, ...], value: float
+) -> None:
+    number, name = written(value, units).split()
+    (unit,) = [unit for unit in units if unit.name == name]
+    shown = float(number.replace(",", ""))
+    assert shown * unit.size == pytest.approx(value, rel=1e-3)
+    assert shown >= 0.999 or unit == units[-1]
+
+
+def test_a_toy_run_takes_seconds_and_cents_and_a_large_one_days_and_millions() -> None:
+    assert written(3.088e-05, DAYS) == "2.668 s"
+    assert written(54.0, DAYS) == "54 days"
+    assert written(0.0148, DOLLARS) == "0.0148 $"
+    assert written(6.2e7, DOLLARS) == "62 M$"
+    assert written(6.178e-3, ENERGY) == "6.178 Wh"
+
+
+def test_the_figures_of_a_column_have_one_unit() -> None:
+    assert unit_for([0.2, 0.5, math.inf], DAYS).name == "hours"
+    assert unit_for([math.inf], DAYS).name == "days"
