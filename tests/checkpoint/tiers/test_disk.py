@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -206,6 +207,15 @@ def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageError, match="file"):
         DiskTier(tmp_path / "file" / "checkpoints")
+
+
+def test_a_root_that_was_removed_costs_what_was_in_it_and_no_later_save(tier: DiskTier) -> None:
+    saver = AsyncSaver(tier, 0, 1, attempt=0, timeout_s=30)
+    shutil.rmtree(tier.root)
+    saver.save(109, shards_of({"w": torch.ones(3)}), {})
+    saver.close()
+    assert [outcome.status for outcome in saver.poll()] == ["committed"]
+    assert tier.steps() == [109]
 
 
 def test_verify_reports_progress_up_to_every_byte(tier: DiskTier) -> None:

@@ -12,15 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.fleet.control.fleet_file import FleetFile, fleet_file, write_fleet_file
+from phalanx.fleet.control.fleet_file import FleetFile, Member, fleet_file, write_fleet_file
 from phalanx.fleet.core.decide import initial_state
 from phalanx.fleet.core.settings import CoreSettings, Formation
 from phalanx.fleet.core.state import FleetPhase
-from phalanx.fleet.node import revival
+from phalanx.fleet.node import local_fleet, revival
 from phalanx.fleet.node.local_fleet import LocalFleet, run_fleet
 from phalanx.fleet.node.revival import MOST_DEATHS, Revival
 from phalanx.fleet.node.session import Session
@@ -118,6 +119,35 @@ def test_a_fleet_whose_run_directory_is_removed_ends_with_a_message(
     assert (ending.status, ending.exit_code) == ("failed", 1)
     assert "is gone" in ending.message
     assert "start the run anew" in ending.message
+
+
+def waiting(*roles: str) -> FleetFile:
+    state = initial_state(CoreSettings(Formation(1, (1, 2)), wanted_nodes=2), 0.0)
+    file = fleet_file(state, "run", "127.0.0.1:1", frozenset(), Counter(), 0)
+    members = tuple(
+        Member(f"node-{n}", role, "h", why="3 failures" if role == "quarantined" else "")
+        for n, role in enumerate(roles)
+    )
+    return msgspec.structs.replace(file, members=members, phase=FleetPhase.WAITING)
+
+
+@pytest.mark.parametrize(
+    ("roles", "stuck"),
+    [
+        (("quarantined", "quarantined", "spare"), True),
+        (("quarantined", "drained", "quarantined"), True),
+        (("quarantined", "warming", "spare"), False),
+        (("quarantined", "quarantined", "lost"), False),
+        (("spare", "spare", "spare"), False),
+    ],
+)
+def test_a_fleet_is_stuck_if_every_node_that_could_help_it_is_barred(
+    roles: tuple[str, ...], stuck: bool
+) -> None:
+    why = local_fleet._no_way_on(waiting(*roles), 3)
+    assert bool(why) == stuck
+    assert not stuck or "node-0 is quarantined (3 failures)" in why
+    assert not local_fleet._no_way_on(msgspec.structs.replace(waiting(*roles), phase=FleetPhase.RUNNING), 3)
 
 
 @given(

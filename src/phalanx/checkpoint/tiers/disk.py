@@ -85,7 +85,7 @@ class DiskTier:
         data = image.data[: image.layout.nbytes]
         file = f"rank-{rank:05d}.safetensors"
         with storage_errors(folder, data.nbytes):
-            folder.mkdir(exist_ok=True)
+            self._make(folder)
         require_room(folder, data.nbytes)
         written = write_blocks(
             folder / file,
@@ -98,10 +98,15 @@ class DiskTier:
         )
         _write_record(folder / f"rank-{rank:05d}.json", encode_manifest(manifest))
 
+    def _make(self, folder: Path) -> None:
+        """Makes a draft's folder, and the root again if somebody has removed it: later saves must not fail for that."""
+        self.root.mkdir(exist_ok=True)
+        folder.mkdir(exist_ok=True)
+
     def fail(self, draft: Draft, rank: int, reason: str) -> None:
         folder = self.draft_folder(draft)
         with storage_errors(folder, len(reason)):
-            folder.mkdir(exist_ok=True)
+            self._make(folder)
             (folder / f"rank-{rank:05d}.failed").write_text(reason)
 
     def commit(

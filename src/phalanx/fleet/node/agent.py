@@ -279,7 +279,7 @@ class Agent:
 
     def _on_exit(self, index: int, code: int, text: str) -> None:
         self._workers.pop(index, None)
-        self.log(f"worker {index} ended with code {code}")
+        self.log(f"worker {index} ended with code {code} {text if code > 0 else ''}".rstrip())
         self._do(self._state.on_exit(index, code, text, time.time()))
 
     # --- effects -------------------------------------------------------------------------------
@@ -338,14 +338,17 @@ class Agent:
         ]
         log = RunDirectory(self._args.run_dir).named_log(self._args.attempt, f"{self._args.node}-{index}")
         self._state.on_started(index, time.monotonic())
-        self._workers[index] = await WorkerProcess.start(
-            command,
-            segments,
-            self._spec.runtime.threads,
-            log,
-            lambda said: self._on_worker_message(index, said),
-            lambda code, text: self._on_exit(index, code, text),
-        )
+        try:
+            self._workers[index] = await WorkerProcess.start(
+                command,
+                segments,
+                self._spec.runtime.threads,
+                log,
+                lambda said: self._on_worker_message(index, said),
+                lambda code, text: self._on_exit(index, code, text),
+            )
+        except OSError as error:  # no memory, no processes or no disk now: tried again like one that has died
+            self._on_exit(index, 1, f"it could not be started: {error}")
 
     async def _push(self, index: int, taken: SnapshotTaken, address: str) -> None:
         """Streams a snapshot to its buddy, again and again until it has arrived or its epoch is over."""

@@ -34,6 +34,8 @@ from phalanx.train.lifecycle.worker import EXIT_STOPPED
 
 _POLL_S = 0.1
 _FAREWELL_S = 10.0
+_LOOK_S, _STUCK_S = 1.0, 60.0
+"""A fleet that has no way on is ended after this time, in which an operator can let nodes in (``phalanx fleet add``)."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,11 @@ class _Processes:
     """The process that was given up, if the fleet ended for that."""
     hopeless: bool = False
     """It said that another start would find the same, so that there was none."""
+    stuck: str = ""
+    """Why the run was asked to stop, if that was not by the user."""
+    looked_s: float = 0.0
+    way_on_s: float = math.inf
+    """When the fleet could last be seen to train, or to be about to."""
 
     def start(self) -> None:
         """Starts the coordinator and all agents; the agents poll fleet.json for its address."""
@@ -176,6 +183,7 @@ class _Processes:
         if not self.over:
             self._hand_on_stop()
             self._look_after_agents()
+            self._look_for_a_way_on()
         return self.over
 
     def wait(self) -> None:
@@ -303,6 +311,20 @@ class _Processes:
         else:
             self.dead.pop(name, None)
 
+    def _look_for_a_way_on(self) -> None:
+        """Asks the run to stop if it waits for nodes that only an operator can give it, and nobody has for a while."""
+        now_s = time.monotonic()
+        if self.fleet.lead is not None or self.orders.made or now_s < self.looked_s + _LOOK_S:
+            return
+        self.looked_s, seen = now_s, self.seen()
+        why = _no_way_on(seen, len(self.agents)) if seen is not None and not self.dead else ""
+        if not why:
+            self.way_on_s = now_s
+        elif now_s - self.way_on_s > _STUCK_S:
+            self.stuck = why
+            self.orders.tell(f"stopping: {why}")
+            self.ask_to_stop()
+
     # --- processes -----------------------------------------------------------------------------
 
     def end(self) -> None:
@@ -338,6 +360,17 @@ def _standing(seen: FleetFile | None) -> tuple[FleetPhase, int, int] | None:
     return None if seen is None else (seen.phase, seen.epoch, seen.step)
 
 
+def _no_way_on(seen: FleetFile, agents: int) -> str:
+    """Why a fleet that waits will wait for ever unless an operator helps; empty if it need not, or trains."""
+    barred = [member for member in seen.members if member.role in ("quarantined", "drained")]
+    # A node that is lost or warming may be a spare in a moment; one without an agent is brought back.
+    settled = len(barred) + sum(member.role == "spare" for member in seen.members) == agents
+    if seen.phase not in (FleetPhase.WAITING, FleetPhase.FORMING) or not barred or not settled:
+        return ""
+    named = "; ".join(f"{member.name} is {member.role} ({member.why[:200]})" for member in barred)
+    return f"too few nodes are left to train on: {named}"
+
+
 def _ending(run: OpenRun, processes: _Processes) -> Ending:
     seen = processes.seen()
     if run.directory.finished_result() is not None:
@@ -346,6 +379,8 @@ def _ending(run: OpenRun, processes: _Processes) -> Ending:
         return Ending("failed", None, 1, _gave_up(run, processes))
     if seen is not None and seen.phase is FleetPhase.FINISHED and seen.result_json:
         return Ending("finished")
+    if processes.stuck:
+        return Ending("failed", None, 1, processes.stuck)
     if seen is not None and seen.phase is FleetPhase.FAILED:
         return Ending("failed", None, 1, seen.reason)
     # The coordinator ended with code 0, so it finished or was stopped, and there is no result.

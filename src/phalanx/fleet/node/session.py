@@ -30,6 +30,7 @@ class Session:
         cls, command: Sequence[str], environment: Mapping[str, str], log: Path, keep_open: Sequence[int] = ()
     ) -> Session:
         """Starts ``command``; its output is appended to ``log``, and it inherits the descriptors ``keep_open``. Raises OSError."""
+        log.parent.mkdir(exist_ok=True)  # somebody may have removed it
         with log.open("ab") as output:
             return cls(
                 subprocess.Popen(

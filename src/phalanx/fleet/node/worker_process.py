@@ -51,7 +51,11 @@ class WorkerProcess:
             log: The file to which its output is appended.
             on_message: Called with each of its messages.
             on_exit: Called once, with its exit code (below 0: the signal) and the end of its log.
+
+        Raises:
+            OSError: It cannot be started.
         """
+        log.parent.mkdir(exist_ok=True)  # somebody may have removed it
         ours, theirs = socket.socketpair()
         environment = {
             **os.environ,
@@ -60,15 +64,19 @@ class WorkerProcess:
             # PyTorch reads this when the first process group is made: the record shows which collective a run hangs in.
             "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_FR_BUFFER_SIZE", RECORDED_COLLECTIVES),
         }
-        with theirs, log.open("ab") as output:
-            process = subprocess.Popen(
-                [*command, "--link", str(theirs.fileno())],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno(), *descriptors],
-            )
+        try:
+            with theirs, log.open("ab") as output:
+                process = subprocess.Popen(
+                    [*command, "--link", str(theirs.fileno())],
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=[theirs.fileno(), *descriptors],
+                )
+        except OSError:
+            ours.close()
+            raise
         worker = cls(process, log)
         reader, worker._writer = await asyncio.open_connection(sock=ours)
         worker._watch = asyncio.create_task(worker._follow(reader, on_message, on_exit))
