@@ -38,6 +38,7 @@ DENSE = ModelSpec(
     rope_fraction=0.5,
     attention_pattern=("window", "full", "no-position"),
     window=7,
+    norm_placement="both",
     window_rope_theta=100.0,
 )
 MIXTURE = ModelSpec(

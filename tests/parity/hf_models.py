@@ -9,12 +9,16 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
     DeepseekV3Config,
     Dots1Config,
     Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    OlmoeConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -23,6 +27,7 @@ from transformers import (
 )
 
 from phalanx.checkpoint.interop.huggingface_config import parameter_name, spec_of
+from phalanx.checkpoint.interop.huggingface_families import FAMILIES
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
 
@@ -76,6 +81,11 @@ DENSE: dict[str, Any] = {
         **SMALL, head_dim=16, attention_out_bias=True, mlp_bias=True, **NO_DROPOUT
     ),
     "seed oss, no biases": SeedOssConfig(**SMALL, head_dim=16, attention_bias=False, **NO_DROPOUT),
+    "olmo2": Olmo2Config(**SMALL),
+    "olmo2, as many key heads, biases": Olmo2Config(
+        **{**SMALL, "num_key_value_heads": 4}, attention_bias=True
+    ),
+    "olmo3": Olmo3Config(**{**SMALL, "num_hidden_layers": 5}, sliding_window=10),
     "qwen3": Qwen3Config(**SMALL, head_dim=16),
     "qwen3, windows by turns": Qwen3Config(
         **{**SMALL, "num_hidden_layers": 4},
@@ -142,6 +152,12 @@ DEEPSEEK_MIXTURE: dict[str, Any] = {
 PARTIAL = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
 GLM4_MOE: dict[str, Any] = {**DEEPSEEK_MIXTURE, "head_dim": 12, "num_mtp_layers": 0}
 
+DEEPSEEK_V2: dict[str, Any] = {
+    **{key: value for key, value in DEEPSEEK.items() if key != "num_nextn_predict_layers"},
+    "routed_scaling_factor": 1.7,
+    "topk_method": "group_limited_greedy",
+}
+
 MIXTURES: dict[str, Any] = {
     "mixtral": MixtralConfig(**SMALL, num_local_experts=4),
     "mixtral, window": MixtralConfig(**SMALL, num_local_experts=4, sliding_window=9),
@@ -158,6 +174,13 @@ MIXTURES: dict[str, Any] = {
     "glm 4.5, with query and key norms": Glm4MoeConfig(
         **{**GLM4_MOE, "n_shared_experts": 2}, use_qk_norm=True, rope_parameters=PARTIAL
     ),
+    "olmoe": OlmoeConfig(
+        **{**SMALL, "intermediate_size": 16}, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True
+    ),
+    "deepseek v2": DeepseekV2Config(**DEEPSEEK_V2),
+    "deepseek v2, greedy, other eps": DeepseekV2Config(
+        **{**DEEPSEEK_V2, "topk_method": "greedy", "q_lora_rank": None}, rms_norm_eps=1e-3
+    ),
     "dots 1": Dots1Config(**DEEPSEEK_MIXTURE, head_dim=12, attention_bias=True, sliding_window=None),
     "dots 1, windows": Dots1Config(**DEEPSEEK_MIXTURE, head_dim=12, sliding_window=8, max_window_layers=1),
     "deepseek v3": DeepseekV3Config(**DEEPSEEK),
@@ -173,7 +196,20 @@ MIXTURES: dict[str, Any] = {
         **DEEPSEEK, rope_parameters=YARN
     ),
 }
-CONFIGS = {**DENSE, "llama, yarn": LlamaConfig(**SMALL, rope_parameters=YARN), **MIXTURES}
+CONFIGS = {
+    **DENSE,
+    "llama, yarn": LlamaConfig(**SMALL, rope_parameters=YARN),
+    "olmo3, yarn in layers without a window": Olmo3Config(
+        **{**SMALL, "num_hidden_layers": 3},
+        sliding_window=10,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": YARN,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    ),
+    **MIXTURES,
+}
 
 
 def hf_model(config: Any, seed: int = 0, attention: str = "sdpa") -> Any:
@@ -205,13 +241,15 @@ def in_our_words(named: Iterable[tuple[str, Tensor]], config: Any) -> dict[str, 
                 name.replace("model.layers", "blocks").replace("mlp.experts.down_proj", "ffn.experts.down")
             ] = value
         else:
-            ours[parameter_name(name)] = _in_halves(name, value, config)
+            # In memory the names of mixtures are the same for all families.
+            family = FAMILIES[config.model_type] if "layernorm" in name else None
+            ours[parameter_name(name, family)] = _in_halves(name, value, config)
     return ours
 
 
 def _in_halves(name: str, value: Tensor, config: Any) -> Tensor:
     """Rows that are rotated, from neighbors `x0 y0 x1 y1` to halves `x0 x1 y0 y1`."""
-    if not getattr(config, "rope_interleave", False):
+    if not getattr(config, "rope_interleave", config.model_type == "deepseek_v2"):
         return value
     turned = config.qk_rope_head_dim
     if "q_proj" in name or "q_b_proj" in name:

@@ -27,6 +27,7 @@ from parity.hf_models import (
     random_tokens,
 )
 from phalanx.checkpoint.interop.huggingface_config import hf_config_of, hf_name, spec_of
+from phalanx.checkpoint.interop.huggingface_families import FAMILIES
 from phalanx.model.facts.counts import count
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import parameters, resolve
@@ -89,7 +90,9 @@ def test_weights_go_there_and_back_bit_for_bit(config: Any) -> None:
     theirs = hf_model(config)
     ours = our_model(theirs)
     back = hf_model(config, seed=1)
-    back.load_state_dict({hf_name(name): value for name, value in ours.named_parameters()}, strict=False)
+    family = FAMILIES[config.model_type]
+    named = {hf_name(name, ours.spec, family): value for name, value in ours.named_parameters()}
+    back.load_state_dict(named, strict=False)
     for (name, first), (_, second) in zip(theirs.named_parameters(), back.named_parameters(), strict=True):
         assert torch.equal(first, second), name
 

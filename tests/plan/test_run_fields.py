@@ -74,6 +74,8 @@ CHANGES: dict[str, tuple[RunSpec, Any]] = {
     "model.qk_norm": (DENSE, True),
     "model.attention_bias": (DENSE, True),
     "model.qkv_bias": (DENSE, True),
+    "model.qk_norm_width": (replace(LONG, model=replace(DENSE.model, qk_norm=True)), "all"),
+    "model.norm_placement": (DENSE, "both"),
     "model.rope_fraction": (DENSE, 0.5),
     "model.attention_pattern": (WINDOWED, ("window",)),
     "model.window": (WINDOWED, 512),

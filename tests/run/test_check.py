@@ -77,6 +77,19 @@ def test_layers_with_a_window_and_the_window_come_together(path: str, fields: di
     assert check(RunSpec(model=whole)) == []
 
 
+def test_norms_over_all_heads_are_asked_for_where_heads_are_normalized_and_stay_whole() -> None:
+    model = ModelSpec(qk_norm_width="all")
+    assert only_problem(model=model).path == "model.qk_norm_width"
+    model = replace(model, qk_norm=True)
+    assert check(RunSpec(model=model)) == []
+    assert only_problem(model=model, parallel=ParallelSpec(tensor=2)).path == "parallel.tensor"
+
+
+def test_a_group_judged_by_its_best_may_have_one_expert() -> None:
+    moe = MoeSpec(experts=4, groups=4, groups_per_token=3, group_score="best")
+    assert check(RunSpec(model=ModelSpec(moe=moe))) == []
+
+
 def test_key_heads_divide_query_heads() -> None:
     problem = only_problem(model=ModelSpec(heads=4, kv_heads=3))
     assert problem.path == "model.kv_heads"

@@ -1,4 +1,4 @@
-"""One layer: attention and feed-forward, each normalized before and added to the residual stream."""
+"""One layer: attention and feed-forward, each normalized before or after and added to the residual stream."""
 
 from __future__ import annotations
 
@@ -28,11 +28,14 @@ class Block(nn.Module):
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(spec.dim, spec.norm_eps)
+        before, after = spec.norm_placement != "after", spec.norm_placement != "before"
+        self.attention_norm = RMSNorm(spec.dim, spec.norm_eps) if before else None
         self.attention = _ATTENTION[attention_kind(spec)](spec, layer)
-        self.ffn_norm = RMSNorm(spec.dim, spec.norm_eps)
+        self.attention_post_norm = RMSNorm(spec.dim, spec.norm_eps) if after else None
+        self.ffn_norm = RMSNorm(spec.dim, spec.norm_eps) if before else None
         mixture = spec.moe is not None and is_mixture(spec, layer)
         self.ffn = MoE(spec, spec.moe) if mixture and spec.moe else FeedForward(spec, spec.ffn_dim)
+        self.ffn_post_norm = RMSNorm(spec.dim, spec.norm_eps) if after else None
 
     def forward(
         self,
@@ -43,6 +46,13 @@ class Block(nn.Module):
         cache: LayerCache | None = None,
     ) -> Tensor:
         """``(b, s, d)`` to ``(b, s, d)``."""
-        x = x + self.attention(self.attention_norm(x), cos, sin, documents, cache)
-        mixed: Tensor = self.ffn(self.ffn_norm(x))
-        return x + mixed
+        mixed = self.attention(_normed(x, self.attention_norm), cos, sin, documents, cache)
+        x = x + _normed(mixed, self.attention_post_norm)
+        return x + _normed(self.ffn(_normed(x, self.ffn_norm)), self.ffn_post_norm)
+
+
+def _normed(x: Tensor, norm: RMSNorm | None) -> Tensor:
+    if norm is None:
+        return x
+    normalized: Tensor = norm(x)
+    return normalized

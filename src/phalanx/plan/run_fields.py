@@ -144,6 +144,7 @@ _MODEL_EXCEPTIONS = {
             **_all("beta_fast beta_slow mscale mscale_all_dim", _COEFFICIENT),
         },
     ),
+    **_in("model.mla", {"norm_eps": _COEFFICIENT}),
     **_in(
         "model.moe",
         {
@@ -154,6 +155,7 @@ _MODEL_EXCEPTIONS = {
             "groups_per_token": _irrelevant(
                 "each copy of a token is sent to its expert, whatever group that is of"
             ),
+            "group_score": _irrelevant("a few numbers for each token"),
             **_all("scale bias_speed", _COEFFICIENT),
             **_all("aux_loss z_loss", _irrelevant("a loss of the router's outputs, which are few")),
         },

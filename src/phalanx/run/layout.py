@@ -121,6 +121,7 @@ def _tensor(spec: RunSpec) -> Iterator[Problem]:
     degree = spec.parallel.tensor
     if degree == 1:
         return
+    yield from (problem for axis, problem in undivided(spec.model) if axis == "tensor")
     for path, size in tensor_sizes(spec.model):
         if size % degree:
             yield Problem(

@@ -53,6 +53,8 @@ class MlaSpec:
     """Elements of a head's query and key that are rotated; the key's are shared by all heads."""
     value_head_dim: Annotated[int, POSITIVE] = 32
     """Elements of a head's value."""
+    norm_eps: Annotated[float, LATER, NOT_NEGATIVE] = 0.0
+    """Epsilon of the norms of latents; 0 means model.norm_eps."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ class MoeSpec:
     """Number of groups that the experts are divided into for group-limited routing (DeepSeek-V3)."""
     groups_per_token: Annotated[int, POSITIVE] = 1
     """Number of groups that one token's experts may come from."""
+    group_score: Annotated[Literal["two-best", "best"], LATER] = "two-best"
+    """Score of a group: the sum of the scores of its two best experts (DeepSeek-V3), or that of the best (DeepSeek-V2)."""
     balance_bias: bool = False
     """If true, experts are balanced without an auxiliary loss: a bias per expert, added to the scores when experts are
     chosen, moves after each step against that expert's load (arXiv 2408.15664)."""
@@ -127,6 +131,10 @@ class ModelSpec:
     """Epsilon of RMSNorm, added to the mean square."""
     qk_norm: bool = False
     """If true, queries and keys are RMS-normalized per head (Qwen3)."""
+    qk_norm_width: Annotated[Literal["head", "all"], LATER] = "head"
+    """Elements that qk_norm normalizes together: those of a "head", or of "all" heads (OLMo 2), which tensor ranks cannot divide."""
+    norm_placement: Annotated[Literal["before", "after", "both"], LATER] = "before"
+    """Place of a block's norms: "before" attention and feed-forward layer, "after" them and before the residual sum (OLMo 2), or "both"."""
     attention_bias: bool = False
     """If true, the query, key, value and output projections have biases."""
     qkv_bias: Annotated[bool, LATER] = False

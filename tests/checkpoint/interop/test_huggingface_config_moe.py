@@ -19,6 +19,7 @@ from phalanx.checkpoint.interop.huggingface_config import (
     spec_of,
     storage_of,
 )
+from phalanx.checkpoint.interop.huggingface_layers import LATENT_EPS
 from phalanx.checkpoint.interop.huggingface_names import RotaryRows, published, shared_copies
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import resolve
@@ -249,7 +250,7 @@ def models(draw: st.DrawFn) -> ModelSpec:
         ffn_dim=ffn_dim,
         vocab_size=draw(st.integers(1, 100)),
         tie_embeddings=draw(st.booleans()),
-        norm_eps=draw(st.floats(1e-8, 1e-3)),
+        norm_eps=draw(st.floats(1e-8, 1e-3).filter(lambda eps: eps != LATENT_EPS)),
         rope_theta=draw(st.floats(2, 1e6)),
         moe=moe,
     )
@@ -263,7 +264,12 @@ def models(draw: st.DrawFn) -> ModelSpec:
         moe = dataclasses.replace(moe, every=draw(st.integers(1, layers - first_dense)))
         return dataclasses.replace(spec, qk_norm=True, attention_bias=draw(st.booleans()), moe=moe)
     mla = MlaSpec(
-        draw(st.integers(0, 9)), draw(_WIDTHS), draw(_WIDTHS), 2 * draw(st.integers(1, 9)), draw(_WIDTHS)
+        draw(st.integers(0, 9)),
+        draw(_WIDTHS),
+        draw(_WIDTHS),
+        2 * draw(st.integers(1, 9)),
+        draw(_WIDTHS),
+        LATENT_EPS,
     )
     stretched = RopeScalingSpec(
         "yarn", draw(st.floats(1, 64)), 64, beta_fast=4, mscale=0.5, mscale_all_dim=0.7

@@ -182,10 +182,16 @@ def test_missing_and_foreign_experts_are_named(tmp_path: Path) -> None:
         assert part in str(caught.value)
 
 
-def test_another_eps_in_the_norms_of_latents_than_that_of_transformers_is_noted(tmp_path: Path) -> None:
-    config = DeepseekV3Config(**DEEPSEEK, rms_norm_eps=1e-5)
-    imported = import_hf(saved_by_transformers(config, tmp_path / "published"), tmp_path / "run")
-    assert "rms_norm_eps = 1e-05" in imported.notes[0]
+def test_the_norms_of_latents_have_the_eps_of_transformers_whatever_the_others_have(tmp_path: Path) -> None:
+    config = DeepseekV3Config(**DEEPSEEK, rms_norm_eps=1e-3)
+    published = saved_by_transformers(config, tmp_path / "published")
+    imported = import_hf(published, tmp_path / "run")
+    assert imported.notes == ()
+    assert imported.spec.mla is not None
+    assert (imported.spec.norm_eps, imported.spec.mla.norm_eps) == (1e-3, 1e-6)
+    ours, theirs = imported_model(tmp_path / "run", imported.spec), hf_model(config)
+    tokens = random_tokens(imported.spec, 2, 40)
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_a_bias_that_the_checkpoint_lacks_is_not_taken_for_zeros(tmp_path: Path) -> None:

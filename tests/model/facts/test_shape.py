@@ -21,6 +21,8 @@ ODD = {
     "tied": replace(SMALL, tie_embeddings=True),
     "attention bias": replace(SMALL, attention_bias=True),
     "bias of queries, keys and values": replace(SMALL, qkv_bias=True),
+    "norms after": replace(SMALL, norm_placement="after", qk_norm=True, qk_norm_width="all", kv_heads=2),
+    "norms before and after": replace(SMALL, norm_placement="both"),
     "windows": replace(SMALL, attention_pattern=("window", "full"), window=6),
     "feed-forward bias": replace(SMALL, ffn_bias=True),
     "gelu": replace(SMALL, ffn="gelu"),

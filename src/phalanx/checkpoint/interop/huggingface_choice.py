@@ -58,8 +58,6 @@ def unsayable(spec: ModelSpec, family: Family) -> list[str]:
         if path in fields and fields[path] != value
     ]
     problems += family.check(spec)
-    if family.model_type == "qwen2" and spec.dim != spec.heads * spec.head_dim:
-        problems.append(f"head_dim = {spec.head_dim}: {name} has only dim / heads")
     if "moe.shared" in family.fields and not fields["moe.shared"]:
         problems.append(f"moe.shared = 0: {name} has routed and shared experts")
     return problems

@@ -124,7 +124,7 @@ def hf_config_of(
         **family.write(spec),
         "hidden_act": "silu",
         "max_position_embeddings": max_seq_len or _DEFAULT_MAX_SEQ_LEN,
-        "rope_parameters": {**stretch, "rope_theta": spec.rope_theta},
+        "rope_parameters": _rope_parameters(spec, family, stretch),
         "rope_theta": spec.rope_theta,
         "rope_scaling": None if spec.rope_scaling is None else stretch,
         "attention_dropout": 0.0,
@@ -135,6 +135,15 @@ def hf_config_of(
         "torch_dtype": dtype,
         "dtype": dtype,
     }
+
+
+def _rope_parameters(spec: ModelSpec, family: Family, stretch: Mapping[str, object]) -> dict[str, object]:
+    full = {**stretch, "rope_theta": spec.rope_theta}
+    if "window_rope_theta" not in family.said:
+        return full
+    theta = spec.window_rope_theta
+    windowed = {"rope_type": "default", "rope_theta": theta} if theta else full
+    return {"full_attention": full, "sliding_attention": windowed}
 
 
 def _stretch_of(scaling: RopeScalingSpec | None) -> dict[str, object]:
@@ -187,7 +196,7 @@ def spec_of(hf_config: JsonObject) -> ModelSpec:
         problems.append("layer_types: supported: 'full_attention' alone")
     problems += [problem] if (problem := _quantization_problem(hf_config)) else []
     given = _given(hf_config, family)
-    wanted = family.fields.keys() - OPTIONAL
+    wanted = family.fields.keys() - OPTIONAL - family.absent.keys()
     problems += [f"{family.fields[ours]} is missing" for ours in sorted(wanted - given.keys())]
     rope, rope_problems = _rope_of(hf_config, family)
     layers, layer_problems = family.read(hf_config)
@@ -195,6 +204,8 @@ def spec_of(hf_config: JsonObject) -> ModelSpec:
     problems += rope_problems + layer_problems
     if _has_no_mixture(table):
         del table["moe"]
+    if not table.get("window"):
+        table.pop("window_rope_theta", None)
     spec, mistakes = spec_from_table({"model": table}, {})
     problems += [str(mistake) for mistake in mistakes if not problems]
     if problems or spec is None:
@@ -263,12 +274,30 @@ def _nested(flat: Mapping[str, object]) -> JsonObject:
     return table
 
 
+def _rope_by_layers(hf_config: JsonObject, family: Family) -> tuple[JsonObject, JsonObject | None]:
+    """The rotary embedding's parameters, and those of layers with a window where the family tells them apart."""
+    by_layer = hf_config.get("rope_parameters") or {}
+    if "window_rope_theta" not in family.said:
+        return hf_config.get("rope_scaling") or by_layer, None
+    if "full_attention" in by_layer:
+        return by_layer["full_attention"], by_layer.get("sliding_attention") or {"rope_type": "default"}
+    stretched = hf_config.get("rope_scaling")
+    # In version 4 only full attention was stretched.
+    return stretched or by_layer, {"rope_type": "default"} if stretched else None
+
+
 def _rope_of(hf_config: JsonObject, family: Family) -> tuple[dict[str, object], list[str]]:
     """The rotary fields of ModelSpec, and what is wrong with them."""
-    rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+    rope, windowed = _rope_by_layers(hf_config, family)
     theta = rope.get("rope_theta") or hf_config.get("rope_theta") or family.absent.get("rope_theta", 10000.0)
     fields: dict[str, object] = {"rope_theta": theta}
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = str(rope.get("rope_type", rope.get("type", "default")))
+    if windowed is not None and windowed != rope:
+        fields["window_rope_theta"] = windowed.get("rope_theta", theta)
+        if windowed.get("rope_type", "default") != "default":
+            return fields, [
+                "rope_parameters of 'sliding_attention': supported: rope_type 'default', or those of all layers"
+            ]
     if any(isinstance(value, Mapping) for value in rope.values()):
         return fields, ["rope_parameters by layer type are not supported; supported: one set for all layers"]
     if "rope_fraction" in family.fields and rope.get("partial_rotary_factor") is not None:

@@ -19,11 +19,16 @@ from phalanx.checkpoint.interop.huggingface_layers import (
     Write,
     all_rotated,
     all_said,
+    best_of_groups,
+    heads_as_wide_as_the_model,
     no_window,
     nothing_read,
     nothing_written,
+    qwen2_layers,
+    read_greedy_groups,
     read_last_windows,
     read_latent,
+    read_layer_types,
     read_sparse_step,
     read_switched_window,
     read_two_biases,
@@ -33,6 +38,7 @@ from phalanx.checkpoint.interop.huggingface_layers import (
     reads,
     whole_heads,
     window_everywhere,
+    write_greedy_groups,
     write_latent,
     write_layer_types,
     write_sparse_step,
@@ -70,6 +76,11 @@ _DEEPSEEK_MIXTURE = {
     "moe.scale": "routed_scaling_factor",
     "moe.groups": "n_group",
     "moe.groups_per_token": "topk_group",
+}
+_OLMO = {"qk_norm": True, "qk_norm_width": "all", "norm_placement": "after"}
+_AFTER = {
+    "attention_post_norm.weight": "post_attention_layernorm.weight",
+    "ffn_post_norm.weight": "post_feedforward_layernorm.weight",
 }
 _SIGMOID_ROUTER = {"moe.score": "sigmoid", "moe.every": 1}
 _SOFTMAX_ROUTER = {
@@ -177,7 +188,7 @@ QWEN2 = Family(
     said=_PATTERN,
     read=read_switched_window,
     write=write_switched_window,
-    check=all_rotated,
+    check=qwen2_layers,
 )
 SEED_OSS = Family(
     "seed_oss",
@@ -312,17 +323,96 @@ DEEPSEEK_V3 = Family(
     # The bias is in every published model; one that was never moved is zero, and changes nothing.
     absent={"norm_eps": 1e-6, "moe.balance_bias": True},
     aliases={"num_nextn_predict_layers": "num_mtp_layers", "n_routed_experts": "num_local_experts"},
-    said=("kv_heads", "head_dim", "moe.balance_bias"),
+    said=("kv_heads", "head_dim", "moe.balance_bias", "mla.norm_eps"),
     read=read_latent,
     write=write_latent,
+)
+DEEPSEEK_V2 = Family(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    {
+        ours: theirs
+        for ours, theirs in DEEPSEEK_V3.fields.items()
+        if ours not in ("mtp_depth", "moe.groups", "moe.groups_per_token", "moe.normalize")
+    },
+    {
+        "ffn": "swiglu",
+        "ffn_bias": False,
+        "moe.score": "softmax",
+        "moe.every": 1,
+        "moe.normalize": False,
+        "moe.balance_bias": False,
+    },
+    constants={
+        "attention_bias": False,
+        "mlp_bias": False,
+        "norm_topk_prob": False,
+        "scoring_func": "softmax",
+        "moe_layer_freq": 1,
+    },
+    absent={"norm_eps": 1e-6},
+    said=(
+        *("kv_heads", "head_dim", "mla.norm_eps"),
+        *("moe.groups", "moe.groups_per_token", "moe.group_score"),
+    ),
+    read=reads(read_latent, read_greedy_groups),
+    write=writes(write_latent, write_greedy_groups),
+    check=best_of_groups,
+    own=("topk_method", "n_group", "topk_group"),
+)
+OLMO2 = Family(
+    "olmo2",
+    "Olmo2ForCausalLM",
+    _COMMON | _GROUPED | _ATTENTION_BIAS,
+    _DENSE | _OLMO | {"ffn_bias": False},
+    absent={"norm_eps": 1e-5},
+    names=_AFTER,
+)
+OLMO3 = Family(
+    "olmo3",
+    "Olmo3ForCausalLM",
+    _COMMON | _GROUPED | _ATTENTION_BIAS,
+    _DENSE | _OLMO | {"ffn_bias": False},
+    absent={"norm_eps": 1e-5, "rope_theta": 5e5},
+    said=(*_PATTERN, "window_rope_theta"),
+    read=read_layer_types(4096, lambda layer: (layer + 1) % 4 != 0),
+    write=write_layer_types,
+    check=all_rotated,
+    names=_AFTER,
+)
+OLMOE = Family(
+    "olmoe",
+    "OlmoeForCausalLM",
+    _COMMON
+    | _ATTENTION_BIAS
+    | {
+        "kv_heads": "num_key_value_heads",
+        "moe.ffn_dim": "intermediate_size",
+        "moe.experts": "num_experts",
+        "moe.per_token": "num_experts_per_tok",
+        "moe.normalize": "norm_topk_prob",
+    },
+    _DENSE
+    | _SOFTMAX_ROUTER
+    | {
+        "qk_norm": True,
+        "qk_norm_width": "all",
+        "ffn_bias": False,
+        "moe.first_dense": 0,
+        "moe.every": 1,
+    },
+    constants={"clip_qkv": None},
+    absent={"norm_eps": 1e-5, "moe.normalize": False},
+    said=("head_dim",),
+    check=heads_as_wide_as_the_model,
 )
 
 FAMILIES: Mapping[str, Family] = {
     **{
         family.model_type: family
         for family in (
-            *(LLAMA, QWEN2, SEED_OSS, QWEN3, MISTRAL, SMOLLM3),
-            *(MIXTRAL, QWEN3_MOE, GLM4_MOE, DOTS1, DEEPSEEK_V3),
+            *(LLAMA, QWEN2, SEED_OSS, QWEN3, MISTRAL, SMOLLM3, OLMO2, OLMO3),
+            *(MIXTRAL, QWEN3_MOE, GLM4_MOE, DOTS1, OLMOE, DEEPSEEK_V3, DEEPSEEK_V2),
         )
     },
     "kimi_k2": DEEPSEEK_V3,

@@ -96,7 +96,7 @@ def import_hf(directory: Path, out: Path, *, image_bytes: int = _IMAGE_BYTES) ->
         directory_of_run.run_file.write_text(tomli_w.dumps({"name": out.name, "model": to_table(spec)}))
         no_tokenizer_because = _copy_tokenizer(directory, directory_of_run.tokenizer)
         notes += copy_publisher_files(directory, directory_of_run.published)
-        return Imported(spec, digest, no_tokenizer_because, notes + import_notes(config, spec))
+        return Imported(spec, digest, no_tokenizer_because, notes + import_notes(config))
 
 
 # The folder's tensors

@@ -12,6 +12,8 @@ from phalanx.run.kinds.mixture import is_mixture
 from phalanx.run.section_reader import JsonObject
 from phalanx.run.spec import ModelSpec, MoeSpec
 
+LATENT_EPS = 1e-6
+"""The epsilon of the norms of attention's latents in ``transformers``, whatever ``rms_norm_eps`` is."""
 _MOST_LAYERS = 1 << 16  # more are refused as model.layers; here they are not gone through
 
 Read = Callable[[JsonObject], tuple[dict[str, object], list[str]]]
@@ -57,6 +59,12 @@ def whole_heads(spec: ModelSpec) -> Iterator[str]:
     """Families whose readers may take dim / heads for the width of a head."""
     if spec.dim % spec.heads:
         yield f"dim = {spec.dim} with {spec.heads} heads: Llama's dim is a multiple of its heads"
+
+
+def heads_as_wide_as_the_model(spec: ModelSpec) -> Iterator[str]:
+    """Families without a width of heads: it is dim / heads."""
+    if spec.dim != spec.heads * spec.head_dim:
+        yield f"head_dim = {spec.head_dim} with {spec.heads} heads: it must be dim / heads"
 
 
 def read_window_everywhere(default: int | None) -> Read:
@@ -169,6 +177,12 @@ def all_rotated(spec: ModelSpec) -> Iterator[str]:
         yield f"attention_pattern = {json.dumps(spec.attention_pattern)}: all layers have rotary positions"
 
 
+def qwen2_layers(spec: ModelSpec) -> Iterator[str]:
+    """Qwen2's heads and layers."""
+    yield from heads_as_wide_as_the_model(spec)
+    yield from all_rotated(spec)
+
+
 def read_unrotated_layers(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
     """SmolLM3's layers without rotary positions, by default every fourth."""
     layers = hf_config.get("num_hidden_layers")
@@ -237,7 +251,9 @@ def read_latent(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
     heads = hf_config.get("num_attention_heads")
     kv_heads = hf_config.get("num_key_value_heads")
     problems = [f"num_key_value_heads = {kv_heads} is not supported; supported: as many as heads ({heads})"]
-    return {}, [] if kv_heads in (None, heads) else problems
+    # In the norms of latents transformers has its own epsilon, whatever config.json says.
+    eps = {} if hf_config.get("rms_norm_eps", LATENT_EPS) == LATENT_EPS else {"mla.norm_eps": LATENT_EPS}
+    return {**eps}, [] if kv_heads in (None, heads) else problems
 
 
 def write_latent(spec: ModelSpec) -> Mapping[str, object]:
@@ -248,6 +264,35 @@ def write_latent(spec: ModelSpec) -> Mapping[str, object]:
         "q_lora_rank": spec.mla.query_rank or None,
         "rope_interleave": True,
     }
+
+
+def read_greedy_groups(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
+    """DeepSeek-V2's choice of experts: among all, or among the groups with the best expert."""
+    method = hf_config.get("topk_method") or "greedy"
+    if method == "greedy":
+        return {"moe.groups": 1, "moe.groups_per_token": 1}, []
+    if method != "group_limited_greedy":
+        supported = "'greedy', 'group_limited_greedy'"
+        return {}, [f"topk_method = {method!r} is not supported; supported: {supported}"]
+    groups, per_token = hf_config.get("n_group") or 1, hf_config.get("topk_group") or 1
+    return {"moe.groups": groups, "moe.groups_per_token": per_token, "moe.group_score": "best"}, []
+
+
+def write_greedy_groups(spec: ModelSpec) -> Mapping[str, object]:
+    """The inverse of ``read_greedy_groups``."""
+    assert spec.moe is not None, "of families with mixtures alone"
+    method = "group_limited_greedy" if spec.moe.groups > 1 else "greedy"
+    return {
+        "topk_method": method,
+        "n_group": spec.moe.groups,
+        "topk_group": spec.moe.groups_per_token,
+    }
+
+
+def best_of_groups(spec: ModelSpec) -> Iterator[str]:
+    """DeepSeek-V2 judges a group by its best expert."""
+    if spec.moe is not None and spec.moe.groups > 1 and spec.moe.group_score != "best":
+        yield f'moe.group_score = "{spec.moe.group_score}": DeepseekV2 has only "best"'
 
 
 def read_two_biases(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:

@@ -5,11 +5,9 @@ own class does not know, but never in silence: a publisher's own code might have
 """
 
 from phalanx.checkpoint.interop.huggingface_families import FAMILIES
+from phalanx.checkpoint.interop.huggingface_layers import LATENT_EPS
 from phalanx.run.section_reader import JsonObject
 from phalanx.run.spec import ModelSpec
-
-LATENT_EPS = 1e-6
-"""The epsilon of the norms of attention's latents in ``transformers``, whatever ``rms_norm_eps`` is."""
 
 _LAYER_CHOICE = ("decoder_sparse_step", "mlp_only_layers", "layer_types", "max_window_layers")
 _ROTARY = ("rope_parameters", "rope_scaling", "rope_theta", "rope_interleave", "partial_rotary_factor")
@@ -53,6 +51,7 @@ _NOTED = (
 )
 _KNOWN = frozenset((*_LAYER_CHOICE, *_ROTARY, *_CONTEXT, *TOKEN_FIELDS, *_STORAGE, *_RUNNING, *_NOTED))
 _DERIVED = ("head_dim", "qk_head_dim", "num_key_value_heads", "num_local_experts", "num_mtp_layers")
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _KNOWN_ROTARY = frozenset(
     (
         *(
@@ -69,8 +68,8 @@ _KNOWN_ROTARY = frozenset(
 )
 
 
-def import_notes(hf_config: JsonObject, spec: ModelSpec) -> tuple[str, ...]:
-    """The parts of a ``config.json`` that the model ``spec``, read from it, leaves aside."""
+def import_notes(hf_config: JsonObject) -> tuple[str, ...]:
+    """The parts of a ``config.json`` that the model read from it leaves aside."""
     family = FAMILIES[str(hf_config["model_type"])]
     known = _KNOWN | {*family.fields.values(), *family.aliases.values(), *family.constants, *family.own}
     if "mla" in family.sections:
@@ -84,7 +83,8 @@ def import_notes(hf_config: JsonObject, spec: ModelSpec) -> tuple[str, ...]:
     if unknown:
         notes.append(f"not known here, and left aside: {', '.join(unknown)}")
     rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
-    strange = sorted(key for key in rope if key not in _KNOWN_ROTARY)
+    by_layer = _LAYER_TYPES if "window_rope_theta" in family.said else frozenset[str]()
+    strange = sorted(rope.keys() - _KNOWN_ROTARY - by_layer)
     if strange:
         notes.append(
             f"not known here of the rotary embedding's parameters, and left aside: {', '.join(strange)}"
@@ -98,19 +98,15 @@ def import_notes(hf_config: JsonObject, spec: ModelSpec) -> tuple[str, ...]:
     for key in ("attention_dropout", "residual_dropout"):
         if hf_config.get(key):
             notes.append(f"{key} = {hf_config[key]}: training here has no dropout")
-    if spec.mla is not None and spec.norm_eps != LATENT_EPS:
-        notes.append(
-            f"rms_norm_eps = {spec.norm_eps:g} holds for the norms of attention's latents too; transformers has "
-            f"{LATENT_EPS:g} there whatever config.json says"
-        )
     return tuple(notes)
 
 
 def export_notes(spec: ModelSpec) -> tuple[str, ...]:
     """The differences between what readers of an exported model compute and what this project does."""
-    if spec.mla is None or spec.norm_eps == LATENT_EPS:
+    eps = LATENT_EPS if spec.mla is None else spec.mla.norm_eps or spec.norm_eps
+    if eps == LATENT_EPS:
         return ()
     return (
-        f"the norms of attention's latents have model.norm_eps = {spec.norm_eps:g} here and {LATENT_EPS:g} in transformers: "
+        f"the norms of attention's latents have an epsilon of {eps:g} here and {LATENT_EPS:g} in transformers: "
         "its logits differ a little, the more the smaller the latents are",
     )

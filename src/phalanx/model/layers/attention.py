@@ -109,8 +109,10 @@ class Attention(nn.Module):
         self.key = Linear(spec.dim, keys, bias=bias)
         self.value = Linear(spec.dim, keys, bias=bias)
         self.output = Linear(queries, spec.dim, bias=spec.attention_bias)
-        self.query_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
-        self.key_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
+        self.normalizes_heads = spec.qk_norm_width == "head"
+        widths = (spec.head_dim, spec.head_dim) if self.normalizes_heads else (queries, keys)
+        self.query_norm = RMSNorm(widths[0], spec.norm_eps) if spec.qk_norm else None
+        self.key_norm = RMSNorm(widths[1], spec.norm_eps) if spec.qk_norm else None
         self.rotated = attention_of(spec, layer) != "no-position"
         self.core: Core = CausalCore(window=window_of(spec, layer))
 
@@ -123,10 +125,13 @@ class Attention(nn.Module):
         cache: LayerCache | None = None,
     ) -> Tensor:
         """``(b, s, d)`` to ``(b, s, d)``; with a cache, ``x`` is the continuation of what the cache holds."""
-        query = self.query(x).unflatten(-1, (-1, self.head_dim))
-        key = self.key(x).unflatten(-1, (-1, self.head_dim))
+        query, key = self.query(x), self.key(x)
+        if self.query_norm is not None and self.key_norm is not None and not self.normalizes_heads:
+            query, key = self.query_norm(query), self.key_norm(key)
+        query = query.unflatten(-1, (-1, self.head_dim))
+        key = key.unflatten(-1, (-1, self.head_dim))
         value = self.value(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        if self.query_norm is not None and self.key_norm is not None:
+        if self.query_norm is not None and self.key_norm is not None and self.normalizes_heads:
             query, key = self.query_norm(query), self.key_norm(key)
         query, key = query.transpose(1, 2), key.transpose(1, 2)  # (b, h, s, e), (b, k, s, e)
         if self.rotated:

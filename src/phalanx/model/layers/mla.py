@@ -10,7 +10,7 @@ published weights pair neighbors (``rope_interleave`` in their ``config.json``):
 ``rope_head_dim`` rows of ``kv_down``, the even ones come first, then the odd ones; exporting moves them back. Scores are
 sums over the elements of a head, so nothing else changes.
 
-Both latents are normalized with the model's ``norm_eps`` (in ``transformers``, always 1e-6).
+Both latents are normalized with the model's ``norm_eps``, unless there is an ``mla.norm_eps`` (in ``transformers``, always 1e-6).
 
 Shapes as in ``phalanx.model.layers.attention``; ``r`` is the rank of the latent of keys and values.
 """
@@ -44,12 +44,12 @@ class MlaAttention(nn.Module):
         queries = spec.heads * self.head_dim
         if mla.query_rank:
             self.query_down = Linear(spec.dim, mla.query_rank, bias=False)
-            self.query_latent_norm = RMSNorm(mla.query_rank, spec.norm_eps)
+            self.query_latent_norm = RMSNorm(mla.query_rank, mla.norm_eps or spec.norm_eps)
             self.query_up = Linear(mla.query_rank, queries, bias=False)
         else:
             self.query = Linear(spec.dim, queries, bias=False)
         self.kv_down = Linear(spec.dim, mla.kv_rank + mla.rope_head_dim, bias=False)
-        self.kv_latent_norm = RMSNorm(mla.kv_rank, spec.norm_eps)
+        self.kv_latent_norm = RMSNorm(mla.kv_rank, mla.norm_eps or spec.norm_eps)
         self.kv_up = Linear(mla.kv_rank, spec.heads * (mla.nope_head_dim + mla.value_head_dim), bias=False)
         self.output = Linear(spec.heads * mla.value_head_dim, spec.dim, bias=False)
         temperature = softmax_temperature(spec.rope_scaling)

@@ -3,7 +3,7 @@
 The router scores every expert for every token, in fp32 whatever the rest computes in, and takes the best (top-k). Scores
 are a softmax (Switch, Mixtral) or sigmoids (DeepSeek-V3); there may be a bias on the scores that only takes part in the
 choice (arXiv 2408.15664), and the choice may be limited to the best few groups of experts (arXiv 2412.19437, section
-2.1.2; a group's score is the sum of its two best).
+2.1.2; a group's score is the sum of its two best, or in DeepSeek-V2 its best).
 
 Two losses can act on the router: the balance loss of the Switch Transformer (arXiv 2101.03961, equation 4; for more than
 one expert per token and for sigmoids, in DeepSeek-V3's form) and the z-loss (arXiv 2202.08906, equation 5), both means over
@@ -122,9 +122,10 @@ class Router(nn.Module):
         """The best experts ``(n, k)``, the best first."""
         preference = scores if self.bias is None else scores + self.bias
         if self.moe.groups > 1:
-            # A group's score is that of its best two experts; the other groups are closed to the token.
+            # A group's score is that of its best experts; the other groups are closed to the token.
             grouped = preference.view(len(scores), self.moe.groups, -1)  # (n, groups, experts of a group)
-            best_groups = grouped.topk(2).values.sum(dim=2).topk(self.moe.groups_per_token).indices
+            best = grouped.topk(2 if self.moe.group_score == "two-best" else 1).values.sum(dim=2)
+            best_groups = best.topk(self.moe.groups_per_token).indices
             closed = torch.ones_like(grouped[:, :, 0], dtype=torch.bool).scatter_(1, best_groups, False)
             preference = grouped.masked_fill(closed.unsqueeze(2), -torch.inf).flatten(1)
         return preference.topk(self.moe.per_token).indices

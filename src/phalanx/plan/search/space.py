@@ -167,7 +167,8 @@ def _geometry(job: Job, options: Options, counts: tuple[int, ...]) -> tuple[Tabl
     workload, model = job.workload, job.workload.model
     most = max(counts)
     excluded: dict[str, int] = {}
-    divided = int(np.gcd.reduce([size for _, size in tensor_sizes(model)]))
+    sizes = [1] if "tensor" in _whole_axes(model) else [size for _, size in tensor_sizes(model)]
+    divided = int(np.gcd.reduce(sizes))
     table: Table = {"tensor": np.array(list(divisors(divided, most)), dtype=np.int64)}
     table = _cross(
         table, "context", [1] if "context" in _whole_axes(model) else [2**power for power in range(7)]

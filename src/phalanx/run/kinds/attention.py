@@ -36,7 +36,7 @@ class AttentionKind(Protocol):
         """Fields, with their values, that the number of tensor ranks must divide."""
 
     def undivided(self, model: ModelSpec) -> Iterator[tuple[str, Problem]]:
-        """Axes ("context", "pipeline") whose degree must be 1, with the reason."""
+        """Axes ("tensor", "context", "pipeline") whose degree must be 1, with the reason."""
 
     def parts(self, model: ModelSpec) -> Iterator[Parameter]:
         """Its parameters, in the order and under the names of its module."""

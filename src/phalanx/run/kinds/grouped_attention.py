@@ -13,7 +13,7 @@ from phalanx.run.spec import ModelSpec
 
 TITLE: str = "grouped attention"
 OWN_FIELDS: tuple[str, ...] = (
-    *("qk_norm", "attention_bias", "qkv_bias", "rope_fraction"),
+    *("qk_norm", "qk_norm_width", "attention_bias", "qkv_bias", "rope_fraction"),
     *("attention_pattern", "window", "window_rope_theta"),
 )
 
@@ -69,6 +69,13 @@ def problems(model: ModelSpec) -> Iterator[Problem]:
             "a number above 1 where attention_pattern has such layers; else 0",
             ("model.attention_pattern", "model.window"),
         )
+    if model.qk_norm_width != "head" and not model.qk_norm:
+        yield Problem(
+            "model.qk_norm_width",
+            "queries and keys are not normalized",
+            'set model.qk_norm = true, or leave it at "head"',
+            ("model.qk_norm",),
+        )
     scaling = model.rope_scaling
     if scaling is not None and scaling.kind == "yarn" and scaling.mscale_all_dim:
         yield Problem(
@@ -107,9 +114,18 @@ def tensor_sizes(model: ModelSpec) -> Iterator[tuple[str, int]]:
     yield "model.kv_heads", model.kv_heads or model.heads
 
 
-def undivided(model: ModelSpec) -> Iterator[tuple[str, Problem]]:  # noqa: ARG001
-    """None: all axes can divide it."""
-    yield from ()
+def undivided(model: ModelSpec) -> Iterator[tuple[str, Problem]]:
+    """Norms over all heads need all heads; else all axes can divide it."""
+    if model.qk_norm and model.qk_norm_width == "all":
+        yield (
+            "tensor",
+            Problem(
+                "parallel.tensor",
+                'with model.qk_norm_width = "all" queries are normalized over all heads, of which a tensor rank has some',
+                'set parallel.tensor = 1, or model.qk_norm_width = "head"',
+                ("model.qk_norm_width", "model.qk_norm"),
+            ),
+        )
 
 
 def parts(model: ModelSpec) -> Iterator[Parameter]:
@@ -121,8 +137,9 @@ def parts(model: ModelSpec) -> Iterator[Parameter]:
     yield from under("value", linear(model.dim, keys, bias, tensor_dim=0))
     yield from under("output", linear(queries, model.dim, model.attention_bias, "output", tensor_dim=1))
     if model.qk_norm:
-        yield from under("query_norm", norm(model.head_dim))
-        yield from under("key_norm", norm(model.head_dim))
+        alone = model.qk_norm_width == "head"
+        yield from under("query_norm", norm(model.head_dim if alone else queries))
+        yield from under("key_norm", norm(model.head_dim if alone else keys))
 
 
 def core(model: ModelSpec) -> AttentionCore:

@@ -67,12 +67,12 @@ def _routing(moe: MoeSpec) -> Iterator[Problem]:
             ("model.moe.experts",),
         )
         return
-    if moe.groups > 1 and moe.experts // moe.groups < 2:
+    if moe.groups > 1 and moe.group_score == "two-best" and moe.experts // moe.groups < 2:
         yield Problem(
             "model.moe.groups",
             "groups of one expert cannot be judged by their two best",
             f"at most {moe.experts // 2} groups",
-            ("model.moe.experts",),
+            ("model.moe.experts", "model.moe.group_score"),
         )
     if moe.groups_per_token > moe.groups:
         yield Problem(

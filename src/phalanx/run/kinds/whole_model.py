@@ -43,7 +43,7 @@ def tensor_sizes(model: ModelSpec) -> Iterator[tuple[str, int]]:
 
 
 def undivided(model: ModelSpec) -> Iterator[tuple[str, Problem]]:
-    """Axes ("context", "pipeline") whose degree must be 1 for this model, with the reason."""
+    """Axes ("tensor", "context", "pipeline") whose degree must be 1 for this model, with the reason."""
     yield from ends.undivided(model)
     yield from attention_kind(model).undivided(model)
     yield from prediction_ahead.undivided(model)
