@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
+
 from forked_workers import Forked, Zygote
 from phalanx.checkpoint.snapshot.client import push
 from phalanx.checkpoint.snapshot.segments import SnapshotKey, SnapshotMemory
@@ -159,7 +161,10 @@ class Driver:
         """A new epoch on ``members``; each is the buddy of the one before it. Until all train, unless told not to wait."""
         self.epoch += 1
         self.members = members
+        source = resume or RestoreFrom()
+        shared = source.step >= 0 and source.ranks != len(members)
         for rank, node in enumerate(members):
+            share = source.holders[rank :: len(members)] if shared else source.holders
             node.buddy = members[(rank + 1) % len(members)] if len(members) > 1 else None
             node.tell(
                 JoinEpoch(
@@ -168,7 +173,7 @@ class Driver:
                     rank=rank,
                     ranks=len(members),
                     meeting_point=self.meeting[members[0].number],
-                    resume=resume or RestoreFrom(),
+                    resume=msgspec.structs.replace(source, holders=share, shared=shared),
                     detected_unix_s=time.time() if self.epoch > 1 else 0.0,
                 )
             )

@@ -215,3 +215,43 @@ def test_the_nearest_spare_takes_a_vacant_seat() -> None:
     fleet.hear(m.Disconnected("0", 1), m.Broken("1", 1, 0, 0))
     fleet.park()
     assert fleet.state.seats == ["5", "1", "2", "3"], "node 5 is in the hall of the lost one, node 4 is not"
+
+
+def binds_of_a_shrunken_fleet(nodes: int) -> list[m.Bind]:
+    """The Binds of ``nodes - 1`` nodes of 8 workers, ZeRO-3 over all of them, that have lost one and have no spare."""
+    formation = Formation(8, tuple(range(8, 8 * nodes + 1, 8)))
+    fleet = Fleet(settings(nodes, formation=formation))
+    points = tuple(f"10.0.0.1:{5000 + worker}" for worker in range(8))
+    names = [f"node-{number:03d}" for number in range(nodes)]
+    for name in names:
+        fleet.hear(m.Joined(name, 1, 8, "10.0.0.1", 4000, meeting_points=points))
+    fleet.bind()
+    before, ring = list(fleet.state.seats), list(fleet.state.ring)
+    fleet.hear(m.Disconnected(before[3], 1), m.Broken(before[4], 1, 0, 0))
+    for seat, name in enumerate(before):
+        if seat != 3:
+            seats = (("own", seat), ("buddy", ring.index(seat)))
+            held = tuple(
+                m.RankSnapshot(8 * nodes, rank, 5, "own" if kind == "own" else "buddy", epoch=0)
+                for kind, held_seat in seats
+                for rank in range(8 * held_seat, 8 * held_seat + 8)
+            )
+            fleet.hear(m.Parked(name, 1, 0, points, held))
+    return [command for _, command in fleet.said if isinstance(command, m.Bind)]
+
+
+def test_the_shares_of_all_members_name_holders_of_every_state_and_grow_with_the_fleet_alone() -> None:
+    sizes = {}
+    for nodes in (8, 32):
+        binds = binds_of_a_shrunken_fleet(nodes)
+        assert len(binds) == nodes - 1
+        named = {holder.rank for bind in binds for holder in resumed(bind).holders}
+        assert named == set(range(8 * nodes))
+        assert all(resumed(bind).shared and resumed(bind).holders for bind in binds)
+        sizes[nodes] = sum(len(m.encode(bind)) for bind in binds)
+    assert sizes[32] < 5 * sizes[8]
+
+
+def resumed(bind: m.Bind) -> m.FromMemory:
+    assert isinstance(bind.resume, m.FromMemory)
+    return bind.resume

@@ -251,15 +251,21 @@ def _name(point: RestorePoint) -> str:
 
 
 def holders_for(state: FleetState, point: RestorePoint, node: Node) -> tuple[Holder, ...]:
-    """Holders of what a member of the present epoch needs of a snapshot, nearest first.
+    """Holders of the states of a member's own ranks in a snapshot of the present number of ranks, nearest first."""
+    wanted = state.settings.formation.ranks_of(node.seat, state.ranks)
+    return tuple(holder for rank in wanted for holder in _nearest(state, point, node, rank))
 
-    With the same number of ranks they hold the states of its own ranks; otherwise all states, from which it cuts its boxes.
+
+def share_of_holders(state: FleetState, point: RestorePoint, node: Node) -> tuple[Holder, ...]:
+    """A member's share of the holders of all states of a snapshot, of another number of ranks.
+
+    Each rank cuts its boxes from several states, which only their descriptions tell, so it needs all holders. The shares of all members
+    make up all states; one share is never empty.
     """
-    formation = state.settings.formation
-    if point.ranks == state.ranks:
-        wanted = list(formation.ranks_of(node.seat, state.ranks))
-    else:
-        wanted = [formation.replicas(point.ranks, key)[0] for key in range(formation.keys(point.ranks))]
+    formation, seats = state.settings.formation, len(state.seats)
+    keys = formation.keys(point.ranks)
+    share = range(node.seat * keys // seats, (node.seat + 1) * keys // seats) or (node.seat % keys,)
+    wanted = [formation.replicas(point.ranks, key)[0] for key in share]
     return tuple(holder for rank in wanted for holder in _nearest(state, point, node, rank))
 
 

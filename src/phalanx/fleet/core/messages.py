@@ -371,6 +371,9 @@ class FromMemory(WireMessage, frozen=True):
     step: StepNumber
     ranks: Natural
     holders: Holders
+    shared: bool = False
+    """Every rank needs the holders of all states, and ``holders`` is this node's share of them: once they have met, the ranks tell each other.
+    To tell everybody everything would take a number of bytes that grows with the square of the fleet."""
 
 
 Resume = Fresh | FromDisk | FromMemory

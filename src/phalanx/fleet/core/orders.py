@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from msgspec import Struct
 
-from phalanx.fleet.core.epoch_plan import holders_for, needs_buddy
+from phalanx.fleet.core.epoch_plan import holders_for, needs_buddy, share_of_holders
 from phalanx.fleet.core.messages import (
     Bind,
     Command,
@@ -90,7 +90,9 @@ def bind(state: FleetState, node: Node) -> Bind:
 def _resume(state: FleetState, node: Node) -> Resume:
     source = state.source
     if isinstance(source, RestorePoint):
-        return FromMemory(source.step, source.ranks, holders_for(state, source, node))
+        if source.ranks == state.ranks:
+            return FromMemory(source.step, source.ranks, holders_for(state, source, node))
+        return FromMemory(source.step, source.ranks, share_of_holders(state, source, node), shared=True)
     return source
 
 

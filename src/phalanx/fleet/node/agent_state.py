@@ -265,7 +265,7 @@ class AgentState:
                     rank=rank,
                     ranks=bind.ranks,
                     meeting_point=bind.meeting_point,
-                    resume=_for_worker(bind.resume),
+                    resume=_for_worker(bind.resume, first=rank == bind.places[0][1]),
                     planned=planned,
                     detected_unix_s=ended_unix_s,
                     nonfinite_step=bind.nonfinite_step,
@@ -488,11 +488,14 @@ class AgentState:
         return actions
 
 
-def _for_worker(resume: Resume) -> worker_link.RestoreFrom:
-    """Translates the state that an epoch begins with into the worker link's message."""
+def _for_worker(resume: Resume, *, first: bool) -> worker_link.RestoreFrom:
+    """Translates the state that an epoch begins with into the worker link's message; the node's ``first`` rank speaks for its share."""
     if isinstance(resume, FromDisk):
         return worker_link.RestoreFrom(disk_step=resume.step)
     if not isinstance(resume, FromMemory):
         return worker_link.RestoreFrom()
-    holders = tuple(worker_link.SnapshotAddress(h.rank, f"{h.host}:{h.data_port}") for h in resume.holders)
-    return worker_link.RestoreFrom(step=resume.step, ranks=resume.ranks, holders=holders)
+    told = resume.holders if first or not resume.shared else ()
+    holders = tuple(worker_link.SnapshotAddress(h.rank, f"{h.host}:{h.data_port}") for h in told)
+    return worker_link.RestoreFrom(
+        step=resume.step, ranks=resume.ranks, holders=holders, shared=resume.shared
+    )

@@ -151,7 +151,10 @@ class RankGuardian(Guardian):
         Returns the error ("" if there is none), the snapshot's ``extra``, and the bytes that came from other processes.
         """
         resume = bind.resume
-        holders = [SnapshotHolder(holder.rank, holder.address) for holder in resume.holders]
+        told = [list(resume.holders)]
+        if resume.shared:
+            told = gather_typed(told[0], list[link.SnapshotAddress])
+        holders = [SnapshotHolder(holder.rank, holder.address) for share in told for holder in share]
         memory = SnapshotTier(
             resume.ranks,
             resume.step,

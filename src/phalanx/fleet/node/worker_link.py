@@ -45,6 +45,8 @@ class RestoreFrom(msgspec.Struct, frozen=True):
     ranks: int = 0
     """The number of ranks of the layout that took the snapshot."""
     holders: tuple[SnapshotAddress, ...] = ()
+    shared: bool = False
+    """``holders`` is this worker's share of the holders of all states, to be told to all ranks."""
 
 
 # --- to the worker ------------------------------------------------------------------------------
