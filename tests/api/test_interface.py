@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import json
 import os
 import re
 import shutil
@@ -116,6 +117,16 @@ def test_a_complete_run_gives_its_result_again(
     trained: tuple[phalanx.RunResult, list[Event]],
 ) -> None:
     assert phalanx.open_run(trained[0].run_dir).resume() == trained[0]
+
+
+def test_a_run_of_ones_own_model_is_made_longer(
+    trained: tuple[phalanx.RunResult, list[Event]], tmp_path: Path
+) -> None:
+    run_dir = f"run_dir={json.dumps(str(tmp_path / 'child'))}"
+    spec = phalanx.open_run(trained[0].run_dir).child("train.steps=5", "parallel.ranks=1", run_dir)
+    events: list[Event] = []
+    assert phalanx.train_run(spec, on_event=events.append).step == 5
+    assert [event.body.step for event in events if isinstance(event.body, Step)] == [5]
 
 
 def test_a_run_with_a_killed_rank_fails_and_resumes_to_the_same_weights(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.data.corpus import named_corpus, python_stdlib, text_files
+from phalanx.data.corpus import named_corpus, python_stdlib, text_files, without_bad_files
 from phalanx.data.errors import CorpusError
 
 
@@ -100,3 +100,23 @@ def test_a_file_that_vanished_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").unlink()
     with pytest.raises(CorpusError, match=r"cannot read .*a\.txt"):
         list(corpus)
+
+
+def test_files_that_are_no_text_are_left_out_whole_and_named(tmp_path: Path) -> None:
+    (tmp_path / "good.txt").write_text("gut: äöü")
+    (tmp_path / "latin.txt").write_bytes("äöü".encode("latin-1"))
+    # Good for more than a block, cut in a character, and bad at its end.
+    (tmp_path / "late.txt").write_bytes(("ä" * 600_000).encode() + b"\xff")
+    (tmp_path / "torn.txt").write_bytes("ä".encode()[:1])
+    told: list[tuple[int, int]] = []
+    kept, bad = without_bad_files(text_files([tmp_path]), lambda done, total: told.append((done, total)))
+    assert [document.name for document in kept] == ["good.txt"]
+    assert [file.path.name for file in bad] == ["late.txt", "latin.txt", "torn.txt"]
+    assert all("is not UTF-8 text" in file.reason for file in bad)
+    assert told[-1] == (4, 4)
+
+
+def test_where_no_file_is_text_the_first_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"\xff")
+    with pytest.raises(CorpusError, match=r"none of 1 files .*a\.bin"):
+        without_bad_files(text_files([tmp_path]))

@@ -71,3 +71,11 @@ def test_the_command_runs_small_worlds() -> None:
     result = CliRunner().invoke(command, ["fleet", "--small", "--seeds", "2:0"])
     assert result.exit_code == 2
     assert "FIRST:END" in result.output
+
+
+def test_saying_how_far_it_is_changes_nothing_of_a_simulation() -> None:
+    said: list[tuple[float, float]] = []
+    scenario = Scenario(20, 1, days=3.0, rate=200.0)
+    assert simulate(scenario, lambda done, days: said.append((done, days))) == simulate(scenario)
+    assert said == sorted(said)
+    assert said[-1] == (3.0, 3.0)

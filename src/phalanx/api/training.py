@@ -28,6 +28,7 @@ from phalanx.run.problems import RunFileError
 from phalanx.run.read import read_run
 from phalanx.run.result import RunResult
 from phalanx.run.spec import ModelSpec, RunSpec
+from phalanx.train.lifecycle.child_run import child_run
 from phalanx.train.lifecycle.ending import Ending, RunFailedError
 from phalanx.train.lifecycle.open_run import OpenRun
 from phalanx.train.lifecycle.prepare import prepare_run
@@ -72,6 +73,14 @@ class Run:
         """Goes on from the newest good checkpoint, as ``train_run`` does; a complete run gives its result again."""
         spec = dataclasses.replace(self.spec, run_dir=str(self.path))
         return train_run(spec, on_event=on_event)
+
+    def child(self, *overrides: str, step: int | None = None) -> RunSpec:
+        """The run that goes on from this one's checkpoint of ``step`` (``None``: the newest) with other values from there on.
+
+        ``overrides`` are as in ``read_run_file``, such as ``"train.steps=400"``. Give it to ``train_run``; it has a directory of its own.
+        Raises ``RunDirectoryError`` where there is no such checkpoint, and ``RunFileError``.
+        """
+        return child_run(self.path, step, overrides)
 
 
 def open_run(path: Path | str) -> Run:

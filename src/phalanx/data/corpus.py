@@ -5,12 +5,13 @@ decides which split a document falls into. Files are read when a document is ask
 larger than memory, and may be gone through several times.
 """
 
+import codecs
 import difflib
 import glob
 import os
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import BinaryIO
@@ -46,6 +47,51 @@ class TextFiles:
     def __iter__(self) -> Iterator[Document]:
         for name, path in self.files:
             yield from _read_documents(name, path, self.document_bytes)
+
+
+@dataclass(frozen=True)
+class BadFile:
+    """A file that is no text that can be read, and why."""
+
+    path: Path
+    reason: str
+
+
+def without_bad_files(
+    corpus: TextFiles, on_progress: Callable[[int, int], None] = lambda _done, _total: None
+) -> tuple[TextFiles, list[BadFile]]:
+    """The corpus without the files that cannot be read as UTF-8, and those files. Reads every file once.
+
+    A file that is bad anywhere is left out as a whole. ``on_progress`` is given the files read, and all. Raises ``CorpusError`` if
+    no file is left.
+    """
+    good, bad = [], []
+    for number, (name, path) in enumerate(corpus.files, 1):
+        reason = _what_is_bad(path)
+        if reason:
+            bad.append(BadFile(path, reason))
+        else:
+            good.append((name, path))
+        on_progress(number, len(corpus.files))
+    if not good:
+        raise CorpusError(
+            f"none of {len(bad)} files can be read as text; the first: {bad[0].path}: {bad[0].reason}"
+        )
+    return replace(corpus, files=tuple(good)), bad
+
+
+def _what_is_bad(path: Path) -> str:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(DOCUMENT_BYTES):
+                decoder.decode(block)
+        decoder.decode(b"", final=True)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    except UnicodeDecodeError as error:
+        return f"is not UTF-8 text (byte {error.object[error.start]:#04x}: {error.reason})"
+    return ""
 
 
 def python_stdlib() -> list[Document]:
@@ -136,7 +182,8 @@ def _read_documents(name: str, path: Path, document_bytes: int) -> Iterator[Docu
     except UnicodeDecodeError as error:
         raise CorpusError(
             f"{path} is not UTF-8 text (byte {error.object[error.start]:#04x}: {error.reason}); convert it, for "
-            "example with iconv, or leave it out with a glob such as 'folder/**/*.txt'"
+            "example with iconv, or leave it out: with a glob such as 'folder/**/*.txt', or with all others that are bad by "
+            "`phalanx data prepare --skip-bad`"
         ) from error
 
 

@@ -30,6 +30,11 @@ CHECK_EVERY = 500
 """Events between two checks of all invariants of the core, whose cost grows with the number of nodes."""
 
 
+OnProgress = Callable[[float, float], None]
+_PARTS = 200
+"""In so many parts a simulation tells how far it is."""
+
+
 @dataclass(frozen=True)
 class Scenario:
     """The inputs of a simulation. The durations of recovery are best measured on the fleet in question."""
@@ -366,13 +371,15 @@ class LargeFleet:
 
     # --- the run
 
-    def run(self) -> FleetReport:
+    def run(self, on_progress: OnProgress) -> FleetReport:
         """Simulates the whole scenario. Raises BrokenInvariant."""
         for name in list(self.incarnation):
             self.hear(self._joined(name))
         self._next_incident()
         end_s = self.scenario.days * DAY_S
-        self.clock.run_until(end_s)
+        for part in range(1, _PARTS + 1):
+            self.clock.run_until(end_s if part == _PARTS else end_s * part / _PARTS)
+            on_progress(self.scenario.days * part / _PARTS, self.scenario.days)
         self._count_nodes()
         self._halt(buckets.WAITING)
         self.account.switch(self.account.bucket, to_ns(end_s))
@@ -404,11 +411,14 @@ class LargeFleet:
         )
 
 
-def simulate(scenario: Scenario) -> FleetReport:
-    """Simulates the fleet of a scenario. Raises BrokenInvariant, with the command that reproduces it."""
+def simulate(scenario: Scenario, on_progress: OnProgress = lambda _done, _days: None) -> FleetReport:
+    """Simulates the fleet of a scenario. Raises BrokenInvariant, with the command that reproduces it.
+
+    ``on_progress`` is given the days that are simulated, and all, now and then.
+    """
     fleet = LargeFleet(scenario)
     try:
-        return fleet.run()
+        return fleet.run(on_progress)
     except BrokenInvariant as error:
         raise BrokenInvariant(
             f"{error}, at {fleet.clock.now_s:.3f} s, after {fleet.events} events. To see it again: phalanx simulate fleet "

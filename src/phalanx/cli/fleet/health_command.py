@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -56,18 +57,26 @@ def command(
     """
     limits = HealthLimits(matmul_flops=least_tflops * 1e12, disk_bytes_per_s=least_disk_mbps * 1e6)
     where = _device() if device == "auto" else device
-    results = [
-        guarded("matrix product", lambda: health_checks.matrix_product(where, limits=limits)),
-        guarded("memory", lambda: health_checks.memory(where, memory_mib << 20)),
-        guarded("disk", lambda: health_checks.disk(folder, disk_mib << 20, limits)),
-        guarded("link", lambda: health_checks.loopback(limits=limits)),
-        *gpu_health.gpus(limits),
-    ]
+    checks: dict[str, Callable[[], CheckResult]] = {
+        "matrix product": lambda: health_checks.matrix_product(where, limits=limits),
+        "memory": lambda: health_checks.memory(where, memory_mib << 20),
+        "disk": lambda: health_checks.disk(folder, disk_mib << 20, limits),
+        "link": lambda: health_checks.loopback(limits=limits),
+    }
+    results = []
+    for name, check in checks.items():
+        if not as_json:  # each takes seconds, the first mostly to import torch
+            click.echo(f"checking {name} ...", err=True)
+        results.append(guarded(name, check))
+        if not as_json:
+            _print(results[-1])
+    for found in gpu_health.gpus(limits):
+        results.append(found)
+        if not as_json:
+            _print(found)
     if as_json:
-        checks = [dataclasses.asdict(result) for result in results]
-        click.echo(json.dumps({"fit": fit(results), "device": where, "checks": checks}))
-    else:
-        _print(results)
+        found_all = [dataclasses.asdict(result) for result in results]
+        click.echo(json.dumps({"fit": fit(results), "device": where, "checks": found_all}))
     sys.exit(0 if fit(results) else 1)
 
 
@@ -77,7 +86,6 @@ def _device() -> str:
     return "cuda" if gpu_count() else "cpu"
 
 
-def _print(results: list[CheckResult]) -> None:
-    for result in results:
-        status = click.style(f"{result.status:12}", fg=_COLORS[result.status])
-        click.echo(f"{status}{result.check:16}{result.text}")
+def _print(result: CheckResult) -> None:
+    status = click.style(f"{result.status:12}", fg=_COLORS[result.status])
+    click.echo(f"{status}{result.check:16}{result.text}")

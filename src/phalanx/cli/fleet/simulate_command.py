@@ -11,8 +11,10 @@ import click
 
 from phalanx.fleet.core.invariants import BrokenInvariant
 from phalanx.simulate.hostile.run import run_seed
-from phalanx.simulate.large import FleetReport, Scenario, simulate
+from phalanx.simulate.large import FleetReport, OnProgress, Scenario, simulate
 from phalanx.simulate.rates import DEFAULT_RATE
+
+_PAUSE_S = 3.0
 
 
 @click.group("simulate")
@@ -58,12 +60,13 @@ def fleet(
       phalanx simulate fleet --nodes 2000 --spares 0 --rate 6.5 --json
       phalanx simulate fleet --small --seeds 0:1000
     """
+    progress = _progress("worlds" if small else "days")
     try:
         if small:
-            _small(_range(seeds), as_json)
+            _small(_range(seeds), as_json, progress)
             return
         spares = nodes // 100 if spares is None else spares
-        report = simulate(Scenario(nodes, spares, days, seed, rate, step_s))
+        report = simulate(Scenario(nodes, spares, days, seed, rate, step_s), progress)
     except BrokenInvariant as error:
         raise click.ClickException(str(error)) from error
     click.echo(json.dumps(dataclasses.asdict(report)) if as_json else _format(report))
@@ -78,7 +81,20 @@ def _range(seeds: str) -> range:
     return range(int(first), int(end))
 
 
-def _small(seeds: range, as_json: bool) -> None:
+def _progress(what: str) -> OnProgress:
+    """Returns a callback that says on stderr how far it is, every few seconds; a short simulation says nothing."""
+    last_s = time.monotonic()
+
+    def show(done: float, total: float) -> None:
+        nonlocal last_s
+        if time.monotonic() - last_s > _PAUSE_S:
+            last_s = time.monotonic()
+            click.echo(f"simulated {done:,.3g} of {total:,g} {what}", err=True)
+
+    return show
+
+
+def _small(seeds: range, as_json: bool, on_progress: OnProgress) -> None:
     began_s = time.monotonic()
     faults: Counter[str] = Counter()
     totals: Counter[str] = Counter()
@@ -88,6 +104,7 @@ def _small(seeds: range, as_json: bool) -> None:
         faults.update(outcome.faults)
         totals.update(recoveries=outcome.recoveries, regroups=outcome.regroups, events=outcome.events)
         worst = max(worst, outcome.worst_lost_steps)
+        on_progress(seed + 1 - seeds.start, len(seeds))
     seconds = time.monotonic() - began_s
     result = {
         "worlds": len(seeds),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 import click
 
 from phalanx.cli.errors import explained
+from phalanx.data.corpus import BadFile, TextFiles, without_bad_files
 from phalanx.data.errors import DataError
 
 
@@ -31,27 +33,47 @@ def command() -> None:
     default=0.05,
     show_default=True,
 )
+@click.option(
+    "--skip-bad",
+    is_flag=True,
+    help="Leave out files that are not UTF-8 text, and name them; else they are errors.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def prepare_command(
-    text: tuple[str, ...], out: Path, tokenizer: str, vocab_size: int, held_out: float, as_json: bool
+    text: tuple[str, ...],
+    out: Path,
+    tokenizer: str,
+    vocab_size: int,
+    held_out: float,
+    skip_bad: bool,
+    as_json: bool,
 ) -> None:
     """Turn TEXT (UTF-8 files, folders, globs, or a known corpus) into token shards in --out.
 
     \b
       phalanx data prepare books/ notes/*.md --out data/books
+      phalanx data prepare mail/ --out data/mail --skip-bad
       phalanx data prepare python-stdlib --out data/stdlib --vocab-size 8192
     """
     from phalanx.data.prepare import prepare
     from phalanx.train.lifecycle.prepare import documents_of
 
+    progress = None if as_json else _progress()
+    bad: list[BadFile] = []
     with explained(DataError):
+        documents = documents_of(text)
+        if skip_bad and isinstance(documents, TextFiles):
+            check = (lambda _done, _total: None) if progress is None else functools.partial(progress, "check")
+            documents, bad = without_bad_files(documents, check)
+            for file in bad:
+                click.echo(f"left out: {file.path} {file.reason}", err=True)
         info = prepare(
-            documents_of(text),
+            documents,
             out,
             tokenizer=tokenizer,
             vocab_size=vocab_size if tokenizer == "bpe" else None,
             held_out_fraction=held_out,
-            on_progress=None if as_json else _progress(),
+            on_progress=progress,
         )
     facts = {
         "path": str(out),
@@ -61,13 +83,19 @@ def prepare_command(
         "held_out_tokens": info.index.held_out.tokens,
         "xz_bits_per_byte": info.held_out_xz_bits_per_byte,
         "fingerprint": info.fingerprint,
+        "left_out": [str(file.path) for file in bad],
     }
     if as_json:
         click.echo(json.dumps(facts))
         return
     click.echo(f"{out}: {'was there already' if info.reused else 'written'}")
     click.echo(f"  {facts['train_tokens']:,} tokens to train on, {facts['held_out_tokens']:,} held out")
+    if bad:
+        click.echo(f"  left out: {len(bad):,} {'file' if len(bad) == 1 else 'files'}, named above")
     click.echo(f"  vocabulary {info.vocab_size:,}; fingerprint {info.fingerprint[:16]}")
+
+
+_PAUSE_S = 1.0
 
 
 def _progress() -> Callable[[str, int, int], None]:
@@ -76,7 +104,7 @@ def _progress() -> Callable[[str, int, int], None]:
     def show(what: str, done: int, total: int) -> None:
         nonlocal last
         now = time.monotonic()
-        if done == total or now - last > 1.0:
+        if done == total or now - last > _PAUSE_S:
             last = now
             click.echo(f"{what}: {done:,} of {total:,}" if total else f"{what}: {done:,}", err=True)
 
