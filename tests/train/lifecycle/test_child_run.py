@@ -150,6 +150,16 @@ def test_a_step_that_was_not_kept_is_refused_with_those_that_were(parent: Path) 
         child_run(parent, 3, [])
 
 
+def test_a_newest_checkpoint_that_has_lost_a_file_is_passed_over(parent: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "parent"
+    shutil.copytree(parent, mine)
+    (mine / "checkpoints" / "step-00000004" / "rank-00001.safetensors").unlink()
+    assert child_run(mine, None, ["train.steps=8"]).checkpoint.init_from.endswith("step-00000002")
+    (mine / "checkpoints" / "step-00000002" / "rank-00000.safetensors").write_bytes(b"cut")
+    with pytest.raises(RunDirectoryError, match=r"no checkpoint in .* is whole"):
+        child_run(mine, None, ["train.steps=8"])
+
+
 def test_nothing_left_to_train_is_refused_with_the_field_that_makes_it_longer(parent: Path) -> None:
     with pytest.raises(RunFileError, match=r"train\.steps: 4 steps are done at step 4"):
         child_run(parent, None, [])

@@ -227,6 +227,12 @@ class DiskTier:
         with storage_errors(path):
             return decode_index(path.read_bytes(), str(path))
 
+    def require_files(self, step: int) -> None:
+        """Raises a CheckpointError unless every file of a committed step is there in its size; reads no tensor."""
+        for ref in self.index(step).manifests:
+            manifest = self.manifest(step, ref)
+            self._require_size(self.folder(step) / manifest.file, manifest.nbytes)
+
     def record(self, step: int) -> Record:
         index = self.index(step)
         return Record(index.step, index.world_size, index.extra, index.weights_sha256)

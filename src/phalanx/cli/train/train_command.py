@@ -29,6 +29,7 @@ from phalanx.train.lifecycle.child_run import child_run
 from phalanx.train.lifecycle.from_model import fields_from_model
 
 _NEWEST = "newest"
+_MOST_DIGITS = 15
 
 
 @click.command("train")
@@ -143,7 +144,7 @@ def _described(
     if place is None:
         raise click.UsageError("give a run file, a run directory, or --from-model")
     if from_step is not None:
-        if from_step != _NEWEST and not from_step.isdecimal():
+        if from_step != _NEWEST and not (from_step.isdecimal() and len(from_step) <= _MOST_DIGITS):
             raise click.BadParameter(f"{from_step!r} is no step", param_hint="--from")
         step = None if from_step == _NEWEST else int(from_step)
         return child_run(place, step, overrides), place / RUN_FILE

@@ -32,14 +32,17 @@ def command(folder: Path, as_json: bool) -> None:
         return
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     console = Console(highlight=False)
     table = Table("run", "state", "loss", "held out", "weights", "goes on from", box=None, pad_edge=False)
     for run in found:
         origin = f"step {run.lineage[-1].step} of {run.lineage[-1].run_dir}" if run.lineage else ""
-        table.add_row(
-            run.path, run.state, _loss(run.loss), _loss(run.held_out_loss), run.weights_sha256[:12], origin
+        row = (
+            *(run.path, run.state, _loss(run.loss), _loss(run.held_out_loss)),
+            *(run.weights_sha256[:12], origin),
         )
+        table.add_row(*map(Text, row))  # a folder's name may look like markup
     console.print(table)
 
 

@@ -35,6 +35,8 @@ WIDEST = 104
 REFRESHES_PER_S = 8
 UNKNOWN = "–"
 LARGEST_DRAWN = 1e30
+SAID_BEFORE = frozenset({"run_dir", "peak_flops_per_s", "peak_source", "xz_bits_per_byte"})
+"""Figures of a result that earlier lines have said; in a log, the last line is for what came out."""
 
 
 def show_events(events: Iterable[Event], console: Console, live: bool, every_s: float = 10.0) -> None:
@@ -321,7 +323,7 @@ def _milestone(state: State, event: Event) -> str | None:
             detail = describe_checkpoint(body)
             return f"{at}  checkpoint of step {body.step:,}" + (f": {detail}" if detail else "")
         case Finished(result=result):
-            shown = (f"{name}={figure}" for name, figure in _figures(result))
+            shown = (f"{name}={figure}" for name, figure in _figures(result) if name not in SAID_BEFORE)
             return f"{at}  finished  {printable(' '.join(shown))}"
     return None
 

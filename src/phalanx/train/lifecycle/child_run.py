@@ -10,6 +10,8 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from phalanx.checkpoint.format.errors import CheckpointError
+from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.run.directory import RunDirectory, RunDirectoryError, committed_steps, read_resolved, step_folder
 from phalanx.run.identity import differences
 from phalanx.run.problems import Problem, RunFileError
@@ -19,7 +21,7 @@ from phalanx.train.step.learning_rate import multiplier
 
 
 def child_run(parent: Path, step: int | None, overrides: Sequence[str]) -> RunSpec:
-    """The run that goes on from step ``step`` of the run directory ``parent``, or from its newest checkpoint.
+    """The run that goes on from step ``step`` of the run directory ``parent``, or from its newest whole checkpoint.
 
     Whether the fields of ``overrides`` may differ is checked when it is prepared (``train/lifecycle/start_checks.py``).
 
@@ -33,7 +35,7 @@ def child_run(parent: Path, step: int | None, overrides: Sequence[str]) -> RunSp
     if not steps:
         raise RunDirectoryError(f"{parent} has saved no checkpoint yet, so there is nothing to go on from")
     if step is None:
-        step = steps[-1]
+        step = _newest_whole(DiskTier(directory.checkpoints), steps)
     if step not in steps:
         there = ", ".join(map(str, steps))
         raise RunDirectoryError(
@@ -51,6 +53,19 @@ def child_run(parent: Path, step: int | None, overrides: Sequence[str]) -> RunSp
         )
         raise RunFileError(directory.run_file, [problem])
     return child
+
+
+def _newest_whole(tier: DiskTier, steps: Sequence[int]) -> int:
+    """The newest of ``steps`` whose files are all there; a damaged byte is found when it is read."""
+    problem: CheckpointError | None = None
+    for step in reversed(steps):
+        try:
+            tier.require_files(step)
+        except CheckpointError as error:
+            problem = problem or error
+        else:
+            return step
+    raise RunDirectoryError(f"no checkpoint in {tier.root} is whole: {problem}") from problem
 
 
 def changes_from_parent(parent: RunSpec, child: RunSpec, step: int) -> Iterator[str]:
