@@ -99,6 +99,7 @@ def make_run(folder: Path, nodes: int, heartbeat_s: float) -> RunSpec:
     )
     (folder / "run.toml").write_text(tomli_w.dumps(to_table(spec)))
     make_token(folder)
+    make_token(folder, "operate")
     return spec
 
 

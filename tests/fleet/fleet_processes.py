@@ -40,6 +40,7 @@ def make_run(run_dir: Path, fleet: FleetSpec, steps: int = 60, attempts: int = 1
     (run_dir / "record.json").write_text(json.dumps({"attempts": attempts}))
     (run_dir / "logs").mkdir(exist_ok=True)
     make_token(run_dir)
+    make_token(run_dir, "operate")
     return spec
 
 

@@ -34,7 +34,9 @@ from phalanx.fleet.core import messages as m
 from phalanx.run.fencing import FencingToken
 from phalanx.run.token_proof import Role, Seals, UnprovenError
 
-CREDENTIALS = Credentials("run-1", "a token that nobody guesses", FencingToken(1, "ab"))
+CREDENTIALS = Credentials(
+    "run-1", "a token that nobody guesses", FencingToken(1, "ab"), operator_token="known to operators"
+)
 PATIENCE_S = 30.0
 
 
@@ -175,8 +177,11 @@ def test_reports_and_commands_arrive_in_order() -> None:
 @pytest.mark.parametrize(
     ("credentials", "kind"),
     [
-        (dataclasses.replace(CREDENTIALS, token="a token that somebody guessed"), "wrong token"),
-        (dataclasses.replace(CREDENTIALS, token=""), "wrong token"),
+        (
+            dataclasses.replace(CREDENTIALS, token="somebody guessed it", operator_token="and this"),
+            "wrong token",
+        ),
+        (dataclasses.replace(CREDENTIALS, token="(1)", operator_token="(1)"), "wrong token"),
         (dataclasses.replace(CREDENTIALS, run="run-2"), "another run"),
     ],
 )
@@ -337,6 +342,29 @@ def test_a_taken_port_is_an_error_that_names_it() -> None:
     asyncio.run(scene())
 
 
+# --- roles --------------------------------------------------------------------------------------------
+
+
+def test_an_agents_token_stops_and_drains_nothing_and_an_operators_attaches_no_agent() -> None:
+    async def scene() -> None:
+        agent = dataclasses.replace(CREDENTIALS, operator_token=CREDENTIALS.token)
+        operator = dataclasses.replace(CREDENTIALS, token=CREDENTIALS.operator_token)
+        async with Wire() as wire:
+            for request in (m.StopRun(), m.Drain("node-3")):
+                with pytest.raises(TransportError, match="wrong token"):
+                    await operate(wire.address, agent, request)
+            caller = wire.dial(credentials=operator)
+            await until(lambda: any("wrong token" in line for line in caller.lines))
+            assert (wire.ear.reports, caller.greetings) == ([], 0)
+            assert await operate(wire.address, operator, m.StopRun())
+            friend = wire.dial(credentials=agent)
+            await until(lambda: friend.link.attached)
+            with pytest.raises(TransportError, match="without a token"):
+                await operate(wire.address, dataclasses.replace(agent, operator_token=""), m.StopRun())
+
+    asyncio.run(scene())
+
+
 # --- other starts of the run ------------------------------------------------------------------------
 
 
@@ -463,3 +491,4 @@ def test_a_token_in_the_environment_comes_first_and_must_be_one(
 
 def test_the_token_is_not_printed() -> None:
     assert CREDENTIALS.token not in repr(CREDENTIALS)
+    assert CREDENTIALS.operator_token not in repr(CREDENTIALS)

@@ -107,7 +107,7 @@ def serve(run_dir: Path, host: str, port: int, certificates: Path | None, as_jso
     from phalanx.fleet.control.coordinator import CoordinatorArgs, run_coordinator
     from phalanx.fleet.control.descriptors import DescriptorLimitError
     from phalanx.fleet.control.fleet_file import read_fleet_file
-    from phalanx.fleet.control.security import SecurityError, make_token
+    from phalanx.fleet.control.security import TOKEN_VARIABLES, SecurityError, make_token
     from phalanx.fleet.control.transport import TransportError
     from phalanx.fleet.core.replay import JournalError
     from phalanx.run.directory import RunDirectory, RunDirectoryError
@@ -120,9 +120,9 @@ def serve(run_dir: Path, host: str, port: int, certificates: Path | None, as_jso
         attempt = directory.newest_attempt()
         lock_fd = take_lock(directory.lock)
         if not directory.journal(attempt).exists():
-            make_token(
-                run_dir
-            )  # with this the fleet begins; where it has begun, it cannot go on with another one
+            # With this the fleet begins; where it has begun, it cannot go on with others.
+            for role in TOKEN_VARIABLES:
+                make_token(run_dir, role)
         code = run_coordinator(CoordinatorArgs(run_dir, attempt, host, port), certificates)
         ended = read_fleet_file(run_dir)
         os.close(lock_fd)
@@ -145,7 +145,7 @@ def _ask(run_dir: Path, operation: OperatorRequest, certificates: Path | None, a
             raise TransportError(f"the run in {run_dir} is over: {seen.phase}, {seen.reason}")
         directory = RunDirectory(run_dir)
         attempt = directory.newest_attempt()
-        credentials = credentials_of(run_dir, read_resolved(directory), attempt, certificates)
+        credentials = credentials_of(run_dir, read_resolved(directory), attempt, certificates, ("operate",))
         answer = asyncio.run(operate(seen.coordinator, credentials, operation))
     _print(answer, as_json)
 

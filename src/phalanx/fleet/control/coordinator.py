@@ -22,7 +22,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +40,7 @@ from phalanx.fleet.control.fleet_file import (
 )
 from phalanx.fleet.control.hang_inquiry import Inquiry
 from phalanx.fleet.control.journal import Journal
-from phalanx.fleet.control.security import SecurityError, read_certificates, run_token
+from phalanx.fleet.control.security import SecurityError, TokenRole, read_certificates, run_token
 from phalanx.fleet.control.transport import AgentLink, Credentials, FleetServer, TransportError
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state, step
@@ -494,10 +494,18 @@ def only_coordinator(directory: RunDirectory) -> Iterator[None]:
         os.close(descriptor)
 
 
-def credentials_of(run_dir: Path, spec: RunSpec, attempt: int, certificates: Path | None) -> Credentials:
-    """The credentials of the start ``attempt`` of a run, for either side of a connection. Raises ``SecurityError``."""
+def credentials_of(
+    run_dir: Path,
+    spec: RunSpec,
+    attempt: int,
+    certificates: Path | None,
+    roles: Sequence[TokenRole] = ("join", "operate"),
+) -> Credentials:
+    """The credentials of the start ``attempt`` of a run, for a process with these roles (a coordinator's are both). Raises ``SecurityError``."""
     shown = read_certificates(certificates) if certificates else None
-    return Credentials(identity(spec), run_token(run_dir), fencing_token(spec, attempt), shown)
+    join = run_token(run_dir) if "join" in roles else ""
+    operate = run_token(run_dir, "operate") if "operate" in roles else ""
+    return Credentials(identity(spec), join, fencing_token(spec, attempt), shown, operate)
 
 
 def run_coordinator(args: CoordinatorArgs, certificates: Path | None = None) -> int:

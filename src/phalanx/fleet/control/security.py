@@ -1,9 +1,10 @@
-"""Authentication: a secret token for every connection to a run's fleet, and mutual TLS if certificates are given.
+"""Authentication: secret tokens for every connection to a run's fleet, and mutual TLS if certificates are given.
 
-Without it, everybody who can reach the coordinator's port could end a run or send it false reports. The token is made when the fleet is
-first started and lies in the run directory, readable by its owner only; on every connection both sides prove that they know it, and never
-send it (``phalanx.run.token_proof``). On a network that others can listen to, give certificates too: a folder with ``ca.pem``,
-``node.pem`` and ``node.key``. Then both sides must show a certificate that the run's own authority has signed.
+Without them, everybody who can reach the coordinator's port could end a run or send it false reports. There are two: one to take part,
+and one to operate, so that whoever has got hold of an agent's cannot stop the run with it. The run's launcher makes them when the
+fleet is first started, and they lie in the run directory, readable by its owner only; on every connection both sides prove that they know the one
+that it takes, and never send it (``phalanx.run.token_proof``). On a network that others can listen to, give certificates too: a folder with
+``ca.pem``, ``node.pem`` and ``node.key``. Then both sides must show a certificate that the run's own authority has signed.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import ssl
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from phalanx.run.durable import sync
 
-TOKEN_VARIABLE = "PHALANX_RUN_TOKEN"
-"""The environment variable through which a token reaches an agent that does not see the run directory."""
-_TOKEN_FILE = "fleet.token"
+TokenRole = Literal["join", "operate"]
+"""What a token is good for: to take part with a node's agent and workers, or to drain nodes and stop the run."""
+TOKEN_VARIABLES: dict[TokenRole, str] = {"join": "PHALANX_RUN_TOKEN", "operate": "PHALANX_OPERATOR_TOKEN"}
+"""The environment variables through which a token reaches a process that does not see the run directory."""
+_TOKEN_FILES: dict[TokenRole, str] = {"join": "fleet.token", "operate": "fleet.operator-token"}
 _SHORTEST_TOKEN = 16
 
 
@@ -68,42 +72,42 @@ def read_certificates(folder: Path) -> Certificates:
     return Certificates(folder, authority, certificate, key)
 
 
-def run_token(run_dir: Path) -> str:
-    """The token of a run: from the environment, else from its directory. Nobody but the run's launcher makes one (``make_token``).
+def run_token(run_dir: Path, role: TokenRole = "join") -> str:
+    """The token of a run for a role: from the environment, else from its directory. Nobody but the run's launcher makes one (``make_token``).
 
     Raises:
         SecurityError: There is none, it cannot be read, or it is too short to be a secret.
     """
-    if given := os.environ.get(TOKEN_VARIABLE):
-        return _checked(given, f"the environment variable {TOKEN_VARIABLE}")
-    path = run_dir / _TOKEN_FILE
+    variable, path = TOKEN_VARIABLES[role], run_dir / _TOKEN_FILES[role]
+    if given := os.environ.get(variable):
+        return _checked(given, f"the environment variable {variable}")
     try:
         return _checked(path.read_text().strip(), str(path))
     except FileNotFoundError:
         raise SecurityError(
             f"there is no {path}: the command that starts a run makes it, and a fleet cannot go on with another one. Put it back, give "
-            f"it in {TOKEN_VARIABLE}, or end what is left of the fleet and start the run again"
+            f"it in {variable}, or end what is left of the fleet and start the run again"
         ) from None
     except OSError as error:
         raise SecurityError(
             f"cannot read the run's token {path}: {error.strerror}; run as the owner of the run directory, or give the "
-            f"token in {TOKEN_VARIABLE}"
+            f"token in {variable}"
         ) from error
 
 
-def make_token(run_dir: Path) -> str:
+def make_token(run_dir: Path, role: TokenRole = "join") -> str:
     """The token of a run that its launcher starts now: the one that there is, else a new one, durable when this returns.
 
     Raises:
         SecurityError: As ``run_token`` does, or it cannot be written.
     """
-    path = run_dir / _TOKEN_FILE
-    if not os.environ.get(TOKEN_VARIABLE) and not path.exists():
+    path = run_dir / _TOKEN_FILES[role]
+    if not os.environ.get(TOKEN_VARIABLES[role]) and not path.exists():
         try:
             _write_token(path)
         except OSError as error:
             raise SecurityError(f"cannot write the run's token {path}: {error.strerror}") from error
-    return run_token(run_dir)
+    return run_token(run_dir, role)
 
 
 def _write_token(path: Path) -> None:

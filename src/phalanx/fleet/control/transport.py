@@ -99,6 +99,8 @@ class Credentials:
     fencing: FencingToken
     """The start of the run that this process belongs to."""
     certificates: Certificates | None = None
+    operator_token: str = field(default="", repr=False)
+    """For the requests of operators; agents have none."""
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """The metadata that a client sends: nothing that is secret."""
@@ -130,8 +132,11 @@ class Credentials:
         Raises:
             UnprovenError: The other side does not know it, or did not answer in time.
         """
+        token = self.operator_token if method == "Operate" else self.token
+        if not token:
+            raise UnprovenError(f"has met a process without a token for {method}")
         said_of = ", ".join(f"{name} {value}" for name, value in self.metadata())
-        steps = handshake(self.token, f"phalanx {method}, {said_of}", role)
+        steps = handshake(token, f"phalanx {method}, {said_of}", role)
         said = b""
         try:
             async with asyncio.timeout(HANDSHAKE_S):

@@ -407,7 +407,7 @@ async def _run(args: AgentArgs, certificates: Path | None) -> None:
     workers, attempt = 0, args.attempt
     while True:
         spec = read_resolved(directory)
-        credentials = credentials_of(args.run_dir, spec, attempt, certificates)
+        credentials = credentials_of(args.run_dir, spec, attempt, certificates, ("join",))
         with suppress(DescriptorLimitError):  # a data port makes do with fewer
             raise_descriptor_limit(spec.fleet.nodes)
         # The snapshots are of the same run, whatever its fleet looks like now; the next epoch restores the newest state that is whole.

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from phalanx.fleet.control.coordinator import EXIT_CANNOT_START
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
-from phalanx.fleet.control.security import TOKEN_VARIABLE, make_token
+from phalanx.fleet.control.security import TOKEN_VARIABLES, make_token
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.fleet.node.revival import MOST_DEATHS, Revival
 from phalanx.fleet.node.session import Session, ending
@@ -115,9 +115,10 @@ def run_fleet(
     token = make_token(path)
     path_in(path).unlink(missing_ok=True)  # of the attempt before
     # Computed once: a restart must not fail because the user's model file is gone meanwhile.
-    # The token goes along: that the file is removed meanwhile must not keep a restarted process out.
-    environment = {**rank_environment(run.spec.model.factory), TOKEN_VARIABLE: token}
-    processes = _Processes(run, fleet, environment, StopOrders(tell))
+    # The tokens go along: that their files are removed meanwhile must not keep a restarted process out.
+    environment = {**rank_environment(run.spec.model.factory), TOKEN_VARIABLES["join"]: token}
+    operator = {TOKEN_VARIABLES["operate"]: make_token(path, "operate")}
+    processes = _Processes(run, fleet, environment, operator, StopOrders(tell))
     try:
         with on_stop_signals(processes.ask_to_stop):
             processes.start()
@@ -149,6 +150,8 @@ class _Processes:
     fleet: LocalFleet
     environment: dict[str, str] = field(repr=False)
     """Lets the processes import the user's model, and tells them the token."""
+    operator: dict[str, str] = field(repr=False)
+    """For the coordinator alone: the operators' token."""
     orders: StopOrders
     coordinator: Session | None = None
     coordinator_due_s: float = 0.0
@@ -342,10 +345,12 @@ class _Processes:
         run = self.run
         command = [sys.executable, "-m", module, "--run-dir", str(run.directory.path)]
         log = self.log(name)
+        inherited = {key: value for key, value in os.environ.items() if key not in self.operator}
+        own = self.operator if name == "coordinator" else {}
         remove_failure(log)  # of the process before it in this attempt, which wrote the same log
         return Session.start(
             [*command, "--attempt", str(run.attempt), *arguments],
-            {**os.environ, "PHALANX_LAUNCHER": str(os.getpid()), **self.environment},
+            {**inherited, "PHALANX_LAUNCHER": str(os.getpid()), **self.environment, **own},
             log,
             keep_open=[run.lock_fd],  # the directory stays taken until the last process has ended
         )
