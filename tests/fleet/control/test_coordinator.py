@@ -45,8 +45,9 @@ from phalanx.train.lifecycle.open_run import OpenRun
 directory = RunDirectory(Path(sys.argv[1]))
 lock = os.open(directory.path / "lock", os.O_RDWR | os.O_CREAT)
 fleet = LocalFleet(2, 1, worker_program=(sys.executable, sys.argv[2]))
-ending = run_fleet(OpenRun(directory, read_resolved(directory), 0, lock), fleet, lambda ended: None)
-print(json.dumps([ending.status, ending.exit_code, ending.message]))
+told = []
+ending = run_fleet(OpenRun(directory, read_resolved(directory), 0, lock), fleet, lambda ended: None, told.append)
+print(json.dumps([ending.status, ending.exit_code, ending.message, [words for words in told if "agent" in words]]))
 """
 
 
@@ -82,7 +83,7 @@ def test_the_launcher_tells_how_the_run_ended_and_leaves_nothing_behind(tmp_path
     fleet.held(20)
     fleet.hold_at(None)
     out, _ = process.communicate(timeout=PATIENCE_S)
-    assert json.loads(out) == ["finished", 0, ""]
+    assert json.loads(out) == ["finished", 0, "", []]
     assert fleet.result() == {"step": STEPS, "state": state_after(STEPS).hex()}
     assert not processes_of(tmp_path)
 
@@ -92,7 +93,7 @@ def test_ctrl_c_is_one_wish_to_stop_and_the_launcher_says_that_one_can_go_on(tmp
     fleet.held(20)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=PATIENCE_S)
-    assert json.loads(out) == ["stopped", 75, ""]
+    assert json.loads(out) == ["stopped", 75, "", []]
     assert not processes_of(tmp_path)
 
 

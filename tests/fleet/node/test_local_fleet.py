@@ -93,10 +93,13 @@ def seen(phase: FleetPhase, step: int = 0) -> FleetFile:
 def test_a_fleet_all_of_whose_agents_die_again_and_again_ends_with_the_reason(
     run: OpenRun, sleeping: list[str]
 ) -> None:
+    told: list[str] = []
+
     def show_that_it_runs(_ended: Callable[[], bool]) -> None:
         write_fleet_file(run.directory.path, seen(FleetPhase.RUNNING))
 
-    ending = run_fleet(run, LocalFleet(2), show_that_it_runs)
+    ending = run_fleet(run, LocalFleet(2), show_that_it_runs, told.append)
+    assert told[0] == "node-0: its agent ended with code 1; it is started again"
     assert (ending.status, ending.exit_code) == ("failed", 1)
     assert ending.message.startswith("the agent of node-")
     assert "It was started 10 times without the run getting any further" in ending.message

@@ -136,8 +136,9 @@ def run_fleet(
 
 
 class _DeadAgent(NamedTuple):
-    """When an agent that has died may be started again, by the monotonic clock; never: infinity."""
+    """How an agent has died, and when it may be started again, by the monotonic clock; never: infinity."""
 
+    how: str
     soonest_s: float
     usually_s: float
 
@@ -266,7 +267,9 @@ class _Processes:
     def _look_after_agents(self) -> None:
         for name, agent in list(self.agents.items()):
             if agent.exit_code() is not None:
-                self._agent_died(name, ending(agent.end()))
+                code = agent.end()
+                # One that ends by itself was most likely told that the run is over: fleet.json will say so in a moment.
+                self._agent_died(name, ending(code), at_least_s=0.0 if code else _FAREWELL_S)
         if not self.dead:
             return
         seen = self.seen()
@@ -276,6 +279,7 @@ class _Processes:
         wanted = not self.agents or (seen is not None and seen.phase is FleetPhase.WAITING)
         for name, dead in list(self.dead.items()):
             if time.monotonic() >= (dead.soonest_s if wanted else dead.usually_s):
+                self.orders.tell(f"{name}: its agent {dead.how}; it is started again")
                 self._start_agent(name)
         given_up = [name for name, dead in self.dead.items() if dead.soonest_s == math.inf]
         # On a cluster nodes may still come; and while no coordinator was ever there, it is the coordinator that is at fault.
@@ -283,20 +287,19 @@ class _Processes:
         if hopeless and given_up and len(given_up) == len(self.dead):
             self.over, self.gave_up = True, given_up[0]
 
-    def _agent_died(self, name: str, how: str) -> None:
+    def _agent_died(self, name: str, how: str, at_least_s: float = 0.0) -> None:
         self.agents.pop(name, None)
         revival = self.agent_revivals.setdefault(name, Revival())
         pause_s = revival.after_death(_standing(self.seen()))
         now_s = time.monotonic()
         if pause_s is None:
-            self.dead[name] = _DeadAgent(math.inf, math.inf)
+            self.dead[name] = _DeadAgent(how, math.inf, math.inf)
             self.orders.tell(
                 f"{name}: its agent {how}, for the {revival.in_vain}th time without progress: given up"
             )
         else:
-            self.dead[name] = _DeadAgent(now_s + pause_s, now_s + max(pause_s, self.fleet.repair_s))
-            if revival.in_vain == 1:
-                self.orders.tell(f"{name}: its agent {how}; it will be started again")
+            pause_s = max(pause_s, at_least_s)
+            self.dead[name] = _DeadAgent(how, now_s + pause_s, now_s + max(pause_s, self.fleet.repair_s))
 
     def _start_agent(self, name: str) -> None:
         arguments = ["--node", name]
