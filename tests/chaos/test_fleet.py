@@ -137,3 +137,17 @@ def test_a_slow_rank_is_replaced_by_a_spare_and_no_step_is_lost(
     assert any(recovery["lost_steps"] == 0 for recovery in result["recoveries"])
     fleet = json.loads((tmp_path / "run" / "fleet.json").read_text())
     assert any(member["role"] == "quarantined" for member in fleet["members"])
+
+
+@pytest.mark.slow
+def test_a_fleet_that_goes_on_from_another_runs_checkpoint_keeps_the_bits_through_a_fault(
+    run_file: Path, undisturbed: str, tmp_path: Path
+) -> None:
+    parent = str(tmp_path / "parent")
+    keeping = ["--set", "checkpoint.keep_last=9", "--ranks", "1"]
+    assert run(["train", str(run_file), "--run-dir", parent, *keeping], tmp_path).returncode == 0
+    fault = "kill rank 1 at step 11"
+    fleet = ["--nodes", "2", "--fault", fault, "--json"]
+    result = last_json(run(["train", parent, "--from", "6", *fleet], tmp_path))
+    assert result["weights_sha256"] == undisturbed
+    assert result["faults"] == [fault]
