@@ -28,6 +28,7 @@ from phalanx.fleet.node.session import Session
 from phalanx.run.directory import RunDirectory
 from phalanx.run.spec import ModelSpec, RunSpec
 from phalanx.train.lifecycle.ending import report_failure
+from phalanx.train.lifecycle.interrupt import StopOrders
 from phalanx.train.lifecycle.open_run import OpenRun
 from phalanx_process import alive, children
 
@@ -122,6 +123,27 @@ def test_a_fleet_whose_run_directory_is_removed_ends_with_a_message(
     assert (ending.status, ending.exit_code) == ("failed", 1)
     assert "is gone" in ending.message
     assert "start the run anew" in ending.message
+
+
+def test_a_coordinator_that_was_stopped_and_never_continued_is_replaced(
+    run: OpenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = Session.start
+
+    def asleep(_command: list[str], environment: dict[str, str], log: Path, keep_open: list[int]) -> Session:
+        return start(["sleep", "600"], environment, log, keep_open)
+
+    monkeypatch.setattr(Session, "start", asleep)
+    monkeypatch.setattr(local_fleet, "_STOPPED_S", 0.0)
+    processes = local_fleet._Processes(run, LocalFleet(1), {}, StopOrders(lambda _words: None))
+    processes.start()
+    first, agent = processes.coordinator, processes.agents["node-0"]
+    assert first is not None
+    first.signal(signal.SIGSTOP)
+    while processes.coordinator in (first, None):
+        assert not processes.ended()
+    assert processes.agents["node-0"] is agent, "it was not stopped"
+    processes.end()
 
 
 def waiting(*roles: str) -> FleetFile:

@@ -34,6 +34,7 @@ from phalanx.train.lifecycle.worker import EXIT_STOPPED
 
 _POLL_S = 0.1
 _FAREWELL_S = 10.0
+_STOPPED_S = 60.0
 _LOOK_S, _STUCK_S = 1.0, 60.0
 """A fleet that has no way on is ended after this time, in which an operator can let nodes in (``phalanx fleet add``)."""
 
@@ -167,6 +168,8 @@ class _Processes:
     """The process that was given up, if the fleet ended for that."""
     hopeless: bool = False
     """It said that another start would find the same, so that there was none."""
+    stopped_s: dict[int, float] = field(default_factory=dict)
+    """Since when a process has been seen stopped by a signal."""
     stuck: str = ""
     """Why the run was asked to stop, if that was not by the user."""
     looked_s: float = 0.0
@@ -183,6 +186,7 @@ class _Processes:
         """Restarts what has died and is to come back; returns True once the run is over. Call it again and again."""
         self.orders.tell_new()
         if not self.over:
+            self._kill_what_was_stopped()
             self._look_after_coordinator()
         if not self.over:
             self._hand_on_stop()
@@ -198,6 +202,15 @@ class _Processes:
     def ask_to_stop(self) -> None:
         """Counts one request to save and stop; it is passed on by the next call of ``ended``."""
         self.orders.made += 1
+
+    def _kill_what_was_stopped(self) -> None:
+        """Kills a coordinator or agent that somebody has stopped and not continued for long: it does no work, and a new one will."""
+        sessions = [one for one in (self.coordinator, *self.agents.values()) if one is not None]
+        now_s, stopped = time.monotonic(), [one for one in sessions if one.stopped()]
+        self.stopped_s = {one.pid: self.stopped_s.get(one.pid, now_s) for one in stopped}
+        for session in stopped:
+            if now_s - self.stopped_s[session.pid] >= _STOPPED_S:
+                session.signal(signal.SIGKILL)
 
     # --- the coordinator -----------------------------------------------------------------------
 

@@ -58,6 +58,12 @@ class Session:
             return None
         return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
+    def stopped(self) -> bool:
+        """True if the leader was stopped by a signal and not continued since."""
+        with suppress(OSError):
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return False
+
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal to the leader; one that has ended does not mind."""
         if not self._reaped:
