@@ -135,7 +135,7 @@ def test_a_coordinator_that_was_stopped_and_never_continued_is_replaced(
 
     monkeypatch.setattr(Session, "start", asleep)
     monkeypatch.setattr(local_fleet, "_STOPPED_S", 0.0)
-    processes = local_fleet._Processes(run, LocalFleet(1), {}, StopOrders(lambda _words: None))
+    processes = local_fleet._Processes(run, LocalFleet(1), {}, {}, StopOrders(lambda _words: None))
     processes.start()
     first, agent = processes.coordinator, processes.agents["node-0"]
     assert first is not None
