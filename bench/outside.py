@@ -436,9 +436,9 @@ def main(arguments: list[str] | None = None, show: Callable[[str], None] = print
             if given.json:
                 show(json.dumps(asdict(outcome)))
             else:
-                show(
-                    f"seed {outcome.seed}, {outcome.layout}: {outcome.ending} after {outcome.seconds:.0f} s {outcome.message[:200]}"
-                )
+                things = ", ".join(outcome.disturbances)
+                ended = f"{outcome.ending} after {outcome.seconds:.0f} s {outcome.message[:200]}".rstrip()
+                show(f"seed {outcome.seed}, {outcome.layout}: {ended} ({things})")
             sys.stdout.flush()
     endings = Counter(outcome.ending for outcome in outcomes)
     disturbances = sum(len(outcome.disturbances) for outcome in outcomes)
