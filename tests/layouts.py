@@ -38,7 +38,10 @@ DENSE = ModelSpec(
     rope_fraction=0.5,
     attention_pattern=("window", "full", "no-position"),
     window=7,
-    norm_placement="both",
+    score_width=10,
+    ffn="geglu",
+    norm_offset=True,
+    scale_embeddings=True,
     window_rope_theta=100.0,
 )
 MIXTURE = ModelSpec(

@@ -12,6 +12,7 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     Dots1Config,
+    Gemma3TextConfig,
     Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
@@ -81,6 +82,17 @@ DENSE: dict[str, Any] = {
         **SMALL, head_dim=16, attention_out_bias=True, mlp_bias=True, **NO_DROPOUT
     ),
     "seed oss, no biases": SeedOssConfig(**SMALL, head_dim=16, attention_bias=False, **NO_DROPOUT),
+    "gemma3": Gemma3TextConfig(
+        **{**SMALL, "num_hidden_layers": 3},
+        head_dim=16,
+        query_pre_attn_scalar=24,
+        sliding_window=10,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        tie_word_embeddings=True,
+    ),
+    "gemma3, untied, scores by the heads' width": Gemma3TextConfig(
+        **SMALL, head_dim=16, query_pre_attn_scalar=16, sliding_window=10, tie_word_embeddings=False
+    ),
     "olmo2": Olmo2Config(**SMALL),
     "olmo2, as many key heads, biases": Olmo2Config(
         **{**SMALL, "num_key_value_heads": 4}, attention_bias=True

@@ -97,6 +97,19 @@ def test_a_dense_model_is_the_same_on_every_layout(
     check(ranks, references, "dense", *case)
 
 
+@pytest.mark.parametrize("parallel", [ParallelSpec(tensor=2), ParallelSpec(pipeline=2)], ids=str)
+def test_norms_on_both_sides_of_a_layer_are_the_same_on_ranks_that_share_its_sequence(
+    ranks: Ranks, parallel: ParallelSpec
+) -> None:
+    # Without biases of keys, whose gradients cancel but for rounding.
+    model = dataclasses.replace(DENSE, norm_placement="both", qkv_bias=False)
+    one, two = (
+        merged(ranks.run(count, steps_on_this_rank, tiny(model, layout), STEPS))
+        for count, layout in ((1, ParallelSpec()), (2, parallel))
+    )
+    assert worst_error(two, one) <= GOAL
+
+
 @pytest.mark.parametrize("case", covering("mixture", 4), ids=named)
 def test_a_mixture_of_experts_is_the_same_on_every_layout(
     ranks: Ranks, references: dict[tuple[str, ParallelSpec], Whole], case: tuple[int, ParallelSpec]

@@ -29,13 +29,15 @@ class Block(nn.Module):
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
         before, after = spec.norm_placement != "after", spec.norm_placement != "before"
-        self.attention_norm = RMSNorm(spec.dim, spec.norm_eps) if before else None
+        self.attention_norm = RMSNorm(spec.dim, spec.norm_eps, offset=spec.norm_offset) if before else None
         self.attention = _ATTENTION[attention_kind(spec)](spec, layer)
-        self.attention_post_norm = RMSNorm(spec.dim, spec.norm_eps) if after else None
-        self.ffn_norm = RMSNorm(spec.dim, spec.norm_eps) if before else None
+        self.attention_post_norm = (
+            RMSNorm(spec.dim, spec.norm_eps, offset=spec.norm_offset) if after else None
+        )
+        self.ffn_norm = RMSNorm(spec.dim, spec.norm_eps, offset=spec.norm_offset) if before else None
         mixture = spec.moe is not None and is_mixture(spec, layer)
         self.ffn = MoE(spec, spec.moe) if mixture and spec.moe else FeedForward(spec, spec.ffn_dim)
-        self.ffn_post_norm = RMSNorm(spec.dim, spec.norm_eps) if after else None
+        self.ffn_post_norm = RMSNorm(spec.dim, spec.norm_eps, offset=spec.norm_offset) if after else None
 
     def forward(
         self,

@@ -3,7 +3,8 @@
 Each element is a function of the seed, the parameter's name and the element's flat index in the whole parameter
 (see ``phalanx.model.random_bits``), so a rank fills just the box that it holds. Matrices are normal with
 ``init_std``; those that write into the residual stream are smaller by sqrt(2 layers), as in GPT-2; gains start at
-one, biases and the routers' balance at zero. Each matrix of a stack of experts is drawn like a matrix by itself.
+one (weights of norms at zero where these are offsets from one), biases and the routers' balance at zero. Each matrix of a
+stack of experts is drawn like a matrix by itself.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def _pieces(box: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
 def fill(out: Tensor, parameter: Parameter, offset: tuple[int, ...], spec: ModelSpec, seed: int) -> None:
     """Writes the initial values of the box at ``offset`` of ``parameter`` into ``out`` (its shape is the box's)."""
     if parameter.kind in ("norm", "bias", "balance"):
-        out.fill_(1.0 if parameter.kind == "norm" else 0.0)
+        out.fill_(1.0 if parameter.kind == "norm" and not spec.norm_offset else 0.0)
         return
     key, scale = stream_key(seed, parameter.name), deviation(parameter, spec)
     for where in _pieces(tuple(out.shape)):

@@ -33,11 +33,11 @@ class PredictionAhead(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.hidden_norm = RMSNorm(spec.dim, spec.norm_eps)
-        self.embedding_norm = RMSNorm(spec.dim, spec.norm_eps)
+        self.hidden_norm = RMSNorm(spec.dim, spec.norm_eps, offset=spec.norm_offset)
+        self.embedding_norm = RMSNorm(spec.dim, spec.norm_eps, offset=spec.norm_offset)
         self.projection = Linear(2 * spec.dim, spec.dim, bias=False)
         self.block = Block(spec, spec.layers - 1)
-        self.norm = RMSNorm(spec.dim, spec.norm_eps)
+        self.norm = RMSNorm(spec.dim, spec.norm_eps, offset=spec.norm_offset)
 
     def forward(
         self, hidden: Tensor, embedded: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None = None

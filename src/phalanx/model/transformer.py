@@ -43,7 +43,7 @@ class Transformer(nn.Module):
         self.spec = spec
         self.embedding: nn.Embedding | None = nn.Embedding(spec.vocab_size, spec.dim)
         self.blocks = nn.ModuleDict({str(layer): Block(spec, layer) for layer in range(spec.layers)})
-        self.norm: RMSNorm | None = RMSNorm(spec.dim, spec.norm_eps)
+        self.norm: RMSNorm | None = RMSNorm(spec.dim, spec.norm_eps, offset=spec.norm_offset)
         self.head = None if spec.tie_embeddings else Linear(spec.dim, spec.vocab_size, bias=False)
         self.mtp = nn.ModuleList(PredictionAhead(spec) for _ in range(spec.mtp_depth))
 
@@ -85,7 +85,7 @@ class Transformer(nn.Module):
         """
         if cache is not None and documents is not None:
             raise ValueError("a cache holds one document: give either a cache or documents")
-        hidden = x if self.embedding is None else self.embedding(x)
+        hidden = x if self.embedding is None else self._embedded(x, self.embedding)
         if positions is None:
             start = cache[0].length if cache is not None else 0
             positions = torch.arange(start, start + x.shape[1], device=x.device)
@@ -107,6 +107,11 @@ class Transformer(nn.Module):
         parts = (ahead(states, weight, depth) for depth, states in enumerate(further, start=1))
         return torch.stack((result, *parts))
 
+    def _embedded(self, tokens: Tensor, embedding: nn.Embedding) -> Tensor:
+        vectors: Tensor = embedding(tokens)
+        # The factor is rounded to the vectors' format, as where such models were trained.
+        return vectors * vectors.new_tensor(self.spec.dim**0.5) if self.spec.scale_embeddings else vectors
+
     def _rotation(
         self, positions: Tensor, dtype: torch.dtype, *, windowed: bool = False
     ) -> tuple[Tensor, Tensor]:
@@ -125,6 +130,6 @@ class Transformer(nn.Module):
         """The hidden states of each prediction ahead."""
         assert self.embedding is not None, "predicting ahead needs the embedding: do not divide this model"
         for depth, module in enumerate(self.mtp, start=1):
-            embedded = self.embedding(tokens_ahead(tokens, depth))
+            embedded = self._embedded(tokens_ahead(tokens, depth), self.embedding)
             hidden = module(hidden, embedded, cos, sin, documents)
             yield hidden

@@ -133,7 +133,10 @@ _MODEL_EXCEPTIONS = {
         {
             "preset": _irrelevant("the fields that it stands for are filled in when the file is read"),
             **_all("factory factory_sha256", _irrelevant("a plan of a user's own model is refused")),
-            **_all("norm_eps rope_theta window_rope_theta mtp_loss init_std", _COEFFICIENT),
+            **_all(
+                "norm_eps norm_offset scale_embeddings score_width rope_theta window_rope_theta mtp_loss init_std",
+                _COEFFICIENT,
+            ),
         },
     ),
     **_in(

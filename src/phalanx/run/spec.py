@@ -121,8 +121,9 @@ class ModelSpec:
     """Width of one head; 0 means dim / heads."""
     ffn_dim: Annotated[int, NOT_NEGATIVE] = 0
     """Hidden width of the feed-forward layer; 0 means 8/3 dim (swiglu) or 4 dim (gelu), rounded up to 64."""
-    ffn: Literal["swiglu", "gelu"] = "swiglu"
-    """Feed-forward layer: "swiglu" is gated and has three matrices, "gelu" is plain and has two."""
+    ffn: Literal["swiglu", "gelu", "geglu"] = "swiglu"
+    """Feed-forward layer: "swiglu" is gated and has three matrices, "gelu" is plain and has two; "geglu" is gated by a GELU, in
+    the approximation with tanh (Gemma)."""
     vocab_size: Annotated[int, NOT_NEGATIVE] = 0
     """Vocabulary size, the rows of the embedding; 0 means the tokenizer's."""
     tie_embeddings: bool = False
@@ -135,6 +136,12 @@ class ModelSpec:
     """Elements that qk_norm normalizes together: those of a "head", or of "all" heads (OLMo 2), which tensor ranks cannot divide."""
     norm_placement: Annotated[Literal["before", "after", "both"], LATER] = "before"
     """Place of a block's norms: "before" attention and feed-forward layer, "after" them and before the residual sum (OLMo 2), or "both"."""
+    norm_offset: Annotated[bool, LATER] = False
+    """If true, the gain of a norm is 1 + its weight, which starts at 0 (Gemma)."""
+    scale_embeddings: Annotated[bool, LATER] = False
+    """If true, the embeddings of tokens are multiplied by the root of dim (Gemma)."""
+    score_width: Annotated[int, LATER, NOT_NEGATIVE] = 0
+    """Width whose inverse root multiplies attention's scores (Gemma's query_pre_attn_scalar); 0 means head_dim."""
     attention_bias: bool = False
     """If true, the query, key, value and output projections have biases."""
     qkv_bias: Annotated[bool, LATER] = False

@@ -122,7 +122,7 @@ def hf_config_of(
         **{theirs: said[ours] for ours, theirs in family.fields.items()},
         **family.constants,
         **family.write(spec),
-        "hidden_act": "silu",
+        **({} if "hidden_activation" in family.constants else {"hidden_act": "silu"}),
         "max_position_embeddings": max_seq_len or _DEFAULT_MAX_SEQ_LEN,
         "rope_parameters": _rope_parameters(spec, family, stretch),
         "rope_theta": spec.rope_theta,
@@ -281,7 +281,10 @@ def _rope_by_layers(hf_config: JsonObject, family: Family) -> tuple[JsonObject, 
         return hf_config.get("rope_scaling") or by_layer, None
     if "full_attention" in by_layer:
         return by_layer["full_attention"], by_layer.get("sliding_attention") or {"rope_type": "default"}
-    stretched = hf_config.get("rope_scaling")
+    stretched, local = hf_config.get("rope_scaling"), hf_config.get("rope_local_base_freq")
+    if local or "window_rope_theta" in family.absent:
+        theta = local or family.absent["window_rope_theta"]
+        return stretched or by_layer, {"rope_type": "default", "rope_theta": theta}
     # In version 4 only full attention was stretched.
     return stretched or by_layer, {"rope_type": "default"} if stretched else None
 
@@ -293,7 +296,8 @@ def _rope_of(hf_config: JsonObject, family: Family) -> tuple[dict[str, object], 
     fields: dict[str, object] = {"rope_theta": theta}
     kind = str(rope.get("rope_type", rope.get("type", "default")))
     if windowed is not None and windowed != rope:
-        fields["window_rope_theta"] = windowed.get("rope_theta", theta)
+        own_theta = family.absent.get("window_rope_theta", theta)
+        fields["window_rope_theta"] = windowed.get("rope_theta", own_theta)
         if windowed.get("rope_type", "default") != "default":
             return fields, [
                 "rope_parameters of 'sliding_attention': supported: rope_type 'default', or those of all layers"

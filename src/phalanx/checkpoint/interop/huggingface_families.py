@@ -29,6 +29,8 @@ from phalanx.checkpoint.interop.huggingface_layers import (
     read_last_windows,
     read_latent,
     read_layer_types,
+    read_regular_windows,
+    read_score_width,
     read_sparse_step,
     read_switched_window,
     read_two_biases,
@@ -41,6 +43,7 @@ from phalanx.checkpoint.interop.huggingface_layers import (
     write_greedy_groups,
     write_latent,
     write_layer_types,
+    write_score_width,
     write_sparse_step,
     write_switched_window,
     write_two_biases,
@@ -380,6 +383,44 @@ OLMO3 = Family(
     check=all_rotated,
     names=_AFTER,
 )
+GEMMA3 = Family(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    _COMMON | _GROUPED | _ATTENTION_BIAS,
+    {
+        "ffn": "geglu",
+        "mtp_depth": 0,
+        "ffn_bias": False,
+        "norm_placement": "both",
+        "qk_norm": True,
+        "norm_offset": True,
+        "scale_embeddings": True,
+    },
+    constants={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "use_bidirectional_attention": False,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    },
+    absent={
+        "norm_eps": 1e-6,
+        "kv_heads": 4,
+        "head_dim": 256,
+        "tie_embeddings": True,
+        "rope_theta": 1e6,
+        "window_rope_theta": 1e4,
+    },
+    said=(*_PATTERN, "window_rope_theta", "score_width"),
+    read=reads(read_regular_windows, read_score_width),
+    write=writes(write_layer_types, write_score_width),
+    check=all_rotated,
+    own=("query_pre_attn_scalar", "rope_local_base_freq", "sliding_window_pattern"),
+    names={
+        "attention_post_norm.weight": "post_attention_layernorm.weight",
+        "ffn_norm.weight": "pre_feedforward_layernorm.weight",
+        "ffn_post_norm.weight": "post_feedforward_layernorm.weight",
+    },
+)
 OLMOE = Family(
     "olmoe",
     "OlmoeForCausalLM",
@@ -411,7 +452,7 @@ FAMILIES: Mapping[str, Family] = {
     **{
         family.model_type: family
         for family in (
-            *(LLAMA, QWEN2, SEED_OSS, QWEN3, MISTRAL, SMOLLM3, OLMO2, OLMO3),
+            *(LLAMA, QWEN2, SEED_OSS, QWEN3, MISTRAL, SMOLLM3, OLMO2, OLMO3, GEMMA3),
             *(MIXTRAL, QWEN3_MOE, GLM4_MOE, DOTS1, OLMOE, DEEPSEEK_V3, DEEPSEEK_V2),
         )
     },

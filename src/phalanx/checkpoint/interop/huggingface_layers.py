@@ -183,6 +183,23 @@ def qwen2_layers(spec: ModelSpec) -> Iterator[str]:
     yield from all_rotated(spec)
 
 
+def read_regular_windows(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
+    """Gemma 3's windows, in ``layer_types`` or in all layers but every so-many-th."""
+    every = hf_config.get("sliding_window_pattern") or 6
+    return read_layer_types(4096, lambda layer: (layer + 1) % every != 0)(hf_config)
+
+
+def read_score_width(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
+    """Gemma's factor of attention's scores."""
+    width = hf_config.get("query_pre_attn_scalar", 256)
+    return {"score_width": 0 if width == hf_config.get("head_dim", 256) else width}, []
+
+
+def write_score_width(spec: ModelSpec) -> Mapping[str, object]:
+    """The inverse of ``read_score_width``."""
+    return {"query_pre_attn_scalar": spec.score_width or spec.head_dim}
+
+
 def read_unrotated_layers(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
     """SmolLM3's layers without rotary positions, by default every fourth."""
     layers = hf_config.get("num_hidden_layers")

@@ -111,10 +111,11 @@ class Attention(nn.Module):
         self.output = Linear(queries, spec.dim, bias=spec.attention_bias)
         self.normalizes_heads = spec.qk_norm_width == "head"
         widths = (spec.head_dim, spec.head_dim) if self.normalizes_heads else (queries, keys)
-        self.query_norm = RMSNorm(widths[0], spec.norm_eps) if spec.qk_norm else None
-        self.key_norm = RMSNorm(widths[1], spec.norm_eps) if spec.qk_norm else None
+        self.query_norm = RMSNorm(widths[0], spec.norm_eps, offset=spec.norm_offset) if spec.qk_norm else None
+        self.key_norm = RMSNorm(widths[1], spec.norm_eps, offset=spec.norm_offset) if spec.qk_norm else None
         self.rotated = attention_of(spec, layer) != "no-position"
-        self.core: Core = CausalCore(window=window_of(spec, layer))
+        scale = spec.score_width**-0.5 if spec.score_width else None
+        self.core: Core = CausalCore(scale, window_of(spec, layer))
 
     def forward(
         self,

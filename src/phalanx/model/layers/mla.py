@@ -44,12 +44,14 @@ class MlaAttention(nn.Module):
         queries = spec.heads * self.head_dim
         if mla.query_rank:
             self.query_down = Linear(spec.dim, mla.query_rank, bias=False)
-            self.query_latent_norm = RMSNorm(mla.query_rank, mla.norm_eps or spec.norm_eps)
+            self.query_latent_norm = RMSNorm(
+                mla.query_rank, mla.norm_eps or spec.norm_eps, offset=spec.norm_offset
+            )
             self.query_up = Linear(mla.query_rank, queries, bias=False)
         else:
             self.query = Linear(spec.dim, queries, bias=False)
         self.kv_down = Linear(spec.dim, mla.kv_rank + mla.rope_head_dim, bias=False)
-        self.kv_latent_norm = RMSNorm(mla.kv_rank, mla.norm_eps or spec.norm_eps)
+        self.kv_latent_norm = RMSNorm(mla.kv_rank, mla.norm_eps or spec.norm_eps, offset=spec.norm_offset)
         self.kv_up = Linear(mla.kv_rank, spec.heads * (mla.nope_head_dim + mla.value_head_dim), bias=False)
         self.output = Linear(spec.heads * mla.value_head_dim, spec.dim, bias=False)
         temperature = softmax_temperature(spec.rope_scaling)

@@ -23,8 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.model.autograd import FunctionContext, apply_function, apply_function_of_many, uncompiled
-from phalanx.model.layers.feed_forward import FeedForward
+from phalanx.model.layers.feed_forward import FeedForward, gated
 from phalanx.model.layers.router import Router, Routing, tokens_per_expert
+from phalanx.run.kinds.feed_forward import is_gated
 from phalanx.run.spec import ModelSpec, MoeSpec
 
 GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -45,7 +46,8 @@ class Experts(nn.Module):
     def __init__(self, spec: ModelSpec, moe: MoeSpec) -> None:
         super().__init__()
         wide, narrow = (moe.experts, moe.ffn_dim, spec.dim), (moe.experts, spec.dim, moe.ffn_dim)
-        self.gate = nn.Parameter(torch.empty(wide)) if spec.ffn == "swiglu" else None
+        self.kind = spec.ffn
+        self.gate = nn.Parameter(torch.empty(wide)) if is_gated(spec) else None
         self.up = nn.Parameter(torch.empty(wide))
         self.down = nn.Parameter(torch.empty(narrow))
 
@@ -70,7 +72,7 @@ class Experts(nn.Module):
     def _feed_forward(self, rows: Tensor, counts: Tensor, *weights: Tensor) -> Tensor:
         ends = counts.cumsum(0).to(torch.int32)
         *gate, up, down = (partial(self._times, matrices=matrices, ends=ends) for matrices in weights)
-        inner = F.silu(gate[0](rows)) * up(rows) if gate else F.gelu(up(rows))
+        inner = gated(self.kind, gate[0](rows), up(rows)) if gate else F.gelu(up(rows))
         return down(inner)
 
     def _times(self, rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:

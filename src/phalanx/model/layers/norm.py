@@ -42,13 +42,18 @@ class _EagerRMSNorm(torch.autograd.Function):
 class RMSNorm(nn.Module):
     """Root-mean-square normalization with a gain; weights are named as in ``torch.nn.RMSNorm``."""
 
-    def __init__(self, dim: int, eps: float) -> None:
+    def __init__(self, dim: int, eps: float, *, offset: bool = False) -> None:
+        """With ``offset`` the gain is 1 + the weight."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
-        self.eps = eps
+        self.eps, self.offset = eps, offset
 
     def forward(self, x: Tensor) -> Tensor:
         """``(..., dim)`` to the same shape and dtype."""
+        if self.offset:
+            # In fp32: beside 1, half precision would round most of a weight away.
+            wide: Tensor = F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps)
+            return wide.to(x.dtype)
         if x.device.type == "cpu" and x.dtype == torch.float32 and not torch.compiler.is_compiling():
             return apply_function(_EagerRMSNorm, x.contiguous(), self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)

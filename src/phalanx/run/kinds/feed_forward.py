@@ -19,7 +19,7 @@ def default_width(model: ModelSpec) -> int:
 
 def is_gated(model: ModelSpec) -> bool:
     """True if the activation multiplies with a gate, for which there is a matrix more."""
-    return model.ffn == "swiglu"
+    return model.ffn != "gelu"
 
 
 def tensor_sizes(model: ModelSpec) -> Iterator[tuple[str, int]]:

@@ -14,7 +14,7 @@ from phalanx.run.spec import ModelSpec
 TITLE: str = "grouped attention"
 OWN_FIELDS: tuple[str, ...] = (
     *("qk_norm", "qk_norm_width", "attention_bias", "qkv_bias", "rope_fraction"),
-    *("attention_pattern", "window", "window_rope_theta"),
+    *("score_width", "attention_pattern", "window", "window_rope_theta"),
 )
 
 
