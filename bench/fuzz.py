@@ -12,6 +12,7 @@ subject and its number, so ``--case`` repeats it; cases are in ``bench/fuzz_case
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import random
@@ -142,6 +143,15 @@ def _import_all() -> None:
     context = click.Context(phalanx_command)
     for name in _COMMANDS:
         phalanx_command.get_command(context, name)
+    for name in (
+        "checkpoint.interop.huggingface",
+        "checkpoint.interop.dcp",
+        "serve.generate",
+        "train.lifecycle.loop",
+    ):
+        importlib.import_module(
+            f"phalanx.{name}"
+        )  # commands import these, and PyTorch with them, when they are used
 
 
 def _as_table(counts: dict[str, Counter[str]], findings: list[Finding]) -> str:
