@@ -10,6 +10,8 @@ from rich.console import Console
 
 from phalanx.cli.train.session import event_display
 from phalanx.cli.train.train_as_rank import train_as_rank
+from phalanx.cli.train.train_fleet import fleet_story
+from phalanx.fleet.faults.fault_list import fault_marker
 from phalanx.observe.event_log import EventLog
 from phalanx.observe.events import Message
 from phalanx.run.directory import RunDirectory
@@ -63,3 +65,12 @@ def test_a_rank_that_fails_where_nothing_can_be_printed_still_ends_at_once(
     with pytest.raises(Exited):
         train_as_rank(RunSpec(), tmp_path / "run.toml", as_json=False)
     assert codes == [EXIT_FAILED]
+
+
+def test_a_fault_whose_moment_did_not_come_is_told_from_those_that_happened(tmp_path: Path) -> None:
+    marker = fault_marker(tmp_path, 1)
+    marker.parent.mkdir()
+    marker.touch()
+    story = fleet_story(OpenRun(RunDirectory(tmp_path), RunSpec(), 0, -1), ("kill rank 1", "kill rank 2"))
+    assert story.faults == ("kill rank 2",)
+    assert story.faults_missed == ("kill rank 1",)

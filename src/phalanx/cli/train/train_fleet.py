@@ -65,7 +65,7 @@ def train_fleet(
         run, LocalFleet(nodes, spares, planned, lead=lead), event_display(run, console), tell_on(console)
     )
     os.close(run.lock_fd)
-    return conclude(run, ending, console, as_json, _story(run, planned))
+    return conclude(run, ending, console, as_json, fleet_story(run, planned))
 
 
 def _too_few(fleet: FleetSpec) -> Iterator[Problem]:
@@ -94,7 +94,7 @@ def _faults(spec: RunSpec, given: tuple[str, ...]) -> tuple[str, ...]:
         raise click.BadParameter(str(error), param_hint="--fault") from error
 
 
-def _story(run: OpenRun, faults: tuple[str, ...]) -> FleetStory:
+def fleet_story(run: OpenRun, faults: tuple[str, ...]) -> FleetStory:
     """Reads what happened to the fleet from the events of this start; without its events, a fleet has little to tell."""
     events: list[Event] = []
     with suppress(EventLogError):  # the file was removed: no reason to end with a traceback
