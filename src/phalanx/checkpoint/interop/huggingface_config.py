@@ -65,6 +65,14 @@ _ONLY: Mapping[str, object] = {
     "partial_rotary_factor": 1,
 }
 _ALIKE: Mapping[str, object] = {"swish": "silu"}
+_TYPES: Mapping[type, str] = {dict: "table", list: "list", int: "whole number"}
+_TYPED: Mapping[type, tuple[str, ...]] = {
+    dict: ("rope_parameters", "rope_scaling", "quantization_config"),
+    list: ("layer_types", "mlp_only_layers", "no_rope_layers"),
+    int: ("max_window_layers", "decoder_sparse_step", "sliding_window_pattern"),
+}
+"""The fields that are read piece by piece; a run file's own checks see to the values of all others."""
+_LAYERS_BY_WINDOW = ("full_attention", "sliding_attention")
 _ONLY_ROPE: Mapping[str, object] = {"partial_rotary_factor": 1, "attention_factor": None, "truncate": True}
 
 _TEMPERATURE = (
@@ -178,6 +186,7 @@ def spec_of(hf_config: JsonObject) -> ModelSpec:
 
     Raises UnsupportedModelError with every field that asks for something else than this transformer computes.
     """
+    _require_types(hf_config)
     family = family_of(hf_config)
     problems = [
         f"{field} = {hf_config[field]!r} is not supported; supported: {only!r}"
@@ -192,7 +201,7 @@ def spec_of(hf_config: JsonObject) -> ModelSpec:
         for field in family.stated
         if field not in hf_config
     ]
-    if "window" not in family.said and {*(hf_config.get("layer_types") or ())} - {"full_attention"}:
+    if "window" not in family.said and {*map(str, hf_config.get("layer_types") or ())} - {"full_attention"}:
         problems.append("layer_types: supported: 'full_attention' alone")
     problems += [problem] if (problem := _quantization_problem(hf_config)) else []
     given = _given(hf_config, family)
@@ -215,6 +224,7 @@ def spec_of(hf_config: JsonObject) -> ModelSpec:
 
 def storage_of(hf_config: JsonObject) -> Storage:
     """The storage format of the weights beside a ``config.json``. Raises UnsupportedModelError for a quantization not read here."""
+    _require_types(hf_config)
     problem = _quantization_problem(hf_config)
     if problem:
         raise UnsupportedModelError(problem)
@@ -222,6 +232,25 @@ def storage_of(hf_config: JsonObject) -> Storage:
     block = quantization.get("weight_block_size")
     interleaved = hf_config.get("rope_interleave")
     return Storage(interleaved is None or bool(interleaved), (block[0], block[1]) if block else None)
+
+
+def _require_types(hf_config: JsonObject) -> None:
+    """Raises UnsupportedModelError for a list, table or number that is something else; what follows may rely on it."""
+    problems = [
+        f"{field} = {hf_config[field]!r} is no {_TYPES[kind]}"
+        for kind, fields in _TYPED.items()
+        for field in fields
+        if hf_config.get(field) is not None and not isinstance(hf_config[field], kind)
+    ]
+    rope = hf_config.get("rope_parameters")
+    if not problems and isinstance(rope, dict):
+        problems += [
+            f"rope_parameters of {layers!r} = {rope[layers]!r} are no table"
+            for layers in _LAYERS_BY_WINDOW
+            if rope.get(layers) is not None and not isinstance(rope[layers], dict)
+        ]
+    if problems:
+        raise UnsupportedModelError("config.json is damaged: " + "; ".join(problems))
 
 
 def _quantization_problem(hf_config: JsonObject) -> str:

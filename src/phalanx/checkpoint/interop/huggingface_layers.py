@@ -94,7 +94,7 @@ def read_switched_window(hf_config: JsonObject) -> tuple[dict[str, object], list
     """Qwen's window, which is off unless ``use_sliding_window``; then in the layers of ``layer_types``, or in the last ones."""
     if not hf_config.get("use_sliding_window"):
         return _read_types(hf_config, ["full_attention"], 0)
-    return read_layer_types(4096, lambda layer: layer >= hf_config.get("max_window_layers", 28))(hf_config)
+    return read_layer_types(4096, _from_layer(hf_config, 28))(hf_config)
 
 
 def read_window_if_switched_on(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
@@ -109,7 +109,14 @@ def write_window_switch(spec: ModelSpec) -> Mapping[str, object]:
 
 def read_last_windows(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
     """dots.llm1's window, in the layers of ``layer_types``, or in those from ``max_window_layers`` on."""
-    return read_layer_types(4096, lambda layer: layer >= hf_config.get("max_window_layers", 62))(hf_config)
+    return read_layer_types(4096, _from_layer(hf_config, 62))(hf_config)
+
+
+def _from_layer(hf_config: JsonObject, default: int) -> Callable[[int], bool]:
+    """True of the layers from ``max_window_layers`` on; null is as if it said nothing."""
+    given = hf_config.get("max_window_layers")
+    first = default if given is None else int(given)
+    return lambda layer: layer >= first
 
 
 def read_layer_types(window: int, is_windowed: Callable[[int], bool]) -> Read:
@@ -132,7 +139,7 @@ def read_layer_types(window: int, is_windowed: Callable[[int], bool]) -> Read:
 def _read_types(
     hf_config: JsonObject, default: Sequence[str], window: object
 ) -> tuple[dict[str, object], list[str]]:
-    kinds = hf_config.get("layer_types") or default
+    kinds = [str(kind) for kind in hf_config.get("layer_types") or default]
     if unknown := {*kinds} - _LAYER_TYPES.keys():
         return {}, [f"layer_types: {', '.join(sorted(unknown))}; supported: {', '.join(_LAYER_TYPES)}"]
     pattern = shortest_pattern([_LAYER_TYPES[kind] for kind in kinds])
