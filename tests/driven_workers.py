@@ -40,7 +40,7 @@ from phalanx.fleet.node.worker_link import (
     frame,
     length_of,
 )
-from phalanx.run.directory import RunDirectory, read_resolved
+from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.fencing import fencing_token
 from phalanx.run.identity import identity
 from phalanx.run.spec import RunSpec

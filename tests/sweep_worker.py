@@ -27,7 +27,7 @@ from phalanx.fleet.node.worker_link import JoinEpoch
 from phalanx.parallel.pipeline.stage_links import StageLinks
 from phalanx.parallel.reduction import exact_sum, tree
 from phalanx.parallel.reduction.tree import TreeReduceScatter
-from phalanx.run.result import RunResult
+from phalanx.run.directory.result import RunResult
 from phalanx.train.lifecycle import loop
 from phalanx.train.step.evaluate import evaluate
 from phalanx.train.step.state import weights_sha256

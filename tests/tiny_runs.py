@@ -76,7 +76,7 @@ def train_on_this_rank(spec: RunSpec, stop_before_step: int | None = None) -> di
 
     from phalanx.observe.event_log import EventLog, next_attempt
     from phalanx.observe.ledger import Ledger
-    from phalanx.run.directory import RunDirectory
+    from phalanx.run.directory.paths import RunDirectory
     from phalanx.train.lifecycle.assemble import EpochInputs, assemble
     from phalanx.train.lifecycle.interrupt import StopRequest
     from phalanx.train.lifecycle.loop import train

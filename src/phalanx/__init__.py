@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from phalanx.data.errors import DataError
     from phalanx.model.custom import CustomModel, CustomModelError
     from phalanx.observe.events import Event
-    from phalanx.run.directory import RunDirectoryError
+    from phalanx.run.directory.paths import RunDirectoryError
+    from phalanx.run.directory.result import RunResult
     from phalanx.run.factory import FactoryError
     from phalanx.run.problems import RunFileError
-    from phalanx.run.result import RunResult
     from phalanx.run.spec import ModelSpec, RunSpec
     from phalanx.train.lifecycle.ending import RunFailedError
 
@@ -38,10 +38,10 @@ _HOMES = {
     "FactoryError": "phalanx.run.factory",
     "ModelSpec": "phalanx.run.spec",
     "Run": "phalanx.api.training",
-    "RunDirectoryError": "phalanx.run.directory",
+    "RunDirectoryError": "phalanx.run.directory.paths",
     "RunFailedError": "phalanx.train.lifecycle.ending",
     "RunFileError": "phalanx.run.problems",
-    "RunResult": "phalanx.run.result",
+    "RunResult": "phalanx.run.directory.result",
     "RunSpec": "phalanx.run.spec",
     "RunStoppedError": "phalanx.api.training",
     "generate_text": "phalanx.api.weights",

@@ -15,7 +15,7 @@ from phalanx.data.dataset import RunData
 from phalanx.data.index import read_index
 from phalanx.model.custom import custom_facts
 from phalanx.model.init import fill
-from phalanx.run.directory import RunDirectoryError
+from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.run.problems import RunFileError
 from phalanx.run.spec import ModelSpec, ParallelSpec, RunSpec
 from phalanx.serve.generate import generate, load_model

@@ -14,7 +14,7 @@ from phalanx.cli.train.train_fleet import fleet_story
 from phalanx.fleet.faults.fault_list import fault_marker
 from phalanx.observe.event_log import EventLog
 from phalanx.observe.events import Message
-from phalanx.run.directory import RunDirectory
+from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.interrupt import StopRequest
 from phalanx.train.lifecycle.open_run import OpenRun

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from phalanx.launch.local import run_locally
-from phalanx.run.directory import RunDirectory
+from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.ending import report_failure
 from phalanx.train.lifecycle.open_run import OpenRun

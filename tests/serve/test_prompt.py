@@ -15,7 +15,7 @@ from parity.llama3_folder import CHAT_TEMPLATE, TEXT, save_llama3
 from phalanx.checkpoint.interop.huggingface import import_hf
 from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizer import BytesTokenizer, bpe_from_file, train_bpe
-from phalanx.run.directory import RunDirectory
+from phalanx.run.directory.paths import RunDirectory
 from phalanx.serve import prompt as prompt_module
 from phalanx.serve.generate import generate, load_model
 from phalanx.serve.prompt import encode_chat, encode_prompt, load_run_tokenizer, published_with, stop_tokens

@@ -22,11 +22,11 @@ from phalanx.model.facts.presets import PRESETS
 from phalanx.observe.event_log import follow, read_events
 from phalanx.observe.events import Event
 from phalanx.run.check import check
-from phalanx.run.directory import RunDirectory, read_resolved
+from phalanx.run.directory.paths import RunDirectory, read_resolved
+from phalanx.run.directory.result import RunResult
 from phalanx.run.factory import FactoryError, factory_name
 from phalanx.run.problems import RunFileError
 from phalanx.run.read import read_run
-from phalanx.run.result import RunResult
 from phalanx.run.spec import ModelSpec, RunSpec
 from phalanx.train.lifecycle.child_run import child_run
 from phalanx.train.lifecycle.ending import Ending, RunFailedError

@@ -12,7 +12,7 @@ from phalanx.checkpoint.format.shards import Shard, torch_dtype
 from phalanx.checkpoint.tiers.digest import WEIGHTS, digest_checkpoint
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.restore import restore
-from phalanx.run.directory import RunDirectoryError, committed_steps, locate_checkpoints
+from phalanx.run.directory.paths import RunDirectoryError, committed_steps, locate_checkpoints
 from phalanx.serve.sample import continued
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from phalanx.cli.errors import explained
-from phalanx.run.directory import RunDirectoryError, locate_checkpoints, step_of
+from phalanx.run.directory.paths import RunDirectoryError, locate_checkpoints, step_of
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from phalanx.data.errors import DatasetError
 from phalanx.data.index import INDEX_FILE, SPLITS, DatasetIndex, ShardFile, read_index
-from phalanx.run.durable import sync
+from phalanx.run.directory.durable import sync
 
 # Each map holds a file descriptor, of which many systems give a process 1,024; trillions of tokens have more shards.
 MAX_OPEN_MAPS = 256

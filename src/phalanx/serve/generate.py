@@ -26,7 +26,7 @@ from phalanx.model.facts.shape import resolve
 from phalanx.model.layers.cache import empty_cache
 from phalanx.model.layers.router import routers
 from phalanx.model.transformer import Transformer, logits
-from phalanx.run.directory import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.kinds import prediction_ahead
 from phalanx.run.spec import ModelSpec
 

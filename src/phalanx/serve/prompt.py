@@ -14,7 +14,7 @@ from phalanx.checkpoint.interop.huggingface_files import GENERATION_CONFIG, read
 from phalanx.checkpoint.interop.publisher_files import keeps_tokenizer
 from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizer import BpeTokenizer, Tokenizer, load_tokenizer
-from phalanx.run.directory import RunDirectory, read_resolved
+from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.serve.chat_template import ChatTemplateError, read_chat_template
 
 

@@ -26,7 +26,7 @@ from phalanx.checkpoint.interop.huggingface import (
 from phalanx.checkpoint.interop.huggingface_notes import export_notes, import_notes
 from phalanx.checkpoint.interop.publisher_files import kept_by_export, note_lost_fields
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.run.directory import RunDirectory, read_resolved
+from phalanx.run.directory.paths import RunDirectory, read_resolved
 
 ALL = {**CONFIGS, **MIXTURES}
 

@@ -33,7 +33,7 @@ from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.restore import restore
 from phalanx.checkpoint.tiers.tier import never
 from phalanx.checkpoint.tiers.verify import verify
-from phalanx.run.directory import CHECKPOINT_INDEX
+from phalanx.run.directory.paths import CHECKPOINT_INDEX
 
 STATE = {f"model/w{i}": torch.arange(300.0) + i for i in range(8)}
 

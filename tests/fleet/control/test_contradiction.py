@@ -20,7 +20,7 @@ from phalanx.fleet.core.invariants import check
 from phalanx.fleet.core.replay import batch_line, first_line, replay
 from phalanx.fleet.core.state import FleetPhase, FleetState
 from phalanx.observe.event_log import read_events
-from phalanx.run.directory import RunDirectory
+from phalanx.run.directory.paths import RunDirectory
 
 
 class StandInAgent:

@@ -22,7 +22,7 @@ from phalanx.fleet.control.coordinator import credentials_of
 from phalanx.fleet.control.coordinator_link import operate
 from phalanx.fleet.control.fleet_file import FleetFile, Member
 from phalanx.fleet.core.messages import Admit
-from phalanx.run.directory import RunDirectory, read_resolved
+from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.read import to_table
 from phalanx_process import alive
 

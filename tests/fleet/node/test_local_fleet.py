@@ -25,7 +25,7 @@ from phalanx.fleet.node import local_fleet, revival
 from phalanx.fleet.node.local_fleet import LocalFleet, run_fleet
 from phalanx.fleet.node.revival import MOST_DEATHS, Revival
 from phalanx.fleet.node.session import Session
-from phalanx.run.directory import RunDirectory
+from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import ModelSpec, RunSpec
 from phalanx.train.lifecycle.ending import report_failure
 from phalanx.train.lifecycle.interrupt import StopOrders

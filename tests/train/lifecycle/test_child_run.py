@@ -17,8 +17,8 @@ from phalanx.data.index import read_index
 from phalanx.data.prepare import prepare
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Restored, Step
-from phalanx.run.directory import RunDirectory, RunDirectoryError, read_small_json
-from phalanx.run.lineage import read_lineage
+from phalanx.run.directory.lineage import read_lineage
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_small_json
 from phalanx.run.problems import RunFileError
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.child_run import changes_from_parent, child_run

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.data.tokenizer import train_bpe
-from phalanx.run.directory import RunDirectory, RunDirectoryError
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.run.read import read_table
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.from_model import fields_from_model

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from phalanx.data.index import read_index
-from phalanx.run.directory import (
+from phalanx.run.directory.paths import (
     CHECKPOINT_INDEX,
     RunDirectory,
     RunDirectoryError,
     read_resolved,
     step_folder,
 )
-from phalanx.run.result import RunResult
+from phalanx.run.directory.result import RunResult
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.open_run import OpenRun, choose, open_run, run_key
 from run.specs import replace_at

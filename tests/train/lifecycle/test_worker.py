@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.run.directory import RunDirectory
+from phalanx.run.directory.paths import RunDirectory
 from phalanx.train.lifecycle import worker
 from phalanx.train.lifecycle.ending import read_failure
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint.interop.huggingface_config import Dtype, HuggingFaceError
-from phalanx.run.durable import sync
+from phalanx.run.directory.durable import sync
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"

@@ -47,7 +47,7 @@ from phalanx.checkpoint.tiers.tier import Draft, Record
 from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizer import TOKENIZER_FILE, bpe_from_file
 from phalanx.model.facts.shape import resolve
-from phalanx.run.directory import RunDirectory
+from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.read import to_table
 from phalanx.run.spec import ModelSpec
 

@@ -44,8 +44,8 @@ from phalanx.checkpoint.format.manifest import (
 from phalanx.checkpoint.format.parts import read_parts
 from phalanx.checkpoint.format.restore_plan import DISK, BoxLocation, Held, PlannedRead, require_complete
 from phalanx.checkpoint.tiers.tier import Draft, Record, never
-from phalanx.run.directory import CHECKPOINT_INDEX, committed_steps, is_committed, step_folder
-from phalanx.run.durable import sync, write_atomically
+from phalanx.run.directory.durable import sync, write_atomically
+from phalanx.run.directory.paths import CHECKPOINT_INDEX, committed_steps, is_committed, step_folder
 
 _PARTIAL = re.compile(r"\.partial-step-(\d{8,})-(\d+)")
 _DELETING = ".deleting-"

@@ -13,7 +13,7 @@ from phalanx.checkpoint.format.blocks import BlockFile, storage_errors, verified
 from phalanx.checkpoint.format.errors import CheckpointError, CorruptError, NoSuchStepError
 from phalanx.checkpoint.format.restore_plan import DISK, BoxLocation, Held, require_complete
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.run.directory import CHECKPOINT_INDEX
+from phalanx.run.directory.paths import CHECKPOINT_INDEX
 
 VerifyProgress = Callable[[int, int], None]
 

@@ -80,7 +80,7 @@ def command(
       phalanx agent --run run.toml --coordinator head:29400 --domain hall-2 --domain rack-17 --spare
       phalanx agent --run runs/big                          # into a fleet that runs, by its fleet.json
     """
-    from phalanx.run.directory import RunDirectory, RunDirectoryError
+    from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 
     name = node or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     if coordinator and not coordinator.rpartition(":")[2].isdigit():

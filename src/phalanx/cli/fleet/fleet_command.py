@@ -110,7 +110,7 @@ def serve(run_dir: Path, host: str, port: int, certificates: Path | None, as_jso
     from phalanx.fleet.control.security import TOKEN_VARIABLES, SecurityError, make_token
     from phalanx.fleet.control.transport import TransportError
     from phalanx.fleet.core.replay import JournalError
-    from phalanx.run.directory import RunDirectory, RunDirectoryError
+    from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
     from phalanx.train.lifecycle.open_run import take_lock
 
     with explained(
@@ -137,7 +137,7 @@ def _ask(run_dir: Path, operation: OperatorRequest, certificates: Path | None, a
     from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
     from phalanx.fleet.control.security import SecurityError
     from phalanx.fleet.control.transport import TransportError
-    from phalanx.run.directory import RunDirectory, RunDirectoryError, read_resolved
+    from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 
     with explained(FleetFileError, SecurityError, TransportError, RunDirectoryError):
         seen = read_fleet_file(run_dir)

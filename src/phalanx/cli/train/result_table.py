@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from phalanx.run.directory import RunDirectory
-from phalanx.run.result import RunResult
+from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.directory.result import RunResult
 
 
 def result_table(result: RunResult, directory: RunDirectory) -> Table:

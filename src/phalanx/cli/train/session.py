@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import click
 
 from phalanx.observe.recoveries import Recovery
-from phalanx.run.directory import RunDirectory, RunDirectoryError, read_resolved, step_of
-from phalanx.run.result import RunResult
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved, step_of
+from phalanx.run.directory.result import RunResult
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.child_run import changes_from_parent
 from phalanx.train.lifecycle.ending import Ending

@@ -12,7 +12,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from phalanx.run.directory import RunDirectory
+from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.problems import RunFileError
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.interrupt import StopRequest

@@ -22,7 +22,7 @@ from phalanx.cli.train.session import (
 from phalanx.data.errors import DataError
 from phalanx.launch.foreign import started_as_rank
 from phalanx.model.facts.presets import PRESETS
-from phalanx.run.directory import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.read import RUN_FILE, override, read_run, read_table
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.child_run import child_run

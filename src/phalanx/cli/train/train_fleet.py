@@ -30,7 +30,7 @@ from phalanx.observe.events import Event
 from phalanx.observe.goodput import goodput
 from phalanx.observe.ledger import NS_PER_S
 from phalanx.observe.recoveries import recoveries
-from phalanx.run.directory import RunDirectory, RunDirectoryError
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.run.layout import layout_problems
 from phalanx.run.problems import Problem, RunFileError
 from phalanx.run.spec import FleetSpec, RunSpec

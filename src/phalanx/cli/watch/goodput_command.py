@@ -11,7 +11,7 @@ import click
 from phalanx.cli.errors import explained
 from phalanx.observe.event_log import EventLogError, read_events
 from phalanx.observe.goodput import format_goodput, goodput
-from phalanx.run.directory import RunDirectory
+from phalanx.run.directory.paths import RunDirectory
 
 
 @click.command("goodput")

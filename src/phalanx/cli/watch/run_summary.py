@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from phalanx.run.directory import RunDirectory, read_resolved, read_small_json
-from phalanx.run.lineage import Origin, read_lineage
+from phalanx.run.directory.lineage import Origin, read_lineage
+from phalanx.run.directory.paths import RunDirectory, read_resolved, read_small_json
 
 
 @dataclass(frozen=True)

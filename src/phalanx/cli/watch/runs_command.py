@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from phalanx.cli.watch.run_summary import RunSummary, summarize
-from phalanx.run.directory import RunDirectoryError
+from phalanx.run.directory.paths import RunDirectoryError
 
 
 @click.command("runs")

@@ -11,7 +11,7 @@ import msgspec
 from phalanx.cli.errors import explained
 from phalanx.cli.watch.run_summary import summarize
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
-from phalanx.run.directory import RunDirectory, RunDirectoryError
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 
 _STALE_S = 10.0
 

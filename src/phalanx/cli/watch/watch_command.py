@@ -9,7 +9,7 @@ import click
 from phalanx.cli.errors import explained
 from phalanx.observe.display.terminal import show_events
 from phalanx.observe.event_log import EventLogError, follow
-from phalanx.run.directory import RunDirectory
+from phalanx.run.directory.paths import RunDirectory
 
 
 @click.command("watch")

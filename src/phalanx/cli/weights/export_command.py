@@ -11,7 +11,7 @@ from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.cli.errors import explained
 from phalanx.cli.run_places import checkpoint_place
-from phalanx.run.directory import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 
 
 @click.command("export")

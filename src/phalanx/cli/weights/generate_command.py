@@ -60,7 +60,7 @@ def command(
     """
     from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.data.errors import DataError
-    from phalanx.run.directory import RunDirectoryError
+    from phalanx.run.directory.paths import RunDirectoryError
     from phalanx.serve.sample import continued
 
     if any("\ud800" <= character <= "\udfff" for character in prompt):

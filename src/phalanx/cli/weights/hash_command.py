@@ -12,8 +12,8 @@ from phalanx.checkpoint.tiers.digest import digest_checkpoint
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.cli.errors import explained
 from phalanx.cli.run_places import checkpoint_place
-from phalanx.run.directory import RunDirectory, read_small_json
-from phalanx.run.lineage import lineage_table, read_lineage
+from phalanx.run.directory.lineage import lineage_table, read_lineage
+from phalanx.run.directory.paths import RunDirectory, read_small_json
 
 
 @click.command("hash")

@@ -15,7 +15,7 @@ import msgspec
 
 from phalanx.fleet.core.state import NO_SEAT, FleetPhase, FleetState, Incident, Node
 from phalanx.observe.events import EpochLeft
-from phalanx.run.durable import write_atomically
+from phalanx.run.directory.durable import write_atomically
 
 
 class FleetFileError(RuntimeError):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from phalanx.run.durable import sync
+from phalanx.run.directory.durable import sync
 
 TokenRole = Literal["join", "operate"]
 """What a token is good for: to take part with a node's agent and workers, or to drain nodes and stop the run."""

@@ -54,7 +54,7 @@ from phalanx.fleet.node.agent_actions import (
 from phalanx.fleet.node.agent_state import AgentState
 from phalanx.fleet.node.worker_link import InjectFault, SnapshotTaken, ToAgent, Warm
 from phalanx.fleet.node.worker_process import WorkerProcess
-from phalanx.run.directory import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.fencing import fencing_token
 from phalanx.run.identity import identity
 from phalanx.run.spec import RunSpec

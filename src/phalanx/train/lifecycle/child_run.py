@@ -12,7 +12,13 @@ from pathlib import Path
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.run.directory import RunDirectory, RunDirectoryError, committed_steps, read_resolved, step_folder
+from phalanx.run.directory.paths import (
+    RunDirectory,
+    RunDirectoryError,
+    committed_steps,
+    read_resolved,
+    step_folder,
+)
 from phalanx.run.identity import differences
 from phalanx.run.problems import Problem, RunFileError
 from phalanx.run.read import override

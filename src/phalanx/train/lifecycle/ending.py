@@ -16,7 +16,7 @@ from typing import Literal
 
 import msgspec
 
-from phalanx.run.durable import write_atomically
+from phalanx.run.directory.durable import write_atomically
 
 
 @dataclass(frozen=True)

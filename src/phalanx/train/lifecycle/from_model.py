@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from phalanx.data.tokenizer import TOKENIZER_FILE
-from phalanx.run.directory import RunDirectory, RunDirectoryError
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 
 LEARNING_RATE, SEQ_LEN = 1e-5, 1024
 """For a run that has no run file. The rate is a tenth or less of what models are pretrained with."""

@@ -33,7 +33,7 @@ from phalanx.observe.ledger import Bucket
 from phalanx.observe.records import environment_record
 from phalanx.observe.throughput import typical
 from phalanx.parallel.process_group.typed_gather import broadcast_typed
-from phalanx.run.result import RunResult
+from phalanx.run.directory.result import RunResult
 from phalanx.train.lifecycle.assemble import Training
 from phalanx.train.lifecycle.ending import RunFailedError
 from phalanx.train.lifecycle.guardian import Samples

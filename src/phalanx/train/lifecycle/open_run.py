@@ -1,6 +1,6 @@
 """Takes the run directory for one start of a run: chooses it, locks it, and makes sure whose it is.
 
-Its files are named in ``run/directory.py``. By default the folder is named after the run and its identity, so that two runs can never
+Its files are named in ``run/directory/paths.py``. By default the folder is named after the run and its identity, so that two runs can never
 meet in one folder: an unfinished run goes on where it was, a finished one is left alone and the next start gets a fresh folder. A folder
 that is named explicitly is only ever continued by the run that it belongs to.
 """
@@ -22,10 +22,10 @@ from pathlib import Path
 import tomli_w
 
 from phalanx.observe.event_log import next_attempt
-from phalanx.run.directory import FLEET_NAMES, RunDirectory, RunDirectoryError, read_resolved, step_of
-from phalanx.run.durable import remove_temporaries, write_atomically
+from phalanx.run.directory.durable import remove_temporaries, write_atomically
+from phalanx.run.directory.lineage import extending_command
+from phalanx.run.directory.paths import FLEET_NAMES, RunDirectory, RunDirectoryError, read_resolved, step_of
 from phalanx.run.identity import differences, identity, layout_changes, run_owned
-from phalanx.run.lineage import extending_command
 from phalanx.run.read import to_table
 from phalanx.run.spec import RunSpec
 

@@ -16,7 +16,7 @@ from phalanx.data.prepare import OnProgress, prepare
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.hardware.detect import gpu_count
 from phalanx.model.facts.shape import resolve as resolve_model
-from phalanx.run.directory import committed_steps, locate_checkpoints, step_folder, step_of
+from phalanx.run.directory.paths import committed_steps, locate_checkpoints, step_folder, step_of
 from phalanx.run.factory import FactoryError, source_sha256
 from phalanx.run.layout import layout_problems
 from phalanx.run.problems import Problem, RunFileError

@@ -16,14 +16,14 @@ from phalanx.data.index import DatasetIndex
 from phalanx.data.tokenizer import TOKENIZER_FILE, load_tokenizer, same_tokens
 from phalanx.model.facts.shape import parameters, resolve
 from phalanx.observe.sinks.registry import SinkError, require_sinks
-from phalanx.run.directory import (
+from phalanx.run.directory.lineage import taken_over_problems
+from phalanx.run.directory.paths import (
     RunDirectory,
     committed_steps,
     is_committed,
     locate_checkpoints,
     read_resolved,
 )
-from phalanx.run.lineage import taken_over_problems
 from phalanx.run.problems import Problem
 from phalanx.run.spec import ModelSpec, RunSpec
 

@@ -17,9 +17,9 @@ from phalanx.checkpoint.format.errors import NoSuchStepError
 from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.restore import restore
-from phalanx.run.directory import RunDirectory, locate_checkpoints
-from phalanx.run.durable import write_atomically
-from phalanx.run.lineage import Origin, lineage_table, read_lineage
+from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.lineage import Origin, lineage_table, read_lineage
+from phalanx.run.directory.paths import RunDirectory, locate_checkpoints
 from phalanx.run.spec import CheckpointSpec
 from phalanx.train.lifecycle.progress import TrainProgress
 from phalanx.train.step.built import Built

@@ -23,8 +23,8 @@ from phalanx.train.lifecycle.ending import report_failure
 from phalanx.train.lifecycle.interrupt import StopRequest
 
 if TYPE_CHECKING:
-    from phalanx.run.directory import RunDirectory
-    from phalanx.run.result import RunResult
+    from phalanx.run.directory.paths import RunDirectory
+    from phalanx.run.directory.result import RunResult
     from phalanx.train.lifecycle.assemble import EpochInputs
     from phalanx.train.lifecycle.reporter import Reporter
 
@@ -51,7 +51,7 @@ def run_rank(run_dir: Path, attempt: int, stop: StopRequest) -> RunResult | None
     from phalanx.observe.ledger import Bucket, Ledger
     from phalanx.observe.records import process_age_ns
     from phalanx.parallel.process_group.rendezvous import RankEnvironment, device_for, rank_from_environment
-    from phalanx.run.directory import RunDirectory, read_resolved
+    from phalanx.run.directory.paths import RunDirectory, read_resolved
     from phalanx.train.lifecycle.assemble import EpochInputs, make_deterministic
 
     ledger = Ledger(time.monotonic_ns() - process_age_ns(), Bucket.START_PROCESS)
@@ -137,7 +137,7 @@ def known_errors() -> tuple[type[Exception], ...]:
     from phalanx.observe.sinks.registry import SinkError
     from phalanx.parallel.mesh.mesh import LayoutError
     from phalanx.parallel.process_group.rendezvous import RendezvousError
-    from phalanx.run.directory import RunDirectoryError
+    from phalanx.run.directory.paths import RunDirectoryError
     from phalanx.run.factory import FactoryError
     from phalanx.train.lifecycle.loop import NonFiniteError, UnsavedError
     from phalanx.train.step.state import NoGoodCheckpointError
@@ -172,7 +172,7 @@ def main() -> int:
     with without_gc():
         import phalanx.train.lifecycle.loop  # noqa: F401 - with all that training imports
         from phalanx.parallel.process_group.rendezvous import device_for, join, leave, rank_from_environment
-        from phalanx.run.directory import RunDirectory, read_resolved
+        from phalanx.run.directory.paths import RunDirectory, read_resolved
 
     directory = RunDirectory(arguments.run_dir)
     rank: int | None = None  # unknown until the environment has been read

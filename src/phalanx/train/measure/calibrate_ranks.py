@@ -27,7 +27,7 @@ from phalanx.observe.ledger import Ledger
 from phalanx.parallel.mesh.mesh import build_mesh
 from phalanx.parallel.mesh.torch_compat import all_gather_single, sum_scatter_along
 from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
-from phalanx.run.durable import write_atomically
+from phalanx.run.directory.durable import write_atomically
 from phalanx.run.problems import RunFileError
 from phalanx.run.read import spec_from_table, to_table
 from phalanx.run.spec import RunSpec

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.run import durable
-from phalanx.run.durable import remove_temporaries, write_atomically
+from phalanx.run.directory import durable
+from phalanx.run.directory.durable import remove_temporaries, write_atomically
 
 OLD, NEW = b"old " * 5000, b"new " * 7000
 
 KILLED_AT_EACH_CALL = """
 import os, signal, sys
 from pathlib import Path
-from phalanx.run.durable import write_atomically
+from phalanx.run.directory.durable import write_atomically
 
 calls, deadly = 0, 0
 

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.run.durable import write_atomically
+from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.result import RunResult, read_result
 from phalanx.run.problems import listing
 from phalanx.run.read import RUN_FILE, spec_from_table
-from phalanx.run.result import RunResult, read_result
 from phalanx.run.spec import RunSpec
 
 if TYPE_CHECKING:

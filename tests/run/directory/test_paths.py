@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from phalanx.run.directory import (
+from phalanx.run.directory.paths import (
     CHECKPOINT_INDEX,
     RunDirectory,
     RunDirectoryError,
