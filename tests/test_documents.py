@@ -164,3 +164,13 @@ def test_an_accelerator_of_ones_own_is_planned_for_without_code(tmp_path: Path) 
         for where in (cluster(f"{file}:512"), "h100:512")
     )
     assert quick["best"][0]["step_s"] < usual["best"][0]["step_s"]
+
+
+def test_every_test_that_the_page_of_findings_names_is_there() -> None:
+    page = (ROOT / "docs" / "trust.md").read_text()
+    named = re.findall(r"`([\w/]+\.py)(?:::(test_\w+))?`", page)
+    assert len(named) > 60
+    for file, test in named:
+        path = ROOT / ("" if file.startswith("bench/") else "tests") / file
+        assert path.exists(), file
+        assert f"def {test}(" in path.read_text() or not test, f"{file}::{test}"

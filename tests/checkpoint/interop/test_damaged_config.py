@@ -48,3 +48,10 @@ def test_a_field_of_any_value_is_read_or_refused(family: str, field: str) -> Non
 def test_a_field_that_is_no_table_is_named() -> None:
     with pytest.raises(HuggingFaceError, match="rope_scaling = 3 is no table"):
         spec_of({**FAMILIES["llama"].to_dict(), "rope_scaling": 3})
+
+
+def test_rotary_parameters_of_all_layers_beside_those_of_some_are_refused() -> None:
+    for_all = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    mixed = {**for_all, "full_attention": {"rope_type": "default", "rope_theta": 1e6}}
+    with pytest.raises(HuggingFaceError, match="rope_parameters by layer type"):
+        spec_of({**FAMILIES["gemma3_text"].to_dict(), "rope_parameters": mixed})

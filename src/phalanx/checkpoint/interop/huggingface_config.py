@@ -308,8 +308,10 @@ def _rope_by_layers(hf_config: JsonObject, family: Family) -> tuple[JsonObject, 
     by_layer = hf_config.get("rope_parameters") or {}
     if "window_rope_theta" not in family.said:
         return hf_config.get("rope_scaling") or by_layer, None
-    if "full_attention" in by_layer:
-        return by_layer["full_attention"], by_layer.get("sliding_attention") or {"rope_type": "default"}
+    if by_layer and by_layer.keys() <= {*_LAYERS_BY_WINDOW}:
+        return by_layer.get("full_attention") or {}, by_layer.get("sliding_attention") or {
+            "rope_type": "default"
+        }
     stretched, local = hf_config.get("rope_scaling"), hf_config.get("rope_local_base_freq")
     if local or "window_rope_theta" in family.absent:
         theta = local or family.absent["window_rope_theta"]
