@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from phalanx.cli.main import exit_code
@@ -14,3 +16,25 @@ def test_a_place_that_the_system_refuses_is_named(command: str, capsys: pytest.C
     too_long = "x" * 300
     assert exit_code(command.format(too_long).split()) in (1, 2)
     assert too_long in capsys.readouterr().err.replace("\n", "")
+
+
+def test_a_folder_that_is_no_run_keeps_what_it_has_when_a_tracker_is_to_be_filled(tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "tensorboard" / "mine").touch()
+    assert exit_code(["sinks", "fill", str(tmp_path), "--sink", "tensorboard"]) == 1
+    assert [path.name for path in tmp_path.rglob("*")] == ["tensorboard", "mine"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("train --from runs/x", "phalanx train runs/x --from STEP"),
+        ("train configs/quickstart.toml --from 4", "is a file"),
+        ("train --from-model imported/x", "give both"),
+    ],
+)
+def test_half_of_what_goes_on_with_a_run_or_a_model_is_refused_with_the_other_half(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(words.split()) == 2
+    assert message in capsys.readouterr().err

@@ -415,7 +415,7 @@ class FleetSpec:
     workers_per_node: Annotated[int, FLEET, POSITIVE] = 1
     """Workers on each node; each holds one rank."""
     min_nodes: Annotated[int, FLEET, POSITIVE] = 1
-    """Smallest number of nodes to train on; with fewer the run waits, its state safe in memory and on disk."""
+    """Smallest number of nodes to train on; with fewer the run waits, its state in its agents' memory and in the newest checkpoint."""
     heartbeat_s: Annotated[float, FLEET, ValueRange(above=0)] = 5.0
     """Seconds between two heartbeats of an agent."""
     lease_s: Annotated[float, FLEET, ValueRange(above=0)] = 15.0

@@ -14,8 +14,10 @@ import grpc
 import grpc.aio
 import pytest
 
+from phalanx.fleet.control.coordinator import credentials_of
 from phalanx.fleet.control.coordinator_link import CoordinatorLink, operate
 from phalanx.fleet.control.security import (
+    TOKEN_VARIABLES,
     Certificates,
     SecurityError,
     make_token,
@@ -32,6 +34,7 @@ from phalanx.fleet.control.transport import (
 )
 from phalanx.fleet.core import messages as m
 from phalanx.run.fencing import FencingToken
+from phalanx.run.spec import RunSpec
 from phalanx.run.token_proof import Role, Seals, UnprovenError
 
 CREDENTIALS = Credentials(
@@ -477,6 +480,13 @@ def test_the_token_is_made_once_and_is_nobody_elses(tmp_path: Path, monkeypatch:
     file.write_text("")
     with pytest.raises(SecurityError, match=r"empty .*remove it, and start the run again"):
         make_token(tmp_path)
+
+
+def test_agents_and_operators_may_not_have_one_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in TOKEN_VARIABLES.values():
+        monkeypatch.setenv(variable, "the same for both of them")
+    with pytest.raises(SecurityError, match="PHALANX_OPERATOR_TOKEN another value"):
+        credentials_of(tmp_path, RunSpec(), 0, None)
 
 
 def test_a_token_in_the_environment_comes_first_and_must_be_one(

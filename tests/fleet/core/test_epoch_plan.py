@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from fleet.small_fleets import Fleet, running, settings
 from phalanx.fleet.core import messages as m
-from phalanx.fleet.core.epoch_plan import buddy_ring, common_levels, copies_of, holders_for, needs_buddy
+from phalanx.fleet.core.epoch_plan import (
+    buddy_ring,
+    common_levels,
+    copies_of,
+    holders_for,
+    is_needed,
+    needs_buddy,
+)
 from phalanx.fleet.core.retention import droppable, may_begin
 from phalanx.fleet.core.settings import Formation, formation_of
 from phalanx.fleet.core.state import RestorePoint
@@ -255,3 +262,11 @@ def test_the_shares_of_all_members_name_holders_of_every_state_and_grow_with_the
 def resumed(bind: m.Bind) -> m.FromMemory:
     assert isinstance(bind.resume, m.FromMemory)
     return bind.resume
+
+
+def test_the_last_node_without_which_no_epoch_can_be_is_needed() -> None:
+    fleet = running(2, 0)
+    assert not is_needed(fleet.state, "0")
+    fleet.hear(m.Drain("0"))
+    assert is_needed(fleet.state, "1")
+    assert not is_needed(fleet.state, "0")

@@ -157,7 +157,10 @@ def test_a_fleet_that_waits_says_so_once() -> None:
     assert (fleet.state.phase, phase_deadline_s(fleet.state)) == (FleetPhase.WAITING, None)
     waits = [incident for incident in fleet.state.incidents if "waits" in incident.what]
     assert [(incident.what, incident.at_s) for incident in waits] == [
-        ("too few nodes: the fleet waits, its state safe in memory and on disk", 0.0)
+        (
+            "too few nodes: the fleet waits; the memory of their agents and the newest checkpoint hold its state",
+            0.0,
+        )
     ]
     fleet.hear(m.DiskHolds((5,)), m.StopRun())
     text = "stopped while waiting for nodes; it goes on from the newest checkpoint"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -46,3 +47,19 @@ def test_native_code_that_keeps_pythons_lock_is_at_work_if_it_computes(program: 
     process.kill()
     process.communicate()
     assert not worker.working()
+
+
+def test_a_worker_never_gets_the_operators_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHALANX_OPERATOR_TOKEN", "secret")
+    monkeypatch.setenv("PHALANX_RUN_TOKEN", "known")
+    program = "import os; print(*(name for name in os.environ if name.endswith('TOKEN')))"
+    log = tmp_path / "logs" / "worker.log"
+
+    async def run() -> None:
+        ended = asyncio.Event()
+        command = [sys.executable, "-c", program]
+        await WorkerProcess.start(command, [], 1, log, lambda _message: None, lambda *_exit: ended.set())
+        await ended.wait()
+
+    asyncio.run(run())
+    assert log.read_text().split() == ["PHALANX_RUN_TOKEN"]

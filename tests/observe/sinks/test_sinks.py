@@ -249,3 +249,12 @@ def test_a_sink_is_filled_with_every_event_and_its_own_folder_is_made_anew(tmp_p
     assert sink.events == crashed_run()
     assert sink.closed
     assert not (tmp_path / "x-files").exists()
+
+
+def test_a_tracker_that_fails_while_it_is_filled_loses_nothing_of_what_it_had(tmp_path: Path) -> None:
+    vendors = {"x": Vendor("json", lambda _directory, _run: Failing({1}), "x-files")}
+    (tmp_path / "x-files").mkdir()
+    (tmp_path / "x-files" / "old").touch()
+    with pytest.raises(SinkError, match=r"no route to tracker.*try again"):
+        fill_sink("x", tmp_path, "run", steps(2), vendors)
+    assert [path.name for path in tmp_path.rglob("*")] == ["x-files", "old"]

@@ -190,3 +190,9 @@ def test_the_jump_of_the_learning_rate_is_told(parent: Path, tmp_path: Path) -> 
         "optimizer.lr: 0.01 -> 0.002",
         "learning rate of step 5: 0.01 -> 0.002",
     ]
+
+
+@pytest.mark.parametrize("override", ['checkpoint.init_from="elsewhere"', 'checkpoint.init_with="weights"'])
+def test_another_start_beside_the_parents_step_is_refused(parent: Path, override: str) -> None:
+    with pytest.raises(RunFileError, match="--from says it"):
+        child_run(parent, 2, ["train.steps=8", override])

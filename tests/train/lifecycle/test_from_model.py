@@ -50,6 +50,16 @@ def test_another_text_is_never_taken_for_one_of_the_same_name(model: RunDirector
     assert len(places) == 2
 
 
+def test_a_folder_of_text_that_has_grown_is_another_text(model: RunDirectory, tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    (notes / "1.txt").write_text("words")
+    before = described(model.path, notes).data.path
+    assert described(model.path, notes).data.path == before
+    (notes / "2.txt").write_text("more words")
+    assert described(model.path, notes).data.path != before
+
+
 def test_a_prepared_dataset_is_taken_as_it_is(model: RunDirectory, dataset: Path) -> None:
     spec = described(model.path, dataset, "optimizer.lr=3e-6")
     assert (spec.data.path, spec.data.corpus) == (str(dataset), ())

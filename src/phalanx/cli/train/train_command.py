@@ -135,15 +135,25 @@ def _described(
 ) -> tuple[RunSpec, Path]:
     """The run that the command line describes, and the path of its run file, for messages."""
     if model is not None or data is not None:
-        if model is None or data is None or from_step is not None:
-            raise click.UsageError("--from-model and --data belong together, without --from")
+        if model is None or data is None:
+            raise click.UsageError("--from-model and --data belong together: give both")
+        if from_step is not None:
+            raise click.UsageError(
+                "--from goes on with a run, --from-model begins one: leave out one of the two"
+            )
         wanted = [*fields_from_model(model, data, bare=place is None), *overrides]
         if place is None:
             return read_table({}, PRESETS, wanted, Path("--from-model")), Path("--from-model")
         return read_run(place, PRESETS, wanted), place
+    if place is None and from_step not in (None, _NEWEST):
+        raise click.UsageError(
+            f"--from takes a step: give the run directory before it, phalanx train {from_step} --from STEP"
+        )
     if place is None:
         raise click.UsageError("give a run file, a run directory, or --from-model")
     if from_step is not None:
+        if place.is_file():
+            raise click.UsageError(f"--from goes on with a run directory, and {place} is a file")
         if from_step != _NEWEST and not (from_step.isdecimal() and len(from_step) <= _MOST_DIGITS):
             raise click.BadParameter(f"{from_step!r} is no step", param_hint="--from")
         step = None if from_step == _NEWEST else int(from_step)

@@ -35,7 +35,10 @@ def fill_command(run_dir: Path, names: tuple[str, ...]) -> None:
     """
     directory = RunDirectory(run_dir)
     with explained(RunDirectoryError, SinkError, EventLogError):
-        wanted = names or read_resolved(directory).observe.sinks
+        described = read_resolved(
+            directory
+        ).observe.sinks  # a folder that is no run is refused, and keeps what it has
+        wanted = names or described
         if not wanted:
             raise click.UsageError(
                 f"the run file of {run_dir} names no sink (observe.sinks); give one: --sink NAME"

@@ -18,8 +18,8 @@ from phalanx.cli.errors import explained
 def command(directory: Path, out: Path | None, as_json: bool) -> None:
     """Read the Hugging Face model in DIRECTORY into a run directory.
 
-    Families: Llama, Mistral (without a sliding window), Qwen3, Mixtral, Qwen3-MoE, DeepSeek-V3 and Kimi K2, as safetensors;
-    also in fp8 by blocks.
+    Families: Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Gemma 3 (text), OLMo 2 and 3, OLMoE, SmolLM3, Seed-OSS, GLM-4.5,
+    dots.llm1, DeepSeek-V2, DeepSeek-V3 and Kimi K2, as safetensors; also in fp8 by blocks.
 
     Text can be generated from it, and a run can start from it: --set checkpoint.init_from=RUN_DIR.
 

@@ -40,10 +40,17 @@ from phalanx.fleet.control.fleet_file import (
 )
 from phalanx.fleet.control.hang_inquiry import Inquiry
 from phalanx.fleet.control.journal import Journal
-from phalanx.fleet.control.security import SecurityError, TokenRole, read_certificates, run_token
+from phalanx.fleet.control.security import (
+    SecurityError,
+    TokenRole,
+    read_certificates,
+    require_two_tokens,
+    run_token,
+)
 from phalanx.fleet.control.transport import AgentLink, Credentials, FleetServer, TransportError
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state, step
+from phalanx.fleet.core.epoch_plan import is_needed
 from phalanx.fleet.core.invariants import Mark, check, mark
 from phalanx.fleet.core.orders import Order, deliveries
 from phalanx.fleet.core.replay import RESTARTED, JournalError, batch_line, first_line, replay, replay_batch
@@ -204,6 +211,11 @@ class Coordinator:
         if isinstance(operation, m.Drain | m.Admit) and operation.node not in self._state.nodes:
             known = ", ".join(sorted(self._state.nodes)[:20]) or "none yet"
             return f"there is no node {operation.node}; there are: {known}"
+        if isinstance(operation, m.Drain) and is_needed(self._state, operation.node):
+            return (
+                f"refused: without {operation.node} too few nodes are left, and the fleet would only wait. phalanx fleet stop saves "
+                "and ends the run; phalanx fleet add brings a drained node back"
+            )
         self._inbox.append(operation)
         self._wake.set()
         return "accepted"
@@ -505,6 +517,8 @@ def credentials_of(
     shown = read_certificates(certificates) if certificates else None
     join = run_token(run_dir) if "join" in roles else ""
     operate = run_token(run_dir, "operate") if "operate" in roles else ""
+    if join and operate:
+        require_two_tokens(join, operate)
     return Credentials(identity(spec), join, fencing_token(spec, attempt), shown, operate)
 
 

@@ -110,6 +110,15 @@ def make_token(run_dir: Path, role: TokenRole = "join") -> str:
     return run_token(run_dir, role)
 
 
+def require_two_tokens(join: str, operate: str) -> None:
+    """Raises ``SecurityError`` if agents and operators of a run have the same token, so that each may do what the other may."""
+    if join == operate:
+        raise SecurityError(
+            f"the tokens of agents and of operators are the same: give {TOKEN_VARIABLES['operate']} another value than "
+            f"{TOKEN_VARIABLES['join']}"
+        )
+
+
 def _write_token(path: Path) -> None:
     """Writes a new token unless somebody is quicker; it has its name once it is whole, on the disk, and readable by its owner only."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")

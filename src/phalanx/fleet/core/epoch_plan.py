@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from phalanx.fleet.core.messages import NO_STEP, Fresh, FromDisk, Holder
 from phalanx.fleet.core.settings import CoreSettings
-from phalanx.fleet.core.state import FleetState, Node, RestorePoint, StateSource
+from phalanx.fleet.core.state import Eligibility, FleetState, Node, RestorePoint, StateSource
 
 HOLDERS_NAMED = 3
 """Holders listed for one state in a Bind; no more, so that messages stay small."""
@@ -64,6 +64,12 @@ def can_do_without(state: FleetState, names: set[str]) -> bool:
     seated = {name for seat, name in enumerate(state.seats) if seat not in state.vacant}
     usable = len((seated | state.spares) - names)
     return ranks_of_nodes(state.settings, usable, state.settings.min_nodes) > 0
+
+
+def is_needed(state: FleetState, name: str) -> bool:
+    """True if there are enough nodes for an epoch, and no longer without ``name``; drained ones are as good as gone."""
+    leaving = {node.name for node in state.nodes.values() if node.eligibility is Eligibility.DRAINED}
+    return can_do_without(state, leaving) and not can_do_without(state, leaving | {name})
 
 
 def _moves_all(state: FleetState) -> bool:

@@ -179,7 +179,11 @@ def _form(state: FleetState, orders: list[Order]) -> bool:
     if plan is None:
         if state.phase is not FleetPhase.WAITING:
             _enter(state, FleetPhase.WAITING)
-            note(state, "", "too few nodes: the fleet waits, its state safe in memory and on disk")
+            note(
+                state,
+                "",
+                "too few nodes: the fleet waits; the memory of their agents and the newest checkpoint hold its state",
+            )
             return True
         return False
     _begin(state, orders, plan)

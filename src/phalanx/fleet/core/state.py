@@ -33,7 +33,7 @@ class FleetPhase(StrEnum):
     RUNNING = "running"
     PARKING = "parking"
     WAITING = "waiting"
-    """Too few nodes; no worker is in an epoch, and the state is safe in memory and on disk."""
+    """Too few nodes; no worker is in an epoch; agents' memory and the newest checkpoint hold the state."""
     FINISHED = "finished"
     FAILED = "failed"
 

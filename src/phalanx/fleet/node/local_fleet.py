@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from phalanx.fleet.control.coordinator import EXIT_CANNOT_START
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
-from phalanx.fleet.control.security import TOKEN_VARIABLES, make_token
+from phalanx.fleet.control.security import TOKEN_VARIABLES, make_token, require_two_tokens
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.fleet.node.revival import MOST_DEATHS, Revival
 from phalanx.fleet.node.session import Session, ending
@@ -119,6 +119,7 @@ def run_fleet(
     # The tokens go along: that their files are removed meanwhile must not keep a restarted process out.
     environment = {**rank_environment(run.spec.model.factory), TOKEN_VARIABLES["join"]: token}
     operator = {TOKEN_VARIABLES["operate"]: make_token(path, "operate")}
+    require_two_tokens(token, operator[TOKEN_VARIABLES["operate"]])
     processes = _Processes(run, fleet, environment, operator, StopOrders(tell))
     try:
         with on_stop_signals(processes.ask_to_stop):

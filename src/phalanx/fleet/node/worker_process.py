@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from phalanx.fleet.control.security import TOKEN_VARIABLES
 from phalanx.fleet.node.worker_link import LinkError, ToAgent, ToWorker, decode_for_agent, frame, length_of
 
 _HEAD_BYTES = 4
@@ -64,6 +65,9 @@ class WorkerProcess:
             # PyTorch reads this when the first process group is made: the record shows which collective a run hangs in.
             "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_FR_BUFFER_SIZE", RECORDED_COLLECTIVES),
         }
+        environment.pop(
+            TOKEN_VARIABLES["operate"], None
+        )  # a worker runs the user's code, and has no need of it
         try:
             with theirs, log.open("ab") as output:
                 process = subprocess.Popen(

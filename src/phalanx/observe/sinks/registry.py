@@ -5,12 +5,14 @@ its own thread (``background``).
 """
 
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+from phalanx.observe.event_log import EventLogError
 from phalanx.observe.events import Event
 from phalanx.observe.sinks.background import Background
 from phalanx.observe.sinks.base import Sink
@@ -79,18 +81,42 @@ def fill_sink(
     """Sends a run's ``events`` to the sink ``name`` again, all of them, and returns their number.
 
     A tracker that is a folder of the run is made anew. The others draw what they have already at the same place, since it has the
-    same step and time. Blocks until the tracker has taken everything; raises what it raises, and SinkError as ``open_sinks`` does.
+    same step and time. Blocks until the tracker has taken everything. Raises SinkError as ``open_sinks`` does, and if the tracker
+    fails; nothing is lost then.
     """
     require_sinks([name], vendors)
     vendor = vendors[name]
-    if vendor.folder:
-        shutil.rmtree(run_directory / vendor.folder, ignore_errors=True)
-    sink, sent = vendor.open_sink(run_directory, run), 0
-    for event in events:
-        sink.write(event)
-        sent += 1
-    sink.close()
+    with _remade(run_directory / vendor.folder) if vendor.folder else nullcontext():
+        try:
+            sink, sent = vendor.open_sink(run_directory, run), 0
+            for event in events:
+                sink.write(event)
+                sent += 1
+            sink.close()
+        except EventLogError:
+            raise
+        except Exception as error:  # of any kind: it is the vendor's
+            raise SinkError(
+                f"{name} failed: {type(error).__name__}: {error}. Nothing is lost, the events are in the run directory: try again"
+            ) from error
     return sent
+
+
+@contextmanager
+def _remade(folder: Path) -> Iterator[None]:
+    """Has ``folder`` made anew inside; what it held is there again if that fails."""
+    before = folder.with_name(f".{folder.name}.before")
+    if folder.exists():
+        shutil.rmtree(before, ignore_errors=True)
+        folder.rename(before)
+    try:
+        yield
+    except BaseException:
+        if before.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            before.rename(folder)
+        raise
+    shutil.rmtree(before, ignore_errors=True)
 
 
 def require_sinks(names: Sequence[str], vendors: Mapping[str, Vendor] = VENDORS) -> None:

@@ -36,6 +36,12 @@ def child_run(parent: Path, step: int | None, overrides: Sequence[str]) -> RunSp
         RunFileError: An override is wrong.
     """
     directory = RunDirectory(parent)
+    for given in overrides:
+        if given.startswith("checkpoint.init_"):
+            raise RunFileError(
+                directory.run_file,
+                [Problem(given.partition("=")[0], "--from says it", "leave out one of the two")],
+            )
     spec = read_resolved(directory)
     steps = committed_steps(directory.checkpoints) if directory.checkpoints.is_dir() else []
     if not steps:

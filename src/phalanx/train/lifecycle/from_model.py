@@ -60,8 +60,10 @@ def _text_of(data: Path, model: RunDirectory, name: str) -> Iterator[tuple[str, 
             f"{model.path} has no tokenizer to prepare {data} with; put a tokenizer.json into {model.tokenizer}, or give a dataset "
             "that was prepared with the model's"
         )
-    # Another text, or another model, is another folder.
-    mark = hashlib.sha256(f"{data.resolve()}\n{model.path.resolve()}".encode()).hexdigest()[:8]
+    # Another text, or another model, is another folder; files that were added or written again are another text.
+    files = sorted(path for path in data.rglob("*") if path.is_file()) if data.is_dir() else [data]
+    stamps = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    mark = hashlib.sha256(f"{data.resolve()}\n{model.path.resolve()}\n{stamps}".encode()).hexdigest()[:8]
     yield "data.path", f".cache/data/{data.resolve().stem}-for-{name}-{mark}"
     yield "data.corpus", [str(data)]
     yield "data.tokenizer", str(tokenizer)
