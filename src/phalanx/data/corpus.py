@@ -121,7 +121,9 @@ def named_corpus(name: str) -> list[Document]:
     if name not in CORPORA:
         close = difflib.get_close_matches(name, CORPORA, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(CORPORA)}"
-        raise CorpusError(f"no corpus is called {name!r}; {hint}")
+        raise CorpusError(
+            f"no corpus is called {name!r}; {hint}. There is no such file or folder in {Path.cwd()} either: give the path from there"
+        )
     return CORPORA[name]()
 
 

@@ -363,7 +363,7 @@ class CheckpointSpec:
     """A run directory or checkpoint whose weights the run starts from; empty means fresh weights. Resolved to one
     checkpoint when the run is first started."""
     init_with: Annotated[Literal["weights", "optimizer", "training"], LATER] = "weights"
-    """What is taken over from init_from: the "weights" alone; weights and "optimizer" state; or all of the "training", with the
+    """The part of init_from that is taken over: the "weights" alone; weights and "optimizer" state; or all of the "training", with the
     number of steps and the place in the data."""
 
 

@@ -112,8 +112,8 @@ def hf_config_of(
 ) -> dict[str, object]:
     """The ``config.json`` of a model, as a plain table.
 
-    ``max_seq_len`` is the context that readers are told of; 0 means the stretched one where the rotary embedding is
-    stretched, else 8192. ``model_type`` is the family to take if it can say all. Raises UnsupportedModelError for a model that no family can express.
+    ``max_seq_len`` is the context that readers are told of; 0 means the stretched one where the rotary embedding is stretched, else 8192.
+    ``model_type`` is the family to take if it can say all. Raises UnsupportedModelError for a model that no family can express.
     """
     spec = resolve(spec)
     family = family_for(spec, model_type)

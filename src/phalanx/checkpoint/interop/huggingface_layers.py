@@ -21,7 +21,7 @@ Read = Callable[[JsonObject], tuple[dict[str, object], list[str]]]
 Write = Callable[[ModelSpec], Mapping[str, object]]
 """From a resolved model to fields of ``config.json``."""
 Check = Callable[[ModelSpec], Iterator[str]]
-"""What a family cannot say of a resolved model although it has words for each of the fields."""
+"""The combinations of a resolved model that a family cannot say although it has words for each of the fields."""
 
 
 def nothing_read(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:  # noqa: ARG001

@@ -135,8 +135,9 @@ def shared_copies(spec: ModelSpec) -> Iterator[Published]:
 def hf_name(name: str, spec: ModelSpec | None = None, family: Family | None = None) -> str:
     """Hugging Face's name of a parameter: ``blocks.3.attention.query.weight`` is ``model.layers.3.self_attn.q_proj.weight``.
 
-    In the name of a stack of experts an asterisk stands for the number of the expert. ``spec`` is the parameter's model, and
-    may be left out for a Llama; ``family`` is the one that it is written as, unless another is given. Raises KeyError for a name that is not a parameter of the transformer.
+    In the name of a stack of experts an asterisk stands for the number of the expert. ``spec`` is the parameter's model, and may be left
+    out for a Llama; ``family`` is the one that it is written as, unless another is given. Raises KeyError for a name that is not a
+    parameter of the transformer.
     """
     if name in _OUTER:
         return _OUTER[name]

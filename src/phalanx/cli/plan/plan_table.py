@@ -200,7 +200,7 @@ def _run_rows(run: RunEstimate) -> Iterator[tuple[str, str]]:
 
 
 def _failures(run: RunEstimate) -> str:
-    """How often something fails, and how often in all; fewer than one is a chance."""
+    """The rate at which something fails, and the number of failures in all; fewer than one is a chance."""
     if math.isinf(run.mtti_s):
         return "none are expected"
     in_all = f"{run.failures:,.0f}" if run.failures >= 1 else f"{run.failures:.2g}"

@@ -25,7 +25,11 @@ def command() -> None:
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
 @click.option("--tokenizer", default="bpe", show_default=True, help='"bpe", "bytes", or a tokenizer.json.')
 @click.option(
-    "--vocab-size", type=click.IntRange(min=257), default=32_768, show_default=True, help="Of a trained BPE."
+    "--vocab-size",
+    type=click.IntRange(min=257),
+    default=32_768,
+    show_default=True,
+    help="Tokens of a trained BPE.",
 )
 @click.option(
     "--held-out",

@@ -1,4 +1,4 @@
-"""What a run directory says of its run in a line: how far it is, its losses, and which run it goes on from."""
+"""The summary of a run directory in a line: how far it is, its losses, and which run it goes on from."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RunSummary:
 
     @property
     def state(self) -> str:
-        """How far the run is, for people."""
+        """The run's progress, for people."""
         return "finished" if self.finished else f"saved step {self.saved_step} of {self.steps}"
 
     def to_json(self) -> dict[str, object]:

@@ -74,7 +74,7 @@ _FILE_SHARE = 0.02
 _RETRY_S = 1.0
 _GOODBYE_S = 1.0
 EXIT_CANNOT_START = 78
-"""The exit code of a coordinator that another start would not help: no token, no layout, too few open files (``EX_CONFIG`` of sysexits.h)."""
+"""The exit code of a coordinator that another start would not help: no token, no layout, too few open files (``EX_CONFIG``)."""
 
 
 @dataclass(frozen=True)
@@ -485,7 +485,8 @@ def _journal_path(args: CoordinatorArgs) -> Path:
 def only_coordinator(directory: RunDirectory) -> Iterator[None]:
     """Inside, no other process coordinates the run: two would write one journal, each at its own place.
 
-    A lock of its own (``fleet/coordinator.lock``), since the journal is replaced now and then. The kernel gives it back, however this process ends.
+    A lock of its own (``fleet/coordinator.lock``), since the journal is replaced now and then. The kernel gives it back, however this
+    process ends.
 
     Raises:
         JournalError: Another process holds it.
@@ -513,7 +514,10 @@ def credentials_of(
     certificates: Path | None,
     roles: Sequence[TokenRole] = ("join", "operate"),
 ) -> Credentials:
-    """The credentials of the start ``attempt`` of a run, for a process with these roles (a coordinator's are both). Raises ``SecurityError``."""
+    """The credentials of the start ``attempt`` of a run, for a process with these roles (a coordinator has both).
+
+    Raises ``SecurityError``.
+    """
     shown = read_certificates(certificates) if certificates else None
     join = run_token(run_dir) if "join" in roles else ""
     operate = run_token(run_dir, "operate") if "operate" in roles else ""

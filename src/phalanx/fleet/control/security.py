@@ -1,10 +1,10 @@
 """Authentication: secret tokens for every connection to a run's fleet, and mutual TLS if certificates are given.
 
 Without them, everybody who can reach the coordinator's port could end a run or send it false reports. There are two: one to take part,
-and one to operate, so that whoever has got hold of an agent's cannot stop the run with it. The run's launcher makes them when the
-fleet is first started, and they lie in the run directory, readable by its owner only; on every connection both sides prove that they know the one
-that it takes, and never send it (``phalanx.run.token_proof``). On a network that others can listen to, give certificates too: a folder with
-``ca.pem``, ``node.pem`` and ``node.key``. Then both sides must show a certificate that the run's own authority has signed.
+and one to operate, so that whoever has got hold of an agent's cannot stop the run with it. The run's launcher makes them when the fleet
+is first started, and they lie in the run directory, readable by its owner only; on every connection both sides prove that they know the
+one that it takes, and never send it (``phalanx.run.token_proof``). On a network that others can listen to, give certificates too: a
+folder with ``ca.pem``, ``node.pem`` and ``node.key``. Then both sides must show a certificate that the run's own authority has signed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Literal
 from phalanx.run.directory.durable import sync
 
 TokenRole = Literal["join", "operate"]
-"""What a token is good for: to take part with a node's agent and workers, or to drain nodes and stop the run."""
+"""The use of a token: to take part with a node's agent and workers, or to drain nodes and stop the run."""
 TOKEN_VARIABLES: dict[TokenRole, str] = {"join": "PHALANX_RUN_TOKEN", "operate": "PHALANX_OPERATOR_TOKEN"}
 """The environment variables through which a token reaches a process that does not see the run directory."""
 _TOKEN_FILES: dict[TokenRole, str] = {"join": "fleet.token", "operate": "fleet.operator-token"}
@@ -73,7 +73,7 @@ def read_certificates(folder: Path) -> Certificates:
 
 
 def run_token(run_dir: Path, role: TokenRole = "join") -> str:
-    """The token of a run for a role: from the environment, else from its directory. Nobody but the run's launcher makes one (``make_token``).
+    """The token of a run for a role: from the environment, else from its directory. Only the run's launcher makes one.
 
     Raises:
         SecurityError: There is none, it cannot be read, or it is too short to be a secret.

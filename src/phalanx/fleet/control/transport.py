@@ -91,7 +91,7 @@ class Refusal(NamedTuple):
 
 @dataclass(frozen=True)
 class Credentials:
-    """What both sides of a connection must know: the run, its token, which start of it, and certificates for TLS."""
+    """The secrets and names that both sides of a connection must know: the run, its token, which start of it, and certificates for TLS."""
 
     run: str
     """The run's identity."""

@@ -102,7 +102,7 @@ class AgentState:
     """Edge-triggered reports of the present epoch: they are repeated at each reconnection."""
     ticked_s: float = 0.0
     attached_s: float | None = None
-    """When this agent was last attached to a coordinator, or began; not counting the time in which it stood still itself."""
+    """The time when this agent was last attached to a coordinator, or began; not counting the time in which it stood still itself."""
     checked: bool = False
     """True if the node must pass health checks before its workers are offered."""
 

@@ -138,7 +138,7 @@ def run_fleet(
 
 
 class _DeadAgent(NamedTuple):
-    """How an agent has died, and when it may be started again, by the monotonic clock; never: infinity."""
+    """The death of an agent, and when it may be started again, by the monotonic clock; never: infinity."""
 
     how: str
     soonest_s: float
@@ -175,7 +175,7 @@ class _Processes:
     """Why the run was asked to stop, if that was not by the user."""
     looked_s: float = 0.0
     way_on_s: float = math.inf
-    """When the fleet could last be seen to train, or to be about to."""
+    """The time when the fleet could last be seen to train, or to be about to."""
 
     def start(self) -> None:
         """Starts the coordinator and all agents; the agents poll fleet.json for its address."""
@@ -378,7 +378,7 @@ class _Processes:
 
 
 def _standing(seen: FleetFile | None) -> tuple[FleetPhase, int, int] | None:
-    """Where the run stands, so that progress shows; None if nobody knows."""
+    """The run's place, so that progress shows; None if nobody knows."""
     return None if seen is None else (seen.phase, seen.epoch, seen.step)
 
 

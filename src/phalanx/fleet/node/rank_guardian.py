@@ -94,7 +94,7 @@ class RankGuardian(Guardian):
         self.epoch, self.step, self.phase, self.since_s = -1, NO_STEP, "warm", time.monotonic()
 
     def enters(self, bind: link.JoinEpoch, hooks: Hooks, connections: Connections) -> None:
-        """This worker becomes a rank; ``hooks`` are called at the moments of its epoch, ``connections`` are made before it joins the others."""
+        """This worker becomes a rank; ``hooks`` are called at its epoch's moments, ``connections`` are made before it joins."""
         self._connections = connections
         self._bind, self.epoch, self.step = bind, bind.epoch, NO_STEP
         self._newest = NO_STEP

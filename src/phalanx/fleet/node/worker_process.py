@@ -95,7 +95,8 @@ class WorkerProcess:
         """True if the process computes, waits for a processor or for a disk; False if it sleeps, is stopped, or has ended.
 
         A thread that is in native code without letting go of Python's lock (a large sort, an import, a page fault in swapped memory)
-        silences the thread that sends the heartbeats; to the kernel it is at work all the same. A process that is stopped or deadlocked is not.
+        silences the thread that sends the heartbeats; to the kernel it is at work all the same. A process that is stopped or deadlocked
+        is not.
         """
         tasks = Path(f"/proc/{self.pid}/task")
         ticks, states = 0, set[str]()

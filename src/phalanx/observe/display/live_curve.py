@@ -15,7 +15,7 @@ from phalanx.observe.events import Event, Step
 
 EVERY_S = 30.0
 SHARE = 0.02
-"""Of the time, at most so much is spent on drawing."""
+"""The largest share of the time that is spent on drawing."""
 
 
 def keep_drawn(

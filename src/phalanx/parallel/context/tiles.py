@@ -112,7 +112,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Sight:
-    """What hides keys at hand from queries at hand, beside their order: a sliding window, and the ends of documents."""
+    """The rule that hides keys at hand from queries at hand, beside their order: a sliding window, and the ends of documents."""
 
     row_positions: Tensor
     """Positions of the queries in the sequence, ``(q,)``, int64, in the host's memory."""

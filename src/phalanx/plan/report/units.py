@@ -20,17 +20,17 @@ class Unit:
 
 
 DAYS = (Unit("days", 1.0), Unit("hours", 1 / 24), Unit("minutes", 1 / 1440), Unit("s", 1 / 86_400))
-"""Of days. The largest unit of which there is at least one is taken, here and below."""
+"""Units of days. The largest unit of which there is at least one is taken, here and below."""
 BETWEEN = (Unit("days", 86_400.0), Unit("minutes", 60.0), Unit("s", 1.0))
-"""Of seconds between failures."""
+"""Units of seconds between failures."""
 ENERGY = (Unit("GWh", 1e6), Unit("MWh", 1e3), Unit("kWh", 1.0), Unit("Wh", 1e-3))
-"""Of kWh."""
+"""Units of kWh."""
 POWER = (Unit("MW", 1e6), Unit("kW", 1e3), Unit("W", 1.0))
-"""Of W."""
+"""Units of W."""
 CO2 = (Unit("kt", 1e6), Unit("t", 1e3), Unit("kg", 1.0), Unit("g", 1e-3))
-"""Of kg."""
+"""Units of kg."""
 DOLLARS = (Unit("M$", 1e6), Unit("$", 1.0))
-"""Of US dollars."""
+"""Units of US dollars."""
 
 
 def unit_for(values: Sequence[float], units: Sequence[Unit]) -> Unit:

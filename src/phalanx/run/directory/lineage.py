@@ -47,7 +47,7 @@ class Origin:
     weights_sha256: str
     """Hash of the weights at that step."""
     init_with: str
-    """What was taken over; the values are those of ``checkpoint.init_with``."""
+    """The part of the parent's state that was taken over; the values are those of ``checkpoint.init_with``."""
 
     def __str__(self) -> str:
         name = f" (identity {self.identity[:12]})" if self.identity else ""

@@ -168,9 +168,10 @@ class RunDirectory:
         return committed_steps(self.checkpoints) if self.checkpoints.is_dir() else []
 
     def read_record(self) -> JsonObject:
-        """What ``record.json`` says; empty if there is none.
+        """The content of ``record.json``; empty if there is none.
 
-        Raises ``RunDirectoryError`` if it is damaged: without it nobody knows which data the run was trained on, or how often it was started.
+        Raises ``RunDirectoryError`` if it is damaged: without it nobody knows which data the run was trained on, or how often it was
+        started.
         """
         try:
             found = json.loads(self.record.read_text())

@@ -1,4 +1,4 @@
-"""How far a run has come: the part of its state that is not tensors. All of it goes into checkpoints and snapshots."""
+"""The progress of a run: the part of its state that is not tensors. All of it goes into checkpoints and snapshots."""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ _MANY_EPOCHS = 4
 def start_problems(spec: RunSpec, index: DatasetIndex, *, begins: bool) -> Iterator[Problem]:
     """All that would keep the ranks of a resolved run from training on the dataset of ``index``.
 
-    ``begins``: The run has no checkpoint of its own yet, and so needs the one that it starts from. Raises ``CheckpointError`` or ``DataError`` if the checkpoint to start from, or a tokenizer, cannot be read.
+    ``begins``: The run has no checkpoint of its own yet, and so needs the one that it starts from. Raises ``CheckpointError`` or
+    ``DataError`` if the checkpoint to start from, or a tokenizer, cannot be read.
     """
     if index.train.tokens <= spec.train.seq_len:
         yield Problem(
@@ -76,10 +77,11 @@ def _origin_problems(spec: RunSpec, index: DatasetIndex, start: Path) -> Iterato
     if not is_committed(start):
         steps = committed_steps(start.parent) if start.parent.is_dir() else []
         there = ", ".join(map(str, steps)) or "none"
+        another = f"begin from another step: `phalanx train {source.path} --from STEP`; checkpoint.keep_every keeps steps for good"
         yield Problem(
             "checkpoint.init_from",
             f"the checkpoint {start} is not there (steps that are: {there}), and this run has saved none of its own yet",
-            f"begin from another step: `phalanx train {source.path} --from STEP`; checkpoint.keep_every keeps steps for good",
+            another if steps else f"bring {source.path} back, or start a run of its own",
         )
         return
     yield from _taken_over_problems(spec, index, source, start)
@@ -108,7 +110,7 @@ def _origin_problems(spec: RunSpec, index: DatasetIndex, start: Path) -> Iterato
 def _taken_over_problems(
     spec: RunSpec, index: DatasetIndex, source: RunDirectory, start: Path
 ) -> Iterator[Problem]:
-    """What keeps the run from taking over more of the checkpoint than its weights."""
+    """Yields what keeps the run from taking over more of the checkpoint than its weights."""
     if spec.checkpoint.init_with == "weights":
         return
     held = DiskTier(start.parent).boxes(_step(start))

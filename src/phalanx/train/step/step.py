@@ -257,7 +257,7 @@ class Stepper:
         return float((counts.amax(1) * counts.shape[1] / counts.sum(1).clamp(min=1)).max())
 
     def _nonfinite_sources(self, losses: Tensor) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Names the slots whose loss and the parameters whose gradient is not finite, on any rank, and the ranks that computed such losses."""
+        """Names the slots whose loss and the parameters whose gradient is not finite, and the ranks that computed such losses."""
         mine = [
             f"loss of slot {slot}" for slot, loss in enumerate(losses.tolist()) if not math.isfinite(loss)
         ]
