@@ -217,9 +217,9 @@ async def coordinating(run_dir: Path, credentials: Credentials) -> AsyncIterator
             task.result()
         yield coordinator
     finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError, Exception):
-            await task
+        while not task.done():
+            task.cancel()
+            await asyncio.wait([task], timeout=1.0)
         await coordinator._server.stop(0.0)
 
 

@@ -236,8 +236,10 @@ class Coordinator:
         self.log(f"coordinates {self._args.run_dir} at {self._address}, start {self._restarts + 1}")
         watching = asyncio.create_task(self._watch_itself())
         while not self._over:
+            # Not wait_for, which forgets a cancellation that comes with the wake (https://github.com/python/cpython/issues/86296).
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), self._tick_s)
+                async with asyncio.timeout(self._tick_s):
+                    await self._wake.wait()
             self._wake.clear()
             try:
                 await self._turn()
