@@ -26,11 +26,10 @@ from pathlib import Path
 
 import tomli_w
 
-from phalanx.fleet.control.coordinator import credentials_of
 from phalanx.fleet.control.coordinator_link import CoordinatorLink
+from phalanx.fleet.control.credentials import Credentials, credentials_of
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, read_fleet_file
 from phalanx.fleet.control.security import make_token
-from phalanx.fleet.control.transport import Credentials
 from phalanx.fleet.core import messages as m
 from phalanx.run.read import to_table
 from phalanx.run.spec import DataSpec, FleetSpec, ModelSpec, RunSpec, TrainSpec

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from fleet.fleet_processes import FLEET, PATIENCE_S, make_run
 from fleet.small_fleets import running
-from phalanx.fleet.control.coordinator import Coordinator, CoordinatorArgs, credentials_of
+from phalanx.fleet.control.coordinator import Coordinator, CoordinatorArgs
 from phalanx.fleet.control.coordinator_link import CoordinatorLink
+from phalanx.fleet.control.credentials import Credentials, credentials_of
 from phalanx.fleet.control.fleet_file import read_fleet_file
 from phalanx.fleet.control.journal import Journal
-from phalanx.fleet.control.transport import Credentials
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.invariants import check
 from phalanx.fleet.core.replay import batch_line, first_line, replay

@@ -21,7 +21,8 @@ from click.testing import CliRunner
 from fleet.fleet_processes import FLEET, PATIENCE_S, STAND_IN, Fleet, make_run, running_fleet
 from fleet.stand_in_worker import state_after
 from phalanx.cli.fleet.fleet_command import command
-from phalanx.fleet.control.coordinator import EXIT_CANNOT_START, only_coordinator
+from phalanx.fleet.control.coordinator import EXIT_CANNOT_START
+from phalanx.fleet.control.coordinator_lock import only_coordinator
 from phalanx.fleet.control.fleet_file import read_fleet_file
 from phalanx.fleet.control.journal import Journal
 from phalanx.fleet.core.replay import JournalError, replay
@@ -200,7 +201,7 @@ def test_a_fleet_is_not_served_beside_the_command_that_trains_it(tmp_path: Path)
 
 def test_the_journal_alone_leads_to_the_state_that_the_coordinator_had(tmp_path: Path) -> None:
     with running_fleet(tmp_path, nodes=2, spares=1, steps=STEPS, hold_at=20) as fleet:
-        seen = fleet.held(20)
+        seen = fleet.gathered(20)  # with a spare that is ready, the kill ends one epoch and no more
         victim = next(one.name for one in seen.members if one.role == "member")
         fleet.kill_node(victim)
         fleet.held(20, epoch=1)

@@ -12,7 +12,8 @@ import pytest
 from fleet.fleet_processes import FLEET, make_run
 from fleet.small_fleets import Fleet
 from phalanx.fleet.control import coordinator as coordinating
-from phalanx.fleet.control.coordinator import Coordinator, CoordinatorArgs, credentials_of
+from phalanx.fleet.control.coordinator import Coordinator, CoordinatorArgs
+from phalanx.fleet.control.credentials import credentials_of
 from phalanx.fleet.control.journal import Journal
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state

@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from fleet.fleet_processes import FLEET, PATIENCE_S, Fleet, make_run
-from phalanx.fleet.control.coordinator import credentials_of
 from phalanx.fleet.control.coordinator_link import operate
+from phalanx.fleet.control.credentials import credentials_of
 from phalanx.fleet.core import messages as m
 
 

@@ -17,10 +17,11 @@ import pytest
 
 from fleet.control.test_transport import CREDENTIALS, Caller, ClientStream, Ear, Wire, until
 from fleet.fleet_processes import FLEET, make_run
-from phalanx.fleet.control.coordinator import Coordinator, CoordinatorArgs, credentials_of
+from phalanx.fleet.control.coordinator import Coordinator, CoordinatorArgs
 from phalanx.fleet.control.coordinator_link import operate
+from phalanx.fleet.control.credentials import Credentials, credentials_of
 from phalanx.fleet.control.fleet_file import read_fleet_file
-from phalanx.fleet.control.transport import SERVICE, Credentials, TransportError
+from phalanx.fleet.control.transport import SERVICE, TransportError
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.replay import JournalError
 from phalanx.run.token_proof import HELLO_BYTES, UnprovenError
@@ -273,7 +274,7 @@ def test_a_coordinator_does_not_take_up_the_journal_of_another_run_file(tmp_path
 
 
 def test_a_handshake_is_bounded_in_time_by_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.fleet.control.transport.HANDSHAKE_S", 0.3)
+    monkeypatch.setattr("phalanx.fleet.control.credentials.HANDSHAKE_S", 0.3)
 
     async def scene() -> None:
         async with Wire() as wire, grpc.aio.insecure_channel(wire.address) as channel:

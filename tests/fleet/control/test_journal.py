@@ -119,7 +119,7 @@ def test_a_renewal_that_fails_at_any_call_loses_nothing_that_is_appended_then_or
 
 
 def fail_at(patched: pytest.MonkeyPatch, call: int) -> None:
-    """Of the calls of open, fsync and rename from here on, number ``call`` fails."""
+    """Makes one call fail: number ``call`` of those of open, fsync and rename from here on."""
     count = 0
 
     def failing(real: Callable[..., object]) -> Callable[..., object]:

@@ -14,8 +14,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from phalanx.fleet.control.coordinator import credentials_of
 from phalanx.fleet.control.coordinator_link import CoordinatorLink, operate
+from phalanx.fleet.control.credentials import Credentials, Stream, credentials_of
 from phalanx.fleet.control.security import (
     TOKEN_VARIABLES,
     Certificates,
@@ -24,14 +24,7 @@ from phalanx.fleet.control.security import (
     read_certificates,
     run_token,
 )
-from phalanx.fleet.control.transport import (
-    MAX_REPORT_BYTES,
-    AgentLink,
-    Credentials,
-    FleetServer,
-    Stream,
-    TransportError,
-)
+from phalanx.fleet.control.transport import MAX_REPORT_BYTES, AgentLink, FleetServer, TransportError
 from phalanx.fleet.core import messages as m
 from phalanx.run.fencing import FencingToken
 from phalanx.run.spec import RunSpec

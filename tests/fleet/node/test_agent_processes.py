@@ -18,8 +18,8 @@ import tomli_w
 
 from fleet.fleet_processes import FLEET, PATIENCE_S, Fleet, make_run, running_fleet
 from fleet.stand_in_worker import state_after
-from phalanx.fleet.control.coordinator import credentials_of
 from phalanx.fleet.control.coordinator_link import operate
+from phalanx.fleet.control.credentials import credentials_of
 from phalanx.fleet.control.fleet_file import FleetFile, Member
 from phalanx.fleet.core.messages import Admit
 from phalanx.run.directory.paths import RunDirectory, read_resolved

@@ -1,4 +1,4 @@
-"""What an agent can tell of a worker that is silent: at work, asleep or stopped."""
+"""An agent tells a silent worker that is at work from one that sleeps or is stopped."""
 
 from __future__ import annotations
 

@@ -132,8 +132,8 @@ def serve(run_dir: Path, host: str, port: int, certificates: Path | None, as_jso
 
 
 def _ask(run_dir: Path, operation: OperatorRequest, certificates: Path | None, as_json: bool) -> None:
-    from phalanx.fleet.control.coordinator import credentials_of
     from phalanx.fleet.control.coordinator_link import operate
+    from phalanx.fleet.control.credentials import credentials_of
     from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
     from phalanx.fleet.control.security import SecurityError
     from phalanx.fleet.control.transport import TransportError

@@ -14,22 +14,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import fcntl
-import os
 import signal
-import socket
 import sys
 import time
-import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.fleet.control.coordinator_link import answers
+from phalanx.fleet.control.coordinator_lock import only_coordinator
+from phalanx.fleet.control.credentials import Credentials, credentials_of
 from phalanx.fleet.control.descriptors import DescriptorLimitError, raise_descriptor_limit
 from phalanx.fleet.control.fleet_file import (
     FleetFileError,
@@ -40,28 +38,21 @@ from phalanx.fleet.control.fleet_file import (
 )
 from phalanx.fleet.control.hang_inquiry import Inquiry
 from phalanx.fleet.control.journal import Journal
-from phalanx.fleet.control.security import (
-    SecurityError,
-    TokenRole,
-    read_certificates,
-    require_two_tokens,
-    run_token,
-)
-from phalanx.fleet.control.transport import AgentLink, Credentials, FleetServer, TransportError
+from phalanx.fleet.control.restoration import report_contradiction, restored
+from phalanx.fleet.control.security import SecurityError
+from phalanx.fleet.control.transport import AgentLink, FleetServer, TransportError
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state, step
 from phalanx.fleet.core.epoch_plan import is_needed
 from phalanx.fleet.core.invariants import Mark, check, mark
 from phalanx.fleet.core.orders import Order, deliveries
-from phalanx.fleet.core.replay import RESTARTED, JournalError, batch_line, first_line, replay, replay_batch
+from phalanx.fleet.core.replay import JournalError, batch_line, first_line
 from phalanx.fleet.core.resync import reason, resync
 from phalanx.fleet.core.settings import settings_of
-from phalanx.fleet.core.state import FleetPhase, FleetState, Incident
+from phalanx.fleet.core.state import FleetPhase, Incident
 from phalanx.observe.event_log import EventLog, EventLogError
 from phalanx.observe.events import EpochLeft, Message
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
-from phalanx.run.fencing import fencing_token
-from phalanx.run.identity import identity
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.ending import report_failure
 from phalanx.train.lifecycle.worker import die_with_parent
@@ -112,69 +103,9 @@ class Coordinator:
         self._tick_s = min(_LONGEST_TICK_S, min(fleet.lease_s, fleet.confirm_s or fleet.lease_s) / 8)
         self._journal = Journal(_journal_path(args))
         self._renew_at_bytes = _RENEW_BYTES
-        self._published_s = 0.0
-        """Incidents up to this time were published, by this coordinator or an earlier one."""
-        self._state, self._restarts = self._restored()
+        empty = initial_state(settings_of(spec), time.time(), credentials.fencing)
+        self._state, self._restarts, self._published_s = restored(self._journal, empty, self.log)
         self._clock_ahead_s = max(self._state.now_s, time.time()) - time.monotonic()
-
-    # --- journal -----------------------------------------------------------------------------
-
-    def _restored(self) -> tuple[FleetState, int]:
-        """The state in which the last coordinator of this attempt was killed (else a fleet without nodes), and the number of restarts."""
-        if not self._journal.lines and not self._journal.damaged:
-            state = initial_state(settings_of(self._spec), time.time(), self._credentials.fencing)
-            self._journal.append(first_line(state))
-            self._journal.sync()
-            return state, 0
-        if self._journal.damaged:
-            return self._salvaged()
-        state, restarts, contradiction = replay(self._journal.lines)
-        self._journal.lines = []
-        self._check_start(state)
-        now_s = max(state.now_s, time.time())
-        state, found = replay_batch(state, RESTARTED, now_s)
-        told_s = [incident.at_s for incident in state.incidents]
-        if error := found or contradiction:
-            self._journal.begin_anew(first_line(state, restarts + 1), keep_as=self._report(error))
-            # The coordinator that met the contradiction was killed before it published that turn's incidents.
-            told_s = [at_s for at_s in told_s if at_s < max(told_s)]
-        else:
-            self._journal.append(batch_line(now_s, RESTARTED))
-        self._published_s = max(told_s, default=0.0)
-        return state, restarts + 1
-
-    def _salvaged(self) -> tuple[FleetState, int]:
-        """The state to which the good lines of a damaged journal lead, rebuilt from what the nodes will say; and the restarts.
-
-        What the lost lines said of epochs, ranks and snapshots the nodes say again. Only they know which nodes were lost, drained
-        or quarantined, and from which step on a corruption made snapshots worthless, so the good lines behind them are replayed too.
-        The damaged file is kept, and a new journal begins.
-        """
-        journal = self._journal
-        lines = journal.lines
-        if journal.damaged[0] == 1:
-            empty = initial_state(settings_of(self._spec), time.time(), self._credentials.fencing)
-            lines = [first_line(empty), *lines]
-        state, restarts, _ = replay(lines)
-        self._check_start(state)
-        state.now_s = max(state.now_s, time.time())
-        self._published_s = max((incident.at_s for incident in state.incidents), default=0.0)
-        kept = journal.path.with_name(f"damaged-{time.time_ns()}.jsonl")
-        numbers = ", ".join(map(str, journal.damaged[:8])) + ("..." if len(journal.damaged) > 8 else "")
-        why = f"line {numbers} of {journal.path}, kept as {kept.name}; is its disk all right?"
-        state, _ = resync(state, mark(state), why, "the disk has damaged the coordinator's journal")
-        self.log(f"the disk has damaged {why} Every node is asked anew")
-        journal.begin_anew(first_line(state, restarts + 1), keep_as=kept)
-        journal.lines = []
-        return state, restarts + 1
-
-    def _check_start(self, state: FleetState) -> None:
-        """Raises ``JournalError`` if the journal is of another run file than this process has read."""
-        if state.fencing != self._credentials.fencing:
-            raise JournalError(
-                f"{self._directory.run_file} has changed since this start of the run began: {self._journal.path} is of "
-                f"{state.fencing}, this is {self._credentials.fencing}. Undo the change, or start the run again"
-            )
 
     def _now_s(self) -> float:
         """Unix time that neither steps back nor jumps with the machine's clock while this process lives."""
@@ -332,7 +263,7 @@ class Coordinator:
 
         The journal that led to the contradiction is kept as evidence, and a new journal begins.
         """
-        kept = self._report(error)
+        kept = report_contradiction(self._journal, error, self.log)
         self._state, orders = resync(self._state, before, reason(error))
         self._inquiry = None
         # A replay of the old journal would lead through the contradictory state again.
@@ -340,13 +271,6 @@ class Coordinator:
             lambda: self._journal.begin_anew(first_line(self._state, self._restarts), keep_as=kept)
         )
         return list(deliveries(self._state, orders))
-
-    def _report(self, contradiction: Exception) -> Path:
-        """Writes a contradiction into the log; returns the path at which the journal that led to it is to be kept."""
-        kept = self._journal.path.with_name(f"contradiction-{time.time_ns()}.jsonl")
-        self.log("".join(traceback.format_exception(contradiction)))
-        self.log(f"this is a bug in the coordinator, please report it with {kept}; every node is asked anew")
-        return kept
 
     def _set_aside(self) -> None:
         """Sets aside the checkpoints that are not to be trusted, before any node is told to restore; their steps are saved again."""
@@ -467,9 +391,8 @@ class Coordinator:
             self._server.send(node, m.Shutdown(self._state.reason))
         if self._file_writing is not None:
             await self._file_writing
-        await self._write_file(
-            self._now_s()
-        )  # while agents still hang up: whoever misses one of them sees why
+        # While agents still hang up: whoever misses one of them sees why.
+        await self._write_file(self._now_s())
         deadline_s = time.monotonic() + _GOODBYE_S
         while self._server.links and time.monotonic() < deadline_s:
             await asyncio.sleep(0.02)
@@ -481,51 +404,6 @@ def _journal_path(args: CoordinatorArgs) -> Path:
     directory = RunDirectory(args.run_dir)
     directory.fleet.mkdir(exist_ok=True)
     return directory.journal(args.attempt)
-
-
-@contextmanager
-def only_coordinator(directory: RunDirectory) -> Iterator[None]:
-    """Inside, no other process coordinates the run: two would write one journal, each at its own place.
-
-    A lock of its own (``fleet/coordinator.lock``), since the journal is replaced now and then. The kernel gives it back, however this
-    process ends.
-
-    Raises:
-        JournalError: Another process holds it.
-    """
-    directory.fleet.mkdir(exist_ok=True)
-    path = directory.fleet / "coordinator.lock"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
-            raise JournalError(f"{directory.path} is coordinated by {holder} already; end it first") from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def credentials_of(
-    run_dir: Path,
-    spec: RunSpec,
-    attempt: int,
-    certificates: Path | None,
-    roles: Sequence[TokenRole] = ("join", "operate"),
-) -> Credentials:
-    """The credentials of the start ``attempt`` of a run, for a process with these roles (a coordinator has both).
-
-    Raises ``SecurityError``.
-    """
-    shown = read_certificates(certificates) if certificates else None
-    join = run_token(run_dir) if "join" in roles else ""
-    operate = run_token(run_dir, "operate") if "operate" in roles else ""
-    if join and operate:
-        require_two_tokens(join, operate)
-    return Credentials(identity(spec), join, fencing_token(spec, attempt), shown, operate)
 
 
 def run_coordinator(args: CoordinatorArgs, certificates: Path | None = None) -> int:

@@ -19,14 +19,8 @@ import grpc
 import grpc.aio
 import msgspec
 
-from phalanx.fleet.control.transport import (
-    CLIENT_OPTIONS,
-    OTHER_START,
-    QUEUED,
-    SERVICE,
-    Credentials,
-    TransportError,
-)
+from phalanx.fleet.control.credentials import OTHER_START, Credentials
+from phalanx.fleet.control.transport import CLIENT_OPTIONS, QUEUED, SERVICE, TransportError
 from phalanx.fleet.core.messages import (
     AgentMessage,
     AgentReport,

@@ -16,17 +16,16 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeGuard
 
 import grpc
 import grpc.aio
 import msgspec
 
+from phalanx.fleet.control.credentials import Credentials, Refusal
 from phalanx.fleet.control.descriptors import most_connections
-from phalanx.fleet.control.security import Certificates
 from phalanx.fleet.core.messages import (
-    PROTOCOL_VERSION,
     AgentMessage,
     Command,
     Fence,
@@ -39,8 +38,7 @@ from phalanx.fleet.core.messages import (
     decode_report,
     encode,
 )
-from phalanx.run.fencing import FencingToken
-from phalanx.run.token_proof import SEAL_BYTES, ForgedError, Role, Seals, UnprovenError, handshake
+from phalanx.run.token_proof import SEAL_BYTES, ForgedError, Seals, UnprovenError
 
 MAX_REPORT_BYTES = 4 << 20
 """Largest message to the coordinator; a Joined with 65,536 snapshots stays below it."""
@@ -50,12 +48,7 @@ QUEUED = 256
 _KEEPALIVE_MS, _KEEPALIVE_PATIENCE_MS = 20_000, 60_000
 """A half-open connection is noticed within these times; a busy machine must not be taken for one."""
 _FLUSH_S = 0.2
-HANDSHAKE_S = 120.0
-"""For the whole handshake of a stream. Where thousands of agents come back at once to a busy machine, each waits for its turn; who gives up
-and dials again makes the others wait longer."""
 SERVICE = "phalanx.Fleet"
-OTHER_START = grpc.StatusCode.FAILED_PRECONDITION
-"""The status of a stream whose client belongs to another start of the run, or to another run."""
 _SERVER_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_REPORT_BYTES + SEAL_BYTES),
     ("grpc.max_send_message_length", MAX_COMMAND_BYTES + SEAL_BYTES),
@@ -78,92 +71,6 @@ CLIENT_OPTIONS = [
 
 class TransportError(RuntimeError):
     """The coordinator cannot be reached, or refuses; the text says why and what to do."""
-
-
-class Refusal(NamedTuple):
-    """Why a client is sent away before the handshake."""
-
-    kind: str
-    """For the count of refusals."""
-    code: grpc.StatusCode
-    why: str
-
-
-@dataclass(frozen=True)
-class Credentials:
-    """The secrets and names that both sides of a connection must know: the run, its token, which start of it, and certificates for TLS."""
-
-    run: str
-    """The run's identity."""
-    token: str = field(repr=False)
-    fencing: FencingToken
-    """The start of the run that this process belongs to."""
-    certificates: Certificates | None = None
-    operator_token: str = field(default="", repr=False)
-    """For the requests of operators; agents have none."""
-
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """The metadata that a client sends: nothing that is secret."""
-        start = f"{self.fencing.attempt} {self.fencing.run_file_sha256}"
-        return (
-            ("phalanx-version", str(PROTOCOL_VERSION)),
-            ("phalanx-run", self.run),
-            ("phalanx-start", start),
-        )
-
-    def refusal(self, shown: Sequence[tuple[str, str | bytes]]) -> Refusal | None:
-        """Why a client with this metadata is refused before the handshake, if it is."""
-        given = {name: value for name, value in shown if isinstance(value, str)}
-        if given.get("phalanx-version") != str(PROTOCOL_VERSION):
-            return Refusal(
-                "other version",
-                grpc.StatusCode.UNAUTHENTICATED,
-                f"version {given.get('phalanx-version')} of the messages, not {PROTOCOL_VERSION}: install the same Phalanx",
-            )
-        if given.get("phalanx-run") != self.run:
-            return Refusal("another run", OTHER_START, f"this is another run, {self.run[:12]}")
-        if given.get("phalanx-start") != dict(self.metadata())["phalanx-start"]:
-            return Refusal("another start", OTHER_START, f"the fleet is of another start: {self.fencing}")
-        return None
-
-    async def prove(self, stream: Stream, method: str, role: Role) -> Seals:
-        """Proves to each other, by the first messages of a stream of ``method``, that both sides know the token.
-
-        Raises:
-            UnprovenError: The other side does not know it, or did not answer in time.
-        """
-        token = self.operator_token if method == "Operate" else self.token
-        if not token:
-            raise UnprovenError(f"has met a process without a token for {method}")
-        said_of = ", ".join(f"{name} {value}" for name, value in self.metadata())
-        steps = handshake(token, f"phalanx {method}, {said_of}", role)
-        said = b""
-        try:
-            async with asyncio.timeout(HANDSHAKE_S):
-                step = next(steps)
-                while True:
-                    if isinstance(step, bytes):
-                        await stream.write(step)
-                    else:
-                        said = await stream.read()
-                    step = steps.send(said)
-        except StopIteration as done:
-            seals: Seals = done.value
-            return seals
-        except TimeoutError:
-            raise UnprovenError(
-                f"did not prove within {HANDSHAKE_S:g} s that it knows this run's token"
-            ) from None
-
-
-class Stream(Protocol):
-    """Messages in both directions, during the handshake."""
-
-    async def write(self, message: bytes) -> None:
-        """Sends a message."""
-
-    async def read(self) -> bytes:
-        """The next message; empty if the other side has ended the stream."""
 
 
 # --- the coordinator's side -----------------------------------------------------------------------

@@ -460,9 +460,8 @@ class AgentState:
         self.ticked_s = now_s
         if attached or self.attached_s is None:
             self.attached_s = now_s
-        if (
-            stood_s > self.patience.lease_s / 2
-        ):  # this agent itself stood still: the workers' messages are still unread
+        if stood_s > self.patience.lease_s / 2:
+            # This agent itself stood still: the workers' messages are still unread.
             self.attached_s = min(now_s, self.attached_s + stood_s)
             for worker in self.workers:
                 worker.heard_s = now_s

@@ -248,9 +248,8 @@ class _Processes:
         self.stop_told = 0, 0
         try:
             self.coordinator = self._process("coordinator", "phalanx.fleet.control.coordinator", *where)
-        except (
-            OSError
-        ):  # a run directory that is gone, no processes or memory left: all may be back in a moment
+        except OSError:
+            # A run directory that is gone, no processes or memory left: all may be back in a moment.
             self._coordinator_died(None)
 
     def seen(self) -> FleetFile | None:

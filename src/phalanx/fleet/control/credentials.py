@@ -1,0 +1,139 @@
+"""The credentials of one process of a fleet: the secrets and names that it shows and proves at the begin of every stream.
+
+A client is sent away before the handshake if it says that it belongs to another run, or to another start of it; the handshake then
+proves both that and the token (``phalanx.run.token_proof``, ``phalanx.run.fencing``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import grpc
+
+from phalanx.fleet.control.security import (
+    Certificates,
+    TokenRole,
+    read_certificates,
+    require_two_tokens,
+    run_token,
+)
+from phalanx.fleet.core.messages import PROTOCOL_VERSION
+from phalanx.run.fencing import FencingToken, fencing_token
+from phalanx.run.identity import identity
+from phalanx.run.spec import RunSpec
+from phalanx.run.token_proof import Role, Seals, UnprovenError, handshake
+
+HANDSHAKE_S = 120.0
+"""For the whole handshake of a stream. Where thousands of agents come back at once to a busy machine, each waits for its turn; who gives up
+and dials again makes the others wait longer."""
+OTHER_START = grpc.StatusCode.FAILED_PRECONDITION
+"""The status of a stream whose client belongs to another start of the run, or to another run."""
+
+
+class Refusal(NamedTuple):
+    """Why a client is sent away before the handshake."""
+
+    kind: str
+    """For the count of refusals."""
+    code: grpc.StatusCode
+    why: str
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """The secrets and names that both sides of a connection must know: the run, its token, which start of it, and certificates for TLS."""
+
+    run: str
+    """The run's identity."""
+    token: str = field(repr=False)
+    fencing: FencingToken
+    """The start of the run that this process belongs to."""
+    certificates: Certificates | None = None
+    operator_token: str = field(default="", repr=False)
+    """For the requests of operators; agents have none."""
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """The metadata that a client sends: nothing that is secret."""
+        start = f"{self.fencing.attempt} {self.fencing.run_file_sha256}"
+        return (
+            ("phalanx-version", str(PROTOCOL_VERSION)),
+            ("phalanx-run", self.run),
+            ("phalanx-start", start),
+        )
+
+    def refusal(self, shown: Sequence[tuple[str, str | bytes]]) -> Refusal | None:
+        """Why a client with this metadata is refused before the handshake, if it is."""
+        given = {name: value for name, value in shown if isinstance(value, str)}
+        if given.get("phalanx-version") != str(PROTOCOL_VERSION):
+            return Refusal(
+                "other version",
+                grpc.StatusCode.UNAUTHENTICATED,
+                f"version {given.get('phalanx-version')} of the messages, not {PROTOCOL_VERSION}: install the same Phalanx",
+            )
+        if given.get("phalanx-run") != self.run:
+            return Refusal("another run", OTHER_START, f"this is another run, {self.run[:12]}")
+        if given.get("phalanx-start") != dict(self.metadata())["phalanx-start"]:
+            return Refusal("another start", OTHER_START, f"the fleet is of another start: {self.fencing}")
+        return None
+
+    async def prove(self, stream: Stream, method: str, role: Role) -> Seals:
+        """Proves to each other, by the first messages of a stream of ``method``, that both sides know the token.
+
+        Raises:
+            UnprovenError: The other side does not know it, or did not answer in time.
+        """
+        token = self.operator_token if method == "Operate" else self.token
+        if not token:
+            raise UnprovenError(f"has met a process without a token for {method}")
+        said_of = ", ".join(f"{name} {value}" for name, value in self.metadata())
+        steps = handshake(token, f"phalanx {method}, {said_of}", role)
+        said = b""
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                step = next(steps)
+                while True:
+                    if isinstance(step, bytes):
+                        await stream.write(step)
+                    else:
+                        said = await stream.read()
+                    step = steps.send(said)
+        except StopIteration as done:
+            seals: Seals = done.value
+            return seals
+        except TimeoutError:
+            raise UnprovenError(
+                f"did not prove within {HANDSHAKE_S:g} s that it knows this run's token"
+            ) from None
+
+
+class Stream(Protocol):
+    """Messages in both directions, during the handshake."""
+
+    async def write(self, message: bytes) -> None:
+        """Sends a message."""
+
+    async def read(self) -> bytes:
+        """The next message; empty if the other side has ended the stream."""
+
+
+def credentials_of(
+    run_dir: Path,
+    spec: RunSpec,
+    attempt: int,
+    certificates: Path | None,
+    roles: Sequence[TokenRole] = ("join", "operate"),
+) -> Credentials:
+    """The credentials of the start ``attempt`` of a run, for a process with these roles (a coordinator has both).
+
+    Raises ``SecurityError``.
+    """
+    shown = read_certificates(certificates) if certificates else None
+    join = run_token(run_dir) if "join" in roles else ""
+    operate = run_token(run_dir, "operate") if "operate" in roles else ""
+    if join and operate:
+        require_two_tokens(join, operate)
+    return Credentials(identity(spec), join, fencing_token(spec, attempt), shown, operate)
