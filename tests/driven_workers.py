@@ -44,7 +44,7 @@ from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.fencing import fencing_token
 from phalanx.run.identity import identity
 from phalanx.run.spec import RunSpec
-from phalanx.train.lifecycle.open_run import open_run
+from phalanx.train.start.open_run import open_run
 
 PATIENCE_S = 180.0
 

@@ -90,7 +90,7 @@ QUICK = (
     "phalanx.parallel.pipeline.schedules",
     "phalanx.plan",
     "phalanx.simulate",
-    "phalanx.train.lifecycle.prepare",
+    "phalanx.train.start.prepare",
     "phalanx.fleet.core",
     "phalanx.model.facts",
 )

@@ -22,7 +22,7 @@ from phalanx.run.spec import (
     ScheduleSpec,
     TrainSpec,
 )
-from phalanx.train.lifecycle.prepare import resolve
+from phalanx.train.start.prepare import resolve
 
 TINY_MODEL = ModelSpec(layers=2, dim=32, heads=4, kv_heads=2, ffn_dim=64, tie_embeddings=True)
 
@@ -80,8 +80,8 @@ def train_on_this_rank(spec: RunSpec, stop_before_step: int | None = None) -> di
     from phalanx.train.lifecycle.assemble import EpochInputs, assemble
     from phalanx.train.lifecycle.interrupt import StopRequest
     from phalanx.train.lifecycle.loop import train
-    from phalanx.train.lifecycle.open_run import open_run
     from phalanx.train.lifecycle.reporter import Reporter
+    from phalanx.train.start.open_run import open_run
 
     opened: list[Any] = [None]
     lock_fd = -1

@@ -31,7 +31,7 @@ from phalanx.run.problems import RunFileError
 from phalanx.run.read import to_table
 from phalanx.run.spec import CheckpointSpec, FleetSpec, ModelSpec, ParallelSpec, RunSpec
 from phalanx.train.lifecycle.ending import Ending
-from phalanx.train.lifecycle.open_run import OpenRun
+from phalanx.train.start.open_run import OpenRun
 from phalanx_process import ENVIRONMENT, children, last_json, run
 from tiny_runs import tiny_run
 

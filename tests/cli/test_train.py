@@ -17,8 +17,8 @@ from phalanx.observe.events import Message
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.interrupt import StopRequest
-from phalanx.train.lifecycle.open_run import OpenRun
 from phalanx.train.lifecycle.worker import EXIT_FAILED
+from phalanx.train.start.open_run import OpenRun
 
 
 class ClosedPipe:

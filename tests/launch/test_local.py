@@ -15,8 +15,8 @@ from phalanx.launch.local import run_locally
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.ending import report_failure
-from phalanx.train.lifecycle.open_run import OpenRun
 from phalanx.train.lifecycle.worker import EXIT_STOPPED
+from phalanx.train.start.open_run import OpenRun
 
 
 @pytest.fixture

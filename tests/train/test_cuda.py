@@ -21,8 +21,8 @@ def test_two_equal_runs_on_a_gpu_have_one_hash(dataset: Path, tmp_path: Path) ->
 
     from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
     from phalanx.train.lifecycle.interrupt import StopRequest
-    from phalanx.train.lifecycle.open_run import open_run
     from phalanx.train.lifecycle.worker import run_rank
+    from phalanx.train.start.open_run import open_run
     from run.specs import replace_at
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -28,10 +28,10 @@ from phalanx.run.factory import FactoryError, factory_name
 from phalanx.run.problems import RunFileError
 from phalanx.run.read import read_run
 from phalanx.run.spec import ModelSpec, RunSpec
-from phalanx.train.lifecycle.child_run import child_run
 from phalanx.train.lifecycle.ending import Ending, RunFailedError
-from phalanx.train.lifecycle.open_run import OpenRun
-from phalanx.train.lifecycle.prepare import prepare_run
+from phalanx.train.start.child_run import child_run
+from phalanx.train.start.open_run import OpenRun
+from phalanx.train.start.prepare import prepare_run
 
 if TYPE_CHECKING:
     from phalanx.model.custom import CustomModel

@@ -18,8 +18,8 @@ from pathlib import Path
 from phalanx.run.factory import rank_environment
 from phalanx.train.lifecycle.ending import Ending, last_words, read_failure, remove_failure
 from phalanx.train.lifecycle.interrupt import StopOrders, on_stop_signals
-from phalanx.train.lifecycle.open_run import OpenRun
 from phalanx.train.lifecycle.worker import EXIT_STOPPED
+from phalanx.train.start.open_run import OpenRun
 
 _POLL_S = 0.1
 _GRACE_S = 10.0

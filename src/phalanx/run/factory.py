@@ -135,9 +135,8 @@ def search_folder(factory: str) -> Path:
     except ValueError as error:  # a module that was made in memory, or stands in sys.modules without a spec
         raise FactoryError(f"the ranks cannot import {factory}: {error}; {_REMEDY}") from error
     if spec is not None and spec.submodule_search_locations:
-        return (
-            Path(next(iter(spec.submodule_search_locations))).resolve().parent
-        )  # a package, with __init__.py or without
+        # A package, with __init__.py or without.
+        return Path(next(iter(spec.submodule_search_locations))).resolve().parent
     if spec is None or not spec.has_location or spec.origin is None:
         raise FactoryError(
             f"there is no module {top}: install the package, or start in the folder where {top} lies, on every machine"

@@ -32,7 +32,7 @@ from phalanx.observe.event_log import read_events
 from phalanx.observe.events import EpochLeft, Message
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.read import to_table
-from phalanx.train.lifecycle.open_run import OpenRun, take_lock
+from phalanx.train.start.open_run import OpenRun, take_lock
 from phalanx_process import alive
 
 STEPS = 60
@@ -42,7 +42,7 @@ from pathlib import Path
 from phalanx.fleet.core.replay import JournalError, replay
 from phalanx.fleet.node.local_fleet import LocalFleet, run_fleet
 from phalanx.run.directory.paths import RunDirectory, read_resolved
-from phalanx.train.lifecycle.open_run import OpenRun
+from phalanx.train.start.open_run import OpenRun
 directory = RunDirectory(Path(sys.argv[1]))
 lock = os.open(directory.path / "lock", os.O_RDWR | os.O_CREAT)
 fleet = LocalFleet(2, 1, worker_program=(sys.executable, sys.argv[2]))

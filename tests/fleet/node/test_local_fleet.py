@@ -29,7 +29,7 @@ from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import ModelSpec, RunSpec
 from phalanx.train.lifecycle.ending import report_failure
 from phalanx.train.lifecycle.interrupt import StopOrders
-from phalanx.train.lifecycle.open_run import OpenRun
+from phalanx.train.start.open_run import OpenRun
 from phalanx_process import alive, children
 
 

@@ -111,7 +111,7 @@ def serve(run_dir: Path, host: str, port: int, certificates: Path | None, as_jso
     from phalanx.fleet.control.transport import TransportError
     from phalanx.fleet.core.replay import JournalError
     from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
-    from phalanx.train.lifecycle.open_run import take_lock
+    from phalanx.train.start.open_run import take_lock
 
     with explained(
         DescriptorLimitError, JournalError, RunDirectoryError, SecurityError, TransportError, ValueError

@@ -60,7 +60,7 @@ def prepare_command(
       phalanx data prepare python-stdlib --out data/stdlib --vocab-size 8192
     """
     from phalanx.data.prepare import prepare
-    from phalanx.train.lifecycle.prepare import documents_of
+    from phalanx.train.start.prepare import documents_of
 
     progress = None if as_json else _progress()
     bad: list[BadFile] = []

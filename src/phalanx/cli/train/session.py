@@ -23,9 +23,9 @@ from phalanx.observe.recoveries import Recovery
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved, step_of
 from phalanx.run.directory.result import RunResult
 from phalanx.run.spec import RunSpec
-from phalanx.train.lifecycle.child_run import changes_from_parent
 from phalanx.train.lifecycle.ending import Ending
-from phalanx.train.lifecycle.open_run import OpenRun
+from phalanx.train.start.child_run import changes_from_parent
+from phalanx.train.start.open_run import OpenRun
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -110,7 +110,7 @@ def tell_parent(run: OpenRun, console: Console) -> None:
 
 def already_done(spec: RunSpec, run_file: Path, done: RunResult, console: Console, as_json: bool) -> int:
     """Reports a run directory whose run is complete; returns the exit code."""
-    from phalanx.train.lifecycle.prepare import prepare_run
+    from phalanx.train.start.prepare import prepare_run
 
     run = prepare_run(spec, run_file, progress_on(console))  # checks that it is this run's directory
     os.close(run.lock_fd)

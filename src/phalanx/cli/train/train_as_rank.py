@@ -58,7 +58,7 @@ def train_as_rank(spec: RunSpec, run_file: Path, as_json: bool) -> int:
 def _agree(spec: RunSpec, run_file: Path, first: bool) -> tuple[Path, int]:
     """The run directory and attempt that rank 0 has prepared; its error, on every rank, if it could not."""
     from phalanx.parallel.process_group.typed_gather import broadcast_typed
-    from phalanx.train.lifecycle.prepare import prepare_run
+    from phalanx.train.start.prepare import prepare_run
 
     run_dir, attempt = "", 0
     if first:

@@ -25,8 +25,8 @@ from phalanx.model.facts.presets import PRESETS
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.read import RUN_FILE, override, read_run, read_table
 from phalanx.run.spec import RunSpec
-from phalanx.train.lifecycle.child_run import child_run
-from phalanx.train.lifecycle.from_model import fields_from_model
+from phalanx.train.start.child_run import child_run
+from phalanx.train.start.from_model import fields_from_model
 
 _NEWEST = "newest"
 _MOST_DIGITS = 15
@@ -169,7 +169,7 @@ def _described(
 def _train_here(spec: RunSpec, run_file: Path, as_json: bool) -> int:
     from phalanx.launch.local import run_locally
     from phalanx.launch.ranks import ranks_on_this_machine
-    from phalanx.train.lifecycle.prepare import prepare_run
+    from phalanx.train.start.prepare import prepare_run
 
     console = console_for(as_json)
     with explained(DataError, RunDirectoryError):

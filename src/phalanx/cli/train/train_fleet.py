@@ -34,8 +34,8 @@ from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.run.layout import layout_problems
 from phalanx.run.problems import Problem, RunFileError
 from phalanx.run.spec import FleetSpec, RunSpec
-from phalanx.train.lifecycle.open_run import OpenRun
-from phalanx.train.lifecycle.prepare import prepare_run
+from phalanx.train.start.open_run import OpenRun
+from phalanx.train.start.prepare import prepare_run
 
 
 def train_fleet(

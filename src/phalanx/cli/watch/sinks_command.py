@@ -11,7 +11,7 @@ from phalanx.cli.errors import explained
 from phalanx.observe.event_log import EventLogError, read_events
 from phalanx.observe.sinks.registry import VENDORS, SinkError, fill_sink
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
-from phalanx.train.lifecycle.open_run import take_lock
+from phalanx.train.start.open_run import take_lock
 
 
 @click.group("sinks")

@@ -72,9 +72,8 @@ class Journal:
             return
         kept = len(self._unsynced)
         try:
-            if (
-                self._doubtful
-            ):  # after a failed fsync the kernel may have dropped the pages (PostgreSQL's "fsyncgate")
+            if self._doubtful:
+                # After a failed fsync the kernel may have dropped the pages (PostgreSQL's "fsyncgate").
                 self._write(bytes(self._unsynced), self.size_bytes - len(self._unsynced))
             os.fdatasync(self._fd)
         except OSError as error:

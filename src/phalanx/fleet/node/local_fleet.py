@@ -29,8 +29,8 @@ from phalanx.fleet.node.session import Session, ending
 from phalanx.run.factory import rank_environment
 from phalanx.train.lifecycle.ending import Ending, last_words, remove_failure
 from phalanx.train.lifecycle.interrupt import StopOrders, on_stop_signals
-from phalanx.train.lifecycle.open_run import OpenRun
 from phalanx.train.lifecycle.worker import EXIT_STOPPED
+from phalanx.train.start.open_run import OpenRun
 
 _POLL_S = 0.1
 _FAREWELL_S = 10.0

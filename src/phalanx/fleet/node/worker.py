@@ -67,8 +67,8 @@ from phalanx.run.fencing import fencing_token
 from phalanx.train.lifecycle.assemble import EpochInputs, make_deterministic, warm_up
 from phalanx.train.lifecycle.ending import RunFailedError
 from phalanx.train.lifecycle.interrupt import StopRequest
-from phalanx.train.lifecycle.open_run import check_data
 from phalanx.train.lifecycle.worker import EXIT_FAILED, freeze_gc, known_errors, run_epoch
+from phalanx.train.start.open_run import check_data
 
 if TYPE_CHECKING:
     from phalanx.fleet.faults.saboteur import Saboteur

@@ -65,9 +65,8 @@ class WorkerProcess:
             # PyTorch reads this when the first process group is made: the record shows which collective a run hangs in.
             "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_FR_BUFFER_SIZE", RECORDED_COLLECTIVES),
         }
-        environment.pop(
-            TOKEN_VARIABLES["operate"], None
-        )  # a worker runs the user's code, and has no need of it
+        # A worker runs the user's code, which has no need of this token.
+        environment.pop(TOKEN_VARIABLES["operate"], None)
         try:
             with theirs, log.open("ab") as output:
                 process = subprocess.Popen(

@@ -1,1 +1,1 @@
-"""The life of a rank and of its run directory: prepared, assembled, trained, ended."""
+"""The life of a rank: assembled, trained, ended."""

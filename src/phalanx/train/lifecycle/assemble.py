@@ -25,9 +25,9 @@ from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.compose import build_model
 from phalanx.train.lifecycle.guardian import Guardian, NoGuardian
 from phalanx.train.lifecycle.interrupt import StopRequest
-from phalanx.train.lifecycle.open_run import check_data
 from phalanx.train.lifecycle.reporter import Reporter
 from phalanx.train.lifecycle.take_over import take_over
+from phalanx.train.start.open_run import check_data
 from phalanx.train.step.built import Built
 from phalanx.train.step.state import RestoredState, fill_initial, restore_newest, state_shards
 from phalanx.train.step.step import StepFlags

@@ -19,7 +19,7 @@ from phalanx.run.directory.paths import (
 )
 from phalanx.run.directory.result import RunResult
 from phalanx.run.spec import RunSpec
-from phalanx.train.lifecycle.open_run import OpenRun, choose, open_run, run_key
+from phalanx.train.start.open_run import OpenRun, choose, open_run, run_key
 from run.specs import replace_at
 from tiny_runs import tiny_run
 

@@ -10,8 +10,8 @@ from phalanx.data.tokenizer import train_bpe
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.run.read import read_table
 from phalanx.run.spec import RunSpec
-from phalanx.train.lifecycle.from_model import fields_from_model
-from phalanx.train.lifecycle.prepare import ready_data
+from phalanx.train.start.from_model import fields_from_model
+from phalanx.train.start.prepare import ready_data
 
 
 @pytest.fixture

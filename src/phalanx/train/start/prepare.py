@@ -22,8 +22,8 @@ from phalanx.run.layout import layout_problems
 from phalanx.run.problems import Problem, RunFileError
 from phalanx.run.resolve import compute_format, device_of
 from phalanx.run.spec import DataSpec, ModelSpec, RunSpec
-from phalanx.train.lifecycle.open_run import OpenRun, choose, holds_steps, open_run
-from phalanx.train.lifecycle.start_checks import start_problems
+from phalanx.train.start.checks import start_problems
+from phalanx.train.start.open_run import OpenRun, choose, holds_steps, open_run
 
 
 def documents_of(corpus: tuple[str, ...]) -> Iterable[Document]:

@@ -6,7 +6,7 @@ import pytest
 
 from phalanx.data.index import DatasetIndex, Recipe, ShardFile, Split
 from phalanx.run.spec import ModelSpec, MoeSpec, RunSpec
-from phalanx.train.lifecycle.start_checks import start_notes
+from phalanx.train.start.checks import start_notes
 
 ENOUGH = Split((ShardFile("0", 10**12, ""),), 10, 10**12, "")
 INDEX = DatasetIndex(

@@ -29,7 +29,7 @@ from phalanx.train.step.learning_rate import multiplier
 def child_run(parent: Path, step: int | None, overrides: Sequence[str]) -> RunSpec:
     """The run that goes on from step ``step`` of the run directory ``parent``, or from its newest whole checkpoint.
 
-    Whether the fields of ``overrides`` may differ is checked when it is prepared (``train/lifecycle/start_checks.py``).
+    Whether the fields of ``overrides`` may differ is checked when it is prepared (``train/start/checks.py``).
 
     Raises:
         RunDirectoryError: It is no run directory, or has no such checkpoint.
