@@ -13,6 +13,7 @@ import pytest
 
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.data.corpus import Document
+from phalanx.data.errors import DataError
 from phalanx.data.index import read_index
 from phalanx.data.prepare import prepare
 from phalanx.observe.event_log import read_events
@@ -112,9 +113,11 @@ def test_with_the_optimizers_state_alone_steps_and_data_begin_anew(
     assert ended["updates"] == begun["updates"] + 2
 
 
-def prepared(spec: RunSpec) -> None:
-    """Does all that is done before the first rank starts."""
-    os.close(prepare_run(spec, Path("child.toml"), lambda _what, _done, _total: None).lock_fd)
+def prepared(spec: RunSpec) -> RunSpec:
+    """Does all that is done before the first rank starts; returns the run as its ranks will read it."""
+    run = prepare_run(spec, Path("child.toml"), lambda _what, _done, _total: None)
+    os.close(run.lock_fd)
+    return run.spec
 
 
 @pytest.mark.parametrize(
@@ -190,6 +193,25 @@ def test_the_jump_of_the_learning_rate_is_told(parent: Path, tmp_path: Path) -> 
         "optimizer.lr: 0.01 -> 0.002",
         "learning rate of step 5: 0.01 -> 0.002",
     ]
+
+
+def test_a_child_in_its_parents_directory_is_refused(parent: Path) -> None:
+    with pytest.raises(RunFileError, match="is the parent's, which stays as it is"):
+        child_run(parent, 2, ["train.steps=8", f"run_dir={json.dumps(str(parent))}"])
+
+
+def test_a_run_and_its_child_find_data_at_a_relative_path_from_any_folder(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(dataset.parent)
+    spec = replace_at(constant(dataset, tmp_path / "run", steps=4), "data.path", dataset.name)
+    first = prepared(spec)
+    monkeypatch.chdir(tmp_path)
+    again = prepared(spec)
+    assert (first.data.path, again.data.path) == (dataset.name, str(dataset))
+    moved = replace_at(spec, "data.path", "elsewhere")
+    with pytest.raises(DataError, match=r"data\.path = elsewhere"):
+        prepared(moved)
 
 
 @pytest.mark.parametrize("override", ['checkpoint.init_from="elsewhere"', 'checkpoint.init_with="weights"'])

@@ -90,6 +90,17 @@ def test_a_directory_of_another_run_is_refused_with_what_differs(spec: RunSpec) 
         opened(replace_at(spec, "optimizer.lr", 0.02))
 
 
+def test_a_run_made_longer_in_its_directory_is_shown_the_way_from_a_step_that_leaves_some_to_train(
+    spec: RunSpec,
+) -> None:
+    with_checkpoint(spec)
+    with pytest.raises(RunDirectoryError, match=r"--from 1 --set train\.steps=9"):
+        opened(replace_at(spec, "train.steps", 9))
+    with pytest.raises(RunDirectoryError) as refused:
+        opened(replace_at(spec, "train.steps", 1))
+    assert "--from" not in str(refused.value)
+
+
 def test_a_directory_of_a_run_on_other_data_is_refused(spec: RunSpec) -> None:
     with_checkpoint(spec)
     with pytest.raises(RunDirectoryError, match="trained on other data"):

@@ -11,12 +11,16 @@ import click
 from phalanx.cli.watch.run_summary import RunSummary, summarize
 from phalanx.run.directory.paths import RunDirectoryError
 
+_ANY_WIDTH = 10_000
+
 
 @click.command("runs")
 @click.argument("folder", type=click.Path(path_type=Path), default=Path("runs"))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON array.")
 def command(folder: Path, as_json: bool) -> None:
-    """List the runs in FOLDER (runs/ if none is given): state, losses, weights, and the run that each goes on from.
+    """List the runs in FOLDER (runs/ if none is given), or the one whose directory it is.
+
+    Each has a line: state, losses, weights, and the checkpoint that it goes on from.
 
     \b
       phalanx runs
@@ -35,20 +39,33 @@ def command(folder: Path, as_json: bool) -> None:
     from rich.text import Text
 
     console = Console(highlight=False)
-    table = Table("run", "state", "loss", "held out", "weights", "goes on from", box=None, pad_edge=False)
+    if not console.is_terminal:
+        console.width = _ANY_WIDTH  # what is piped is searched and cut by other programs
+    table = Table(box=None, pad_edge=False)
+    for name in ("run", "state", "loss", "held out", "weights", "goes on from"):
+        table.add_column(name, overflow="fold")
     for run in found:
-        origin = f"step {run.lineage[-1].step} of {run.lineage[-1].run_dir}" if run.lineage else ""
         row = (
             *(run.path, run.state, _loss(run.loss), _loss(run.held_out_loss)),
-            *(run.weights_sha256[:12], origin),
+            *(run.weights_sha256[:12], _origin(run)),
         )
         table.add_row(*map(Text, row))  # a folder's name may look like markup
     console.print(table)
 
 
+def _origin(run: RunSummary) -> str:
+    """The checkpoint that a run goes on from; of a parent beside it, the name suffices."""
+    if not run.lineage:
+        return ""
+    parent = Path(run.lineage[-1].run_dir)
+    near = parent.resolve().parent == Path(run.path).resolve().parent
+    return f"step {run.lineage[-1].step} of {parent.name if near else parent}"
+
+
 def _found(folder: Path) -> Iterator[RunSummary]:
-    """The runs in the folder, by name; what cannot be read is named on stderr."""
-    for path in sorted(entry for entry in folder.iterdir() if (entry / "record.json").exists()):
+    """The runs in the folder, by name, or the run that it is; what cannot be read is named on stderr."""
+    inside = sorted(entry for entry in folder.iterdir() if (entry / "record.json").exists())
+    for path in [folder] if (folder / "record.json").exists() else inside:
         try:
             yield summarize(path)
         except (RunDirectoryError, OSError) as error:

@@ -88,8 +88,8 @@ def taken_over_problems(parent: RunSpec, child: RunSpec) -> Iterator[Problem]:
             yield Problem(path, found, f"leave it as it is, or {_ANEW}")
 
 
-def extending_command(run_dir: Path, wanted: Mapping[str, object]) -> str | None:
-    """The command that goes on from a run's newest checkpoint with the values ``wanted`` from there on, by field.
+def extending_command(run_dir: Path, step: int, wanted: Mapping[str, object]) -> str | None:
+    """The command that goes on from a run's checkpoint of ``step`` with the values ``wanted`` from there on, by field.
 
     ``None`` if one of the fields is fixed, or cannot be written, so that there is no such command.
     """
@@ -99,4 +99,4 @@ def extending_command(run_dir: Path, wanted: Mapping[str, object]) -> str | None
     ):
         return None
     changes = [word for path, value in wanted.items() for word in ("--set", f"{path}={json.dumps(value)}")]
-    return shlex.join(["phalanx", "train", str(run_dir), "--from", *changes])
+    return shlex.join(["phalanx", "train", str(run_dir), "--from", str(step), *changes])

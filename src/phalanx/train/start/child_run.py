@@ -57,6 +57,13 @@ def child_run(parent: Path, step: int | None, overrides: Sequence[str]) -> RunSp
     start = str(step_folder(directory.checkpoints.resolve(), step))
     own = ['run_dir=""', f"checkpoint.init_from={json.dumps(start)}", 'checkpoint.init_with="training"']
     child = override(spec, [*own, *overrides], directory.run_file)
+    if child.run_dir and Path(child.run_dir).resolve() == parent.resolve():
+        problem = Problem(
+            "run_dir",
+            f"{child.run_dir} is the parent's, which stays as it is",
+            "leave it out, or name another",
+        )
+        raise RunFileError(directory.run_file, [problem])
     if child.train.steps <= step:
         problem = Problem(
             "train.steps",

@@ -90,6 +90,7 @@ def open_run(spec: RunSpec, fingerprint: str, tokenizer_folder: Path) -> OpenRun
             record = {
                 "identity": identity(spec),
                 "data_fingerprint": fingerprint,
+                "data_folder": str(Path(spec.data.path).resolve()),
                 "attempts": attempt + 1,
                 "layout_changes": [*before.get("layout_changes", []), *changes],
                 "lineage": before.get("lineage", []) if holds_steps(directory) else [],
@@ -165,9 +166,12 @@ def _check_owner(directory: RunDirectory, spec: RunSpec, fingerprint: str) -> li
     changes = layout_changes(last, spec)
     found = [line for line in differences(last, spec) if line not in changes]
     if found:
-        changed = {line.split(":")[0] for line in found}
-        command = extending_command(directory.path, {path: run_owned(spec).get(path) for path in changed})
-        child = f"\nto go on from its newest checkpoint with these values from there on:\n  {command}"
+        changed = {line.split(":")[0]: None for line in found}
+        saved = [step for step in directory.committed_steps() if step < spec.train.steps]
+        command = saved and extending_command(
+            directory.path, saved[-1], {path: run_owned(spec).get(path) for path in changed}
+        )
+        child = f"\nto go on from a checkpoint of it with these values from there on:\n  {command}"
         raise RunDirectoryError(
             f"run directory {directory.path} belongs to another run; {remedy}:\n"
             + "\n".join(f"  {line}" for line in found)

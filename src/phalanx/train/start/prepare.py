@@ -16,7 +16,13 @@ from phalanx.data.prepare import OnProgress, prepare
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.hardware.detect import gpu_count
 from phalanx.model.facts.shape import resolve as resolve_model
-from phalanx.run.directory.paths import committed_steps, locate_checkpoints, step_folder, step_of
+from phalanx.run.directory.paths import (
+    RunDirectory,
+    committed_steps,
+    locate_checkpoints,
+    step_folder,
+    step_of,
+)
 from phalanx.run.factory import FactoryError, source_sha256
 from phalanx.run.layout import layout_problems
 from phalanx.run.problems import Problem, RunFileError
@@ -49,6 +55,20 @@ def ready_data(data: DataSpec, on_progress: OnProgress) -> DatasetIndex:
         held_out_fraction=data.held_out,
         on_progress=on_progress,
     ).index
+
+
+def _with_data_found(spec: RunSpec) -> RunSpec:
+    """The run with its data where an earlier start, or its parent, had them, if a relative ``data.path`` leads nowhere from here."""
+    if Path(spec.data.path).exists():
+        return spec
+    places = [Path(spec.run_dir)] if spec.run_dir else []
+    if spec.checkpoint.init_with == "training":
+        places.append(Path(spec.checkpoint.init_from).parent.parent)
+    for place in places:
+        known = RunDirectory(place).read_record().get("data_folder", "")
+        if known and Path(known).parts[-len(Path(spec.data.path).parts) :] == Path(spec.data.path).parts:
+            return dataclasses.replace(spec, data=dataclasses.replace(spec.data, path=known))
+    return spec
 
 
 def _read_or_explain(folder: Path) -> DatasetIndex:
@@ -134,6 +154,7 @@ def pinned_checkpoint(source: str, path: Path) -> str:
 
 def prepare_run(spec: RunSpec, path: Path, on_progress: OnProgress) -> OpenRun:
     """Everything before the first rank starts; ``path`` is the run file's, for messages."""
+    spec = _with_data_found(spec)
     index = ready_data(spec.data, on_progress)
     resolved = resolve(spec, index, path)
     begins = not holds_steps(choose(resolved, index.fingerprint))
