@@ -30,6 +30,7 @@ from phalanx.fleet.control.coordinator_link import CoordinatorLink
 from phalanx.fleet.control.credentials import Credentials, credentials_of
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, read_fleet_file
 from phalanx.fleet.control.security import make_token
+from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.run.read import to_table
 from phalanx.run.spec import DataSpec, FleetSpec, ModelSpec, RunSpec, TrainSpec
@@ -62,16 +63,16 @@ class SimulatedAgent:
         host = f"10.{self.number >> 8}.{self.number & 255}.1"
         return [m.Joined(self.name, 1, WORKERS, host, 4000, rack, self.held, self.epoch, bound, self.points)]
 
-    def on_command(self, command: m.Command) -> None:
+    def on_command(self, command: c.Command) -> None:
         match command:
-            case m.Bind(epoch=epoch, ranks=ranks, places=places):
+            case c.Bind(epoch=epoch, ranks=ranks, places=places):
                 self.epoch, self.bound_s = epoch, time.monotonic()
                 self.held = tuple(m.RankSnapshot(ranks, rank, 0, "own", 1, epoch) for _, rank in places)
                 self.link.say(m.Bound(self.name, 1, epoch))
-            case m.Park(epoch=epoch):
+            case c.Park(epoch=epoch):
                 self.epoch = m.NO_EPOCH
                 self.link.say(m.Parked(self.name, 1, epoch, self.points, self.held))
-            case m.TellAll():
+            case c.TellAll():
                 for report in self.greet():
                     self.link.say(report)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state, step
 from phalanx.fleet.core.orders import Order, deliveries
@@ -22,9 +23,9 @@ class Fleet:
         self.state: FleetState = initial_state(using, 0.0)
         self.now_s = 0.0
         self.journal: list[tuple[float, m.CoreEvent]] = []
-        self.said: list[tuple[str, m.Command]] = []
+        self.said: list[tuple[str, c.Command]] = []
 
-    def hear(self, *events: m.CoreEvent, after_s: float = 0.0) -> list[tuple[str, m.Command]]:
+    def hear(self, *events: m.CoreEvent, after_s: float = 0.0) -> list[tuple[str, c.Command]]:
         """The commands that follow from these events."""
         self.now_s += after_s
         self.said = []
@@ -61,7 +62,7 @@ class Fleet:
         """The one that is believed."""
         return self.state.nodes[name].incarnation
 
-    def told(self, name: str) -> list[m.Command]:
+    def told(self, name: str) -> list[c.Command]:
         """The commands that a node was told last."""
         return [command for to, command in self.said if to == name]
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import decide as core
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.epochs import can_grow, next_deadline_s
@@ -138,7 +139,7 @@ class LargeFleet:
             self.clock.after(self.scenario.park_s, self._if_still(self._all_parked))
         elif state.phase is FleetPhase.BINDING:
             self.account.switch(buckets.BINDING, now_ns)
-            memory, disk = isinstance(state.source, RestorePoint), isinstance(state.source, m.FromDisk)
+            memory, disk = isinstance(state.source, RestorePoint), isinstance(state.source, c.FromDisk)
             self.from_memory, self.from_disk = self.from_memory + memory, self.from_disk + disk
             restore_s = self.scenario.disk_restore_s if disk else self.scenario.restore_s
             self.clock.after(self.scenario.meet_s + restore_s, self._if_still(self._all_bound))

@@ -15,6 +15,7 @@ from phalanx.fleet.control.coordinator_link import CoordinatorLink
 from phalanx.fleet.control.credentials import Credentials, credentials_of
 from phalanx.fleet.control.fleet_file import read_fleet_file
 from phalanx.fleet.control.journal import Journal
+from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.invariants import check
 from phalanx.fleet.core.replay import batch_line, first_line, replay
@@ -28,7 +29,7 @@ class StandInAgent:
 
     def __init__(self, name: str, run_dir: Path, credentials: Credentials) -> None:
         self.name, self.epoch = name, m.NO_EPOCH
-        self.commands: list[m.Command] = []
+        self.commands: list[c.Command] = []
         self.link = CoordinatorLink(
             lambda: [read_fleet_file(run_dir).coordinator],
             credentials,
@@ -44,16 +45,16 @@ class StandInAgent:
             self.name, 1, 1, "127.0.0.1", 4000, epoch=self.epoch, bound=bound, meeting_points=points
         )
 
-    def on_command(self, command: m.Command) -> None:
+    def on_command(self, command: c.Command) -> None:
         self.commands.append(command)
         match command:
-            case m.Bind(epoch=epoch):
+            case c.Bind(epoch=epoch):
                 self.epoch = epoch
                 self.link.say(m.Bound(self.name, 1, epoch))
-            case m.Park(epoch=epoch):
+            case c.Park(epoch=epoch):
                 self.epoch = m.NO_EPOCH
                 self.link.say(m.Parked(self.name, 1, epoch, (f"{self.name}:1",), ()))
-            case m.TellAll():
+            case c.TellAll():
                 self.link.say(self.joined())
 
 
@@ -101,7 +102,7 @@ def a_seat_of_a_node_that_is_not_there(state: FleetState) -> None:
 def check_what_is_left(run_dir: Path, agents: list[StandInAgent]) -> None:
     for agent in agents:
         kinds = [type(command) for command in agent.commands]
-        assert kinds[:3] == [m.TellAll, m.Park, m.Bind], "nothing is sent that follows from the damaged state"
+        assert kinds[:3] == [c.TellAll, c.Park, c.Bind], "nothing is sent that follows from the damaged state"
     texts = [str(event.body) for event in read_events(run_dir / "events.jsonl")]
     assert any("contradicted itself" in text for text in texts)
     (evidence,) = (run_dir / "fleet").glob("contradiction-*")

@@ -15,6 +15,7 @@ from phalanx.fleet.control import coordinator as coordinating
 from phalanx.fleet.control.coordinator import Coordinator, CoordinatorArgs
 from phalanx.fleet.control.credentials import credentials_of
 from phalanx.fleet.control.journal import Journal
+from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state
 from phalanx.fleet.core.invariants import check, mark
@@ -74,7 +75,7 @@ def test_whichever_line_is_damaged_the_next_coordinator_asks_the_nodes_and_forms
         for name in ("0", "1"):
             said = m.Joined(name, 1, 1, name, 7, epoch=1, bound=True, meeting_points=(f"{name}:1",))
             fleet.hear(said)
-            assert [type(command) for command in fleet.told(name)] == [m.Park]
+            assert [type(command) for command in fleet.told(name)] == [c.Park]
             fleet.hear(m.Parked(name, 1, 1, (f"{name}:1",), ()))
         assert (fleet.state.phase, fleet.state.epoch > 1) == (FleetPhase.BINDING, True)
         assert fleet.state.seats
@@ -97,7 +98,7 @@ def test_orders_are_sent_though_the_journal_cannot_be_renewed(
 ) -> None:
     monkeypatch.setattr(coordinating, "_RENEW_BYTES", 0)
     coordinator = make_coordinator(tmp_path)
-    sent: list[tuple[str, type[m.Command]]] = []
+    sent: list[tuple[str, type[c.Command]]] = []
     monkeypatch.setattr(coordinator._server, "send", lambda node, command: sent.append((node, type(command))))
 
     def full(_content: bytes, _keep_as: Path | None = None) -> None:
@@ -107,7 +108,7 @@ def test_orders_are_sent_though_the_journal_cannot_be_renewed(
     for name in ("node-0", "node-1"):
         coordinator.on_report(m.Joined(name, 1, 1, "127.0.0.1", 1, meeting_points=(f"{name}:1",)))
     asyncio.run(coordinator._turn())
-    assert sorted(sent) == [("node-0", m.Bind), ("node-1", m.Bind)]
+    assert sorted(sent) == [("node-0", c.Bind), ("node-1", c.Bind)]
 
 
 def test_a_checkpoint_that_could_not_be_written_down_is_told_to_the_core_later(

@@ -22,11 +22,12 @@ from phalanx.fleet.control.coordinator_link import operate
 from phalanx.fleet.control.credentials import Credentials, credentials_of
 from phalanx.fleet.control.fleet_file import read_fleet_file
 from phalanx.fleet.control.transport import SERVICE, TransportError
+from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.replay import JournalError
 from phalanx.run.token_proof import HELLO_BYTES, UnprovenError
 
-SHUTDOWN = m.encode(m.Shutdown("an impostor says: go home"))
+SHUTDOWN = m.encode(c.Shutdown("an impostor says: go home"))
 Handler = Callable[[str, AsyncIterator[bytes], Any], Any]
 
 
@@ -98,9 +99,9 @@ def test_an_impostor_learns_nothing_is_not_obeyed_and_the_next_address_is_tried(
             caller = Caller(false, wire.address)
             wire.tasks.append(asyncio.create_task(caller.link.run()))
             await until(lambda: wire.ear.reports)
-            wire.server.send("node-0", m.Release(1))
+            wire.server.send("node-0", c.Release(1))
             await until(lambda: caller.commands)
-            assert caller.commands == [m.Release(1)]
+            assert caller.commands == [c.Release(1)]
             assert any(false in line for line in caller.lines), caller.lines
             with pytest.raises(TransportError):
                 await operate(false, CREDENTIALS, m.StopRun(), timeout_s=20.0)
@@ -147,10 +148,10 @@ def test_an_order_that_a_relay_has_replaced_is_not_obeyed() -> None:
                 wire.tasks.append(asyncio.create_task(caller.link.run()))
                 await until(lambda: wire.ear.reports)
                 for epoch in range(3):
-                    wire.server.send("node-0", m.Release(epoch))
+                    wire.server.send("node-0", c.Release(epoch))
                 await until(lambda: any("altered" in line for line in caller.lines))
-                assert m.Shutdown not in [type(command) for command in caller.commands]
-                assert caller.commands[0] == m.Release(0)
+                assert c.Shutdown not in [type(command) for command in caller.commands]
+                assert caller.commands[0] == c.Release(0)
 
     asyncio.run(scene())
 
@@ -241,7 +242,7 @@ def test_a_coordinator_whose_port_was_taken_serves_at_another_and_its_agents_fin
             caller = Caller(first, found, credentials=credentials)
             attaching = asyncio.create_task(caller.link.run())
             await until(lambda: second._server.links)
-            assert m.Shutdown not in [type(command) for command in caller.commands]
+            assert c.Shutdown not in [type(command) for command in caller.commands]
             attaching.cancel()
 
     asyncio.run(scene())

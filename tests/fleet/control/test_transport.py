@@ -25,6 +25,7 @@ from phalanx.fleet.control.security import (
     run_token,
 )
 from phalanx.fleet.control.transport import MAX_REPORT_BYTES, AgentLink, FleetServer, TransportError
+from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.run.fencing import FencingToken
 from phalanx.run.spec import RunSpec
@@ -71,7 +72,7 @@ class Caller:
         node: str = "node-0",
         incarnation: int = 1,
     ) -> None:
-        self.commands: list[m.Command] = []
+        self.commands: list[c.Command] = []
         self.lines: list[str] = []
         self.greetings = 0
         self.joined = joined(node, incarnation)
@@ -160,7 +161,7 @@ def test_reports_and_commands_arrive_in_order() -> None:
             steps = [m.Heartbeat("node-0", 1, 0, step, m.WorkerPhase.BOUND) for step in range(50)]
             for beat in steps:
                 caller.link.say(beat)
-            orders = [m.Park(epoch, "because") for epoch in range(50)]
+            orders = [c.Park(epoch, "because") for epoch in range(50)]
             for order in orders:
                 wire.server.send("node-0", order)
             await until(lambda: len(wire.ear.reports) == 51 and len(caller.commands) == 50)
@@ -293,10 +294,10 @@ def test_a_newer_life_of_a_node_takes_the_place_of_the_older_and_the_older_one_i
             await until(lambda: wire.ear.reports)
             old = wire.dial(incarnation=1)
             await until(lambda: old.commands)
-            assert isinstance(old.commands[0], m.Fence)
-            wire.server.send("node-0", m.Release(1))
+            assert isinstance(old.commands[0], c.Fence)
+            wire.server.send("node-0", c.Release(1))
             await until(lambda: new.commands)
-            assert new.commands == [m.Release(1)]
+            assert new.commands == [c.Release(1)]
             assert wire.ear.lost_nodes == []
 
     asyncio.run(scene())
@@ -312,7 +313,7 @@ def test_an_agent_that_reads_nothing_is_cut_off_and_holds_up_nobody() -> None:
                 await call.write(seals.outgoing.close(m.encode(joined())))
                 await until(lambda: wire.server.links)
                 for _ in range(600):  # all at once: no turn of the loop in which one could leave
-                    wire.server.send("node-0", m.Park(1, "x" * 1000))
+                    wire.server.send("node-0", c.Park(1, "x" * 1000))
                 await until(lambda: wire.ear.lost_nodes == ["node-0"])
                 call.cancel()
 
@@ -443,7 +444,7 @@ def test_with_certificates_only_those_whom_the_runs_authority_vouches_for_get_in
         async with Wire(dataclasses.replace(CREDENTIALS, certificates=ours)) as wire:
             caller = wire.dial(credentials=dataclasses.replace(CREDENTIALS, certificates=friend))
             await until(lambda: wire.ear.reports)
-            wire.server.send("node-0", m.Release(1))
+            wire.server.send("node-0", c.Release(1))
             await until(lambda: caller.commands)
             for credentials in (CREDENTIALS, dataclasses.replace(CREDENTIALS, certificates=stranger)):
                 with pytest.raises(TransportError):

@@ -7,6 +7,7 @@ from hypothesis import settings as effort
 from hypothesis import strategies as st
 
 from fleet.small_fleets import Fleet, running
+from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.state import Eligibility, FleetPhase
 
@@ -19,8 +20,8 @@ def nan(fleet: Fleet, step: int, *ranks: int) -> None:
     fleet.park(step=step - 1)
 
 
-def binds(fleet: Fleet) -> dict[str, m.Bind]:
-    return {to: command for to, command in fleet.said if isinstance(command, m.Bind)}
+def binds(fleet: Fleet) -> dict[str, c.Bind]:
+    return {to: command for to, command in fleet.said if isinstance(command, c.Bind)}
 
 
 def reach(fleet: Fleet, step: int) -> None:

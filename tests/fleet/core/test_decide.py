@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fleet.small_fleets import Fleet, running, settings
+from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import step
 from phalanx.fleet.core.invariants import check
@@ -21,7 +22,7 @@ def test_a_lost_node_is_replaced_by_the_spare_and_survivors_keep_their_ranks() -
     assert fleet.state.seats == ["0", "2", "4", "3"]
     assert fleet.state.source == RestorePoint(ranks=4, step=5)
     (bind,) = fleet.told("4")
-    assert isinstance(bind, m.Bind)
+    assert isinstance(bind, c.Bind)
     assert bind.epoch == 1
     assert bind.places == ((0, 2),)
     assert buddy in ("0", "2"), "in the other rack, and the only one left who has the state"
@@ -77,18 +78,18 @@ def test_a_fenced_node_is_told_to_start_anew_and_nothing_that_it_says_counts() -
     before = fleet.state.epoch, set(fleet.state.awaiting)
     said = fleet.hear(m.Parked("1", 1, 0, ("1:1",), ()))
     assert (fleet.state.epoch, fleet.state.awaiting) == before
-    assert [type(command) for _, command in said] == [m.Fence]
+    assert [type(command) for _, command in said] == [c.Fence]
 
 
 def test_a_lost_command_is_repeated_when_a_heartbeat_shows_that_it_was_lost() -> None:
     fleet = running()
     fleet.hear(m.WorkerExited("0", 1, 0, 0, -9))
     fleet.hear(m.Heartbeat("2", 1, 0, 4, m.WorkerPhase.BOUND))
-    assert [type(command) for command in fleet.told("2")] == [m.Park]
+    assert [type(command) for command in fleet.told("2")] == [c.Park]
     fleet.park("0")
     fleet.hear(m.Parked("0", 1, 0, ("",), (m.RankSnapshot(4, 0, 5, "own", epoch=0),)))
     fleet.hear(m.Heartbeat("2", 1, -1, -1, m.WorkerPhase.WARM))
-    assert [type(command) for command in fleet.told("2")] == [m.Bind]
+    assert [type(command) for command in fleet.told("2")] == [c.Bind]
 
 
 def test_a_coordinator_that_was_away_does_not_take_its_own_silence_for_theirs() -> None:
@@ -102,7 +103,7 @@ def test_a_coordinator_without_its_journal_never_uses_the_number_of_an_epoch_twi
     fleet = Fleet(settings(2))
     for name in "01":
         fleet.hear(m.Joined(name, 3, 1, name, 7, epoch=41, bound=True, meeting_points=(f"{name}:1",)))
-        assert [type(command) for command in fleet.told(name)] == [m.Park]
+        assert [type(command) for command in fleet.told(name)] == [c.Park]
     for name in "01":
         fleet.hear(m.Parked(name, 3, 41, (f"{name}:1",), ()))
     assert fleet.state.phase is FleetPhase.BINDING

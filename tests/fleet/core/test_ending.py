@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fleet.small_fleets import running
+from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.epochs import next_deadline_s
 from phalanx.fleet.core.state import FleetPhase
@@ -46,10 +47,10 @@ def test_faults_that_follow_each_other_without_a_step_are_given_more_and_more_ti
 def test_a_stop_lets_the_run_save_and_end() -> None:
     fleet = running()
     fleet.hear(m.StopRun())
-    assert fleet.told("0") == [m.Stop(0)]
+    assert fleet.told("0") == [c.Stop(0)]
     fleet.hear(m.RunFinished(0, '{"step": 9}'))
     assert fleet.state.phase is FleetPhase.FINISHED
-    assert fleet.told("4") == [m.Shutdown("stopped")]
+    assert fleet.told("4") == [c.Shutdown("stopped")]
 
 
 def test_what_the_run_itself_cannot_survive_ends_it_and_only_in_its_own_epoch() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.small_fleets import Fleet, running, settings
+from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.epoch_plan import (
     buddy_ring,
@@ -199,7 +200,7 @@ def test_where_replicas_make_buddies_needless_a_rollcall_names_the_replicas_alon
 
 
 def test_a_rollcall_is_no_snapshot_of_what_an_absent_node_and_its_buddy_held() -> None:
-    for both, source in ((True, m.FromDisk(2)), (False, RestorePoint(6, 5))):
+    for both, source in ((True, c.FromDisk(2)), (False, RestorePoint(6, 5))):
         fleet = fleet_in_racks("r0", "r0", "r1", "r1", "r2", "r2", "r3", "r3")
         lost, buddy = fleet.state.seats[0], fleet.state.seats[fleet.state.ring[0]]
         assert fleet.state.ring[fleet.state.ring[0]] != 0, "the buddy's own state has another holder"
@@ -224,7 +225,7 @@ def test_the_nearest_spare_takes_a_vacant_seat() -> None:
     assert fleet.state.seats == ["5", "1", "2", "3"], "node 5 is in the hall of the lost one, node 4 is not"
 
 
-def binds_of_a_shrunken_fleet(nodes: int) -> list[m.Bind]:
+def binds_of_a_shrunken_fleet(nodes: int) -> list[c.Bind]:
     """The Binds of ``nodes - 1`` nodes of 8 workers, ZeRO-3 over all of them, that have lost one and have no spare."""
     formation = Formation(8, tuple(range(8, 8 * nodes + 1, 8)))
     fleet = Fleet(settings(nodes, formation=formation))
@@ -244,7 +245,7 @@ def binds_of_a_shrunken_fleet(nodes: int) -> list[m.Bind]:
                 for rank in range(8 * held_seat, 8 * held_seat + 8)
             )
             fleet.hear(m.Parked(name, 1, 0, points, held))
-    return [command for _, command in fleet.said if isinstance(command, m.Bind)]
+    return [command for _, command in fleet.said if isinstance(command, c.Bind)]
 
 
 def test_the_shares_of_all_members_name_holders_of_every_state_and_grow_with_the_fleet_alone() -> None:
@@ -259,8 +260,8 @@ def test_the_shares_of_all_members_name_holders_of_every_state_and_grow_with_the
     assert sizes[32] < 5 * sizes[8]
 
 
-def resumed(bind: m.Bind) -> m.FromMemory:
-    assert isinstance(bind.resume, m.FromMemory)
+def resumed(bind: c.Bind) -> c.FromMemory:
+    assert isinstance(bind.resume, c.FromMemory)
     return bind.resume
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fleet.small_fleets import Fleet, running, settings
+from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.epochs import can_grow, last_heard_s, next_deadline_s, pause_s, phase_deadline_s
 from phalanx.fleet.core.settings import Formation
@@ -70,7 +71,7 @@ def test_a_node_that_loses_its_seat_is_told_that_it_is_released() -> None:
     fleet = running()
     fleet.hear(m.Drain("1"))
     fleet.park()
-    assert fleet.told("1") == [m.Release(1)]
+    assert fleet.told("1") == [c.Release(1)]
     assert len(fleet.said) == 5
 
 
@@ -179,7 +180,7 @@ def test_a_run_is_given_up_after_one_more_fault_in_a_row_than_it_may_have() -> N
     last = "node 0, worker 0: illegal instruction"
     text = f"3 faults in a row without a step between them; the last one: {last}"
     assert (fleet.state.phase, fleet.state.reason) == (FleetPhase.FAILED, text)
-    assert fleet.told("1") == [m.Shutdown(text)]
+    assert fleet.told("1") == [c.Shutdown(text)]
 
 
 # --- pace ---------------------------------------------------------------------------------------------
@@ -237,7 +238,7 @@ def test_nothing_of_a_lost_node_counts_any_more() -> None:
     node = fleet.state.nodes["1"]
     assert (node.alive, node.meeting_points, node.held) == (False, (), ())
     assert (fleet.state.copies, fleet.state.suspects, fleet.state.silent) == ({}, {}, set())
-    assert said == [("1", m.Fence(node.why, 1))]
+    assert said == [("1", c.Fence(node.why, 1))]
     fleet = running()
     fleet.hear(m.Broken("0", 1, 0, 0), m.Disconnected("1", 1))
     assert "1" not in fleet.state.awaiting
@@ -329,7 +330,7 @@ def test_a_planned_end_without_a_step_boundary_becomes_a_fault() -> None:
     said = fleet.hear(m.Tick(), after_s=20.0)
     text = "no step boundary was reached (node 1: drained by the operator)"
     assert (fleet.state.reason, fleet.state.planned, fleet.state.left_planned) == (text, False, False)
-    assert said == [(name, m.Park(0, text)) for name in "0123"]
+    assert said == [(name, c.Park(0, text)) for name in "0123"]
     assert (fleet.state.recoveries, phase_deadline_s(fleet.state)) == (1, 36.0)
 
 
@@ -355,7 +356,7 @@ def test_without_a_step_the_members_are_asked_and_after_twice_that_time_the_epoc
     assert not fleet.state.diagnosed
     fleet.hear(m.Tick(), after_s=0.25)
     assert fleet.state.diagnosed
-    assert fleet.told("2") == [m.Diagnose(0, 20.0)]
+    assert fleet.told("2") == [c.Diagnose(0, 20.0)]
     assert (fleet.hear(m.Tick()), phase_deadline_s(fleet.state)) == ([], 41.0)
     fleet.hear(m.Tick(), after_s=20.0)
     assert fleet.state.reason == "no step ended for 40 s"

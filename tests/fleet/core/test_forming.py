@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fleet.small_fleets import Fleet, running, settings
+from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.settings import Formation
 from phalanx.fleet.core.state import FleetPhase, RestorePoint
@@ -16,7 +17,7 @@ def test_the_first_epoch_begins_fresh_when_all_wanted_nodes_are_ready() -> None:
     fleet.join("1")
     binds = dict(fleet.said)
     assert {name: bind.places for name, bind in binds.items()} == {"0": ((0, 0),), "1": ((0, 1),)}
-    assert all(bind.resume == m.Fresh() and bind.meeting_point == "0:1" for bind in binds.values())
+    assert all(bind.resume == c.Fresh() and bind.meeting_point == "0:1" for bind in binds.values())
 
 
 def test_nodes_started_as_spares_get_no_rank_at_first_even_if_they_are_ready_before_others() -> None:
@@ -112,7 +113,7 @@ def test_a_fleet_that_waits_and_is_told_to_stop_puts_on_disk_what_only_memory_ho
     assert fleet.state.phase is FleetPhase.BINDING
     assert fleet.state.source == RestorePoint(2, 7)
     fleet.bind()
-    assert fleet.told("0") == [m.Stop(fleet.state.epoch)]
+    assert fleet.told("0") == [c.Stop(fleet.state.epoch)]
 
 
 def test_a_fleet_that_waits_and_is_told_to_stop_ends_at_once_if_the_disk_has_it_all() -> None:
@@ -129,7 +130,7 @@ def test_a_spare_that_is_still_in_an_earlier_epoch_is_called_back_before_it_is_u
     fleet.park()
     fleet.bind()
     fleet.hear(m.Heartbeat("4", 1, 0, 3, m.WorkerPhase.BOUND))
-    assert [type(command) for command in fleet.told("4")] == [m.Park]
+    assert [type(command) for command in fleet.told("4")] == [c.Park]
     assert "4" not in fleet.state.spares
     fleet.hear(m.Parked("4", 1, 0, ("4:1",), ()))
     assert "4" in fleet.state.spares
@@ -147,13 +148,13 @@ def test_all_members_of_an_epoch_are_told_the_number_under_which_they_write() ->
     fleet = Fleet(settings(2))
     fleet.state.fencing = FencingToken(7, "ab")
     fleet.join("0", "1")
-    binds = [command for _, command in fleet.said if isinstance(command, m.Bind)]
+    binds = [command for _, command in fleet.said if isinstance(command, c.Bind)]
     assert [bind.attempt for bind in binds] == [7, 7]
     fleet.bind()
     fleet.hear(m.WorkerExited("0", 1, 0, 0, -9), m.Ready("0", 1, ("0:1",)))
     fleet.park()
     assert fleet.state.epoch == 1
-    assert {command.attempt for _, command in fleet.said if isinstance(command, m.Bind)} == {8}
+    assert {command.attempt for _, command in fleet.said if isinstance(command, c.Bind)} == {8}
 
 
 def test_no_epoch_has_the_number_of_one_whose_snapshots_an_agent_brings_along() -> None:

@@ -6,6 +6,7 @@ import pytest
 from msgspec import structs
 
 from fleet.small_fleets import Fleet, running
+from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.state import FleetPhase
 
@@ -14,7 +15,7 @@ def hanging(**changes: object) -> Fleet:
     """A fleet of which no step has ended for so long that its members were asked what they wait for."""
     fleet = running(stall_s=20.0, lease_s=1e6, **changes)
     fleet.hear(m.Tick(), after_s=21.0)
-    assert [command for _, command in fleet.said] == [m.Diagnose(0, 21.0)] * 4
+    assert [command for _, command in fleet.said] == [c.Diagnose(0, 21.0)] * 4
     return fleet
 
 
@@ -22,8 +23,8 @@ def test_who_a_hanging_fleet_waits_for_is_replaced_at_once() -> None:
     fleet = hanging()
     culprit = fleet.state.seats[2]
     fleet.hear(m.Diagnosed(0, "rank 2: all_reduce number 7", (2,)))
-    assert m.KillWorker(0) in fleet.told(culprit)
-    assert {name for name, command in fleet.said if isinstance(command, m.Park)} == set(fleet.state.seats)
+    assert c.KillWorker(0) in fleet.told(culprit)
+    assert {name for name, command in fleet.said if isinstance(command, c.Park)} == set(fleet.state.seats)
     assert any("all_reduce number 7" in incident.what for incident in fleet.state.incidents)
     fleet.hear(m.WorkerExited(culprit, 1, 0, 0, -9))
     assert len(fleet.state.nodes[culprit].strikes) == 1, "the death that was ordered is no second failure"

@@ -8,6 +8,7 @@ from hypothesis import settings as effort
 from hypothesis import strategies as st
 
 from fleet.small_fleets import Fleet, running, settings
+from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state, step
 from phalanx.fleet.core.invariants import check, mark
@@ -110,7 +111,7 @@ def test_every_event_in_every_state_has_an_answer_and_breaks_no_invariant(
         before = mark(fleet.state)
         said = fleet.hear(event, after_s=wait_s)
         check(fleet.state, before)
-        assert all(m.decode_command(m.encode(command)) == command for _, command in said)
+        assert all(c.decode_command(m.encode(command)) == command for _, command in said)
 
 
 @effort(max_examples=100, deadline=None)
@@ -142,7 +143,7 @@ def test_a_message_of_an_earlier_life_changes_nothing_but_the_count(
     before, said = encode_state(fleet.state), fleet.hear(late)
     fleet.state.stale = decode_state(before).stale
     assert encode_state(fleet.state) == before
-    assert not said or isinstance(said[0][1], m.Shutdown | m.Fence)
+    assert not said or isinstance(said[0][1], c.Shutdown | c.Fence)
 
 
 @effort(max_examples=200, deadline=None)

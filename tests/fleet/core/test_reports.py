@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fleet.small_fleets import Fleet, running, settings
+from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import DURABLE_KEPT, initial_state
 from phalanx.fleet.core.settings import Formation
@@ -52,7 +53,7 @@ def test_only_the_present_incarnation_is_believed_and_others_are_answered_by_wha
     fleet = running()
     fleet.join("4", incarnation=2)
     said = [fleet.hear(m.Ready(name, life, ("x:1",))) for name, life in (("4", 1), ("4", 3), ("9", 1))]
-    assert said == [[], [("4", m.TellAll())], [("9", m.TellAll())]]
+    assert said == [[], [("4", c.TellAll())], [("9", c.TellAll())]]
     assert (fleet.state.stale, fleet.state.nodes["4"].meeting_points) == (3, ("4:1",))
     assert fleet.hear(m.Joined("4", 1, 1, "4", 7)) == []
     assert (fleet.state.stale, fleet.state.nodes["4"].incarnation) == (4, 2)
@@ -64,7 +65,7 @@ def test_a_fenced_node_that_joins_again_is_fenced_again_until_it_begins_anew() -
     fleet.hear(m.Tick(), after_s=3.0)
     strikes = fleet.state.nodes["4"].strikes
     fleet.join("4")
-    assert [type(command) for command in fleet.told("4")] == [m.Fence]
+    assert [type(command) for command in fleet.told("4")] == [c.Fence]
     assert not fleet.state.nodes["4"].alive
     fleet.join("4", incarnation=2)
     assert fleet.state.nodes["4"].alive
@@ -100,7 +101,7 @@ def test_when_the_run_is_over_whoever_joins_is_told_and_nothing_else_counts() ->
     fleet.hear(m.RunFinished(0, '{"step": 9}'))
     assert (fleet.state.reason, fleet.state.result_json) == ("all steps are done", '{"step": 9}')
     assert fleet.state.incidents[-1].what == "finished: all steps are done"
-    assert fleet.hear(m.Joined("9", 1, 1, "9", 7)) == [("9", m.Shutdown("all steps are done"))]
+    assert fleet.hear(m.Joined("9", 1, 1, "9", 7)) == [("9", c.Shutdown("all steps are done"))]
     assert fleet.hear(m.Broken("0", 1, 0, 0), m.Folded((m.Drain("1"),))) == []
     assert (fleet.state.stale, "9" in fleet.state.nodes) == (0, False)
 
@@ -124,7 +125,7 @@ def test_a_node_whose_workers_are_not_warm_takes_no_rank_until_it_says_that_they
     assert fleet.state.nodes["0"].why == "its workers are not warm"
     assert fleet.hear(m.Heartbeat("0", 1, m.NO_EPOCH, -1, m.WorkerPhase.COLD)) == []
     said = fleet.hear(m.Heartbeat("0", 1, m.NO_EPOCH, -1, m.WorkerPhase.WARM))
-    assert said == [("0", m.TellAll())], "where its workers can be met was forgotten"
+    assert said == [("0", c.TellAll())], "where its workers can be met was forgotten"
 
 
 def test_a_node_whose_worker_was_started_again_by_the_time_it_parks_keeps_its_rank() -> None:
@@ -139,7 +140,7 @@ def test_a_node_whose_worker_was_started_again_by_the_time_it_parks_keeps_its_ra
 def test_a_spare_that_claims_to_train_moves_no_step_and_is_called_back() -> None:
     fleet = running()
     said = fleet.hear(m.Heartbeat("4", 1, 0, 99, m.WorkerPhase.BOUND))
-    assert said == [("4", m.Park(0, "it is not a member of this epoch"))]
+    assert said == [("4", c.Park(0, "it is not a member of this epoch"))]
     assert (fleet.state.step, fleet.state.spares) == (m.NO_STEP, set())
     fleet.hear(m.Heartbeat("4", 1, m.NO_EPOCH, -1, m.WorkerPhase.WARM))
     assert fleet.state.spares == {"4"}
@@ -158,7 +159,7 @@ def test_only_members_that_train_in_the_present_epoch_move_the_step() -> None:
 def test_a_member_that_is_not_told_of_its_stop_is_told_again() -> None:
     fleet = running()
     fleet.hear(m.StopRun())
-    assert fleet.hear(m.Heartbeat("0", 1, 0, 3, m.WorkerPhase.BOUND)) == [("0", m.Stop(0))]
+    assert fleet.hear(m.Heartbeat("0", 1, 0, 3, m.WorkerPhase.BOUND)) == [("0", c.Stop(0))]
 
 
 def test_a_member_that_leaves_a_running_epoch_ends_it() -> None:
@@ -175,7 +176,7 @@ def test_a_member_that_still_forms_the_epoch_is_left_alone_and_one_of_an_earlier
     fleet.park()
     assert fleet.hear(m.Heartbeat("0", 1, 2, -1, m.WorkerPhase.BINDING)) == []
     assert [type(command) for _, command in fleet.hear(m.Heartbeat("0", 1, 0, 5, m.WorkerPhase.BOUND))] == [
-        m.Bind
+        c.Bind
     ]
     assert fleet.state.phase is FleetPhase.BINDING
 
@@ -345,7 +346,7 @@ def test_a_stop_while_members_bind_is_told_when_they_have_bound() -> None:
     assert fleet.hear(m.StopRun()) == []
     assert fleet.hear(m.Bound("0", 1, 0), m.Heartbeat("0", 1, 0, -1, m.WorkerPhase.BOUND)) == []
     fleet.bind()
-    assert fleet.said == [("0", m.Stop(0)), ("1", m.Stop(0))]
+    assert fleet.said == [("0", c.Stop(0)), ("1", c.Stop(0))]
 
 
 @pytest.mark.parametrize("event", [m.RunFinished(0, "{}"), m.Fatal(0, "0", "loss is nan", unanimous=True)])
@@ -376,7 +377,7 @@ def test_half_of_the_ranks_may_be_found_hanging_and_ranks_that_do_not_exist_are_
     fleet = hanging()
     fleet.hear(m.Diagnosed(0, "w" * 300, (0, 1, 4, 5)))
     culprits = fleet.state.seats[:2]
-    killed = [name for name, command in fleet.said if isinstance(command, m.KillWorker)]
+    killed = [name for name, command in fleet.said if isinstance(command, c.KillWorker)]
     assert killed == culprits
     assert all(fleet.state.nodes[name].why == "hangs: " + "w" * 200 for name in culprits)
     assert all(not fleet.state.nodes[name].warm for name in culprits)
@@ -413,7 +414,7 @@ def test_a_fenced_node_whose_clock_has_stepped_back_is_told_which_incarnation_to
     for late in (m.Joined("1", 7, 1, "1", 7), m.Heartbeat("1", 7, -1, -1, m.WorkerPhase.COLD)):
         fleet.hear(late)
         (told,) = fleet.told("1")
-        assert isinstance(told, m.Fence)
+        assert isinstance(told, c.Fence)
         assert told.incarnation == 1000
     fleet.hear(m.Joined("1", 1001, 1, "1", 7, meeting_points=("1:1",)))
     assert fleet.state.nodes["1"].alive

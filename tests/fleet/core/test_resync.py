@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from fleet.core.test_properties import EVENTS
 from fleet.small_fleets import Fleet, running
+from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import step
 from phalanx.fleet.core.invariants import BrokenInvariant, Mark, check, mark
@@ -108,7 +109,7 @@ def answer_all(fleet: Fleet, epoch: int, at_step: int) -> None:
         member = name in names
         fleet.hear(joined(fleet, name, epoch if member else m.NO_EPOCH))
         if member:
-            assert any(isinstance(command, m.Park) and command.epoch == epoch for command in fleet.told(name))
+            assert any(isinstance(command, c.Park) and command.epoch == epoch for command in fleet.told(name))
             held = (m.RankSnapshot(ranks, names.index(name), at_step, "own", epoch=epoch),)
             fleet.hear(m.Parked(name, fleet.incarnation(name), epoch, (f"{name}:1",), held))
 
@@ -118,7 +119,7 @@ def test_a_contradictory_state_leads_to_a_new_epoch_from_memory(how: Callable[[F
     fleet = running()
     assert fleet.state.seats == ["0", "2", "1", "3"]
     resynced(fleet, broken(fleet, how))
-    assert {name for name, command in fleet.said if command == m.TellAll()} == set("01234")
+    assert {name for name, command in fleet.said if command == c.TellAll()} == set("01234")
     assert fleet.state.phase is FleetPhase.FORMING
     answer_all(fleet, epoch=0, at_step=7)
     assert fleet.state.phase is FleetPhase.BINDING
@@ -135,7 +136,7 @@ def test_nobody_gets_a_rank_before_it_has_said_that_it_is_in_no_epoch() -> None:
     resynced(fleet, broken(fleet, seats_exchanged))
     for name in "0123":
         fleet.hear(m.Heartbeat(name, 1, 0, 3, m.WorkerPhase.BOUND), m.Tick(), after_s=3.0)
-        assert m.TellAll() in fleet.told(name)
+        assert c.TellAll() in fleet.told(name)
     assert fleet.state.phase in (FleetPhase.FORMING, FleetPhase.WAITING)
     assert not fleet.state.seats
     assert not fleet.state.spares
@@ -150,7 +151,7 @@ def test_what_nodes_cannot_repeat_is_kept() -> None:
     resynced(fleet, broken(fleet, a_member_called_a_spare))
     state = fleet.state
     assert not state.nodes["4"].alive
-    assert [type(command) for _, command in fleet.hear(m.Ready("4", 1, ("4:1",)))] == [m.Fence]
+    assert [type(command) for _, command in fleet.hear(m.Ready("4", 1, ("4:1",)))] == [c.Fence]
     assert {name: node.eligibility for name, node in state.nodes.items()} == {
         name: node.eligibility for name, node in kept.nodes.items()
     }
@@ -175,7 +176,7 @@ def test_a_contradiction_that_comes_back_at_once_ends_the_run_with_its_text() ->
         resynced(fleet, mark(fleet.state), "two nodes on one rank")
     assert fleet.state.phase is FleetPhase.FAILED
     assert "two nodes on one rank" in fleet.state.reason
-    assert {name for name, command in fleet.said if isinstance(command, m.Shutdown)} == set("01234")
+    assert {name for name, command in fleet.said if isinstance(command, c.Shutdown)} == set("01234")
 
 
 def test_the_next_epoch_waits_until_every_member_has_parked_though_others_would_do() -> None:
@@ -218,7 +219,7 @@ def test_a_stop_that_was_asked_for_waits_for_the_state_in_memory_and_saves_it() 
     answer_all(fleet, epoch=0, at_step=7)
     assert fleet.state.phase is FleetPhase.BINDING
     fleet.bind()
-    assert any(isinstance(command, m.Stop) for command in fleet.told("0"))
+    assert any(isinstance(command, c.Stop) for command in fleet.told("0"))
 
 
 def test_a_run_that_ended_in_the_contradictory_turn_stays_ended_and_its_nodes_are_told() -> None:
@@ -227,7 +228,7 @@ def test_a_run_that_ended_in_the_contradictory_turn_stays_ended_and_its_nodes_ar
     fleet.hear(m.RunFinished(0, '{"step": 9}'))
     resynced(fleet, before)
     assert fleet.state.phase is FleetPhase.FINISHED
-    assert {name for name, command in fleet.said if isinstance(command, m.Shutdown)} == set("01234")
+    assert {name for name, command in fleet.said if isinstance(command, c.Shutdown)} == set("01234")
 
 
 def test_the_epoch_that_a_contradiction_ends_is_told_as_left() -> None:

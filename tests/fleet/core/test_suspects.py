@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fleet.small_fleets import running
+from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.state import Eligibility, FleetPhase
 
@@ -13,7 +14,7 @@ def test_a_node_that_computed_wrongly_is_quarantined_and_later_state_is_not_used
     fleet.park(step=9)
     assert fleet.state.nodes["1"].eligibility is Eligibility.QUARANTINED
     assert "1" not in fleet.state.seats
-    assert fleet.state.source == m.FromDisk(4)
+    assert fleet.state.source == c.FromDisk(4)
 
 
 def test_whoever_finds_a_corruption_first_names_the_rank_and_its_node_is_quarantined_once() -> None:
@@ -36,19 +37,19 @@ def test_a_second_corruption_does_not_bring_back_what_the_first_condemned() -> N
     first, second = fleet.state.seats
     fleet.hear(m.Suspect(first, "corruption", trusted_step=20, epoch=0, ranks=(1,)))
     fleet.park(step=28)  # which the culprit holds in full, its own part and its buddy's
-    assert (second in fleet.state.seats, fleet.state.source) == (False, m.Fresh())
+    assert (second in fleet.state.seats, fleet.state.source) == (False, c.Fresh())
     fleet.bind()
     fleet.hear(m.Suspect(first, "corruption", trusted_step=50, epoch=1, ranks=(1,)))
     fleet.park(step=58)
     assert fleet.state.epoch == 2
-    assert fleet.state.source == m.Fresh(), "step 28 is before step 50, and still wrong"
+    assert fleet.state.source == c.Fresh(), "step 28 is before step 50, and still wrong"
 
 
 def test_drained_nodes_leave_at_a_step_boundary_and_come_back_when_admitted() -> None:
     fleet = running()
     fleet.hear(m.Drain("1"))
     assert fleet.state.planned
-    assert fleet.told("0") == [m.Park(0, fleet.state.reason, planned=True)]
+    assert fleet.told("0") == [c.Park(0, fleet.state.reason, planned=True)]
     fleet.park()
     assert "1" not in fleet.state.seats
     assert "1" not in fleet.state.spares
@@ -103,7 +104,7 @@ def test_a_fault_while_a_planned_end_is_under_way_gives_everybody_the_whole_time
     assert fleet.state.planned
     fleet.hear(m.Suspect("2", "corruption", trusted_step=3), after_s=14.0)
     assert not fleet.state.planned
-    assert fleet.told("0") == [m.Park(0, fleet.state.reason)]
+    assert fleet.told("0") == [c.Park(0, fleet.state.reason)]
     fleet.hear(m.Tick(), after_s=14.0)
     assert all(node.alive for node in fleet.state.nodes.values())
     fleet.hear(m.Tick(), after_s=2.0)

@@ -7,6 +7,7 @@ from functools import partial
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.node import worker_link as wl
 from phalanx.fleet.node.agent_actions import (
@@ -49,9 +50,9 @@ def warm(workers: int = 1) -> AgentState:
     return state
 
 
-def bind(epoch: int, *ranks: int, **more: object) -> m.Bind:
-    given: dict[str, object] = {"resume": m.Fresh(), **more}
-    return m.Bind(epoch, epoch, 8, tuple(enumerate(ranks)), "h:0", **given)  # type: ignore[arg-type]
+def bind(epoch: int, *ranks: int, **more: object) -> c.Bind:
+    given: dict[str, object] = {"resume": c.Fresh(), **more}
+    return c.Bind(epoch, epoch, 8, tuple(enumerate(ranks)), "h:0", **given)  # type: ignore[arg-type]
 
 
 def in_epoch(epoch: int, *ranks: int, **more: object) -> AgentState:
@@ -95,7 +96,7 @@ def test_bound_is_said_when_the_last_worker_that_holds_a_rank_is_bound() -> None
 
 def test_where_the_state_is_and_what_belongs_to_no_future_is_passed_on() -> None:
     holders = (m.Holder(6, "node-2", "10.0.0.2", 4002),)
-    actions = warm().on_command(bind(4, 6, resume=m.FromMemory(7, 8, holders)), 0.0, 0.0)
+    actions = warm().on_command(bind(4, 6, resume=c.FromMemory(7, 8, holders)), 0.0, 0.0)
     assert actions[0] == DiscardSnapshots(7)
     ((_, one),) = told(actions)
     assert isinstance(one, wl.JoinEpoch)
@@ -104,17 +105,17 @@ def test_where_the_state_is_and_what_belongs_to_no_future_is_passed_on() -> None
 
 def test_parked_is_said_when_the_last_worker_is_out_and_again_whenever_asked() -> None:
     state = in_epoch(4, 0, 1)
-    parks = told(state.on_command(m.Park(4, "a node died"), 1.0, 100.0))
+    parks = told(state.on_command(c.Park(4, "a node died"), 1.0, 100.0))
     assert [index for index, _ in parks] == [0, 1]
     assert said(state.on_worker_message(0, wl.LeftEpoch(4, "h:8"), 1.0, 100.0)) == []
     answer = m.Parked("node-0", 5, 4, ("h:8", "h:9"), (HOLDING,))
     assert said(state.on_worker_message(1, wl.LeftEpoch(4, "h:9"), 1.0, 100.0)) == [answer]
-    assert said(state.on_command(m.Park(4, "a node died"), 2.0, 101.0)) == [answer]
+    assert said(state.on_command(c.Park(4, "a node died"), 2.0, 101.0)) == [answer]
 
 
 def test_an_epoch_that_was_parked_is_not_entered_even_if_the_bind_comes_late() -> None:
     state = warm()
-    state.on_command(m.Park(4), 0.0, 0.0)
+    state.on_command(c.Park(4), 0.0, 0.0)
     assert state.on_command(bind(4, 0), 0.0, 0.0) == []
     assert told(state.on_command(bind(5, 0), 0.0, 0.0))
 
@@ -125,7 +126,7 @@ def test_a_worker_that_dies_leaves_its_epoch_is_reported_and_replaced() -> None:
     assert said(actions) == [m.WorkerExited("node-0", 5, 4, 1, -9, "last line")]
     assert StartProcess(1) in actions
     assert state.phase() == "cold"
-    state.on_command(m.Park(4), 0.0, 100.0)
+    state.on_command(c.Park(4), 0.0, 100.0)
     (parked,) = said(state.on_worker_message(0, wl.LeftEpoch(4, "h:8"), 0.0, 100.0))
     assert isinstance(parked, m.Parked)
     assert parked.meeting_points == ("h:8", "")
@@ -158,7 +159,7 @@ def test_a_node_that_was_not_in_the_last_epoch_is_told_when_it_ended() -> None:
 
 def test_where_epochs_failed_one_after_another_the_end_of_the_last_that_trained_counts() -> None:
     state = in_epoch(4, 0)
-    state.on_command(m.Park(4), 0.0, 100.0)
+    state.on_command(c.Park(4), 0.0, 100.0)
     state.on_worker_message(0, wl.LeftEpoch(4, "h:8"), 0.0, 100.0)
     ((_, one),) = told(state.on_command(bind(5, 0, left_s_ago=30.0), 0.0, 100.0))
     assert isinstance(one, wl.JoinEpoch)
@@ -168,7 +169,7 @@ def test_where_epochs_failed_one_after_another_the_end_of_the_last_that_trained_
 def test_a_worker_that_does_not_leave_is_killed_but_is_given_its_time_for_a_planned_end() -> None:
     for planned in (False, True):
         state = in_epoch(4, 0)
-        state.on_command(m.Park(4, planned=planned), 0.0, 0.0)
+        state.on_command(c.Park(4, planned=planned), 0.0, 0.0)
         killed = []
         for tenth in range(100):
             now_s = tenth / 10
@@ -180,7 +181,7 @@ def test_a_worker_that_does_not_leave_is_killed_but_is_given_its_time_for_a_plan
 def test_a_worker_that_has_not_begun_to_train_is_given_little_time_to_leave() -> None:
     state = warm()
     state.on_command(bind(4, 0), 0.0, 0.0)
-    state.on_command(m.Park(4), 0.0, 0.0)
+    state.on_command(c.Park(4), 0.0, 0.0)
     killed = []
     for tenth in range(20):
         state.on_worker_message(0, wl.Alive(4, -1, "meeting", 0.0), tenth / 10, 0.0)
@@ -192,15 +193,15 @@ def test_a_worker_that_has_not_begun_to_train_is_given_little_time_to_leave() ->
 
 def test_a_planned_end_that_turns_into_a_fault_is_hurried() -> None:
     state = in_epoch(4, 0)
-    state.on_command(m.Park(4, planned=True), 0.0, 0.0)
-    ((_, park),) = told(state.on_command(m.Park(4, "now"), 0.0, 0.0))
+    state.on_command(c.Park(4, planned=True), 0.0, 0.0)
+    ((_, park),) = told(state.on_command(c.Park(4, "now"), 0.0, 0.0))
     assert isinstance(park, wl.LeaveEpoch)
     assert not park.planned
 
 
 def test_an_expelled_agent_kills_its_workers_and_comes_back_as_another() -> None:
     state = in_epoch(4, 0, 1)
-    actions = state.on_command(m.Fence("too late", 5), 0.0, 100.0)
+    actions = state.on_command(c.Fence("too late", 5), 0.0, 100.0)
     assert {action for action in actions if isinstance(action, KillProcess)} == {
         KillProcess(0),
         KillProcess(1),
@@ -210,7 +211,7 @@ def test_an_expelled_agent_kills_its_workers_and_comes_back_as_another() -> None
     assert joined.incarnation > 5
     assert (joined.epoch, joined.held, joined.meeting_points) == (m.NO_EPOCH, (HOLDING,), ("", ""))
     assert state.on_worker_message(0, wl.TrainingFinished(4, "{}"), 0.0, 0.0) == []  # it was fenced
-    assert state.on_command(m.Fence("too late", 5), 0.0, 100.0) == []  # that was the one before
+    assert state.on_command(c.Fence("too late", 5), 0.0, 100.0) == []  # that was the one before
     assert said(state.on_exit(0, -9, "", 0.0)) == []
 
 
@@ -238,7 +239,7 @@ def test_what_the_coordinator_may_have_missed_is_said_again_on_the_next_connecti
     state = in_epoch(4, 0)
     (broken,) = said(state.on_worker_message(0, wl.EpochBroken(4, "a peer has gone"), 0.0, 50.0))
     assert state.greet() == [state.joined(), broken]
-    state.on_command(m.Park(4), 0.0, 60.0)
+    state.on_command(c.Park(4), 0.0, 60.0)
     state.on_worker_message(0, wl.LeftEpoch(4, "h:8"), 0.0, 60.0)
     assert state.greet() == [state.joined()]
     ((_, one),) = told(state.on_command(bind(5, 0), 0.0, 70.0))
@@ -258,7 +259,7 @@ def test_a_worker_that_cannot_start_is_no_end_of_the_run() -> None:
 
 
 def test_shutdown_ends_the_agent() -> None:
-    assert in_epoch(4, 0).on_command(m.Shutdown("all steps are done"), 0.0, 0.0) == [
+    assert in_epoch(4, 0).on_command(c.Shutdown("all steps are done"), 0.0, 0.0) == [
         EndAgent("all steps are done")
     ]
 
@@ -292,7 +293,7 @@ def test_a_node_is_checked_again_when_a_worker_died_or_hung_and_not_when_it_was_
     state.on_started(0, 0.0)
     state.on_health_checked("")
     state.on_worker_message(0, wl.Warm(1, "h:0"), 0.0, 0.0)
-    assert CheckHealth() not in state.on_command(m.Fence("late", 5), 0.0, 0.0)
+    assert CheckHealth() not in state.on_command(c.Fence("late", 5), 0.0, 0.0)
     assert CheckHealth() not in state.on_exit(0, -9, "", 0.0)
     state.on_started(0, 0.0)
     state.on_worker_message(0, wl.Warm(1, "h:0"), 0.0, 0.0)
@@ -311,7 +312,7 @@ def test_a_worker_that_finds_itself_unfit_accuses_its_node_and_its_end_is_no_fai
 
 def test_each_worker_in_the_epoch_is_asked_for_its_flight_record_and_answers_once() -> None:
     state = in_epoch(4, 6, 7)
-    assert told(state.on_command(m.Diagnose(4, 9.0), 0.0, 0.0)) == [
+    assert told(state.on_command(c.Diagnose(4, 9.0), 0.0, 0.0)) == [
         (0, wl.SendFlightRecord(4)),
         (1, wl.SendFlightRecord(4)),
     ]
@@ -321,7 +322,7 @@ def test_each_worker_in_the_epoch_is_asked_for_its_flight_record_and_answers_onc
     assert m.decode_report(m.encode(report)) == report, "whatever a worker says fits into a report"
     assert state.on_worker_message(1, answer, 0.0, 0.0) == [], "a flood ends at the agent"
     assert state.on_worker_message(0, wl.FlightRecordSent(3, "{}"), 0.0, 0.0) == []
-    assert told(state.on_command(m.Diagnose(3, 9.0), 0.0, 0.0)) == []
+    assert told(state.on_command(c.Diagnose(3, 9.0), 0.0, 0.0)) == []
 
 
 EPOCHS = st.integers(-1, 6)
@@ -337,14 +338,14 @@ WORDS = st.one_of(
     st.builds(wl.RunFailed, EPOCHS, st.just("nan")),
 )
 COMMANDS = st.one_of(
-    st.builds(m.Park, EPOCHS, planned=st.booleans()),
+    st.builds(c.Park, EPOCHS, planned=st.booleans()),
     st.builds(lambda epoch, first: bind(epoch, first, first + 1), st.integers(0, 6), st.integers(0, 6)),
-    st.builds(m.Release, EPOCHS),
-    st.builds(m.KillWorker, st.integers(0, 5)),
-    st.builds(m.Diagnose, EPOCHS, st.just(1.0)),
-    st.just(m.TellAll()),
-    st.builds(m.Fence, st.just("late"), st.sampled_from([4, 5])),
-    st.builds(m.Stop, EPOCHS),
+    st.builds(c.Release, EPOCHS),
+    st.builds(c.KillWorker, st.integers(0, 5)),
+    st.builds(c.Diagnose, EPOCHS, st.just(1.0)),
+    st.just(c.TellAll()),
+    st.builds(c.Fence, st.just("late"), st.sampled_from([4, 5])),
+    st.builds(c.Stop, EPOCHS),
 )
 EXITED = st.tuples(st.integers(0, 1), st.sampled_from([-9, 0, 1]))
 HAPPENINGS = st.lists(
@@ -376,9 +377,9 @@ def test_whatever_happens_in_whatever_order_what_it_says_is_true(happenings: lis
                     del inside[index]
                 actions = state.on_worker_message(index, word, now_s, now_s)
             case command:
-                if isinstance(command, m.Park):
+                if isinstance(command, c.Park):
                     fence = max(fence, command.epoch)
-                if isinstance(command, m.Fence) and command.incarnation >= state.incarnation:
+                if isinstance(command, c.Fence) and command.incarnation >= state.incarnation:
                     inside.clear()
                 actions = state.on_command(command, now_s, now_s)
         for action in actions:

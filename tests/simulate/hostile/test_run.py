@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from msgspec.structs import replace
 
+from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import decide as core
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.invariants import BrokenInvariant
@@ -52,7 +53,7 @@ def prefers_old_state(state: FleetState, event: m.CoreEvent, now_s: float) -> An
     before = state.epoch
     state, orders = core.step(state, event, now_s)
     if state.epoch > before and isinstance(state.source, RestorePoint):
-        state.source = m.Fresh()
+        state.source = c.Fresh()
     return state, orders
 
 

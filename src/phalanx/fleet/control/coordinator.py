@@ -41,6 +41,7 @@ from phalanx.fleet.control.journal import Journal
 from phalanx.fleet.control.restoration import report_contradiction, restored
 from phalanx.fleet.control.security import SecurityError
 from phalanx.fleet.control.transport import AgentLink, FleetServer, TransportError
+from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state, step
 from phalanx.fleet.core.epoch_plan import is_needed
@@ -240,7 +241,7 @@ class Coordinator:
         self._checkpoints = next((e.steps for e in batch if isinstance(e, m.DiskHolds)), self._checkpoints)
         # No await between this and the core: what is in the journal is what the core has seen.
         self._inbox, self._heartbeats, self._deaf_s = [], {}, 0.0
-        before, undecided, sending = mark(self._state), deque(batch), list[tuple[str, m.Command]]()
+        before, undecided, sending = mark(self._state), deque(batch), list[tuple[str, c.Command]]()
         try:
             while undecided:
                 sending += self._decide(undecided.popleft(), now_s)
@@ -258,7 +259,7 @@ class Coordinator:
         self._publish(now_s)
         await self._renew()
 
-    async def _resync(self, before: Mark, error: Exception) -> list[tuple[str, m.Command]]:
+    async def _resync(self, before: Mark, error: Exception) -> list[tuple[str, c.Command]]:
         """Replaces a contradictory state by a rebuilt one; returns the commands that ask every node to describe itself.
 
         The journal that led to the contradiction is kept as evidence, and a new journal begins.
@@ -304,11 +305,11 @@ class Coordinator:
         self._disk_complaint = ""
         return found
 
-    def _decide(self, event: m.CoreEvent, now_s: float) -> list[tuple[str, m.Command]]:
+    def _decide(self, event: m.CoreEvent, now_s: float) -> list[tuple[str, c.Command]]:
         orders: list[Order]
         self._state, orders = step(self._state, event, now_s)
         for order in orders:
-            if isinstance(order.command, m.Diagnose):
+            if isinstance(order.command, c.Diagnose):
                 self._inquiry = Inquiry.into(self._state, order.command.silent_s, now_s)
         return list(deliveries(self._state, orders))
 
@@ -388,7 +389,7 @@ class Coordinator:
         """Tells every agent that the run is over, and gives it a moment to hang up."""
         self.log(f"the run is over: {self._state.phase}, {self._state.reason}")
         for node in list(self._server.links):
-            self._server.send(node, m.Shutdown(self._state.reason))
+            self._server.send(node, c.Shutdown(self._state.reason))
         if self._file_writing is not None:
             await self._file_writing
         # While agents still hang up: whoever misses one of them sees why.

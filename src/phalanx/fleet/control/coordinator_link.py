@@ -21,12 +21,14 @@ import msgspec
 
 from phalanx.fleet.control.credentials import OTHER_START, Credentials
 from phalanx.fleet.control.transport import CLIENT_OPTIONS, QUEUED, SERVICE, TransportError
+from phalanx.fleet.core.commands import (
+    Command,
+    decode_command,
+)
 from phalanx.fleet.core.messages import (
     AgentMessage,
     AgentReport,
-    Command,
     OperatorRequest,
-    decode_command,
     encode,
 )
 from phalanx.run.token_proof import ForgedError, Seals, UnprovenError

@@ -9,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from phalanx.fleet.control.hang import FlightRecord, FlightRecordError, diagnose, parse_record
-from phalanx.fleet.core.messages import Diagnosed, Recorded
+from phalanx.fleet.core.messages import (
+    Diagnosed,
+    Recorded,
+)
 from phalanx.fleet.core.state import FleetState
 
 PATIENCE_S = 2.0

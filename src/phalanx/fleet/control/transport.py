@@ -25,10 +25,12 @@ import msgspec
 
 from phalanx.fleet.control.credentials import Credentials, Refusal
 from phalanx.fleet.control.descriptors import most_connections
-from phalanx.fleet.core.messages import (
-    AgentMessage,
+from phalanx.fleet.core.commands import (
     Command,
     Fence,
+)
+from phalanx.fleet.core.messages import (
+    AgentMessage,
     Folded,
     Joined,
     OperatorRequest,

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from phalanx.fleet.core import blame
+from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.epochs import (
     IN_EPOCH,
@@ -73,7 +74,7 @@ def _answer(state: FleetState, event: m.CoreEvent, orders: list[Order]) -> None:
             _answer(state, folded, orders)
     elif state.phase in OVER:
         if isinstance(event, m.Joined):
-            orders.append(Order(event.node, m.Shutdown(state.reason)))
+            orders.append(Order(event.node, c.Shutdown(state.reason)))
     else:
         _ANSWERS[type(event)](state, event, orders)
 
@@ -87,7 +88,7 @@ def _sender(
     """
     node = state.nodes.get(name)
     if node is None or incarnation > node.incarnation:
-        orders.append(Order(name, m.TellAll()))
+        orders.append(Order(name, c.TellAll()))
     elif not node.alive:
         # Also for a lower one, of a machine whose clock has stepped back: told of the one that is fenced, it takes the next.
         orders.append(Order(name))
@@ -178,11 +179,11 @@ def _compare(state: FleetState, node: Node, epoch: int, phase: m.WorkerPhase, or
     if phase is m.WorkerPhase.COLD and node.warm:
         node = change(state, node, meeting_points=(), why="its workers are not warm")
     elif phase is not m.WorkerPhase.COLD and not node.warm:
-        orders.append(Order(node.name, m.TellAll()))
+        orders.append(Order(node.name, c.TellAll()))
     if not member:
         if not free:
             node = change(state, node, engaged=True)
-            orders.append(Order(node.name, m.Park(epoch, "it is not a member of this epoch")))
+            orders.append(Order(node.name, c.Park(epoch, "it is not a member of this epoch")))
         elif node.engaged:
             change(state, node, engaged=False)
     elif state.phase is FleetPhase.PARKING and node.name in state.awaiting:
@@ -197,7 +198,7 @@ def _compare(state: FleetState, node: Node, epoch: int, phase: m.WorkerPhase, or
     elif state.phase in IN_EPOCH and (epoch != state.epoch or phase is m.WorkerPhase.LEAVING):
         regroup(state, orders, f"node {node.name} has left epoch {state.epoch}")
     elif state.phase is FleetPhase.RUNNING and state.stopping:
-        orders.append(Order(node.name, m.Stop(state.epoch)))
+        orders.append(Order(node.name, c.Stop(state.epoch)))
 
 
 def _worker_failed(state: FleetState, event: m.WorkerExited | m.WorkerHung, orders: list[Order]) -> None:
@@ -363,7 +364,7 @@ def _stop(state: FleetState, event: m.StopRun, orders: list[Order]) -> None:  # 
         return
     state.stopping = True
     if state.phase is FleetPhase.RUNNING:
-        orders.append(Order(SEATED, m.Stop(state.epoch)))
+        orders.append(Order(SEATED, c.Stop(state.epoch)))
 
 
 def _disconnected(state: FleetState, event: m.Disconnected, orders: list[Order]) -> None:
@@ -402,7 +403,7 @@ def _diagnosed(state: FleetState, event: m.Diagnosed, orders: list[Order]) -> No
     if state.settings.formation.pipeline == 1 and 2 * len(ranks) <= state.ranks:
         for rank in ranks:
             node = state.nodes[state.seats[rank // per_node]]
-            orders.append(Order(node.name, m.KillWorker(rank % per_node)))
+            orders.append(Order(node.name, c.KillWorker(rank % per_node)))
             if node.warm:
                 strike(state, node, f"hangs: {event.text[:200]}", meeting_points=())
 

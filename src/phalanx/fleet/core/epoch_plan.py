@@ -13,7 +13,14 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from phalanx.fleet.core.messages import NO_STEP, Fresh, FromDisk, Holder
+from phalanx.fleet.core.commands import (
+    Fresh,
+    FromDisk,
+)
+from phalanx.fleet.core.messages import (
+    NO_STEP,
+    Holder,
+)
 from phalanx.fleet.core.settings import CoreSettings
 from phalanx.fleet.core.state import Eligibility, FleetState, Node, RestorePoint, StateSource
 

@@ -7,6 +7,13 @@ when each member of the last one has reported that its workers have left, or is 
 
 from __future__ import annotations
 
+from phalanx.fleet.core.commands import (
+    Diagnose,
+    Fresh,
+    Park,
+    Shutdown,
+    Stop,
+)
 from phalanx.fleet.core.epoch_plan import (
     EpochPlan,
     is_complete,
@@ -14,7 +21,10 @@ from phalanx.fleet.core.epoch_plan import (
     possible_ranks,
     ranks_without_started_spares,
 )
-from phalanx.fleet.core.messages import NO_EPOCH, NO_STEP, Diagnose, Fresh, Park, Shutdown, Stop
+from phalanx.fleet.core.messages import (
+    NO_EPOCH,
+    NO_STEP,
+)
 from phalanx.fleet.core.orders import LIVING, SEATED, Order
 from phalanx.fleet.core.state import (
     NO_SEAT,

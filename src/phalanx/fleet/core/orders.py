@@ -11,18 +11,18 @@ from collections.abc import Iterable, Iterator
 
 from msgspec import Struct
 
-from phalanx.fleet.core.epoch_plan import holders_for, needs_buddy, share_of_holders
-from phalanx.fleet.core.messages import (
+from phalanx.fleet.core.commands import (
     Bind,
     Command,
     Fence,
     FromMemory,
-    Holder,
     Park,
     Release,
     Resume,
     Shutdown,
 )
+from phalanx.fleet.core.epoch_plan import holders_for, needs_buddy, share_of_holders
+from phalanx.fleet.core.messages import Holder
 from phalanx.fleet.core.state import NO_SEAT, FleetPhase, FleetState, Node, RestorePoint
 
 SEATED = "*seated"

@@ -23,9 +23,12 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from phalanx.fleet.core.commands import (
+    Shutdown,
+    TellAll,
+)
 from phalanx.fleet.core.epochs import IN_EPOCH, OVER, end
 from phalanx.fleet.core.invariants import Mark
-from phalanx.fleet.core.messages import Shutdown, TellAll
 from phalanx.fleet.core.orders import LIVING, Order
 from phalanx.fleet.core.state import NO_SEAT, FleetPhase, FleetState, note
 

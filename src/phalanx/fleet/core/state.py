@@ -17,7 +17,15 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from phalanx.fleet.core.messages import NO_EPOCH, NO_STEP, Fresh, FromDisk, RankSnapshot
+from phalanx.fleet.core.commands import (
+    Fresh,
+    FromDisk,
+)
+from phalanx.fleet.core.messages import (
+    NO_EPOCH,
+    NO_STEP,
+    RankSnapshot,
+)
 from phalanx.fleet.core.settings import CoreSettings
 from phalanx.run.fencing import FencingToken
 

@@ -33,7 +33,8 @@ from phalanx.fleet.control.credentials import Credentials, credentials_of
 from phalanx.fleet.control.descriptors import DescriptorLimitError, raise_descriptor_limit
 from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
 from phalanx.fleet.control.security import SecurityError
-from phalanx.fleet.core.messages import Command, RankSnapshot
+from phalanx.fleet.core.commands import Command
+from phalanx.fleet.core.messages import RankSnapshot
 from phalanx.fleet.core.settings import leave_s
 from phalanx.fleet.health.quick import complaints, of_node
 from phalanx.fleet.node.agent_actions import (

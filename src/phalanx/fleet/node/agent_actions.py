@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from phalanx.fleet.core.messages import NO_EPOCH, NO_STEP, AgentMessage
+from phalanx.fleet.core.messages import (
+    NO_EPOCH,
+    NO_STEP,
+    AgentMessage,
+)
 from phalanx.fleet.node.worker_link import SnapshotTaken, ToWorker
 
 

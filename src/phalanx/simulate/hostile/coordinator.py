@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import decide as core
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import CoreStep
@@ -27,7 +28,7 @@ class SimulatedCoordinator:
         settings: CoreSettings,
         clock: SimulatedClock,
         disk: Disk,
-        send: Callable[[str, m.Command], None],
+        send: Callable[[str, c.Command], None],
         on_epoch: Callable[[FleetState], None],
         step: CoreStep,
     ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.retention import droppable
 from phalanx.simulate.hostile.training import Group, TrainingWorld
@@ -21,10 +22,10 @@ class WorldView(TrainingWorld, Protocol):
     def coordinator_sees(self, event: m.CoreEvent) -> None:
         """Gives the coordinator an event without the network, such as a connection that broke."""
 
-    def group(self, bind: m.Bind) -> Group:
+    def group(self, bind: c.Bind) -> Group:
         """The process group of an epoch."""
 
-    def fetch(self, node: SimulatedNode, group: Group, bind: m.Bind) -> bool:
+    def fetch(self, node: SimulatedNode, group: Group, bind: c.Bind) -> bool:
         """Restores a node's state from where ``bind`` says; False if it is not there."""
 
 
@@ -49,7 +50,7 @@ class SimulatedNode:
         self.warm = self.hung = self.maimed = self.leaving = self.bound = self.leave_at_boundary = False
         self.epoch = self.parked = m.NO_EPOCH
         self.step = m.NO_STEP
-        self.bind: m.Bind | None = None
+        self.bind: c.Bind | None = None
         self.group: Group | None = None
 
     # --- faults
@@ -160,19 +161,19 @@ class SimulatedNode:
 
     # --- commands
 
-    def on_command(self, command: m.Command) -> None:
+    def on_command(self, command: c.Command) -> None:
         """Obeys a command of the coordinator."""
-        if isinstance(command, m.Park):
+        if isinstance(command, c.Park):
             self._park(command)
-        elif isinstance(command, m.Bind):
+        elif isinstance(command, c.Bind):
             self._enter(command)
-        elif isinstance(command, m.Fence) and command.incarnation >= self.incarnation:
+        elif isinstance(command, c.Fence) and command.incarnation >= self.incarnation:
             self._forget()
             self._begin()
-        elif isinstance(command, m.TellAll):
+        elif isinstance(command, c.TellAll):
             self.join()
 
-    def _park(self, command: m.Park) -> None:
+    def _park(self, command: c.Park) -> None:
         if self.epoch > command.epoch:
             return
         if self.epoch == m.NO_EPOCH:
@@ -198,11 +199,11 @@ class SimulatedNode:
         self.parked = max(self.parked, epoch)
         self.say(m.Parked(self.name, self.incarnation, epoch, self._points(), tuple(self.held)))
 
-    def _enter(self, bind: m.Bind) -> None:
+    def _enter(self, bind: c.Bind) -> None:
         if bind.epoch <= max(self.parked, self.epoch) or not self.warm:
             return
         self.epoch, self.bind, self.bound, self.step = bind.epoch, bind, False, m.NO_STEP
-        resumed = m.NO_STEP if isinstance(bind.resume, m.Fresh) else bind.resume.step
+        resumed = m.NO_STEP if isinstance(bind.resume, c.Fresh) else bind.resume.step
         # Steps after the restored one are computed again.
         self.held = {held: tainted for held, tainted in self.held.items() if held.step <= resumed}
         self.group = self.world.group(bind)
@@ -211,7 +212,7 @@ class SimulatedNode:
             self.world.random.uniform(0.01, self.world.conditions.restore_s), lambda: self._restore(bind)
         )
 
-    def _restore(self, bind: m.Bind) -> None:
+    def _restore(self, bind: c.Bind) -> None:
         if self.computes(bind.epoch) and self.group is not None:
             if self.world.fetch(self, self.group, bind):
                 self.group.has_restored(self)

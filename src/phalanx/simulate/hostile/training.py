@@ -12,8 +12,12 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Protocol
 
+from phalanx.fleet.core.commands import (
+    Bind,
+    Fresh,
+)
 from phalanx.fleet.core.invariants import BrokenInvariant
-from phalanx.fleet.core.messages import NO_STEP, Bind, Fresh
+from phalanx.fleet.core.messages import NO_STEP
 from phalanx.fleet.core.retention import may_begin
 from phalanx.simulate.clock import SimulatedClock
 from phalanx.simulate.hostile.conditions import Conditions

@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from functools import partial
 
+from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import CoreStep
 from phalanx.fleet.core.invariants import BrokenInvariant
@@ -57,13 +58,13 @@ class World:
         """Gives the coordinator an event without the network, such as a connection that broke."""
         self.coordinator.hear(event)
 
-    def to_node(self, name: str, command: m.Command) -> None:
+    def to_node(self, name: str, command: c.Command) -> None:
         """Sends a command, which may be lost or arrive twice."""
         node = self.nodes[name]
         for delay_s in self._delays(node):
             self.clock.after(delay_s, partial(self._arrive, node, command))
 
-    def _arrive(self, node: SimulatedNode, command: m.Command) -> None:
+    def _arrive(self, node: SimulatedNode, command: c.Command) -> None:
         if node.up and not node.cut:
             node.on_command(command)
 
@@ -75,20 +76,20 @@ class World:
 
     # --- training
 
-    def group(self, bind: m.Bind) -> Group:
+    def group(self, bind: c.Bind) -> Group:
         """The process group of an epoch."""
         if bind.epoch not in self.groups:
             self.groups[bind.epoch] = Group(self, bind)
         return self.groups[bind.epoch]
 
-    def fetch(self, node: SimulatedNode, group: Group, bind: m.Bind) -> bool:
+    def fetch(self, node: SimulatedNode, group: Group, bind: c.Bind) -> bool:
         """Restores a node's state from where ``bind`` says; False if it is not there."""
         resume = bind.resume
-        if isinstance(resume, m.FromDisk):
+        if isinstance(resume, c.FromDisk):
             if resume.step not in self.disk.steps:
                 return False
             group.inherit(self.disk.steps[resume.step])
-        elif isinstance(resume, m.FromMemory):
+        elif isinstance(resume, c.FromMemory):
             formation = self.conditions.settings.formation
             named = {formation.key(resume.ranks, holder.rank) for holder in resume.holders}
             same = resume.ranks == bind.ranks
@@ -106,7 +107,7 @@ class World:
                 node.held[m.RankSnapshot(bind.ranks, rank, resume.step, "own", 1, bind.epoch)] = found[key]
         return True
 
-    def _copy(self, resume: m.FromMemory, key: int) -> bool | None:
+    def _copy(self, resume: c.FromMemory, key: int) -> bool | None:
         """True if the copy of state ``key`` that a node finds is corrupt; None if no holder that ``resume`` lists has it."""
         formation = self.conditions.settings.formation
         for holder in resume.holders:
@@ -127,7 +128,7 @@ class World:
         lost = max(0, self.furthest - group.step)
         self.lost_steps += lost
         if (
-            isinstance(group.resume, m.FromMemory)
+            isinstance(group.resume, c.FromMemory)
             and self.conditions.copy_s < 0.1 * self.conditions.step_s
             and not limits
         ):
@@ -174,7 +175,7 @@ class World:
         best = max(
             (step for (ranks, step), found in keys.items() if len(found) == formation.keys(ranks)), default=-1
         )
-        chosen = -1 if isinstance(state.source, m.Fresh) else state.source.step
+        chosen = -1 if isinstance(state.source, c.Fresh) else state.source.step
         if chosen < best:
             raise BrokenInvariant(f"step {best} is held completely, and {state.source} was chosen")
         if not state.distrust and chosen < max(self.disk.steps, default=-1):

@@ -1,0 +1,141 @@
+"""The commands from the coordinator to an agent.
+
+A command says what a node should do now, and names the epoch that it refers to; an agent that gets one twice, or late, does nothing
+twice. The messages to the coordinator, and the parts of all messages, are in ``phalanx.fleet.core.messages``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from phalanx.fleet.core.messages import (
+    Address,
+    EpochNumber,
+    Holders,
+    Natural,
+    ShortText,
+    StepNumber,
+    WireMessage,
+    WorkerIndex,
+)
+
+
+class Fresh(WireMessage, frozen=True):
+    """Start at step 0, with weights drawn from the seed."""
+
+
+class FromDisk(WireMessage, frozen=True):
+    """Restore the committed checkpoint of ``step``."""
+
+    step: StepNumber
+
+
+class FromMemory(WireMessage, frozen=True):
+    """Restore the snapshot of ``step``, taken on ``ranks`` ranks, from the nearest of ``holders``.
+
+    If the number of ranks is the same, only holders of the state of the node's own ranks are listed; a rank is listed
+    several times, nearest holder first, if several hold it. Ranks that differ only in the replicate axis hold equal
+    state: a holder's ``rank`` is one that has the state needed, not always the rank that needs it.
+    """
+
+    step: StepNumber
+    ranks: Natural
+    holders: Holders
+    shared: bool = False
+    """Every rank needs the holders of all states, and ``holders`` is this node's share of them: once they have met, the ranks tell each other.
+    To tell everybody everything would take a number of bytes that grows with the square of the fleet."""
+
+
+Resume = Fresh | FromDisk | FromMemory
+
+
+class Park(WireMessage, frozen=True):
+    """Leave ``epoch`` and every earlier one, and never enter them again; answer Parked.
+
+    If ``planned``, leave at the next step boundary, with a snapshot of that step; otherwise at once.
+    """
+
+    epoch: EpochNumber
+    reason: ShortText = ""
+    planned: bool = False
+
+
+class Bind(WireMessage, frozen=True):
+    """Rendezvous in ``epoch`` as these ranks, restore, train; answer Bound. Refused if ``epoch`` has been parked.
+
+    Snapshots of later steps than the restored one are dropped: those steps are computed again.
+    """
+
+    epoch: EpochNumber
+    attempt: Natural
+    """The number under which the ranks write events and checkpoints: the same for all, since it is said here."""
+    ranks: Natural
+    places: Annotated[tuple[tuple[WorkerIndex, Natural], ...], Meta(max_length=4096)]
+    """(worker, rank) pairs; workers that are not listed stay warm."""
+    meeting_point: Address
+    """The rendezvous address: that of the worker that gets rank 0."""
+    resume: Resume
+    buddies: Holders = ()
+    """For each rank of this node that needs one, the buddy that keeps a second copy of its snapshots."""
+    left_s_ago: float | None = None
+    """Seconds since the decision to leave the last epoch that trained, if there was one."""
+    left_planned: bool = False
+    """That epoch was left at a step boundary, not because of a fault."""
+    nonfinite_step: StepNumber | None = None
+    """The step that is not finite whoever computes it: ``train.on_nonfinite`` applies to it."""
+
+
+class Release(WireMessage, frozen=True):
+    """Hold no rank from ``epoch`` on: be a spare."""
+
+    epoch: EpochNumber
+
+
+class KillWorker(WireMessage, frozen=True):
+    """Kill a worker at once (SIGKILL), and start another."""
+
+    worker: WorkerIndex
+
+
+class Diagnose(WireMessage, frozen=True):
+    """No step has ended for ``silent_s``: answer with the flight record of each worker (Recorded)."""
+
+    epoch: EpochNumber
+    silent_s: float
+
+
+class TellAll(WireMessage, frozen=True):
+    """Send Joined again: an earlier report seems to have been lost."""
+
+
+class Fence(WireMessage, frozen=True):
+    """Every incarnation up to ``incarnation`` is fenced: kill the workers, keep the snapshots, join again with a higher one."""
+
+    reason: ShortText = ""
+    incarnation: Natural = 0
+
+
+class Stop(WireMessage, frozen=True):
+    """Let the workers save and end the run; answer RunFinished."""
+
+    epoch: EpochNumber
+
+
+class Shutdown(WireMessage, frozen=True):
+    """The run is over: exit."""
+
+    reason: ShortText = ""
+
+
+Command = Park | Bind | Release | KillWorker | Diagnose | TellAll | Fence | Stop | Shutdown
+"""Everything that an agent obeys."""
+
+_commands: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
+
+
+def decode_command(line: bytes) -> Command:
+    """Decodes a command. Raises msgspec.ValidationError naming the field, or DecodeError."""
+    return _commands.decode(line)
