@@ -137,6 +137,34 @@ def test_only_adamw_keeps_a_narrow_state() -> None:
     assert only_problem(spec).path == "optimizer.state"
 
 
+INT8 = OptimizerSpec(state="int8")
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "remedy"),
+    [
+        (dataclasses.replace(MODEL, ffn_dim=96), {"tensor": 2}, "parallel.tensor = 1"),
+        (dataclasses.replace(MODEL, dim=256, ffn_dim=384), {"tensor": 4}, "parallel.tensor = 2"),
+        (MIXTURE, {"tensor": 4}, "parallel.tensor = 1"),
+        (dataclasses.replace(MIXTURE, dim=512), {"tensor": 2, "expert_tensor": 2}, "parallel.expert_tensor = 1"),
+    ],
+)  # fmt: skip
+def test_8_bit_state_is_refused_where_tensor_ranks_would_cut_through_a_block(
+    model: ModelSpec, parallel: dict[str, Any], remedy: str
+) -> None:
+    spec = run(model, **parallel)
+    problem = only_problem(dataclasses.replace(spec, optimizer=INT8))
+    assert problem.path == "optimizer.state"
+    assert problem.remedy.endswith(remedy)
+    for state in ("fp32", "bf16"):
+        assert not layout_problems(dataclasses.replace(spec, optimizer=OptimizerSpec(state=state)), 0)
+
+
+def test_8_bit_state_goes_with_tensor_ranks_that_hold_whole_blocks() -> None:
+    spec = run(dataclasses.replace(MODEL, dim=256, ffn_dim=256), tensor=2)
+    assert not layout_problems(dataclasses.replace(spec, optimizer=INT8), 2)
+
+
 def test_only_the_plain_state_of_adamw_lives_elsewhere() -> None:
     memory = MemorySpec(offload_optimizer="file")
     assert layout_problems(RunSpec(memory=memory), 0) == []

@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from phalanx.run.kinds.whole_model import tensor_sizes, undivided
+from phalanx.run.kinds.state_blocks import INT8_BLOCK, cut_by_tensor_ranks
+from phalanx.run.kinds.whole_model import resolve, tensor_sizes, undivided
 from phalanx.run.problems import Problem, divisors_near
 from phalanx.run.spec import ParallelSpec, RunSpec
 
@@ -114,7 +115,9 @@ def layout_problems(spec: RunSpec, ranks: int) -> list[Problem]:
         *_formats(spec),
         *_sharding(spec.parallel),
     ]
-    return [*problems, *(_ranks(spec, ranks) if ranks and not problems else ())]
+    if problems:
+        return problems
+    return [*_state_blocks(spec), *(_ranks(spec, ranks) if ranks else ())]
 
 
 def _tensor(spec: RunSpec) -> Iterator[Problem]:
@@ -309,6 +312,31 @@ def _formats(spec: RunSpec) -> Iterator[Problem]:
             f"{spec.optimizer.name}",
             'set it to "none", or optimizer.name = "adamw" and optimizer.state = "fp32"',
             ("optimizer.name", "optimizer.state"),
+        )
+
+
+def _state_blocks(spec: RunSpec) -> Iterator[Problem]:
+    parallel, optimizer = spec.parallel, spec.optimizer
+    if parallel.tensor == 1 or spec.model.factory:
+        return
+    model = resolve(spec.model)
+    for axis, degree, stacked in (
+        ("parallel.tensor", parallel.tensor, False),
+        ("parallel.expert_tensor", parallel.expert_tensor, True),
+    ):
+        part = cut_by_tensor_ranks(model, optimizer, degree, stacked=stacked)
+        if part is None:
+            continue
+        fewer = (less for less in range(degree - 1, 0, -1) if degree % less == 0)
+        whole = next(
+            less for less in fewer if not cut_by_tensor_ranks(model, optimizer, less, stacked=stacked)
+        )
+        yield Problem(
+            "optimizer.state",
+            f"int8 has one scale for {INT8_BLOCK} elements of a row, and each of {degree} ranks would hold "
+            f"{part.shape[-1] // degree} of a row of {part.name}",
+            f'set optimizer.state = "bf16", or {axis} = {1 if stacked else whole}',
+            (axis,),
         )
 
 

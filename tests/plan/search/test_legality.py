@@ -23,7 +23,7 @@ from phalanx.plan.workload.planned_layout import PlannedLayout
 from phalanx.plan.workload.stacks import Job
 from phalanx.run.check import check
 from phalanx.run.layout import layout_problems
-from phalanx.run.spec import ModelSpec, MoeSpec, RunSpec, RuntimeSpec, TrainSpec
+from phalanx.run.spec import ModelSpec, MoeSpec, OptimizerSpec, RunSpec, RuntimeSpec, TrainSpec
 
 MICRO_BATCHES, STAGES = (1, 2, 3), (2, 3)
 SCHEDULES = (("1f1b", 1), *(("interleaved", stages) for stages in STAGES), ("zbv", 2), ("dualpipev", 2))
@@ -44,6 +44,7 @@ def runs(draw: st.DrawFn) -> RunSpec:
         layers=draw(st.integers(1, 6)),
         dim=16 * heads,
         heads=heads,
+        head_dim=draw(st.sampled_from([16, 64])),
         kv_heads=draw(st.sampled_from(list(divisors(heads)))),
         ffn_dim=draw(st.sampled_from([96, 128, 192])),
         vocab_size=512,
@@ -58,7 +59,8 @@ def runs(draw: st.DrawFn) -> RunSpec:
         seq_len=draw(st.sampled_from([48, 64, 72])),
     )
     runtime = RuntimeSpec(device="cuda", compile=draw(st.booleans()))
-    spec = RunSpec(model=resolve(model), train=train, runtime=runtime)
+    optimizer = OptimizerSpec(state=draw(st.sampled_from(["fp32", "int8"])))
+    spec = RunSpec(model=resolve(model), train=train, runtime=runtime, optimizer=optimizer)
     assert not check(spec)
     return spec
 
@@ -129,7 +131,13 @@ def test_a_layout_that_is_looked_at_can_be_trained_and_is_read_back_from_its_run
     spec: RunSpec, ranks: int, random: Random
 ) -> None:
     job = job_of(spec, cluster("h100:32"))
-    options = Options(gpus=(ranks,), least_use=1e-9, micro_batches=MICRO_BATCHES, stages_per_rank=STAGES)
+    options = Options(
+        gpus=(ranks,),
+        least_use=1e-9,
+        micro_batches=MICRO_BATCHES,
+        stages_per_rank=STAGES,
+        offload=spec.optimizer.state == "fp32",
+    )
     layouts = list(offered(job, options))
     for layout in random.sample(layouts, min(len(layouts), 60)):
         run = run_of_layout(spec, job, layout)

@@ -16,12 +16,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from phalanx.run.kinds.parts import Parameter
+from phalanx.run.kinds.state_blocks import INT8_BLOCK
 from phalanx.run.spec import OptimizerSpec
 
 StateFormat = Literal["fp32", "bf16", "uint8"]
-
-INT8_BLOCK = 64
-"""Elements with a common scale: few enough to divide what tensor ranks hold of a row."""
 
 _FORMAT_BYTES = {"fp32": 4, "bf16": 2, "uint8": 1}
 UPDATE_BYTES = 14

@@ -1,4 +1,4 @@
-"""Fills in what a ``ModelSpec`` leaves open, and lists every parameter of a model: its table of parts.
+"""Lists every parameter of a model: its table of parts.
 
 The rows come from the files of the kinds of layers (``phalanx.run.kinds``); a test holds the table against the module in
 ``phalanx.model.transformer``.
@@ -6,29 +6,17 @@ The rows come from the files of the kinds of layers (``phalanx.run.kinds``); a t
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 
 from phalanx.run.factory import FactoryError
-from phalanx.run.kinds import block, ends, feed_forward, prediction_ahead
-from phalanx.run.kinds.attention import attention_kind
+from phalanx.run.kinds import block, ends, prediction_ahead
 from phalanx.run.kinds.mixture import is_mixture
 from phalanx.run.kinds.parts import Parameter
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 
-
-def resolve(spec: ModelSpec, vocab_size: int = 0) -> ModelSpec:
-    """The same model with every dimension written out (no zeros that stand for a rule)."""
-    ffn_dim, moe = spec.ffn_dim or feed_forward.default_width(spec), spec.moe
-    return dataclasses.replace(
-        spec,
-        kv_heads=spec.kv_heads or spec.heads,
-        head_dim=attention_kind(spec).head_dim(spec),
-        ffn_dim=ffn_dim,
-        vocab_size=spec.vocab_size or vocab_size,
-        moe=None if moe is None else dataclasses.replace(moe, ffn_dim=moe.ffn_dim or ffn_dim),
-    )
+__all__ = ["buffers", "numbered_parameters", "outside_blocks", "parameters", "resolve"]
 
 
 def parameters(spec: ModelSpec) -> Iterator[Parameter]:

@@ -20,6 +20,7 @@ from phalanx.plan.workload.planned_layout import LAYOUT_FIELDS, layout_field
 from phalanx.plan.workload.stacks import Job
 from phalanx.plan.workload.stages import most_stages
 from phalanx.run.kinds.mixture import is_mixture
+from phalanx.run.kinds.state_blocks import cut_by_tensor_ranks
 from phalanx.run.kinds.whole_model import tensor_sizes, undivided
 from phalanx.run.spec import ModelSpec
 
@@ -170,6 +171,7 @@ def _geometry(job: Job, options: Options, counts: tuple[int, ...]) -> tuple[Tabl
     sizes = [1] if "tensor" in _whole_axes(model) else [size for _, size in tensor_sizes(model)]
     divided = int(np.gcd.reduce(sizes))
     table: Table = {"tensor": np.array(list(divisors(divided, most)), dtype=np.int64)}
+    table = _keep(table, _whole_blocks(job, table["tensor"]), _CUT_BLOCKS, excluded)
     table = _cross(
         table, "context", [1] if "context" in _whole_axes(model) else [2**power for power in range(7)]
     )
@@ -191,6 +193,22 @@ def _geometry(job: Job, options: Options, counts: tuple[int, ...]) -> tuple[Tabl
     table = _schedules(job, options, table, excluded)
     table = _experts(job, table, excluded)
     return _shards(job, table), excluded
+
+
+_CUT_BLOCKS = "a block of the optimizer's int8 state is cut"
+
+
+def _whole_blocks(job: Job, degrees: Ints, *, stacked: bool = False) -> Bools:
+    """The mask of tensor degrees that leave the optimizer's blocks whole (``phalanx.run.kinds.state_blocks``)."""
+    optimizer, model = job.stack.states.optimizer, job.workload.model
+    if optimizer is None:  # other software, whose formats are its own
+        return np.ones(degrees.shape, dtype=bool)
+    cut = {
+        degree
+        for degree in {*degrees.tolist()}
+        if cut_by_tensor_ranks(model, optimizer, degree, stacked=stacked) is not None
+    }
+    return ~np.isin(degrees, list(cut))
 
 
 def _whole_axes(model: ModelSpec) -> set[str]:
@@ -238,6 +256,7 @@ def _experts(job: Job, table: Table, excluded: dict[str, int]) -> Table:
     table["expert_tensor"] = np.where(table.pop("divided") > 0, table["tensor"], 1)
     inner = (table["expert_tensor"] == 1) | (moe.ffn_dim % (8 * table["expert_tensor"]) == 0)
     table = _keep(table, inner, "an expert's width does not divide", excluded)
+    table = _keep(table, _whole_blocks(job, table["expert_tensor"], stacked=True), _CUT_BLOCKS, excluded)
     group, ranks = table["expert"] * table["expert_tensor"], table["tensor"] * table["context"]
     team = np.maximum(1, group // ranks)
     folds = np.maximum(group, ranks) % np.minimum(group, ranks) == 0

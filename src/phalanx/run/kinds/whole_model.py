@@ -17,6 +17,19 @@ _NO_LAYER = "rope_scaling"
 """The one section of a model that describes no layer."""
 
 
+def resolve(spec: ModelSpec, vocab_size: int = 0) -> ModelSpec:
+    """The same model with every dimension written out (no zeros that stand for a rule)."""
+    ffn_dim, moe = spec.ffn_dim or feed_forward.default_width(spec), spec.moe
+    return dataclasses.replace(
+        spec,
+        kv_heads=spec.kv_heads or spec.heads,
+        head_dim=attention_kind(spec).head_dim(spec),
+        ffn_dim=ffn_dim,
+        vocab_size=spec.vocab_size or vocab_size,
+        moe=None if moe is None else dataclasses.replace(moe, ffn_dim=moe.ffn_dim or ffn_dim),
+    )
+
+
 def problems(model: ModelSpec) -> Iterator[Problem]:
     """Combinations of a model's fields that cannot be."""
     yield from attention_problems(model)

@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.model.facts.optimizer_state import INT8_BLOCK
 from phalanx.model.init import flat_indices
 from phalanx.model.random_bits import random_words, stream_key
 from phalanx.parallel.mesh.local_slice import LocalSlice
+from phalanx.run.kinds.state_blocks import INT8_BLOCK
 
 
 class Moments(Protocol):

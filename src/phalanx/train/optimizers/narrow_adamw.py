@@ -12,10 +12,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from phalanx.model.facts.optimizer_state import INT8_BLOCK
 from phalanx.parallel.mesh.local_slice import LocalSlice
 from phalanx.parallel.reduction.data_parallel import local
 from phalanx.run.kinds.parts import Parameter
+from phalanx.run.kinds.state_blocks import INT8_BLOCK
 from phalanx.run.spec import OptimizerSpec
 from phalanx.train.optimizers.adamw import adamw_update, chunk_elements
 from phalanx.train.optimizers.moment_formats import Bf16Moments, Elements, Int8Moments, Moments
