@@ -12,8 +12,8 @@ same steps again from the start, and whether the weights hash the same.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
-import os
 import statistics
 import tempfile
 from pathlib import Path
@@ -21,12 +21,14 @@ from typing import Any
 
 import torch
 
+from phalanx.hardware.device import give_back_memory
 from phalanx.hardware.device_peak import accelerator_named
+from phalanx.hardware.environment import set_for_rank
 from phalanx.hardware.matmul_peak import measure_matmul_flops
 from phalanx.model.facts.counts import count
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import resolve
-from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
+from phalanx.parallel.process_group.rendezvous import RankEnvironment, device_for, join, leave
 from phalanx.run.spec import ParallelSpec, PrecisionSpec, RunSpec, RuntimeSpec, ScheduleSpec, TrainSpec
 from phalanx.train.lifecycle.assemble import make_deterministic
 from phalanx.train.step.state import weights_sha256
@@ -53,16 +55,16 @@ def spec_for(arguments: argparse.Namespace, preset: str) -> RunSpec:
 
 def measure(arguments: argparse.Namespace, preset: str) -> dict[str, Any]:
     """Speed, MFU and the hashes of two equal runs."""
-    spec, device = spec_for(arguments, preset), torch.device(arguments.device)
+    spec, device = spec_for(arguments, preset), device_for(arguments.device, 0)
     hashes, times, peak = [], [], 0.0
     for _ in range(2):
         stepper, step = build_stepper(spec, device)
         times = [seconds_of(step, device) for _ in range(arguments.steps)]
-        hashes.append(weights_sha256(stepper.model.parts, stepper.placement))
+        hashes.append(weights_sha256(stepper.built.model.parts, stepper.built.placement))
         peak = max(peak, measure_matmul_flops(device, torch.bfloat16))
         del stepper, step
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        gc.collect()  # FSDP's modules and their hooks refer to each other
+        give_back_memory(device)
     step_s = statistics.median(times[2:] or times)
     tokens = spec.train.batch_size * spec.train.seq_len
     flops_per_s = count(spec.model, spec.train.seq_len).flops_per_token * tokens / step_s
@@ -96,8 +98,8 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    device = torch.device(arguments.device)
+    set_for_rank()
+    device = device_for(arguments.device, 0)
     make_deterministic(spec_for(arguments, "toy-4m"), device)
     with tempfile.TemporaryDirectory() as folder:
         join(RankEnvironment(0, 1, 0, (Path(folder) / "store").as_uri(), "phalanx"), device, 60.0)

@@ -26,7 +26,8 @@ class ImageCopier:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(COPY_THREADS, "checkpoint-stage")
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._last_copied: torch.cuda.Event | None = None
+        self._last_copied: list[tuple[torch.device, torch.cuda.Event]] = []
+        """The ends of the copies that no fence has waited for yet, with the devices that they are from."""
 
     def copy(
         self, layout: ImageLayout, shards: Sequence[Shard], image: ByteArray
@@ -54,9 +55,9 @@ class ImageCopier:
 
     def fence(self) -> None:
         """To be called before weights change: device copies that still run come first. Does not block the host."""
-        if self._last_copied is not None:
-            torch.cuda.current_stream().wait_event(self._last_copied)
-            self._last_copied = None
+        for device, copied in self._last_copied:
+            torch.cuda.current_stream(device).wait_event(copied)
+        self._last_copied = []
 
     def close(self) -> None:
         """Stops the copying threads."""
@@ -91,7 +92,7 @@ class ImageCopier:
                     target.copy_(tensor.detach(), non_blocking=True)
                 copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 copied.record(stream)
-        self._last_copied = copied
+            self._last_copied.append((device, copied))
         return copied
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:

@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
+from phalanx.hardware.environment import set_for_rank
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.problems import RunFileError
 from phalanx.run.spec import RunSpec
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 def train_as_rank(spec: RunSpec, run_file: Path, as_json: bool) -> int:
     """Joins the others, lets rank 0 prepare the run, and trains; the exit code."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    set_for_rank()
     from phalanx.parallel.process_group.rendezvous import device_for, join, leave, rank_from_environment
 
     first, stop = False, StopRequest((signal.SIGTERM, signal.SIGINT))

@@ -53,6 +53,7 @@ from phalanx.fleet.node.worker_link import (
     WorkerEnd,
 )
 from phalanx.fleet.node.worker_orders import Orders
+from phalanx.hardware.device import answers, give_back_memory, make_current
 from phalanx.observe.event_log import newest_event
 from phalanx.observe.goodput import ledger_of
 from phalanx.observe.ledger import NS_PER_S, Bucket, Ledger
@@ -112,6 +113,7 @@ class Worker:
                 "has changed the file"
             )
         self._device = device_for(self._spec.runtime.device, args.local_rank)
+        make_current(self._device)
         self._segments = segments_from(args.segments)
         tls = read_certificates(args.certificates).client_context() if args.certificates else None
         self._saboteur: Saboteur | None = None
@@ -185,6 +187,11 @@ class Worker:
             self._store = None
         # The exception, and with it every frame of the epoch, is gone by now; so are the groups' threads after this.
         gc.collect()
+        if not answers(self._device):
+            # Every later epoch would end with the same error. The agent starts another process in this one's place.
+            print(f"{self._device} does not answer any more; this worker ends", file=sys.stderr, flush=True)
+            os._exit(EXIT_FAILED)
+        give_back_memory(self._device)
         if not stopped:
             self._link.send(LeftEpoch(bind.epoch, self._fresh_meeting_point()))
 

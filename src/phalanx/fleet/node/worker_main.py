@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from phalanx.fleet.node.worker_link import LinkError, RunFailed, Unfit, WorkerEnd
+from phalanx.hardware.environment import set_for_rank
 from phalanx.train.lifecycle.interrupt import StopRequest
 from phalanx.train.lifecycle.worker import EXIT_FAILED, die_with_parent, known_errors, without_gc
 
@@ -22,7 +23,7 @@ def main() -> None:
     """The process that an agent starts."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # its agent tells it what to do
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    set_for_rank(survives=True)
     parser = argparse.ArgumentParser(prog="phalanx.fleet.node.worker_main")
     parser.add_argument("--link", type=int, required=True, help="descriptor of the socket to the agent")
     parser.add_argument(

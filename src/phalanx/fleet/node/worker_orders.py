@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -74,7 +75,10 @@ class Orders:
             with self._breaking:
                 session = self._session
                 if session is not None and self.over(session[0]):
-                    session[1]()
+                    try:
+                        session[1]()
+                    except Exception:  # the main thread may be making the groups that are to be aborted: the next attempt counts
+                        traceback.print_exc()
             time.sleep(_AGAIN_S)
 
     def _must_break_off(self) -> bool:

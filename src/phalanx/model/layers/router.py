@@ -143,7 +143,7 @@ class Router(nn.Module):
         """Sum over these tokens of each one's share of the balance losses, 0-dim; the losses are means over all tokens."""
         total = logits.new_zeros(())
         if self.moe.aux_loss:
-            statistics = self.total_over(torch.cat((counts, counts.new_tensor([tokens]))))
+            statistics = self.total_over(torch.cat((counts, counts.new_full((1,), tokens))))
             # 1 for every expert if the load is even; no gradient, because counting has none.
             load = statistics[:-1].float() * (self.moe.experts / self.moe.per_token) / statistics[-1].float()
             shares = scores if self.moe.score == "softmax" else scores / scores.sum(dim=1, keepdim=True)

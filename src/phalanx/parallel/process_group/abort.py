@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 import torch
 import torch.distributed as dist
 
+from phalanx.hardware.device import on_gpu
 from phalanx.parallel.mesh.torch_compat import abort_nccl
 
 
@@ -51,9 +52,11 @@ class Connections:
 
 def abort(connections: Connections, device: torch.device) -> None:
     """Aborts the collective that this process is in, or will enter before it leaves its groups."""
-    if device.type == "cuda" and dist.is_initialized():
-        abort_nccl()
-    connections.shut()
+    try:
+        if on_gpu(device) and dist.is_initialized():
+            abort_nccl()
+    finally:  # also where NCCL's abort fails, because the main thread is making another group just now
+        connections.shut()
 
 
 def _sockets() -> list[tuple[int, int]]:

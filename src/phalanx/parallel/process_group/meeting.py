@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from phalanx.hardware.device import make_current, on_gpu
+from phalanx.parallel.process_group.rendezvous import backends_for
 from phalanx.parallel.process_group.sealed_store import SealedStore, prove_members
 
 _RETRY_S, _ATTEMPT_S = 0.02, 1.0
@@ -83,6 +85,7 @@ def meet(
     Raises:
         RendezvousError: Some rank does not know the token.
     """
+    make_current(device)
     host, _, port = address.rpartition(":")
     if here is not None:
         store = here.into_store(ranks, timeout_s)
@@ -90,10 +93,10 @@ def meet(
         store = _store_at(host, int(port), ranks, timeout_s, check)
     purpose = f"epoch-{epoch}"
     kept: Store = PrefixStore(purpose, store)
-    if device.type == "cpu":  # NCCL's own threads use its store, and would have to call back into Python
+    if not on_gpu(device):  # NCCL's own threads use its store, and would have to call back into Python
         kept = SealedStore(kept, token, purpose)
     dist.init_process_group(
-        backend="gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+        backend=backends_for(device),
         store=kept,
         rank=rank,
         world_size=ranks,

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from phalanx.hardware.device import make_current, on_gpu
 from phalanx.parallel.mesh.torch_compat import forget_groups
 
 _DEFAULT_PORT = 29_500  # torchrun's
@@ -101,6 +102,11 @@ def device_for(kind: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def backends_for(device: torch.device) -> str:
+    """The backends of a process group whose ranks compute on ``device``: gloo for CPU tensors, NCCL for a GPU's."""
+    return "cpu:gloo,cuda:nccl" if on_gpu(device) else "gloo"
+
+
 def join(place: RankEnvironment, device: torch.device, timeout_s: float) -> None:
     """Makes this process a rank of the default process group: gloo on CPUs, NCCL (and gloo) on GPUs.
 
@@ -109,12 +115,11 @@ def join(place: RankEnvironment, device: torch.device, timeout_s: float) -> None
     if place.launcher == "phalanx":
         # All ranks are on this machine: a laptop's host name may resolve to nowhere, loopback always works.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if os.uname().sysname == "Linux" else "lo0")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    make_current(device)
     try:
         store = _file_store(place)
         dist.init_process_group(
-            backend="gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+            backend=backends_for(device),
             init_method=None if store else place.meeting_point,
             store=store,
             rank=place.rank,

@@ -55,7 +55,7 @@ class SequenceComm:
     def stack(self, statistics: Tensor) -> Tensor:
         """Every rank's tensor, ``(ranks, ...)``, without a gradient."""
         with self.waiting():
-            return gather_along(statistics.unsqueeze(0), 0, self.group)
+            return gather_along(statistics.unsqueeze(0).contiguous(), 0, self.group)
 
     def waiting(self) -> AbstractContextManager[None]:
         """A context to measure the time of a collective."""

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from phalanx.data.prefetch import Prefetch
+from phalanx.hardware.device import pinned
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import (
     Evaluated,
@@ -171,7 +172,7 @@ def _prefetch(training: Training, done_steps: int, samples: Samples) -> Prefetch
 
     def of_round(number: int) -> NDArray[np.int64]:
         step, turn = divmod(number, len(rounds))
-        return samples(step + 1, rounds[turn].slot)
+        return pinned(samples(step + 1, rounds[turn].slot), training.mesh.device)
 
     return Prefetch(of_round, range(done_steps * len(rounds), training.inputs.spec.train.steps * len(rounds)))
 

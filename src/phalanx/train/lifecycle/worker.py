@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from phalanx.hardware.environment import set_for_rank
 from phalanx.train.lifecycle.ending import report_failure
 from phalanx.train.lifecycle.interrupt import StopRequest
 
@@ -163,8 +164,7 @@ def main() -> int:
     die_with_parent()
     stop = StopRequest((signal.SIGTERM, signal.SIGINT))
     stop.end_at_once()
-    # Before torch starts CUDA: without it, cuBLAS may pick another algorithm from one run to the next.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    set_for_rank()
     parser = argparse.ArgumentParser(prog="phalanx.train.lifecycle.worker")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--attempt", type=int, required=True)

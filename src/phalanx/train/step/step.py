@@ -20,6 +20,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from phalanx.hardware.device import wait_for_stream
 from phalanx.model.layers.router import routers
 from phalanx.observe.ledger import Bucket, Ledger
 from phalanx.parallel.mesh.slots import Round
@@ -163,8 +164,7 @@ class Stepper:
                 clock.take_ns()
 
     def _wait_for_device(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        wait_for_stream(self._device)
 
     def _run_slots(self, audit: Audit | None) -> tuple[Tensor, Tensor]:
         """Forward and backward of this rank's slots.

@@ -1,0 +1,62 @@
+"""Orders to the device that a rank computes on, and questions to it: the same calls for a CPU and for a GPU.
+
+On a CPU everything has happened when a call returns, so most of this does nothing there. A GPU has a queue (a stream) that the
+host runs ahead of, a current device for each thread of the host, and an allocator that keeps what is freed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+
+def on_gpu(device: torch.device) -> bool:
+    """True if work on ``device`` is queued there and runs on while the host goes on."""
+    return device.type == "cuda"
+
+
+def make_current(device: torch.device) -> None:
+    """Makes a GPU the current one of this thread.
+
+    Whatever is made without a device is then made there: FSDP's buffers and streams, NCCL's communicators, and the first
+    context of the process, which would else take memory of the machine's first GPU as well.
+    """
+    if on_gpu(device):
+        torch.cuda.set_device(device)
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Waits until everything queued on ``device``, on any stream, is done. Raises what went wrong there."""
+    if on_gpu(device):
+        torch.cuda.synchronize(device)
+
+
+def wait_for_stream(device: torch.device) -> None:
+    """Waits until everything queued on the current stream of ``device`` is done."""
+    if on_gpu(device):
+        torch.cuda.current_stream(device).synchronize()
+
+
+def answers(device: torch.device) -> bool:
+    """True if ``device`` can still compute.
+
+    After an illegal access, an uncorrectable memory error and the like, a process gets the same error from every later call to
+    its GPU; only a new process helps.
+    """
+    try:
+        wait_for_device(device)
+    except RuntimeError:
+        return False
+    return True
+
+
+def give_back_memory(device: torch.device) -> None:
+    """Gives memory that PyTorch keeps for later tensors back to the driver, for NCCL and other processes to take."""
+    if on_gpu(device):
+        torch.cuda.empty_cache()
+
+
+def pinned(array: NDArray[np.int64], device: torch.device) -> NDArray[np.int64]:
+    """A copy of ``array`` in page-locked memory, from which a copy to a GPU need not be waited for; on a CPU, ``array`` itself."""
+    return torch.from_numpy(array).pin_memory().numpy() if on_gpu(device) else array
