@@ -12,6 +12,7 @@ all-reduce when a replica's slots fill a whole subtree.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -23,6 +24,7 @@ from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.mesh.slots import Round
 from phalanx.parallel.mesh.torch_compat import AllGather, ReduceScatter, all_gather_single
+from phalanx.parallel.reduction.level_sums import LevelSums, level_sums
 from phalanx.parallel.reduction.slot_tree import Leaves, SlotTree
 
 
@@ -127,25 +129,32 @@ def exchange(nodes: Sequence[Tensor], leaves: Leaves, mesh: Mesh, out: Tensor) -
     """
     replicas, flat = mesh.replicas, out.view(-1)
     piece = -(-flat.numel() // replicas)
-    forests = [leaves.forest(replica) for replica in range(replicas)]
+    held, sums = _of_all_replicas(leaves, out.device)
     # Step 1: replica j gets the j-th piece of every replica's nodes. Sent: (replicas, own nodes, piece); received, end to
     # end: (nodes of replica 0, piece), (nodes of replica 1, piece), ...
-    counts = [len(forest) * piece for forest in forests]
+    counts = [nodes * piece for nodes in held]
     received = out.new_empty(sum(counts))
     sent = _by_piece(nodes, replicas, piece)
     dist.all_to_all_single(
         received, sent, counts, [len(nodes) * piece] * replicas, group=mesh.replicate_group
     )
-    # Step 2: the forests of all replicas together are the whole tree but for its top, which is added here: (piece,).
-    tree: SlotTree[Tensor] = SlotTree(leaves.count, add_in_place)
-    for forest, part in zip(forests, torch.split(received, counts), strict=True):
-        for node, value in zip(forest, part.view(len(forest), piece), strict=True):
-            tree.push_node(node, value)
+    # Step 2: the forests of all replicas together are the whole tree but for its top, which is added here.
+    rows = received.view(sum(held), piece)
+    sums.add(rows)
+    ((_, root),) = sums.left
     # Step 3: all pieces to all replicas: (replicas * piece,), perhaps more than ``out`` has.
     whole = flat if flat.numel() == replicas * piece else out.new_empty(replicas * piece)
-    all_gather_single(whole, tree.take_root().contiguous(), mesh.replicate_group)
+    all_gather_single(whole, rows[root], mesh.replicate_group)
     if whole is not flat:
         flat.copy_(whole[: flat.numel()])
+
+
+@functools.cache
+def _of_all_replicas(leaves: Leaves, device: torch.device) -> tuple[list[int], LevelSums]:
+    """The number of nodes that each replica is left with, and the additions among all of them."""
+    forests = [leaves.forest(replica) for replica in range(leaves.deal.replicas)]
+    nodes = [node for forest in forests for node in forest]
+    return [len(forest) for forest in forests], level_sums(leaves.count, nodes, device)
 
 
 def _by_piece(nodes: Sequence[Tensor], replicas: int, piece: int) -> Tensor:
@@ -153,9 +162,12 @@ def _by_piece(nodes: Sequence[Tensor], replicas: int, piece: int) -> Tensor:
     if len(nodes) == 1 and nodes[0].numel() == replicas * piece:
         return nodes[0].view(-1)
     arranged = nodes[0].new_zeros((replicas, len(nodes), piece))
+    full, rest = divmod(nodes[0].numel(), piece)
     for position, node in enumerate(nodes):
-        for replica, part in enumerate(torch.split(node.view(-1), piece)):
-            arranged[replica, position, : part.numel()] = part
+        flat = node.view(-1)
+        arranged[:full, position] = flat[: full * piece].view(full, piece)
+        if rest:
+            arranged[full, position, :rest] = flat[full * piece :]
     return arranged.view(-1)
 
 
