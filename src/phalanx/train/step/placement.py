@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -52,18 +53,34 @@ class Placement:
 
     def holders(self, name: str) -> tuple[int, ...]:
         """The ranks that hold the same part of a parameter as this one, this one included, in ascending order."""
-        mesh, kind = self.mesh, self.kinds[name]
+        kind = self.kinds[name]
         if kind.stacked:
-            place = mesh.expert_mesh.get_coordinate()
-            assert place is not None, "every rank has a place"
-            held = mesh.expert_mesh.mesh[place[0], :, place[2], place[3], place[4]]
-        elif kind.kind == "balance":
-            held = mesh.dense.mesh[mesh.pipeline_rank]
-        elif self.partition(name).splits:
-            held = mesh.dense.mesh[mesh.pipeline_rank, :, mesh.fsdp_rank, mesh.tensor_rank]
-        else:
-            held = mesh.dense.mesh[mesh.pipeline_rank, :, mesh.fsdp_rank]
-        return tuple(sorted(int(rank) for rank in held.flatten().tolist()))
+            return self._holders_of_experts
+        if kind.kind == "balance":
+            return self._holders_of_biases
+        return self._holders_of_cut if self.partition(name).splits else self._holders_of_uncut
+
+    # As many ranks as replicas, or as the whole fleet: they are listed once for all parameters, not at every step for each.
+
+    @cached_property
+    def _holders_of_experts(self) -> tuple[int, ...]:
+        place = self.mesh.expert_mesh.get_coordinate()
+        assert place is not None, "every rank has a place"
+        return _ascending(self.mesh.expert_mesh.mesh[place[0], :, place[2], place[3], place[4]])
+
+    @cached_property
+    def _holders_of_biases(self) -> tuple[int, ...]:
+        return _ascending(self.mesh.dense.mesh[self.mesh.pipeline_rank])
+
+    @cached_property
+    def _holders_of_cut(self) -> tuple[int, ...]:
+        mesh = self.mesh
+        return _ascending(mesh.dense.mesh[mesh.pipeline_rank, :, mesh.fsdp_rank, mesh.tensor_rank])
+
+    @cached_property
+    def _holders_of_uncut(self) -> tuple[int, ...]:
+        mesh = self.mesh
+        return _ascending(mesh.dense.mesh[mesh.pipeline_rank, :, mesh.fsdp_rank])
 
     def shard(self, prefix: str, name: str, tensor: Tensor) -> Shard:
         """This rank's shard of a tensor that is laid out like parameter ``name``, for a checkpoint."""
@@ -94,3 +111,7 @@ class Placement:
         """Gathers a tensor that is laid out like parameter ``name``. A collective call of all ranks of a stage and replica."""
         part = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         return self.partition(name).gather(part)
+
+
+def _ascending(ranks: Tensor) -> tuple[int, ...]:
+    return tuple(sorted(int(rank) for rank in ranks.flatten().tolist()))
