@@ -41,6 +41,7 @@ def test_the_state_of_a_fleet_is_on_the_disk_before_it_gets_its_name(
         restarts=0,
         stopping=False,
         durable_steps=(),
+        unsaved_steps=0,
         result_json="",
         members=(),
         happenings=(),

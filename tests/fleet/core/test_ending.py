@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from fleet.small_fleets import running
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as effort
+from hypothesis import strategies as st
+
+from fleet.small_fleets import Fleet, running
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.epochs import next_deadline_s
+from phalanx.fleet.core.invariants import check
+from phalanx.fleet.core.settings import Formation
 from phalanx.fleet.core.state import FleetPhase
 
 
@@ -23,6 +32,7 @@ def test_a_run_that_fails_at_the_same_step_for_ever_is_given_up() -> None:
         fleet.hear(m.Broken("0", 1, fleet.state.epoch, 0, "illegal instruction"))
         fleet.park(step=5)
         fleet.bind()
+    fleet.hear(m.DiskHolds((5,)))
     assert fleet.state.phase is FleetPhase.FAILED
     assert "illegal instruction" in fleet.state.reason
 
@@ -84,3 +94,108 @@ def test_only_steps_beyond_the_furthest_one_are_progress_unless_ground_was_lost(
     fail(snapshot=9)
     fail(snapshot=6)  # behind step 9, which was restored before
     assert [fleet.state.tries, reach(7)] == [2, 0]
+
+
+# --- what only memory holds -----------------------------------------------------------------------
+
+
+def all_barred(seed: int = 0, step: int = 7, **changes: object) -> Fleet:
+    """A fleet of four that waits: each node is drained or quarantined, one perhaps lost; memory holds ``step``."""
+    chance = random.Random(seed)
+    fleet = running(4, spares=0, **changes)
+    beats = [m.Heartbeat(name, 1, 0, step, m.WorkerPhase.BOUND) for name in fleet.state.seats]
+    fleet.hear(*beats)
+    lost = chance.choice([None, *fleet.state.seats])
+    for name in fleet.state.seats:
+        fleet.hear(chance.choice([m.Drain(name), m.Suspect(name, "health", "dust")]))
+    if lost is not None:
+        fleet.hear(m.Broken("0", 1, 0, 0), m.Disconnected(lost, 1), m.Tick(), after_s=2.0)
+    fleet.park(step=step)
+    assert fleet.state.phase is FleetPhase.WAITING
+    return fleet
+
+
+def orders_to_save(fleet: Fleet) -> dict[str, c.SaveSnapshots]:
+    return {name: command for name, command in fleet.said if isinstance(command, c.SaveSnapshots)}
+
+
+@given(st.integers(0, 2**32), st.sampled_from([0, 1, 2]))
+def test_a_fleet_that_is_stopped_while_it_waits_has_each_state_written_once_by_a_node_that_holds_it(
+    seed: int, shard_ranks: int
+) -> None:
+    fleet = all_barred(seed, formation=Formation(1, (4,), shard_ranks=shard_ranks))
+    fleet.hear(m.StopRun())
+    orders, formation = orders_to_save(fleet), fleet.state.settings.formation
+    assert fleet.state.phase is FleetPhase.SAVING
+    assert sorted(state for order in orders.values() for _, state in order.share) == list(
+        range(formation.keys(4))
+    )
+    for name, order in orders.items():
+        assert (order.step, order.ranks, order.states) == (7, 4, formation.keys(4))
+        held = {held.rank for held in fleet.state.nodes[name].held if held.step == 7}
+        for rank, state in order.share:
+            assert rank in held
+            assert formation.key(4, rank) == state
+    fleet.hear(m.Durable("0", 1, fleet.state.epoch, 7), m.DiskHolds((7,)))
+    assert fleet.state.phase is FleetPhase.FINISHED
+    assert fleet.state.reason.endswith("step 7 was saved from the memory of the nodes")
+
+
+@effort(deadline=None)
+@given(st.integers(0, 2**32), st.lists(st.sampled_from(["refuses", "dies", "returns"]), max_size=8))
+def test_as_long_as_memory_holds_every_state_it_is_saved_by_others_and_else_the_lost_steps_are_told(
+    seed: int, troubles: list[str]
+) -> None:
+    fleet, chance = all_barred(seed), random.Random(seed)
+    fleet.hear(m.StopRun())
+    for trouble in troubles:
+        if fleet.state.phase is not FleetPhase.SAVING:
+            break
+        name = chance.choice(sorted(fleet.state.writing))
+        if trouble == "refuses":
+            fleet.hear(m.NotSaved(name, fleet.incarnation(name), fleet.state.epoch, "damaged"))
+        elif trouble == "dies":
+            fleet.hear(m.Disconnected(name, fleet.incarnation(name)), m.Tick())
+            fleet.hear(m.Tick(), after_s=3.0)
+        else:
+            fleet.join(name, incarnation=fleet.incarnation(name) + 1)
+        check(fleet.state)
+    whole = {held.rank for node in fleet.state.nodes.values() if node.alive for held in node.held} >= set(
+        range(4)
+    )
+    assert (fleet.state.phase is FleetPhase.SAVING) == whole
+    if whole:
+        fleet.hear(m.DiskHolds((7,)))
+    else:
+        assert "steps 1 to 7 are not on disk, and will be computed again" in fleet.state.reason
+    assert fleet.state.phase is FleetPhase.FINISHED
+
+
+def test_an_order_to_save_that_was_lost_is_repeated() -> None:
+    fleet = all_barred()
+    fleet.hear(m.StopRun())
+    told = orders_to_save(fleet)
+    for name, order in told.items():
+        fleet.hear(m.Heartbeat(name, fleet.incarnation(name), m.NO_EPOCH, m.NO_STEP, m.WorkerPhase.WARM))
+        assert orders_to_save(fleet) == {name: order}
+
+
+def test_a_fleet_whose_nodes_do_not_save_in_time_ends_and_says_what_is_lost() -> None:
+    fleet = all_barred(lease_s=1e9)
+    fleet.hear(m.Durable("0", 1, 0, 4), m.StopRun())
+    fleet.hear(m.Tick(), after_s=601.0)
+    assert fleet.state.phase is FleetPhase.FINISHED
+    assert "did not save their memory within 600 s; steps 5 to 7 are not on disk" in fleet.state.reason
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_run_that_is_given_up_is_saved_first_unless_the_disk_has_it_all(durable: bool) -> None:
+    fleet = running(wanted=2, spares=0, max_tries=2)
+    for _ in range(4):
+        fleet.hear(m.Broken("0", 1, fleet.state.epoch, 0, "illegal instruction"))
+        fleet.hear(*([m.Durable("0", 1, 0, 5)] if durable else []))
+        fleet.park(step=5)
+        fleet.bind()
+    assert (fleet.state.phase is FleetPhase.FAILED) is durable
+    fleet.hear(m.DiskHolds((5,)))
+    assert fleet.state.phase is FleetPhase.FAILED

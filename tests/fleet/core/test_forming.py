@@ -105,25 +105,6 @@ def test_below_the_minimum_the_fleet_waits_and_goes_on_from_memory() -> None:
     assert fleet.state.source == RestorePoint(2, 7)
 
 
-def test_a_fleet_that_waits_and_is_told_to_stop_puts_on_disk_what_only_memory_holds() -> None:
-    fleet = running(wanted=2, spares=0, min_nodes=2)
-    fleet.hear(m.Disconnected("1", 1), m.Broken("0", 1, 0, 0))
-    fleet.park(step=7)
-    fleet.hear(m.StopRun())
-    assert fleet.state.phase is FleetPhase.BINDING
-    assert fleet.state.source == RestorePoint(2, 7)
-    fleet.bind()
-    assert fleet.told("0") == [c.Stop(fleet.state.epoch)]
-
-
-def test_a_fleet_that_waits_and_is_told_to_stop_ends_at_once_if_the_disk_has_it_all() -> None:
-    fleet = running(wanted=2, spares=0, min_nodes=2)
-    fleet.hear(m.Durable("0", 1, 0, 7), m.Disconnected("1", 1), m.Broken("0", 1, 0, 0))
-    fleet.park(step=7)
-    fleet.hear(m.StopRun())
-    assert fleet.state.phase is FleetPhase.FINISHED
-
-
 def test_a_spare_that_is_still_in_an_earlier_epoch_is_called_back_before_it_is_used() -> None:
     fleet = running()
     fleet.hear(m.Broken("0", 1, 0, 0))

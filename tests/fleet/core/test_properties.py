@@ -87,6 +87,7 @@ EVENTS = st.one_of(
 )
 ENDINGS = st.one_of(
     st.just(m.StopRun()),
+    st.builds(m.NotSaved, NAMES, LIVES, EPOCHS, st.just("no room")),
     st.builds(m.RunFinished, EPOCHS),
     st.builds(m.Fatal, EPOCHS, NAMES, st.just("NaN"), st.sampled_from("AB"), st.booleans()),
 )

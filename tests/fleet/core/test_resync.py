@@ -217,9 +217,10 @@ def test_a_stop_that_was_asked_for_waits_for_the_state_in_memory_and_saves_it() 
     fleet.hear(m.Tick(), after_s=1.0)
     assert fleet.state.phase is FleetPhase.FORMING
     answer_all(fleet, epoch=0, at_step=7)
-    assert fleet.state.phase is FleetPhase.BINDING
-    fleet.bind()
-    assert any(isinstance(command, c.Stop) for command in fleet.told("0"))
+    assert fleet.state.phase is FleetPhase.SAVING
+    assert {name for name, command in fleet.said if isinstance(command, c.SaveSnapshots)} == set("0123")
+    fleet.hear(m.Durable("0", 1, fleet.state.epoch, 7))
+    assert fleet.state.phase is FleetPhase.FINISHED
 
 
 def test_a_run_that_ended_in_the_contradictory_turn_stays_ended_and_its_nodes_are_told() -> None:

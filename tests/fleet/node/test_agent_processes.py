@@ -21,8 +21,8 @@ from fleet.stand_in_worker import state_after
 from phalanx.fleet.control.coordinator_link import operate
 from phalanx.fleet.control.credentials import credentials_of
 from phalanx.fleet.control.fleet_file import FleetFile, Member
-from phalanx.fleet.core.messages import Admit
-from phalanx.run.directory.paths import RunDirectory, read_resolved
+from phalanx.fleet.core.messages import Admit, StopRun
+from phalanx.run.directory.paths import RunDirectory, committed_steps, read_resolved, step_folder
 from phalanx.run.read import to_table
 from phalanx_process import alive
 
@@ -264,6 +264,29 @@ def test_a_node_whose_worker_died_is_checked_before_it_is_offered_again(tmp_path
         asyncio.run(operate(seen.coordinator, credentials, Admit(victim)))
         fleet.until(lambda seen: member(seen, victim).role == "spare")
         assert ends_well(fleet).recoveries == 1
+
+
+def test_a_fleet_whose_nodes_are_all_barred_saves_what_only_their_memory_holds_before_it_ends(
+    tmp_path: Path,
+) -> None:
+    with running_fleet(tmp_path, nodes=2, steps=STEPS, hold_at=HELD) as fleet:
+        seen = fleet.held(HELD)
+        for node in fleet.agents:
+            (tmp_path / f"unfit-{node}").touch()
+            os.kill(fleet.workers(node)[0], signal.SIGKILL)
+        fleet.until(lambda seen: [one.role for one in seen.members] == ["quarantined"] * 2)
+        fleet.until(lambda seen: seen.phase == "waiting")
+        credentials = credentials_of(tmp_path, read_resolved(RunDirectory(tmp_path)), 0, None)
+        asyncio.run(operate(seen.coordinator, credentials, StopRun()))
+        assert [agent.wait(timeout=PATIENCE_S) for agent in fleet.agents.values()] == [0, 0]
+        seen = fleet.until(lambda seen: seen.over)
+        (step,) = committed_steps(tmp_path / "checkpoints")
+        assert step >= HELD - MOST_LOST
+        folder = step_folder(tmp_path / "checkpoints", step)
+        images = [path.read_bytes() for path in sorted(folder.glob("*.safetensors"))]
+        assert images == [state_after(step)] * 2
+        assert f"step {step} was saved from the memory of the nodes" in seen.reason
+        assert seen.unsaved_steps == HELD - step
 
 
 def test_agents_of_a_runs_last_start_take_part_in_the_next_one_with_their_memory_and_its_run_file(

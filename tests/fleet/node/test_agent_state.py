@@ -18,6 +18,7 @@ from phalanx.fleet.node.agent_actions import (
     Identity,
     KillProcess,
     Patience,
+    SaveMemory,
     SendReport,
     StartProcess,
     StreamSnapshot,
@@ -441,3 +442,20 @@ def test_a_silent_worker_is_killed_after_a_lease_if_it_does_not_work_and_after_t
         assert killed == (silent_s > (10 if working else 1) * LEASE_S)
         if killed:
             break
+
+
+def test_an_agent_saves_its_memory_once_for_each_order_and_never_beside_its_workers() -> None:
+    def order(epoch: int) -> c.SaveSnapshots:
+        return c.SaveSnapshots(epoch, epoch, 7, 2, 2, ((0, 0),))
+
+    state = warm()
+    assert state.on_command(order(3), 0.0, 0.0) == [SaveMemory(order(3))]
+    assert state.on_command(order(3), 0.0, 0.0) == []
+    assert state.on_command(order(2), 0.0, 0.0) == []
+    assert state.on_command(bind(3, 0), 0.0, 0.0) == [], "no worker enters what is being saved"
+    assert state.on_command(order(4), 0.0, 0.0) == [SaveMemory(order(4))]
+    assert in_epoch(5, 0).on_command(order(6), 0.0, 0.0) == []
+    assert state.on_saved(order(4), committed=False) == []
+    assert state.on_saved(order(4), committed=True) == [SendReport(m.Durable("node-0", 5, 4, 7))]
+    refused = m.NotSaved("node-0", 5, 4, "no room")
+    assert state.on_saved(order(4), committed=False, trouble="no room") == [SendReport(refused)]

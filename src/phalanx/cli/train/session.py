@@ -130,9 +130,13 @@ def conclude(run: OpenRun, ending: Ending, console: Console, as_json: bool, stor
     child = run.spec.checkpoint.init_with == "training"
     again = shlex.join([*_program(), *(["train", str(run.directory.path)] if child else sys.argv[1:])])
     if ending.status == "stopped":
-        saved = run.directory.committed_steps()
-        lost = f" without saving; the newest checkpoint is of step {saved[-1] if saved else 0}"
-        console.print(f"[yellow]stopped[/]{lost if ending.unsaved else ''}; to go on: {again}")
+        step = max(run.directory.committed_steps(), default=0)
+        lost = f" without saving; the newest checkpoint is of step {step}"
+        how = f" ({ending.message})" if ending.message not in ("", "stopped") else ""
+        console.print(f"[yellow]stopped[/]{lost if ending.unsaved else how}; to go on: {again}")
+        if as_json:
+            fleets = {"unsaved_steps": ending.unsaved_steps} if story else {}
+            click.echo(json.dumps({"stopped": True, "saved_step": step} | fleets))
         return ending.exit_code
     who = "" if ending.failed_rank is None else f"rank {ending.failed_rank} "
     click.echo(f"error: {who}{ending.message}", err=True)

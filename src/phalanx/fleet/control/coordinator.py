@@ -53,7 +53,7 @@ from phalanx.fleet.core.settings import settings_of
 from phalanx.fleet.core.state import FleetPhase, Incident
 from phalanx.observe.event_log import EventLog, EventLogError
 from phalanx.observe.events import EpochLeft, Message
-from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved, step_of
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.ending import report_failure
 from phalanx.train.lifecycle.worker import die_with_parent
@@ -104,7 +104,8 @@ class Coordinator:
         self._tick_s = min(_LONGEST_TICK_S, min(fleet.lease_s, fleet.confirm_s or fleet.lease_s) / 8)
         self._journal = Journal(_journal_path(args))
         self._renew_at_bytes = _RENEW_BYTES
-        empty = initial_state(settings_of(spec), time.time(), credentials.fencing)
+        settings = settings_of(spec, _first_step(spec))
+        empty = initial_state(settings, time.time(), credentials.fencing)
         self._state, self._restarts, self._published_s = restored(self._journal, empty, self.log)
         self._clock_ahead_s = max(self._state.now_s, time.time()) - time.monotonic()
 
@@ -399,6 +400,12 @@ class Coordinator:
             await asyncio.sleep(0.02)
         await self._server.stop()
         self._journal.close()
+
+
+def _first_step(spec: RunSpec) -> int:
+    """The step of the parent's checkpoint that a child run goes on from; 0 for another run."""
+    inherits = spec.checkpoint.init_with == "training"
+    return (step_of(Path(spec.checkpoint.init_from)) or 0) if inherits else 0
 
 
 def _journal_path(args: CoordinatorArgs) -> Path:

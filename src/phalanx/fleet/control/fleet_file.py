@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from phalanx.fleet.core.ending import unsaved_steps
 from phalanx.fleet.core.state import NO_SEAT, FleetPhase, FleetState, Incident, Node
 from phalanx.observe.events import EpochLeft
 from phalanx.run.directory.durable import write_atomically
@@ -66,6 +67,8 @@ class FleetFile(msgspec.Struct, frozen=True):
     """Number of times that the coordinator was started again."""
     stopping: bool
     durable_steps: tuple[int, ...]
+    unsaved_steps: int
+    """Completed steps that are on no disk, by the last heartbeats; at the end of the run they are lost."""
     result_json: str
     members: tuple[Member, ...]
     happenings: tuple[Happening, ...]
@@ -103,6 +106,7 @@ def fleet_file(
         restarts=restarts,
         stopping=state.stopping,
         durable_steps=tuple(state.durable),
+        unsaved_steps=unsaved_steps(state),
         result_json=state.result_json,
         members=tuple(_member(state, node, node.name in attached) for node in state.nodes.values()),
         happenings=tuple(_happening(incident) for incident in state.incidents),

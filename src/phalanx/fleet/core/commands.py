@@ -124,13 +124,31 @@ class Stop(WireMessage, frozen=True):
     epoch: EpochNumber
 
 
+class SaveSnapshots(WireMessage, frozen=True):
+    """Write these snapshots of your memory into the checkpoint of ``step``: the run ends, and no worker is in an epoch.
+
+    Whoever writes state 0 commits the checkpoint when all are there, and reports Durable; who cannot write its share reports NotSaved.
+    """
+
+    epoch: EpochNumber
+    """Under this number it is saved; no worker enters it."""
+    attempt: Natural
+    step: StepNumber
+    ranks: Natural
+    """Number of ranks of the layout that took the snapshots."""
+    states: Natural
+    """Number of different states, each of which one node writes."""
+    share: Annotated[tuple[tuple[Natural, Natural], ...], Meta(max_length=65536)]
+    """(rank, state): the rank whose snapshot the node holds, and the number under which it writes it."""
+
+
 class Shutdown(WireMessage, frozen=True):
     """The run is over: exit."""
 
     reason: ShortText = ""
 
 
-Command = Park | Bind | Release | KillWorker | Diagnose | TellAll | Fence | Stop | Shutdown
+Command = Park | Bind | Release | KillWorker | Diagnose | TellAll | Fence | Stop | SaveSnapshots | Shutdown
 """Everything that an agent obeys."""
 
 _commands: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)

@@ -15,14 +15,12 @@ from collections.abc import Callable
 from phalanx.fleet.core import blame
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
+from phalanx.fleet.core.ending import OVER, end, not_saved
 from phalanx.fleet.core.epochs import (
     IN_EPOCH,
-    OVER,
     advance,
     check_deadlines,
     check_leases,
-    end,
-    forget_copies,
     lose,
     regroup,
     stepped,
@@ -39,6 +37,7 @@ from phalanx.fleet.core.state import (
     Node,
     change,
     distrust,
+    forget_copies,
     note,
     put,
     trusts,
@@ -172,7 +171,8 @@ def _compare(state: FleetState, node: Node, epoch: int, phase: m.WorkerPhase, or
     """Reconciles the state with ``epoch`` and ``phase``, in which the node's workers really are, after a lost message."""
     free, member = (
         epoch == m.NO_EPOCH,
-        node.seat != NO_SEAT and state.phase not in (FleetPhase.WAITING, FleetPhase.FORMING),
+        node.seat != NO_SEAT
+        and state.phase not in (FleetPhase.WAITING, FleetPhase.FORMING, FleetPhase.SAVING),
     )
     # Higher than ours only if the journal was lost: the number of an epoch must never be used twice.
     state.seen_epoch = max(state.seen_epoch, epoch)
@@ -186,6 +186,8 @@ def _compare(state: FleetState, node: Node, epoch: int, phase: m.WorkerPhase, or
             orders.append(Order(node.name, c.Park(epoch, "it is not a member of this epoch")))
         elif node.engaged:
             change(state, node, engaged=False)
+        if state.phase is FleetPhase.SAVING:
+            orders.append(Order(node.name))
     elif state.phase is FleetPhase.PARKING and node.name in state.awaiting:
         orders.append(Order(node.name))
     elif state.phase is FleetPhase.BINDING and node.name in state.awaiting:
@@ -442,6 +444,7 @@ _ANSWERS: dict[type, Callable[..., None]] = {
     m.Parked: _parked,
     m.Bound: _bound,
     m.Durable: _durable,
+    m.NotSaved: not_saved,
     m.Suspect: _suspect,
     m.RunFinished: _finished,
     m.Fatal: blame.fatal,

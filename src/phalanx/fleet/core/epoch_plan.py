@@ -52,18 +52,9 @@ def common_levels(one: Sequence[str], other: Sequence[str]) -> int:
 
 
 def possible_ranks(state: FleetState) -> int:
-    """The largest legal number of ranks with the nodes that are usable now; 0 if they are too few.
-
-    A run that is to stop needs fewer: any number that can save to disk what only memory holds.
-    """
+    """The largest legal number of ranks with the nodes that are usable now; 0 if they are too few."""
     usable = len(state.seats) - len(state.vacant) + len(state.spares)
-    least = 1 if state.stopping and _only_in_memory(state) else state.settings.min_nodes
-    return ranks_of_nodes(state.settings, usable, least)
-
-
-def _only_in_memory(state: FleetState) -> bool:
-    source = restore_source(state)
-    return isinstance(source, RestorePoint) and source.step > max(state.durable, default=NO_STEP)
+    return ranks_of_nodes(state.settings, usable, state.settings.min_nodes)
 
 
 def can_do_without(state: FleetState, names: set[str]) -> bool:

@@ -11,9 +11,9 @@ from phalanx.fleet.core.commands import (
     Diagnose,
     Fresh,
     Park,
-    Shutdown,
     Stop,
 )
+from phalanx.fleet.core.ending import OVER, conclude, end, enter, from_saving
 from phalanx.fleet.core.epoch_plan import (
     EpochPlan,
     is_complete,
@@ -25,7 +25,7 @@ from phalanx.fleet.core.messages import (
     NO_EPOCH,
     NO_STEP,
 )
-from phalanx.fleet.core.orders import LIVING, SEATED, Order
+from phalanx.fleet.core.orders import SEATED, Order
 from phalanx.fleet.core.state import (
     NO_SEAT,
     Eligibility,
@@ -35,11 +35,11 @@ from phalanx.fleet.core.state import (
     RestorePoint,
     StateSource,
     change,
+    forget_copies,
     note,
 )
 
 IN_EPOCH = (FleetPhase.BINDING, FleetPhase.RUNNING)
-OVER = (FleetPhase.FINISHED, FleetPhase.FAILED)
 QUICK_TRIES, FIRST_PAUSE_S, LONGEST_PAUSE_S = 4, 0.1, 10.0
 MASS_PATIENCE = 4
 """If most nodes fall silent at once, the coordinator itself is likely cut off: leases last this many times longer."""
@@ -60,8 +60,7 @@ def _from_forming(state: FleetState, orders: list[Order]) -> bool:
         engaged = any(node.alive and node.engaged for node in state.nodes.values())
         return not (engaged and state.now_s - state.since_s < settings.form_s) and _form(state, orders)
     if state.stopping:
-        end(state, orders, FleetPhase.FINISHED, "stopped before it was formed")
-        return True
+        return _form(state, orders)
     whole = settings.formation.largest(settings.wanted_nodes * settings.formation.workers_per_node)
     # A node known to be unfit or lost is not waited for: one that was started as a spare takes its place.
     missing = any(
@@ -82,7 +81,7 @@ def _from_binding(state: FleetState, orders: list[Order]) -> bool:
         if lost:
             regroup(state, orders, "the state was lost before all had restored it")
         return lost
-    _enter(state, FleetPhase.RUNNING)
+    enter(state, FleetPhase.RUNNING)
     state.step_s = state.now_s
     if state.stopping:
         orders.append(Order(SEATED, Stop(state.epoch)))
@@ -100,7 +99,7 @@ def _from_running(state: FleetState, orders: list[Order]) -> bool:
 
 
 def _from_parking(state: FleetState, orders: list[Order]) -> bool:
-    rested = state.now_s >= state.since_s + pause_s(state.tries)
+    rested = state.stopping or state.now_s >= state.since_s + pause_s(state.tries)
     return not state.awaiting and rested and _form(state, orders)
 
 
@@ -115,17 +114,7 @@ def pause_s(tries: int) -> float:
 
 
 def _from_waiting(state: FleetState, orders: list[Order]) -> bool:
-    if possible_ranks(state):
-        return _form(state, orders)
-    if state.stopping:
-        end(
-            state,
-            orders,
-            FleetPhase.FINISHED,
-            "stopped while waiting for nodes; it goes on from the newest checkpoint",
-        )
-        return True
-    return False
+    return bool(possible_ranks(state) or state.stopping) and _form(state, orders)
 
 
 _TRANSITIONS = {
@@ -134,11 +123,8 @@ _TRANSITIONS = {
     FleetPhase.RUNNING: _from_running,
     FleetPhase.PARKING: _from_parking,
     FleetPhase.WAITING: _from_waiting,
+    FleetPhase.SAVING: from_saving,
 }
-
-
-def _enter(state: FleetState, phase: FleetPhase) -> None:
-    state.phase, state.since_s = phase, state.now_s
 
 
 def can_grow(state: FleetState) -> bool:
@@ -158,7 +144,7 @@ def regroup(state: FleetState, orders: list[Order], reason: str, *, planned: boo
     """Ends the present epoch. A planned end loses no step; a fault while it is under way makes it unplanned."""
     if state.phase is FleetPhase.PARKING and state.planned and not planned:
         state.planned, state.left_planned, state.reason = False, False, reason
-        _enter(state, FleetPhase.PARKING)
+        enter(state, FleetPhase.PARKING)
         state.recoveries += 1
         orders += [Order(name, Park(state.epoch, reason)) for name in sorted(state.awaiting)]
     elif state.phase in IN_EPOCH:
@@ -171,7 +157,7 @@ def regroup(state: FleetState, orders: list[Order], reason: str, *, planned: boo
         state.reason, state.planned = reason, planned
         if state.phase is FleetPhase.RUNNING or state.left_s is None:
             state.left_s, state.left_planned = state.now_s, planned
-        _enter(state, FleetPhase.PARKING)
+        enter(state, FleetPhase.PARKING)
         note(state, "", reason, ended_epoch=True)
         gone = {state.seats[seat] for seat in state.vacant if not state.nodes[state.seats[seat]].alive}
         state.awaiting = set(state.seats)
@@ -183,12 +169,17 @@ def _form(state: FleetState, orders: list[Order]) -> bool:
     """Begins the next epoch if there are enough nodes; otherwise the fleet waits."""
     if state.tries > state.settings.max_tries:
         text = f"{state.tries} faults in a row without a step between them; the last one: {state.reason}"
-        end(state, orders, FleetPhase.FAILED, text)
+        conclude(state, orders, FleetPhase.FAILED, text)
+        return True
+    if state.stopping:
+        early = "stopped before it was formed" if state.epoch == NO_EPOCH else "stopped"
+        waits = state.phase is FleetPhase.WAITING
+        conclude(state, orders, FleetPhase.FINISHED, "stopped while waiting for nodes" if waits else early)
         return True
     plan = plan_epoch(state)
     if plan is None:
         if state.phase is not FleetPhase.WAITING:
-            _enter(state, FleetPhase.WAITING)
+            enter(state, FleetPhase.WAITING)
             note(
                 state,
                 "",
@@ -213,7 +204,7 @@ def _begin(state: FleetState, orders: list[Order], plan: EpochPlan) -> None:
         # The restore lost steps: computing them again counts as progress too.
         state.best_step = state.step
     progressed(state, state.step)
-    _enter(state, FleetPhase.BINDING)
+    enter(state, FleetPhase.BINDING)
     orders += [Order(SEATED), *(Order(name) for name in sorted(left))]
 
 
@@ -271,14 +262,6 @@ def _settle(state: FleetState, step: int) -> None:
             )
 
 
-def end(state: FleetState, orders: list[Order], phase: FleetPhase, reason: str) -> None:
-    """Ends the run, FINISHED or FAILED."""
-    _enter(state, phase)
-    state.reason, state.awaiting = reason, set()
-    note(state, "", f"{phase}: {reason}")
-    orders.append(Order(LIVING, Shutdown(reason)))
-
-
 # --- losing nodes ---------------------------------------------------------------------------------
 
 
@@ -289,6 +272,7 @@ def lose(state: FleetState, orders: list[Order], node: Node, why: str) -> None:
     state.suspects.pop(node.name, None)
     state.silent.discard(node.name)
     state.awaiting.discard(node.name)
+    state.writing.pop(node.name, None)
     orders.append(Order(node.name))
 
 
@@ -303,13 +287,6 @@ def strike(state: FleetState, node: Node, why: str, **changes: object) -> None:
         changes["eligibility"] = Eligibility.QUARANTINED
     note(state, node.name, why)
     change(state, node, why=why, strikes=strikes[-settings.strikes :], **changes)
-
-
-def forget_copies(state: FleetState, name: str) -> None:
-    """Removes a node from the census: from now on only its own reports say which snapshots it holds."""
-    census = state.census
-    if census is not None and name not in census.absent and name in census.seats:
-        census.absent[name] = census.seats.index(name)
 
 
 # --- time -----------------------------------------------------------------------------------------
@@ -351,7 +328,7 @@ def _lose_late(
 
 def check_deadlines(state: FleetState, orders: list[Order]) -> None:
     """Acts on a phase that has passed its deadline."""
-    deadline_s = phase_deadline_s(state)
+    settings, deadline_s = state.settings, phase_deadline_s(state)
     if deadline_s is None or state.now_s < deadline_s:
         return
     if state.phase is FleetPhase.PARKING and state.planned:
@@ -361,7 +338,10 @@ def check_deadlines(state: FleetState, orders: list[Order]) -> None:
             lose(state, orders, state.nodes[name], f"it did not leave epoch {state.epoch}")
     elif state.phase is FleetPhase.BINDING:
         _blame_unbound(state)
-        regroup(state, orders, f"epoch {state.epoch} was not bound within {state.settings.bind_s:g} s")
+        regroup(state, orders, f"epoch {state.epoch} was not bound within {settings.bind_s:g} s")
+    elif state.phase is FleetPhase.SAVING:
+        slow = f"{state.reason}; the nodes did not save their memory within {settings.save_s:g} s"
+        end(state, orders, state.ends_as, slow)
     elif state.phase is FleetPhase.RUNNING and not state.diagnosed:
         state.diagnosed = True
         orders.append(Order(SEATED, Diagnose(state.epoch, state.now_s - state.step_s)))
@@ -387,6 +367,8 @@ def phase_deadline_s(state: FleetState) -> float | None:
         return state.since_s + (settings.stall_s if state.planned else settings.park_s)
     if state.phase is FleetPhase.BINDING:
         return state.since_s + settings.bind_s
+    if state.phase is FleetPhase.SAVING:
+        return state.since_s + settings.save_s
     if state.phase is FleetPhase.RUNNING:
         patience_s = max(settings.stall_s, 10 * state.pace_s)
         return max(state.step_s, state.since_s) + patience_s * (2 if state.diagnosed else 1)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from phalanx.fleet.core.epochs import pause_s
-from phalanx.fleet.core.state import NO_SEAT, FleetPhase, FleetState, usable
+from phalanx.fleet.core.state import NO_SEAT, FleetPhase, FleetState, RestorePoint, usable
 
 
 class BrokenInvariant(AssertionError):  # noqa: N818
@@ -72,6 +72,14 @@ def _phases(state: FleetState) -> Iterator[str]:
         yield f"waits for nobody while {state.phase}"
     if any(not state.nodes[name].alive for name in state.awaiting):
         yield "waits for the dead"
+    if (state.phase is FleetPhase.SAVING) != bool(state.writing):
+        yield f"{state.writing} are to be saved while {state.phase}"
+    if any(not state.nodes[name].alive for name in state.writing):
+        yield "the dead are to save their memory"
+    if isinstance(state.source, RestorePoint) and state.writing:
+        states = sorted(key for share in state.writing.values() for _, key in share)
+        if states != list(range(formation.keys(state.source.ranks))):
+            yield f"the states {states} are to be saved, each once"
     if state.phase in (FleetPhase.BINDING, FleetPhase.RUNNING):
         if state.vacant:
             yield f"{state.phase} with vacant seats {sorted(state.vacant)}"

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Version of the messages; a connection whose sides have different ones is refused."""
 NO_EPOCH = -1
 """The epoch of workers that are in no process group."""
@@ -189,6 +189,15 @@ class Durable(WireMessage, frozen=True):
     step: StepNumber
 
 
+class NotSaved(WireMessage, frozen=True):
+    """A node cannot write its share of the checkpoint that SaveSnapshots asked for."""
+
+    node: NodeName
+    incarnation: Natural
+    epoch: EpochNumber
+    text: ShortText = ""
+
+
 class Suspect(WireMessage, frozen=True):
     """Statistics, an audit or a health check found a node unfit."""
 
@@ -323,6 +332,7 @@ AgentReport = (
     | Parked
     | Bound
     | Durable
+    | NotSaved
     | Suspect
     | RunFinished
     | Fatal

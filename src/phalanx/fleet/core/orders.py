@@ -19,6 +19,7 @@ from phalanx.fleet.core.commands import (
     Park,
     Release,
     Resume,
+    SaveSnapshots,
     Shutdown,
 )
 from phalanx.fleet.core.epoch_plan import holders_for, needs_buddy, share_of_holders
@@ -65,9 +66,25 @@ def standing_order(state: FleetState, node: Node) -> Command | None:
         return Shutdown(state.reason)
     if state.phase is FleetPhase.PARKING and node.name in state.awaiting:
         return Park(state.epoch, state.reason, state.planned)
+    if state.phase is FleetPhase.SAVING:
+        return _save(state, node.name)
     if state.phase is FleetPhase.BINDING:
         return bind(state, node) if node.seat != NO_SEAT else Release(state.epoch)
     return None
+
+
+def _save(state: FleetState, name: str) -> SaveSnapshots | None:
+    share, source = state.writing.get(name), state.source
+    if share is None or not isinstance(source, RestorePoint):
+        return None
+    return SaveSnapshots(
+        epoch=state.epoch,
+        attempt=state.fencing.attempt + state.epoch,
+        step=source.step,
+        ranks=source.ranks,
+        states=state.settings.formation.keys(source.ranks),
+        share=tuple(share),
+    )
 
 
 def bind(state: FleetState, node: Node) -> Bind:

@@ -103,6 +103,10 @@ class CoreSettings(Struct, frozen=True):
     strikes: int = 3
     """A node that fails this often within ``strike_window_s`` is quarantined (a lemon: arXiv:2410.21680, section 5)."""
     strike_window_s: float = 86_400.0
+    save_s: float = 600.0
+    """At the end of a run, the agents may take so long to write what only their memory holds."""
+    first_step: int = 0
+    """The step at which the run begins: above 0 if it takes over a checkpoint of its parent."""
     max_tries: int = 50
     """Number of failures in a row without a step between them after which the run, not the fleet, is at fault."""
 
@@ -112,8 +116,8 @@ def leave_s(fleet: FleetSpec) -> float:
     return max(_SHORTEST_LEAVE_S, 3 * fleet.worker_lease_s)
 
 
-def settings_of(spec: RunSpec) -> CoreSettings:
-    """The settings of a run file. Raises ValueError as ``formation_of`` does."""
+def settings_of(spec: RunSpec, first_step: int = 0) -> CoreSettings:
+    """The settings of a run file, for a run that begins at ``first_step``. Raises ValueError as ``formation_of`` does."""
     fleet: FleetSpec = spec.fleet
     return CoreSettings(
         formation=formation_of(spec),
@@ -123,4 +127,5 @@ def settings_of(spec: RunSpec) -> CoreSettings:
         confirm_s=fleet.confirm_s,
         park_s=max(fleet.lease_s, 2 * leave_s(fleet)),
         stall_s=fleet.stall_s,
+        first_step=first_step,
     )

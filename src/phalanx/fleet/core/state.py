@@ -42,6 +42,8 @@ class FleetPhase(StrEnum):
     PARKING = "parking"
     WAITING = "waiting"
     """Too few nodes; no worker is in an epoch; agents' memory and the newest checkpoint hold the state."""
+    SAVING = "saving"
+    """The run ends, and agents write to disk what only their memory holds."""
     FINISHED = "finished"
     FAILED = "failed"
 
@@ -185,7 +187,11 @@ class FleetState(Struct):
     accusations: tuple[Accusation, ...] = ()
     doubt: NonFiniteDoubt | None = None
     source: StateSource = Fresh()
-    """The source from which the present epoch was restored."""
+    """The source from which the present epoch was restored; while SAVING, the snapshot that is saved."""
+    writing: dict[str, list[tuple[int, int]]] = {}
+    """While SAVING: node -> (rank, state) of the snapshots that it is to write."""
+    ends_as: FleetPhase = FleetPhase.FINISHED
+    """The phase after SAVING."""
     result_json: str = ""
 
     nodes: dict[str, Node] = {}
@@ -331,3 +337,10 @@ def note(state: FleetState, node: str, what: str, *, ended_epoch: bool = False) 
     """Remembers an incident; the oldest are forgotten."""
     state.incidents.append(Incident(state.now_s, state.epoch, node, what, ended_epoch))
     del state.incidents[:-INCIDENTS_KEPT]
+
+
+def forget_copies(state: FleetState, name: str) -> None:
+    """Removes a node from the census: from now on only its own reports say which snapshots it holds."""
+    census = state.census
+    if census is not None and name not in census.absent and name in census.seats:
+        census.absent[name] = census.seats.index(name)

@@ -24,16 +24,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-from phalanx.checkpoint.format.errors import CheckpointError
+from phalanx.checkpoint.format.errors import AbandonedError, CheckpointError
 from phalanx.checkpoint.snapshot.client import SnapshotClient
 from phalanx.checkpoint.snapshot.segments import SnapshotKey, SnapshotMemory
 from phalanx.checkpoint.snapshot.server import SnapshotServer
+from phalanx.checkpoint.snapshot.to_disk import save_snapshots
+from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.checkpoint.tiers.tier import Draft
 from phalanx.fleet.control.coordinator_link import CoordinatorLink
 from phalanx.fleet.control.credentials import Credentials, credentials_of
 from phalanx.fleet.control.descriptors import DescriptorLimitError, raise_descriptor_limit
 from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
 from phalanx.fleet.control.security import SecurityError
-from phalanx.fleet.core.commands import Command
+from phalanx.fleet.core.commands import Command, SaveSnapshots
 from phalanx.fleet.core.messages import RankSnapshot
 from phalanx.fleet.core.settings import leave_s
 from phalanx.fleet.health.quick import complaints, of_node
@@ -46,6 +49,7 @@ from phalanx.fleet.node.agent_actions import (
     KillProcess,
     LogStall,
     Patience,
+    SaveMemory,
     SendReport,
     StartProcess,
     StreamSnapshot,
@@ -63,6 +67,7 @@ from phalanx.train.lifecycle.worker import die_with_parent
 _PUSH_AGAIN_S, _LONGEST_PUSH_PAUSE_S = 0.1, 2.0
 _LONGEST_RESTART_PAUSE_S = 10.0
 _FAREWELL_S = 0.5
+_OTHERS_WRITE_S = 600.0
 _EXAMINE_S, _EXAMINE_AGAIN_S = 30.0, 30.0
 WORKER_PROGRAM = (sys.executable, "-m", "phalanx.fleet.node.worker_main")
 
@@ -128,6 +133,7 @@ class Agent:
         self._workers: dict[int, WorkerProcess] = {}
         self._deaths = [0] * fleet.workers_per_node
         self._pushers = [ThreadPoolExecutor(1, f"push-{i}") for i in range(fleet.workers_per_node)]
+        self._writer = ThreadPoolExecutor(2, "save")  # the next try begins while the one before gives up
         self._tasks: set[asyncio.Task[None]] = set()
         self._over, self._reason, self._failure = asyncio.Event(), "", ""
         self._next_attempt: int | None = None
@@ -168,7 +174,7 @@ class Agent:
             async with asyncio.timeout(patience_s):
                 gone = [worker.gone() for worker in self._workers.values()]
                 await asyncio.gather(*gone, *self._tasks, return_exceptions=True)
-        for pusher in (*self._pushers, self._doctor):
+        for pusher in (*self._pushers, self._doctor, self._writer):
             pusher.shutdown(wait=False, cancel_futures=True)
         self._data.close()
 
@@ -309,6 +315,8 @@ class Agent:
                 self.log(f"no step for {silent_s:.0f} s: {self._state.heartbeat()}")
             case CheckHealth():
                 self._suspicion.set()
+            case SaveMemory(order):
+                self._in_background(self._save(order))
             case EndAgent(reason, failed):
                 if failed:
                     self._fail(reason)
@@ -349,6 +357,30 @@ class Agent:
             )
         except OSError as error:  # no memory, no processes or no disk now: tried again like one that has died
             self._on_exit(index, 1, f"it could not be started: {error}")
+
+    async def _save(self, order: SaveSnapshots) -> None:
+        """Writes this node's share of a checkpoint from its memory; the run ends when all of it is on disk."""
+        loop, committed, trouble = asyncio.get_running_loop(), False, ""
+        try:
+            committed = await loop.run_in_executor(self._writer, self._write, order)
+        except AbandonedError as error:
+            self.log(f"step {order.step} was not saved: {error}")  # whoever could not write has said so
+        except CheckpointError as error:
+            trouble = str(error)
+            self.log(f"cannot save step {order.step} from memory: {trouble}")
+        self._do(self._state.on_saved(order, committed=committed, trouble=trouble))
+
+    def _write(self, order: SaveSnapshots) -> bool:
+        share = [(SnapshotKey(order.ranks, rank, order.step), state) for rank, state in order.share]
+        return save_snapshots(
+            self.memory,
+            DiskTier(RunDirectory(self._args.run_dir).checkpoints),
+            Draft(order.step, order.attempt),
+            share,
+            order.states,
+            timeout_s=_OTHERS_WRITE_S,
+            cancelled=lambda: self._over.is_set() or self._state.saving > order.epoch,
+        )
 
     async def _push(self, index: int, taken: SnapshotTaken, address: str) -> None:
         """Streams a snapshot to its buddy, again and again until it has arrived or its epoch is over."""

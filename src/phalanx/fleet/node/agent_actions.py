@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from phalanx.fleet.core.commands import SaveSnapshots
 from phalanx.fleet.core.messages import (
     NO_EPOCH,
     NO_STEP,
@@ -71,6 +72,13 @@ class CheckHealth:
 
 
 @dataclass(frozen=True)
+class SaveMemory:
+    """Write snapshots of this node's memory into a checkpoint, then call ``on_saved``."""
+
+    order: SaveSnapshots
+
+
+@dataclass(frozen=True)
 class EndAgent:
     """Kill all workers and end the agent."""
 
@@ -88,6 +96,7 @@ AgentAction = (
     | DiscardSnapshots
     | LogStall
     | CheckHealth
+    | SaveMemory
     | EndAgent
 )
 

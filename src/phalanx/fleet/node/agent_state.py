@@ -25,6 +25,7 @@ from phalanx.fleet.core.commands import (
     Park,
     Release,
     Resume,
+    SaveSnapshots,
     Shutdown,
     Stop,
     TellAll,
@@ -40,6 +41,7 @@ from phalanx.fleet.core.messages import (
     Fatal,
     Heartbeat,
     Joined,
+    NotSaved,
     Parked,
     RankSnapshots,
     Ready,
@@ -60,6 +62,7 @@ from phalanx.fleet.node.agent_actions import (
     KillProcess,
     LogStall,
     Patience,
+    SaveMemory,
     SendReport,
     StartProcess,
     StreamSnapshot,
@@ -92,6 +95,8 @@ class AgentState:
     """Returns the snapshots that the node's memory holds now."""
     fence: int = NO_EPOCH
     """Fencing token: this epoch and all before it are never entered again."""
+    saving: int = NO_EPOCH
+    """The number of the last order to save the memory."""
     owed: int | None = None
     """The coordinator is owed a ``Parked`` for this epoch, to be sent once no worker is left in an epoch."""
     planned: bool = False
@@ -196,8 +201,23 @@ class AgentState:
                     self.workers[i].owes_flight_record = True
                 ask = worker_link.SendFlightRecord(command.epoch)
                 return [LogStall(command.silent_s), *(TellWorker(i, ask) for i in hanging)]
+            case SaveSnapshots():
+                return self._save(command)
             case Shutdown(reason):
                 return [EndAgent(reason)]
+
+    def _save(self, order: SaveSnapshots) -> list[AgentAction]:
+        if order.epoch <= self.saving or self._placed():
+            return []  # a repeated command, or one that is older than the epoch of the workers
+        self.saving, self.fence = order.epoch, max(self.fence, order.epoch)
+        return [SaveMemory(order)]
+
+    def on_saved(self, order: SaveSnapshots, *, committed: bool, trouble: str = "") -> list[AgentAction]:
+        """Handles the end of ``SaveMemory``: the whole checkpoint is committed, or there was trouble with this node's share of it."""
+        me = self.identity.node
+        if trouble:
+            return [SendReport(NotSaved(me, self.incarnation, order.epoch, trouble[:_TEXT_MAX]))]
+        return [SendReport(Durable(me, self.incarnation, order.epoch, order.step))] if committed else []
 
     def _park(self, park: Park, now_s: float, unix_s: float) -> list[AgentAction]:
         self.ended_unix_s = self.ended_unix_s or unix_s

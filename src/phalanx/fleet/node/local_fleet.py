@@ -352,6 +352,9 @@ class _Processes:
         told = self.over and not self.gave_up and seen is not None and seen.over
         deadline_s = time.monotonic() + (_FAREWELL_S if told else 0.0)
         for agent in self.agents.values():
+            # Also to those that the coordinator did not meet before it ended: they would wait for it.
+            agent.signal(signal.SIGTERM)
+        for agent in self.agents.values():
             agent.wait(deadline_s - time.monotonic())
         for session in (*self.agents.values(), self.coordinator):
             if session is not None:
@@ -400,12 +403,15 @@ def _ending(run: OpenRun, processes: _Processes) -> Ending:
         return Ending("failed", None, 1, _gave_up(run, processes))
     if seen is not None and seen.phase is FleetPhase.FINISHED and seen.result_json:
         return Ending("finished")
+    reason, unsaved_steps = ("", 0) if seen is None else (seen.reason, seen.unsaved_steps)
     if processes.stuck:
-        return Ending("failed", None, 1, processes.stuck)
+        why = f"{processes.stuck} ({reason})" if reason else processes.stuck
+        return Ending("failed", None, 1, why, unsaved_steps=unsaved_steps)
     if seen is not None and seen.phase is FleetPhase.FAILED:
-        return Ending("failed", None, 1, seen.reason)
+        return Ending("failed", None, 1, reason, unsaved_steps=unsaved_steps)
     # The coordinator ended with code 0, so it finished or was stopped, and there is no result.
-    return Ending("stopped", exit_code=EXIT_STOPPED, unsaved=processes.orders.made > 1)
+    at_once = processes.orders.made > 1
+    return Ending("stopped", None, EXIT_STOPPED, reason, unsaved=at_once, unsaved_steps=unsaved_steps)
 
 
 def _gave_up(run: OpenRun, processes: _Processes) -> str:

@@ -27,11 +27,13 @@ class Ending:
     failed_rank: int | None = None
     exit_code: int = 0
     message: str = ""
-    """Why it failed."""
+    """Why it failed; of a fleet that was stopped, how it ended."""
     kind: str = ""
     """The class of the error that a rank left as a record; empty if none did."""
     unsaved: bool = False
     """True if it was ended at once, on a second request: steps after the newest checkpoint are lost."""
+    unsaved_steps: int = 0
+    """Completed steps of a fleet that are on no disk, as far as it knew."""
 
 
 @dataclass(frozen=True)
