@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from phalanx.checkpoint.format.boxes import Box
 from phalanx.model.facts.shape import resolve
 from phalanx.run.layout import Layout, layout_of, layout_problems
 from phalanx.run.spec import (
@@ -87,6 +89,8 @@ class Outcome:
     gradients: dict[str, NDArray[np.float32]]
     """Gradients of the first step, whole; empty on all but the first rank of each stage."""
     weights_sha256: str
+    shares: tuple[tuple[Box, bool, bytes], ...]
+    """This rank's shares of the weights: where they lie, True on the rank that writes them to a checkpoint, and their bytes."""
 
 
 def steps_on_this_rank(spec: RunSpec, steps: int = 2) -> Outcome:
@@ -100,7 +104,7 @@ def steps_on_this_rank(spec: RunSpec, steps: int = 2) -> Outcome:
     from phalanx.parallel.reduction.data_parallel import named_parameters
     from phalanx.train.lifecycle.assemble import make_deterministic
     from phalanx.train.lifecycle.compose import build_model
-    from phalanx.train.step.state import fill_initial, weights_sha256
+    from phalanx.train.step.state import fill_initial, weight_shards, weights_sha256
     from phalanx.train.step.step import Stepper
 
     device = torch.device("cpu")
@@ -125,6 +129,10 @@ def steps_on_this_rank(spec: RunSpec, steps: int = 2) -> Outcome:
         tuple(report.grad_norm for report in reports),
         gradients_here,
         weights_sha256(built.model.parts, built.placement),
+        tuple(
+            (shard.box, shard.copies.index == 0, shard.tensor.numpy().tobytes())
+            for shard in weight_shards(built.model.parts, built.placement)
+        ),
     )
 
 
@@ -149,11 +157,17 @@ class Whole:
 
 
 def merged(outcomes: list[Outcome]) -> Whole:
-    """All ranks' outcomes together; they must agree."""
+    """All ranks' outcomes together; they must agree, and copies of a weight have the same bits and be written once."""
     first = outcomes[0]
     for outcome in outcomes:
         assert (outcome.losses, outcome.norms) == (first.losses, first.norms)
         assert outcome.weights_sha256 == first.weights_sha256
+    shares = [share for outcome in outcomes for share in outcome.shares]
+    assert len({(box, data) for box, _, data in shares}) == len({box for box, _, _ in shares})
+    written = sum(math.prod(box.shape) for box, writes, _ in shares if writes)
+    assert written == sum(
+        math.prod(shape) for shape in {box.name: box.global_shape for box, _, _ in shares}.values()
+    )
     every = {name: gradient for outcome in outcomes for name, gradient in outcome.gradients.items()}
     return Whole(first.losses, first.norms, every, first.weights_sha256)
 

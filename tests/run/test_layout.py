@@ -91,7 +91,7 @@ def test_a_legal_layout_uses_every_rank_once_and_folds_its_experts(
     ("path", "spec"),
     [
         ("parallel.tensor", run(dataclasses.replace(MODEL, ffn_dim=130), tensor=4)),
-        ("parallel.tensor", run(dataclasses.replace(MODEL, kv_heads=2), tensor=4)),
+        ("parallel.tensor", run(dataclasses.replace(MODEL, heads=12, head_dim=8, kv_heads=6), tensor=4)),
         ("train.seq_len", run(train=dataclasses.replace(TRAIN, seq_len=60), context=4)),
         ("model.tie_embeddings", run(dataclasses.replace(MODEL, tie_embeddings=True), pipeline=2)),
         ("model.mtp_depth", run(dataclasses.replace(MODEL, mtp_depth=1), pipeline=2)),

@@ -110,6 +110,27 @@ def test_norms_on_both_sides_of_a_layer_are_the_same_on_ranks_that_share_its_seq
     assert worst_error(two, one) <= GOAL
 
 
+@pytest.mark.parametrize(
+    ("key_heads", "parallel"),
+    [
+        (2, ParallelSpec(tensor=4)),
+        (1, ParallelSpec(tensor=2, context=2)),
+        (2, ParallelSpec(tensor=4, sharding="none")),
+    ],
+    ids=str,
+)
+def test_tensor_ranks_that_share_a_key_head_compute_what_one_process_computes(
+    ranks: Ranks, key_heads: int, parallel: ParallelSpec
+) -> None:
+    # Without biases of keys, whose gradients cancel but for rounding.
+    model = dataclasses.replace(DENSE, kv_heads=key_heads, qkv_bias=False)
+    one, four = (
+        merged(ranks.run(count, steps_on_this_rank, tiny(model, layout)))
+        for count, layout in ((1, ParallelSpec()), (4, parallel))
+    )
+    assert worst_error(four, one) <= GOAL
+
+
 @pytest.mark.parametrize("case", covering("mixture", 4), ids=named)
 def test_a_mixture_of_experts_is_the_same_on_every_layout(
     ranks: Ranks, references: dict[tuple[str, ParallelSpec], Whole], case: tuple[int, ParallelSpec]

@@ -116,6 +116,9 @@ class _RankStep:
         calls["tensor", "all_gather"] += gathers + scatters
         calls["tensor", "reduce_scatter"] += gathers + scatters
         calls["tensor", "all_reduce"] += sums
+        copied = {part.unit for part in parts if 1 < part.parts_over(self.layout.tensor) < self.layout.tensor}
+        # Of each block whose key and value heads several ranks hold.
+        calls["key_copies", "all_gather"] += len({unit for unit in copied if unit})
         return calls
 
     def _context(self, stage: int) -> Calls:

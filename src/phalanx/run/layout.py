@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from phalanx.run.kinds.state_blocks import INT8_BLOCK, cut_by_tensor_ranks
-from phalanx.run.kinds.whole_model import resolve, tensor_sizes, undivided
+from phalanx.run.kinds.whole_model import resolve, shares_key_heads, tensor_sizes, undivided
 from phalanx.run.problems import Problem, divisors_near
 from phalanx.run.spec import ParallelSpec, RunSpec
 
@@ -133,6 +133,14 @@ def _tensor(spec: RunSpec) -> Iterator[Problem]:
                 f"{divisors_near(size, degree)} divide it",
                 (path,),
             )
+    if not shares_key_heads(spec.model, degree):
+        heads = spec.model.kv_heads
+        yield Problem(
+            "parallel.tensor",
+            f"model.kv_heads = {heads} cannot be shared by {degree} tensor ranks",
+            f"{divisors_near(heads, degree)} divide it; or take a multiple of {heads}, whose ranks hold copies",
+            ("model.kv_heads",),
+        )
     if spec.parallel.async_tensor and not (spec.runtime.compile and spec.runtime.device != "cpu"):
         yield Problem(
             "parallel.async_tensor",

@@ -41,6 +41,8 @@ MODELS = {
     "biases, gelu, norms of heads, tied embedding": replace(
         GROUPED, attention_bias=True, ffn_bias=True, ffn="gelu", qk_norm=True, tie_embeddings=True
     ),
+    "two key heads": replace(GROUPED, kv_heads=2, qk_norm=True, attention_bias=True),
+    "one key head": replace(GROUPED, kv_heads=1, layers=1),
     "latent attention": LATENT,
     "latent attention with direct queries": replace(
         LATENT, mla=MlaSpec(kv_rank=24, nope_head_dim=8, rope_head_dim=4, value_head_dim=12)
@@ -316,7 +318,8 @@ def test_the_parts_of_each_parameter_make_up_the_whole(ranks: Ranks, name: str) 
             offset, expected_shape = partition.part
             assert shape == expected_shape
             assert partition.whole == parameter.shape
-            assert (partition.copy, partition.copies) == ((0, 1) if partition.splits else (rank, 4))
+            assert partition.copies == 4 // parameter.parts_over(4)
+            assert partition.copy == rank % partition.copies
             times[tuple(slice(b, b + n) for b, n in zip(offset, shape, strict=True))] += 1 / partition.copies
         assert torch.equal(times, torch.ones(parameter.shape)), parameter.name
 

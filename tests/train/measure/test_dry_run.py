@@ -31,6 +31,7 @@ LAYOUTS: dict[str, tuple[ModelSpec, ParallelSpec, int]] = {
     "replicated": (DENSE, ParallelSpec(sharding="none"), 4),
     "hybrid": (DENSE, ParallelSpec(shard_ranks=2), 4),
     "tensor": (DENSE, ParallelSpec(tensor=2), 4),
+    "copies of key heads": (dataclasses.replace(DENSE, kv_heads=2), ParallelSpec(tensor=4, pipeline=2), 8),
     "ring": (DENSE, ParallelSpec(context=2), 4),
     "gathered context": (DENSE, ParallelSpec(context=4, context_mode="allgather"), 8),
     "gpipe": (DENSE, ParallelSpec(pipeline=4, pipeline_schedule="gpipe", sharding="zero2"), 8),

@@ -187,7 +187,9 @@ def _piece(parameter: Parameter, layout: Layout, place: RankPlace) -> HeldParame
         share = (place.fsdp * layout.tensor + place.tensor) // (layout.expert * layout.expert_tensor)
     elif dim is not None:
         size = shape[dim]
-        shape[dim] = (place.tensor + 1) * size // layout.tensor - place.tensor * size // layout.tensor
+        parts = parameter.parts_over(layout.tensor)
+        index = place.tensor * parts // layout.tensor
+        shape[dim] = (index + 1) * size // parts - index * size // parts
     rows = _chunk(shape[0], share, _ranks_of(parameter, layout))
     return HeldParameter(parameter, math.prod(shape), (rows, *shape[1:]))
 

@@ -91,7 +91,7 @@ def work_of_owners(spec: OptimizerSpec, parameters: Iterable[Parameter], layout:
 def _is_whole(parameter: Parameter, layout: Layout) -> bool:
     """True if the first of the ranks that FSDP divides a dense matrix over holds all of it."""
     shards = layout.shard * layout.context
-    divided = layout.tensor > 1 and parameter.tensor_dim is not None
+    divided = parameter.parts_over(layout.tensor) > 1
     return not divided and -(-parameter.shape[0] // shards) == parameter.shape[0]
 
 

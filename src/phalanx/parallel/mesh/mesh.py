@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.parallel.mesh.slots import Deal
 from phalanx.parallel.mesh.torch_compat import group_timeout
+from phalanx.run.kinds.whole_model import key_copies
 from phalanx.run.layout import Layout, layout_of, layout_problems
 from phalanx.run.problems import Problem
 from phalanx.run.spec import RunSpec
@@ -53,6 +54,8 @@ class Mesh:
     """The ranks that share each sequence."""
     sequence_group: dist.ProcessGroup
     """The ranks that share one slot's tokens: context and tensor together."""
+    key_group: dist.ProcessGroup | None = None
+    """The tensor ranks that hold the same key and value heads; ``None`` where each head has a rank of its own."""
 
     @property
     def ranks(self) -> int:
@@ -166,7 +169,9 @@ def build_mesh(spec: RunSpec, ranks: int, device: torch.device) -> Mesh:
     slots = layout.pipeline * layout.data_ranks
     context = _group(torch.arange(ranks).view(slots, layout.context, layout.tensor), 1)
     sequence = _group(torch.arange(ranks).view(slots, layout.model_ranks), 1)
-    return Mesh(layout, device, dist.get_rank(), dense, stage, experts, context, sequence)
+    copies = key_copies(spec.model, layout.tensor)
+    keys = _group(torch.arange(ranks).view(-1, copies), 1) if 1 < copies < layout.tensor else None
+    return Mesh(layout, device, dist.get_rank(), dense, stage, experts, context, sequence, keys)
 
 
 def _view(device: torch.device, **degrees: int) -> DeviceMesh:

@@ -31,6 +31,8 @@ class DimSplit:
     index: int
     count: int
     group: dist.ProcessGroup
+    copies: int = 1
+    """Neighbors in ``group`` that hold the same piece; the group has ``count * copies`` ranks."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,12 @@ class Partition:
             shape[split.dim] = longest
             padded = part.new_zeros(shape)
             padded.narrow(split.dim, 0, part.shape[split.dim]).copy_(part)
-            pieces = [torch.empty_like(padded) for _ in range(split.count)]
+            pieces = [torch.empty_like(padded) for _ in range(split.count * split.copies)]
             dist.all_gather(pieces, padded, group=split.group)
             part = torch.cat(
                 [
                     other.narrow(split.dim, 0, len(piece(size, index, split.count)))
-                    for index, other in enumerate(pieces)
+                    for index, other in enumerate(pieces[:: split.copies])
                 ],
                 split.dim,
             )

@@ -7,14 +7,15 @@ output projection are divided by rows of the vocabulary; the loss (``phalanx.tra
 
 What is not divided is alike on all ranks: norms, routers, biases that are added after a sum, and the projections into the
 latents of latent attention, which are small. Each rank sees its own part of their gradients, so these are summed: one
-collective for each block and backward pass.
+collective for each block and backward pass. Where there are more ranks than key and value heads, neighbors hold the same head,
+each for some of the query heads that share it; the gradients of these copies are summed in the order of the ranks.
 
 Routed experts are left as they are (``phalanx.parallel.expert.apply``); each rank routes the tokens of its piece.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,7 @@ from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.mesh.partition import DimSplit, Partition, piece
 from phalanx.parallel.mesh.torch_compat import overlap_with_products
 from phalanx.parallel.tensor.sequence_comm import SequenceComm
+from phalanx.run.kinds.parts import Parameter, by_name
 from phalanx.run.spec import RunSpec
 
 _UNITS = (Transformer, PredictionAhead, Block)
@@ -140,27 +142,34 @@ def apply_tensor(module: Transformer, mesh: Mesh, spec: RunSpec, clock: CommCloc
         return {}
     if spec.parallel.async_tensor:
         overlap_with_products(mesh.tensor_group)
-    dims = {part.name: part.tensor_dim for part in parameters(spec.model)}
-    partitions = _cut(module, mesh, dims)
+    table = by_name(parameters(spec.model))
+    partitions = _cut(module, mesh, table)
     _communicate(module, rows, partitions)
-    for host, names in _alike(module, partitions):
+    for host, names in _by_unit(module, (name for name, held in partitions.items() if not held.splits)):
         _SummedGradients(names, rows.comm).install(host)
+    if mesh.key_group is not None:
+        copied = (name for name, held in partitions.items() if held.splits and held.copies > 1)
+        for host, names in _by_unit(module, copied):
+            _SummedGradients(names, SequenceComm(mesh.key_group, clock, ordered=True)).install(host)
     return partitions
 
 
-def _cut(module: nn.Module, mesh: Mesh, dims: Mapping[str, int | None]) -> dict[str, Partition]:
-    """Replaces each parameter that is divided, along its dimension in ``dims``, by this rank's part of it."""
+def _cut(module: nn.Module, mesh: Mesh, table: Mapping[str, Parameter]) -> dict[str, Partition]:
+    """Replaces each parameter that ``table`` says is divided by this rank's part of it."""
     index, count = mesh.tensor_rank, mesh.layout.tensor
     partitions = {}
     for owner_name, owner in module.named_modules():
         if isinstance(owner, Experts):
             continue
         for name, whole in owner.named_parameters(prefix=owner_name, recurse=False):
-            shape, dim = tuple(whole.shape), dims[name]
-            if dim is None:
+            shape, dim = tuple(whole.shape), table[name].tensor_dim
+            parts = table[name].parts_over(count)
+            copies = count // parts
+            if dim is None or parts == 1:
                 partitions[name] = Partition(shape, copy=index, copies=count)
                 continue
-            partitions[name] = Partition(shape, (DimSplit(dim, index, count, mesh.tensor_group),))
+            split = DimSplit(dim, index // copies, parts, mesh.tensor_group, copies)
+            partitions[name] = Partition(shape, (split,), index % copies, copies)
             part = nn.Parameter(whole.new_empty(partitions[name].part[1]), whole.requires_grad)
             setattr(owner, name.rpartition(".")[2], part)
     return partitions
@@ -182,14 +191,11 @@ def _communicate(module: Transformer, rows: VocabularyPiece, partitions: Mapping
         module.embedding = VocabularyEmbedding(module.embedding, rows)
 
 
-def _alike(
-    module: nn.Module, partitions: dict[str, Partition]
-) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
-    """The undivided parameters of each module that FSDP may treat as a unit, without those of units inside it."""
+def _by_unit(module: nn.Module, names: Iterable[str]) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
+    """The parameters ``names`` of each module that FSDP may treat as a unit, without those of units inside it."""
     units = {name: part for name, part in module.named_modules() if isinstance(part, _UNITS)}
     inside: dict[str, list[str]] = {name: [] for name in units}
-    for name, partition in partitions.items():
-        if not partition.splits:
-            unit = max((unit for unit in units if not unit or name.startswith(f"{unit}.")), key=len)
-            inside[unit].append(name.removeprefix(f"{unit}."))
-    return ((units[unit], tuple(names)) for unit, names in inside.items() if names)
+    for name in names:
+        unit = max((unit for unit in units if not unit or name.startswith(f"{unit}.")), key=len)
+        inside[unit].append(name.removeprefix(f"{unit}."))
+    return ((units[unit], tuple(found)) for unit, found in inside.items() if found)

@@ -21,7 +21,7 @@ from phalanx.plan.workload.stacks import Job
 from phalanx.plan.workload.stages import most_stages
 from phalanx.run.kinds.mixture import is_mixture
 from phalanx.run.kinds.state_blocks import cut_by_tensor_ranks
-from phalanx.run.kinds.whole_model import tensor_sizes, undivided
+from phalanx.run.kinds.whole_model import shares_key_heads, tensor_sizes, undivided
 from phalanx.run.spec import ModelSpec
 
 AXES = 5
@@ -171,6 +171,8 @@ def _geometry(job: Job, options: Options, counts: tuple[int, ...]) -> tuple[Tabl
     sizes = [1] if "tensor" in _whole_axes(model) else [size for _, size in tensor_sizes(model)]
     divided = int(np.gcd.reduce(sizes))
     table: Table = {"tensor": np.array(list(divisors(divided, most)), dtype=np.int64)}
+    shared = [shares_key_heads(model, degree) for degree in table["tensor"].tolist()]
+    table = _keep(table, np.array(shared), "the key heads do not divide", excluded)
     table = _keep(table, _whole_blocks(job, table["tensor"]), _CUT_BLOCKS, excluded)
     table = _cross(
         table, "context", [1] if "context" in _whole_axes(model) else [2**power for power in range(7)]

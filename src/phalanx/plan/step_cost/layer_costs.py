@@ -141,6 +141,8 @@ class _RankShare:
         """Ranks that an axis divides over."""
         if axis == "none":
             return np.ones_like(self.keys.tensor)
+        if axis == "key_heads":
+            return np.minimum(self.keys.tensor, self.job.workload.model.kv_heads)
         return self.keys.tensor if axis == "tensor" else self.keys.expert_tensor
 
     def kept(self, layer: Layer) -> Floats:
@@ -241,7 +243,8 @@ class _RankShare:
 
     def _product(self, product: MatrixProduct) -> Floats:
         rows = self.rows(product.rows)
-        columns = product.columns / self.over(product.columns_over)
+        own = product.columns - product.key_columns
+        columns = own / self.over(product.columns_over) + product.key_columns / self.over("key_heads")
         inner = product.inner / self.over(product.inner_over)
         format_ = (
             self.precision.matmul if not product.wide or self.precision.matmul in ("fp16", "fp32") else "bf16"
@@ -342,7 +345,9 @@ class _RankShare:
 
     def _keys_and_values(self, exchange: LayerExchange) -> Floats:
         keys = self.keys
-        block = self.rows("tokens") * exchange.width / keys.tensor * self.precision.activation_bytes
+        block = (
+            self.rows("tokens") * exchange.width / self.over(exchange.over) * self.precision.activation_bytes
+        )
         if self.job.stack.attention.exchange == "gather":
             gather, scatter = (
                 self._collective(seconds, keys.context, keys.tensor, block * keys.context)

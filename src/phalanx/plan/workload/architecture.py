@@ -115,8 +115,11 @@ def _product(product: MatrixProduct, stack: Stack) -> Layer:
     if not product.kept:
         return Layer((product,))
     narrow = product.experts > 0 and stack.experts.narrow_gates
-    result = KeptTensor(product.part, product.rows, product.columns, product.columns_over, operand=narrow)
-    return Layer((product,), (result,))
+    own = product.columns - product.key_columns
+    kept = [KeptTensor(product.part, product.rows, own, product.columns_over, operand=narrow)]
+    if product.key_columns:
+        kept.append(KeptTensor(product.part, product.rows, product.key_columns, "key_heads"))
+    return Layer((product,), tuple(kept))
 
 
 def _rotation(rotation: Rotation, stack: Stack) -> Layer:

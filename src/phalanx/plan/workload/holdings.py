@@ -133,9 +133,9 @@ def _dense_share(parameter: Parameter, degrees: _Degrees, *, whole_rows: bool) -
 def _rows_and_columns(parameter: Parameter, degrees: _Degrees) -> tuple[Floats, Floats]:
     """Rows and columns of a tensor rank's part of a dense parameter."""
     rows, rest = float(parameter.shape[0]), float(parameter.numel // parameter.shape[0])
-    dim = parameter.tensor_dim
-    mine = np.ceil(rows / degrees.tensor) if dim == 0 else np.asarray(rows)
-    return mine, rest / degrees.tensor if dim == 1 else np.asarray(rest)
+    dim, parts = parameter.tensor_dim, np.minimum(degrees.tensor, parameter.most_parts or degrees.tensor)
+    mine = np.ceil(rows / parts) if dim == 0 else np.asarray(rows)
+    return mine, rest / parts if dim == 1 else np.asarray(rest)
 
 
 def _stacked(parameter: Parameter, degrees: _Degrees) -> Floats:

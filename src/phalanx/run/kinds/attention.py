@@ -19,7 +19,7 @@ from phalanx.run.spec import ModelSpec
 
 
 class AttentionKind(Protocol):
-    """All that is known of a kind of attention without building it. But for the first four functions, models are resolved."""
+    """All that is known of a kind of attention without building it. But for the first five functions, models are resolved."""
 
     TITLE: str
     """Its name in messages."""
@@ -34,6 +34,9 @@ class AttentionKind(Protocol):
 
     def tensor_sizes(self, model: ModelSpec) -> Iterator[tuple[str, int]]:
         """Fields, with their values, that the number of tensor ranks must divide."""
+
+    def key_heads(self, model: ModelSpec) -> int:
+        """Key and value heads, each of which several tensor ranks may hold alike."""
 
     def undivided(self, model: ModelSpec) -> Iterator[tuple[str, Problem]]:
         """Axes ("tensor", "context", "pipeline") whose degree must be 1, with the reason."""

@@ -109,9 +109,13 @@ def rotated_of(model: ModelSpec) -> int:
 
 
 def tensor_sizes(model: ModelSpec) -> Iterator[tuple[str, int]]:
-    """Query heads, and key and value heads."""
+    """Query heads."""
     yield "model.heads", model.heads
-    yield "model.kv_heads", model.kv_heads or model.heads
+
+
+def key_heads(model: ModelSpec) -> int:
+    """Key and value heads: tensor ranks divide them, or so many ranks share each."""
+    return model.kv_heads or model.heads
 
 
 def undivided(model: ModelSpec) -> Iterator[tuple[str, Problem]]:
@@ -133,8 +137,8 @@ def parts(model: ModelSpec) -> Iterator[Parameter]:
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     bias = model.attention_bias or model.qkv_bias
     yield from under("query", linear(model.dim, queries, bias, tensor_dim=0))
-    yield from under("key", linear(model.dim, keys, bias, tensor_dim=0))
-    yield from under("value", linear(model.dim, keys, bias, tensor_dim=0))
+    yield from under("key", linear(model.dim, keys, bias, tensor_dim=0, most_parts=model.kv_heads))
+    yield from under("value", linear(model.dim, keys, bias, tensor_dim=0, most_parts=model.kv_heads))
     yield from under("output", linear(queries, model.dim, model.attention_bias, "output", tensor_dim=1))
     if model.qk_norm:
         alone = model.qk_norm_width == "head"
@@ -158,7 +162,7 @@ def operations(model: ModelSpec) -> tuple[Operation, ...]:
         LayerExchange("projection", "gather", model.dim),
         MatrixProduct("projection", "tokens", projections, kept=True),
         Rotation((queries + keys) * rotated_of(model) // model.head_dim, queries + keys, norms),
-        LayerExchange("core", "context", 2 * keys),
+        LayerExchange("core", "context", 2 * keys, "key_heads"),
         core(model),
         MatrixProduct("out", "tokens", (weights["output.weight"],)),
         LayerExchange("out", "scatter", model.dim),
@@ -176,5 +180,6 @@ def cache_row(model: ModelSpec) -> tuple[int, int, int]:
 
 
 def tiny(model: ModelSpec, tensor: int) -> ModelSpec:
-    """A head for each tensor rank."""
-    return dataclasses.replace(model, heads=tensor, kv_heads=tensor, head_dim=8)
+    """A head for each tensor rank, and key heads that as many ranks share."""
+    keys = model.kv_heads if model.kv_heads < tensor and tensor % model.kv_heads == 0 else tensor
+    return dataclasses.replace(model, heads=tensor, kv_heads=keys, head_dim=8)

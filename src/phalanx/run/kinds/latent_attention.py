@@ -66,6 +66,11 @@ def tensor_sizes(model: ModelSpec) -> Iterator[tuple[str, int]]:
     yield "model.heads", model.heads
 
 
+def key_heads(model: ModelSpec) -> int:
+    """As many as query heads."""
+    return model.heads
+
+
 def undivided(model: ModelSpec) -> Iterator[tuple[str, Problem]]:  # noqa: ARG001
     """None: all axes can divide it."""
     yield from ()

@@ -18,7 +18,8 @@ from phalanx.run.kinds.parts import Parameter
 
 Rows = Literal["tokens", "local", "gathered", "routed"]
 """``gathered`` is kept as ``tokens`` by stacks that keep the gathered inputs of products, and as ``local`` by others."""
-Axis = Literal["none", "tensor", "expert_tensor"]
+Axis = Literal["none", "tensor", "key_heads", "expert_tensor"]
+"""``key_heads`` are the tensor ranks, but at most as many as there are key and value heads: more hold copies."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,11 @@ class MatrixProduct:
     def columns(self) -> int:
         """Width of a result, over all ranks."""
         return sum(weight.shape[-2] for weight in self.weights)
+
+    @property
+    def key_columns(self) -> int:
+        """Those of ``columns`` that are key and value heads, of which several ranks may hold the same."""
+        return sum(weight.shape[-2] for weight in self.weights if weight.most_parts)
 
     @property
     def inner(self) -> int:
@@ -204,6 +210,8 @@ class LayerExchange:
     kind: Literal["gather", "scatter", "context", "dispatch", "combine", "expert_gather", "expert_scatter"]
     width: int
     """Elements of a row."""
+    over: Axis = "tensor"
+    """The axis that divides the keys and values of ``context``."""
 
 
 @dataclass(frozen=True)

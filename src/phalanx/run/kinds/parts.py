@@ -35,6 +35,8 @@ class Parameter:
     """True for a stack of matrices ``(experts, rows, columns)``, each of its own, rather than one."""
     tensor_dim: int | None = None
     """The dimension that the tensor axis divides (of a stack, the axis of experts' matrices); ``None`` if all ranks hold it alike."""
+    most_parts: int = 0
+    """The most parts that the tensor axis can divide it into; more ranks hold copies. 0 if there is no such bound."""
     products: int = 0
     """Number of times that the forward pass of a token multiplies with it."""
     per_token: int = 0
@@ -50,6 +52,12 @@ class Parameter:
         """Elements that one token meets: of a stack, those of the experts that it is sent to."""
         return self.numel // self.shape[0] * self.per_token if self.stacked else self.numel
 
+    def parts_over(self, tensor: int) -> int:
+        """Different parts that ``tensor`` ranks (of a stack, of experts' matrices) hold between them."""
+        if self.tensor_dim is None:
+            return 1
+        return min(tensor, self.most_parts or tensor)
+
     @property
     def numel(self) -> int:
         """Number of elements."""
@@ -62,12 +70,22 @@ def linear(
     bias: bool = False,
     kind: Literal["matrix", "output"] = "matrix",
     tensor_dim: int | None = None,
+    most_parts: int = 0,
 ) -> Iterator[Parameter]:
     """A linear layer's ``weight``, shape ``(outputs, inputs)``, and ``bias``."""
-    yield Parameter("weight", (outputs, inputs), kind, tensor_dim=tensor_dim, products=1)
+    yield Parameter(
+        "weight", (outputs, inputs), kind, tensor_dim=tensor_dim, most_parts=most_parts, products=1
+    )
     if bias:
         # Where ranks divide the inputs, their results are added up, and the bias is alike on all of them.
-        yield Parameter("bias", (outputs,), "bias", tensor_dim=0 if tensor_dim == 0 else None)
+        divided = tensor_dim == 0
+        yield Parameter(
+            "bias",
+            (outputs,),
+            "bias",
+            tensor_dim=0 if divided else None,
+            most_parts=most_parts if divided else 0,
+        )
 
 
 def norm(width: int) -> Iterator[Parameter]:

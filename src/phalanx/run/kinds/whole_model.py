@@ -55,6 +55,17 @@ def tensor_sizes(model: ModelSpec) -> Iterator[tuple[str, int]]:
     yield from mixture.tensor_sizes(model)
 
 
+def shares_key_heads(model: ModelSpec, tensor: int) -> bool:
+    """True if tensor ranks can divide the key and value heads, or if equally many ranks can hold each of them."""
+    heads = attention_kind(model).key_heads(model)
+    return heads % tensor == 0 or tensor % heads == 0
+
+
+def key_copies(model: ModelSpec, tensor: int) -> int:
+    """Tensor ranks that hold the same key and value heads."""
+    return max(1, tensor // attention_kind(model).key_heads(model))
+
+
 def undivided(model: ModelSpec) -> Iterator[tuple[str, Problem]]:
     """Axes ("tensor", "context", "pipeline") whose degree must be 1 for this model, with the reason."""
     yield from ends.undivided(model)

@@ -193,6 +193,8 @@ def _axes(mesh: Mesh) -> dict[str, str]:
         "expert": mesh.expert_group,
         "expert_tensor": mesh.expert_tensor_group,
     }
+    if mesh.key_group is not None:
+        groups["key_copies"] = mesh.key_group
     names = {str(group.group_name): axis for axis, group in groups.items()}
     names |= {str(group.group_name): "pipeline" for group in mesh.pipeline_groups}
     names[str(mesh.expert_mesh.get_group("replicate").group_name)] = "replicate"

@@ -58,7 +58,7 @@ class Placement:
             return self._holders_of_experts
         if kind.kind == "balance":
             return self._holders_of_biases
-        return self._holders_of_cut if self.partition(name).splits else self._holders_of_uncut
+        return self._holders_by_copies[self.partition(name).copies]
 
     # As many ranks as replicas, or as the whole fleet: they are listed once for all parameters, not at every step for each.
 
@@ -73,14 +73,16 @@ class Placement:
         return _ascending(self.mesh.dense.mesh[self.mesh.pipeline_rank])
 
     @cached_property
-    def _holders_of_cut(self) -> tuple[int, ...]:
+    def _holders_by_copies(self) -> Mapping[int, tuple[int, ...]]:
+        """The holders of this rank's parts of dense parameters, by the number of tensor ranks that hold the same."""
         mesh = self.mesh
-        return _ascending(mesh.dense.mesh[mesh.pipeline_rank, :, mesh.fsdp_rank, mesh.tensor_rank])
-
-    @cached_property
-    def _holders_of_uncut(self) -> tuple[int, ...]:
-        mesh = self.mesh
-        return _ascending(mesh.dense.mesh[mesh.pipeline_rank, :, mesh.fsdp_rank])
+        found = {}
+        for copies in {1, *(partition.copies for partition in self.partitions.values())}:
+            first = mesh.tensor_rank // copies * copies
+            found[copies] = _ascending(
+                mesh.dense.mesh[mesh.pipeline_rank, :, mesh.fsdp_rank, first : first + copies]
+            )
+        return found
 
     def shard(self, prefix: str, name: str, tensor: Tensor) -> Shard:
         """This rank's shard of a tensor that is laid out like parameter ``name``, for a checkpoint."""
