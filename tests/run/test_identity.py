@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from phalanx.model.facts.presets import PRESETS
 from phalanx.run.identity import differences, identity, run_owned
 from phalanx.run.section_reader import FieldType, field_types
-from phalanx.run.spec import MlaSpec, MoeSpec, RopeScalingSpec, RunSpec
+from phalanx.run.spec import MemorySpec, MlaSpec, MoeSpec, RopeScalingSpec, RunSpec
 from run.specs import run_specs
 
 # With every section that may be absent.
@@ -152,3 +152,9 @@ def test_a_run_file_keeps_the_identity_that_it_had_in_0_1_0() -> None:
 def test_without_a_factory_its_fields_leave_the_identity_alone() -> None:
     paths = run_owned(RunSpec()).keys()
     assert not {"model.factory", "model.factory_sha256"} & paths
+
+
+def test_a_budget_by_which_the_compiler_fuses_belongs_to_the_run() -> None:
+    half, most = (MemorySpec(recompute="budget", recompute_budget=share) for share in (0.5, 0.9))
+    assert len({identity(RunSpec(memory=memory)) for memory in (MemorySpec(), half, most)}) == 3
+    assert identity(RunSpec(memory=MemorySpec(recompute_budget=0.9))) == identity(RunSpec())

@@ -32,15 +32,22 @@ from phalanx.run.spec import (
 
 MODEL = ModelSpec(layers=8, dim=64, heads=8, kv_heads=4, ffn_dim=128)
 MIXTURE = dataclasses.replace(MODEL, moe=MoeSpec(experts=8, ffn_dim=64))
+MEMORY = MemorySpec()
 TRAIN = TrainSpec(batch_size=32, slots=8, micro_batch_size=1, seq_len=64)
 
 
 def run(
-    model: ModelSpec = MODEL, *, train: TrainSpec = TRAIN, compiled: bool = False, **parallel: Any
+    model: ModelSpec = MODEL,
+    *,
+    train: TrainSpec = TRAIN,
+    memory: MemorySpec = MEMORY,
+    compiled: bool = False,
+    **parallel: Any,
 ) -> RunSpec:
     return RunSpec(
         model=model,
         train=train,
+        memory=memory,
         runtime=RuntimeSpec(compile=compiled),
         parallel=ParallelSpec(**parallel),
     )
@@ -110,6 +117,8 @@ def test_a_legal_layout_uses_every_rank_once_and_folds_its_experts(
         ("parallel.expert_tensor", run(MIXTURE, expert_tensor=2)),
         ("train.slots", run(MIXTURE, train=dataclasses.replace(TRAIN, slots=2), expert=4)),
         ("parallel.async_tensor", run(tensor=2, async_tensor=True)),
+        ("memory.recompute", run(memory=MemorySpec(recompute="selective"), compiled=True)),
+        ("memory.recompute", run(memory=MemorySpec(recompute="budget"))),
     ],
 )  # fmt: skip
 def test_what_no_fleet_could_do_is_said_with_the_field_and_a_remedy(path: str, spec: RunSpec) -> None:

@@ -303,6 +303,13 @@ def _formats(spec: RunSpec) -> Iterator[Problem]:
             'set runtime.compile = true, or memory.recompute = "selective"',
             ("runtime.compile",),
         )
+    if spec.memory.recompute == "selective" and spec.runtime.compile:
+        yield Problem(
+            "memory.recompute",
+            "selective recomputation chooses among a block's operations, which a compiled block does not show",
+            'set memory.recompute to "full" or "budget", or runtime.compile = false',
+            ("runtime.compile",),
+        )
     if spec.optimizer.state != "fp32" and spec.optimizer.name != "adamw":
         yield Problem(
             "optimizer.state",

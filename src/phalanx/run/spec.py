@@ -283,11 +283,13 @@ class PrecisionSpec:
 
 @dataclass(frozen=True)
 class MemorySpec:
-    """Activation recomputation and offload, to save an accelerator's memory. Nothing here changes a bit of the weights."""
+    """Activation recomputation and offload, to save an accelerator's memory. Nothing here changes a bit of the weights, but for
+    recompute = "budget"."""
 
     recompute: Annotated[Literal["none", "full", "selective", "budget"], FLEET] = "none"
     """Activation checkpointing, per block: "none"; "full" recomputes all activations in backward; "selective" keeps the results
-    of costly operations; "budget" keeps what recompute_budget allows (needs runtime.compile)."""
+    of costly operations (not with runtime.compile); "budget" keeps what recompute_budget allows (needs runtime.compile). A budget belongs
+    to the run: by it the compiler chooses what it fuses."""
     recompute_budget: Annotated[float, FLEET, FRACTION] = 0.5
     """Fraction of a block's activations that recompute = "budget" may keep."""
     offload_activations: Annotated[Literal["none", "host", "file"], FLEET] = "none"

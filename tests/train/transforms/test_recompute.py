@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.model.layers.router import routers
 from phalanx.run.spec import MemorySpec, RunSpec
+from phalanx.train.transforms.compile_blocks import compile_blocks
 from phalanx.train.transforms.recompute import apply_recompute
 from phalanx_process import RUN_FILE, last_json, run
 from ranks import Ranks
@@ -93,15 +95,31 @@ def test_evaluation_recomputes_nothing() -> None:
         assert torch.equal(loss_of(model), loss_of(build(DENSE)))
 
 
+def test_recomputed_blocks_are_compiled_too_to_one_program_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch.compiler.reset()
+    counters.clear()
+    saving = gradients_of(build(DENSE, compile_blocks, recompute("full")))
+    assert counters["stats"]["unique_graphs"] == 1
+    assert same_bits(saving, gradients_of(build(DENSE, compile_blocks)))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*KINDS, "budget"])
-def test_compiled_blocks_can_recompute(kind: str) -> None:
-    def compiled(model: nn.Module) -> None:
-        for block in model.get_submodule("blocks").children():
-            block.compile(dynamic=False)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recomputation_keeps_the_bits_of_compiled_blocks(dtype: torch.dtype) -> None:
+    def narrowed(model: nn.Module) -> None:
+        model.to(dtype)
 
     torch.compiler.reset()
-    saving = gradients_of(build(DENSE, recompute(kind), compiled))
+    plain = gradients_of(build(DENSE, narrowed, compile_blocks))
+    assert same_bits(plain, gradients_of(build(DENSE, narrowed, compile_blocks, recompute("full"))))
+
+
+@pytest.mark.slow
+def test_compiled_blocks_can_keep_to_a_budget() -> None:
+    torch.compiler.reset()
+    saving = gradients_of(build(DENSE, compile_blocks, recompute("budget")))
     torch.testing.assert_close(saving, gradients_of(build(DENSE)), rtol=1e-4, atol=1e-4)
 
 

@@ -79,7 +79,8 @@ def job_of(spec: RunSpec, cluster: Cluster, *, stack: str = OWN, keep_slots: boo
     workload = workload_of(spec, keep_slots=keep_slots and stack == OWN)
     if stack != OWN:
         return Job(workload, stack_named(stack), cluster, profile)
-    return Job(workload, calibrated(_own_stack(spec, cluster), cluster), cluster, profile, modes=_TRAINABLE)
+    modes = tuple(mode for mode in _TRAINABLE if not (spec.runtime.compile and mode.name == "selective"))
+    return Job(workload, calibrated(_own_stack(spec, cluster), cluster), cluster, profile, modes=modes)
 
 
 def _own_stack(spec: RunSpec, cluster: Cluster) -> Stack:

@@ -1,7 +1,7 @@
 """Builds this rank's model: the one place where axes, formats and memory are put together.
 
 The order matters. First the axes that make modules smaller (pipeline, tensor, experts) or let them see more than they hold
-(context); then what changes how they compute (formats, recomputation, compilation); FSDP last, which divides whatever
+(context); then what changes how they compute (formats, compilation, recomputation); FSDP last, which divides whatever
 parameters it finds. Which combinations are legal is decided in ``phalanx.run.layout``.
 """
 
@@ -32,6 +32,7 @@ from phalanx.train.optimizers.offload_moments import MomentStore
 from phalanx.train.step.built import Built
 from phalanx.train.step.placement import Placement
 from phalanx.train.step.slot import LoopRunner, Losses, PipelineRunner, SlotRunner
+from phalanx.train.transforms.compile_blocks import compile_blocks
 from phalanx.train.transforms.offload import apply_activation_offload
 from phalanx.train.transforms.precision import apply_precision
 from phalanx.train.transforms.recompute import apply_recompute
@@ -105,11 +106,10 @@ def _part(
         partitions |= apply_experts(part, mesh, spec, waits[Bucket.COMM_EXPOSED_EP])
         apply_context(part, mesh, spec, waits[Bucket.COMM_EXPOSED_CP])
         apply_precision(part, spec)
+    if spec.runtime.compile:
+        compile_blocks(part)
     apply_recompute(part, spec)
     apply_activation_offload(part, spec.memory, mesh.device)
-    if spec.runtime.compile:
-        for block in part.blocks.values():
-            block.compile(dynamic=False)  # shapes are the run's, never the fleet's
     return part, partitions
 
 

@@ -331,8 +331,7 @@ class _Offloading:
 def apply_activation_offload(module: nn.Module, spec: MemorySpec, device: torch.device) -> None:
     """Offloads the activations of each block of ``module`` to where ``spec.offload_activations`` says.
 
-    Call it after recomputation is applied (then only the blocks' inputs are left to offload), and before blocks are compiled and
-    sharded. On a CPU, activations are in host memory already: "host" changes nothing.
+    Call it after recomputation is applied (then only the blocks' inputs are left to offload), and before blocks are sharded. On a CPU, activations are in host memory already: "host" changes nothing.
     """
     where = spec.offload_activations
     if where == "host" and device.type == "cuda":

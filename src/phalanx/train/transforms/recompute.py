@@ -8,7 +8,8 @@ problem for each block.
 Recomputation does the same operations on the same numbers, so no bit changes: that includes the choices of a router, and
 collectives, which all ranks of a group run again in the same order. PyTorch's non-reentrant checkpoint is put around a
 block's ``forward`` rather than around the block, so that parameters keep their names, and so that whatever hooks the block
-has (FSDP's gathering of weights) run once and stay outside.
+has (FSDP's gathering of weights) run once and stay outside. A compiled ``forward`` is recomputed as it is: one program, with or
+without. ``selective`` cannot look into it, so ``phalanx.run.layout`` refuses the two together; ``budget`` is for compiled blocks.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ FUNCTIONAL_COLLECTIVES = "_c10d_functional"
 
 
 def apply_recompute(module: nn.Module, spec: RunSpec) -> None:
-    """Applies ``spec.memory.recompute`` to the blocks of ``module``, which must not be compiled or sharded yet."""
+    """Applies ``spec.memory.recompute`` to the blocks of ``module``: compiled ones if they are to be, not sharded yet."""
     how = spec.memory.recompute
     if how == "none":
         return
