@@ -157,7 +157,7 @@ class StandIn:
             if bind.epoch <= self.fence:
                 self.link.send(wl.LeftEpoch(bind.epoch, self.address))
                 continue
-            self.epoch = bind.epoch
+            self.epoch, self.token = bind.epoch, bind.token or self.token
             try:
                 self.live(bind)
             except OSError as error:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.run.token_proof import SEAL_BYTES, ForgedError, Role, Seals, UnprovenError, handshake
+from phalanx.run.token_proof import SEAL_BYTES, ForgedError, Role, Seals, UnprovenError, handshake, token_name
 
 TOKEN, PURPOSE = "a token that nobody guesses", "test of run-1"
 
@@ -16,10 +16,11 @@ TOKEN, PURPOSE = "a token that nobody guesses", "test of run-1"
 def meet(
     client: tuple[str, str, Role] = (TOKEN, PURPOSE, "client"),
     server: tuple[str, str, Role] = (TOKEN, PURPOSE, "server"),
+    earlier: tuple[str, ...] = (),
     on_the_way: Callable[[int, bytes], bytes] = lambda _number, body: body,
 ) -> tuple[Seals, Seals]:
     """Lets two sides talk until both are done; ``on_the_way`` may change what is said."""
-    sides = [handshake(*client), handshake(*server)]
+    sides = [handshake(*client, earlier), handshake(*server, earlier)]
     waiting: list[int | None] = [None, None]
     inbox: list[list[bytes]] = [[], []]
     done: list[Seals | None] = [None, None]
@@ -52,6 +53,17 @@ def test_two_sides_that_know_the_token_can_talk_in_both_directions() -> None:
     for number in range(3):
         assert server.incoming.open(client.outgoing.close(b"up %d" % number)) == b"up %d" % number
         assert client.incoming.open(server.outgoing.close(b"down %d" % number)) == b"down %d" % number
+
+
+def test_a_server_lets_a_client_in_with_an_earlier_token_and_a_client_never_a_server() -> None:
+    old, new = ("the token before", PURPOSE), ("the token of now", PURPOSE)
+    client, server = meet((*old, "client"), (*new, "server"), earlier=("one before that", old[0]))
+    assert server.incoming.open(client.outgoing.close(b"up")) == b"up"
+    assert client.token_name == server.token_name == token_name(old[0])
+    with pytest.raises(UnprovenError):
+        meet((*old, "client"), (*new, "server"), earlier=("one before that",))
+    with pytest.raises(UnprovenError):
+        meet((*new, "client"), (*old, "server"), earlier=(old[0],))
 
 
 @pytest.mark.parametrize(

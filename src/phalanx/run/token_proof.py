@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -62,14 +62,19 @@ class Seals:
 
     outgoing: Seal
     incoming: Seal
+    token_name: str = ""
+    """The name of the token that both sides have proven (``token_name``)."""
 
 
-def handshake(token: str, purpose: str, role: Role) -> Generator[bytes | int, bytes, Seals]:
+def handshake(
+    token: str, purpose: str, role: Role, earlier: Sequence[str] = ()
+) -> Generator[bytes | int, bytes, Seals]:
     """The steps of a handshake: yields bytes to send (answer with anything), or the number of bytes to receive (answer with them).
 
     Args:
         token: The run's.
         purpose: What the connection is for, and of which run; the same on both sides.
+        earlier: Tokens before a rotation, with which a server lets clients in as well for a while; a client never uses one.
         role: Of this side. The client proves itself first, so that a server gives nothing to strangers, not even something to guess at.
 
     Raises:
@@ -83,18 +88,27 @@ def handshake(token: str, purpose: str, role: Role) -> Generator[bytes | int, by
     other = hello[len(_MAGIC) :]
     nonces = (own, other) if role == "client" else (other, own)
 
-    def mac(what: str) -> bytes:
+    def mac(token: str, what: str) -> bytes:
         return token_mac(token, what.encode(), purpose.encode(), *nonces)
 
     if role == "client":
-        yield mac("client")
+        yield mac(token, "client")
     proof = yield _PROOF_BYTES
-    if not hmac.compare_digest(proof, mac("server" if role == "client" else "client")):
+    whose, accepted = ("server", [token]) if role == "client" else ("client", [token, *earlier])
+    proven = [known for known in accepted if hmac.compare_digest(proof, mac(known, whose))]
+    if not proven:
         raise UnprovenError("does not know this run's token")
+    token = proven[0]
     if role == "server":
-        yield mac("server")
-    to_server, to_client = Seal(mac("seals to the server")), Seal(mac("seals to the client"))
-    return Seals(to_server, to_client) if role == "client" else Seals(to_client, to_server)
+        yield mac(token, "server")
+    to_server, to_client = Seal(mac(token, "seals to the server")), Seal(mac(token, "seals to the client"))
+    outgoing, incoming = (to_server, to_client) if role == "client" else (to_client, to_server)
+    return Seals(outgoing, incoming, token_name(token))
+
+
+def token_name(token: str) -> str:
+    """A name that tells one token from another, and tells nothing else of it."""
+    return token_mac(token, b"the name of the token").hex()[:16]
 
 
 def token_mac(token: str, *parts: bytes) -> bytes:

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import socket
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ from phalanx.fleet.control.security import (
     TOKEN_VARIABLES,
     Certificates,
     SecurityError,
+    keyring,
     make_token,
     read_certificates,
+    rotate_token,
     run_token,
 )
 from phalanx.fleet.control.transport import MAX_REPORT_BYTES, AgentLink, FleetServer, TransportError
@@ -348,7 +351,7 @@ def test_an_agents_token_stops_and_drains_nothing_and_an_operators_attaches_no_a
         operator = dataclasses.replace(CREDENTIALS, token=CREDENTIALS.operator_token)
         async with Wire() as wire:
             for request in (m.StopRun(), m.Drain("node-3")):
-                with pytest.raises(TransportError, match="wrong token"):
+                with pytest.raises(TransportError, match=r"wrong token.*fleet\.operator-token of"):
                     await operate(wire.address, agent, request)
             caller = wire.dial(credentials=operator)
             await until(lambda: any("wrong token" in line for line in caller.lines))
@@ -474,6 +477,29 @@ def test_the_token_is_made_once_and_is_nobody_elses(tmp_path: Path, monkeypatch:
     file.write_text("")
     with pytest.raises(SecurityError, match=r"empty .*remove it, and start the run again"):
         make_token(tmp_path)
+
+
+def test_tokens_that_were_changed_are_accepted_for_their_grace_whatever_the_number_of_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PHALANX_RUN_TOKEN", raising=False)
+    make_token(tmp_path)
+    first = keyring(tmp_path)
+    second = rotate_token(tmp_path, "join", first, 1e6)
+    third = rotate_token(tmp_path, "join", second, 1e5)
+    assert keyring(tmp_path) == third, "a coordinator that begins anew reads what the last one wrote"
+    assert set(third.accepted()) == {first.token, second.token}
+    assert max(until_s for _, until_s in third.earlier) < time.time() + 1e5 + 1, (
+        "none outlives a shorter grace"
+    )
+    last = rotate_token(tmp_path, "join", third, 0.0)
+    assert last.accepted() == ()
+    assert [file.name for file in tmp_path.iterdir()] == ["fleet.token"]
+    assert (tmp_path / "fleet.token").stat().st_mode & 0o077 == 0
+    monkeypatch.setenv("PHALANX_RUN_TOKEN", "given by the scheduler")
+    with pytest.raises(SecurityError, match="given in PHALANX_RUN_TOKEN"):
+        rotate_token(tmp_path, "join", keyring(tmp_path), 0.0)
+    assert run_token(tmp_path) == "given by the scheduler"
 
 
 def test_agents_and_operators_may_not_have_one_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

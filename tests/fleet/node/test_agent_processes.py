@@ -21,7 +21,8 @@ from fleet.stand_in_worker import state_after
 from phalanx.fleet.control.coordinator_link import operate
 from phalanx.fleet.control.credentials import credentials_of
 from phalanx.fleet.control.fleet_file import FleetFile, Member
-from phalanx.fleet.core.messages import Admit, StopRun
+from phalanx.fleet.control.transport import TransportError
+from phalanx.fleet.core.messages import Admit, RotateTokens, StopRun
 from phalanx.run.directory.paths import RunDirectory, committed_steps, read_resolved, step_folder
 from phalanx.run.read import to_table
 from phalanx_process import alive
@@ -308,6 +309,34 @@ def test_agents_of_a_runs_last_start_take_part_in_the_next_one_with_their_memory
         fleet.start_coordinator("--attempt", "2")
         assert [agent.wait(timeout=PATIENCE_S) for agent in fleet.agents.values()] == [1, 1]
         assert fleet.logs().count("belongs to another run now") >= 2
+
+
+def test_tokens_are_changed_while_a_fleet_trains_and_the_earlier_ones_refused_after_the_grace(
+    tmp_path: Path,
+) -> None:
+    spec_of = RunDirectory(tmp_path)
+    with running_fleet(tmp_path, nodes=2, steps=STEPS, hold_at=HELD) as fleet:
+        seen = fleet.held(HELD)
+        workers = [fleet.workers(node) for node in fleet.agents]
+        first = credentials_of(tmp_path, read_resolved(spec_of), 0, None)
+        assert asyncio.run(operate(seen.coordinator, first, RotateTokens(3600.0))) == "accepted"
+        second = credentials_of(tmp_path, read_resolved(spec_of), 0, None)
+        assert not {first.token, first.operator_token} & {second.token, second.operator_token}
+        assert {path.stat().st_mode & 0o777 for path in tmp_path.glob("fleet.*token")} == {0o600}
+        fleet.until(lambda _: fleet.logs().count("has taken over the run's new token") == 2)
+        fleet.hold_at(2 * HELD)
+        seen = fleet.held(2 * HELD)
+        assert (seen.epoch, [fleet.workers(node) for node in fleet.agents]) == (0, workers)
+        assert asyncio.run(operate(seen.coordinator, first, RotateTokens(0.0))) == "accepted"
+        for outdated in (first, second):
+            with pytest.raises(TransportError, match="wrong token"):
+                asyncio.run(operate(seen.coordinator, outdated, Admit("node-0")))
+        # Whoever comes from now on, and all ranks that meet, have the newest.
+        fleet.kill_coordinator()
+        os.kill(workers[0][0], signal.SIGKILL)
+        fleet.start_coordinator()
+        fleet.held(2 * HELD, epoch=1)
+        ends_well(fleet)
 
 
 def test_agents_that_no_coordinator_leads_any_more_stop_their_workers_and_end_with_the_reason(

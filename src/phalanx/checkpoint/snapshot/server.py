@@ -11,7 +11,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from phalanx.checkpoint.format.errors import CheckpointError, CorruptError, NoSuchStepError
@@ -77,7 +77,8 @@ class SnapshotServer:
         Raises OSError where the port cannot be had.
         """
         self._memory = memory
-        self._token = token
+        self._token: str = token
+        self._earlier: Callable[[], Sequence[str]] = tuple
         self._tls = tls
         self._doorway = Doorway(most_newcomers)
         self._room = threading.BoundedSemaphore(most_connections)
@@ -88,6 +89,10 @@ class SnapshotServer:
         self._listener = socket.create_server((host, 0), family=_family(host), backlog=_BACKLOG)
         self._thread = threading.Thread(target=self._accept, name="snapshot-server", daemon=True)
         self._thread.start()
+
+    def change_token(self, token: str, earlier: Callable[[], Sequence[str]]) -> None:
+        """From now on connections prove that they know ``token``, or one of those that ``earlier`` returns then."""
+        self._token, self._earlier = token, earlier
 
     @property
     def port(self) -> int:
@@ -128,7 +133,7 @@ class SnapshotServer:
             with self._secured(newcomer) as connection, self._listed(connection):
                 wire = Wire(connection, peer)
                 wire.set_deadline(newcomer.arrived_s + _HANDSHAKE_S - time.monotonic())
-                authenticate(wire, self._token, "server")
+                authenticate(wire, self._token, "server", self._earlier())
                 self._doorway.leave(newcomer, proven=True)
                 self._converse(wire)
         except (CheckpointError, OSError) as error:

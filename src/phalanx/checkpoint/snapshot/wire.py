@@ -12,6 +12,7 @@ import socket
 import ssl
 import struct
 import time
+from collections.abc import Sequence
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -230,9 +231,9 @@ class Wire:
         return kind(f"{self.peer}: {error or type(error).__name__}; the other holders are asked instead")
 
 
-def authenticate(wire: Wire, token: str, role: Role) -> None:
-    """Proves to each other that both know ``token``. Raises RefusedError, or WireError where the other side is no peer."""
-    steps = handshake(token, _PURPOSE, role)
+def authenticate(wire: Wire, token: str, role: Role, earlier: Sequence[str] = ()) -> None:
+    """Proves to each other that both know ``token``; a server accepts ``earlier`` ones too. Raises RefusedError, or WireError where the other side is no peer."""
+    steps = handshake(token, _PURPOSE, role, earlier)
     sent = 0
     try:
         step = next(steps)

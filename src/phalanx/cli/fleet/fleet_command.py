@@ -40,6 +40,7 @@ def command() -> None:
       phalanx fleet drain runs/quickstart-1f3a9c04 node-2
       phalanx fleet add runs/quickstart-1f3a9c04 node-2
       phalanx fleet stop runs/quickstart-1f3a9c04
+      phalanx fleet rotate-tokens runs/quickstart-1f3a9c04
     """
 
 
@@ -85,6 +86,31 @@ def stop(run_dir: Path, certificates: Path | None, as_json: bool) -> None:
     from phalanx.fleet.core.messages import StopRun
 
     _ask(run_dir, StopRun(), certificates, as_json)
+
+
+@command.command("rotate-tokens")
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option(
+    "--grace-s",
+    type=click.FloatRange(0, 7 * 86_400),
+    default=300.0,
+    show_default=True,
+    help="How long the tokens of now are still accepted.",
+)
+@_common
+def rotate_tokens(run_dir: Path, grace_s: float, certificates: Path | None, as_json: bool) -> None:
+    """Change the tokens of agents and operators while the run trains; no step is lost.
+
+    The coordinator writes new ones into RUN_DIR, and attached agents take them over from there. A node that does not see RUN_DIR, or was
+    given its token in PHALANX_RUN_TOKEN, is sent away after the grace.
+
+    \b
+      phalanx fleet rotate-tokens runs/quickstart-1f3a9c04
+      phalanx fleet rotate-tokens runs/quickstart-1f3a9c04 --grace-s 30
+    """
+    from phalanx.fleet.core.messages import RotateTokens
+
+    _ask(run_dir, RotateTokens(grace_s), certificates, as_json)
 
 
 @command.command("serve")

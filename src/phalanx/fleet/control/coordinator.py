@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx.checkpoint.format.errors import CheckpointError
@@ -39,7 +39,7 @@ from phalanx.fleet.control.fleet_file import (
 from phalanx.fleet.control.hang_inquiry import Inquiry
 from phalanx.fleet.control.journal import Journal
 from phalanx.fleet.control.restoration import report_contradiction, restored
-from phalanx.fleet.control.security import SecurityError
+from phalanx.fleet.control.security import SecurityError, rotate_token
 from phalanx.fleet.control.transport import AgentLink, FleetServer, TransportError
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
@@ -55,6 +55,7 @@ from phalanx.observe.event_log import EventLog, EventLogError
 from phalanx.observe.events import EpochLeft, Message
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved, step_of
 from phalanx.run.spec import RunSpec
+from phalanx.run.token_proof import token_name
 from phalanx.train.lifecycle.ending import report_failure
 from phalanx.train.lifecycle.worker import die_with_parent
 
@@ -99,6 +100,7 @@ class Coordinator:
         self._inquiry: Inquiry | None = None
         """The inquiry into a hang that is under way, if there is one."""
         self._file_due_s, self._shown_epoch = 0.0, m.NO_EPOCH
+        self._rotating = False
         self._file_writing: asyncio.Task[None] | None = None
         fleet = spec.fleet
         self._tick_s = min(_LONGEST_TICK_S, min(fleet.lease_s, fleet.confirm_s or fleet.lease_s) / 8)
@@ -149,9 +151,43 @@ class Coordinator:
                 f"refused: without {operation.node} too few nodes are left, and the fleet would only wait. phalanx fleet stop saves "
                 "and ends the run; phalanx fleet add brings a drained node back"
             )
+        if isinstance(operation, m.RotateTokens):
+            return await self._rotate(operation.grace_s)
         self._inbox.append(operation)
         self._wake.set()
         return "accepted"
+
+    async def _rotate(self, grace_s: float) -> str:
+        """Changes the run's tokens, on disk first; returns the answer for the operator."""
+        if self._rotating:
+            return "refused: the tokens are being changed"
+        self._rotating, loop, path, held = (
+            True,
+            asyncio.get_running_loop(),
+            self._args.run_dir,
+            self._credentials,
+        )
+        try:
+            # One after the other: each file is whole at any moment, and says by itself until when the token before is accepted.
+            operate = await loop.run_in_executor(
+                None, rotate_token, path, "operate", held.earlier_operators, grace_s
+            )
+            self._take_keys(replace(held, operator_token=operate.token, earlier_operators=operate))
+            join = await loop.run_in_executor(None, rotate_token, path, "join", held.earlier, grace_s)
+            self._take_keys(self._credentials.with_keys(join))
+        except SecurityError as error:
+            return f"refused: {error}"
+        finally:
+            self._rotating = False
+        self._tell_new_token()
+        return "accepted"
+
+    def _take_keys(self, credentials: Credentials) -> None:
+        self._credentials = self._server.credentials = credentials
+
+    def _tell_new_token(self) -> None:
+        self._inbox.append(m.Rekeyed(token_name(self._credentials.token)))
+        self._wake.set()
 
     def log(self, line: str) -> None:
         """Writes a line into this process's log."""
@@ -167,6 +203,8 @@ class Coordinator:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._ask_to_stop)
         await self._write_file(self._now_s())
         self.log(f"coordinates {self._args.run_dir} at {self._address}, start {self._restarts + 1}")
+        if self._credentials.earlier.earlier and self._state.key != token_name(self._credentials.token):
+            self._tell_new_token()  # the coordinator before was killed between the file and its journal
         watching = asyncio.create_task(self._watch_itself())
         while not self._over:
             # Not wait_for, which forgets a cancellation that comes with the wake (https://github.com/python/cpython/issues/86296).
@@ -257,6 +295,7 @@ class Coordinator:
         self._set_aside()
         for node, command in sending:
             self._server.send(node, command)
+        self._server.drop_outdated()
         self._publish(now_s)
         await self._renew()
 

@@ -35,6 +35,10 @@ from phalanx.run.token_proof import ForgedError, Seals, UnprovenError
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 _STATUS_S = 1.0
+_WRONG_TOKEN = (
+    "the operators' token of this run is in fleet.operator-token of its directory: read it there, as its owner, or give it in "
+    "PHALANX_OPERATOR_TOKEN. It may have been changed (phalanx fleet rotate-tokens)"
+)
 
 
 class CoordinatorLink:
@@ -69,6 +73,15 @@ class CoordinatorLink:
         )
         self._on_other_start = on_other_start
         self._queue: asyncio.Queue[AgentMessage] | None = None
+        self._call: _Call | None = None
+        self._closing: asyncio.Future[None] | None = None
+
+    def change_token(self, credentials: Credentials) -> None:
+        """Attaches anew, with other credentials from now on."""
+        self._credentials = credentials
+        if self._call is not None:
+            # Ends this side of the stream, and then the coordinator the other: no command is lost on the way.
+            self._closing = asyncio.ensure_future(_end_writing(self._call))
 
     @property
     def attached(self) -> bool:
@@ -109,6 +122,7 @@ class CoordinatorLink:
             call = channel.stream_stream(f"/{SERVICE}/Attach")(metadata=self._credentials.metadata())
             queue: asyncio.Queue[AgentMessage] = asyncio.Queue(QUEUED)
             writing = None
+            self._call = call
             try:
                 seals = await _proven(call, self._credentials, "Attach", address)
                 answered = True
@@ -126,7 +140,7 @@ class CoordinatorLink:
             finally:
                 if not answered and call.done() and await call.code() is OTHER_START:
                     self._on_other_start()
-                self._queue = None
+                self._queue = self._call = None
                 if writing is not None:
                     writing.cancel()
                 call.cancel()
@@ -148,6 +162,7 @@ class _Call(Protocol):
     async def code(self) -> grpc.StatusCode: ...
     async def details(self) -> str: ...
     def done(self) -> bool: ...
+    async def done_writing(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -177,6 +192,11 @@ async def _proven(call: _Call, credentials: Credentials, method: str, address: s
                 if (code := await call.code()) is not grpc.StatusCode.OK:
                     why = f"{code.name.lower()}: {await call.details()}"
         raise UnprovenError(why) from error
+
+
+async def _end_writing(call: _Call) -> None:
+    with suppress(grpc.RpcError, asyncio.InvalidStateError):  # the reader sees the same end
+        await call.done_writing()
 
 
 async def _send_all(call: _Call, queue: asyncio.Queue[AgentMessage], seals: Seals) -> None:
@@ -225,8 +245,10 @@ async def operate(
             return seals.incoming.open(answer).decode()
         except (grpc.RpcError, UnprovenError, ForgedError) as error:
             reason = _reason(error) if isinstance(error, grpc.RpcError) else str(error)
+            wrong = call.done() and await call.code() is grpc.StatusCode.UNAUTHENTICATED
+            remedy = _WRONG_TOKEN if wrong else "is the run going on? see phalanx status RUN"
             raise TransportError(
-                f"the coordinator at {address} did not do it ({reason}); is the run going on? see phalanx status RUN"
+                f"the coordinator at {address} did not do it ({reason}); {remedy}"
             ) from error
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -16,16 +16,17 @@ import grpc
 
 from phalanx.fleet.control.security import (
     Certificates,
+    Keyring,
     TokenRole,
+    keyring,
     read_certificates,
     require_two_tokens,
-    run_token,
 )
 from phalanx.fleet.core.messages import PROTOCOL_VERSION
 from phalanx.run.fencing import FencingToken, fencing_token
 from phalanx.run.identity import identity
 from phalanx.run.spec import RunSpec
-from phalanx.run.token_proof import Role, Seals, UnprovenError, handshake
+from phalanx.run.token_proof import Role, Seals, UnprovenError, handshake, token_name
 
 HANDSHAKE_S = 120.0
 """For the whole handshake of a stream. Where thousands of agents come back at once to a busy machine, each waits for its turn; who gives up
@@ -55,6 +56,23 @@ class Credentials:
     certificates: Certificates | None = None
     operator_token: str = field(default="", repr=False)
     """For the requests of operators; agents have none."""
+    earlier: Keyring = field(default_factory=Keyring, repr=False)
+    """Of agents: the tokens before a rotation, which a server accepts for a while."""
+    earlier_operators: Keyring = field(default_factory=Keyring, repr=False)
+    """Of operators, likewise."""
+
+    def with_keys(self, join: Keyring, operate: Keyring | None = None) -> Credentials:
+        """The same credentials after a rotation of the tokens."""
+        changed = replace(self, token=join.token, earlier=join)
+        return (
+            changed
+            if operate is None
+            else replace(changed, operator_token=operate.token, earlier_operators=operate)
+        )
+
+    def accepted_names(self) -> frozenset[str]:
+        """The names of the tokens with which agents may be attached now."""
+        return frozenset(map(token_name, (self.token, *self.earlier.accepted())))
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """The metadata that a client sends: nothing that is secret."""
@@ -86,11 +104,13 @@ class Credentials:
         Raises:
             UnprovenError: The other side does not know it, or did not answer in time.
         """
-        token = self.operator_token if method == "Operate" else self.token
+        operates = method == "Operate"
+        token = self.operator_token if operates else self.token
+        earlier = (self.earlier_operators if operates else self.earlier).accepted()
         if not token:
             raise UnprovenError(f"has met a process without a token for {method}")
         said_of = ", ".join(f"{name} {value}" for name, value in self.metadata())
-        steps = handshake(token, f"phalanx {method}, {said_of}", role)
+        steps = handshake(token, f"phalanx {method}, {said_of}", role, earlier)
         said = b""
         try:
             async with asyncio.timeout(HANDSHAKE_S):
@@ -132,8 +152,9 @@ def credentials_of(
     Raises ``SecurityError``.
     """
     shown = read_certificates(certificates) if certificates else None
-    join = run_token(run_dir) if "join" in roles else ""
-    operate = run_token(run_dir, "operate") if "operate" in roles else ""
-    if join and operate:
-        require_two_tokens(join, operate)
-    return Credentials(identity(spec), join, fencing_token(spec, attempt), shown, operate)
+    join = keyring(run_dir) if "join" in roles else Keyring()
+    operate = keyring(run_dir, "operate") if "operate" in roles else Keyring()
+    if join.token and operate.token:
+        require_two_tokens(join.token, operate.token)
+    start = fencing_token(spec, attempt)
+    return Credentials(identity(spec), join.token, start, shown, operate.token, join, operate)

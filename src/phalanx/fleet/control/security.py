@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import secrets
 import ssl
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,26 +73,73 @@ def read_certificates(folder: Path) -> Certificates:
     return Certificates(folder, authority, certificate, key)
 
 
+@dataclass(frozen=True)
+class Keyring:
+    """The token of a role, and those before it that are still accepted for a while after a rotation."""
+
+    token: str = field(default="", repr=False)
+    earlier: tuple[tuple[str, float], ...] = field(default=(), repr=False)
+    """(token, unix time from which on it is refused)."""
+
+    def accepted(self) -> tuple[str, ...]:
+        """The earlier tokens that are accepted now."""
+        now_s = time.time()
+        return tuple(token for token, until_s in self.earlier if now_s < until_s)
+
+
 def run_token(run_dir: Path, role: TokenRole = "join") -> str:
     """The token of a run for a role: from the environment, else from its directory. Only the run's launcher makes one.
 
     Raises:
         SecurityError: There is none, it cannot be read, or it is too short to be a secret.
     """
-    variable, path = TOKEN_VARIABLES[role], run_dir / _TOKEN_FILES[role]
+    variable = TOKEN_VARIABLES[role]
     if given := os.environ.get(variable):
         return _checked(given, f"the environment variable {variable}")
+    return read_keyring(run_dir, role).token
+
+
+def keyring(run_dir: Path, role: TokenRole = "join") -> Keyring:
+    """The token of ``run_token``, with the earlier ones that its file names. Raises ``SecurityError`` as that does."""
+    token = run_token(run_dir, role)
+    with suppress(SecurityError):
+        found = read_keyring(run_dir, role)
+        if found.token == token:
+            return found
+    return Keyring(token)
+
+
+def read_keyring(run_dir: Path, role: TokenRole = "join") -> Keyring:
+    """The tokens in a run's file for a role, whatever the environment says.
+
+    Its first line is the token; further lines are earlier ones, each with the unix time from which on it is refused.
+
+    Raises:
+        SecurityError: There is none, it cannot be read, or it is too short to be a secret.
+    """
+    path = run_dir / _TOKEN_FILES[role]
     try:
-        return _checked(path.read_text().strip(), str(path))
+        first, *rest = path.read_text().splitlines() or [""]
+        token, earlier = _checked(first.strip(), str(path)), [line.split() for line in rest if line.strip()]
+        return Keyring(token, tuple((_checked(old, str(path)), float(until_s)) for old, until_s in earlier))
+    except ValueError as error:
+        raise SecurityError(f"{path} is no file of tokens: {error}") from error
     except FileNotFoundError:
+        variable = TOKEN_VARIABLES[role]
+        remedy = (
+            f"a fleet cannot go on with another one. Put it back, give it in {variable}, or end what is left of the fleet and start the "
+            "run again"
+            if role == "join"
+            else f"without it nobody can operate the fleet. Put it back, or give it in {variable}; agents train on meanwhile, and Ctrl-C of "
+            "the command that trains, or SIGTERM to the coordinator, saves and ends the run"
+        )
         raise SecurityError(
-            f"there is no {path}: the command that starts a run makes it, and a fleet cannot go on with another one. Put it back, give "
-            f"it in {variable}, or end what is left of the fleet and start the run again"
+            f"there is no {path}: the command that starts a run makes it, and {remedy}"
         ) from None
     except OSError as error:
         raise SecurityError(
             f"cannot read the run's token {path}: {error.strerror}; run as the owner of the run directory, or give the "
-            f"token in {variable}"
+            f"token in {TOKEN_VARIABLES[role]}"
         ) from error
 
 
@@ -104,10 +152,33 @@ def make_token(run_dir: Path, role: TokenRole = "join") -> str:
     path = run_dir / _TOKEN_FILES[role]
     if not os.environ.get(TOKEN_VARIABLES[role]) and not path.exists():
         try:
-            _write_token(path)
+            _write_keyring(path, Keyring(secrets.token_hex(32)))
         except OSError as error:
             raise SecurityError(f"cannot write the run's token {path}: {error.strerror}") from error
     return run_token(run_dir, role)
+
+
+def rotate_token(run_dir: Path, role: TokenRole, held: Keyring, grace_s: float) -> Keyring:
+    """Puts a new token in the place of ``held.token``, which is accepted for ``grace_s`` seconds more; durable when this returns.
+
+    Raises:
+        SecurityError: ``held`` did not come from the run's file, so that nobody would find a new one there; or it cannot be written.
+    """
+    path = run_dir / _TOKEN_FILES[role]
+    if read_keyring(run_dir, role).token != held.token:
+        raise SecurityError(
+            f"the token in {path} is not the one in use, which was given in {TOKEN_VARIABLES[role]}: it can only be changed there"
+        )
+    until_s = time.time() + grace_s
+    kept = [(token, at_s) for token, at_s in held.earlier if at_s > time.time()]
+    new = Keyring(
+        secrets.token_hex(32), ((held.token, until_s), *((token, min(at_s, until_s)) for token, at_s in kept))
+    )
+    try:
+        _write_keyring(path, new, replace=True)
+    except OSError as error:
+        raise SecurityError(f"cannot write the run's token {path}: {error.strerror}") from error
+    return new
 
 
 def require_two_tokens(join: str, operate: str) -> None:
@@ -119,17 +190,23 @@ def require_two_tokens(join: str, operate: str) -> None:
         )
 
 
-def _write_token(path: Path) -> None:
-    """Writes a new token unless somebody is quicker; it has its name once it is whole, on the disk, and readable by its owner only."""
+def _write_keyring(path: Path, keys: Keyring, *, replace: bool = False) -> None:
+    """Writes tokens, in the place of others or unless somebody is quicker; the file has its name once it is whole, on the disk, and
+    readable by its owner only."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         with open(os.open(temporary, flags, 0o600), "w") as file:
-            file.write(secrets.token_hex(32) + "\n")
+            file.write(
+                keys.token + "\n" + "".join(f"{token} {until_s!r}\n" for token, until_s in keys.earlier)
+            )
             file.flush()
             os.fsync(file.fileno())
-        with suppress(FileExistsError):
-            os.link(temporary, path)
+        if replace:
+            temporary.replace(path)
+        else:
+            with suppress(FileExistsError):
+                os.link(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     sync(path.parent)

@@ -28,6 +28,7 @@ from phalanx.fleet.control.descriptors import most_connections
 from phalanx.fleet.core.commands import (
     Command,
     Fence,
+    ReadToken,
 )
 from phalanx.fleet.core.messages import (
     AgentMessage,
@@ -81,8 +82,10 @@ class TransportError(RuntimeError):
 class AgentLink:
     """The server side of one agent's stream."""
 
-    def __init__(self, node: str, incarnation: int) -> None:
-        self.node, self.incarnation = node, incarnation
+    def __init__(self, node: str, incarnation: int, token_name: str = "") -> None:
+        self.node, self.incarnation, self.token_name = node, incarnation, token_name
+        self.attaches_again = False
+        """It was told to: that this stream ends says nothing of the agent."""
         self.queue: asyncio.Queue[bytes] = asyncio.Queue(QUEUED)
         self.closed = asyncio.Event()
 
@@ -127,7 +130,9 @@ class FleetServer:
     """The coordinator's server: the agents that are attached, and counts of what was refused."""
 
     def __init__(self, credentials: Credentials, listener: Listener) -> None:
-        self._credentials, self._listener = credentials, listener
+        self._listener = listener
+        self.credentials = credentials
+        """To be replaced when the tokens are changed."""
         self.links: dict[str, AgentLink] = {}
         """Node -> its current stream, for every attached node."""
         self.refused: Counter[str] = Counter()
@@ -152,7 +157,7 @@ class FleetServer:
         return bound
 
     def _bind(self, address: str) -> int:
-        shown = self._credentials.certificates
+        shown = self.credentials.certificates
         if shown is None:
             return int(self._server.add_insecure_port(address))
         tls = grpc.ssl_server_credentials(
@@ -169,7 +174,20 @@ class FleetServer:
     def send(self, node: str, command: Command) -> None:
         """Sends a command on a node's current stream; dropped if there is none, since an agent that attaches describes itself."""
         if node in self.links:
-            self.links[node].send(encode(command))
+            link = self.links[node]
+            link.attaches_again |= isinstance(command, ReadToken) and command.key != link.token_name
+            link.send(encode(command))
+
+    def drop_outdated(self) -> None:
+        """Ends the streams that were opened with a token that is refused by now."""
+        names = self.credentials.accepted_names()
+        for link in [link for link in self.links.values() if link.token_name not in names]:
+            if self.links.get(link.node) is link:
+                self._listener.log(
+                    f"{link.node} has not taken over the run's new token: its connection is ended"
+                )
+                link.attaches_again = False
+                link.close()
 
     def _refuse(self, kind: str, who: str, detail: str = "") -> None:
         self.refused[kind] += 1
@@ -179,10 +197,10 @@ class FleetServer:
 
     async def _admit(self, method: str, requests: AsyncIterator[bytes], context: _CallContext) -> Seals:
         """The seals of a stream whose client has proven itself; else the stream is aborted."""
-        refusal = self._credentials.refusal(context.invocation_metadata() or ())
+        refusal = self.credentials.refusal(context.invocation_metadata() or ())
         if refusal is None:
             try:
-                return await self._credentials.prove(_ServerStream(requests, context), method, "server")
+                return await self.credentials.prove(_ServerStream(requests, context), method, "server")
             except UnprovenError as error:
                 why = f"wrong token: the other side {error}"
                 refusal = Refusal("wrong token", grpc.StatusCode.UNAUTHENTICATED, why)
@@ -196,7 +214,7 @@ class FleetServer:
         link, tasks = None, list[asyncio.Task[object]]()
         try:
             async for first in reports:
-                link = self._attached_link(first, context.peer())
+                link = self._attached_link(first, context.peer(), seals.token_name)
                 break
             if link is None:
                 return
@@ -210,7 +228,8 @@ class FleetServer:
                 task.cancel()
             if link is not None and self.links.get(link.node) is link:
                 del self.links[link.node]
-                self._listener.on_disconnect(link)
+                if not link.attaches_again:
+                    self._listener.on_disconnect(link)
 
     async def _opened(self, requests: AsyncIterator[bytes], seals: Seals, who: str) -> AsyncIterator[bytes]:
         """Yields the messages of a stream without their seals; ends at one that is forged."""
@@ -230,12 +249,12 @@ class FleetServer:
                 except (msgspec.MsgspecError, RecursionError) as error:
                     self._refuse("malformed message", who, str(error)[:200])
 
-    def _attached_link(self, first: Received, who: str) -> AgentLink | None:
+    def _attached_link(self, first: Received, who: str, token_name: str) -> AgentLink | None:
         """Attaches the stream that begins with ``first``; None if that is no Joined."""
         if not isinstance(first, Joined):
             self._refuse("stream that does not begin with Joined", who)
             return None
-        link = AgentLink(first.node, first.incarnation)
+        link = AgentLink(first.node, first.incarnation, token_name)
         before = self.links.get(first.node)
         if before is not None and before.incarnation > first.incarnation:
             self._refuse("superseded incarnation", f"{first.node} at {who}")

@@ -84,6 +84,8 @@ class Bind(WireMessage, frozen=True):
     """Seconds since the decision to leave the last epoch that trained, if there was one."""
     left_planned: bool = False
     """That epoch was left at a step boundary, not because of a fault."""
+    key: ShortText = ""
+    """The name of the token under which all ranks meet, once tokens have been changed; a node that has not got it yet looks for it."""
     nonfinite_step: StepNumber | None = None
     """The step that is not finite whoever computes it: ``train.on_nonfinite`` applies to it."""
 
@@ -124,6 +126,12 @@ class Stop(WireMessage, frozen=True):
     epoch: EpochNumber
 
 
+class ReadToken(WireMessage, frozen=True):
+    """The run's tokens were changed: read the new one, which has this name, in the run directory, and attach again with it."""
+
+    key: ShortText
+
+
 class SaveSnapshots(WireMessage, frozen=True):
     """Write these snapshots of your memory into the checkpoint of ``step``: the run ends, and no worker is in an epoch.
 
@@ -148,7 +156,19 @@ class Shutdown(WireMessage, frozen=True):
     reason: ShortText = ""
 
 
-Command = Park | Bind | Release | KillWorker | Diagnose | TellAll | Fence | Stop | SaveSnapshots | Shutdown
+Command = (
+    Park
+    | Bind
+    | Release
+    | KillWorker
+    | Diagnose
+    | TellAll
+    | Fence
+    | Stop
+    | ReadToken
+    | SaveSnapshots
+    | Shutdown
+)
 """Everything that an agent obeys."""
 
 _commands: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)

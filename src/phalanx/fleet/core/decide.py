@@ -26,7 +26,7 @@ from phalanx.fleet.core.epochs import (
     stepped,
     strike,
 )
-from phalanx.fleet.core.orders import SEATED, Order
+from phalanx.fleet.core.orders import LIVING, SEATED, Order
 from phalanx.fleet.core.rollcall import rollcall
 from phalanx.fleet.core.settings import CoreSettings
 from phalanx.fleet.core.state import (
@@ -120,6 +120,8 @@ def _joined(state: FleetState, event: m.Joined, orders: list[Order]) -> None:
     state.suspects.pop(event.node, None)
     forget_copies(state, event.node)
     node = put(state, _described(old, event))
+    if state.key:  # it may have been away when the token was changed; whoever has it does nothing
+        orders.append(Order(event.node, c.ReadToken(state.key)))
     # An agent that was there at the run's last start brings snapshots of its epochs. Whether a snapshot is to be trusted is
     # told by its epoch, so none of ours may have such a number.
     state.seen_epoch = max(state.seen_epoch, *(held.epoch for held in event.held), m.NO_EPOCH)
@@ -394,6 +396,12 @@ def _disk_holds(state: FleetState, event: m.DiskHolds, orders: list[Order]) -> N
     state.durable = sorted(steps - condemned)[-DURABLE_KEPT:]
 
 
+def _rekeyed(state: FleetState, event: m.Rekeyed, orders: list[Order]) -> None:
+    state.key = event.key
+    note(state, "", "the tokens of agents and operators were changed")
+    orders.append(Order(LIVING, c.ReadToken(event.key)))
+
+
 def _diagnosed(state: FleetState, event: m.Diagnosed, orders: list[Order]) -> None:
     if event.epoch != state.epoch or state.phase is not FleetPhase.RUNNING or not state.diagnosed:
         state.stale += 1
@@ -454,6 +462,7 @@ _ANSWERS: dict[type, Callable[..., None]] = {
     m.Disconnected: _disconnected,
     m.Tick: _tick,
     m.DiskHolds: _disk_holds,
+    m.Rekeyed: _rekeyed,
     m.Diagnosed: _diagnosed,
     m.Restarted: _restarted,
     m.StoodStill: _stood_still,

@@ -262,6 +262,12 @@ class StopRun(WireMessage, frozen=True):
     """Save and end."""
 
 
+class RotateTokens(WireMessage, frozen=True):
+    """Change the tokens of agents and operators; those of now are refused after ``grace_s``. For the coordinator's shell, not the core."""
+
+    grace_s: Annotated[float, Meta(ge=0, le=7 * 86_400)] = 300.0
+
+
 # --- from the coordinator's own shell, and from aggregators ---------------------------------------
 
 
@@ -280,6 +286,12 @@ class DiskHolds(WireMessage, frozen=True):
     """The committed checkpoints that the coordinator's shell sees on disk; sent whenever they change."""
 
     steps: Annotated[tuple[StepNumber, ...], Meta(max_length=65536)]
+
+
+class Rekeyed(WireMessage, frozen=True):
+    """The token of agents was changed; the new one has this name."""
+
+    key: ShortText
 
 
 class Diagnosed(WireMessage, frozen=True):
@@ -340,14 +352,17 @@ AgentReport = (
 """Messages of an agent that the core sees."""
 AgentMessage = AgentReport | Recorded
 """All messages of an agent."""
-OperatorRequest = Drain | Admit | StopRun
+OperatorRequest = Drain | Admit | StopRun | RotateTokens
 """Messages of an operator."""
 CoreEvent = (
     AgentReport
-    | OperatorRequest
+    | Drain
+    | Admit
+    | StopRun
     | Disconnected
     | Tick
     | DiskHolds
+    | Rekeyed
     | Diagnosed
     | Restarted
     | StoodStill

@@ -84,6 +84,7 @@ def resync(
         doubt=state.doubt,
         source=state.source,
         result_json=state.result_json,
+        key=state.key,
         nodes=nodes,
         rolled_s=now_s,  # nobody's silence counts from before
         next_lease_s=now_s + state.settings.lease_s,

@@ -193,6 +193,8 @@ class FleetState(Struct):
     ends_as: FleetPhase = FleetPhase.FINISHED
     """The phase after SAVING."""
     result_json: str = ""
+    key: str = ""
+    """The name of the token of agents, once it was changed."""
 
     nodes: dict[str, Node] = {}
     ranks: int = 0

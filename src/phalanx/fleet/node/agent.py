@@ -35,7 +35,7 @@ from phalanx.fleet.control.coordinator_link import CoordinatorLink
 from phalanx.fleet.control.credentials import Credentials, credentials_of
 from phalanx.fleet.control.descriptors import DescriptorLimitError, raise_descriptor_limit
 from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
-from phalanx.fleet.control.security import SecurityError
+from phalanx.fleet.control.security import SecurityError, read_keyring
 from phalanx.fleet.core.commands import Command, SaveSnapshots
 from phalanx.fleet.core.messages import RankSnapshot
 from phalanx.fleet.core.settings import leave_s
@@ -49,6 +49,7 @@ from phalanx.fleet.node.agent_actions import (
     KillProcess,
     LogStall,
     Patience,
+    ReadNewToken,
     SaveMemory,
     SendReport,
     StartProcess,
@@ -62,12 +63,14 @@ from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_re
 from phalanx.run.fencing import fencing_token
 from phalanx.run.identity import identity
 from phalanx.run.spec import RunSpec
+from phalanx.run.token_proof import token_name
 from phalanx.train.lifecycle.worker import die_with_parent
 
 _PUSH_AGAIN_S, _LONGEST_PUSH_PAUSE_S = 0.1, 2.0
 _LONGEST_RESTART_PAUSE_S = 10.0
 _FAREWELL_S = 0.5
 _OTHERS_WRITE_S = 600.0
+_NEW_TOKEN_S, _LOOK_AGAIN_S = 60.0, 0.5
 _EXAMINE_S, _EXAMINE_AGAIN_S = 30.0, 30.0
 WORKER_PROGRAM = (sys.executable, "-m", "phalanx.fleet.node.worker_main")
 
@@ -119,7 +122,12 @@ class Agent:
         )
         patience = Patience(fleet.worker_lease_s, leave_s(fleet), fleet.coordinator_lease_s)
         self._state = AgentState(
-            identity, time.time_ns() // 1_000_000, patience, self._held, checked=fleet.health_checks
+            identity,
+            time.time_ns() // 1_000_000,
+            patience,
+            self._held,
+            self._token_of,
+            checked=fleet.health_checks,
         )
         self._doctor, self._suspicion = ThreadPoolExecutor(1, "health"), asyncio.Event()
         self._link = CoordinatorLink(
@@ -315,6 +323,8 @@ class Agent:
                 self.log(f"no step for {silent_s:.0f} s: {self._state.heartbeat()}")
             case CheckHealth():
                 self._suspicion.set()
+            case ReadNewToken(name):
+                self._in_background(self._read_token(name))
             case SaveMemory(order):
                 self._in_background(self._save(order))
             case EndAgent(reason, failed):
@@ -357,6 +367,40 @@ class Agent:
             )
         except OSError as error:  # no memory, no processes or no disk now: tried again like one that has died
             self._on_exit(index, 1, f"it could not be started: {error}")
+
+    def _token_of(self, name: str) -> str | None:
+        """The token of this name; the present one if no name is given. Looks into the run directory for one that is not known yet."""
+        if name and name != token_name(self._credentials.token):
+            self._take_over(name)
+        known = (self._credentials.token, *self._credentials.earlier.accepted())
+        return next((token for token in known if name in ("", token_name(token))), None)
+
+    async def _read_token(self, name: str) -> None:
+        """Takes over the token of this name; a network file system may show it only after a while."""
+        deadline_s = time.monotonic() + _NEW_TOKEN_S
+        while not self._take_over(name):
+            if time.monotonic() > deadline_s:
+                self.log(
+                    "the run's new token is not in its directory, as this node sees it; the earlier one is refused soon"
+                )
+                return
+            await asyncio.sleep(_LOOK_AGAIN_S)
+
+    def _take_over(self, name: str) -> bool:
+        """Changes to the token of this name if the run directory has it; true if this agent has it now."""
+        if name == token_name(self._credentials.token):
+            return True
+        try:
+            found = read_keyring(self._args.run_dir)
+        except SecurityError:
+            return False
+        if token_name(found.token) != name:
+            return False
+        self._credentials = self._credentials.with_keys(found)
+        self._data.change_token(found.token, found.accepted)
+        self._link.change_token(self._credentials)
+        self.log("has taken over the run's new token")
+        return True
 
     async def _save(self, order: SaveSnapshots) -> None:
         """Writes this node's share of a checkpoint from its memory; the run ends when all of it is on disk."""

@@ -79,6 +79,13 @@ class SaveMemory:
 
 
 @dataclass(frozen=True)
+class ReadNewToken:
+    """Read the run's token of this name, which has taken the place of the one of now, and attach with it."""
+
+    name: str
+
+
+@dataclass(frozen=True)
 class EndAgent:
     """Kill all workers and end the agent."""
 
@@ -97,6 +104,7 @@ AgentAction = (
     | LogStall
     | CheckHealth
     | SaveMemory
+    | ReadNewToken
     | EndAgent
 )
 

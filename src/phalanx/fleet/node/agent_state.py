@@ -23,6 +23,7 @@ from phalanx.fleet.core.commands import (
     FromMemory,
     KillWorker,
     Park,
+    ReadToken,
     Release,
     Resume,
     SaveSnapshots,
@@ -62,6 +63,7 @@ from phalanx.fleet.node.agent_actions import (
     KillProcess,
     LogStall,
     Patience,
+    ReadNewToken,
     SaveMemory,
     SendReport,
     StartProcess,
@@ -93,6 +95,8 @@ class AgentState:
     patience: Patience
     held: Callable[[], RankSnapshots]
     """Returns the snapshots that the node's memory holds now."""
+    token_of: Callable[[str], str | None] = lambda _name: ""
+    """Returns the run's token of that name (the present one for none); ``None`` if this node has not got it."""
     fence: int = NO_EPOCH
     """Fencing token: this epoch and all before it are never entered again."""
     saving: int = NO_EPOCH
@@ -201,6 +205,8 @@ class AgentState:
                     self.workers[i].owes_flight_record = True
                 ask = worker_link.SendFlightRecord(command.epoch)
                 return [LogStall(command.silent_s), *(TellWorker(i, ask) for i in hanging)]
+            case ReadToken(key):
+                return [ReadNewToken(key)]
             case SaveSnapshots():
                 return self._save(command)
             case Shutdown(reason):
@@ -271,6 +277,11 @@ class AgentState:
         fit = [i for i in places if i < len(self.workers) and self.workers[i].meeting_point]
         if len(fit) != len(places) or self._placed():
             return [SendReport(report) for report in self.greet()]
+        token = self.token_of(bind.key)
+        if token is None:
+            return self._unfit(
+                "it has not got the run's new token: let it read fleet.token in the run directory"
+            )
         self.fence, self.owed, self.evidence = bind.epoch - 1, None, []
         self.buddies = {b.rank: f"{b.host}:{b.data_port}" for b in bind.buddies if b.data_port}
         planned, ended_unix_s = self._ending(bind, unix_s)
@@ -291,6 +302,7 @@ class AgentState:
                     planned=planned,
                     detected_unix_s=ended_unix_s,
                     nonfinite_step=bind.nonfinite_step,
+                    token=token,
                 ),
             )
             for i, rank in places.items()

@@ -22,7 +22,14 @@ from typing import NamedTuple
 
 from phalanx.fleet.control.coordinator import EXIT_CANNOT_START
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
-from phalanx.fleet.control.security import TOKEN_VARIABLES, make_token, require_two_tokens
+from phalanx.fleet.control.security import (
+    TOKEN_VARIABLES,
+    SecurityError,
+    TokenRole,
+    make_token,
+    read_keyring,
+    require_two_tokens,
+)
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.fleet.node.revival import MOST_DEATHS, Revival
 from phalanx.fleet.node.session import Session, ending
@@ -365,6 +372,7 @@ class _Processes:
         command = [sys.executable, "-m", module, "--run-dir", str(run.directory.path)]
         log = self.log(name)
         inherited = {key: value for key, value in os.environ.items() if key not in self.operator}
+        self._read_tokens()
         own = self.operator if name == "coordinator" else {}
         remove_failure(log)  # of the process before it in this attempt, which wrote the same log
         return Session.start(
@@ -373,6 +381,14 @@ class _Processes:
             log,
             keep_open=[run.lock_fd],  # the directory stays taken until the last process has ended
         )
+
+    def _read_tokens(self) -> None:
+        """Takes over tokens that an operator has changed meanwhile; those that this process was given itself cannot be."""
+        known: dict[TokenRole, dict[str, str]] = {"join": self.environment, "operate": self.operator}
+        for role, environment in known.items():
+            if TOKEN_VARIABLES[role] not in os.environ:
+                with suppress(SecurityError):
+                    environment[TOKEN_VARIABLES[role]] = read_keyring(self.run.directory.path, role).token
 
     def log(self, name: str) -> Path:
         """The log of a coordinator or agent."""

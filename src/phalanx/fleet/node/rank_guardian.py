@@ -96,6 +96,7 @@ class RankGuardian(Guardian):
     def enters(self, bind: link.JoinEpoch, hooks: Hooks, connections: Connections) -> None:
         """This worker becomes a rank; ``hooks`` are called at its epoch's moments, ``connections`` are made before it joins."""
         self._connections = connections
+        self._token = bind.token or self._token
         self._bind, self.epoch, self.step = bind, bind.epoch, NO_STEP
         self._newest = NO_STEP
         self._hooks = hooks

@@ -229,7 +229,7 @@ class Worker:
             self._device,
             _MEET_TIMEOUT_S,
             lambda: self._orders.check(bind.epoch),
-            self._token,
+            bind.token or self._token,
         )
         return run_epoch(
             EpochInputs(

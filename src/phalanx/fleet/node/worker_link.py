@@ -69,6 +69,8 @@ class JoinEpoch(_LinkMessage, frozen=True):
     """The time at which it was known that the last epoch had to end; 0 if there was none."""
     nonfinite_step: int | None = None
     """The step that is not finite whoever computes it; a step that is found so otherwise is reported, to be computed again."""
+    token: str = ""
+    """The run's token in this epoch; empty: the one that the worker was started with."""
 
 
 class LeaveEpoch(_LinkMessage, frozen=True):
