@@ -48,7 +48,7 @@ TARGETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "parallel/mesh/slots.py": ((SLOTS,), ()),
     "parallel/reduction/slot_tree.py": ((SLOTS,), ()),
     "parallel/reduction/tree.py": (
-        ("tests/parallel/reduction/test_tree.py", SLOTS),
+        ("tests/parallel/reduction/test_tree.py", "tests/parallel/reduction/test_level_sums.py", SLOTS),
         ("tests/train/test_reproducibility.py",),
     ),
     "checkpoint/format/boxes.py": (("tests/checkpoint/format/test_boxes.py", RESTORE), ()),

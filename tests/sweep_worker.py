@@ -26,7 +26,7 @@ from phalanx.fleet.node import worker, worker_main
 from phalanx.fleet.node.worker_link import JoinEpoch
 from phalanx.parallel.pipeline.stage_links import StageLinks
 from phalanx.parallel.reduction import exact_sum, tree
-from phalanx.parallel.reduction.tree import TreeReduceScatter
+from phalanx.parallel.reduction.reduce_scatter import TreeReduceScatter
 from phalanx.run.directory.result import RunResult
 from phalanx.train.lifecycle import loop
 from phalanx.train.step.evaluate import evaluate

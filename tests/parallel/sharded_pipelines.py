@@ -17,7 +17,7 @@ from phalanx.model.block import Block
 from phalanx.parallel.mesh.torch_compat import ReduceScatter, finish_backward
 from phalanx.parallel.pipeline.runner import Pipeline
 from phalanx.parallel.pipeline.schedules import Schedule, ScheduleName
-from phalanx.parallel.reduction.tree import _PlainBuffers
+from phalanx.parallel.reduction.reduce_scatter import _PlainBuffers
 
 MICRO_BATCHES = 4
 SHARDS = 2

@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from phalanx.checkpoint.tiers.digest import digest_checkpoint
 from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.parallel.mesh import machines
 from phalanx.parallel.reduction.slot_tree import SlotTree
+from phalanx.run.spec import RunSpec
 from ranks import Ranks
 from run.specs import replace_at
 from tiny_runs import on_layout, tiny_run, train_on_this_rank
@@ -109,6 +113,34 @@ def test_another_order_of_summation_would_be_noticed(
     result = ranks.run(2, train_with_slots_added_in_order_of_arrival, tiny_run(dataset, tmp_path / "run"))[0]
     assert result["loss"] == pytest.approx(reference["loss"], rel=1e-3)  # as good a sum, but
     assert result["weights_sha256"] != reference["weights_sha256"]
+
+
+def train_on_machines_of_two(spec: RunSpec, folder: Path) -> Any:
+    """Trains as if every two ranks had a machine of their own; returns the result and the machines' number of ranks."""
+    rank = dist.get_rank()
+    boot_id, machines._BOOT_ID = machines._BOOT_ID, folder / f"machine-{rank // 2}"
+    try:
+        if rank % 2 == 0:
+            machines._BOOT_ID.write_text(str(rank // 2))
+        dist.barrier()
+        return train_on_this_rank(spec), machines.count_machine_ranks(torch.device("cpu"))
+    finally:
+        machines._BOOT_ID = boot_id
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_sums_that_are_made_inside_machines_first_and_sent_narrow_have_the_same_bits(
+    compute: str, ranks: Ranks, dataset: Path, reference: dict[str, Any], tmp_path: Path
+) -> None:
+    alone, spread = (
+        replace_at(tiny_run(dataset, tmp_path / place), "precision.compute", compute) for place in ("1", "4")
+    )
+    if compute == "bf16":  # a slot is one micro-batch: its gradient is sent in bf16
+        alone, spread = (replace_at(spec, "train.micro_batch_size", 2) for spec in (alone, spread))
+        reference = ranks.run(1, train_on_this_rank, alone)[0]
+    result, machine_ranks = ranks.run(4, train_on_machines_of_two, spread, tmp_path)[0]
+    assert machine_ranks == 2
+    assert same(result, reference)
 
 
 @pytest.mark.slow

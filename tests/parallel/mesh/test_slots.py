@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.parallel.mesh.slots import Deal, rounds_of
+from phalanx.parallel.reduction.level_sums import leaf_sums
 from phalanx.parallel.reduction.slot_tree import Leaves, SlotTree
-from phalanx.parallel.reduction.tree import push_run
 
 slots_counts = st.integers(1, 40)
 
@@ -167,7 +167,13 @@ def test_a_run_of_slots_is_added_as_one_slot_after_another_would_be(slots: int, 
     first = 0
     while first < slots:
         length = data.draw(st.integers(1, slots - first))
-        push_run(in_runs, first, values[first : first + length].clone())
+        sums, rows = (
+            leaf_sums(slots, range(first, first + length), values.device),
+            values[first : first + length].clone(),
+        )
+        sums.add(rows)
+        for node, row in sums.left:
+            in_runs.push_node(node, rows[row])
         first += length
     for slot in range(slots):
         one_by_one.push(slot, values[slot])

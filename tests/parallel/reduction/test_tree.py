@@ -1,10 +1,8 @@
-"""The sum over slots, shard ranks and replicas, a thread for each rank, against the same tree added up in one place."""
+"""The sum over slots and replicas, a thread for each rank, against the same tree added up in one place."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,46 +13,13 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 from torch import Tensor
 
+from parallel.reduction.thread_groups import Group, all_gather, all_to_all, in_one_place, leaves_of, on_ranks
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.slots import Deal, rounds_of
 from phalanx.parallel.reduction import tree as reduction
+from phalanx.parallel.reduction.reduce_scatter import TreeReduceScatter
 from phalanx.parallel.reduction.slot_tree import Leaves, SlotTree
-from phalanx.parallel.reduction.tree import Intake, TimedAllGather, TreeReducer, TreeReduceScatter, exchange
-
-
-class Group:
-    """A process group whose members are threads; each has its own ``Group``, and all share ``board``."""
-
-    def __init__(self, rank: int, board: list[Any], barrier: threading.Barrier) -> None:
-        self.rank, self.board, self.barrier = rank, board, barrier
-
-    def size(self) -> int:
-        return len(self.board)
-
-    def told_by_all(self, own: Any) -> list[Any]:
-        self.board[self.rank] = own
-        self.barrier.wait(60)
-        told = list(self.board)
-        self.barrier.wait(60)
-        return told
-
-
-def all_to_all(
-    received: Tensor,
-    sent: Tensor,
-    get: list[int] | None = None,
-    give: list[int] | None = None,
-    *,
-    group: Group,
-) -> None:
-    pieces = torch.split(sent.clone(), give or len(sent) // group.size())
-    mine = [theirs[group.rank] for theirs in group.told_by_all(pieces)]
-    assert get is None or get == [len(piece) for piece in mine]
-    received.copy_(torch.cat(mine))
-
-
-def all_gather(output: Tensor, piece: Tensor, group: Group) -> None:
-    output.copy_(torch.cat(group.told_by_all(piece.clone())))
+from phalanx.parallel.reduction.tree import Intake, TreeReducer, exchange
 
 
 @pytest.fixture(autouse=True)
@@ -63,37 +28,9 @@ def _threads_for_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reduction, "all_gather_single", all_gather)
 
 
-def on_ranks(ranks: int, function: Callable[[Group], Tensor]) -> list[Tensor]:
-    """The values that each of ``ranks`` threads returns; all of them are in one group."""
-    board, barrier = [None] * ranks, threading.Barrier(ranks)
-
-    def run(rank: int) -> Tensor:
-        try:
-            return function(Group(rank, board, barrier))
-        except BaseException:
-            barrier.abort()
-            raise
-
-    with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(run, range(ranks)))
-
-
 def of_replica(replica: int, replicas: int, group: Group | None = None) -> Any:
     """The part of a mesh that the reducers use."""
     return SimpleNamespace(replica=replica, replicas=replicas, replicate_group=group)
-
-
-def in_one_place(values: Tensor) -> Tensor:
-    """The sum of leaves ``(leaves, elements)`` in tree order."""
-    tree: SlotTree[Tensor] = SlotTree(len(values), torch.add)
-    for leaf, value in enumerate(values):
-        tree.push(leaf, value)
-    return tree.take_root()
-
-
-def leaves_of(count: int, elements: int) -> Tensor:
-    """Values whose sum depends on the order of additions."""
-    return torch.randn(count, elements, generator=torch.Generator().manual_seed(count)).exp().pow(5)
 
 
 @examples(max_examples=40)
@@ -116,44 +53,6 @@ def test_every_replica_gets_the_sum_that_one_alone_would_have(
 
     expected = in_one_place(values)
     assert all(torch.equal(out, expected) for out in on_ranks(replicas, add_up))
-
-
-@pytest.mark.parametrize(("slots", "replicas"), [(5, 1), (8, 1), (7, 2)])
-def test_a_reduce_scatter_leaves_each_rank_its_share_of_the_sum_after_the_last_round(
-    slots: int, replicas: int
-) -> None:
-    leaves, share = Leaves(Deal(slots, replicas, 2), 1), 3
-    values = leaves_of(slots, 2 * share)
-
-    def step(group: Group, mesh: Any) -> Tensor:
-        intake = Intake()
-        reducer = TreeReducer("group", mesh, leaves, intake)
-        reduce_scatter = TreeReduceScatter(reducer, CommClock(blocking=True))
-        out = torch.empty(share)
-        for current in rounds_of(leaves.deal, mesh.replica, group.rank):
-            intake.round = current
-            gradient = values[current.slot].clone()
-            out.fill_(torch.nan)
-            reduce_scatter(out, gradient, group, None)  # type: ignore[arg-type]
-            gradient.fill_(torch.nan)  # FSDP2 uses its buffers again
-            assert current.last or torch.equal(out, torch.zeros(share))
-            kept = reducer.tree.nodes.values()
-            assert all(value.untyped_storage().nbytes() == value.nbytes for value in kept)
-        assert reduce_scatter.clock.total_ns > 0
-        assert not reducer.tree.nodes
-        return out
-
-    def rank_of(everyone: Group) -> Tensor:
-        # Ranks 0 and 1 are the first replica, ranks 2 and 3 the second; equal shares are summed over replicas.
-        shard, replica = everyone.rank % 2, everyone.rank // 2
-        group = Group(shard, *rows[replica])
-        return step(group, of_replica(replica, replicas, Group(replica, *columns[shard])))
-
-    rows = [([None] * 2, threading.Barrier(2)) for _ in range(replicas)]
-    columns = [([None] * replicas, threading.Barrier(replicas)) for _ in range(2)]
-    expected = torch.split(in_one_place(values), share)
-    for rank, out in enumerate(on_ranks(2 * replicas, rank_of)):
-        assert torch.equal(out, expected[rank % 2])
 
 
 def test_a_gradient_that_only_one_rank_holds_becomes_the_sum_in_its_own_buffer() -> None:
@@ -201,14 +100,3 @@ def test_the_tree_keeps_no_buffer_of_which_it_needs_only_a_part() -> None:
     kept = value.data_ptr()
     reducer.keep()
     assert reducer.tree.nodes[node].data_ptr() == kept, "what is its own already is not copied"
-
-
-def test_an_all_gather_has_its_time_measured_and_its_buffers_where_fsdp_wants_them() -> None:
-    clock = CommClock(blocking=True)
-    buffer = TimedAllGather(clock).allocate((2, 3), dtype=torch.bfloat16, device=torch.device("meta"))
-    assert (buffer.shape, buffer.dtype, buffer.device.type) == ((2, 3), torch.bfloat16, "meta")
-    out = torch.empty(4)
-    group = Group(0, [None], threading.Barrier(1))
-    assert TimedAllGather(clock)(out, torch.arange(4.0), group) is None  # type: ignore[arg-type]
-    assert out.tolist() == [0.0, 1.0, 2.0, 3.0]
-    assert clock.total_ns > 0

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from phalanx.parallel.mesh.machines import TwoLevels, ranks_in_a_machine
 from phalanx.parallel.mesh.slots import Deal
 from phalanx.parallel.mesh.torch_compat import group_timeout
 from phalanx.run.kinds.whole_model import key_copies
@@ -56,6 +57,10 @@ class Mesh:
     """The ranks that share one slot's tokens: context and tensor together."""
     key_group: dist.ProcessGroup | None = None
     """The tensor ranks that hold the same key and value heads; ``None`` where each head has a rank of its own."""
+    fsdp_levels: TwoLevels | None = None
+    """The ranks that the dense parameters are sharded over, machine by machine, if they fill several alike."""
+    expert_levels: TwoLevels | None = None
+    """The same of the ranks that experts are sharded over."""
 
     @property
     def ranks(self) -> int:
@@ -147,10 +152,17 @@ class Mesh:
         return Deal(slots, self.layout.replicate, self.layout.shard, self.layout.team)
 
 
-def build_mesh(spec: RunSpec, ranks: int, device: torch.device) -> Mesh:
+def build_mesh(spec: RunSpec, ranks: int, device: torch.device, *, machine_ranks: int = 0) -> Mesh:
     """The mesh for a run on all ``ranks`` of the default process group.
 
-    Raises ``LayoutError`` when the run does not allow that number of ranks.
+    Args:
+        spec: The run.
+        ranks: Of the default process group.
+        device: Of this rank.
+        machine_ranks: Ranks on each machine; 0 if that is unknown, or makes no difference.
+
+    Raises:
+        LayoutError: The run does not allow that number of ranks.
     """
     problems = layout_problems(spec, ranks)
     if problems:
@@ -171,7 +183,25 @@ def build_mesh(spec: RunSpec, ranks: int, device: torch.device) -> Mesh:
     sequence = _group(torch.arange(ranks).view(slots, layout.model_ranks), 1)
     copies = key_copies(spec.model, layout.tensor)
     keys = _group(torch.arange(ranks).view(-1, copies), 1) if 1 < copies < layout.tensor else None
-    return Mesh(layout, device, dist.get_rank(), dense, stage, experts, context, sequence, keys)
+    return Mesh(
+        *(layout, device, dist.get_rank(), dense, stage, experts, context, sequence, keys),
+        fsdp_levels=_levels(ranks, layout.shard * layout.context, layout.tensor, machine_ranks),
+        expert_levels=_levels(
+            ranks, layout.expert_shard, layout.expert * layout.expert_tensor, machine_ranks
+        ),
+    )
+
+
+def _levels(ranks: int, line: int, stride: int, machine_ranks: int) -> TwoLevels | None:
+    """Both levels of the groups of ``line`` ranks that are ``stride`` apart; ``None`` where one level does."""
+    width = ranks_in_a_machine(line, stride, machine_ranks)
+    if width == 1:
+        return None
+    grid = torch.arange(ranks).view(
+        -1, line // width, width, stride
+    )  # (lines, machines, ranks in one, stride)
+    inside, across = _group(grid, 2), _group(grid, 1)
+    return TwoLevels(inside, across, dist.get_rank(across))
 
 
 def _view(device: torch.device, **degrees: int) -> DeviceMesh:

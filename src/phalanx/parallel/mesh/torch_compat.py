@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 
-def all_gather_single(output: Tensor, piece: Tensor, group: dist.ProcessGroup) -> None:
+def all_gather_single(output: Tensor, piece: Tensor, group: dist.ProcessGroup | None) -> None:
     """Concatenates every rank's ``piece`` ``(n,)`` in ``output`` ``(ranks * n,)``."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(output, piece, group=group)

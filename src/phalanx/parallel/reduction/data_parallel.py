@@ -31,8 +31,8 @@ from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.mesh.slots import Round
 from phalanx.parallel.mesh.torch_compat import finish_backward
+from phalanx.parallel.reduction.reduce_scatter import TimedAllGather
 from phalanx.parallel.reduction.summation import FastSummation, Summation, TreeSummation
-from phalanx.parallel.reduction.tree import TimedAllGather
 from phalanx.run.spec import RunSpec
 
 
@@ -166,12 +166,12 @@ def spread(parts: Sequence[nn.Module], mesh: Mesh, spec: RunSpec, clock: CommClo
     follows.
     """
     reproducible = spec.train.reduction == "reproducible"
+    narrow = spec.precision.compute == "bf16"
     summation: Summation = (
-        TreeSummation(mesh, clock, mesh.deal(spec.train.slots))
+        TreeSummation(mesh, clock, mesh.deal(spec.train.slots), _wire(spec, narrow=narrow))
         if reproducible
         else FastSummation(mesh, clock)
     )
-    narrow = spec.precision.compute == "bf16"
     experts_whole = spec.model.moe is None or mesh.layout.expert_shard == 1
     if mesh.fsdp_ranks == 1 and experts_whole and not narrow:
         for part in parts:
@@ -185,6 +185,16 @@ def spread(parts: Sequence[nn.Module], mesh: Mesh, spec: RunSpec, clock: CommClo
         for module in _fsdp_modules(parts):
             module.set_custom_all_gather(TimedAllGather(clock))
     return Sharded(parts, summation, keep_weights=keep_weights)
+
+
+def _wire(spec: RunSpec, *, narrow: bool) -> torch.dtype:
+    """The narrowest dtype that loses nothing of a slot's gradient.
+
+    Backward passes give gradients in the dtype of compute; FSDP2 adds those of several micro-batches in fp32.
+    """
+    sequences = spec.train.batch_size // spec.train.slots
+    alone = (spec.train.micro_batch_size or sequences) >= sequences
+    return torch.bfloat16 if narrow and alone else torch.float32
 
 
 def _shard(part: nn.Module, mesh: Mesh, *, narrow: bool, by_tree: bool, keep_weights: bool) -> None:

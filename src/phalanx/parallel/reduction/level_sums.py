@@ -10,6 +10,7 @@ Which rows are added follows from the nodes alone, so it is worked out once for 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -73,6 +74,12 @@ def level_sums(count: int, nodes: Sequence[TreeNode], device: torch.device) -> L
         here = above
     left += [((top, index), row) for index, row in [*here, *given.get(top, ())]]
     return LevelSums(tuple(levels), tuple(sorted(left, key=lambda node: node[0][1] << node[0][0])))
+
+
+@functools.cache
+def leaf_sums(count: int, leaves: range, device: torch.device) -> LevelSums:
+    """The additions among neighboring leaves of a tree of ``count``."""
+    return level_sums(count, [(0, leaf) for leaf in leaves], device)
 
 
 def _rows(first: tuple[int, ...], second: tuple[int, ...], device: torch.device) -> tuple[Rows, Rows]:

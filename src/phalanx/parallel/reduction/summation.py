@@ -25,8 +25,9 @@ from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.mesh.slots import Deal, Round
 from phalanx.parallel.reduction.buckets import in_buckets
+from phalanx.parallel.reduction.reduce_scatter import TreeReduceScatter
 from phalanx.parallel.reduction.slot_tree import Leaves, SlotTree
-from phalanx.parallel.reduction.tree import Intake, TreeReducer, TreeReduceScatter, add_in_place, exchange
+from phalanx.parallel.reduction.tree import Intake, TreeReducer, add_in_place, exchange
 
 
 class Summation(ABC):
@@ -69,9 +70,9 @@ class TreeSummation(Summation):
 
     slot_by_slot = True
 
-    def __init__(self, mesh: Mesh, clock: CommClock, deal: Deal) -> None:
+    def __init__(self, mesh: Mesh, clock: CommClock, deal: Deal, wire: torch.dtype = torch.float32) -> None:
         super().__init__(mesh, clock)
-        self._deal = deal
+        self._deal, self._wire = deal, wire
         self._reducers: list[TreeReducer] = []
         self._trees: dict[nn.Parameter, SlotTree[Tensor]] = {}
         self._names: dict[nn.Parameter, str] = {}
@@ -79,17 +80,22 @@ class TreeSummation(Summation):
     def reduce_groups(self, modules: Sequence[FSDPModule]) -> None:
         layout = self.mesh.layout
         # Context ranks see different parts of a slot; experts get the tokens of several ranks at once.
-        dense = Leaves(self._deal, layout.team * layout.context), self.mesh.fsdp_ranks
+        dense = (
+            Leaves(self._deal, layout.team * layout.context),
+            self.mesh.fsdp_ranks,
+            self.mesh.fsdp_levels,
+        )
         experts = (
             Leaves(self._deal, layout.expert_shard // (layout.shard // layout.team)),
             layout.expert_shard,
+            self.mesh.expert_levels,
         )
         for number, module in enumerate(modules):
-            leaves, ranks = experts if isinstance(module, Experts) else dense
+            leaves, ranks, levels = experts if isinstance(module, Experts) else dense
             reducer = TreeReducer(str(number), self.mesh, leaves, self.intake)
             self._reducers.append(reducer)
             if ranks > 1:
-                module.set_custom_reduce_scatter(TreeReduceScatter(reducer, self.clock))
+                module.set_custom_reduce_scatter(TreeReduceScatter(reducer, self.clock, levels, self._wire))
             else:
                 # FSDP2 skips the reduce-scatter of a single rank, but calls this hook with the gradient.
                 module.set_all_reduce_hook(reducer.take_alone)

@@ -1,11 +1,8 @@
 """Adds up slot gradients in tree order while the backward pass runs, and leaves each rank its share of the sum.
 
-With a sharded model, FSDP2 hands every parameter group's gradient to a reduce-scatter after each backward pass
-(``FSDPModule.set_custom_reduce_scatter`` is PyTorch's extension point for it). Ours is an all-to-all: the rank that owns a share of the
-parameters receives that share of *every* slot's gradient, unsummed, and adds in the order of ``phalanx.parallel.mesh.slots``. The volume
-on the wire is that of a reduce-scatter (for each rank; it does not combine on the way as a ring does). After the last round, copies of
-the weights in other replicas exchange what is left of their trees the same way, and share the sums by an all-gather: the volume of an
-all-reduce when a replica's slots fill a whole subtree.
+What ranks that share a copy of the weights send each other after each backward pass (``reduce_scatter.py``) enters a tree, one for each
+parameter group. After the last round, copies of the weights in other replicas exchange what is left of their trees, and share the sums
+by an all-gather: the volume of an all-reduce when a replica's slots fill a whole subtree.
 
 ``Intake`` tells the reducers which slots the current backward pass computes; it is the only state they share.
 """
@@ -20,11 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.mesh.slots import Round
-from phalanx.parallel.mesh.torch_compat import AllGather, ReduceScatter, all_gather_single
-from phalanx.parallel.reduction.level_sums import LevelSums, level_sums
+from phalanx.parallel.mesh.torch_compat import all_gather_single
+from phalanx.parallel.reduction.level_sums import LevelSums, leaf_sums, level_sums
 from phalanx.parallel.reduction.slot_tree import Leaves, SlotTree
 
 
@@ -67,7 +63,14 @@ class TreeReducer:
     def push(self, gradients: Tensor) -> None:
         """Takes in this round's gradients ``(ranks, share)``, one of each rank, of the share that this rank owns."""
         leaves = self.leaves.of_round(self.intake.round.slots)
-        push_run(self.tree, leaves.start, gradients[: len(leaves)])
+        sums = leaf_sums(self.leaves.count, leaves, gradients.device)
+        self.push_nodes(sums, gradients[: len(leaves)])
+
+    def push_nodes(self, sums: LevelSums, rows: Tensor) -> None:
+        """Takes in nodes of the tree whose values are ``rows`` ``(nodes, share)``, which are overwritten."""
+        sums.add(rows)
+        for node, row in sums.left:
+            self.tree.push_node(node, rows[row])
 
     def keep(self) -> None:
         """Copies what the tree holds out of buffers that it shares with gradients already added."""
@@ -92,28 +95,6 @@ class TreeReducer:
         self.push(gradient.clone().unsqueeze(0))
         if self.intake.round.last:
             self.finish(gradient)
-
-
-def push_run(tree: SlotTree[Tensor], first: int, block: Tensor) -> None:
-    """Takes in the leaves ``first``, ``first + 1``, ... whose values are the rows of ``block``; overwrites them.
-
-    The same additions as pushing one leaf after another, a level of the tree at a time instead of a node at a time:
-    a thousand leaves are ten additions, not a thousand.
-    """
-    level = 0
-    while len(block):  # (nodes of this level, share)
-        # A node with an odd index is a right child; its left sibling is not in the block.
-        if first % 2:
-            tree.push_node((level, first), block[0])
-            first, block = first + 1, block[1:]
-        # Now the block begins with a left child; if its last node is one too, the right sibling is not in the block.
-        if len(block) % 2:
-            tree.push_node((level, first + len(block) - 1), block[-1])
-            block = block[:-1]
-        # Left plus right of all pairs at once, in the memory of the left ones: the nodes of the next level.
-        sums = block[0::2]
-        sums.add_(block[1::2])
-        first, block, level = first // 2, sums, level + 1
 
 
 def exchange(nodes: Sequence[Tensor], leaves: Leaves, mesh: Mesh, out: Tensor) -> None:
@@ -169,66 +150,3 @@ def _by_piece(nodes: Sequence[Tensor], replicas: int, piece: int) -> Tensor:
         if rest:
             arranged[full, position, :rest] = flat[full * piece :]
     return arranged.view(-1)
-
-
-class _PlainBuffers:
-    """Communication buffers as FSDP asks for them: uninitialized, since they are written over anyway."""
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """A buffer of ``size``."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class TreeReduceScatter(_PlainBuffers, ReduceScatter):
-    """The reduce-scatter of one FSDP parameter group, by all-to-all and addition in tree order.
-
-    Until the last round of a step its output means nothing; whoever drives the step drops the gradients that FSDP
-    makes of it.
-    """
-
-    def __init__(self, reducer: TreeReducer, clock: CommClock) -> None:
-        self.reducer, self.clock = reducer, clock
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: object,  # noqa: ARG002  the operation is a sum, whatever FSDP would have asked for
-        async_op: bool = False,  # noqa: ARG002
-    ) -> None:
-        """``input_tensor`` ``(ranks * share,)`` is this rank's slot; ``output_tensor`` ``(share,)`` is the sum."""
-        if not self.reducer.intake.admit(self.reducer.name, input_tensor):
-            output_tensor.zero_()
-            return
-        received = torch.empty_like(input_tensor)
-        with self.clock.measure():
-            dist.all_to_all_single(received, input_tensor, group=group)
-        self.reducer.push(received.view(group.size(), -1))
-        if self.reducer.intake.round.last:
-            with self.clock.measure():
-                self.reducer.finish(output_tensor)
-        else:
-            self.reducer.keep()
-            output_tensor.zero_()
-
-
-class TimedAllGather(_PlainBuffers, AllGather):
-    """FSDP's own all-gather, with the time that a CPU spends in it measured."""
-
-    def __init__(self, clock: CommClock) -> None:
-        self.clock = clock
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,  # noqa: ARG002
-    ) -> dist.Work | None:
-        """Concatenates every rank's ``input_tensor`` ``(n,)`` in ``output_tensor`` ``(ranks * n,)``."""
-        with self.clock.measure():
-            all_gather_single(output_tensor, input_tensor, group)
-        return None

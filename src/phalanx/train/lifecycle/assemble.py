@@ -19,6 +19,7 @@ from phalanx.data.dataset import RunData
 from phalanx.hardware.device_peak import accelerator_named
 from phalanx.hardware.matmul_peak import measure_matmul_flops
 from phalanx.observe.ledger import Bucket, Ledger
+from phalanx.parallel.mesh.machines import count_machine_ranks
 from phalanx.parallel.mesh.mesh import Mesh, build_mesh
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import RunSpec
@@ -119,7 +120,8 @@ def assemble(inputs: EpochInputs, reporter: Reporter) -> Training:
     """Builds everything on this rank and restores the state that training begins with. A collective call."""
     spec, ledger = inputs.spec, inputs.ledger
     ledger.switch(Bucket.START_PLAN_COMPILE)
-    mesh = build_mesh(spec, dist.get_world_size(), inputs.device)
+    machine_ranks = count_machine_ranks(inputs.device)
+    mesh = build_mesh(spec, dist.get_world_size(), inputs.device, machine_ranks=machine_ranks)
     built = build_model(spec, mesh)
     parts, placement = built.model.parts, built.placement
     shards = state_shards(parts, built.optimizer, placement)
