@@ -197,9 +197,7 @@ def _levels(ranks: int, line: int, stride: int, machine_ranks: int) -> TwoLevels
     width = ranks_in_a_machine(line, stride, machine_ranks)
     if width == 1:
         return None
-    grid = torch.arange(ranks).view(
-        -1, line // width, width, stride
-    )  # (lines, machines, ranks in one, stride)
+    grid = torch.arange(ranks).view(-1, line // width, width, stride)  # (lines, machines, width, stride)
     inside, across = _group(grid, 2), _group(grid, 1)
     return TwoLevels(inside, across, dist.get_rank(across))
 
