@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import click
 import pytest
 from rich.console import Console
 
 from phalanx.cli.train.session import event_display
 from phalanx.cli.train.train_as_rank import train_as_rank
-from phalanx.cli.train.train_fleet import fleet_story
+from phalanx.cli.train.train_fleet import fleet_story, train_fleet
 from phalanx.fleet.faults.fault_list import fault_marker
 from phalanx.observe.event_log import EventLog
 from phalanx.observe.events import Message
@@ -19,6 +20,8 @@ from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.interrupt import StopRequest
 from phalanx.train.lifecycle.worker import EXIT_FAILED
 from phalanx.train.start.open_run import OpenRun
+from run.specs import replace_at
+from tiny_runs import tiny_run
 
 
 class ClosedPipe:
@@ -46,6 +49,16 @@ def test_a_display_that_breaks_is_told_and_ends_nothing(
     show = event_display(OpenRun(directory, RunSpec(), 0, -1), Console(file=ClosedPipe()))  # type: ignore[arg-type]
     show(lambda: True)
     assert "training goes on" in capsys.readouterr().err
+
+
+def test_an_empty_token_file_is_named_with_the_remedy_before_a_fleet_starts(
+    dataset: Path, tmp_path: Path
+) -> None:
+    spec = tiny_run(dataset, tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "fleet.token").touch()
+    with pytest.raises(click.ClickException, match=r"fleet\.token is empty.*start the run again"):
+        train_fleet(replace_at(spec, "fleet.nodes", 1), tmp_path / "run.toml", (), as_json=True)
 
 
 def test_a_rank_that_fails_where_nothing_can_be_printed_still_ends_at_once(

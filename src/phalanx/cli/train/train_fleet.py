@@ -22,6 +22,7 @@ from phalanx.cli.train.session import (
     tell_parent,
 )
 from phalanx.data.errors import DataError
+from phalanx.fleet.control.security import SecurityError
 from phalanx.fleet.faults.fault import FaultError
 from phalanx.fleet.faults.fault_list import FleetShape, fault_marker, read_faults
 from phalanx.fleet.node.local_fleet import Lead, LocalFleet, run_fleet
@@ -61,9 +62,9 @@ def train_fleet(
     )
     tell_parent(run, console)
     console.print(f"[dim]look at it with[/] phalanx status {run.directory.path}")
-    ending = run_fleet(
-        run, LocalFleet(nodes, spares, planned, lead=lead), event_display(run, console), tell_on(console)
-    )
+    fleet = LocalFleet(nodes, spares, planned, lead=lead)
+    with explained(SecurityError):
+        ending = run_fleet(run, fleet, event_display(run, console), tell_on(console))
     os.close(run.lock_fd)
     return conclude(run, ending, console, as_json, fleet_story(run, planned))
 
