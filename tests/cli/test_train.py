@@ -52,9 +52,9 @@ def test_a_display_that_breaks_is_told_and_ends_nothing(
 
 
 def test_an_empty_token_file_is_named_with_the_remedy_before_a_fleet_starts(
-    dataset: Path, tmp_path: Path
+    folder: Path, tmp_path: Path
 ) -> None:
-    spec = tiny_run(dataset, tmp_path / "run")
+    spec = tiny_run(folder / "words", tmp_path / "run")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "fleet.token").touch()
     with pytest.raises(click.ClickException, match=r"fleet\.token is empty.*start the run again"):
