@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,8 @@ from phalanx.fleet.core.invariants import check, mark
 from phalanx.fleet.core.replay import JournalError, batch_line, first_line
 from phalanx.fleet.core.settings import settings_of
 from phalanx.fleet.core.state import Eligibility, FleetPhase
+from phalanx.observe.event_log import read_events
+from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.fencing import fencing_token
 
 
@@ -154,3 +157,36 @@ def test_a_wait_for_the_disk_is_not_the_coordinators_standstill_and_a_stopped_pr
     assert stood.for_s > 1.5
     assert stood.for_s - waited.for_s > 1.5, "on a busy machine some of the first second may count too"
     assert not any(isinstance(event, m.Restarted) for event in told)
+
+
+def test_a_record_that_is_damaged_while_the_fleet_runs_is_told_and_written_anew(tmp_path: Path) -> None:
+    coordinator = make_coordinator(tmp_path)
+    record = RunDirectory(tmp_path).record
+
+    def turn() -> list[str]:
+        coordinator._disk_due_s = 0.0
+        asyncio.run(coordinator._turn())
+        events = tmp_path / "events.jsonl"
+        return [event.body.text for event in read_events(events)] if events.exists() else []
+
+    turn()
+    record.write_text(json.dumps({"attempts": 1, "data_fingerprint": "ab"}))  # by a rank, say
+    assert turn() == []
+    good = record.read_bytes()
+    for number, damage in enumerate(
+        (record.unlink, lambda: record.write_bytes(b""), lambda: record.write_bytes(good[:-9]))
+    ):
+        damage()
+        said = turn()
+        assert record.read_bytes() == good
+        assert len(said) == number + 1
+        assert str(record) in said[-1]
+        assert "written anew as it was" in said[-1]
+
+
+def test_a_record_that_was_damaged_before_the_coordinator_began_is_left_to_the_user(tmp_path: Path) -> None:
+    coordinator = make_coordinator(tmp_path)
+    record = RunDirectory(tmp_path).record
+    record.write_text("{")
+    asyncio.run(coordinator._turn())
+    assert record.read_text() == "{"

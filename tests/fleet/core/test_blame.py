@@ -104,6 +104,10 @@ def test_a_node_whose_loss_alone_is_not_finite_is_left_out_while_the_step_is_com
     reach(fleet, 6)
     assert quarantined(fleet) == {victim}
     assert any("this one was at fault" in one.what and one.node == victim for one in fleet.state.incidents)
+    assert (
+        fleet.state.nodes[victim].why
+        == "step 6 is finite where other nodes compute it: this one was at fault"
+    )
     assert fleet.state.recoveries == 1
 
 

@@ -38,6 +38,7 @@ from phalanx.fleet.control.fleet_file import (
 )
 from phalanx.fleet.control.hang_inquiry import Inquiry
 from phalanx.fleet.control.journal import Journal
+from phalanx.fleet.control.record_keeper import RecordKeeper
 from phalanx.fleet.control.restoration import report_contradiction, restored
 from phalanx.fleet.control.security import SecurityError, rotate_token
 from phalanx.fleet.control.transport import AgentLink, FleetServer, TransportError
@@ -101,6 +102,7 @@ class Coordinator:
         """The inquiry into a hang that is under way, if there is one."""
         self._file_due_s, self._shown_epoch = 0.0, m.NO_EPOCH
         self._rotating = False
+        self._record_keeper = RecordKeeper(self._directory)
         self._file_writing: asyncio.Task[None] | None = None
         fleet = spec.fleet
         self._tick_s = min(_LONGEST_TICK_S, min(fleet.lease_s, fleet.confirm_s or fleet.lease_s) / 8)
@@ -325,6 +327,7 @@ class Coordinator:
             events.append(m.StoodStill(self._deaf_s))
         if now_s >= self._disk_due_s:
             self._disk_due_s = now_s + self._tick_s
+            self._keep_record(now_s)
             checkpoints = self._committed()
             if checkpoints != self._checkpoints:
                 events.append(m.DiskHolds(checkpoints))
@@ -332,6 +335,12 @@ class Coordinator:
             events.append(m.Folded(tuple(self._heartbeats.values())))
         events += self._inbox
         return (*events, m.Tick())
+
+    def _keep_record(self, now_s: float) -> None:
+        """Mends the run's record if it was damaged, and tells that."""
+        with suppress(OSError):  # tried again at the next look
+            if told := self._record_keeper.look():
+                self._record(Incident(now_s, self._state.epoch, "", told))
 
     def _committed(self) -> tuple[int, ...]:
         """The committed steps on disk; those of the last look if the disk, or this process's open files, allow none now."""

@@ -255,11 +255,11 @@ def _settle(state: FleetState, step: int) -> None:
     if doubt is not None and step >= doubt.step:
         state.doubt = None
         for name in doubt.nodes:
-            note(
-                state,
-                name,
-                f"step {doubt.step} is finite where other nodes compute it: this one was at fault",
-            )
+            verdict = f"step {doubt.step} is finite where other nodes compute it: this one was at fault"
+            note(state, name, verdict)
+            node = state.nodes.get(name)
+            if node is not None and node.eligibility is Eligibility.QUARANTINED:
+                change(state, node, why=verdict)
 
 
 # --- losing nodes ---------------------------------------------------------------------------------

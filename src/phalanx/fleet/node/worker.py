@@ -61,7 +61,7 @@ from phalanx.parallel.mesh.torch_compat import flight_record
 from phalanx.parallel.process_group.abort import Connections, abort
 from phalanx.parallel.process_group.meeting import MeetingPoint, meet
 from phalanx.parallel.process_group.rendezvous import RendezvousError, device_for, leave
-from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.directory.paths import DamagedRecordError, RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.directory.result import RunResult
 from phalanx.run.factory import load_factory
 from phalanx.run.fencing import fencing_token
@@ -77,6 +77,7 @@ if TYPE_CHECKING:
 _MEET_TIMEOUT_S = 60.0
 """Time limit for the ranks of an epoch to connect: a gloo connect cannot be aborted, nor does it notice that a peer has gone."""
 _PULSES_IN_A_LEASE = 5
+_RECORD_MENDED_S = 30.0
 _RECOVERABLE = (RendezvousError, CheckpointError)
 """Known errors that end the epoch but not the run: a peer went away during rendezvous, or while its snapshot was read."""
 
@@ -126,7 +127,7 @@ class Worker:
         make_deterministic(self._spec, self._device)
         self._warm = warm_up(self._spec, self._device)
         # What would end an epoch of which this worker is a rank shows now, while nobody counts on it.
-        check_data(self._directory, self._warm.data.fingerprint)
+        _check_data(self._directory, self._warm.data.fingerprint)
         if self._spec.model.factory:
             load_factory(self._spec.model.factory, self._spec.model.factory_sha256)
 
@@ -273,6 +274,20 @@ class Worker:
         self._meeting.close()
         self._meeting = MeetingPoint(self._args.host)
         return self._meeting.address
+
+
+def _check_data(directory: RunDirectory, fingerprint: str) -> None:
+    """As ``check_data``; a record that was damaged while the fleet runs is mended by the coordinator in a moment."""
+    until_s = time.monotonic() + _RECORD_MENDED_S
+    while True:
+        try:
+            check_data(directory, fingerprint)
+        except DamagedRecordError:
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(0.2)
+        else:
+            return
 
 
 def _account(directory: RunDirectory, bind: JoinEpoch) -> Ledger:

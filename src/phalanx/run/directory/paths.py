@@ -45,6 +45,10 @@ class RunDirectoryError(RuntimeError):
     """The run directory cannot be used; the message says why and what to do."""
 
 
+class DamagedRecordError(RunDirectoryError):
+    """``record.json`` is damaged."""
+
+
 def step_folder(root: Path, step: int) -> Path:
     """The folder of a committed step in the folder of checkpoints ``root``: ``root/step-00000100``."""
     return root / f"step-{step:08d}"
@@ -170,7 +174,7 @@ class RunDirectory:
     def read_record(self) -> JsonObject:
         """The content of ``record.json``; empty if there is none.
 
-        Raises ``RunDirectoryError`` if it is damaged: without it nobody knows which data the run was trained on, or how often it was
+        Raises ``DamagedRecordError`` if it is damaged: without it nobody knows which data the run was trained on, or how often it was
         started.
         """
         try:
@@ -182,7 +186,7 @@ class RunDirectory:
             return {}
         except (OSError, ValueError) as error:
             why = str(error)
-        raise RunDirectoryError(
+        raise DamagedRecordError(
             f"{self.record} is damaged ({why}): put a copy back, or remove it, if you are sure that the data are those that the run was "
             "trained on"
         )

@@ -146,7 +146,8 @@ def assemble(inputs: EpochInputs, reporter: Reporter) -> Training:
     if warm is None:
         saver.prepare(shards)
         warm = _warm_up_together(spec, mesh, ledger)
-    check_data(inputs.directory, warm.data.fingerprint)
+    if inputs.warm is None:  # a fleet's worker has compared them when it began, and its data are still open
+        check_data(inputs.directory, warm.data.fingerprint)
     ledger.switch(Bucket.START_WARMUP)
     return Training(
         inputs=inputs,
