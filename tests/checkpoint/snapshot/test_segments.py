@@ -24,7 +24,6 @@ from phalanx.checkpoint.snapshot.segments import (
     SnapshotMemory,
     StoredSnapshot,
     decode_record,
-    free_memory_bytes,
 )
 from phalanx.checkpoint.snapshot.tier import SnapshotTier, restore_from_holders
 from phalanx.checkpoint.snapshot.writer import SnapshotWriter, TakenSnapshot
@@ -279,17 +278,6 @@ def test_what_a_worker_has_grown_is_known_and_forgotten_though_the_agent_cannot_
 
 def unmappable() -> NoReturn:
     raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
-
-def test_free_memory_is_the_machines_or_what_the_control_group_leaves(tmp_path: Path) -> None:
-    assert free_memory_bytes(tmp_path, tmp_path) > 1 << 60
-    (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable: 70 kB\n")
-    assert free_memory_bytes(tmp_path, tmp_path) == 70 * 1024
-    (tmp_path / "memory.current").write_text("130000\n")
-    (tmp_path / "memory.stat").write_text("anon 7\ninactive_file 20000\nactive_file 10000\n")
-    for limit, free in (("max", 70 * 1024), ("150000", 50000), ("90000", 0)):
-        (tmp_path / "memory.max").write_text(limit)
-        assert free_memory_bytes(tmp_path, tmp_path) == free
 
 
 def test_a_writer_killed_at_any_moment_leaves_a_whole_snapshot_and_takes_none_back() -> None:

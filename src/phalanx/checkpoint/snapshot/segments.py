@@ -23,7 +23,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -32,6 +31,7 @@ import xxhash
 from phalanx.checkpoint.format.errors import CorruptError, NoSuchStepError, StorageFullError
 from phalanx.checkpoint.format.image import PAGE_BYTES, ByteArray
 from phalanx.checkpoint.format.manifest import Manifest, checksum, decode_manifest
+from phalanx.checkpoint.snapshot.free_memory import free_memory_bytes
 
 BLOCK_BYTES = 1 << 20
 """Bytes of an image under one checksum, and the least that is read of a peer at once."""
@@ -267,27 +267,6 @@ def verified(manifest: Manifest, index: int, block: ByteArray, where: str) -> By
             "Restore from another holder."
         )
     return block
-
-
-def free_memory_bytes(proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory that can be filled without swapping or being killed for it: the machine's, or what the control group leaves.
-
-    Without limit where the system tells neither (``proc`` and ``group`` are the places where Linux does).
-    """
-    found = []
-    with suppress(OSError, ValueError, KeyError):
-        found.append(_numbers(proc / "meminfo")["MemAvailable:"] * 1024)
-    with suppress(OSError, ValueError, KeyError):  # a limit of "max" is none
-        limit = int((group / "memory.max").read_text())
-        cached = _numbers(group / "memory.stat")  # files' pages, which the kernel gives up for others
-        used = int((group / "memory.current").read_text()) - cached["active_file"] - cached["inactive_file"]
-        found.append(max(0, limit - used))
-    return min(found, default=1 << 62)
-
-
-def _numbers(table: Path) -> dict[str, int]:
-    """The first two words of each line."""
-    return {line.split()[0]: int(line.split()[1]) for line in table.read_text().splitlines()}
 
 
 class SnapshotMemory:
