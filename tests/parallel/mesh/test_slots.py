@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.parallel.mesh.slots import Deal, rounds_of
+from phalanx.parallel.mesh.slots import Deal, Round, rounds_of
 from phalanx.parallel.reduction.level_sums import leaf_sums
 from phalanx.parallel.reduction.slot_tree import Leaves, SlotTree
 
@@ -51,7 +51,7 @@ def test_the_sum_is_the_same_however_slots_are_dealt_over_replicas(
     for replica in range(replicas):
         own = text_tree(leaves.count)
         for round_slots in leaves.deal.rounds(replica):
-            for leaf in leaves.of_round(round_slots):
+            for leaf in leaves.of_round(Round(round_slots, 0, counts=True, last=False)):
                 own.push(leaf, str(leaf))
         assert sorted(own.nodes) == sorted(leaves.forest(replica))
         for node, value in own.nodes.items():
@@ -67,7 +67,7 @@ def test_a_team_is_dealt_its_slots_together_and_its_sums_are_nodes_of_the_tree_o
     over_hands, over_slots = text_tree(Leaves(deal, 1).count), text_tree(deal.slots)
     for replica in range(replicas):
         for round_slots in deal.rounds(replica):
-            for leaf in Leaves(deal, 1).of_round(round_slots):
+            for leaf in Leaves(deal, 1).of_round(Round(round_slots, 0, counts=True, last=False)):
                 own = text_tree(deal.slots)
                 for slot in range(leaf * team, (leaf + 1) * team):
                     assert slot in round_slots

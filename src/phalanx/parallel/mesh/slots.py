@@ -8,6 +8,7 @@ here is a function on integers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,11 @@ class Round:
     """True if this rank's result counts."""
     last: bool
     """True for the last round of a step."""
+
+    @cached_property
+    def dealt(self) -> int:
+        """Number of ranks that have a slot of their own."""
+        return sum(slot is not None for slot in self.slots)
 
 
 def rounds_of(deal: Deal, replica: int, shard_rank: int) -> list[Round]:

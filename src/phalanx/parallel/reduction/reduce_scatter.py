@@ -94,7 +94,7 @@ class TreeReduceScatter(_PlainBuffers, ReduceScatter):
     def _push_by_machine(self, gradient: Tensor, levels: TwoLevels) -> None:
         """Exchanges a slot's ``gradient`` ``(ranks * share,)`` in two levels, and takes in what all ranks' slots add up to."""
         reducer, machines, width = self.reducer, levels.machines, levels.width
-        leaves = reducer.leaves.of_round(reducer.intake.round.slots)
+        leaves = reducer.leaves.of_round(reducer.intake.round)
         plan = _plan(reducer.leaves.count, leaves, machines, width, gradient.device)
         share = gradient.numel() // (machines * width)
         # Step 1, inside: rank p of this machine gets the shares of the ranks at place p in every machine: (width, machines, share).

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from phalanx.parallel.mesh.slots import Deal
+from phalanx.parallel.mesh.slots import Deal, Round
 
 T = TypeVar("T")
 
@@ -40,11 +40,11 @@ class Leaves:
         """Number of leaves of a step."""
         return self.deal.slots // self.deal.team * self.per_hand
 
-    def of_round(self, slots: tuple[int | None, ...]) -> range:
+    def of_round(self, current: Round) -> range:
         """The leaves that a round of a replica yields, one from each rank that holds a share, in their order."""
-        team, first = self.deal.team, slots[0]
+        team, first = self.deal.team, current.slots[0]
         assert first is not None, "a round begins with a slot"
-        hands = sum(slot is not None for slot in slots) // team
+        hands = current.dealt // team
         return range(first // team * self.per_hand, (first // team + hands) * self.per_hand)
 
     def forest(self, replica: int) -> list[TreeNode]:

@@ -62,7 +62,7 @@ class TreeReducer:
 
     def push(self, gradients: Tensor) -> None:
         """Takes in this round's gradients ``(ranks, share)``, one of each rank, of the share that this rank owns."""
-        leaves = self.leaves.of_round(self.intake.round.slots)
+        leaves = self.leaves.of_round(self.intake.round)
         sums = leaf_sums(self.leaves.count, leaves, gradients.device)
         self.push_nodes(sums, gradients[: len(leaves)])
 
