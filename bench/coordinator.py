@@ -6,6 +6,11 @@ A real coordinator process serves simulated agents: real gRPC streams of one loa
 park and bind as agents do, without workers. Reported: the coordinator's share of a core and its memory in steady state, the
 size of its journal, and how long a whole re-formation takes after one node's connection breaks (all park, a spare
 takes the seat, all bind). The load generator competes for the same cores; its own share is reported too.
+
+    python bench/coordinator.py --describe 200
+
+The data ports of so many nodes instead, each with one rank's snapshot, after a change of the number of ranks: every rank needs the
+descriptions of all. Reported: requests and seconds if each asks all, and if each asks for its share and tells the others.
 """
 
 from __future__ import annotations
@@ -24,8 +29,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import tomli_w
+import xxhash
 
+from phalanx.checkpoint.format.boxes import whole
+from phalanx.checkpoint.format.image import ImageEntry
+from phalanx.checkpoint.format.manifest import Manifest, encode_manifest
+from phalanx.checkpoint.snapshot.client import SnapshotClient
+from phalanx.checkpoint.snapshot.segments import Snapshot, SnapshotKey, SnapshotMemory, encode_record
+from phalanx.checkpoint.snapshot.server import SnapshotServer
+from phalanx.checkpoint.snapshot.tier import SnapshotHolder, SnapshotTier, describe
 from phalanx.fleet.control.coordinator_link import CoordinatorLink
 from phalanx.fleet.control.credentials import Credentials, credentials_of
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, read_fleet_file
@@ -36,6 +50,7 @@ from phalanx.run.read import to_table
 from phalanx.run.spec import DataSpec, FleetSpec, ModelSpec, RunSpec, TrainSpec
 
 WORKERS = 8
+TOKEN = "a token of the bench alone"
 STEP_S = 2.0
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -175,6 +190,46 @@ async def measure(
     return found
 
 
+def describe_all(nodes: int) -> dict[str, float]:
+    """Requests to data ports, and seconds, until each of as many readers as nodes has the descriptions of all snapshots."""
+    memories = [SnapshotMemory("bench", 1) for _ in range(nodes)]
+    for rank, memory in enumerate(memories):
+        image = np.full(4096, rank % 251, dtype=np.uint8)
+        segment = memory.worker_segments(0)[0]
+        segment.begin(image.nbytes)[:] = image
+        box = whole("w", "uint8", (4096 * nodes,)).rows(4096 * rank, 4096 * (rank + 1))
+        manifest = Manifest(rank, "", image.nbytes, 1 << 20, (), (ImageEntry(box, 0),))
+        snapshot = Snapshot("bench", 0, SnapshotKey(nodes, rank, 1), -1, {}, manifest)
+        digest = xxhash.xxh3_64_intdigest(image).to_bytes(8, "little")
+        segment.complete(image.nbytes, encode_record(snapshot, encode_manifest(manifest), digest))
+    servers = [SnapshotServer(memory, TOKEN) for memory in memories]
+    holders = [SnapshotHolder(rank, f"127.0.0.1:{server.port}") for rank, server in enumerate(servers)]
+    requests = 0
+    ask = SnapshotClient.record
+
+    def counting(client: SnapshotClient, key: SnapshotKey) -> bytes:
+        nonlocal requests
+        requests += 1
+        return ask(client, key)
+
+    SnapshotClient.record = counting  # type: ignore[method-assign]
+    began_s = time.monotonic()
+    told: dict[int, bytes] = {}
+    for holder in holders:
+        told |= describe(nodes, 1, [holder], token=TOKEN)
+    found = {"nodes": float(nodes), "shared_requests": float(requests)}
+    for known, name in ((told, "shared"), ({}, "unshared")):
+        began_s, requests = (began_s, requests) if known else (time.monotonic(), 0)
+        for reader in range(nodes):
+            tier = SnapshotTier(nodes, 1, holders=holders, records=known, token=TOKEN, reader=reader)
+            assert len(tier.boxes(1)) == nodes
+            tier.close()
+        found |= {f"{name}_requests": float(requests), f"{name}_s": time.monotonic() - began_s}
+    for server in servers:
+        server.close()
+    return found
+
+
 def main() -> None:
     """Prints the figures as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -182,7 +237,11 @@ def main() -> None:
     parser.add_argument("--heartbeat-s", type=float, default=5.0)
     parser.add_argument("--seconds", type=float, default=30.0, help="of steady state")
     parser.add_argument("--patience-s", type=float, default=300.0)
+    parser.add_argument("--describe", type=int, help="measure the data ports of so many nodes instead")
     given = parser.parse_args()
+    if given.describe:
+        print(json.dumps(describe_all(given.describe)))
+        return
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with tempfile.TemporaryDirectory() as name:

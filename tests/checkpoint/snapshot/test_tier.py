@@ -24,10 +24,10 @@ from phalanx.checkpoint.format.boxes import Box
 from phalanx.checkpoint.format.errors import CorruptError, NotCoveredError
 from phalanx.checkpoint.format.restore_plan import NODE_AGENT, PEER, plan_restore
 from phalanx.checkpoint.format.shards import Shard
-from phalanx.checkpoint.snapshot.client import push
+from phalanx.checkpoint.snapshot.client import SnapshotClient, push
 from phalanx.checkpoint.snapshot.segments import Segment, SnapshotKey, SnapshotMemory
 from phalanx.checkpoint.snapshot.server import SnapshotServer
-from phalanx.checkpoint.snapshot.tier import SnapshotHolder, SnapshotTier, restore_from_holders
+from phalanx.checkpoint.snapshot.tier import SnapshotHolder, SnapshotTier, describe, restore_from_holders
 from phalanx.checkpoint.snapshot.writer import SnapshotWriter
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.restore import restore
@@ -87,6 +87,16 @@ def rows_of(state: State, ranks: int) -> list[list[Box]]:
         box, rows = box_of(name, tensor), tensor.shape[0] // ranks
         for rank in range(ranks):
             held[rank].append(box.rows(rank * rows, (rank + 1) * rows))
+    return held
+
+
+def split_rows(ranks: int) -> list[list[Box]]:
+    """The rows of ``STATE``, divided as evenly as they can be."""
+    held: list[list[Box]] = [[] for _ in range(ranks)]
+    for name, tensor in STATE.items():
+        rows = tensor.shape[0]
+        for rank in range(ranks):
+            held[rank].append(box_of(name, tensor).rows(rank * rows // ranks, (rank + 1) * rows // ranks))
     return held
 
 
@@ -232,3 +242,55 @@ def test_segments_with_another_step_or_layout_are_no_source() -> None:
         assert SnapshotTier(4, STEP, own=node.segments()).steps() == [STEP]
         assert SnapshotTier(4, STEP + 1, own=node.segments()).steps() == []
         assert SnapshotTier(2, STEP, own=node.segments()).steps() == []
+
+
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+def test_readers_who_tell_each_other_what_they_asked_for_ask_each_holder_once_and_restore_the_same(
+    data: st.DataObject,
+) -> None:
+    ranks = data.draw(st.integers(2, 6))
+    with nodes(ranks) as fleet, pytest.MonkeyPatch.context() as patched:
+        for rank, boxes in enumerate(split_rows(ranks)):
+            fleet[rank].take(ranks, rank, shards_from(STATE, boxes))
+        asked: list[str] = []
+        record = SnapshotClient.record
+
+        def counting(client: SnapshotClient, key: SnapshotKey) -> bytes:
+            asked.append(str(key))
+            return record(client, key)
+
+        patched.setattr(SnapshotClient, "record", counting)
+        holders = [SnapshotHolder(rank, node.address) for rank, node in enumerate(fleet)]
+        readers = data.draw(st.integers(1, ranks))
+        told: dict[int, bytes] = {}
+        for reader in range(readers):
+            told |= describe(ranks, STEP, holders[reader::readers], token=TOKEN)
+        assert sorted(asked) == [str(SnapshotKey(ranks, rank, STEP)) for rank in range(ranks)]
+        for reader in range(readers):
+            shards = blank_shards([box_of(name, tensor) for name, tensor in STATE.items()])
+            tier = SnapshotTier(ranks, STEP, holders=holders, records=told, token=TOKEN, reader=reader)
+            with closing(tier):
+                restore_from_holders(tier, STEP, shards)
+            assert equals(shards, STATE)
+        assert len(asked) == ranks, "nobody was asked again"
+
+
+def test_a_holder_that_is_gone_or_lies_is_passed_over_when_its_snapshot_is_described(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with nodes(3) as fleet:
+        for node, rank in zip(fleet, (0, 0, 1), strict=True):
+            node.take(2, rank, shards_from(STATE, rows_of(STATE, 2)[rank]))
+        fleet[0].close()
+        holders = [SnapshotHolder(0, fleet[0].address), SnapshotHolder(0, fleet[1].address)]
+        nobodys = SnapshotHolder(1, fleet[1].address)
+        told = describe(2, STEP, [*holders, nobodys], token=TOKEN)
+        assert set(told) == {0}
+        assert "passed over" in caplog.text
+        damaged = {0: told[0][:-1] + b"?", 1: told[0]}
+        holders.append(SnapshotHolder(1, fleet[2].address))
+        shards = blank_shards([box_of(name, tensor) for name, tensor in STATE.items()])
+        with closing(SnapshotTier(2, STEP, holders=holders, records=damaged, token=TOKEN)) as tier:
+            restore_from_holders(tier, STEP, shards)
+        assert equals(shards, STATE)

@@ -11,9 +11,9 @@ import random
 import ssl
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeVar
@@ -101,6 +101,7 @@ class _Peer:
         pause: Callable[[float], None],
         *,
         keeps_connections: bool,
+        known: Snapshot | None = None,
     ) -> None:
         self.rank = holder.rank
         self.distance = holder.distance
@@ -112,20 +113,19 @@ class _Peer:
         self._pause, self._keeps_connections = pause, keeps_connections
         self._idle: deque[SnapshotClient] = deque()
         self._read_bytes: deque[int] = deque()  # by several threads
-        self._snapshot: Snapshot | None = None
+        self._snapshot = known
 
     def snapshot(self) -> Snapshot:
         if self._snapshot is None:
-            record = self._patiently(lambda client: client.record(self._key))
-            if not self._keeps_connections:
-                self.close()
-            snapshot = decode_record(record, self.name)
-            if snapshot.key != self._key:
-                raise CorruptError(
-                    f"{self.name}: gave {snapshot.key} for {self._key}; restore from another holder"
-                )
-            self._snapshot = snapshot
+            self._snapshot = _decoded(self.record(), self._key, self.name)
         return self._snapshot
+
+    def record(self) -> bytes:
+        """The record of the snapshot, as the holder gives it."""
+        record = self._patiently(lambda client: client.record(self._key))
+        if not self._keeps_connections:
+            self.close()
+        return record
 
     @property
     def moved_bytes(self) -> int:
@@ -194,6 +194,48 @@ class _Peer:
 _Source = _OwnMemory | _Peer
 
 
+def _decoded(record: bytes, key: SnapshotKey, where: str) -> Snapshot:
+    snapshot = decode_record(record, where)
+    if snapshot.key != key:
+        raise CorruptError(f"{where}: gave {snapshot.key} for {key}; restore from another holder")
+    return snapshot
+
+
+def describe(
+    ranks: int,
+    step: int,
+    holders: Sequence[SnapshotHolder],
+    *,
+    token: str,
+    tls: ssl.SSLContext | None = None,
+    pause: Callable[[float], None] = time.sleep,
+) -> dict[int, bytes]:
+    """The records of snapshots, by rank: each from the first of its holders that gives a good one; without those that nobody gives.
+
+    Readers that need the records of all ranks each ask for a share of them and tell each other, so that nobody is asked by all.
+    """
+    by_rank: dict[int, list[SnapshotHolder]] = defaultdict(list)
+    for holder in holders:
+        by_rank[holder.rank].append(holder)
+
+    def ask(rank: int) -> bytes | None:
+        key = SnapshotKey(ranks, rank, step)
+        for holder in by_rank[rank]:
+            with closing(_Peer(key, holder, token, tls, pause, keeps_connections=False)) as peer:
+                try:
+                    record = peer.record()
+                    _decoded(record, key, peer.name)
+                except CheckpointError as error:
+                    _log.warning("the snapshot of %s is passed over: %s", peer.name, error)
+                else:
+                    return record
+        return None
+
+    with ThreadPoolExecutor(_DESCRIBERS, "snapshot-describe") as pool:
+        found = zip(by_rank, pool.map(ask, by_rank), strict=True)
+        return {rank: record for rank, record in found if record is not None}
+
+
 class SnapshotTier:
     """The reading side of a tier over the snapshot of one step of one layout; for one thread. Close it after the restore."""
 
@@ -204,13 +246,15 @@ class SnapshotTier:
         *,
         own: Sequence[Segment] = (),
         holders: Sequence[SnapshotHolder] = (),
+        records: Mapping[int, bytes] | None = None,
         token: str = "",
         tls: ssl.SSLContext | None = None,
         reader: int = 0,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         """The snapshot of ``step`` taken on ``ranks`` ranks. ``own`` are segments of this process (those with something else are
-        ignored); from ``holders`` it is read over their data ports, with a few connections to each. ``reader`` is the number of
+        ignored); from ``holders`` it is read over their data ports, with a few connections to each. ``records`` are those of ranks that are
+        known already (``describe``): their holders are not asked for them. ``reader`` is the number of
         this reader among all: each begins with another holder. ``pause`` waits so many seconds before a busy holder is asked again, and may
         raise to end the restore."""
         self._ranks = ranks
@@ -221,6 +265,10 @@ class SnapshotTier:
             for segment, held in found
             if held is not None and (held.key.ranks, held.key.step) == (ranks, step)
         ]
+        known: dict[int, Snapshot] = {}
+        for rank, record in (records or {}).items():
+            with suppress(CorruptError):  # then each holder is asked
+                known[rank] = _decoded(record, SnapshotKey(ranks, rank, step), f"the record of rank {rank}")
         self._sources += [
             _Peer(
                 SnapshotKey(ranks, holder.rank, step),
@@ -229,6 +277,7 @@ class SnapshotTier:
                 tls,
                 pause,
                 keeps_connections=len(holders) <= _DESCRIBERS,
+                known=known.get(holder.rank),
             )
             for holder in holders
         ]

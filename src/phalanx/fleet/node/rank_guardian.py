@@ -16,7 +16,7 @@ from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.snapshot.segments import NO_STEP, Segment
-from phalanx.checkpoint.snapshot.tier import SnapshotHolder, SnapshotTier, restore_from_holders
+from phalanx.checkpoint.snapshot.tier import SnapshotHolder, SnapshotTier, describe, restore_from_holders
 from phalanx.checkpoint.snapshot.writer import SnapshotWriter, TakenSnapshot
 from phalanx.checkpoint.tiers.tier import Tier
 from phalanx.fleet.core.retention import may_begin
@@ -37,6 +37,7 @@ from phalanx.train.step.state import RestoredState, restore_newest
 from phalanx.train.step.step import Audit, Stepper, StepReport
 
 _GROUP_TIMEOUT_S = 3600.0
+_TOLD_BYTES = 32 << 20
 """So long that collectives are aborted by the agent's order, never by their own timeout."""
 _MOST_FAILURES = 3
 """The number of attempts to restore a step from memory before all ranks turn to the disk."""
@@ -62,6 +63,17 @@ def last_audit(step: int, every: int) -> int:
     checked when the next one begins.
     """
     return (step - 1) - (step - 1) % every if step > 0 else 0
+
+
+def _not_too_long(records: dict[int, bytes]) -> dict[int, bytes]:
+    """As many of the records as one message to all ranks may hold; the others are asked for by whoever needs them."""
+    kept, left_bytes = dict[int, bytes](), _TOLD_BYTES
+    for rank, record in records.items():
+        left_bytes -= len(record)
+        if left_bytes < 0:
+            break
+        kept[rank] = record
+    return kept
 
 
 class RankGuardian(Guardian):
@@ -151,20 +163,32 @@ class RankGuardian(Guardian):
 
         Returns the error ("" if there is none), the snapshot's ``extra``, and the bytes that came from other processes.
         """
-        resume = bind.resume
-        told = [list(resume.holders)]
+        resume, records = bind.resume, dict[int, bytes]()
+        holders = [SnapshotHolder(holder.rank, holder.address) for holder in resume.holders]
+
+        def pause(seconds: float) -> None:
+            self._orders.pause(bind.epoch, seconds)
+
         if resume.shared:
-            told = gather_typed(told[0], list[link.SnapshotAddress])
-        holders = [SnapshotHolder(holder.rank, holder.address) for share in told for holder in share]
+            # Each rank asks the holders of its share and tells the others: were all asked by all, a fleet of N nodes would ask N x N times.
+            records = describe(
+                resume.ranks, resume.step, holders, token=self._token, tls=self._tls, pause=pause
+            )
+            told = gather_typed(
+                (holders, _not_too_long(records)), tuple[list[SnapshotHolder], dict[int, bytes]]
+            )
+            holders = [holder for share, _ in told for holder in share]
+            records = {rank: record for _, share in told for rank, record in share.items()}
         memory = SnapshotTier(
             resume.ranks,
             resume.step,
             own=self._segments,
             holders=holders,
+            records=records,
             token=self._token,
             tls=self._tls,
             reader=bind.rank,
-            pause=lambda seconds: self._orders.pause(bind.epoch, seconds),
+            pause=pause,
         )
         try:
             rank = bind.rank if bind.ranks == resume.ranks else None
