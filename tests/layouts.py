@@ -58,6 +58,7 @@ MIXTURE = ModelSpec(
         per_token=2,
         ffn_dim=32,
         shared=1,
+        shared_gate=True,
         first_dense=1,
         score="sigmoid",
         balance_bias=True,

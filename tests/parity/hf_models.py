@@ -15,12 +15,14 @@ from transformers import (
     Gemma3TextConfig,
     Glm4MoeConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     SeedOssConfig,
@@ -162,6 +164,18 @@ DEEPSEEK_MIXTURE: dict[str, Any] = {
     "norm_topk_prob": True,
 }
 PARTIAL = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+QWEN2_MOE: dict[str, Any] = {
+    **{key: value for key, value in QWEN3_MOE.items() if key != "head_dim"},
+    "norm_topk_prob": False,
+    "shared_expert_intermediate_size": 32,
+}
+MINIMAX_M2: dict[str, Any] = {
+    **SMALL,
+    "intermediate_size": 16,
+    "head_dim": 12,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+}
 GLM4_MOE: dict[str, Any] = {**DEEPSEEK_MIXTURE, "head_dim": 12, "num_mtp_layers": 0}
 
 DEEPSEEK_V2: dict[str, Any] = {
@@ -182,6 +196,20 @@ MIXTURES: dict[str, Any] = {
         **{**QWEN3_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2}
     ),
     "qwen3 moe, window": Qwen3MoeConfig(**QWEN3_MOE, use_sliding_window=True, sliding_window=9),
+    "qwen2 moe": Qwen2MoeConfig(**QWEN2_MOE),
+    "qwen2 moe, no biases, dense layers, scores that sum to one": Qwen2MoeConfig(
+        **{**QWEN2_MOE, "num_hidden_layers": 4, "norm_topk_prob": True, "mlp_only_layers": [0]},
+        qkv_bias=False,
+        tie_word_embeddings=True,
+    ),
+    "qwen2 moe, every other layer, windows": Qwen2MoeConfig(
+        **{**QWEN2_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2},
+        use_sliding_window=True,
+        sliding_window=9,
+        max_window_layers=3,
+    ),
+    "minimax m2": MiniMaxM2Config(**MINIMAX_M2, rope_parameters=PARTIAL),
+    "minimax m2, rotated whole": MiniMaxM2Config(**MINIMAX_M2, tie_word_embeddings=True),
     "glm 4.5": Glm4MoeConfig(**GLM4_MOE, attention_bias=True, rope_parameters=PARTIAL),
     "glm 4.5, with query and key norms": Glm4MoeConfig(
         **{**GLM4_MOE, "n_shared_experts": 2}, use_qk_norm=True, rope_parameters=PARTIAL
@@ -254,8 +282,10 @@ def in_our_words(named: Iterable[tuple[str, Tensor]], config: Any) -> dict[str, 
             ] = value
         else:
             # In memory the names of mixtures are the same for all families.
-            family = FAMILIES[config.model_type] if "layernorm" in name else None
-            ours[parameter_name(name, family)] = _in_halves(name, value, config)
+            own = "layernorm" in name or "shared_expert." in name
+            family = FAMILIES[config.model_type] if own else None
+            published = name.replace("mlp.e_score", "mlp.gate.e_score")
+            ours[parameter_name(published, family)] = _in_halves(name, value, config)
     return ours
 
 

@@ -90,6 +90,7 @@ CHANGES: dict[str, tuple[RunSpec, Any]] = {
     "model.moe.per_token": (MIXTURE, 4),
     "model.moe.ffn_dim": (MIXTURE, 1024),
     "model.moe.shared": (MIXTURE, 2),
+    "model.moe.shared_gate": (MIXTURE, True),
     "model.moe.first_dense": (MIXTURE, 2),
     "model.moe.every": (MIXTURE, 2),
     "data.vocab_size": (DENSE, 64_000),

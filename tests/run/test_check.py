@@ -85,6 +85,12 @@ def test_norms_over_all_heads_are_asked_for_where_heads_are_normalized_and_stay_
     assert only_problem(model=model, parallel=ParallelSpec(tensor=2)).path == "parallel.tensor"
 
 
+def test_only_shared_experts_are_weighed_by_a_gate() -> None:
+    problem = only_problem(model=ModelSpec(moe=MoeSpec(shared_gate=True)))
+    assert problem.path == "model.moe.shared_gate"
+    assert check(RunSpec(model=ModelSpec(moe=MoeSpec(shared=1, shared_gate=True)))) == []
+
+
 def test_a_group_judged_by_its_best_may_have_one_expert() -> None:
     moe = MoeSpec(experts=4, groups=4, groups_per_token=3, group_score="best")
     assert check(RunSpec(model=ModelSpec(moe=moe))) == []

@@ -301,7 +301,7 @@ def _parameters(chain: Chain, model: nn.Module) -> Iterator[Parameter]:
     stated = getattr(model, "parameter_kind", lambda _name: None)
     for name, parameter in chain.named_parameters():
         kind = stated(name) or _kind_by_shape(name, parameter.ndim)
-        if kind not in get_args(ParameterKind) or kind in ("router", "balance"):
+        if kind not in get_args(ParameterKind) or kind in ("router", "gate", "balance"):
             raise CustomModelError(
                 f"{chain.spec.factory}: parameter_kind({name!r}) is {kind!r}; it must be one of matrix, output, filter, "
                 "embedding, norm, bias, or None"

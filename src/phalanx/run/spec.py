@@ -69,6 +69,8 @@ class MoeSpec:
     """Hidden width of one expert's feed-forward layer; 0 means model.ffn_dim."""
     shared: Annotated[int, NOT_NEGATIVE] = 0
     """Number of shared experts, which process every token; computed as one feed-forward layer of width shared x ffn_dim."""
+    shared_gate: Annotated[bool, LATER] = False
+    """If true, the shared experts' result is weighed by a sigmoid of each token's product with one row of weights (Qwen2-MoE)."""
     first_dense: Annotated[int, NOT_NEGATIVE] = 0
     """Number of layers at the start of the model that keep a dense feed-forward layer of width model.ffn_dim."""
     every: Annotated[int, POSITIVE] = 1

@@ -38,6 +38,7 @@ ODD = {
     "latent attention, latent queries": replace(SMALL, mla=MlaSpec(query_rank=10)),
     "mixture": replace(SMALL, moe=MoeSpec()),
     "mixture, gelu": replace(SMALL, ffn="gelu", moe=MoeSpec(ffn_dim=16, shared=2)),
+    "mixture, gated shared expert": replace(SMALL, moe=MoeSpec(ffn_dim=16, shared=2, shared_gate=True)),
     "mixture, some layers": replace(SMALL, layers=6, moe=MoeSpec(first_dense=1, every=2)),
     "balance bias, predictions ahead": replace(SMALL, moe=MoeSpec(balance_bias=True), mtp_depth=2),
     "predictions ahead": replace(SMALL, mla=MlaSpec(), mtp_depth=1),

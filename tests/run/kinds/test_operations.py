@@ -32,7 +32,8 @@ mixtures = st.builds(
     MoeSpec,
     experts=st.sampled_from([4, 6]),
     ffn_dim=st.sampled_from([0, 16]),
-    shared=st.integers(0, 2),
+    shared=st.integers(1, 2),
+    shared_gate=st.booleans(),
     first_dense=st.integers(0, 1),
     every=st.integers(1, 2),
 )
@@ -92,7 +93,7 @@ def test_a_block_multiplies_once_with_each_of_its_matrices_and_no_other(
 ) -> None:
     table = tuple(block.parts(model, mixed=mixed))
     for part in table:
-        assert part.products == (part.kind in ("matrix", "output", "router"))
+        assert part.products == (part.kind in ("matrix", "output", "router", "gate"))
     found = multiplied(block.operations(model, mixed=mixed))
     assert sorted((weight.shape, weight.kind, weight.tensor_dim or -1) for weight in found) == sorted(
         (part.shape, part.kind, part.tensor_dim or -1) for part in table if part.products

@@ -68,7 +68,7 @@ _ALIKE: Mapping[str, object] = {"swish": "silu"}
 _TYPES: Mapping[type, str] = {dict: "table", list: "list", int: "whole number"}
 _TYPED: Mapping[type, tuple[str, ...]] = {
     dict: ("rope_parameters", "rope_scaling", "quantization_config"),
-    list: ("layer_types", "mlp_only_layers", "no_rope_layers"),
+    list: ("layer_types", "mlp_only_layers", "no_rope_layers", "attn_type_list"),
     int: ("max_window_layers", "decoder_sparse_step", "sliding_window_pattern"),
 }
 """The fields that are read piece by piece; a run file's own checks see to the values of all others."""

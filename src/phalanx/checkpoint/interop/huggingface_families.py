@@ -25,12 +25,15 @@ from phalanx.checkpoint.interop.huggingface_layers import (
     nothing_read,
     nothing_written,
     qwen2_layers,
+    read_early_windows,
     read_greedy_groups,
     read_last_windows,
     read_latent,
     read_layer_types,
     read_regular_windows,
+    read_rotated_width,
     read_score_width,
+    read_shared_width,
     read_sparse_step,
     read_switched_window,
     read_two_biases,
@@ -40,10 +43,12 @@ from phalanx.checkpoint.interop.huggingface_layers import (
     reads,
     whole_heads,
     window_everywhere,
+    write_early_windows,
     write_greedy_groups,
     write_latent,
     write_layer_types,
     write_score_width,
+    write_shared_width,
     write_sparse_step,
     write_switched_window,
     write_two_biases,
@@ -268,6 +273,80 @@ QWEN3_MOE = Family(
     write=writes(write_sparse_step, write_window_switch),
     check=window_everywhere,
 )
+QWEN2_MOE = Family(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    _COMMON
+    | _GROUPED
+    | {
+        "qkv_bias": "qkv_bias",
+        "moe.ffn_dim": "moe_intermediate_size",
+        "moe.experts": "num_experts",
+        "moe.per_token": "num_experts_per_tok",
+        "moe.normalize": "norm_topk_prob",
+    },
+    _DENSE
+    | {path: value for path, value in _SOFTMAX_ROUTER.items() if path != "moe.shared"}
+    | {"qk_norm": False, "attention_bias": False, "ffn_bias": False, "moe.shared_gate": True},
+    absent={"norm_eps": 1e-6, "kv_heads": 16, "qkv_bias": True, "moe.normalize": False},
+    said=("moe.first_dense", "moe.every", "moe.shared", *_PATTERN),
+    read=reads(read_sparse_step, read_shared_width, read_early_windows),
+    write=writes(write_sparse_step, write_shared_width, write_early_windows),
+    check=qwen2_layers,
+    own=("shared_expert_intermediate_size",),
+    names={
+        f"ffn.shared.{matrix}.weight": f"mlp.shared_expert.{matrix}_proj.weight"
+        for matrix in ("gate", "up", "down")
+    },
+)
+MINIMAX_M2 = Family(
+    "minimax_m2",
+    "MiniMaxM2ForCausalLM",
+    _COMMON
+    | _GROUPED
+    | {
+        "rope_fraction": "partial_rotary_factor",
+        "moe.ffn_dim": "intermediate_size",
+        "moe.experts": "num_local_experts",
+        "moe.per_token": "num_experts_per_tok",
+    },
+    _DENSE
+    | _SIGMOID_ROUTER
+    | {
+        "qk_norm": True,
+        "qk_norm_width": "all",
+        "attention_bias": False,
+        "ffn_bias": False,
+        "moe.normalize": True,
+        "moe.scale": 1.0,
+        "moe.shared": 0,
+        "moe.groups": 1,
+        "moe.first_dense": 0,
+    },
+    constants={
+        "router_jitter_noise": 0.0,
+        # Of the publisher's own code.
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "shared_intermediate_size": 0,
+    },
+    absent={
+        "norm_eps": 1e-6,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "rope_theta": 5e6,
+        "moe.balance_bias": True,
+    },
+    said=("moe.balance_bias",),
+    read=read_rotated_width,
+    own=("rotary_dim", "attn_type_list"),
+    names={
+        **MIXTRAL.names,
+        "ffn.router.bias": "block_sparse_moe.e_score_correction_bias",
+    },
+)
 GLM4_MOE = Family(
     "glm4_moe",
     "Glm4MoeForCausalLM",
@@ -453,7 +532,7 @@ FAMILIES: Mapping[str, Family] = {
         family.model_type: family
         for family in (
             *(LLAMA, QWEN2, SEED_OSS, QWEN3, MISTRAL, SMOLLM3, OLMO2, OLMO3, GEMMA3),
-            *(MIXTRAL, QWEN3_MOE, GLM4_MOE, DOTS1, OLMOE, DEEPSEEK_V3, DEEPSEEK_V2),
+            *(MIXTRAL, QWEN3_MOE, QWEN2_MOE, MINIMAX_M2, GLM4_MOE, DOTS1, OLMOE, DEEPSEEK_V3, DEEPSEEK_V2),
         )
     },
     "kimi_k2": DEEPSEEK_V3,

@@ -265,6 +265,53 @@ def write_sparse_step(spec: ModelSpec) -> Mapping[str, object]:
     }
 
 
+def read_shared_width(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
+    """Qwen2-MoE's shared expert, by its width: so many times that of a routed one."""
+    shared = hf_config.get("shared_expert_intermediate_size")
+    each = hf_config.get("moe_intermediate_size")
+    if not isinstance(each, int) or each < 1:
+        return {}, []  # refused as model.moe.ffn_dim
+    if not isinstance(shared, int) or shared < 1 or shared % each:
+        found = f"shared_expert_intermediate_size = {shared} is not supported"
+        return {}, [f"{found}; supported: multiples of moe_intermediate_size ({each})"]
+    return {"moe.shared": shared // each}, []
+
+
+def write_shared_width(spec: ModelSpec) -> Mapping[str, object]:
+    """The inverse of ``read_shared_width``."""
+    assert spec.moe is not None, "of families with mixtures alone"
+    return {"shared_expert_intermediate_size": spec.moe.shared * spec.moe.ffn_dim}
+
+
+def read_rotated_width(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
+    """MiniMax-M2's ``rotary_dim``, where no fraction is given; and layers with linear attention, which it has no more."""
+    kinds = hf_config.get("attn_type_list")
+    problems = (
+        [] if not kinds or kinds == [1] * len(kinds) else ["attn_type_list: supported: 1 in all layers"]
+    )
+    rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+    rotated, width = hf_config.get("rotary_dim"), hf_config.get("head_dim") or 128
+    told = (hf_config.get("partial_rotary_factor"), rope.get("partial_rotary_factor"))
+    if rotated is None or told != (None, None):
+        return {}, problems
+    if not isinstance(rotated, int) or not isinstance(width, int) or not 0 < rotated <= width:
+        return {}, [*problems, f"rotary_dim = {rotated} is no part of a head of {width} elements"]
+    return {"rope_fraction": rotated / width}, problems
+
+
+def read_early_windows(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
+    """Qwen2-MoE's windows, off unless ``use_sliding_window``: in ``layer_types``, or in every other one of the first layers."""
+    if not hf_config.get("use_sliding_window"):
+        return _read_types(hf_config, ["full_attention"], 0)
+    beyond = _from_layer(hf_config, 28)
+    return read_layer_types(4096, lambda layer: layer % 2 == 0 and not beyond(layer))(hf_config)
+
+
+def write_early_windows(spec: ModelSpec) -> Mapping[str, object]:
+    """The inverse of ``read_early_windows``."""
+    return {"use_sliding_window": spec.window > 0, **write_layer_types(spec)}
+
+
 def _mixtures(moe: MoeSpec, layers: int) -> list[int]:
     spec = ModelSpec(moe=moe)
     return [layer for layer in range(layers) if is_mixture(spec, layer)]

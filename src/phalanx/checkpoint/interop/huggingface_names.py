@@ -50,6 +50,7 @@ _IN_BLOCK = {
     f"{ours}.{last}": f"{theirs}.{last}" for ours, theirs in _LINEAR.items() for last in ("weight", "bias")
 } | {
     "ffn.router.weight": "mlp.gate.weight",
+    "ffn.shared_gate": "mlp.shared_expert_gate.weight",
     "ffn.router.bias": "mlp.gate.e_score_correction_bias",
     # The asterisk stands for the number of an expert.
     "ffn.experts.gate": "mlp.experts.*.gate_proj.weight",

@@ -192,6 +192,7 @@ class MoE(nn.Module):
         super().__init__()
         self.router = Router(spec.dim, moe)
         self.experts = Experts(spec, moe)
+        self.shared_gate = nn.Parameter(torch.empty(1, spec.dim)) if moe.shared_gate else None
         self.shared = FeedForward(spec, moe.shared * moe.ffn_dim) if moe.shared else None
         self.exchange: Exchange = LocalExchange()
 
@@ -199,4 +200,9 @@ class MoE(nn.Module):
         """``(b, s, d)`` to ``(b, s, d)``."""
         tokens = x.flatten(0, -2)
         mixed = self.exchange(tokens, self.router(tokens), self.experts).view_as(x)
-        return mixed if self.shared is None else mixed + self.shared(x)
+        if self.shared is None:
+            return mixed
+        shared: Tensor = self.shared(x)
+        return mixed + (
+            shared if self.shared_gate is None else F.linear(x, self.shared_gate).sigmoid() * shared
+        )

@@ -35,6 +35,7 @@ def problems(model: ModelSpec) -> Iterator[Problem]:
     """Layers, widths and choices that cannot be; none for a dense model."""
     if model.moe is not None:
         yield from _layers(model, model.moe)
+        yield from _shared(model.moe)
         yield from _routing(model.moe)
 
 
@@ -56,6 +57,16 @@ def _layers(model: ModelSpec, moe: MoeSpec) -> Iterator[Problem]:
                 f"it must be a multiple of {_ALIGNED}",
                 ("model.moe", "model.ffn_dim"),
             )
+
+
+def _shared(moe: MoeSpec) -> Iterator[Problem]:
+    if moe.shared_gate and not moe.shared:
+        yield Problem(
+            "model.moe.shared_gate",
+            "there are no shared experts to weigh",
+            "set it to false, or model.moe.shared above 0",
+            ("model.moe.shared",),
+        )
 
 
 def _routing(moe: MoeSpec) -> Iterator[Problem]:
@@ -107,7 +118,9 @@ def tensor_sizes(model: ModelSpec) -> Iterator[tuple[str, int]]:
 
 
 def parts(model: ModelSpec, moe: MoeSpec) -> Iterator[Parameter]:
-    """The router, stacks of the experts' matrices, and the shared expert's."""
+    """The shared expert's gate, the router, stacks of the experts' matrices, and the shared expert's."""
+    if moe.shared_gate:
+        yield Parameter("shared_gate", (1, model.dim), "gate", products=1)
     yield Parameter("router.weight", (moe.experts, model.dim), "router", products=1)
     wide, narrow = (moe.experts, moe.ffn_dim, model.dim), (moe.experts, model.dim, moe.ffn_dim)
     if feed_forward.is_gated(model):
@@ -123,7 +136,11 @@ def operations(model: ModelSpec, moe: MoeSpec) -> tuple[Operation, ...]:
     weights = by_name(parts(model, moe))
     dim, inner = model.dim, moe.ffn_dim
     widen = tuple(weights[name] for name in ("experts.gate", "experts.up") if name in weights)
-    shared = feed_forward.operations(model, moe.shared * inner) if moe.shared else ()
+    shared: tuple[Operation, ...] = feed_forward.operations(model, moe.shared * inner) if moe.shared else ()
+    if moe.shared_gate:
+        # The gate's sigmoid, and the product with the shared experts' result.
+        weighed = Pointwise("combine", "local", 3 * dim, 5 * dim, kernels=2)
+        shared = (*shared, MatrixProduct("router", "local", (weights["shared_gate"],)), weighed)
     return (
         MatrixProduct("router", "local", (weights["router.weight"],)),
         # Scores, the choice, its balance and its loss: some twenty small kernels (Megatron Core's TopKRouter).

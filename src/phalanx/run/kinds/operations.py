@@ -65,9 +65,9 @@ class MatrixProduct:
 
     @property
     def wide(self) -> bool:
-        """True if it stays in the format of activations: routers and the output projection."""
+        """True if it stays in the format of activations: routers, gates and the output projection."""
         weight = self.weights[0]
-        return weight.kind == "router" or weight.section in ("embedding", "end")
+        return weight.kind in ("router", "gate") or weight.section in ("embedding", "end")
 
     def _axis(self, divided_from_last: int) -> Axis:
         weight = self.weights[0]

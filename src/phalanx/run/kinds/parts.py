@@ -13,7 +13,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-ParameterKind = Literal["embedding", "matrix", "output", "filter", "router", "norm", "bias", "balance"]
+ParameterKind = Literal[
+    "embedding", "matrix", "output", "filter", "router", "gate", "norm", "bias", "balance"
+]
 
 Section = Literal["embedding", "block", "end", "ahead"]
 """The section of the model: the embedding, a block, final norm and output projection, a prediction further ahead."""
@@ -24,7 +26,7 @@ class Parameter:
     """One row of the table of parts: a parameter, and what counting, holding and dividing it follow from.
 
     ``output`` is a matrix that writes into the residual stream; it starts out smaller. ``filter`` is a weight of more than two
-    dimensions in a user's own model. ``balance`` is the bias by which a
+    dimensions in a user's own model. ``gate`` is the row of weights that weighs the shared experts. ``balance`` is the bias by which a
     router's load is evened out: state of the model that no gradient changes.
     """
 
