@@ -227,10 +227,15 @@ def test_weights_go_to_hugging_face_and_back_unchanged(folder: Path, result: Res
     assert started["held_out_loss"] == pytest.approx(result["held_out_loss"], rel=1e-5)
 
 
-def test_weights_go_to_pytorchs_distributed_checkpoint(folder: Path, result: Result) -> None:
+def test_weights_go_to_pytorchs_distributed_checkpoint_and_back_unchanged(
+    folder: Path, result: Result
+) -> None:
     done = run(["checkpoint", "export", str(result["run_dir"]), "--to", "dcp", "as-dcp"], folder)
     assert done.returncode == 0, done.stderr
-    assert (folder / "as-dcp" / ".metadata").exists()
+    model = ["--model", str(result["run_dir"]), "--out", "from-dcp", "--json"]
+    imported = last_json(run(["import", "as-dcp", *model], folder))
+    assert imported["weights_sha256"] == result["weights_sha256"]
+    assert "left out: the optimizer's state" in imported["notes"][0]
 
 
 def test_goodput_and_watch_are_drawn_from_the_events(folder: Path, result: Result) -> None:

@@ -51,7 +51,7 @@ from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.read import to_table
 from phalanx.run.spec import ModelSpec
 
-_IMAGE_BYTES = 1 << 30
+IMAGE_BYTES = 1 << 30
 _FP8 = "F8_E4M3"
 
 
@@ -67,7 +67,7 @@ class Imported:
     """Sentences about parts of the folder that were left out or are read in another way."""
 
 
-def import_hf(directory: Path, out: Path, *, image_bytes: int = _IMAGE_BYTES) -> Imported:
+def import_hf(directory: Path, out: Path, *, image_bytes: int = IMAGE_BYTES) -> Imported:
     """Makes the Hugging Face model in ``directory`` a new run directory ``out`` with a checkpoint at step 0.
 
     ``out`` gets ``run.toml`` (the model), ``checkpoints/`` (fp32 weights, and nothing else), ``published/`` (all other files as they are)
@@ -77,8 +77,8 @@ def import_hf(directory: Path, out: Path, *, image_bytes: int = _IMAGE_BYTES) ->
     """
     if (directory / ".metadata").exists():
         raise HuggingFaceError(
-            f"{directory}: is in PyTorch's distributed format, which is written here and not read; give the folder of a Hugging "
-            "Face model, or name the run directory itself in checkpoint.init_from"
+            f"{directory}: is in PyTorch's distributed format, which does not say what the model is; name it (phalanx import "
+            "--model), or the run directory that it was exported from in checkpoint.init_from"
         )
     config = read_json(directory / CONFIG)
     spec = spec_of(config)
@@ -92,7 +92,7 @@ def import_hf(directory: Path, out: Path, *, image_bytes: int = _IMAGE_BYTES) ->
         directory_of_run = RunDirectory(folder)
         tier = DiskTier(directory_of_run.checkpoints)
         extra = {"step": 0, "imported_from": str(directory.absolute())}
-        digest = _copy_weights(tier, weights, wanted, extra, image_bytes)
+        digest = copy_weights(tier, weights, wanted, extra, image_bytes)
         directory_of_run.run_file.write_text(tomli_w.dumps({"name": out.name, "model": to_table(spec)}))
         no_tokenizer_because = _copy_tokenizer(directory, directory_of_run.tokenizer)
         notes += copy_publisher_files(directory, directory_of_run.published)
@@ -287,7 +287,7 @@ def _require_same(directory: Path, copy: str, original: str, weights: Weights) -
 # The checkpoint
 
 
-def _copy_weights(
+def copy_weights(
     tier: DiskTier,
     weights: Weights,
     wanted: Sequence[Published],

@@ -1,0 +1,201 @@
+"""Import: the weights of a ``torch.distributed.checkpoint`` folder become a run directory to start from.
+
+Such a folder says nothing of its model, so the model is named beside it. Names are this project's own (``phalanx export --to dcp``
+writes them) or those of torchtitan's Llama 3, whose queries and keys are rotated in pairs of neighbors and are put into halves here.
+Only weights are taken over: an optimizer's state lies in an order and under names of its software, and is left out, which is said.
+Nothing is unpickled but by name (``dcp_metadata.py``); pieces are read by ``torch.load(weights_only=True)``, those of one tensor at a
+time. Source of the names: torchtitan/models/llama3/model/state_dict_adapter.py.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import tomli_w
+import torch
+
+from phalanx.checkpoint.format.shards import dtype_name, torch_dtype
+from phalanx.checkpoint.interop.dcp_metadata import (
+    METADATA,
+    DcpError,
+    FolderIndex,
+    Piece,
+    StoredShape,
+    read_index,
+)
+from phalanx.checkpoint.interop.huggingface_config import Storage
+from phalanx.checkpoint.interop.huggingface_files import SAFETENSORS_DTYPE, new_folder
+from phalanx.checkpoint.interop.huggingface_import import IMAGE_BYTES, Imported, Weights, copy_weights
+from phalanx.checkpoint.interop.huggingface_names import Published, RotaryRows
+from phalanx.checkpoint.tiers.digest import WEIGHTS
+from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.model.facts.shape import buffers, parameters, resolve
+from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.kinds.parts import Parameter
+from phalanx.run.read import to_table
+from phalanx.run.spec import ModelSpec
+
+_TITAN_ENDS = {
+    "embedding.weight": "tok_embeddings.weight",
+    "norm.weight": "norm.weight",
+    "head.weight": "output.weight",
+}
+_TITAN_LAYER = {
+    "attention_norm": "attention_norm",
+    "attention.query": "attention.wq",
+    "attention.key": "attention.wk",
+    "attention.value": "attention.wv",
+    "attention.output": "attention.wo",
+    "ffn_norm": "ffn_norm",
+    "ffn.gate": "feed_forward.w1",
+    "ffn.up": "feed_forward.w3",
+    "ffn.down": "feed_forward.w2",
+}
+_OPTIMIZER = ("optimizer/", "optimizer.", "optim.")
+_BESIDE = ("lr_scheduler", "train_state", "dataloader", "extra", "freqs_cis", "model.freqs_cis")
+_SAFETENSORS: Mapping[str, str] = {str(dtype): name for dtype, name in SAFETENSORS_DTYPE.items()}
+_TOKENS = "a folder in PyTorch's distributed format has none"
+
+
+def import_dcp(directory: Path, out: Path, model: ModelSpec, *, image_bytes: int = IMAGE_BYTES) -> Imported:
+    """Makes the weights in ``directory`` a new run directory ``out`` of ``model`` with a checkpoint at step 0.
+
+    A vocabulary size of 0 is taken from the embedding. Memory: ``image_bytes``, and the largest tensor. Raises DcpError, or
+    HuggingFaceError where ``out`` exists; nothing is left behind then.
+    """
+    index = read_index(directory)
+    spec = resolve(model, _vocabulary(index))
+    wanted = list(_wanted(directory, index, spec))
+    notes = _require(directory, index, wanted)
+    source = _Folder(directory)
+    tensors = {name: _FolderTensor(source, name, stored) for name, stored in index.tensors.items()}
+    with new_folder(out) as folder:
+        run = RunDirectory(folder)
+        extra: dict[str, object] = {"step": 0, "imported_from": str(directory.absolute())}
+        digest = copy_weights(
+            DiskTier(run.checkpoints), Weights({**tensors}, Storage()), wanted, extra, image_bytes
+        )
+        run.run_file.write_text(tomli_w.dumps({"name": out.name, "model": to_table(spec)}))
+    return Imported(spec, digest, _TOKENS, notes)
+
+
+def _vocabulary(index: FolderIndex) -> int:
+    names = (f"{WEIGHTS}embedding.weight", *(f"{prefix}tok_embeddings.weight" for prefix in ("", "model.")))
+    found = [index.tensors[name].shape for name in names if name in index.tensors]
+    return found[0][0] if found and found[0] else 0
+
+
+def _wanted(directory: Path, index: FolderIndex, spec: ModelSpec) -> Iterator[Published]:
+    """Every tensor of the model by its name in the folder."""
+    table = (*parameters(spec), *buffers(spec))
+    if f"{WEIGHTS}embedding.weight" in index.tensors:
+        yield from (Published(WEIGHTS + part.name, part) for part in table)
+        return
+    prefix = "model." if "model.tok_embeddings.weight" in index.tensors else ""
+    if f"{prefix}tok_embeddings.weight" not in index.tensors:
+        some = ", ".join(sorted(index.tensors)[:4]) or "no tensor"
+        raise DcpError(
+            f"{directory}: holds {some}: neither this project's names (model/embedding.weight) nor those of torchtitan's Llama 3 "
+            "(tok_embeddings.weight); convert it to a Hugging Face folder with the software that wrote it"
+        )
+    for part in table:
+        yield Published(prefix + _titan_name(directory, part), part, rotary=_in_pairs(part, spec))
+
+
+def _titan_name(directory: Path, part: Parameter) -> str:
+    if part.name in _TITAN_ENDS:
+        return _TITAN_ENDS[part.name]
+    found = re.fullmatch(r"blocks\.(\d+)\.(.+)\.(weight|bias)", part.name)
+    if found is None or found[2] not in _TITAN_LAYER:
+        raise DcpError(
+            f"{directory}: torchtitan's names are those of its Llama 3, which has no {part.name}; name the model that was "
+            "trained, or convert the folder to Hugging Face's format with torchtitan"
+        )
+    return f"layers.{found[1]}.{_TITAN_LAYER[found[2]]}.{found[3]}"
+
+
+def _in_pairs(part: Parameter, spec: ModelSpec) -> RotaryRows | None:
+    if ".attention.query." in part.name or ".attention.key." in part.name:
+        return RotaryRows(spec.head_dim, spec.head_dim)
+    return None
+
+
+def _require(directory: Path, index: FolderIndex, wanted: list[Published]) -> tuple[str, ...]:
+    """Raises DcpError where tensors are missing, of another shape, or unknown; notes on what is left out."""
+    shapes = {tensor.name: tensor.shape for tensor in wanted}
+    problems = [
+        f"{name} has shape {index.tensors[name].shape}, and the model's is {shape}"
+        for name, shape in shapes.items()
+        if name in index.tensors and index.tensors[name].shape != shape
+    ]
+    rest = [name for name in (*index.tensors, *index.others) if name not in shapes]
+    optimizer = [name for name in rest if name.startswith(_OPTIMIZER)]
+    beside = sorted({name.split(".")[0] for name in rest if name.startswith(_BESIDE)} - {"model"})
+    known = {*optimizer, *(name for name in rest if name.startswith(_BESIDE))}
+    problems += [f"{name} is not a part of the model" for name in rest if name not in known]
+    problems += [f"{name} is missing" for name in shapes if name not in index.tensors]
+    if problems:
+        more = f" ... and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise DcpError(f"{directory}: {'; '.join(problems[:8])}{more}; name the model that was trained")
+    notes = []
+    if optimizer:
+        notes.append(
+            f"left out: the optimizer's state ({len(optimizer)} entries); a run that starts from here begins with none"
+        )
+    if beside:
+        notes.append(f"left out: {', '.join(beside)}")
+    return tuple(notes)
+
+
+class _Folder:
+    """The folder's tensors, of which the last one that was read stays in memory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._last: tuple[str, torch.Tensor] | None = None
+
+    def whole(self, name: str, stored: StoredShape) -> torch.Tensor:
+        """A tensor in the format that it is stored in."""
+        if self._last is None or self._last[0] != name:
+            # Elements that no piece holds stay NaN, which is refused as it is everywhere.
+            tensor = torch.full(stored.shape, torch.nan, dtype=torch_dtype(stored.dtype))
+            for piece in stored.pieces:
+                where = tuple(slice(a, a + n) for a, n in zip(piece.offset, piece.shape, strict=True))
+                tensor[where] = self._read(name, stored, piece)
+            self._last = name, tensor
+        return self._last[1]
+
+    def _read(self, name: str, stored: StoredShape, piece: Piece) -> torch.Tensor:
+        path = self._directory / piece.file
+        try:
+            with path.open("rb") as stream:
+                stream.seek(piece.start)
+                data = stream.read(piece.length)
+            values = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError) as error:
+            raise DcpError(f"{path}: {name} cannot be read ({error}); copy the folder again") from error
+        if not isinstance(values, torch.Tensor) or tuple(values.shape) != piece.shape:
+            raise DcpError(f"{path}: {name}: another tensor than {METADATA} says; copy the folder again")
+        if dtype_name(values.dtype) != stored.dtype:
+            raise DcpError(f"{path}: {name} is {values.dtype}, and {METADATA} says {stored.dtype}")
+        return values
+
+
+class _FolderTensor:
+    """A tensor of the folder as the importer reads it, in parts."""
+
+    def __init__(self, folder: _Folder, name: str, stored: StoredShape) -> None:
+        self._folder, self._name, self._stored = folder, name, stored
+
+    def get_dtype(self) -> str:
+        return _SAFETENSORS[self._stored.dtype]
+
+    def get_shape(self) -> list[int]:
+        return list(self._stored.shape)
+
+    def __getitem__(self, part: slice | tuple[slice, ...]) -> torch.Tensor:
+        return self._folder.whole(self._name, self._stored)[part]

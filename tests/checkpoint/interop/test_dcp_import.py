@@ -1,0 +1,185 @@
+"""Import from PyTorch's distributed checkpoints: what PyTorch itself wrote, on several ranks; and nothing that a file asks to be run."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from checkpoint.huggingface_models import ours_of, saved
+from phalanx.api.weights import load_weights
+from phalanx.checkpoint.format.errors import CheckpointError
+from phalanx.checkpoint.interop.dcp import export_dcp
+from phalanx.checkpoint.interop.dcp_import import import_dcp
+from phalanx.checkpoint.interop.dcp_metadata import DcpError, read_index
+from phalanx.model.facts.shape import resolve
+from phalanx.run.spec import ModelSpec
+from ranks import Ranks
+
+LLAMA = resolve(ModelSpec(layers=2, dim=24, heads=4, kv_heads=2, ffn_dim=40, vocab_size=31))
+MIXED = "ignore:torch.distributed is disabled"
+
+
+def in_pairs(weight: Tensor) -> Tensor:
+    """Rows of heads in halves as neighbors, by torchtitan's own reordering."""
+    rows, columns = weight.shape
+    heads = rows // LLAMA.head_dim
+    return weight.view(heads, 2, LLAMA.head_dim // 2, columns).transpose(1, 2).reshape(rows, columns)
+
+
+def titan_state(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    words = {"embedding": "tok_embeddings", "head": "output", "blocks": "layers", "query": "wq", "key": "wk"}
+    words |= {"value": "wv", "ffn": "feed_forward", "gate": "w1", "down": "w2", "up": "w3"}
+    state = {}
+    for name, value in weights.items():
+        parts = [words.get(part, part) for part in name.split(".")]
+        if "attention.output" in name:
+            parts[3] = "wo"
+        turned = ".query." in name or ".key." in name
+        state[".".join(parts)] = in_pairs(value) if turned else value
+    return state
+
+
+def save_as_torchtitan(folder: Path, ranks: int) -> None:
+    """Saves on a rank of several, weights and moments divided by rows, by columns, or not at all."""
+    mesh = DeviceMesh("cpu", list(range(ranks)))
+    state = titan_state(dict(ours_of(LLAMA).named_parameters()))
+    places = [Shard(0), Shard(1), Replicate()]
+    divided: dict[str, Any] = {}
+    for number, (name, value) in enumerate(state.items()):
+        place = places[number % 3] if value.ndim == 2 else Shard(0)
+        divided[name] = distribute_tensor(value, mesh, [place])
+        divided[f"optimizer.state.{name}.exp_avg"] = distribute_tensor(torch.ones_like(value), mesh, [place])
+    divided |= {"train_state": {"step": torch.tensor(7)}, "lr_scheduler": 0.1}
+    torch_dcp.save(divided, checkpoint_id=folder)
+
+
+def test_weights_that_torchtitan_saved_on_several_ranks_are_read_bit_by_bit(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks.run(3, save_as_torchtitan, tmp_path / "titan", 3)
+    imported = import_dcp(tmp_path / "titan", tmp_path / "run", ModelSpec(**{**vars(LLAMA), "vocab_size": 0}))
+    assert imported.spec == LLAMA
+    assert [note.split(" (")[0] for note in imported.notes] == [
+        "left out: the optimizer's state",
+        "left out: lr_scheduler, train_state",
+    ]
+    read = load_weights(tmp_path / "run")
+    for name, value in ours_of(LLAMA).named_parameters():
+        assert torch.equal(read[name], value), name
+
+
+@pytest.mark.filterwarnings(MIXED)
+def test_what_was_exported_comes_back_with_the_same_bits(tmp_path: Path) -> None:
+    model = ours_of(LLAMA)
+    export_dcp(saved(tmp_path / "ours", model), 7, tmp_path / "dcp")
+    import_dcp(tmp_path / "dcp", tmp_path / "run", LLAMA)
+    read = load_weights(tmp_path / "run")
+    assert all(torch.equal(read[name], value) for name, value in model.named_parameters())
+
+
+def folder_of(state: dict[str, Any], folder: Path) -> Path:
+    torch_dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def edit_metadata(folder: Path, edit: Callable[[Metadata], object]) -> None:
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    path.write_bytes(pickle.dumps(edit(metadata) or metadata))
+
+
+class Runs:
+    """A pickle that has a command run when it is loaded."""
+
+    def __init__(self, call: Callable[..., object], *args: object) -> None:
+        self._reduced = call, args
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return self._reduced
+
+
+@pytest.mark.filterwarnings(MIXED)
+@pytest.mark.parametrize("where", ["as a whole", "within"])
+@pytest.mark.parametrize("call", [os.system, eval, getattr, torch.load, torch.hub.load])
+def test_a_metadata_that_asks_for_anything_to_be_run_is_refused_and_nothing_is_run(
+    call: Callable[..., object], where: str, tmp_path: Path
+) -> None:
+    folder, marker = folder_of({"model/w": torch.zeros(2)}, tmp_path / "dcp"), tmp_path / "ran"
+    hostile = Runs(call, f"touch {marker}")
+
+    def edit(metadata: Metadata) -> object:
+        metadata.planner_data = hostile
+        return hostile if where == "as a whole" else metadata
+
+    edit_metadata(folder, edit)
+    with pytest.raises(DcpError, match=f"names .*{call.__name__}, which is no part of PyTorch's metadata"):
+        read_index(folder)
+    assert not marker.exists()
+
+
+@pytest.mark.filterwarnings(MIXED)
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"relative_path": "../secret"}, "no file of the folder"),
+        ({"relative_path": ".."}, "no file of the folder"),
+        ({"offset": 10**9}, "is shorter than"),
+        ({"length": -1}, "is shorter than"),
+        ({"offset": "x"}, "damaged"),
+        ({"transform_descriptors": ["zstd"]}, "stored transformed"),
+    ],
+)
+def test_a_place_that_is_not_in_the_folder_is_refused(
+    change: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "secret").write_bytes(b"x" * 10_000)
+    folder = folder_of({"model/w": torch.zeros(2)}, tmp_path / "dcp")
+
+    def edit(metadata: Metadata) -> None:
+        for info in metadata.storage_data.values():
+            vars(info).update(change)
+
+    edit_metadata(folder, edit)
+    with pytest.raises(DcpError, match=said):
+        read_index(folder)
+
+
+@pytest.mark.filterwarnings(MIXED)
+def test_a_damaged_metadata_is_told_whichever_byte_is_wrong(tmp_path: Path) -> None:
+    folder = folder_of({"model/w": torch.zeros(2)}, tmp_path / "dcp")
+    path = folder / ".metadata"
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 3):
+        for damaged in (whole[:at], whole[:at] + bytes([whole[at] ^ 0x15]) + whole[at + 1 :]):
+            path.write_bytes(damaged)
+            with suppress(DcpError):
+                read_index(folder)
+
+
+@pytest.mark.filterwarnings(MIXED)
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({"tok_embeddings.weight": torch.zeros(31, 24)}, "layers.0.attention.wq.weight is missing"),
+        ({"model/embedding.weight": torch.zeros(30, 20)}, r"has shape \(30, 20\)"),
+        ({"something.else": torch.zeros(3)}, "neither this project's names"),
+    ],
+)
+def test_a_folder_of_another_model_is_refused_by_name(
+    state: dict[str, Tensor], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        import_dcp(folder_of(state, tmp_path / "dcp"), tmp_path / "run", LLAMA)
+    assert not (tmp_path / "run").exists()
