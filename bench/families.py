@@ -95,6 +95,10 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "qk_nope_head_dim": (4, 12),
     "v_head_dim": (6, 10, 16),
     "rope_interleave": (True, False),
+    "shared_expert_intermediate_size": (8, 16, 32, 48),
+    "qkv_bias": (True, False),
+    "partial_rotary_factor": (0.25, 0.5, 1.0),
+    "rotary_dim": (2, 4, 6, 8),
     "use_qk_norm": (True, False),
 }
 OUTCOMES = ("equal", "refused", "refused by transformers", "not finite", "wrong", "broken")
