@@ -12,7 +12,7 @@ from phalanx.fleet.core import decide as core
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.invariants import BrokenInvariant
 from phalanx.fleet.core.orders import Order
-from phalanx.fleet.core.state import FleetPhase, FleetState, RestorePoint
+from phalanx.fleet.core.state import FleetPhase, FleetState, NonFiniteDoubt, RestorePoint
 from phalanx.simulate.hostile.run import run_seed
 
 Answer = tuple[FleetState, list[Order]]
@@ -64,11 +64,42 @@ def trusts_corrupt_state(state: FleetState, event: m.CoreEvent, now_s: float) ->
     return core.step(state, event, now_s)
 
 
+def believes_the_first_report_of_a_step(state: FleetState, event: m.CoreEvent, now_s: float) -> Answer:
+    """A step that one epoch found not finite is called the run's own."""
+    if isinstance(event, m.Suspect) and event.step is not None and state.doubt is None:
+        state.doubt = NonFiniteDoubt(event.step, -1)
+    return core.step(state, event, now_s)
+
+
+def believes_one_node(state: FleetState, event: m.CoreEvent, now_s: float) -> Answer:
+    """The run ends because one node says that it cannot go on."""
+    event = replace(event, unanimous=True) if isinstance(event, m.Fatal) else event
+    return core.step(state, event, now_s)
+
+
+def convicts_without_a_second_computation(state: FleetState, event: m.CoreEvent, now_s: float) -> Answer:
+    """Whoever is blamed for a step is at fault, though the step is not finite elsewhere either."""
+    doubt = state.doubt
+    state, orders = core.step(state, event, now_s)
+    if doubt is not None and doubt.nodes and state.doubt is not None and state.doubt.confirmed:
+        state.doubt = None
+    return state, orders
+
+
 @pytest.mark.parametrize(
-    "broken", [has_no_sense_of_time, does_not_wait_for_all, prefers_old_state, trusts_corrupt_state]
+    ("broken", "seeds"),
+    [
+        (has_no_sense_of_time, range(50, 60)),
+        (does_not_wait_for_all, range(7, 12)),
+        (prefers_old_state, range(5)),
+        (trusts_corrupt_state, range(105, 120)),
+        (believes_the_first_report_of_a_step, range(5, 12)),
+        (believes_one_node, range(4, 14)),
+        (convicts_without_a_second_computation, range(5, 12)),
+    ],
 )
 def test_a_broken_core_is_found_within_a_few_seeds(
-    broken: Callable[[FleetState, m.CoreEvent, float], Answer],
+    broken: Callable[[FleetState, m.CoreEvent, float], Answer], seeds: range
 ) -> None:
     with pytest.raises(BrokenInvariant, match="phalanx simulate fleet --small --seeds"):
-        run_seeds(range(70, 95), broken)
+        run_seeds(seeds, broken)

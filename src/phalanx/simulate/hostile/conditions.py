@@ -34,6 +34,8 @@ class Conditions:
     """Steps between two checkpoints on disk."""
     spares: int
     racks: int
+    own_nan_steps: frozenset[int]
+    """Steps that are not finite whoever computes them: the run's own."""
 
 
 def draw_conditions(draw: random.Random) -> Conditions:
@@ -56,6 +58,7 @@ def draw_conditions(draw: random.Random) -> Conditions:
         save_every=draw.choice((7, 30)),
         spares=draw.randint(0, 3),
         racks=draw.choice((1, 3, 4)),
+        own_nan_steps=frozenset(draw.sample(range(3, 60), draw.choice((0, 0, 1, 3)))),
     )
 
 

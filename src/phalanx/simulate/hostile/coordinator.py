@@ -13,7 +13,7 @@ from phalanx.fleet.core.invariants import BrokenInvariant, check, mark
 from phalanx.fleet.core.orders import deliveries
 from phalanx.fleet.core.replay import batch_line, first_line, replay
 from phalanx.fleet.core.settings import CoreSettings
-from phalanx.fleet.core.state import FleetState, encode_state
+from phalanx.fleet.core.state import FleetState, NonFiniteDoubt, encode_state
 from phalanx.simulate.clock import SimulatedClock
 from phalanx.simulate.hostile.training import Disk
 
@@ -30,6 +30,7 @@ class SimulatedCoordinator:
         disk: Disk,
         send: Callable[[str, c.Command], None],
         on_epoch: Callable[[FleetState], None],
+        on_decision: Callable[[NonFiniteDoubt | None, FleetState], None],
         step: CoreStep,
     ) -> None:
         """
@@ -39,10 +40,11 @@ class SimulatedCoordinator:
             disk: Committed checkpoints, which it watches.
             send: Sends a command to a node.
             on_epoch: Called with the state that begins an epoch, before anybody is told.
+            on_decision: Called after each event, with the doubt that was open before it and the state after it.
             step: The core's ``step``, or a broken one that the world is to find out.
         """
         self.clock, self.disk = clock, disk
-        self.send, self.on_epoch, self.step = send, on_epoch, step
+        self.send, self.on_epoch, self.on_decision, self.step = send, on_epoch, on_decision, step
         self.state = core.initial_state(settings, 0.0)
         self.journal = [first_line(self.state)]
         self.up = False
@@ -83,10 +85,11 @@ class SimulatedCoordinator:
             self._decide(event)
 
     def _decide(self, event: m.CoreEvent) -> None:
-        before, now_s = mark(self.state), self.clock.now_s
+        before, doubt, now_s = mark(self.state), self.state.doubt, self.clock.now_s
         self.journal.append(batch_line(now_s, (event,)))
         self.state, orders = self.step(self.state, event, now_s)
         check(self.state, before)
+        self.on_decision(doubt, self.state)
         self.disk.delete(self.state.condemned)
         if self.state.epoch > before.epoch:
             # Before anybody is told: a fenced node that trains on must not commit what is about to be computed again.

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Literal
 
 from phalanx.fleet.core import messages as m
+from phalanx.fleet.core.epoch_plan import can_do_without
 from phalanx.simulate.hostile.node import SimulatedNode
 from phalanx.simulate.hostile.world import World
 
@@ -96,6 +97,28 @@ def _accuse(world: World, reason: Literal["straggler", "health"]) -> None:
     world.clock.after(world.random.uniform(1, 20), lambda: world.coordinator.hear(m.Admit(name)))
 
 
+def _sicken(world: World) -> None:
+    node = _somebody(world)
+    node.sick = True
+    world.ever_sick.add(node.name)
+
+    def heal() -> None:
+        node.sick = False
+        world.clock.after(world.random.uniform(1, 20), lambda: world.coordinator.hear(m.Admit(node.name)))
+
+    world.clock.after(world.random.uniform(1, 20), heal)
+
+
+def _cannot_train(world: World) -> None:
+    """One node alone says that the run cannot go on, where the others can do without it."""
+    name, state = _somebody(world).name, world.coordinator.state
+    if not world.coordinator.up or name not in state.nodes or not can_do_without(state, {name}):
+        return
+    kind = f"error {world.faults['cannot train']}"
+    world.coordinator.hear(m.Fatal(state.epoch, name, "its data cannot be read", kind))
+    world.clock.after(world.random.uniform(1, 20), lambda: world.coordinator.hear(m.Admit(name)))
+
+
 def _corrupt(world: World) -> None:
     node = _somebody(world)
     group = node.group
@@ -133,5 +156,7 @@ _FAULTS: dict[str, tuple[float, Callable[[World], None]]] = {
     "straggler": (1, _slow),
     "unsound": (0.5, _unsound),
     "corruption": (0.5, _corrupt),
+    "not finite": (0.7, _sicken),
+    "cannot train": (0.5, _cannot_train),
     "drained": (1, _drain),
 }

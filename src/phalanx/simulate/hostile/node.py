@@ -40,6 +40,8 @@ class SimulatedNode:
         self.up = False
         self.cut = False
         """True while no message passes between it and the coordinator."""
+        self.sick = False
+        """What its workers compute is not finite; a restart does not heal that."""
         self.held: dict[m.RankSnapshot, bool] = {}
         """Snapshot -> True if its content is corrupt."""
         self._forget()
@@ -47,7 +49,9 @@ class SimulatedNode:
     def _forget(self) -> None:
         self.life += 1
         self.incarnation += 1
-        self.warm = self.hung = self.maimed = self.leaving = self.bound = self.leave_at_boundary = False
+        self.warm = self.hung = self.maimed = self.leaving = self.bound = self.leave_at_boundary = (
+            self.doubts
+        ) = False
         self.epoch = self.parked = m.NO_EPOCH
         self.step = m.NO_STEP
         self.bind: c.Bind | None = None
@@ -101,6 +105,12 @@ class SimulatedNode:
         if self.up and self.epoch != m.NO_EPOCH and not (self.hung or self.maimed or self.leaving):
             self.leaving = True
             self.say(m.Broken(self.name, self.incarnation, self.epoch, 0, "connection reset by peer"))
+
+    def doubt(self, epoch: int, step: int, ranks: tuple[int, ...]) -> None:
+        """Its workers find that a step is not finite, and wait to be ordered out of the epoch."""
+        if self.computes(epoch):
+            self.doubts = True
+            self.say(m.Suspect(self.name, "nonfinite", "loss nan", epoch=epoch, ranks=ranks, step=step))
 
     # --- reports
 
@@ -178,7 +188,7 @@ class SimulatedNode:
             return
         if self.epoch == m.NO_EPOCH:
             self._is_parked(command.epoch)
-        elif command.planned and self.bound and not self.maimed:
+        elif command.planned and self.bound and not (self.maimed or self.doubts):
             self.leave_at_boundary = True
         elif self.hung:
             # A hanging worker cannot answer; the agent kills it, and the new worker is in no epoch.
@@ -192,7 +202,7 @@ class SimulatedNode:
         """All workers leave their epoch."""
         if self.epoch != m.NO_EPOCH:
             epoch, self.epoch = self.epoch, m.NO_EPOCH
-            self.maimed = self.leaving = self.bound = self.leave_at_boundary = False
+            self.maimed = self.leaving = self.bound = self.leave_at_boundary = self.doubts = False
             self._is_parked(epoch)
 
     def _is_parked(self, epoch: int) -> None:

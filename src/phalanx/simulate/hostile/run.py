@@ -2,7 +2,7 @@
 
 A world is a function of its seed: fleet, layout, network and faults are drawn from it. The network loses, repeats,
 delays and reorders messages; workers die and hang, machines die alone and by racks and come back, links break, the
-coordinator is cut off or crashes and replays its journal, nodes turn out slow, unsound or wrong. After every event the
+coordinator is cut off or crashes and replays its journal, nodes turn out slow, unsound or wrong, or alone with an error, and steps are not finite. After every event the
 invariants of the core and of the world are checked; when the faults have ended, training must go on within a bound.
 The method is that of FoundationDB (SIGMOD 2021, section 4) and TigerBeetle: one thread, one seed, one truth.
 """
@@ -92,7 +92,7 @@ def _make_peace(world: World) -> None:
     world.delay_s = min(world.delay_s, 0.1)
     world.coordinator.start()
     for node in world.nodes.values():
-        node.cut = False
+        node.cut = node.sick = False
         node.start()
         world.clock.after(1.0, partial(world.coordinator.hear, m.Admit(node.name)))
         world.clock.after(60.0, partial(world.coordinator.hear, m.Admit(node.name)))

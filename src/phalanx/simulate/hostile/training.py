@@ -57,6 +57,7 @@ class GroupMember(Protocol):
     incarnation: int
     epoch: int
     hung: bool
+    sick: bool
     leave_at_boundary: bool
 
     def computes(self, epoch: int) -> bool:
@@ -80,6 +81,9 @@ class GroupMember(Protocol):
     def copies_wanted(self) -> Iterator[tuple[int, bool]]:
         """(rank, True if it is the buddy's copy) of each snapshot that it keeps or sends."""
 
+    def doubt(self, epoch: int, step: int, ranks: tuple[int, ...]) -> None:
+        """Reports a step that is not finite."""
+
     def report_durable(self, epoch: int, step: int) -> None:
         """Reports a committed checkpoint to the coordinator."""
 
@@ -100,6 +104,9 @@ class TrainingWorld(Protocol):
     def broken(self, group: Group) -> None:
         """A collective fails."""
 
+    def doubted(self, group: Group, step: int) -> None:
+        """A step is not finite, and not applied."""
+
 
 class Group:
     """The process group of one epoch: all its workers."""
@@ -118,6 +125,8 @@ class Group:
         self.right_until = FOREVER
         """Steps after this one are computed wrongly."""
         self.running = False
+        self.skips = bind.nonfinite_step
+        """The step that is known not to be finite, whoever computes it."""
 
     def tainted(self, step: int) -> bool:
         """True if the state after ``step`` is corrupt."""
@@ -160,6 +169,8 @@ class Group:
     def _ends(self) -> None:
         if not self.whole():
             return self.world.broken(self)
+        if self.not_finite(self.step + 1) and self.skips != self.step + 1:
+            return self.world.doubted(self, self.step + 1)
         self.step += 1
         self.done = set()
         if may_begin(self.newest, self.safe):
@@ -170,6 +181,10 @@ class Group:
                 self.world.random.uniform(0, 0.02), partial(self._completes, node, self.step)
             )
         return None
+
+    def not_finite(self, step: int) -> bool:
+        """True if a loss or gradient of ``step`` is not finite in this group."""
+        return step in self.world.conditions.own_nan_steps or any(node.sick for node in self.members)
 
     def _completes(self, node: GroupMember, step: int) -> None:
         if step != self.step or not node.computes(self.epoch):

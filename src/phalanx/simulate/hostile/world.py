@@ -1,7 +1,8 @@
 """A small hostile world: a fleet, its network, its disk, and what must hold of them beyond the core's own invariants.
 
-The network loses, repeats, delays and reorders messages. Two oracles judge the core from outside: the state that an epoch
-restores is the newest that living nodes hold, and it is never state that is known to be corrupt.
+The network loses, repeats, delays and reorders messages. Four oracles judge the core from outside: the state that an epoch
+restores is the newest that living nodes hold, and it is never state that is known to be corrupt; a node is found at fault only if it has
+computed what is not finite, and a step is called the run's own only if two epochs have found it not finite.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import CoreStep
 from phalanx.fleet.core.invariants import BrokenInvariant
-from phalanx.fleet.core.state import FleetState, trusted
+from phalanx.fleet.core.state import FleetState, NonFiniteDoubt, trusted
 from phalanx.simulate.clock import SimulatedClock
 from phalanx.simulate.hostile.conditions import draw_conditions
 from phalanx.simulate.hostile.coordinator import SimulatedCoordinator
@@ -36,11 +37,14 @@ class World:
         """How often each fault has struck."""
         self.unheard = 0
         """Corruptions that have happened and that the coordinator has not been told of."""
+        self.found_in: dict[int, set[int]] = {}
+        """Step that was not finite -> the epochs in which it was found so."""
+        self.ever_sick: set[str] = set()
         self.furthest = m.NO_STEP
         self.lost_steps = self.worst_lost_steps = 0
         settings, racks = self.conditions.settings, self.conditions.racks
         self.coordinator = SimulatedCoordinator(
-            settings, self.clock, self.disk, self.to_node, self.check_source, step
+            settings, self.clock, self.disk, self.to_node, self.check_source, self.check_verdict, step
         )
         self.nodes = {
             str(index): SimulatedNode(self, str(index), ("hall", f"rack{index % racks}") if racks > 1 else ())
@@ -78,6 +82,10 @@ class World:
 
     def group(self, bind: c.Bind) -> Group:
         """The process group of an epoch."""
+        if bind.nonfinite_step is not None and len(self.found_in.get(bind.nonfinite_step, ())) < 2:
+            raise BrokenInvariant(
+                f"step {bind.nonfinite_step} is called the run's own, and no two epochs found that"
+            )
         if bind.epoch not in self.groups:
             self.groups[bind.epoch] = Group(self, bind)
         return self.groups[bind.epoch]
@@ -144,6 +152,21 @@ class World:
         if self.disk.commit(group.epoch, group.step, group.tainted(group.step)):
             first.report_durable(group.epoch, group.step)
 
+    def doubted(self, group: Group, step: int) -> None:
+        """A step is not finite: every member finds that, and says which ranks' own losses were not."""
+        self.found_in.setdefault(step, set()).add(group.epoch)
+        chance = random.Random(f"{self.seed} {step}")
+        own = step in self.conditions.own_nan_steps
+        sick = {node.name for node in group.members if node.sick}
+        ranks = tuple(
+            rank
+            for rank in range(group.ranks)
+            if any(node.name in sick and node.holds(rank, group.epoch) for node in group.members)
+            or (own and chance.random() < 0.3)
+        )
+        for node in group.members:
+            self.clock.after(self.random.uniform(0, 0.3), partial(node.doubt, group.epoch, step, ranks))
+
     def broken(self, group: Group) -> None:
         """A collective fails: the members that are left in it notice, unless a member merely hangs."""
         if any(node.hung for node in group.members if node.epoch == group.epoch):
@@ -159,7 +182,17 @@ class World:
         if node.computes(epoch):
             node.break_collective()
 
-    # --- oracle
+    # --- oracles
+
+    def check_verdict(self, doubt: NonFiniteDoubt | None, state: FleetState) -> None:
+        """Raises BrokenInvariant if a node that never computed wrongly is found at fault: ``doubt`` was open before this event."""
+        if doubt is None or state.doubt is not None:
+            return
+        innocent = sorted(set(doubt.nodes) - self.ever_sick)
+        if innocent:
+            raise BrokenInvariant(
+                f"{innocent} were found at fault for step {doubt.step}, and never computed wrongly"
+            )
 
     def check_source(self, state: FleetState) -> None:
         """Raises BrokenInvariant if living nodes or the disk hold a newer complete state than the one that was chosen."""
