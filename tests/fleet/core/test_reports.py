@@ -7,7 +7,8 @@ import pytest
 from fleet.small_fleets import Fleet, running, settings
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
-from phalanx.fleet.core.decide import DURABLE_KEPT, initial_state
+from phalanx.fleet.core.decide import initial_state
+from phalanx.fleet.core.requests import DURABLE_KEPT
 from phalanx.fleet.core.settings import Formation
 from phalanx.fleet.core.state import NO_SEAT, Distrust, Eligibility, FleetPhase, Node
 

@@ -12,21 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from phalanx.fleet.core import blame
+from phalanx.fleet.core import blame, requests
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.ending import OVER, end, not_saved
 from phalanx.fleet.core.epochs import (
     IN_EPOCH,
     advance,
-    check_deadlines,
-    check_leases,
     lose,
     regroup,
     stepped,
     strike,
 )
-from phalanx.fleet.core.orders import LIVING, SEATED, Order
+from phalanx.fleet.core.orders import Order
 from phalanx.fleet.core.rollcall import rollcall
 from phalanx.fleet.core.settings import CoreSettings
 from phalanx.fleet.core.state import (
@@ -46,7 +44,6 @@ from phalanx.run.fencing import FencingToken
 
 CoreStep = Callable[[FleetState, m.CoreEvent, float], tuple[FleetState, list[Order]]]
 """The type of ``step``; the simulator also runs variants of it that are broken on purpose."""
-DURABLE_KEPT = 1024
 _NO_START = FencingToken(0, "")
 
 
@@ -281,7 +278,7 @@ def _durable(state: FleetState, event: m.Durable, orders: list[Order]) -> None:
         return
     if trusts(state, event.epoch, event.step):
         state.condemned = [step_ for step_ in state.condemned if step_ != event.step]
-        state.durable = sorted({*state.durable, event.step} - {m.NO_STEP})[-DURABLE_KEPT:]
+        state.durable = sorted({*state.durable, event.step} - {m.NO_STEP})[-requests.DURABLE_KEPT :]
 
 
 def _suspect(state: FleetState, event: m.Suspect, orders: list[Order]) -> None:
@@ -341,36 +338,6 @@ def _finished(state: FleetState, event: m.RunFinished, orders: list[Order]) -> N
         state.stale += 1
 
 
-# --- requests of operators, and events of the shell -------------------------------------------------
-
-
-def _drain(state: FleetState, event: m.Drain, orders: list[Order]) -> None:  # noqa: ARG001
-    node = state.nodes.get(event.node)
-    if node is None or node.eligibility is Eligibility.DRAINED:
-        state.stale += 1
-        return
-    note(state, node.name, "drained by the operator")
-    change(state, node, eligibility=Eligibility.DRAINED, why="drained by the operator")
-
-
-def _admit(state: FleetState, event: m.Admit, orders: list[Order]) -> None:  # noqa: ARG001
-    node = state.nodes.get(event.node)
-    if node is None or (node.eligibility is Eligibility.GOOD and not node.strikes):
-        state.stale += 1
-        return
-    note(state, node.name, "admitted by the operator")
-    change(state, node, eligibility=Eligibility.GOOD, why="", strikes=())
-
-
-def _stop(state: FleetState, event: m.StopRun, orders: list[Order]) -> None:  # noqa: ARG001
-    if state.stopping:
-        end(state, orders, FleetPhase.FINISHED, "stopped at once")
-        return
-    state.stopping = True
-    if state.phase is FleetPhase.RUNNING:
-        orders.append(Order(SEATED, c.Stop(state.epoch)))
-
-
 def _disconnected(state: FleetState, event: m.Disconnected, orders: list[Order]) -> None:
     node = _sender(state, event.node, event.incarnation, orders, life=False)
     if node is None:
@@ -379,67 +346,6 @@ def _disconnected(state: FleetState, event: m.Disconnected, orders: list[Order])
         lose(state, orders, node, "its connection and a collective broke")
     else:
         state.suspects.setdefault(node.name, state.now_s)
-
-
-def _tick(state: FleetState, event: m.Tick, orders: list[Order]) -> None:  # noqa: ARG001
-    check_leases(state, orders)
-    check_deadlines(state, orders)
-
-
-def _disk_holds(state: FleetState, event: m.DiskHolds, orders: list[Order]) -> None:  # noqa: ARG001
-    known = {*state.durable, *state.condemned}
-    steps = {step_ for step_ in event.steps if step_ != m.NO_STEP}
-    condemned = steps.intersection(state.condemned)
-    # Until the epoch that computed wrongly has ended, a new checkpoint comes from it.
-    condemned |= {step_ for step_ in steps - known if not trusts(state, state.epoch, step_)}
-    state.condemned = sorted(condemned)
-    state.durable = sorted(steps - condemned)[-DURABLE_KEPT:]
-
-
-def _rekeyed(state: FleetState, event: m.Rekeyed, orders: list[Order]) -> None:
-    state.key = event.key
-    note(state, "", "the tokens of agents and operators were changed")
-    orders.append(Order(LIVING, c.ReadToken(event.key)))
-
-
-def _diagnosed(state: FleetState, event: m.Diagnosed, orders: list[Order]) -> None:
-    if event.epoch != state.epoch or state.phase is not FleetPhase.RUNNING or not state.diagnosed:
-        state.stale += 1
-        return
-    note(state, "", f"epoch {event.epoch} hangs: {event.text}")
-    per_node, ranks = state.settings.formation.workers_per_node, [r for r in event.ranks if r < state.ranks]
-    # In a pipeline ranks also wait for point-to-point messages, which flight records may not show: a rank that waits
-    # for one would be taken for one that does not come.
-    if state.settings.formation.pipeline == 1 and 2 * len(ranks) <= state.ranks:
-        for rank in ranks:
-            node = state.nodes[state.seats[rank // per_node]]
-            orders.append(Order(node.name, c.KillWorker(rank % per_node)))
-            if node.warm:
-                strike(state, node, f"hangs: {event.text[:200]}", meeting_points=())
-
-
-def _restarted(state: FleetState, event: m.Restarted, orders: list[Order]) -> None:  # noqa: ARG001
-    settings, now_s = state.settings, state.now_s
-    state.rolled_s, state.silent, state.suspects = now_s, set(), {}
-    # Nodes of the first epoch get a lease's time to come back, but the wait for them does not begin anew.
-    begun_s = state.since_s if state.phase is FleetPhase.FORMING else now_s
-    state.since_s = max(begun_s, now_s - max(0.0, settings.form_s - settings.lease_s))
-    state.step_s, state.next_lease_s = now_s, now_s + settings.lease_s
-
-
-def _stood_still(state: FleetState, event: m.StoodStill, orders: list[Order]) -> None:  # noqa: ARG001
-    """Puts off every lease and deadline by exactly the time in which no message could be read.
-
-    They are not begun anew: then a coordinator that stumbles again and again would never notice that a node is silent.
-    """
-
-    def put_off(at_s: float) -> float:
-        return min(state.now_s, at_s + event.for_s)
-
-    state.heard = {name: put_off(at_s) for name, at_s in state.heard.items()}
-    state.suspects = {name: put_off(at_s) for name, at_s in state.suspects.items()}
-    state.rolled_s, state.since_s = put_off(state.rolled_s), put_off(state.since_s)
-    state.step_s = put_off(state.step_s)
 
 
 _ANSWERS: dict[type, Callable[..., None]] = {
@@ -456,15 +362,15 @@ _ANSWERS: dict[type, Callable[..., None]] = {
     m.Suspect: _suspect,
     m.RunFinished: _finished,
     m.Fatal: blame.fatal,
-    m.Drain: _drain,
-    m.Admit: _admit,
-    m.StopRun: _stop,
+    m.Drain: requests.drain,
+    m.Admit: requests.admit,
+    m.StopRun: requests.stop,
     m.Disconnected: _disconnected,
-    m.Tick: _tick,
-    m.DiskHolds: _disk_holds,
-    m.Rekeyed: _rekeyed,
-    m.Diagnosed: _diagnosed,
-    m.Restarted: _restarted,
-    m.StoodStill: _stood_still,
+    m.Tick: requests.tick,
+    m.DiskHolds: requests.disk_holds,
+    m.Rekeyed: requests.rekeyed,
+    m.Diagnosed: requests.diagnosed,
+    m.Restarted: requests.restarted,
+    m.StoodStill: requests.stood_still,
     m.Rollcall: rollcall,
 }

@@ -1,0 +1,109 @@
+"""The core's answers to operators, and to the shell that drives it: what no node has said."""
+
+from __future__ import annotations
+
+from phalanx.fleet.core import commands as c
+from phalanx.fleet.core import messages as m
+from phalanx.fleet.core.ending import end
+from phalanx.fleet.core.epochs import check_deadlines, check_leases, strike
+from phalanx.fleet.core.orders import LIVING, SEATED, Order
+from phalanx.fleet.core.state import Eligibility, FleetPhase, FleetState, change, note, trusts
+
+DURABLE_KEPT = 1024
+"""Checkpoints on disk that the core remembers."""
+
+
+def drain(state: FleetState, event: m.Drain, orders: list[Order]) -> None:  # noqa: ARG001
+    """Takes a node out at the next step boundary."""
+    node = state.nodes.get(event.node)
+    if node is None or node.eligibility is Eligibility.DRAINED:
+        state.stale += 1
+        return
+    note(state, node.name, "drained by the operator")
+    change(state, node, eligibility=Eligibility.DRAINED, why="drained by the operator")
+
+
+def admit(state: FleetState, event: m.Admit, orders: list[Order]) -> None:  # noqa: ARG001
+    """Lets a drained or quarantined node take part again."""
+    node = state.nodes.get(event.node)
+    if node is None or (node.eligibility is Eligibility.GOOD and not node.strikes):
+        state.stale += 1
+        return
+    note(state, node.name, "admitted by the operator")
+    change(state, node, eligibility=Eligibility.GOOD, why="", strikes=())
+
+
+def stop(state: FleetState, event: m.StopRun, orders: list[Order]) -> None:  # noqa: ARG001
+    """Saves and ends the run; asked twice, ends it at once."""
+    if state.stopping:
+        end(state, orders, FleetPhase.FINISHED, "stopped at once")
+        return
+    state.stopping = True
+    if state.phase is FleetPhase.RUNNING:
+        orders.append(Order(SEATED, c.Stop(state.epoch)))
+
+
+def tick(state: FleetState, event: m.Tick, orders: list[Order]) -> None:  # noqa: ARG001
+    """Checks leases and deadlines."""
+    check_leases(state, orders)
+    check_deadlines(state, orders)
+
+
+def disk_holds(state: FleetState, event: m.DiskHolds, orders: list[Order]) -> None:  # noqa: ARG001
+    """Compares the checkpoints on disk with those that are known; new ones of an epoch that computed wrongly are condemned."""
+    known = {*state.durable, *state.condemned}
+    steps = {step_ for step_ in event.steps if step_ != m.NO_STEP}
+    condemned = steps.intersection(state.condemned)
+    # Until the epoch that computed wrongly has ended, a new checkpoint comes from it.
+    condemned |= {step_ for step_ in steps - known if not trusts(state, state.epoch, step_)}
+    state.condemned = sorted(condemned)
+    state.durable = sorted(steps - condemned)[-DURABLE_KEPT:]
+
+
+def rekeyed(state: FleetState, event: m.Rekeyed, orders: list[Order]) -> None:
+    """Tells all nodes to read the run's new token."""
+    state.key = event.key
+    note(state, "", "the tokens of agents and operators were changed")
+    orders.append(Order(LIVING, c.ReadToken(event.key)))
+
+
+def diagnosed(state: FleetState, event: m.Diagnosed, orders: list[Order]) -> None:
+    """Takes the diagnosis of a hang: whoever all others wait for is killed, if there is no doubt."""
+    if event.epoch != state.epoch or state.phase is not FleetPhase.RUNNING or not state.diagnosed:
+        state.stale += 1
+        return
+    note(state, "", f"epoch {event.epoch} hangs: {event.text}")
+    per_node, ranks = state.settings.formation.workers_per_node, [r for r in event.ranks if r < state.ranks]
+    # In a pipeline ranks also wait for point-to-point messages, which flight records may not show: a rank that waits
+    # for one would be taken for one that does not come.
+    if state.settings.formation.pipeline == 1 and 2 * len(ranks) <= state.ranks:
+        for rank in ranks:
+            node = state.nodes[state.seats[rank // per_node]]
+            orders.append(Order(node.name, c.KillWorker(rank % per_node)))
+            if node.warm:
+                strike(state, node, f"hangs: {event.text[:200]}", meeting_points=())
+
+
+def restarted(state: FleetState, event: m.Restarted, orders: list[Order]) -> None:  # noqa: ARG001
+    """Begins all leases anew: the coordinator was down, and nobody's silence meanwhile counts."""
+    settings, now_s = state.settings, state.now_s
+    state.rolled_s, state.silent, state.suspects = now_s, set(), {}
+    # Nodes of the first epoch get a lease's time to come back, but the wait for them does not begin anew.
+    begun_s = state.since_s if state.phase is FleetPhase.FORMING else now_s
+    state.since_s = max(begun_s, now_s - max(0.0, settings.form_s - settings.lease_s))
+    state.step_s, state.next_lease_s = now_s, now_s + settings.lease_s
+
+
+def stood_still(state: FleetState, event: m.StoodStill, orders: list[Order]) -> None:  # noqa: ARG001
+    """Puts off every lease and deadline by exactly the time in which no message could be read.
+
+    They are not begun anew: then a coordinator that stumbles again and again would never notice that a node is silent.
+    """
+
+    def put_off(at_s: float) -> float:
+        return min(state.now_s, at_s + event.for_s)
+
+    state.heard = {name: put_off(at_s) for name, at_s in state.heard.items()}
+    state.suspects = {name: put_off(at_s) for name, at_s in state.suspects.items()}
+    state.rolled_s, state.since_s = put_off(state.rolled_s), put_off(state.since_s)
+    state.step_s = put_off(state.step_s)
