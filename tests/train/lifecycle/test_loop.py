@@ -15,7 +15,8 @@ from phalanx.checkpoint.tiers.verify import verify
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import CheckpointSaved, Evaluated, Finished, Message, NonFinite, Restored, Step
 from phalanx.observe.goodput import goodput
-from phalanx.run.spec import RunSpec
+from phalanx.run.spec import CheckpointSpec, RunSpec
+from phalanx.train.lifecycle import loop
 from ranks import Ranks
 from tiny_runs import on_layout, tiny_run, train_on_this_rank
 
@@ -138,6 +139,30 @@ def test_a_step_that_is_not_finite_is_skipped_when_asked_and_said_so(
         (2, True),
         (5, True),
     ]
+
+
+def train_without_memory_for_a_hash(spec: RunSpec) -> Any:
+    """Trains on a rank whose memory does not suffice for the hash of the final weights."""
+
+    def no_memory(*_args: object) -> str:
+        raise MemoryError("weights")
+
+    kept, loop.weights_sha256 = loop.weights_sha256, no_memory
+    try:
+        return train_on_this_rank(spec)
+    finally:
+        loop.weights_sha256 = kept
+
+
+def test_a_run_that_fails_at_the_hash_of_its_last_weights_has_saved_them(
+    ranks: Ranks, dataset: Path, tmp_path: Path
+) -> None:
+    spec = dataclasses.replace(
+        tiny_run(dataset, tmp_path / "run", steps=3), checkpoint=CheckpointSpec(every_steps=100)
+    )
+    with pytest.raises(Exception, match="MemoryError: weights"):
+        ranks.run(1, train_without_memory_for_a_hash, spec)
+    assert DiskTier(tmp_path / "run" / "checkpoints").steps() == [3]
 
 
 def test_too_many_skipped_steps_in_a_row_stop_the_run(ranks: Ranks, dataset: Path, tmp_path: Path) -> None:

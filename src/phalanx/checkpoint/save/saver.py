@@ -121,8 +121,6 @@ class AsyncSaver:
         step: int,
         shards: Sequence[Shard],
         extra: Mapping[str, object],
-        *,
-        weights_sha256: str | None = None,
     ) -> SaveReceipt:
         """Stages this rank's share of ``shards`` for ``step`` and returns; every rank calls this with its own shards.
 
@@ -133,7 +131,7 @@ class AsyncSaver:
             raise RuntimeError(f"save of step {step}: the saver is closed")
         begin = time.perf_counter()
         # On the critical path: extra by way of JSON (a copy, and a check), then one memory copy of this rank's share.
-        record = Record(step, self._world_size, json.loads(json.dumps(dict(extra))), weights_sha256)
+        record = Record(step, self._world_size, json.loads(json.dumps(dict(extra))))
         if self._tier.has(step):
             _log.info("step %d is committed already; nothing to save", step)
             self._outcomes.put(SaveOutcome(step, "existed", 0, 0.0))

@@ -270,14 +270,14 @@ def _evaluate(training: Training, step: int, sequences: int) -> HeldOutLoss | No
     return evaluation
 
 
-def _save(training: Training, progress: TrainProgress, weights: str | None = None) -> None:
+def _save(training: Training, progress: TrainProgress) -> None:
     """Hands the state to the saver; training waits for one memory copy."""
     if training.last_saved_step == progress.step:
         return
     training.last_saved_step = progress.step
     extra = _extra(training, progress)
     with training.inputs.ledger.bucket(Bucket.CKPT_BLOCKING):
-        receipt = training.saver.save(progress.step, training.shards, extra, weights_sha256=weights)
+        receipt = training.saver.save(progress.step, training.shards, extra)
     training.stalls_s[progress.step] = receipt.stall_s
 
 
@@ -318,15 +318,18 @@ def _stopped(training: Training, progress: TrainProgress) -> None:
 def _finished(
     training: Training, begun: TrainProgress, progress: TrainProgress, recent_s: list[float]
 ) -> RunResult:
-    """Evaluates, hashes and saves the final weights, and writes the result."""
+    """Saves, evaluates and hashes the final weights, and writes the result.
+
+    The save comes first: evaluation and hash need memory that training did not, and what they fail for shall not cost steps.
+    """
+    _save(training, progress)
     evaluation = _evaluate(training, progress.step, training.inputs.spec.evaluation.final_sequences)
     training.inputs.ledger.switch(Bucket.STOP)
-    weights = weights_sha256(training.built.model.parts, training.built.placement)
-    _save(training, progress, weights)
     if not _settle(training):
         remedy = "make room and start again: the run goes on from the newest one"
         what = f"all {progress.step} steps are done, but the last checkpoint could not be saved"
         raise UnsavedError(f"{what}; {remedy}", remedy)
+    weights = weights_sha256(training.built.model.parts, training.built.placement)
     training.inputs.ledger.switch(Bucket.STEP_HOST_GAP)
     tokens_per_s = _typical_speed(training, begun, progress, recent_s)
     layout = training.mesh.layout
