@@ -2,9 +2,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+BASE := requirements/base.txt
+DEV := requirements/dev.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: quickstart test test-all lint bench env env-dev clean
+.PHONY: quickstart test test-all test-torch-2.11 lint bench gpu env env-dev clean
 
 quickstart: env  ## a model trained on real text, in about three minutes on two cores
 	$(BIN)/phalanx train configs/quickstart.toml
@@ -25,19 +27,25 @@ bench: env-dev  ## ratios to peers and physical limits, taken in one run each
 	$(BIN)/python bench/checkpoint.py
 	$(BIN)/python bench/data.py
 
+gpu: env  ## bits and speed of the GPUs here, in ten minutes: gpu-report.json and gpu-report.md
+	$(BIN)/python -m bench.gpu
+
+test-torch-2.11:  ## the suite on the oldest PyTorch that is supported, in an environment of its own
+	$(MAKE) VENV=$(VENV)-torch-2.11 DEV=requirements/dev-torch-2.11.txt BASE=requirements/base-torch-2.11.txt test
+
 env: $(VENV)/.base
 env-dev: $(VENV)/.dev
 
-$(VENV)/.base: requirements/base.txt pyproject.toml
+$(VENV)/.base: $(BASE) pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Phalanx needs Python 3.11 or later; say which with: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -r requirements/base.txt
+	$(BIN)/pip install --quiet -r $(BASE)
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.base requirements/dev.txt
-	$(BIN)/pip install --quiet -r requirements/dev.txt
+$(VENV)/.dev: $(VENV)/.base $(DEV)
+	$(BIN)/pip install --quiet -r $(DEV)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .cache runs
+	rm -rf $(VENV) $(VENV)-torch-2.11 .cache runs

@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from phalanx.hardware.device import pinned, wait_for_device
 from phalanx.hardware.matmul_peak import measure_matmul_flops
 from phalanx.model.facts.counts import count
 from phalanx.model.facts.presets import PRESETS
@@ -86,7 +87,7 @@ def build_stepper(spec: RunSpec, device: torch.device) -> tuple[Stepper, Step]:
     def batches() -> Iterator[NDArray[np.int64]]:
         while True:
             for current in built.rounds:
-                yield samples[current.slot * per_slot : (current.slot + 1) * per_slot]
+                yield pinned(samples[current.slot * per_slot : (current.slot + 1) * per_slot], device)
 
     stepper = Stepper(built, batches(), Ledger())
     number = 0
@@ -157,8 +158,7 @@ def seconds_of(step: Step, device: torch.device = CPU) -> float:
     """Wall time of one call, everything on the device included."""
     begin = time.perf_counter()
     step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait_for_device(device)
     return time.perf_counter() - begin
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from bench import outside
 from hypothesis import given
 from hypothesis import strategies as st
+
+from bench import outside
 
 KINDS = ("signals", "files", "strangers")
 

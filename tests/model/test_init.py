@@ -47,7 +47,7 @@ def test_flat_indices_are_those_of_the_whole(
     shape, offset, size = box
     whole = torch.arange(math.prod(shape)).view(shape)
     part = whole[tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))]
-    assert torch.equal(flat_indices(shape, offset, size), part)
+    assert torch.equal(flat_indices(shape, offset, size, torch.device("cpu")), part)
 
 
 @given(boxes(), st.integers(0, 2**40), st.sampled_from(["matrix", "output", "embedding", "norm", "bias"]))

@@ -19,15 +19,23 @@ from phalanx.model.random_bits import normal, stream_key
 from phalanx.run.kinds.parts import Parameter
 from phalanx.run.spec import ModelSpec
 
-_CHUNK = 1 << 20  # elements filled at once, so that the int64 temporaries stay small
+# Elements filled at once: the int64 temporaries stay small, and a GPU has enough to do.
+_CPU_CHUNK = 1 << 20
+_GPU_CHUNK = 1 << 24
 
 
-def flat_indices(global_shape: tuple[int, ...], offset: tuple[int, ...], box: tuple[int, ...]) -> Tensor:
-    """The index, in the flattened whole, of every element of a box in it: int64, of shape ``box``."""
-    index = torch.zeros((), dtype=torch.int64)
+def flat_indices(
+    global_shape: tuple[int, ...],
+    offset: tuple[int, ...],
+    box: tuple[int, ...],
+    device: torch.device,
+) -> Tensor:
+    """The index, in the flattened whole, of every element of a box in it: int64, of shape ``box``, on ``device``."""
+    index = torch.zeros((), dtype=torch.int64, device=device)
     for dim, (start, length) in enumerate(zip(offset, box, strict=True)):
         stride = math.prod(global_shape[dim + 1 :])
-        index = index.unsqueeze(-1) + torch.arange(start, start + length, dtype=torch.int64) * stride
+        here = torch.arange(start, start + length, dtype=torch.int64, device=device)
+        index = index.unsqueeze(-1) + here * stride
     return index.expand(box)
 
 
@@ -36,14 +44,14 @@ def deviation(parameter: Parameter, spec: ModelSpec) -> float:
     return spec.init_std / math.sqrt(2 * spec.layers) if parameter.kind == "output" else spec.init_std
 
 
-def _pieces(box: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
-    """Indices that cut a box into pieces of at most ``_CHUNK`` elements."""
+def _pieces(box: tuple[int, ...], chunk: int) -> Iterator[tuple[slice, ...]]:
+    """Indices that cut a box into pieces of at most ``chunk`` elements."""
     rest = math.prod(box[1:])
-    if rest > _CHUNK:
+    if rest > chunk:
         for row in range(box[0]):
-            yield from ((slice(row, row + 1), *below) for below in _pieces(box[1:]))
+            yield from ((slice(row, row + 1), *below) for below in _pieces(box[1:], chunk))
     else:
-        rows = max(1, _CHUNK // max(1, rest))
+        rows = max(1, chunk // max(1, rest))
         yield from ((slice(row, min(row + rows, box[0])),) for row in range(0, box[0], rows))
 
 
@@ -54,8 +62,9 @@ def fill(out: Tensor, parameter: Parameter, offset: tuple[int, ...], spec: Model
         out.fill_(1.0 if parameter.kind == "norm" and not spec.norm_offset else 0.0)
         return
     key, scale = stream_key(seed, parameter.name), deviation(parameter, spec)
-    for where in _pieces(tuple(out.shape)):
+    for where in _pieces(tuple(out.shape), _CPU_CHUNK if out.device.type == "cpu" else _GPU_CHUNK):
         piece = out[where]
         begin = [start + part.start for start, part in zip(offset, where, strict=False)]
-        index = flat_indices(parameter.shape, (*begin, *offset[len(begin) :]), tuple(piece.shape))
-        piece.copy_(normal(key, index.to(out.device)) * scale)
+        box = tuple(piece.shape)
+        index = flat_indices(parameter.shape, (*begin, *offset[len(begin) :]), box, out.device)
+        piece.copy_(normal(key, index) * scale)

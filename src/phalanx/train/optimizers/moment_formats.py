@@ -45,7 +45,7 @@ class Elements:
 
     def __init__(self, whole: tuple[int, ...], box: LocalSlice, device: torch.device) -> None:
         offset, shape = box
-        self._begin = flat_indices(whole, offset, (*shape[:-1], 1)).reshape(-1, 1).to(device)
+        self._begin = flat_indices(whole, offset, (*shape[:-1], 1), device).reshape(-1, 1)
         self._columns = torch.arange(shape[-1], device=device)
 
     def of(self, rows: slice) -> Tensor:

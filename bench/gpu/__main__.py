@@ -1,0 +1,215 @@
+"""The command ``python -m bench.gpu``: starts the parts one after another and writes the report; or runs one part as a rank."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from bench.gpu.processes import run_processes, tell
+from bench.gpu.report import PartResult, page, verdicts
+
+TESTS = (
+    "tests/train/test_cuda.py",
+    "tests/parallel/mesh/test_torch_compat.py",
+    "tests/train/transforms/test_precision.py",
+    "tests/train/transforms/test_offload.py",
+    "tests/parallel/pipeline/test_weight_gradients.py",
+    "tests/parallel/context/test_tiles.py",
+)
+"""Tests that need a GPU, or say whether this PyTorch has what is expected of it."""
+PACKAGES = (
+    "torch",
+    "triton",
+    "numpy",
+    "msgspec",
+    "tomli_w",
+    "safetensors",
+    "tokenizers",
+    "xxhash",
+    "grpcio",
+    "pytest",
+)
+_LEAST_S = 8.0
+"""With less time left a part is not begun."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A part of the measurement, in ``ranks`` processes; names that begin with "hashes" are compared with each other."""
+
+    name: str
+    limit_s: float
+    ranks: int = 1
+
+
+def parts_for(gpus: int, ranks: int) -> list[Part]:
+    """The parts in the order of their worth."""
+    counts = (2, 3) if gpus < 2 else sorted({2, 3, ranks} & set(range(2, gpus + 1)))
+    return [
+        Part("hashes", 150),
+        Part("speed", 170, ranks),
+        Part("trace", 70, ranks),
+        Part("hashes of another process", 60),
+        *(Part(f"hashes of {count} ranks", 60, count) for count in counts),
+        Part("kernels", 40),
+        Part("mixture", 40),
+        Part("memory", 60, ranks),
+        Part("kinds", 80),
+        Part("variants", 150, ranks),
+        *([Part("tests", 90)] if gpus else []),
+    ]
+
+
+def environment() -> dict[str, object]:
+    """What this machine is, as far as it can be asked without PyTorch."""
+    found: dict[str, object] = {"python": platform.python_version(), "machine": platform.node()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "absent"
+    with suppress(OSError, subprocess.SubprocessError):
+        query = [
+            "nvidia-smi",
+            "--query-gpu=name,driver_version,memory.total,power.limit",
+            "--format=csv,noheader",
+        ]
+        found["GPUs"] = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip()
+    return found
+
+
+def gpu_count() -> int:
+    """The GPUs that the driver lists."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    with suppress(OSError, subprocess.SubprocessError):
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20).stdout
+        return sum(line.startswith("GPU ") for line in listed.splitlines())
+    return 0
+
+
+def run_part(part: Part, arguments: argparse.Namespace, limit_s: float) -> PartResult:
+    """Runs one part in processes of its own."""
+    if part.name == "tests":
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
+        found = run_processes(part.name, [command], limit_s, {})
+        return dataclasses.replace(found, found={"pytest": found.output.splitlines()[-1:] or found.ended})
+    with tempfile.TemporaryDirectory() as folder:
+        own = {"OMP_NUM_THREADS": "4"}
+        if part.name.startswith("hashes of"):
+            own["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder) / "cache")
+        commands = [
+            [sys.executable, "-m", "bench.gpu", "--run", part.name, "--device", arguments.device]
+            + ["--place", str(rank), str(part.ranks), (Path(folder) / "store").as_uri()]
+            + [word for preset in arguments.preset for word in ("--preset", preset)]
+            for rank in range(part.ranks)
+        ]
+        return run_processes(part.name, commands, limit_s, own)
+
+
+def be_rank(arguments: argparse.Namespace) -> None:
+    """Runs one part as one of its ranks; rank 0 tells what is found."""
+    import torch
+    import torch.distributed as dist
+
+    from bench.gpu import bits, layers, speed, trace
+    from bench.gpu.setting import run_of, sizes_for
+    from phalanx.hardware.device import make_current
+    from phalanx.hardware.environment import set_for_rank
+    from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
+    from phalanx.train.lifecycle.assemble import make_deterministic
+
+    set_for_rank()
+    rank, ranks, point = int(arguments.place[0]), int(arguments.place[1]), arguments.place[2]
+    shared = arguments.device == "cuda" and torch.cuda.device_count() < ranks
+    device = torch.device("cpu")
+    if arguments.device == "cuda":
+        device = torch.device("cuda", 0 if shared else rank)
+    sizes = sizes_for(device)
+    make_deterministic(run_of(sizes.bits, sizes.bits_train, device), device)
+    if shared:  # NCCL refuses two ranks on one GPU; gloo takes their tensors through the CPU
+        make_current(device)
+        store = dist.FileStore(point.removeprefix("file://"), ranks)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    else:
+        join(RankEnvironment(rank, ranks, rank, point, "phalanx"), device, 60.0)
+    report = tell if rank == 0 else lambda _name, _value: None
+    presets = tuple(arguments.preset)
+    match arguments.run:
+        case "hashes":
+            bits.hashes(device, report)
+        case "speed":
+            speed.speed(device, report, presets)
+        case "variants":
+            speed.variants(device, report, presets)
+        case "trace":
+            trace.trace(device, report, presets)
+        case "kernels":
+            bits.kernels(device, report)
+        case "kinds":
+            bits.kinds(device, report)
+        case "mixture":
+            layers.mixture(device, report)
+        case "memory":
+            layers.memory(device, report, presets)
+        case _:
+            bits.hashes_elsewhere(device, report)
+    leave()
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, PartResult]:
+    """Runs the parts until the time is over."""
+    deadline_s = time.monotonic() + arguments.minutes * 60
+    gpus = gpu_count() if arguments.device == "cuda" else 0
+    results = {}
+    for part in parts_for(gpus, arguments.ranks or max(1, gpus)):
+        if arguments.only and part.name not in arguments.only:
+            continue
+        left_s = deadline_s - time.monotonic()
+        if left_s < _LEAST_S:
+            results[part.name] = PartResult(part.name, "not run: no time left")
+        else:
+            results[part.name] = run_part(part, arguments, min(part.limit_s, left_s))
+        print(f"{part.name}: {results[part.name].ended}, {results[part.name].seconds:.0f} s", flush=True)
+    return results
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Measures, and writes the report."""
+    parser = argparse.ArgumentParser(prog="bench.gpu", description=__doc__)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--ranks", type=int, default=0, help="of the parts that measure speed; 0: one a GPU")
+    parser.add_argument("--only", action="append", default=[], help="a part; may be given again")
+    parser.add_argument("--preset", action="append", default=[], help="models whose speed is measured")
+    parser.add_argument("--minutes", type=float, default=9.5)
+    parser.add_argument("--out", type=Path, default=Path("gpu-report"), help="gives OUT.json and OUT.md")
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    parser.add_argument("--place", nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args(words)
+    if arguments.run:
+        be_rank(arguments)
+        return
+    results, machine = measure(arguments), environment()
+    record = {
+        "environment": machine,
+        "verdicts": [dataclasses.asdict(verdict) for verdict in verdicts(results)],
+        "parts": {name: dataclasses.asdict(result) for name, result in results.items()},
+    }
+    arguments.out.with_suffix(".json").write_text(json.dumps(record, indent=1))
+    arguments.out.with_suffix(".md").write_text(page(machine, results))
+    print(f"written: {arguments.out.with_suffix('.json')}, {arguments.out.with_suffix('.md')}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""Bits: the same run computed in ways that must not matter, and kernels whose results must not depend on their neighbors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.gpu.setting import Tell, attempt, run_of, sizes_for, weights_after
+from bench.step import build_stepper
+from phalanx.checkpoint.save.staging import Staging
+from phalanx.hardware.device import on_gpu, wait_for_device
+from phalanx.model.layers.linear import Linear
+from phalanx.parallel.pipeline.weight_gradients import put_off_weight_gradients
+from phalanx.run.spec import MemorySpec, MlaSpec, ModelSpec, MoeSpec, RunSpec
+from phalanx.train.step.state import state_shards
+
+
+def hashes(device: torch.device, tell: Tell) -> None:
+    """Hashes of the weights of one run: eager and compiled, with everything of which the bits must not depend."""
+    sizes = sizes_for(device)
+    plain = run_of(sizes.bits, sizes.bits_train, device)
+    ways: dict[str, MemorySpec] = {
+        "": MemorySpec(),
+        ", again": MemorySpec(),
+        ", recompute full": MemorySpec(recompute="full"),
+        ", offloaded activations": MemorySpec(offload_activations="host"),
+        ", offloaded moments": MemorySpec(offload_optimizer="host"),
+    }
+    for name, memory in (ways | {", recompute selective": MemorySpec(recompute="selective")}).items():
+        attempt(tell, f"eager{name}", device, partial(weights_after, replace(plain, memory=memory), device))
+    attempt(tell, "eager, other addresses", device, partial(_at_other_addresses, plain, device))
+    if on_gpu(device):
+        attempt(tell, "eager, beside another stream", device, partial(_beside_another_stream, plain, device))
+    if not sizes.compile:
+        return
+    compiled = replace(plain, runtime=replace(plain.runtime, compile=True))
+    for name, memory in ways.items():
+        attempt(
+            tell, f"compiled{name}", device, partial(weights_after, replace(compiled, memory=memory), device)
+        )
+    budget = replace(compiled, memory=MemorySpec(recompute="budget"))
+    attempt(tell, "compiled, recompute budget", device, partial(weights_after, budget, device))
+
+
+def hashes_elsewhere(device: torch.device, tell: Tell) -> None:
+    """The same hashes from another process, whose compiler starts with an empty cache, or from several ranks."""
+    sizes = sizes_for(device)
+    plain = run_of(sizes.bits, sizes.bits_train, device)
+    ranks = dist.get_world_size()
+    for sharding in ("zero2",) if ranks == 1 else ("zero2", "zero3", "none"):
+        spec = replace(plain, parallel=replace(plain.parallel, sharding=sharding))  # type: ignore[arg-type]
+        attempt(tell, f"eager, {ranks} ranks, {sharding}", device, partial(weights_after, spec, device))
+    if sizes.compile and ranks == 1:
+        compiled = replace(plain, runtime=replace(plain.runtime, compile=True))
+        attempt(tell, "compiled, 1 ranks, zero2", device, partial(weights_after, compiled, device))
+
+
+def _at_other_addresses(spec: RunSpec, device: torch.device) -> str:
+    keep = [torch.empty(size, dtype=torch.uint8, device=device) for size in (1, 1000, 3_000_001, 70_000_003)]
+    digest = weights_after(spec, device)
+    del keep
+    return digest
+
+
+def _beside_another_stream(spec: RunSpec, device: torch.device) -> str:
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    load = torch.randn(4096, 4096, device=device)
+    wait_for_device(device)
+    with torch.cuda.stream(stream):
+        for _ in range(2000):  # some seconds
+            load = (load @ load).clamp(-1, 1)
+    return weights_after(spec, device)
+
+
+def kinds(device: torch.device, tell: Tell) -> None:
+    """Some steps of each kind of layer: which of them have kernels that PyTorch refuses in deterministic mode."""
+    sizes = sizes_for(device)
+    base = replace(sizes.bits, layers=2)
+    width = base.dim // base.heads
+    mixture = MoeSpec(
+        experts=4, per_token=2, ffn_dim=base.ffn_dim // 4, shared=1, aux_loss=0.01, z_loss=0.001
+    )
+    models: dict[str, ModelSpec] = {
+        "mixture with balance losses": replace(base, moe=mixture),
+        "mixture with groups and biases": replace(
+            base,
+            moe=replace(
+                mixture, score="sigmoid", groups=2, groups_per_token=1, balance_bias=True, aux_loss=0.0
+            ),
+        ),
+        "latent attention": replace(
+            base,
+            qk_norm=False,
+            kv_heads=0,
+            mla=MlaSpec(
+                query_rank=width,
+                kv_rank=width,
+                nope_head_dim=width,
+                rope_head_dim=width // 2,
+                value_head_dim=width,
+            ),
+        ),
+        "multi-token prediction": replace(base, mtp_depth=1),
+        "sliding window": replace(
+            base, attention_pattern=("window", "full"), window=sizes.bits_train.seq_len // 4
+        ),
+        "biases and GELU": replace(base, ffn="gelu", attention_bias=True, ffn_bias=True),
+        "tied embeddings": replace(base, tie_embeddings=True),
+    }
+    for name, model in models.items():
+        spec = run_of(model, sizes.bits_train, device)
+        attempt(tell, name, device, partial(_same_twice, spec, device))
+    masked = run_of(base, replace(sizes.bits_train, document_mask=True, end_of_document=0), device)
+    attempt(tell, "document mask", device, partial(_same_twice, masked, device))
+    for matmul in ("fp8-tensorwise", "fp8-rowwise", "mxfp8"):
+        spec = run_of(base, sizes.bits_train, device)
+        spec = replace(spec, precision=replace(spec.precision, matmul=matmul))  # type: ignore[arg-type]
+        attempt(tell, matmul, device, partial(_same_twice, spec, device))
+
+
+def _same_twice(spec: RunSpec, device: torch.device) -> bool:
+    return weights_after(spec, device) == weights_after(spec, device)
+
+
+def kernels(device: torch.device, tell: Tell) -> None:
+    """Kernels of which the promise assumes that a row's result does not depend on the other rows."""
+    width, inner, _experts, tokens = sizes_for(device).experts
+    attempt(
+        tell,
+        "grouped product: other rows beside, empty groups",
+        device,
+        partial(_grouped_rows, device, width, inner),
+    )
+    attempt(tell, "put-off weight gradients", device, partial(_put_off, device, width, inner, tokens))
+    attempt(tell, "attention of a batch and of its sequences", device, partial(_attention, device))
+    attempt(tell, "snapshot during the next update", device, partial(_snapshot, device))
+
+
+def _grouped_rows(device: torch.device, width: int, inner: int) -> bool:
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(torch.bfloat16)
+
+    matrices, mine = draw(4, inner, width), draw(24, width)
+
+    def product(before: Tensor, after: Tensor) -> Tensor:
+        ends = torch.tensor([len(before), len(before) + len(mine), len(before) + len(mine), 0], device=device)
+        ends[3] = len(before) + len(mine) + len(after)
+        rows = torch.cat((before, mine, after))
+        result = F.grouped_mm(rows, matrices.transpose(1, 2), offs=ends.to(torch.int32))
+        return result[len(before) : len(before) + len(mine)]
+
+    alone = product(draw(0, width), draw(0, width))
+    return all(torch.equal(alone, product(draw(n, width), draw(m, width))) for n, m in ((8, 0), (40, 136)))
+
+
+def _put_off(device: torch.device, width: int, inner: int, tokens: int) -> bool:
+    module = Linear(width, inner, bias=False, device=device, dtype=torch.bfloat16)
+    torch.nn.init.normal_(module.weight, std=0.02)
+    x = torch.randn(2, tokens // 2, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+
+    def gradients(backward: Callable[[Tensor], None]) -> list[Tensor | None]:
+        x.grad = module.weight.grad = None
+        y = module(x)
+        backward(y)
+        return [x.grad, module.weight.grad]
+
+    slope = torch.randn(2, tokens // 2, inner, device=device, dtype=torch.bfloat16)
+    undivided = gradients(lambda y: torch.autograd.backward(y, slope))
+    store = put_off_weight_gradients(module)
+    store.micro_batch = 0
+
+    def divided(y: Tensor) -> None:
+        torch.autograd.backward(y, slope)
+        store.add(0)
+
+    return all(
+        a is not None and b is not None and torch.equal(a, b)
+        for a, b in zip(undivided, gradients(divided), strict=True)
+    )
+
+
+def _attention(device: torch.device) -> bool:
+    shape = (4, 8, 512, 64) if on_gpu(device) else (2, 2, 16, 8)
+    q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(3))
+    whole = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    one = F.scaled_dot_product_attention(q[1:2], k[1:2], v[1:2], is_causal=True)
+    return torch.equal(whole[1:2], one)
+
+
+def _snapshot(device: torch.device) -> bool:
+    """A copy to pinned memory that is under way while the optimizer is told to go on: the fence keeps them apart."""
+    sizes = sizes_for(device)
+    stepper, step = build_stepper(run_of(sizes.bits, sizes.bits_train, device), device)
+    step()
+    shards = state_shards(stepper.built.model.parts, stepper.built.optimizer, stepper.built.placement)
+    with _staging() as staging:
+        wait_for_device(device)
+        expected = {shard.box: shard.tensor.detach().clone() for shard in shards}
+        staged = staging.stage(shards)
+        stepper.run(2, before_update=staging.fence)
+        wait_for_device(device)
+        image, same = staged.image, []
+        for entry in image.layout.entries:
+            tensor = expected[entry.box].cpu().contiguous()
+            held = torch.from_numpy(image.data[entry.start : entry.stop])
+            same.append(torch.equal(held, tensor.reshape(-1).view(torch.uint8)))
+        changed = any(not torch.equal(expected[shard.box], shard.tensor) for shard in shards)
+        staging.release(staged)
+    return all(same) and changed
+
+
+@contextmanager
+def _staging() -> Iterator[Staging]:
+    staging = Staging()
+    try:
+        yield staging
+    finally:
+        staging.close()

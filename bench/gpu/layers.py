@@ -1,0 +1,83 @@
+"""A mixture's experts alone, and a step's memory by kind."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bench.gpu.setting import Tell, attempt, sizes_for, speed_run
+from bench.gpu.trace import profiled, summary
+from bench.step import build_stepper, seconds_of
+from phalanx.hardware.device import on_gpu
+from phalanx.model.layers.moe import Experts
+from phalanx.run.spec import ModelSpec, MoeSpec
+from phalanx.train.step.memory_meter import MemoryMeter
+
+PER_TOKEN = 8
+
+
+def mixture(device: torch.device, tell: Tell) -> None:
+    """Forward and backward of one layer's experts, their rows computed as one batch and slot by slot."""
+    for slots in sizes_for(device).slots:
+        attempt(tell, f"{slots} slots", device, partial(_experts, device, slots))
+
+
+def _experts(device: torch.device, slots: int) -> dict[str, float]:
+    width, inner, number, tokens = sizes_for(device).experts
+    with device:
+        experts = Experts(ModelSpec(dim=width), MoeSpec(experts=number, per_token=2, ffn_dim=inner))
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    experts.to(torch.bfloat16)
+    rows = tokens * PER_TOKEN // slots
+    sources = []
+    for _ in range(slots):
+        chosen = torch.randint(0, number, (rows,), device=device).bincount(minlength=number)
+        x = torch.randn(rows, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+        sources.append((x, chosen))
+    slope = torch.ones(rows, width, device=device, dtype=torch.bfloat16)
+
+    def step() -> None:
+        experts.zero_grad(set_to_none=True)
+        torch.autograd.backward(experts(sources), [slope] * slots)
+
+    for _ in range(2):
+        step()
+    step_s = statistics.median(seconds_of(step, device) for _ in range(5))
+    return {
+        "ms": step_s * 1e3,
+        "tflop_per_s": 3 * 2 * 3 * width * inner * rows * slots / step_s / 1e12,
+        "kernels": float(summary(profiled(step, device, 1))["kernels"]),
+    }
+
+
+def memory(device: torch.device, tell: Tell, presets: tuple[str, ...]) -> None:
+    """Memory at a step's peak, by kind, for each model."""
+    for preset in presets or sizes_for(device).presets:
+        attempt(tell, preset, device, partial(_memory_of, preset, device))
+
+
+def _memory_of(preset: str, device: torch.device) -> dict[str, object]:
+    spec = speed_run(preset, sizes_for(device), device, dist.get_world_size())
+    stepper, step = build_stepper(spec, device)
+    step()
+    optimizer = stepper.built.optimizer
+    meter = MemoryMeter(
+        stepper.built.model.parts,
+        lambda: [part.tensor for held in optimizer.state().values() for part in held],
+        device,
+        compiled=spec.runtime.compile,
+    )
+    with meter:
+        stepper.run(2, before_update=meter.gradients_complete)
+    found: dict[str, object] = dataclasses.asdict(meter.result())
+    if on_gpu(device):
+        found["most_allocated"] = torch.cuda.max_memory_allocated(device)
+        found["most_reserved"] = torch.cuda.max_memory_reserved(device)
+        found["allocations_tried_again"] = torch.cuda.memory_stats(device)["num_alloc_retries"]
+    return found

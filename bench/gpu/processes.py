@@ -1,0 +1,91 @@
+"""Processes of one part, which may fail or hang: they are given a limit, and what they have told until then is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from bench.gpu.report import PartResult
+
+_POLL_S = 0.05
+_TAIL_BYTES = 4000
+_GRACE_S = 5.0
+
+
+def run_processes(
+    name: str, commands: Sequence[Sequence[str]], limit_s: float, environment: Mapping[str, str]
+) -> PartResult:
+    """Runs ``commands`` side by side, for ``limit_s`` at most.
+
+    Each may append findings to the file that ``BENCH_FOUND`` names, one JSON pair of name and value a line. When one fails the
+    others get a few seconds.
+    """
+    result = PartResult(name)
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        told, log = Path(folder) / "found.jsonl", Path(folder) / "log"
+        inherited = {**os.environ, **environment, "BENCH_FOUND": str(told)}
+        with log.open("wb") as output:
+            processes = [
+                subprocess.Popen(
+                    command,
+                    env=inherited,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+                for command in commands
+            ]
+            try:
+                result.ended = _ending(processes, begin + limit_s)
+            finally:
+                for process in processes:
+                    with suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+        result.seconds = time.monotonic() - begin
+        result.found = _read(told)
+        if result.ended != "ok":
+            result.output = log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
+    return result
+
+
+def _ending(processes: Sequence[subprocess.Popen[bytes]], deadline_s: float) -> str:
+    while True:
+        codes = [process.poll() for process in processes]
+        if None not in codes:
+            bad = [code for code in codes if code]
+            return f"exit code {bad[0]}" if bad else "ok"
+        if time.monotonic() > deadline_s:
+            bad = [code for code in codes if code]
+            return f"exit code {bad[0]}" if bad else "time over"
+        if any(codes):
+            deadline_s = min(deadline_s, time.monotonic() + _GRACE_S)
+        time.sleep(_POLL_S)
+
+
+def _read(told: Path) -> dict[str, object]:
+    found: dict[str, object] = {}
+    if told.exists():
+        for line in told.read_text().splitlines():
+            with suppress(ValueError):  # torn by a kill
+                name, value = json.loads(line)
+                found[name] = value
+    return found
+
+
+def tell(name: str, value: object) -> None:
+    """Reports a finding to whoever started this process; prints it if nobody did."""
+    line = json.dumps([name, value], default=str)
+    print(line, flush=True)
+    if "BENCH_FOUND" in os.environ:
+        with open(os.environ["BENCH_FOUND"], "a") as file:
+            file.write(line + "\n")

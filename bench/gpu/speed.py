@@ -1,0 +1,147 @@
+"""Speed of a step in bf16, compiled, beside a bare PyTorch loop in the same process, and what each choice is worth."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from bench.gpu.setting import Sizes, Tell, attempt, sizes_for, speed_run
+from bench.step import Step, build_stepper, random_samples, seconds_of
+from phalanx.hardware.device import on_gpu
+from phalanx.hardware.device_peak import accelerator_named
+from phalanx.hardware.matmul_peak import measure_matmul_flops
+from phalanx.model.facts.counts import count
+from phalanx.model.transformer import Transformer
+from phalanx.run.spec import RunSpec
+
+Contender = Callable[[RunSpec, torch.device], Step]
+
+
+def speed(device: torch.device, tell: Tell, presets: tuple[str, ...]) -> None:
+    """Tokens per second and MFU of our step and of the bare loop, one after the other, for each model."""
+    sizes, ranks = sizes_for(device), dist.get_world_size()
+    peak = measure_matmul_flops(device, torch.bfloat16)
+    tell("measured matrix product, FLOP/s", peak)
+    for preset in presets or sizes.presets:
+        spec = speed_run(preset, sizes, device, ranks)
+        for name, build in (("ours", ours), ("bare PyTorch", bare)):
+            find = partial(timed, build, spec, device, sizes, peak * ranks)
+            attempt(tell, f"{preset}, {name}", device, find)
+
+
+def variants(device: torch.device, tell: Tell, presets: tuple[str, ...]) -> None:
+    """Our step with one choice changed at a time; some are refused or change the bits, and show only what they would be worth."""
+    sizes, ranks = sizes_for(device), dist.get_world_size()
+    spec = speed_run((presets or sizes.presets)[0], sizes, device, ranks)
+    peak = measure_matmul_flops(device, torch.bfloat16) * ranks
+    train = spec.train
+    whole = replace(train, micro_batch_size=train.batch_size // train.slots)
+    one_slot = replace(train, slots=ranks)
+    changes: dict[str, RunSpec] = {
+        "as it is": spec,
+        "not compiled": replace(spec, runtime=replace(spec.runtime, compile=False)),
+        "one micro-batch a slot": replace(spec, train=whole),
+        "one slot a rank": replace(spec, train=one_slot),
+        "fast reduction": replace(spec, train=replace(train, reduction="fast")),
+        "fp8, a scale a row": replace(spec, precision=replace(spec.precision, matmul="fp8-rowwise")),
+        "recompute full": replace(spec, memory=replace(spec.memory, recompute="full")),
+        "loss of 8,192 tokens at once": replace(spec, train=replace(train, loss_chunk=8192)),
+    }
+    for name, changed in changes.items():
+        if name == "not compiled" and not sizes.compile:
+            continue
+        attempt(tell, name, device, partial(timed, ours, changed, device, sizes, peak))
+    with not_deterministic():
+        attempt(tell, "not deterministic", device, partial(timed, ours, spec, device, sizes, peak))
+
+
+@contextmanager
+def not_deterministic() -> Iterator[None]:
+    """Inside, PyTorch may choose kernels whose sums have no fixed order."""
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True)
+
+
+def timed(
+    build: Contender, spec: RunSpec, device: torch.device, sizes: Sizes, peak_flops_per_s: float
+) -> dict[str, float]:
+    """Median time of a step, and what follows from it, after two steps to warm up."""
+    step = build(spec, device)
+    for _ in range(2):
+        step()
+    if on_gpu(device):
+        torch.cuda.reset_peak_memory_stats(device)
+    times = [seconds_of(step, device) for _ in range(sizes.steps)]
+    step_s = statistics.median(times)
+    tokens = spec.train.batch_size * spec.train.seq_len
+    flops_per_s = count(spec.model, spec.train.seq_len).flops_per_token * tokens / step_s
+    found = {
+        "step_s": step_s,
+        "slowest_step_s": max(times),
+        "tokens_per_s": tokens / step_s,
+        "of_measured_peak": flops_per_s / peak_flops_per_s,
+    }
+    if on_gpu(device):
+        known = accelerator_named(torch.cuda.get_device_name(device))
+        if known is not None:
+            found["mfu"] = flops_per_s / (known.bf16_flops * dist.get_world_size())
+        found["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
+    return found
+
+
+def ours(spec: RunSpec, device: torch.device) -> Step:
+    """This project's step."""
+    return build_stepper(spec, device)[1]
+
+
+def bare(spec: RunSpec, device: torch.device) -> Step:
+    """The same model in a loop of PyTorch's own parts: FSDP2 with bf16, compiled blocks, fused AdamW, no determinism."""
+    with device:
+        module = Transformer(spec.model)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for block in module.blocks.values():
+        if spec.runtime.compile:
+            block.compile(dynamic=False)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    root = cast(FSDPModule, fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False))
+    optimizer = torch.optim.AdamW(
+        module.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=on_gpu(device)
+    )
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    own = spec.train.batch_size // ranks
+    samples = torch.from_numpy(random_samples(spec, spec.train.batch_size))[rank * own : (rank + 1) * own]
+    pieces = samples.to(device).split(spec.train.micro_batch_size)
+
+    def loss_of(sample: Tensor) -> Tensor:
+        logits = module(sample[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1).float(), sample[:, 1:].flatten())
+
+    def step() -> None:
+        with not_deterministic():
+            for number, sample in enumerate(pieces):
+                root.set_requires_gradient_sync(number == len(pieces) - 1)
+                (loss_of(sample) / len(pieces)).backward()
+            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    return step

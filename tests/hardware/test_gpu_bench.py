@@ -1,0 +1,141 @@
+"""The first run on a GPU: its parts run in small on a CPU, so that they do not fail on the first GPU for reasons of their own."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from bench.gpu.__main__ import parts_for
+from bench.gpu.processes import run_processes
+from bench.gpu.report import PartResult, page, verdicts
+from bench.gpu.trace import kernel_class, summary
+from ranks import Ranks
+
+
+def stand_in(parts: tuple[str, ...]) -> dict[str, dict[str, object]]:
+    """What the parts tell on a CPU."""
+    from bench.gpu import bits, layers, speed, trace
+
+    device, found = torch.device("cpu"), {}
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    for part in parts:
+        mine: dict[str, object] = {}
+        found[part] = mine
+        match part:
+            case "hashes":
+                bits.hashes(device, mine.__setitem__)
+            case "speed":
+                speed.speed(device, mine.__setitem__, ())
+            case "trace":
+                trace.trace(device, mine.__setitem__, ())
+            case "kernels":
+                bits.kernels(device, mine.__setitem__)
+            case "mixture":
+                layers.mixture(device, mine.__setitem__)
+            case "memory":
+                layers.memory(device, mine.__setitem__, ())
+            case "kinds":
+                bits.kinds(device, mine.__setitem__)
+            case _:
+                bits.hashes_elsewhere(device, mine.__setitem__)
+    torch.use_deterministic_algorithms(deterministic)
+    return found
+
+
+def test_every_part_runs_in_small_on_a_cpu_and_what_should_hold_does(ranks: Ranks) -> None:
+    (alone,) = ranks.run(1, stand_in, ("hashes", "speed", "trace", "kernels", "mixture", "memory", "kinds"))
+    together = ranks.run(2, stand_in, ("hashes of 2 ranks",))[0]
+    parts = {name: PartResult(name, "ok", 1.0, found) for name, found in (alone | together).items()}
+    assert [
+        (part.name, name, value)
+        for part in parts.values()
+        for name, value in part.found.items()
+        if isinstance(value, dict) and "error" in value
+    ] == []
+    held = verdicts(parts)
+    assert {verdict.holds for verdict in held if not verdict.statement.startswith("compiled")} == {True}
+    written = page({"python": "3"}, parts)
+    assert all(f"## {name}" in written for name in parts)
+
+
+def one_part(program: str, limit_s: float, ranks: int = 1) -> PartResult:
+    begin = "import json, os, sys, time\ntell = lambda *pair: open(os.environ['BENCH_FOUND'], 'a').write(json.dumps(pair) + '\\n')\n"
+    return run_processes("a part", [[sys.executable, "-c", begin + program]] * ranks, limit_s, {})
+
+
+def test_what_a_part_has_told_is_kept_when_it_hangs_or_fails() -> None:
+    hung = one_part("tell('hash', 'abc')\nprint('waiting', flush=True)\ntime.sleep(600)", 3.0)
+    assert (hung.ended, hung.found, hung.output) == ("time over", {"hash": "abc"}, "waiting\n")
+    failed = one_part("tell('hash', 'abc')\nsys.exit('no memory')", 60.0)
+    assert (failed.ended, failed.found, failed.output) == ("exit code 1", {"hash": "abc"}, "no memory\n")
+    assert one_part("tell('n', 1)", 60.0).found == {"n": 1}
+
+
+def test_hashes_that_differ_are_named_and_missing_ones_prove_nothing() -> None:
+    def of(**found: object) -> list[bool | None]:
+        named = {name.replace("_", ", "): value for name, value in found.items()}
+        return [verdict.holds for verdict in verdicts({"hashes": PartResult("hashes", "ok", 1.0, named)})]
+
+    assert of(eager="a", eager_again="a", compiled="b", compiled_full="b") == [True, True]
+    assert of(eager="a", eager_again="b") == [False, None]
+    assert of(eager="a") == [None, None]
+    assert of(eager="a", eager_again={"error": "out of memory"}) == [None, None]
+    parts = {"kernels": PartResult("kernels", "ok", 1.0, {"attention": False, "grouped": {"error": "no"}})}
+    assert [verdict.holds for verdict in verdicts(parts)][2:] == [False, None]
+
+
+def kernel(name: str, begin_us: float, length_us: float, correlation: int) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "cat": "kernel",
+        "name": name,
+        "ts": begin_us,
+        "dur": length_us,
+        "args": {"correlation": correlation},
+    }
+
+
+def test_a_gap_is_booked_on_the_operation_that_launched_the_kernel_after_it() -> None:
+    def host(kind: str, name: str, begin_us: float, length_us: float, **args: int) -> dict[str, Any]:
+        return {
+            "ph": "X",
+            "cat": kind,
+            "name": name,
+            "ts": begin_us,
+            "dur": length_us,
+            "tid": 1,
+            "args": args,
+        }
+
+    found = summary(
+        [
+            kernel("nvjet_gemm", 0, 100, 1),
+            kernel("memcpy", 50, 100, 2),  # another stream: from 0 to 150 there is no gap
+            kernel("multi_tensor_apply", 200, 100, 3),
+            host("cpu_op", "aten::item", 140, 60),
+            host("cuda_runtime", "cudaLaunchKernel", 160, 5, correlation=3),
+            host("cpu_op", "aten::mm", 0, 3),
+        ]
+    )
+    assert found["kernels"] == 3
+    assert found["span_ms"] == 0.3
+    assert abs(found["busy"] - 250 / 300) < 1e-12
+    assert found["gaps"] == {"aten::item": {"ms": 0.05, "of_span": 50 / 300, "count": 1}}
+    assert set(found["classes"]) == {"matrix product", "copy", "optimizer and norm"}
+
+
+def test_kernels_have_classes() -> None:
+    assert kernel_class("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel") == "attention"
+    assert kernel_class("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NTT") == "matrix product"
+    assert kernel_class("triton_poi_fused_mul_silu_1") == "compiled pointwise"
+    assert kernel_class("void at::native::multi_tensor_apply_kernel") == "optimizer and norm"
+
+
+def test_parts_that_are_wanted_most_come_first_and_fit_into_the_ranks() -> None:
+    one = [part.name for part in parts_for(1, 1)]
+    assert one[:2] == ["hashes", "speed"]
+    assert {part.ranks for part in parts_for(1, 1)} == {1, 2, 3}  # several ranks share the GPU
+    assert max(part.ranks for part in parts_for(8, 8)) == 8
