@@ -146,6 +146,25 @@ def test_a_coordinator_that_was_stopped_and_never_continued_is_replaced(
     processes.end()
 
 
+def test_agents_that_the_coordinator_had_not_met_before_it_ended_are_told_to_end(
+    run: OpenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = Session.start
+
+    def asleep(_command: list[str], environment: dict[str, str], log: Path, keep_open: list[int]) -> Session:
+        return start(["sleep", "600"], environment, log, keep_open)
+
+    monkeypatch.setattr(Session, "start", asleep)
+    monkeypatch.setattr(local_fleet, "_FAREWELL_S", 600.0)
+    processes = local_fleet._Processes(run, LocalFleet(2), {}, {}, StopOrders(lambda _words: None))
+    processes.start()
+    write_fleet_file(run.directory.path, seen(FleetPhase.FINISHED))
+    processes.over = True
+    agents = list(processes.agents.values())
+    processes.end()
+    assert [agent.exit_code() for agent in agents] == [-signal.SIGTERM] * 2
+
+
 def waiting(*roles: str) -> FleetFile:
     state = initial_state(CoreSettings(Formation(1, (1, 2)), wanted_nodes=2), 0.0)
     file = fleet_file(state, "run", "127.0.0.1:1", frozenset(), Counter(), 0)

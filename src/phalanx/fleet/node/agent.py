@@ -24,13 +24,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-from phalanx.checkpoint.format.errors import AbandonedError, CheckpointError
-from phalanx.checkpoint.snapshot.client import SnapshotClient
 from phalanx.checkpoint.snapshot.segments import SnapshotKey, SnapshotMemory
 from phalanx.checkpoint.snapshot.server import SnapshotServer
-from phalanx.checkpoint.snapshot.to_disk import save_snapshots
-from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.checkpoint.tiers.tier import Draft
 from phalanx.fleet.control.coordinator_link import CoordinatorLink
 from phalanx.fleet.control.credentials import Credentials, credentials_of
 from phalanx.fleet.control.descriptors import DescriptorLimitError, raise_descriptor_limit
@@ -57,6 +52,7 @@ from phalanx.fleet.node.agent_actions import (
     TellWorker,
 )
 from phalanx.fleet.node.agent_state import AgentState
+from phalanx.fleet.node.snapshot_courier import SnapshotCourier
 from phalanx.fleet.node.worker_link import InjectFault, SnapshotTaken, ToAgent, Warm
 from phalanx.fleet.node.worker_process import WorkerProcess
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
@@ -66,10 +62,8 @@ from phalanx.run.spec import RunSpec
 from phalanx.run.token_proof import token_name
 from phalanx.train.lifecycle.worker import die_with_parent
 
-_PUSH_AGAIN_S, _LONGEST_PUSH_PAUSE_S = 0.1, 2.0
 _LONGEST_RESTART_PAUSE_S = 10.0
 _FAREWELL_S = 0.5
-_OTHERS_WRITE_S = 600.0
 _NEW_TOKEN_S, _LOOK_AGAIN_S = 60.0, 0.5
 _EXAMINE_S, _EXAMINE_AGAIN_S = 30.0, 30.0
 WORKER_PROGRAM = (sys.executable, "-m", "phalanx.fleet.node.worker_main")
@@ -140,8 +134,14 @@ class Agent:
         )
         self._workers: dict[int, WorkerProcess] = {}
         self._deaths = [0] * fleet.workers_per_node
-        self._pushers = [ThreadPoolExecutor(1, f"push-{i}") for i in range(fleet.workers_per_node)]
-        self._writer = ThreadPoolExecutor(2, "save")  # the next try begins while the one before gives up
+        self._courier = SnapshotCourier(
+            self.memory,
+            args.run_dir,
+            fleet.workers_per_node,
+            self._tls,
+            lambda: self._credentials.token,
+            self.log,
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         self._over, self._reason, self._failure = asyncio.Event(), "", ""
         self._next_attempt: int | None = None
@@ -182,8 +182,8 @@ class Agent:
             async with asyncio.timeout(patience_s):
                 gone = [worker.gone() for worker in self._workers.values()]
                 await asyncio.gather(*gone, *self._tasks, return_exceptions=True)
-        for pusher in (*self._pushers, self._doctor, self._writer):
-            pusher.shutdown(wait=False, cancel_futures=True)
+        self._courier.close()
+        self._doctor.shutdown(wait=False, cancel_futures=True)
         self._data.close()
 
     def _fail(self, reason: str) -> None:
@@ -404,49 +404,20 @@ class Agent:
 
     async def _save(self, order: SaveSnapshots) -> None:
         """Writes this node's share of a checkpoint from its memory; the run ends when all of it is on disk."""
-        loop, committed, trouble = asyncio.get_running_loop(), False, ""
-        try:
-            committed = await loop.run_in_executor(self._writer, self._write, order)
-        except AbandonedError as error:
-            self.log(f"step {order.step} was not saved: {error}")  # whoever could not write has said so
-        except CheckpointError as error:
-            trouble = str(error)
-            self.log(f"cannot save step {order.step} from memory: {trouble}")
+
+        def stopped() -> bool:
+            return self._over.is_set() or self._state.saving > order.epoch
+
+        committed, trouble = await self._courier.save(order, stopped)
         self._do(self._state.on_saved(order, committed=committed, trouble=trouble))
 
-    def _write(self, order: SaveSnapshots) -> bool:
-        share = [(SnapshotKey(order.ranks, rank, order.step), state) for rank, state in order.share]
-        return save_snapshots(
-            self.memory,
-            DiskTier(RunDirectory(self._args.run_dir).checkpoints),
-            Draft(order.step, order.attempt),
-            share,
-            order.states,
-            timeout_s=_OTHERS_WRITE_S,
-            cancelled=lambda: self._over.is_set() or self._state.saving > order.epoch,
-        )
-
     async def _push(self, index: int, taken: SnapshotTaken, address: str) -> None:
-        """Streams a snapshot to its buddy, again and again until it has arrived or its epoch is over."""
-        loop = asyncio.get_running_loop()
+        """Streams a snapshot to its buddy, until it has arrived or its epoch is over."""
         key = SnapshotKey(taken.ranks, taken.rank, taken.step)
-        pause_s, complaint = _PUSH_AGAIN_S, ""
-        while self._state.workers[index].epoch == taken.epoch:
-            try:
-                await loop.run_in_executor(self._pushers[index], self._stream, address, key)
-            except CheckpointError as error:
-                if str(error) != complaint:
-                    self.log(f"{key} has not reached its buddy: {error}")
-                complaint = str(error)
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PUSH_PAUSE_S)
-            else:
-                self._do(self._state.on_pushed(index, taken))
-                return
-
-    def _stream(self, address: str, key: SnapshotKey) -> None:
-        with SnapshotClient(address, self._credentials.token, tls=self._tls) as client:
-            client.push(self.memory, key)
+        if await self._courier.push(
+            index, key, address, lambda: self._state.workers[index].epoch == taken.epoch
+        ):
+            self._do(self._state.on_pushed(index, taken))
 
 
 def _listening(host: str) -> str:
