@@ -45,6 +45,7 @@ DENSE = ModelSpec(
     norm_offset=True,
     scale_embeddings=True,
     window_rope_theta=100.0,
+    sinks=True,
 )
 MIXTURE = ModelSpec(
     layers=4,
@@ -52,6 +53,9 @@ MIXTURE = ModelSpec(
     heads=4,
     ffn_dim=64,
     vocab_size=61,
+    ffn="swiglu-clamped",
+    swiglu_limit=0.05,
+    ffn_bias=True,
     mla=MlaSpec(query_rank=24, kv_rank=16, nope_head_dim=8, rope_head_dim=4, value_head_dim=8),
     moe=MoeSpec(
         experts=8,
@@ -60,6 +64,7 @@ MIXTURE = ModelSpec(
         shared=1,
         shared_gate=True,
         first_dense=1,
+        router_bias=True,
         score="sigmoid",
         balance_bias=True,
         aux_loss=0.01,

@@ -134,7 +134,7 @@ _MODEL_EXCEPTIONS = {
             "preset": _irrelevant("the fields that it stands for are filled in when the file is read"),
             **_all("factory factory_sha256", _irrelevant("a plan of a user's own model is refused")),
             **_all(
-                "norm_eps norm_offset scale_embeddings score_width rope_theta window_rope_theta mtp_loss init_std",
+                "norm_eps norm_offset scale_embeddings score_width swiglu_gain swiglu_limit rope_theta window_rope_theta mtp_loss init_std",
                 _COEFFICIENT,
             ),
         },
@@ -144,7 +144,7 @@ _MODEL_EXCEPTIONS = {
         {
             "kind": _irrelevant("rotary tables are computed once, and have the same shape"),
             **_all("factor original_max_seq_len low_freq_factor high_freq_factor", _COEFFICIENT),
-            **_all("beta_fast beta_slow mscale mscale_all_dim", _COEFFICIENT),
+            **_all("beta_fast beta_slow truncate mscale mscale_all_dim", _COEFFICIENT),
         },
     ),
     **_in("model.mla", {"norm_eps": _COEFFICIENT}),

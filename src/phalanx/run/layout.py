@@ -272,6 +272,13 @@ def _experts(spec: RunSpec) -> Iterator[Problem]:
             f"make model.moe.ffn_dim a multiple of {8 * pieces}, or set parallel.expert_tensor = 1",
             ("model.moe.ffn_dim", "model.ffn_dim"),
         )
+    if spec.model.ffn_bias and spec.model.dim % pieces:
+        yield Problem(
+            "parallel.expert_tensor",
+            f"biases of experts' results, {spec.model.dim} wide, cannot be divided over {pieces} ranks",
+            f"{divisors_near(spec.model.dim, pieces)} divide {spec.model.dim}",
+            ("model.dim", "model.ffn_bias"),
+        )
     yield from _folding(parallel, spec.train.slots)
 
 

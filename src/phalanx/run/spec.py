@@ -32,6 +32,8 @@ class RopeScalingSpec:
     """YaRN: frequencies that turn more often than this within original_max_seq_len are left as they are."""
     beta_slow: Annotated[float, ValueRange(above=0)] = 1.0
     """YaRN: frequencies that turn less often than this within original_max_seq_len are fully stretched."""
+    truncate: Annotated[bool, LATER] = True
+    """YaRN: true if the blend begins and ends at whole numbers of pairs; gpt-oss leaves them as they are."""
     mscale: Annotated[float, NOT_NEGATIVE] = 0.0
     """YaRN: strength of the attention temperature in the rotary tables (DeepSeek's `mscale`); 0 means 1."""
     mscale_all_dim: Annotated[float, NOT_NEGATIVE] = 0.0
@@ -76,6 +78,8 @@ class MoeSpec:
     every: Annotated[int, POSITIVE] = 1
     """Distance between mixture layers after first_dense: with 2, every second layer is a mixture and the rest are dense.
     The mixture is the last layer of each group."""
+    router_bias: Annotated[bool, LATER] = False
+    """If true, the router's logits have a bias for each expert, which is trained (gpt-oss)."""
     score: Literal["softmax", "sigmoid"] = "softmax"
     """Function that turns the router's logits into scores."""
     normalize: bool = True
@@ -123,9 +127,14 @@ class ModelSpec:
     """Width of one head; 0 means dim / heads."""
     ffn_dim: Annotated[int, NOT_NEGATIVE] = 0
     """Hidden width of the feed-forward layer; 0 means 8/3 dim (swiglu) or 4 dim (gelu), rounded up to 64."""
-    ffn: Literal["swiglu", "gelu", "geglu"] = "swiglu"
+    ffn: Literal["swiglu", "gelu", "geglu", "swiglu-clamped"] = "swiglu"
     """Feed-forward layer: "swiglu" is gated and has three matrices, "gelu" is plain and has two; "geglu" is gated by a GELU, in
-    the approximation with tanh (Gemma)."""
+    the approximation with tanh (Gemma). "swiglu-clamped" is gate x sigmoid(swiglu_gain x gate) x (values + 1), of gates and values that
+    are clamped to swiglu_limit (gpt-oss)."""
+    swiglu_gain: Annotated[float, LATER, ValueRange(above=0)] = 1.702
+    """Factor in the sigmoid of "swiglu-clamped"."""
+    swiglu_limit: Annotated[float, LATER, ValueRange(above=0)] = 7.0
+    """Largest gate, and largest value of either sign, of "swiglu-clamped"."""
     vocab_size: Annotated[int, NOT_NEGATIVE] = 0
     """Vocabulary size, the rows of the embedding; 0 means the tokenizer's."""
     tie_embeddings: bool = False
@@ -144,12 +153,15 @@ class ModelSpec:
     """If true, the embeddings of tokens are multiplied by the root of dim (Gemma)."""
     score_width: Annotated[int, LATER, NOT_NEGATIVE] = 0
     """Width whose inverse root multiplies attention's scores (Gemma's query_pre_attn_scalar); 0 means head_dim."""
+    sinks: Annotated[bool, LATER] = False
+    """If true, each query head has a learned logit in the softmax's denominator, so that its weights may sum to less than one
+    (attention sinks, gpt-oss)."""
     attention_bias: bool = False
     """If true, the query, key, value and output projections have biases."""
     qkv_bias: Annotated[bool, LATER] = False
     """If true, the query, key and value projections have biases, and the output projection has none (Qwen2)."""
     ffn_bias: bool = False
-    """If true, the projections of the feed-forward layer have biases."""
+    """If true, the projections of the feed-forward layer have biases; with a mixture, those of each expert."""
     rope_theta: Annotated[float, ValueRange(above=1)] = 10000.0
     """Base of the rotary embedding's wavelengths."""
     rope_fraction: Annotated[float, LATER, ValueRange(above=0, at_most=1)] = 1.0

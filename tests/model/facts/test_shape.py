@@ -23,6 +23,10 @@ ODD = {
     "bias of queries, keys and values": replace(SMALL, qkv_bias=True),
     "norms after": replace(SMALL, norm_placement="after", qk_norm=True, qk_norm_width="all", kv_heads=2),
     "gated by a gelu": replace(SMALL, ffn="geglu", norm_offset=True, scale_embeddings=True),
+    "sinks": replace(SMALL, sinks=True, attention_bias=True, kv_heads=2),
+    "mixture, all biases": replace(
+        SMALL, ffn="swiglu-clamped", ffn_bias=True, moe=MoeSpec(ffn_dim=16, shared=1, router_bias=True)
+    ),
     "norms before and after": replace(SMALL, norm_placement="both"),
     "windows": replace(SMALL, attention_pattern=("window", "full"), window=6),
     "feed-forward bias": replace(SMALL, ffn_bias=True),

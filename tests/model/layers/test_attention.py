@@ -8,6 +8,7 @@ from torch import Tensor
 
 from model.initialized import initialized
 from phalanx.model.facts.shape import resolve
+from phalanx.model.layers import soft_cap
 from phalanx.model.layers.attention import Attention, CausalCore
 from phalanx.model.layers.cache import empty_cache
 from phalanx.model.layers.mla import MlaAttention
@@ -62,6 +63,47 @@ def test_a_window_hides_what_lies_further_back(window: int, new: int, masked: bo
     torch.testing.assert_close(CausalCore(window=window)(query, key, value, documents), expected)
 
 
+@pytest.mark.parametrize("cap", [0.0, 1.5])
+@pytest.mark.parametrize("sunk", [False, True])
+@pytest.mark.parametrize(("window", "masked"), [(0, False), (5, False), (0, True), (5, True)])
+def test_caps_and_sinks_are_the_formulas_with_their_gradients(
+    cap: float, sunk: bool, window: int, masked: bool
+) -> None:
+    leaves = [torch.randn(2, heads, 23, 8) for heads in (4, 2, 2)] + [torch.randn(4)]
+    documents = (torch.arange(23) // 9).expand(2, -1) if masked else None
+    core, upstream = CausalCore(0.5, window, cap), torch.randn(2, 4, 23, 8)
+
+    def ours(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
+        return core(query, key, value, documents, sinks if sunk else None)
+
+    def by_formula(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
+        distance = torch.arange(23)[:, None] - torch.arange(23)[None, :]
+        seen = (distance >= 0) & (distance < (window or 23))
+        if documents is not None:
+            seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
+        key, value = (x.repeat_interleave(2, 1) for x in (key, value))
+        scores = query @ key.transpose(2, 3) * 0.5
+        scores = (cap * torch.tanh(scores / cap) if cap else scores).masked_fill(~seen, -torch.inf)
+        sink = (sinks if sunk else torch.full_like(sinks, -torch.inf))[None, :, None, None]
+        shares = torch.cat((scores, sink.expand(2, -1, 23, -1)), dim=3).softmax(3)
+        return shares[..., :-1] @ value
+
+    results = []
+    for attention in (ours, by_formula):
+        given = [leaf.clone().requires_grad_() for leaf in leaves]
+        out = attention(*given)
+        results.append((out, *torch.autograd.grad(out, given[: 3 + sunk], upstream)))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_capped_rows_are_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = torch.randn(3, 1, 2, 40, 8).unbind()
+    whole = CausalCore(cap=1.0)(query, key, value)
+    monkeypatch.setattr(soft_cap, "_ROWS", 16)
+    torch.testing.assert_close(CausalCore(cap=1.0)(query, key, value), whole)
+
+
 @each_kind
 def test_documents_in_one_sequence_are_as_if_alone_at_their_positions(spec: ModelSpec) -> None:
     model, text = initialized(spec), tokens(1, 20)
@@ -114,7 +156,14 @@ def test_the_core_can_be_replaced() -> None:
     model, text = initialized(LATENT), tokens(1, 5)
     seen: list[tuple[int, ...]] = []
 
-    def core(query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
+    def core(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        documents: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        assert sinks is None
         seen.extend(tuple(x.shape) for x in (query, key, value))
         return CausalCore()(query, key, value, documents)
 
@@ -151,10 +200,10 @@ def test_yarns_temperature_sharpens_latent_attention_and_no_other() -> None:
     assert softmax_temperature(yarn) == pytest.approx((0.1 * 3.6888794541139363 + 1) ** 2)
     attention = MlaAttention(resolve(ModelSpec(**{**vars(LATENT), "rope_scaling": yarn})), 0)
     assert isinstance(attention.core, CausalCore)
-    assert attention.core.scale == pytest.approx(14**-0.5 * softmax_temperature(yarn))
+    assert attention.core.score.scale == pytest.approx(14**-0.5 * softmax_temperature(yarn))
     grouped = Attention(resolve(ModelSpec(**{**vars(GROUPED), "rope_scaling": yarn})), 0)
     assert isinstance(grouped.core, CausalCore)
-    assert grouped.core.scale is None
+    assert grouped.core.score.scale is None
 
 
 def test_a_cache_and_documents_do_not_go_together() -> None:

@@ -22,6 +22,10 @@ SPECS = {
     "gelu": replace(SPEC, ffn="gelu"),
     "shared": replace(SPEC, moe=replace(MOE, shared=2)),
     "one expert": replace(SPEC, moe=replace(MOE, per_token=1, normalize=False)),
+    "all biases, clamped": replace(
+        SPEC, ffn="swiglu-clamped", swiglu_limit=0.4, ffn_bias=True, moe=replace(MOE, router_bias=True)
+    ),
+    "gelu, biases": replace(SPEC, ffn="gelu", ffn_bias=True),
     "sigmoid": replace(SPEC, moe=replace(MOE, score="sigmoid", scale=2.0)),
 }
 
@@ -47,10 +51,22 @@ def densely(layer: MoE, x: Tensor) -> Tensor:
     routing, experts = layer.router(rows), layer.experts
     weights = torch.zeros(len(rows), len(experts.up)).scatter(1, routing.experts, routing.weights)
     results = []
+
+    def through(name: str, inputs: Tensor, number: int) -> Tensor:
+        bias = getattr(experts, f"{name}_bias")
+        return F.linear(inputs, getattr(experts, name)[number], None if bias is None else bias[number])
+
     for number in range(len(experts.up)):
-        inner = rows @ experts.up[number].t()
-        inner = F.gelu(inner) if experts.gate is None else F.silu(rows @ experts.gate[number].t()) * inner
-        results.append(inner @ experts.down[number].t())
+        inner = through("up", rows, number)
+        if experts.gate is None:
+            inner = F.gelu(inner)
+        elif layer.experts.spec.ffn == "swiglu":
+            inner = F.silu(through("gate", rows, number)) * inner
+        else:
+            gate = through("gate", rows, number).minimum(torch.tensor(0.4))
+            inner = (inner.maximum(torch.tensor(-0.4)).minimum(torch.tensor(0.4)) + 1) * gate
+            inner = inner * torch.sigmoid(1.702 * gate)
+        results.append(through("down", inner, number))
     mixed = torch.einsum("ned,ne->nd", torch.stack(results, dim=1), weights).view_as(x)
     return mixed if layer.shared is None else mixed + layer.shared(x)
 

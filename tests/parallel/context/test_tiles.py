@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from phalanx.model.layers.soft_cap import Score
 from phalanx.parallel.context.tiles import OnlineSoftmax, SavedAttention, Sight, Tile
 
 devices = pytest.mark.parametrize(
@@ -22,6 +23,7 @@ devices = pytest.mark.parametrize(
     ],
 )
 SEQ, CUT, SCALE = 72, 40, 0.25
+SCORE = Score(SCALE)
 TILES = (
     Tile(slice(0, CUT), slice(0, CUT), causal=True),
     Tile(slice(CUT, SEQ), slice(0, CUT)),
@@ -57,11 +59,11 @@ def in_tiles(*x: Tensor, documents: Tensor | None, order: tuple[Tile, ...] = TIL
     known = Sight(places, places, documents=None if documents is None else (documents, documents))
     rows = OnlineSoftmax(query, value.shape[-1])
     for tile in order:
-        rows.add(tile.rows, *tile.forward(query, key, value, known, SCALE))
+        rows.add(tile.rows, *tile.forward(query, key, value, known, SCORE))
     saved = SavedAttention(query, rows.out.to(query.dtype), rows.lse)
     sums = [torch.zeros_like(t, dtype=torch.float32) for t in (query, key, value)]
     for tile in order:
-        shares = tile.backward(saved, upstream, key, value, known, SCALE)
+        shares = tile.backward(saved, upstream, key, value, known, SCORE)
         for total, part, share in zip(sums, (tile.rows, tile.columns, tile.columns), shares, strict=True):
             total[:, :, part] += share
     return saved.out, *sums

@@ -11,69 +11,105 @@ width of a value.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.model.layers.attend import attend_whole_rows
 from phalanx.model.layers.cache import LayerCache
 from phalanx.model.layers.linear import Linear
 from phalanx.model.layers.norm import RMSNorm
 from phalanx.model.layers.rotary import rotate
+from phalanx.model.layers.soft_cap import Score
 from phalanx.run.kinds.grouped_attention import attention_of, window_of
 from phalanx.run.spec import ModelSpec
 
-Core = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""Query ``(b, h, s, e)``, key ``(b, k, s, e)``, value ``(b, k, s, v)`` and documents ``(b, s)`` to ``(b, h, s, v)``."""
+
+class Core(Protocol):
+    """The mixing of values."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        documents: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Query ``(b, h, s, e)``, key ``(b, k, s, e)``, value ``(b, k, s, v)``, documents ``(b, s)`` and the heads' sinks ``(h,)``
+        to ``(b, h, s, v)``."""
+        ...
+
+
+Softmax = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""Attention of queries ``(b, h, q, e)`` to keys and values ``(b, k, n, .)`` of which they see those that a mask ``(q, n)`` or
+``(b, 1, q, n)`` says; without a mask each sees those up to its own place."""
 
 
 class CausalCore:
     """Softmax attention in which a token sees itself and what came before it, within its document and its window."""
 
-    def __init__(self, scale: float | None = None, window: int = 0) -> None:
-        self.scale = scale
-        """The factor of the scores; ``None`` is ``1 / sqrt(e)``."""
+    def __init__(self, scale: float | None = None, window: int = 0, cap: float = 0.0) -> None:
+        self.score = Score(scale, cap)
         self.window = window
         """Tokens that a token sees, itself among them; 0 is no limit."""
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        documents: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """See ``Core``. With more keys than queries, the queries are the last of the sequence."""
-        grouped = key.shape[1] != query.shape[1]
+        softmax = self._softmax(sinks)
         new, held = query.shape[2], key.shape[2]
         if documents is None and new == held:
             if 0 < self.window < held:
-                return windowed_attention(query, key, value, self.window, self.scale)
-            return F.scaled_dot_product_attention(
-                query, key, value, is_causal=True, scale=self.scale, enable_gqa=grouped
-            )
+                return windowed_attention(query, key, value, self.window, softmax)
+            return softmax(query, key, value, None)
         # A continuation of n tokens after c cached ones: query i sees keys up to c + i.
         mask = torch.ones(new, held, dtype=torch.bool, device=query.device).tril(held - new)
         if self.window:
             mask = mask.triu(held - new - self.window + 1)
         if documents is not None:
             mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=self.scale, enable_gqa=grouped
-        )
+        return softmax(query, key, value, mask)
+
+    def _softmax(self, sinks: Tensor | None) -> Softmax:
+        """PyTorch's own, unless there is a cap or a sink, which it does not know."""
+        score = self.score
+
+        def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+            grouped = key.shape[1] != query.shape[1]
+            return F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=score.scale,
+                enable_gqa=grouped,
+            )
+
+        def with_denominators(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+            return attend_whole_rows(query, key, value, sinks, score, causal=mask is None, seen=mask)
+
+        return plain if sinks is None and not score.cap else with_denominators
 
 
-def windowed_attention(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float | None) -> Tensor:
+def windowed_attention(query: Tensor, key: Tensor, value: Tensor, window: int, softmax: Softmax) -> Tensor:
     """Causal attention in which a token sees the last ``window`` tokens alone, fewer than the sequence has; shapes as ``Core``.
 
     The sequence is cut into blocks of ``window`` queries. The first sees its own keys; each other sees its own and those of
     the block before, as an entry of the batch of its own, so that the work is the band's and not the square's
     (block-local attention, as in Longformer, arXiv 2004.05150, section 3.1).
     """
-    grouped = key.shape[1] != query.shape[1]
     batch, _, seq, _ = query.shape
-    first = F.scaled_dot_product_attention(
-        query[:, :, :window],
-        key[:, :, :window],
-        value[:, :, :window],
-        is_causal=True,
-        scale=scale,
-        enable_gqa=grouped,
-    )
+    first = softmax(query[:, :, :window], key[:, :, :window], value[:, :, :window], None)
     # Queries behind the end see themselves, and are cut off again.
     queries = _blocks(query, window)[:, :, 1:].transpose(1, 2).flatten(0, 1)  # (b blocks, h, window, e)
     # (b blocks, k, 2 window, .)
@@ -83,9 +119,7 @@ def windowed_attention(query: Tensor, key: Tensor, value: Tensor, window: int, s
     )
     # Row i is key window + i of its pair: it sees keys i + 1 to window + i.
     mask = torch.ones(window, 2 * window, dtype=torch.bool, device=query.device).tril(window).triu(1)
-    rest = F.scaled_dot_product_attention(
-        queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=grouped
-    )
+    rest = softmax(queries, keys, values, mask)
     rest = rest.view(batch, -1, *rest.shape[1:]).transpose(1, 2).flatten(2, 3)
     return torch.cat((first, rest), dim=2)[:, :, :seq]
 
@@ -114,6 +148,7 @@ class Attention(nn.Module):
         self.query_norm = RMSNorm(widths[0], spec.norm_eps, offset=spec.norm_offset) if spec.qk_norm else None
         self.key_norm = RMSNorm(widths[1], spec.norm_eps, offset=spec.norm_offset) if spec.qk_norm else None
         self.rotated = attention_of(spec, layer) != "no-position"
+        self.sinks = nn.Parameter(torch.empty(spec.heads)) if spec.sinks else None
         scale = spec.score_width**-0.5 if spec.score_width else None
         self.core: Core = CausalCore(scale, window_of(spec, layer))
 
@@ -139,6 +174,6 @@ class Attention(nn.Module):
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         if cache is not None:
             key, value = cache.append(key, value)
-        mixed = self.core(query, key, value, documents)
+        mixed = self.core(query, key, value, documents, self.sinks)
         output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return output

@@ -1,7 +1,11 @@
-"""The feed-forward layer: gated (SwiGLU, Shazeer, arXiv 2002.05202) or plain GELU as in GPT-3."""
+"""The feed-forward layer: gated (SwiGLU, Shazeer, arXiv 2002.05202) or plain GELU as in GPT-3.
+
+gpt-oss's gate is ``g sigmoid(1.702 g)``, an approximation of GELU, of clamped ``g``, and multiplies clamped values plus one.
+"""
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -10,9 +14,13 @@ from phalanx.run.kinds.feed_forward import is_gated
 from phalanx.run.spec import ModelSpec
 
 
-def gated(kind: str, gate: Tensor, values: Tensor) -> Tensor:
-    """The activation of a gated layer: ``silu(gate) * values``, or of kind "geglu" with a GELU."""
-    return (F.gelu(gate, approximate="tanh") if kind == "geglu" else F.silu(gate)) * values
+def gated(spec: ModelSpec, gate: Tensor, values: Tensor) -> Tensor:
+    """The activation of a gated layer: ``silu(gate) * values``, with "geglu" a GELU; "swiglu-clamped" is gpt-oss's."""
+    if spec.ffn == "swiglu-clamped":
+        gate = gate.clamp(max=spec.swiglu_limit)
+        values = values.clamp(-spec.swiglu_limit, spec.swiglu_limit)
+        return (values + 1) * (gate * torch.sigmoid(gate * spec.swiglu_gain))
+    return (F.gelu(gate, approximate="tanh") if spec.ffn == "geglu" else F.silu(gate)) * values
 
 
 class FeedForward(nn.Module):
@@ -21,13 +29,13 @@ class FeedForward(nn.Module):
     def __init__(self, spec: ModelSpec, inner: int) -> None:
         """``inner`` is the width between ``up`` and ``down``."""
         super().__init__()
-        self.kind = spec.ffn
+        self.spec = spec
         self.gate = Linear(spec.dim, inner, bias=spec.ffn_bias) if is_gated(spec) else None
         self.up = Linear(spec.dim, inner, bias=spec.ffn_bias)
         self.down = Linear(inner, spec.dim, bias=spec.ffn_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """``(..., d)`` to ``(..., d)``."""
-        inner = F.gelu(self.up(x)) if self.gate is None else gated(self.kind, self.gate(x), self.up(x))
+        inner = F.gelu(self.up(x)) if self.gate is None else gated(self.spec, self.gate(x), self.up(x))
         output: Tensor = self.down(inner)
         return output

@@ -13,9 +13,8 @@ Shapes: ``n`` tokens, ``d`` model width, ``f`` inner width, ``k`` experts per to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -37,19 +36,27 @@ _uncompiled_grouped_mm = uncompiled(F.grouped_mm)
 
 
 class Experts(nn.Module):
-    """A stack of feed-forward layers without biases: ``gate`` (or ``None``) and ``up`` ``(experts, f, d)``, ``down``
-    ``(experts, d, f)``."""
+    """A stack of feed-forward layers: ``gate`` (or ``None``) and ``up`` ``(experts, f, d)``, ``down`` ``(experts, d, f)``; with
+    ``ffn_bias`` also ``gate_bias`` and ``up_bias`` ``(experts, f)``, ``down_bias`` ``(experts, d)``."""
 
     product: GroupedProduct | None = None
     """``None`` is PyTorch's own."""
+    result_start: int = 0
+    """The first element of a result that ``down_bias`` belongs to, where ranks that add up their results divide it."""
 
     def __init__(self, spec: ModelSpec, moe: MoeSpec) -> None:
         super().__init__()
         wide, narrow = (moe.experts, moe.ffn_dim, spec.dim), (moe.experts, spec.dim, moe.ffn_dim)
-        self.kind = spec.ffn
+        self.spec = spec
         self.gate = nn.Parameter(torch.empty(wide)) if is_gated(spec) else None
         self.up = nn.Parameter(torch.empty(wide))
         self.down = nn.Parameter(torch.empty(narrow))
+
+        def bias(stack: tuple[int, int, int]) -> nn.Parameter | None:
+            return nn.Parameter(torch.empty(stack[:2])) if spec.ffn_bias else None
+
+        self.gate_bias = bias(wide) if self.gate is not None else None
+        self.up_bias, self.down_bias = bias(wide), bias(narrow)
 
     def forward(self, sources: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
         """Each source's ``rows`` ``(m, d)``, sorted by expert, ``counts`` ``(experts,)`` int64 of them for each, to ``(m, d)``.
@@ -57,23 +64,38 @@ class Experts(nn.Module):
         Sources do not mix: each has products of its own, and their weight gradients are added in a binary tree over the
         sources, whose number is a power of two.
         """
-        weights = [weight for weight in (self.gate, self.up, self.down) if weight is not None]
-        return list(self._each(sources, weights))
+        named = {
+            **{"gate": self.gate, "up": self.up, "down": self.down},
+            **{"gate_bias": self.gate_bias, "up_bias": self.up_bias, "down_bias": self.down_bias},
+        }
+        return list(
+            self._each(sources, {name: weight for name, weight in named.items() if weight is not None})
+        )
 
-    def _each(self, sources: Sequence[tuple[Tensor, Tensor]], weights: Sequence[Tensor]) -> Iterator[Tensor]:
+    def _each(
+        self, sources: Sequence[tuple[Tensor, Tensor]], weights: Mapping[str, Tensor]
+    ) -> Iterator[Tensor]:
         if len(sources) == 1:
-            yield self._feed_forward(*sources[0], *weights)
+            yield self._feed_forward(*sources[0], weights)
             return
         # Backward runs in the reverse order: a half's gradients are added before the other half's are computed.
-        middle, halves = len(sources) // 2, [twice(weight) for weight in weights]
-        yield from self._each(sources[:middle], [left for left, _ in halves])
-        yield from self._each(sources[middle:], [right for _, right in halves])
+        middle, halves = len(sources) // 2, {name: twice(weight) for name, weight in weights.items()}
+        yield from self._each(sources[:middle], {name: left for name, (left, _) in halves.items()})
+        yield from self._each(sources[middle:], {name: right for name, (_, right) in halves.items()})
 
-    def _feed_forward(self, rows: Tensor, counts: Tensor, *weights: Tensor) -> Tensor:
+    def _feed_forward(self, rows: Tensor, counts: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+        def through(name: str, inputs: Tensor) -> Tensor:
+            products = self._times(inputs, weights[name], ends)
+            bias = weights.get(f"{name}_bias")
+            if bias is None:
+                return products
+            start = self.result_start if name == "down" else 0
+            return add_by_expert(products, bias, counts, start)
+
         ends = counts.cumsum(0).to(torch.int32)
-        *gate, up, down = (partial(self._times, matrices=matrices, ends=ends) for matrices in weights)
-        inner = gated(self.kind, gate[0](rows), up(rows)) if gate else F.gelu(up(rows))
-        return down(inner)
+        if "gate" in weights:
+            return through("down", gated(self.spec, through("gate", rows), through("up", rows)))
+        return through("down", F.gelu(through("up", rows)))
 
     def _times(self, rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
         if self.product is not None:
@@ -81,6 +103,28 @@ class Experts(nn.Module):
         # The compiler's description of grouped_mm knows bf16 alone.
         product = F.grouped_mm if rows.dtype == torch.bfloat16 else _uncompiled_grouped_mm
         return product(rows, matrices.transpose(1, 2), offs=ends)
+
+
+class _ForEachRow(torch.autograd.Function):
+    """The bias of each row's expert; the sum in backward goes through an expert's rows in their order."""
+
+    @staticmethod
+    def forward(ctx: FunctionContext, biases: Tensor, counts: Tensor, rows: int) -> Tensor:
+        ctx.save_for_backward(counts)
+        return biases.repeat_interleave(counts, dim=0, output_size=rows)
+
+    @staticmethod
+    def backward(ctx: FunctionContext, *upstream: Tensor) -> tuple[Tensor, None, None]:
+        (counts,) = ctx.saved_tensors
+        summed = torch.segment_reduce(upstream[0].float(), "sum", lengths=counts, axis=0, unsafe=True)
+        return summed.to(upstream[0].dtype), None, None
+
+
+@uncompiled
+def add_by_expert(rows: Tensor, biases: Tensor, counts: Tensor, start: int = 0) -> Tensor:
+    """``rows`` ``(m, o)``, sorted by expert, plus the bias ``(experts, width)`` of each one's expert, from element ``start`` on."""
+    added = apply_function(_ForEachRow, biases, counts, len(rows))
+    return rows + F.pad(added, (start, rows.shape[1] - start - added.shape[1]))
 
 
 class _Twice(torch.autograd.Function):

@@ -45,8 +45,10 @@ def _stretch_by_turns(frequencies: Tensor, scaling: RopeScalingSpec, theta: floa
     def pair_that_turns(turns: float) -> float:
         return pairs * math.log(scaling.original_max_seq_len / (turns * 2 * math.pi)) / math.log(theta)
 
-    low = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
-    high = min(math.ceil(pair_that_turns(scaling.beta_slow)), 2 * pairs - 1)
+    first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    low, high = max(first, 0), min(last, 2 * pairs - 1)
     numbers = torch.arange(pairs, dtype=torch.float32, device=frequencies.device)
     blend = ((numbers - low) / ((high - low) or 0.001)).clamp(0.0, 1.0)
     return blend * frequencies / scaling.factor + (1 - blend) * frequencies

@@ -76,7 +76,7 @@ class _Balance(torch.autograd.Function):
 
 
 class Router(nn.Module):
-    """Scores experts and chooses among them.
+    """Scores experts and chooses among them; ``logit_bias`` ``(experts,)`` is a part of the scores, and trained.
 
     ``bias`` ``(experts,)``, fp32, is a buffer that belongs to the model's state, or ``None``; ``seen`` ``(experts,)``,
     int64, counts the tokens of this rank whose gradients were computed since it was last set to zero.
@@ -89,6 +89,7 @@ class Router(nn.Module):
         super().__init__()
         self.moe = moe
         self.weight = nn.Parameter(torch.empty(moe.experts, dim))
+        self.logit_bias = nn.Parameter(torch.empty(moe.experts)) if moe.router_bias else None
         bias = torch.zeros(moe.experts, dtype=torch.float32) if moe.balance_bias else None
         self.register_buffer("bias", bias)
         self.register_buffer("seen", torch.zeros(moe.experts, dtype=torch.int64), persistent=False)
@@ -115,7 +116,8 @@ class Router(nn.Module):
 
     def _scores(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Scores and what they are made of, ``(n, experts)``, fp32."""
-        logits = F.linear(tokens.float(), self.weight.float())
+        bias = None if self.logit_bias is None else self.logit_bias.float()
+        logits = F.linear(tokens.float(), self.weight.float(), bias)
         return logits.softmax(dim=1) if self.moe.score == "softmax" else logits.sigmoid(), logits
 
     def _choose(self, scores: Tensor) -> Tensor:

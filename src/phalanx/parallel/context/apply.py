@@ -39,4 +39,4 @@ def apply_context(module: Transformer, mesh: Mesh, spec: RunSpec, clock: CommClo
     for block in module.blocks.values():
         attention = cast(Block, block).attention
         core = cast(CausalCore, attention.core)
-        attention.core = DividedCore(kind(mesh.context_group, clock, core.scale, core.window))
+        attention.core = DividedCore(kind(mesh.context_group, clock, core.score, core.window))

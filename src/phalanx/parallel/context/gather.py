@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.model.layers.soft_cap import Score
 from phalanx.parallel.context.head_tail import in_order, own_pieces
 from phalanx.parallel.context.packing import pack, unpack
-from phalanx.parallel.context.tiles import OnlineSoftmax, SavedAttention, Sight, Tile, score_scale
+from phalanx.parallel.context.tiles import OnlineSoftmax, SavedAttention, Sight, Tile
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.torch_compat import all_gather_single
 
@@ -42,7 +43,7 @@ class GatherMethod:
 
     group: dist.ProcessGroup
     clock: CommClock
-    scale: float | None = None
+    score: Score
     window: int = 0
 
     def mix(
@@ -53,7 +54,7 @@ class GatherMethod:
         rows, known = OnlineSoftmax(query, value.shape[-1]), self._sight(query.shape[2], documents)
         for seen in tiles(self.group.rank(), self.group.size(), query.shape[2], self.window):
             if not seen.hidden(known):
-                rows.add(seen.rows, *seen.forward(query, keys, values, known, score_scale(self.scale, query)))
+                rows.add(seen.rows, *seen.forward(query, keys, values, known, self.score))
         return rows.out, rows.lse
 
     def differentiate(
@@ -62,13 +63,12 @@ class GatherMethod:
         """See ``TileMethod``."""
         keys, values = self._gather(key, value)
         known = self._sight(grad_out.shape[2], documents)
-        scale = score_scale(self.scale, saved.query)
         # Of this rank's queries, and of everybody's keys and values: those are summed over the ranks afterwards.
         sums = [torch.zeros_like(whole, dtype=torch.float32) for whole in (saved.query, keys, values)]
         for seen in tiles(self.group.rank(), self.group.size(), grad_out.shape[2], self.window):
             if seen.hidden(known):
                 continue
-            shares = seen.backward(saved, grad_out, keys, values, known, scale)
+            shares = seen.backward(saved, grad_out, keys, values, known, self.score)
             for total, part, share in zip(sums, (seen.rows, seen.columns, seen.columns), shares, strict=True):
                 total[:, :, part] += share
         return sums[0], *self._scatter(sums[1], sums[2])

@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.model.layers.soft_cap import Score
 from phalanx.parallel.context.head_tail import own_pieces
 from phalanx.parallel.context.packing import pack, unpack
-from phalanx.parallel.context.tiles import OnlineSoftmax, SavedAttention, Sight, Tile, score_scale
+from phalanx.parallel.context.tiles import OnlineSoftmax, SavedAttention, Sight, Tile
 from phalanx.parallel.mesh.comm_clock import CommClock
 
 _ALL = slice(None)
@@ -65,14 +66,13 @@ class RingMethod:
 
     group: dist.ProcessGroup
     clock: CommClock
-    scale: float | None = None
+    score: Score
     window: int = 0
 
     def mix(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """See ``TileMethod``."""
-        scale = score_scale(self.scale, query)
         rows = OnlineSoftmax(query, value.shape[-1])
         for source, keys, values in self._rounds(key, value):
             seen, sight = (
@@ -80,14 +80,13 @@ class RingMethod:
                 self._sight(query, source, documents),
             )
             if not seen.hidden(sight):
-                rows.add(seen.rows, *seen.forward(query, keys, values, sight, scale))
+                rows.add(seen.rows, *seen.forward(query, keys, values, sight, self.score))
         return rows.out, rows.lse
 
     def differentiate(
         self, saved: SavedAttention, grad_out: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See ``TileMethod``."""
-        scale = score_scale(self.scale, saved.query)
         grad_query = torch.zeros_like(saved.query, dtype=torch.float32)
         collected = key.new_zeros(key.numel() + value.numel(), dtype=torch.float32)
         arriving: Passing | None = None
@@ -97,7 +96,7 @@ class RingMethod:
             seen = tile(self.group.rank(), source, grad_out.shape[2])
             sight = self._sight(saved.query, source, documents)
             shares = (
-                None if seen.hidden(sight) else seen.backward(saved, grad_out, keys, values, sight, scale)
+                None if seen.hidden(sight) else seen.backward(saved, grad_out, keys, values, sight, self.score)
             )
             if arriving is not None:  # in the first step the keys are our own, and nobody has added anything
                 collected = arriving.wait()

@@ -22,8 +22,8 @@ from phalanx.parallel.mesh.partition import DimSplit, Partition
 from phalanx.parallel.tensor.sequence_comm import SequenceComm
 from phalanx.run.spec import RunSpec
 
-_INNER = {"gate": 1, "up": 1, "down": 2}
-"""The dimension of an expert's inner elements."""
+_DIVIDED = {"gate": 1, "up": 1, "down": 2, "gate_bias": 1, "up_bias": 1, "down_bias": 1}
+"""The dimension that ranks divide: that of an expert's inner elements. Of ``down_bias`` each adds a part to its share of the sum."""
 
 
 def apply_experts(
@@ -63,9 +63,11 @@ def _cut(experts: Experts, prefix: str, mesh: Mesh) -> dict[str, Partition]:
     """Replaces the parameters of ``experts`` by this rank's parts."""
     partitions = {}
     for name, whole in list(experts.named_parameters()):
-        partition = Partition(tuple(whole.shape), tuple(_splits(_INNER[name], mesh)))
+        partition = Partition(tuple(whole.shape), tuple(_splits(_DIVIDED[name], mesh)))
         setattr(experts, name, nn.Parameter(whole.new_empty(partition.part[1]), whole.requires_grad))
         partitions[f"{prefix}.{name}"] = partition
+        if name == "down_bias":
+            experts.result_start = partition.part[0][1]
     return partitions
 
 

@@ -6,7 +6,14 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from phalanx.run.kinds.operations import AttentionCore, LayerExchange, MatrixProduct, Operation, Rotation
+from phalanx.run.kinds.operations import (
+    AttentionCore,
+    LayerExchange,
+    MatrixProduct,
+    Operation,
+    Pointwise,
+    Rotation,
+)
 from phalanx.run.kinds.parts import Parameter, by_name, linear, norm, under
 from phalanx.run.problems import Problem, divisors_near
 from phalanx.run.spec import ModelSpec
@@ -14,7 +21,7 @@ from phalanx.run.spec import ModelSpec
 TITLE: str = "grouped attention"
 OWN_FIELDS: tuple[str, ...] = (
     *("qk_norm", "qk_norm_width", "attention_bias", "qkv_bias", "rope_fraction"),
-    *("score_width", "attention_pattern", "window", "window_rope_theta"),
+    *("score_width", "sinks", "attention_pattern", "window", "window_rope_theta"),
 )
 
 
@@ -133,9 +140,11 @@ def undivided(model: ModelSpec) -> Iterator[tuple[str, Problem]]:
 
 
 def parts(model: ModelSpec) -> Iterator[Parameter]:
-    """Projections divided by heads, and with ``qk_norm`` the norms of a head."""
+    """Projections divided by heads, with ``qk_norm`` the norms of a head, and with ``sinks`` a logit of each."""
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     bias = model.attention_bias or model.qkv_bias
+    if model.sinks:
+        yield Parameter("sinks", (model.heads,), "bias", tensor_dim=0)
     yield from under("query", linear(model.dim, queries, bias, tensor_dim=0))
     yield from under("key", linear(model.dim, keys, bias, tensor_dim=0, most_parts=model.kv_heads))
     yield from under("value", linear(model.dim, keys, bias, tensor_dim=0, most_parts=model.kv_heads))
@@ -158,12 +167,15 @@ def operations(model: ModelSpec) -> tuple[Operation, ...]:
     queries, keys = weights["query.weight"].shape[0], weights["key.weight"].shape[0]
     projections = tuple(weights[f"{name}.weight"] for name in ("query", "key", "value"))
     norms = tuple(part for part in weights.values() if part.kind == "norm")
+    # Sinks shrink what attention gives: a pass over it, and in backward over it and its gradient.
+    sinks = (Pointwise("core", "tokens", 2 * queries, 3 * queries, "tensor"),) if model.sinks else ()
     return (
         LayerExchange("projection", "gather", model.dim),
         MatrixProduct("projection", "tokens", projections, kept=True),
         Rotation((queries + keys) * rotated_of(model) // model.head_dim, queries + keys, norms),
         LayerExchange("core", "context", 2 * keys, "key_heads"),
         core(model),
+        *sinks,
         MatrixProduct("out", "tokens", (weights["output.weight"],)),
         LayerExchange("out", "scatter", model.dim),
     )

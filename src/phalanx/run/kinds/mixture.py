@@ -9,6 +9,7 @@ from phalanx.run.kinds import feed_forward
 from phalanx.run.kinds.operations import (
     Activation,
     AroundExperts,
+    Axis,
     KeptTensor,
     LayerExchange,
     MatrixProduct,
@@ -47,8 +48,6 @@ def _layers(model: ModelSpec, moe: MoeSpec) -> Iterator[Problem]:
             f"first_dense + every must be at most {model.layers}",
             ("model.moe.every", "model.layers"),
         )
-    if model.ffn_bias:
-        yield Problem("model.ffn_bias", "experts have no biases", "set it to false", ("model.moe",))
     for path, width in (("model.dim", model.dim), ("model.moe.ffn_dim", moe.ffn_dim or model.ffn_dim)):
         if width % _ALIGNED:
             yield Problem(
@@ -118,15 +117,22 @@ def tensor_sizes(model: ModelSpec) -> Iterator[tuple[str, int]]:
 
 
 def parts(model: ModelSpec, moe: MoeSpec) -> Iterator[Parameter]:
-    """The shared expert's gate, the router, stacks of the experts' matrices, and the shared expert's."""
+    """The shared expert's gate, the router, stacks of the experts' matrices and biases, and the shared expert's."""
     if moe.shared_gate:
         yield Parameter("shared_gate", (1, model.dim), "gate", products=1)
     yield Parameter("router.weight", (moe.experts, model.dim), "router", products=1)
+    if moe.router_bias:
+        yield Parameter("router.logit_bias", (moe.experts,), "bias")
     wide, narrow = (moe.experts, moe.ffn_dim, model.dim), (moe.experts, model.dim, moe.ffn_dim)
     if feed_forward.is_gated(model):
         yield Parameter("experts.gate", wide, "matrix", True, 1, products=1, per_token=moe.per_token)
     yield Parameter("experts.up", wide, "matrix", True, 1, products=1, per_token=moe.per_token)
     yield Parameter("experts.down", narrow, "output", True, 2, products=1, per_token=moe.per_token)
+    if model.ffn_bias:
+        inner = ("gate_bias", "up_bias") if feed_forward.is_gated(model) else ("up_bias",)
+        for name, width in (*((name, moe.ffn_dim) for name in inner), ("down_bias", model.dim)):
+            # Ranks that divide an expert's matrices add up their results, of which each adds the bias to a part of its own.
+            yield Parameter(f"experts.{name}", (moe.experts, width), "bias", True, 1, per_token=moe.per_token)
     if moe.shared:
         yield from under("shared", feed_forward.parts(model, moe.shared * moe.ffn_dim))
 
@@ -155,14 +161,21 @@ def operations(model: ModelSpec, moe: MoeSpec) -> tuple[Operation, ...]:
         LayerExchange("dispatch", "expert_gather", dim),
         KeptTensor("dispatch", "routed", dim, operand=True),
         MatrixProduct("expert_widen", "routed", widen, kept=True),
+        *_adding_biases(model, "expert_widen", len(widen) * inner, "expert_tensor"),
         Activation("expert_activation", "routed", inner, feed_forward.is_gated(model), "expert_tensor"),
         MatrixProduct("expert_down", "routed", (weights["experts.down"],)),
+        *_adding_biases(model, "expert_down", dim, "none"),
         LayerExchange("combine", "expert_scatter", dim),
         LayerExchange("combine", "combine", dim),
         Permutation("combine", dim, moe.per_token),
         *shared,
         AroundExperts(moe.experts, dim, inner),
     )
+
+
+def _adding_biases(model: ModelSpec, part: str, width: int, over: Axis) -> tuple[Operation, ...]:
+    """Rows read and written with a bias of their expert, and in backward summed for its gradient."""
+    return (Pointwise(part, "routed", 2 * width, width, over),) if model.ffn_bias else ()
 
 
 def tiny(model: ModelSpec, tensor: int) -> ModelSpec:

@@ -34,7 +34,7 @@ class Parameter:
     shape: tuple[int, ...]
     kind: ParameterKind
     stacked: bool = False
-    """True for a stack of matrices ``(experts, rows, columns)``, each of its own, rather than one."""
+    """True for a stack of matrices ``(experts, rows, columns)`` or of biases ``(experts, rows)``, each of its own, rather than one."""
     tensor_dim: int | None = None
     """The dimension that the tensor axis divides (of a stack, the axis of experts' matrices); ``None`` if all ranks hold it alike."""
     most_parts: int = 0
@@ -42,7 +42,7 @@ class Parameter:
     products: int = 0
     """Number of times that the forward pass of a token multiplies with it."""
     per_token: int = 0
-    """Number of a stack's matrices that one token is multiplied with."""
+    """Number of a stack's matrices, or biases, that one token meets."""
     section: Section = "block"
     layer: int = 0
     """The layer, from 0, of a parameter of a block."""
