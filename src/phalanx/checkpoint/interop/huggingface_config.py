@@ -12,12 +12,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from phalanx.checkpoint.format.errors import CheckpointError
+from phalanx.checkpoint.interop.families.family import OPTIONAL, Family
 from phalanx.checkpoint.interop.huggingface_choice import family_for, flat, in_family_terms, unsayable
-from phalanx.checkpoint.interop.huggingface_families import (
-    FAMILIES,
-    OPTIONAL,
-    Family,
-)
+from phalanx.checkpoint.interop.huggingface_families import FAMILIES
 from phalanx.checkpoint.interop.huggingface_names import hf_name, parameter_name
 from phalanx.model.facts.shape import resolve
 from phalanx.run.read import spec_from_table, to_table

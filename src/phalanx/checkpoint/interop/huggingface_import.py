@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from phalanx.checkpoint.format.blocks import page_aligned
 from phalanx.checkpoint.format.boxes import Box, Extent, whole
 from phalanx.checkpoint.format.image import Image, image_layout, spans
+from phalanx.checkpoint.interop.families.family import Family
 from phalanx.checkpoint.interop.huggingface_config import (
     HuggingFaceError,
     Storage,
@@ -30,7 +31,6 @@ from phalanx.checkpoint.interop.huggingface_config import (
     spec_of,
     storage_of,
 )
-from phalanx.checkpoint.interop.huggingface_families import Family
 from phalanx.checkpoint.interop.huggingface_files import (
     CONFIG,
     PIECE_BYTES,

@@ -1,6 +1,6 @@
 """Fields of a family's ``config.json`` that are no field of ModelSpec under another name: which layers are of which kind.
 
-A family names its pair of functions (``huggingface_families.py``): one reads fields of ``ModelSpec`` and says what is wrong with
+A family names its pair of functions (``families/``): one reads fields of ``ModelSpec`` and says what is wrong with
 them, the other writes them back.
 """
 

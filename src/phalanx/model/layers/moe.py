@@ -65,8 +65,12 @@ class Experts(nn.Module):
         sources, whose number is a power of two.
         """
         named = {
-            **{"gate": self.gate, "up": self.up, "down": self.down},
-            **{"gate_bias": self.gate_bias, "up_bias": self.up_bias, "down_bias": self.down_bias},
+            "gate": self.gate,
+            "up": self.up,
+            "down": self.down,
+            "gate_bias": self.gate_bias,
+            "up_bias": self.up_bias,
+            "down_bias": self.down_bias,
         }
         return list(
             self._each(sources, {name: weight for name, weight in named.items() if weight is not None})

@@ -59,7 +59,9 @@ def _pieces(queries: int, keys: int, device: torch.device, *, causal: bool) -> I
         yield _Piece(slice(start, stop), slice(0, stop), hidden)
 
 
-def _bent(query: Tensor, key: Tensor, piece: _Piece, score: Score, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def _bent(
+    query: Tensor, key: Tensor, piece: _Piece, score: Score, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Scores of a piece with mask and bias, and ``tanh``, whose square is missing from 1 in the slope: ``(b, h, rows, keys)``, fp32."""
     products = (query[:, :, piece.rows] @ key[:, :, piece.keys].transpose(-1, -2)).float()
     tanh = torch.tanh(products.mul_(score.factor(query) / score.cap))
@@ -103,7 +105,9 @@ def capped_attend_backward(
     """
     grouped = key.shape[1]
     keys, values = _for_each_query_head(query, key, value)
-    grad_query, grad_key, grad_value = (torch.zeros_like(x, dtype=torch.float32) for x in (query, keys, values))
+    grad_query, grad_key, grad_value = (
+        torch.zeros_like(x, dtype=torch.float32) for x in (query, keys, values)
+    )
     lost = (grad_out.float() * out.float()).sum(-1, keepdim=True)  # D: (b, h, q, 1)
     for piece in _pieces(query.shape[2], keys.shape[2], query.device, causal=causal):
         upstream = grad_out[:, :, piece.rows]

@@ -96,7 +96,9 @@ class RingMethod:
             seen = tile(self.group.rank(), source, grad_out.shape[2])
             sight = self._sight(saved.query, source, documents)
             shares = (
-                None if seen.hidden(sight) else seen.backward(saved, grad_out, keys, values, sight, self.score)
+                None
+                if seen.hidden(sight)
+                else seen.backward(saved, grad_out, keys, values, sight, self.score)
             )
             if arriving is not None:  # in the first step the keys are our own, and nobody has added anything
                 collected = arriving.wait()

@@ -25,6 +25,7 @@ from phalanx.model.autograd import FunctionContext, apply_function, uncompiled
 from phalanx.model.layers.attend import attend, attend_backward, mask_bias, sink_gradient, with_sinks
 from phalanx.model.layers.soft_cap import Score
 
+
 @dataclass(frozen=True)
 class Tile:
     """A block of the score matrix, as ranges of the sequence dimensions of queries and keys."""

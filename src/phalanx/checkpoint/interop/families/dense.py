@@ -1,0 +1,161 @@
+"""Families whose layers are all dense."""
+
+from phalanx.checkpoint.interop.families.family import (
+    ATTENTION_BIAS,
+    COMMON,
+    DENSE,
+    GROUPED,
+    PATTERN,
+    Family,
+)
+from phalanx.checkpoint.interop.huggingface_layers import (
+    all_rotated,
+    no_window,
+    qwen2_layers,
+    read_layer_types,
+    read_regular_windows,
+    read_score_width,
+    read_switched_window,
+    read_two_biases,
+    read_unrotated_layers,
+    read_window_everywhere,
+    reads,
+    whole_heads,
+    window_everywhere,
+    write_layer_types,
+    write_score_width,
+    write_switched_window,
+    write_two_biases,
+    write_unrotated_layers,
+    write_window,
+    writes,
+)
+
+_OLMO = {"qk_norm": True, "qk_norm_width": "all", "norm_placement": "after"}
+_AFTER = {
+    "attention_post_norm.weight": "post_attention_layernorm.weight",
+    "ffn_post_norm.weight": "post_feedforward_layernorm.weight",
+}
+
+LLAMA = Family(
+    "llama",
+    "LlamaForCausalLM",
+    COMMON | GROUPED | ATTENTION_BIAS | {"ffn_bias": "mlp_bias"},
+    DENSE | {"qk_norm": False},
+    absent={"norm_eps": 1e-6},
+    check=whole_heads,
+)
+MISTRAL = Family(
+    "mistral",
+    "MistralForCausalLM",
+    COMMON | GROUPED,
+    DENSE | {"qk_norm": False, "attention_bias": False, "ffn_bias": False},
+    absent={"norm_eps": 1e-6, "kv_heads": 8},
+    said=PATTERN,
+    read=read_window_everywhere(4096),
+    write=write_window,
+    check=window_everywhere,
+)
+SMOLLM3 = Family(
+    "smollm3",
+    "SmolLM3ForCausalLM",
+    COMMON | GROUPED | ATTENTION_BIAS | {"ffn_bias": "mlp_bias"},
+    DENSE | {"qk_norm": False},
+    absent={"norm_eps": 1e-6, "kv_heads": 4, "tie_embeddings": True},
+    said=PATTERN,
+    read=read_unrotated_layers,
+    write=write_unrotated_layers,
+    check=no_window,
+    own=("no_rope_layers", "no_rope_layer_interval"),
+)
+QWEN2 = Family(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    COMMON | GROUPED,
+    DENSE | {"qk_norm": False, "qkv_bias": True, "ffn_bias": False},
+    absent={"norm_eps": 1e-6, "kv_heads": 32},
+    said=PATTERN,
+    read=read_switched_window,
+    write=write_switched_window,
+    check=qwen2_layers,
+)
+SEED_OSS = Family(
+    "seed_oss",
+    "SeedOssForCausalLM",
+    COMMON | GROUPED | {"ffn_bias": "mlp_bias"},
+    DENSE | {"qk_norm": False},
+    absent={"norm_eps": 1e-6, "head_dim": 128, "kv_heads": 8},
+    said=("attention_bias", "qkv_bias"),
+    read=read_two_biases,
+    write=write_two_biases,
+    own=("attention_bias", "attention_out_bias"),
+)
+QWEN3 = Family(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    COMMON | GROUPED | ATTENTION_BIAS,
+    DENSE | {"qk_norm": True, "ffn_bias": False},
+    absent={"norm_eps": 1e-6, "head_dim": 128},
+    said=PATTERN,
+    read=read_switched_window,
+    write=write_switched_window,
+    check=all_rotated,
+)
+OLMO2 = Family(
+    "olmo2",
+    "Olmo2ForCausalLM",
+    COMMON | GROUPED | ATTENTION_BIAS,
+    DENSE | _OLMO | {"ffn_bias": False},
+    absent={"norm_eps": 1e-5},
+    names=_AFTER,
+)
+OLMO3 = Family(
+    "olmo3",
+    "Olmo3ForCausalLM",
+    COMMON | GROUPED | ATTENTION_BIAS,
+    DENSE | _OLMO | {"ffn_bias": False},
+    absent={"norm_eps": 1e-5, "rope_theta": 5e5},
+    said=(*PATTERN, "window_rope_theta"),
+    read=read_layer_types(4096, lambda layer: (layer + 1) % 4 != 0),
+    write=write_layer_types,
+    check=all_rotated,
+    names=_AFTER,
+)
+GEMMA3 = Family(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    COMMON | GROUPED | ATTENTION_BIAS,
+    {
+        "ffn": "geglu",
+        "mtp_depth": 0,
+        "ffn_bias": False,
+        "norm_placement": "both",
+        "qk_norm": True,
+        "norm_offset": True,
+        "scale_embeddings": True,
+    },
+    constants={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "use_bidirectional_attention": False,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    },
+    absent={
+        "norm_eps": 1e-6,
+        "kv_heads": 4,
+        "head_dim": 256,
+        "tie_embeddings": True,
+        "rope_theta": 1e6,
+        "window_rope_theta": 1e4,
+    },
+    said=(*PATTERN, "window_rope_theta", "score_width"),
+    read=reads(read_regular_windows, read_score_width),
+    write=writes(write_layer_types, write_score_width),
+    check=all_rotated,
+    own=("query_pre_attn_scalar", "rope_local_base_freq", "sliding_window_pattern"),
+    names={
+        "attention_post_norm.weight": "post_attention_layernorm.weight",
+        "ffn_norm.weight": "pre_feedforward_layernorm.weight",
+        "ffn_post_norm.weight": "post_feedforward_layernorm.weight",
+    },
+)

@@ -1,0 +1,305 @@
+"""Families with mixtures of experts."""
+
+from phalanx.checkpoint.interop.families.family import (
+    ATTENTION_BIAS,
+    COMMON,
+    DENSE,
+    GROUPED,
+    PATTERN,
+    Family,
+)
+from phalanx.checkpoint.interop.huggingface_layers import (
+    all_rotated,
+    best_of_groups,
+    heads_as_wide_as_the_model,
+    qwen2_layers,
+    read_early_windows,
+    read_greedy_groups,
+    read_last_windows,
+    read_latent,
+    read_rotated_width,
+    read_shared_width,
+    read_sparse_step,
+    read_window_everywhere,
+    read_window_if_switched_on,
+    reads,
+    window_everywhere,
+    write_early_windows,
+    write_greedy_groups,
+    write_latent,
+    write_layer_types,
+    write_shared_width,
+    write_sparse_step,
+    write_window,
+    write_window_switch,
+    writes,
+)
+
+_DEEPSEEK_MIXTURE = {
+    "moe.ffn_dim": "moe_intermediate_size",
+    "moe.experts": "n_routed_experts",
+    "moe.per_token": "num_experts_per_tok",
+    "moe.shared": "n_shared_experts",
+    "moe.first_dense": "first_k_dense_replace",
+    "moe.normalize": "norm_topk_prob",
+    "moe.scale": "routed_scaling_factor",
+    "moe.groups": "n_group",
+    "moe.groups_per_token": "topk_group",
+}
+_SIGMOID_ROUTER = {"moe.score": "sigmoid", "moe.every": 1}
+_SOFTMAX_ROUTER = {
+    "moe.score": "softmax",
+    "moe.scale": 1.0,
+    "moe.shared": 0,
+    "moe.groups": 1,
+    "moe.balance_bias": False,
+}
+
+MIXTRAL = Family(
+    "mixtral",
+    "MixtralForCausalLM",
+    COMMON
+    | GROUPED
+    | {
+        "moe.ffn_dim": "intermediate_size",
+        "moe.experts": "num_local_experts",
+        "moe.per_token": "num_experts_per_tok",
+    },
+    DENSE
+    | _SOFTMAX_ROUTER
+    | {
+        "qk_norm": False,
+        "attention_bias": False,
+        "ffn_bias": False,
+        "moe.normalize": True,
+        "moe.first_dense": 0,
+        "moe.every": 1,
+    },
+    constants={"router_jitter_noise": 0.0},
+    absent={"norm_eps": 1e-5, "rope_theta": 1e6},
+    said=PATTERN,
+    read=read_window_everywhere(None),
+    write=write_window,
+    check=window_everywhere,
+    names={
+        "ffn.router.weight": "block_sparse_moe.gate.weight",
+        "ffn.experts.gate": "block_sparse_moe.experts.*.w1.weight",
+        "ffn.experts.up": "block_sparse_moe.experts.*.w3.weight",
+        "ffn.experts.down": "block_sparse_moe.experts.*.w2.weight",
+    },
+)
+QWEN3_MOE = Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    COMMON
+    | GROUPED
+    | ATTENTION_BIAS
+    | {
+        "moe.ffn_dim": "moe_intermediate_size",
+        "moe.experts": "num_experts",
+        "moe.per_token": "num_experts_per_tok",
+        "moe.normalize": "norm_topk_prob",
+    },
+    DENSE | _SOFTMAX_ROUTER | {"qk_norm": True, "ffn_bias": False},
+    absent={"norm_eps": 1e-6},
+    aliases={"num_experts": "num_local_experts"},
+    said=("moe.first_dense", "moe.every", *PATTERN),
+    read=reads(read_sparse_step, read_window_if_switched_on),
+    write=writes(write_sparse_step, write_window_switch),
+    check=window_everywhere,
+)
+GLM4_MOE = Family(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    COMMON
+    | GROUPED
+    | _DEEPSEEK_MIXTURE
+    | {
+        "qkv_bias": "attention_bias",
+        "qk_norm": "use_qk_norm",
+        "rope_fraction": "partial_rotary_factor",
+        "mtp_depth": "num_nextn_predict_layers",
+    },
+    {"ffn": "swiglu", "attention_bias": False, "ffn_bias": False} | _SIGMOID_ROUTER,
+    absent={
+        "norm_eps": 1e-5,
+        "kv_heads": 8,
+        "rope_fraction": 0.5,
+        "mtp_depth": 1,
+        "moe.balance_bias": True,
+    },
+    aliases={"num_nextn_predict_layers": "num_mtp_layers", "n_routed_experts": "num_local_experts"},
+    said=("moe.balance_bias",),
+)
+DOTS1 = Family(
+    "dots1",
+    "Dots1ForCausalLM",
+    COMMON | GROUPED | ATTENTION_BIAS | _DEEPSEEK_MIXTURE,
+    DENSE | {"qk_norm": True, "ffn_bias": False} | _SIGMOID_ROUTER,
+    absent={"norm_eps": 1e-6, "moe.balance_bias": True},
+    aliases={"n_routed_experts": "num_local_experts"},
+    said=("moe.balance_bias", *PATTERN),
+    read=read_last_windows,
+    write=write_layer_types,
+    check=all_rotated,
+)
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    COMMON
+    | _DEEPSEEK_MIXTURE
+    | {
+        "mla.query_rank": "q_lora_rank",
+        "mla.kv_rank": "kv_lora_rank",
+        "mla.nope_head_dim": "qk_nope_head_dim",
+        "mla.rope_head_dim": "qk_rope_head_dim",
+        "mla.value_head_dim": "v_head_dim",
+        "mtp_depth": "num_nextn_predict_layers",
+    },
+    {"ffn": "swiglu", "ffn_bias": False} | _SIGMOID_ROUTER,
+    constants={
+        "attention_bias": False,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+    },
+    # The bias is in every published model; one that was never moved is zero, and changes nothing.
+    absent={"norm_eps": 1e-6, "moe.balance_bias": True},
+    aliases={"num_nextn_predict_layers": "num_mtp_layers", "n_routed_experts": "num_local_experts"},
+    said=("kv_heads", "head_dim", "moe.balance_bias", "mla.norm_eps"),
+    read=read_latent,
+    write=write_latent,
+)
+DEEPSEEK_V2 = Family(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    {
+        ours: theirs
+        for ours, theirs in DEEPSEEK_V3.fields.items()
+        if ours not in ("mtp_depth", "moe.groups", "moe.groups_per_token", "moe.normalize")
+    },
+    {
+        "ffn": "swiglu",
+        "ffn_bias": False,
+        "moe.score": "softmax",
+        "moe.every": 1,
+        "moe.normalize": False,
+        "moe.balance_bias": False,
+    },
+    constants={
+        "attention_bias": False,
+        "mlp_bias": False,
+        "norm_topk_prob": False,
+        "scoring_func": "softmax",
+        "moe_layer_freq": 1,
+    },
+    absent={"norm_eps": 1e-6},
+    said=(
+        *("kv_heads", "head_dim", "mla.norm_eps"),
+        *("moe.groups", "moe.groups_per_token", "moe.group_score"),
+    ),
+    read=reads(read_latent, read_greedy_groups),
+    write=writes(write_latent, write_greedy_groups),
+    check=best_of_groups,
+    own=("topk_method", "n_group", "topk_group"),
+)
+OLMOE = Family(
+    "olmoe",
+    "OlmoeForCausalLM",
+    COMMON
+    | ATTENTION_BIAS
+    | {
+        "kv_heads": "num_key_value_heads",
+        "moe.ffn_dim": "intermediate_size",
+        "moe.experts": "num_experts",
+        "moe.per_token": "num_experts_per_tok",
+        "moe.normalize": "norm_topk_prob",
+    },
+    DENSE
+    | _SOFTMAX_ROUTER
+    | {
+        "qk_norm": True,
+        "qk_norm_width": "all",
+        "ffn_bias": False,
+        "moe.first_dense": 0,
+        "moe.every": 1,
+    },
+    constants={"clip_qkv": None},
+    absent={"norm_eps": 1e-5, "moe.normalize": False},
+    said=("head_dim",),
+    check=heads_as_wide_as_the_model,
+)
+QWEN2_MOE = Family(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    COMMON
+    | GROUPED
+    | {
+        "qkv_bias": "qkv_bias",
+        "moe.ffn_dim": "moe_intermediate_size",
+        "moe.experts": "num_experts",
+        "moe.per_token": "num_experts_per_tok",
+        "moe.normalize": "norm_topk_prob",
+    },
+    DENSE
+    | {path: value for path, value in _SOFTMAX_ROUTER.items() if path != "moe.shared"}
+    | {"qk_norm": False, "attention_bias": False, "ffn_bias": False, "moe.shared_gate": True},
+    absent={"norm_eps": 1e-6, "kv_heads": 16, "qkv_bias": True, "moe.normalize": False},
+    said=("moe.first_dense", "moe.every", "moe.shared", *PATTERN),
+    read=reads(read_sparse_step, read_shared_width, read_early_windows),
+    write=writes(write_sparse_step, write_shared_width, write_early_windows),
+    check=qwen2_layers,
+    own=("shared_expert_intermediate_size",),
+    names={
+        f"ffn.shared.{matrix}.weight": f"mlp.shared_expert.{matrix}_proj.weight"
+        for matrix in ("gate", "up", "down")
+    },
+)
+MINIMAX_M2 = Family(
+    "minimax_m2",
+    "MiniMaxM2ForCausalLM",
+    COMMON
+    | GROUPED
+    | {
+        "rope_fraction": "partial_rotary_factor",
+        "moe.ffn_dim": "intermediate_size",
+        "moe.experts": "num_local_experts",
+        "moe.per_token": "num_experts_per_tok",
+    },
+    DENSE
+    | _SIGMOID_ROUTER
+    | {
+        "qk_norm": True,
+        "qk_norm_width": "all",
+        "attention_bias": False,
+        "ffn_bias": False,
+        "moe.normalize": True,
+        "moe.scale": 1.0,
+        "moe.shared": 0,
+        "moe.groups": 1,
+        "moe.first_dense": 0,
+    },
+    constants={
+        "router_jitter_noise": 0.0,
+        # Of the publisher's own code.
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "shared_intermediate_size": 0,
+    },
+    absent={
+        "norm_eps": 1e-6,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "rope_theta": 5e6,
+        "moe.balance_bias": True,
+    },
+    said=("moe.balance_bias",),
+    read=read_rotated_width,
+    own=("rotary_dim", "attn_type_list"),
+    names={
+        **MIXTRAL.names,
+        "ffn.router.bias": "block_sparse_moe.e_score_correction_bias",
+    },
+)
