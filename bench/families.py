@@ -100,6 +100,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (0.25, 0.5, 1.0),
     "rotary_dim": (2, 4, 6, 8),
     "use_qk_norm": (True, False),
+    "swiglu_alpha": (1.0, 1.702),
+    "swiglu_limit": (0.05, 7.0),
 }
 OUTCOMES = ("equal", "refused", "refused by transformers", "not finite", "wrong", "broken")
 

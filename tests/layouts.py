@@ -54,7 +54,6 @@ MIXTURE = ModelSpec(
     ffn_dim=64,
     vocab_size=61,
     ffn="swiglu-clamped",
-    swiglu_limit=0.05,
     ffn_bias=True,
     mla=MlaSpec(query_rank=24, kv_rank=16, nope_head_dim=8, rope_head_dim=4, value_head_dim=8),
     moe=MoeSpec(

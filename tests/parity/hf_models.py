@@ -14,6 +14,7 @@ from transformers import (
     Dots1Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
     MiniMaxM2Config,
     MistralConfig,
@@ -236,6 +237,21 @@ MIXTURES: dict[str, Any] = {
         **DEEPSEEK, rope_parameters=YARN
     ),
 }
+GPT_OSS: dict[str, Any] = {
+    **SMALL,
+    "num_hidden_layers": 3,
+    "head_dim": 12,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 9,
+    "rope_parameters": {**YARN, "truncate": False},
+}
+MIXTURES |= {
+    "gpt-oss": GptOssConfig(**GPT_OSS),
+    "gpt-oss, clamped, no biases of attention": GptOssConfig(
+        **{**GPT_OSS, "attention_bias": False}, swiglu_alpha=1.3, swiglu_limit=0.02
+    ),
+}
 CONFIGS = {
     **DENSE,
     "llama, yarn": LlamaConfig(**SMALL, rope_parameters=YARN),
@@ -252,13 +268,18 @@ CONFIGS = {
 }
 
 
+EAGER_ALONE = ("gpt_oss",)
+"""Families for which `transformers` has no other attention."""
+
+
 def hf_model(config: Any, seed: int = 0, attention: str = "sdpa") -> Any:
     """A model of `transformers` with random weights, gains and biases too."""
     torch.manual_seed(seed)
+    attention = "eager" if config.model_type in EAGER_ALONE else attention
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:
+            if parameter.ndim == 1 or name.endswith("_bias"):
                 parameter.copy_(torch.randn_like(parameter) * 0.3 + (0.0 if "bias" in name else 1.0))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
@@ -273,7 +294,9 @@ def in_our_words(named: Iterable[tuple[str, Tensor]], config: Any) -> dict[str, 
     """
     ours: dict[str, Tensor] = {}
     for name, value in named:
-        if name.endswith("experts.gate_up_proj"):
+        if config.model_type == "gpt_oss" and (".mlp." in name or "sinks" in name):
+            ours |= _of_gpt_oss(name.replace("model.layers", "blocks"), value)
+        elif name.endswith("experts.gate_up_proj"):
             prefix = name.replace("model.layers", "blocks").replace("mlp.experts.gate_up_proj", "ffn.experts")
             ours[f"{prefix}.gate"], ours[f"{prefix}.up"] = value.chunk(2, dim=1)
         elif name.endswith("experts.down_proj"):
@@ -287,6 +310,29 @@ def in_our_words(named: Iterable[tuple[str, Tensor]], config: Any) -> dict[str, 
             published = name.replace("mlp.e_score", "mlp.gate.e_score")
             ours[parameter_name(published, family)] = _in_halves(name, value, config)
     return ours
+
+
+def _of_gpt_oss(name: str, value: Tensor) -> dict[str, Tensor]:
+    """Sinks, and a mixture's tensors: gates and values by turns in the last dimension, and matrices transposed."""
+    block, _, rest = name.partition(".mlp.")
+    mixture = f"{block}.ffn"
+    match rest:
+        case "":
+            return {name.replace("self_attn", "attention"): value}
+        case "router.weight" | "router.bias":
+            return {f"{mixture}.{rest.replace('bias', 'logit_bias')}": value}
+        case "experts.gate_up_proj":
+            return {
+                f"{mixture}.experts.{part}": value[..., at::2].mT for at, part in enumerate(("gate", "up"))
+            }
+        case "experts.gate_up_proj_bias":
+            return {
+                f"{mixture}.experts.{part}_bias": value[:, at::2] for at, part in enumerate(("gate", "up"))
+            }
+        case "experts.down_proj":
+            return {f"{mixture}.experts.down": value.mT}
+        case _:
+            return {f"{mixture}.experts.down_bias": value}
 
 
 def _in_halves(name: str, value: Tensor, config: Any) -> Tensor:

@@ -23,6 +23,7 @@ READ_IN_PIECES = (
     *("max_window_layers", "decoder_sparse_step", "sliding_window_pattern", "sliding_window", "head_dim"),
     *("num_hidden_layers", "num_key_value_heads", "original_max_position_embeddings", "rope_local_base_freq"),
     *("shared_expert_intermediate_size", "moe_intermediate_size", "rotary_dim", "attn_type_list", "qkv_bias"),
+    *("swiglu_limit", "attention_bias"),
 )
 VALUES: tuple[Any, ...] = (
     *(None, 0, -1, 10**40, 0.5, 1e300, float("nan"), True, "", "x", [], [1, 2], ["a"], [[]], {}, {"a": 1}),

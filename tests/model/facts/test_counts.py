@@ -108,6 +108,7 @@ def test_parameters_are_those_of_the_module(tied: bool) -> None:
         ("qwen3-8b", 8_190_735_360),
         ("mixtral-8x7b", 46_702_792_704),
         ("qwen3-30b-a3b", 30_532_122_624),
+        ("gpt-oss-20b", 20_914_757_184),
         # 671,026,419,200 with the balance biases, which are state but no parameters.
         ("deepseek-v3", 671_026_419_200 - 58 * 256),
     ],
@@ -127,6 +128,7 @@ def test_a_preset_has_exactly_the_published_number_of_parameters(preset: str, pu
         ("dense-1t", 1e12),
         ("switch-1.6t", 1.571e12),
         ("kimi-k2", 1.04e12),
+        ("gpt-oss-120b", 116.83e9),
         ("moe-100t", 1e14),
         ("toy-moe", 8.4e6),
     ],

@@ -61,7 +61,7 @@ yarns = st.builds(
 def test_yarns_frequencies_and_temperature_are_those_of_transformers(
     pairs: int, theta: float, scaling: RopeScalingSpec, plain: bool
 ) -> None:
-    scaling = replace(scaling, mscale=0.0, mscale_all_dim=0.0) if plain else scaling
+    scaling = replace(scaling, mscale=0.0, mscale_all_dim=0.0, truncate=False) if plain else scaling
     spec = replace(spec_with(0, theta, scaling), mla=MlaSpec(rope_head_dim=2 * pairs))
     parameters = {
         "rope_type": "yarn",
@@ -70,6 +70,7 @@ def test_yarns_frequencies_and_temperature_are_those_of_transformers(
         "beta_fast": scaling.beta_fast,
         "beta_slow": scaling.beta_slow,
         "original_max_position_embeddings": scaling.original_max_seq_len,
+        "truncate": scaling.truncate,
         **({} if plain else {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}),
     }
     config = LlamaConfig(head_dim=2 * pairs, rope_parameters=parameters)

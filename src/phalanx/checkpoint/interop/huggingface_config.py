@@ -48,13 +48,14 @@ _STRETCHES: Mapping[str, Mapping[str, str]] = {
         "factor": "factor",
         "beta_fast": "beta_fast",
         "beta_slow": "beta_slow",
+        "truncate": "truncate",
         "mscale": "mscale",
         "mscale_all_dim": "mscale_all_dim",
         "original_max_seq_len": "original_max_position_embeddings",
     },
 }
 # What YaRN does without; the temperature's strengths are written only where they are given.
-_YARN_OPTIONAL = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+_YARN_OPTIONAL = ("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim")
 # What else a config.json can ask for, and the only value that this project's transformer computes.
 _ONLY: Mapping[str, object] = {
     "hidden_act": "silu",
@@ -70,7 +71,7 @@ _TYPED: Mapping[type, tuple[str, ...]] = {
 }
 """The fields that are read piece by piece; a run file's own checks see to the values of all others."""
 _LAYERS_BY_WINDOW = ("full_attention", "sliding_attention")
-_ONLY_ROPE: Mapping[str, object] = {"partial_rotary_factor": 1, "attention_factor": None, "truncate": True}
+_ONLY_ROPE: Mapping[str, object] = {"partial_rotary_factor": 1, "attention_factor": None}
 
 _TEMPERATURE = (
     "mscale without mscale_all_dim, or the reverse, means different things to different readers; supported: both "
@@ -94,6 +95,8 @@ class Storage:
     """True if the rotated rows of latent attention lie in pairs, as published, and not in halves."""
     fp8_block: tuple[int, int] | None = None
     """Rows and columns that share a scale, where matrices are stored in fp8."""
+    mxfp4: bool = False
+    """True if the experts' matrices are stored in mxfp4."""
 
 
 # Writing
@@ -155,7 +158,10 @@ def _stretch_of(scaling: RopeScalingSpec | None) -> dict[str, object]:
     if scaling is None:
         return {"rope_type": "default"}
     given = {theirs: getattr(scaling, ours) for ours, theirs in _STRETCHES[scaling.kind].items()}
-    return {"rope_type": scaling.kind} | {key: value for key, value in given.items() if value}
+    unsaid = {"truncate": True, "mscale": 0, "mscale_all_dim": 0}
+    return {"rope_type": scaling.kind} | {
+        key: value for key, value in given.items() if key not in unsaid or value != unsaid[key]
+    }
 
 
 def _same_temperature(scaling: Mapping[str, object]) -> bool:
@@ -228,7 +234,11 @@ def storage_of(hf_config: JsonObject) -> Storage:
     quantization = hf_config.get("quantization_config") or {}
     block = quantization.get("weight_block_size")
     interleaved = hf_config.get("rope_interleave")
-    return Storage(interleaved is None or bool(interleaved), (block[0], block[1]) if block else None)
+    return Storage(
+        interleaved is None or bool(interleaved),
+        (block[0], block[1]) if block else None,
+        mxfp4=quantization.get("quant_method") == "mxfp4",
+    )
 
 
 def _require_types(hf_config: JsonObject) -> None:
@@ -256,9 +266,11 @@ def _quantization_problem(hf_config: JsonObject) -> str:
         return ""
     if quantization.get("quant_method") == "fp8" and len(quantization.get("weight_block_size") or ()) == 2:
         return ""
+    if quantization.get("quant_method") == "mxfp4" and hf_config.get("model_type") == "gpt_oss":
+        return ""
     return (
         f"quantization_config = {quantization!r} is not supported; supported: none, or quant_method 'fp8' with a "
-        "weight_block_size; save the model unquantized (as bfloat16, say) and import that"
+        "weight_block_size (gpt-oss: 'mxfp4'); save the model unquantized (as bfloat16, say) and import that"
     )
 
 
@@ -302,7 +314,7 @@ def _nested(flat: Mapping[str, object]) -> JsonObject:
 
 def _rope_by_layers(hf_config: JsonObject, family: Family) -> tuple[JsonObject, JsonObject | None]:
     """The rotary embedding's parameters, and those of layers with a window where the family tells them apart."""
-    by_layer = hf_config.get("rope_parameters") or {}
+    by_layer: JsonObject = hf_config.get("rope_parameters") or dict(family.rope)
     if "window_rope_theta" not in family.said:
         return hf_config.get("rope_scaling") or by_layer, None
     if by_layer and by_layer.keys() <= {*_LAYERS_BY_WINDOW}:
@@ -356,6 +368,9 @@ def _rope_of(hf_config: JsonObject, family: Family) -> tuple[dict[str, object], 
         elif ours not in _YARN_OPTIONAL:
             problems.append(f"the {kind} rotary embedding lacks {theirs}")
     problems += [] if _same_temperature(stretch) else [_TEMPERATURE]
+    if windowed is not None and stretch.get("truncate") is False:
+        # transformers looks for it beside the parameters by layer, not among them.
+        problems.append("truncate = False for some layers is not supported; supported: for all layers")
     if kind == "llama3" and "mla" in family.sections and rope.get("mscale_all_dim"):
         problems.append("mscale_all_dim with rope_type 'llama3' is not supported; supported: with 'yarn'")
     return {**fields, "rope_scaling": stretch}, problems

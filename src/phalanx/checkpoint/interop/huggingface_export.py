@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -94,8 +95,8 @@ def export_hf(
         for file in files:
             with open(folder / file.name, "wb") as stream:
                 stream.write(file.header)
-                for tensor in file.tensors:
-                    for piece in _pieces(source, tensor, dtype):
+                for tensors in _by_name(file.tensors):
+                    for piece in _pieces(source, tensors, dtype):
                         stream.write(piece)
         if len(files) > 1:
             write_json(folder / "model.safetensors.index.json", _index_of(files, dtype))
@@ -125,12 +126,12 @@ def weight_files(tensors: Sequence[Published], dtype: Dtype, file_bytes: int) ->
     """Deals tensors out over files of at most ``file_bytes`` bytes of data (or one tensor, if larger)."""
     groups: list[list[Published]] = [[]]
     room = file_bytes
-    for tensor in tensors:
-        nbytes = _nbytes(tensor, dtype)
+    for parts in _by_name(tensors):
+        nbytes = _nbytes(parts[0], dtype)
         if groups[-1] and nbytes > room:
             groups.append([])
             room = file_bytes
-        groups[-1].append(tensor)
+        groups[-1] += parts
         room -= nbytes
     names = ["model.safetensors"]
     if len(groups) > 1:
@@ -139,6 +140,12 @@ def weight_files(tensors: Sequence[Published], dtype: Dtype, file_bytes: int) ->
         WeightFile(name, _header(group, dtype), tuple(group))
         for name, group in zip(names, groups, strict=True)
     ]
+
+
+def _by_name(tensors: Sequence[Published]) -> Iterator[tuple[Published, ...]]:
+    """Each tensor that is written, as what it holds of one parameter or of several."""
+    for _, parts in groupby(tensors, key=lambda tensor: tensor.name):
+        yield tuple(parts)
 
 
 def _dtype_of(tensor: Published, dtype: Dtype) -> Dtype:
@@ -153,7 +160,7 @@ def _nbytes(tensor: Published, dtype: Dtype) -> int:
 def _header(tensors: Sequence[Published], dtype: Dtype) -> bytes:
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
-    for tensor in tensors:
+    for tensor, *_ in _by_name(tensors):
         stop = start + _nbytes(tensor, dtype)
         fields[tensor.name] = {
             "dtype": SAFETENSORS_DTYPE[_dtype_of(tensor, dtype)],
@@ -167,7 +174,7 @@ def _header(tensors: Sequence[Published], dtype: Dtype) -> bytes:
 
 
 def _index_of(files: Sequence[WeightFile], dtype: Dtype) -> dict[str, object]:
-    total = sum(_nbytes(tensor, dtype) for file in files for tensor in file.tensors)
+    total = sum(_nbytes(tensor, dtype) for file in files for tensor, *_ in _by_name(file.tensors))
     places = {tensor.name: file.name for file in files for tensor in file.tensors}
     return {"metadata": {"total_size": total}, "weight_map": places}
 
@@ -213,16 +220,38 @@ def _with_what_follows(box: Box) -> Box:
     return box.part(box.offset, (min(rows, box.global_shape[0] - box.offset[0]), *box.shape[1:]))
 
 
-def _pieces(source: ExportSource, tensor: Published, dtype: Dtype) -> Iterator[memoryview]:
-    """The bytes of a tensor in its dtype, in C order."""
-    box = whole(WEIGHTS + tensor.parameter.name, "float32", tensor.parameter.shape)
-    if tensor.expert is not None:
-        box = box.rows(tensor.expert, tensor.expert + 1)
-    for span in spans(box, box, PIECE_BYTES):
-        values = source.published(tensor, span.part)
-        converted = values.to(torch_dtype(_dtype_of(tensor, dtype)))
-        if torch.stack(converted.aminmax()).isinf().any() and (largest := values.abs().max()).isfinite():
-            raise HuggingFaceError(
-                f"{span.part}: {largest:g} is beyond the range of {dtype}; export as float32"
-            )
-        yield converted.reshape(-1).view(torch.uint8).numpy().data
+def _pieces(source: ExportSource, tensors: Sequence[Published], dtype: Dtype) -> Iterator[memoryview]:
+    """The bytes of a tensor, which holds what ``tensors`` say, in its dtype and in C order."""
+    if any(tensor.place is not None and tensor.place.axis > 0 for tensor in tensors):
+        yield from _interwoven_pieces(source, tensors, dtype)
+        return
+    for tensor in tensors:
+        box = whole(WEIGHTS + tensor.parameter.name, "float32", tensor.parameter.shape)
+        if tensor.expert is not None:
+            box = box.rows(tensor.expert, tensor.expert + 1)
+        for span in spans(box, box, PIECE_BYTES):
+            values = source.published(tensor, span.part)
+            yield _converted(values, span.part, _dtype_of(tensor, dtype))
+
+
+def _interwoven_pieces(
+    source: ExportSource, tensors: Sequence[Published], dtype: Dtype
+) -> Iterator[memoryview]:
+    """The bytes of a tensor of stacks that are joined within each expert, some experts at a time."""
+    boxes = [whole(WEIGHTS + part.parameter.name, "float32", part.parameter.shape) for part in tensors]
+    experts, *rest = tensors[0].shape
+    at_once = max(1, PIECE_BYTES * experts // max(box.nbytes for box in boxes))
+    for start in range(0, experts, at_once):
+        stop = min(start + at_once, experts)
+        joined = torch.empty((stop - start, *rest))
+        for tensor, box in zip(tensors, boxes, strict=True):
+            assert tensor.place is not None, "a tensor of several parameters"
+            tensor.place.put(source.published(tensor, box.rows(start, stop)), joined)
+        yield _converted(joined, boxes[0].rows(start, stop), _dtype_of(tensors[0], dtype))
+
+
+def _converted(values: torch.Tensor, box: Box, dtype: Dtype) -> memoryview:
+    converted = values.to(torch_dtype(dtype))
+    if torch.stack(converted.aminmax()).isinf().any() and (largest := values.abs().max()).isfinite():
+        raise HuggingFaceError(f"{box}: {largest:g} is beyond the range of {dtype}; export as float32")
+    return converted.reshape(-1).view(torch.uint8).numpy().data

@@ -29,6 +29,7 @@ from phalanx.checkpoint.interop.families.mixtures import (
     DEEPSEEK_V3,
     DOTS1,
     GLM4_MOE,
+    GPT_OSS,
     MINIMAX_M2,
     MIXTRAL,
     OLMOE,
@@ -41,7 +42,8 @@ FAMILIES: Mapping[str, Family] = {
         family.model_type: family
         for family in (
             *(LLAMA, QWEN2, SEED_OSS, QWEN3, MISTRAL, SMOLLM3, OLMO2, OLMO3, GEMMA3),
-            *(MIXTRAL, QWEN3_MOE, QWEN2_MOE, MINIMAX_M2, GLM4_MOE, DOTS1, OLMOE, DEEPSEEK_V3, DEEPSEEK_V2),
+            *(MIXTRAL, QWEN3_MOE, QWEN2_MOE, MINIMAX_M2, GLM4_MOE, DOTS1, OLMOE),
+            *(GPT_OSS, DEEPSEEK_V3, DEEPSEEK_V2),
         )
     },
     "kimi_k2": DEEPSEEK_V3,

@@ -6,7 +6,9 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from phalanx.checkpoint.interop.huggingface_config import Dtype, HuggingFaceError
 from phalanx.run.directory.durable import sync
@@ -16,6 +18,14 @@ GENERATION_CONFIG = "generation_config.json"
 PIECE_BYTES = 64 << 20
 """Bytes of a tensor, as fp32, that are in memory at once."""
 SAFETENSORS_DTYPE: Mapping[Dtype, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+class StoredTensor(Protocol):
+    """A tensor of a file of safetensors, read in parts."""
+
+    def get_dtype(self) -> str: ...
+    def get_shape(self) -> list[int]: ...
+    def __getitem__(self, part: slice | tuple[slice, ...]) -> torch.Tensor: ...
 
 
 @contextmanager

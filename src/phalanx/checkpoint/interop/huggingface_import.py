@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import tomli_w
@@ -35,9 +34,11 @@ from phalanx.checkpoint.interop.huggingface_files import (
     CONFIG,
     PIECE_BYTES,
     SAFETENSORS_DTYPE,
+    StoredTensor,
     new_folder,
     read_json,
 )
+from phalanx.checkpoint.interop.huggingface_mxfp4 import unpacked
 from phalanx.checkpoint.interop.huggingface_names import Published, hf_name, published, shared_copies
 from phalanx.checkpoint.interop.huggingface_notes import import_notes
 from phalanx.checkpoint.interop.publisher_files import copy_publisher_files
@@ -83,7 +84,8 @@ def import_hf(directory: Path, out: Path, *, image_bytes: int = IMAGE_BYTES) -> 
     config = read_json(directory / CONFIG)
     spec = spec_of(config)
     with new_folder(out) as folder, ExitStack() as stack:
-        weights = Weights(_open_weights(directory, stack), storage_of(config))
+        storage, tensors = storage_of(config), _open_weights(directory, stack)
+        weights = Weights(unpacked(tensors) if storage.mxfp4 else tensors, storage)
         family = family_of(config)
         spec, notes = _settle_mtp(spec, family, weights.tensors)
         wanted = list(published(spec, family))
@@ -102,19 +104,11 @@ def import_hf(directory: Path, out: Path, *, image_bytes: int = IMAGE_BYTES) -> 
 # The folder's tensors
 
 
-class _StoredTensor(Protocol):
-    """A tensor of a file of safetensors, read in parts."""
-
-    def get_dtype(self) -> str: ...
-    def get_shape(self) -> list[int]: ...
-    def __getitem__(self, part: slice | tuple[slice, ...]) -> torch.Tensor: ...
-
-
 @dataclass(frozen=True)
 class Weights:
     """The tensors of a folder by Hugging Face's names, read in parts."""
 
-    tensors: dict[str, _StoredTensor]
+    tensors: dict[str, StoredTensor]
     storage: Storage
 
     def read(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
@@ -130,6 +124,9 @@ class Weights:
 
     def kept(self, tensor: Published, part: tuple[slice, ...]) -> torch.Tensor:
         """A part of a published tensor with its rows in the order in which this project keeps them, as fp32."""
+        if tensor.place is not None:
+            placed: torch.Tensor = tensor.place.taken(self.read(tensor.name, tensor.place.around(part)))
+            return placed
         if tensor.rotary is None or not self.storage.interleaved:
             return self.read(tensor.name, part)
         rows, *rest = part
@@ -144,13 +141,13 @@ def scale_name(name: str) -> str:
     return f"{name}_scale_inv"
 
 
-def _open_weights(directory: Path, stack: ExitStack) -> dict[str, _StoredTensor]:
+def _open_weights(directory: Path, stack: ExitStack) -> dict[str, StoredTensor]:
     """For each tensor of the model, by Hugging Face's name, the slice object that reads parts of it."""
     index = directory / "model.safetensors.index.json"
     files = ["model.safetensors"]
     if index.exists():
         files = _files_of(index)
-    found: dict[str, _StoredTensor] = {}
+    found: dict[str, StoredTensor] = {}
     for file in files:
         path = directory / file
         if not path.is_file():
@@ -192,7 +189,7 @@ class _Zeros:
         return self._zero[part]
 
 
-def _settle_biases(wanted: Sequence[Published], tensors: dict[str, _StoredTensor]) -> tuple[str, ...]:
+def _settle_biases(wanted: Sequence[Published], tensors: dict[str, StoredTensor]) -> tuple[str, ...]:
     """Puts zeros where the files hold no bias of a router at all, as transformers does."""
     biases = [tensor for tensor in wanted if tensor.parameter.kind == "balance"]
     if not biases or any(bias.name in tensors for bias in biases):
@@ -202,7 +199,7 @@ def _settle_biases(wanted: Sequence[Published], tensors: dict[str, _StoredTensor
 
 
 def _settle_mtp(
-    spec: ModelSpec, family: Family, tensors: dict[str, _StoredTensor]
+    spec: ModelSpec, family: Family, tensors: dict[str, StoredTensor]
 ) -> tuple[ModelSpec, tuple[str, ...]]:
     """The model with as many modules of multi-token prediction as the files hold and ``config.json`` speaks of.
 

@@ -1,9 +1,10 @@
 """Hugging Face's names of parameters, and how one parameter lies in several of its tensors.
 
-Most tensors differ in name alone. Two kinds do not: a stack of experts ``(experts, ...)`` is published as one tensor per
+Most tensors differ in name alone. Some do not: a stack of experts ``(experts, ...)`` is published as one tensor per
 expert (whatever ``transformers`` fuses in memory), and the rows of latent attention that are rotated are published in pairs
 ``x0 y0 x1 y1 ...`` where this project keeps halves ``x0 x1 ... y0 y1 ...`` (see ``phalanx.model.layers.rotary``); reordering the rows
-once makes both compute the same. DeepSeek-V3's modules for multi-token prediction are published as layers behind the
+once makes both compute the same. Some families publish parameters that have the same input as one tensor (Phi-3's queries, keys and
+values; gpt-oss's experts, whose gates and values lie by turns, and transposed). DeepSeek-V3's modules for multi-token prediction are published as layers behind the
 last one, with copies of the embedding and the output projection that they share with the model.
 """
 
@@ -16,7 +17,7 @@ from phalanx.checkpoint.format.boxes import Extent
 from phalanx.checkpoint.interop.families.family import Family
 from phalanx.checkpoint.interop.huggingface_choice import family_for
 from phalanx.model.facts.shape import buffers, parameters
-from phalanx.run.kinds.parts import Parameter
+from phalanx.run.kinds.parts import Parameter, by_name
 from phalanx.run.spec import ModelSpec
 
 _OUTER = {
@@ -95,27 +96,70 @@ class RotaryRows:
 
 
 @dataclass(frozen=True)
+class Place:
+    """The place of a parameter in a tensor that holds several, or that has other dimensions last."""
+
+    shape: Extent
+    """The tensor's own shape."""
+    axis: int
+    """The tensor's dimension along which parameters are joined."""
+    start: int
+    step: int
+    """Along it, the parameter's elements are ``start``, ``start + step``, ..."""
+    transposed: bool
+
+    def around(self, part: tuple[slice, ...]) -> tuple[slice, ...]:
+        """The smallest part of the tensor without gaps that holds a part of the parameter."""
+        where = [*part[:-2], part[-1], part[-2]] if self.transposed else [*part]
+        rows = where[self.axis]
+        where[self.axis] = slice(
+            self.start + self.step * rows.start, self.start + self.step * (rows.stop - 1) + 1
+        )
+        return tuple(where)
+
+    def taken(self, values: Any) -> Any:
+        """The part of the parameter that lies in the ``values`` of ``around``."""
+        taken = values[(slice(None),) * self.axis + (slice(None, None, self.step),)]
+        return taken.transpose(-1, -2) if self.transposed else taken
+
+    def put(self, values: Any, into: Any) -> None:
+        """Writes the parameter's ``values``, whole but for the first dimension, to their places in a piece of the tensor."""
+        turned = values.transpose(-1, -2) if self.transposed else values
+        stop = self.start + self.step * turned.shape[self.axis]
+        into[(slice(None),) * self.axis + (slice(self.start, stop, self.step),)] = turned
+
+
+@dataclass(frozen=True)
 class Published:
-    """A tensor of a Hugging Face folder, as the whole or one expert of a parameter."""
+    """A tensor of a Hugging Face folder as the whole or one expert of a parameter, or what a tensor of several holds of it."""
 
     name: str
     parameter: Parameter
     expert: int | None = None
     rotary: RotaryRows | None = None
+    place: Place | None = None
 
     @property
     def shape(self) -> Extent:
         """The tensor's own shape."""
+        if self.place is not None:
+            return self.place.shape
         return self.parameter.shape if self.expert is None else self.parameter.shape[1:]
 
 
 def published(spec: ModelSpec, family: Family | None = None) -> Iterator[Published]:
     """Every tensor of a resolved model as ``family`` publishes it, parameter by parameter, then the routers' biases.
 
-    ``None`` is the family that the model is written as.
+    A tensor that holds several parameters comes once for each, in neighboring places. ``None`` is the family that the model is written as.
     """
-    for parameter in (*parameters(spec), *buffers(spec)):
+    family = family or family_for(spec)
+    table = by_name((*parameters(spec), *buffers(spec)))
+    for parameter in table.values():
         name, rotary = hf_name(parameter.name, spec, family), _rotary_rows(parameter.name, spec)
+        place = _place(parameter, table, family)
+        if place is not None:
+            yield Published(name, parameter, place=place)
+            continue
         if "*" in name:
             for expert in range(parameter.shape[0]):
                 yield Published(name.replace("*", str(expert)), parameter, expert)
@@ -157,17 +201,44 @@ def hf_name(name: str, spec: ModelSpec | None = None, family: Family | None = No
 def parameter_name(name: str, family: Family | None = None) -> str:
     """The inverse of ``hf_name``, but for modules of multi-token prediction; ``None`` is Llama's family.
 
-    Raises KeyError for a tensor of no parameter.
+    Raises KeyError for a tensor of no parameter, or of several.
     """
     if name in _OUTER_BACK:
         return _OUTER_BACK[name]
     layer, rest = _split(name, r"model\.layers\.(\d+)\.(.+)")
-    back = {theirs: ours for ours, theirs in _in_block(family).items()}
+    joined = () if family is None else family.joined
+    back = {theirs: ours for ours, theirs in _in_block(family).items() if theirs not in joined}
     return f"blocks.{layer}.{back[rest]}"
 
 
 def _in_block(family: Family | None) -> Mapping[str, str]:
-    return _IN_BLOCK if family is None else {**_IN_BLOCK, **family.names}
+    return _IN_BLOCK if family is None else {**_IN_BLOCK, **family.in_block}
+
+
+def _place(parameter: Parameter, table: Mapping[str, Parameter], family: Family) -> Place | None:
+    """Where a parameter of ``table`` lies in a tensor that the family joins; ``None`` for one that is a tensor by itself."""
+    joints = [
+        (parameter.name.removesuffix(part), joint)
+        for joint in family.joined.values()
+        for part in joint.parts
+        if parameter.section == "block" and parameter.name.endswith(f".{part}")
+    ]
+    if not joints:
+        return None
+    prefix, joint = joints[0]
+    rows_at = 1 if parameter.stacked else 0
+    names = [prefix + part for part in joint.parts]
+    sizes, number = [table[name].shape[rows_at] for name in names], names.index(parameter.name)
+    shape, axis = list(parameter.shape), rows_at
+    shape[rows_at] = sum(sizes)
+    if joint.transposed:
+        shape[-1], shape[-2], axis = (
+            shape[-2],
+            shape[-1],
+            len(shape) - 1 if rows_at == len(shape) - 2 else rows_at,
+        )
+    start, step = (number, len(names)) if joint.by_turns else (sum(sizes[:number]), 1)
+    return Place(tuple(shape), axis, start, step, joint.transposed)
 
 
 def _split(name: str, pattern: str) -> tuple[str, ...]:

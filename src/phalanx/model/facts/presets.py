@@ -8,7 +8,7 @@ embedding and RMSNorm). The 1T model is this project's own, in the proportions o
 Mixtures of experts: Mixtral 8x7B, arXiv 2401.04088, table 1; Qwen3-30B-A3B, arXiv 2505.09388, table 2; DeepSeek-V3, arXiv
 2412.19437, section 4.2; Kimi K2, arXiv 2507.20534, table 2; each with its ``config.json``. Kimi's rotary stretching is that
 of its first release (128 k tokens). DeepSeek-V3 was trained with one prediction ahead, which its published total leaves out,
-and so does the preset (``mtp_depth = 1`` adds it).
+and so does the preset (``mtp_depth = 1`` adds it). gpt-oss 20b and 120b, arXiv 2508.10925, table 1, with their ``config.json``.
 
 Switch-C, arXiv 2101.03961, table 9, is an encoder and a decoder of 15 layers each. Here its 30 layers make one decoder, without
 cross-attention, with rotary embedding and RMSNorm instead of T5's, GELU instead of ReLU, and no token is dropped.
@@ -53,6 +53,28 @@ def _deepseek_yarn(factor: float, beta_fast: float) -> RopeScalingSpec:
         beta_slow=1.0,
         mscale=1.0,
         mscale_all_dim=1.0,
+    )
+
+
+def _gpt_oss(preset: str, layers: int, experts: int) -> ModelSpec:
+    return ModelSpec(
+        preset=preset,
+        layers=layers,
+        dim=2880,
+        heads=64,
+        kv_heads=8,
+        head_dim=64,
+        ffn_dim=2880,
+        ffn="swiglu-clamped",
+        vocab_size=201_088,
+        sinks=True,
+        attention_bias=True,
+        ffn_bias=True,
+        rope_theta=150_000.0,
+        rope_scaling=RopeScalingSpec(kind="yarn", factor=32.0, original_max_seq_len=4096, truncate=False),
+        attention_pattern=("window", "full"),
+        window=128,
+        moe=MoeSpec(experts=experts, per_token=4, ffn_dim=2880, router_bias=True),
     )
 
 
@@ -154,6 +176,8 @@ PRESETS: Mapping[str, ModelSpec] = MappingProxyType(
             rope_theta=1_000_000.0,
             moe=MoeSpec(experts=128, per_token=8, ffn_dim=768, aux_loss=0.001),
         ),
+        "gpt-oss-20b": _gpt_oss("gpt-oss-20b", layers=24, experts=32),
+        "gpt-oss-120b": _gpt_oss("gpt-oss-120b", layers=36, experts=128),
         "deepseek-v3": ModelSpec(
             preset="deepseek-v3",
             layers=61,

@@ -54,6 +54,18 @@ OPTIONAL = frozenset(
 
 
 @dataclass(frozen=True)
+class Joint:
+    """How the parameters of a block that are published as one tensor lie in it: joined along their rows, of which a stack has its own."""
+
+    parts: tuple[str, ...]
+    """Names of the parameters, within the block."""
+    by_turns: bool = False
+    """True if a row of the first is followed by one of the second; else all rows of one by all of the next."""
+    transposed: bool = False
+    """True if the tensor's last two dimensions are the parameters' in reverse."""
+
+
+@dataclass(frozen=True)
 class Family:
     """The models of one class of ``transformers``; a field of a section is written ``moe.experts``."""
 
@@ -80,8 +92,17 @@ class Family:
     """Fields of ``config.json`` that ``read`` and ``write`` treat, but for those that many families have."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Names of a block's tensors that are not those of ``huggingface_names.py``."""
+    joined: Mapping[str, Joint] = field(default_factory=dict)
+    """Tensors of a block that hold several parameters, or one in another order, by their names."""
+    rope: ConfigTable = field(default_factory=dict)
+    """The rotary embedding's parameters where ``config.json`` has none at all."""
     written: bool = True
     """False for a family whose models are written as another, which computes the same."""
+
+    @property
+    def in_block(self) -> Mapping[str, str]:
+        """Names of a block's tensors that are the family's own, by ours."""
+        return {**self.names, **{part: name for name, joint in self.joined.items() for part in joint.parts}}
 
     @property
     def sections(self) -> frozenset[str]:

@@ -7,6 +7,7 @@ from phalanx.checkpoint.interop.families.family import (
     GROUPED,
     PATTERN,
     Family,
+    Joint,
 )
 from phalanx.checkpoint.interop.huggingface_layers import (
     all_rotated,
@@ -17,6 +18,7 @@ from phalanx.checkpoint.interop.huggingface_layers import (
     read_greedy_groups,
     read_last_windows,
     read_latent,
+    read_layer_types,
     read_rotated_width,
     read_shared_width,
     read_sparse_step,
@@ -301,5 +303,69 @@ MINIMAX_M2 = Family(
     names={
         **MIXTRAL.names,
         "ffn.router.bias": "block_sparse_moe.e_score_correction_bias",
+    },
+)
+GPT_OSS = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    COMMON
+    | GROUPED
+    | ATTENTION_BIAS
+    | {
+        "swiglu_gain": "swiglu_alpha",
+        "swiglu_limit": "swiglu_limit",
+        "moe.ffn_dim": "intermediate_size",
+        "moe.experts": "num_local_experts",
+        "moe.per_token": "num_experts_per_tok",
+    },
+    _SOFTMAX_ROUTER
+    | {
+        "ffn": "swiglu-clamped",
+        "mtp_depth": 0,
+        "qk_norm": False,
+        "sinks": True,
+        "ffn_bias": True,
+        "moe.router_bias": True,
+        "moe.normalize": True,
+        "moe.first_dense": 0,
+        "moe.every": 1,
+    },
+    absent={
+        "norm_eps": 1e-5,
+        "head_dim": 64,
+        "kv_heads": 8,
+        "attention_bias": True,
+        "swiglu_gain": 1.702,
+        "swiglu_limit": 7.0,
+        "rope_theta": 150_000.0,
+    },
+    aliases={"num_local_experts": "num_experts"},
+    said=PATTERN,
+    read=read_layer_types(128, lambda layer: layer % 2 == 0),
+    write=write_layer_types,
+    check=all_rotated,
+    own=("experts_per_token", "initial_context_length"),
+    names={
+        "attention.sinks": "self_attn.sinks",
+        "ffn.router.weight": "mlp.router.weight",
+        "ffn.router.logit_bias": "mlp.router.bias",
+        "ffn.experts.down_bias": "mlp.experts.down_proj_bias",
+    },
+    joined={
+        "mlp.experts.gate_up_proj": Joint(
+            ("ffn.experts.gate", "ffn.experts.up"), by_turns=True, transposed=True
+        ),
+        "mlp.experts.gate_up_proj_bias": Joint(
+            ("ffn.experts.gate_bias", "ffn.experts.up_bias"), by_turns=True
+        ),
+        "mlp.experts.down_proj": Joint(("ffn.experts.down",), transposed=True),
+    },
+    rope={
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
     },
 )
