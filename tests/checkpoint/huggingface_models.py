@@ -1,4 +1,4 @@
-"""Small random mixtures of experts, in ``transformers`` and here, and how they are saved."""
+"""Small random mixtures of experts, and models with joined tensors, in ``transformers`` and here, and how they are saved."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from checkpoint.shards import shards_of
-from parity.hf_models import MIXTURES, QWEN3_MOE, SMALL, YARN, hf_model
+from parity.hf_models import JOINED, MIXTURES, QWEN3_MOE, SMALL, YARN, hf_model
 from phalanx.checkpoint.interop.huggingface import export_hf
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.tiers.disk import DiskTier
@@ -23,6 +23,7 @@ from phalanx.run.spec import ModelSpec
 
 CONFIGS: dict[str, Any] = {
     **MIXTURES,
+    **JOINED,
     "mixtral, wide heads": MixtralConfig(**SMALL, num_local_experts=4, head_dim=24),
     "qwen3 moe, biases, stretched rotary": Qwen3MoeConfig(
         **QWEN3_MOE, attention_bias=True, rope_parameters=YARN

@@ -22,6 +22,7 @@ from transformers import (
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
+    Phi3Config,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
@@ -246,6 +247,37 @@ GPT_OSS: dict[str, Any] = {
     "sliding_window": 9,
     "rope_parameters": {**YARN, "truncate": False},
 }
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "short_factor": [1.0, 1.1, 1.3],
+    "long_factor": [1.5, 4.0, 9.0],
+}
+PHI3: dict[str, Any] = {
+    **{key: value for key, value in SMALL.items() if key != "max_position_embeddings"},
+    "partial_rotary_factor": 0.75,
+    "pad_token_id": None,
+}
+JOINED: dict[str, Any] = {
+    "phi 3": Phi3Config(**{**SMALL, "pad_token_id": None}, sliding_window=9),
+    "phi 3, partly rotated, tied": Phi3Config(**PHI3, tie_word_embeddings=True),
+    "phi 3, short factors": Phi3Config(
+        **PHI3,
+        max_position_embeddings=4096,
+        original_max_position_embeddings=512,
+        rope_parameters=LONGROPE,
+    ),
+    "phi 3, long factors": Phi3Config(
+        **PHI3, max_position_embeddings=64, original_max_position_embeddings=8, rope_parameters=LONGROPE
+    ),
+    "phi 3, temperature": Phi3Config(
+        **PHI3,
+        max_position_embeddings=64,
+        original_max_position_embeddings=8,
+        rope_parameters={**LONGROPE, "attention_factor": 0.8},
+    ),
+}
+"""Dense models whose queries, keys and values, and gates and values, are one tensor."""
 MIXTURES |= {
     "gpt-oss": GptOssConfig(**GPT_OSS),
     "gpt-oss, clamped, no biases of attention": GptOssConfig(
@@ -264,6 +296,7 @@ CONFIGS = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
     ),
+    **JOINED,
     **MIXTURES,
 }
 
@@ -294,7 +327,9 @@ def in_our_words(named: Iterable[tuple[str, Tensor]], config: Any) -> dict[str, 
     """
     ours: dict[str, Tensor] = {}
     for name, value in named:
-        if config.model_type == "gpt_oss" and (".mlp." in name or "sinks" in name):
+        if config.model_type == "phi3" and name.endswith(("qkv_proj.weight", "gate_up_proj.weight")):
+            ours |= _of_phi3(name.replace("model.layers", "blocks"), value, config)
+        elif config.model_type == "gpt_oss" and (".mlp." in name or "sinks" in name):
             ours |= _of_gpt_oss(name.replace("model.layers", "blocks"), value)
         elif name.endswith("experts.gate_up_proj"):
             prefix = name.replace("model.layers", "blocks").replace("mlp.experts.gate_up_proj", "ffn.experts")
@@ -310,6 +345,19 @@ def in_our_words(named: Iterable[tuple[str, Tensor]], config: Any) -> dict[str, 
             published = name.replace("mlp.e_score", "mlp.gate.e_score")
             ours[parameter_name(published, family)] = _in_halves(name, value, config)
     return ours
+
+
+def _of_phi3(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:
+    """Queries, keys and values, or gates and values, one after another."""
+    block, _, rest = name.partition(".")[2].partition(".")
+    if rest == "mlp.gate_up_proj.weight":
+        parts = dict(zip(("ffn.gate", "ffn.up"), value.chunk(2), strict=True))
+    else:
+        width = config.hidden_size // config.num_attention_heads
+        sizes = [width * config.num_attention_heads, *[width * config.num_key_value_heads] * 2]
+        names = ("attention.query", "attention.key", "attention.value")
+        parts = dict(zip(names, value.split(sizes), strict=True))
+    return {f"blocks.{block}.{part}.weight": rows for part, rows in parts.items()}
 
 
 def _of_gpt_oss(name: str, value: Tensor) -> dict[str, Tensor]:

@@ -166,8 +166,21 @@ def test_groups_have_two_best() -> None:
     assert only_problem(model=ModelSpec(moe=moe)).path == "model.moe.groups"
 
 
-def test_experts_have_no_biases() -> None:
-    assert only_problem(model=ModelSpec(moe=MoeSpec(), ffn_bias=True)).path == "model.ffn_bias"
+def test_longrope_has_a_factor_for_each_frequency_and_no_other_method_has_any() -> None:
+    fitting = RopeScalingSpec(kind="longrope", short_factors=(1.0,) * 4, long_factors=(2.0,) * 4)
+    model = ModelSpec(dim=32, heads=4, rope_scaling=fitting)
+    assert check(RunSpec(model=model)) == []
+    for wrong in (
+        replace(fitting, short_factors=(1.0,) * 3),
+        replace(fitting, short_factors=(1.0, 1.0, 0.0, 1.0)),
+    ):
+        assert (
+            only_problem(model=replace(model, rope_scaling=wrong)).path == "model.rope_scaling.short_factors"
+        )
+    yarn = RopeScalingSpec(kind="yarn", long_factors=(2.0,))
+    assert only_problem(model=replace(model, rope_scaling=yarn)).path == "model.rope_scaling.long_factors"
+    short = replace(fitting, original_max_seq_len=1)
+    assert only_problem(model=replace(model, rope_scaling=short)).path.endswith("original_max_seq_len")
 
 
 def test_one_expert_per_token_needs_its_score() -> None:
@@ -234,7 +247,7 @@ def test_problems_name_fields_that_exist() -> None:
             mla=MlaSpec(rope_head_dim=5),
             head_dim=3,
             qk_norm=True,
-            ffn_bias=True,
+            sinks=True,
             moe=MoeSpec(experts=8, groups=8, groups_per_token=9),
         ),
     )

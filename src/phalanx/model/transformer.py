@@ -20,7 +20,7 @@ from phalanx.model.block import Block
 from phalanx.model.layers.cache import LayerCache
 from phalanx.model.layers.linear import Linear
 from phalanx.model.layers.norm import RMSNorm
-from phalanx.model.layers.rotary import rotation
+from phalanx.model.layers.rotary import longest_short, rotation
 from phalanx.model.mtp import PredictionAhead, ReadoutAhead, tokens_ahead
 from phalanx.run.kinds.grouped_attention import window_of
 from phalanx.run.spec import ModelSpec
@@ -37,10 +37,13 @@ def logits(hidden: Tensor, weight: Tensor) -> Tensor:
 class Transformer(nn.Module):
     """Embedding, blocks, final norm, and the output projection that the readout applies; or a stage of a pipeline."""
 
-    def __init__(self, spec: ModelSpec) -> None:
-        """Builds the layers of a resolved ``spec`` on the current default device."""
+    def __init__(self, spec: ModelSpec, seq_len: int = 0) -> None:
+        """Builds the layers of a resolved ``spec`` on the current default device.
+
+        ``seq_len`` is the length of the sequences that each call has a part of; 0 if a call has them from their beginning.
+        """
         super().__init__()
-        self.spec = spec
+        self.spec, self.seq_len = spec, seq_len
         self.embedding: nn.Embedding | None = nn.Embedding(spec.vocab_size, spec.dim)
         self.blocks = nn.ModuleDict({str(layer): Block(spec, layer) for layer in range(spec.layers)})
         self.norm: RMSNorm | None = RMSNorm(spec.dim, spec.norm_eps, offset=spec.norm_offset)
@@ -89,9 +92,12 @@ class Transformer(nn.Module):
         if positions is None:
             start = cache[0].length if cache is not None else 0
             positions = torch.arange(start, start + x.shape[1], device=x.device)
-        full = self._rotation(positions, hidden.dtype)
+        length = self._length(positions, cache)
+        full = self._rotation(positions, hidden.dtype, length)
         windowed = (
-            self._rotation(positions, hidden.dtype, windowed=True) if self.spec.window_rope_theta else full
+            self._rotation(positions, hidden.dtype, length, windowed=True)
+            if self.spec.window_rope_theta
+            else full
         )
         for layer, block in self.blocks.items():
             cos, sin = windowed if window_of(self.spec, int(layer)) else full
@@ -112,10 +118,23 @@ class Transformer(nn.Module):
         # The factor is rounded to the vectors' format, as where such models were trained.
         return vectors * vectors.new_tensor(self.spec.dim**0.5) if self.spec.scale_embeddings else vectors
 
+    def _length(self, positions: Tensor, cache: Sequence[LayerCache] | None) -> int:
+        """Tokens of the whole sequence, where the rotation depends on it; else 0."""
+        short = longest_short(self.spec)
+        if not short:
+            return 0
+        length = self.seq_len or int(positions.max()) + 1
+        if cache is not None and 0 < cache[0].length <= short < length:
+            raise ValueError(
+                f"the cache holds keys of a sequence of at most {short} tokens, and those of a longer one are rotated by "
+                "other factors: fill a new cache with the whole text"
+            )
+        return length
+
     def _rotation(
-        self, positions: Tensor, dtype: torch.dtype, *, windowed: bool = False
+        self, positions: Tensor, dtype: torch.dtype, length: int, *, windowed: bool = False
     ) -> tuple[Tensor, Tensor]:
-        cos, sin = rotation(self.spec, positions, windowed=windowed)
+        cos, sin = rotation(self.spec, positions, windowed=windowed, length=length)
         return cos.to(dtype), sin.to(dtype)
 
     def _projection(self) -> Tensor:

@@ -144,7 +144,10 @@ _MODEL_EXCEPTIONS = {
         {
             "kind": _irrelevant("rotary tables are computed once, and have the same shape"),
             **_all("factor original_max_seq_len low_freq_factor high_freq_factor", _COEFFICIENT),
-            **_all("beta_fast beta_slow truncate mscale mscale_all_dim", _COEFFICIENT),
+            **_all(
+                "beta_fast beta_slow truncate short_factors long_factors temperature mscale mscale_all_dim",
+                _COEFFICIENT,
+            ),
         },
     ),
     **_in("model.mla", {"norm_eps": _COEFFICIENT}),

@@ -102,6 +102,13 @@ def _rope_scaling(scaling: RopeScalingSpec) -> Iterator[Problem]:
             "the band between the two is where frequencies are blended",
             ("model.rope_scaling.low_freq_factor", "model.rope_scaling"),
         )
+    if scaling.kind == "longrope" and scaling.original_max_seq_len < 2 and not scaling.temperature:
+        yield Problem(
+            "model.rope_scaling.original_max_seq_len",
+            f"{scaling.original_max_seq_len} gives no temperature",
+            "at least 2, or set model.rope_scaling.temperature",
+            ("model.rope_scaling.temperature", "model.rope_scaling"),
+        )
     if scaling.kind == "yarn" and scaling.beta_fast < scaling.beta_slow:
         yield Problem(
             "model.rope_scaling.beta_fast",

@@ -15,13 +15,13 @@ from phalanx.run.fields import FLEET, FRACTION, LATER, LAYOUT, NOT_NEGATIVE, POS
 
 @dataclass(frozen=True)
 class RopeScalingSpec:
-    """Stretching of rotary frequencies to longer contexts: Llama 3's (arXiv 2407.21783, section 3.4.1) or YaRN
-    (arXiv 2309.00071)."""
+    """Stretching of rotary frequencies to longer contexts: Llama 3's (arXiv 2407.21783, section 3.4.1), YaRN (arXiv 2309.00071)
+    or LongRoPE (arXiv 2402.13753)."""
 
-    kind: Literal["llama3", "yarn"] = "llama3"
-    """The method: "llama3" or "yarn"."""
+    kind: Literal["llama3", "yarn", "longrope"] = "llama3"
+    """The method: "llama3", "yarn" or "longrope"."""
     factor: Annotated[float, ValueRange(at_least=1)] = 8.0
-    """Factor by which low frequencies are divided."""
+    """Factor by which low frequencies are divided; LongRoPE: by which the context is stretched, for the temperature alone."""
     original_max_seq_len: Annotated[int, POSITIVE] = 8192
     """Context length, in tokens, before stretching."""
     low_freq_factor: Annotated[float, ValueRange(above=0)] = 1.0
@@ -34,6 +34,13 @@ class RopeScalingSpec:
     """YaRN: frequencies that turn less often than this within original_max_seq_len are fully stretched."""
     truncate: Annotated[bool, LATER] = True
     """YaRN: true if the blend begins and ends at whole numbers of pairs; gpt-oss leaves them as they are."""
+    short_factors: Annotated[tuple[float, ...], LATER] = ()
+    """LongRoPE: the divisor of each frequency in sequences of at most original_max_seq_len tokens. A run takes one set of factors, by
+    train.seq_len; generation takes the other when the text has become longer."""
+    long_factors: Annotated[tuple[float, ...], LATER] = ()
+    """LongRoPE: the divisor of each frequency in longer sequences."""
+    temperature: Annotated[float, LATER, NOT_NEGATIVE] = 0.0
+    """LongRoPE: factor of the rotary tables; 0 means sqrt(1 + log(factor) / log(original_max_seq_len))."""
     mscale: Annotated[float, NOT_NEGATIVE] = 0.0
     """YaRN: strength of the attention temperature in the rotary tables (DeepSeek's `mscale`); 0 means 1."""
     mscale_all_dim: Annotated[float, NOT_NEGATIVE] = 0.0

@@ -24,6 +24,7 @@ from phalanx.checkpoint.tiers.restore import candidates, restore
 from phalanx.model.custom import Chain
 from phalanx.model.facts.shape import resolve
 from phalanx.model.layers.cache import empty_cache
+from phalanx.model.layers.rotary import longest_short
 from phalanx.model.layers.router import routers
 from phalanx.model.transformer import Transformer, logits
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
@@ -172,6 +173,9 @@ def _decode(
             return
         yield token
         text, unseen = [*text, token], [token]
+        if isinstance(model, Transformer) and len(text) == longest_short(model.spec) + 1:
+            # From here on all positions are rotated by other factors, those of the cached keys too.
+            cache, unseen = empty_cache(model.spec, 1, length, weight.device, weight.dtype), text
 
 
 def _last_logits(hidden: Tensor, weight: Tensor) -> Tensor:

@@ -59,6 +59,10 @@ def unsayable(spec: ModelSpec, family: Family) -> list[str]:
         if path in fields and fields[path] != value
     ]
     problems += family.check(spec)
+    if spec.rope_scaling is not None and spec.rope_scaling.kind not in family.stretches:
+        problems.append(
+            f'rope_scaling.kind = "{spec.rope_scaling.kind}": {name} has only {json.dumps(family.stretches)}'
+        )
     if "moe.shared" in family.fields and not fields["moe.shared"]:
         problems.append(f"moe.shared = 0: {name} has routed and shared experts")
     return problems

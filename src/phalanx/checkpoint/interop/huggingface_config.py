@@ -16,10 +16,18 @@ from phalanx.checkpoint.interop.families.family import OPTIONAL, Family
 from phalanx.checkpoint.interop.huggingface_choice import family_for, flat, in_family_terms, unsayable
 from phalanx.checkpoint.interop.huggingface_families import FAMILIES
 from phalanx.checkpoint.interop.huggingface_names import hf_name, parameter_name
+from phalanx.checkpoint.interop.huggingface_rotary import (
+    LAYERS_BY_WINDOW,
+    TEMPERATURE,
+    rotary_fields,
+    rotary_written,
+    same_temperature,
+    stretched_length,
+)
 from phalanx.model.facts.shape import resolve
 from phalanx.run.read import spec_from_table, to_table
 from phalanx.run.section_reader import JsonObject
-from phalanx.run.spec import ModelSpec, RopeScalingSpec
+from phalanx.run.spec import ModelSpec
 
 __all__ = [
     "Dtype",
@@ -35,27 +43,8 @@ __all__ = [
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 _DEFAULT_MAX_SEQ_LEN = 8192  # nothing in the model depends on it; readers size their buffers by it
-_ORIGINAL = "original_max_position_embeddings"
 
-_STRETCHES: Mapping[str, Mapping[str, str]] = {
-    "llama3": {
-        "factor": "factor",
-        "low_freq_factor": "low_freq_factor",
-        "high_freq_factor": "high_freq_factor",
-        "original_max_seq_len": "original_max_position_embeddings",
-    },
-    "yarn": {
-        "factor": "factor",
-        "beta_fast": "beta_fast",
-        "beta_slow": "beta_slow",
-        "truncate": "truncate",
-        "mscale": "mscale",
-        "mscale_all_dim": "mscale_all_dim",
-        "original_max_seq_len": "original_max_position_embeddings",
-    },
-}
-# What YaRN does without; the temperature's strengths are written only where they are given.
-_YARN_OPTIONAL = ("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim")
+
 # What else a config.json can ask for, and the only value that this project's transformer computes.
 _ONLY: Mapping[str, object] = {
     "hidden_act": "silu",
@@ -70,13 +59,6 @@ _TYPED: Mapping[type, tuple[str, ...]] = {
     int: ("max_window_layers", "decoder_sparse_step", "sliding_window_pattern"),
 }
 """The fields that are read piece by piece; a run file's own checks see to the values of all others."""
-_LAYERS_BY_WINDOW = ("full_attention", "sliding_attention")
-_ONLY_ROPE: Mapping[str, object] = {"partial_rotary_factor": 1, "attention_factor": None}
-
-_TEMPERATURE = (
-    "mscale without mscale_all_dim, or the reverse, means different things to different readers; supported: both "
-    "or neither"
-)
 
 
 class HuggingFaceError(CheckpointError):
@@ -119,11 +101,8 @@ def hf_config_of(
     family = family_for(spec, model_type)
     _require_expressible(spec, family)
     said = flat(in_family_terms(spec, family))
-    stretch = _stretch_of(spec.rope_scaling)
-    if "rope_fraction" in family.fields:
-        stretch["partial_rotary_factor"] = spec.rope_fraction
     if spec.rope_scaling is not None:
-        max_seq_len = max_seq_len or round(spec.rope_scaling.factor * spec.rope_scaling.original_max_seq_len)
+        max_seq_len = max_seq_len or stretched_length(spec.rope_scaling)
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -132,9 +111,7 @@ def hf_config_of(
         **family.write(spec),
         **({} if "hidden_activation" in family.constants else {"hidden_act": "silu"}),
         "max_position_embeddings": max_seq_len or _DEFAULT_MAX_SEQ_LEN,
-        "rope_parameters": _rope_parameters(spec, family, stretch),
-        "rope_theta": spec.rope_theta,
-        "rope_scaling": None if spec.rope_scaling is None else stretch,
+        **rotary_written(spec, family, max_seq_len),
         "attention_dropout": 0.0,
         "bos_token_id": None,
         "eos_token_id": end_token,
@@ -145,34 +122,10 @@ def hf_config_of(
     }
 
 
-def _rope_parameters(spec: ModelSpec, family: Family, stretch: Mapping[str, object]) -> dict[str, object]:
-    full = {**stretch, "rope_theta": spec.rope_theta}
-    if "window_rope_theta" not in family.said:
-        return full
-    theta = spec.window_rope_theta
-    windowed = {"rope_type": "default", "rope_theta": theta} if theta else full
-    return {"full_attention": full, "sliding_attention": windowed}
-
-
-def _stretch_of(scaling: RopeScalingSpec | None) -> dict[str, object]:
-    if scaling is None:
-        return {"rope_type": "default"}
-    given = {theirs: getattr(scaling, ours) for ours, theirs in _STRETCHES[scaling.kind].items()}
-    unsaid = {"truncate": True, "mscale": 0, "mscale_all_dim": 0}
-    return {"rope_type": scaling.kind} | {
-        key: value for key, value in given.items() if key not in unsaid or value != unsaid[key]
-    }
-
-
-def _same_temperature(scaling: Mapping[str, object]) -> bool:
-    """True if readers agree on YaRN's temperature: DeepSeek's code and transformers do where both strengths are given."""
-    return bool(scaling.get("mscale")) == bool(scaling.get("mscale_all_dim"))
-
-
 def _require_expressible(spec: ModelSpec, family: Family) -> None:
     problems = unsayable(spec, family)
-    if spec.rope_scaling is not None and not _same_temperature(to_table(spec.rope_scaling)):
-        problems.append(_TEMPERATURE)
+    if spec.rope_scaling is not None and not same_temperature(to_table(spec.rope_scaling)):
+        problems.append(TEMPERATURE)
     if not spec.vocab_size:
         problems.append("vocab_size = 0: take the resolved model, with the vocabulary that it was trained on")
     if problems:
@@ -210,7 +163,7 @@ def spec_of(hf_config: JsonObject) -> ModelSpec:
     given = _given(hf_config, family)
     wanted = family.fields.keys() - OPTIONAL - family.absent.keys()
     problems += [f"{family.fields[ours]} is missing" for ours in sorted(wanted - given.keys())]
-    rope, rope_problems = _rope_of(hf_config, family)
+    rope, rope_problems = rotary_fields(hf_config, family)
     layers, layer_problems = family.read(hf_config)
     table = _nested({**family.absent, **given, **family.fixed, **rope, **layers})
     problems += rope_problems + layer_problems
@@ -253,7 +206,7 @@ def _require_types(hf_config: JsonObject) -> None:
     if not problems and isinstance(rope, dict):
         problems += [
             f"rope_parameters of {layers!r} = {rope[layers]!r} are no table"
-            for layers in _LAYERS_BY_WINDOW
+            for layers in LAYERS_BY_WINDOW
             if rope.get(layers) is not None and not isinstance(rope[layers], dict)
         ]
     if problems:
@@ -310,67 +263,3 @@ def _nested(flat: Mapping[str, object]) -> JsonObject:
         else:
             table[name] = value
     return table
-
-
-def _rope_by_layers(hf_config: JsonObject, family: Family) -> tuple[JsonObject, JsonObject | None]:
-    """The rotary embedding's parameters, and those of layers with a window where the family tells them apart."""
-    by_layer: JsonObject = hf_config.get("rope_parameters") or dict(family.rope)
-    if "window_rope_theta" not in family.said:
-        return hf_config.get("rope_scaling") or by_layer, None
-    if by_layer and by_layer.keys() <= {*_LAYERS_BY_WINDOW}:
-        return by_layer.get("full_attention") or {}, by_layer.get("sliding_attention") or {
-            "rope_type": "default"
-        }
-    stretched, local = hf_config.get("rope_scaling"), hf_config.get("rope_local_base_freq")
-    if local or "window_rope_theta" in family.absent:
-        theta = local or family.absent["window_rope_theta"]
-        return stretched or by_layer, {"rope_type": "default", "rope_theta": theta}
-    # In version 4 only full attention was stretched.
-    return stretched or by_layer, {"rope_type": "default"} if stretched else None
-
-
-def _rope_of(hf_config: JsonObject, family: Family) -> tuple[dict[str, object], list[str]]:
-    """The rotary fields of ModelSpec, and what is wrong with them."""
-    rope, windowed = _rope_by_layers(hf_config, family)
-    theta = rope.get("rope_theta") or hf_config.get("rope_theta") or family.absent.get("rope_theta", 10000.0)
-    fields: dict[str, object] = {"rope_theta": theta}
-    kind = str(rope.get("rope_type", rope.get("type", "default")))
-    if windowed is not None and windowed != rope:
-        own_theta = family.absent.get("window_rope_theta", theta)
-        fields["window_rope_theta"] = windowed.get("rope_theta", own_theta)
-        if windowed.get("rope_type", "default") != "default":
-            return fields, [
-                "rope_parameters of 'sliding_attention': supported: rope_type 'default', or those of all layers"
-            ]
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        return fields, ["rope_parameters by layer type are not supported; supported: one set for all layers"]
-    if "rope_fraction" in family.fields and rope.get("partial_rotary_factor") is not None:
-        fields["rope_fraction"] = rope["partial_rotary_factor"]
-    problems = [
-        f"{key} = {rope[key]!r} in the rotary embedding's parameters is not supported; supported: {only!r}"
-        for key, only in _ONLY_ROPE.items()
-        if rope.get(key) is not None
-        and rope[key] != only
-        and not (key == "partial_rotary_factor" and "rope_fraction" in fields)
-    ]
-    if kind == "default":
-        return fields, problems
-    if kind not in _STRETCHES:
-        known = "', '".join(_STRETCHES)
-        return fields, [f"rope_type {kind!r} is not supported; supported: 'default', '{known}'"]
-    said = {_ORIGINAL: hf_config.get("max_position_embeddings"), **rope}
-    if hf_config.get(_ORIGINAL) is not None:  # Phi-3's habit; it has priority in transformers
-        said[_ORIGINAL] = hf_config[_ORIGINAL]
-    stretch: dict[str, object] = {"kind": kind}
-    for ours, theirs in _STRETCHES[kind].items():
-        if said.get(theirs) is not None:
-            stretch[ours] = said[theirs]
-        elif ours not in _YARN_OPTIONAL:
-            problems.append(f"the {kind} rotary embedding lacks {theirs}")
-    problems += [] if _same_temperature(stretch) else [_TEMPERATURE]
-    if windowed is not None and stretch.get("truncate") is False:
-        # transformers looks for it beside the parameters by layer, not among them.
-        problems.append("truncate = False for some layers is not supported; supported: for all layers")
-    if kind == "llama3" and "mla" in family.sections and rope.get("mscale_all_dim"):
-        problems.append("mscale_all_dim with rope_type 'llama3' is not supported; supported: with 'yarn'")
-    return {**fields, "rope_scaling": stretch}, problems

@@ -88,7 +88,10 @@ def export_hf(
     end_token = tokenizer.end_of_document if tokenizer is not None else None
     kept = kept_by_export(published_dir, spec, tokenizer, max_seq_len, trained_seq_len)
     was = published_type(published_dir)
-    config = {**hf_config_of(spec, dtype=dtype, end_token=end_token, model_type=was), **kept.config}
+    context = kept.config.get("max_position_embeddings")
+    told = context if isinstance(context, int) else 0
+    own = hf_config_of(spec, max_seq_len=told, dtype=dtype, end_token=end_token, model_type=was)
+    config = {**own, **kept.config}
     source = ExportSource(tier, step, spec)
     with new_folder(out) as folder:
         files = weight_files(tensors_of(spec, was), dtype, file_bytes)

@@ -18,6 +18,7 @@ from phalanx.checkpoint.interop.families.dense import (
     MISTRAL,
     OLMO2,
     OLMO3,
+    PHI3,
     QWEN2,
     QWEN3,
     SEED_OSS,
@@ -41,7 +42,7 @@ FAMILIES: Mapping[str, Family] = {
     **{
         family.model_type: family
         for family in (
-            *(LLAMA, QWEN2, SEED_OSS, QWEN3, MISTRAL, SMOLLM3, OLMO2, OLMO3, GEMMA3),
+            *(LLAMA, QWEN2, SEED_OSS, QWEN3, MISTRAL, SMOLLM3, OLMO2, OLMO3, GEMMA3, PHI3),
             *(MIXTRAL, QWEN3_MOE, QWEN2_MOE, MINIMAX_M2, GLM4_MOE, DOTS1, OLMOE),
             *(GPT_OSS, DEEPSEEK_V3, DEEPSEEK_V2),
         )

@@ -79,6 +79,17 @@ def read_window_everywhere(default: int | None) -> Read:
     return read
 
 
+def read_only_window(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
+    """Phi-3's window, which has no switch: in all layers, or in none."""
+    return read_window_everywhere(None)({**hf_config, "use_sliding_window": None})
+
+
+def phi3_layers(spec: ModelSpec) -> Iterator[str]:
+    """Phi-3's heads and layers."""
+    yield from heads_as_wide_as_the_model(spec)
+    yield from window_everywhere(spec)
+
+
 def write_window(spec: ModelSpec) -> Mapping[str, object]:
     """The window, for families that say the layers otherwise."""
     return {"sliding_window": spec.window or None}

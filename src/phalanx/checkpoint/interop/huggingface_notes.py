@@ -45,6 +45,8 @@ _NOTED = (
     "auto_map",
     "attention_dropout",
     "residual_dropout",
+    "resid_pdrop",
+    "embd_pdrop",
     "router_aux_loss_coef",
     "aux_loss_alpha",
     "seq_aux",
@@ -63,7 +65,7 @@ _KNOWN_ROTARY = frozenset(
             "partial_rotary_factor",
         ),
         *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
-        *("attention_factor", "truncate"),
+        *("attention_factor", "truncate", "short_factor", "long_factor"),
     )
 )
 
@@ -95,7 +97,7 @@ def import_notes(hf_config: JsonObject) -> tuple[str, ...]:
                 f"{key} = {hf_config[key]} weighs another loss than model.moe.aux_loss, which is 0 in the imported run: set it "
                 "to train with a load-balancing loss"
             )
-    for key in ("attention_dropout", "residual_dropout"):
+    for key in ("attention_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop"):
         if hf_config.get(key):
             notes.append(f"{key} = {hf_config[key]}: training here has no dropout")
     return tuple(notes)

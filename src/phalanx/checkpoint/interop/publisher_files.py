@@ -38,6 +38,7 @@ _CONTEXT = "max_position_embeddings"
 # Fields of config.json that change nothing in what the model computes from its weights; written again as published.
 _BESIDE_THE_MODEL = (
     *("transformers_version", "use_cache", "pretraining_tp", "attention_dropout", "residual_dropout"),
+    *("resid_pdrop", "embd_pdrop"),
     *(
         "max_window_layers",
         "ep_size",

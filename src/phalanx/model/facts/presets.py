@@ -1,7 +1,8 @@
 """Known model shapes by name.
 
 Sources: Llama 3, arXiv 2407.21783, table 3 (and the published ``config.json`` files for vocabulary, rotary base
-and scaling: 3.1 models carry the scaling); Qwen3-8B, arXiv 2505.09388, table 1 and its ``config.json``; GPT-3,
+and scaling: 3.1 models carry the scaling); Qwen3-8B, arXiv 2505.09388, table 1 and its ``config.json``; Phi-4, arXiv
+2412.08905, with its ``config.json``; GPT-3,
 arXiv 2005.14165, table 2.1 (its shape: learned positions and LayerNorm are replaced by this project's rotary
 embedding and RMSNorm). The 1T model is this project's own, in the proportions of Llama 3's largest.
 
@@ -111,6 +112,16 @@ PRESETS: Mapping[str, ModelSpec] = MappingProxyType(
             norm_eps=1e-6,
             qk_norm=True,
             rope_theta=1_000_000.0,
+        ),
+        "phi-4": ModelSpec(
+            preset="phi-4",
+            layers=40,
+            dim=5120,
+            heads=40,
+            kv_heads=10,
+            ffn_dim=17_920,
+            vocab_size=100_352,
+            rope_theta=250_000.0,
         ),
         "gpt3-175b": ModelSpec(
             preset="gpt3-175b",

@@ -1,4 +1,4 @@
-"""Rotary position embeddings (Su et al., arXiv 2104.09864), stretched to longer contexts as in Llama 3 or YaRN.
+"""Rotary position embeddings (Su et al., arXiv 2104.09864), stretched to longer contexts as in Llama 3, YaRN or LongRoPE.
 
 Pairs are element ``i`` and element ``i + head_dim / 2`` of a head, the layout of the published Llama and Qwen
 weights in Hugging Face format, so that those load unchanged. (DeepSeek's latent attention says for itself how it is loaded.)
@@ -15,7 +15,9 @@ from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.spec import ModelSpec, RopeScalingSpec
 
 
-def inverse_frequencies(spec: ModelSpec, device: torch.device, *, windowed: bool = False) -> Tensor:
+def inverse_frequencies(
+    spec: ModelSpec, device: torch.device, *, windowed: bool = False, length: int = 0
+) -> Tensor:
     """Radians per position of each pair: half as many as a head has rotated elements, fp32; see ``rotation``."""
     width = attention_kind(spec).rotated_width(spec)
     exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
@@ -25,6 +27,9 @@ def inverse_frequencies(spec: ModelSpec, device: torch.device, *, windowed: bool
     scaling = spec.rope_scaling
     if scaling is None:
         return frequencies
+    if scaling.kind == "longrope":
+        factors = scaling.long_factors if length > scaling.original_max_seq_len else scaling.short_factors
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32, device=device) * spec.rope_theta**exponents)
     if scaling.kind == "yarn":
         return _stretch_by_turns(frequencies, scaling, spec.rope_theta)
     return _stretch(frequencies, scaling)
@@ -60,7 +65,11 @@ def _temperature(factor: float, strength: float) -> float:
 
 
 def rotary_temperature(scaling: RopeScalingSpec | None) -> float:
-    """The factor of the rotary tables: 1, but for YaRN."""
+    """The factor of the rotary tables: 1, but for YaRN and LongRoPE (arXiv 2402.13753, as in Phi-3: arXiv 2404.14219)."""
+    if scaling is not None and scaling.kind == "longrope":
+        return scaling.temperature or math.sqrt(
+            1 + math.log(scaling.factor) / math.log(scaling.original_max_seq_len)
+        )
     if scaling is None or scaling.kind != "yarn":
         return 1.0
     above, below = scaling.mscale or 1.0, scaling.mscale_all_dim
@@ -74,12 +83,20 @@ def softmax_temperature(scaling: RopeScalingSpec | None) -> float:
     return _temperature(scaling.factor, scaling.mscale_all_dim) ** 2
 
 
-def rotation(spec: ModelSpec, positions: Tensor, *, windowed: bool = False) -> tuple[Tensor, Tensor]:
+def longest_short(spec: ModelSpec) -> int:
+    """Tokens of the longest sequence that is rotated by LongRoPE's short factors; 0 if its length changes nothing."""
+    scaling = spec.rope_scaling
+    return scaling.original_max_seq_len if scaling is not None and scaling.kind == "longrope" else 0
+
+
+def rotation(
+    spec: ModelSpec, positions: Tensor, *, windowed: bool = False, length: int = 0
+) -> tuple[Tensor, Tensor]:
     """Cosine and sine at ``positions`` ``(seq,)``: each ``(seq, rotated elements)``, fp32, both halves alike.
 
-    ``windowed`` asks for those of layers with a sliding window.
+    ``windowed`` asks for those of layers with a sliding window; ``length`` is that of the whole sequence, in tokens.
     """
-    frequencies = inverse_frequencies(spec, positions.device, windowed=windowed)
+    frequencies = inverse_frequencies(spec, positions.device, windowed=windowed, length=length)
     angles = positions.float()[:, None] * frequencies[None, :]
     angles = torch.cat((angles, angles), dim=-1)
     cos, sin = angles.cos(), angles.sin()

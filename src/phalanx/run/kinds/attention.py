@@ -15,7 +15,7 @@ from phalanx.run.kinds import grouped_attention, latent_attention
 from phalanx.run.kinds.operations import AttentionCore, Operation
 from phalanx.run.kinds.parts import Parameter
 from phalanx.run.problems import Problem
-from phalanx.run.spec import ModelSpec
+from phalanx.run.spec import ModelSpec, RopeScalingSpec
 
 
 class AttentionKind(Protocol):
@@ -68,10 +68,25 @@ def attention_kind(model: ModelSpec) -> AttentionKind:
     return grouped_attention if model.mla is None else latent_attention
 
 
+def _factor_problems(scaling: RopeScalingSpec, frequencies: int) -> Iterator[Problem]:
+    """Yields the problems of LongRoPE's factors, of which there is one for each frequency, or with other methods none."""
+    wanted = frequencies if scaling.kind == "longrope" else 0
+    for name, factors in (("short_factors", scaling.short_factors), ("long_factors", scaling.long_factors)):
+        if len(factors) != wanted or not all(factor > 0 for factor in factors):
+            yield Problem(
+                f"model.rope_scaling.{name}",
+                f"{len(factors)} factors, the smallest {min(factors, default=0):g}, for {frequencies} frequencies",
+                'one above 0 for each frequency with kind = "longrope", none with others',
+                ("model.rope_scaling.kind", "model.rope_scaling", "model.head_dim", "model.rope_fraction"),
+            )
+
+
 def attention_problems(model: ModelSpec) -> Iterator[Problem]:
     """Yields the problems of the kind that ``model`` has, fields of other kinds among them."""
     mine = attention_kind(model)
     yield from mine.problems(model)
+    if model.rope_scaling is not None:
+        yield from _factor_problems(model.rope_scaling, mine.rotated_width(model) // 2)
     defaults = {field.name: field.default for field in dataclasses.fields(ModelSpec)}
     chosen_by = tuple(f"model.{name}" for name in mine.OWN_FIELDS if getattr(model, name) != defaults[name])
     for name in (name for kind in _KINDS if kind is not mine for name in kind.OWN_FIELDS):

@@ -97,7 +97,7 @@ def _part(
 ) -> tuple[Transformer | Chain, dict[str, Partition]]:
     """One stage of the model, divided over the inner axes, on the meta device."""
     with torch.device("meta"):
-        part = whole_model(spec.model)
+        part = whole_model(spec.model, spec.train.seq_len)
     if len(stages) > 1:
         part.keep(stages[stage], first=stage == 0, last=stage == len(stages) - 1)
     partitions: dict[str, Partition] = {}

@@ -49,9 +49,9 @@ def model_facts(spec: RunSpec) -> ModelFacts:
     )
 
 
-def whole_model(spec: ModelSpec) -> Transformer | Chain:
-    """The module that a resolved description stands for, built on the current default device."""
-    return Chain(spec) if spec.factory else Transformer(spec)
+def whole_model(spec: ModelSpec, seq_len: int) -> Transformer | Chain:
+    """The module that a resolved description stands for, for sequences of ``seq_len`` tokens, on the current default device."""
+    return Chain(spec) if spec.factory else Transformer(spec, seq_len)
 
 
 def compute_dtype(spec: RunSpec) -> torch.dtype:

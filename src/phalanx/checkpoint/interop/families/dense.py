@@ -7,12 +7,15 @@ from phalanx.checkpoint.interop.families.family import (
     GROUPED,
     PATTERN,
     Family,
+    Joint,
 )
 from phalanx.checkpoint.interop.huggingface_layers import (
     all_rotated,
     no_window,
+    phi3_layers,
     qwen2_layers,
     read_layer_types,
+    read_only_window,
     read_regular_windows,
     read_score_width,
     read_switched_window,
@@ -158,4 +161,22 @@ GEMMA3 = Family(
         "ffn_norm.weight": "pre_feedforward_layernorm.weight",
         "ffn_post_norm.weight": "post_feedforward_layernorm.weight",
     },
+)
+PHI3 = Family(
+    "phi3",
+    "Phi3ForCausalLM",
+    COMMON | GROUPED | {"rope_fraction": "partial_rotary_factor"},
+    DENSE | {"qk_norm": False, "attention_bias": False, "ffn_bias": False},
+    absent={"norm_eps": 1e-5, "rope_fraction": 1.0},
+    said=PATTERN,
+    read=read_only_window,
+    write=write_window,
+    check=phi3_layers,
+    joined={
+        "self_attn.qkv_proj.weight": Joint(
+            ("attention.query.weight", "attention.key.weight", "attention.value.weight")
+        ),
+        "mlp.gate_up_proj.weight": Joint(("ffn.gate.weight", "ffn.up.weight")),
+    },
+    stretches=("longrope",),
 )
