@@ -46,6 +46,8 @@ DENSE = ModelSpec(
     scale_embeddings=True,
     window_rope_theta=100.0,
     sinks=True,
+    score_cap=0.8,
+    logit_cap=0.5,
 )
 MIXTURE = ModelSpec(
     layers=4,

@@ -12,6 +12,7 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     Dots1Config,
+    Gemma2Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
     GptOssConfig,
@@ -62,6 +63,14 @@ SMALL: dict[str, Any] = {
 }
 
 NO_DROPOUT = {"attention_dropout": 0.0, "residual_dropout": 0.0}
+GEMMA2: dict[str, Any] = {
+    **SMALL,
+    "num_hidden_layers": 3,
+    "head_dim": 12,
+    "query_pre_attn_scalar": 12,
+    "sliding_window": 10,
+    "pad_token_id": None,
+}
 DENSE: dict[str, Any] = {
     "llama": LlamaConfig(**SMALL),
     "llama, all heads alike": LlamaConfig(**{**SMALL, "num_key_value_heads": 4}),
@@ -102,6 +111,19 @@ DENSE: dict[str, Any] = {
         **{**SMALL, "num_key_value_heads": 4}, attention_bias=True
     ),
     "olmo3": Olmo3Config(**{**SMALL, "num_hidden_layers": 5}, sliding_window=10),
+    "gemma 2": Gemma2Config(**GEMMA2),
+    "gemma 2, strong caps, another width of scores": Gemma2Config(
+        **{**GEMMA2, "query_pre_attn_scalar": 24},
+        attn_logit_softcapping=0.4,
+        final_logit_softcapping=0.7,
+        attention_bias=True,
+    ),
+    "gemma 2, no caps, windows everywhere": Gemma2Config(
+        **GEMMA2,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        layer_types=["sliding_attention"] * 3,
+    ),
     "qwen3": Qwen3Config(**SMALL, head_dim=16),
     "qwen3, windows by turns": Qwen3Config(
         **{**SMALL, "num_hidden_layers": 4},
@@ -301,7 +323,7 @@ CONFIGS = {
 }
 
 
-EAGER_ALONE = ("gpt_oss",)
+EAGER_ALONE = ("gpt_oss", "gemma2")
 """Families for which `transformers` has no other attention."""
 
 
@@ -309,11 +331,13 @@ def hf_model(config: Any, seed: int = 0, attention: str = "sdpa") -> Any:
     """A model of `transformers` with random weights, gains and biases too."""
     torch.manual_seed(seed)
     attention = "eager" if config.model_type in EAGER_ALONE else attention
+    # Gemma's gains are one more than the weights.
+    gain = 0.0 if config.model_type.startswith("gemma") else 1.0
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 or name.endswith("_bias"):
-                parameter.copy_(torch.randn_like(parameter) * 0.3 + (0.0 if "bias" in name else 1.0))
+                parameter.copy_(torch.randn_like(parameter) * 0.3 + (0.0 if "bias" in name else gain))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.2)

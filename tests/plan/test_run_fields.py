@@ -76,6 +76,8 @@ CHANGES: dict[str, tuple[RunSpec, Any]] = {
     "model.qkv_bias": (DENSE, True),
     "model.qk_norm_width": (replace(LONG, model=replace(DENSE.model, qk_norm=True)), "all"),
     "model.norm_placement": (DENSE, "both"),
+    "model.score_cap": (DENSE, 50.0),
+    "model.logit_cap": (DENSE, 30.0),
     "model.sinks": (DENSE, True),
     "model.rope_fraction": (DENSE, 0.5),
     "model.attention_pattern": (WINDOWED, ("window",)),

@@ -21,6 +21,7 @@ from phalanx.model.layers.cache import LayerCache
 from phalanx.model.layers.linear import Linear
 from phalanx.model.layers.norm import RMSNorm
 from phalanx.model.layers.rotary import longest_short, rotation
+from phalanx.model.layers.soft_cap import soft_capped
 from phalanx.model.mtp import PredictionAhead, ReadoutAhead, tokens_ahead
 from phalanx.run.kinds.grouped_attention import window_of
 from phalanx.run.spec import ModelSpec
@@ -29,9 +30,9 @@ Readout = Callable[[Tensor, Tensor], Tensor]
 """A function of the last hidden states ``(b, s, d)`` and the output projection ``(vocab, d)``."""
 
 
-def logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """The readout that gives every token's scores: ``(b, s, vocab)``."""
-    return F.linear(hidden, weight)
+def logits(hidden: Tensor, weight: Tensor, cap: float = 0.0) -> Tensor:
+    """The readout that gives every token's scores ``(b, s, vocab)``, with a soft cap unless that is 0."""
+    return soft_capped(F.linear(hidden, weight), cap)
 
 
 class Transformer(nn.Module):
@@ -66,7 +67,7 @@ class Transformer(nn.Module):
     def forward(
         self,
         x: Tensor,
-        readout: Readout = logits,
+        readout: Readout | None = None,
         *,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
@@ -105,7 +106,9 @@ class Transformer(nn.Module):
         if self.norm is None:
             return hidden
         hidden, weight = self.norm(hidden), self._projection()
-        result = readout(hidden, weight)
+        result = (
+            readout(hidden, weight) if readout is not None else logits(hidden, weight, self.spec.logit_cap)
+        )
         if ahead is None:
             return result
         last = windowed if window_of(self.spec, self.spec.layers - 1) else full

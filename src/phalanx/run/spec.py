@@ -160,6 +160,10 @@ class ModelSpec:
     """If true, the embeddings of tokens are multiplied by the root of dim (Gemma)."""
     score_width: Annotated[int, LATER, NOT_NEGATIVE] = 0
     """Width whose inverse root multiplies attention's scores (Gemma's query_pre_attn_scalar); 0 means head_dim."""
+    score_cap: Annotated[float, LATER, NOT_NEGATIVE] = 0.0
+    """Soft cap c of attention's scores, each of which becomes c tanh(score / c) (Gemma 2); 0 means none."""
+    logit_cap: Annotated[float, LATER, NOT_NEGATIVE] = 0.0
+    """Soft cap of the logits of the vocabulary, in the loss too (Gemma 2's final_logit_softcapping); 0 means none."""
     sinks: Annotated[bool, LATER] = False
     """If true, each query head has a learned logit in the softmax's denominator, so that its weights may sum to less than one
     (attention sinks, gpt-oss)."""

@@ -159,15 +159,20 @@ def _decode(
     if isinstance(model, Transformer):
         cache = empty_cache(model.spec, 1, length, weight.device, weight.dtype)
     text, unseen = prompt_ids, prompt_ids
+    cap = model.spec.logit_cap
+
+    def last_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+        return logits(hidden[:, -1:], weight, cap)
+
     for _ in range(length - len(prompt_ids)):
         # Not around the loop: a generator would leave the mode switched on for whoever consumes it.
         with torch.no_grad():
             if cache is None:
                 ids = torch.tensor([text], device=weight.device)
-                scores = model(ids, readout=_last_logits)[0, 0]
+                scores = model(ids, readout=last_logits)[0, 0]
             else:
                 ids = torch.tensor([unseen], device=weight.device)
-                scores = model(ids, readout=_last_logits, cache=cache)[0, 0]
+                scores = model(ids, readout=last_logits, cache=cache)[0, 0]
         token = choose(scores, *sampling, generator)
         if token in stop:
             return
@@ -176,10 +181,6 @@ def _decode(
         if isinstance(model, Transformer) and len(text) == longest_short(model.spec) + 1:
             # From here on all positions are rotated by other factors, those of the cached keys too.
             cache, unseen = empty_cache(model.spec, 1, length, weight.device, weight.dtype), text
-
-
-def _last_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    return logits(hidden[:, -1:], weight)
 
 
 def choose(scores: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> int:

@@ -23,7 +23,8 @@ READ_IN_PIECES = (
     *("max_window_layers", "decoder_sparse_step", "sliding_window_pattern", "sliding_window", "head_dim"),
     *("num_hidden_layers", "num_key_value_heads", "original_max_position_embeddings", "rope_local_base_freq"),
     *("shared_expert_intermediate_size", "moe_intermediate_size", "rotary_dim", "attn_type_list", "qkv_bias"),
-    *("swiglu_limit", "attention_bias"),
+    *("swiglu_limit", "attention_bias", "attn_logit_softcapping", "query_pre_attn_scalar"),
+    *("max_position_embeddings", "partial_rotary_factor"),
 )
 VALUES: tuple[Any, ...] = (
     *(None, 0, -1, 10**40, 0.5, 1e300, float("nan"), True, "", "x", [], [1, 2], ["a"], [[]], {}, {"a": 1}),
@@ -31,6 +32,8 @@ VALUES: tuple[Any, ...] = (
         {"full_attention": 3},
         {"rope_type": [1]},
         {"rope_type": "yarn", "factor": "x"},
+        {"rope_type": "longrope", "short_factor": "x", "long_factor": [1.0]},
+        {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [None] * 3, "factor": "x"},
         {"quant_method": "fp8"},
     ),
 )

@@ -107,6 +107,7 @@ def test_parameters_are_those_of_the_module(tied: bool) -> None:
         ("llama3-405b", 405_853_388_800),
         ("qwen3-8b", 8_190_735_360),
         ("phi-4", 14_659_507_200),
+        ("gemma2-27b", 27_227_128_320),
         ("mixtral-8x7b", 46_702_792_704),
         ("qwen3-30b-a3b", 30_532_122_624),
         ("gpt-oss-20b", 20_914_757_184),

@@ -47,6 +47,18 @@ def test_loss_and_gradients_are_those_of_all_logits_at_once(
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("chunk", [4, 40])
+def test_a_soft_cap_bends_the_logits_before_the_loss(chunk: int) -> None:
+    hidden, weight, targets = case(2, 7, 0)
+    ours = summed_cross_entropy(hidden, weight, targets, chunk, cap=1.5)
+    scores = 1.5 * torch.tanh(F.linear(hidden, weight).flatten(0, 1) / 1.5)
+    expected = F.cross_entropy(scores, targets.flatten(), reduction="sum")
+    torch.testing.assert_close(ours, expected)
+    gradients = (torch.autograd.grad(loss, (hidden, weight)) for loss in (ours, expected))
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
 def test_autograd_agrees_with_finite_differences() -> None:
     hidden, weight, targets = case(2, 3, 0)
     # The loss itself is summed in fp32, so the check runs on values exactly representable there.

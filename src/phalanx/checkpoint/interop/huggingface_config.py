@@ -150,6 +150,7 @@ def spec_of(hf_config: JsonObject) -> ModelSpec:
         if hf_config.get(field) is not None
         and field not in family.fields.values()
         and not (field == "use_sliding_window" and "window" in family.said)
+        and not (field == "hidden_act" and "hidden_activation" in family.constants)  # which is read instead
         and _ALIKE.get(str(hf_config[field]), hf_config[field]) != only
     ]
     problems += [

@@ -13,6 +13,7 @@ Source: the configuration classes of transformers 4.51 to 5.x, and the published
 from collections.abc import Mapping
 
 from phalanx.checkpoint.interop.families.dense import (
+    GEMMA2,
     GEMMA3,
     LLAMA,
     MISTRAL,
@@ -42,7 +43,7 @@ FAMILIES: Mapping[str, Family] = {
     **{
         family.model_type: family
         for family in (
-            *(LLAMA, QWEN2, SEED_OSS, QWEN3, MISTRAL, SMOLLM3, OLMO2, OLMO3, GEMMA3, PHI3),
+            *(LLAMA, QWEN2, SEED_OSS, QWEN3, MISTRAL, SMOLLM3, OLMO2, OLMO3, GEMMA2, GEMMA3, PHI3),
             *(MIXTRAL, QWEN3_MOE, QWEN2_MOE, MINIMAX_M2, GLM4_MOE, DOTS1, OLMOE),
             *(GPT_OSS, DEEPSEEK_V3, DEEPSEEK_V2),
         )

@@ -58,7 +58,7 @@ def writes(*all_of: Write) -> Write:
 def whole_heads(spec: ModelSpec) -> Iterator[str]:
     """Families whose readers may take dim / heads for the width of a head."""
     if spec.dim % spec.heads:
-        yield f"dim = {spec.dim} with {spec.heads} heads: Llama's dim is a multiple of its heads"
+        yield f"dim = {spec.dim} with {spec.heads} heads: it must be a multiple of heads"
 
 
 def heads_as_wide_as_the_model(spec: ModelSpec) -> Iterator[str]:
@@ -195,6 +195,12 @@ def all_rotated(spec: ModelSpec) -> Iterator[str]:
         yield f"attention_pattern = {json.dumps(spec.attention_pattern)}: all layers have rotary positions"
 
 
+def gemma2_layers(spec: ModelSpec) -> Iterator[str]:
+    """Gemma 2's width and layers."""
+    yield from whole_heads(spec)
+    yield from all_rotated(spec)
+
+
 def qwen2_layers(spec: ModelSpec) -> Iterator[str]:
     """Qwen2's heads and layers."""
     yield from heads_as_wide_as_the_model(spec)
@@ -216,6 +222,25 @@ def read_score_width(hf_config: JsonObject) -> tuple[dict[str, object], list[str
 def write_score_width(spec: ModelSpec) -> Mapping[str, object]:
     """The inverse of ``read_score_width``."""
     return {"query_pre_attn_scalar": spec.score_width or spec.head_dim}
+
+
+def read_caps(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
+    """Gemma 2's soft caps, of which null is none."""
+    caps = {ours: hf_config.get(theirs, own) for ours, (theirs, own) in _CAPS.items()}
+    problems = [
+        f"{_CAPS[ours][0]} = {cap} is not supported; supported: null"
+        for ours, cap in caps.items()
+        if cap == 0
+    ]
+    return {ours: 0.0 if cap is None else cap for ours, cap in caps.items()}, problems
+
+
+def write_caps(spec: ModelSpec) -> Mapping[str, object]:
+    """The inverse of ``read_caps``."""
+    return {theirs: getattr(spec, ours) or None for ours, (theirs, _) in _CAPS.items()}
+
+
+_CAPS = {"score_cap": ("attn_logit_softcapping", 50.0), "logit_cap": ("final_logit_softcapping", 30.0)}
 
 
 def read_unrotated_layers(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:

@@ -2,7 +2,7 @@
 
 Sources: Llama 3, arXiv 2407.21783, table 3 (and the published ``config.json`` files for vocabulary, rotary base
 and scaling: 3.1 models carry the scaling); Qwen3-8B, arXiv 2505.09388, table 1 and its ``config.json``; Phi-4, arXiv
-2412.08905, with its ``config.json``; GPT-3,
+2412.08905, and Gemma 2, arXiv 2408.00118, table 1, with their ``config.json``; GPT-3,
 arXiv 2005.14165, table 2.1 (its shape: learned positions and LayerNorm are replaced by this project's rotary
 embedding and RMSNorm). The 1T model is this project's own, in the proportions of Llama 3's largest.
 
@@ -122,6 +122,27 @@ PRESETS: Mapping[str, ModelSpec] = MappingProxyType(
             ffn_dim=17_920,
             vocab_size=100_352,
             rope_theta=250_000.0,
+        ),
+        "gemma2-27b": ModelSpec(
+            preset="gemma2-27b",
+            layers=46,
+            dim=4608,
+            heads=32,
+            kv_heads=16,
+            head_dim=128,
+            ffn_dim=36_864,
+            ffn="geglu",
+            vocab_size=256_000,
+            tie_embeddings=True,
+            norm_eps=1e-6,
+            norm_placement="both",
+            norm_offset=True,
+            scale_embeddings=True,
+            score_width=144,
+            score_cap=50.0,
+            logit_cap=30.0,
+            attention_pattern=("window", "full"),
+            window=4096,
         ),
         "gpt3-175b": ModelSpec(
             preset="gpt3-175b",

@@ -150,7 +150,7 @@ class Attention(nn.Module):
         self.rotated = attention_of(spec, layer) != "no-position"
         self.sinks = nn.Parameter(torch.empty(spec.heads)) if spec.sinks else None
         scale = spec.score_width**-0.5 if spec.score_width else None
-        self.core: Core = CausalCore(scale, window_of(spec, layer))
+        self.core: Core = CausalCore(scale, window_of(spec, layer), spec.score_cap)
 
     def forward(
         self,

@@ -103,7 +103,10 @@ def _priced(operation: Operation, workload: Workload, stack: Stack) -> Layer:
         case AroundExperts():
             return _around_experts(operation, stack)
         case LossOfScores():
-            forward, backward = (passes * operation.scores for passes in _loss_passes(stack))
+            # A soft cap reads and writes logits once more, and in backward its slope and their gradient.
+            bent = (2, 3) if operation.capped else (0, 0)
+            passes = (once + more for once, more in zip(_loss_passes(stack), bent, strict=True))
+            forward, backward = (count * operation.scores for count in passes)
             return Layer((Pointwise("projection", "tokens", forward, backward, "tensor", kernels=6),))
         case Dropout():
             return _dropout(operation, stack)
@@ -145,13 +148,24 @@ def _core(core: AttentionCore, workload: Workload, stack: Stack) -> Layer:
     if stack.attention.flash:
         # One fp32 number for each row and head: the logarithm of the softmax's sum (arXiv 2307.08691, section 3.1).
         sums = KeptTensor("core", "tokens", core.heads, "tensor", bytes=4)
-        return Layer((core,), (result, sums, operand))
+        return Layer((core, *_capping(core, workload)), (result, sums, operand))
     # Scores in memory: written by the product, scaled and masked, normalized, dropped, read by the product.
     scores = core.heads * workload.seq_len
     moved = Pointwise("core", "tokens", 8 * scores, 8 * scores, "tensor", kernels=4)
     # The softmax, a dropout mask and its result: 5 bytes for each score (arXiv 2205.05198).
     softmax = KeptTensor("core", "tokens", 5 * scores, "tensor", bytes=1)
     return Layer((core, moved), (result, softmax, operand))
+
+
+def _capping(core: AttentionCore, workload: Workload) -> tuple[Pointwise, ...]:
+    """What soft-capped scores move, which no fused kernel computes: half of the square, in fp32, a few rows at a time.
+
+    Scaled, bent, masked, summed, normalized and narrowed; backward computes them again, with their slopes (``phalanx.model.layers.soft_cap``).
+    """
+    scores = round(core.heads * core.keys(workload.seq_len) / 2)
+    return (
+        (Pointwise("core", "tokens", 16 * scores, 26 * scores, "tensor", kernels=10),) if core.capped else ()
+    )
 
 
 def _activation(activation: Activation, stack: Stack) -> Layer:

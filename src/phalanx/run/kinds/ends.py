@@ -65,5 +65,5 @@ def head_operations(model: ModelSpec) -> tuple[Operation, ...]:
         Norm("norm", tuple(norm(model.dim))),
         LayerExchange("projection", "gather", model.dim),
         MatrixProduct("projection", "tokens", (projection,)),
-        LossOfScores(model.vocab_size),
+        LossOfScores(model.vocab_size, capped=model.logit_cap > 0),
     )

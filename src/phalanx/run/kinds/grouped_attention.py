@@ -21,7 +21,7 @@ from phalanx.run.spec import ModelSpec
 TITLE: str = "grouped attention"
 OWN_FIELDS: tuple[str, ...] = (
     *("qk_norm", "qk_norm_width", "attention_bias", "qkv_bias", "rope_fraction"),
-    *("score_width", "sinks", "attention_pattern", "window", "window_rope_theta"),
+    *("score_width", "score_cap", "sinks", "attention_pattern", "window", "window_rope_theta"),
 )
 
 
@@ -158,7 +158,9 @@ def parts(model: ModelSpec) -> Iterator[Parameter]:
 def core(model: ModelSpec) -> AttentionCore:
     """Queries, keys and values are equally wide."""
     windows = tuple(window_of(model, layer) for layer in range(model.layers)) if model.window else ()
-    return AttentionCore(model.heads, model.head_dim, model.head_dim, windows=windows)
+    return AttentionCore(
+        model.heads, model.head_dim, model.head_dim, windows=windows, capped=model.score_cap > 0
+    )
 
 
 def operations(model: ModelSpec) -> tuple[Operation, ...]:

@@ -120,6 +120,8 @@ class AttentionCore:
     part: str = "core"
     windows: tuple[int, ...] = ()
     """Tokens that a token sees, of each layer of the model, 0 if all before it; empty if no layer has a window."""
+    capped: bool = False
+    """True if scores have a soft cap, for which there is no fused kernel."""
 
     def keys(self, seq_len: int) -> float:
         """Keys of a token, over the whole square of scores, in the mean of the model's layers."""
@@ -181,6 +183,8 @@ class LossOfScores:
     """The loss of ``scores`` logits for each token, and its gradient."""
 
     scores: int
+    capped: bool = False
+    """True if logits have a soft cap."""
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,8 @@ def described_layers(model: ModelSpec) -> Iterator[tuple[str, str]]:
             yield f"model.{field.name}", remedy
     if prediction_ahead.depths(model):
         yield "model.mtp_depth", "set it to 0"
+    if model.logit_cap:
+        yield "model.logit_cap", "set it to 0; logits are the product of norm and head"
 
 
 def tensor_sizes(model: ModelSpec) -> Iterator[tuple[str, int]]:

@@ -10,6 +10,8 @@ because it decides the order in which the projection's gradient is added up.
 Where the vocabulary is divided over tensor ranks, each computes the logits of its own rows for all tokens. From the others it
 needs three numbers a token (Megatron, arXiv 1909.08053): the largest logit, the sum of exponentials, and the target's logit.
 The sum is taken relative to each rank's own largest logit, so that all three travel in one all-gather.
+
+A soft cap bends each logit by itself, in fp32, before all that; its slope multiplies the gradient.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         chunk: int,
         rows: VocabularyPiece | None,
         wants_gradient: bool,
+        cap: float,
     ) -> Tensor:
         # n tokens, rows of the vocabulary on this rank: hidden (n, dim), weight (rows, dim), targets (n,)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -52,11 +55,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             states = hidden[begin : begin + chunk]  # (chunk, dim)
             wanted = _find(targets[begin : begin + chunk], weight.shape[0], rows)
             # 1. Logits, at once turned into log-probabilities, and the losses.
-            scores, losses = _scores_and_losses(states, weight, wanted, rows)  # (chunk, rows), (chunk,)
+            logits, bend = _logits(
+                states, weight, cap
+            )  # (chunk, rows) each, the second only where there is a cap
+            scores, losses = _scores_and_losses(logits, wanted, rows)  # (chunk, rows), (chunk,)
             loss += losses.sum()
             if grad_hidden is not None and grad_weight is not None:
                 # 2. The gradient with respect to the logits, in the same memory, and from it both gradients.
-                slope = _slope(scores, wanted).to(hidden.dtype)  # (chunk, rows)
+                slope = _slope(scores, wanted)  # (chunk, rows)
+                slope = (slope if bend is None else slope.mul_(bend)).to(hidden.dtype)
                 torch.mm(slope, weight, out=grad_hidden[begin : begin + chunk])
                 _accumulate(grad_weight, slope, states, first=begin == 0)
         if grad_hidden is not None and grad_weight is not None:
@@ -65,13 +72,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: _LossContext, *upstream: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: _LossContext, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.used:
             raise RuntimeError("this loss's gradients were handed out already: it can be differentiated once")
         ctx.used = True
         # In place: the gradient is as large as the projection, so a copy would be the most expensive line here.
         grad_hidden, grad_weight = (saved.mul_(upstream[0].to(saved.dtype)) for saved in ctx.saved_tensors)
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
 def _accumulate(total: Tensor, slope: Tensor, hidden: Tensor, *, first: bool) -> None:
@@ -105,11 +112,19 @@ def _find(targets: Tensor, count: int, rows: VocabularyPiece | None) -> _Wanted:
     return _Wanted(row.masked_fill(~here, 0), here, ignored)
 
 
+def _logits(hidden: Tensor, weight: Tensor, cap: float) -> tuple[Tensor, Tensor | None]:
+    """Logits ``(n, rows)``, and with a soft cap the slope of its bend, both fp32 then."""
+    scores = hidden @ weight.t()
+    if not cap:
+        return scores, None
+    bent = torch.tanh(scores.float().div_(cap))
+    return bent * cap, 1 - bent.square()
+
+
 def _scores_and_losses(
-    hidden: Tensor, weight: Tensor, wanted: _Wanted, rows: VocabularyPiece | None
+    scores: Tensor, wanted: _Wanted, rows: VocabularyPiece | None
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities ``(n, rows)`` and each token's loss ``(n,)``, both fp32; the loss of ignored tokens is 0."""
-    scores = hidden @ weight.t()  # (n, rows)
+    """Log-probabilities ``(n, rows)`` and each token's loss ``(n,)``, both fp32, of logits; the loss of ignored tokens is 0."""
     if rows is None:
         scores = F.log_softmax(scores, dim=-1, dtype=torch.float32)
         picked = _pick(scores, wanted)
@@ -142,7 +157,13 @@ def _slope(scores: Tensor, wanted: _Wanted) -> Tensor:
 
 
 def summed_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, rows: VocabularyPiece | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: int,
+    rows: VocabularyPiece | None = None,
+    *,
+    cap: float = 0.0,
 ) -> Tensor:
     """The summed cross-entropy, in nats, of predicting ``targets`` from hidden states.
 
@@ -153,6 +174,7 @@ def summed_cross_entropy(
         targets: ``(batch, seq)``, int64; ``IGNORE`` where there is nothing to predict.
         chunk: Tokens whose logits are held at once.
         rows: The rows of the vocabulary that ``weight`` has; ``None`` for all.
+        cap: Soft cap of the logits (``phalanx.model.layers.soft_cap``); 0 for none.
 
     Returns:
         0-dim, fp32: a sum, not a mean, so that slots with any number of targets can be added. It is the same on all ranks that
@@ -163,5 +185,5 @@ def summed_cross_entropy(
     whole = hidden if rows is None else rows.comm.gather(hidden)
     tokens = whole.reshape(-1, whole.shape[-1])
     return apply_function(
-        _ChunkedCrossEntropy, tokens, weight, targets.reshape(-1), chunk, rows, wants_gradient
+        _ChunkedCrossEntropy, tokens, weight, targets.reshape(-1), chunk, rows, wants_gradient, cap
     )

@@ -90,7 +90,8 @@ class Losses:
         return result
 
     def _sum(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return summed_cross_entropy(hidden, weight, targets, self.spec.train.loss_chunk, self.rows)
+        chunk, cap = self.spec.train.loss_chunk, self.spec.model.logit_cap
+        return summed_cross_entropy(hidden, weight, targets, chunk, self.rows, cap=cap)
 
 
 class SlotRunner(Protocol):

@@ -11,9 +11,11 @@ from phalanx.checkpoint.interop.families.family import (
 )
 from phalanx.checkpoint.interop.huggingface_layers import (
     all_rotated,
+    gemma2_layers,
     no_window,
     phi3_layers,
     qwen2_layers,
+    read_caps,
     read_layer_types,
     read_only_window,
     read_regular_windows,
@@ -25,6 +27,7 @@ from phalanx.checkpoint.interop.huggingface_layers import (
     reads,
     whole_heads,
     window_everywhere,
+    write_caps,
     write_layer_types,
     write_score_width,
     write_switched_window,
@@ -124,6 +127,33 @@ OLMO3 = Family(
     check=all_rotated,
     names=_AFTER,
 )
+_GEMMA_NAMES = {
+    "attention_post_norm.weight": "post_attention_layernorm.weight",
+    "ffn_norm.weight": "pre_feedforward_layernorm.weight",
+    "ffn_post_norm.weight": "post_feedforward_layernorm.weight",
+}
+GEMMA2 = Family(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    COMMON | GROUPED | ATTENTION_BIAS,
+    {
+        "ffn": "geglu",
+        "mtp_depth": 0,
+        "ffn_bias": False,
+        "norm_placement": "both",
+        "qk_norm": False,
+        "norm_offset": True,
+        "scale_embeddings": True,
+    },
+    constants={"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False},
+    absent={"norm_eps": 1e-6, "kv_heads": 4, "head_dim": 256, "tie_embeddings": True},
+    said=(*PATTERN, "score_width", "score_cap", "logit_cap"),
+    read=reads(read_layer_types(4096, lambda layer: layer % 2 == 0), read_score_width, read_caps),
+    write=writes(write_layer_types, write_score_width, write_caps),
+    check=gemma2_layers,
+    own=("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+    names=_GEMMA_NAMES,
+)
 GEMMA3 = Family(
     "gemma3_text",
     "Gemma3ForCausalLM",
@@ -156,11 +186,7 @@ GEMMA3 = Family(
     write=writes(write_layer_types, write_score_width),
     check=all_rotated,
     own=("query_pre_attn_scalar", "rope_local_base_freq", "sliding_window_pattern"),
-    names={
-        "attention_post_norm.weight": "post_attention_layernorm.weight",
-        "ffn_norm.weight": "pre_feedforward_layernorm.weight",
-        "ffn_post_norm.weight": "post_feedforward_layernorm.weight",
-    },
+    names=_GEMMA_NAMES,
 )
 PHI3 = Family(
     "phi3",
