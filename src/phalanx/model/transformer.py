@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.model.block import Block
+from phalanx.model.facts.stretching import longest_short
 from phalanx.model.layers.cache import LayerCache
 from phalanx.model.layers.linear import Linear
 from phalanx.model.layers.norm import RMSNorm
-from phalanx.model.layers.rotary import longest_short, rotation
+from phalanx.model.layers.rotary import rotation
 from phalanx.model.layers.soft_cap import soft_capped
 from phalanx.model.mtp import PredictionAhead, ReadoutAhead, tokens_ahead
 from phalanx.run.kinds.grouped_attention import window_of

@@ -356,10 +356,7 @@ QWEN = {
         *(
             (DEEPSEEK_V3, {"rope_scaling": {"type": "yarn", "factor": 2.0, **change}}, message)
             for change, message in (
-                (
-                    {"truncate": False},
-                    "truncate = False in the rotary embedding's parameters is not supported",
-                ),
+                ({"truncate": 3}, "model.rope_scaling.truncate: 3 is not true or false"),
                 ({"attention_factor": 1.2}, "attention_factor = 1.2 in the rotary embedding's"),
                 ({"mscale": 0.7}, "mscale without mscale_all_dim"),
                 ({"mscale_all_dim": 0.7}, "mscale without mscale_all_dim"),

@@ -71,7 +71,8 @@ def test_a_round_trip_keeps_every_bit_the_digest_and_the_description(config: Any
 def test_importing_and_exporting_gives_the_published_tensors_bit_for_bit(config: Any, tmp_path: Path) -> None:
     published = saved_by_transformers(config, tmp_path / "published")
     spec = import_hf(published, tmp_path / "run").spec
-    export_hf(DiskTier(tmp_path / "run" / "checkpoints"), 0, spec, tmp_path / "again", "float32")
+    tier, said = DiskTier(tmp_path / "run" / "checkpoints"), tmp_path / "run" / "published"
+    export_hf(tier, 0, spec, tmp_path / "again", "float32", published_dir=said)
     before = load_file(published / "model.safetensors")
     after = load_file(tmp_path / "again" / "model.safetensors")
     assert before.keys() == after.keys()

@@ -16,8 +16,8 @@ from phalanx.checkpoint.interop.huggingface import HuggingFaceError, export_hf, 
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import resolve
+from phalanx.model.facts.stretching import rotary_temperature
 from phalanx.model.layers.cache import empty_cache
-from phalanx.model.layers.rotary import rotary_temperature
 from phalanx.model.transformer import Transformer
 from phalanx.serve.generate import generate
 

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from model.initialized import initialized
+from phalanx.model.layers.soft_cap import Score
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.context.apply import apply_context
 from phalanx.parallel.context.gather import GatherMethod
@@ -45,6 +46,7 @@ class Case:
     documents: bool = False
     scale: float | None = None
     window: int = 0
+    cap: float = 0.0
     dtype: torch.dtype = torch.float32
     seq: int = 48
     batch: int = 2
@@ -59,6 +61,7 @@ CASES = {
     "a window of a few tokens": Case(kv_heads=2, window=5),
     "a window of more than a piece": Case(window=17),
     "a window and documents": Case(window=11, documents=True),
+    "a soft cap, a window and documents": Case(kv_heads=2, window=11, documents=True, cap=0.7),
     "documents and latent attention's widths": Case(width=24, documents=True),
 }
 
@@ -86,6 +89,8 @@ def attention_of_all(case: Case) -> list[Tensor]:
     repeat = case.heads // case.kv_heads
     keys, values = (x.repeat_interleave(repeat, 1) for x in leaves[1:])
     scores = leaves[0] @ keys.transpose(-1, -2) * (case.scale or case.width**-0.5)
+    if case.cap:
+        scores = case.cap * torch.tanh(scores / case.cap)
     hidden = torch.ones(case.seq, case.seq, dtype=torch.bool).triu(1)
     if case.window:
         hidden |= torch.ones_like(hidden).tril(-case.window)
@@ -103,7 +108,9 @@ def attention_of_a_rank(mode: str, case: Case, clock: CommClock | None = None) -
     leaves = [x.requires_grad_() for x in (query, key, value)]
     group = dist.group.WORLD
     assert group is not None
-    core = DividedCore(METHODS[mode](group, clock or CommClock(blocking=True), case.scale, case.window))
+    core = DividedCore(
+        METHODS[mode](group, clock or CommClock(blocking=True), Score(case.scale, case.cap), case.window)
+    )
     out = core(*leaves, documents)
     assert out.dtype == case.dtype
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]

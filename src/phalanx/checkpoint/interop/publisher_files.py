@@ -50,7 +50,15 @@ _BESIDE_THE_MODEL = (
 )
 
 # Fields that follow from those that are written, and other names of theirs.
-_IMPLIED = ("layer_types", "head_dim", "qk_head_dim", "num_local_experts", "num_experts", "num_mtp_layers")
+_IMPLIED = (
+    "original_max_position_embeddings",
+    "layer_types",
+    "head_dim",
+    "qk_head_dim",
+    "num_local_experts",
+    "num_experts",
+    "num_mtp_layers",
+)
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from phalanx.model.facts.stretching import softmax_temperature
 from phalanx.model.layers.attention import CausalCore, Core
 from phalanx.model.layers.cache import LayerCache
 from phalanx.model.layers.linear import Linear
 from phalanx.model.layers.norm import RMSNorm
-from phalanx.model.layers.rotary import rotate, softmax_temperature
+from phalanx.model.layers.rotary import rotate
 from phalanx.run.spec import ModelSpec
 
 
