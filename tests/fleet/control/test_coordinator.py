@@ -94,7 +94,9 @@ def test_ctrl_c_is_one_wish_to_stop_and_the_launcher_says_that_one_can_go_on(tmp
     fleet.held(20)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=PATIENCE_S)
-    assert json.loads(out) == ["stopped", 75, "", []]
+    status, code, words, left = json.loads(out)
+    assert (status, code, left) == ("stopped", 75, [])
+    assert words.startswith("stopped; steps 1 to 2"), "these workers save nothing, and that is told"
     assert not processes_of(tmp_path)
 
 

@@ -29,16 +29,10 @@ from phalanx.fleet.control.coordinator_link import answers
 from phalanx.fleet.control.coordinator_lock import only_coordinator
 from phalanx.fleet.control.credentials import Credentials, credentials_of
 from phalanx.fleet.control.descriptors import DescriptorLimitError, raise_descriptor_limit
-from phalanx.fleet.control.fleet_file import (
-    FleetFileError,
-    fleet_file,
-    path_in,
-    read_fleet_file,
-    write_fleet_file,
-)
+from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, fleet_file, read_fleet_file
 from phalanx.fleet.control.hang_inquiry import Inquiry
 from phalanx.fleet.control.journal import Journal
-from phalanx.fleet.control.record_keeper import RecordKeeper
+from phalanx.fleet.control.publisher import Publisher
 from phalanx.fleet.control.restoration import report_contradiction, restored
 from phalanx.fleet.control.security import SecurityError, rotate_token
 from phalanx.fleet.control.transport import AgentLink, FleetServer, TransportError
@@ -52,9 +46,8 @@ from phalanx.fleet.core.replay import JournalError, batch_line, first_line
 from phalanx.fleet.core.resync import reason, resync
 from phalanx.fleet.core.settings import settings_of
 from phalanx.fleet.core.state import FleetPhase, Incident
-from phalanx.observe.event_log import EventLog, EventLogError
-from phalanx.observe.events import EpochLeft, Message
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved, step_of
+from phalanx.run.directory.record_keeper import RecordKeeper
 from phalanx.run.spec import RunSpec
 from phalanx.run.token_proof import token_name
 from phalanx.train.lifecycle.ending import report_failure
@@ -63,8 +56,6 @@ from phalanx.train.lifecycle.worker import die_with_parent
 _LONGEST_TICK_S = 1.0
 _UNSYNCED_BYTES = 1 << 20
 _RENEW_BYTES, _RENEW_AGAIN_BYTES = 64 << 20, 4 << 20
-_FILE_SHARE = 0.02
-"""Largest share of one core's time that goes into writing fleet.json."""
 _RETRY_S = 1.0
 _GOODBYE_S = 1.0
 EXIT_CANNOT_START = 78
@@ -97,20 +88,25 @@ class Coordinator:
         self._disk_due_s = 0.0
         self._deaf_s = 0.0
         """Time in which this process did not read messages, and of which the core has not been told."""
-        self._events: EventLog | None = None
         self._inquiry: Inquiry | None = None
         """The inquiry into a hang that is under way, if there is one."""
-        self._file_due_s, self._shown_epoch = 0.0, m.NO_EPOCH
         self._rotating = False
         self._record_keeper = RecordKeeper(self._directory)
-        self._file_writing: asyncio.Task[None] | None = None
         fleet = spec.fleet
         self._tick_s = min(_LONGEST_TICK_S, min(fleet.lease_s, fleet.confirm_s or fleet.lease_s) / 8)
         self._journal = Journal(_journal_path(args))
         self._renew_at_bytes = _RENEW_BYTES
         settings = settings_of(spec, _first_step(spec))
         empty = initial_state(settings, time.time(), credentials.fencing)
-        self._state, self._restarts, self._published_s = restored(self._journal, empty, self.log)
+        self._state, self._restarts, published_s = restored(self._journal, empty, self.log)
+        self._publisher = Publisher(
+            self._directory,
+            args.attempt,
+            self._file,
+            self.log,
+            least_pause_s=self._tick_s,
+            published_s=published_s,
+        )
         self._clock_ahead_s = max(self._state.now_s, time.time()) - time.monotonic()
 
     def _now_s(self) -> float:
@@ -203,7 +199,7 @@ class Coordinator:
         self._address = f"{self._args.host}:{port}"
         # Before fleet.json names this process as the coordinator: a reader of it may send the signal.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._ask_to_stop)
-        await self._write_file(self._now_s())
+        await self._publisher.write_now(self._now_s())
         self.log(f"coordinates {self._args.run_dir} at {self._address}, start {self._restarts + 1}")
         if self._credentials.earlier.earlier and self._state.key != token_name(self._credentials.token):
             self._tell_new_token()  # the coordinator before was killed between the file and its journal
@@ -298,7 +294,7 @@ class Coordinator:
         for node, command in sending:
             self._server.send(node, command)
         self._server.drop_outdated()
-        self._publish(now_s)
+        self._publisher.publish(self._state, now_s, over=self._over)
         await self._renew()
 
     async def _resync(self, before: Mark, error: Exception) -> list[tuple[str, c.Command]]:
@@ -340,7 +336,7 @@ class Coordinator:
         """Mends the run's record if it was damaged, and tells that."""
         with suppress(OSError):  # tried again at the next look
             if told := self._record_keeper.look():
-                self._record(Incident(now_s, self._state.epoch, "", told))
+                self._publisher.tell(Incident(now_s, self._state.epoch, "", told))
 
     def _committed(self) -> tuple[int, ...]:
         """The committed steps on disk; those of the last look if the disk, or this process's open files, allow none now."""
@@ -390,59 +386,18 @@ class Coordinator:
             else:
                 return
 
-    # --- what it publishes -----------------------------------------------------------------------
-
-    def _publish(self, now_s: float) -> None:
-        """Writes new incidents into the run's event stream, and now and then the state into fleet.json."""
-        for incident in self._state.incidents:
-            if incident.at_s > self._published_s:
-                self._record(incident)
-        self._published_s = max(
-            (incident.at_s for incident in self._state.incidents), default=self._published_s
-        )
-        formed = self._state.phase is FleetPhase.RUNNING and self._state.epoch != self._shown_epoch
-        if (now_s >= self._file_due_s or formed) and self._file_writing is None and not self._over:
-            self._shown_epoch = self._state.epoch if formed else self._shown_epoch
-            self._file_writing = asyncio.create_task(self._write_file(now_s))
-
-    def _record(self, incident: Incident) -> None:
-        """Writes an incident into the log and the run's event stream."""
-        named = f"node {incident.node}: {incident.what}" if incident.node else incident.what
-        body = EpochLeft(incident.epoch, named) if incident.ended_epoch else Message("warning", named)
-        self.log(body.text)
-        try:
-            if self._events is None:
-                self._events = EventLog(self._directory.events, self._args.attempt)
-            self._events.append(body)
-        except EventLogError as error:
-            self.log(str(error))
-
-    async def _write_file(self, now_s: float) -> None:
-        """Replaces fleet.json, durably, by a thread: the event loop must not wait for a slow disk."""
-        attached = frozenset(self._server.links)
-        began_s = time.thread_time()
-        content = fleet_file(
-            self._state, self._credentials.run, self._address, attached, self._server.refused, self._restarts
-        )
-        took_s = time.thread_time() - began_s
-        try:
-            took_s += await asyncio.get_running_loop().run_in_executor(
-                None, write_fleet_file, self._args.run_dir, content
-            )
-        except OSError as error:
-            self.log(f"cannot write {path_in(self._args.run_dir)}: {error.strerror}")
-        self._file_due_s = now_s + max(self._tick_s, took_s / _FILE_SHARE)
-        self._file_writing = None
+    def _file(self) -> FleetFile:
+        attached, refused = frozenset(self._server.links), self._server.refused
+        run = self._credentials.run
+        return fleet_file(self._state, run, self._address, attached, refused, self._restarts)
 
     async def _shut_down(self) -> None:
         """Tells every agent that the run is over, and gives it a moment to hang up."""
         self.log(f"the run is over: {self._state.phase}, {self._state.reason}")
         for node in list(self._server.links):
             self._server.send(node, c.Shutdown(self._state.reason))
-        if self._file_writing is not None:
-            await self._file_writing
         # While agents still hang up: whoever misses one of them sees why.
-        await self._write_file(self._now_s())
+        await self._publisher.write_now(self._now_s())
         deadline_s = time.monotonic() + _GOODBYE_S
         while self._server.links and time.monotonic() < deadline_s:
             await asyncio.sleep(0.02)
