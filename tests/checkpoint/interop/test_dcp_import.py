@@ -130,6 +130,23 @@ def test_a_metadata_that_asks_for_anything_to_be_run_is_refused_and_nothing_is_r
 
 
 @pytest.mark.filterwarnings(MIXED)
+def test_a_piece_that_asks_for_anything_to_be_run_is_refused_and_nothing_is_run(tmp_path: Path) -> None:
+    state = {f"model/{name}": value for name, value in ours_of(LLAMA).named_parameters()}
+    folder, marker = folder_of(state, tmp_path / "dcp"), tmp_path / "ran"
+    (file,) = folder.glob("*.distcp")
+    torch.save(Runs(os.system, f"touch {marker}"), file)
+
+    def edit(metadata: Metadata) -> None:
+        for info in metadata.storage_data.values():
+            vars(info).update(offset=0, length=file.stat().st_size)
+
+    edit_metadata(folder, edit)
+    with pytest.raises(DcpError, match="cannot be read"):
+        import_dcp(folder, tmp_path / "run", LLAMA)
+    assert not marker.exists()
+
+
+@pytest.mark.filterwarnings(MIXED)
 @pytest.mark.parametrize(
     ("change", "said"),
     [
