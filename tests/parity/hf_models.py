@@ -14,7 +14,9 @@ from transformers import (
     Dots1Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4Config,
     Glm4MoeConfig,
+    GlmConfig,
     GptOssConfig,
     LlamaConfig,
     MiniMaxM2Config,
@@ -281,6 +283,18 @@ PHI3: dict[str, Any] = {
     "pad_token_id": None,
 }
 JOINED: dict[str, Any] = {
+    "glm 4": Glm4Config(**SMALL, head_dim=12, rope_parameters=PARTIAL),
+    "glm": GlmConfig(**SMALL, head_dim=12, rope_parameters=PARTIAL),
+    "glm 4, no biases, rotated whole, tied": Glm4Config(
+        **SMALL,
+        head_dim=16,
+        attention_bias=False,
+        tie_word_embeddings=True,
+        rope_parameters={**PARTIAL, "partial_rotary_factor": 1.0},
+    ),
+    "glm 4, stretched rotary": Glm4Config(
+        **SMALL, head_dim=16, rope_parameters={**YARN, "partial_rotary_factor": 0.5}
+    ),
     "phi 3": Phi3Config(**{**SMALL, "pad_token_id": None}, sliding_window=9),
     "phi 3, partly rotated, tied": Phi3Config(**PHI3, tie_word_embeddings=True),
     "phi 3, short factors": Phi3Config(
@@ -351,7 +365,7 @@ def in_our_words(named: Iterable[tuple[str, Tensor]], config: Any) -> dict[str, 
     """
     ours: dict[str, Tensor] = {}
     for name, value in named:
-        if config.model_type == "phi3" and name.endswith(("qkv_proj.weight", "gate_up_proj.weight")):
+        if name.endswith(("qkv_proj.weight", "mlp.gate_up_proj.weight")):
             ours |= _of_phi3(name.replace("model.layers", "blocks"), value, config)
         elif config.model_type == "gpt_oss" and (".mlp." in name or "sinks" in name):
             ours |= _of_gpt_oss(name.replace("model.layers", "blocks"), value)
@@ -367,8 +381,19 @@ def in_our_words(named: Iterable[tuple[str, Tensor]], config: Any) -> dict[str, 
             own = "layernorm" in name or "shared_expert." in name
             family = FAMILIES[config.model_type] if own else None
             published = name.replace("mlp.e_score", "mlp.gate.e_score")
-            ours[parameter_name(published, family)] = _in_halves(name, value, config)
+            turned = _of_glm4 if config.model_type in ("glm", "glm4") else _in_halves
+            ours[parameter_name(published, family)] = turned(name, value, config)
     return ours
+
+
+def _of_glm4(name: str, value: Tensor, config: Any) -> Tensor:
+    """The first rows of each head of queries and keys, from neighbors to halves."""
+    if "q_proj" not in name and "k_proj" not in name:
+        return value
+    heads = value.view(-1, config.head_dim, *value.shape[1:])
+    turned = int(config.head_dim * config.rope_parameters["partial_rotary_factor"])
+    pairs = heads[:, :turned]
+    return torch.cat((pairs[:, 0::2], pairs[:, 1::2], heads[:, turned:]), dim=1).reshape(value.shape)
 
 
 def _of_phi3(name: str, value: Tensor, config: Any) -> dict[str, Tensor]:

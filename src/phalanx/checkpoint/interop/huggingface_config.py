@@ -187,7 +187,7 @@ def storage_of(hf_config: JsonObject) -> Storage:
         raise UnsupportedModelError(problem)
     quantization = hf_config.get("quantization_config") or {}
     block = quantization.get("weight_block_size")
-    interleaved = hf_config.get("rope_interleave")
+    interleaved = None if family_of(hf_config).in_pairs else hf_config.get("rope_interleave")
     return Storage(
         interleaved is None or bool(interleaved),
         (block[0], block[1]) if block else None,

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from phalanx.checkpoint.interop.families.dense import (
     GEMMA2,
     GEMMA3,
+    GLM,
+    GLM4,
     LLAMA,
     MISTRAL,
     OLMO2,
@@ -43,7 +45,8 @@ FAMILIES: Mapping[str, Family] = {
     **{
         family.model_type: family
         for family in (
-            *(LLAMA, QWEN2, SEED_OSS, QWEN3, MISTRAL, SMOLLM3, OLMO2, OLMO3, GEMMA2, GEMMA3, PHI3),
+            *(LLAMA, QWEN2, SEED_OSS, QWEN3, MISTRAL, SMOLLM3, OLMO2, OLMO3, GEMMA2, GEMMA3, GLM4),
+            *(PHI3, GLM),
             *(MIXTRAL, QWEN3_MOE, QWEN2_MOE, MINIMAX_M2, GLM4_MOE, DOTS1, OLMOE),
             *(GPT_OSS, DEEPSEEK_V3, DEEPSEEK_V2),
         )

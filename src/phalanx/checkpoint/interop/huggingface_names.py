@@ -17,6 +17,7 @@ from phalanx.checkpoint.format.boxes import Extent
 from phalanx.checkpoint.interop.families.family import Family
 from phalanx.checkpoint.interop.huggingface_choice import family_for
 from phalanx.model.facts.shape import buffers, parameters
+from phalanx.run.kinds.grouped_attention import rotated_of
 from phalanx.run.kinds.parts import Parameter, by_name
 from phalanx.run.spec import ModelSpec
 
@@ -73,6 +74,8 @@ class RotaryRows:
 
     group: int
     rotated: int
+    first: bool = False
+    """True if it is the first rows of a group that are rotated."""
 
     def around(self, start: int, stop: int) -> tuple[int, int]:
         """The whole groups that rows ``start:stop`` lie in."""
@@ -87,6 +90,8 @@ class RotaryRows:
     def published_at(self) -> list[int]:
         """For each row of a group as this project keeps it, where it is published."""
         plain = self.group - self.rotated
+        if self.first:
+            return [*range(0, self.rotated, 2), *range(1, self.rotated, 2), *range(self.rotated, self.group)]
         return [*range(plain), *range(plain, self.group, 2), *range(plain + 1, self.group, 2)]
 
     @property
@@ -155,7 +160,7 @@ def published(spec: ModelSpec, family: Family | None = None) -> Iterator[Publish
     family = family or family_for(spec)
     table = by_name((*parameters(spec), *buffers(spec)))
     for parameter in table.values():
-        name, rotary = hf_name(parameter.name, spec, family), _rotary_rows(parameter.name, spec)
+        name, rotary = hf_name(parameter.name, spec, family), _rotary_rows(parameter.name, spec, family)
         place = _place(parameter, table, family)
         if place is not None:
             yield Published(name, parameter, place=place)
@@ -248,10 +253,12 @@ def _split(name: str, pattern: str) -> tuple[str, ...]:
     return found.groups()
 
 
-def _rotary_rows(name: str, spec: ModelSpec) -> RotaryRows | None:
+def _rotary_rows(name: str, spec: ModelSpec, family: Family) -> RotaryRows | None:
+    module = name.removesuffix(".weight").removesuffix(".bias")
     if spec.mla is None:
+        if family.in_pairs and module.endswith((".attention.query", ".attention.key")):
+            return RotaryRows(spec.head_dim, rotated_of(spec), first=True)
         return None
-    module = name.removesuffix(".weight")
     if module.endswith((".attention.query", ".attention.query_up")):
         return RotaryRows(spec.mla.nope_head_dim + spec.mla.rope_head_dim, spec.mla.rope_head_dim)
     if module.endswith(".attention.kv_down"):

@@ -1,5 +1,7 @@
 """Families whose layers are all dense."""
 
+from dataclasses import replace
+
 from phalanx.checkpoint.interop.families.family import (
     ATTENTION_BIAS,
     COMMON,
@@ -187,6 +189,32 @@ GEMMA3 = Family(
     check=all_rotated,
     own=("query_pre_attn_scalar", "rope_local_base_freq", "sliding_window_pattern"),
     names=_GEMMA_NAMES,
+)
+GLM4 = Family(
+    "glm4",
+    "Glm4ForCausalLM",
+    COMMON | GROUPED | {"qkv_bias": "attention_bias", "rope_fraction": "partial_rotary_factor"},
+    DENSE | {"qk_norm": False, "attention_bias": False, "ffn_bias": False, "norm_placement": "both"},
+    absent={
+        "norm_eps": 1.5625e-7,
+        "kv_heads": 2,
+        "head_dim": 128,
+        "qkv_bias": True,
+        "rope_fraction": 0.5,
+    },
+    names={
+        "attention_post_norm.weight": "post_self_attn_layernorm.weight",
+        "ffn_post_norm.weight": "post_mlp_layernorm.weight",
+    },
+    joined={"mlp.gate_up_proj.weight": Joint(("ffn.gate.weight", "ffn.up.weight"))},
+    in_pairs=True,
+)
+GLM = replace(
+    GLM4,
+    model_type="glm",
+    architecture="GlmForCausalLM",
+    fixed={path: value for path, value in GLM4.fixed.items() if path != "norm_placement"},
+    names={},
 )
 PHI3 = Family(
     "phi3",

@@ -98,6 +98,8 @@ class Family:
     """Methods by which the rotary embedding may be stretched."""
     rope: ConfigTable = field(default_factory=dict)
     """The rotary embedding's parameters where ``config.json`` has none at all."""
+    in_pairs: bool = False
+    """True if the rotated rows of queries and keys lie in pairs of neighbors, and not in halves."""
     written: bool = True
     """False for a family whose models are written as another, which computes the same."""
 
