@@ -51,6 +51,16 @@ def answers(device: torch.device) -> bool:
     return True
 
 
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """The most memory that this process's tensors have taken on a GPU; ``None`` on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if on_gpu(device) else None
+
+
+def device_name(device: torch.device) -> str | None:
+    """The name of a GPU as its driver gives it; ``None`` for a CPU."""
+    return torch.cuda.get_device_name(device) if on_gpu(device) else None
+
+
 def give_back_memory(device: torch.device) -> None:
     """Gives memory that PyTorch keeps for later tensors back to the driver, for NCCL and other processes to take."""
     if on_gpu(device):

@@ -16,6 +16,7 @@ from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.retention import Retention
 from phalanx.checkpoint.tiers.tier import Tier
 from phalanx.data.dataset import RunData
+from phalanx.hardware.device import device_name, on_gpu
 from phalanx.hardware.device_peak import accelerator_named
 from phalanx.hardware.matmul_peak import measure_matmul_flops
 from phalanx.observe.ledger import Bucket, Ledger
@@ -112,7 +113,7 @@ def make_deterministic(spec: RunSpec, device: torch.device) -> None:
     torch.use_deterministic_algorithms(True)
     # Deterministic mode would also fill every new buffer with NaN, which costs a pass over memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    if device.type == "cuda":
+    if on_gpu(device):
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
@@ -183,8 +184,9 @@ def _warm_up_together(spec: RunSpec, mesh: Mesh, ledger: Ledger) -> WarmState:
 def _peak(spec: RunSpec, device: torch.device) -> Peak:
     """Returns the peak of one rank: by data sheet where the accelerator is known, else measured now."""
     dtype = torch.bfloat16 if spec.precision.compute == "bf16" else torch.float32
-    if device.type == "cuda" and dtype == torch.bfloat16:
-        known = accelerator_named(torch.cuda.get_device_name(device))
+    name = device_name(device)
+    if name is not None and dtype == torch.bfloat16:
+        known = accelerator_named(name)
         if known is not None:
             return Peak(known.bf16_flops, known.source)
     rate = _measured_flops(device, dtype, torch.get_num_threads())

@@ -13,11 +13,10 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from phalanx.data.prefetch import Prefetch
-from phalanx.hardware.device import pinned
+from phalanx.hardware.device import peak_memory_bytes, pinned
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import (
     Evaluated,
@@ -243,8 +242,9 @@ def _mfu(training: Training, tokens_per_s: float) -> float:
 
 
 def _peak_memory_bytes(training: Training) -> int:
-    if training.mesh.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(training.mesh.device)
+    on_device = peak_memory_bytes(training.mesh.device)
+    if on_device is not None:
+        return on_device
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.hardware.device import wait_for_device
+
 Clock = Literal["wall", "cpu"]
 MeasuredPoints = dict[str, list[tuple[tuple[float, ...], float]]]
 """Measurements (sizes, seconds) by the name of the work."""
@@ -76,18 +78,13 @@ def best_seconds(work: Callable[[], object], settings: Settings) -> float:
     work()
     best, spent, rounds = float("inf"), 0.0, 0
     while spent < settings.budget_s or rounds < 2:
-        _wait(settings.device)
+        wait_for_device(settings.device)
         begin = read()
         work()
-        _wait(settings.device)
+        wait_for_device(settings.device)
         took = max(read() - begin, 1e-9)
         best, spent, rounds = min(best, took), spent + took, rounds + 1
     return best
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def operations(settings: Settings) -> MeasuredPoints:

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from phalanx.hardware.device import wait_for_device
 from phalanx.observe.ledger import Ledger
 from phalanx.parallel.mesh.mesh import build_mesh
 from phalanx.parallel.mesh.torch_compat import all_gather_single, sum_scatter_along
@@ -175,8 +176,7 @@ def _rounds(work: Callable[[], object], rounds: int, settings: Settings) -> floa
         # Four in a row, so that how ranks leave the barrier counts little.
         for _ in range(4):
             work()
-        if settings.device.type == "cuda":
-            torch.cuda.synchronize()
+        wait_for_device(settings.device)
         best = min(best, (read() - begin) / 4)
     return max(best, 1e-9)
 
