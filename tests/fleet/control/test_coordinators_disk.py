@@ -159,9 +159,12 @@ def test_a_wait_for_the_disk_is_not_the_coordinators_standstill_and_a_stopped_pr
     assert not any(isinstance(event, m.Restarted) for event in told)
 
 
-def test_a_record_that_is_damaged_while_the_fleet_runs_is_told_and_written_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["record.json", "run.toml"])
+def test_a_small_file_that_is_damaged_while_the_fleet_runs_is_told_and_written_anew(
+    tmp_path: Path, name: str
+) -> None:
     coordinator = make_coordinator(tmp_path)
-    record = RunDirectory(tmp_path).record
+    record = tmp_path / name
 
     def turn() -> list[str]:
         coordinator._disk_due_s = 0.0
@@ -170,11 +173,18 @@ def test_a_record_that_is_damaged_while_the_fleet_runs_is_told_and_written_anew(
         return [event.body.text for event in read_events(events)] if events.exists() else []
 
     turn()
-    record.write_text(json.dumps({"attempts": 1, "data_fingerprint": "ab"}))  # by a rank, say
+    if name == "record.json":
+        record.write_text(json.dumps({"attempts": 1, "data_fingerprint": "ab"}))  # by a rank, say
+    else:
+        record.write_text(record.read_text() + "# looked at by a user\n")
     assert turn() == []
     good = record.read_bytes()
     for number, damage in enumerate(
-        (record.unlink, lambda: record.write_bytes(b""), lambda: record.write_bytes(good[:-9]))
+        (
+            record.unlink,
+            lambda: record.write_bytes(b""),
+            lambda: record.write_bytes(good[: len(good) // 2 - 1]),
+        )
     ):
         damage()
         said = turn()

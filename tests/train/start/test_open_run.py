@@ -149,9 +149,11 @@ def test_runs_that_differ_in_any_bit_never_share_a_default_folder(spec: RunSpec)
 
 def test_a_damaged_run_file_is_named(spec: RunSpec) -> None:
     directory = opened(spec).directory
-    for damage in (b"[model\n", b"\xff\xfe", b"[model]\nlayers = 'many'\n"):
+    for damage in (b"", b"[model\n", b"\xff\xfe", b"[model]\nlayers = 'many'\n"):
         directory.run_file.write_bytes(damage)
-        with pytest.raises(RunDirectoryError, match=r"run(\.toml)? is (not a run directory|damaged)"):
+        with pytest.raises(
+            RunDirectoryError, match=r"has a damaged run\.toml.*put a copy back|run\.toml is damaged"
+        ):
             read_resolved(directory)
 
 

@@ -46,8 +46,8 @@ from phalanx.fleet.core.replay import JournalError, batch_line, first_line
 from phalanx.fleet.core.resync import reason, resync
 from phalanx.fleet.core.settings import settings_of
 from phalanx.fleet.core.state import FleetPhase, Incident
+from phalanx.run.directory.directory_keeper import DirectoryKeeper
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved, step_of
-from phalanx.run.directory.record_keeper import RecordKeeper
 from phalanx.run.spec import RunSpec
 from phalanx.run.token_proof import token_name
 from phalanx.train.lifecycle.ending import report_failure
@@ -91,7 +91,7 @@ class Coordinator:
         self._inquiry: Inquiry | None = None
         """The inquiry into a hang that is under way, if there is one."""
         self._rotating = False
-        self._record_keeper = RecordKeeper(self._directory)
+        self._keeper = DirectoryKeeper(self._directory)
         fleet = spec.fleet
         self._tick_s = min(_LONGEST_TICK_S, min(fleet.lease_s, fleet.confirm_s or fleet.lease_s) / 8)
         self._journal = Journal(_journal_path(args))
@@ -323,7 +323,7 @@ class Coordinator:
             events.append(m.StoodStill(self._deaf_s))
         if now_s >= self._disk_due_s:
             self._disk_due_s = now_s + self._tick_s
-            self._keep_record(now_s)
+            self._keep_directory(now_s)
             checkpoints = self._committed()
             if checkpoints != self._checkpoints:
                 events.append(m.DiskHolds(checkpoints))
@@ -332,10 +332,10 @@ class Coordinator:
         events += self._inbox
         return (*events, m.Tick())
 
-    def _keep_record(self, now_s: float) -> None:
-        """Mends the run's record if it was damaged, and tells that."""
+    def _keep_directory(self, now_s: float) -> None:
+        """Mends the run's record and run file if they were damaged, and tells that."""
         with suppress(OSError):  # tried again at the next look
-            if told := self._record_keeper.look():
+            for told in self._keeper.look():
                 self._publisher.tell(Incident(now_s, self._state.epoch, "", told))
 
     def _committed(self) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ from phalanx.fleet.control.security import (
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.fleet.node.revival import MOST_DEATHS, Revival
 from phalanx.fleet.node.session import Session, ending
+from phalanx.run.directory.directory_keeper import DirectoryKeeper
 from phalanx.run.factory import rank_environment
 from phalanx.train.lifecycle.ending import Ending, last_words, remove_failure
 from phalanx.train.lifecycle.interrupt import StopOrders, on_stop_signals
@@ -183,6 +184,10 @@ class _Processes:
     looked_s: float = 0.0
     way_on_s: float = math.inf
     """The time when the fleet could last be seen to train, or to be about to."""
+    keeper: DirectoryKeeper = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.keeper = DirectoryKeeper(self.run.directory)
 
     def start(self) -> None:
         """Starts the coordinator and all agents; the agents poll fleet.json for its address."""
@@ -253,11 +258,18 @@ class _Processes:
         lead = self.fleet.lead
         where = lead.coordinator_arguments if lead else ["--port", str(self.run.spec.fleet.port)]
         self.stop_told = 0, 0
+        self._keep_directory()
         try:
             self.coordinator = self._process("coordinator", "phalanx.fleet.control.coordinator", *where)
         except OSError:
             # A run directory that is gone, no processes or memory left: all may be back in a moment.
             self._coordinator_died(None)
+
+    def _keep_directory(self) -> None:
+        """Mends what a process that is about to start will read."""
+        with suppress(OSError):  # the process says what is wrong
+            for told in self.keeper.look():
+                self.orders.tell(told)
 
     def seen(self) -> FleetFile | None:
         """fleet.json, if it can be read."""
@@ -330,6 +342,7 @@ class _Processes:
             arguments += ["--fault", fault]
         if self.fleet.worker_program:
             arguments += ["--worker-program", *self.fleet.worker_program]
+        self._keep_directory()
         try:
             self.agents[name] = self._process(name, "phalanx.fleet.node.agent", *arguments)
         except OSError as error:

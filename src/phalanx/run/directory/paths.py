@@ -234,8 +234,15 @@ def read_resolved(directory: RunDirectory) -> RunSpec:
     """
     try:
         table = tomllib.loads(directory.run_file.read_text())
+        if not table:  # it would be a run with every default
+            raise ValueError("it is empty")
     except (OSError, ValueError) as error:
-        raise RunDirectoryError(f"{directory.path} is not a run directory: {error}") from error
+        why = f"there is no {directory.run_file}" if isinstance(error, FileNotFoundError) else str(error)
+        kind = "is not a run directory" if not directory.record.exists() else f"has a damaged {RUN_FILE}"
+        remedy = (
+            "" if not directory.record.exists() else "; put a copy back, or write the fields that the run had"
+        )
+        raise RunDirectoryError(f"{directory.path} {kind}: {why}{remedy}") from error
     spec, problems = spec_from_table({**table, "model": {**table.get("model", {}), "preset": ""}}, {})
     if spec is None:
         raise RunDirectoryError(
