@@ -115,6 +115,21 @@ def test_another_order_of_summation_would_be_noticed(
     assert result["weights_sha256"] != reference["weights_sha256"]
 
 
+def machines_where_one_rank_sees_none(nowhere: Path) -> int:
+    """The number of ranks on each machine, if rank 1 cannot read which machine it is on."""
+    boot_id = machines._BOOT_ID
+    try:
+        if dist.get_rank() == 1:
+            machines._BOOT_ID = nowhere
+        return machines.count_machine_ranks(torch.device("cpu"))
+    finally:
+        machines._BOOT_ID = boot_id
+
+
+def test_a_rank_that_cannot_tell_its_machine_keeps_nobody_waiting(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(2, machines_where_one_rank_sees_none, tmp_path / "none") == [0, 0]
+
+
 def train_on_machines_of_two(spec: RunSpec, folder: Path) -> Any:
     """Trains as if every two ranks had a machine of their own; returns the result and the machines' number of ranks."""
     rank = dist.get_rank()

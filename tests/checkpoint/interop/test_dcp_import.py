@@ -22,7 +22,7 @@ from phalanx.api.weights import load_weights
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.interop.dcp import export_dcp
 from phalanx.checkpoint.interop.dcp_import import import_dcp
-from phalanx.checkpoint.interop.dcp_metadata import DcpError, read_index
+from phalanx.checkpoint.interop.dcp_metadata import _ALLOWED, DcpError, read_index
 from phalanx.model.facts.shape import resolve
 from phalanx.run.spec import ModelSpec
 from ranks import Ranks
@@ -129,12 +129,41 @@ def test_a_metadata_that_asks_for_anything_to_be_run_is_refused_and_nothing_is_r
     assert not marker.exists()
 
 
+@pytest.mark.parametrize("named", _ALLOWED, ids=".".join)
+@pytest.mark.parametrize("state", [{"name": "../x"}, (None, {"name": "../x"})], ids=["fields", "slots"])
+def test_a_metadata_that_sets_attributes_of_what_it_may_name_changes_nothing_in_this_process(
+    tmp_path: Path, named: tuple[str, str], state: object
+) -> None:
+    module, name = named
+    state_ops = pickle.dumps(state, protocol=2)[2:-1]  # without its begin and end
+    before = dict(vars(_ALLOWED[named])) if isinstance(_ALLOWED[named], type) else None
+    (tmp_path / ".metadata").write_bytes(b"\x80\x02c" + f"{module}\n{name}\n".encode() + state_ops + b"b.")
+    with pytest.raises(DcpError):
+        read_index(tmp_path)
+    assert before is None or before == dict(vars(_ALLOWED[named]))
+    assert Path("/a/b").name == "b"
+
+
+@pytest.mark.filterwarnings(MIXED)
+def test_a_piece_with_fewer_bytes_than_its_elements_need_is_refused_before_memory_is_taken(
+    tmp_path: Path,
+) -> None:
+    state = {"model/embedding.weight": torch.zeros(8, 4)}
+    torch_dcp.save(state, checkpoint_id=tmp_path)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    described = metadata.state_dict_metadata["model/embedding.weight"]
+    described.size = described.chunks[0].sizes = torch.Size((10**13, 4))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(DcpError, match="bytes cannot hold"):
+        read_index(tmp_path)
+
+
 @pytest.mark.filterwarnings(MIXED)
 def test_a_piece_that_asks_for_anything_to_be_run_is_refused_and_nothing_is_run(tmp_path: Path) -> None:
     state = {f"model/{name}": value for name, value in ours_of(LLAMA).named_parameters()}
     folder, marker = folder_of(state, tmp_path / "dcp"), tmp_path / "ran"
     (file,) = folder.glob("*.distcp")
-    torch.save(Runs(os.system, f"touch {marker}"), file)
+    torch.save([Runs(os.system, f"touch {marker}"), torch.zeros(10_000)], file)
 
     def edit(metadata: Metadata) -> None:
         for info in metadata.storage_data.values():

@@ -15,7 +15,7 @@ from phalanx.checkpoint.tiers.verify import verify
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import CheckpointSaved, Evaluated, Finished, Message, NonFinite, Restored, Step
 from phalanx.observe.goodput import goodput
-from phalanx.run.spec import CheckpointSpec, RunSpec
+from phalanx.run.spec import CheckpointSpec, EvalSpec, RunSpec
 from phalanx.train.lifecycle import loop
 from ranks import Ranks
 from tiny_runs import on_layout, tiny_run, train_on_this_rank
@@ -141,27 +141,31 @@ def test_a_step_that_is_not_finite_is_skipped_when_asked_and_said_so(
     ]
 
 
-def train_without_memory_for_a_hash(spec: RunSpec) -> Any:
-    """Trains on a rank whose memory does not suffice for the hash of the final weights."""
+def train_without_memory_for(what: str, spec: RunSpec) -> Any:
+    """Trains on a rank whose memory does not suffice for a function of the loop."""
 
-    def no_memory(*_args: object) -> str:
-        raise MemoryError("weights")
+    def no_memory(*_args: object) -> Any:
+        raise MemoryError(what)
 
-    kept, loop.weights_sha256 = loop.weights_sha256, no_memory
+    kept = getattr(loop, what)
+    setattr(loop, what, no_memory)
     try:
         return train_on_this_rank(spec)
     finally:
-        loop.weights_sha256 = kept
+        setattr(loop, what, kept)
 
 
-def test_a_run_that_fails_at_the_hash_of_its_last_weights_has_saved_them(
-    ranks: Ranks, dataset: Path, tmp_path: Path
+@pytest.mark.parametrize("what", ["evaluate", "weights_sha256"])
+def test_a_run_that_fails_after_its_last_step_has_saved_it(
+    what: str, ranks: Ranks, dataset: Path, tmp_path: Path
 ) -> None:
     spec = dataclasses.replace(
-        tiny_run(dataset, tmp_path / "run", steps=3), checkpoint=CheckpointSpec(every_steps=100)
+        tiny_run(dataset, tmp_path / "run", steps=3),
+        checkpoint=CheckpointSpec(every_steps=100),
+        evaluation=EvalSpec(every_steps=0),
     )
-    with pytest.raises(Exception, match="MemoryError: weights"):
-        ranks.run(1, train_without_memory_for_a_hash, spec)
+    with pytest.raises(Exception, match=f"MemoryError: {what}"):
+        ranks.run(1, train_without_memory_for, what, spec)
     assert DiskTier(tmp_path / "run" / "checkpoints").steps() == [3]
 
 

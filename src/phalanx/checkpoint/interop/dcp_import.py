@@ -177,7 +177,11 @@ class _Folder:
             values = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:  # whatever a damaged file makes PyTorch raise
             raise DcpError(f"{path}: {name} cannot be read ({error}); copy the folder again") from error
-        if not isinstance(values, torch.Tensor) or tuple(values.shape) != piece.shape:
+        if (
+            not isinstance(values, torch.Tensor)
+            or tuple(values.shape) != piece.shape
+            or values.layout != torch.strided
+        ):
             raise DcpError(f"{path}: {name}: another tensor than {METADATA} says; copy the folder again")
         if dtype_name(values.dtype) != stored.dtype:
             raise DcpError(f"{path}: {name} is {values.dtype}, and {METADATA} says {stored.dtype}")

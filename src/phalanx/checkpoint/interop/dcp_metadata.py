@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 
-from phalanx.checkpoint.format.boxes import Extent
+from phalanx.checkpoint.format.boxes import ITEMSIZE, Extent
 from phalanx.checkpoint.format.errors import CheckpointError
 
 _Kind = TypeVar("_Kind")
@@ -103,8 +103,25 @@ class _Index(_Kept):
         return str(self.field("fqn")), _extent(offset) if offset is not None else ()
 
 
-def _nothing(*_: object) -> None:
-    """Stands for values that do not matter here, such as memory formats."""
+class _Function:
+    """A function that the pickle may call; a pickle can set attributes of whatever it names, but not of this."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[..., object]) -> None:
+        self._call = call
+
+    def __call__(self, *arguments: object) -> object:
+        return self._call(*arguments)
+
+    def __setstate__(self, state: object) -> None:
+        raise DcpError(f"{METADATA} changes what it only may call; take the folder from whom you trust")
+
+
+_nothing = _Function(lambda *_: None)
+"""Stands for values that do not matter here, such as memory formats."""
+_place = _Function(lambda *parts: "/".join(map(str, parts)))
+"""Stands for the classes of paths: the real ones are of Python, and what a pickle did to them would be done to this process."""
 
 
 _ALLOWED: Mapping[tuple[str, str], object] = {
@@ -126,9 +143,9 @@ _ALLOWED: Mapping[tuple[str, str], object] = {
     ("torch.serialization", "_get_layout"): _nothing,
     ("torch._utils", "_get_layout"): _nothing,
     ("collections", "OrderedDict"): OrderedDict,
-    ("pathlib", "PosixPath"): PurePosixPath,
-    ("pathlib", "PurePosixPath"): PurePosixPath,
-    ("pathlib._local", "PosixPath"): PurePosixPath,
+    ("pathlib", "PosixPath"): _place,
+    ("pathlib", "PurePosixPath"): _place,
+    ("pathlib._local", "PosixPath"): _place,
 }
 
 
@@ -207,7 +224,13 @@ def _pieces(
             raise DcpError(f"{directory}: {name}: a piece at {offset} is not in the tensor, or in no file")
         covered += math.prod(sizes)
         if math.prod(sizes):
-            yield _piece(directory, name, offset, sizes, info)
+            piece = _piece(directory, name, offset, sizes, info)
+            # Before memory is taken for it: torch.save writes every element.
+            if piece.length < math.prod(sizes) * ITEMSIZE[_dtype_of(entry)]:
+                raise DcpError(
+                    f"{directory / piece.file}: {piece.length} bytes cannot hold {sizes} of {name}; copy the folder again"
+                )
+            yield piece
     if covered != math.prod(shape):
         raise DcpError(
             f"{directory}: {name}: its pieces hold {covered} of {math.prod(shape)} elements; copy it again"

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from phalanx.parallel.mesh.torch_compat import all_gather_single
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_UNKNOWN = -1
+"""A rank's machine that it cannot tell from others."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +65,14 @@ def count_machine_ranks(device: torch.device) -> int:
     since containers of one machine have names of their own.
     """
     try:
-        name = _BOOT_ID.read_bytes()
+        digest = int.from_bytes(hashlib.sha256(_BOOT_ID.read_bytes()).digest()[:7], "big")
     except OSError:
-        return 0  # not Linux: one machine, a laptop
-    digest = int.from_bytes(hashlib.sha256(name).digest()[:7], "big")
+        digest = _UNKNOWN  # not Linux, or a sandbox; the others wait for this rank all the same
     mine = torch.tensor([digest], device=device)
     machines = torch.empty(dist.get_world_size(), dtype=mine.dtype, device=device)
     all_gather_single(machines, mine, None)
-    return equal_runs(machines.tolist())
+    found = machines.tolist()
+    return 0 if _UNKNOWN in found else equal_runs(found)
 
 
 def equal_runs(machines: list[int]) -> int:

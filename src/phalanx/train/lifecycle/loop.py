@@ -323,12 +323,12 @@ def _finished(
     The save comes first: evaluation and hash need memory that training did not, and what they fail for shall not cost steps.
     """
     _save(training, progress)
-    evaluation = _evaluate(training, progress.step, training.inputs.spec.evaluation.final_sequences)
-    training.inputs.ledger.switch(Bucket.STOP)
     if not _settle(training):
         remedy = "make room and start again: the run goes on from the newest one"
         what = f"all {progress.step} steps are done, but the last checkpoint could not be saved"
         raise UnsavedError(f"{what}; {remedy}", remedy)
+    evaluation = _evaluate(training, progress.step, training.inputs.spec.evaluation.final_sequences)
+    training.inputs.ledger.switch(Bucket.STOP)
     weights = weights_sha256(training.built.model.parts, training.built.placement)
     training.inputs.ledger.switch(Bucket.STEP_HOST_GAP)
     tokens_per_s = _typical_speed(training, begun, progress, recent_s)
