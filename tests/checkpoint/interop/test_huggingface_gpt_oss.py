@@ -40,6 +40,11 @@ def test_the_published_configuration_is_the_preset() -> None:
     assert spec_of(json.loads(PUBLISHED)) == spec
 
 
+def test_windows_of_no_length_are_refused_with_the_remedy() -> None:
+    with pytest.raises(HuggingFaceError, match="sliding_window says none: write its positions"):
+        spec_of(json.loads(PUBLISHED) | LAYER_TYPES | {"sliding_window": None})
+
+
 def test_without_rotary_parameters_they_are_those_that_transformers_takes() -> None:
     table = GptOssConfig(**{**GPT_OSS, "rope_parameters": None}).to_dict()
     expected = spec_of(table)

@@ -85,6 +85,7 @@ def test_nothing_that_transformers_writes_is_lost_on_the_way_back(config: Any, t
         ),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout = 0.1: training here has no dropout"),
         ("qwen3 moe", {"router_aux_loss_coef": 0.01}, "router_aux_loss_coef = 0.01 weighs another loss"),
+        ("minimax m2", {"sliding_window": 64}, "sliding_window = 64: minimax_m2 has no window"),
         ("deepseek v3", {"aux_loss_alpha": 0.001}, "aux_loss_alpha = 0.001 weighs another loss"),
     ],
 )

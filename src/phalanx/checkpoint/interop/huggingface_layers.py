@@ -156,6 +156,8 @@ def _read_types(
     pattern = shortest_pattern([_LAYER_TYPES[kind] for kind in kinds])
     if "window" not in pattern:
         return {}, []
+    if window is None:
+        return {}, ["layer_types has layers with a window, and sliding_window says none: write its positions"]
     return {"attention_pattern": pattern, "window": window}, []
 
 

@@ -91,6 +91,14 @@ def import_notes(hf_config: JsonObject) -> tuple[str, ...]:
         notes.append(
             f"not known here of the rotary embedding's parameters, and left aside: {', '.join(strange)}"
         )
+    if (
+        "window" not in family.said
+        and hf_config.get("sliding_window")
+        and hf_config.get("use_sliding_window", True)
+    ):
+        notes.append(
+            f"sliding_window = {hf_config['sliding_window']}: {family.model_type} has no window, in transformers neither; left aside"
+        )
     for key in ("router_aux_loss_coef", "aux_loss_alpha"):
         if hf_config.get(key):
             notes.append(
