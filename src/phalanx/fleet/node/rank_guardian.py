@@ -37,8 +37,9 @@ from phalanx.train.step.state import RestoredState, restore_newest
 from phalanx.train.step.step import Audit, Stepper, StepReport
 
 _GROUP_TIMEOUT_S = 3600.0
-_TOLD_BYTES = 32 << 20
 """So long that collectives are aborted by the agent's order, never by their own timeout."""
+_TOLD_BYTES, _TOLD_BY_ALL_BYTES = 32 << 20, 512 << 20
+"""Limits of what one rank tells the others of snapshots, and of what all tell: each rank holds all of it for a moment."""
 _MOST_FAILURES = 3
 """The number of attempts to restore a step from memory before all ranks turn to the disk."""
 
@@ -65,9 +66,9 @@ def last_audit(step: int, every: int) -> int:
     return (step - 1) - (step - 1) % every if step > 0 else 0
 
 
-def _not_too_long(records: dict[int, bytes]) -> dict[int, bytes]:
-    """As many of the records as one message to all ranks may hold; the others are asked for by whoever needs them."""
-    kept, left_bytes = dict[int, bytes](), _TOLD_BYTES
+def _not_too_long(records: dict[int, bytes], ranks: int) -> dict[int, bytes]:
+    """As many of the records as one message to all of ``ranks`` may hold; the others are asked for by whoever needs them."""
+    kept, left_bytes = dict[int, bytes](), min(_TOLD_BYTES, _TOLD_BY_ALL_BYTES // ranks)
     for rank, record in records.items():
         left_bytes -= len(record)
         if left_bytes < 0:
@@ -175,7 +176,7 @@ class RankGuardian(Guardian):
                 resume.ranks, resume.step, holders, token=self._token, tls=self._tls, pause=pause
             )
             told = gather_typed(
-                (holders, _not_too_long(records)), tuple[list[SnapshotHolder], dict[int, bytes]]
+                (holders, _not_too_long(records, bind.ranks)), tuple[list[SnapshotHolder], dict[int, bytes]]
             )
             holders = [holder for share, _ in told for holder in share]
             records = {rank: record for _, share in told for rank, record in share.items()}
