@@ -101,8 +101,8 @@ def stop(run_dir: Path, certificates: Path | None, as_json: bool) -> None:
 def rotate_tokens(run_dir: Path, grace_s: float, certificates: Path | None, as_json: bool) -> None:
     """Change the tokens of agents and operators while the run trains; no step is lost.
 
-    The coordinator writes new ones into RUN_DIR, and attached agents take them over from there. A node that does not see RUN_DIR, or was
-    given its token in PHALANX_RUN_TOKEN, is sent away after the grace.
+    The coordinator writes new ones into RUN_DIR, and agents take them over from there, also those that were cut off meanwhile. A node that
+    does not see RUN_DIR is sent away after the grace.
 
     \b
       phalanx fleet rotate-tokens runs/quickstart-1f3a9c04

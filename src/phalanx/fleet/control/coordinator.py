@@ -201,7 +201,8 @@ class Coordinator:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._ask_to_stop)
         await self._publisher.write_now(self._now_s())
         self.log(f"coordinates {self._args.run_dir} at {self._address}, start {self._restarts + 1}")
-        if self._credentials.earlier.earlier and self._state.key != token_name(self._credentials.token):
+        rotated = self._state.key or self._credentials.earlier.accepted()
+        if rotated and self._state.key != token_name(self._credentials.token):
             self._tell_new_token()  # the coordinator before was killed between the file and its journal
         watching = asyncio.create_task(self._watch_itself())
         while not self._over:
@@ -293,7 +294,7 @@ class Coordinator:
         self._set_aside()
         for node, command in sending:
             self._server.send(node, command)
-        self._server.drop_outdated()
+        self._server.drop_outdated(self._state.key)
         self._publisher.publish(self._state, now_s, over=self._over)
         await self._renew()
 

@@ -52,6 +52,7 @@ class CoordinatorLink:
         on_command: Callable[[Command], None],
         log: Callable[[str], None],
         on_other_start: Callable[[], None] = lambda: None,
+        on_wrong_token: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -63,6 +64,7 @@ class CoordinatorLink:
             log: Called with lines for people.
             on_other_start: Called when whoever listens says that it coordinates another start of the run, or another run. Nothing
                 proves that: it is a reason to look into the run directory, and no more.
+            on_wrong_token: Called likewise when whoever listens does not accept the token.
         """
         self._where, self._credentials, self._first_reports, self._on_command, self._log = (
             where,
@@ -71,7 +73,7 @@ class CoordinatorLink:
             on_command,
             log,
         )
-        self._on_other_start = on_other_start
+        self._on_refused = {OTHER_START: on_other_start, grpc.StatusCode.UNAUTHENTICATED: on_wrong_token}
         self._queue: asyncio.Queue[AgentMessage] | None = None
         self._call: _Call | None = None
         self._closing: asyncio.Future[None] | None = None
@@ -138,12 +140,13 @@ class CoordinatorLink:
             except grpc.RpcError as error:
                 return _reason(error), answered
             finally:
-                if not answered and call.done() and await call.code() is OTHER_START:
-                    self._on_other_start()
+                code = await call.code() if not answered and call.done() else None
                 self._queue = self._call = None
                 if writing is not None:
                     writing.cancel()
                 call.cancel()
+                if code is not None and (on_refused := self._on_refused.get(code)):
+                    on_refused()
 
     def _on_encoded_command(self, body: bytes) -> None:
         try:

@@ -75,36 +75,43 @@ def read_certificates(folder: Path) -> Certificates:
 
 @dataclass(frozen=True)
 class Keyring:
-    """The token of a role, and those before it that are still accepted for a while after a rotation."""
+    """The token of a role, and all those before it, of which some are still accepted for a while after a rotation."""
 
     token: str = field(default="", repr=False)
     earlier: tuple[tuple[str, float], ...] = field(default=(), repr=False)
-    """(token, unix time from which on it is refused)."""
+    """(token, unix time from which on it is refused), the newest first; those that are refused stay, so that whoever has one finds its way."""
 
     def accepted(self) -> tuple[str, ...]:
         """The earlier tokens that are accepted now."""
         now_s = time.time()
         return tuple(token for token, until_s in self.earlier if now_s < until_s)
 
+    def follows(self, token: str) -> bool:
+        """True if ``token`` was changed into this one, however many rotations ago."""
+        return any(token == old for old, _ in self.earlier)
+
 
 def run_token(run_dir: Path, role: TokenRole = "join") -> str:
-    """The token of a run for a role: from the environment, else from its directory. Only the run's launcher makes one.
+    """The token of ``keyring``. Raises ``SecurityError`` as that does."""
+    return keyring(run_dir, role).token
+
+
+def keyring(run_dir: Path, role: TokenRole = "join") -> Keyring:
+    """The tokens of a run for a role: that of the environment, else those of its directory. Only the run's launcher makes one.
+
+    Where the file says that the environment's token was changed, the file's counts: a process cannot change the environment with which it
+    will be started again.
 
     Raises:
         SecurityError: There is none, it cannot be read, or it is too short to be a secret.
     """
     variable = TOKEN_VARIABLES[role]
-    if given := os.environ.get(variable):
-        return _checked(given, f"the environment variable {variable}")
-    return read_keyring(run_dir, role).token
-
-
-def keyring(run_dir: Path, role: TokenRole = "join") -> Keyring:
-    """The token of ``run_token``, with the earlier ones that its file names. Raises ``SecurityError`` as that does."""
-    token = run_token(run_dir, role)
+    if not (given := os.environ.get(variable)):
+        return read_keyring(run_dir, role)
+    token = _checked(given, f"the environment variable {variable}")
     with suppress(SecurityError):
         found = read_keyring(run_dir, role)
-        if found.token == token:
+        if found.token == token or found.follows(token):
             return found
     return Keyring(token)
 
@@ -120,7 +127,9 @@ def read_keyring(run_dir: Path, role: TokenRole = "join") -> Keyring:
     path = run_dir / _TOKEN_FILES[role]
     try:
         first, *rest = path.read_text().splitlines() or [""]
-        token, earlier = _checked(first.strip(), str(path)), [line.split() for line in rest if line.strip()]
+        # A token may have spaces in it.
+        earlier = [line.rsplit(maxsplit=1) for line in rest if line.strip()]
+        token = _checked(first.strip(), str(path))
         return Keyring(token, tuple((_checked(old, str(path)), float(until_s)) for old, until_s in earlier))
     except ValueError as error:
         raise SecurityError(f"{path} is no file of tokens: {error}") from error
@@ -158,22 +167,30 @@ def make_token(run_dir: Path, role: TokenRole = "join") -> str:
     return run_token(run_dir, role)
 
 
+def require_rotatable(run_dir: Path, role: TokenRole, token: str) -> None:
+    """Raises ``SecurityError`` unless ``token`` is that of the run's file, where everybody who has it will find the next one."""
+    path, variable = run_dir / _TOKEN_FILES[role], TOKEN_VARIABLES[role]
+    if not path.exists():
+        raise SecurityError(
+            f"there is no {path}, in which others could find a new token: one that was given in {variable} is changed by starting "
+            "the fleet again with another value"
+        )
+    if read_keyring(run_dir, role).token != token:
+        raise SecurityError(
+            f"the token in {path} is not the one in use, which was given in {variable}: it can only be changed there"
+        )
+
+
 def rotate_token(run_dir: Path, role: TokenRole, held: Keyring, grace_s: float) -> Keyring:
     """Puts a new token in the place of ``held.token``, which is accepted for ``grace_s`` seconds more; durable when this returns.
 
     Raises:
-        SecurityError: ``held`` did not come from the run's file, so that nobody would find a new one there; or it cannot be written.
+        SecurityError: As ``require_rotatable`` does, or it cannot be written.
     """
-    path = run_dir / _TOKEN_FILES[role]
-    if read_keyring(run_dir, role).token != held.token:
-        raise SecurityError(
-            f"the token in {path} is not the one in use, which was given in {TOKEN_VARIABLES[role]}: it can only be changed there"
-        )
-    until_s = time.time() + grace_s
-    kept = [(token, at_s) for token, at_s in held.earlier if at_s > time.time()]
-    new = Keyring(
-        secrets.token_hex(32), ((held.token, until_s), *((token, min(at_s, until_s)) for token, at_s in kept))
-    )
+    require_rotatable(run_dir, role, held.token)
+    path, until_s = run_dir / _TOKEN_FILES[role], time.time() + grace_s
+    before = ((token, min(at_s, until_s)) for token, at_s in held.earlier)
+    new = Keyring(secrets.token_hex(32), ((held.token, until_s), *before))
     try:
         _write_keyring(path, new, replace=True)
     except OSError as error:

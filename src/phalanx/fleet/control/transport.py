@@ -41,7 +41,7 @@ from phalanx.fleet.core.messages import (
     decode_report,
     encode,
 )
-from phalanx.run.token_proof import SEAL_BYTES, ForgedError, Seals, UnprovenError
+from phalanx.run.token_proof import SEAL_BYTES, ForgedError, Seals, UnprovenError, token_name
 
 MAX_REPORT_BYTES = 4 << 20
 """Largest message to the coordinator; a Joined with 65,536 snapshots stays below it."""
@@ -178,8 +178,13 @@ class FleetServer:
             link.attaches_again |= isinstance(command, ReadToken) and command.key != link.token_name
             link.send(encode(command))
 
-    def drop_outdated(self) -> None:
-        """Ends the streams that were opened with a token that is refused by now."""
+    def drop_outdated(self, told: str) -> None:
+        """Ends the streams that were opened with a token that is refused by now.
+
+        Until agents have been told of the present token, whose name is ``told`` from then on, none is ended: all would be, at once.
+        """
+        if told != token_name(self.credentials.token):
+            return
         names = self.credentials.accepted_names()
         for link in [link for link in self.links.values() if link.token_name not in names]:
             if self.links.get(link.node) is link:

@@ -30,7 +30,7 @@ from phalanx.fleet.control.coordinator_link import CoordinatorLink
 from phalanx.fleet.control.credentials import Credentials, credentials_of
 from phalanx.fleet.control.descriptors import DescriptorLimitError, raise_descriptor_limit
 from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
-from phalanx.fleet.control.security import SecurityError, read_keyring
+from phalanx.fleet.control.security import Keyring, SecurityError, read_keyring
 from phalanx.fleet.core.commands import Command, SaveSnapshots
 from phalanx.fleet.core.messages import RankSnapshot
 from phalanx.fleet.core.settings import leave_s
@@ -131,6 +131,7 @@ class Agent:
             self._on_command,
             self.log,
             self._look_for_another_start,
+            self._look_for_new_token,
         )
         self._workers: dict[int, WorkerProcess] = {}
         self._deaths = [0] * fleet.workers_per_node
@@ -372,7 +373,8 @@ class Agent:
         """The token of this name; the present one if no name is given. Looks into the run directory for one that is not known yet."""
         if name and name != token_name(self._credentials.token):
             self._take_over(name)
-        known = (self._credentials.token, *self._credentials.earlier.accepted())
+        # Also one that is refused by now: an epoch keeps the token under which the first of its ranks were told to meet.
+        known = (self._credentials.token, *(token for token, _ in self._credentials.earlier.earlier))
         return next((token for token in known if name in ("", token_name(token))), None)
 
     async def _read_token(self, name: str) -> None:
@@ -381,7 +383,7 @@ class Agent:
         while not self._take_over(name):
             if time.monotonic() > deadline_s:
                 self.log(
-                    "the run's new token is not in its directory, as this node sees it; the earlier one is refused soon"
+                    "the run's new token is not in its directory, as this node sees it; it looks again when the earlier one is refused"
                 )
                 return
             await asyncio.sleep(_LOOK_AGAIN_S)
@@ -390,17 +392,28 @@ class Agent:
         """Changes to the token of this name if the run directory has it; true if this agent has it now."""
         if name == token_name(self._credentials.token):
             return True
-        try:
+        with suppress(SecurityError):
             found = read_keyring(self._args.run_dir)
-        except SecurityError:
-            return False
-        if token_name(found.token) != name:
-            return False
+            if token_name(found.token) == name:
+                self._change_token(found)
+                return True
+        return False
+
+    def _look_for_new_token(self) -> None:
+        """Changes to the token that has followed this agent's by the run directory: it may have missed a rotation.
+
+        Whoever refuses ours has proven nothing. So another token in the directory is no reason, unless it was made in the place of ours.
+        """
+        with suppress(SecurityError):
+            found = read_keyring(self._args.run_dir)
+            if found.follows(self._credentials.token):
+                self._change_token(found)
+
+    def _change_token(self, found: Keyring) -> None:
         self._credentials = self._credentials.with_keys(found)
         self._data.change_token(found.token, found.accepted)
         self._link.change_token(self._credentials)
         self.log("has taken over the run's new token")
-        return True
 
     async def _save(self, order: SaveSnapshots) -> None:
         """Writes this node's share of a checkpoint from its memory; the run ends when all of it is on disk."""

@@ -26,8 +26,8 @@ from phalanx.fleet.control.security import (
     TOKEN_VARIABLES,
     SecurityError,
     TokenRole,
+    keyring,
     make_token,
-    read_keyring,
     require_two_tokens,
 )
 from phalanx.fleet.core.state import FleetPhase
@@ -396,12 +396,11 @@ class _Processes:
         )
 
     def _read_tokens(self) -> None:
-        """Takes over tokens that an operator has changed meanwhile; those that this process was given itself cannot be."""
+        """Takes over tokens that an operator has changed meanwhile; those of now are kept if their files are gone."""
         known: dict[TokenRole, dict[str, str]] = {"join": self.environment, "operate": self.operator}
         for role, environment in known.items():
-            if TOKEN_VARIABLES[role] not in os.environ:
-                with suppress(SecurityError):
-                    environment[TOKEN_VARIABLES[role]] = read_keyring(self.run.directory.path, role).token
+            with suppress(SecurityError):
+                environment[TOKEN_VARIABLES[role]] = keyring(self.run.directory.path, role).token
 
     def log(self, name: str) -> Path:
         """The log of a coordinator or agent."""

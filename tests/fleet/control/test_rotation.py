@@ -1,0 +1,140 @@
+"""Changing the tokens of a fleet that runs: who finds its way to the new ones, and what is refused with nothing changed."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fleet.fleet_processes import FLEET, make_run
+from phalanx.fleet.control.credentials import credentials_of
+from phalanx.fleet.control.security import (
+    TOKEN_VARIABLES,
+    Keyring,
+    keyring,
+    make_token,
+    rotate_token,
+    run_token,
+)
+from phalanx.fleet.control.transport import AgentLink, FleetServer
+from phalanx.fleet.core import messages as m
+from phalanx.fleet.node.agent import Agent, AgentArgs
+from phalanx.run.token_proof import token_name
+
+PATIENCE_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def _no_tokens_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in TOKEN_VARIABLES.values():
+        monkeypatch.delenv(variable, raising=False)
+
+
+class Deaf:
+    """A listener of a server that decides nothing."""
+
+    def on_report(self, report: m.AgentMessage) -> None:
+        """Drops it."""
+
+    def on_disconnect(self, link: AgentLink) -> None:
+        """Drops it."""
+
+    async def on_operation(self, operation: m.OperatorRequest) -> str:
+        return f"no {operation}"
+
+    def log(self, line: str) -> None:
+        """Drops it."""
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+# --- agents -------------------------------------------------------------------------------------------
+
+
+def test_an_agent_that_missed_rotations_for_longer_than_their_grace_attaches_with_the_newest_token(
+    tmp_path: Path,
+) -> None:
+    spec = make_run(tmp_path, dataclasses.replace(FLEET, nodes=1, spares=0))
+    held = credentials_of(tmp_path, spec, 0, None, ("join",))
+
+    async def scene() -> None:
+        server = FleetServer(held, Deaf())
+        address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+        for _ in range(2):  # it missed more than one
+            server.credentials = server.credentials.with_keys(
+                rotate_token(tmp_path, "join", server.credentials.earlier, 0.0)
+            )
+        agent = Agent(AgentArgs(tmp_path, "node-0", coordinator=address), spec, held)
+        dialing = asyncio.create_task(agent._link.run())
+        await until(lambda: server.links)
+        assert server.links["node-0"].token_name == token_name(keyring(tmp_path).token)
+        dialing.cancel()
+        agent._data.close()
+        await server.stop(0.0)
+
+    asyncio.run(scene())
+
+
+def test_an_agent_whose_token_is_refused_takes_none_that_was_not_made_in_the_place_of_its_own(
+    tmp_path: Path,
+) -> None:
+    spec = make_run(tmp_path, dataclasses.replace(FLEET, nodes=1, spares=0))
+    held = credentials_of(tmp_path, spec, 0, None, ("join",))
+    (tmp_path / "fleet.token").write_text("a token of somebody else\n")
+
+    async def scene() -> None:
+        server = FleetServer(dataclasses.replace(held, token="what an impostor has"), Deaf())
+        address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+        agent = Agent(AgentArgs(tmp_path, "node-0", coordinator=address), spec, held)
+        dialing = asyncio.create_task(agent._link.run())
+        await until(lambda: server.refused["wrong token"] >= 2)
+        assert agent._credentials == held
+        dialing.cancel()
+        agent._data.close()
+        await server.stop(0.0)
+
+    asyncio.run(scene())
+
+
+def test_no_stream_is_ended_for_its_token_before_agents_were_told_of_the_new_one(tmp_path: Path) -> None:
+    spec = make_run(tmp_path, dataclasses.replace(FLEET, nodes=2, spares=0))
+    held = credentials_of(tmp_path, spec, 0, None)
+    server, old = FleetServer(held, Deaf()), token_name(held.token)
+    server.links = {name: AgentLink(name, 1, old) for name in ("node-0", "node-1")}
+    server.credentials = held.with_keys(rotate_token(tmp_path, "join", held.earlier, 0.0))
+    new = token_name(server.credentials.token)
+    server.links["node-1"].token_name = new
+    for told, ended in (("", []), (old, []), (new, ["node-0"])):
+        server.drop_outdated(told)
+        assert [name for name, link in server.links.items() if link.closed.is_set()] == ended
+
+
+# --- files and the environment ------------------------------------------------------------------------
+
+
+def test_a_token_with_spaces_in_it_can_be_changed(tmp_path: Path) -> None:
+    phrase = "correct horse battery staple"
+    (tmp_path / "fleet.token").write_text(phrase + "\n")
+    new = rotate_token(tmp_path, "join", keyring(tmp_path), 1e6)
+    assert keyring(tmp_path) == new
+    assert new.accepted() == (phrase,)
+
+
+def test_a_process_that_is_started_again_with_a_token_of_before_a_rotation_gets_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PHALANX_RUN_TOKEN", make_token(tmp_path))
+    held = keyring(tmp_path)
+    for _ in range(2):
+        held = rotate_token(tmp_path, "join", held, 0.0)
+    assert keyring(tmp_path) == held, "it lets in those that took it over, and tells the others"
+    assert run_token(tmp_path) == make_token(tmp_path) == held.token
+    monkeypatch.setenv("PHALANX_RUN_TOKEN", "given by the scheduler")
+    assert keyring(tmp_path) == Keyring("given by the scheduler")
