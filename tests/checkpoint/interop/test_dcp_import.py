@@ -220,6 +220,10 @@ def test_a_damaged_metadata_is_told_whichever_byte_is_wrong(tmp_path: Path) -> N
     [
         ({"tok_embeddings.weight": torch.zeros(31, 24)}, "layers.0.attention.wq.weight is missing"),
         ({"model/embedding.weight": torch.zeros(30, 20)}, r"has shape \(30, 20\)"),
+        (
+            {"model/embedding.weight": torch.zeros(31, 24), "model/norm.weight": torch.zeros(24).double()},
+            "model/norm.weight is no tensor of float32",
+        ),
         ({"something.else": torch.zeros(3)}, "neither this project's names"),
     ],
 )

@@ -136,7 +136,11 @@ def _require(directory: Path, index: FolderIndex, wanted: list[Published]) -> tu
     beside = sorted({name.split(".")[0] for name in rest if name.startswith(_BESIDE)} - {"model"})
     known = {*optimizer, *(name for name in rest if name.startswith(_BESIDE))}
     problems += [f"{name} is not a part of the model" for name in rest if name not in known]
-    problems += [f"{name} is missing" for name in shapes if name not in index.tensors]
+    missing = [name for name in shapes if name not in index.tensors]
+    problems += [
+        f"{name} is no tensor of float32, bfloat16 or float16" for name in missing if name in index.others
+    ]
+    problems += [f"{name} is missing" for name in missing if name not in index.others]
     if problems:
         more = f" ... and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise DcpError(f"{directory}: {'; '.join(problems[:8])}{more}; name the model that was trained")

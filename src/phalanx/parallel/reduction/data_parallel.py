@@ -190,10 +190,11 @@ def spread(parts: Sequence[nn.Module], mesh: Mesh, spec: RunSpec, clock: CommClo
 def _wire(spec: RunSpec, *, narrow: bool) -> torch.dtype:
     """The narrowest dtype that loses nothing of a slot's gradient.
 
-    Backward passes give gradients in the dtype of compute; FSDP2 adds those of several micro-batches in fp32.
+    Backward passes give gradients in the dtype of compute; FSDP2 adds those of several micro-batches in fp32, and those of a
+    user's own parameter that is used both in a ``Linear`` and outside it, where a schedule puts weight gradients off.
     """
     sequences = spec.train.batch_size // spec.train.slots
-    alone = (spec.train.micro_batch_size or sequences) >= sequences
+    alone = (spec.train.micro_batch_size or sequences) >= sequences and not spec.model.factory
     return torch.bfloat16 if narrow and alone else torch.float32
 
 
