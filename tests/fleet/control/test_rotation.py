@@ -10,10 +10,14 @@ from pathlib import Path
 import pytest
 
 from fleet.fleet_processes import FLEET, make_run
+from phalanx.fleet.control import coordinator as coordinating
+from phalanx.fleet.control.coordinator import Coordinator, CoordinatorArgs
 from phalanx.fleet.control.credentials import credentials_of
 from phalanx.fleet.control.security import (
     TOKEN_VARIABLES,
     Keyring,
+    SecurityError,
+    TokenRole,
     keyring,
     make_token,
     rotate_token,
@@ -114,6 +118,70 @@ def test_no_stream_is_ended_for_its_token_before_agents_were_told_of_the_new_one
     for told, ended in (("", []), (old, []), (new, ["node-0"])):
         server.drop_outdated(told)
         assert [name for name, link in server.links.items() if link.closed.is_set()] == ended
+
+
+# --- the coordinator ----------------------------------------------------------------------------------
+
+
+def make_coordinator(run_dir: Path) -> Coordinator:
+    """A coordinator of one node, not yet listening."""
+    spec = make_run(run_dir, dataclasses.replace(FLEET, nodes=1, spares=0))
+    credentials = credentials_of(run_dir, spec, 0, None)
+    return Coordinator(CoordinatorArgs(run_dir, 0, "127.0.0.1", 0), spec, credentials)
+
+
+@pytest.mark.parametrize("another", [True, False])
+def test_neither_token_is_changed_where_one_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, another: bool
+) -> None:
+    monkeypatch.setenv("PHALANX_RUN_TOKEN", "given by the scheduler")
+    coordinator = make_coordinator(tmp_path)
+    if another:
+        (tmp_path / "fleet.token").write_text("a token of somebody else\n")
+    before = {path.name: path.read_text() for path in tmp_path.glob("fleet.*token")}
+    answer = asyncio.run(coordinator.on_operation(m.RotateTokens()))
+    assert answer.startswith("refused: ")
+    assert "given in PHALANX_RUN_TOKEN" in answer
+    assert "ut it back" not in answer, "it is not the file that is wrong"
+    assert {path.name: path.read_text() for path in tmp_path.glob("fleet.*token")} == before
+
+
+def test_an_operator_is_told_which_token_was_changed_if_the_second_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator, join = make_coordinator(tmp_path), keyring(tmp_path)
+
+    def full(path: Path, role: TokenRole, held: Keyring, grace_s: float) -> Keyring:
+        if role == "join":
+            raise SecurityError("no room")
+        return rotate_token(path, role, held, grace_s)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(coordinating, "rotate_token", full)
+        answer = asyncio.run(coordinator.on_operation(m.RotateTokens()))
+    assert answer.startswith("half done: the token of operators was changed, that of agents was not")
+    assert answer.endswith("no room")
+    assert (coordinator._credentials.earlier, keyring(tmp_path)) == (join, join)
+    assert coordinator._credentials.earlier_operators == keyring(tmp_path, "operate")
+    assert asyncio.run(coordinator.on_operation(m.RotateTokens())) == "accepted"
+
+
+def test_an_operator_who_hangs_up_leaves_no_token_on_disk_that_the_coordinator_does_not_know(
+    tmp_path: Path,
+) -> None:
+    coordinator, before = make_coordinator(tmp_path), keyring(tmp_path)
+
+    async def scene() -> None:
+        asked = asyncio.create_task(coordinator.on_operation(m.RotateTokens()))
+        await asyncio.sleep(0)
+        asked.cancel()
+        await until(lambda: coordinator._inbox)
+
+    asyncio.run(scene())
+    assert coordinator._credentials.earlier == keyring(tmp_path) != before
+    assert coordinator._inbox == [
+        m.Rekeyed(token_name(coordinator._credentials.token), token_name(before.token))
+    ]
 
 
 # --- files and the environment ------------------------------------------------------------------------

@@ -67,6 +67,22 @@ def test_an_epoch_begins_with_a_clean_slate() -> None:
     assert state.awaiting == set(state.seats)
 
 
+def test_all_ranks_of_an_epoch_meet_under_the_token_of_its_begin_however_often_it_is_changed_meanwhile() -> (
+    None
+):
+    fleet = Fleet(settings(2))
+    fleet.join("0", "1")
+    # Whoever was told before the first change took the token of then, which had no name in the Bind.
+    for new, before in (("k1", "k0"), ("k2", "k1")):
+        fleet.hear(m.Rekeyed(new, before))
+        fleet.join("1")
+        assert [said.key for said in fleet.told("1") if isinstance(said, c.Bind)] == ["k0"]
+    fleet.bind()
+    fleet.hear(m.Parked("0", 1, 0, ("0:1",), ()))
+    fleet.park()
+    assert [said.key for _, said in fleet.said if isinstance(said, c.Bind)] == ["k2", "k2"]
+
+
 def test_a_node_that_loses_its_seat_is_told_that_it_is_released() -> None:
     fleet = running()
     fleet.hear(m.Drain("1"))

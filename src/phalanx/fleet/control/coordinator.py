@@ -34,7 +34,7 @@ from phalanx.fleet.control.hang_inquiry import Inquiry
 from phalanx.fleet.control.journal import Journal
 from phalanx.fleet.control.publisher import Publisher
 from phalanx.fleet.control.restoration import report_contradiction, restored
-from phalanx.fleet.control.security import SecurityError, rotate_token
+from phalanx.fleet.control.security import SecurityError, require_rotatable, rotate_token
 from phalanx.fleet.control.transport import AgentLink, FleetServer, TransportError
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
@@ -90,7 +90,8 @@ class Coordinator:
         """Time in which this process did not read messages, and of which the core has not been told."""
         self._inquiry: Inquiry | None = None
         """The inquiry into a hang that is under way, if there is one."""
-        self._rotating = False
+        self._rotation: asyncio.Task[str] | None = None
+        """The last change of the tokens, which may be under way."""
         self._keeper = DirectoryKeeper(self._directory)
         fleet = spec.fleet
         self._tick_s = min(_LONGEST_TICK_S, min(fleet.lease_s, fleet.confirm_s or fleet.lease_s) / 8)
@@ -150,33 +151,33 @@ class Coordinator:
                 "and ends the run; phalanx fleet add brings a drained node back"
             )
         if isinstance(operation, m.RotateTokens):
-            return await self._rotate(operation.grace_s)
+            if self._rotation is not None and not self._rotation.done():
+                return "refused: the tokens are being changed"
+            self._rotation = asyncio.create_task(self._rotate(operation.grace_s))
+            # Not ended with the operator's stream: this process goes by what is on disk.
+            return await asyncio.shield(self._rotation)
         self._inbox.append(operation)
         self._wake.set()
         return "accepted"
 
     async def _rotate(self, grace_s: float) -> str:
         """Changes the run's tokens, on disk first; returns the answer for the operator."""
-        if self._rotating:
-            return "refused: the tokens are being changed"
-        self._rotating, loop, path, held = (
-            True,
-            asyncio.get_running_loop(),
-            self._args.run_dir,
-            self._credentials,
-        )
+        held, run_dir = self._credentials, self._args.run_dir
+        trouble = "refused"
         try:
+            # Neither is changed if it is known that the other cannot be.
+            await asyncio.to_thread(require_rotatable, run_dir, "operate", held.operator_token)
+            await asyncio.to_thread(require_rotatable, run_dir, "join", held.token)
             # One after the other: each file is whole at any moment, and says by itself until when the token before is accepted.
-            operate = await loop.run_in_executor(
-                None, rotate_token, path, "operate", held.earlier_operators, grace_s
+            operate = await asyncio.to_thread(
+                rotate_token, run_dir, "operate", held.earlier_operators, grace_s
             )
             self._take_keys(replace(held, operator_token=operate.token, earlier_operators=operate))
-            join = await loop.run_in_executor(None, rotate_token, path, "join", held.earlier, grace_s)
+            trouble = "half done: the token of operators was changed, that of agents was not; ask again"
+            join = await asyncio.to_thread(rotate_token, run_dir, "join", held.earlier, grace_s)
             self._take_keys(self._credentials.with_keys(join))
         except SecurityError as error:
-            return f"refused: {error}"
-        finally:
-            self._rotating = False
+            return f"{trouble}: {error}"
         self._tell_new_token()
         return "accepted"
 
@@ -184,7 +185,9 @@ class Coordinator:
         self._credentials = self._server.credentials = credentials
 
     def _tell_new_token(self) -> None:
-        self._inbox.append(m.Rekeyed(token_name(self._credentials.token)))
+        keys = self._credentials.earlier
+        before = token_name(keys.earlier[0][0]) if keys.earlier else ""
+        self._inbox.append(m.Rekeyed(token_name(keys.token), before))
         self._wake.set()
 
     def log(self, line: str) -> None:

@@ -199,6 +199,7 @@ def _begin(state: FleetState, orders: list[Order], plan: EpochPlan) -> None:
     _reseat(state, plan.seats)
     state.awaiting, state.early, state.evidence, state.planned = set(plan.seats), set(), False, False
     state.ranks, state.source = plan.ranks, plan.source
+    state.epoch_key = state.key
     state.step, state.diagnosed = _step_of(plan.source), False
     if state.step < before:
         # The restore lost steps: computing them again counts as progress too.

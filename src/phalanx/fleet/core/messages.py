@@ -292,6 +292,8 @@ class Rekeyed(WireMessage, frozen=True):
     """The token of agents was changed; the new one has this name."""
 
     key: ShortText
+    before: ShortText = ""
+    """The name of the token in whose place it is, if there was one."""
 
 
 class Diagnosed(WireMessage, frozen=True):

@@ -100,7 +100,7 @@ def bind(state: FleetState, node: Node) -> Bind:
         buddies=tuple(_buddies(state, node)),
         left_s_ago=None if state.left_s is None else max(0.0, state.now_s - state.left_s),
         left_planned=state.left_planned,
-        key=state.key,
+        key=state.epoch_key,
         nonfinite_step=state.doubt.step if state.doubt is not None and state.doubt.confirmed else None,
     )
 

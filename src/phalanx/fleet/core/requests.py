@@ -61,7 +61,8 @@ def disk_holds(state: FleetState, event: m.DiskHolds, orders: list[Order]) -> No
 
 
 def rekeyed(state: FleetState, event: m.Rekeyed, orders: list[Order]) -> None:
-    """Tells all nodes to read the run's new token."""
+    """Tells all nodes to read the run's new token. The ranks of an epoch that has begun meet under the token of its begin."""
+    state.epoch_key = state.epoch_key or event.before
     state.key = event.key
     note(state, "", "the tokens of agents and operators were changed")
     orders.append(Order(LIVING, c.ReadToken(event.key)))

@@ -195,6 +195,8 @@ class FleetState(Struct):
     result_json: str = ""
     key: str = ""
     """The name of the token of agents, once it was changed."""
+    epoch_key: str = ""
+    """The name of the token under which the ranks of the present epoch meet; it is not changed while some of them have been told."""
 
     nodes: dict[str, Node] = {}
     ranks: int = 0
