@@ -79,6 +79,7 @@ def test_an_agent_that_missed_rotations_for_longer_than_their_grace_attaches_wit
         dialing = asyncio.create_task(agent._link.run())
         await until(lambda: server.links)
         assert server.links["node-0"].token_name == token_name(keyring(tmp_path).token)
+        assert agent._token_of(token_name(held.token)) == held.token, "an epoch may have begun with it"
         dialing.cancel()
         agent._data.close()
         await server.stop(0.0)

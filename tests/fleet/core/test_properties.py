@@ -82,7 +82,7 @@ EVENTS = st.one_of(
         st.just("rank 1 is not there"),
         st.lists(st.integers(0, 4), max_size=2).map(tuple),
     ),
-    st.sampled_from([m.Tick(), m.Restarted(), m.Rekeyed("a1b2")]),
+    st.sampled_from([m.Tick(), m.Restarted(), m.Rekeyed("a1b2", "a0b1")]),
     st.builds(m.StoodStill, st.floats(0, 60)),
 )
 ENDINGS = st.one_of(
