@@ -45,7 +45,9 @@ class Forked:
 
     def wait(self) -> None:
         """Until it has ended."""
-        select.select([self._handle], [], [])
+        ended = select.poll()  # unlike select, it takes descriptors beyond the 1,024th
+        ended.register(self._handle, select.POLLIN)
+        ended.poll()
 
 
 class Zygote:

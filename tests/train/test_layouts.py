@@ -115,7 +115,7 @@ def test_norms_on_both_sides_of_a_layer_are_the_same_on_ranks_that_share_its_seq
     [
         (2, ParallelSpec(tensor=4)),
         (1, ParallelSpec(tensor=2, context=2)),
-        (2, ParallelSpec(tensor=4, sharding="none")),
+        pytest.param(2, ParallelSpec(tensor=4, sharding="none"), marks=pytest.mark.slow),
     ],
     ids=str,
 )
