@@ -24,9 +24,9 @@ import torch
 from torch import nn
 
 from phalanx.model.facts.presets import PRESETS
-from phalanx.model.facts.shape import resolve
 from phalanx.model.transformer import Transformer
 from phalanx.observe.throughput import format_bytes
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MemorySpec, ModelSpec, RunSpec
 from phalanx.train.step.memory_meter import MemoryMeter
 from phalanx.train.transforms.offload import apply_activation_offload

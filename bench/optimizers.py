@@ -23,10 +23,11 @@ import torch
 from torch import nn
 
 from phalanx.model.facts.presets import PRESETS
-from phalanx.model.facts.shape import parameters, resolve
+from phalanx.model.facts.shape import parameters
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Evaluated, Step
 from phalanx.observe.throughput import smooth
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import OptimizerSpec
 from phalanx.train.optimizers.choose import make_optimizer
 from phalanx.train.optimizers.optimizer import Optimizer

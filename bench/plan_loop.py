@@ -20,8 +20,8 @@ import torch
 
 from phalanx.hardware.catalog import cluster
 from phalanx.hardware.cluster import Cluster
-from phalanx.model.facts.shape import resolve
 from phalanx.plan.search.layout_text import estimate_written
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import layout_problems
 from phalanx.run.spec import MemorySpec, ModelSpec, MoeSpec, ParallelSpec, PrecisionSpec, RunSpec, TrainSpec
 from phalanx.train.measure.calibrate import usual_clock

@@ -1,4 +1,4 @@
-"""What one rank does and sends as the fleet grows, from 8 ranks to 98,304, through the real code.
+"""Counts what one rank does and sends as the fleet grows from 8 ranks to 98,304, through the real code.
 
 The other ranks do not exist: PyTorch's fake process group answers every collective at once, so what is measured is this rank's own
 work, and what it would send is counted call by call. 8 ranks stand on each machine.
@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.model.facts.presets import PRESETS
-from phalanx.model.facts.shape import parameters, resolve
+from phalanx.model.facts.shape import parameters
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import Mesh, build_mesh
 from phalanx.parallel.mesh.slots import Deal, Round, rounds_of
@@ -41,6 +41,7 @@ from phalanx.parallel.reduction import tree
 from phalanx.parallel.reduction.reduce_scatter import TreeReduceScatter
 from phalanx.parallel.reduction.slot_tree import Leaves
 from phalanx.parallel.reduction.tree import Intake, TreeReducer, exchange
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ParallelSpec, RunSpec, TrainSpec
 from phalanx.train.step.placement import Placement
 
@@ -103,7 +104,7 @@ def world(ranks: int, *, machine_ranks: int = 0, shard_ranks: int = 0) -> Iterat
 
 
 def network(ranks: int) -> dict[str, object]:
-    """What a machine sends for one element of gradient per rank's share, flat and in two levels."""
+    """Counts the elements that a rank sends to other machines for a share of one element, in one level and in two."""
     found: dict[str, object] = {}
     for name, machine_ranks in (("one level", 0), ("two levels", MACHINE_RANKS)):
         with world(ranks, machine_ranks=machine_ranks) as (mesh, spec):

@@ -10,10 +10,10 @@ import time
 from phalanx.hardware import catalog
 from phalanx.hardware.profiles import profile_of
 from phalanx.model.facts.presets import PRESETS
-from phalanx.model.facts.shape import resolve
 from phalanx.plan.search.search import search
 from phalanx.plan.workload.foreign_stacks import STACKS
 from phalanx.plan.workload.stacks import Job, Workload
+from phalanx.run.kinds.whole_model import resolve
 
 SPACES = (
     ("llama3-405b", "h100:16384", 2048, 8192, "megatron"),

@@ -36,12 +36,13 @@ from phalanx.hardware.device import pinned, wait_for_device
 from phalanx.hardware.matmul_peak import measure_matmul_flops
 from phalanx.model.facts.counts import count
 from phalanx.model.facts.presets import PRESETS
-from phalanx.model.facts.shape import parameters, resolve
+from phalanx.model.facts.shape import parameters
 from phalanx.model.init import fill
 from phalanx.model.transformer import Transformer
 from phalanx.observe.ledger import Ledger
 from phalanx.parallel.mesh.mesh import build_mesh
 from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ParallelSpec, PrecisionSpec, RunSpec, RuntimeSpec, ScheduleSpec, TrainSpec
 from phalanx.train.lifecycle.assemble import make_deterministic
 from phalanx.train.lifecycle.compose import build_model

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from phalanx.model.facts.shape import resolve
 from phalanx.model.transformer import Transformer
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 
 

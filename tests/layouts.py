@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from phalanx.checkpoint.format.boxes import Box
-from phalanx.model.facts.shape import resolve
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import Layout, layout_of, layout_problems
 from phalanx.run.spec import (
     MlaSpec,

@@ -72,7 +72,7 @@ def parts_for(gpus: int, ranks: int) -> list[Part]:
 
 
 def environment() -> dict[str, object]:
-    """What this machine is, as far as it can be asked without PyTorch."""
+    """Describes this machine as far as it can be asked without PyTorch."""
     found: dict[str, object] = {"python": platform.python_version(), "machine": platform.node()}
     for name in PACKAGES:
         try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class PartResult:
-    """What one part has found, and how it ended."""
+    """The findings of one part, and how it ended."""
 
     name: str
     ended: str = "not run"

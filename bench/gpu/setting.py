@@ -13,7 +13,7 @@ import torch
 from bench.step import build_stepper
 from phalanx.hardware.device import give_back_memory, wait_for_device
 from phalanx.model.facts.presets import PRESETS
-from phalanx.model.facts.shape import resolve
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import (
     ModelSpec,
     ParallelSpec,
@@ -37,7 +37,7 @@ class Sizes:
     """The model whose hashes are compared."""
     bits_train: TrainSpec
     vocab_size: int
-    """Of the models whose speed is measured."""
+    """Vocabulary of the models whose speed is measured."""
     presets: tuple[str, ...]
     """Models whose speed is measured, the most wanted first."""
     seq_len: int

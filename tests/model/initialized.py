@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from phalanx.model.facts.shape import parameters, resolve
+from phalanx.model.facts.shape import parameters
 from phalanx.model.init import fill
 from phalanx.model.transformer import Transformer
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from model.initialized import initialized
-from phalanx.model.facts.shape import resolve
 from phalanx.model.layers.cache import empty_cache
 from phalanx.model.transformer import Transformer
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 
 SMALL = ModelSpec(layers=2, dim=32, heads=4, kv_heads=2, vocab_size=40, init_std=0.3)

@@ -30,10 +30,11 @@ from phalanx.checkpoint.interop.huggingface_config import hf_config_of, hf_name,
 from phalanx.checkpoint.interop.huggingface_families import FAMILIES
 from phalanx.model.facts.counts import count
 from phalanx.model.facts.presets import PRESETS
-from phalanx.model.facts.shape import parameters, resolve
+from phalanx.model.facts.shape import parameters
 from phalanx.model.layers.cache import empty_cache
 from phalanx.model.layers.rotary import rotation
 from phalanx.model.mtp import PredictionAhead
+from phalanx.run.kinds.whole_model import resolve
 
 TOLERANCE = 1e-5  # relative to the largest element
 

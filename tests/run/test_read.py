@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.model.facts.presets import PRESETS
-from phalanx.model.facts.shape import resolve
 from phalanx.run.check import check
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.problems import Problem, RunFileError
 from phalanx.run.read import read_run, spec_from_table, to_table
 from phalanx.run.spec import ModelSpec, RunSpec

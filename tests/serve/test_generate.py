@@ -16,9 +16,9 @@ from checkpoint.saved_models import save_models
 from model.initialized import initialized
 from phalanx.checkpoint.format.errors import MismatchError, NoSuchStepError
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.model.facts.shape import resolve
 from phalanx.model.layers.router import routers
 from phalanx.model.transformer import Transformer
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.read import to_table
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 from phalanx.serve.generate import (

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from phalanx.model.facts.shape import resolve
 from phalanx.model.transformer import Transformer
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 
 DENSE = ModelSpec(layers=3, dim=64, heads=4, kv_heads=2, ffn_dim=160, vocab_size=97, qk_norm=True)

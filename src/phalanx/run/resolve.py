@@ -1,7 +1,7 @@
 """The values that "auto" stands for in a run file, by one rule for the trainer, the planner and ``phalanx show``.
 
 Who asks knows whether there is a GPU: the trainer looks at its machine, the planner at the cluster that it plans for, ``show``
-takes one for granted. Dimensions of the model that a file leaves open are filled in by ``phalanx.model.facts.shape.resolve``.
+takes one for granted. Dimensions of the model that a file leaves open are filled in by ``phalanx.run.kinds.whole_model.resolve``.
 """
 
 from __future__ import annotations

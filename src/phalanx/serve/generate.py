@@ -22,13 +22,13 @@ from phalanx.checkpoint.tiers.digest import WEIGHTS
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.restore import candidates, restore
 from phalanx.model.custom import Chain
-from phalanx.model.facts.shape import resolve
 from phalanx.model.facts.stretching import longest_short
 from phalanx.model.layers.cache import empty_cache
 from phalanx.model.layers.router import routers
 from phalanx.model.transformer import Transformer, logits
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.kinds import prediction_ahead
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 
 _log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.interop.dcp import export_dcp
 from phalanx.checkpoint.interop.dcp_import import import_dcp
 from phalanx.checkpoint.interop.dcp_metadata import _ALLOWED, DcpError, read_index
-from phalanx.model.facts.shape import resolve
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 from ranks import Ranks
 

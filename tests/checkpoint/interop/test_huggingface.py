@@ -36,8 +36,8 @@ from phalanx.checkpoint.tiers.tier import Draft, Record
 from phalanx.checkpoint.tiers.verify import verify
 from phalanx.data.tokenizer import BytesTokenizer, bpe_from_file, load_tokenizer, train_bpe
 from phalanx.model.facts.presets import PRESETS
-from phalanx.model.facts.shape import resolve
 from phalanx.model.transformer import Transformer
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.read import read_run
 from phalanx.run.spec import ModelSpec
 

@@ -17,7 +17,7 @@ from phalanx.checkpoint.interop.huggingface_config import (
     spec_of,
 )
 from phalanx.model.facts.presets import PRESETS
-from phalanx.model.facts.shape import resolve
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 
 

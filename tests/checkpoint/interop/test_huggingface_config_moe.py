@@ -22,8 +22,8 @@ from phalanx.checkpoint.interop.huggingface_config import (
 from phalanx.checkpoint.interop.huggingface_layers import LATENT_EPS
 from phalanx.checkpoint.interop.huggingface_names import RotaryRows, published, shared_copies
 from phalanx.model.facts.presets import PRESETS
-from phalanx.model.facts.shape import resolve
 from phalanx.run.kinds.mixture import is_mixture
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, RopeScalingSpec
 
 MIXTRAL_8X7B = {

@@ -16,7 +16,7 @@ from parity.hf_models import GPT_OSS
 from phalanx.checkpoint.interop.huggingface import HuggingFaceError, import_hf, spec_of
 from phalanx.checkpoint.interop.huggingface_mxfp4 import PackedStack, unpack
 from phalanx.model.facts.presets import PRESETS
-from phalanx.model.facts.shape import resolve
+from phalanx.run.kinds.whole_model import resolve
 
 # openai/gpt-oss-20b, as published, without what says nothing of the model.
 PUBLISHED = """{

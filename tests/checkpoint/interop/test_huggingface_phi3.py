@@ -15,10 +15,10 @@ from parity.hf_models import LONGROPE, PHI3, hf_model, our_model, random_tokens
 from phalanx.checkpoint.interop.huggingface import HuggingFaceError, export_hf, import_hf, spec_of
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.model.facts.presets import PRESETS
-from phalanx.model.facts.shape import resolve
 from phalanx.model.facts.stretching import rotary_temperature
 from phalanx.model.layers.cache import empty_cache
 from phalanx.model.transformer import Transformer
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.serve.generate import generate
 
 # microsoft/Phi-4-mini-instruct, as published, without what says nothing of the model; its 2 x 48 factors shortened to their kind.

@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.model.facts.counts import count, fleet_state_bytes
 from phalanx.model.facts.presets import PRESETS
-from phalanx.model.facts.shape import resolve
 from phalanx.model.layers.moe import Experts
 from phalanx.model.transformer import Transformer
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, OptimizerSpec
 
 MLA = MlaSpec(kv_rank=12, nope_head_dim=6, rope_head_dim=4, value_head_dim=14)

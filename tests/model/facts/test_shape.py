@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.model.facts.presets import PRESETS
-from phalanx.model.facts.shape import buffers, parameters, resolve
+from phalanx.model.facts.shape import buffers, parameters
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.mixture import is_mixture
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, RopeScalingSpec
 
 SMALL = ModelSpec(layers=2, dim=24, heads=4, vocab_size=31)

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from model.initialized import initialized
-from phalanx.model.facts.shape import resolve
 from phalanx.model.facts.stretching import softmax_temperature
 from phalanx.model.layers import soft_cap
 from phalanx.model.layers.attention import Attention, CausalCore
 from phalanx.model.layers.cache import empty_cache
 from phalanx.model.layers.mla import MlaAttention
 from phalanx.model.layers.rotary import rotate, rotation
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, RopeScalingSpec
 
 GROUPED = ModelSpec(layers=2, dim=32, heads=4, kv_heads=2, vocab_size=40, init_std=0.3)

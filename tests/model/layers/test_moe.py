@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from phalanx.model.facts.shape import resolve
 from phalanx.model.layers.moe import MoE, combine, copies_by_expert, order_by_expert, permute
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, MoeSpec
 
 MOE = MoeSpec(experts=6, per_token=3, ffn_dim=24)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from phalanx.model.facts.shape import resolve
 from phalanx.model.layers.moe import Experts
 from phalanx.model.layers.router import routers
 from phalanx.model.transformer import Transformer
@@ -22,6 +21,7 @@ from phalanx.parallel.mesh.partition import Partition
 from phalanx.parallel.reduction.data_parallel import local
 from phalanx.parallel.reduction.slot_tree import SlotTree
 from phalanx.parallel.tensor.apply import VocabularyPiece, apply_tensor, vocabulary_piece
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, MoeSpec, ParallelSpec, RunSpec, TrainSpec
 from phalanx.train.step.loss import summed_cross_entropy
 from ranks import Ranks

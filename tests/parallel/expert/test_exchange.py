@@ -12,13 +12,13 @@ from hypothesis import given
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from phalanx.model.facts.shape import resolve
 from phalanx.model.layers.moe import Exchange, Experts, LocalExchange
 from phalanx.model.layers.router import Routing
 from phalanx.parallel.expert.exchange import DividedExperts, ExpertExchange, by_expert
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.reduction.slot_tree import SlotTree
 from phalanx.parallel.tensor.sequence_comm import SequenceComm
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, MoeSpec
 from ranks import Ranks
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from phalanx.model.facts.shape import parameters, resolve
+from phalanx.model.facts.shape import parameters
 from phalanx.model.layers.linear import Linear
 from phalanx.model.layers.router import routers
 from phalanx.model.mtp import targets_ahead, training_loss
@@ -24,6 +24,7 @@ from phalanx.parallel.mesh.mesh import build_mesh
 from phalanx.parallel.mesh.partition import Partition
 from phalanx.parallel.reduction.data_parallel import local
 from phalanx.parallel.tensor.apply import VocabularyPiece, apply_tensor, vocabulary_piece
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, ParallelSpec, RunSpec, TrainSpec
 from phalanx.train.step.loss import IGNORE, summed_cross_entropy
 from ranks import Ranks

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.hardware.catalog import cluster
-from phalanx.model.facts.shape import resolve
 from phalanx.plan.search.advice import parallel_of, run_of_layout
 from phalanx.plan.search.layout_text import written_layout
 from phalanx.plan.search.query import job_of
@@ -22,6 +21,7 @@ from phalanx.plan.workload.candidates import divisors
 from phalanx.plan.workload.planned_layout import PlannedLayout
 from phalanx.plan.workload.stacks import Job
 from phalanx.run.check import check
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import layout_problems
 from phalanx.run.spec import ModelSpec, MoeSpec, OptimizerSpec, RunSpec, RuntimeSpec, TrainSpec
 

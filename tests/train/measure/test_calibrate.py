@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from phalanx.hardware.catalog import accelerator, load_user
 from phalanx.hardware.profiles import Profile, profile_of
-from phalanx.model.facts.shape import resolve
 from phalanx.plan.fit_profile import CalibrationOrigin, fit_profile, to_tables
 from phalanx.plan.step_cost.kernels import matmul_s
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, PrecisionSpec, RunSpec, TrainSpec
 from phalanx.train.measure.calibrate import MeasuredPoints, Settings, best_seconds, operations, product_sizes
 from phalanx.train.measure.calibrate_ranks import COLLECTIVES, collectives, measure_step

@@ -15,13 +15,14 @@ from phalanx.model.facts.holdings import fullest, moment_bytes
 from phalanx.model.facts.matrix_owners import work_of_owners
 from phalanx.model.facts.optimizer_state import matrix_work, state_tensors, takes_matrix
 from phalanx.model.facts.presets import PRESETS
-from phalanx.model.facts.shape import parameters, resolve
+from phalanx.model.facts.shape import parameters
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.mesh.partition import piece
 from phalanx.plan.step_cost import memory
 from phalanx.plan.workload import stacks
 from phalanx.plan.workload.holdings import holdings
 from phalanx.run.kinds.parts import Parameter
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import Layout
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, OptimizerSpec, ParallelSpec, RunSpec, TrainSpec
 from phalanx.train.optimizers.choose import make_optimizer

@@ -125,11 +125,11 @@ def test_compiled_blocks_can_keep_to_a_budget() -> None:
 
 def gradients_on_two_tensor_ranks(kinds: tuple[Any, ...]) -> list[dict[str, torch.Tensor]]:
     """This rank's part of the gradients of a mixture, for each kind of recomputation."""
-    from phalanx.model.facts.shape import resolve
     from phalanx.model.transformer import Transformer
     from phalanx.parallel.mesh.comm_clock import CommClock
     from phalanx.parallel.mesh.mesh import build_mesh
     from phalanx.parallel.tensor.apply import apply_tensor
+    from phalanx.run.kinds.whole_model import resolve
     from phalanx.run.spec import ParallelSpec, TrainSpec
 
     results = []

@@ -32,9 +32,10 @@ from phalanx.checkpoint.interop.huggingface_import import IMAGE_BYTES, Imported,
 from phalanx.checkpoint.interop.huggingface_names import Published, RotaryRows
 from phalanx.checkpoint.tiers.digest import WEIGHTS
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.model.facts.shape import buffers, parameters, resolve
+from phalanx.model.facts.shape import buffers, parameters
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.kinds.parts import Parameter
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.read import to_table
 from phalanx.run.spec import ModelSpec
 

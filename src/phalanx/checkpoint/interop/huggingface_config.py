@@ -24,7 +24,7 @@ from phalanx.checkpoint.interop.huggingface_rotary import (
     same_temperature,
     stretched_length,
 )
-from phalanx.model.facts.shape import resolve
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.read import spec_from_table, to_table
 from phalanx.run.section_reader import JsonObject
 from phalanx.run.spec import ModelSpec

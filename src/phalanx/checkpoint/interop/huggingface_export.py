@@ -42,7 +42,7 @@ from phalanx.checkpoint.tiers.digest import WEIGHTS
 from phalanx.checkpoint.tiers.gather import gather
 from phalanx.checkpoint.tiers.tier import Tier
 from phalanx.data.tokenizer import load_tokenizer
-from phalanx.model.facts.shape import resolve
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 
 FILE_BYTES = 5_000_000_000  # of one safetensors file, as the Hub recommends

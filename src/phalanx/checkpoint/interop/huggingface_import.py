@@ -47,8 +47,8 @@ from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.tier import Draft, Record
 from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizer import TOKENIZER_FILE, bpe_from_file
-from phalanx.model.facts.shape import resolve
 from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.read import to_table
 from phalanx.run.spec import ModelSpec
 

@@ -18,7 +18,7 @@ from phalanx.checkpoint.interop.huggingface_files import CONFIG, GENERATION_CONF
 from phalanx.checkpoint.interop.huggingface_notes import TOKEN_FIELDS
 from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizer import Tokenizer, load_tokenizer, same_tokens
-from phalanx.model.facts.shape import resolve
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.section_reader import JsonObject
 from phalanx.run.spec import ModelSpec
 

@@ -166,7 +166,7 @@ def _ratios(tables: JsonObject, settings: Settings, ranks: int) -> list[float]:
 
 def _real_runs(ranks: int, settings: Settings) -> list[RunSpec]:
     """Small models of different width and depth, a slot or two to a rank."""
-    from phalanx.model.facts.shape import resolve
+    from phalanx.run.kinds.whole_model import resolve
     from phalanx.run.spec import ModelSpec, PrecisionSpec, RunSpec, TrainSpec
 
     precision = PrecisionSpec(compute="fp32" if settings.device.type == "cpu" else "bf16")

@@ -13,7 +13,7 @@ from rich.table import Table
 from phalanx.model.facts import presets
 from phalanx.model.facts.counts import count
 from phalanx.model.facts.presets import PRESETS
-from phalanx.model.facts.shape import resolve
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import DataSpec, ModelSpec
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from phalanx.cli.plan.show_ranks import (
 )
 from phalanx.model.facts.counts import count, fleet_state_bytes
 from phalanx.model.facts.presets import PRESETS
-from phalanx.model.facts.shape import resolve
 from phalanx.observe.throughput import format_bytes, format_count
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.read import read_run
 from phalanx.run.resolve import compute_format, device_of
 from phalanx.run.spec import RunSpec

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.model.facts.holdings import Holding, fullest, state_bytes
-from phalanx.model.facts.shape import resolve
 from phalanx.model.facts.stages import stage_layers
 from phalanx.observe.throughput import format_bytes, format_count
 from phalanx.parallel.collectives import collectives, rounds_per_step
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import Layout, layout_of, layout_problems, micro_batches_per_slot
 from phalanx.run.problems import RunFileError
 from phalanx.run.resolve import compute_format, device_of

@@ -71,7 +71,7 @@ def fleet_state_bytes(spec: ModelSpec, optimizer: OptimizerSpec, compute_bytes: 
 
 
 def count(spec: ModelSpec, seq_len: int) -> Counts:
-    """Counts of a resolved model (see ``phalanx.model.facts.shape.resolve``) at ``seq_len`` tokens."""
+    """Counts of a resolved model (see ``phalanx.run.kinds.whole_model.resolve``) at ``seq_len`` tokens."""
     total = embedding = active = experts = matmul = 0
     for parameter, number in numbered_parameters(spec):
         total += number * parameter.numel

@@ -13,10 +13,7 @@ from phalanx.run.factory import FactoryError
 from phalanx.run.kinds import block, ends, prediction_ahead
 from phalanx.run.kinds.mixture import is_mixture
 from phalanx.run.kinds.parts import Parameter
-from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
-
-__all__ = ["buffers", "numbered_parameters", "outside_blocks", "parameters", "resolve"]
 
 
 def parameters(spec: ModelSpec) -> Iterator[Parameter]:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from phalanx.model.facts.counts import block_flops
-from phalanx.model.facts.shape import resolve
 from phalanx.run.kinds.grouped_attention import window_of
 from phalanx.run.kinds.mixture import is_mixture
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import stages_per_rank
 from phalanx.run.spec import ModelSpec, RunSpec
 

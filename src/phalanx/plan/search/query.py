@@ -16,12 +16,12 @@ from phalanx.hardware.cluster import Cluster
 from phalanx.hardware.profiles import profile_of
 from phalanx.model.facts.counts import count
 from phalanx.model.facts.presets import PRESETS
-from phalanx.model.facts.shape import resolve
 from phalanx.plan.search.search import Objective
 from phalanx.plan.search.space import Options
 from phalanx.plan.workload.candidates import RECOMPUTE
 from phalanx.plan.workload.foreign_stacks import stack_named
 from phalanx.plan.workload.stacks import Job, Overlap, Stack, stack_of, workload_of
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import SPLIT_BACKWARD, layout_problems
 from phalanx.run.resolve import compute_format
 from phalanx.run.spec import DataSpec, PrecisionSpec, RunSpec, TrainSpec

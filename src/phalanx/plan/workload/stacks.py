@@ -20,8 +20,9 @@ from phalanx.hardware.cluster import Cluster
 from phalanx.hardware.profiles import Profile
 from phalanx.model.facts.counts import Counts, count
 from phalanx.model.facts.optimizer_state import state_bytes_by_name
-from phalanx.model.facts.shape import parameters, resolve
+from phalanx.model.facts.shape import parameters
 from phalanx.plan.workload.candidates import RECOMPUTE, Recompute
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.resolve import compute_format, device_of
 from phalanx.run.spec import ModelSpec, OptimizerSpec, RunSpec
 

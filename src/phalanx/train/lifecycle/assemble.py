@@ -121,7 +121,9 @@ def assemble(inputs: EpochInputs, reporter: Reporter) -> Training:
     """Builds everything on this rank and restores the state that training begins with. A collective call."""
     spec, ledger = inputs.spec, inputs.ledger
     ledger.switch(Bucket.START_PLAN_COMPILE)
-    machine_ranks = count_machine_ranks(inputs.device)
+    # Only sums in tree order are made machine by machine.
+    by_tree = spec.train.reduction == "reproducible"
+    machine_ranks = count_machine_ranks(inputs.device) if by_tree else 0
     mesh = build_mesh(spec, dist.get_world_size(), inputs.device, machine_ranks=machine_ranks)
     built = build_model(spec, mesh)
     parts, placement = built.model.parts, built.placement

@@ -14,7 +14,7 @@ from phalanx.checkpoint.tiers.digest import OPTIMIZER, WEIGHTS
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.data.index import DatasetIndex
 from phalanx.data.tokenizer import TOKENIZER_FILE, load_tokenizer, same_tokens
-from phalanx.model.facts.shape import parameters, resolve
+from phalanx.model.facts.shape import parameters
 from phalanx.observe.sinks.registry import SinkError, require_sinks
 from phalanx.run.directory.lineage import taken_over_problems
 from phalanx.run.directory.paths import (
@@ -24,6 +24,7 @@ from phalanx.run.directory.paths import (
     locate_checkpoints,
     read_resolved,
 )
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.problems import Problem
 from phalanx.run.spec import ModelSpec, RunSpec
 

@@ -15,7 +15,6 @@ from phalanx.data.index import DatasetIndex, read_index
 from phalanx.data.prepare import OnProgress, prepare
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.hardware.detect import gpu_count
-from phalanx.model.facts.shape import resolve as resolve_model
 from phalanx.run.directory.paths import (
     RunDirectory,
     committed_steps,
@@ -24,6 +23,7 @@ from phalanx.run.directory.paths import (
     step_of,
 )
 from phalanx.run.factory import FactoryError, source_sha256
+from phalanx.run.kinds.whole_model import resolve as resolve_model
 from phalanx.run.layout import layout_problems
 from phalanx.run.problems import Problem, RunFileError
 from phalanx.run.resolve import compute_format, device_of
