@@ -1,1 +1,1 @@
-"""Sourced facts about accelerators and clusters, and the measured peak of the machine at hand."""
+"""Sourced facts about accelerators and clusters, the measured peak of the machine at hand, and kernels made for it."""

@@ -19,19 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Elements worked on at once, on a CPU per thread: the two fp64 temporaries then stay in a core's cache, or in a GPU's (32 MiB).
-_CPU_CHUNK = 1 << 15
-_GPU_CHUNK = 1 << 21
+from phalanx.hardware.kernels.choose import kernels_for
 
 
 def largest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """The largest magnitude in ``tensors``: 0-dim fp64; infinite if anything is infinite or not a number."""
-    ends = [end for tensor in tensors if tensor.numel() for end in torch.aminmax(tensor)]
-    peak = (
-        torch.stack(ends).abs().max().double()
-        if ends
-        else torch.zeros((), dtype=torch.float64, device=device)
-    )
+    held = list(tensors)
+    peak = kernels_for(device, held).peak(held, device)
     return torch.nan_to_num(peak, nan=math.inf, posinf=math.inf)
 
 
@@ -52,19 +46,8 @@ def extraction_constants(peak: float, count: int) -> tuple[float, float]:
 @torch.no_grad()
 def extracted_sums(tensors: Iterable[Tensor], constants: tuple[float, float], device: torch.device) -> Tensor:
     """The exact sums of both pieces of every element's square: ``(2,)``, fp64."""
-    chunk = _CPU_CHUNK * torch.get_num_threads() if device.type == "cpu" else _GPU_CHUNK
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
-    rest_buffer = torch.empty(chunk, dtype=torch.float64, device=device)
-    part_buffer = torch.empty_like(rest_buffer)
-    for tensor in tensors:
-        for piece in torch.split(tensor.reshape(-1), chunk):
-            rest, part = rest_buffer[: piece.numel()], part_buffer[: piece.numel()]
-            rest.copy_(piece).mul_(rest)  # a square of an fp32 number has 48 bits: exact in fp64
-            for fold, constant in enumerate(constants):
-                torch.add(rest, constant, out=part).sub_(constant)
-                sums[fold] += part.sum()
-                rest.sub_(part)
-    return sums
+    held = list(tensors)
+    return kernels_for(device, held).extracted_sums(held, constants, device)
 
 
 def norm(tensors: list[Tensor], count: int, device: torch.device) -> float:

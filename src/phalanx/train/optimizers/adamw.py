@@ -2,9 +2,8 @@
 
 Kernels that compute several operations at once may fuse a multiply and an add into one rounding in their vector loop
 and not in the scalar loop that handles the tail, or the other way round. Which elements are in the tail depends on
-where a shard ends, and so on the number of ranks. Here every operation is a single one (a product, a sum, a root, a
-quotient), which IEEE 754 rounds in one way only. To make up for the passes over memory, a CPU works on pieces that stay
-in its cache; a GPU takes many tensors in one launch per operation.
+where a shard ends, and so on the number of ranks. Here every operation is a single one, in one pass over memory where
+``phalanx.hardware.kernels`` has such a kernel for the device.
 """
 
 from __future__ import annotations
@@ -16,17 +15,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from phalanx.hardware.kernels.choose import kernels_for
+from phalanx.hardware.kernels.reference import UpdateFactors
 from phalanx.parallel.mesh.local_slice import LocalSlice
 from phalanx.parallel.reduction.data_parallel import local
 from phalanx.run.kinds.parts import Parameter
 from phalanx.run.spec import OptimizerSpec
 from phalanx.train.optimizers.offload_moments import MomentStore
 from phalanx.train.optimizers.optimizer import Optimizer, StatePart, boxes_of, decays, gradient_of
-
-# Elements updated at once. On a CPU, per thread: six fp32 arrays of them fit into a core's second-level cache. On a GPU:
-# enough to fill it, few enough that the temporaries (three arrays) stay small beside the model.
-_CPU_CHUNK = 1 << 15
-_GPU_CHUNK = 1 << 26
 
 
 @dataclass
@@ -86,7 +82,7 @@ class AdamW(Optimizer):
                 self.exp_avg_sq[name],
             )
             flat = [local(tensor).reshape(-1) for tensor in tensors]
-            size = chunk_elements(flat[0].device)
+            size = kernels_for(flat[0].device, flat).chunk_elements(flat[0].device)
             for piece in zip(*(torch.split(tensor, size) for tensor in flat), strict=True):
                 launch.append(piece)
                 if sum(weights.numel() for weights, *_ in launch) >= size:
@@ -94,11 +90,6 @@ class AdamW(Optimizer):
                     launch = []
         if launch:
             yield _columns(launch)
-
-
-def chunk_elements(device: torch.device) -> int:
-    """Number of elements of one update, by device."""
-    return _CPU_CHUNK * torch.get_num_threads() if device.type == "cpu" else _GPU_CHUNK
 
 
 def _columns(rows: list[tuple[Tensor, ...]]) -> tuple[list[Tensor], ...]:
@@ -116,20 +107,18 @@ def adamw_update(
     gradient_scale: float,
     decay_factor: float,
 ) -> None:
-    """One AdamW update of weights and moments, in place, each line a single rounding of every element."""
-    grads = list(torch._foreach_mul(grads, gradient_scale))
-    torch._foreach_mul_(means, spec.beta1)
-    torch._foreach_add_(means, torch._foreach_mul(grads, 1.0 - spec.beta1))
-    torch._foreach_mul_(squares, spec.beta2)
-    torch._foreach_mul_(grads, grads)
-    torch._foreach_mul_(grads, 1.0 - spec.beta2)
-    torch._foreach_add_(squares, grads)
-    # m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps), with the two corrections applied as scalars.
-    roots = list(torch._foreach_sqrt(squares))
-    torch._foreach_div_(roots, math.sqrt(1.0 - spec.beta2**number))
-    torch._foreach_add_(roots, spec.eps)
-    change = list(torch._foreach_div(means, roots))
-    torch._foreach_mul_(change, lr / (1.0 - spec.beta1**number))
-    if decay_factor != 1.0:
-        torch._foreach_mul_(weights, decay_factor)
-    torch._foreach_sub_(weights, change)
+    """One AdamW update of weights and moments, in place, with a single rounding for each operation on each element."""
+    factors = UpdateFactors(
+        gradient_scale=gradient_scale,
+        keep_mean=spec.beta1,
+        new_mean=1.0 - spec.beta1,
+        keep_square=spec.beta2,
+        new_square=1.0 - spec.beta2,
+        root_divisor=math.sqrt(1.0 - spec.beta2**number),
+        eps=spec.eps,
+        rate=lr / (1.0 - spec.beta1**number),
+        decay=decay_factor,
+    )
+    if weights:
+        kernels = kernels_for(weights[0].device, (*weights, *grads, *means, *squares))
+        kernels.adamw(weights, grads, means, squares, factors)

@@ -12,12 +12,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from phalanx.hardware.kernels.reference import REFERENCE
 from phalanx.parallel.mesh.local_slice import LocalSlice
 from phalanx.parallel.reduction.data_parallel import local
 from phalanx.run.kinds.parts import Parameter
 from phalanx.run.kinds.state_blocks import INT8_BLOCK
 from phalanx.run.spec import OptimizerSpec
-from phalanx.train.optimizers.adamw import adamw_update, chunk_elements
+from phalanx.train.optimizers.adamw import adamw_update
 from phalanx.train.optimizers.moment_formats import Bf16Moments, Elements, Int8Moments, Moments
 from phalanx.train.optimizers.optimizer import Optimizer, StatePart, boxes_of, decays, gradient_of
 
@@ -66,7 +67,7 @@ class NarrowAdamW(Optimizer):
             decay = decays(self.kinds[name], self.spec)
             factor = 1.0 - lr * self.spec.weight_decay if decay else 1.0
             weights, grads = _matrix(local(parameter.detach())), _matrix(gradient_of(name, parameter))
-            at_once = max(1, chunk_elements(weights.device) // max(1, weights.shape[1]))
+            at_once = max(1, REFERENCE.chunk_elements(weights.device) // max(1, weights.shape[1]))
             for first in range(0, weights.shape[0], at_once):
                 rows = slice(first, first + at_once)
                 wide = [moment.read(rows) for moment in self.moments[name]]

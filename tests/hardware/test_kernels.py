@@ -1,0 +1,209 @@
+"""Kernels that go over memory once have the bits of the chain of PyTorch operations, and where there are none a warning says so."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from phalanx.hardware.kernels import choose, host
+from phalanx.hardware.kernels.choose import fused_kernels, kernels_for
+from phalanx.hardware.kernels.reference import REFERENCE, Kernels, TorchKernels, UpdateFactors
+from phalanx.parallel.reduction.exact_sum import extraction_constants, largest
+
+CPU = torch.device("cpu")
+sizes = st.lists(st.integers(0, 2600), min_size=1, max_size=3)
+offsets = st.integers(0, 9)
+factors = st.builds(
+    UpdateFactors,
+    gradient_scale=st.floats(0.0, 4.0),
+    keep_mean=st.floats(0.5, 0.99),
+    new_mean=st.floats(0.01, 0.5),
+    keep_square=st.floats(0.5, 0.99),
+    new_square=st.floats(0.01, 0.5),
+    root_divisor=st.floats(0.1, 1.0),
+    eps=st.floats(1e-12, 1e-2),
+    rate=st.floats(1e-6, 1.0),
+    decay=st.one_of(st.just(1.0), st.floats(0.5, 1.0)),
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _has_host_kernels() -> None:
+    assert isinstance(fused_kernels(CPU), host.HostKernels), "these tests need a C compiler"
+
+
+def any_numbers(lengths: Sequence[int], offset: int, seed: int) -> list[Tensor]:
+    """Tensors that begin ``offset`` elements into their memory, of fp32 numbers of all sizes and kinds: each bit by lot."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randint(-(2**31), 2**31, (length + offset,), generator=generator, dtype=torch.int64)
+        .to(torch.int32)
+        .view(torch.float32)[offset:]
+        for length in lengths
+    ]
+
+
+def bits(tensor: Tensor) -> list[int]:
+    """The bits of fp32 numbers, with one value for all that are not a number: IEEE 754 leaves open which of them an operation gives."""
+    return tensor.where(~tensor.isnan(), torch.nan).view(torch.int32).tolist()
+
+
+@pytest.fixture(params=[1, 3])
+def _threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_LEAST_SHARE", 100)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
+
+
+@pytest.mark.usefixtures("_threads")
+class TestOnACpu:
+    @given(sizes, offsets, st.integers(0, 1000), factors)
+    def test_an_update_has_the_bits_of_the_reference(
+        self, lengths: list[int], offset: int, seed: int, numbers: UpdateFactors
+    ) -> None:
+        columns = [any_numbers(lengths, offset, 4 * seed + column) for column in range(4)]
+        updated = []
+        for kernels in (REFERENCE, fused_kernels(CPU)):
+            held = [[tensor.clone() for tensor in column] for column in columns]
+            kernels.adamw(held[0], held[1], held[2], held[3], numbers)
+            updated.append([bits(tensor) for column in held for tensor in column])
+        assert updated[0] == updated[1]
+
+    @given(sizes, offsets, st.integers(0, 1000), st.integers(-120, 120))
+    def test_sums_of_squares_have_the_bits_of_the_reference(
+        self, lengths: list[int], offset: int, seed: int, exponent: int
+    ) -> None:
+        tensors = [
+            tensor.nan_to_num(nan=0.0).clamp(-(2.0**exponent), 2.0**exponent)
+            for tensor in any_numbers(lengths, offset, seed)
+        ]
+        peak = largest(tensors, CPU).item()
+        constants = extraction_constants(peak or 1.0, max(1, sum(lengths)))
+        sums = [
+            kernels.extracted_sums(tensors, constants, CPU).tolist()
+            for kernels in (REFERENCE, fused_kernels(CPU))
+        ]
+        assert sums[0] == sums[1]
+
+    @given(sizes, offsets, st.integers(0, 1000))
+    def test_the_largest_magnitude_is_the_reference_s_or_not_a_number(
+        self, lengths: list[int], offset: int, seed: int
+    ) -> None:
+        tensors = any_numbers(lengths, offset, seed)
+        finite = [tensor.nan_to_num(nan=1.0, posinf=2.0, neginf=3.0) for tensor in tensors]
+        infinite = [tensor.nan_to_num(nan=-torch.inf) for tensor in tensors]
+        for held in (tensors, finite, infinite):
+            peaks = [kernels.peak(held, CPU) for kernels in (REFERENCE, fused_kernels(CPU))]
+            assert torch.equal(peaks[0].nan_to_num(nan=-1.0), peaks[1].nan_to_num(nan=-1.0))
+
+
+@given(st.lists(st.integers(0, 5000), max_size=6), st.integers(1, 9))
+def test_shares_hold_every_element_once_and_are_nearly_equal(lengths: list[int], threads: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "_LEAST_SHARE", 100)
+        shares = host.shares_of(lengths, threads)
+    found = [
+        (tensor, first + i) for share in shares for tensor, first, length in share for i in range(length)
+    ]
+    assert found == [(tensor, i) for tensor, length in enumerate(lengths) for i in range(length)]
+    held = [sum(length for *_, length in share) for share in shares]
+    assert len(shares) <= threads
+    assert all(abs(a - b) <= 1 for a, b in itertools.pairwise(held))
+    assert len(shares) <= 1 or min(held) >= 100
+
+
+def test_other_formats_than_fp32_are_left_to_the_reference() -> None:
+    wide = torch.zeros(3)
+    assert kernels_for(CPU, [wide, wide.bfloat16()]) is REFERENCE
+    assert kernels_for(CPU, [torch.zeros(4, 4).t()[1:]]) is REFERENCE
+    assert kernels_for(CPU, [wide]) is not REFERENCE
+
+
+def test_without_a_compiler_the_reference_runs_and_a_warning_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert fused_kernels.__wrapped__(CPU) is REFERENCE
+    assert "there is no C compiler" in caplog.text
+
+
+def test_a_cache_folder_that_cannot_be_written_is_told_and_costs_nothing_but_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "phalanx").write_text("a file where the folder should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert fused_kernels.__wrapped__(CPU) is REFERENCE
+    assert "phalanx" in caplog.text
+
+
+class OneBitOff(TorchKernels):
+    def adamw(self, weights: list[Tensor], *others: Any) -> None:
+        super().adamw(weights, *others)
+        weights[0].view(torch.int32)[7] ^= 1
+
+
+def test_kernels_with_other_bits_are_not_used_and_a_warning_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(choose, "_ways", lambda device: [OneBitOff])  # noqa: ARG005
+    kernels: Kernels = fused_kernels.__wrapped__(CPU)
+    assert kernels is REFERENCE
+    assert "updates had other bits" in caplog.text
+
+
+def test_of_many_ranks_that_start_at_once_one_compiles(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = []
+
+    def compile_slowly(command: list[str], **_: Any) -> None:
+        made.append(command)
+        Path(command[command.index("-o") + 1]).write_bytes(b"half")
+        threading.Event().wait(0.05)
+        Path(command[command.index("-o") + 1]).write_bytes(b"whole")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(host.subprocess, "run", compile_slowly)
+    found: list[bytes] = []
+    ranks = [threading.Thread(target=lambda: found.append(host.compiled().read_bytes())) for _ in range(8)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert found == [b"whole"] * 8
+    assert len(made) == 1
+
+
+INTERPRETED = """
+import torch
+from phalanx.hardware.kernels.choose import differences
+from phalanx.hardware.kernels.gpu import GpuKernels
+from phalanx.hardware.kernels.reference import TorchKernels
+# A GPU's roots are rounded correctly, and so are these: fp64 has more than twice the bits.
+exact = TorchKernels(lambda tensors: [tensor.double().sqrt().float() for tensor in tensors])
+device = torch.device("cpu")
+print(differences(GpuKernels(), device, exact), GpuKernels().peak([], device).item())
+"""
+
+
+def test_the_programs_for_a_gpu_have_the_bits_of_the_reference_in_triton_s_interpreter() -> None:
+    pytest.importorskip("triton")
+    ended = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.stdout == "[] 0.0\n", ended.stderr
