@@ -103,12 +103,26 @@ class MemoryTier:
     def extra(self, step: int) -> dict[str, Any]:
         return self.record(step).extra
 
-    def boxes(self, step: int, rank: int | None = None) -> tuple[Held, ...]:
+    def collect(
+        self,
+        draft: Draft,
+        rank: int,
+        world_size: int,
+        *,
+        timeout_s: float,
+        cancelled: Callable[[], bool] = never,
+    ) -> None:
+        """Everything is in one place already."""
+
+    def boxes(
+        self, step: int, rank: int | None = None, needed: Sequence[Box] | None = None
+    ) -> tuple[Held, ...]:
         return tuple(
             Held(entry.box, BoxLocation(self._name, str(holder), self._distance))
             for holder, image in sorted(self._get(step)[1].items())
             if rank is None or holder == rank
             for entry in image.layout.entries
+            if needed is None or any(entry.box.name == box.name for box in needed)
         )
 
     def read(self, step: int, reads: Sequence[PlannedRead]) -> Iterator[tuple[Box, RawArray]]:

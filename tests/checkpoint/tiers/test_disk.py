@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from checkpoint.shards import shards_of
-from checkpoint.worlds import save_state
+from checkpoint.worlds import box_of, save_by_all, save_state, shards_from
 from phalanx.checkpoint.format.blocks import page_aligned, verified_blocks, write_blocks
 from phalanx.checkpoint.format.errors import (
     CorruptError,
@@ -27,7 +27,7 @@ from phalanx.checkpoint.format.errors import (
     StorageError,
     StorageFullError,
 )
-from phalanx.checkpoint.format.manifest import _sealed, decode_index
+from phalanx.checkpoint.format.index import decode_index, sealed
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.restore import restore
@@ -57,12 +57,25 @@ def flip(path: Path, position: int, mask: int) -> None:
     path.write_bytes(data)
 
 
+@pytest.fixture(params=[1, 3], ids=["one catalog", "two catalogs"])
+def spread(request: pytest.FixtureRequest, tmp_path: Path) -> DiskTier:
+    """The state by as many ranks, two to a catalog."""
+    tier = DiskTier(tmp_path / "checkpoints", block_bytes=4096, catalog_ranks=2)
+    wholes = [box_of(name, tensor) for name, tensor in STATE.items()]
+    rows = 300 // request.param
+    shares = [[box.rows(rank * rows, (rank + 1) * rows) for box in wholes] for rank in range(request.param)]
+    save_by_all(tier, 100, [shards_from(STATE, share) for share in shares])
+    return tier
+
+
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_flipped_bits_in_any_file_are_found_by_verify_and_by_a_full_restore(
-    tier: DiskTier, data: st.DataObject
+    spread: DiskTier, data: st.DataObject
 ) -> None:
-    path = data.draw(st.sampled_from(sorted(tier.folder(100).iterdir())))
+    tier = spread
+    files = [path for path in tier.folder(100).rglob("*") if path.is_file()]
+    path = data.draw(st.sampled_from(sorted(files)))
     position = data.draw(st.integers(0, path.stat().st_size - 1))
     mask = data.draw(st.integers(1, 255))
     flip(path, position, mask)
@@ -102,7 +115,7 @@ def test_a_truncated_file_is_found(tier: DiskTier, keep_bytes: int) -> None:
     assert any("its manifest says" in str(finding) for finding in verify(tier.root))
 
 
-@pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00000.json"])
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "ranks-00000.catalog"])
 def test_a_missing_file_is_named(tier: DiskTier, name: str) -> None:
     (tier.folder(100) / name).unlink()
     with pytest.raises(MissingFileError, match=name):
@@ -120,8 +133,8 @@ def test_a_folder_without_an_index_is_not_a_checkpoint(tier: DiskTier) -> None:
 def test_another_format_version_is_refused_by_number(tier: DiskTier) -> None:
     path = tier.folder(100) / CHECKPOINT_INDEX
     content = json.loads(path.read_bytes())["content"]
-    path.write_bytes(_sealed({**content, "version": 99}))
-    with pytest.raises(FormatVersionError, match="version 99; this version of Phalanx reads 1"):
+    path.write_bytes(sealed({**content, "version": 99}))
+    with pytest.raises(FormatVersionError, match="version 99; this version of Phalanx reads 1 and 2"):
         restored(tier)
 
 

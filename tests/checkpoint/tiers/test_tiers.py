@@ -3,12 +3,14 @@
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checkpoint.format_1 import rewrite_as_format_1
 from checkpoint.memory_tier import MemoryTier
 from checkpoint.shards import shards_of
 from checkpoint.worlds import (
@@ -23,22 +25,30 @@ from checkpoint.worlds import (
     shards_from,
     states,
 )
-from phalanx.checkpoint.format.errors import AbandonedError, MismatchError, NoSuchStepError, NotCoveredError
+from phalanx.checkpoint.format.boxes import Box
+from phalanx.checkpoint.format.errors import (
+    AbandonedError,
+    MismatchError,
+    MissingFileError,
+    NoSuchStepError,
+    NotCoveredError,
+)
 from phalanx.checkpoint.format.restore_plan import OWN_MEMORY
 from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.save.staging import Staging
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.restore import candidates, restore
 from phalanx.checkpoint.tiers.tier import Draft, Record, Tier
+from phalanx.checkpoint.tiers.verify import verify
 
 
 @contextmanager
-def new_tier(kind: str, block_bytes: int = 4096) -> Iterator[Tier]:
+def new_tier(kind: str, block_bytes: int = 4096, catalog_ranks: int = 256) -> Iterator[Tier]:
     if kind == "memory":
         yield MemoryTier()
         return
     with tempfile.TemporaryDirectory() as folder:
-        yield DiskTier(folder, block_bytes=block_bytes)
+        yield DiskTier(folder, block_bytes=block_bytes, catalog_ranks=catalog_ranks)
 
 
 kinds = pytest.mark.parametrize("kind", ["disk", "memory"])
@@ -60,7 +70,8 @@ def small_state() -> State:
 def test_any_layout_restores_the_bits_that_any_other_saved(kind: str, data: st.DataObject) -> None:
     state = data.draw(states())
     saved = data.draw(holdings(state, data.draw(st.integers(1, 3))))
-    with new_tier(kind, block_bytes=data.draw(st.sampled_from([64, 4096]))) as tier:
+    block_bytes = data.draw(st.sampled_from([64, 4096]))
+    with new_tier(kind, block_bytes, catalog_ranks=data.draw(st.sampled_from([1, 2, 256]))) as tier:
         outcomes = save_by_all(tier, 5, [shards_from(state, boxes) for boxes in saved], {"tokens": 9})
         assert outcomes[0].status == "committed", outcomes
         for rank, boxes in enumerate(data.draw(holdings(state, data.draw(st.integers(1, 3))))):
@@ -177,13 +188,80 @@ def test_each_element_comes_from_the_nearest_of_several_tiers() -> None:
     assert (v.tolist(), w.tolist()) == ([1, 1, 1, 1], [2, 2, 2, 2])
 
 
-def test_a_restart_on_the_same_layout_reads_its_own_manifest_only() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        tier = DiskTier(folder)
-        state = {"w": torch.randn(4)}
-        box = box_of("w", state["w"])
-        save_by_all(tier, 1, [shards_from(state, [box.rows(0, 2)]), shards_from(state, [box.rows(2, 4)])])
-        (tier.folder(1) / "rank-00000.json").unlink()
-        shards = blank_shards([box.rows(2, 4)])
-        restore(tier, 1, shards, rank=1)
-        assert torch.equal(shards[0].tensor, state["w"][2:])
+def two_catalogs(folder: Path) -> tuple[DiskTier, torch.Tensor, Box]:
+    """A checkpoint of two ranks, each with a half of one tensor and a catalog of its own."""
+    tier = DiskTier(folder, catalog_ranks=1)
+    state = {"w": torch.randn(4)}
+    box = box_of("w", state["w"])
+    save_by_all(tier, 1, [shards_from(state, [box.rows(0, 2)]), shards_from(state, [box.rows(2, 4)])])
+    return tier, state["w"], box
+
+
+@pytest.mark.parametrize("rank", [1, None], ids=["as the rank that saved", "on another layout"])
+def test_a_restore_opens_only_the_catalogs_that_hold_something_of_what_is_needed(
+    tmp_path: Path, rank: int | None
+) -> None:
+    tier, saved, box = two_catalogs(tmp_path)
+    (tier.folder(1) / "ranks-00000.catalog").unlink()
+    shards = blank_shards([box.rows(2, 4)])
+    restore(tier, 1, shards, rank=rank)
+    assert torch.equal(shards[0].tensor, saved[2:])
+    with pytest.raises(MissingFileError, match=r"ranks-00000\.catalog"):
+        restore(tier, 1, blank_shards([box.rows(1, 3)]), rank=rank)
+
+
+def test_a_rank_that_collects_others_waits_for_them_and_tells_whoever_commits_that_one_is_missing(
+    tmp_path: Path,
+) -> None:
+    tier, draft = DiskTier(tmp_path, catalog_ranks=2), Draft(3, 0)
+    image = Staging().stage(shards_of(small_state())).wait()
+    for rank in (0, 1, 2):
+        tier.write(draft, rank, image)
+    with pytest.raises(AbandonedError, match=r"1 of 2 ranks .*first: \[3\]"):
+        tier.collect(draft, 2, 4, timeout_s=0.02)
+    with pytest.raises(AbandonedError, match=r"rank-00002 could not .*first: \[3\]"):
+        tier.commit(draft, Record(3, 4, {}), timeout_s=3600)
+    assert tier.sweep(attempt=1) == []
+
+
+def test_a_commit_names_the_ranks_whose_groups_are_not_collected(tmp_path: Path) -> None:
+    tier, draft = DiskTier(tmp_path, catalog_ranks=2), Draft(3, 0)
+    for rank in range(4):
+        tier.write(draft, rank, Staging().stage(shards_of(small_state())).wait())
+    with pytest.raises(AbandonedError, match=r"1 of 1 ranks that collect others' shares .*first: \[2\]"):
+        tier.commit(draft, Record(3, 4, {}), timeout_s=0.02)
+
+
+def test_a_committed_folder_holds_images_catalogs_and_an_index_and_nothing_else(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, catalog_ranks=2)
+    state = {"w": torch.randn(6)}
+    box = box_of("w", state["w"])
+    save_by_all(tier, 1, [shards_from(state, [box.rows(2 * rank, 2 * rank + 2)]) for rank in range(3)])
+    folder = tier.folder(1)
+    assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()) == [
+        "checkpoint.json",
+        "extents.catalog",
+        "rank-00000.safetensors",
+        "rank-00001.safetensors",
+        "ranks-00000.catalog",
+        "ranks-00002.catalog",
+        "ranks-00002/rank-00002.safetensors",
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_checkpoint_of_format_1_is_restored_and_verified(tmp_path: Path, ranks: int) -> None:
+    tier = DiskTier(tmp_path, catalog_ranks=2)
+    state = {"model/w": torch.randn(6, 3), "optimizer/step": torch.tensor(7)}
+    boxes = [box_of(name, tensor) for name, tensor in state.items()]
+    rows = 6 // ranks
+    held = [[boxes[0].rows(rank * rows, (rank + 1) * rows), boxes[1]] for rank in range(ranks)]
+    save_by_all(tier, 1, [shards_from(state, mine) for mine in held], {"tokens": 9})
+    rewrite_as_format_1(tier, 1)
+    assert verify(tmp_path) == []
+    for reader in (0, None):
+        shards = blank_shards(boxes)
+        assert restore(DiskTier(tmp_path), 1, shards, rank=reader) == {"tokens": 9}
+        assert all(same_bits(shard.tensor, state[shard.box.name]) for shard in shards)
+    (tier.folder(1) / "rank-00000.json").unlink()
+    assert [finding.path.name for finding in verify(tmp_path)] == ["rank-00000.json"]

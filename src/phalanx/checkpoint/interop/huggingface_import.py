@@ -313,6 +313,8 @@ def copy_weights(
             data[entry.start : entry.stop] = values.contiguous().reshape(-1).view(torch.uint8).numpy()
             hashes[name].update(data[entry.start : entry.stop].data)
         tier.write(draft, rank, Image(layout, data))
+    for rank in range(len(shares)):
+        tier.collect(draft, rank, len(shares), timeout_s=0)
     digest = combine({name: TensorDigest("float32", shapes[name], hashes[name].digest()) for name in sources})
     tier.commit(draft, Record(0, len(shares), extra, digest), timeout_s=0)
     return digest

@@ -1,7 +1,7 @@
 """Asynchronous checkpointing: the training step pays one memory copy, a background thread does the rest.
 
-``save`` stages this rank's share and returns; a background thread writes it to the tier, and on rank 0 commits the
-step and removes expired ones. Ranks meet through the tier alone, never through collectives, so a save cannot
+``save`` stages this rank's share and returns; a background thread writes it to the tier, collects those of other ranks where
+that is this one's part (``Tier.collect``), and on rank 0 commits the step and removes expired ones. Ranks meet through the tier alone, never through collectives, so a save cannot
 disturb the trainer's communication, and a dead peer costs a timeout of the background thread of rank 0. A save that
 fails is reported by ``poll`` and never raises into the training loop.
 """
@@ -73,7 +73,7 @@ class AsyncSaver:
 
     ``replica`` of ``replicas`` equal ranks: plain shards (those whose ``copies`` are the default) are held alike by all
     of them, and each writes its share. ``attempt`` must be the same on all ranks and new after each restart or rollback.
-    ``timeout_s``: how long rank 0 waits for the others' shares. ``buffers``: 1 waits while the previous save is still
+    ``timeout_s``: how long those that collect others' shares wait for them. ``buffers``: 1 waits while the previous save is still
     being written, 2 takes twice the host memory and does not. ``retention``, used by rank 0, is applied after each
     commit. On rank 0 the constructor sweeps away what other attempts left unfinished.
     """
@@ -195,7 +195,7 @@ class AsyncSaver:
         begin = time.perf_counter()
         nbytes = job.staged.image.layout.nbytes
         # In the background: every rank writes its share; rank 0 then waits for the others', commits, and deletes old steps.
-        error = self._write(job)
+        error = self._write(job) or self._collect(job)
         if self._rank == 0:
             # Also after a failure of its own: this is where the draft is given up, at once.
             commit_error = self._commit(job)
@@ -216,6 +216,19 @@ class AsyncSaver:
             return self._report(job.draft, _as_checkpoint_error(error))
         finally:
             self._staging.release(job.staged)
+        return None
+
+    def _collect(self, job: _Job) -> CheckpointError | None:
+        try:
+            self._tier.collect(
+                job.draft,
+                self._rank,
+                self._world_size,
+                timeout_s=self._timeout_s,
+                cancelled=self._cancelled.is_set,
+            )
+        except Exception as error:
+            return _as_checkpoint_error(error)
         return None
 
     def _report(self, draft: Draft, error: CheckpointError) -> CheckpointError:

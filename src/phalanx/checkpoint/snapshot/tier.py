@@ -320,7 +320,12 @@ class SnapshotTier:
                 return snapshot.extra
         raise NoSuchStepError(f"snapshot of step {step}: no holder answers; restore from a checkpoint")
 
-    def boxes(self, step: int, rank: int | None = None) -> tuple[Held, ...]:
+    def boxes(
+        self,
+        step: int,
+        rank: int | None = None,
+        needed: Sequence[Box] | None = None,  # noqa: ARG002  a memory of few ranks, whose records are at hand
+    ) -> tuple[Held, ...]:
         self._require(step)
         by_rank: dict[int, list[_Source]] = defaultdict(list)
         for source in self._good():

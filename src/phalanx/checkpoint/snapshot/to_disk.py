@@ -46,6 +46,8 @@ def save_snapshots(
             tier.fail(draft, number, str(error))
             raise
         extra = found if number == 0 else extra
+    for _, number in share:
+        tier.collect(draft, number, states, timeout_s=timeout_s, cancelled=cancelled)
     if extra is None:
         return False
     tier.commit(draft, Record(draft.step, states, extra), timeout_s=timeout_s, cancelled=cancelled)

@@ -1,25 +1,32 @@
 """A tier on a file system: one safetensors file per rank, committed by one rename.
 
-    <root>/step-00000100/checkpoint.json         the index: step, extra, manifests and their checksums
-    <root>/step-00000100/rank-00000.json         a manifest: boxes, offsets, a checksum for each 8 MiB
-    <root>/step-00000100/rank-00000.safetensors  the bytes
-    <root>/.partial-step-00000100-3/             a draft of attempt 3
-    <root>/.deleting-.../                        on its way out
+    <root>/step-00000100/checkpoint.json               the index: step, extra, catalogs and their checksums
+    <root>/step-00000100/ranks-00000.catalog           manifests of up to 256 ranks: boxes, offsets, a checksum for each 8 MiB
+    <root>/step-00000100/rank-00000.safetensors        the bytes of a rank
+    <root>/step-00000100/ranks-00256/...               those of ranks 256 to 511, whose catalog is ranks-00256.catalog; and so on
+    <root>/step-00000100/extents.catalog               where there are several catalogs: which of them hold what
+    <root>/.partial-step-00000100-3/                   a draft of attempt 3
+    <root>/.partial-step-00000100-3/manifests-00000/   the ranks' manifests, until they are in a catalog
+    <root>/.deleting-.../                              on its way out
 
-Ranks meet only here: each writes its file and manifest durably into the draft, rank 0 waits for all the manifests,
-writes the index and renames the folder. A folder named ``step-...`` with an index is therefore complete, whatever
-crashed when, and nothing in it is ever rewritten. Whatever is removed is first renamed, so that it stops existing at
-once even where removing takes long.
+Ranks meet only here: each writes its file and manifest durably into the draft, the first of every 256 joins the manifests of its
+group, rank 0 waits for all groups (``collect.py``), writes the index and renames the folder. A folder named ``step-...`` with an
+index is therefore complete, whatever crashed when, and nothing in it is ever rewritten. Whatever is removed is first renamed, so
+that it stops existing at once even where removing takes long.
 """
 
 import os
 import re
 import shutil
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
+
+import numpy as np
 
 from phalanx.checkpoint.format.blocks import (
     BLOCK_BYTES,
@@ -28,44 +35,52 @@ from phalanx.checkpoint.format.blocks import (
     storage_errors,
     write_blocks,
 )
+from phalanx.checkpoint.format.box_table import encode_table, table_of
 from phalanx.checkpoint.format.boxes import Box
-from phalanx.checkpoint.format.errors import AbandonedError, CorruptError, NoSuchStepError
-from phalanx.checkpoint.format.image import Image, RawArray
-from phalanx.checkpoint.format.manifest import (
-    Index,
-    Manifest,
-    ManifestRef,
-    checksum,
-    decode_index,
-    decode_manifest,
-    encode_index,
-    encode_manifest,
-)
+from phalanx.checkpoint.format.catalog import Catalog, catalog_of, decode_catalog
+from phalanx.checkpoint.format.errors import CheckpointError, CorruptError, NoSuchStepError
+from phalanx.checkpoint.format.image import Image, ImageEntry, RawArray
+from phalanx.checkpoint.format.index import CatalogRef, Index, decode_index, encode_index
+from phalanx.checkpoint.format.manifest import Manifest, checksum, decode_manifest
 from phalanx.checkpoint.format.parts import read_parts
-from phalanx.checkpoint.format.restore_plan import DISK, BoxLocation, Held, PlannedRead, require_complete
+from phalanx.checkpoint.format.restore_plan import DISK, BoxLocation, Held, PlannedRead
+from phalanx.checkpoint.tiers.collect import (
+    CATALOG_RANKS,
+    DELETING,
+    EXTENTS,
+    Collector,
+    Patience,
+    leave_failure,
+    leave_manifest,
+    require_size,
+    write_record,
+)
 from phalanx.checkpoint.tiers.tier import Draft, Record, never
-from phalanx.run.directory.durable import sync, write_atomically
+from phalanx.run.directory.durable import sync
 from phalanx.run.directory.paths import CHECKPOINT_INDEX, committed_steps, is_committed, step_folder
 
 _PARTIAL = re.compile(r"\.partial-step-(\d{8,})-(\d+)")
-_DELETING = ".deleting-"
-_SHORTEST_POLL_S, _LONGEST_POLL_S = 0.01, 0.5
 
 
 class DiskTier:
     """Checkpoints in the folder ``root``, which is made where it is missing.
 
-    Images are written and checked in blocks of ``block_bytes``. A commit first makes sure that the ranks' boxes cover every
-    tensor that they name, which costs rank 0 some microseconds per box.
+    Images are written and checked in blocks of ``block_bytes``; ``catalog_ranks`` manifests are joined in a catalog, by one of the ranks,
+    so that must be the same on all of them. A commit first makes sure that the ranks' boxes cover every tensor that they name.
     """
 
     name = "disk"
 
-    def __init__(self, root: Path | str, *, block_bytes: int = BLOCK_BYTES) -> None:
+    def __init__(
+        self, root: Path | str, *, block_bytes: int = BLOCK_BYTES, catalog_ranks: int = CATALOG_RANKS
+    ) -> None:
         self.root = Path(root)
         self._block_bytes = block_bytes
-        # Committed steps never change; a restore reads the same manifests twice (to plan, to read).
-        self._manifest = lru_cache(maxsize=4096)(self._load_manifest)
+        self._collector = Collector(catalog_ranks)
+        self._packed: tuple[tuple[ImageEntry, ...], int, bytes] | None = None
+        # Committed steps never change; a restore reads the same catalogs twice (to plan, to read), in the order of ranks.
+        self._catalog = lru_cache(maxsize=64)(self._load_catalog)
+        self._manifest = lru_cache(maxsize=256)(self._load_manifest)
         with storage_errors(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
 
@@ -83,9 +98,10 @@ class DiskTier:
         folder = self.draft_folder(draft)
         # The image first, durable; the manifest last and by a rename: where it is, all of the rank's bytes are.
         data = image.data[: image.layout.nbytes]
-        file = f"rank-{rank:05d}.safetensors"
+        place = self._collector.image_folder(rank)
+        file = f"{place}/rank-{rank:05d}.safetensors".lstrip("/")
         with storage_errors(folder, data.nbytes):
-            self._make(folder)
+            self._make(folder / place)
         require_room(folder, data.nbytes)
         written = write_blocks(
             folder / file,
@@ -96,18 +112,48 @@ class DiskTier:
         manifest = Manifest(
             rank, file, data.nbytes, self._block_bytes, written.checksums, image.layout.entries
         )
-        _write_record(folder / f"rank-{rank:05d}.json", encode_manifest(manifest))
+        place = self._collector.manifest_folder(rank)
+        leave_manifest(folder / place, catalog_of(manifest, self._packed_table(manifest.entries, rank)))
+
+    def _packed_table(self, entries: tuple[ImageEntry, ...], rank: int) -> bytes:
+        """The table of a rank's boxes, which are the same at every save."""
+        known = self._packed
+        if known is None or known[0] is not entries or known[1] != rank:
+            known = self._packed = entries, rank, encode_table(table_of(entries, rank))
+        return known[2]
 
     def _make(self, folder: Path) -> None:
         """Makes a draft's folder, and the root again if somebody has removed it: later saves must not fail for that."""
         self.root.mkdir(exist_ok=True)
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(exist_ok=True, parents=True)
 
     def fail(self, draft: Draft, rank: int, reason: str) -> None:
         folder = self.draft_folder(draft)
         with storage_errors(folder, len(reason)):
             self._make(folder)
-            (folder / f"rank-{rank:05d}.failed").write_text(reason)
+            leave_failure(folder, rank, reason)
+
+    def collect(
+        self,
+        draft: Draft,
+        rank: int,
+        world_size: int,
+        *,
+        timeout_s: float,
+        cancelled: Callable[[], bool] = never,
+    ) -> None:
+        if rank == 0 or not self._collector.leads(rank):
+            return
+        folder = self.draft_folder(draft)
+        try:
+            summary = self._collector.collect(folder, rank, world_size, Patience(timeout_s, cancelled))
+            self._collector.summarize(folder, summary)
+            self._collector.clear_away()
+        except CheckpointError as error:
+            if folder.is_dir():  # else the draft has been given up, and nobody waits
+                with suppress(CheckpointError):
+                    self.fail(draft, rank, str(error))
+            raise
 
     def commit(
         self,
@@ -120,75 +166,29 @@ class DiskTier:
     ) -> None:
         folder = self.draft_folder(draft)
         try:
-            # 1. Every rank's manifest is there, so every rank's bytes are.
-            self._await_ranks(folder, record.world_size, timeout_s, cancelled)
-            # 2. The manifests agree with the files' sizes, and together they cover every tensor.
-            manifests = self._read_manifests(folder, record.world_size, required)
+            # 1. Every rank's manifest is there, so every rank's bytes are, in files of the right size.
+            # 2. Together they cover every tensor.
+            catalogs, extents = self._collector.gather(
+                folder, record.world_size, required, Patience(timeout_s, cancelled)
+            )
             index = Index(
                 step=record.step,
                 attempt=draft.attempt,
                 world_size=record.world_size,
                 extra=record.extra,
                 weights_sha256=record.weights_sha256,
-                manifests=manifests,
+                catalogs=catalogs,
+                extents_checksum=extents,
             )
             # 3. The index, durable in the draft, where nobody looks for it.
-            _write_record(folder / CHECKPOINT_INDEX, encode_index(index))
+            write_record(folder / CHECKPOINT_INDEX, encode_index(index))
             # 4. One rename makes the step visible: before it there is a draft, after it a whole checkpoint.
             self._publish(folder, draft.step)
             self._drop_earlier(draft)
+            self._collector.clear_away()
         except BaseException:
             self._discard(folder)
             raise
-
-    def _await_ranks(
-        self, folder: Path, world_size: int, timeout_s: float, cancelled: Callable[[], bool]
-    ) -> None:
-        deadline = time.monotonic() + timeout_s
-        pause_s = _SHORTEST_POLL_S
-        while True:
-            with storage_errors(folder, 1):
-                names = set(os.listdir(folder))
-            failed = sorted(name for name in names if name.endswith(".failed"))
-            if failed:
-                reason = (folder / failed[0]).read_text(errors="replace")
-                raise AbandonedError(
-                    f"{folder.name}: {Path(failed[0]).stem} could not write its share: {reason}"
-                )
-            absent = [rank for rank in range(world_size) if f"rank-{rank:05d}.json" not in names]
-            if not absent:
-                return
-            if cancelled():
-                raise AbandonedError(f"{folder.name}: the save was cancelled")
-            if time.monotonic() > deadline:
-                raise AbandonedError(
-                    f"{folder.name}: {len(absent)} of {world_size} ranks have not written after {timeout_s} s "
-                    f"(first: {absent[:8]}). They died or their storage is slow; the older checkpoints are intact."
-                )
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, _LONGEST_POLL_S)
-
-    def _read_manifests(
-        self, folder: Path, world_size: int, required: Sequence[Box]
-    ) -> tuple[ManifestRef, ...]:
-        refs: list[ManifestRef] = []
-        held: list[Held] = []
-        for rank in range(world_size):
-            path = folder / f"rank-{rank:05d}.json"
-            with storage_errors(path):
-                data = path.read_bytes()
-            manifest = decode_manifest(data, str(path))
-            self._require_size(folder / manifest.file, manifest.nbytes)
-            refs.append(ManifestRef(rank, path.name, checksum(data), manifest.nbytes))
-            held += self._held(manifest)
-        require_complete(held, required)
-        return tuple(refs)
-
-    def _require_size(self, path: Path, nbytes: int) -> None:
-        with storage_errors(path):
-            size = path.stat().st_size
-        if size != nbytes:
-            raise CorruptError(f"{path}: {size:,} bytes; its manifest says {nbytes:,}. Restore another step.")
 
     def _publish(self, folder: Path, step: int) -> None:
         with storage_errors(folder, 1):
@@ -229,9 +229,9 @@ class DiskTier:
 
     def require_files(self, step: int) -> None:
         """Raises a CheckpointError unless every file of a committed step is there in its size; reads no tensor."""
-        for ref in self.index(step).manifests:
-            manifest = self.manifest(step, ref)
-            self._require_size(self.folder(step) / manifest.file, manifest.nbytes)
+        for ref in self.index(step).catalogs:
+            for image in self.catalog(step, ref).images:
+                require_size(self.folder(step) / image.file, image.nbytes)
 
     def record(self, step: int) -> Record:
         index = self.index(step)
@@ -240,34 +240,66 @@ class DiskTier:
     def extra(self, step: int) -> dict[str, object]:
         return self.index(step).extra
 
-    def manifest(self, step: int, ref: ManifestRef) -> Manifest:
-        """A manifest that the step's index names, checked. Raises CorruptError, MissingFileError."""
-        return self._manifest(step, ref)
+    def catalog(self, step: int, ref: CatalogRef) -> Catalog:
+        """A catalog that the step's index names, checked. Raises CorruptError, MissingFileError."""
+        return self._catalog(step, ref)
 
-    def _load_manifest(self, step: int, ref: ManifestRef) -> Manifest:
-        path = self.folder(step) / ref.file
+    def _load_catalog(self, step: int, ref: CatalogRef) -> Catalog:
+        data, path = self._checked_bytes(step, ref.file, ref.checksum)
+        if path.suffix == ".json":  # format 1: the manifest of one rank
+            return catalog_of(decode_manifest(data, str(path)))
+        return decode_catalog(data, str(path))
+
+    def _load_manifest(self, step: int, ref: CatalogRef, rank: int) -> Manifest:
+        return self.catalog(step, ref).manifest(rank)
+
+    def _checked_bytes(self, step: int, file: str, digits: str) -> tuple[bytes, Path]:
+        path = self.folder(step) / file
         with storage_errors(path):
             data = path.read_bytes()
-        if checksum(data) != ref.checksum:
+        if checksum(data) != digits:
             raise CorruptError(
                 f"{path}: differs from its checksum in {CHECKPOINT_INDEX}. Restore another step."
             )
-        return decode_manifest(data, str(path))
+        return data, path
 
-    def boxes(self, step: int, rank: int | None = None) -> tuple[Held, ...]:
-        refs = (ref for ref in self.index(step).manifests if rank is None or ref.rank == rank)
-        return tuple(held for ref in refs for held in self._held(self.manifest(step, ref)))
+    def boxes(
+        self, step: int, rank: int | None = None, needed: Sequence[Box] | None = None
+    ) -> tuple[Held, ...]:
+        index = self.index(step)
+        refs = index.catalogs
+        if rank is not None:
+            refs = tuple(ref for ref in refs if ref.first_rank <= rank < ref.first_rank + ref.ranks)
+        elif needed is not None and index.extents_checksum is not None:
+            extents = self.extents(step, index.extents_checksum).table
+            firsts = set(extents.holder[extents.overlapping(needed)].tolist())
+            refs = tuple(ref for ref in refs if ref.first_rank in firsts)
+        return tuple(held for ref in refs for held in self._held(self.catalog(step, ref), rank, needed))
 
-    def _held(self, manifest: Manifest) -> list[Held]:
-        place = BoxLocation(self.name, str(manifest.rank), DISK)
-        return [Held(entry.box, place) for entry in manifest.entries]
+    def extents(self, step: int, digits: str) -> Catalog:
+        """Which catalogs hold what: the rectangles of each, under the number of its first rank. Raises as ``catalog`` does."""
+        data, path = self._checked_bytes(step, EXTENTS, digits)
+        return decode_catalog(data, str(path))
+
+    def _held(self, catalog: Catalog, rank: int | None, needed: Sequence[Box] | None) -> Iterator[Held]:
+        table = catalog.table
+        rows = np.arange(len(table)) if needed is None else table.overlapping(needed)
+        if rank is not None:
+            rows = rows[table.holder[rows] == rank]
+        places: dict[int, BoxLocation] = {}
+        for row in table.in_image_order(rows).tolist():
+            holder = int(table.holder[row])
+            place = places.setdefault(holder, BoxLocation(self.name, str(holder), DISK))
+            yield Held(table.box(row), place)
 
     # Reading
 
     def read(self, step: int, reads: Sequence[PlannedRead]) -> Iterator[tuple[Box, RawArray]]:
-        refs = {str(ref.rank): ref for ref in self.index(step).manifests}
+        refs = self.index(step).catalogs
+        firsts = [ref.first_rank for ref in refs]
         for holder, group in groupby(reads, key=lambda read: read.source.location.holder):
-            manifest = self.manifest(step, refs[holder])
+            ref = refs[bisect_right(firsts, int(holder)) - 1]
+            manifest = self._manifest(step, ref, int(holder))
             file = BlockFile(self.folder(step) / manifest.file, manifest)
             yield from read_parts(manifest, list(group), file.blocks)
 
@@ -293,12 +325,12 @@ class DiskTier:
         for name in stale:
             self._discard(self.root / name)
         for name in names:
-            if name.startswith(_DELETING):
+            if name.startswith(DELETING):
                 shutil.rmtree(self.root / name, ignore_errors=True)
         return stale
 
     def _discard(self, folder: Path) -> None:
-        doomed = self.root / f"{_DELETING}{folder.name.lstrip('.')}-{time.monotonic_ns()}"
+        doomed = self.root / f"{DELETING}{folder.name.lstrip('.')}-{time.monotonic_ns()}"
         with storage_errors(folder):
             try:
                 os.rename(folder, doomed)
@@ -307,8 +339,3 @@ class DiskTier:
             sync(self.root)
         # What a slow file system keeps back, the next sweep takes.
         shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _write_record(path: Path, content: bytes) -> None:
-    with storage_errors(path, len(content)):
-        write_atomically(path, content)

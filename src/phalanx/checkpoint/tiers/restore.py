@@ -33,7 +33,7 @@ def restore(
     """Fills ``shards`` in place with the elements of committed ``step``, and returns the step's ``extra``.
 
     Of several tiers, each element comes from the nearest that holds it. With ``rank``, what was saved as that rank
-    is looked at first, so that a restart on the same layout reads one manifest and not all. ``reader`` (else ``rank``) is the number of
+    is looked at first, so that a restart on the same layout reads no other rank's. ``reader`` (else ``rank``) is the number of
     this reader among all, so that not all take the same one of equally near holders. Every tensor must be
     held in full, but those in ``may_be_missing``, which stay as they are where the checkpoint has nothing of them.
     Tensors of the checkpoint that no shard asks for are not read.
@@ -65,18 +65,18 @@ def _plan(
 ) -> tuple[PlannedRead, ...]:
     if rank is not None:
         try:
-            return plan_restore(needed, _held(tiers, step, rank), reader=reader or 0)
+            return plan_restore(needed, _held(tiers, step, rank, needed), reader=reader or 0)
         except (NotCoveredError, MismatchError):
             _log.info("step %d was saved on another layout than this one; looking at all ranks' shares", step)
-    held = _held(tiers, step, None)
+    held = _held(tiers, step, None, needed)
     if may_be_missing:
         present = {entry.box.name for entry in held}
         needed = [box for box in needed if box.name in present or box.name not in may_be_missing]
     return plan_restore(needed, held, reader=reader or 0)
 
 
-def _held(tiers: Sequence[ReadableTier], step: int, rank: int | None) -> list[Held]:
-    return [held for tier in tiers for held in tier.boxes(step, rank)]
+def _held(tiers: Sequence[ReadableTier], step: int, rank: int | None, needed: Sequence[Box]) -> list[Held]:
+    return [held for tier in tiers for held in tier.boxes(step, rank, needed)]
 
 
 def _fill(shards: Sequence[Shard], piece: Box, data: RawArray) -> None:

@@ -65,10 +65,13 @@ class ReadableTier(Protocol):
         """The small JSON saved with a committed step. Raises NoSuchStepError."""
         ...
 
-    def boxes(self, step: int, rank: int | None = None) -> tuple[Held, ...]:
+    def boxes(
+        self, step: int, rank: int | None = None, needed: Sequence[Box] | None = None
+    ) -> tuple[Held, ...]:
         """The boxes held of a committed step: by all ranks, or by the one that was saved as ``rank``.
 
-        A ``rank`` that the checkpoint does not have holds nothing. Raises NoSuchStepError.
+        With ``needed``, boxes that have no element in common with one of these may be left out; a tier of many ranks then looks at those
+        only that hold something of it. A ``rank`` that the checkpoint does not have holds nothing. Raises NoSuchStepError.
         """
         ...
 
@@ -90,6 +93,22 @@ class Tier(ReadableTier, Protocol):
 
     def fail(self, draft: Draft, rank: int, reason: str) -> None:
         """Tells the committing rank that ``rank`` cannot deliver, so that the draft is given up at once."""
+        ...
+
+    def collect(
+        self,
+        draft: Draft,
+        rank: int,
+        world_size: int,
+        *,
+        timeout_s: float,
+        cancelled: Callable[[], bool] = never,
+    ) -> None:
+        """Does ``rank``'s part in bringing together what ``world_size`` ranks have written, after ``write``; most ranks have none.
+
+        Who writes for several ranks writes for all of them first. Raises AbandonedError where another rank failed or is not there
+        after ``timeout_s``, or ``cancelled()`` turns true; whoever commits is told.
+        """
         ...
 
     def commit(

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.checkpoint.format.blocks import BlockFile, storage_errors, verified_blocks
+from phalanx.checkpoint.format.box_table import BoxTable, joined
 from phalanx.checkpoint.format.errors import CheckpointError, CorruptError, NoSuchStepError
-from phalanx.checkpoint.format.restore_plan import DISK, BoxLocation, Held, require_complete
+from phalanx.checkpoint.format.index import CatalogRef
+from phalanx.checkpoint.tiers.collect import EXTENTS
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.run.directory.paths import CHECKPOINT_INDEX
 
@@ -49,42 +51,53 @@ def verify(root: Path | str, step: int | None = None, *, progress: VerifyProgres
             f"{root}: {f'step {step}' if step is not None else 'nothing'} is committed here"
         )
     findings: list[Finding] = []
-    files: list[tuple[int, BlockFile]] = []
+    catalogs: list[tuple[int, CatalogRef]] = []
     for one in steps:
-        step_files, wrong = _manifests(tier, one)
-        files += [(one, file) for file in step_files]
+        step_catalogs, wrong = _catalogs(tier, one)
+        catalogs += [(one, ref) for ref in step_catalogs]
         findings += wrong
-    total_bytes = sum(file.manifest.nbytes for _, file in files)
+    total_bytes = sum(ref.data_bytes for _, ref in catalogs)
     done_bytes = 0
-    for one, file in files:
-        findings += [
-            Finding(one, file.path, error) for error in _check_file(file, done_bytes, total_bytes, progress)
-        ]
-        done_bytes += file.manifest.nbytes
+    for one, ref in catalogs:
+        catalog = tier.catalog(one, ref)
+        for image in catalog.images:
+            file = BlockFile(tier.folder(one) / image.file, catalog.manifest(image.rank))
+            findings += [
+                Finding(one, file.path, error)
+                for error in _check_file(file, done_bytes, total_bytes, progress)
+            ]
+            done_bytes += image.nbytes
     return sorted(findings, key=lambda finding: (finding.step, finding.path))
 
 
-def _manifests(tier: DiskTier, step: int) -> tuple[list[BlockFile], list[Finding]]:
+def _catalogs(tier: DiskTier, step: int) -> tuple[list[CatalogRef], list[Finding]]:
+    """The good catalogs of a step, and what is wrong with the others, and with the boxes of all together."""
     folder = tier.folder(step)
     try:
         index = tier.index(step)
     except CheckpointError as error:
         return [], [Finding(step, folder / CHECKPOINT_INDEX, error)]
-    files: list[BlockFile] = []
+    good: list[CatalogRef] = []
+    extents: list[BoxTable] = []
     findings: list[Finding] = []
-    for ref in index.manifests:
+    for ref in index.catalogs:
         try:
-            manifest = tier.manifest(step, ref)
-            files.append(BlockFile(folder / manifest.file, manifest))
+            extents.append(tier.catalog(step, ref).table.merged(ref.first_rank))
+            good.append(ref)
         except CheckpointError as error:
             findings.append(Finding(step, folder / ref.file, error))
     try:
-        _require_whole(index.step, step, index.world_size, len(index.manifests))
+        if index.extents_checksum is not None:
+            tier.extents(step, index.extents_checksum)
+    except CheckpointError as error:
+        findings.append(Finding(step, folder / EXTENTS, error))
+    try:
+        _require_whole(index.step, step, index.world_size, sum(ref.ranks for ref in index.catalogs))
         if not findings:
-            require_complete(_held(files))
+            joined(extents).merged(0).require_whole()
     except CheckpointError as error:
         findings.append(Finding(step, folder / CHECKPOINT_INDEX, error))
-    return files, findings
+    return good, findings
 
 
 def _require_whole(recorded_step: int, step: int, world_size: int, manifests: int) -> None:
@@ -94,14 +107,6 @@ def _require_whole(recorded_step: int, step: int, world_size: int, manifests: in
         )
     if manifests != world_size:
         raise CorruptError(f"{manifests} manifests for {world_size} ranks. Restore another step.")
-
-
-def _held(files: list[BlockFile]) -> list[Held]:
-    return [
-        Held(entry.box, BoxLocation("disk", str(file.manifest.rank), DISK))
-        for file in files
-        for entry in file.manifest.entries
-    ]
 
 
 def _check_file(

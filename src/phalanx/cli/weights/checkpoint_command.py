@@ -48,7 +48,7 @@ def list_command(place: Path, as_json: bool) -> None:
 
 def _row(tier: DiskTier, step: int) -> JsonObject:
     folder = tier.folder(step)
-    size = sum(file.stat().st_size for file in folder.iterdir())
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     try:
         ranks, problem = tier.record(step).world_size, None
     except CheckpointError as error:

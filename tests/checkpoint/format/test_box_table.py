@@ -1,0 +1,144 @@
+"""Tables of boxes, against the boxes themselves, element by element."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkpoint.worlds import holdings, states
+from phalanx.checkpoint.format.box_table import BoxTable, decode_table, encode_table, joined, table_of
+from phalanx.checkpoint.format.boxes import Box, whole
+from phalanx.checkpoint.format.errors import CheckpointError, MismatchError, NotCoveredError
+from phalanx.checkpoint.format.image import image_layout
+from phalanx.checkpoint.format.restore_plan import DISK, BoxLocation, Held, require_complete
+
+
+def table_of_ranks(held: Sequence[Sequence[Box]]) -> BoxTable:
+    return joined([table_of(image_layout(boxes).entries, rank) for rank, boxes in enumerate(held)])
+
+
+def boxes_of(table: BoxTable) -> list[Box]:
+    return [table.box(row) for row in range(len(table))]
+
+
+def covered(boxes: Sequence[Box]) -> dict[Box, list[bool]]:
+    """The elements of each tensor that are in one of its boxes."""
+    masks: dict[Box, np.ndarray[tuple[int, ...], np.dtype[np.bool_]]] = {}
+    for box in boxes:
+        full = whole(box.name, box.dtype, box.global_shape)
+        masks.setdefault(full, np.zeros(box.global_shape, bool))[box.slices_in(full)] = True
+    return {full: mask.reshape(-1).tolist() for full, mask in masks.items() if full.numel}
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> list[list[Box]]:
+    """The boxes of a few ranks, on grids of their own; some of them left out."""
+    held = draw(holdings(draw(states()), draw(st.integers(1, 3))))
+    dropped = draw(st.sets(st.integers(0, 10), max_size=2))
+    every = [(rank, box) for rank, boxes in enumerate(held) for box in sorted(set(boxes))]
+    kept = [one for number, one in enumerate(every) if number not in dropped]
+    return [[box for at, box in kept if at == rank] for rank in range(len(held))]
+
+
+@settings(max_examples=40)
+@given(held=worlds())
+def test_a_table_gives_each_ranks_boxes_back_also_after_it_was_stored(held: list[list[Box]]) -> None:
+    table = decode_table(encode_table(table_of_ranks(held)))
+    for rank, boxes in enumerate(held):
+        rows = table.rows_of(rank).tolist()
+        entries = image_layout(boxes).entries
+        assert sorted((table.box(row), int(table.start[row])) for row in rows) == sorted(
+            (entry.box, entry.start) for entry in entries
+        )
+        assert [int(table.start[row]) for row in rows] == [entry.start for entry in entries]
+
+
+@settings(max_examples=40)
+@given(held=worlds())
+def test_merging_keeps_every_element_and_adds_none(held: list[list[Box]]) -> None:
+    table = table_of_ranks(held)
+    merged = table.merged(5)
+    assert covered(boxes_of(merged)) == {
+        full: mask for full, mask in covered(boxes_of(table)).items() if any(mask)
+    }
+    assert set(merged.holder.tolist()) <= {5}
+    assert merged.tensors == table.tensors
+
+
+@settings(max_examples=40)
+@given(held=worlds(), data=st.data())
+def test_a_table_is_whole_exactly_when_its_boxes_are(held: list[list[Box]], data: st.DataObject) -> None:
+    required = data.draw(st.sampled_from([[], [whole("model/other", "float32", (2,))]]))
+    place = BoxLocation("", "", DISK)
+
+    def error_of(check: object) -> type[CheckpointError] | None:
+        assert callable(check)
+        try:
+            check()
+        except CheckpointError as error:
+            return type(error)
+        return None
+
+    table = table_of_ranks(held)
+    for one in (table, table.merged(0)):
+        assert error_of(lambda one=one: one.require_whole(required)) == error_of(
+            lambda: require_complete([Held(box, place) for boxes in held for box in boxes], required)
+        )
+
+
+@settings(max_examples=40)
+@given(held=worlds(), data=st.data())
+def test_what_overlaps_is_found_as_if_every_pair_were_compared(
+    held: list[list[Box]], data: st.DataObject
+) -> None:
+    needed = [box for boxes in data.draw(worlds()) for box in boxes]
+    table = table_of_ranks(held)
+
+    def meets(box: Box) -> bool:
+        same = [one for one in needed if one.name == box.name]
+        alien = any((one.dtype, one.global_shape) != (box.dtype, box.global_shape) for one in same)
+        return alien or any(one.intersection(box) is not None for one in same)
+
+    assert table.overlapping(needed).tolist() == [
+        row for row, box in enumerate(boxes_of(table)) if meets(box)
+    ]
+
+
+def test_rows_of_one_rank_after_another_become_one_box() -> None:
+    full = whole("model/w", "float32", (1000, 8))
+    held = [[full.rows(10 * rank, 10 * rank + 10)] for rank in range(100)]
+    assert boxes_of(table_of_ranks(held).merged(0)) == [full]
+
+
+def test_a_grid_of_rows_and_columns_becomes_one_box() -> None:
+    full = whole("model/w", "float32", (12, 8))
+    held = [[full.part((row, column), (3, 2))] for row in range(0, 12, 3) for column in range(0, 8, 2)]
+    assert boxes_of(table_of_ranks(held).merged(0)) == [full]
+
+
+def test_a_tensor_in_two_shapes_is_named() -> None:
+    held = [[whole("w", "float32", (4,))], [whole("w", "float32", (5,))]]
+    with pytest.raises(MismatchError, match=r"w: needed float32 \(\d,\), held float32 \(\d,\)"):
+        table_of_ranks(held).merged(0).require_whole()
+
+
+def test_what_is_missing_is_named() -> None:
+    full = whole("w", "float32", (4, 2))
+    with pytest.raises(NotCoveredError, match=r"w\[2:4,0:2\]"):
+        table_of_ranks([[full.rows(0, 2)]]).merged(0).require_whole()
+
+
+def test_the_boxes_of_256_regular_ranks_take_a_few_kilobytes() -> None:
+    tensors = [whole(f"model/layer{i}.weight", "float32", (4096, 512)) for i in range(50)]
+    held = [[tensor.rows(16 * rank, 16 * rank + 16) for tensor in tensors] for rank in range(256)]
+    assert len(encode_table(table_of_ranks(held))) < 8192
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"x" * 64, encode_table(table_of_ranks([[whole("w", "int8", (3,))]]))[:-3]]
+)
+def test_bytes_that_are_no_table_are_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match="not a table of boxes"):
+        decode_table(data)
