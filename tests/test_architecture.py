@@ -212,8 +212,8 @@ def pickling(tree: ast.Module) -> set[str]:
 
 
 OTHERS_PICKLES = {
-    "phalanx.checkpoint.interop.dcp_metadata": {"pickle"},
-    "phalanx.checkpoint.interop.dcp_import": {"torch.load", "weights_only="},
+    "phalanx.checkpoint.interop.dcp.metadata": {"pickle"},
+    "phalanx.checkpoint.interop.dcp.import_folder": {"torch.load", "weights_only="},
 }
 """What reads PyTorch's distributed checkpoints, which are pickles: by a list of what these may name (``test_dcp_import.py``)."""
 

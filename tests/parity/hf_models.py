@@ -34,8 +34,8 @@ from transformers import (
     SmolLM3Config,
 )
 
-from phalanx.checkpoint.interop.huggingface_config import parameter_name, spec_of
-from phalanx.checkpoint.interop.huggingface_families import FAMILIES
+from phalanx.checkpoint.interop.huggingface.config import parameter_name, spec_of
+from phalanx.checkpoint.interop.huggingface.families.known import FAMILIES
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
 

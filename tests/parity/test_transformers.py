@@ -26,8 +26,8 @@ from parity.hf_models import (
     our_model,
     random_tokens,
 )
-from phalanx.checkpoint.interop.huggingface_config import hf_config_of, hf_name, spec_of
-from phalanx.checkpoint.interop.huggingface_families import FAMILIES
+from phalanx.checkpoint.interop.huggingface.config import hf_config_of, hf_name, spec_of
+from phalanx.checkpoint.interop.huggingface.families.known import FAMILIES
 from phalanx.model.facts.counts import count
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import parameters

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from parity.llama3_folder import CHAT_TEMPLATE, TEXT, save_llama3
-from phalanx.checkpoint.interop.huggingface import import_hf
+from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
 from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizer import BytesTokenizer, bpe_from_file, train_bpe
 from phalanx.run.directory.paths import RunDirectory

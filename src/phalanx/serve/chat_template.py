@@ -19,8 +19,8 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
 
-from phalanx.checkpoint.interop.huggingface_config import HuggingFaceError
-from phalanx.checkpoint.interop.huggingface_files import read_json
+from phalanx.checkpoint.interop.huggingface.config import HuggingFaceError
+from phalanx.checkpoint.interop.huggingface.folders import read_json
 from phalanx.data.tokenizer import CONFIG_FILE
 
 TEMPLATE_FILE = "chat_template.jinja"

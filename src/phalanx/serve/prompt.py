@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from phalanx.checkpoint.interop.huggingface_files import GENERATION_CONFIG, read_json
-from phalanx.checkpoint.interop.publisher_files import keeps_tokenizer
+from phalanx.checkpoint.interop.huggingface.folders import GENERATION_CONFIG, read_json
+from phalanx.checkpoint.interop.huggingface.publisher_files import keeps_tokenizer
 from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizer import BpeTokenizer, Tokenizer, load_tokenizer
 from phalanx.run.directory.paths import RunDirectory, read_resolved

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from phalanx.checkpoint.interop.huggingface_config import hf_config_of
+from phalanx.checkpoint.interop.huggingface.config import hf_config_of
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.stretching import rotary_temperature
 from phalanx.model.layers.rotary import inverse_frequencies, rotate, rotation

@@ -64,11 +64,11 @@ def export_to(
         tier = DiskTier(where.root)
         chosen = where.newest(tier.steps())
         if kind == "dcp":
-            from phalanx.checkpoint.interop.dcp import export_dcp
+            from phalanx.checkpoint.interop.dcp.export_folder import export_dcp
 
             export_dcp(tier, chosen, out)
         else:
-            from phalanx.checkpoint.interop.huggingface import export_hf
+            from phalanx.checkpoint.interop.huggingface.export_folder import export_hf
 
             run = RunDirectory(where.root.parent)
             spec = read_resolved(run)

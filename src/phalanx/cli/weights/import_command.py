@@ -41,8 +41,8 @@ def command(directory: Path, out: Path | None, model: str | None, as_json: bool)
       phalanx import outputs/checkpoint/step-1000 --model llama3-8b
     """
     from phalanx.checkpoint.format.errors import CheckpointError
-    from phalanx.checkpoint.interop.dcp_import import import_dcp
-    from phalanx.checkpoint.interop.huggingface import import_hf
+    from phalanx.checkpoint.interop.dcp.import_folder import import_dcp
+    from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
     from phalanx.data.errors import DataError
 
     target = out or Path("imported") / Path(os.path.abspath(directory)).name

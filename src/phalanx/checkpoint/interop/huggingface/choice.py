@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from types import MappingProxyType
 
-from phalanx.checkpoint.interop.families.family import Family
-from phalanx.checkpoint.interop.huggingface_families import FAMILIES
+from phalanx.checkpoint.interop.huggingface.families.family import Family
+from phalanx.checkpoint.interop.huggingface.families.known import FAMILIES
 from phalanx.run.read import to_table
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 

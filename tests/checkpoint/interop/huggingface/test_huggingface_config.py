@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from parity.hf_models import SMALL
-from phalanx.checkpoint.interop.huggingface_config import (
+from phalanx.checkpoint.interop.huggingface.config import (
     UnsupportedModelError,
     hf_config_of,
     hf_name,
@@ -125,5 +125,5 @@ def test_a_model_that_hugging_face_cannot_express_is_refused(spec: ModelSpec, me
 
 
 def test_names_and_configurations_do_without_torch() -> None:
-    code = "import sys, phalanx.checkpoint.interop.huggingface_config; sys.exit('torch' in sys.modules)"
+    code = "import sys, phalanx.checkpoint.interop.huggingface.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from phalanx.checkpoint.interop.huggingface_config import Dtype, HuggingFaceError
+from phalanx.checkpoint.interop.huggingface.config import Dtype, HuggingFaceError
 from phalanx.run.directory.durable import sync
 
 CONFIG = "config.json"

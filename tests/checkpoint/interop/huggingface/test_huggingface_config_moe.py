@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parity.hf_models import SMALL
-from phalanx.checkpoint.interop.huggingface_config import (
+from phalanx.checkpoint.interop.huggingface.config import (
     Storage,
     UnsupportedModelError,
     hf_config_of,
@@ -19,8 +19,8 @@ from phalanx.checkpoint.interop.huggingface_config import (
     spec_of,
     storage_of,
 )
-from phalanx.checkpoint.interop.huggingface_layers import LATENT_EPS
-from phalanx.checkpoint.interop.huggingface_names import RotaryRows, published, shared_copies
+from phalanx.checkpoint.interop.huggingface.layers import LATENT_EPS
+from phalanx.checkpoint.interop.huggingface.names import RotaryRows, published, shared_copies
 from phalanx.model.facts.presets import PRESETS
 from phalanx.run.kinds.mixture import is_mixture
 from phalanx.run.kinds.whole_model import resolve

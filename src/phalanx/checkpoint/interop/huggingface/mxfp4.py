@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.checkpoint.interop.huggingface_config import HuggingFaceError
-from phalanx.checkpoint.interop.huggingface_files import StoredTensor
+from phalanx.checkpoint.interop.huggingface.config import HuggingFaceError
+from phalanx.checkpoint.interop.huggingface.folders import StoredTensor
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BLOCK = 32

@@ -12,7 +12,7 @@ Source: the configuration classes of transformers 4.51 to 5.x, and the published
 
 from collections.abc import Mapping
 
-from phalanx.checkpoint.interop.families.dense import (
+from phalanx.checkpoint.interop.huggingface.families.dense import (
     GEMMA2,
     GEMMA3,
     GLM,
@@ -27,8 +27,8 @@ from phalanx.checkpoint.interop.families.dense import (
     SEED_OSS,
     SMOLLM3,
 )
-from phalanx.checkpoint.interop.families.family import Family
-from phalanx.checkpoint.interop.families.mixtures import (
+from phalanx.checkpoint.interop.huggingface.families.family import Family
+from phalanx.checkpoint.interop.huggingface.families.mixtures import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     DOTS1,

@@ -27,7 +27,9 @@ from checkpoint.huggingface_models import (
 )
 from parity.hf_models import DEEPSEEK, hf_model, random_tokens
 from phalanx.checkpoint.format.errors import NotCoveredError
-from phalanx.checkpoint.interop.huggingface import HuggingFaceError, export_hf, import_hf, spec_of
+from phalanx.checkpoint.interop.huggingface.config import HuggingFaceError, spec_of
+from phalanx.checkpoint.interop.huggingface.export_folder import export_hf
+from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
 from phalanx.checkpoint.tiers.digest import digest_checkpoint
 from phalanx.checkpoint.tiers.disk import DiskTier
 

@@ -1,6 +1,6 @@
 """Hugging Face's ``config.json`` for this project's models, both ways.
 
-What differs is words, not mathematics: each way is a pure function over the tables of ``huggingface_families.py``, and what
+What differs is words, not mathematics: each way is a pure function over the tables of ``families/``, and what
 the other side cannot say, or asks for and this project does not compute, is an error that lists every field concerned.
 
 Source: the configuration classes of transformers 4.51 to 5.x. Version 5 keeps the rotary embedding's numbers in
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.checkpoint.interop.families.family import OPTIONAL, Family
-from phalanx.checkpoint.interop.huggingface_choice import family_for, flat, in_family_terms, unsayable
-from phalanx.checkpoint.interop.huggingface_families import FAMILIES
-from phalanx.checkpoint.interop.huggingface_names import hf_name, parameter_name
-from phalanx.checkpoint.interop.huggingface_rotary import (
+from phalanx.checkpoint.interop.huggingface.choice import family_for, flat, in_family_terms, unsayable
+from phalanx.checkpoint.interop.huggingface.families.family import OPTIONAL, Family
+from phalanx.checkpoint.interop.huggingface.families.known import FAMILIES
+from phalanx.checkpoint.interop.huggingface.names import hf_name, parameter_name
+from phalanx.checkpoint.interop.huggingface.rotary import (
     LAYERS_BY_WINDOW,
     TEMPERATURE,
     rotary_fields,

@@ -6,7 +6,7 @@ The tables that many families share stand here too.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from phalanx.checkpoint.interop.huggingface_layers import (
+from phalanx.checkpoint.interop.huggingface.layers import (
     Check,
     Read,
     Write,
@@ -91,7 +91,7 @@ class Family:
     own: tuple[str, ...] = ()
     """Fields of ``config.json`` that ``read`` and ``write`` treat, but for those that many families have."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Names of a block's tensors that are not those of ``huggingface_names.py``."""
+    """Names of a block's tensors that are not those of ``names.py``."""
     joined: Mapping[str, Joint] = field(default_factory=dict)
     """Tensors of a block that hold several parameters, or one in another order, by their names."""
     stretches: tuple[str, ...] = ("llama3", "yarn")

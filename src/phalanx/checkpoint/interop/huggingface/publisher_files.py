@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phalanx.checkpoint.interop.huggingface_config import HuggingFaceError, spec_of
-from phalanx.checkpoint.interop.huggingface_files import CONFIG, GENERATION_CONFIG, read_json
-from phalanx.checkpoint.interop.huggingface_notes import TOKEN_FIELDS
+from phalanx.checkpoint.interop.huggingface.config import HuggingFaceError, spec_of
+from phalanx.checkpoint.interop.huggingface.folders import CONFIG, GENERATION_CONFIG, read_json
+from phalanx.checkpoint.interop.huggingface.notes import TOKEN_FIELDS
 from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizer import Tokenizer, load_tokenizer, same_tokens
 from phalanx.run.kinds.whole_model import resolve

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from parity.hf_models import CONFIGS
-from phalanx.checkpoint.interop.huggingface_config import HuggingFaceError, spec_of, storage_of
+from phalanx.checkpoint.interop.huggingface.config import HuggingFaceError, spec_of, storage_of
 
 FAMILIES = {config.model_type: config for config in CONFIGS.values()}
 READ_IN_PIECES = (

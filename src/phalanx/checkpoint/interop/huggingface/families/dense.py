@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from phalanx.checkpoint.interop.families.family import (
+from phalanx.checkpoint.interop.huggingface.families.family import (
     ATTENTION_BIAS,
     COMMON,
     DENSE,
@@ -11,7 +11,7 @@ from phalanx.checkpoint.interop.families.family import (
     Family,
     Joint,
 )
-from phalanx.checkpoint.interop.huggingface_layers import (
+from phalanx.checkpoint.interop.huggingface.layers import (
     all_rotated,
     gemma2_layers,
     no_window,

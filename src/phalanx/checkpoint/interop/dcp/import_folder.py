@@ -3,7 +3,7 @@
 Such a folder says nothing of its model, so the model is named beside it. Names are this project's own (``phalanx export --to dcp``
 writes them) or those of torchtitan's Llama 3, whose queries and keys are rotated in pairs of neighbors and are put into halves here.
 Only weights are taken over: an optimizer's state lies in an order and under names of its software, and is left out, which is said.
-Nothing is unpickled but by name (``dcp_metadata.py``); pieces are read by ``torch.load(weights_only=True)``, those of one tensor at a
+Nothing is unpickled but by name (``metadata.py``); pieces are read by ``torch.load(weights_only=True)``, those of one tensor at a
 time. Source of the names: torchtitan/models/llama3/model/state_dict_adapter.py.
 """
 
@@ -18,7 +18,7 @@ import tomli_w
 import torch
 
 from phalanx.checkpoint.format.shards import dtype_name, torch_dtype
-from phalanx.checkpoint.interop.dcp_metadata import (
+from phalanx.checkpoint.interop.dcp.metadata import (
     METADATA,
     DcpError,
     FolderIndex,
@@ -26,10 +26,10 @@ from phalanx.checkpoint.interop.dcp_metadata import (
     StoredShape,
     read_index,
 )
-from phalanx.checkpoint.interop.huggingface_config import Storage
-from phalanx.checkpoint.interop.huggingface_files import SAFETENSORS_DTYPE, new_folder
-from phalanx.checkpoint.interop.huggingface_import import IMAGE_BYTES, Imported, Weights, copy_weights
-from phalanx.checkpoint.interop.huggingface_names import Published, RotaryRows
+from phalanx.checkpoint.interop.huggingface.config import Storage
+from phalanx.checkpoint.interop.huggingface.folders import SAFETENSORS_DTYPE, new_folder
+from phalanx.checkpoint.interop.huggingface.import_folder import IMAGE_BYTES, Imported, Weights, copy_weights
+from phalanx.checkpoint.interop.huggingface.names import Published, RotaryRows
 from phalanx.checkpoint.tiers.digest import WEIGHTS
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.model.facts.shape import buffers, parameters

@@ -15,16 +15,16 @@ from transformers import AutoModelForCausalLM, MistralConfig
 from checkpoint.huggingface_models import CONFIGS as MIXTURES
 from checkpoint.huggingface_models import edit_config, imported_model, saved_by_transformers
 from parity.hf_models import CONFIGS, SMALL, random_tokens
-from phalanx.checkpoint.interop.huggingface import (
+from phalanx.checkpoint.interop.huggingface.config import (
     HuggingFaceError,
     UnsupportedModelError,
-    export_hf,
     hf_config_of,
-    import_hf,
     spec_of,
 )
-from phalanx.checkpoint.interop.huggingface_notes import export_notes, import_notes
-from phalanx.checkpoint.interop.publisher_files import kept_by_export, note_lost_fields
+from phalanx.checkpoint.interop.huggingface.export_folder import export_hf
+from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
+from phalanx.checkpoint.interop.huggingface.notes import export_notes, import_notes
+from phalanx.checkpoint.interop.huggingface.publisher_files import kept_by_export, note_lost_fields
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 

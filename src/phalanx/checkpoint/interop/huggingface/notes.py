@@ -1,11 +1,11 @@
 """Notes on a ``config.json`` that is imported, or written: what it says and this project does not do, in a sentence each.
 
-Whatever changes the logits is refused (``huggingface_config.py``). The rest is read past, as ``transformers`` reads past what its
+Whatever changes the logits is refused (``config.py``). The rest is read past, as ``transformers`` reads past what its
 own class does not know, but never in silence: a publisher's own code might have used it.
 """
 
-from phalanx.checkpoint.interop.huggingface_families import FAMILIES
-from phalanx.checkpoint.interop.huggingface_layers import LATENT_EPS
+from phalanx.checkpoint.interop.huggingface.families.known import FAMILIES
+from phalanx.checkpoint.interop.huggingface.layers import LATENT_EPS
 from phalanx.run.section_reader import JsonObject
 from phalanx.run.spec import ModelSpec
 

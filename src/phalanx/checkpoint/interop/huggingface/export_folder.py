@@ -2,7 +2,7 @@
 
 A model trained here is useful elsewhere once it is a folder of ``config.json`` and safetensors that ``transformers``, vLLM
 and the like open. No number changes: tensors are renamed, stacks of experts taken apart, rotated rows put into the published
-order (``huggingface_names.py``), and copied in pieces of bounded size, whatever the model's. The folder appears under
+order (``names.py``), and copied in pieces of bounded size, whatever the model's. The folder appears under
 its name only when it is complete. Format of the weights: https://github.com/huggingface/safetensors.
 """
 
@@ -20,9 +20,9 @@ from phalanx.checkpoint.format.boxes import Box, whole
 from phalanx.checkpoint.format.image import spans
 from phalanx.checkpoint.format.restore_plan import Held
 from phalanx.checkpoint.format.shards import torch_dtype
-from phalanx.checkpoint.interop.huggingface_choice import family_for
-from phalanx.checkpoint.interop.huggingface_config import Dtype, HuggingFaceError, hf_config_of
-from phalanx.checkpoint.interop.huggingface_files import (
+from phalanx.checkpoint.interop.huggingface.choice import family_for
+from phalanx.checkpoint.interop.huggingface.config import Dtype, HuggingFaceError, hf_config_of
+from phalanx.checkpoint.interop.huggingface.folders import (
     CONFIG,
     GENERATION_CONFIG,
     PIECE_BYTES,
@@ -30,9 +30,9 @@ from phalanx.checkpoint.interop.huggingface_files import (
     new_folder,
     write_json,
 )
-from phalanx.checkpoint.interop.huggingface_names import Published, published, shared_copies
-from phalanx.checkpoint.interop.huggingface_notes import export_notes
-from phalanx.checkpoint.interop.publisher_files import (
+from phalanx.checkpoint.interop.huggingface.names import Published, published, shared_copies
+from phalanx.checkpoint.interop.huggingface.notes import export_notes
+from phalanx.checkpoint.interop.huggingface.publisher_files import (
     copy_kept,
     kept_by_export,
     note_lost_fields,

@@ -13,8 +13,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from checkpoint.huggingface_models import CONFIGS, edit_config, imported_model, saved_by_transformers
 from parity.hf_models import GPT_OSS
-from phalanx.checkpoint.interop.huggingface import HuggingFaceError, import_hf, spec_of
-from phalanx.checkpoint.interop.huggingface_mxfp4 import PackedStack, unpack
+from phalanx.checkpoint.interop.huggingface.config import HuggingFaceError, spec_of
+from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
+from phalanx.checkpoint.interop.huggingface.mxfp4 import PackedStack, unpack
 from phalanx.model.facts.presets import PRESETS
 from phalanx.run.kinds.whole_model import resolve
 

@@ -1,6 +1,6 @@
 """Families with mixtures of experts."""
 
-from phalanx.checkpoint.interop.families.family import (
+from phalanx.checkpoint.interop.huggingface.families.family import (
     ATTENTION_BIAS,
     COMMON,
     DENSE,
@@ -9,7 +9,7 @@ from phalanx.checkpoint.interop.families.family import (
     Family,
     Joint,
 )
-from phalanx.checkpoint.interop.huggingface_layers import (
+from phalanx.checkpoint.interop.huggingface.layers import (
     all_rotated,
     best_of_groups,
     heads_as_wide_as_the_model,

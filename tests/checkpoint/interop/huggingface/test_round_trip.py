@@ -21,15 +21,13 @@ from model.initialized import initialized
 from parity.hf_models import CONFIGS, MIXTURES, hf_model, our_model, random_tokens
 from phalanx.checkpoint.format.errors import CheckpointError, MismatchError, NoSuchStepError, StorageFullError
 from phalanx.checkpoint.format.image import Image, image_layout
-from phalanx.checkpoint.interop.huggingface import (
+from phalanx.checkpoint.interop.huggingface.config import (
     HuggingFaceError,
     UnsupportedModelError,
-    export_hf,
-    import_hf,
-    tensors_of,
-    weight_files,
+    parameter_name,
 )
-from phalanx.checkpoint.interop.huggingface_config import parameter_name
+from phalanx.checkpoint.interop.huggingface.export_folder import export_hf, tensors_of, weight_files
+from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
 from phalanx.checkpoint.tiers.digest import digest_checkpoint
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.tier import Draft, Record

@@ -1,7 +1,7 @@
 """Import: a Hugging Face model folder becomes a run directory to start from.
 
 A published model can be trained on, and text generated from it, once it is a run directory. No number changes: tensors are
-renamed, the experts of a layer stacked and rotated rows put into halves (``huggingface_names.py``), in pieces of bounded
+renamed, the experts of a layer stacked and rotated rows put into halves (``names.py``), in pieces of bounded
 size, whatever the model's. What is stored in half precision becomes the same number in fp32, and what is stored in fp8 by
 blocks, as DeepSeek-V3 is, the product with its block's scale. The directory appears under its name only when it is complete.
 """
@@ -22,15 +22,15 @@ from safetensors import SafetensorError, safe_open
 from phalanx.checkpoint.format.blocks import page_aligned
 from phalanx.checkpoint.format.boxes import Box, Extent, whole
 from phalanx.checkpoint.format.image import Image, image_layout, spans
-from phalanx.checkpoint.interop.families.family import Family
-from phalanx.checkpoint.interop.huggingface_config import (
+from phalanx.checkpoint.interop.huggingface.config import (
     HuggingFaceError,
     Storage,
     family_of,
     spec_of,
     storage_of,
 )
-from phalanx.checkpoint.interop.huggingface_files import (
+from phalanx.checkpoint.interop.huggingface.families.family import Family
+from phalanx.checkpoint.interop.huggingface.folders import (
     CONFIG,
     PIECE_BYTES,
     SAFETENSORS_DTYPE,
@@ -38,10 +38,10 @@ from phalanx.checkpoint.interop.huggingface_files import (
     new_folder,
     read_json,
 )
-from phalanx.checkpoint.interop.huggingface_mxfp4 import unpacked
-from phalanx.checkpoint.interop.huggingface_names import Published, hf_name, published, shared_copies
-from phalanx.checkpoint.interop.huggingface_notes import import_notes
-from phalanx.checkpoint.interop.publisher_files import copy_publisher_files
+from phalanx.checkpoint.interop.huggingface.mxfp4 import unpacked
+from phalanx.checkpoint.interop.huggingface.names import Published, hf_name, published, shared_copies
+from phalanx.checkpoint.interop.huggingface.notes import import_notes
+from phalanx.checkpoint.interop.huggingface.publisher_files import copy_publisher_files
 from phalanx.checkpoint.tiers.digest import WEIGHTS, TensorDigest, combine
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.tier import Draft, Record

@@ -1,0 +1,1 @@
+"""Hugging Face model folders: read into run directories, and written from checkpoints."""
