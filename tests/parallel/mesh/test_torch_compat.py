@@ -249,10 +249,13 @@ def patience_of_new_and_changed_groups() -> tuple[float, float, bool]:
 
     import torch.distributed as dist
 
-    from phalanx.parallel.mesh.mesh import _group
+    from layouts import DENSE, tiny
+    from phalanx.parallel.mesh.mesh import build_mesh
     from phalanx.parallel.mesh.torch_compat import group_timeout, set_group_timeouts
+    from phalanx.run.spec import ParallelSpec
 
-    own = _group(torch.arange(2).view(1, 2), 1)._get_backend(torch.device("cpu")).options._timeout
+    mesh = build_mesh(tiny(DENSE, ParallelSpec(tensor=2)), 2, torch.device("cpu"))
+    own = mesh.tensor_group._get_backend(torch.device("cpu")).options._timeout
     usual = group_timeout() or timedelta()
     set_group_timeouts(0.5)
     gave_up = False

@@ -152,6 +152,44 @@ class Mesh:
         return Deal(slots, self.layout.replicate, self.layout.shard, self.layout.team)
 
 
+class _Groups:
+    """Makes this rank's process groups; every axis along which it is alone gets the same group of one.
+
+    Each gloo group costs three threads and a listening socket, also one that has nobody to talk to, and half of a layout's
+    axes are of that kind. Groups of several are not shared: on a GPU what goes through one waits for what went before.
+    """
+
+    def __init__(self) -> None:
+        self._alone: dist.ProcessGroup | None = None
+
+    def along(self, ranks: torch.Tensor, dim: int) -> dist.ProcessGroup:
+        """The group of the ranks that stand in one line with this rank along dimension ``dim`` of ``ranks``."""
+        if ranks.shape[dim] == 1 and self._alone is not None:
+            return self._alone
+        lines = ranks.movedim(dim, -1).flatten(0, -2)
+        (mine,) = lines[(lines == dist.get_rank()).any(1)].tolist()
+        group = dist.new_group(mine, timeout=group_timeout(), use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup), "this rank is a member"
+        if len(mine) == 1:
+            self._alone = group
+        return group
+
+    def view(self, device: torch.device, **degrees: int) -> DeviceMesh:
+        """All ranks as a mesh of ``degrees``, the last fastest."""
+        ranks = torch.arange(dist.get_world_size()).view(*degrees.values())
+        groups = [self.along(ranks, dim) for dim in range(ranks.ndim)]
+        return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=tuple(degrees))
+
+    def levels(self, ranks: int, line: int, stride: int, machine_ranks: int) -> TwoLevels | None:
+        """Both levels of the groups of ``line`` ranks that are ``stride`` apart; ``None`` where one level does."""
+        width = ranks_in_a_machine(line, stride, machine_ranks)
+        if width == 1:
+            return None
+        grid = torch.arange(ranks).view(-1, line // width, width, stride)  # (lines, machines, width, stride)
+        inside, across = self.along(grid, 2), self.along(grid, 1)
+        return TwoLevels(inside, across, dist.get_rank(across))
+
+
 def build_mesh(spec: RunSpec, ranks: int, device: torch.device, *, machine_ranks: int = 0) -> Mesh:
     """The mesh for a run on all ``ranks`` of the default process group.
 
@@ -169,9 +207,10 @@ def build_mesh(spec: RunSpec, ranks: int, device: torch.device, *, machine_ranks
         raise LayoutError(problems)
     layout = layout_of(spec.parallel, ranks)
     outer = {"pipeline": layout.pipeline, "replicate": layout.replicate}
-    dense = _view(device, **outer, fsdp=layout.shard * layout.context, tensor=layout.tensor)
-    stage = _view(device, **outer, stage=layout.shard * layout.model_ranks)
-    experts = _view(
+    groups = _Groups()
+    dense = groups.view(device, **outer, fsdp=layout.shard * layout.context, tensor=layout.tensor)
+    stage = groups.view(device, **outer, stage=layout.shard * layout.model_ranks)
+    experts = groups.view(
         device,
         **outer,
         expert_shard=layout.expert_shard,
@@ -179,40 +218,14 @@ def build_mesh(spec: RunSpec, ranks: int, device: torch.device, *, machine_ranks
         expert_tensor=layout.expert_tensor,
     )
     slots = layout.pipeline * layout.data_ranks
-    context = _group(torch.arange(ranks).view(slots, layout.context, layout.tensor), 1)
-    sequence = _group(torch.arange(ranks).view(slots, layout.model_ranks), 1)
+    context = groups.along(torch.arange(ranks).view(slots, layout.context, layout.tensor), 1)
+    sequence = groups.along(torch.arange(ranks).view(slots, layout.model_ranks), 1)
     copies = key_copies(spec.model, layout.tensor)
-    keys = _group(torch.arange(ranks).view(-1, copies), 1) if 1 < copies < layout.tensor else None
+    keys = groups.along(torch.arange(ranks).view(-1, copies), 1) if 1 < copies < layout.tensor else None
     return Mesh(
         *(layout, device, dist.get_rank(), dense, stage, experts, context, sequence, keys),
-        fsdp_levels=_levels(ranks, layout.shard * layout.context, layout.tensor, machine_ranks),
-        expert_levels=_levels(
+        fsdp_levels=groups.levels(ranks, layout.shard * layout.context, layout.tensor, machine_ranks),
+        expert_levels=groups.levels(
             ranks, layout.expert_shard, layout.expert * layout.expert_tensor, machine_ranks
         ),
     )
-
-
-def _levels(ranks: int, line: int, stride: int, machine_ranks: int) -> TwoLevels | None:
-    """Both levels of the groups of ``line`` ranks that are ``stride`` apart; ``None`` where one level does."""
-    width = ranks_in_a_machine(line, stride, machine_ranks)
-    if width == 1:
-        return None
-    grid = torch.arange(ranks).view(-1, line // width, width, stride)  # (lines, machines, width, stride)
-    inside, across = _group(grid, 2), _group(grid, 1)
-    return TwoLevels(inside, across, dist.get_rank(across))
-
-
-def _view(device: torch.device, **degrees: int) -> DeviceMesh:
-    """All ranks as a mesh of ``degrees``, the last fastest."""
-    ranks = torch.arange(dist.get_world_size()).view(*degrees.values())
-    groups = [_group(ranks, dim) for dim in range(ranks.ndim)]
-    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=tuple(degrees))
-
-
-def _group(ranks: torch.Tensor, dim: int) -> dist.ProcessGroup:
-    """The group of the ranks that stand in one line with this rank along dimension ``dim`` of ``ranks``."""
-    lines = ranks.movedim(dim, -1).flatten(0, -2)
-    (mine,) = lines[(lines == dist.get_rank()).any(1)].tolist()
-    group = dist.new_group(mine, timeout=group_timeout(), use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup), "this rank is a member"
-    return group

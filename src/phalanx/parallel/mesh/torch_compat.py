@@ -22,6 +22,8 @@ from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
+from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils.checkpoint import SAC_IGNORED_OPS
@@ -187,7 +189,8 @@ def forget_groups() -> None:
     then wait for ever for one that has not failed (PyTorch 2.11 to 2.13). So would one whose ``shutdown`` raised.
 
     DTensor's caches go too. Their results hold a mesh, found again by an equal one: and meshes of the same ranks are equal,
-    whichever of them this process was when the mesh was made, so that as another rank it would get its old place.
+    whichever of them this process was when the mesh was made, so that as another rank it would get its old place. Whoever holds
+    a mesh also holds its groups, each with threads (three of gloo's, one of which wakes a hundred times a second) and sockets.
     """
     c10d = dist.distributed_c10d
     world = c10d._world
@@ -200,6 +203,9 @@ def forget_groups() -> None:
         table.clear()
     c10d._unregister_all_process_groups()  # type: ignore[attr-defined]
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    clear_redistribute_planner_cache()
+    _gen_transform_infos.cache_clear()
+    MeshTopoInfo.build_from_mesh.cache_clear()
     world.group_count = 0
 
 
