@@ -17,13 +17,13 @@ from phalanx.model.block import Block
 from phalanx.parallel.mesh.torch_compat import ReduceScatter, finish_backward
 from phalanx.parallel.pipeline.runner import Pipeline
 from phalanx.parallel.pipeline.schedules import Schedule, ScheduleName
-from phalanx.parallel.reduction.reduce_scatter import _PlainBuffers
+from phalanx.parallel.reduction.reduce_scatter import PlainBuffers
 
 MICRO_BATCHES = 4
 SHARDS = 2
 
 
-class CountedSum(_PlainBuffers, ReduceScatter):
+class CountedSum(PlainBuffers, ReduceScatter):
     """A reduce-scatter that adds the ranks' gradients in their order and counts its calls."""
 
     def __init__(self) -> None:

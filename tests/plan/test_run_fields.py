@@ -352,6 +352,21 @@ def test_the_fast_reduction_holds_no_open_sums() -> None:
     assert memory[1]["gradients"] == memory[0]["gradients"]
 
 
+@pytest.mark.parametrize(("sharding", "holds"), [("zero2", 4), ("zero3", 1)])
+def test_integer_sums_take_eight_bytes_of_all_that_a_rank_keeps_between_rounds(
+    sharding: str, holds: int
+) -> None:
+    spec = replace(DENSE, parallel=ParallelSpec(ranks=4, sharding=sharding))  # type: ignore[arg-type]
+    tree, integer, fast = (
+        make_plan(one, cluster("h100:32"), Aim(layout="file"), searching=False).chosen
+        for one in (spec, *(changed(spec, "train.reduction", value) for value in ("integer", "fast")))
+    )
+    # A gradient is four bytes of a share of a quarter.
+    assert integer.memory["integer sums"] == pytest.approx(2 * holds * tree.memory["gradients"], rel=0.01)
+    assert "open sums" not in integer.memory
+    assert integer.time["gradient_reduce"] > fast.time["gradient_reduce"]  # as often, with twice the bytes
+
+
 @pytest.mark.parametrize("sharding", ["zero2", "zero3"])
 def test_the_fast_reduction_reduces_no_more_often(sharding: str) -> None:
     spec = replace(DENSE, parallel=ParallelSpec(ranks=8, shard_ranks=4, sharding=sharding))  # type: ignore[arg-type]

@@ -97,6 +97,24 @@ def test_a_dense_model_is_the_same_on_every_layout(
     check(ranks, references, "dense", *case)
 
 
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [("dense", ParallelSpec(tensor=2)), ("mixture", ParallelSpec(context=2, expert=2, sharding="zero2"))],
+    ids=str,
+)
+def test_sums_in_integers_are_the_same_on_every_fleet_of_a_division(
+    ranks: Ranks,
+    references: dict[tuple[str, ParallelSpec], Whole],
+    model: str,
+    parallel: ParallelSpec,
+) -> None:
+    spec = tiny(MODELS[model], parallel)
+    spec = dataclasses.replace(spec, train=dataclasses.replace(spec.train, reduction="integer"))
+    two, four = (merged(ranks.run(count, steps_on_this_rank, spec, STEPS)) for count in (2, 4))
+    assert worst_error(two, references[model, ParallelSpec()]) <= GOAL
+    assert (two.losses, two.norms, two.weights_sha256) == (four.losses, four.norms, four.weights_sha256)
+
+
 @pytest.mark.parametrize("parallel", [ParallelSpec(tensor=2), ParallelSpec(pipeline=2)], ids=str)
 def test_norms_on_both_sides_of_a_layer_are_the_same_on_ranks_that_share_its_sequence(
     ranks: Ranks, parallel: ParallelSpec

@@ -158,6 +158,27 @@ def test_sums_that_are_made_inside_machines_first_and_sent_narrow_have_the_same_
     assert same(result, reference)
 
 
+@pytest.mark.parametrize(("compute", "broken_off_on"), [("fp32", (3, "zero3", 0)), ("bf16", None)])
+def test_sums_in_integers_keep_the_promise(
+    compute: str,
+    broken_off_on: tuple[int, str, int] | None,
+    ranks: Ranks,
+    dataset: Path,
+    reference: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    alone, spread = (
+        replace_at(tiny_run(dataset, tmp_path / place, reduction="integer"), "precision.compute", compute)
+        for place in ("1", "4")
+    )
+    expected = ranks.run(1, train_on_this_rank, on_layout(alone, "none", 0))[0]
+    assert expected["loss"] == pytest.approx(reference["loss"], rel=1e-3)  # as good a sum as the tree's
+    if broken_off_on is not None:
+        count, *layout = broken_off_on
+        ranks.run(count, train_on_this_rank, on_layout(spread, *layout), 4)
+    assert same(ranks.run(4, train_on_this_rank, on_layout(spread, "zero2", 2))[0], expected)
+
+
 @pytest.mark.slow
 def test_the_fast_reduction_trains_as_well_without_the_promise(
     ranks: Ranks, dataset: Path, reference: dict[str, Any], tmp_path: Path

@@ -28,6 +28,14 @@ from phalanx.run.spec import RunSpec
 Calls = Counter[tuple[str, str]]
 """Number of calls by axis and kind, such as ``("tensor", "all_gather")``; the axis ``all`` is that of all ranks."""
 
+_EXCHANGES = {
+    "reproducible": (("all_to_all",), ("all_to_all", "all_gather")),
+    # Of exponents, then of integers.
+    "integer": (("all_reduce", "reduce_scatter"), ("all_reduce", "all_reduce")),
+    "fast": (("reduce_scatter",), ("all_reduce",)),
+}
+"""The collectives of an exchange of gradients over shards, and over replicas, by ``train.reduction``."""
+
 
 def rounds_per_step(spec: RunSpec, layout: Layout) -> int:
     """The largest number of slots that a rank computes in a step."""
@@ -197,13 +205,15 @@ class _RankStep:
     def _reduction(self, rounds: int) -> Calls:
         """Reductions of gradients in one step."""
         calls: Calls = Counter()
-        by_tree = self.spec.train.reduction == "reproducible"
-        times = rounds if by_tree or self.spec.parallel.sharding == "zero3" else 1
+        reduction = self.spec.train.reduction
+        times = rounds if reduction == "reproducible" or self.spec.parallel.sharding == "zero3" else 1
+        over_shards, over_replicas = _EXCHANGES[reduction]
         for stage in self.held.stages:
             for axis in self._units(stage).values():
-                calls[axis, "all_to_all" if by_tree else "reduce_scatter"] += times
+                for kind in over_shards:
+                    calls[axis, kind] += times
         if self.layout.replicate > 1:
-            for kind in ("all_to_all", "all_gather") if by_tree else ("all_reduce",):
+            for kind in over_replicas:
                 calls["replicate", kind] += self._exchanges()
         return calls
 

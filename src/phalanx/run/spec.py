@@ -232,9 +232,10 @@ class TrainSpec:
     micro_batch_size: Annotated[int, NOT_NEGATIVE] = 0
     """Sequences per forward and backward pass; a slot's micro-batches accumulate their gradients in order. 0 means the whole
     slot at once."""
-    reduction: Literal["reproducible", "fast"] = "reproducible"
-    """Sum of gradients over slots: "reproducible" adds them in a fixed binary tree, so that the bits do not depend on the number
-    of ranks; "fast" is a plain reduce-scatter, whose order the library chooses."""
+    reduction: Literal["reproducible", "integer", "fast"] = "reproducible"
+    """Sum of gradients over slots: "reproducible" adds them in a fixed binary tree, "integer" in whole numbers, which have no order:
+    with either, the bits do not depend on the number of ranks, though they differ between the two; "fast" is a plain
+    reduce-scatter, whose order the library chooses."""
     on_nonfinite: Annotated[Literal["stop", "skip"], FLEET] = "stop"
     """Action when the loss or the gradient is infinite or NaN: stop the run, or skip the step."""
     max_skipped: Annotated[int, FLEET, POSITIVE] = 10

@@ -120,12 +120,17 @@ def test_audits_find_nothing_on_healthy_ranks_and_change_no_bit(ranks: Ranks, na
     assert outcomes == without
 
 
-@pytest.mark.parametrize("name", ["whole x 3", "sharded over 3", "2 replicas of 2"])
+@pytest.mark.parametrize(
+    ("name", "reduction"),
+    [("whole x 3", "integer"), ("sharded over 3", "integer"), ("2 replicas of 2", "reproducible")],
+)
 def test_a_rank_that_computes_wrongly_is_named_on_every_rank_and_the_good_step_too(
-    ranks: Ranks, name: str
+    ranks: Ranks, name: str, reduction: Any
 ) -> None:
     count, model, parallel = LAYOUTS[name]
-    outcomes = ranks.run(count, audited_steps, tiny(model, parallel), 2, 1, (Flip(2, 1, always=True),))
+    spec = tiny(model, parallel)
+    spec = dataclasses.replace(spec, train=dataclasses.replace(spec.train, reduction=reduction))
+    outcomes = ranks.run(count, audited_steps, spec, 2, 1, (Flip(2, 1, always=True),))
     for verdicts, _ in outcomes:
         first, verdict = verdicts
         assert first is None

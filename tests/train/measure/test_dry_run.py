@@ -58,10 +58,22 @@ def test_a_rank_holds_and_calls_what_the_closed_forms_say(name: str) -> None:
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.sampled_from(DRAWN), st.integers(0, 7), st.sampled_from(["fp32", "bf16"]))
-def test_so_it_does_on_any_layout(drawn: tuple[ModelSpec, int, ParallelSpec], at: int, compute: str) -> None:
+@given(
+    st.sampled_from(DRAWN),
+    st.integers(0, 7),
+    st.sampled_from(["fp32", "bf16"]),
+    st.sampled_from(["reproducible", "integer", "fast"]),
+)
+def test_so_it_does_on_any_layout(
+    drawn: tuple[ModelSpec, int, ParallelSpec], at: int, compute: str, reduction: str
+) -> None:
     model, ranks, parallel = drawn
-    spec = dataclasses.replace(tiny_run(model, parallel), precision=PrecisionSpec(compute=compute))  # type: ignore[arg-type]
+    spec = tiny_run(model, parallel)
+    spec = dataclasses.replace(
+        spec,
+        precision=PrecisionSpec(compute=compute),  # type: ignore[arg-type]
+        train=dataclasses.replace(spec.train, reduction=reduction),
+    )
     found = dry_run(spec, ranks, at % ranks)
     assert found.matches, differing(found)
 

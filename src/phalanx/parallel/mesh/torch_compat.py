@@ -41,9 +41,11 @@ __all__ = [
     "flight_record",
     "gather_along",
     "group_of",
+    "group_shapes",
     "join_fake",
     "local_slice_of",
     "overlap_with_products",
+    "reduce_scatter_single",
     "sum_over",
     "sum_scatter_along",
 ]
@@ -53,6 +55,12 @@ def all_gather_single(output: Tensor, piece: Tensor, group: dist.ProcessGroup | 
     """Concatenates every rank's ``piece`` ``(n,)`` in ``output`` ``(ranks * n,)``."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(output, piece, group=group)
+
+
+def reduce_scatter_single(output: Tensor, pieces: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Writes this rank's piece of the sum of every rank's ``pieces`` ``(ranks * n,)`` into ``output`` ``(n,)``."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(output, pieces, group=group)
 
 
 def local_slice_of(tensor: Tensor) -> LocalSlice:
@@ -141,6 +149,12 @@ def finish_backward(module: FSDPModule) -> None:
     was asked for (``set_requires_gradient_sync``).
     """
     fully_shard.state(module)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+
+
+def group_shapes(module: FSDPModule) -> list[torch.Size]:
+    """The shapes of the parameters that FSDP gathers and reduces together with ``module``, in the order of its buffers."""
+    group = fully_shard.state(module)._fsdp_param_group  # type: ignore[attr-defined]
+    return [parameter.sharded_param.shape for parameter in group.fsdp_params] if group is not None else []
 
 
 def keep_activations_within(fraction: float) -> None:

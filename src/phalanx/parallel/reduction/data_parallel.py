@@ -6,7 +6,7 @@ more parts of it (its stages). Two choices are left, and they combine freely:
 - How a rank holds the weights: ``Sharded`` by FSDP2 (``fully_shard``), ZeRO-3 or, with weights kept after forward, ZeRO-2;
   replicas of the shards make it hybrid. Also used on a single rank when compute runs in a narrower format than the master
   weights, because FSDP2 makes the narrow copy. Or ``Whole``: every rank holds the module as it is, nothing to gather.
-- How the slots' gradients are added: ``TreeSummation`` or ``FastSummation`` (``summation.py``).
+- How the slots' gradients are added: ``TreeSummation`` or ``FastSummation`` (``summation.py``), or ``IntegerSummation``.
 
 The optimizer's step loops over its rounds (``mesh/slots.py``): ``begin(round)``, then forward and backward of the slot's
 micro-batches with ``before_backward`` ahead of each, then ``end(round)``. After the last round each parameter's ``grad`` is
@@ -31,6 +31,7 @@ from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.mesh.slots import Round
 from phalanx.parallel.mesh.torch_compat import finish_backward
+from phalanx.parallel.reduction.integer.summation import IntegerSummation
 from phalanx.parallel.reduction.reduce_scatter import TimedAllGather
 from phalanx.parallel.reduction.summation import FastSummation, Summation, TreeSummation
 from phalanx.run.spec import RunSpec
@@ -165,26 +166,30 @@ def spread(parts: Sequence[nn.Module], mesh: Mesh, spec: RunSpec, clock: CommClo
     Afterwards every rank has memory for what it holds of the parameters, but nothing in it: a fill or a restore
     follows.
     """
-    reproducible = spec.train.reduction == "reproducible"
     narrow = spec.precision.compute == "bf16"
-    summation: Summation = (
-        TreeSummation(mesh, clock, mesh.deal(spec.train.slots), _wire(spec, narrow=narrow))
-        if reproducible
-        else FastSummation(mesh, clock)
-    )
+    keep_weights = spec.parallel.sharding != "zero3"
+    summation = _summation(spec, mesh, clock, narrow=narrow, keep_weights=keep_weights)
     experts_whole = spec.model.moe is None or mesh.layout.expert_shard == 1
     if mesh.fsdp_ranks == 1 and experts_whole and not narrow:
         for part in parts:
             part.to_empty(device=mesh.device)
         return Whole(parts, summation)
-    keep_weights = spec.parallel.sharding != "zero3"
     for part in parts:
-        _shard(part, mesh, narrow=narrow, by_tree=reproducible, keep_weights=keep_weights)
+        _shard(part, mesh, narrow=narrow, by_slot=summation.slot_by_slot, keep_weights=keep_weights)
         part.to_empty(device=mesh.device)
     if clock.blocking:
         for module in _fsdp_modules(parts):
             module.set_custom_all_gather(TimedAllGather(clock))
     return Sharded(parts, summation, keep_weights=keep_weights)
+
+
+def _summation(spec: RunSpec, mesh: Mesh, clock: CommClock, *, narrow: bool, keep_weights: bool) -> Summation:
+    if spec.train.reduction == "fast":
+        return FastSummation(mesh, clock)
+    deal = mesh.deal(spec.train.slots)
+    if spec.train.reduction == "integer":
+        return IntegerSummation(mesh, clock, deal, each_round=not keep_weights)
+    return TreeSummation(mesh, clock, deal, _wire(spec, narrow=narrow))
 
 
 def _wire(spec: RunSpec, *, narrow: bool) -> torch.dtype:
@@ -198,7 +203,7 @@ def _wire(spec: RunSpec, *, narrow: bool) -> torch.dtype:
     return torch.bfloat16 if narrow and alone else torch.float32
 
 
-def _shard(part: nn.Module, mesh: Mesh, *, narrow: bool, by_tree: bool, keep_weights: bool) -> None:
+def _shard(part: nn.Module, mesh: Mesh, *, narrow: bool, by_slot: bool, keep_weights: bool) -> None:
     """Wraps a part's experts, blocks and root, each a group of parameters that is gathered at once."""
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if narrow else None,
@@ -206,8 +211,8 @@ def _shard(part: nn.Module, mesh: Mesh, *, narrow: bool, by_tree: bool, keep_wei
         # The rotary tables are computed in fp32; the model casts where it wants to.
         cast_forward_inputs=False,
     )
-    # The tree sums over replicas itself.
-    alone = by_tree or mesh.replicas == 1
+    # What takes slots one by one sums over replicas itself.
+    alone = by_slot or mesh.replicas == 1
     dense = mesh.dense["fsdp"] if alone else mesh.dense["replicate", "fsdp"]
     experts = mesh.expert_mesh["expert_shard"] if alone else mesh.expert_mesh["replicate", "expert_shard"]
     for block in blocks_of(part):

@@ -27,7 +27,7 @@ from phalanx.parallel.reduction.level_sums import LevelSums, leaf_sums, level_su
 from phalanx.parallel.reduction.tree import TreeReducer
 
 
-class _PlainBuffers:
+class PlainBuffers:
     """Communication buffers as FSDP asks for them: uninitialized, since they are written over anyway."""
 
     def allocate(
@@ -37,7 +37,7 @@ class _PlainBuffers:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class TreeReduceScatter(_PlainBuffers, ReduceScatter):
+class TreeReduceScatter(PlainBuffers, ReduceScatter):
     """The reduce-scatter of one FSDP parameter group, by all-to-all and addition in tree order.
 
     Until the last round of a step its output means nothing; whoever drives the step drops the gradients that FSDP
@@ -130,7 +130,7 @@ def _plan(count: int, leaves: range, machines: int, width: int, device: torch.de
     return _MachinePlan(parts, level_sums(count, nodes, device))
 
 
-class TimedAllGather(_PlainBuffers, AllGather):
+class TimedAllGather(PlainBuffers, AllGather):
     """FSDP's own all-gather, with the time that a CPU spends in it measured."""
 
     def __init__(self, clock: CommClock) -> None:

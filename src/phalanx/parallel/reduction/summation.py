@@ -1,10 +1,12 @@
-"""Gradient summation over the slots of a step: in tree order, or in whatever order the library likes.
+"""Gradient summation over the slots of a step: in tree order, in integers, or in whatever order the library likes.
 
 One of the two choices that make up data parallelism; the other, whether a rank holds the weights whole or sharded, is made in
 ``data_parallel.py``, which calls what is here:
 
 - ``TreeSummation``: every slot's gradient enters a tree of all slots alone, so the sum has the same bits on any number of
   ranks (``reduction = "reproducible"``).
+- ``IntegerSummation`` (``integer/summation.py``): every slot's gradient is added in integers, whose sum has the same bits in any
+  order (``reduction = "integer"``).
 - ``FastSummation``: gradients accumulate in place, and a reduce-scatter or all-reduce adds them up (``reduction = "fast"``).
 """
 
@@ -78,16 +80,14 @@ class TreeSummation(Summation):
         self._names: dict[nn.Parameter, str] = {}
 
     def reduce_groups(self, modules: Sequence[FSDPModule]) -> None:
-        layout = self.mesh.layout
-        # Context ranks see different parts of a slot; experts get the tokens of several ranks at once.
         dense = (
-            Leaves(self._deal, layout.team * layout.context),
+            leaves_of(self.mesh, self._deal, experts=False),
             self.mesh.fsdp_ranks,
             self.mesh.fsdp_levels,
         )
         experts = (
-            Leaves(self._deal, layout.expert_shard // (layout.shard // layout.team)),
-            layout.expert_shard,
+            leaves_of(self.mesh, self._deal, experts=True),
+            self.mesh.layout.expert_shard,
             self.mesh.expert_levels,
         )
         for number, module in enumerate(modules):
@@ -108,7 +108,7 @@ class TreeSummation(Summation):
             self._names[parameter] = name
             self._trees[parameter] = SlotTree(self._deal.slots, add_in_place)
             # During the backward pass, while the gradient is still in the cache.
-            parameter.register_post_accumulate_grad_hook(_weakly(push))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(weakly(push))  # type: ignore[no-untyped-call]
 
     def _push(self, tensor: Tensor) -> None:
         parameter = cast(nn.Parameter, tensor)
@@ -181,7 +181,17 @@ class FastSummation(Summation):
         return 1.0 if current.counts else 0.0
 
 
-def _weakly(push: Callable[[], Callable[[Tensor], None] | None]) -> Callable[[Tensor], None]:
+def leaves_of(mesh: Mesh, deal: Deal, *, experts: bool) -> Leaves:
+    """The summands of a sharded parameter group's gradient: of dense parameters, or of experts."""
+    layout = mesh.layout
+    # Context ranks see different parts of a slot; experts get the tokens of several ranks at once.
+    of_experts = layout.expert_shard // (layout.shard // layout.team)
+    return Leaves(deal, of_experts if experts else layout.team * layout.context)
+
+
+def weakly(push: Callable[[], Callable[[Tensor], None] | None]) -> Callable[[Tensor], None]:
+    """A hook of a parameter that calls ``push`` as long as that exists."""
+
     def hook(parameter: Tensor) -> None:
         call = push()
         if call is not None:

@@ -18,7 +18,6 @@ from torch import Tensor
 from phalanx.parallel.mesh.slots import Round
 from phalanx.parallel.reduction.checksum import named_checksum, total_checksum
 from phalanx.parallel.reduction.data_parallel import DataParallel
-from phalanx.parallel.reduction.summation import TreeSummation
 
 
 class NotWitnessedError(ValueError):
@@ -66,9 +65,9 @@ def extra_round(slots: tuple[int, ...], shard_rank: int) -> Round:
 
 def attach(model: DataParallel) -> Witness:
     """Puts a witness into ``model``; bits stay as they are. Raises ``NotWitnessedError`` if it cannot see slots."""
-    if not isinstance(model.summation, TreeSummation):
+    if not model.summation.slot_by_slot:
         raise NotWitnessedError(
-            'slots are summed before they can be told apart: set train.reduction = "reproducible" to audit them'
+            'slots are summed before they can be told apart: set train.reduction = "reproducible" or "integer" to audit them'
         )
     witness = Witness()
     model.summation.intake.admit = witness.see

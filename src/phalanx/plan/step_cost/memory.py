@@ -103,11 +103,15 @@ def state_bytes(job: Job, candidates: Candidates, held: Holdings, place: PlaceCo
     micro_batches = pipelines_of(job, candidates).micro_batches
     if stack.states.slot_gradient_bytes:
         adds_up = micro_batches > 1
-        if stack.data.reduces_once:
+        if stack.data.reduces_once and not stack.states.slot_bin_bytes:
             adds_up = adds_up | ((candidates.zero < 3) & (_rounds(job, candidates) > 1))
         kinds["slot gradients"] = stack.states.slot_gradient_bytes * whole * adds_up
     if stack.states.slot_tree:
         kinds["open sums"] = (_open_sums(job, candidates) - 1) * kinds["gradients"]
+    if stack.states.slot_bin_bytes:
+        elements: Floats = np.where(candidates.zero < 3, whole, share)
+        kept = (candidates.zero < 1) | (_rounds(job, candidates) > 1)
+        kinds["integer sums"] = stack.states.slot_bin_bytes * elements * kept
     if stack.states.unit_gradient_bytes:
         kinds["gradient buffers"] = _unit_gradients(job, candidates, held, place)
     if stack.states.embedding_gradient_bytes:

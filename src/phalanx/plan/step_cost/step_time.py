@@ -228,6 +228,11 @@ def data_terms(
         last_s = _exposed(scatter + among, window, blocks)
         further_s = np.where(sharded, (flushes - 1) * _exposed(scatter, window, blocks), 0.0)
         gradients_s = last_s + further_s
+    if stack.data.add_bytes:
+        elements = times(counts, held.dense) + times(counts, held.experts)
+        gradients_s = gradients_s + flushes * kernels.memory_bound_s(
+            job.profile, stack.data.add_bytes * elements
+        )
     if stack.data.reduces_each_micro_batch:
         further = np.where(zero >= 2, passes - flushes, 0.0)
         gradients_s = gradients_s + further * _exposed(scatter, window, blocks)

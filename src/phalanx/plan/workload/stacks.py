@@ -21,6 +21,7 @@ from phalanx.hardware.profiles import Profile
 from phalanx.model.facts.counts import Counts, count
 from phalanx.model.facts.optimizer_state import state_bytes_by_name
 from phalanx.model.facts.shape import parameters
+from phalanx.parallel.reduction.integer.spans import LONGEST_SPAN, word_bytes
 from phalanx.plan.workload.candidates import RECOMPUTE, Recompute
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.resolve import compute_format, device_of
@@ -61,6 +62,8 @@ class States:
     memory that layers have freed."""
     slot_tree: bool = False
     """True if gradients of slots are summed as a binary tree, whose open branches are held."""
+    slot_bin_bytes: float = 0.0
+    """Integer sums of slots' gradients, held from the first slot of a step to the last: whole below ZeRO-3, from it on shares."""
     optimizer: OptimizerSpec | None = None
     """This project's own optimizer, whose state is known tensor by tensor; ``None`` where every parameter has what ``kept`` says."""
     shards: Literal["flat", "rows"] = "flat"
@@ -77,6 +80,8 @@ class DataExchange:
     """Gradients, in reduce-scatters and all-reduces."""
     gathers_per_block: int = 1
     """Collectives in which a block's weights are gathered and its gradients reduced, where these overlap with computing."""
+    add_bytes: float = 0.0
+    """Memory traffic to add a slot's gradient, unsharded, to sums in another format than its own."""
     reduces_each_micro_batch: bool = False
     """True if ZeRO-2 and ZeRO-3 reduce gradients after every micro-batch rather than after the last of a slot."""
     reduces_once: bool = False
@@ -313,6 +318,7 @@ def stack_of(spec: RunSpec) -> Stack:
     model = resolve(spec.model, spec.data.vocab_size)
     master, gradients, moments = PHALANX.states.kept
     moments = replace(moments, bytes=_mean_moment_bytes(spec.optimizer, model))
+    bin_bytes = _bin_bytes(spec) if spec.train.reduction == "integer" else 0.0
     return replace(
         PHALANX,
         states=replace(
@@ -321,14 +327,28 @@ def stack_of(spec: RunSpec) -> Stack:
             copy_bytes=2.0 if narrow else 4.0,
             copies_unsharded=narrow,
             slot_tree=spec.train.reduction == "reproducible",
+            slot_bin_bytes=bin_bytes,
+            unit_gradient_bytes=PHALANX.states.unit_gradient_bytes + bin_bytes,
             optimizer=spec.optimizer,
         ),
-        data=DataExchange(gather_bytes=2.0 if narrow else 4.0, reduces_once=spec.train.reduction == "fast"),
+        data=DataExchange(
+            gather_bytes=2.0 if narrow else 4.0,
+            reduce_bytes=bin_bytes or 4.0,
+            # The gradient is read twice, the sum read and written.
+            add_bytes=2 * 4.0 + 2 * bin_bytes if bin_bytes else 0.0,
+            reduces_once=spec.train.reduction != "reproducible",
+        ),
         overlap=Overlap(tensor=0.5 if spec.parallel.async_tensor else 0.0),
         kernels=Kernels(fused_pointwise=spec.runtime.compile),
         attention=AttentionPath(exchange="gather" if spec.parallel.context_mode == "allgather" else "ring"),
         loss=Loss(chunk=spec.train.loss_chunk),
     )
+
+
+def _bin_bytes(spec: RunSpec) -> float:
+    """Bytes of the integer sum of slots' gradients for each parameter (``phalanx.parallel.reduction.integer``)."""
+    count = spec.train.slots * spec.parallel.context
+    return 2 * word_bytes(count) + 1 / LONGEST_SPAN
 
 
 @lru_cache(maxsize=64)

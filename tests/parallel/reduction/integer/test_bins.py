@@ -1,0 +1,125 @@
+"""Integer sums: the same bits in any order, within their bound of the exact sum, and words that never overflow."""
+
+from __future__ import annotations
+
+import copy
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+
+from phalanx.parallel.reduction.integer import bins as binning
+from phalanx.parallel.reduction.integer.bins import BinFormat, Bins
+from phalanx.parallel.reduction.integer.spans import SpanLayout, share_layout
+
+LAYOUT = share_layout([(3, 8), (2,)], 1)
+"""Three spans of eight elements and two of one."""
+SIZES = [8, 8, 8, 1, 1]
+
+EXPONENTS = [-149, -140, -126, -60, -27, -3, 0, 1, 25, 60, 126]
+
+
+@st.composite
+def slots(draw: st.DrawFn) -> Tensor:
+    """Gradients ``(slots, elements)``: denormal, near one, and so large that sums overflow; of either sign, and zeros."""
+    count, among = draw(st.integers(1, 9)), draw(st.lists(st.sampled_from(EXPONENTS), min_size=1, max_size=4))
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    shape = (count, LAYOUT.elements)
+    numbers = random.choice([-1.0, 0.0, 1.0, 1.0], shape) * random.uniform(0.5, 2, shape)
+    return torch.from_numpy((numbers * 2.0 ** random.choice(among, shape)).astype(np.float32))
+
+
+@pytest.fixture(autouse=True, params=[1 << 16, 16], ids=["whole", "in pieces"], scope="module")
+def _chunk(request: Any) -> Any:
+    kept, binning._CPU_CHUNK = binning._CPU_CHUNK, request.param
+    yield
+    binning._CPU_CHUNK = kept
+
+
+def empty(count: int, layout: SpanLayout = LAYOUT) -> Bins:
+    return Bins.empty(1, layout, BinFormat(count), torch.device("cpu"))
+
+
+def total(bins: Bins) -> Tensor:
+    out = torch.empty(1, bins.layout.elements)
+    bins.total(out)
+    return out[0]
+
+
+def summed(gradients: Tensor, *groups: list[int]) -> Tensor:
+    """The sum of ``gradients`` ``(slots, elements)``: each group is added up alone, and then the groups."""
+    sums = []
+    for group in groups:
+        sums.append(empty(len(gradients)))
+        for slot in group:
+            sums[-1].add_gradient(gradients[slot].unsqueeze(0))
+    for other in sums[1:]:
+        sums[0].add(other)
+    return total(sums[0])
+
+
+def bits(x: Tensor) -> NDArray[np.int32]:
+    return x.numpy().view(np.int32)
+
+
+@given(slots(), st.data())
+@settings(max_examples=25, deadline=None)
+def test_the_order_of_slots_and_who_adds_them_changes_no_bit(gradients: Tensor, data: st.DataObject) -> None:
+    in_order = list(range(len(gradients)))
+    order = data.draw(st.permutations(in_order))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(order)), max_size=3)))
+    groups = [order[first:last] for first, last in zip([0, *cuts], [*cuts, len(order)], strict=True)]
+    assert (bits(summed(gradients, *groups)) == bits(summed(gradients, in_order))).all()
+
+
+@given(slots())
+@settings(max_examples=40, deadline=None)
+def test_a_sum_is_within_its_bound_of_the_exact_one(gradients: Tensor) -> None:
+    count, width = len(gradients), BinFormat(len(gradients)).width
+    found, some = summed(gradients, list(range(count))).tolist(), gradients.tolist()
+    element = 0
+    for size in SIZES:
+        span = range(element, element + size)
+        largest = max(abs(Fraction(slot[i])) for slot in some for i in span)
+        for i in span:
+            exact = sum(Fraction(slot[i]) for slot in some)
+            if abs(exact) >= 2**128:  # so it may be rounded to infinity
+                continue
+            rounding = max(abs(exact) / 2**23, Fraction(1, 2**149))
+            assert abs(Fraction(found[i]) - exact) <= count * largest / 2**width + rounding
+        element += size
+
+
+@given(slots())
+@settings(max_examples=15, deadline=None)
+def test_elements_that_were_not_finite_in_a_slot_are_no_numbers_and_no_others(gradients: Tensor) -> None:
+    gradients = gradients / 16  # no sum overflows
+    gradients[0, 3], gradients[-1, 4], gradients[-1, 25] = torch.inf, -torch.inf, torch.nan
+    found = summed(gradients, list(range(len(gradients))))
+    assert (~found.isfinite()).nonzero().flatten().tolist() == [3, 4, 25]
+
+
+@pytest.mark.parametrize("doublings", [0, 3, 10, 11])
+def test_words_hold_as_many_of_the_largest_digits_as_there_are_slots(doublings: int) -> None:
+    count, layout = 2**doublings, share_layout([(2,)], 1)
+    width = BinFormat(count).width
+    # Just below the end of a bin, so that the upper digit is as large as it can be; and the lower one likewise.
+    for number in (2.0 ** (width - 1) * (1 - 2.0**-24), 2.0 ** (width - 9) + 0.5 - 2.0**-9):
+        x = torch.tensor([[number, -number]])
+        bins = empty(count, layout)
+        bins.add_gradient(x)
+        for _ in range(doublings):
+            bins.add(copy.deepcopy(bins))
+        assert total(bins).tolist() == pytest.approx((x[0].double() * count).tolist(), rel=2**-20)
+
+
+def test_more_than_1024_slots_get_wider_words_and_not_fewer_digits() -> None:
+    assert BinFormat(1024).dtype == torch.int32
+    assert BinFormat(1025).dtype == torch.int64
+    assert [BinFormat(count).width for count in (8, 64, 1023, 100_000)] == [28, 25, 22, 32]
