@@ -8,6 +8,8 @@ work, and what it would send is counted call by call. 8 ranks stand on each mach
   counted figures, their closed forms.
 - *exchange*: kernel launches and host time for one parameter group between replicas that are a machine each, where slots divide evenly and
   where they do not.
+- *sockets*: those of a process on CPUs, where gloo connects each rank of a group with every other when the group is made (as many as its groups have
+  ranks), and with GPUs, whose groups have NCCL alone: beside those of NCCL itself.
 - *host*: time per step that depends on the fleet alone: which gradients this rank counts, which leaves a round has, for a model of
   291 parameters in 34 groups.
 
@@ -36,7 +38,8 @@ from phalanx.model.facts.shape import parameters
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import Mesh, build_mesh
 from phalanx.parallel.mesh.slots import Deal, Round, rounds_of
-from phalanx.parallel.mesh.torch_compat import join_fake
+from phalanx.parallel.mesh.torch_compat import group_sizes, join_fake
+from phalanx.parallel.process_group.rendezvous import backends_for
 from phalanx.parallel.reduction import tree
 from phalanx.parallel.reduction.reduce_scatter import TreeReduceScatter
 from phalanx.parallel.reduction.slot_tree import Leaves
@@ -150,6 +153,18 @@ def exchanged(replicas: int, slots: int) -> dict[str, float]:
     return {"launches": launches.count, "host_ms": host_s * 1e3, "first_ms": first_s * 1e3}
 
 
+def sockets(ranks: int) -> dict[str, int]:
+    """Sockets of gloo in one process, of all groups of a model that is sharded over all ranks, and over a machine."""
+    found = {}
+    for name, shard_ranks in (("all", 0), ("a machine", MACHINE_RANKS)):
+        with world(ranks, machine_ranks=MACHINE_RANKS, shard_ranks=shard_ranks):
+            found[f"CPU, sharded over {name}"] = sum(group_sizes())
+            found[f"GPU, sharded over {name}"] = (
+                sum(group_sizes()) if "gloo" in backends_for(torch.device("cuda")) else 0
+            )
+    return found
+
+
 def host(ranks: int) -> dict[str, float]:
     """Milliseconds a step, and once at the start."""
     began_s = time.perf_counter()
@@ -194,13 +209,14 @@ def main() -> None:
             "network": network(ranks),
             "exchange": exchanged(replicas, replicas),
             "exchange, uneven": exchanged(replicas - 1, 8 * replicas),
+            "sockets": sockets(ranks),
             "host": host(ranks),
         }
         if given.json:
             print(json.dumps(report), flush=True)
             continue
         print(f"{ranks:,} ranks")
-        for part in ("network", "exchange", "exchange, uneven", "host"):
+        for part in ("network", "exchange", "exchange, uneven", "sockets", "host"):
             print(f"  {part}: {report[part]}", flush=True)
 
 

@@ -1,15 +1,19 @@
-"""A mesh makes no more process groups than it has companies of ranks, and what it made is gone once its process has left."""
+"""A mesh makes no more process groups than it has companies of ranks, with a socket for each member, and what it made is gone once its process has left."""
 
 from __future__ import annotations
 
 import gc
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from layouts import DENSE, MIXTURE, steps_on_this_rank, tiny
 from phalanx.parallel.mesh.mesh import build_mesh
+from phalanx.parallel.mesh.torch_compat import device_of_messages, group_sizes
 from phalanx.run.spec import ParallelSpec, RunSpec
 from ranks import Ranks
 
@@ -44,3 +48,41 @@ def test_a_process_that_has_left_keeps_no_group_however_many_steps_it_computed(r
     for model in (DENSE, MIXTURE):
         ranks.run(2, steps_on_this_rank, tiny(model, ParallelSpec(tensor=2)), 1)
         assert ranks.run(2, loops) == [1, 1], "the default group's own"
+
+
+def sockets() -> int:
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+        except FileNotFoundError:  # the listing's own
+            continue
+    return found
+
+
+def sockets_of_a_mesh(spec: RunSpec) -> tuple[int, list[int], list[int]]:
+    dist.barrier()
+    before, world = sockets(), group_sizes()
+    build_mesh(spec, dist.get_world_size(), torch.device("cpu"))
+    dist.barrier()
+    return sockets() - before, world, group_sizes()
+
+
+@pytest.mark.parametrize("parallel", [ParallelSpec(sharding="zero3"), ParallelSpec(tensor=2)], ids=str)
+def test_a_rank_on_cpus_has_a_socket_for_each_member_of_each_of_its_groups(
+    ranks: Ranks, parallel: ParallelSpec
+) -> None:
+    for made, world, groups in ranks.run(4, sockets_of_a_mesh, tiny(DENSE, parallel)):
+        assert world == [4]
+        assert made == sum(groups) - sum(world)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "device"), [(["cuda"], "cuda:1"), (["cpu"], "cpu"), (["cpu", "cuda"], "cpu")], ids=str
+)
+def test_messages_go_between_cpus_where_a_group_can_and_else_between_gpus(
+    kinds: list[str], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    group = SimpleNamespace(_device_types=[torch.device(kind) for kind in kinds])
+    assert device_of_messages(group) == torch.device(device)  # type: ignore[arg-type]

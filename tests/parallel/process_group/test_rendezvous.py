@@ -11,6 +11,7 @@ import torch
 from phalanx.parallel.process_group.rendezvous import (
     RankEnvironment,
     RendezvousError,
+    backends_for,
     device_for,
     first_host,
     join,
@@ -98,3 +99,10 @@ def test_ranks_that_never_come_are_reported() -> None:
 def test_asking_for_a_gpu_where_there_is_none_says_so() -> None:
     with pytest.raises(RendezvousError, match="sees no GPU"):
         device_for("cuda", 0)
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda", "nccl")])
+def test_ranks_have_one_backend_so_that_gpus_do_not_connect_every_rank_with_every_other(
+    device: str, backend: str
+) -> None:
+    assert backends_for(torch.device(device)) == backend

@@ -42,6 +42,7 @@ __all__ = [
     "gather_along",
     "group_of",
     "group_shapes",
+    "group_sizes",
     "join_fake",
     "local_slice_of",
     "overlap_with_products",
@@ -226,8 +227,20 @@ def forget_groups() -> None:
 def group_timeout() -> timedelta | None:
     """The timeout of the default group, for its operations and for its ranks to connect; ``None`` if its backend does not say."""
     world = dist.group.WORLD
-    options = None if world is None else getattr(world._get_backend(torch.device("cpu")), "options", None)
-    return getattr(options, "_timeout", None)
+    if world is None:
+        return None
+    backend = world._get_backend(
+        next(iter(world._device_types))
+    )  # each of them has one, and all have one timeout
+    return getattr(getattr(backend, "options", None), "_timeout", None)
+
+
+def group_sizes() -> list[int]:
+    """The number of ranks in each process group of this process, the default one first.
+
+    On gloo this is also the number of sockets: a rank listens, and is connected with every other rank of the group.
+    """
+    return [len(ranks) for ranks in dist.distributed_c10d._world.pg_group_ranks.values()]
 
 
 def set_group_timeouts(timeout_s: float) -> None:

@@ -74,7 +74,7 @@ def meet(
         epoch: Distinguishes this group from any other.
         rank: This process's.
         ranks: Of all.
-        device: gloo serves CPUs, NCCL (and gloo) GPUs.
+        device: gloo serves CPUs, NCCL GPUs.
         timeout_s: Of the group's collectives.
         check: Called now and then while waiting; may raise to end the wait.
         token: Of the run; every rank must prove that it knows it.

@@ -103,12 +103,16 @@ def device_for(kind: str, local_rank: int) -> torch.device:
 
 
 def backends_for(device: torch.device) -> str:
-    """The backends of a process group whose ranks compute on ``device``: gloo for CPU tensors, NCCL for a GPU's."""
-    return "cpu:gloo,cuda:nccl" if on_gpu(device) else "gloo"
+    """The backend of every process group of ranks that compute on ``device``: NCCL on GPUs, gloo on CPUs.
+
+    Never both: gloo connects each rank of a group with every other when the group is made, so that beside NCCL a rank would have as many
+    sockets as all its groups have ranks. What is no tensor of the training goes by way of the GPU (``typed_gather.py``).
+    """
+    return "nccl" if on_gpu(device) else "gloo"
 
 
 def join(place: RankEnvironment, device: torch.device, timeout_s: float) -> None:
-    """Makes this process a rank of the default process group: gloo on CPUs, NCCL (and gloo) on GPUs.
+    """Makes this process a rank of the default process group: gloo on CPUs, NCCL on GPUs.
 
     Raises ``RendezvousError`` when the address cannot be used or not everybody came within ``timeout_s``.
     """
