@@ -12,6 +12,8 @@ work, and what it would send is counted call by call. 8 ranks stand on each mach
   ranks), and with GPUs, whose groups have NCCL alone: beside those of NCCL itself.
 - *host*: time per step that depends on the fleet alone: which gradients this rank counts, which leaves a round has, for a model of
   291 parameters in 34 groups.
+- *matrices*: what an optimizer of whole matrices (Muon) works out once at the start: owner and exchange of DeepSeek-V3's 45,000 matrices, divided
+  by rows over all ranks.
 
     python bench/scale.py
     python bench/scale.py --ranks 8 1024 --json
@@ -25,14 +27,18 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from phalanx.model.facts.optimizer_state import matrix_work, takes_matrix
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import parameters
 from phalanx.parallel.mesh.comm_clock import CommClock
@@ -45,7 +51,9 @@ from phalanx.parallel.reduction.reduce_scatter import TreeReduceScatter
 from phalanx.parallel.reduction.slot_tree import Leaves
 from phalanx.parallel.reduction.tree import Intake, TreeReducer, exchange
 from phalanx.run.kinds.whole_model import resolve
-from phalanx.run.spec import ParallelSpec, RunSpec, TrainSpec
+from phalanx.run.spec import OptimizerSpec, ParallelSpec, RunSpec, TrainSpec
+from phalanx.train.optimizers.holders import Holders, matrices_of
+from phalanx.train.optimizers.matrices import MatrixExchange
 from phalanx.train.step.placement import Placement
 
 CPU = torch.device("cpu")
@@ -179,6 +187,39 @@ def host(ranks: int) -> dict[str, float]:
     return {"mesh_ms": mesh_ms, "owned_ms": owned_s * 1e3, "leaves_ms": leaves_s * 1e3}
 
 
+def matrices(ranks: int) -> dict[str, float]:
+    """CPU seconds, once at the start, without the gathering of tables; and the batches of a step."""
+    spec = OptimizerSpec(name="muon")
+    model = parameters(resolve(PRESETS["deepseek-v3"], 129_280))
+    shapes = {parameter.name: parameter.shape for parameter in model if takes_matrix(spec, parameter)}
+    tables = {name: _by_rows(shape, ranks) for name, shape in shapes.items()}
+    join_fake(0, ranks)
+    try:
+        began_s = time.process_time()
+        holders = {name: Holders(shape, tables[name]) for name, shape in shapes.items()}
+        cost = partial(_flops, spec)
+        exchange = MatrixExchange(shapes, {}, holders, cost, dist.group.WORLD)
+        spent_s = time.process_time() - began_s
+    finally:
+        dist.destroy_process_group()
+    count = sum(len(matrices_of(name, shape)) for name, shape in shapes.items())
+    return {"matrices": count, "start_s": spent_s, "batches": len(exchange.batches)}
+
+
+def _flops(spec: OptimizerSpec, rows: int, columns: int) -> float:
+    return matrix_work(spec, rows, columns).flops
+
+
+def _by_rows(shape: tuple[int, ...], ranks: int) -> NDArray[np.int64]:
+    """The table of a parameter that FSDP divides along its first dimension: ``(ranks, 2, dims)``."""
+    size = -(-shape[0] // ranks)
+    begin = np.minimum(np.arange(ranks) * size, shape[0])
+    table = np.zeros((ranks, 2, len(shape)), np.int64)
+    table[:, 1] = shape
+    table[:, 0, 0], table[:, 1, 0] = begin, np.minimum(begin + size, shape[0]) - begin
+    return table
+
+
 def _leaves(leaves: Leaves, current: Round) -> None:
     for _ in range(GROUPS):
         leaves.of_round(current)
@@ -211,12 +252,13 @@ def main() -> None:
             "exchange, uneven": exchanged(replicas - 1, 8 * replicas),
             "sockets": sockets(ranks),
             "host": host(ranks),
+            "matrices": matrices(ranks),
         }
         if given.json:
             print(json.dumps(report), flush=True)
             continue
         print(f"{ranks:,} ranks")
-        for part in ("network", "exchange", "exchange, uneven", "sockets", "host"):
+        for part in ("network", "exchange", "exchange, uneven", "sockets", "host", "matrices"):
             print(f"  {part}: {report[part]}", flush=True)
 
 

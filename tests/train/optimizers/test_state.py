@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layouts import DENSE, MIXTURE, legal_layouts, tiny
+from matrix_holders import holders_of
 from phalanx.model.facts.counts import fleet_state_bytes
 from phalanx.model.facts.holdings import fullest, moment_bytes
 from phalanx.model.facts.matrix_owners import work_of_owners
@@ -17,6 +18,7 @@ from phalanx.model.facts.optimizer_state import matrix_work, state_tensors, take
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import parameters
 from phalanx.model.transformer import Transformer
+from phalanx.parallel.mesh.local_slice import LocalSlice
 from phalanx.parallel.mesh.partition import piece
 from phalanx.plan.step_cost import memory
 from phalanx.plan.workload import stacks
@@ -26,7 +28,7 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import Layout
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, OptimizerSpec, ParallelSpec, RunSpec, TrainSpec
 from phalanx.train.optimizers.choose import make_optimizer
-from phalanx.train.optimizers.matrices import matrices_of, owners_of, shares_of
+from phalanx.train.optimizers.holders import matrices_of, owners_of
 from plan.jobs import job, one
 
 SPECS = st.one_of(
@@ -137,19 +139,18 @@ def test_owners_have_the_work_that_the_trainer_gives_them(
     model, layout = drawn
     taken = [p for p in parameters(tiny(model, ParallelSpec()).model) if takes_matrix(optimizer, p)]
     ranks = layout.shard * layout.model_ranks
-    holders = [{p.name: box for p in taken if (box := held_box(p, layout, rank))} for rank in range(ranks)]
+    boxes = [{p.name: box for p in taken if (box := held_box(p, layout, rank))} for rank in range(ranks)]
+    holders = holders_of({p.name: p.shape for p in taken}, boxes)
     matrices = [m for p in taken for m in matrices_of(p.name, p.shape)]
     works = [matrix_work(optimizer, m.rows, m.columns) for m in matrices]
-    owners = owners_of(matrices, [shares_of(m, holders) for m in matrices], [w.flops for w in works], ranks)
+    owners = owners_of(matrices, holders, [w.flops for w in works], ranks)
     given_work = [0] * ranks
     for owner, work in zip(owners, works, strict=True):
         given_work[owner] += work.state_bytes
     assert [work.state_bytes for work in work_of_owners(optimizer, taken, layout)] == given_work
 
 
-def held_box(
-    parameter: Parameter, layout: Layout, rank: int
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def held_box(parameter: Parameter, layout: Layout, rank: int) -> LocalSlice | None:
     """The part that a rank of a stage holds: its tensor or expert piece, of which FSDP's chunk of rows; ``None`` if that is empty."""
     ranges = [range(size) for size in parameter.shape]
     splits: Mapping[int, tuple[int, int]]
@@ -170,7 +171,7 @@ def held_box(
     ranges[0] = ranges[0][share * rows : (share + 1) * rows]
     if not ranges[0]:
         return None
-    return tuple(r.start for r in ranges), tuple(len(r) for r in ranges)
+    return LocalSlice(tuple(r.start for r in ranges), tuple(len(r) for r in ranges))
 
 
 def test_a_named_field_of_every_optimizer_reaches_the_planner() -> None:

@@ -20,70 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.model.facts.matrix_owners import deal_matrices
-from phalanx.parallel.mesh.local_slice import LocalSlice, intersection, slices_in
-from phalanx.parallel.process_group.typed_gather import gather_typed
+from phalanx.parallel.mesh.local_slice import LocalSlice, slices_in
+from phalanx.train.optimizers.holders import Holders, Matrix, matrices_of, owners_of
 
 BATCH_ELEMENTS = 1 << 27
 """Elements of matrices that an owner receives at once: what bounds the buffers (512 MiB in fp32)."""
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """A parameter that is a matrix, or one matrix of a stack ``(matrices, rows, columns)``."""
-
-    parameter: str
-    rows: int
-    columns: int
-    index: int | None = None
-    """Place in the stack."""
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return self.rows * self.columns
-
-    @property
-    def box(self) -> LocalSlice:
-        """Where it lies in the parameter."""
-        if self.index is None:
-            return LocalSlice((0, 0), (self.rows, self.columns))
-        return LocalSlice((self.index, 0, 0), (1, self.rows, self.columns))
-
-
-def matrices_of(parameter: str, shape: tuple[int, ...]) -> list[Matrix]:
-    """The matrices that a parameter of two or three dimensions consists of."""
-    if len(shape) == 2:
-        return [Matrix(parameter, *shape)]
-    count, rows, columns = shape
-    return [Matrix(parameter, rows, columns, index) for index in range(count)]
-
-
-@dataclass(frozen=True)
-class Share:
-    """One rank's part of a matrix."""
-
-    rank: int
-    part: LocalSlice
-    """In the parameter."""
-
-
-def shares_of(matrix: Matrix, holders: Sequence[Mapping[str, LocalSlice]]) -> list[Share]:
-    """The ranks' parts of a matrix; ``holders`` lists each rank's part of each parameter."""
-    shares = []
-    for rank, boxes in enumerate(holders):
-        part = intersection(matrix.box, boxes[matrix.parameter]) if matrix.parameter in boxes else None
-        if part is not None:
-            shares.append(Share(rank, part))
-    return shares
-
-
-def owners_of(
-    matrices: Sequence[Matrix], shares: Sequence[Sequence[Share]], costs: Sequence[float], ranks: int
-) -> list[int]:
-    """The owner of each matrix, by what everybody holds of it: see ``phalanx.model.facts.matrix_owners``."""
-    whole_on = [[s.rank for s in held if s.part == m.box] for m, held in zip(matrices, shares, strict=True)]
-    return deal_matrices(costs, whole_on, [0.0] * ranks)
 
 
 @dataclass(frozen=True)
@@ -120,12 +61,14 @@ class MatrixExchange:
     Args:
         parameters: Shapes of the whole parameters, in the same order on all ranks.
         boxes: What this rank holds of each (a parameter that it holds nothing of may be left out).
+        holders: What all ranks hold of each.
         cost: What a matrix of some rows and columns costs its owner, in any unit.
         group: ``None`` where this rank holds everything.
     """
 
     parameters: Mapping[str, tuple[int, ...]]
     boxes: Mapping[str, LocalSlice]
+    holders: Mapping[str, Holders]
     cost: Callable[[int, int], float]
     group: dist.ProcessGroup | None = None
     batches: list[MatrixBatch] = field(init=False)
@@ -133,13 +76,11 @@ class MatrixExchange:
     def __post_init__(self) -> None:
         self._ranks = self.group.size() if self.group else 1
         self._rank = self.group.rank() if self.group else 0
-        holders = self._everybodys_boxes()
         matrices = [m for name, shape in self.parameters.items() for m in matrices_of(name, shape)]
-        shares = [shares_of(matrix, holders) for matrix in matrices]
         costs = [self.cost(matrix.rows, matrix.columns) for matrix in matrices]
-        owners = owners_of(matrices, shares, costs, self._ranks)
+        owners = owners_of(matrices, self.holders, costs, self._ranks)
         self.batches = [
-            self._batch([(matrices[n], shares[n], owners[n]) for n in numbers])
+            self._batch([(matrices[n], owners[n]) for n in numbers])
             for numbers in _batches(matrices, owners, self._ranks)
         ]
 
@@ -171,29 +112,25 @@ class MatrixExchange:
             for leg, piece in zip(legs, pieces, strict=True):
                 yield leg.matrix, self._of_share(held, leg), piece
 
-    def _everybodys_boxes(self) -> list[Mapping[str, LocalSlice]]:
-        if self.group is None:
-            return [self.boxes]
-        return list(gather_typed(dict(self.boxes), dict[str, LocalSlice], self.group))
-
-    def _batch(self, matrices: Sequence[tuple[Matrix, Sequence[Share], int]]) -> MatrixBatch:
+    def _batch(self, matrices: Sequence[tuple[Matrix, int]]) -> MatrixBatch:
         lists: list[list[list[Leg]]] = [[[] for _ in range(self._ranks)] for _ in range(4)]
         gradients_out, gradients_in, changes_out, changes_in = lists
         crosses = False
-        for matrix, shares, owner in matrices:
-            senders = _senders(shares, owner)
-            crosses |= any(share.rank != owner for share in shares)
-            for share in shares:
-                leg = Leg(matrix, share.part)
-                if share.rank == self._rank:
-                    changes_in[owner].append(leg)
-                    if share in senders:
-                        gradients_out[owner].append(leg)
-                if owner == self._rank:
-                    changes_out[share.rank].append(leg)
-                    if share in senders:
-                        gradients_in[share.rank].append(leg)
-        owned = [matrix for matrix, _, owner in matrices if owner == self._rank]
+        for matrix, owner in matrices:
+            held = self.holders[matrix.parameter]
+            ranks = held.of(matrix)
+            crosses |= bool((ranks != owner).any())
+            if self._rank in ranks:
+                leg = Leg(matrix, held.part(matrix, self._rank))
+                changes_in[owner].append(leg)
+                if held.sends(matrix, self._rank, owner):
+                    gradients_out[owner].append(leg)
+            if owner == self._rank:
+                for rank in ranks.tolist():
+                    changes_out[rank].append(Leg(matrix, held.part(matrix, rank)))
+                for rank in held.senders(matrix, owner).tolist():
+                    gradients_in[rank].append(Leg(matrix, held.part(matrix, rank)))
+        owned = [matrix for matrix, owner in matrices if owner == self._rank]
         return MatrixBatch(owned, gradients_out, gradients_in, changes_out, changes_in, local=not crosses)
 
     def _of_share(self, held: Mapping[str, Tensor], leg: Leg) -> Tensor:
@@ -220,15 +157,6 @@ class MatrixExchange:
         )
         pieces = iter(torch.split(received, [leg.numel for legs in legs_in for leg in legs]))
         return [[next(pieces).view(leg.part[1][-2:]) for leg in legs] for legs in legs_in]
-
-
-def _senders(shares: Sequence[Share], owner: int) -> list[Share]:
-    """For each part of a matrix, one of those who hold it: the owner if it does, else the first."""
-    chosen: dict[LocalSlice, Share] = {}
-    for share in shares:
-        if share.part not in chosen or share.rank == owner:
-            chosen[share.part] = share
-    return list(chosen.values())
 
 
 def _batches(matrices: Sequence[Matrix], owners: Sequence[int], ranks: int) -> list[list[int]]:

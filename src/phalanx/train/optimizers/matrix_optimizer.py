@@ -19,7 +19,8 @@ from phalanx.parallel.mesh.local_slice import LocalSlice
 from phalanx.parallel.reduction.data_parallel import local
 from phalanx.run.kinds.parts import Parameter
 from phalanx.run.spec import OptimizerSpec
-from phalanx.train.optimizers.matrices import Matrix, MatrixExchange
+from phalanx.train.optimizers.holders import Matrix, gather_holders
+from phalanx.train.optimizers.matrices import MatrixExchange
 from phalanx.train.optimizers.optimizer import Optimizer, StatePart, boxes_of, decays, gradient_of
 
 
@@ -54,7 +55,8 @@ class MatrixOptimizer(Optimizer):
     ) -> None:
         self.spec, self.rule, self.parameters, self.kinds = spec, rule, parameters, kinds
         shapes = {name: kinds[name].shape for name in parameters}
-        self.exchange = MatrixExchange(shapes, boxes_of(parameters, boxes), self._cost, group)
+        held = boxes_of(parameters, boxes)
+        self.exchange = MatrixExchange(shapes, held, gather_holders(shapes, held, group), self._cost, group)
         self._parts: dict[str, list[StatePart]] = {}
         self._state: dict[Matrix, dict[str, Tensor]] = {}
         for run in _runs(self.exchange.owned):
