@@ -126,6 +126,8 @@ class Whole(DataParallel):
 
     def before_backward(self, part: int, *, last: bool) -> None:  # noqa: ARG002
         self.summation.intake.slot_complete = last
+        if last:
+            self.summation.add_to_siblings()
 
     def after_weights(self, part: int, *, last: bool) -> None:
         """Nothing: ``end`` takes in what was added."""

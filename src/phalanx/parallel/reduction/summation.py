@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import ClassVar, cast
 
 import torch
@@ -28,8 +29,8 @@ from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.mesh.slots import Deal, Round
 from phalanx.parallel.reduction.buckets import in_buckets
 from phalanx.parallel.reduction.reduce_scatter import TreeReduceScatter
-from phalanx.parallel.reduction.slot_tree import Leaves, SlotTree
-from phalanx.parallel.reduction.tree import Intake, TreeReducer, add_in_place, exchange
+from phalanx.parallel.reduction.slot_tree import Leaves, SlotTree, TreeNode
+from phalanx.parallel.reduction.tree import Intake, TreeReducer, admit_all, exchange
 
 
 class Summation(ABC):
@@ -59,6 +60,10 @@ class Summation(ABC):
         """Makes ready for the gradients of whole parameters, by name. Called once, at first."""
 
     @abstractmethod
+    def add_to_siblings(self) -> None:
+        """May have the next backward pass, which is a slot's last, add to what was summed before. Called ahead of it."""
+
+    @abstractmethod
     def sum_whole(self, parameters: Sequence[nn.Parameter]) -> None:
         """Takes in the ``grad`` of whole parameters at a round's end; after the last round leaves the sum there."""
 
@@ -77,6 +82,9 @@ class TreeSummation(Summation):
         self._deal, self._wire = deal, wire
         self._reducers: list[TreeReducer] = []
         self._trees: dict[nn.Parameter, SlotTree[Tensor]] = {}
+        self._lent: set[nn.Parameter] = set()
+        self.spare: dict[nn.Parameter, list[Tensor]] = {}
+        """Memory that no sum needs for the moment, by parameter."""
         self._names: dict[nn.Parameter, str] = {}
 
     def reduce_groups(self, modules: Sequence[FSDPModule]) -> None:
@@ -106,18 +114,44 @@ class TreeSummation(Summation):
         push = weakref.WeakMethod(self._push)
         for name, parameter in parameters.items():
             self._names[parameter] = name
-            self._trees[parameter] = SlotTree(self._deal.slots, add_in_place)
+            self.spare[parameter] = []
+            self._trees[parameter] = SlotTree(self._deal.slots, partial(_add_in_place, self.spare[parameter]))
             # During the backward pass, while the gradient is still in the cache.
             parameter.register_post_accumulate_grad_hook(weakly(push))  # type: ignore[no-untyped-call]
 
+    def add_to_siblings(self) -> None:
+        # A right sibling's gradient alone is nothing that anybody needs, unless a witness wants to see it: the backward pass
+        # adds it to the left one, which is the same addition without a set of gradients in between. A pipeline may put weight
+        # gradients off and bring them in pieces, which the tree would then add in another order.
+        slot = self.intake.round.slot
+        if slot % 2 == 0 or self.mesh.layout.pipeline > 1 or self.intake.admit is not admit_all:
+            return
+        for parameter, tree in self._trees.items():
+            if parameter.grad is None and (0, slot - 1) in tree.nodes:
+                parameter.grad = tree.nodes.pop((0, slot - 1))
+                self._lent.add(parameter)
+
     def _push(self, tensor: Tensor) -> None:
-        parameter = cast(nn.Parameter, tensor)
-        if self.intake.slot_complete and parameter.grad is not None:
-            if self.intake.admit(self._names[parameter], parameter.grad):
-                self._trees[parameter].push(self.intake.round.slot, parameter.grad)
-            parameter.grad = None
+        parameter, slot = cast(nn.Parameter, tensor), self.intake.round.slot
+        if not self.intake.slot_complete or parameter.grad is None:
+            return
+        if parameter in self._lent:
+            self._lent.discard(parameter)
+            self._trees[parameter].push_node((1, slot // 2), parameter.grad)
+        elif self.intake.admit(self._names[parameter], parameter.grad):
+            self._trees[parameter].push(slot, self._kept(parameter, parameter.grad))
+        parameter.grad = None
+
+    def _kept(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+        """``gradient`` in memory of an earlier sum, if there is any; its own then serves the next layer's gradient."""
+        spare = self.spare[parameter]
+        return spare.pop().copy_(gradient) if spare else gradient
 
     def sum_whole(self, parameters: Sequence[nn.Parameter]) -> None:
+        for parameter in self._lent:  # the slot had no gradient for them
+            self._trees[parameter].push_node((0, self.intake.round.slot - 1), cast(Tensor, parameter.grad))
+            parameter.grad = None
+        self._lent.clear()
         # What a split backward pass has accumulated without PyTorch's hooks noticing.
         self.intake.slot_complete = True
         for parameter in parameters:
@@ -129,13 +163,14 @@ class TreeSummation(Summation):
         if self.mesh.replicas == 1:
             for parameter in parameters:
                 parameter.grad = self._trees[parameter].take_root()
+                _put_aside(self.spare[parameter], parameter.grad)  # not used again before the next step
             return
         leaves = Leaves(self._deal, 1)
         forest = leaves.forest(self.mesh.replica)
         for bucket in in_buckets(parameters, nn.Parameter.numel):
             # Each node of the forest holds the same parameters, end to end: (elements of the bucket,).
             nodes = [
-                torch.cat([self._trees[parameter].nodes.pop(node).reshape(-1) for parameter in bucket])
+                torch.cat([self._taken(parameter, node).reshape(-1) for parameter in bucket])
                 for node in forest
             ]
             total = torch.empty_like(nodes[0])
@@ -143,7 +178,13 @@ class TreeSummation(Summation):
                 exchange(nodes, leaves, self.mesh, total)
             _hand_out(total, bucket)
 
+    def _taken(self, parameter: nn.Parameter, node: TreeNode) -> Tensor:
+        value = self._trees[parameter].nodes.pop(node)
+        _put_aside(self.spare[parameter], value)
+        return value
+
     def clear(self) -> None:
+        self._lent.clear()
         for tree in (*self._trees.values(), *(reducer.tree for reducer in self._reducers)):
             tree.nodes.clear()
 
@@ -164,6 +205,9 @@ class FastSummation(Summation):
 
     def follow(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Nothing: gradients accumulate in ``grad`` by themselves."""
+
+    def add_to_siblings(self) -> None:
+        """Nothing: they are added to whatever is there."""
 
     def sum_whole(self, parameters: Sequence[nn.Parameter]) -> None:
         if self.mesh.replicas == 1 or not self.intake.round.last:
@@ -187,6 +231,22 @@ def leaves_of(mesh: Mesh, deal: Deal, *, experts: bool) -> Leaves:
     # Context ranks see different parts of a slot; experts get the tokens of several ranks at once.
     of_experts = layout.expert_shard // (layout.shard // layout.team)
     return Leaves(deal, of_experts if experts else layout.team * layout.context)
+
+
+def _add_in_place(spare: list[Tensor], left: Tensor, right: Tensor) -> Tensor:
+    """Adds for a ``SlotTree``, in the memory of ``left``; that of ``right`` is put aside."""
+    _put_aside(spare, right)
+    return left.add_(right)
+
+
+def _put_aside(spare: list[Tensor], value: Tensor) -> None:
+    """Keeps the memory of a sum for a later gradient: on a CPU, where memory given back is mapped anew, page by page.
+
+    A tree then holds at any time what it needs at most in a step: no more than a set of gradients for each of its levels. A
+    GPU's memory stays with PyTorch's allocator, which hands it out again at no cost.
+    """
+    if value.device.type == "cpu":
+        spare.append(value)
 
 
 def weakly(push: Callable[[], Callable[[Tensor], None] | None]) -> Callable[[Tensor], None]:

@@ -24,7 +24,8 @@ from phalanx.parallel.reduction.level_sums import LevelSums, leaf_sums, level_su
 from phalanx.parallel.reduction.slot_tree import Leaves, SlotTree
 
 
-def _admit_all(name: str, gradient: Tensor) -> bool:  # noqa: ARG001
+def admit_all(name: str, gradient: Tensor) -> bool:  # noqa: ARG001
+    """Lets every slot's gradient into its tree."""
     return True
 
 
@@ -35,7 +36,7 @@ class Intake:
     round: Round = field(default_factory=lambda: Round((), 0, counts=False, last=False))
     slot_complete: bool = False
     """True if the next backward pass completes the slot's gradient; else its micro-batches still accumulate."""
-    admit: Callable[[str, Tensor], bool] = _admit_all
+    admit: Callable[[str, Tensor], bool] = admit_all
     """Called with the name of a parameter or group and a slot's gradient; ``False`` keeps it out of the tree."""
 
 

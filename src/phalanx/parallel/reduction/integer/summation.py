@@ -85,6 +85,9 @@ class IntegerSummation(Summation):
             self._whole[parameter] = self._reducer(name, leaves, [parameter.shape], 1, 0)
             parameter.register_post_accumulate_grad_hook(weakly(push))  # type: ignore[no-untyped-call]
 
+    def add_to_siblings(self) -> None:
+        """Nothing: integers have no tree."""
+
     def _push(self, tensor: Tensor) -> None:
         parameter = cast(nn.Parameter, tensor)
         if self.intake.slot_complete and parameter.grad is not None:
