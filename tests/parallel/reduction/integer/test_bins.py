@@ -109,8 +109,9 @@ def test_elements_that_were_not_finite_in_a_slot_are_no_numbers_and_no_others(gr
 def test_words_hold_as_many_of_the_largest_digits_as_there_are_slots(doublings: int) -> None:
     count, layout = 2**doublings, share_layout([(2,)], 1)
     width = BinFormat(count).width
-    # Just below the end of a bin, so that the upper digit is as large as it can be; and the lower one likewise.
-    for number in (2.0 ** (width - 1) * (1 - 2.0**-24), 2.0 ** (width - 9) + 0.5 - 2.0**-9):
+    # As large as an upper digit can be, twice what it can be, and as large as a lower digit can be.
+    largest = 2.0 ** (width - 1) * (1 - 2.0**-24)
+    for number in (largest, 2 * largest, 2.0 ** (width - 9) + 0.5 - 2.0**-9):
         x = torch.tensor([[number, -number]])
         bins = empty(count, layout)
         bins.add_gradient(x)
