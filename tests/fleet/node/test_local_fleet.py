@@ -135,7 +135,13 @@ def test_a_coordinator_that_was_stopped_and_never_continued_is_replaced(
 
     monkeypatch.setattr(Session, "start", asleep)
     monkeypatch.setattr(local_fleet, "_STOPPED_S", 0.0)
-    processes = local_fleet._Processes(run, LocalFleet(1), {}, {}, StopOrders(lambda _words: None))
+    processes = local_fleet._Processes(
+        run,
+        LocalFleet(1),
+        {"PHALANX_RUN_TOKEN": "a" * 64},
+        {"PHALANX_OPERATOR_TOKEN": "b" * 64},
+        StopOrders(lambda _words: None),
+    )
     processes.start()
     first, agent = processes.coordinator, processes.agents["node-0"]
     assert first is not None
@@ -156,7 +162,13 @@ def test_agents_that_the_coordinator_had_not_met_before_it_ended_are_told_to_end
 
     monkeypatch.setattr(Session, "start", asleep)
     monkeypatch.setattr(local_fleet, "_FAREWELL_S", 600.0)
-    processes = local_fleet._Processes(run, LocalFleet(2), {}, {}, StopOrders(lambda _words: None))
+    processes = local_fleet._Processes(
+        run,
+        LocalFleet(2),
+        {"PHALANX_RUN_TOKEN": "a" * 64},
+        {"PHALANX_OPERATOR_TOKEN": "b" * 64},
+        StopOrders(lambda _words: None),
+    )
     processes.start()
     write_fleet_file(run.directory.path, seen(FleetPhase.FINISHED))
     processes.over = True
@@ -238,6 +250,25 @@ def test_a_coordinator_is_restarted_although_the_users_model_is_gone(
     )  # an agent and the coordinator, until one of them is given up
     assert len(set(starts)) == 1
     assert starts[0].split(os.pathsep)[-1] == str((tmp_path / "source").resolve())
+
+
+@pytest.mark.parametrize("damage", [lambda text: text[:32], lambda text: "f0" + text[2:], lambda _: "\n"])
+def test_a_token_file_that_is_damaged_meanwhile_gives_no_process_another_token(
+    run: OpenRun, monkeypatch: pytest.MonkeyPatch, starts: list[str], damage: Callable[[str], str]
+) -> None:
+    given: list[str] = []
+    failing, path = subprocess.Popen, run.directory.path / "fleet.token"
+
+    def damaging(command: list[str], *, env: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
+        given.append(env["PHALANX_RUN_TOKEN"])
+        if len(given) == 1:
+            path.write_text(damage(path.read_text()))
+        return failing(command, env=env, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", damaging)
+    run_fleet(run, LocalFleet(1), show_nothing)
+    assert len(starts) > MOST_DEATHS
+    assert len(set(given)) == 1
 
 
 @pytest.mark.usefixtures("starts")

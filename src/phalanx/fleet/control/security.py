@@ -108,7 +108,15 @@ def keyring(run_dir: Path, role: TokenRole = "join") -> Keyring:
     variable = TOKEN_VARIABLES[role]
     if not (given := os.environ.get(variable)):
         return read_keyring(run_dir, role)
-    token = _checked(given, f"the environment variable {variable}")
+    return keyring_after(_checked(given, f"the environment variable {variable}"), run_dir, role)
+
+
+def keyring_after(token: str, run_dir: Path, role: TokenRole = "join") -> Keyring:
+    """The tokens of a run's file if ``token`` is the present one there, or was changed into it; else ``token`` alone.
+
+    A file that says neither is damaged, or of other hands: half a token is as good a token as any, and whoever took it over would be
+    refused by all who have the whole.
+    """
     with suppress(SecurityError):
         found = read_keyring(run_dir, role)
         if found.token == token or found.follows(token):

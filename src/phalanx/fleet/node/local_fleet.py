@@ -24,9 +24,8 @@ from phalanx.fleet.control.coordinator import EXIT_CANNOT_START
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
 from phalanx.fleet.control.security import (
     TOKEN_VARIABLES,
-    SecurityError,
     TokenRole,
-    keyring,
+    keyring_after,
     make_token,
     require_two_tokens,
 )
@@ -396,11 +395,11 @@ class _Processes:
         )
 
     def _read_tokens(self) -> None:
-        """Takes over tokens that an operator has changed meanwhile; those of now are kept if their files are gone."""
+        """Takes over tokens that an operator has changed meanwhile; those of now are kept if their files are gone or damaged."""
         known: dict[TokenRole, dict[str, str]] = {"join": self.environment, "operate": self.operator}
         for role, environment in known.items():
-            with suppress(SecurityError):
-                environment[TOKEN_VARIABLES[role]] = keyring(self.run.directory.path, role).token
+            variable = TOKEN_VARIABLES[role]
+            environment[variable] = keyring_after(environment[variable], self.run.directory.path, role).token
 
     def log(self, name: str) -> Path:
         """The log of a coordinator or agent."""
