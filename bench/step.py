@@ -6,7 +6,10 @@ neighbors in time is not):
 (a) our step over the same model in a bare PyTorch loop (``F.cross_entropy``, ``clip_grad_norm_``, ``torch.optim.AdamW``);
 (b) our step over ``transformers``' Llama of the same shape in the same bare loop;
 (c) the FLOP/s that our step achieves (attention counted causally) over the machine's matrix-multiply peak;
-(d) at two ranks, the reproducible reduction over the fast one, with ZeRO-3, ZeRO-2 and plain replication.
+(d) at two ranks, the reproducible reduction over the fast one, with ZeRO-3, ZeRO-2 and plain replication;
+(e) the shares of our step that forward and backward, the tree, the norm and the optimizer take, in processor time, and the pages
+    of memory that a step maps afresh, each loop in a process of its own (``--only shares``): a loop that runs beside
+    another finds the memory that the other gave back.
 
     python bench/step.py
     python bench/step.py --rounds 9 --json
@@ -18,10 +21,12 @@ import argparse
 import dataclasses
 import json
 import multiprocessing
+import resource
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +47,14 @@ from phalanx.model.transformer import Transformer
 from phalanx.observe.ledger import Ledger
 from phalanx.parallel.mesh.mesh import build_mesh
 from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
+from phalanx.parallel.reduction import exact_sum
+from phalanx.parallel.reduction.summation import TreeSummation
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ParallelSpec, PrecisionSpec, RunSpec, RuntimeSpec, ScheduleSpec, TrainSpec
 from phalanx.train.lifecycle.assemble import make_deterministic
 from phalanx.train.lifecycle.compose import build_model
+from phalanx.train.optimizers.adamw import AdamW
+from phalanx.train.step.slot import LoopRunner
 from phalanx.train.step.state import fill_initial
 from phalanx.train.step.step import Stepper
 
@@ -232,12 +241,84 @@ def two_ranks(arguments: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+@contextmanager
+def _timed(owner: Any, name: str, spent: dict[str, float], label: str) -> Iterator[None]:
+    """Adds the processor time of calls of ``owner.name`` to ``spent[label]``."""
+    plain = getattr(owner, name)
+
+    def call(*args: Any, **options: Any) -> Any:
+        begin = time.process_time()
+        try:
+            return plain(*args, **options)
+        finally:
+            spent[label] = spent.get(label, 0.0) + time.process_time() - begin
+
+    setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        setattr(owner, name, plain)
+
+
+def _shares_worker(contender: str, arguments: argparse.Namespace, results: Any) -> None:
+    spec = spec_for(arguments, 1)
+    make_deterministic(spec, CPU)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as patches:
+        join(RankEnvironment(0, 1, 0, (Path(folder) / "store").as_uri(), "phalanx"), CPU, 60.0)
+        spent: dict[str, float] = {}
+        if contender == "bare":
+            step = same_model_bare(spec)
+        else:
+            for owner, name, label in (
+                (TreeSummation, "_push", "tree"),
+                (exact_sum, "norm", "norm"),
+                (AdamW, "step", "optimizer"),
+                (LoopRunner, "gradients", "slots"),
+            ):
+                patches.enter_context(_timed(owner, name, spent, label))
+            _, step = build_stepper(spec, CPU)
+        step()
+        rows = []
+        for _ in range(arguments.rounds):
+            spent.clear()
+            before, begin = resource.getrusage(resource.RUSAGE_SELF), time.process_time()
+            step()
+            whole = time.process_time() - begin
+            pages = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before.ru_minflt
+            rows.append({"cpu_s": whole, "fresh_pages": pages, **_shares(spent, whole)})
+        leave()
+    results.put({name: statistics.median(row[name] for row in rows) for name in rows[0]})
+
+
+def _shares(spent: dict[str, float], whole: float) -> dict[str, float]:
+    """The shares of a step of ``whole`` seconds; the tree grows inside the slots' backward passes."""
+    if not spent:
+        return {}
+    inner = {name: spent.get(name, 0.0) for name in ("tree", "norm", "optimizer")}
+    parts = {"forward_backward": spent["slots"] - inner["tree"], **inner}
+    parts["other"] = whole - sum(parts.values())
+    return {f"share_{name}": part / whole for name, part in parts.items()}
+
+
+def shares(arguments: argparse.Namespace) -> dict[str, Any]:
+    """(e), for one rank of one thread."""
+    context = multiprocessing.get_context("spawn")
+    found = {}
+    for contender in ("ours", "bare"):
+        results = context.Queue()
+        worker = context.Process(target=_shares_worker, args=(contender, arguments, results))
+        worker.start()
+        found |= {f"{contender}_{name}": value for name, value in results.get(timeout=3600).items()}
+        worker.join()
+    return {**found, "cpu_over_bare_loop": found["bare_cpu_s"] / found["ours_cpu_s"]}
+
+
 GOALS = {
-    "over_bare_loop": 0.97,
-    "over_transformers": 1.0,
+    "over_bare_loop": 1.0,
+    "over_transformers": 1.05,
     "over_matmul_peak": 0.6,
     "reproducible_over_fast_zero3": 0.95,
-    "reproducible_over_fast_zero2": 0.95,
+    "reproducible_over_fast_zero2": 0.97,
     "reproducible_over_fast_none": 0.95,
 }
 
@@ -253,14 +334,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2, help="of the single rank in (a) to (c)")
     parser.add_argument("--compile", action="store_true", help="compile the blocks of all contenders")
-    parser.add_argument("--only", choices=["one-rank", "two-ranks"])
+    parser.add_argument("--only", choices=["one-rank", "two-ranks", "shares"])
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     found: dict[str, Any] = {}
-    if arguments.only != "two-ranks":
+    if arguments.only in (None, "one-rank"):
         found |= one_rank(arguments)
-    if arguments.only != "one-rank":
+    if arguments.only in (None, "two-ranks"):
         found |= two_ranks(arguments)
+    if arguments.only in (None, "shares"):
+        found |= shares(arguments)
     if arguments.json:
         print(json.dumps(found))
         return

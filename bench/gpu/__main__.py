@@ -63,6 +63,7 @@ def parts_for(gpus: int, ranks: int) -> list[Part]:
         Part("hashes of another process", 60),
         *(Part(f"hashes of {count} ranks", 60, count) for count in counts),
         Part("kernels", 40),
+        Part("one pass", 30),
         Part("mixture", 40),
         Part("memory", 60, ranks),
         Part("kinds", 80),
@@ -159,6 +160,8 @@ def be_rank(arguments: argparse.Namespace) -> None:
             bits.kernels(device, report)
         case "kinds":
             bits.kinds(device, report)
+        case "one pass":
+            layers.one_pass(device, report)
         case "mixture":
             layers.mixture(device, report)
         case "memory":

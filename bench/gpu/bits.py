@@ -16,6 +16,8 @@ from bench.gpu.setting import Tell, attempt, run_of, sizes_for, weights_after
 from bench.step import build_stepper
 from phalanx.checkpoint.save.staging import Staging
 from phalanx.hardware.device import on_gpu, wait_for_device
+from phalanx.hardware.kernels.choose import fused_kernels
+from phalanx.hardware.kernels.reference import REFERENCE
 from phalanx.model.layers.linear import Linear
 from phalanx.parallel.pipeline.weight_gradients import put_off_weight_gradients
 from phalanx.run.spec import MemorySpec, MlaSpec, ModelSpec, MoeSpec, RunSpec
@@ -140,7 +142,13 @@ def kernels(device: torch.device, tell: Tell) -> None:
     )
     attempt(tell, "put-off weight gradients", device, partial(_put_off, device, width, inner, tokens))
     attempt(tell, "attention of a batch and of its sequences", device, partial(_attention, device))
+    attempt(tell, "update and sums in one pass", device, partial(_one_pass, device))
     attempt(tell, "snapshot during the next update", device, partial(_snapshot, device))
+
+
+def _one_pass(device: torch.device) -> bool:
+    """The kernels that go over memory once were found to have the bits of PyTorch's operations, and so are used."""
+    return fused_kernels(device) is not REFERENCE
 
 
 def _grouped_rows(device: torch.device, width: int, inner: int) -> bool:

@@ -1,4 +1,4 @@
-"""A mixture's experts alone, and a step's memory by kind."""
+"""A mixture's experts alone, the optimizer's kernels alone, and a step's memory by kind."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from bench.gpu.setting import Tell, attempt, sizes_for, speed_run
 from bench.gpu.trace import profiled, summary
 from bench.step import build_stepper, seconds_of
 from phalanx.hardware.device import on_gpu
+from phalanx.hardware.kernels.choose import fused_kernels
+from phalanx.hardware.kernels.reference import REFERENCE, Kernels, UpdateFactors
 from phalanx.model.layers.moe import Experts
 from phalanx.run.spec import ModelSpec, MoeSpec
 from phalanx.train.step.memory_meter import MemoryMeter
@@ -54,6 +56,36 @@ def _experts(device: torch.device, slots: int) -> dict[str, float]:
         "tflop_per_s": 3 * 2 * 3 * width * inner * rows * slots / step_s / 1e12,
         "kernels": float(summary(profiled(step, device, 1))["kernels"]),
     }
+
+
+def one_pass(device: torch.device, tell: Tell) -> None:
+    """Time of an AdamW update and of the parts of an exact norm, in one pass over memory and as PyTorch's operations."""
+    ways = {"one pass": fused_kernels(device), "PyTorch's operations": REFERENCE}
+    for name, kernels in ways.items():
+        attempt(tell, name, device, partial(_picoseconds, kernels, device))
+
+
+def _picoseconds(kernels: Kernels, device: torch.device) -> dict[str, float]:
+    """For each element."""
+    count = 1 << (28 if on_gpu(device) else 16)
+    held = [torch.rand(count, device=device) for _ in range(4)]
+    factors = UpdateFactors(0.5, 0.9, 0.1, 0.95, 0.05, 0.3, 1e-8, 1e-3, 0.999)
+    constants = (1.5 * 2.0**31, 1.5 * 2.0**8)
+
+    def update() -> None:
+        size = kernels.chunk_elements(device)
+        for pieces in zip(*(tensor.split(size) for tensor in held), strict=True):
+            kernels.adamw([pieces[0]], [pieces[1]], [pieces[2]], [pieces[3]], factors)
+
+    def norm() -> None:
+        kernels.peak(held[1:2], device)
+        kernels.extracted_sums(held[1:2], constants, device)
+
+    found = {}
+    for name, call in (("update_ps_per_element", update), ("norm_ps_per_element", norm)):
+        call()
+        found[name] = statistics.median(seconds_of(call, device) for _ in range(5)) / count * 1e12
+    return found
 
 
 def memory(device: torch.device, tell: Tell, presets: tuple[str, ...]) -> None:

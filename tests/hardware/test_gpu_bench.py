@@ -33,6 +33,8 @@ def stand_in(parts: tuple[str, ...]) -> dict[str, dict[str, object]]:
                 trace.trace(device, mine.__setitem__, ())
             case "kernels":
                 bits.kernels(device, mine.__setitem__)
+            case "one pass":
+                layers.one_pass(device, mine.__setitem__)
             case "mixture":
                 layers.mixture(device, mine.__setitem__)
             case "memory":
@@ -46,7 +48,9 @@ def stand_in(parts: tuple[str, ...]) -> dict[str, dict[str, object]]:
 
 
 def test_every_part_runs_in_small_on_a_cpu_and_what_should_hold_does(ranks: Ranks) -> None:
-    (alone,) = ranks.run(1, stand_in, ("hashes", "speed", "trace", "kernels", "mixture", "memory", "kinds"))
+    (alone,) = ranks.run(
+        1, stand_in, ("hashes", "speed", "trace", "kernels", "one pass", "mixture", "memory", "kinds")
+    )
     together = ranks.run(2, stand_in, ("hashes of 2 ranks",))[0]
     parts = {name: PartResult(name, "ok", 1.0, found) for name, found in (alone | together).items()}
     assert [
