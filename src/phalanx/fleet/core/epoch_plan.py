@@ -121,8 +121,8 @@ def deal(state: FleetState, count: int) -> tuple[str, ...]:
     if not state.seats:
         # Neighboring ranks talk most, so at first they are dealt along the domains.
         along = sorted(candidates, key=lambda name: (state.nodes[name].domain, name))
-        first = sorted(along, key=lambda name: state.nodes[name].started_as_spare)[:count]
-        return tuple(name for name in along if name in set(first))
+        first = set(sorted(along, key=lambda name: state.nodes[name].started_as_spare)[:count])
+        return tuple(name for name in along if name in first)
     for seat in [seat for seat, name in enumerate(kept) if name is None]:
         near = state.nodes[state.seats[min(seat, len(state.seats) - 1)]].domain
         chosen = min(candidates, key=lambda name: _distance(state.nodes[name], near, lost))

@@ -7,6 +7,8 @@ when each member of the last one has reported that its workers have left, or is 
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 from phalanx.fleet.core.commands import (
     Diagnose,
     Fresh,
@@ -61,16 +63,25 @@ def _from_forming(state: FleetState, orders: list[Order]) -> bool:
         return not (engaged and state.now_s - state.since_s < settings.form_s) and _form(state, orders)
     if state.stopping:
         return _form(state, orders)
-    whole = settings.formation.largest(settings.wanted_nodes * settings.formation.workers_per_node)
+    if not ranks:
+        return False
+    if state.now_s - state.since_s < settings.form_s:
+        whole = settings.formation.largest(settings.wanted_nodes * settings.formation.workers_per_node)
+        # While nodes join one by one, the first comparison decides, without a look at all of them.
+        if ranks < whole or _without_spares(state, ranks) < whole:
+            return False
+    return _form(state, orders)
+
+
+def _without_spares(state: FleetState, ranks: int) -> int:
+    """Number of ranks to begin with, at most ``ranks``: nodes started as spares count where one of the others is not to be had."""
     # A node known to be unfit or lost is not waited for: one that was started as a spare takes its place.
     missing = any(
         not node.alive or node.eligibility is not Eligibility.GOOD
         for node in state.nodes.values()
         if not node.started_as_spare
     )
-    ready = ranks if missing else ranks_without_started_spares(state)
-    patient = ready < whole and state.now_s - state.since_s < settings.form_s
-    return bool(ranks) and not patient and _form(state, orders)
+    return ranks if missing else ranks_without_started_spares(state)
 
 
 def _from_binding(state: FleetState, orders: list[Order]) -> bool:
@@ -215,11 +226,8 @@ def _step_of(source: StateSource) -> int:
 
 def _reseat(state: FleetState, seats: tuple[str, ...]) -> None:
     old, state.seats = state.seats, list(seats)
-    changed = [
-        seat
-        for seat in range(max(len(old), len(seats)))
-        if seat in state.vacant or old[seat : seat + 1] != [*seats[seat : seat + 1]]
-    ]
+    others = {seat for seat, (before, now) in enumerate(zip_longest(old, seats)) if before != now}
+    changed = sorted(others | state.vacant)
     state.vacant = set()
     stand = [old[seat] for seat in changed if seat < len(old)]
     sit = {seats[seat]: seat for seat in changed if seat < len(seats)}
