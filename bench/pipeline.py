@@ -16,6 +16,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -90,11 +91,10 @@ class Sleeper(nn.Module):
 class Nothing:
     """Parameters add up their gradients themselves."""
 
-    def before_backward(self, part: int, *, last: bool) -> None:
-        """Nothing to prepare."""
-
-    def after_weights(self, part: int, *, last: bool) -> None:
-        """Nothing to do."""
+    def computing(self, part: int, slot: int, *, last: bool, postponed: bool) -> AbstractContextManager[None]:
+        """Encloses nothing."""
+        del part, slot, last, postponed
+        return nullcontext()
 
 
 def slots(schedule: Schedule) -> list[tuple[float, float]]:
@@ -118,7 +118,7 @@ def slots(schedule: Schedule) -> list[tuple[float, float]]:
         pipeline.clock.take_ns()
         bed.slept_s = 0.0
         begin = time.perf_counter()
-        pipeline.run(micro_batches, forward, 1.0, Nothing())
+        pipeline.run(micro_batches, forward, [1.0], Nothing())
         waited_s = pipeline.clock.take_ns() / 1e9
         dist.barrier()
         whole_s = time.perf_counter() - begin

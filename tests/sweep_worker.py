@@ -30,6 +30,7 @@ from phalanx.parallel.reduction.reduce_scatter import TreeReduceScatter
 from phalanx.run.directory.result import RunResult
 from phalanx.train.lifecycle import loop
 from phalanx.train.step.evaluate import evaluate
+from phalanx.train.step.slot import LoopRunner, PipelineRunner
 from phalanx.train.step.state import weights_sha256
 from phalanx.train.step.step import Stepper
 
@@ -51,7 +52,8 @@ _PHASES = {
         tree.exchange: "reduction",
         graph._engine_run_backward: "backward",
         StageLinks.__init__: "connecting",
-        Stepper._slot_gradient: "forward",
+        PipelineRunner.gradients: "forward",
+        LoopRunner.gradients: "forward",
     }.items()
 }
 """The phase that a rank is in, by the innermost of these functions on its stack; named as objects, so that a rename shows."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -36,11 +37,27 @@ MIXTURE = ModelSpec(
 class Nothing:
     """Parameters that add up their gradients themselves."""
 
-    def before_backward(self, part: int, *, last: bool) -> None:
-        pass
+    def computing(self, part: int, slot: int, *, last: bool, postponed: bool) -> AbstractContextManager[None]:
+        """Encloses nothing."""
+        del part, slot, last, postponed
+        return nullcontext()
 
-    def after_weights(self, part: int, *, last: bool) -> None:
-        pass
+
+class Slots:
+    """Takes each slot's gradients when they are complete, stage by stage."""
+
+    def __init__(self, parts: Sequence[nn.Module], slots: int) -> None:
+        self.parts = parts
+        self.gradients: list[dict[str, Tensor]] = [{} for _ in range(slots)]
+
+    @contextmanager
+    def computing(self, part: int, slot: int, *, last: bool, postponed: bool) -> Iterator[None]:
+        """Takes them after the last time."""
+        del postponed
+        yield
+        if last:
+            self.gradients[slot] |= gradients_of([self.parts[part]])
+            self.parts[part].zero_grad(set_to_none=True)
 
 
 def batches(micro_batches: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -113,8 +130,32 @@ def in_a_pipeline(
     parts = stages_here(spec, schedule, dist.get_rank())
     tokens, targets = batches(micro_batches)
     pipeline = pipeline_of(parts, schedule, everybody())
-    losses = pipeline.run(tokens, losses_of(targets), SCALE, Nothing())
+    losses = pipeline.run(tokens, losses_of(targets), [SCALE], Nothing())
     return losses.tolist(), gradients_of(parts)
+
+
+def slots_in_a_pipeline(
+    name: ScheduleName, per_rank: int, spec: ModelSpec, micro_batches: int, slots: int
+) -> list[dict[str, Tensor]]:
+    """Gradients of this rank's stages for each of ``slots`` slots, which share the micro-batches and flow without a pause."""
+    schedule = Schedule(name, dist.get_world_size(), per_rank)
+    parts = stages_here(spec, schedule, dist.get_rank())
+    tokens, targets = batches(micro_batches)
+    found = Slots(parts, slots)
+    pipeline_of(parts, schedule, everybody()).run(tokens, losses_of(targets), [SCALE] * slots, found)
+    return found.gradients
+
+
+def slots_in_one_piece(spec: ModelSpec, micro_batches: int, slots: int) -> list[dict[str, Tensor]]:
+    """Gradients of the undivided model for each of ``slots`` slots."""
+    model, (tokens, targets) = whole_model(spec), batches(micro_batches)
+    forward, found = losses_of(targets), []
+    for number, x in enumerate(tokens):
+        (forward(model, x, number) * SCALE).backward()
+        if (number + 1) % (micro_batches // slots) == 0:
+            found.append(gradients_of([model]))
+            model.zero_grad(set_to_none=True)
+    return found
 
 
 def recomputed_in_a_pipeline(
@@ -128,7 +169,7 @@ def recomputed_in_a_pipeline(
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     tokens, targets = batches(micro_batches)
     pipeline = pipeline_of(parts, schedule, everybody())
-    losses = pipeline.run(tokens, losses_of(targets), SCALE, Nothing())
+    losses = pipeline.run(tokens, losses_of(targets), [SCALE], Nothing())
     return losses.tolist(), gradients_of(parts)
 
 
@@ -150,5 +191,5 @@ def waiting_ns() -> int:
     tokens, targets = batches(4)
     pipeline = pipeline_of(parts, schedule, everybody())
     pipeline.clock.take_ns()
-    pipeline.run(tokens, losses_of(targets), SCALE, Nothing())
+    pipeline.run(tokens, losses_of(targets), [SCALE], Nothing())
     return pipeline.clock.take_ns()

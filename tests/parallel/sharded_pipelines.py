@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -78,13 +79,14 @@ class Accumulation:
     def __init__(self, parts: list[FSDPModule]) -> None:
         self.parts = parts
 
-    def before_backward(self, part: int, *, last: bool) -> None:
+    @contextmanager
+    def computing(self, part: int, slot: int, *, last: bool, postponed: bool) -> Iterator[None]:
+        del slot
         self.parts[part].set_requires_gradient_sync(last)
         self.parts[part].set_is_last_backward(last)
-
-    def after_weights(self, part: int, *, last: bool) -> None:
-        del last
-        finish_backward(self.parts[part])
+        yield
+        if postponed:
+            finish_backward(self.parts[part])
 
 
 def whole_gradients(parts: list[nn.Module]) -> dict[str, Tensor]:
@@ -106,8 +108,8 @@ def undivided(narrow: bool) -> dict[str, Tensor]:
     forward = losses_of(targets)
     for number, x in enumerate(tokens):
         loss = forward(model, x, number)
-        accumulation.before_backward(0, last=number == len(tokens) - 1)
-        (loss * SCALE).backward()
+        with accumulation.computing(0, 0, last=number == len(tokens) - 1, postponed=False):
+            (loss * SCALE).backward()
     return whole_gradients([model])
 
 
@@ -130,5 +132,5 @@ def pipelined(
     group, dtype = mesh.get_group("pipeline"), torch.bfloat16 if narrow else torch.float32
     pipeline = Pipeline(parts, schedule, (group, group), (SEQ, DIM), dtype, torch.device("cpu"))
     tokens, targets = slot_of(mesh.get_local_rank("shard"))
-    pipeline.run(tokens, losses_of(targets), SCALE, Accumulation(cast(list[FSDPModule], parts)))
+    pipeline.run(tokens, losses_of(targets), [SCALE], Accumulation(cast(list[FSDPModule], parts)))
     return whole_gradients(cast(list[nn.Module], parts)), {s.calls for s in sums}

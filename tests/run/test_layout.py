@@ -108,8 +108,6 @@ def test_a_legal_layout_uses_every_rank_once_and_folds_its_experts(
         ("parallel.pipeline_split", run(pipeline=2, pipeline_split=(4, 5))),
         ("parallel.pipeline_split", run(pipeline=2, pipeline_split=(8, 0))),
         ("parallel.pipeline_stages", run(pipeline=2, pipeline_stages=2)),
-        ("train.micro_batch_size", run(pipeline=4, pipeline_schedule="zbv")),
-        ("train.micro_batch_size", run(train=dataclasses.replace(TRAIN, micro_batch_size=4), pipeline=2, pipeline_schedule="interleaved")),
         ("runtime.compile", run(pipeline=2, pipeline_schedule="dualpipev", compiled=True)),
         ("parallel.expert", run(expert=2)),
         ("parallel.expert", run(MIXTURE, expert=3)),

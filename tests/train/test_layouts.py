@@ -99,7 +99,11 @@ def test_a_dense_model_is_the_same_on_every_layout(
 
 @pytest.mark.parametrize(
     ("model", "parallel"),
-    [("dense", ParallelSpec(tensor=2)), ("mixture", ParallelSpec(context=2, expert=2, sharding="zero2"))],
+    [
+        ("dense", ParallelSpec(tensor=2)),
+        ("dense", ParallelSpec(pipeline=2, pipeline_schedule="zbv", sharding="none")),
+        ("mixture", ParallelSpec(context=2, expert=2, sharding="zero2")),
+    ],
     ids=str,
 )
 def test_sums_in_integers_are_the_same_on_every_fleet_of_a_division(

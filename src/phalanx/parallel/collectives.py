@@ -39,8 +39,7 @@ _EXCHANGES = {
 
 def rounds_per_step(spec: RunSpec, layout: Layout) -> int:
     """The largest number of slots that a rank computes in a step."""
-    deal = Deal(spec.train.slots, layout.replicate, layout.shard, layout.team)
-    return max(len(deal.rounds(replica)) for replica in {0, layout.replicate - 1})
+    return Deal(spec.train.slots, layout.replicate, layout.shard, layout.team).most_rounds
 
 
 def collectives(spec: RunSpec, layout: Layout, held: Holding) -> Calls:

@@ -217,20 +217,6 @@ def _schedule_problems(spec: RunSpec) -> Iterator[Problem]:
             "gpipe and 1f1b take 1, interleaved 2 or more, zbv and dualpipev 2; 0 chooses",
             ("parallel.pipeline_schedule",),
         )
-    micro_batches = micro_batches_per_slot(spec)
-    if name == "interleaved" and micro_batches % parallel.pipeline:
-        yield _too_few(micro_batches, f"a multiple of {parallel.pipeline}", name)
-    if name in SPLIT_BACKWARD and micro_batches < 2 * parallel.pipeline:
-        yield _too_few(micro_batches, f"at least {2 * parallel.pipeline}", name)
-
-
-def _too_few(micro_batches: int, needed: str, schedule: str) -> Problem:
-    return Problem(
-        "train.micro_batch_size",
-        f"a slot has {micro_batches} micro-batches",
-        f"{schedule} needs {needed}: change micro_batch_size, slots or batch_size",
-        ("parallel.pipeline_schedule", "train.slots", "train.batch_size"),
-    )
 
 
 def micro_batches_per_slot(spec: RunSpec) -> int:

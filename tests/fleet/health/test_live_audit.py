@@ -49,14 +49,21 @@ def audited_steps(
     mesh = build_mesh(spec, dist.get_world_size(), device)
     built = build_model(spec, mesh)
     fill_initial(built.model.parts, built.placement, spec)
-    stepper = Stepper(built, iter(()), Ledger(time.monotonic_ns()))
     step = 0
 
-    def compute(current: Any) -> None:
-        draw = np.random.default_rng([step, current.slot])
+    def samples(slot: int) -> Any:
+        draw = np.random.default_rng([step, slot])
         shape = (spec.train.batch_size // spec.train.slots, spec.train.seq_len + 1)
-        stepper._slot_gradient(current, torch.from_numpy(draw.integers(0, spec.model.vocab_size, shape)))
+        return draw.integers(0, spec.model.vocab_size, shape)
 
+    def batches() -> Any:
+        while True:
+            yield from (samples(current.slot) for current in built.rounds)
+
+    def compute(current: Any) -> None:
+        stepper.recompute_slot(current, samples(current.slot))
+
+    stepper = Stepper(built, batches(), Ledger(time.monotonic_ns()))
     audit = LiveAudit(built.model, mesh.deal(spec.train.slots), spec.runtime.seed, every, compute)
     verdicts = []
     for step in range(1, steps + 1):
@@ -79,14 +86,14 @@ def audited_steps(
 
             audit.witness.corrupt = damage
         try:
-            audit.begin(step)
+            with stepper._auditing():
+                audit.begin(step)
         except CorruptionFoundError as error:
             verdicts.append(error.verdict)
             break
-        for number, current in enumerate(built.rounds):
-            with audit.around(number):
-                compute(current)
-        verdicts.append(audit.verdict(step))
+        stepper._run_slots(audit)
+        with stepper._auditing():
+            verdicts.append(audit.verdict(step))
         if verdicts[-1] is None:
             built.optimizer.step(step, 1e-3, 1.0)
         built.model.abandon()

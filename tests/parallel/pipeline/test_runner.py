@@ -14,6 +14,8 @@ from parallel.pipelined import (
     in_a_pipeline,
     in_one_piece,
     recomputed_in_a_pipeline,
+    slots_in_a_pipeline,
+    slots_in_one_piece,
     waiting_ns,
 )
 from parallel.sharded_pipelines import pipelined, undivided
@@ -47,6 +49,18 @@ def test_losses_and_gradients_have_the_bits_of_the_undivided_model(
 ) -> None:
     results = ranks.run(pipeline, in_a_pipeline, name, per_rank, DENSE, 8)
     assert_same_bits(results, in_one_piece(DENSE, 8))
+
+
+@pytest.mark.parametrize(("micro_batches", "slots"), [(12, 3), (3, 3)], ids=str)
+@pytest.mark.parametrize(("name", "per_rank"), SCHEDULES)
+def test_slots_that_follow_each_other_have_each_the_bits_of_the_undivided_model(
+    ranks: Ranks, name: ScheduleName, per_rank: int, micro_batches: int, slots: int
+) -> None:
+    found = ranks.run(2, slots_in_a_pipeline, name, per_rank, BIASED, micro_batches, slots)
+    for slot, expected in enumerate(slots_in_one_piece(BIASED, micro_batches, slots)):
+        merged = {name: gradient for held in found for name, gradient in held[slot].items()}
+        assert merged.keys() == expected.keys()
+        assert [name for name in merged if not torch.equal(merged[name], expected[name])] == []
 
 
 @pytest.mark.parametrize("spec", [BIASED, MIXTURE], ids=["biased", "mixture"])

@@ -24,14 +24,21 @@ UNITS: dict[PassKind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 @st.composite
 def schedules(draw: st.DrawFn) -> tuple[Schedule, int]:
-    """A legal schedule and a number of micro-batches."""
+    """A schedule and a number of micro-batches for which its list has no gaps."""
+    schedule = draw(pipelines())
+    return schedule, schedule.suited(draw(st.integers(1, 24)))
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> Schedule:
+    """Any schedule."""
     name: ScheduleName = draw(st.sampled_from(("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")))
-    pipeline = draw(st.integers(1, 6))
     per_rank = {"gpipe": 1, "1f1b": 1, "interleaved": draw(st.integers(2, 4))}.get(name, 2)
-    if name == "interleaved":
-        return Schedule(name, pipeline, per_rank), pipeline * draw(st.integers(1, 5))
-    least = 2 * pipeline if name in ("zbv", "dualpipev") else 1
-    return Schedule(name, pipeline, per_rank), least + draw(st.integers(0, 12))
+    return Schedule(name, draw(st.integers(1, 6)), per_rank)
+
+
+SLOTS = st.tuples(pipelines(), st.integers(1, 6), st.integers(1, 6))
+"""A schedule, a number of slots, and micro-batches of each slot."""
 
 
 def torchs_actions(schedule: Schedule, rank: int, micro_batches: int) -> list[Action]:
@@ -68,40 +75,77 @@ def test_a_ranks_actions_are_those_of_torch(drawn: tuple[Schedule, int]) -> None
         assert schedule.actions(rank, micro_batches) == torchs_actions(schedule, rank, micro_batches)
 
 
-@given(schedules())
+@given(SLOTS)
 def test_each_micro_batch_goes_once_forward_and_once_back_through_each_stage(
-    drawn: tuple[Schedule, int],
+    drawn: tuple[Schedule, int, int],
 ) -> None:
-    schedule, micro_batches = drawn
+    schedule, slots, per_slot = drawn
     seen: dict[tuple[int, int], str] = defaultdict(str)
     for rank in range(schedule.pipeline):
-        for action in schedule.actions(rank, micro_batches):
+        for action in schedule.actions(rank, slots * per_slot, slots):
             seen[action.stage, action.micro_batch] += action.kind
-    assert seen.keys() == {(s, m) for s in range(schedule.stages) for m in range(micro_batches)}
+    assert seen.keys() == {(s, m) for s in range(schedule.stages) for m in range(slots * per_slot)}
     assert set(seen.values()) <= {"FB", "FIW"}
 
 
-@given(schedules())
-def test_weight_gradients_come_in_the_order_of_micro_batches(drawn: tuple[Schedule, int]) -> None:
-    schedule, micro_batches = drawn
+@given(SLOTS)
+def test_weight_gradients_come_in_the_order_of_micro_batches(drawn: tuple[Schedule, int, int]) -> None:
+    schedule, slots, per_slot = drawn
     for rank in range(schedule.pipeline):
-        actions = schedule.actions(rank, micro_batches)
+        actions = schedule.actions(rank, slots * per_slot, slots)
         for stage in stages_of_rank(schedule.name, schedule.pipeline, rank, schedule.per_rank):
             for kinds in ("BI", "BW"):
                 order = [a.micro_batch for a in actions if a.stage == stage and a.kind in kinds]
-                assert order == list(range(micro_batches))
+                assert order == list(range(slots * per_slot))
 
 
-@given(schedules())
-def test_every_message_that_a_rank_needs_is_sent_to_it_once_over_a_link(drawn: tuple[Schedule, int]) -> None:
-    schedule, micro_batches = drawn
-    lists = [schedule.actions(rank, micro_batches) for rank in range(schedule.pipeline)]
+@given(SLOTS)
+def test_a_stage_completes_a_slots_gradient_before_it_computes_any_of_the_next(
+    drawn: tuple[Schedule, int, int],
+) -> None:
+    schedule, slots, per_slot = drawn
+    for rank in range(schedule.pipeline):
+        actions = schedule.actions(rank, slots * per_slot, slots)
+        for stage in stages_of_rank(schedule.name, schedule.pipeline, rank, schedule.per_rank):
+            order = [a.micro_batch // per_slot for a in actions if a.stage == stage and a.kind in "BIW"]
+            assert order == sorted(order)
+
+
+@given(SLOTS)
+def test_slots_that_follow_each_other_end_and_take_no_longer_than_one_after_the_other(
+    drawn: tuple[Schedule, int, int],
+) -> None:
+    schedule, slots, per_slot = drawn
+    together, _ = timeline(schedule, slots * per_slot, slots)
+    alone, _ = timeline(schedule, per_slot)
+    assert together <= slots * alone + 1e-9
+    if schedule.name == "gpipe":
+        assert together == pytest.approx(slots * alone)
+
+
+@given(SLOTS)
+def test_every_message_that_a_rank_needs_is_sent_to_it_once_over_a_link(
+    drawn: tuple[Schedule, int, int],
+) -> None:
+    schedule, slots, per_slot = drawn
+    lists = [schedule.actions(rank, slots * per_slot, slots) for rank in range(schedule.pipeline)]
     for rank, actions in enumerate(lists):
         sources = [source for source, target in schedule.links() if target == rank]
         sent = [message for source in sources for message in schedule.sent(lists[source], rank)]
         needed = [message for action in actions if (message := need_of(schedule, action)) is not None]
         from_others = [m for m in needed if schedule.rank_of(m.stage + (-1 if m.kind == "F" else 1)) != rank]
         assert sorted(sent) == sorted(from_others)
+
+
+@given(SLOTS)
+def test_a_rank_holds_no_more_than_the_schedule_holds_of_one_long_slot(
+    drawn: tuple[Schedule, int, int],
+) -> None:
+    schedule, slots, per_slot = drawn
+    long = per_slot if schedule.name == "gpipe" else 8 * schedule.pipeline
+    for rank in range(schedule.pipeline):
+        flowing = most_held(schedule.actions(rank, slots * per_slot, slots))
+        assert flowing <= most_held(schedule.actions(rank, long))
 
 
 @given(schedules())
@@ -140,9 +184,17 @@ def need_of(schedule: Schedule, action: Action) -> StageMessage | None:
     return None
 
 
-def timeline(schedule: Schedule, micro_batches: int) -> tuple[float, list[float]]:
+def most_held(actions: list[Action]) -> int:
+    """The most stages' activations that a rank holds at once."""
+    held = [0]
+    for action in actions:
+        held.append(held[-1] + {"F": 1, "B": -1, "W": -1}.get(action.kind, 0))
+    return max(held)
+
+
+def timeline(schedule: Schedule, micro_batches: int, slots: int = 1) -> tuple[float, list[float]]:
     """When the last rank ends, and how long each was busy, if each begins as soon as it can; fails on a deadlock."""
-    waiting = {rank: schedule.actions(rank, micro_batches)[::-1] for rank in range(schedule.pipeline)}
+    waiting = {rank: schedule.actions(rank, micro_batches, slots)[::-1] for rank in range(schedule.pipeline)}
     now, busy = [0.0] * schedule.pipeline, [0.0] * schedule.pipeline
     ready: dict[StageMessage | None, float] = {None: 0.0}
     while any(waiting.values()):

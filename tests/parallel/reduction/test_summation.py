@@ -49,8 +49,8 @@ def run_slots(model: Whole, samples: Tensor, only: int | None = None) -> None:
         batches = samples[current.slot]
         for number, batch in enumerate(batches):
             loss = module(batch)
-            model.before_backward(0, last=number == len(batches) - 1)
-            loss.backward()
+            with model.computing(0, current, last=number == len(batches) - 1):
+                loss.backward()
         model.end(current)
 
 
@@ -123,11 +123,11 @@ def test_a_witness_sees_every_slot_s_gradient_alone() -> None:
 def test_a_parameter_that_a_slot_did_not_use_is_not_taken_for_summed() -> None:
     model = whole(2)
     (module,) = model.parts
-    for current in rounds_of(Deal(2, 1, 1), 0, 0)[:2]:
+    for current in rounds_of(Deal(2, 1, 1), 0, 0):
         model.begin(current)
         loss = module(torch.ones(7), everything=current.slot == 0)
-        model.before_backward(0, last=True)
-        loss.backward()
+        with model.computing(0, current, last=True):
+            loss.backward()
         if current.slot == 0:
             model.end(current)
     with pytest.raises(ValueError, match="slots are missing"):

@@ -38,11 +38,10 @@ from phalanx.fleet.faults.fault import (
 )
 from phalanx.fleet.faults.fault_list import fault_marker
 from phalanx.observe.ledger import Bucket
-from phalanx.parallel.mesh.slots import Round
 from phalanx.parallel.reduction.data_parallel import local
 from phalanx.parallel.reduction.witness import Witness, attach
 from phalanx.train.step.built import Built
-from phalanx.train.step.slot import MicroBatch
+from phalanx.train.step.slot import SlotWork
 from phalanx.train.step.state import state_tensors
 
 _FULL_BYTES = 4096
@@ -217,23 +216,17 @@ class Saboteur:
 
     def _spoil_losses(self, built: Built) -> None:
         """Lets the loss of a slot be no number when a fault says so; not of one that an audit only computes once more."""
-        begin, gradients = built.model.begin, built.runner.gradients
-        counts = True
+        gradients = built.runner.gradients
 
-        def noted(current: Round) -> None:
-            nonlocal counts
-            counts = current.counts
-            begin(current)
+        def spoiled(work: SlotWork) -> list[Tensor]:
+            losses = gradients(work)
+            counted = [turn for turn, current in enumerate(work.rounds) if current.counts]
+            if self._nan and counted:
+                self._nan = False
+                losses[counted[0]] = losses[counted[0]] * torch.nan
+            return losses
 
-        def spoiled(batches: Sequence[MicroBatch], scale: float) -> Tensor:
-            loss = gradients(batches, scale)
-            if not (self._nan and counts):
-                return loss
-            self._nan = False
-            return loss * torch.nan
-
-        for owner, name, wrapper in ((built.model, "begin", noted), (built.runner, "gradients", spoiled)):
-            setattr(owner, name, wrapper)
+        vars(built.runner)["gradients"] = spoiled
 
     def _dawdle(self, seconds: float) -> None:
         """Slows a slot down, after it took ``seconds``, to ``_slow`` times that."""
@@ -275,11 +268,22 @@ def _before(owner: object, method: str, act: Callable[[], None]) -> None:
 
 
 def _between(owner: object, first: str, last: str, act: Callable[[float], None]) -> None:
-    """Wraps two methods of one object so that each call of ``last`` calls ``act`` with the seconds since ``first``."""
-    began_s = [0.0]
+    """Wraps two methods of one object so that each call of ``last`` calls ``act`` with the seconds since ``first``.
+
+    Where ``first`` was called again before, as slots overlap in a pipeline, time that ``act`` was told of does not count again.
+    """
+    since_s = [0.0]
+    under_way = [0]
 
     def begin() -> None:
-        began_s[0] = time.monotonic()
+        if not under_way[0]:
+            since_s[0] = time.monotonic()
+        under_way[0] += 1
+
+    def end() -> None:
+        act(time.monotonic() - since_s[0])
+        under_way[0] -= 1
+        since_s[0] = time.monotonic()
 
     _before(owner, first, begin)
-    _before(owner, last, lambda: act(time.monotonic() - began_s[0]))
+    _before(owner, last, end)

@@ -105,7 +105,7 @@ class LiveAudit:
         self.good_step = self._unsealed
 
     def around(self, number: int) -> AbstractContextManager[None]:
-        """Encloses round ``number`` of the step; if it is the audited one, takes checksums of its gradients."""
+        """Encloses what computes gradients of round ``number``; if it is the audited one, takes their checksums."""
         if any(check.owner == self.team and check.round == number for check in self._plan):
             return self.witness.watch()
         return nullcontext()

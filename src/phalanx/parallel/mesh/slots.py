@@ -41,6 +41,12 @@ class Deal:
             for first in range(0, len(mine), width)
         ]
 
+    @property
+    def most_rounds(self) -> int:
+        """The largest number of slots that a rank computes in a step."""
+        longest = max(self.hands_of_replica(0), self.hands_of_replica(self.replicas - 1), key=len)
+        return -(-len(longest) * self.team // self.shard_ranks)
+
 
 @dataclass(frozen=True)
 class Round:

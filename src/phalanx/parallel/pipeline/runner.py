@@ -1,4 +1,4 @@
-"""Runs a slot's micro-batches through the stages of a pipeline.
+"""Runs the micro-batches of a step's slots through the stages of a pipeline.
 
 Each rank holds one stage of the model or several (``Transformer.keep``) and works through its list of actions
 (``phalanx.parallel.pipeline.schedules``); inputs and gradients of stages travel between the ranks
@@ -7,6 +7,10 @@ one makes every rank's list on every rank, divides backward passes in a way that
 ``phalanx.parallel.pipeline.weight_gradients``), holds a sharded stage's weights gathered for the whole slot, and cuts batches and keyword
 arguments into pieces by rules of its own.
 
+Micro-batches of one slot follow those of the one before without a pause, if the schedule can do that. Forward passes of a slot
+mingle with backward passes of the one before, but a stage computes gradients of one slot at a time: ``Accumulation`` is told of
+which, and closes a slot's gradient after the stage's last backward pass for it, while the slot still flows through other stages.
+
 A stage is called as the undivided model is: the caller's ``Forward`` says how, for each micro-batch. So all that a pipeline
 changes is where the graph is cut, and the gradients have the bits of one rank that runs micro-batch after micro-batch.
 """
@@ -14,7 +18,9 @@ changes is where the graph is cut, and the gradients have the bits of one rank t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -33,15 +39,26 @@ Forward = Callable[[nn.Module, Tensor, int], Tensor]
 hidden states, or of the last stage the loss, 0-dim."""
 
 
+class MicroBatches(Protocol):
+    """The tokens ``(b, s)``, int64, of micro-batches, all of one shape: slot after slot, as many of each."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int, /) -> Tensor: ...
+
+
 class Accumulation(Protocol):
-    """Gradient accumulation over micro-batches, told about each pass. Stages are numbered as on their rank, from 0."""
+    """Gradient accumulation over the micro-batches of slots. Stages are numbered as on their rank, slots as they flow, from 0."""
 
-    def before_backward(self, part: int, *, last: bool) -> None:
-        """Called before gradients of a stage are computed; after the ``last`` time they are the slot's."""
-        ...
+    def computing(self, part: int, slot: int, *, last: bool, postponed: bool) -> AbstractContextManager[None]:
+        """Encloses each computation of gradients of a stage.
 
-    def after_weights(self, part: int, *, last: bool) -> None:
-        """Called when postponed weight gradients were added, outside of any backward pass."""
+        Args:
+            part: The stage.
+            slot: The slot that they belong to.
+            last: True if the slot's gradient is complete on this stage afterwards.
+            postponed: True if postponed weight gradients are added, outside of any backward pass.
+        """
         ...
 
 
@@ -78,22 +95,26 @@ class Pipeline:
         self.put_off = [put_off_weight_gradients(part) if divides else WeightGradients() for part in parts]
 
     def run(
-        self, tokens: Sequence[Tensor], forward: Forward, scale: float, accumulation: Accumulation
+        self,
+        tokens: MicroBatches,
+        forward: Forward,
+        scales: Sequence[float],
+        accumulation: Accumulation,
     ) -> Tensor:
-        """Forward and backward of a slot: the loss of each micro-batch, zero except on the rank with the last stage.
+        """Forward and backward of slots: the loss of each micro-batch, zero except on the rank with the last stage.
 
-        The gradients of ``scale`` times the losses are added to the parameters', in the order of micro-batches.
+        The gradients of the losses times their slot's scale are added to the parameters', in the order of micro-batches.
 
         Args:
-            tokens: Of each micro-batch ``(b, s)``, int64; all of one shape.
+            tokens: Of each micro-batch.
             forward: Calls a stage.
-            scale: Multiplies the losses.
-            accumulation: Is told before and after gradients are computed.
+            scales: What multiplies the losses of each slot.
+            accumulation: Encloses what computes gradients.
         """
-        passage = _Passage(self, tokens, forward, scale, accumulation)
-        return passage.run(self.schedule.actions)
+        passage = _Passage(self, tokens, forward, scales, accumulation)
+        return passage.run(partial(self.schedule.actions, slots=len(scales)))
 
-    def evaluate(self, tokens: Sequence[Tensor], forward: Forward) -> Tensor:
+    def evaluate(self, tokens: MicroBatches, forward: Forward) -> Tensor:
         """The loss of each micro-batch ``(b, s)``, zero except on the rank with the last stage; no gradients."""
         with torch.no_grad():
             return _Passage(self, tokens, forward).run(self.schedule.forward_only)
@@ -104,9 +125,10 @@ class _Passage:
     """One set of micro-batches on its way through the stages of a rank."""
 
     pipeline: Pipeline
-    tokens: Sequence[Tensor]
+    tokens: MicroBatches
     forward: Forward
-    scale: float = 1.0
+    scales: Sequence[float] = (1.0,)
+    """By slot."""
     accumulation: Accumulation | None = None
     local: dict[StageMessage, Tensor] = field(default_factory=dict)
     """Messages from one stage of this rank to the next."""
@@ -139,15 +161,20 @@ class _Passage:
         if kind == "F":
             self._forward(part, action)
             return
-        # Gradients of a stage are complete with the last micro-batch's B or W: W's come in the order of micro-batches.
-        last = kind != "I" and micro_batch == len(self.tokens) - 1
+        # A slot's gradient is complete with its last micro-batch's B or W: W's come in the order of micro-batches.
+        last = kind != "I" and (micro_batch + 1) % self._per_slot == 0
         assert self.accumulation is not None
-        self.accumulation.before_backward(part, last=last)
-        if kind == "W":
-            put_off.add(micro_batch)
-            self.accumulation.after_weights(part, last=last)
-        else:
-            self._backward(action)
+        with self.accumulation.computing(
+            part, micro_batch // self._per_slot, last=last, postponed=kind == "W"
+        ):
+            if kind == "W":
+                put_off.add(micro_batch)
+            else:
+                self._backward(action)
+
+    @property
+    def _per_slot(self) -> int:
+        return len(self.tokens) // len(self.scales)
 
     def _forward(self, part: int, action: Action) -> None:
         _, stage, micro_batch = action
@@ -158,7 +185,7 @@ class _Passage:
         y = self.forward(self.pipeline.parts[part], x, micro_batch)
         if stage == self.pipeline.schedule.stages - 1:
             self.losses[micro_batch] = y.detach()
-            y = y * self.scale
+            y = y * self.scales[micro_batch // self._per_slot]
         else:
             self._send(action, y.detach())
         if torch.is_grad_enabled():

@@ -1,12 +1,13 @@
 """Pipeline schedules as data: what each rank of a pipeline computes, in which order.
 
-The layers are divided into stages; a slot's micro-batches flow through them forward and back. A schedule is a list of
+The layers are divided into stages; micro-batches flow through them forward and back. A schedule is a list of
 actions for each rank: forward (F), backward (B), or backward in two halves, the gradient of the stage's input first (I) and
 those of its weights when there is nothing more urgent to do (W). The lists are those of ``torch.distributed.pipelining``,
 to which the tests hold them; here a rank makes its own list alone, where PyTorch makes every rank's on every rank, which at
 64 stages and 512 micro-batches takes each of them ten seconds.
 
-- ``gpipe``: all forward, then all backward (arXiv 1811.06965).
+- ``gpipe``: all forward, then all backward (arXiv 1811.06965). It drains after each slot: it holds the activations of
+  every micro-batch of a list, which would be those of the whole step.
 - ``1f1b``: backward as early as possible, so that few activations are held (PipeDream-Flush, arXiv 2006.09503).
 - ``interleaved``: several stages on each rank, dealt round by round (arXiv 2104.04473).
 - ``zbv``: two stages on each rank, placed down and up again like a V; W fills the gaps (arXiv 2401.10241, section 6).
@@ -14,11 +15,17 @@ to which the tests hold them; here a rank makes its own list alone, where PyTorc
   2412.19437, section 3.2.1, folded in half). The members of a pair run one after the other here.
 
 Every list computes the weight gradients of a stage in the order of micro-batches, so a schedule changes no sum.
+
+All schedules but ``gpipe`` run over the micro-batches of all slots that a rank computes in a step, one after the other, so the
+pipeline fills and drains once a step, however many slots there are, and holds what it would hold for one long slot. A stage
+completes one slot's gradient before it adds to the next one's: a W that is put off comes before the stage's first backward pass
+of the next slot. PyTorch's lists of ``interleaved`` want a multiple of the ranks, and those of ``zbv`` and ``dualpipev`` twice
+the ranks or more; for other numbers a rank leaves out of a longer list the micro-batches that do not exist, as all others do.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -65,8 +72,8 @@ class Schedule:
         turn, place = divmod(stage, self.pipeline)
         return self.pipeline - 1 - place if self.name in SPLIT_BACKWARD and turn else place
 
-    def actions(self, rank: int, micro_batches: int) -> list[Action]:
-        """The actions of ``rank`` for a slot of ``micro_batches``, in order."""
+    def actions(self, rank: int, micro_batches: int, slots: int = 1) -> list[Action]:
+        """The actions of ``rank``, in order, for ``slots`` slots that have ``micro_batches`` together, each as many."""
         makers = {
             "gpipe": _gpipe,
             "1f1b": _one_forward_one_backward,
@@ -74,7 +81,23 @@ class Schedule:
             "zbv": _zbv,
             "dualpipev": _dualpipev,
         }
-        return makers[self.name](self, rank, micro_batches)
+        make, per_slot = makers[self.name], micro_batches // slots
+        if self.name == "gpipe":
+            slot = make(self, rank, per_slot)
+            return [
+                Action(kind, stage, first + number)
+                for first in range(0, micro_batches, per_slot)
+                for kind, stage, number in slot
+            ]
+        longer = make(self, rank, self.suited(micro_batches))
+        actions = [action for action in longer if action.micro_batch < micro_batches]
+        return _slot_after_slot(actions, per_slot) if slots > 1 and self.name in SPLIT_BACKWARD else actions
+
+    def suited(self, micro_batches: int) -> int:
+        """The least number of micro-batches, ``micro_batches`` or more, for which the schedule's list has no gaps."""
+        if self.name == "interleaved":
+            return -(-micro_batches // self.pipeline) * self.pipeline
+        return max(micro_batches, 2 * self.pipeline) if self.name in SPLIT_BACKWARD else micro_batches
 
     def forward_only(self, rank: int, micro_batches: int) -> list[Action]:
         """The actions of ``rank`` for an evaluation: forward passes only."""
@@ -108,7 +131,7 @@ def stages_of_rank(schedule: ScheduleName, pipeline: int, rank: int, stages_per_
 
 
 def bubble(schedule: ScheduleName, pipeline: int, micro_batches: int, stages_per_rank: int) -> float:
-    """The share of a slot's time that a rank stands idle, if nothing but computing takes time.
+    """The share of the time of ``micro_batches`` that a rank stands idle, if nothing but computing takes time.
 
     Stages are taken to be equal, and F, I and W of a stage to take the same time, B twice that. With ``m`` micro-batches,
     ``p`` ranks and ``v`` stages on each, idle over busy time is
@@ -116,7 +139,7 @@ def bubble(schedule: ScheduleName, pipeline: int, micro_batches: int, stages_per
     - ``(p - 1) / m`` for ``gpipe`` (arXiv 1811.06965, section 2.3) and ``1f1b`` (arXiv 2104.04473, section 2.2.1);
     - ``(p - 1) / (v m)`` for ``interleaved`` (arXiv 2104.04473, section 2.2.2);
     - ``(p - 1) / (6 m)`` for ``zbv``: nothing but the wait for the first input, which arXiv 2401.10241 does not count,
-      because its steps overlap, while the slots here do not;
+      because its steps overlap, while those here do not;
     - the same for ``dualpipev`` while the members of a pair run one after the other. (For pairs that end together, the
       README of DeepSeek's DualPipe gives ``(p - 1) (F&B + B - 3 W)`` of idle time.)
     """
@@ -165,6 +188,25 @@ def _interleaved(schedule: Schedule, rank: int, micro_batches: int) -> list[Acti
         order += (at("F", ahead + step), at("B", step))
     # Cool-down: the backward passes that are left.
     return order + [at("B", step) for step in range(total - ahead, total)]
+
+
+def _slot_after_slot(actions: Iterable[Action], per_slot: int) -> list[Action]:
+    """Moves every W that a stage owes to a slot ahead of the stage's first backward pass of the next slot."""
+    ordered: list[Action] = []
+    owed: dict[int, deque[Action]] = defaultdict(deque)
+    for action in actions:
+        kind, stage, number = action
+        owing = owed[stage]
+        if kind == "W":
+            if owing and owing[0] == action:  # else it has been moved
+                ordered.append(owing.popleft())
+            continue
+        while kind != "F" and owing and owing[0].micro_batch // per_slot < number // per_slot:
+            ordered.append(owing.popleft())
+        ordered.append(action)
+        if kind == "I":
+            owing.append(Action("W", stage, number))
+    return ordered
 
 
 class _Writer:

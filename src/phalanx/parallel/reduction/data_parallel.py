@@ -8,15 +8,17 @@ more parts of it (its stages). Two choices are left, and they combine freely:
   weights, because FSDP2 makes the narrow copy. Or ``Whole``: every rank holds the module as it is, nothing to gather.
 - How the slots' gradients are added: ``TreeSummation`` or ``FastSummation`` (``summation.py``), or ``IntegerSummation``.
 
-The optimizer's step loops over its rounds (``mesh/slots.py``): ``begin(round)``, then forward and backward of the slot's
-micro-batches with ``before_backward`` ahead of each, then ``end(round)``. After the last round each parameter's ``grad`` is
-this rank's share of the sum (``gradients``), until ``abandon``.
+The optimizer's step goes through its rounds (``mesh/slots.py``): ``begin(round)``, then forward and backward of the slot's
+micro-batches, each backward pass through a part inside ``computing``, then ``end(round)``. In a pipeline a round begins before the
+one ahead of it has ended, but through each part all backward passes of a round come before those of the next. After the
+last round each parameter's ``grad`` is this rank's share of the sum (``gradients``), until ``abandon``.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -51,21 +53,38 @@ class DataParallel(ABC):
         """The ranks' places."""
         return self.summation.mesh
 
-    def begin(self, current: Round) -> None:
+    def begin(self, current: Round) -> None:  # noqa: B027  for what is to happen at a slot's beginning, such as faults
         """Called before the forward pass of a round's first micro-batch."""
-        self.summation.begin(current)
+
+    @contextmanager
+    def computing(self, part: int, current: Round, *, last: bool, postponed: bool = False) -> Iterator[None]:
+        """Encloses a backward pass of a round through a part, or the adding of weight gradients that were ``postponed``.
+
+        With the ``last`` one, the gradient of the round's slot is complete in this part.
+        """
+        self.summation.intake.round = current
+        self.before_backward(part, current, last=last)
+        yield
+        if postponed:
+            self.after_weights(part)
+        if last:
+            self.close(part, current)
 
     @abstractmethod
-    def before_backward(self, part: int, *, last: bool) -> None:
-        """Called before each backward pass through a part; with the ``last`` one, the slot's gradient is complete."""
+    def before_backward(self, part: int, current: Round, *, last: bool) -> None:
+        """Called before gradients of a part are computed."""
 
     @abstractmethod
-    def after_weights(self, part: int, *, last: bool) -> None:
+    def after_weights(self, part: int) -> None:
         """Called when postponed weight gradients of a part were added, outside of any backward pass."""
 
     @abstractmethod
+    def close(self, part: int, current: Round) -> None:
+        """Called when the gradient of a round's slot is complete in a part."""
+
+    @abstractmethod
     def end(self, current: Round) -> None:
-        """Called after a round's last backward pass."""
+        """Called when a round is closed in all parts."""
 
     def abandon(self) -> None:
         """Forgets all gradients, of a finished step or of one that was broken off."""
@@ -85,35 +104,34 @@ class Sharded(DataParallel):
         super().__init__(parts, summation)
         self._keep_weights = keep_weights
         # While weights are gathered the modules show the whole ones; these are the shares, whose gradients count.
-        self._shares = list(named_parameters(parts).values())
+        self._shares = [list(named_parameters([part]).values()) for part in parts]
         summation.reduce_groups(list(_fsdp_modules(parts)))
 
-    def before_backward(self, part: int, *, last: bool) -> None:
+    def before_backward(self, part: int, current: Round, *, last: bool) -> None:
         root = cast(FSDPModule, self.parts[part])
-        last_round = self.summation.intake.round.last
         # A tree needs every slot alone. Else ZeRO-3 reduces after every slot too, while ZeRO-2, which has the memory for
         # whole gradients, does so once a step; sums over replicas wait for the last round.
         slot_by_slot = self.summation.slot_by_slot or not self._keep_weights
-        root.set_requires_gradient_sync(last and (slot_by_slot or last_round))
-        root.set_requires_all_reduce(self.summation.slot_by_slot or last_round)
+        root.set_requires_gradient_sync(last and (slot_by_slot or current.last))
+        root.set_requires_all_reduce(self.summation.slot_by_slot or current.last)
         # ZeRO-2 gathers weights once a step: they change only after its last backward pass.
-        root.set_reshard_after_backward((last and last_round) or not self._keep_weights)
+        root.set_reshard_after_backward((last and current.last) or not self._keep_weights)
 
-    def after_weights(self, part: int, *, last: bool) -> None:  # noqa: ARG002  known from before backward
+    def after_weights(self, part: int) -> None:
         finish_backward(cast(FSDPModule, self.parts[part]))
 
-    def end(self, current: Round) -> None:
+    def close(self, part: int, current: Round) -> None:
         if self.summation.slot_by_slot and not current.last:
             # The trees hold this round's gradients; what FSDP would accumulate means nothing yet.
-            self._drop_shares()
+            _drop(self._shares[part])
+
+    def end(self, current: Round) -> None:
+        """Nothing: FSDP has exchanged what there is."""
 
     def abandon(self) -> None:
         super().abandon()
-        self._drop_shares()
-
-    def _drop_shares(self) -> None:
-        for share in self._shares:
-            share.grad = None
+        for shares in self._shares:
+            _drop(shares)
 
 
 class Whole(DataParallel):
@@ -121,19 +139,29 @@ class Whole(DataParallel):
 
     def __init__(self, parts: Sequence[nn.Module], summation: Summation) -> None:
         super().__init__(parts, summation)
-        self._parameters = list(named_parameters(parts).values())
+        self._parameters = [list(named_parameters([part]).values()) for part in parts]
         summation.follow(named_parameters(parts))
 
-    def before_backward(self, part: int, *, last: bool) -> None:  # noqa: ARG002
+    def before_backward(self, part: int, current: Round, *, last: bool) -> None:  # noqa: ARG002
         self.summation.intake.slot_complete = last
         if last:
             self.summation.add_to_siblings()
 
-    def after_weights(self, part: int, *, last: bool) -> None:
-        """Nothing: ``end`` takes in what was added."""
+    def after_weights(self, part: int) -> None:
+        """Nothing: ``close`` takes in what was added."""
 
-    def end(self, current: Round) -> None:  # noqa: ARG002  known from the beginning
-        self.summation.sum_whole(self._parameters)
+    def close(self, part: int, current: Round) -> None:  # noqa: ARG002
+        # What a split backward pass has accumulated without PyTorch's hooks noticing.
+        self.summation.take_whole(self._parameters[part])
+
+    def end(self, current: Round) -> None:
+        if current.last:
+            self.summation.sum_whole([parameter for part in self._parameters for parameter in part])
+
+
+def _drop(shares: Sequence[nn.Parameter]) -> None:
+    for share in shares:
+        share.grad = None
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -43,10 +43,6 @@ class Summation(ABC):
         self.mesh, self.clock = mesh, clock
         self.intake = Intake()
 
-    def begin(self, current: Round) -> None:
-        """The gradients of another round come from now on."""
-        self.intake.round = current
-
     @abstractmethod
     def loss_weight(self, current: Round) -> float:
         """The factor on a rank's loss: 0 where the gradient of a result that does not count would be added."""
@@ -64,8 +60,12 @@ class Summation(ABC):
         """May have the next backward pass, which is a slot's last, add to what was summed before. Called ahead of it."""
 
     @abstractmethod
+    def take_whole(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Takes in the ``grad`` of whole parameters when it is complete for a slot."""
+
+    @abstractmethod
     def sum_whole(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Takes in the ``grad`` of whole parameters at a round's end; after the last round leaves the sum there."""
+        """Leaves the sum of all slots in the ``grad`` of whole parameters, after the last round."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -147,19 +147,16 @@ class TreeSummation(Summation):
         spare = self.spare[parameter]
         return spare.pop().copy_(gradient) if spare else gradient
 
-    def sum_whole(self, parameters: Sequence[nn.Parameter]) -> None:
+    def take_whole(self, parameters: Sequence[nn.Parameter]) -> None:
         for parameter in self._lent:  # the slot had no gradient for them
             self._trees[parameter].push_node((0, self.intake.round.slot - 1), cast(Tensor, parameter.grad))
             parameter.grad = None
         self._lent.clear()
-        # What a split backward pass has accumulated without PyTorch's hooks noticing.
         self.intake.slot_complete = True
         for parameter in parameters:
             self._push(parameter)
-        if self.intake.round.last:
-            self._sum_replicas(parameters)
 
-    def _sum_replicas(self, parameters: Sequence[nn.Parameter]) -> None:
+    def sum_whole(self, parameters: Sequence[nn.Parameter]) -> None:
         if self.mesh.replicas == 1:
             for parameter in parameters:
                 parameter.grad = self._trees[parameter].take_root()
@@ -209,8 +206,11 @@ class FastSummation(Summation):
     def add_to_siblings(self) -> None:
         """Nothing: they are added to whatever is there."""
 
+    def take_whole(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Nothing: the next slot's gradients are added to them."""
+
     def sum_whole(self, parameters: Sequence[nn.Parameter]) -> None:
-        if self.mesh.replicas == 1 or not self.intake.round.last:
+        if self.mesh.replicas == 1:
             return
         for bucket in in_buckets(parameters, nn.Parameter.numel):
             flat = torch.cat([cast(Tensor, parameter.grad).reshape(-1) for parameter in bucket])

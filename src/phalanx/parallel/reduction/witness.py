@@ -45,15 +45,15 @@ class Witness:
 
     @contextmanager
     def watch(self, *, extra: bool = False) -> Iterator[None]:
-        """Watches the round inside the ``with``."""
-        self.watching, self.extra, self.sums = True, extra, []
+        """Watches a round, or a part of it, inside the ``with``."""
+        self.watching, self.extra = True, extra
         try:
             yield
         finally:
             self.watching = self.extra = False
 
     def take(self) -> int:
-        """The checksum of the slot that was watched last."""
+        """The checksum of what was watched since this was last asked for."""
         total, self.sums = total_checksum(self.sums), []
         return total
 

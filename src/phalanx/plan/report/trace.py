@@ -1,6 +1,6 @@
 """A step on a time line, rank by rank, as the exact schedule has it.
 
-A step is made of flushes of the pipeline (one for each slot that a rank computes) and of what comes around them: gathering
+A step is made of a flush of the pipeline (with GPipe one for each slot that a rank computes) and of what comes around them: gathering
 weights, reducing gradients, the update, and the terms that stand for all ranks waiting for each other. The same spans are
 drawn in the report and written in the Trace TraceEvent Format of Chrome, which ui.perfetto.dev opens (Google, "Trace TraceEvent
 Format", 2016). On every rank the events follow each other without a gap and sum to the step.
@@ -85,7 +85,7 @@ def _flush(
     ranks, per_rank = int(pipes.ranks[0]), int(pipes.per_rank[0])
     times = stage_times(evaluation, np.array([0]))
     hop = float(np.broadcast_to(hop_s(job, evaluation.candidates), (1,))[0]) if ranks > 1 else 0.0
-    name = found.layout.schedule if ranks > 1 else "gpipe" if per_rank == 1 else "interleaved"
+    name = found.layout.schedule if ranks > 1 else "1f1b" if per_rank == 1 else "interleaved"
     drawn = _drawn(micro_batches, ranks, per_rank)
     last = inside
     if drawn < micro_batches:

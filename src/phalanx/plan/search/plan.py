@@ -28,6 +28,7 @@ from phalanx.plan.step_cost.estimate import Estimate, estimate
 from phalanx.plan.whole_run.assumptions import RunAssumptions, RunInputs, assumed
 from phalanx.plan.whole_run.energy import Activity
 from phalanx.plan.whole_run.estimate import RunEstimate, estimate_run
+from phalanx.plan.whole_run.lost_node import lost_node_notes
 from phalanx.plan.workload.stacks import Job
 from phalanx.run.spec import RunSpec
 
@@ -89,6 +90,9 @@ def make_plan(
     notes = notes_of(spec, cluster, other_stack) if from_file else ()
     if from_file and aim.layout is not None and (note := replaced_sharding(aim.layout, spec, job)):
         notes = (*notes, note)
+    if job.stack.name == OWN and job.workload.slots:
+        micro_batches = job.workload.batch // chosen.layout.micro_batch
+        notes += lost_node_notes(chosen.layout.mesh, cluster.per_node, job.workload.slots, micro_batches)
     return Plan(spec.name, job, aim, chosen, found, tokens, inputs, assumptions, run, notes)
 
 

@@ -239,10 +239,10 @@ def _schedules(job: Job, options: Options, table: Table, excluded: dict[str, int
     table |= {"schedule": schedule, "stages_per_rank": per_rank}
     few = table["pipeline"] * per_rank <= most_stages(job.workload, job.stack)
     table = _keep(table, few, "more stages than layers", excluded)
-    slots = job.workload.slots or table["data"]
-    batches = job.workload.batch // (slots * table["micro_batch"])
+    batches = job.workload.batch // (table["data"] * table["micro_batch"])
     pipes = Pipelines(table["schedule"], table["pipeline"], table["stages_per_rank"], batches)
-    return _keep(table, legal(pipes), "the micro-batches do not suit the schedule", excluded)
+    suits = legal(pipes, with_gaps=job.stack.any_micro_batches)
+    return _keep(table, suits, "the micro-batches do not suit the schedule", excluded)
 
 
 def _experts(job: Job, table: Table, excluded: dict[str, int]) -> Table:

@@ -2,7 +2,7 @@
 
 With R_i the time of one micro-batch on rank i (all its stages, forward and backward), a flush of m micro-batches takes about
 ``m max R + idle``. The idle times, for stages that are alike, are exact for the schedules as this project builds them
-(``phalanx.parallel.pipeline.schedules``), whose flushes do not overlap:
+(``phalanx.parallel.pipeline.schedules``). A flush is a step, since slots follow each other without a pause; with ``gpipe``, a slot.
 
 - ``gpipe``, ``1f1b``: the time of one micro-batch on all other ranks, ``sum R - max R`` (arXiv 1811.06965, 2104.04473).
 - ``interleaved``: that time over v, the stages of a rank (arXiv 2104.04473, section 2.2.2).
@@ -40,14 +40,25 @@ class Pipelines:
         return found
 
 
-def legal(pipes: Pipelines) -> Bools:
-    """True where a schedule can run with these stages and micro-batches; on one rank only ``1f1b`` with one stage can."""
+def legal(pipes: Pipelines, *, with_gaps: bool) -> Bools:
+    """True where a schedule can run with these stages and micro-batches; on one rank only ``1f1b`` with one stage can.
+
+    ``with_gaps``: any number of micro-batches will do, as in this project's schedules.
+    """
     single = pipes.follows("gpipe", "1f1b") & (pipes.per_rank == 1)
-    interleaved = (pipes.per_rank >= 2) & (pipes.micro_batches % pipes.ranks == 0)
-    folded = (pipes.per_rank == 2) & (pipes.micro_batches >= 2 * pipes.ranks)
-    several = (pipes.follows("interleaved") & interleaved) | (pipes.follows("zbv", "dualpipev") & folded)
+    suits = with_gaps | (_suited(pipes) == pipes.micro_batches)
+    several = pipes.follows("interleaved") & (pipes.per_rank >= 2)
+    several |= pipes.follows("zbv", "dualpipev") & (pipes.per_rank == 2)
+    several &= suits
     found: Bools = np.where(pipes.ranks == 1, single & pipes.follows("1f1b"), single | several)
     return found
+
+
+def _suited(pipes: Pipelines) -> Ints:
+    """Micro-batches with which a schedule's list has no gaps: at least those of the flush (``Schedule.suited``)."""
+    batches, ranks = pipes.micro_batches, pipes.ranks
+    whole: Ints = np.where(pipes.follows("interleaved"), -(-batches // ranks) * ranks, batches)
+    return np.where(pipes.follows("zbv", "dualpipev"), np.maximum(batches, 2 * ranks), whole)
 
 
 def idle_s(
@@ -70,7 +81,8 @@ def idle_s(
         mine = pipes.follows(name)
         if mine.any():
             idle = np.where(mine, folded(pipes, forward_s, input_gradient_s, weight_gradient_s), idle)
-    return idle
+    # The gaps of micro-batches that a list leaves out: at most their time.
+    return idle + (_suited(pipes) - pipes.micro_batches) * slowest_s
 
 
 def _zbv(pipes: Pipelines, forward: Floats, inputs: Floats, weights: Floats) -> Floats:

@@ -305,11 +305,12 @@ def _check(job: Job, candidates: Candidates) -> None:
             "micro_batch or the data-parallel degree"
         )
     pipes = pipelines_of(job, candidates)
-    if not legal(pipes)[0]:
+    if not legal(pipes, with_gaps=job.stack.any_micro_batches)[0]:
         raise ValueError(
             f"{SCHEDULES[int(candidates.schedule[0])]} with {candidates.stages_per_rank[0]} stages on each of "
             f"{candidates.pipeline[0]} ranks cannot run {pipes.micro_batches[0]} micro-batches: gpipe and 1f1b take one "
-            "stage; interleaved several, and a multiple of the ranks; zbv and dualpipev two, and twice the ranks or more"
+            "stage, interleaved several, zbv and dualpipev two; in other software than this project's, interleaved takes a "
+            "multiple of the ranks, zbv and dualpipev twice the ranks or more"
         )
     if int((candidates.pipeline * candidates.stages_per_rank)[0]) > most_stages(job.workload, job.stack):
         raise ValueError(

@@ -81,12 +81,22 @@ def place_table(job: Job, candidates: Candidates) -> PlaceTable:
 
 
 def pipelines_of(job: Job, candidates: Candidates) -> Pipelines:
-    """The pipelines of candidates, with the micro-batches of one flush: of a slot, or of all that a rank computes."""
-    slots = job.workload.slots or candidates.data
-    each = job.workload.batch // (slots * candidates.micro_batch)
+    """The pipelines of candidates, with the micro-batches of one flush: all that a rank computes, or with GPipe a slot's."""
+    each = micro_batches_per_slot(job, candidates)
+    drains = candidates.schedule == SCHEDULES.index("gpipe")
     return Pipelines(
-        candidates.schedule, candidates.pipeline, candidates.stages_per_rank, np.maximum(each, 1)
+        candidates.schedule,
+        candidates.pipeline,
+        candidates.stages_per_rank,
+        each * np.where(drains, 1, _rounds(job, candidates)),
     )
+
+
+def micro_batches_per_slot(job: Job, candidates: Candidates) -> Ints:
+    """Micro-batches whose gradients are reduced together: of a slot, or all that a rank computes."""
+    slots = job.workload.slots or candidates.data
+    each: Ints = np.maximum(job.workload.batch // (slots * candidates.micro_batch), 1)
+    return each
 
 
 def state_bytes(job: Job, candidates: Candidates, held: Holdings, place: PlaceCounts) -> dict[str, Floats]:
@@ -100,9 +110,8 @@ def state_bytes(job: Job, candidates: Candidates, held: Holdings, place: PlaceCo
     if stack.states.optimizer is not None:
         kinds["moments"] = _moments(stack.states.optimizer, job, candidates, held, place)
     kinds["compute copy"] = stack.states.copy_bytes * _gathered(job, candidates, held, place)
-    micro_batches = pipelines_of(job, candidates).micro_batches
     if stack.states.slot_gradient_bytes:
-        adds_up = micro_batches > 1
+        adds_up = micro_batches_per_slot(job, candidates) > 1
         if stack.data.reduces_once and not stack.states.slot_bin_bytes:
             adds_up = adds_up | ((candidates.zero < 3) & (_rounds(job, candidates) > 1))
         kinds["slot gradients"] = stack.states.slot_gradient_bytes * whole * adds_up

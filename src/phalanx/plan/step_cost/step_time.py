@@ -20,7 +20,7 @@ from phalanx.model.facts.optimizer_state import UPDATE_BYTES
 from phalanx.plan.step_cost import collectives, kernels
 from phalanx.plan.step_cost.bubbles import Pipelines, exposed_hops, idle_s
 from phalanx.plan.step_cost.layer_costs import CATEGORIES, PHASES, LayerCosts
-from phalanx.plan.step_cost.memory import PlaceTable, times, total
+from phalanx.plan.step_cost.memory import PlaceTable, micro_batches_per_slot, times, total
 from phalanx.plan.workload.architecture import KINDS
 from phalanx.plan.workload.candidates import PRECISIONS, SCHEDULES, Candidates, Floats, Ints
 from phalanx.plan.workload.holdings import Holdings, owned_matrices
@@ -154,7 +154,7 @@ def waiting_terms(
 ) -> dict[str, Floats]:
     """Seconds that the slowest rank waits in all its micro-batches, and of the update, by term."""
     passes = _passes(job, candidates)
-    flushes = passes / pipes.micro_batches
+    flushes, reductions = passes / pipes.micro_batches, passes / micro_batches_per_slot(job, candidates)
     idle = idle_s(pipes, rank.forward_s + rank.backward_s, rank.sum_s, *rank.mean_stage_s)
     hops = np.maximum(exposed_hops(pipes), blocked_hops(job, pipes))
     # What waits for the host can hide the network meanwhile.
@@ -162,7 +162,7 @@ def waiting_terms(
     return {
         "bubble": flushes * idle,
         "pipeline_comm": flushes * hops * hop_s(job, candidates),
-        **data_terms(job, candidates, held, rank.counts, windows, passes, flushes),
+        **data_terms(job, candidates, held, rank.counts, windows, passes, reductions),
         "optimizer": optimizer_s(job, candidates, held, rank.counts),
     }
 
@@ -207,9 +207,12 @@ def data_terms(
     counts: tuple[Ints, ...],
     windows: tuple[Floats, Floats],
     passes: Floats,
-    flushes: Floats,
+    reductions: Floats,
 ) -> dict[str, Floats]:
-    """Exposed seconds of gathering weights and of reducing gradients, given the ``windows`` of one forward and backward to hide in."""
+    """Exposed seconds of gathering weights and of reducing gradients, given the ``windows`` of one forward and backward to hide in.
+
+    ``passes`` are a rank's micro-batches, ``reductions`` its slots.
+    """
     stack, zero = job.stack, candidates.zero
     gather, scatter, among = _weights_s(job, candidates, held, counts)
     blocks = np.maximum(counts[0] + counts[1], 1)
@@ -222,19 +225,19 @@ def data_terms(
     if sharded.any():
         weights_s = np.where(sharded, passes * (gathered + _exposed(gather, backward, blocks)), weights_s)
         window = np.maximum(backward - np.where(sharded, gather, 0.0), 0.0)
-    # Sums over shards are all-reduced over replicas once, with the last micro-batch of a flush.
-    gradients_s = flushes * _exposed(scatter + among, window, blocks)
+    # Sums over shards are all-reduced over replicas once, with the last micro-batch of a slot.
+    gradients_s = reductions * _exposed(scatter + among, window, blocks)
     if stack.data.reduces_once:
         last_s = _exposed(scatter + among, window, blocks)
-        further_s = np.where(sharded, (flushes - 1) * _exposed(scatter, window, blocks), 0.0)
+        further_s = np.where(sharded, (reductions - 1) * _exposed(scatter, window, blocks), 0.0)
         gradients_s = last_s + further_s
     if stack.data.add_bytes:
         elements = times(counts, held.dense) + times(counts, held.experts)
-        gradients_s = gradients_s + flushes * kernels.memory_bound_s(
+        gradients_s = gradients_s + reductions * kernels.memory_bound_s(
             job.profile, stack.data.add_bytes * elements
         )
     if stack.data.reduces_each_micro_batch:
-        further = np.where(zero >= 2, passes - flushes, 0.0)
+        further = np.where(zero >= 2, passes - reductions, 0.0)
         gradients_s = gradients_s + further * _exposed(scatter, window, blocks)
     return {"weight_gather": weights_s, "gradient_reduce": gradients_s}
 

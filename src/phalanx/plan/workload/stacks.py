@@ -220,9 +220,12 @@ class Stack:
     states: States
     zero_stages: tuple[int, ...]
     schedules: tuple[str, ...]
+    """Pipeline schedules."""
     split: Literal["balanced", "even", "last"]
     """Division of layers into stages: by FLOP, or equally, embedding and output projection each counting as one layer
     where the layers alone do not divide, or equally and the last stage has what is left beside the model's end."""
+    any_micro_batches: bool = False
+    """True if ``interleaved``, ``zbv`` and ``dualpipev`` run any number of micro-batches."""
     data: DataExchange = DataExchange()
     overlap: Overlap = Overlap()
     kernels: Kernels = Kernels()
@@ -265,6 +268,7 @@ PHALANX = Stack(
     zero_stages=(2, 3),
     schedules=("gpipe", "1f1b", "interleaved", "zbv", "dualpipev"),
     split="balanced",
+    any_micro_batches=True,
     kernels=Kernels(fused_pointwise=False),
     activations=KeptActivations(gathered_inputs=True),
     loss=Loss(chunk=2048),
@@ -282,8 +286,7 @@ class Workload:
     batch: int
     """Sequences of a step."""
     slots: int = 0
-    """Slots of a batch, each reduced by itself and with its own pass through the pipeline; 0 means one for each data-parallel
-    rank."""
+    """Slots of a batch, each reduced by itself; 0 means one for each data-parallel rank."""
     imbalance: float = 1.1
     """Tokens of the most loaded rank's experts over the mean."""
     attended: float = 1.0

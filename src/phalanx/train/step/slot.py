@@ -1,14 +1,16 @@
-"""A rank's share of a slot: its micro-batches, cut to this rank's part of the sequence, and their loss and gradients.
+"""A rank's share of slots: their micro-batches, cut to this rank's part of the sequence, and their losses and gradients.
 
-A ``SlotRunner`` computes the loss and the gradients of a slot: without a pipeline in a loop over micro-batches (gradient
-accumulation, ``LoopRunner``), with one by a schedule (``PipelineRunner``).
+A ``SlotRunner`` computes the losses and gradients of the slots of a step: without a pipeline in a loop over micro-batches (gradient
+accumulation, ``LoopRunner``), with one by a schedule (``PipelineRunner``), in which the slots follow each other without a pause.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -18,7 +20,8 @@ from phalanx.data.documents import document_ids
 from phalanx.model.mtp import targets_ahead, training_loss
 from phalanx.parallel.context.head_tail import context_positions
 from phalanx.parallel.mesh.mesh import Mesh
-from phalanx.parallel.pipeline.runner import Pipeline
+from phalanx.parallel.mesh.slots import Round
+from phalanx.parallel.pipeline.runner import Accumulation, Pipeline
 from phalanx.parallel.reduction.data_parallel import DataParallel
 from phalanx.parallel.tensor.apply import VocabularyPiece
 from phalanx.run.kinds.prediction_ahead import depths
@@ -94,8 +97,25 @@ class Losses:
         return summed_cross_entropy(hidden, weight, targets, chunk, self.rows, cap=cap)
 
 
+@dataclass(frozen=True)
+class SlotWork:
+    """The slots that a rank computes one after the other: those of a step, or one more for an audit."""
+
+    rounds: Sequence[Round]
+    micro_batches: int
+    """Of each slot."""
+    read: Callable[[int], Sequence[MicroBatch]]
+    """The micro-batches of the slot at an index of ``rounds``; asked for once each, in order."""
+    scale: Callable[[Round], float]
+    """What multiplies the losses of a slot."""
+    turn_to: Callable[[Round], None]
+    """Called before a forward or backward pass of a micro-batch of the slot."""
+    audited: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext()
+    """Encloses each computation of gradients of the slot at an index of ``rounds``."""
+
+
 class SlotRunner(Protocol):
-    """Computes the losses and gradients of a rank's share of a slot."""
+    """Computes the losses and gradients of a rank's share of slots."""
 
     losses: Losses
 
@@ -104,11 +124,11 @@ class SlotRunner(Protocol):
         """True on exactly one of the ranks that compute the same loss, so that the all-reduce counts it once."""
 
     @abstractmethod
-    def gradients(self, batches: Sequence[MicroBatch], scale: float) -> Tensor:
-        """Forward and backward of a slot's micro-batches, in order.
+    def gradients(self, work: SlotWork) -> list[Tensor]:
+        """Forward and backward of the slots' micro-batches, in order.
 
-        Adds the gradients of their summed loss times ``scale`` to the model's. Returns the summed loss of the next token (0-dim,
-        fp32), without those of tokens further ahead.
+        Adds the gradients of their scaled losses to the model's, slot by slot. Returns each slot's summed loss of the next token
+        (0-dim, fp32), without those of tokens further ahead.
         """
 
     @abstractmethod
@@ -127,14 +147,22 @@ class LoopRunner(SlotRunner):
     def reports(self) -> bool:
         return self.model.mesh.tensor_rank == 0
 
-    def gradients(self, batches: Sequence[MicroBatch], scale: float) -> Tensor:
+    def gradients(self, work: SlotWork) -> list[Tensor]:
+        return [self._slot(work, turn, current) for turn, current in enumerate(work.rounds)]
+
+    def _slot(self, work: SlotWork, turn: int, current: Round) -> Tensor:
         (module,) = self.model.parts
+        batches, scale = work.read(turn), work.scale(current)
+        self.model.begin(current)
+        work.turn_to(current)
         total = torch.zeros((), device=self.model.mesh.device)
         for batch in batches:
             parts = self.losses.call(module, batch.tokens, batch, ahead=True)  # () or (1 + depths,)
-            self.model.before_backward(0, last=batch is batches[-1])
-            torch.autograd.backward(training_loss(parts, self.losses.spec.model) * scale)
+            last = batch is batches[-1]
+            with work.audited(turn), self.model.computing(0, current, last=last):
+                torch.autograd.backward(training_loss(parts, self.losses.spec.model) * scale)
             total += parts.detach() if parts.ndim == 0 else parts.detach()[0]
+        self.model.end(current)
         return total
 
     def evaluate(self, batch: MicroBatch) -> Tensor:
@@ -154,19 +182,66 @@ class PipelineRunner(SlotRunner):
     def reports(self) -> bool:
         return self.model.mesh.tensor_rank == 0 and self.engine.schedule.stages - 1 in self.engine.part_of
 
-    def gradients(self, batches: Sequence[MicroBatch], scale: float) -> Tensor:
-        tokens = [batch.tokens for batch in batches]
-        losses = self.engine.run(tokens, self._forward(batches), scale, self.model)
-        total = torch.zeros((), device=self.model.mesh.device)
-        for loss in losses:  # in the order of micro-batches, as LoopRunner adds them: the same bits
-            total += loss
-        return total
+    def gradients(self, work: SlotWork) -> list[Tensor]:
+        flow = _Flow(self.model, self.losses, work)
+        losses = self.engine.run(flow, flow.forward, [work.scale(current) for current in work.rounds], flow)
+        totals = [torch.zeros((), device=self.model.mesh.device) for _ in work.rounds]
+        for number, loss in enumerate(
+            losses
+        ):  # in the order of micro-batches, as LoopRunner adds them: the same bits
+            totals[number // work.micro_batches] += loss
+        return totals
 
     def evaluate(self, batch: MicroBatch) -> Tensor:
-        return self.engine.evaluate([batch.tokens], self._forward([batch]))[0]
+        def forward(stage: nn.Module, x: Tensor, number: int) -> Tensor:  # noqa: ARG001
+            return self.losses.call(stage, x, batch, ahead=False)
 
-    def _forward(self, batches: Sequence[MicroBatch]) -> Callable[[nn.Module, Tensor, int], Tensor]:
-        def forward(stage: nn.Module, x: Tensor, number: int) -> Tensor:
-            return self.losses.call(stage, x, batches[number], ahead=False)
+        return self.engine.evaluate([batch.tokens], forward)[0]
 
-        return forward
+
+@dataclass
+class _Flow(Accumulation):
+    """The micro-batches of slots on their way through a rank's stages: numbered through, from one slot to the next.
+
+    A slot is read when its first micro-batch is computed, and let go when its gradient is complete in all stages.
+    """
+
+    model: DataParallel
+    losses: Losses
+    work: SlotWork
+    _read: dict[int, Sequence[MicroBatch]] = field(default_factory=dict)
+    """By index of the slot's round."""
+    _closed: Counter[int] = field(default_factory=Counter)
+    """Number of stages in which a slot's gradient is complete, by index of its round."""
+
+    def __len__(self) -> int:
+        return len(self.work.rounds) * self.work.micro_batches
+
+    def __getitem__(self, number: int) -> Tensor:
+        """The tokens ``(b, s)`` of a micro-batch."""
+        return self._batch(number).tokens
+
+    def _batch(self, number: int) -> MicroBatch:
+        turn, place = divmod(number, self.work.micro_batches)
+        if turn not in self._read:
+            self._read[turn] = self.work.read(turn)
+            self.model.begin(self.work.rounds[turn])
+        return self._read[turn][place]
+
+    def forward(self, stage: nn.Module, x: Tensor, number: int) -> Tensor:
+        """Calls a stage with its input for a micro-batch."""
+        batch = self._batch(number)
+        self.work.turn_to(self.work.rounds[number // self.work.micro_batches])
+        return self.losses.call(stage, x, batch, ahead=False)
+
+    @contextmanager
+    def computing(self, part: int, slot: int, *, last: bool, postponed: bool) -> Iterator[None]:
+        current = self.work.rounds[slot]
+        self.work.turn_to(current)  # layers may be computed again
+        with self.work.audited(slot), self.model.computing(part, current, last=last, postponed=postponed):
+            yield
+        if last:
+            self._closed[slot] += 1
+            if self._closed[slot] == len(self.model.parts):
+                del self._read[slot]
+                self.model.end(current)

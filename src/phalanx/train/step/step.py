@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -27,8 +27,10 @@ from phalanx.parallel.mesh.slots import Round
 from phalanx.parallel.process_group.typed_gather import gather_typed
 from phalanx.parallel.reduction import exact_sum
 from phalanx.parallel.reduction.data_parallel import gradients
+from phalanx.run.layout import micro_batches_per_slot
 from phalanx.train.step.built import Built
 from phalanx.train.step.learning_rate import multiplier
+from phalanx.train.step.slot import MicroBatch, SlotWork
 
 
 class Audit(Protocol):
@@ -40,7 +42,7 @@ class Audit(Protocol):
 
     @abstractmethod
     def around(self, number: int) -> AbstractContextManager[None]:
-        """Returns a context manager that encloses round ``number`` of the step."""
+        """Returns a context manager that encloses each computation of gradients of the round at index ``number``."""
 
     @abstractmethod
     def ended(self, step: int) -> None:
@@ -176,40 +178,56 @@ class Stepper:
         pieces = built.spec.train.slots * context
         losses = torch.zeros(pieces, dtype=torch.float64, device=self._device)
         tokens = torch.zeros(pieces, dtype=torch.float64, device=self._device)
-        for turn, current in enumerate(built.rounds):
+        piece_of = {
+            turn: current.slot * context + self._mesh.context_rank
+            for turn, current in enumerate(built.rounds)
+            if current.counts and built.runner.reports
+        }
+
+        def read(turn: int) -> list[MicroBatch]:
             with self.ledger.bucket(Bucket.STEP_DATA_WAIT):
                 samples = torch.from_numpy(next(self.batches))  # (sequences, seq_len + 1)
-            with self.ledger.bucket(Bucket.STEP_COMPUTE):
-                with audit.around(turn) if audit is not None else nullcontext():
-                    loss, count = self._slot_gradient(current, samples.to(self._device, non_blocking=True))
-                if current.counts and built.runner.reports:
-                    piece = current.slot * context + self._mesh.context_rank
-                    losses[piece], tokens[piece] = loss.double(), count
-                # On a CPU, collectives ran inside forward and backward: their time was no computing.
-                waits_ns = {bucket: clock.take_ns() for bucket, clock in built.waits.items()}
-            for bucket, waited_ns in waits_ns.items():
-                self.ledger.reassign(Bucket.STEP_COMPUTE, bucket, waited_ns)
+            batches = self._micro_batches(samples.to(self._device, non_blocking=True))
+            if turn in piece_of:
+                tokens[piece_of[turn]] = torch.stack([batch.counted for batch in batches]).sum()
+            return batches
+
+        audited = (lambda _: nullcontext()) if audit is None else audit.around
+        with self.ledger.bucket(Bucket.STEP_COMPUTE):
+            found = built.runner.gradients(self._work(built.rounds, read, audited))
+            for turn, piece in piece_of.items():
+                losses[piece] = found[turn].double()
+        # On a CPU, collectives ran inside forward and backward: their time was no computing.
+        for bucket, clock in built.waits.items():
+            self.ledger.reassign(Bucket.STEP_COMPUTE, bucket, clock.take_ns())
         return losses, tokens
 
     def recompute_slot(self, current: Round, samples: NDArray[np.int64]) -> None:
         """Computes a slot whose gradient is not to count, for an audit; ``samples`` is ``(sequences, seq_len + 1)``."""
-        self._slot_gradient(current, torch.from_numpy(samples).to(self._device))
+        batches = self._micro_batches(torch.from_numpy(samples).to(self._device))
+        self.built.runner.gradients(self._work([current], lambda _: batches))
 
-    def _slot_gradient(self, current: Round, samples: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds the gradient of one slot, ``samples`` ``(sequences, seq_len + 1)``, to the model's.
+    def _micro_batches(self, samples: Tensor) -> list[MicroBatch]:
+        """Cuts the samples of a slot, ``(sequences, seq_len + 1)``, into this rank's parts of its micro-batches."""
+        cut, size = self.built.runner.losses.cut, self.built.spec.train.micro_batch_size or len(samples)
+        return [cut(part, part[:, 1:]) for part in torch.split(samples, size)]
 
-        Returns the slot's summed loss and its number of targets (0-dim), as far as this rank computes them.
-        """
-        model, runner = self.built.model, self.built.runner
-        size = self.built.spec.train.micro_batch_size or len(samples)
-        batches = [runner.losses.cut(part, part[:, 1:]) for part in torch.split(samples, size)]
-        model.begin(current)
-        scale = model.loss_weight(current) / self._slot_tokens
-        for router in self._routers.values():
-            router.auxiliary_scale, router.counting = scale, current.counts
-        loss = runner.gradients(batches, scale)
-        model.end(current)
-        return loss, torch.stack([batch.counted for batch in batches]).sum()
+    def _work(
+        self,
+        rounds: Sequence[Round],
+        read: Callable[[int], Sequence[MicroBatch]],
+        audited: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
+    ) -> SlotWork:
+        model = self.built.model
+
+        def scale(current: Round) -> float:
+            return model.loss_weight(current) / self._slot_tokens
+
+        def turn_to(current: Round) -> None:
+            for router in self._routers.values():
+                router.auxiliary_scale, router.counting = scale(current), current.counts
+
+        return SlotWork(rounds, micro_batches_per_slot(self.built.spec), read, scale, turn_to, audited)
 
     def _reduce_losses(
         self, losses: Tensor, tokens: Tensor, flags: StepFlags

@@ -94,13 +94,12 @@ class IntegerSummation(Summation):
             self._whole[parameter].take_in(parameter.grad)
             parameter.grad = None
 
-    def sum_whole(self, parameters: Sequence[nn.Parameter]) -> None:
-        # What a split backward pass has accumulated without PyTorch's hooks noticing.
+    def take_whole(self, parameters: Sequence[nn.Parameter]) -> None:
         self.intake.slot_complete = True
         for parameter in parameters:
             self._push(parameter)
-        if not self.intake.round.last:
-            return
+
+    def sum_whole(self, parameters: Sequence[nn.Parameter]) -> None:
         for bucket in in_buckets(parameters, nn.Parameter.numel):
             sums = [self._whole[parameter].take_out() for parameter in bucket]
             if self.mesh.replicas > 1:
