@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from phalanx.data.corpus import Document
 from phalanx.data.index import read_index
@@ -97,7 +97,8 @@ def train_on_this_rank(spec: RunSpec, stop_before_step: int | None = None) -> di
     training = assemble(EpochInputs(spec, directory, opened[0], device, ledger, StopRequest()), reporter)
     if stop_before_step is not None:
         broken = Crashing(training.built.model, stop_before_step, len(training.built.rounds), training)
-        training.built = dataclasses.replace(training.built, model=broken)
+        runner = dataclasses.replace(training.built.runner, model=broken)  # type: ignore[type-var]
+        training.built = dataclasses.replace(training.built, model=cast(Any, broken), runner=runner)
     try:
         result = train(training)
         return None if result is None else result.to_json()
