@@ -55,7 +55,7 @@ def rows_of(tensor: Box, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def boxes_of(state: Sequence[Box], rank: int, ranks: int) -> list[Box]:
-    """What a rank holds, without empty boxes."""
+    """The parts that a rank holds, without empty boxes."""
     cuts = [(tensor, *rows_of(tensor, rank, ranks)) for tensor in state]
     return [tensor.rows(first, last) for tensor, first, last in cuts if last > first]
 

@@ -39,7 +39,7 @@ CATALOG_RANKS = 256
 EXTENTS = "extents.catalog"
 SUMMARIES = "summaries"
 DELETING = ".deleting-"
-"""What a folder is called, with its name, from when it is given up until it is removed."""
+"""The prefix of a folder that has been given up and is being removed."""
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.01, 0.5
 
 

@@ -6,8 +6,6 @@ about.
 
 from __future__ import annotations
 
-import functools
-import gc
 import json
 import math
 import time
@@ -24,7 +22,8 @@ from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
+from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils.checkpoint import SAC_IGNORED_OPS
@@ -51,9 +50,6 @@ __all__ = [
     "sum_over",
     "sum_scatter_along",
 ]
-
-
-_CACHE = type(functools.lru_cache(math.gcd))
 
 
 def all_gather_single(output: Tensor, piece: Tensor, group: dist.ProcessGroup | None) -> None:
@@ -224,9 +220,8 @@ def forget_groups() -> None:
     c10d._unregister_all_process_groups()  # type: ignore[attr-defined]
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
     clear_redistribute_planner_cache()
-    for found in gc.get_objects():  # some of its caches are local variables of functions
-        if type(found) is _CACHE and str(found.__module__).startswith("torch.distributed.tensor"):
-            found.cache_clear()
+    _gen_transform_infos.cache_clear()
+    MeshTopoInfo.build_from_mesh.cache_clear()
     world.group_count = 0
 
 

@@ -103,11 +103,11 @@ class SlotWork:
 
     rounds: Sequence[Round]
     micro_batches: int
-    """Of each slot."""
+    """The rounds of the slots, in order."""
     read: Callable[[int], Sequence[MicroBatch]]
     """The micro-batches of the slot at an index of ``rounds``; asked for once each, in order."""
     scale: Callable[[Round], float]
-    """What multiplies the losses of a slot."""
+    """The factor on the losses of a round's slot."""
     turn_to: Callable[[Round], None]
     """Called before a forward or backward pass of a micro-batch of the slot."""
     audited: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext()

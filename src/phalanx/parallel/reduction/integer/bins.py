@@ -58,7 +58,7 @@ class BinFormat:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the words."""
+        """The integer format of the words."""
         return torch.int32 if word_bytes(self.count) == 4 else torch.int64
 
     @property

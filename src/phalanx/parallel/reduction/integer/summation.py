@@ -127,7 +127,7 @@ class IntegerReducer:
     leaves: Leaves
     intake: Intake
     layout: SpanLayout
-    """Of each of the ``shares`` into which ranks divide the group."""
+    """The spans of each of the ``shares`` into which ranks divide the group."""
     shares: int
     place: int
     """Number of the share that this rank owns, and of its slot among those that the ranks of a round yield."""
