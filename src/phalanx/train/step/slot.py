@@ -103,7 +103,7 @@ class SlotWork:
 
     rounds: Sequence[Round]
     micro_batches: int
-    """The rounds of the slots, in order."""
+    """The number of micro-batches of each slot."""
     read: Callable[[int], Sequence[MicroBatch]]
     """The micro-batches of the slot at an index of ``rounds``; asked for once each, in order."""
     scale: Callable[[Round], float]
