@@ -82,6 +82,7 @@ QUICK = (
     "phalanx.cli.plan.spec_command",
     "phalanx.cli.train.data_command",
     "phalanx.cli.train.train_command",
+    "phalanx.cli.watch.diff_command",
     "phalanx.cli.watch.goodput_command",
     "phalanx.cli.watch.watch_command",
     "phalanx.fleet.control.coordinator",

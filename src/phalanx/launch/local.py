@@ -21,6 +21,7 @@ from phalanx.train.lifecycle.interrupt import StopOrders, on_stop_signals
 from phalanx.train.lifecycle.worker import EXIT_STOPPED
 from phalanx.train.start.open_run import OpenRun
 
+TRAIN_RANK = "phalanx.train.lifecycle.worker"
 _POLL_S = 0.1
 _GRACE_S = 10.0
 """Time that the other ranks are given to notice that one has died."""
@@ -31,6 +32,8 @@ def run_locally(
     ranks: int,
     while_running: Callable[[Callable[[], bool]], None],
     tell: Callable[[str], None] = lambda _words: None,
+    *,
+    program: str = TRAIN_RANK,
 ) -> Ending:
     """Runs all ranks to their end.
 
@@ -41,6 +44,7 @@ def run_locally(
             (it shows the run's progress meanwhile). Whatever it raises asks the ranks to save and stop, and is raised
             when they have.
         tell: Tells the user that a request to stop was heard, and what comes of it.
+        program: The module that each rank's process runs.
     """
     meeting_point = _fresh_meeting_point(run)
     processes: list[subprocess.Popen[bytes]] = []
@@ -49,7 +53,7 @@ def run_locally(
     try:
         with on_stop_signals(request.send):
             for rank in range(ranks):
-                processes.append(_start(run, rank, ranks, meeting_point.as_uri()))
+                processes.append(_start(run, rank, ranks, meeting_point.as_uri(), program))
                 if request.sent:  # while the ranks were being started: this one has not got the signal
                     processes[-1].send_signal(signal.SIGTERM)
             watcher = _Watcher(processes, request)
@@ -74,7 +78,7 @@ def _fresh_meeting_point(run: OpenRun) -> Path:
     return (run.directory.path / f".meeting-point-{run.attempt}").resolve()
 
 
-def _start(run: OpenRun, rank: int, ranks: int, meeting_point: str) -> subprocess.Popen[bytes]:
+def _start(run: OpenRun, rank: int, ranks: int, meeting_point: str, program: str) -> subprocess.Popen[bytes]:
     environment = {
         **os.environ,
         "PHALANX_RANK": str(rank),
@@ -91,7 +95,7 @@ def _start(run: OpenRun, rank: int, ranks: int, meeting_point: str) -> subproces
             [
                 sys.executable,
                 "-m",
-                "phalanx.train.lifecycle.worker",
+                program,
                 str(run.directory.path),
                 "--attempt",
                 str(run.attempt),

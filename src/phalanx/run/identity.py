@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from phalanx.run.section_reader import field_types
@@ -67,3 +67,38 @@ def differences(one: RunSpec, other: RunSpec) -> list[str]:
         for path in sorted(left.keys() | right.keys())
         if left.get(path) != right.get(path)
     ]
+
+
+@dataclass(frozen=True)
+class FieldDifference:
+    """A field of the run file that has different values in two runs."""
+
+    path: str
+    one: object
+    other: object
+    owner: str
+    """The owner of the field: "run", "layout" or "fleet"."""
+
+
+def field_differences(one: RunSpec, other: RunSpec) -> list[FieldDifference]:
+    """Every field in which two resolved run files differ, the fleet's too; those of the run first, then the layout's."""
+    left, right = dict(_all_fields(one, "")), dict(_all_fields(other, ""))
+    found = []
+    for path in left.keys() | right.keys():
+        (a, owner), (b, _) = left.get(path) or (None, right[path][1]), right.get(path) or (None, "")
+        if a != b:
+            found.append(FieldDifference(path, a, b, owner))
+    order = ("run", "layout", "fleet")
+    return sorted(found, key=lambda difference: (order.index(difference.owner), difference.path))
+
+
+def _all_fields(section: Any, prefix: str) -> Iterator[tuple[str, tuple[object, str]]]:
+    """The value and owner of each field, by dotted path."""
+    owners = field_types(type(section))
+    for item in fields(section):
+        value = getattr(section, item.name)
+        path = f"{prefix}{item.name}"
+        if is_dataclass(value):
+            yield from _all_fields(value, f"{path}.")
+        else:
+            yield path, (value, owners[item.name].owner)

@@ -64,6 +64,11 @@ class Layout:
         return self.shard * self.model_ranks // (self.expert * self.expert_tensor)
 
     @property
+    def dividing(self) -> tuple[int, ...]:
+        """The degrees that decide how the computation of a slot is divided, those of the run's layout."""
+        return self.context, self.tensor, self.expert, self.expert_tensor
+
+    @property
     def degrees(self) -> dict[str, int]:
         """The axes of the mesh by name, slowest first."""
         return {

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.model.random_bits import random_words, stream_key
-from phalanx.parallel.reduction.checksum import named_checksum, total_checksum
+from phalanx.parallel.reduction.checksum import named_checksum, piece_checksum, total_checksum
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8)
 
@@ -114,3 +116,35 @@ def test_names_and_lengths_count() -> None:
 
 def test_minus_zero_is_not_zero() -> None:
     assert slot_checksum({"w": torch.tensor([0.0])}) != slot_checksum({"w": torch.tensor([-0.0])})
+
+
+@given(st.data())
+def test_the_pieces_of_a_tensor_add_up_to_its_checksum_however_it_is_cut(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 5), max_size=3))
+    dtype = data.draw(st.sampled_from(DTYPES))
+    tensor = noise(math.prod(shape), dtype, data.draw(st.integers(0, 9))).view(shape)
+    places = [torch.arange(size) for size in shape]
+    whole = piece_checksum("w", tensor, places, shape)
+    if not shape:
+        return
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    order = torch.tensor(data.draw(st.permutations(range(shape[dim]))))
+    cut = data.draw(st.integers(0, shape[dim]))
+    pieces = [
+        piece_checksum("w", tensor.index_select(dim, own), [*places[:dim], own, *places[dim + 1 :]], shape)
+        for own in (order[:cut], order[cut:])  # also places that are not neighbors, as context ranks have
+    ]
+    assert total_checksum(pieces) == total_checksum([whole])
+
+
+def test_every_bit_place_and_name_counts_in_the_checksum_of_a_piece() -> None:
+    tensor = noise(24, torch.float32)
+
+    def checksum(held: torch.Tensor, name: str = "w") -> int:
+        return total_checksum(
+            [piece_checksum(name, held.view(4, 6), [torch.arange(4), torch.arange(6)], (4, 6))]
+        )
+
+    others = [checksum(flipped(tensor, bit)) for bit in range(24 * 32)]
+    others += [checksum(tensor.flip(0)), checksum(tensor, "v")]
+    assert len({checksum(tensor), *others}) == len(others) + 1

@@ -64,7 +64,7 @@ def digest_checkpoint(tier: Tier, step: int, prefix: str = WEIGHTS) -> str:
     if not wholes:
         raise NotCoveredError(f"step {step} of {tier.name} holds no tensor named {prefix}...", [prefix])
     hashes = {name: hashlib.sha256() for name in wholes}
-    for batch in _batches([wholes[name] for name in sorted(wholes)]):
+    for batch in batches([wholes[name] for name in sorted(wholes)]):
         for box, data in zip(batch, gather(tier, step, batch, held), strict=True):
             hashes[box.name].update(data.reshape(-1).view(np.uint8).data)
     return combine(
@@ -75,7 +75,7 @@ def digest_checkpoint(tier: Tier, step: int, prefix: str = WEIGHTS) -> str:
     )
 
 
-def _batches(tensors: Sequence[Box]) -> Iterator[list[Box]]:
+def batches(tensors: Sequence[Box]) -> Iterator[list[Box]]:
     """Parts of the tensors, in C order and at most about ``_BATCH_BYTES`` at a time.
 
     Small tensors share a batch: they lie side by side in a file, whose blocks are then read once.

@@ -12,6 +12,7 @@ This is no defense against an adversary.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -22,6 +23,7 @@ from phalanx.model.random_bits import random_words, stream_key
 _COLUMNS = 1 << 12
 _ROWS_AT_ONCE = {"cpu": 1 << 6, "cuda": 1 << 12}
 """2 MiB, which stays in a CPU's cache; 128 MiB, which keeps a GPU busy."""
+_ELEMENTS_AT_ONCE = 1 << 20
 
 
 def total_checksum(sums: Sequence[Tensor]) -> int:
@@ -70,3 +72,44 @@ def _multipliers(device: torch.device) -> Tensor:
 
 def _odd(stream: str, index: Tensor) -> Tensor:
     return random_words(stream_key(0, f"checksum {stream}"), index) | 1
+
+
+def piece_checksum(name: str, piece: Tensor, index: Sequence[Tensor], whole: Sequence[int]) -> Tensor:
+    """The summand of a piece of a tensor in the checksum of the whole one: 0-dim int64, on its device, modulo 2^64.
+
+    Each element's bits are multiplied by an odd number that depends on its place in the whole tensor, so the sums of any pieces that
+    make up the whole add up to the same checksum, however it was cut.
+
+    Args:
+        name: Of the tensor; under another name the checksum is another one.
+        piece: Any dtype, and one dimension for each of ``index``.
+        index: For each dimension, the piece's places in the whole tensor: int64 ``(size of the piece,)``.
+        whole: Shape of the whole tensor.
+    """
+    device = piece.device
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    if not piece.numel():
+        return total
+    held = piece.detach().reshape(1) if piece.ndim == 0 else piece.detach()
+    places = list(index) or [torch.zeros(1, dtype=torch.int64)]
+    strides = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))] or [1]
+    rows = max(1, _ELEMENTS_AT_ONCE // max(1, held[0].numel()))
+    for first in range(0, len(held), rows):
+        part = held[first : first + rows]
+        words = _element_bits(part.contiguous())
+        place = torch.zeros((), dtype=torch.int64, device=device)
+        for dim, (along, stride) in enumerate(zip(places, strides, strict=True)):
+            own = (along[first : first + rows] if dim == 0 else along).to(device) * stride
+            place = place + own.view(-1, *[1] * (held.ndim - 1 - dim))
+        total += (words * _odd("element", place)).sum()
+    return total * _odd(name, torch.zeros(1, dtype=torch.int64, device=device))[0]
+
+
+def _element_bits(tensor: Tensor) -> Tensor:
+    """The bits of each element as int64, in the shape of ``tensor``."""
+    if tensor.dtype == torch.bool:
+        return tensor.to(torch.int64)
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
+    words = tensor.view(integers).to(torch.int64)
+    # As above: two flipped upper bits of 64 would cancel.
+    return words ^ ((words >> 32) & 0xFFFFFFFF) if integers is torch.int64 else words

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -159,8 +159,11 @@ def known_errors() -> tuple[type[Exception], ...]:
     )
 
 
-def main() -> int:
-    """The process that the local launcher starts for each rank; its place comes from the environment."""
+def main(work: Callable[[Path, int, StopRequest], object | None] = run_rank) -> int:
+    """The process that the local launcher starts for each rank; its place comes from the environment.
+
+    ``work`` is what it does once it has joined the others, given the run directory and the attempt; ``None`` says that it was stopped.
+    """
     die_with_parent()
     stop = StopRequest((signal.SIGTERM, signal.SIGINT))
     stop.end_at_once()
@@ -182,7 +185,7 @@ def main() -> int:
         rank = place.rank
         spec = read_resolved(directory)
         join(place, device_for(spec.runtime.device, place.local_rank), timeout_s=1800.0)
-        result = run_rank(arguments.run_dir, arguments.attempt, stop)
+        result = work(arguments.run_dir, arguments.attempt, stop)
         leave()
     except known_errors() as error:
         try:

@@ -1,0 +1,98 @@
+"""What a run has logged, step by step, and the first step at which two runs logged other numbers.
+
+Numbers are compared by their bits: JSON carries a float64 exactly, and a tolerance would hide what is looked for.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from phalanx.observe.event_log import read_events
+from phalanx.observe.events import Evaluated, RunStarted, Step, Torn
+from phalanx.run.directory.paths import RunDirectory
+
+_OF_STEP = ("lr", "tokens", "loss", "grad_norm", "balance")
+"""Fields of ``Step`` that belong to the run, in the order in which a step comes by them."""
+HELD_OUT = "held-out loss"
+
+
+@dataclass
+class Logged:
+    """The numbers that a run has logged."""
+
+    steps: dict[int, dict[str, float | None]] = field(default_factory=dict)
+    """By step and name of the number; of a step that several attempts computed, the newest one's."""
+    ranks: dict[int, int] = field(default_factory=dict)
+    """The number of ranks that computed each logged step."""
+    started: RunStarted | None = None
+    """The newest start."""
+    twice: list[int] = field(default_factory=list)
+    """Steps that were computed again after a restart, with other numbers than the first time: a promise broken within one run."""
+    torn_lines: int = 0
+
+
+@dataclass(frozen=True)
+class StepDifference:
+    """The first logged step at which numbers differ."""
+
+    step: int
+    numbers: Mapping[str, tuple[float | None, float | None]]
+    """The numbers of both runs, by name, of those that differ."""
+
+
+def read_logged(directory: RunDirectory) -> Logged:
+    """Reads the events of a run. Raises ``EventLogError`` if it has none."""
+    logged, ranks = Logged(), 0
+    for event in read_events(directory.events):
+        match event.body:
+            case RunStarted():
+                logged.started, ranks = event.body, event.body.ranks
+            case Step() as body:
+                _note(logged, body.step, {name: getattr(body, name) for name in _OF_STEP})
+                logged.ranks[body.step] = ranks
+            case Evaluated(step, loss):
+                _note(logged, step, {HELD_OUT: loss})
+            case Torn():
+                logged.torn_lines += 1
+            case _:
+                pass
+    return logged
+
+
+def _note(logged: Logged, step: int, numbers: Mapping[str, float | None]) -> None:
+    known = logged.steps.setdefault(step, {})
+    changed = any(name in known and bits(known[name]) != bits(value) for name, value in numbers.items())
+    if changed and step not in logged.twice:
+        logged.twice.append(step)
+    known.update(numbers)
+
+
+def bits(number: float | None) -> bytes:
+    """The 64 bits of a number; empty for none."""
+    return b"" if number is None else struct.pack("<d", number)
+
+
+def first_difference(
+    one: Logged, other: Logged, *, held_out: bool = True
+) -> tuple[StepDifference | None, int, int]:
+    """The first step that both logged with other numbers, if any; the last one before with equal numbers (0: none); steps compared.
+
+    Without ``held_out``, evaluations are left out.
+    """
+    names = (*_OF_STEP, HELD_OUT) if held_out else _OF_STEP
+    last, compared = 0, 0
+    for step in sorted(one.steps.keys() & other.steps.keys()):
+        left, right = one.steps[step], other.steps[step]
+        common = [name for name in names if name in left and name in right]
+        differing = {
+            name: (left[name], right[name]) for name in common if bits(left[name]) != bits(right[name])
+        }
+        if not common:
+            continue
+        compared += 1
+        if differing:
+            return StepDifference(step, differing), last, compared
+        last = step
+    return None, last, compared

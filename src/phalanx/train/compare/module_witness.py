@@ -1,0 +1,210 @@
+"""A witness of a step: takes checksums of what each module computes, forward and backward, and of weights and gradients.
+
+It is put around a built model from outside, by hooks, and changes no bit. Where tensor and context ranks hold pieces of the hidden
+states, the pieces' places in the whole are known, so their checksums add up to that of the undivided tensor; what is divided inside
+attention and feed-forward layers is compared only between equal layouts. Compiled blocks are seen from outside only: hooks inside would
+change what is compiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.parallel.mesh.mesh import Mesh
+from phalanx.parallel.pipeline.schedules import stages_of_rank
+from phalanx.parallel.reduction.checksum import piece_checksum
+from phalanx.parallel.reduction.data_parallel import gradients, local
+from phalanx.run.layout import stages_per_rank
+from phalanx.train.compare.observation import Moment, Observation
+from phalanx.train.step.built import Built
+from phalanx.train.step.slot import Losses, MicroBatch, SlotWork
+from phalanx.train.step.state import state_tensors
+
+_HIDDEN = re.compile(
+    r"embedding|norm|blocks\.\d+(\.(attention|attention_norm|attention_post_norm|ffn|ffn_norm|ffn_post_norm))?"
+)
+"""Modules whose output is the hidden states, or what is added to them: ``(b, s, d)`` on every layout, or a piece along ``s``."""
+_IN_BLOCK = re.compile(r"blocks\.\d+\.")
+LOSS = "the loss"
+
+
+@dataclass
+class _Now:
+    """The micro-batch that is computed."""
+
+    slot: int
+    micro_batch: int
+    batch: MicroBatch
+    stage: int = 0
+    calls: Counter[str] = field(default_factory=Counter)
+
+
+class ModuleWitness:
+    """Watches the steps of one model on this rank; ``take`` gives what it saw."""
+
+    def __init__(self, built: Built) -> None:
+        """Puts hooks into the model of ``built`` and encloses its runner."""
+        self.step = 0
+        self._built, self._mesh = built, built.model.mesh
+        self._now: _Now | None = None
+        self._backward = False
+        self._micro_batches: dict[int, _Now] = {}
+        self._seen: list[tuple[Observation, Tensor]] = []
+        self._own_piece = _own_piece(self._mesh)
+        parallel = built.spec.parallel
+        stages = (
+            stages_of_rank(
+                parallel.pipeline_schedule,
+                parallel.pipeline,
+                self._mesh.pipeline_rank,
+                stages_per_rank(parallel),
+            )
+            if parallel.pipeline > 1
+            else (0,)
+        )
+        self._stages = dict(zip(built.model.parts, stages, strict=True))
+        last = parallel.pipeline * stages_per_rank(parallel) - 1 if parallel.pipeline > 1 else 0
+        for part, stage in self._stages.items():
+            for name, module in part.named_modules():
+                if (name or stage == last) and not (built.spec.runtime.compile and _IN_BLOCK.match(name)):
+                    module.register_forward_hook(self._hook(name or LOSS))
+        runner = built.runner
+        runner.losses = _WitnessedLosses(runner.losses.spec, runner.losses.mesh, runner.losses.rows, self)
+        compute = runner.gradients
+        vars(runner)["gradients"] = lambda work: compute(self._witnessed(work))
+
+    def take(self) -> list[Observation]:
+        """What was seen since this was last called. Waits for the device."""
+        seen, self._seen = self._seen, []
+        if not seen:
+            return []
+        sums = torch.stack([value for _, value in seen]).tolist()
+        return [
+            dataclasses.replace(one, sum=value & ((1 << 64) - 1))
+            for (one, _), value in zip(seen, sums, strict=True)
+        ]
+
+    def see_weights(self, moment: Moment) -> None:
+        """Takes note of this rank's parts of all weights."""
+        for name, tensor in state_tensors(self._built.model.parts).items():
+            self._see_part(moment, name, tensor, local(tensor))
+
+    def see_gradients(self) -> None:
+        """Takes note of this rank's parts of all gradients, summed over the slots of the step."""
+        parameters = state_tensors(self._built.model.parts)
+        for name, gradient in gradients(self._built.model.parts).items():
+            self._see_part("gradient", name, parameters[name], gradient)
+
+    def _see_part(self, moment: Moment, name: str, parameter: Tensor, part: Tensor) -> None:
+        """Takes note of a ``part`` that lies in its whole as this rank's part of ``parameter`` does."""
+        partition = self._built.placement.partition(name)
+        offset, shape = partition.local_slice(parameter)
+        if 0 in shape:
+            return
+        index = [torch.arange(start, start + size) for start, size in zip(offset, shape, strict=True)]
+        piece = ",".join(f"{start}:{start + size}" for start, size in zip(offset, shape, strict=True))
+        value = piece_checksum(name, part, index, partition.whole)
+        self._seen.append((Observation(self.step, moment, name, 0, piece=piece), value))
+
+    def _hook(self, name: str) -> Callable[[nn.Module, object, object], None]:
+        def see(_module: nn.Module, _args: object, output: object) -> None:
+            now = self._now
+            if now is None or self._backward:  # in a backward pass, layers are only computed again
+                return
+            now.calls[name] += 1
+            calls = now.calls[name]
+            title = name if calls == 1 else f"{name} (call {calls})"
+            tensors = list(output) if isinstance(output, (tuple, list)) else [output]
+            for number, tensor in enumerate(tensors):
+                if not isinstance(tensor, Tensor):
+                    continue
+                label = title if len(tensors) == 1 else f"{title}[{number}]"
+                self._see_output("forward", label, name, tensor, now)
+                if tensor.requires_grad and name != LOSS:
+                    tensor.register_hook(self._gradient_hook(label, name, now))  # type: ignore[no-untyped-call]
+
+        return see
+
+    def _gradient_hook(self, label: str, name: str, now: _Now) -> Callable[[Tensor], None]:
+        def see(gradient: Tensor) -> None:
+            self._see_output("backward", label, name, gradient, now)
+
+        return see
+
+    def _see_output(self, moment: Moment, label: str, name: str, tensor: Tensor, now: _Now) -> None:
+        spec, layout, mesh = self._built.spec, self._mesh.layout, self._mesh
+        batch = now.batch.tokens.shape[0]
+        hidden = (batch, spec.train.seq_len, spec.model.dim)
+        adds_up = bool(_HIDDEN.fullmatch(name)) and tensor.shape == (
+            batch,
+            spec.train.seq_len // layout.model_ranks,
+            spec.model.dim,
+        )
+        if adds_up:
+            # A context rank's positions, of which a tensor rank has a contiguous piece.
+            positions = now.batch.positions.chunk(layout.tensor)[mesh.tensor_rank]
+            index = [torch.arange(batch), positions, torch.arange(spec.model.dim)]
+            value = piece_checksum(label, tensor, index, hidden)
+            piece = "" if layout.model_ranks == 1 else self._own_piece
+        else:
+            index = [torch.arange(size) for size in tensor.shape]
+            value = piece_checksum(label, tensor, index, tensor.shape)
+            piece = self._own_piece
+        one = Observation(self.step, moment, label, 0, now.slot, now.micro_batch, piece, adds_up, now.stage)
+        self._seen.append((one, value))
+
+    def _witnessed(self, work: SlotWork) -> SlotWork:
+        def read(turn: int) -> list[MicroBatch]:
+            batches, current = list(work.read(turn)), work.rounds[turn]
+            if current.counts:
+                for number, batch in enumerate(batches):
+                    self._micro_batches[id(batch)] = _Now(current.slot, number, batch)
+            return batches
+
+        @contextmanager
+        def audited(turn: int) -> Iterator[None]:
+            with work.audited(turn):
+                self._backward = True
+                try:
+                    yield
+                finally:
+                    self._backward = False
+
+        self._micro_batches.clear()
+        return dataclasses.replace(work, read=read, audited=audited)
+
+    @contextmanager
+    def calling(self, stage: nn.Module, batch: MicroBatch) -> Iterator[None]:
+        """Encloses the forward pass of a stage."""
+        known = self._micro_batches.get(id(batch))
+        if known is not None:
+            self._now = dataclasses.replace(known, stage=self._stages.get(stage, 0), calls=Counter())
+        try:
+            yield
+        finally:
+            self._now = None
+
+
+@dataclass(frozen=True)
+class _WitnessedLosses(Losses):
+    """Calls stages as ``Losses`` does, and tells the witness which micro-batch is computed."""
+
+    witness: ModuleWitness
+
+    def call(self, stage: nn.Module, x: Tensor, batch: MicroBatch, *, ahead: bool) -> Tensor:
+        with self.witness.calling(stage, batch):
+            return super().call(stage, x, batch, ahead=ahead)
+
+
+def _own_piece(mesh: Mesh) -> str:
+    """Names this rank's piece of what the axes of the model divide: equal on ranks of equal layouts that hold the same."""
+    degrees = " x ".join(map(str, mesh.layout.dividing))
+    return f"context rank {mesh.context_rank}, tensor rank {mesh.tensor_rank} of {degrees}"

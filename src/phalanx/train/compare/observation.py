@@ -1,0 +1,206 @@
+"""What a witness of a replayed step has seen, and the first thing in which two replays differ.
+
+An *observation* is the checksum of one tensor that a rank held at one moment of a step: a parameter before the step, the output of a
+module in the forward pass of a micro-batch, the gradient of that output, a parameter's gradient after the sum over slots, a parameter
+after the update. Checksums of pieces add up to that of the whole tensor (``phalanx.parallel.reduction.checksum``), so layouts that cut a tensor
+differently can be compared. Everything here is a function on values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Moment = Literal["weight", "forward", "backward", "gradient", "updated"]
+_STAGES: dict[Moment, tuple[int, int]] = {
+    "weight": (0, 0),
+    "forward": (1, 0),  # with backward, micro-batch by micro-batch
+    "backward": (1, 1),
+    "gradient": (2, 0),
+    "updated": (3, 0),
+}
+_WORDS: dict[Moment, str] = {
+    "weight": "before the step, weight {}",
+    "forward": "forward of {}",
+    "backward": "gradient of the output of {}",
+    "gradient": "gradient of {}, summed over slots",
+    "updated": "updated weight {}",
+}
+_NO_SLOT = -1
+_WORD = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class Observation:
+    """The checksum of a tensor, or of a piece of one, on one rank."""
+
+    step: int
+    moment: Moment
+    name: str
+    """Of the module or parameter."""
+    sum: int
+    """Modulo 2^64."""
+    slot: int = _NO_SLOT
+    micro_batch: int = _NO_SLOT
+    piece: str = ""
+    """Which piece of the tensor it is: equal for ranks that hold the same."""
+    adds_up: bool = True
+    """True if the sums of all pieces add up to the checksum of a tensor that every layout has."""
+    stage: int = 0
+    """The pipeline stage of the module."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What one run's ranks have seen, and the numbers that the run would have logged."""
+
+    layout: Mapping[str, int]
+    """The degree of each axis."""
+    observed: Sequence[Sequence[Observation]]
+    """By rank, in the order in which the rank saw them."""
+    numbers: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    """Loss and gradient norm, by step."""
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first thing in which two replays differ."""
+
+    step: int
+    moment: Moment
+    name: str
+    slot: int
+    micro_batch: int
+    ranks: tuple[tuple[int, ...], tuple[int, ...]]
+    """The ranks of either replay that hold what differs."""
+    odd: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    """The ranks of either replay whose copy differs from most of the other ranks' copies of the same."""
+
+    def __str__(self) -> str:
+        where = "" if self.slot == _NO_SLOT else f"slot {self.slot}, micro-batch {self.micro_batch}, "
+        sides = [f"{_ranks(ranks)} of {side}" for ranks, side in zip(self.ranks, "AB", strict=True) if ranks]
+        alone = [
+            f"{_ranks(ranks)} of {side} not as its other ranks"
+            for ranks, side in zip(self.odd, "AB", strict=True)
+            if ranks
+        ]
+        return (
+            f"step {self.step}, {where}{_WORDS[self.moment].format(self.name)}: {', '.join(alone or sides)}"
+        )
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The result of comparing two replays."""
+
+    parting: Parting | None
+    """``None``: everything that could be compared is equal."""
+    observations: int
+    """Number of tensors that were compared."""
+    left_out: tuple[str, ...]
+    """Modules and parameters that could not be compared, because only one replay has them, or the layouts cut them differently."""
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+
+
+_Key = tuple[int, Moment, int, int, str]
+
+
+@dataclass
+class _Tensor:
+    """All that a replay has seen of one tensor: by piece, the sum on each rank."""
+
+    pieces: dict[str, dict[int, int]] = field(default_factory=dict)
+    adds_up: bool = True
+
+    @property
+    def total(self) -> int:
+        """The checksum of the whole tensor, of one copy of each piece."""
+        return sum(next(iter(copies.values())) for copies in self.pieces.values()) & _WORD
+
+    def odd(self, other: _Tensor) -> tuple[int, ...]:
+        """Ranks whose copy of a piece differs from other ranks' copies: from that of the ``other`` replay, or from most."""
+        found = []
+        for piece, copies in self.pieces.items():
+            sums = list(copies.values())
+            theirs = {value for value in other.pieces.get(piece, {}).values() if value in sums}
+            usual = theirs.pop() if len(theirs) == 1 else max(sums, key=sums.count)
+            found += [rank for rank, value in copies.items() if value != usual] if len(set(sums)) > 1 else []
+        return tuple(sorted(found))
+
+    def ranks(self, pieces: Iterable[str]) -> tuple[int, ...]:
+        """The ranks that hold any of these pieces."""
+        return tuple(sorted({rank for piece in pieces for rank in self.pieces.get(piece, ())}))
+
+
+def compare_replays(one: Replay, other: Replay) -> Compared:
+    """The first tensor, in the order in which a step computes them, whose bits differ between two replays.
+
+    Of a tensor that both cut in the same way the pieces are compared, and the ranks that hold those that differ are named; else
+    the pieces' sums are compared, if they add up.
+    """
+    tables = [_table(replay) for replay in (one, other)]
+    places = _places(min(one, other, key=lambda replay: replay.layout.get("pipeline", 1)))
+    keys = sorted(tables[0].keys() | tables[1].keys(), key=lambda key: _place(key, places))
+    left_out: dict[str, None] = {}
+    partings: list[Parting] = []
+    compared = 0
+    for key in keys:
+        left, right = (table.get(key) for table in tables)
+        if left is None or right is None:
+            left_out[key[4]] = None
+            continue
+        odd = left.odd(right), right.odd(left)
+        if left.pieces.keys() == right.pieces.keys():
+            pieces = [
+                piece
+                for piece in left.pieces
+                if set(left.pieces[piece].values()) != set(right.pieces[piece].values())
+            ]
+            differs = bool(pieces)
+            ranks = left.ranks(pieces), right.ranks(pieces)
+        elif left.adds_up and right.adds_up:
+            differs = left.total != right.total
+            ranks = left.ranks(left.pieces), right.ranks(right.pieces)
+        else:
+            left_out[key[4]] = None
+            continue
+        compared += 1
+        if differs or any(odd):
+            step, moment, slot, micro_batch, name = key
+            partings.append(Parting(step, moment, name, slot, micro_batch, ranks, odd))
+            break
+    return Compared(partings[0] if partings else None, compared, tuple(left_out))
+
+
+def _key(one: Observation) -> _Key:
+    return one.step, one.moment, one.slot, one.micro_batch, one.name
+
+
+def _table(replay: Replay) -> dict[_Key, _Tensor]:
+    table: dict[_Key, _Tensor] = {}
+    for rank, seen in enumerate(replay.observed):
+        for one in seen:
+            tensor = table.setdefault(_key(one), _Tensor())
+            tensor.pieces.setdefault(one.piece, {})[rank] = one.sum
+            tensor.adds_up &= one.adds_up
+    return table
+
+
+def _places(replay: Replay) -> dict[_Key, tuple[int, int]]:
+    """The place of each tensor among those of its micro-batch: stage after stage, backward in the other direction."""
+    found: dict[_Key, tuple[int, int]] = {}
+    for seen in replay.observed:
+        for number, one in enumerate(seen):
+            found.setdefault(_key(one), (-one.stage if one.moment == "backward" else one.stage, number))
+    return found
+
+
+def _place(key: _Key, places: Mapping[_Key, tuple[int, int]]) -> tuple[int, ...]:
+    """The place of a tensor in a step, whose slots are put one after the other."""
+    step, moment, slot, micro_batch, _ = key
+    stage, direction = _STAGES[moment]
+    return (step, stage, slot, micro_batch, direction, *places.get(key, (0, 0)))

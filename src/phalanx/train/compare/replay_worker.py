@@ -1,0 +1,37 @@
+"""The process of one rank of a replay, started by ``phalanx.launch.replay``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+
+from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.paths import RunDirectory, read_resolved
+from phalanx.train.compare.orders import ReplayOrder, order_file, seen_file
+from phalanx.train.lifecycle.interrupt import StopRequest
+from phalanx.train.lifecycle.worker import main
+
+
+def replay_rank(run_dir: Path, _attempt: int, _stop: StopRequest) -> object:
+    """Replays what the order in ``run_dir`` says, and leaves there what this rank saw."""
+    from phalanx.parallel.process_group.rendezvous import device_for, rank_from_environment
+    from phalanx.train.compare.replay import replay
+    from phalanx.train.lifecycle.assemble import make_deterministic
+
+    directory = RunDirectory(run_dir)
+    spec = read_resolved(directory)
+    order = msgspec.json.decode(order_file(run_dir).read_bytes(), type=ReplayOrder)
+    place = rank_from_environment(os.environ)
+    assert place is not None
+    device = device_for(spec.runtime.device, place.local_rank)
+    make_deterministic(spec, device)
+    seen = replay(spec, order, directory, device)
+    write_atomically(seen_file(run_dir, place.rank), msgspec.msgpack.encode(seen))
+    return seen
+
+
+if __name__ == "__main__":
+    sys.exit(main(replay_rank))

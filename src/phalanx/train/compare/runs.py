@@ -1,0 +1,166 @@
+"""Compares two run directories by what lies in them: run files, records, logged numbers, checkpoints.
+
+Nothing is computed again and nothing is written. ``phalanx.launch.replay`` goes on from here: it computes the step at which the runs part
+once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from phalanx.checkpoint.format.errors import CheckpointError
+from phalanx.checkpoint.tiers.compare import TensorDifference, compare_step
+from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.observe.event_log import EventLogError
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.identity import FieldDifference, field_differences, identity
+from phalanx.train.compare.logged import Logged, StepDifference, first_difference, read_logged
+
+OnCompared = Callable[[str, int, int], None]
+"""Called with what is compared, how much of it is done, and of how much."""
+
+
+class NothingToCompareError(RuntimeError):
+    """Two runs have no logged step and no checkpoint in common."""
+
+
+@dataclass(frozen=True)
+class CheckpointDifference:
+    """The oldest checkpoint that both runs hold and that differs."""
+
+    step: int
+    tensors: tuple[TensorDifference, ...]
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """All that two run directories say of where the runs part."""
+
+    same_run: bool
+    """True if identity and data are the same, so that every bit should be."""
+    fields: tuple[FieldDifference, ...]
+    record: Mapping[str, tuple[object, object]]
+    """What the runs recorded of themselves in their newest start, by dotted name, where it differs."""
+    numbers: StepDifference | None
+    """The first logged step with other numbers."""
+    steps_compared: int
+    last_equal_step: int
+    """The last step before ``numbers`` whose numbers are equal; 0 if there is none."""
+    checkpoint: CheckpointDifference | None
+    checkpoints_compared: tuple[int, ...]
+    """The steps of checkpoints that both hold and that were read."""
+    notes: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        """True if everything that could be compared of what the runs computed is equal, in every bit."""
+        return self.numbers is None and self.checkpoint is None
+
+    @property
+    def parts_at(self) -> int | None:
+        """The first step known to differ; a checkpoint's step if only that is known."""
+        known = [found.step for found in (self.numbers, self.checkpoint) if found is not None]
+        return min(known, default=None)
+
+    @property
+    def equal_checkpoints(self) -> tuple[int, ...]:
+        """The steps before ``parts_at`` whose checkpoints both runs hold with the same bits."""
+        end = self.parts_at
+        return tuple(step for step in self.checkpoints_compared if end is None or step < end)
+
+
+def compare_runs(
+    one: Path, other: Path, on_progress: OnCompared = lambda _what, _done, _total: None
+) -> RunComparison:
+    """Compares the runs in two directories.
+
+    Raises:
+        RunDirectoryError: One of them is no run directory, or its run file or record is damaged.
+        NothingToCompareError: No step was logged by both, and no checkpoint is held by both.
+    """
+    directories = [RunDirectory(path) for path in (one, other)]
+    specs = [read_resolved(directory) for directory in directories]
+    records = [directory.read_record() for directory in directories]
+    logs, notes = [], []
+    for directory in directories:
+        try:
+            logs.append(read_logged(directory))
+        except EventLogError as error:
+            logs.append(Logged())
+            notes.append(str(error))
+    for directory, log in zip(directories, logs, strict=True):
+        if log.torn_lines:
+            notes.append(f"{directory.events}: {log.torn_lines} torn lines were passed over")
+        if log.twice:
+            steps = ", ".join(map(str, log.twice[:5])) + (", ..." if len(log.twice) > 5 else "")
+            notes.append(
+                f"{directory.path} computed steps again after a restart, with other numbers: {steps}"
+            )
+    held_out = specs[0].evaluation == specs[1].evaluation  # else other text was scored
+    numbers, last, compared = first_difference(*logs, held_out=held_out)
+    checkpoint, read = _checkpoints(directories, notes, on_progress)
+    if not compared and not read:
+        raise NothingToCompareError(
+            f"{one} and {other} have no logged step and no checkpoint in common that can be read: there is nothing to compare"
+            + "".join(f"\n  {note}" for note in notes)
+        )
+    data = [record.get("data_fingerprint") for record in records]
+    facts = [{"data_fingerprint": key, **_facts(log)} for key, log in zip(data, logs, strict=True)]
+    return RunComparison(
+        same_run=identity(specs[0]) == identity(specs[1]) and data[0] == data[1],
+        fields=tuple(field_differences(*specs)),
+        record=_differing(*facts),
+        numbers=numbers,
+        steps_compared=compared,
+        last_equal_step=last,
+        checkpoint=checkpoint,
+        checkpoints_compared=read,
+        notes=tuple(notes),
+    )
+
+
+def _facts(log: Logged) -> dict[str, object]:
+    """Versions, machine and ranks of a run's newest start, flat."""
+    if log.started is None:
+        return {}
+    environment = {key: value for key, value in log.started.environment.items() if key != "data_fingerprint"}
+    return dict(_flat({"ranks": log.started.ranks, "device": log.started.device, **environment}))
+
+
+def _flat(table: Mapping[str, object], prefix: str = "") -> list[tuple[str, object]]:
+    found: list[tuple[str, object]] = []
+    for key, value in table.items():
+        found += (
+            _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
+        )
+    return found
+
+
+def _differing(one: Mapping[str, object], other: Mapping[str, object]) -> dict[str, tuple[object, object]]:
+    keys = dict.fromkeys([*one, *other])
+    return {key: (one.get(key), other.get(key)) for key in keys if one.get(key) != other.get(key)}
+
+
+def _checkpoints(
+    directories: list[RunDirectory], notes: list[str], on_progress: OnCompared
+) -> tuple[CheckpointDifference | None, tuple[int, ...]]:
+    """The oldest common checkpoint that differs, and the steps of those that were read up to there."""
+    try:
+        common = set.intersection(*(set(directory.committed_steps()) for directory in directories))
+    except OSError as error:
+        raise RunDirectoryError(f"cannot list checkpoints: {error}") from error
+    read = []
+    for step in sorted(common):
+        one, other = (DiskTier(directory.checkpoints) for directory in directories)
+        try:
+            found = compare_step(one, other, step, partial(on_progress, f"checkpoint of step {step}"))
+        except CheckpointError as error:
+            notes.append(f"the checkpoint of step {step} cannot be compared: {error}")
+            continue
+        read.append(step)
+        if found:
+            return CheckpointDifference(step, tuple(found)), tuple(read)
+    return None, tuple(read)

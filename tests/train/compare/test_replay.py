@@ -1,0 +1,202 @@
+"""A step that is computed again under a witness: what a run computed, and the module and rank of a planted culprit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.parallel.reduction import reduce_scatter
+from phalanx.parallel.reduction.data_parallel import local, named_parameters
+from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.spec import MoeSpec, ParallelSpec, RunSpec
+from phalanx.train.compare.observation import Parting, Replay, compare_replays
+from phalanx.train.compare.orders import RankReplay, ReplayOrder
+from phalanx.train.compare.replay import nothing, replay
+from phalanx.train.step.built import Built
+from ranks import Ranks
+from run.specs import replace_at
+from tiny_runs import on_layout, tiny_run, train_on_this_rank
+
+Fault = Callable[[int, Built], None]
+CPU = torch.device("cpu")
+
+
+def replayed(spec: RunSpec, order: ReplayOrder, fault: Fault | None = None) -> RankReplay:
+    """Replays on this rank of the current process group."""
+    return replay(spec, order, RunDirectory(Path(spec.run_dir)), CPU, fault or nothing)
+
+
+def together(seen: list[RankReplay]) -> Replay:
+    return Replay(seen[0].layout, [one.observed for one in seen], seen[0].numbers)
+
+
+def on(ranks: Ranks, count: int, spec: RunSpec, order: ReplayOrder, fault: Fault | None = None) -> Replay:
+    return together(ranks.run(count, replayed, spec, order, fault))
+
+
+@pytest.fixture(scope="module")
+def spec(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
+    return tiny_run(dataset, tmp_path_factory.mktemp("replay") / "run")
+
+
+@pytest.fixture(scope="module")
+def healthy(ranks: Ranks, spec: RunSpec) -> Replay:
+    """The first two steps on one rank."""
+    return on(ranks, 1, spec, ReplayOrder(to_step=2))
+
+
+@pytest.mark.parametrize(("count", "sharding"), [(2, "zero3"), (3, "none"), (2, "zero2")])
+def test_layouts_that_only_hold_the_model_differently_agree_in_everything(
+    count: int, sharding: str, ranks: Ranks, spec: RunSpec, healthy: Replay
+) -> None:
+    found = compare_replays(healthy, on(ranks, count, on_layout(spec, sharding, 0), ReplayOrder(to_step=2)))
+    assert found.parting is None
+    assert found.left_out == ()
+    modules = {one.name for seen in healthy.observed for one in seen if one.moment == "forward"}
+    assert {"embedding", "blocks.1.attention", "blocks.1.ffn", "norm", "the loss"} <= modules
+    assert found.observations == len(healthy.observed[0])
+
+
+def flip_a_bit_of_one_rank(step: int, built: Built) -> None:
+    """Flips a bit of one element of rank 1's share of a weight, in memory, before step 2."""
+    if step == 2 and dist.get_rank() == 1:
+        weight = local(named_parameters(built.model.parts)["blocks.1.ffn.up.weight"].detach())
+        weight.view(torch.int32).view(-1)[5] ^= 1
+
+
+def multiply_in_another_order(step: int, built: Built) -> None:
+    """Gives rank 1 another kernel for one product: halves of the inner dimension, added."""
+
+    def by_halves(x: Tensor, weight: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        return F.linear(x[..., :half], weight[:, :half]) + F.linear(x[..., half:], weight[:, half:])
+
+    if step == 1 and dist.get_rank() == 1:
+        built.model.parts[0].get_submodule("blocks.0.attention.value").product = by_halves
+
+
+def replayed_with_a_wrong_gather(spec: RunSpec, order: ReplayOrder) -> RankReplay:
+    """Replays with an all-gather of weights that gives rank 1 the shares in another order, once in step 2."""
+    right, calls = reduce_scatter.all_gather_single, [0]
+    step_now = [0]
+
+    def gather(output: Tensor, piece: Tensor, group: Any) -> None:
+        right(output, piece, group)
+        if step_now[0] == 2 and dist.get_rank() == 1:
+            calls[0] += 1
+            if calls[0] == 2:  # the first block's; the root's comes before
+                output.copy_(output.view(group.size(), -1).flip(0).reshape(-1))
+
+    def note(step: int, _built: Built) -> None:
+        step_now[0] = step
+
+    reduce_scatter.all_gather_single = gather
+    try:
+        return replayed(spec, order, note)
+    finally:
+        reduce_scatter.all_gather_single = right
+
+
+def parting_of(healthy: Replay, other: Replay) -> Parting:
+    found = compare_replays(healthy, other).parting
+    assert found is not None
+    return found
+
+
+def test_a_flipped_bit_is_named_by_weight_and_rank(ranks: Ranks, spec: RunSpec, healthy: Replay) -> None:
+    sick = on(ranks, 2, spec, ReplayOrder(to_step=2), flip_a_bit_of_one_rank)
+    found = parting_of(healthy, sick)
+    assert (found.step, found.moment, found.name) == (2, "weight", "blocks.1.ffn.up.weight")
+    same_cut = parting_of(on(ranks, 2, spec, ReplayOrder(to_step=2)), sick)
+    assert str(same_cut) == "step 2, before the step, weight blocks.1.ffn.up.weight: rank 1 of A, rank 1 of B"
+
+
+def test_a_flipped_bit_in_one_of_several_copies_is_named_without_an_equal_layout(
+    ranks: Ranks, spec: RunSpec, healthy: Replay
+) -> None:
+    copies = on_layout(spec, "none", 0)
+    found = parting_of(healthy, on(ranks, 2, copies, ReplayOrder(to_step=2), flip_a_bit_of_one_rank))
+    assert (
+        str(found)
+        == "step 2, before the step, weight blocks.1.ffn.up.weight: rank 1 of B not as its other ranks"
+    )
+
+
+def test_another_kernel_is_named_by_module_and_rank(ranks: Ranks, spec: RunSpec, healthy: Replay) -> None:
+    sick = on(ranks, 2, spec, ReplayOrder(to_step=1), multiply_in_another_order)
+    found = parting_of(healthy, sick)
+    assert (found.step, found.moment, found.name) == (1, "forward", "blocks.0.attention.value")
+    assert (found.slot, found.ranks) == (1, ((0,), (1,)))  # slots are dealt in turn
+
+
+def test_a_wrong_collective_is_named_by_module_and_rank(ranks: Ranks, spec: RunSpec, healthy: Replay) -> None:
+    sick = together(ranks.run(2, replayed_with_a_wrong_gather, spec, ReplayOrder(to_step=2)))
+    found = parting_of(healthy, sick)
+    assert (found.step, found.moment) == (2, "forward")
+    assert found.name.startswith("blocks.0.")
+    assert (found.slot, found.ranks) == (1, ((0,), (1,)))
+
+
+def divided(spec: RunSpec, **parallel: int) -> RunSpec:
+    return dataclasses.replace(spec, parallel=dataclasses.replace(ParallelSpec(), **parallel))
+
+
+def test_stages_of_a_pipeline_agree_with_the_whole_model(ranks: Ranks, dataset: Path, tmp_path: Path) -> None:
+    untied = replace_at(tiny_run(dataset, tmp_path / "run"), "model.tie_embeddings", False)
+    order = ReplayOrder(to_step=1)
+    found = compare_replays(on(ranks, 1, untied, order), on(ranks, 2, divided(untied, pipeline=2), order))
+    assert found.parting is None
+    assert found.left_out == ()
+
+
+@pytest.mark.parametrize("degrees", [{"tensor": 2}, {"context": 2}])
+def test_of_layouts_that_divide_the_model_what_lies_whole_is_compared(
+    degrees: dict[str, int], ranks: Ranks, spec: RunSpec, healthy: Replay
+) -> None:
+    found = compare_replays(healthy, on(ranks, 2, divided(spec, **degrees), ReplayOrder(to_step=2)))
+    # Sums over tensor ranks and over a ring's pieces are made in another order than on one rank.
+    assert found.parting is not None
+    assert found.parting.name == "blocks.0.attention"
+    assert found.parting.moment == "forward"
+    assert "blocks.0.attention.query" in found.left_out
+
+
+def test_a_replay_from_a_checkpoint_computes_what_the_run_logged_and_leaves_the_run_alone(
+    ranks: Ranks, dataset: Path, tmp_path: Path
+) -> None:
+    run = tiny_run(dataset, tmp_path / "run")
+    ranks.run(2, train_on_this_rank, run)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    order = ReplayOrder(6, 4, str(tmp_path / "run" / "checkpoints"))
+    seen = on(ranks, 2, run, order)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    logged = {
+        line["step"]: {name: line[name] for name in ("loss", "grad_norm")}
+        for line in lines
+        if line["kind"] == "Step"
+    }
+    assert seen.numbers == {step: logged[step] for step in (5, 6)}
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+
+
+def test_mixtures_recomputed_layers_and_narrow_formats_can_be_witnessed(
+    ranks: Ranks, dataset: Path, tmp_path: Path
+) -> None:
+    spec = tiny_run(dataset, tmp_path / "run")
+    model = dataclasses.replace(
+        spec.model, moe=MoeSpec(experts=4, per_token=2, ffn_dim=32, balance_bias=True)
+    )
+    spec = replace_at(replace_at(spec, "memory.recompute", "full"), "precision.compute", "bf16")
+    spec = dataclasses.replace(spec, model=model)
+    order = ReplayOrder(to_step=2)
+    found = compare_replays(on(ranks, 1, spec, order), on(ranks, 3, spec, order))
+    assert (found.parting, found.left_out) == (None, ())
