@@ -198,7 +198,7 @@ class LargeFleet:
         self.hear(m.DiskHolds(tuple(range(max(every, newest - every), newest + 1, every))))
         epoch = self.state.epoch
         steps = tuple(step for step in (self.reached - 1, self.reached) if step > self.started)
-        for name in sorted(self.cold & self.state.awaiting - self.down):
+        for name in sorted((self.cold - self.down) & self.state.awaiting):
             no_points = ("",) * WORKERS
             self.hear(m.Parked(name, self.incarnation[name], epoch, no_points, self._held(name, steps)))
         if self.state.phase is FleetPhase.PARKING and self.state.epoch == epoch:
@@ -220,7 +220,7 @@ class LargeFleet:
 
     def _all_bound(self) -> None:
         epoch, members = self.state.epoch, self.state.awaiting
-        for name in sorted(self.cold & members - self.down):
+        for name in sorted((self.cold - self.down) & members):
             if self.state.epoch == epoch:
                 self.hear(
                     m.Heartbeat(name, self.incarnation[name], m.NO_EPOCH, m.NO_STEP, m.WorkerPhase.COLD)

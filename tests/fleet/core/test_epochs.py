@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import settings as effort
+from hypothesis import strategies as st
 
 from fleet.small_fleets import Fleet, running, settings
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
-from phalanx.fleet.core.epochs import can_grow, last_heard_s, next_deadline_s, pause_s, phase_deadline_s
+from phalanx.fleet.core.epoch_plan import EpochPlan
+from phalanx.fleet.core.epochs import (
+    _begin,
+    can_grow,
+    last_heard_s,
+    lose,
+    next_deadline_s,
+    pause_s,
+    phase_deadline_s,
+)
+from phalanx.fleet.core.invariants import check
+from phalanx.fleet.core.orders import Order
 from phalanx.fleet.core.settings import Formation
-from phalanx.fleet.core.state import Eligibility, FleetPhase
+from phalanx.fleet.core.state import NO_SEAT, Eligibility, FleetPhase
 
 
 def beat(fleet: Fleet, *but: str, step: int = 1) -> None:
@@ -65,6 +79,57 @@ def test_an_epoch_begins_with_a_clean_slate() -> None:
     assert (state.epoch, state.phase, state.early, state.evidence) == (1, FleetPhase.BINDING, set(), False)
     assert (state.planned, state.diagnosed, state.vacant) == (False, False, set())
     assert state.awaiting == set(state.seats)
+
+
+@effort(max_examples=100, deadline=None)
+@given(
+    st.permutations([str(index) for index in range(7)]),
+    st.integers(1, 5),
+    st.sets(st.sampled_from(range(5))),
+)
+def test_whoever_leaves_stays_or_moves_each_node_has_the_seat_of_the_plan_and_only_those_without_one_are_released(
+    order: list[str], count: int, lost: set[int]
+) -> None:
+    fleet = running(5, 2)
+    before = list(fleet.state.seats)
+    gone = {before[seat] for seat in lost}
+    for name in sorted(gone):
+        lose(fleet.state, [], fleet.state.nodes[name], "lost")
+    fleet.state.phase = FleetPhase.PARKING
+    # The names of the plan are equal to those of the state, and others in memory: so they come from JSON.
+    seats = tuple(b"".join((name.encode(),)).decode() for name in order if name not in gone)[:count]
+    if not seats:
+        return
+    orders: list[Order] = []
+    _begin(fleet.state, orders, EpochPlan(len(seats), seats, tuple(range(len(seats))), 0, c.Fresh()))
+    found = {name: node.seat for name, node in fleet.state.nodes.items()}
+    assert found == {name: seats.index(name) if name in seats else NO_SEAT for name in found}
+    assert [order.to for order in orders[1:]] == sorted(set(before) - set(seats))
+    check(fleet.state)
+
+
+@effort(max_examples=100, deadline=None)
+@given(*[st.sets(st.sampled_from([str(index) for index in range(6)])) for _ in range(4)])
+def test_a_roll_call_of_those_who_parked_counts_as_the_scan_of_all_members_would(
+    spoke: set[str], silent: set[str], spoke_later: set[str], silent_later: set[str]
+) -> None:
+    fleet = running(6, 0)
+    fleet.hear(m.Broken("5", 1, 0, 0))
+    absent: set[str] | None = None
+    for single, away, steps in ((spoke, silent, (4, 5)), (spoke_later, silent_later, (5,))):
+        for name in sorted(single & fleet.state.awaiting):
+            if fleet.state.awaiting != {name}:
+                fleet.hear(m.Parked(name, 1, 0, (f"{name}:1",), ()))
+                absent = absent if absent is None else absent | {name}
+        if not fleet.state.awaiting & away:
+            return
+        folded = fleet.state.awaiting - away
+        fleet.hear(m.Rollcall("parked", 0, steps=steps, absent=tuple(sorted(away))))
+        absent = set(fleet.state.seats) - folded if absent is None else absent - folded
+        assert fleet.state.census is not None
+        assert fleet.state.census.absent == {name: fleet.state.seats.index(name) for name in absent}
+        assert fleet.state.census.steps == steps
+        assert not fleet.state.awaiting & folded
 
 
 def test_all_ranks_of_an_epoch_meet_under_the_token_of_its_begin_however_often_it_is_changed_meanwhile() -> (

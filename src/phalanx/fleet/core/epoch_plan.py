@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from operator import itemgetter
 
 from msgspec import Struct
 
@@ -109,11 +110,8 @@ def plan_epoch(state: FleetState) -> EpochPlan | None:
 
 def deal(state: FleetState, count: int) -> tuple[str, ...]:
     """Seat -> node: survivors keep their seats; vacant ones go to spares and to nodes whose seats no longer exist."""
-    kept: list[str | None] = list(state.seats[:count]) + [None] * (count - len(state.seats))
+    kept = [*state.seats[:count], *[""] * (count - len(state.seats))]
     lost = {state.nodes[state.seats[seat]].domain for seat in state.vacant}
-    for seat in state.vacant:
-        if seat < count:
-            kept[seat] = None
     candidates = set(state.spares)
     candidates.update(
         state.seats[seat] for seat in range(count, len(state.seats)) if seat not in state.vacant
@@ -123,12 +121,12 @@ def deal(state: FleetState, count: int) -> tuple[str, ...]:
         along = sorted(candidates, key=lambda name: (state.nodes[name].domain, name))
         first = set(sorted(along, key=lambda name: state.nodes[name].started_as_spare)[:count])
         return tuple(name for name in along if name in first)
-    for seat in [seat for seat, name in enumerate(kept) if name is None]:
+    for seat in (*sorted(seat for seat in state.vacant if seat < count), *range(len(state.seats), count)):
         near = state.nodes[state.seats[min(seat, len(state.seats) - 1)]].domain
         chosen = min(candidates, key=lambda name: _distance(state.nodes[name], near, lost))
         candidates.remove(chosen)
         kept[seat] = chosen
-    return tuple(filter(None, kept))
+    return tuple(kept)
 
 
 def _distance(node: Node, near: tuple[str, ...], lost: set[tuple[str, ...]]) -> tuple[bool, int, str]:
@@ -147,11 +145,11 @@ def buddy_ring(domains: Sequence[tuple[str, ...]]) -> tuple[tuple[int, ...], int
     level for which that holds is taken. A single seat is its own buddy and keeps one copy only.
     """
     count = len(domains)
-    order = sorted(range(count), key=lambda seat: domains[seat])
+    order = sorted(range(count), key=domains.__getitem__)
     depth = max(map(len, domains))
     shift, level = min(1, count - 1), 0
     for levels in range(1, depth + 1):
-        largest = max(Counter(domain[:levels] for domain in domains).values())
+        largest = max(Counter(map(itemgetter(slice(levels)), domains)).values())
         if 2 * largest <= count:
             shift, level = largest, levels
             break
@@ -200,11 +198,13 @@ def restore_source(state: FleetState) -> StateSource:
 
 def newest_in_memory(state: FleetState) -> RestorePoint | None:
     """The newest snapshot of which living nodes hold every state."""
-    points = {RestorePoint(*map(int, name.split("/"))) for name in state.copies}
+    names = (name.split("/") for name in state.copies)
+    points = {(int(step), int(ranks)) for ranks, step in names}
     census = state.census
     if census is not None:
-        points |= {RestorePoint(census.ranks, step) for step in census.steps}
-    for point in sorted(points, key=lambda point: (point.step, point.ranks), reverse=True):
+        points |= {(step, census.ranks) for step in census.steps}
+    for step, ranks in sorted(points, reverse=True):
+        point = RestorePoint(ranks, step)
         if is_complete(state, point):
             return point
     return None

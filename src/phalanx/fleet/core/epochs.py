@@ -7,7 +7,8 @@ when each member of the last one has reported that its workers have left, or is 
 
 from __future__ import annotations
 
-from itertools import zip_longest
+from itertools import compress
+from operator import is_not
 
 from phalanx.fleet.core.commands import (
     Diagnose,
@@ -203,11 +204,10 @@ def _form(state: FleetState, orders: list[Order]) -> bool:
 
 
 def _begin(state: FleetState, orders: list[Order], plan: EpochPlan) -> None:
-    left = set(state.seats) - set(plan.seats)
     state.epoch = max(state.epoch, state.seen_epoch) + 1
     before = _step_of(state.source)
     state.ring, state.ring_level = list(plan.ring), plan.ring_level
-    _reseat(state, plan.seats)
+    left = _reseat(state, plan.seats)
     state.awaiting, state.early, state.evidence, state.planned = set(plan.seats), set(), False, False
     state.ranks, state.source = plan.ranks, plan.source
     state.epoch_key = state.key
@@ -217,27 +217,34 @@ def _begin(state: FleetState, orders: list[Order], plan: EpochPlan) -> None:
         state.best_step = state.step
     progressed(state, state.step)
     enter(state, FleetPhase.BINDING)
-    orders += [Order(SEATED), *(Order(name) for name in sorted(left))]
+    orders += [Order(SEATED), *(Order(name) for name in left)]
 
 
 def _step_of(source: StateSource) -> int:
     return NO_STEP if isinstance(source, Fresh) else source.step
 
 
-def _reseat(state: FleetState, seats: tuple[str, ...]) -> None:
+def _reseat(state: FleetState, seats: tuple[str, ...]) -> list[str]:
+    """Seats the nodes of an epoch, and returns those that lose their seat by it, sorted.
+
+    What is worked out for a seat is worked out for those that change: the others are passed over by a comparison of lists. It is of
+    identity, which at worst calls a seat changed that is not.
+    """
     old, state.seats = state.seats, list(seats)
-    others = {seat for seat, (before, now) in enumerate(zip_longest(old, seats)) if before != now}
+    both = min(len(old), len(seats))
+    others = {*compress(range(both), map(is_not, old, seats)), *range(both, max(len(old), len(seats)))}
     changed = sorted(others | state.vacant)
     state.vacant = set()
     stand = [old[seat] for seat in changed if seat < len(old)]
     sit = {seats[seat]: seat for seat in changed if seat < len(seats)}
-    for name in stand:
-        if name not in sit:
-            change(state, state.nodes[name], seat=NO_SEAT)
+    left = sorted(name for name in stand if name not in sit)
+    for name in left:
+        change(state, state.nodes[name], seat=NO_SEAT)
     for name, seat in sit.items():
         if state.nodes[name].seat != seat:
             change(state, state.nodes[name], seat=seat)
     state.vacant.clear()
+    return left
 
 
 def progressed(state: FleetState, step: int) -> None:

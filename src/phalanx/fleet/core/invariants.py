@@ -48,12 +48,13 @@ def _seats(state: FleetState) -> Iterator[str]:
     if len(set(state.seats)) != len(state.seats):
         yield f"a node has two seats: {state.seats}"
     for seat, name in enumerate(state.seats):
-        if state.nodes[name].seat != seat:
-            yield f"node {name} has seat {state.nodes[name].seat} by its own record, and holds seat {seat}"
-        if usable(state, state.nodes[name]) == (seat in state.vacant):
+        node = state.nodes[name]
+        if node.seat != seat:
+            yield f"node {name} has seat {node.seat} by its own record, and holds seat {seat}"
+        if usable(state, node) == (seat in state.vacant):
             yield f"seat {seat} (node {name}) is wrongly called {'vacant' if seat in state.vacant else 'taken'}"
     for name, node in state.nodes.items():
-        if node.seat != NO_SEAT and state.seats[node.seat : node.seat + 1] != [name]:
+        if node.seat != NO_SEAT and (node.seat >= len(state.seats) or state.seats[node.seat] != name):
             yield f"node {name} has seat {node.seat} by its own record, which another node holds"
         if (name in state.spares) != (node.seat == NO_SEAT and usable(state, node)):
             yield f"node {name} is wrongly {'' if name in state.spares else 'not '}called a spare"

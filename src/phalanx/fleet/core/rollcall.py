@@ -6,6 +6,8 @@ into one roll call that lists only the nodes that differ, and the core handles i
 
 from __future__ import annotations
 
+from itertools import filterfalse
+
 from phalanx.fleet.core.epochs import IN_EPOCH, last_heard_s, stepped
 from phalanx.fleet.core.messages import Rollcall
 from phalanx.fleet.core.orders import Order
@@ -40,14 +42,16 @@ def _parked_all(state: FleetState, event: Rollcall) -> None:
         # No member was told to park, so no aggregator can have an answer for all.
         state.stale += 1
         return
-    spoken = state.awaiting.difference(event.absent)
-    state.awaiting -= spoken
+    # Who has spoken is all but a few: what is worked out are those few.
+    awaited = state.awaiting
+    state.awaiting = awaited.intersection(event.absent)
     steps = tuple(step for step in event.steps if step >= 0 and trusts(state, state.epoch, step))
     census = state.census
     if census is not None and census.epoch == state.epoch:
         census.steps = tuple(step for step in census.steps if step in steps)
-        for name in spoken:
-            census.absent.pop(name, None)
+        for name in [name for name in census.absent if name in awaited and name not in state.awaiting]:
+            del census.absent[name]
     elif steps:
-        absent = {name: state.seats.index(name) for name in set(state.seats) - spoken}
+        silent = {*state.awaiting, *filterfalse(awaited.__contains__, state.seats)}
+        absent = {name: state.nodes[name].seat for name in silent}
         state.census = Census(state.epoch, state.ranks, steps, tuple(state.seats), tuple(state.ring), absent)

@@ -334,7 +334,8 @@ def distrust(state: FleetState, step: int) -> None:
         state.census.steps = tuple(kept for kept in state.census.steps if kept <= step)
     state.copies = {}
     for node in state.nodes.values():
-        _enlist(state, node)
+        if node.held:
+            _enlist(state, node)
 
 
 def note(state: FleetState, node: str, what: str, *, ended_epoch: bool = False) -> None:
