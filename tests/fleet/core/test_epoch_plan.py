@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +14,8 @@ from fleet.small_fleets import Fleet, running, settings
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.epoch_plan import (
+    HOLDERS_NAMED,
+    Crowd,
     buddy_ring,
     common_levels,
     copies_of,
@@ -20,6 +23,7 @@ from phalanx.fleet.core.epoch_plan import (
     is_needed,
     needs_buddy,
 )
+from phalanx.fleet.core.orders import bind
 from phalanx.fleet.core.retention import droppable, may_begin
 from phalanx.fleet.core.settings import Formation, formation_of
 from phalanx.fleet.core.state import RestorePoint
@@ -122,11 +126,44 @@ def test_a_member_restores_from_itself_then_from_the_nearest_holder() -> None:
     assert fleet.state.source == point
     for name in fleet.state.seats:
         node = fleet.state.nodes[name]
-        named = [holder.node for holder in holders_for(fleet.state, point, node)]
+        named = [holder.node for holder in holders_for(fleet.state, point, node, {})]
         assert named[0] == name
         assert fleet.state.nodes[named[1]].domain == node.domain
         assert len(named) == 3
         assert fleet.state.nodes[named[2]].domain != node.domain
+
+
+DOMAINS = st.lists(st.sampled_from("ab"), max_size=3).map(tuple)
+
+
+@given(st.lists(DOMAINS, min_size=1, max_size=16), st.sets(st.integers(0, 15)), st.data())
+def test_the_nearest_of_a_crowd_are_those_that_a_look_at_all_of_it_finds(
+    domains: list[tuple[str, ...]], holding: set[int], data: st.DataObject
+) -> None:
+    fleet = Fleet(settings(20))
+    for number, domain in enumerate(domains):
+        fleet.hear(m.Joined(f"{number:02d}", 1, 1, "h", 7, domain, meeting_points=("h:1",)))
+    nodes = fleet.state.nodes
+    held = {name: int(name) for name in nodes if int(name) in holding}
+    node = nodes[data.draw(st.sampled_from(sorted(nodes)))]
+
+    def far(name: str) -> tuple[bool, int, str]:
+        return name != node.name, -common_levels(nodes[name].domain, node.domain), name
+
+    near = Crowd(fleet.state, held).near(node)
+    assert sorted(near, key=far)[:HOLDERS_NAMED] == sorted(held, key=far)[:HOLDERS_NAMED]
+    assert near.items() <= held.items()
+
+
+@pytest.mark.parametrize("shard_ranks", [0, 2])
+def test_members_of_a_fleet_with_many_replicas_are_told_the_same_as_each_by_itself(shard_ranks: int) -> None:
+    fleet = running(20, formation=Formation(1, tuple(range(2, 21, 2)), shard_ranks=shard_ranks))
+    fleet.hear(m.Disconnected("3", 1), m.Broken("0", 1, 0, 0))
+    fleet.park()
+    binds = {name: command for name, command in fleet.said if isinstance(command, c.Bind)}
+    assert len(binds) == 20
+    assert all(resumed(bind).ranks == 20 for bind in binds.values())
+    assert binds == {name: bind(fleet.state, fleet.state.nodes[name], {}) for name in binds}
 
 
 @pytest.mark.parametrize(
@@ -253,11 +290,24 @@ def test_the_shares_of_all_members_name_holders_of_every_state_and_grow_with_the
     for nodes in (8, 32):
         binds = binds_of_a_shrunken_fleet(nodes)
         assert len(binds) == nodes - 1
-        named = {holder.rank for bind in binds for holder in resumed(bind).holders}
+        named = {rank for bind in binds for holder in resumed(bind).holders for rank in holder.ranks}
         assert named == set(range(8 * nodes))
         assert all(resumed(bind).shared and resumed(bind).holders for bind in binds)
-        sizes[nodes] = sum(len(m.encode(bind)) for bind in binds)
-    assert sizes[32] < 5 * sizes[8]
+        sizes[nodes] = [len(m.encode(bind)) for bind in binds]
+    assert sum(sizes[32]) < 5 * sum(sizes[8])
+    assert max(sizes[32]) < 1_000, "a node is named once, and not for each of its eight ranks"
+
+
+def test_a_bind_with_a_holder_of_nothing_or_of_no_number_is_refused_by_the_field() -> None:
+    (bind, *_) = binds_of_a_shrunken_fleet(8)
+    said = m.encode(bind)
+    ranks = b'"ranks":[%s]' % b",".join(b"%d" % rank for rank in resumed(bind).holders[0].ranks)
+    for bad in (b'"ranks":[]', b'"ranks":[-1]', b'"ranks":7', b'"rank":7'):
+        with pytest.raises(msgspec.ValidationError, match=r"holders\[0\]"):
+            c.decode_command(said.replace(ranks, bad, 1))
+    for end in range(0, len(said), 7):
+        with pytest.raises(msgspec.DecodeError):
+            c.decode_command(said[:end])
 
 
 def resumed(bind: c.Bind) -> c.FromMemory:

@@ -96,12 +96,14 @@ def test_bound_is_said_when_the_last_worker_that_holds_a_rank_is_bound() -> None
 
 
 def test_where_the_state_is_and_what_belongs_to_no_future_is_passed_on() -> None:
-    holders = (m.Holder(6, "node-2", "10.0.0.2", 4002),)
+    holders = (m.Holder((6, 7), "node-2", "10.0.0.2", 4002), m.Holder((6,), "node-3", "10.0.0.3", 4002))
     actions = warm().on_command(bind(4, 6, resume=c.FromMemory(7, 8, holders)), 0.0, 0.0)
     assert actions[0] == DiscardSnapshots(7)
     ((_, one),) = told(actions)
     assert isinstance(one, wl.JoinEpoch)
-    assert one.resume == wl.RestoreFrom(step=7, ranks=8, holders=(wl.SnapshotAddress(6, "10.0.0.2:4002"),))
+    near, far = "10.0.0.2:4002", "10.0.0.3:4002"
+    holders_of_ranks = tuple(wl.SnapshotAddress(*named) for named in ((6, near), (7, near), (6, far)))
+    assert one.resume == wl.RestoreFrom(step=7, ranks=8, holders=holders_of_ranks)
 
 
 def test_parked_is_said_when_the_last_worker_is_out_and_again_whenever_asked() -> None:
@@ -231,7 +233,7 @@ def test_a_snapshot_is_safe_at_once_where_replicas_hold_the_state_and_else_when_
     taken = wl.SnapshotTaken(4, 8, 0, 7)
     alone = in_epoch(4, 0)
     assert told(alone.on_worker_message(0, taken, 0.0, 0.0)) == [(0, wl.SnapshotSafe(4, 7))]
-    state = in_epoch(4, 0, buddies=(m.Holder(0, "node-1", "10.0.0.1", 4001),))
+    state = in_epoch(4, 0, buddies=(m.Holder((0,), "node-1", "10.0.0.1", 4001),))
     assert state.on_worker_message(0, taken, 0.0, 0.0) == [StreamSnapshot(0, taken, "10.0.0.1:4001")]
     assert told(state.on_pushed(0, taken)) == [(0, wl.SnapshotSafe(4, 7))]
 

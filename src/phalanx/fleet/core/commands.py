@@ -36,9 +36,9 @@ class FromDisk(WireMessage, frozen=True):
 class FromMemory(WireMessage, frozen=True):
     """Restore the snapshot of ``step``, taken on ``ranks`` ranks, from the nearest of ``holders``.
 
-    If the number of ranks is the same, only holders of the state of the node's own ranks are listed; a rank is listed
-    several times, nearest holder first, if several hold it. Ranks that differ only in the replicate axis hold equal
-    state: a holder's ``rank`` is one that has the state needed, not always the rank that needs it.
+    If the number of ranks is the same, only holders of the state of the node's own ranks are listed; a state that several hold is
+    listed with each, nearest holder first. Ranks that differ only in the replicate axis hold equal
+    state: a holder's ``ranks`` are some that have the states needed, not always the ranks that need them.
     """
 
     step: StepNumber

@@ -27,6 +27,8 @@ from phalanx.fleet.core.state import Eligibility, FleetState, Node, RestorePoint
 
 HOLDERS_NAMED = 3
 """Holders listed for one state in a Bind; no more, so that messages stay small."""
+_FEW = 8
+"""Of so many holders of a state each member finds its nearest by itself."""
 
 
 class EpochPlan(Struct, frozen=True):
@@ -226,10 +228,7 @@ def is_complete(state: FleetState, point: RestorePoint) -> bool:
 def copies_of(state: FleetState, point: RestorePoint, key: int) -> dict[str, int]:
     """Living node -> rank of its copy, for the nodes that hold state ``key`` of a snapshot; own copies before buddies'."""
     formation, census = state.settings.formation, state.census
-    names = {
-        name: _rank_held(state, point, key, name)
-        for name in state.copies.get(_name(point), {}).get(str(key), ())
-    }
+    names = dict(state.copies.get(_name(point), {}).get(str(key), {}))
     if census is None or point.ranks != census.ranks or point.step not in census.steps:
         return names
     for rank in formation.replicas(point.ranks, key):
@@ -241,26 +240,42 @@ def copies_of(state: FleetState, point: RestorePoint, key: int) -> dict[str, int
     return names
 
 
-def _rank_held(state: FleetState, point: RestorePoint, key: int, name: str) -> int:
-    return next(
-        held.rank
-        for held in state.nodes[name].held
-        if (held.ranks, held.step) == (point.ranks, point.step)
-        and state.settings.formation.key(held.ranks, held.rank) == key
-    )
-
-
 def _name(point: RestorePoint) -> str:
     return f"{point.ranks}/{point.step}"
 
 
-def holders_for(state: FleetState, point: RestorePoint, node: Node) -> tuple[Holder, ...]:
+class Crowd:
+    """The nodes that hold one state that many replicas have, so that each of them finds the nearest without a look at all."""
+
+    def __init__(self, state: FleetState, held: dict[str, int]) -> None:
+        self.held = held
+        self._first: dict[tuple[str, ...], list[str]] = {}
+        for name in sorted(held):
+            domain = state.nodes[name].domain
+            for levels in range(len(domain) + 1):
+                named = self._first.setdefault(domain[:levels], [])
+                if len(named) < HOLDERS_NAMED:
+                    named.append(name)
+
+    def near(self, node: Node) -> dict[str, int]:
+        """Some holders, with the ``HOLDERS_NAMED`` nearest among them: the first by name of each domain that ``node`` is in."""
+        prefixes = (node.domain[:levels] for levels in range(len(node.domain) + 1))
+        names = {name for prefix in prefixes for name in self._first.get(prefix, ())}
+        return {name: self.held[name] for name in (*names, node.name) if name in self.held}
+
+
+Crowds = dict[int, Crowd]
+"""Key of a state -> its holders: what the Binds of one epoch have in common, for as long as the core's state does not change."""
+
+
+def holders_for(state: FleetState, point: RestorePoint, node: Node, crowds: Crowds) -> tuple[Holder, ...]:
     """Holders of the states of a member's own ranks in a snapshot of the present number of ranks, nearest first."""
-    wanted = state.settings.formation.ranks_of(node.seat, state.ranks)
-    return tuple(holder for rank in wanted for holder in _nearest(state, point, node, rank))
+    return _nearest(state, point, node, state.settings.formation.ranks_of(node.seat, state.ranks), crowds)
 
 
-def share_of_holders(state: FleetState, point: RestorePoint, node: Node) -> tuple[Holder, ...]:
+def share_of_holders(
+    state: FleetState, point: RestorePoint, node: Node, crowds: Crowds
+) -> tuple[Holder, ...]:
     """A member's share of the holders of all states of a snapshot, of another number of ranks.
 
     Each rank cuts its boxes from several states, which only their descriptions tell, so it needs all holders. The shares of all members
@@ -269,15 +284,39 @@ def share_of_holders(state: FleetState, point: RestorePoint, node: Node) -> tupl
     formation, seats = state.settings.formation, len(state.seats)
     keys = formation.keys(point.ranks)
     share = range(node.seat * keys // seats, (node.seat + 1) * keys // seats) or (node.seat % keys,)
-    wanted = [formation.replicas(point.ranks, key)[0] for key in share]
-    return tuple(holder for rank in wanted for holder in _nearest(state, point, node, rank))
+    return _nearest(state, point, node, [formation.replicas(point.ranks, key)[0] for key in share], crowds)
 
 
-def _nearest(state: FleetState, point: RestorePoint, node: Node, rank: int) -> list[Holder]:
-    held = copies_of(state, point, state.settings.formation.key(point.ranks, rank))
-    order = sorted(
-        held,
-        key=lambda name: (name != node.name, -common_levels(state.nodes[name].domain, node.domain), name),
+def _nearest(
+    state: FleetState, point: RestorePoint, node: Node, wanted: Sequence[int], crowds: Crowds
+) -> tuple[Holder, ...]:
+    """The nearest holders of the states of ``wanted`` ranks; a node is named once for all states to which it is the nearest."""
+    named: dict[tuple[int, str], dict[int, None]] = {}
+    for rank in wanted:
+        held = _candidates(state, point, node, state.settings.formation.key(point.ranks, rank), crowds)
+        order = sorted(
+            held,
+            key=lambda name: (
+                name != node.name,
+                -common_levels(state.nodes[name].domain, node.domain),
+                name,
+            ),
+        )
+        for place, name in enumerate(order[:HOLDERS_NAMED]):
+            named.setdefault((place, name), {})[held[name]] = None
+    # All that are nearest to a state come before those that are second to one, so the order for each state is kept.
+    return tuple(
+        Holder(tuple(ranks), name, state.nodes[name].host, state.nodes[name].data_port)
+        for (_, name), ranks in sorted(named.items(), key=lambda item: item[0][0])
     )
-    nodes = [state.nodes[name] for name in order[:HOLDERS_NAMED]]
-    return [Holder(held[near.name], near.name, near.host, near.data_port) for near in nodes]
+
+
+def _candidates(
+    state: FleetState, point: RestorePoint, node: Node, key: int, crowds: Crowds
+) -> dict[str, int]:
+    if key not in crowds:
+        held = copies_of(state, point, key)
+        if len(held) <= _FEW:
+            return held
+        crowds[key] = Crowd(state, held)
+    return crowds[key].near(node)

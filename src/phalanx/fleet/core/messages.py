@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Version of the messages; a connection whose sides have different ones is refused."""
 NO_EPOCH = -1
 """The epoch of workers that are in no process group."""
@@ -56,9 +56,9 @@ RankSnapshots = Annotated[tuple[RankSnapshot, ...], Meta(max_length=65536)]
 
 
 class Holder(Struct, frozen=True):
-    """The agent that holds a rank's state, or is to receive it, with the address of its data port."""
+    """An agent that holds the states of some ranks, or is to receive them, with the address of its data port."""
 
-    rank: Natural
+    ranks: Annotated[tuple[Natural, ...], Meta(min_length=1, max_length=65536)]
     node: NodeName
     host: Address
     data_port: Annotated[int, Meta(ge=0, le=65535)]

@@ -22,7 +22,7 @@ from phalanx.fleet.core.commands import (
     SaveSnapshots,
     Shutdown,
 )
-from phalanx.fleet.core.epoch_plan import holders_for, needs_buddy, share_of_holders
+from phalanx.fleet.core.epoch_plan import Crowds, holders_for, needs_buddy, share_of_holders
 from phalanx.fleet.core.messages import Holder
 from phalanx.fleet.core.state import NO_SEAT, FleetPhase, FleetState, Node, RestorePoint
 
@@ -41,11 +41,12 @@ class Order(Struct, frozen=True):
 
 def deliveries(state: FleetState, orders: Iterable[Order]) -> Iterator[tuple[str, Command]]:
     """Yields (node, command) for each order. To be called with the state that came with the orders."""
+    crowds = Crowds()
     for order in orders:
         for name in _addressed(state, order.to):
             command = order.command
             if command is None and name in state.nodes:
-                command = standing_order(state, state.nodes[name])
+                command = standing_order(state, state.nodes[name], crowds)
             if command is not None:
                 yield name, command
 
@@ -58,8 +59,8 @@ def _addressed(state: FleetState, to: str) -> list[str]:
     return [to]
 
 
-def standing_order(state: FleetState, node: Node) -> Command | None:
-    """The command that a node should have now, or None if there is none."""
+def standing_order(state: FleetState, node: Node, crowds: Crowds) -> Command | None:
+    """The command that a node should have now, or None if there is none. ``crowds`` is kept between nodes, for one ``state``."""
     if not node.alive:
         return Fence(node.why, node.incarnation)
     if state.phase in (FleetPhase.FINISHED, FleetPhase.FAILED):
@@ -69,7 +70,7 @@ def standing_order(state: FleetState, node: Node) -> Command | None:
     if state.phase is FleetPhase.SAVING:
         return _save(state, node.name)
     if state.phase is FleetPhase.BINDING:
-        return bind(state, node) if node.seat != NO_SEAT else Release(state.epoch)
+        return bind(state, node, crowds) if node.seat != NO_SEAT else Release(state.epoch)
     return None
 
 
@@ -87,8 +88,8 @@ def _save(state: FleetState, name: str) -> SaveSnapshots | None:
     )
 
 
-def bind(state: FleetState, node: Node) -> Bind:
-    """The Bind with which a node that has a seat enters the present epoch."""
+def bind(state: FleetState, node: Node, crowds: Crowds) -> Bind:
+    """The Bind with which a node that has a seat enters the present epoch. ``crowds`` as in ``standing_order``."""
     ranks = state.settings.formation.ranks_of(node.seat, state.ranks)
     return Bind(
         epoch=state.epoch,
@@ -96,8 +97,8 @@ def bind(state: FleetState, node: Node) -> Bind:
         ranks=state.ranks,
         places=tuple(enumerate(ranks)),
         meeting_point=state.nodes[state.seats[0]].meeting_points[0],
-        resume=_resume(state, node),
-        buddies=tuple(_buddies(state, node)),
+        resume=_resume(state, node, crowds),
+        buddies=_buddies(state, node),
         left_s_ago=None if state.left_s is None else max(0.0, state.now_s - state.left_s),
         left_planned=state.left_planned,
         key=state.epoch_key,
@@ -105,18 +106,20 @@ def bind(state: FleetState, node: Node) -> Bind:
     )
 
 
-def _resume(state: FleetState, node: Node) -> Resume:
+def _resume(state: FleetState, node: Node, crowds: Crowds) -> Resume:
     source = state.source
     if isinstance(source, RestorePoint):
         if source.ranks == state.ranks:
-            return FromMemory(source.step, source.ranks, holders_for(state, source, node))
-        return FromMemory(source.step, source.ranks, share_of_holders(state, source, node), shared=True)
+            return FromMemory(source.step, source.ranks, holders_for(state, source, node, crowds))
+        share = share_of_holders(state, source, node, crowds)
+        return FromMemory(source.step, source.ranks, share, shared=True)
     return source
 
 
-def _buddies(state: FleetState, node: Node) -> Iterator[Holder]:
+def _buddies(state: FleetState, node: Node) -> tuple[Holder, ...]:
     buddy = state.nodes[state.seats[state.ring[node.seat]]]
-    if buddy.name != node.name:
-        for rank in state.settings.formation.ranks_of(node.seat, state.ranks):
-            if needs_buddy(state, state.seats, state.ranks, rank):
-                yield Holder(rank, buddy.name, buddy.host, buddy.data_port)
+    own = state.settings.formation.ranks_of(node.seat, state.ranks)
+    ranks = tuple(rank for rank in own if needs_buddy(state, state.seats, state.ranks, rank))
+    if buddy.name == node.name or not ranks:
+        return ()
+    return (Holder(ranks, buddy.name, buddy.host, buddy.data_port),)

@@ -225,8 +225,8 @@ class FleetState(Struct):
     suspects: dict[str, float] = {}
     """Node -> time at which its connection broke."""
 
-    copies: dict[str, dict[str, list[str]]] = {}
-    """``ranks/step`` -> key -> nodes that hold that state by their own reports (derived from ``Node.held``)."""
+    copies: dict[str, dict[str, dict[str, int]]] = {}
+    """``ranks/step`` -> key -> node that holds that state by its own report -> rank of its copy (derived from ``Node.held``)."""
     census: Census | None = None
     incidents: list[Incident] = []
     stale: int = 0
@@ -301,23 +301,27 @@ def trusts(state: FleetState, epoch: int, step: int) -> bool:
     return all(epoch > limit.epoch or step <= limit.step for limit in state.distrust)
 
 
-def _listed(state: FleetState, node: Node) -> Iterator[tuple[str, str]]:
+def _listed(state: FleetState, node: Node) -> Iterator[tuple[str, str, int]]:
     formation = state.settings.formation
     for holding in node.held if node.alive else ():
         legal = formation.largest(holding.ranks) == holding.ranks > holding.rank
         if legal and trusted(state, holding):
-            yield f"{holding.ranks}/{holding.step}", str(formation.key(holding.ranks, holding.rank))
+            yield (
+                f"{holding.ranks}/{holding.step}",
+                str(formation.key(holding.ranks, holding.rank)),
+                holding.rank,
+            )
 
 
 def _enlist(state: FleetState, node: Node) -> None:
-    for snapshot, key in _listed(state, node):
-        state.copies.setdefault(snapshot, {}).setdefault(key, []).append(node.name)
+    for snapshot, key, rank in _listed(state, node):
+        state.copies.setdefault(snapshot, {}).setdefault(key, {}).setdefault(node.name, rank)
 
 
 def _unlist(state: FleetState, node: Node) -> None:
-    for snapshot, key in _listed(state, node):
+    for snapshot, key in {(snapshot, key) for snapshot, key, _ in _listed(state, node)}:
         keys = state.copies[snapshot]
-        keys[key].remove(node.name)
+        del keys[key][node.name]
         if not keys[key]:
             del keys[key]
         if not keys:

@@ -283,7 +283,9 @@ class AgentState:
                 "it has not got the run's new token: let it read fleet.token in the run directory"
             )
         self.fence, self.owed, self.evidence = bind.epoch - 1, None, []
-        self.buddies = {b.rank: f"{b.host}:{b.data_port}" for b in bind.buddies if b.data_port}
+        self.buddies = {
+            rank: f"{b.host}:{b.data_port}" for b in bind.buddies if b.data_port for rank in b.ranks
+        }
         planned, ended_unix_s = self._ending(bind, unix_s)
         self.planned, self.ended_unix_s = False, 0.0
         for i, rank in places.items():
@@ -528,7 +530,9 @@ def _for_worker(resume: Resume, *, first: bool) -> worker_link.RestoreFrom:
     if not isinstance(resume, FromMemory):
         return worker_link.RestoreFrom()
     told = resume.holders if first or not resume.shared else ()
-    holders = tuple(worker_link.SnapshotAddress(h.rank, f"{h.host}:{h.data_port}") for h in told)
+    holders = tuple(
+        worker_link.SnapshotAddress(rank, f"{h.host}:{h.data_port}") for h in told for rank in h.ranks
+    )
     return worker_link.RestoreFrom(
         step=resume.step, ranks=resume.ranks, holders=holders, shared=resume.shared
     )

@@ -255,7 +255,7 @@ class SimulatedNode:
         """(rank, True if it is the buddy's copy) of each snapshot that it keeps or sends."""
         if self.bind is not None:
             yield from ((rank, False) for _, rank in self.bind.places)
-            yield from ((buddy.rank, True) for buddy in self.bind.buddies)
+            yield from ((rank, True) for buddy in self.bind.buddies for rank in buddy.ranks)
 
     def complete(self, group: Group, step: int) -> None:
         """Ends a step, and takes a snapshot of it if the last snapshot is safe."""
@@ -267,7 +267,8 @@ class SimulatedNode:
         for _, rank in self.bind.places:
             self._keep(group, rank, step, "own")
         for buddy in self.bind.buddies:
-            self._send(group, self.world.nodes[buddy.node], buddy.rank, step)
+            for rank in buddy.ranks:
+                self._send(group, self.world.nodes[buddy.node], rank, step)
 
     def _send(self, group: Group, to: SimulatedNode, rank: int, step: int) -> None:
         def arrive() -> None:

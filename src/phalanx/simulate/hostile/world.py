@@ -99,7 +99,7 @@ class World:
             group.inherit(self.disk.steps[resume.step])
         elif isinstance(resume, c.FromMemory):
             formation = self.conditions.settings.formation
-            named = {formation.key(resume.ranks, holder.rank) for holder in resume.holders}
+            named = {formation.key(resume.ranks, rank) for holder in resume.holders for rank in holder.ranks}
             same = resume.ranks == bind.ranks
             mine = {rank: formation.key(bind.ranks, rank) for _, rank in bind.places} if same else {}
             if not named >= set(mine.values()):
@@ -120,10 +120,11 @@ class World:
         formation = self.conditions.settings.formation
         for holder in resume.holders:
             node = self.nodes[holder.node]
-            if formation.key(resume.ranks, holder.rank) != key or not node.up:
+            ranks = [rank for rank in holder.ranks if formation.key(resume.ranks, rank) == key]
+            if not ranks or not node.up:
                 continue
             for held, tainted in node.held.items():
-                if (held.ranks, held.rank, held.step) == (resume.ranks, holder.rank, resume.step):
+                if (held.ranks, held.rank, held.step) == (resume.ranks, ranks[0], resume.step):
                     return tainted
         return None
 
