@@ -285,6 +285,7 @@ _MACHINE = {
                 "a CPU is planned with the speed that its calibration measured with one thread for each rank",
                 lambda spec, cluster: spec.runtime.threads > 1 and cluster.accelerator.vendor == "any",
             ),
+            "mixed_machines": _irrelevant("which machines are accepted; the plan's are all alike"),
             "compile": _own("fused pointwise operations, and which schedules are legal"),
         },
     ),

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from phalanx.run.section_reader import field_types
-from phalanx.run.spec import ParallelSpec, RunSpec
+from phalanx.run.spec import RunSpec
 
 
 def run_owned(spec: RunSpec) -> dict[str, object]:
@@ -50,13 +50,9 @@ def identity(spec: RunSpec) -> str:
 
 
 def layout_changes(one: RunSpec, other: RunSpec) -> list[str]:
-    """Those of the ``differences`` that only change how ranks divide the model, so that the run can go on."""
-    owners = field_types(ParallelSpec)
-    return [
-        line
-        for line in differences(one, other)
-        if line.startswith("parallel.") and owners[line.removeprefix("parallel.").split(":")[0]].layout_owned
-    ]
+    """Those of the ``differences`` that only change how and where ranks compute what the model is divided into, so that the run can go on."""
+    owners = {path: owner for spec in (one, other) for path, (_, owner) in _all_fields(spec, "")}
+    return [line for line in differences(one, other) if owners.get(line.split(":")[0]) == "layout"]
 
 
 def differences(one: RunSpec, other: RunSpec) -> list[str]:

@@ -338,6 +338,9 @@ class RuntimeSpec:
     """CPU threads per rank. It belongs to the run, because a sum that is split over threads rounds differently."""
     compile: bool = False
     """If true, the transformer blocks are compiled with torch.compile."""
+    mixed_machines: Annotated[bool, LAYOUT, LATER] = False
+    """If true, ranks may compute on machines whose kernels round differently; the bits then depend on which of them computed what. If
+    false, such machines are found by probes at the start, and refused."""
 
 
 @dataclass(frozen=True)

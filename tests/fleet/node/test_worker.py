@@ -256,3 +256,19 @@ def test_a_worker_whose_node_has_another_dataset_says_so_instead_of_being_warm(
         assert "finds other data at data.path" in node.hear(Unfit).evidence
     finally:
         node.close()
+
+
+def test_a_worker_whose_machine_rounds_otherwise_than_the_first_one_says_so_instead_of_being_warm(
+    make_driver: Any, zygote: Zygote
+) -> None:
+    driver = make_driver(1)
+    (reference,) = driver.nodes[0].run_dir.glob("logs/attempt-*-numerics.json")
+    first = json.loads(reference.read_text())
+    first["probes"]["softmax"] = "0" * 14
+    reference.write_text(json.dumps(first))
+    node = Node(driver.nodes[0].spec, 1, zygote)
+    try:
+        evidence = node.hear(Unfit).evidence
+        assert "computes softmax with other bits than the first of this start (node-0, " in evidence
+    finally:
+        node.close()

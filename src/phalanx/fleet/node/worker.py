@@ -65,10 +65,12 @@ from phalanx.run.directory.paths import DamagedRecordError, RunDirectory, RunDir
 from phalanx.run.directory.result import RunResult
 from phalanx.run.factory import load_factory
 from phalanx.run.fencing import fencing_token
-from phalanx.train.lifecycle.assemble import EpochInputs, make_deterministic, warm_up
+from phalanx.run.spec import RunSpec
+from phalanx.train.lifecycle.assemble import EpochInputs, WarmState, make_deterministic, warm_up
 from phalanx.train.lifecycle.ending import RunFailedError
 from phalanx.train.lifecycle.interrupt import StopRequest
 from phalanx.train.lifecycle.worker import EXIT_FAILED, freeze_gc, known_errors, run_epoch
+from phalanx.train.measure.numerics import require_first
 from phalanx.train.start.open_run import check_data
 
 if TYPE_CHECKING:
@@ -127,7 +129,7 @@ class Worker:
         make_deterministic(self._spec, self._device)
         self._warm = warm_up(self._spec, self._device)
         # What would end an epoch of which this worker is a rank shows now, while nobody counts on it.
-        _check_data(self._directory, self._warm.data.fingerprint)
+        _check_machine(self._spec, self._directory, self._warm, args.node)
         if self._spec.model.factory:
             load_factory(self._spec.model.factory, self._spec.model.factory_sha256)
 
@@ -276,12 +278,17 @@ class Worker:
         return self._meeting.address
 
 
-def _check_data(directory: RunDirectory, fingerprint: str) -> None:
-    """As ``check_data``; a record that was damaged while the fleet runs is mended by the coordinator in a moment."""
+def _check_machine(spec: RunSpec, directory: RunDirectory, warm: WarmState, node: str) -> None:
+    """Makes sure that this machine has the run's data, and kernels that round as those of the other nodes.
+
+    A record that was damaged while the fleet runs is mended by the coordinator in a moment.
+    """
     until_s = time.monotonic() + _RECORD_MENDED_S
     while True:
         try:
-            check_data(directory, fingerprint)
+            check_data(directory, warm.data.fingerprint)
+            if not spec.runtime.mixed_machines:
+                require_first(warm.numerics, directory, node)
         except DamagedRecordError:
             if time.monotonic() > until_s:
                 raise

@@ -61,3 +61,24 @@ def remove_temporaries(folder: Path) -> list[str]:
     for name in stale:
         (folder / name).unlink(missing_ok=True)
     return stale
+
+
+def create_once(path: Path, content: bytes) -> bytes:
+    """Makes the file at ``path`` if nobody has, whole from the first moment; returns what is in it, one's own or another's.
+
+    Of several processes on any machines, one succeeds. (On a file system without links, in a race of milliseconds, the last.) Raises
+    ``OSError``.
+    """
+    temporary = path.with_name(f".{path.name}.{int.from_bytes(os.urandom(7))}.tmp")
+    try:
+        temporary.write_bytes(content)
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            pass
+        except OSError:
+            if not path.exists():
+                os.rename(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path.read_bytes()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -29,6 +29,7 @@ from phalanx.train.lifecycle.guardian import Guardian, NoGuardian
 from phalanx.train.lifecycle.interrupt import StopRequest
 from phalanx.train.lifecycle.reporter import Reporter
 from phalanx.train.lifecycle.take_over import take_over
+from phalanx.train.measure.numerics import Numerics, probe, require_equal
 from phalanx.train.start.open_run import check_data
 from phalanx.train.step.built import Built
 from phalanx.train.step.state import RestoredState, fill_initial, restore_newest, state_shards
@@ -49,6 +50,7 @@ class WarmState:
 
     data: RunData
     peak_of_rank: Peak
+    numerics: Numerics
 
 
 RestoreSource = Callable[[Tier, Sequence[Shard], Mesh], RestoredState | None]
@@ -87,6 +89,8 @@ class Training:
     peak: Peak
     """Peak FLOP/s of all ranks together."""
     restored: RestoredState | None
+    numerics: Numerics
+    """What the probes of this rank's machine gave."""
     memory_bytes: dict[str, int] = field(default_factory=dict)
     """Measured memory by kind, on the rank that holds most of it; empty until it is measured."""
     stalls_s: dict[int, float] = field(default_factory=dict)
@@ -162,14 +166,14 @@ def assemble(inputs: EpochInputs, reporter: Reporter) -> Training:
         saver=saver,
         peak=Peak(warm.peak_of_rank.flops_per_s * mesh.ranks, f"{mesh.ranks} x {warm.peak_of_rank.source}"),
         restored=restored,
+        numerics=warm.numerics,
     )
 
 
 def warm_up(spec: RunSpec, device: torch.device) -> WarmState:
-    """Opens the data and measures this machine's peak rate, without any other rank."""
-    return WarmState(
-        RunData(Path(spec.data.path), spec.train.seq_len, spec.runtime.seed), _peak(spec, device)
-    )
+    """Opens the data, measures this machine's peak rate and probes its arithmetic, without any other rank."""
+    data = RunData(Path(spec.data.path), spec.train.seq_len, spec.runtime.seed)
+    return WarmState(data, _peak(spec, device), probe(spec, device))
 
 
 def _warm_up_together(spec: RunSpec, mesh: Mesh, ledger: Ledger) -> WarmState:
@@ -178,9 +182,11 @@ def _warm_up_together(spec: RunSpec, mesh: Mesh, ledger: Ledger) -> WarmState:
     dist.barrier()
     ledger.switch(Bucket.START_WARMUP)
     warm = warm_up(spec, mesh.device)
+    if not spec.runtime.mixed_machines:
+        require_equal(warm.numerics, mesh.device)
     rate = torch.tensor([warm.peak_of_rank.flops_per_s], dtype=torch.float64, device=mesh.device)
     dist.all_reduce(rate)
-    return WarmState(warm.data, Peak(float(rate.item()) / mesh.ranks, warm.peak_of_rank.source))
+    return replace(warm, peak_of_rank=Peak(float(rate.item()) / mesh.ranks, warm.peak_of_rank.source))
 
 
 def _peak(spec: RunSpec, device: torch.device) -> Peak:

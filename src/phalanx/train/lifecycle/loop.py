@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from phalanx.data.prefetch import Prefetch
 from phalanx.hardware.device import peak_memory_bytes, pinned
-from phalanx.observe.event_log import read_events
+from phalanx.observe.event_log import newest_event, read_events
 from phalanx.observe.events import (
     Evaluated,
     Evaluating,
@@ -38,6 +38,7 @@ from phalanx.train.lifecycle.assemble import Training
 from phalanx.train.lifecycle.ending import RunFailedError
 from phalanx.train.lifecycle.guardian import Samples
 from phalanx.train.lifecycle.progress import TrainProgress
+from phalanx.train.measure.numerics import Numerics, differing
 from phalanx.train.start.checks import start_notes
 from phalanx.train.step.evaluate import HeldOutLoss, evaluate
 from phalanx.train.step.memory_meter import MemoryMeter, extremes
@@ -137,7 +138,13 @@ def _begin(training: Training) -> TrainProgress:
     """Reports the start and the restored checkpoint; returns the progress at which training begins."""
     restored, reporter = training.restored, training.reporter
     if reporter.speaks:
+        changed = _changed_numerics(training)
         reporter.emit(_started(training))
+        if restored is not None and changed:
+            reporter.warn(
+                f"this machine computes {', '.join(changed)} with other bits than that of the start before: from here on, the bits of "
+                "the weights are those of this history of machines"
+            )
     if restored is None or restored.taken_over:
         for note in start_notes(training.inputs.spec, training.data.index):
             reporter.warn(note)
@@ -161,7 +168,25 @@ def _started(training: Training) -> RunStarted:
         peak_flops_per_s=training.peak.flops_per_s,
         peak_source=training.peak.source,
         xz_bits_per_byte=training.data.index.held_out_xz_bits_per_byte,
-        environment={**environment_record(), "data_fingerprint": training.data.fingerprint},
+        environment={
+            **environment_record(),
+            "data_fingerprint": training.data.fingerprint,
+            "numerics": dict(training.numerics.probes),
+        },
+    )
+
+
+def _changed_numerics(training: Training) -> list[str]:
+    """The probes that give other bits on rank 0's machine now than in the run's newest start; none if that did not record them."""
+    events = training.inputs.directory.events
+    started = newest_event(events, lambda event: isinstance(event.body, RunStarted))
+    if started is None or not isinstance(started.body, RunStarted):
+        return []
+    before = started.body.environment.get("numerics")
+    if not isinstance(before, dict) or not before:
+        return []
+    return differing(
+        Numerics("", {str(name): str(value) for name, value in before.items()}), training.numerics
     )
 
 

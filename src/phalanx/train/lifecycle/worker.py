@@ -141,6 +141,7 @@ def known_errors() -> tuple[type[Exception], ...]:
     from phalanx.run.directory.paths import RunDirectoryError
     from phalanx.run.factory import FactoryError
     from phalanx.train.lifecycle.loop import NonFiniteError, UnsavedError
+    from phalanx.train.measure.numerics import MixedMachinesError
     from phalanx.train.step.state import NoGoodCheckpointError
 
     return (
@@ -150,6 +151,7 @@ def known_errors() -> tuple[type[Exception], ...]:
         EventLogError,
         FactoryError,
         LayoutError,
+        MixedMachinesError,
         NoGoodCheckpointError,
         NonFiniteError,
         RendezvousError,

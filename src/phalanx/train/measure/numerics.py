@@ -1,0 +1,211 @@
+"""Probes of a machine's arithmetic: small computations whose bits show which kernels it has.
+
+Another processor, GPU, library or instruction set may choose other kernels, which round differently, and a run whose ranks differ in that has
+bits that depend on who computed what. So every rank computes the same probes, from inputs made in integers: products of the
+run's own shapes in its format, forward and both backward, and the functions that a transformer is made of. Ranks whose results differ in a bit are
+named, with the probes. Equal probes are evidence, not proof: shapes of large models are cut down, so that all probes take a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.model.facts.shape import numbered_parameters
+from phalanx.model.layers.norm import RMSNorm
+from phalanx.parallel.process_group.typed_gather import gather_typed
+from phalanx.run.directory.durable import create_once
+from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.spec import RunSpec
+from phalanx.train.lifecycle.model_facts import compute_dtype
+
+_MOST_ROWS = 64
+_MOST_OUTPUTS = 256
+_MOST_INPUTS = 4096
+_MOST_PRODUCTS = 6
+_DIGEST_BYTES = 7
+"""56 bits of a hash fit a signed 64-bit number, either sign."""
+_NAMED = 4
+
+
+class MixedMachinesError(RuntimeError):
+    """Machines of one run compute with kernels that round differently; the message names them, and the probes."""
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """What a machine's probes gave."""
+
+    machine: str
+    """Its name, for people."""
+    probes: Mapping[str, str] = field(default_factory=dict)
+    """By name of the probe, a hash of its results: 14 hexadecimal digits."""
+
+
+def probe(spec: RunSpec, device: torch.device) -> Numerics:
+    """Computes all probes of a resolved run on ``device``; takes about a tenth of a second."""
+    dtype = compute_dtype(spec)
+    with torch.enable_grad(), torch.device(device):
+        found = {name: _hash(compute()) for name, compute in _probes(spec, dtype)}
+    return Numerics(socket.gethostname(), found)
+
+
+def differing(one: Numerics, other: Numerics) -> list[str]:
+    """The names of the probes whose results differ."""
+    names = dict.fromkeys([*one.probes, *other.probes])
+    return [name for name in names if one.probes.get(name) != other.probes.get(name)]
+
+
+def require_equal(mine: Numerics, device: torch.device) -> None:
+    """Makes sure that all ranks' probes gave the same. A collective call: one all-reduce of 16 bytes a probe if they did.
+
+    Raises ``MixedMachinesError``, on every rank, which names the ranks that differ from rank 0.
+    """
+    digests = torch.tensor([int(value, 16) for value in mine.probes.values()], device=device)
+    highest = torch.cat((digests, -digests))
+    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    most, least = highest.chunk(2)
+    if torch.equal(most, -least):
+        return
+    everyone = gather_typed(mine, Numerics)
+    odd = {rank: differing(everyone[0], other) for rank, other in enumerate(everyone)}
+    listed = [
+        f"rank {rank} ({everyone[rank].machine}) computes {_listed(probes)} with other bits than rank 0 ({everyone[0].machine})"
+        for rank, probes in odd.items()
+        if probes
+    ]
+    more = [f"and {len(listed) - _NAMED} ranks more"] if len(listed) > _NAMED else []
+    raise MixedMachinesError(_explained("\n  ".join([*listed[:_NAMED], *more])))
+
+
+def require_first(mine: Numerics, directory: RunDirectory, name: str) -> None:
+    """Makes sure that this process's probes gave what the first process of this start of the run found, which leaves it in the run directory.
+
+    For a fleet, whose workers come one by one. Raises ``MixedMachinesError``; ``name`` is the node's.
+    """
+    own = Numerics(f"{name}, {mine.machine}", mine.probes)
+    data = create_once(_reference(directory), msgspec.json.encode(own))
+    first = msgspec.json.decode(data, type=Numerics)
+    probes = differing(first, own)
+    if probes:
+        raise MixedMachinesError(
+            _explained(
+                f"this machine ({own.machine}) computes {_listed(probes)} with other bits than the first of this start ({first.machine})"
+            )
+        )
+
+
+def _reference(directory: RunDirectory) -> Path:
+    return directory.named_log(directory.newest_attempt(), "numerics").with_suffix(".json")
+
+
+def _explained(found: str) -> str:
+    return (
+        f"machines of different kinds: {found}\nthe bits of the weights would depend on which of them computed what: use machines of one "
+        "kind, with the same libraries, or set runtime.mixed_machines = true"
+    )
+
+
+def _listed(probes: list[str]) -> str:
+    return ", ".join(probes[:_NAMED]) + (f" and {len(probes) - _NAMED} more" if len(probes) > _NAMED else "")
+
+
+def _hash(results: tuple[Tensor, ...]) -> str:
+    digest = hashlib.sha256()
+    for tensor in results:
+        digest.update(tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()[: 2 * _DIGEST_BYTES]
+
+
+def _numbers(*shape: int, salt: int, dtype: torch.dtype) -> Tensor:
+    """Numbers in [-1, 1) that look random, made in integers: the same on every machine."""
+    count = torch.Size(shape).numel()
+    index = torch.arange(count, dtype=torch.int64) + 7_919 * salt
+    mixed = (index * 2_654_435_761 + salt) & 0xFFFFFFFF
+    mixed = (mixed ^ (mixed >> 15)) * 2_246_822_519 & 0xFFFFFFFF
+    return ((mixed >> 8) * 2.0**-23 - 1.0).to(torch.float32).view(shape).to(dtype)
+
+
+def _probes(spec: RunSpec, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], tuple[Tensor, ...]]]]:
+    """The probes by name, each a function that gives its results."""
+    sequences = spec.train.micro_batch_size or spec.train.batch_size // spec.train.slots
+    rows = min(sequences * spec.train.seq_len, _MOST_ROWS)
+    for outputs, inputs in _shapes(spec):
+        yield (
+            f"product {rows}x{inputs}x{outputs}",
+            lambda outputs=outputs, inputs=inputs: _product(rows, inputs, outputs, dtype),  # type: ignore[misc]
+        )
+    long = _numbers(33, 513, salt=1, dtype=dtype)  # with a tail in whatever vectors a processor has
+    for name, function in _ELEMENTWISE.items():
+        yield name, lambda function=function: (function(long), function(long.float()))  # type: ignore[misc]
+    yield (
+        "softmax",
+        lambda: (F.softmax(long, -1), F.log_softmax(long.float(), -1), long.float().logsumexp(-1)),
+    )
+    yield "sum", lambda: (long.sum(), long.float().sum(0), long.float().square().mean(-1))
+    yield "norm", lambda: _norm(spec, dtype)
+    yield "attention", lambda: _attention(spec, dtype)
+
+
+_ELEMENTWISE: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "exp": torch.exp,
+    "square root": lambda x: torch.cat((x.abs().sqrt(), (x.abs() + 0.5).rsqrt())),
+    "sine": lambda x: torch.cat(((x * 100).sin(), (x * 100).cos())),
+    "division": lambda x: x / (x.abs() + 0.3),
+    "activation": lambda x: torch.cat((F.silu(x), F.gelu(x, approximate="tanh"), torch.tanh(x))),
+}
+
+
+def _shapes(spec: RunSpec) -> list[tuple[int, int]]:
+    """Outputs and inputs of the run's matrices, the most different ones, cut down."""
+    model = spec.model
+    if model.factory:  # its matrices are known only once it is built
+        return [(min(model.dim, _MOST_OUTPUTS), min(model.dim, _MOST_INPUTS))]
+    shapes: dict[tuple[int, int], None] = {}
+    for parameter, _ in numbered_parameters(model):
+        shape = parameter.shape[1:] if parameter.stacked else parameter.shape
+        if len(shape) == 2 and parameter.kind != "gate":
+            shapes[min(shape[0], _MOST_OUTPUTS), min(shape[1], _MOST_INPUTS)] = None
+    # Inputs are what a product sums over: one shape for each number of them first.
+    by_inputs = {inputs: (outputs, inputs) for outputs, inputs in shapes}
+    chosen = dict.fromkeys([*by_inputs.values(), *shapes])
+    return list(chosen)[:_MOST_PRODUCTS]
+
+
+def _product(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """A linear layer's output and both gradients."""
+    x = _numbers(rows, inputs, salt=2, dtype=dtype).requires_grad_()
+    weight = _numbers(outputs, inputs, salt=3, dtype=dtype).requires_grad_()
+    y = F.linear(x, weight)
+    return y, *torch.autograd.grad(y, (x, weight), _numbers(rows, outputs, salt=4, dtype=dtype))
+
+
+def _norm(spec: RunSpec, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    width = min(spec.model.dim, _MOST_INPUTS)
+    module = RMSNorm(width, spec.model.norm_eps).to(dtype)
+    with torch.no_grad():
+        module.weight.copy_(_numbers(width, salt=5, dtype=dtype))
+    x = _numbers(17, width, salt=6, dtype=dtype).requires_grad_()
+    y = module(x)
+    return y, *torch.autograd.grad(y, (x, module.weight), _numbers(17, width, salt=7, dtype=dtype))
+
+
+def _attention(spec: RunSpec, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Causal attention of one sequence, with grouped heads, and its gradients."""
+    width, seq = max(8, min(spec.model.head_dim or 64, 128)), min(spec.train.seq_len, 128)
+    query, key, value = (
+        _numbers(1, heads, seq, width, salt=salt, dtype=dtype).requires_grad_()
+        for heads, salt in ((4, 8), (2, 9), (2, 10))
+    )
+    y = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    upstream = _numbers(1, 4, seq, width, salt=11, dtype=dtype)
+    return y, *torch.autograd.grad(y, (query, key, value), upstream)

@@ -1,0 +1,163 @@
+"""Probes of arithmetic: the same on like machines, and machines with other kernels are named and refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.data.index import read_index
+from phalanx.observe.event_log import read_events
+from phalanx.observe.events import Message, RunStarted
+from phalanx.run.directory.durable import create_once
+from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.spec import RunSpec
+from phalanx.train.lifecycle import assemble
+from phalanx.train.lifecycle.ending import read_failure
+from phalanx.train.measure.numerics import (
+    MixedMachinesError,
+    Numerics,
+    differing,
+    probe,
+    require_equal,
+    require_first,
+)
+from phalanx.train.start.open_run import open_run
+from ranks import Ranks
+from run.specs import replace_at
+from tiny_runs import tiny_run, train_on_this_rank
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX"),
+    reason="this machine has one set of kernels",
+)
+def test_a_rank_that_uses_other_kernels_is_named_and_the_start_refused(dataset: Path, tmp_path: Path) -> None:
+    spec = tiny_run(dataset, tmp_path / "run")
+    run = open_run(spec, read_index(dataset).fingerprint, dataset)
+    os.close(run.lock_fd)
+    command = [sys.executable, "-m", "phalanx.train.lifecycle.worker", spec.run_dir, "--attempt", "0"]
+    place = {
+        **os.environ,
+        "PHALANX_RANKS": "2",
+        "PHALANX_LAUNCHER": str(os.getpid()),
+        "PHALANX_MEETING_POINT": (tmp_path / "store").as_uri(),
+    }
+    of_rank = [{"PHALANX_RANK": "0"}, {"PHALANX_RANK": "1", "ATEN_CPU_CAPABILITY": "default"}]
+    processes = [subprocess.Popen(command, env=place | own, stderr=subprocess.DEVNULL) for own in of_rank]
+    assert [process.wait(240) for process in processes] == [1, 1]
+    failures = [read_failure(run.directory.log(0, rank)) for rank in (0, 1)]
+    for failure in failures:
+        assert failure is not None
+        assert failure.kind == "MixedMachinesError"
+        assert re.search(r"rank 1 \(.*\) computes .*softmax.* with other bits than rank 0", failure.message)
+        assert "runtime.mixed_machines = true" in failure.message
+
+
+def trained_on_mixed_machines(spec: RunSpec) -> bool:
+    """Trains where rank 1's probes give something else; True if the run was finished."""
+    right = assemble.probe
+
+    def other(spec: RunSpec, device: torch.device) -> Numerics:
+        found = right(spec, device)
+        return Numerics("other", {name: f"{dist.get_rank():02x}" for name in found.probes})
+
+    assemble.probe = other
+    try:
+        return train_on_this_rank(spec) is not None
+    finally:
+        assemble.probe = right
+
+
+def test_mixed_machines_train_together_if_the_run_file_says_so(
+    ranks: Ranks, dataset: Path, tmp_path: Path
+) -> None:
+    spec = tiny_run(dataset, tmp_path / "run", steps=1)
+    mixed = replace_at(spec, "runtime.mixed_machines", True)
+    assert ranks.run(2, trained_on_mixed_machines, mixed) == [True, True]
+
+
+def test_probes_are_the_same_again_and_are_the_shapes_and_format_of_the_run(
+    dataset: Path, tmp_path: Path
+) -> None:
+    spec = tiny_run(dataset, tmp_path / "run")
+    found = probe(spec, CPU)
+    assert found == probe(spec, CPU)
+    assert {"exp", "softmax", "norm", "attention", "square root", "product 24x64x32"} <= found.probes.keys()
+    narrow = probe(replace_at(spec, "precision.compute", "bf16"), CPU)
+    assert "product 24x64x32" in differing(found, narrow)
+
+
+def test_probes_of_a_large_model_are_cut_down(dataset: Path, tmp_path: Path) -> None:
+    spec = tiny_run(dataset, tmp_path / "run")
+    model = dataclasses.replace(spec.model, dim=16384, heads=128, kv_heads=8, head_dim=128, ffn_dim=53248)
+    names = [
+        name
+        for name in probe(dataclasses.replace(spec, model=model), CPU).probes
+        if name.startswith("product")
+    ]
+    assert names == ["product 24x4096x256"]
+
+
+def test_the_first_process_of_a_start_says_what_the_others_are_compared_with(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.logs.mkdir()
+    directory.record.write_text('{"attempts": 1}')
+    right = Numerics("one", {"exp": "00", "softmax": "01"})
+    require_first(right, directory, "node-0")
+    require_first(Numerics("two", right.probes), directory, "node-1")
+    with pytest.raises(MixedMachinesError, match=r"\(node-2, three\) computes softmax .*\(node-0, one\)"):
+        require_first(Numerics("three", {"exp": "00", "softmax": "02"}), directory, "node-2")
+    directory.record.write_text('{"attempts": 2}')  # another start may be on other machines
+    require_first(Numerics("three", {"exp": "00", "softmax": "02"}), directory, "node-2")
+
+
+def test_a_file_that_is_made_once_keeps_its_first_content(tmp_path: Path) -> None:
+    assert create_once(tmp_path / "file", b"first") == b"first"
+    assert create_once(tmp_path / "file", b"second") == b"first"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def with_the_probes_of_another_machine(spec: RunSpec) -> None:
+    """Rewrites the run's events as if its first start had been on another machine."""
+    events = RunDirectory(Path(spec.run_dir)).events
+    events.write_text(events.read_text().replace('"exp":"', '"exp":"f'))
+
+
+def test_a_run_that_goes_on_on_another_kind_of_machine_says_so(
+    ranks: Ranks, dataset: Path, tmp_path: Path
+) -> None:
+    spec = tiny_run(dataset, tmp_path / "run", steps=4)
+    ranks.run(1, train_on_this_rank, spec, 4)
+    with_the_probes_of_another_machine(spec)
+    ranks.run(1, train_on_this_rank, spec)
+    bodies = [event.body for event in read_events(tmp_path / "run" / "events.jsonl")]
+    said = [body.text for body in bodies if isinstance(body, Message)]
+    assert any(
+        "this machine computes exp with other bits than that of the start before" in text for text in said
+    )
+    starts = [body for body in bodies if isinstance(body, RunStarted)]
+    assert [len(start.environment["numerics"]) > 8 for start in starts] == [True, True]
+
+
+def refused(device: torch.device) -> str:
+    mine = Numerics(f"machine-{dist.get_rank()}", {"exp": "0a", "norm": f"{dist.get_rank() // 2:02x}"})
+    with pytest.raises(MixedMachinesError) as found:
+        require_equal(mine, device)
+    return str(found.value)
+
+
+def test_every_rank_names_all_that_differ_from_the_first(ranks: Ranks) -> None:
+    said = ranks.run(3, refused, CPU)
+    assert len(set(said)) == 1
+    assert "rank 2 (machine-2) computes norm with other bits than rank 0 (machine-0)" in said[0]
+    assert "rank 1" not in said[0]
