@@ -21,3 +21,19 @@ def explained(*kinds: type[Exception]) -> Iterator[None]:
         if not isinstance(error, (RunFileError, FactoryError, *kinds)):
             raise
         raise click.ClickException(str(error)) from error
+
+
+class TroubleError(click.ClickException):
+    """An error of a command whose exit code 1 is an answer."""
+
+    exit_code = 2
+
+
+@contextmanager
+def trouble(*kinds: type[Exception]) -> Iterator[None]:
+    """As ``explained``, with exit code 2, for commands whose exit code 1 says that a comparison has found a difference."""
+    try:
+        with explained(*kinds):
+            yield
+    except click.ClickException as error:
+        raise TroubleError(error.message) from error

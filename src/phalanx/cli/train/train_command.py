@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from phalanx.cli.errors import explained
+from phalanx.cli.errors import explained, trouble
 from phalanx.cli.train.session import (
     already_done,
     conclude,
@@ -78,6 +78,15 @@ _MOST_DIGITS = 15
     metavar="FAULT",
     help='Break something: "kill node 2 at step 30", a file of such lines, or random:SEED:COUNT; may be repeated.',
 )
+@click.option(
+    "--check-layout",
+    metavar="FIELD=VALUE,...",
+    help='Train a few steps on the run\'s layout and on another one, such as "tensor=2,ranks=4" (fields of [parallel]), in temporary '
+    "directories, and show where they part.",
+)
+@click.option(
+    "--check-steps", type=click.IntRange(min=1), default=3, show_default=True, help="Steps of --check-layout."
+)
 @click.option("--run-dir", help="The run directory (short for --set run_dir=...).")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object on the last line.")
 def command(
@@ -90,6 +99,8 @@ def command(
     nodes: int | None,
     spares: int | None,
     faults: tuple[str, ...],
+    check_layout: str | None,
+    check_steps: int,
     run_dir: str | None,
     as_json: bool,
 ) -> None:
@@ -107,16 +118,23 @@ def command(
       phalanx train runs/quickstart-1f3a9c04 --from 100 --set train.steps=400
       phalanx train --from-model imported/llama --data notes/ --set train.steps=200
       phalanx train configs/quickstart.toml --nodes 4 --spares 1 --fault "kill node 2 at step 30"
+      phalanx train run.toml --ranks 1 --check-layout "sharding=zero3,ranks=4"
       torchrun --nproc-per-node 2 -m phalanx train run.toml
 
-    Exit codes: 0 finished, 75 stopped on request (start again to go on), 1 failed.
+    Exit codes: 0 finished, 75 stopped on request (start again to go on), 1 failed. With --check-layout: 0 the layouts agree in every bit,
+    1 they part, 2 they could not be compared.
     """
     extra = [f"run_dir={json.dumps(run_dir)}"] if run_dir else []
     extra += [f"parallel.ranks={ranks}"] if ranks else []
     extra += [f"fleet.nodes={nodes}"] if nodes else []
     extra += [f"fleet.spares={spares}"] if spares is not None else []
-    with explained(DataError, RunDirectoryError):
+    shown = trouble if check_layout else explained
+    with shown(DataError, RunDirectoryError):
         spec, run_file = _described(place, from_step, from_model, data, [*overrides, *extra])
+    if check_layout:
+        from phalanx.cli.train.check_layout import compare_layouts
+
+        sys.exit(compare_layouts(spec, run_file, check_layout, check_steps, as_json))
     if started_as_rank(os.environ):
         from phalanx.cli.train.train_as_rank import train_as_rank
 

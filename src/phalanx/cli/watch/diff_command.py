@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import click
 import msgspec
 
-from phalanx.cli.errors import explained
+from phalanx.cli.errors import trouble
 from phalanx.cli.train.session import console_for, progress_on
 from phalanx.cli.watch.diff_text import comparison_lines, verdict_lines
 from phalanx.observe.event_log import EventLogError
@@ -24,10 +22,6 @@ from phalanx.train.compare.verdict import (
     judge_replays,
     steps_to_replay,
 )
-
-
-class _TroubleError(click.ClickException):
-    exit_code = 2
 
 
 @click.command("diff")
@@ -64,7 +58,9 @@ def command(
     """
     if (ranks or from_start) and not replay:
         raise click.UsageError(f"{'--ranks' if ranks else '--from-start'} needs --replay")
-    with trouble():
+    from phalanx.launch.replay import ReplayError, replay_run
+
+    with trouble(EventLogError, NothingToCompareError, NothingToReplayError, ReplayError, RunDirectoryError):
         found = compare_runs(run_a, run_b, progress_on(console_for(True)))
         report = msgspec.to_builtins(found) | {
             "equal": found.equal,
@@ -75,8 +71,6 @@ def command(
             for line in comparison_lines(found, run_a, run_b):
                 click.echo(line)
         if replay and not found.equal:
-            from phalanx.launch.replay import replay_run
-
             steps, logs = (
                 steps_to_replay(found, from_start=from_start),
                 (read_logged(RunDirectory(run_a)), read_logged(RunDirectory(run_b))),
@@ -93,17 +87,3 @@ def command(
     if as_json:
         click.echo(msgspec.json.encode(report).decode())
     sys.exit(0 if found.equal else 1)
-
-
-@contextmanager
-def trouble() -> Iterator[None]:
-    """Shows what keeps runs from being compared, as its message alone; exit code 2, since 1 says that they part."""
-    from phalanx.launch.replay import ReplayError
-
-    try:
-        with explained(
-            EventLogError, NothingToCompareError, NothingToReplayError, ReplayError, RunDirectoryError
-        ):
-            yield
-    except click.ClickException as error:
-        raise _TroubleError(error.message) from error

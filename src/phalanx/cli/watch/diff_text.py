@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from phalanx.train.compare.observation import Compared
 from phalanx.train.compare.runs import RunComparison
 from phalanx.train.compare.verdict import Verdict
 
@@ -31,7 +32,7 @@ def comparison_lines(found: RunComparison, one: Path, other: Path) -> Iterator[s
         before = f"equal up to step {found.last_equal_step}, " if found.last_equal_step else ""
         yield f"logged: {before}and at step {found.numbers.step} they differ"
         for name, (a, b) in found.numbers.numbers.items():
-            yield f"  {name:<14} {_number(a)} in A, {_number(b)} in B"
+            yield f"  {name:<14} {number_text(a)} in A, {number_text(b)} in B"
     read = ", ".join(map(str, found.checkpoints_compared)) or "none"
     if found.checkpoint is None:
         yield f"checkpoints of the same steps: {read}" + (" (equal)" if found.checkpoints_compared else "")
@@ -51,7 +52,8 @@ def comparison_lines(found: RunComparison, one: Path, other: Path) -> Iterator[s
     )
 
 
-def _number(value: float | None) -> str:
+def number_text(value: float | None) -> str:
+    """A number with all of its bits, in decimals and in hexadecimal."""
     return "none" if value is None else f"{value!r} ({float(value).hex()})"
 
 
@@ -61,8 +63,12 @@ def verdict_lines(verdict: Verdict) -> Iterator[str]:
     yield f"replayed {origin} to step {verdict.to_step}: {verdict.compared.observations:,} tensors compared"
     yield verdict.sentence
     for one in verdict.unconfirmed:
-        yield f"  {one.run} logged {one.name} {_number(one.logged)} at step {one.step}, its replay gives {_number(one.replayed)}"
-    left_out = verdict.compared.left_out
-    if left_out:
-        listed = ", ".join(left_out[:_MOST]) + (", ..." if len(left_out) > _MOST else "")
+        yield f"  {one.run} logged {one.name} {number_text(one.logged)} at step {one.step}, its replay gives {number_text(one.replayed)}"
+    yield from left_out_lines(verdict.compared)
+
+
+def left_out_lines(found: Compared) -> Iterator[str]:
+    """What two replays could not be compared in, if anything."""
+    if found.left_out:
+        listed = ", ".join(found.left_out[:_MOST]) + (", ..." if len(found.left_out) > _MOST else "")
         yield f"not compared, because the layouts cut it differently: {listed}"

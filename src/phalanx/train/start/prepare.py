@@ -154,11 +154,16 @@ def pinned_checkpoint(source: str, path: Path) -> str:
 
 def prepare_run(spec: RunSpec, path: Path, on_progress: OnProgress) -> OpenRun:
     """Everything before the first rank starts; ``path`` is the run file's, for messages."""
-    spec = _with_data_found(spec)
-    index = ready_data(spec.data, on_progress)
-    resolved = resolve(spec, index, path)
+    resolved, index = resolve_with_data(spec, path, on_progress)
     begins = not holds_steps(choose(resolved, index.fingerprint))
     problems = list(start_problems(resolved, index, begins=begins))
     if problems:
         raise RunFileError(path, problems)
-    return open_run(resolved, index.fingerprint, Path(spec.data.path))
+    return open_run(resolved, index.fingerprint, Path(resolved.data.path))
+
+
+def resolve_with_data(spec: RunSpec, path: Path, on_progress: OnProgress) -> tuple[RunSpec, DatasetIndex]:
+    """The resolved run and its data, made ready; no run directory is taken. Raises ``DataError``, ``RunFileError``."""
+    spec = _with_data_found(spec)
+    index = ready_data(spec.data, on_progress)
+    return resolve(spec, index, path), index

@@ -1,0 +1,99 @@
+"""``phalanx train --check-layout``: a few steps on two layouts, and where they part."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import msgspec
+
+from phalanx.cli.errors import trouble
+from phalanx.cli.train.session import console_for, progress_on
+from phalanx.cli.watch.diff_text import left_out_lines, number_text
+from phalanx.data.errors import DataError
+from phalanx.launch.ranks import ranks_on_this_machine
+from phalanx.launch.replay import ReplayError, replay_locally
+from phalanx.run.directory.paths import RunDirectoryError, step_of
+from phalanx.run.layout import Layout, layout_of
+from phalanx.run.read import override
+from phalanx.run.spec import RunSpec
+from phalanx.train.compare.logged import bits
+from phalanx.train.compare.observation import Compared, Replay, compare_replays
+from phalanx.train.compare.orders import ReplayOrder
+from phalanx.train.start.prepare import resolve_with_data
+
+
+def compare_layouts(spec: RunSpec, run_file: Path, layout: str, steps: int, as_json: bool) -> int:
+    """Trains ``steps`` steps on the layout of ``spec`` and on it with the fields of ``layout``; returns the exit code.
+
+    ``layout`` is a list of fields of [parallel], such as "tensor=2,ranks=4". Nothing is left on the disk.
+    """
+    kinds = (DataError, ReplayError, RunDirectoryError)
+    with trouble(*kinds):
+        words = [word.strip() for word in layout.split(",")]
+        other = override(spec, [f"parallel.{word}" for word in words if word], run_file)
+        layouts: list[Layout] = []
+        replays: list[Replay] = []
+        with tempfile.TemporaryDirectory(prefix="phalanx-check-") as folder:
+            for name, one in (("A", spec), ("B", other)):
+                ranks = ranks_on_this_machine(one, run_file)
+                resolved, index = resolve_with_data(one, run_file, progress_on(console_for(True)))
+                layouts.append(layout_of(resolved.parallel, ranks))
+                click.echo(
+                    f"{name}: {'1 step' if steps == 1 else f'{steps} steps'} on {_text(layouts[-1])}",
+                    err=True,
+                )
+                origin = resolved.checkpoint.init_from if resolved.checkpoint.init_with == "training" else ""
+                order = ReplayOrder((step_of(Path(origin)) or 0) + steps)
+                replays.append(replay_locally(resolved, order, ranks, Path(folder) / name, index.fingerprint))
+    found = compare_replays(*replays)
+    numbers = list(_numbers(*replays))
+    equal = found.parting is None and not numbers
+    if as_json:
+        parting = (
+            None
+            if found.parting is None
+            else msgspec.to_builtins(found.parting) | {"text": str(found.parting)}
+        )
+        report = {"equal": equal, "steps": steps, "layouts": layouts, "parting": parting, "numbers": numbers}
+        click.echo(msgspec.json.encode(report | {"compared": found.observations, "left_out": found.left_out}))
+    else:
+        for line in _lines(found, layouts, numbers):
+            click.echo(line)
+    return 0 if equal else 1
+
+
+def _lines(
+    found: Compared, layouts: list[Layout], numbers: list[tuple[int, str, float, float]]
+) -> Iterator[str]:
+    yield from (f"{name}  {_text(layout)}" for name, layout in zip("AB", layouts, strict=True))
+    yield f"{found.observations:,} tensors compared" + (
+        "" if found.parting is None else ", up to the first that differs"
+    )
+    if found.parting is None and not numbers:
+        yield "the layouts agree in every bit"
+    if found.parting is not None:
+        yield f"the layouts part at {found.parting}"
+        if layouts[0].dividing != layouts[1].dividing:
+            yield "they divide the model in different ways (context, tensor or expert degrees), which may decide how sums are split"
+    for step, name, left, right in numbers:
+        yield f"  step {step}: {name} {number_text(left)} on A, {number_text(right)} on B"
+    yield from left_out_lines(found)
+
+
+def _numbers(one: Replay, other: Replay) -> Iterator[tuple[int, str, float, float]]:
+    """Losses and gradient norms that differ, with their steps."""
+    for step in sorted(one.numbers.keys() & other.numbers.keys()):
+        for name, left in one.numbers[step].items():
+            right = other.numbers[step][name]
+            if bits(left) != bits(right):
+                yield step, name, left, right
+
+
+def _text(layout: Layout) -> str:
+    degrees = layout.degrees | {"expert": layout.expert}
+    divided = ", ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
+    ranks = "1 rank" if layout.ranks == 1 else f"{layout.ranks} ranks"
+    return f"{ranks}: {divided}" if divided else ranks

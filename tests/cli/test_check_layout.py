@@ -1,0 +1,78 @@
+"""``phalanx train --check-layout``: two layouts side by side; the ranks are those that all tests share."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from phalanx.cli.train import check_layout
+from phalanx.cli.train.train_command import command
+from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.spec import RunSpec
+from phalanx.train.compare.observation import Replay
+from phalanx.train.compare.orders import RankReplay, ReplayOrder
+from phalanx.train.compare.replay import replay
+from ranks import Ranks
+
+
+def replayed(spec: RunSpec, order: ReplayOrder, folder: Path) -> RankReplay:
+    return replay(spec, order, RunDirectory(folder), torch.device("cpu"))
+
+
+@pytest.fixture
+def checked(folder: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs the command with processes that have imported everything."""
+
+    def on_shared_ranks(
+        spec: RunSpec, order: ReplayOrder, count: int, place: Path, _fingerprint: str
+    ) -> Replay:
+        seen = ranks.run(count, replayed, spec, order, place)
+        return Replay(seen[0].layout, [one.observed for one in seen], seen[0].numbers)
+
+    monkeypatch.setattr(check_layout, "replay_locally", on_shared_ranks)
+    monkeypatch.chdir(folder)
+
+    def run(layout: str, *words: str) -> Result:
+        return CliRunner().invoke(
+            command, ["tiny.toml", "--ranks", "1", "--check-layout", layout, "--check-steps", "2", *words]
+        )
+
+    return run
+
+
+def test_a_layout_that_changes_no_bit_is_said_to_agree(checked: Any) -> None:
+    before = set(Path().iterdir())
+    done = checked("sharding=zero2, ranks=3")
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith("A  1 rank\nB  3 ranks: shard 3\n")
+    assert done.stdout.endswith("the layouts agree in every bit\n")
+    assert set(Path().iterdir()) == before
+
+
+def test_the_module_is_named_where_a_layout_of_other_sums_parts(checked: Any) -> None:
+    done = checked("context=2,ranks=2", "--json")
+    assert done.exit_code == 1, done.output
+    found = json.loads(done.stdout)
+    assert (found["equal"], found["layouts"][1]["context"]) == (False, 2)
+    assert (found["parting"]["name"], found["parting"]["moment"]) == ("blocks.0.attention", "forward")
+    assert "the layouts part at step 1, slot 0, micro-batch 0" in checked("context=2,ranks=2").stdout
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ("tensr=2", "there is no such field (did you mean tensor?)"),
+        ("tensor=3,ranks=3", "cannot be divided over 3 tensor ranks"),
+        ("tensor=2", "parallel.ranks"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_explained_with_an_exit_code_of_its_own(
+    layout: str, words: str, checked: Any
+) -> None:
+    done = checked(layout)
+    assert (done.exit_code, words in done.output) == (2, True), done.output
