@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from phalanx.parallel.reduction import reduce_scatter
 from phalanx.parallel.reduction.data_parallel import local, named_parameters
+from phalanx.parallel.reduction.reduce_scatter import TreeReduceScatter
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import MoeSpec, ParallelSpec, RunSpec
 from phalanx.train.compare.observation import Parting, Replay, compare_replays
@@ -28,6 +30,7 @@ from tiny_runs import on_layout, tiny_run, train_on_this_rank
 
 Fault = Callable[[int, Built], None]
 CPU = torch.device("cpu")
+GRADIENTS = ("slot gradient", "gradient")
 
 
 def replayed(spec: RunSpec, order: ReplayOrder, fault: Fault | None = None) -> RankReplay:
@@ -64,6 +67,8 @@ def test_layouts_that_only_hold_the_model_differently_agree_in_everything(
     modules = {one.name for seen in healthy.observed for one in seen if one.moment == "forward"}
     assert {"embedding", "blocks.1.attention", "blocks.1.ffn", "norm", "the loss"} <= modules
     assert found.observations == len(healthy.observed[0])
+    weights = [{one.name for one in healthy.observed[0] if one.moment == moment} for moment in GRADIENTS]
+    assert weights[0] == weights[1] != set()
 
 
 def flip_a_bit_of_one_rank(step: int, built: Built) -> None:
@@ -146,6 +151,66 @@ def test_a_wrong_collective_is_named_by_module_and_rank(ranks: Ranks, spec: RunS
     assert (found.slot, found.ranks) == (1, ((0,), (1,)))
 
 
+class _GradientInAnotherOrder(torch.autograd.Function):
+    """A linear product whose weight's gradient is added up from its last row to its first."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        rows = [(upstream[0].flatten(0, 1)[i, :, None] * x.flatten(0, 1)[i]) for i in range(x.shape[1])]
+        return upstream[0] @ weight, functools.reduce(torch.add, reversed(rows))
+
+
+def differentiate_in_another_order(step: int, built: Built) -> None:
+    """Gives rank 1 another kernel for the gradient of one weight."""
+    if step == 1 and dist.get_rank() == 1:
+        module = built.model.parts[0].get_submodule("blocks.1.ffn.down")
+        vars(module)["product"] = _GradientInAnotherOrder.apply
+
+
+def test_another_kernel_for_a_weights_gradient_is_named_by_the_rank_that_computed_it(
+    ranks: Ranks, spec: RunSpec, healthy: Replay
+) -> None:
+    sick = on(ranks, 2, spec, ReplayOrder(to_step=1), differentiate_in_another_order)
+    found = parting_of(healthy, sick)
+    assert (found.step, found.moment, found.name) == (1, "slot gradient", "blocks.1.ffn.down.weight")
+    assert (found.slot, found.ranks) == (1, ((0,), (1,)))  # not the rank that holds the sum
+
+
+def replayed_with_a_wrong_exchange(spec: RunSpec, order: ReplayOrder) -> RankReplay:
+    """Replays with a reduce-scatter that gives rank 1 one group's slots in the other order: the right sum of the wrong shares."""
+    right = TreeReduceScatter._exchanged
+
+    def exchanged(self: TreeReduceScatter, gradient: Tensor, group: Any) -> Tensor:
+        received = right(self, gradient, group)
+        if dist.get_rank() == 1 and self.reducer.name == "1":  # the first block
+            received = received.roll(1)
+        return received
+
+    TreeReduceScatter._exchanged = exchanged  # type: ignore[method-assign]
+    try:
+        return replayed(spec, order)
+    finally:
+        TreeReduceScatter._exchanged = right  # type: ignore[method-assign]
+
+
+def test_a_wrong_exchange_of_gradients_is_told_from_wrong_gradients(
+    ranks: Ranks, spec: RunSpec, healthy: Replay
+) -> None:
+    order = ReplayOrder(to_step=1)
+    sick = together(ranks.run(2, replayed_with_a_wrong_exchange, spec, order))
+    found = parting_of(on(ranks, 2, spec, order), sick)
+    assert found.moment == "gradient"
+    assert found.name.startswith("blocks.0.")
+    assert found.ranks == ((1,), (1,))
+    assert parting_of(healthy, sick).moment == "gradient"
+
+
 def divided(spec: RunSpec, **parallel: int) -> RunSpec:
     return dataclasses.replace(spec, parallel=dataclasses.replace(ParallelSpec(), **parallel))
 
@@ -153,9 +218,13 @@ def divided(spec: RunSpec, **parallel: int) -> RunSpec:
 def test_stages_of_a_pipeline_agree_with_the_whole_model(ranks: Ranks, dataset: Path, tmp_path: Path) -> None:
     untied = replace_at(tiny_run(dataset, tmp_path / "run"), "model.tie_embeddings", False)
     order = ReplayOrder(to_step=1)
-    found = compare_replays(on(ranks, 1, untied, order), on(ranks, 2, divided(untied, pipeline=2), order))
+    whole = on(ranks, 1, untied, order)
+    found = compare_replays(whole, on(ranks, 2, divided(untied, pipeline=2), order))
     assert found.parting is None
     assert found.left_out == ()
+    assert {"head.weight", "embedding.weight"} <= {
+        one.name for one in whole.observed[0] if one.moment == "slot gradient"
+    }
 
 
 @pytest.mark.parametrize("degrees", [{"tensor": 2}, {"context": 2}])

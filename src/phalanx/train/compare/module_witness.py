@@ -1,4 +1,4 @@
-"""A witness of a step: takes checksums of what each module computes, forward and backward, and of weights and gradients.
+"""A witness of a step: takes checksums of what each module computes, forward and backward, and of weights and their gradients.
 
 It is put around a built model from outside, by hooks, and changes no bit. Where tensor and context ranks hold pieces of the hidden
 states, the pieces' places in the whole are known, so their checksums add up to that of the undivided tensor; what is divided inside
@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.pipeline.schedules import stages_of_rank
 from phalanx.parallel.reduction.checksum import piece_checksum
 from phalanx.parallel.reduction.data_parallel import gradients, local
-from phalanx.run.layout import stages_per_rank
+from phalanx.run.layout import SPLIT_BACKWARD, stages_per_rank
 from phalanx.train.compare.observation import Moment, Observation
 from phalanx.train.step.built import Built
 from phalanx.train.step.slot import Losses, MicroBatch, SlotWork
@@ -59,6 +60,10 @@ class ModuleWitness:
         self._micro_batches: dict[int, _Now] = {}
         self._seen: list[tuple[Observation, Tensor]] = []
         self._own_piece = _own_piece(self._mesh)
+        self._in_backward: _Now | None = None
+        """The micro-batch whose gradient was last seen."""
+        self._followed: dict[int, Tensor] = {}
+        """Weights whose gradients are seen, by their identity."""
         parallel = built.spec.parallel
         stages = (
             stages_of_rank(
@@ -75,7 +80,7 @@ class ModuleWitness:
         for part, stage in self._stages.items():
             for name, module in part.named_modules():
                 if (name or stage == last) and not (built.spec.runtime.compile and _IN_BLOCK.match(name)):
-                    module.register_forward_hook(self._hook(name or LOSS))
+                    module.register_forward_hook(self._hook(name or LOSS, name))
         runner = built.runner
         runner.losses = _WitnessedLosses(runner.losses.spec, runner.losses.mesh, runner.losses.rows, self)
         compute = runner.gradients
@@ -114,8 +119,8 @@ class ModuleWitness:
         value = piece_checksum(name, part, index, partition.whole)
         self._seen.append((Observation(self.step, moment, name, 0, piece=piece), value))
 
-    def _hook(self, name: str) -> Callable[[nn.Module, object, object], None]:
-        def see(_module: nn.Module, _args: object, output: object) -> None:
+    def _hook(self, name: str, path: str) -> Callable[[nn.Module, object, object], None]:
+        def see(module: nn.Module, _args: object, output: object) -> None:
             now = self._now
             if now is None or self._backward:  # in a backward pass, layers are only computed again
                 return
@@ -128,14 +133,41 @@ class ModuleWitness:
                     continue
                 label = title if len(tensors) == 1 else f"{title}[{number}]"
                 self._see_output("forward", label, name, tensor, now)
-                if tensor.requires_grad and name != LOSS:
+                if tensor.requires_grad:
                     tensor.register_hook(self._gradient_hook(label, name, now))  # type: ignore[no-untyped-call]
+            if path:
+                self._follow(path, module)
+            else:  # whose head is not called: the loss reads its weights
+                for inner, part in module.named_modules():
+                    if inner and inner not in now.calls:
+                        self._follow(inner, part)
+
+        return see
+
+    def _follow(self, path: str, module: nn.Module) -> None:
+        """Sees the gradients of the weights that ``module`` has itself, as they are whole while it runs, micro-batch by micro-batch."""
+        parallel = self._built.spec.parallel
+        if parallel.pipeline > 1 and parallel.pipeline_schedule in SPLIT_BACKWARD:
+            return  # weights' gradients are put off, and come in pieces
+        for name, weight in module.named_parameters(recurse=False):
+            if weight.requires_grad and not isinstance(weight, DTensor) and id(weight) not in self._followed:
+                self._followed[id(weight)] = weight  # kept, so that the identity stays its own
+                weight.register_hook(self._weight_hook(f"{path}.{name}"))  # type: ignore[no-untyped-call]
+
+    def _weight_hook(self, name: str) -> Callable[[Tensor], None]:
+        def see(gradient: Tensor) -> None:
+            now = self._in_backward
+            if now is not None:
+                adds_up = self._mesh.layout.dividing == (1, 1, 1, 1)
+                self._see_whole("slot gradient", name, gradient, now, adds_up=adds_up)
 
         return see
 
     def _gradient_hook(self, label: str, name: str, now: _Now) -> Callable[[Tensor], None]:
         def see(gradient: Tensor) -> None:
-            self._see_output("backward", label, name, gradient, now)
+            self._in_backward = now
+            if name != LOSS:  # whose gradient is the slot's scale
+                self._see_output("backward", label, name, gradient, now)
 
         return see
 
@@ -154,10 +186,16 @@ class ModuleWitness:
             index = [torch.arange(batch), positions, torch.arange(spec.model.dim)]
             value = piece_checksum(label, tensor, index, hidden)
             piece = "" if layout.model_ranks == 1 else self._own_piece
+            one = Observation(self.step, moment, label, 0, now.slot, now.micro_batch, piece, True, now.stage)
+            self._seen.append((one, value))
         else:
-            index = [torch.arange(size) for size in tensor.shape]
-            value = piece_checksum(label, tensor, index, tensor.shape)
-            piece = self._own_piece
+            self._see_whole(moment, label, tensor, now, adds_up=False)
+
+    def _see_whole(self, moment: Moment, label: str, tensor: Tensor, now: _Now, *, adds_up: bool) -> None:
+        """Takes note of a tensor that is whole, or a piece of which only a rank at the same place of an equal layout has the like."""
+        index = [torch.arange(size) for size in tensor.shape]
+        value = piece_checksum(label, tensor, index, tensor.shape)
+        piece = "" if adds_up else self._own_piece
         one = Observation(self.step, moment, label, 0, now.slot, now.micro_batch, piece, adds_up, now.stage)
         self._seen.append((one, value))
 
@@ -172,11 +210,11 @@ class ModuleWitness:
         @contextmanager
         def audited(turn: int) -> Iterator[None]:
             with work.audited(turn):
-                self._backward = True
+                self._backward, self._in_backward = True, None
                 try:
                     yield
                 finally:
-                    self._backward = False
+                    self._backward, self._in_backward = False, None
 
         self._micro_batches.clear()
         return dataclasses.replace(work, read=read, audited=audited)

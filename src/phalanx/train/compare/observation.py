@@ -1,8 +1,8 @@
 """What a witness of a replayed step has seen, and the first thing in which two replays differ.
 
 An *observation* is the checksum of one tensor that a rank held at one moment of a step: a parameter before the step, the output of a
-module in the forward pass of a micro-batch, the gradient of that output, a parameter's gradient after the sum over slots, a parameter
-after the update. Checksums of pieces add up to that of the whole tensor (``phalanx.parallel.reduction.checksum``), so layouts that cut a tensor
+module in the forward pass of a micro-batch, the gradient of that output, a parameter's gradient of the micro-batch and after the sum over
+slots, a parameter after the update. Checksums of pieces add up to that of the whole tensor (``phalanx.parallel.reduction.checksum``), so layouts that cut a tensor
 differently can be compared. Everything here is a function on values.
 """
 
@@ -12,11 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-Moment = Literal["weight", "forward", "backward", "gradient", "updated"]
+Moment = Literal["weight", "forward", "backward", "slot gradient", "gradient", "updated"]
 _STAGES: dict[Moment, tuple[int, int]] = {
     "weight": (0, 0),
     "forward": (1, 0),  # with backward, micro-batch by micro-batch
     "backward": (1, 1),
+    "slot gradient": (1, 1),
     "gradient": (2, 0),
     "updated": (3, 0),
 }
@@ -24,6 +25,7 @@ _WORDS: dict[Moment, str] = {
     "weight": "before the step, weight {}",
     "forward": "forward of {}",
     "backward": "gradient of the output of {}",
+    "slot gradient": "gradient of weight {}",
     "gradient": "gradient of {}, summed over slots",
     "updated": "updated weight {}",
 }
@@ -195,7 +197,9 @@ def _places(replay: Replay) -> dict[_Key, tuple[int, int]]:
     found: dict[_Key, tuple[int, int]] = {}
     for seen in replay.observed:
         for number, one in enumerate(seen):
-            found.setdefault(_key(one), (-one.stage if one.moment == "backward" else one.stage, number))
+            found.setdefault(
+                _key(one), (-one.stage if _STAGES[one.moment] == _STAGES["backward"] else one.stage, number)
+            )
     return found
 
 
