@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from phalanx.checkpoint.format.boxes import Box
+from phalanx.checkpoint.tiers.digest import WEIGHTS, combine, tensor_digest
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import Layout, layout_of, layout_problems
 from phalanx.run.spec import (
@@ -111,8 +112,9 @@ def steps_on_this_rank(spec: RunSpec, steps: int = 2) -> Outcome:
     from phalanx.parallel.reduction.data_parallel import named_parameters
     from phalanx.train.lifecycle.assemble import make_deterministic
     from phalanx.train.lifecycle.compose import build_model
-    from phalanx.train.step.state import fill_initial, weight_shards, weights_sha256
+    from phalanx.train.step.state import fill_initial, weight_shards
     from phalanx.train.step.step import Stepper
+    from phalanx.train.step.weights_hash import weights_sha256
 
     device = torch.device("cpu")
     make_deterministic(spec, device)
@@ -135,7 +137,7 @@ def steps_on_this_rank(spec: RunSpec, steps: int = 2) -> Outcome:
         tuple(report.loss for report in reports),
         tuple(report.grad_norm for report in reports),
         gradients_here,
-        weights_sha256(built.model.parts, built.placement),
+        weights_sha256(built.model.parts, built.placement, piece_bytes=8000),
         tuple(
             (shard.box, shard.copies.index == 0, shard.tensor.numpy().tobytes())
             for shard in weight_shards(built.model.parts, built.placement)
@@ -175,8 +177,25 @@ def merged(outcomes: list[Outcome]) -> Whole:
     assert written == sum(
         math.prod(shape) for shape in {box.name: box.global_shape for box, _, _ in shares}.values()
     )
+    assert first.weights_sha256 == _hash_of(shares)
     every = {name: gradient for outcome in outcomes for name, gradient in outcome.gradients.items()}
     return Whole(first.losses, first.norms, every, first.weights_sha256)
+
+
+def _hash_of(shares: Sequence[tuple[Box, bool, bytes]]) -> str:
+    """The hash of the weights, from whole tensors that are put together of all ranks' shares."""
+    wholes: dict[str, NDArray[np.float32]] = {}
+    for box, _, data in shares:
+        tensor = wholes.setdefault(box.name, np.full(box.global_shape, np.nan, np.float32))
+        assert box.dtype == "float32"
+        part = tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))
+        tensor[part] = np.frombuffer(data, np.float32).reshape(box.shape)
+    return combine(
+        {
+            name.removeprefix(WEIGHTS): tensor_digest("float32", tensor.shape, [tensor.tobytes()])
+            for name, tensor in wholes.items()
+        }
+    )
 
 
 def worst_error(found: Whole, reference: Whole) -> float:

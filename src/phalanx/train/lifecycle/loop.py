@@ -42,8 +42,8 @@ from phalanx.train.measure.numerics import Numerics, differing
 from phalanx.train.start.checks import start_notes
 from phalanx.train.step.evaluate import HeldOutLoss, evaluate
 from phalanx.train.step.memory_meter import MemoryMeter, extremes
-from phalanx.train.step.state import weights_sha256
 from phalanx.train.step.step import Audit, Stepper, StepReport
+from phalanx.train.step.weights_hash import weights_sha256
 
 _TELL_EVALUATION_S = 5.0
 """Time between two words on how far an evaluation is."""

@@ -23,7 +23,8 @@ from phalanx.run.directory.paths import RunDirectory, locate_checkpoints
 from phalanx.run.spec import CheckpointSpec
 from phalanx.train.lifecycle.progress import TrainProgress
 from phalanx.train.step.built import Built
-from phalanx.train.step.state import RestoredState, weight_shards, weights_sha256
+from phalanx.train.step.state import RestoredState, weight_shards
+from phalanx.train.step.weights_hash import weights_sha256
 
 
 def take_over(

@@ -1,4 +1,4 @@
-"""A run's state as named tensors: initialization, restore from a checkpoint, and the hash of the weights."""
+"""A run's state as named tensors: initialization, and restore from a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.checkpoint.format.shards import Shard, dtype_name
-from phalanx.checkpoint.tiers.digest import OPTIMIZER, TensorDigest, combine, tensor_digest
+from phalanx.checkpoint.format.shards import Shard
+from phalanx.checkpoint.tiers.digest import OPTIMIZER
 from phalanx.checkpoint.tiers.restore import candidates, restore
 from phalanx.checkpoint.tiers.tier import Tier
 from phalanx.model.init import fill
@@ -119,20 +118,3 @@ def restore_newest(
 def _agreed_candidates(tier: Tier, mesh: Mesh) -> list[int]:
     """The steps to try, as rank 0 lists them: a shared file system may show them to other ranks a moment later."""
     return broadcast_typed(candidates(tier) if mesh.rank == 0 else [], list[int])
-
-
-def weights_sha256(parts: Sequence[nn.Module], placement: Placement) -> str:
-    """The hash of all weights, the same on any mesh and from any checkpoint (``phalanx.checkpoint.tiers.digest``).
-
-    One tensor at a time is gathered; the ranks of a stage take turns at hashing.
-    """
-    mesh = placement.mesh
-    stage = mesh.dense.mesh[mesh.pipeline_rank].flatten().tolist()
-    mine: dict[str, TensorDigest] = {}
-    for number, (name, tensor) in enumerate(state_tensors(parts).items()):
-        whole = placement.whole(name, tensor)
-        if number % len(stage) == stage.index(mesh.rank):
-            data = whole.cpu().contiguous().view(torch.uint8).numpy()
-            mine[name] = tensor_digest(dtype_name(whole.dtype), tuple(whole.shape), [data])
-    gathered = gather_typed(mine, dict[str, TensorDigest])
-    return combine({name: digest for part in gathered for name, digest in part.items()})
