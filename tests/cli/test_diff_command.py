@@ -93,3 +93,12 @@ def test_trouble_has_an_exit_code_of_its_own(run: Path, copy: Path, tmp_path: Pa
     nothing = diff(run, copy)
     assert (nothing.exit_code, "there is nothing to compare" in nothing.output) == (2, True)
     assert diff(run, run, "--ranks", 1).exit_code == 2
+
+
+def test_how_far_two_runs_are_the_same_is_said_first(run: Path, copy: Path) -> None:
+    file = RunDirectory(copy).run_file
+    text = file.read_text()
+    file.write_text(text.replace("\ntensor = 1\n", "\ntensor = 2\n"))
+    assert "the same run and the same data on other layouts" in diff(run, copy).output
+    file.write_text(text.replace("\nseed = 0\n", "\nseed = 1\n"))
+    assert "two different runs" in diff(run, copy).output

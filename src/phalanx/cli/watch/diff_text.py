@@ -17,11 +17,7 @@ def comparison_lines(found: RunComparison, one: Path, other: Path) -> Iterator[s
     """What the run directories say."""
     yield f"A  {one}"
     yield f"B  {other}"
-    yield (
-        "the same run and the same data: every bit should be equal"
-        if found.same_run
-        else "two different runs (fields of the run, or their data, differ): compared as far as they go"
-    )
+    yield _kinship(found)
     for field in found.fields:
         yield f"  field of the {field.owner:<6}  {field.path}: {field.one!r} in A, {field.other!r} in B"
     for name, (left, right) in found.record.items():
@@ -29,8 +25,8 @@ def comparison_lines(found: RunComparison, one: Path, other: Path) -> Iterator[s
     if found.numbers is None:
         yield f"logged: the numbers of all {found.steps_compared} common steps are equal"
     else:
-        before = f"equal up to step {found.last_equal_step}, " if found.last_equal_step else ""
-        yield f"logged: {before}and at step {found.numbers.step} they differ"
+        before = f"equal up to step {found.last_equal_step}, then " if found.last_equal_step else ""
+        yield f"logged: {before}different at step {found.numbers.step}"
         for name, (a, b) in found.numbers.numbers.items():
             yield f"  {name:<14} {number_text(a)} in A, {number_text(b)} in B"
     read = ", ".join(map(str, found.checkpoints_compared)) or "none"
@@ -50,6 +46,15 @@ def comparison_lines(found: RunComparison, one: Path, other: Path) -> Iterator[s
         if found.equal
         else f"the runs part at step {found.parts_at}, or before it"
     )
+
+
+def _kinship(found: RunComparison) -> str:
+    """How far the two runs are the same."""
+    if found.same_run:
+        return "the same run and the same data: every bit should be equal"
+    if "data_fingerprint" not in found.record and all(field.owner != "run" for field in found.fields):
+        return "the same run and the same data on other layouts, which decide how sums are split"
+    return "two different runs (fields of the run, or their data, differ): compared as far as they go"
 
 
 def number_text(value: float | None) -> str:
