@@ -111,32 +111,42 @@ def exchange(nodes: Sequence[Tensor], leaves: Leaves, mesh: Mesh, out: Tensor) -
     """
     replicas, flat = mesh.replicas, out.view(-1)
     piece = -(-flat.numel() // replicas)
-    held, sums = _of_all_replicas(leaves, out.device)
+    rows, sums = _of_all_replicas(leaves, out.device)
     # Step 1: replica j gets the j-th piece of every replica's nodes. Sent: (replicas, own nodes, piece); received, end to
     # end: (nodes of replica 0, piece), (nodes of replica 1, piece), ...
-    counts = [nodes * piece for nodes in held]
-    received = out.new_empty(sum(counts))
+    received = out.new_empty((rows, piece))
     sent = _by_piece(nodes, replicas, piece)
-    dist.all_to_all_single(
-        received, sent, counts, [len(nodes) * piece] * replicas, group=mesh.replicate_group
-    )
+    gets, gives = _counts(leaves, mesh.replica, piece)
+    dist.all_to_all_single(received.view(-1), sent, gets, gives, group=mesh.replicate_group)
     # Step 2: the forests of all replicas together are the whole tree but for its top, which is added here.
-    rows = received.view(sum(held), piece)
-    sums.add(rows)
+    sums.add(received)
     ((_, root),) = sums.left
     # Step 3: all pieces to all replicas: (replicas * piece,), perhaps more than ``out`` has.
     whole = flat if flat.numel() == replicas * piece else out.new_empty(replicas * piece)
-    all_gather_single(whole, rows[root], mesh.replicate_group)
+    all_gather_single(whole, received[root], mesh.replicate_group)
     if whole is not flat:
         flat.copy_(whole[: flat.numel()])
 
 
 @functools.cache
-def _of_all_replicas(leaves: Leaves, device: torch.device) -> tuple[list[int], LevelSums]:
-    """The number of nodes that each replica is left with, and the additions among all of them."""
-    forests = [leaves.forest(replica) for replica in range(leaves.deal.replicas)]
-    nodes = [node for forest in forests for node in forest]
-    return [len(forest) for forest in forests], level_sums(leaves.count, nodes, device)
+def _of_all_replicas(leaves: Leaves, device: torch.device) -> tuple[int, LevelSums]:
+    """The number of nodes that all replicas are left with, and the additions among them."""
+    nodes = [node for replica in range(leaves.deal.replicas) for node in leaves.forest(replica)]
+    return len(nodes), level_sums(leaves.count, nodes, device)
+
+
+@functools.cache
+def _counts(leaves: Leaves, replica: int, piece: int) -> tuple[list[int] | None, list[int] | None]:
+    """How many elements ``replica`` gets from each replica and gives to each; ``None`` where all have equally many nodes.
+
+    As long as there are replicas, so they are made once for a size of pieces, and left out where they can be: at thousands of replicas
+    the lists cost more of the host's time than all else in an exchange.
+    """
+    replicas = leaves.deal.replicas
+    held = [len(leaves.forest(other)) for other in range(replicas)]
+    if len(set(held)) == 1:
+        return None, None
+    return [nodes * piece for nodes in held], [held[replica] * piece] * replicas
 
 
 def _by_piece(nodes: Sequence[Tensor], replicas: int, piece: int) -> Tensor:
