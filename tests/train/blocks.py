@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -23,7 +24,13 @@ MIXTURE = ModelSpec(
         experts=4, per_token=2, ffn_dim=48, shared=1, first_dense=1, balance_bias=True, aux_loss=0.01
     ),
 )
-MODELS = {"dense": DENSE, "mixture": MIXTURE}
+MODELS = {
+    "dense": DENSE,
+    "mixture": MIXTURE,
+    "capped": dataclasses.replace(
+        DENSE, score_cap=0.5, sinks=True, attention_pattern=("window", "full"), window=9
+    ),
+}
 
 
 def build(spec: ModelSpec, *apply: Callable[[nn.Module], None]) -> Transformer:

@@ -65,7 +65,8 @@ def _bent(
     """Scores of a piece with mask and bias, and ``tanh``, whose square is missing from 1 in the slope: ``(b, h, rows, keys)``, fp32."""
     products = (query[:, :, piece.rows] @ key[:, :, piece.keys].transpose(-1, -2)).float()
     # In the order of operations that Gemma 2 was trained with: near the cap, rounding is an absolute error of the scores.
-    tanh = torch.tanh(products.mul_(score.factor(query)).div_(score.cap))
+    # Products stay as they are: selective recomputation keeps them, and takes them for what they were.
+    tanh = torch.tanh((products * score.factor(query)).div_(score.cap))
     scores = tanh * score.cap
     if bias is not None:
         scores = scores + bias[:, :, piece.rows, piece.keys]
