@@ -130,7 +130,7 @@ def steps_on_this_rank(spec: RunSpec, steps: int = 2) -> Outcome:
                 found[name] = built.placement.whole(name, part.grad).numpy().copy()
 
     slots = [current.slot for current in built.rounds]
-    stepper = Stepper(built, _batches(spec, slots), Ledger(time.monotonic_ns()))
+    stepper = Stepper(built, random_batches(spec, slots), Ledger(time.monotonic_ns()))
     reports = [stepper.run(number, before_update=keep_gradients) for number in range(1, steps + 1)]
     gradients_here = found if mesh.dense.mesh[mesh.pipeline_rank].flatten()[0] == mesh.rank else {}
     return Outcome(
@@ -145,7 +145,8 @@ def steps_on_this_rank(spec: RunSpec, steps: int = 2) -> Outcome:
     )
 
 
-def _batches(spec: RunSpec, slots: list[int]) -> Iterator[NDArray[np.int64]]:
+def random_batches(spec: RunSpec, slots: list[int]) -> Iterator[NDArray[np.int64]]:
+    """Random tokens of a rank's ``slots``, step after step, which depend on step and slot alone."""
     per_slot = spec.train.batch_size // spec.train.slots
     step = 0
     while True:

@@ -121,8 +121,10 @@ class _RankStep:
             chunks = -(-tokens // self.layout.context // train.loss_chunk)
             calls["tensor", "all_gather"] += predictions * chunks
         calls["tensor", "all_gather"] += gathers + scatters
-        calls["tensor", "reduce_scatter"] += gathers + scatters
-        calls["tensor", "all_reduce"] += sums
+        # Lanes are added in tree order, by those who get the others' sums.
+        lanes = self.spec.model.lanes > 0
+        calls["tensor", "all_to_all" if lanes else "reduce_scatter"] += gathers + scatters
+        calls["tensor", "all_gather" if lanes else "all_reduce"] += sums
         copied = {part.unit for part in parts if 1 < part.parts_over(self.layout.tensor) < self.layout.tensor}
         # Of each block whose key and value heads several ranks hold.
         calls["key_copies", "all_gather"] += len({unit for unit in copied if unit})

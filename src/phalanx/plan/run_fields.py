@@ -132,6 +132,11 @@ _MODEL_EXCEPTIONS = {
         "model",
         {
             "preset": _irrelevant("the fields that it stands for are filled in when the file is read"),
+            "lanes": _noted(
+                "lanes are computed one after the other; the plan counts their products as if they were not divided, and so does not "
+                "see what narrower products cost where a rank has several",
+                lambda spec, _: spec.model.lanes > 0,
+            ),
             **_all("factory factory_sha256", _irrelevant("a plan of a user's own model is refused")),
             **_all(
                 "norm_eps norm_offset scale_embeddings score_width swiglu_gain swiglu_limit rope_theta window_rope_theta mtp_loss init_std",

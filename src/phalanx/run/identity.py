@@ -4,7 +4,8 @@ Fields marked ``FLEET`` in ``phalanx.run.spec`` are left out: how many ranks the
 sharded over them and how often it is saved is the fleet's business. ``train.loss_chunk`` and
 ``runtime.threads`` are in, because they decide in which order numbers are added; so are the degrees of tensor, context and experts. Under
 other degrees a run can go on all the same, when its directory is named: nothing is lost, but its bits are then those of this
-history. Fields marked ``LATER`` are left out at their defaults, so that a run file of an older version keeps its identity. A budget of
+history. A run in lanes has the same bits for every tensor degree, and its experts lie on the ranks that share a slot: there both
+degrees are the fleet's. Fields marked ``LATER`` are left out at their defaults, so that a run file of an older version keeps its identity. A budget of
 recomputation is in where there is one: by it the compiler chooses what it fuses, and what is fused is not rounded in between.
 """
 
@@ -19,6 +20,8 @@ from typing import Any
 from phalanx.run.section_reader import field_types
 from phalanx.run.spec import RunSpec
 
+_FLEET_IN_LANES = ("parallel.tensor", "parallel.expert")
+
 
 def run_owned(spec: RunSpec) -> dict[str, object]:
     """Every field that belongs to the run, by dotted path."""
@@ -27,6 +30,8 @@ def run_owned(spec: RunSpec) -> dict[str, object]:
         {"model.preset"} if spec.model.factory else {"model.preset", "model.factory", "model.factory_sha256"}
     )
     owned = {path: value for path, value in _walk(spec, "") if path not in silent}
+    if spec.model.lanes:
+        owned = {path: value for path, value in owned.items() if path not in _FLEET_IN_LANES}
     if spec.memory.recompute == "budget":
         owned["memory.recompute_budget"] = spec.memory.recompute_budget
     return owned

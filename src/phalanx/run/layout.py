@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from phalanx.run.kinds.state_blocks import INT8_BLOCK, cut_by_tensor_ranks
 from phalanx.run.kinds.whole_model import resolve, shares_key_heads, tensor_sizes, undivided
+from phalanx.run.lanes import lane_problems
 from phalanx.run.problems import Problem, divisors_near
 from phalanx.run.spec import ParallelSpec, RunSpec
 
@@ -113,6 +114,7 @@ def layout_problems(spec: RunSpec, ranks: int) -> list[Problem]:
     With ``ranks`` 0 (not known yet), what no number of ranks could mend.
     """
     problems = [
+        *lane_problems(spec),
         *_tensor(spec),
         *_context(spec),
         *_pipeline(spec),

@@ -32,6 +32,17 @@ LAYOUTS: dict[str, tuple[ModelSpec, ParallelSpec, int]] = {
     "hybrid": (DENSE, ParallelSpec(shard_ranks=2), 4),
     "tensor": (DENSE, ParallelSpec(tensor=2), 4),
     "copies of key heads": (dataclasses.replace(DENSE, kv_heads=2), ParallelSpec(tensor=4, pipeline=2), 8),
+    "lanes": (dataclasses.replace(DENSE, lanes=4), ParallelSpec(tensor=2), 4),
+    "lanes that share key heads": (
+        dataclasses.replace(DENSE, heads=8, kv_heads=2, lanes=8),
+        ParallelSpec(tensor=4),
+        8,
+    ),
+    "a mixture in lanes": (
+        dataclasses.replace(MIXTURE, lanes=4),
+        ParallelSpec(pipeline=2, pipeline_schedule="zbv", tensor=2, expert=2),
+        8,
+    ),
     "ring": (DENSE, ParallelSpec(context=2), 4),
     "gathered context": (DENSE, ParallelSpec(context=4, context_mode="allgather"), 8),
     "gpipe": (DENSE, ParallelSpec(pipeline=4, pipeline_schedule="gpipe", sharding="zero2"), 8),

@@ -11,7 +11,7 @@ width of a value.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -133,6 +133,11 @@ def _blocks(x: Tensor, window: int) -> Tensor:
 class Attention(nn.Module):
     """Attention in which groups of query heads share a key/value head."""
 
+    OUTPUT: ClassVar[str] = "output"
+    """The last matrix, whose inputs are divided where ranks or lanes divide the layer."""
+    BY_TOKENS: ClassVar[tuple[str, ...]] = ()
+    """The modules that ``by_tokens`` computes with."""
+
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         """Builds that of layer ``layer``, from 0, of a resolved ``spec``."""
         super().__init__()
@@ -161,6 +166,22 @@ class Attention(nn.Module):
         cache: LayerCache | None = None,
     ) -> Tensor:
         """``(b, s, d)`` to ``(b, s, d)``; with a cache, ``x`` is the continuation of what the cache holds."""
+        return self.by_heads(self.by_tokens(x), cos, sin, documents, cache)
+
+    def by_tokens(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What the heads read of each token by itself: its hidden state ``(b, s, d)``."""
+        return (x,)
+
+    def by_heads(
+        self,
+        inputs: tuple[Tensor, ...],
+        cos: Tensor,
+        sin: Tensor,
+        documents: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """The result ``(b, s, d)`` of the heads whose weights are here; those of all heads add up to that of the layer."""
+        (x,) = inputs
         query, key = self.query(x), self.key(x)
         if self.query_norm is not None and self.key_norm is not None and not self.normalizes_heads:
             query, key = self.query_norm(query), self.key_norm(key)

@@ -5,6 +5,8 @@ gpt-oss's gate is ``g sigmoid(1.702 g)``, an approximation of GELU, of clamped `
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,6 +28,11 @@ def gated(spec: ModelSpec, gate: Tensor, values: Tensor) -> Tensor:
 class FeedForward(nn.Module):
     """SwiGLU, ``down(silu(gate(x)) * up(x))``, the same with a GELU, or ``down(gelu(up(x)))``."""
 
+    OUTPUT: ClassVar[str] = "down"
+    """The last matrix, whose inputs are divided where ranks or lanes divide the layer."""
+    BY_TOKENS: ClassVar[tuple[str, ...]] = ()
+    """The modules that ``by_tokens`` computes with."""
+
     def __init__(self, spec: ModelSpec, inner: int) -> None:
         """``inner`` is the width between ``up`` and ``down``."""
         super().__init__()
@@ -36,6 +43,15 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(..., d)`` to ``(..., d)``."""
+        return self.by_heads(self.by_tokens(x))
+
+    def by_tokens(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What the inner elements read of each token: its hidden state."""
+        return (x,)
+
+    def by_heads(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        """The result ``(..., d)`` of the inner elements whose weights are here; those of all add up to that of the layer."""
+        (x,) = inputs
         inner = F.gelu(self.up(x)) if self.gate is None else gated(self.spec, self.gate(x), self.up(x))
         output: Tensor = self.down(inner)
         return output

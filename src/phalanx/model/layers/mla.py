@@ -17,6 +17,8 @@ Shapes as in ``phalanx.model.layers.attention``; ``r`` is the rank of the latent
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -35,6 +37,11 @@ class MlaAttention(nn.Module):
     ``query_up`` has a head's unrotated rows, then its rotated ones; ``kv_down`` the latent's rows, then the rotated ones
     that all heads share; ``kv_up`` a head's unrotated key rows, then its value rows.
     """
+
+    OUTPUT: ClassVar[str] = "output"
+    """The last matrix, whose inputs are divided where ranks or lanes divide the layer."""
+    BY_TOKENS: ClassVar[tuple[str, ...]] = ("query_down", "query_latent_norm", "kv_down", "kv_latent_norm")
+    """The modules that ``by_tokens`` computes with."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:  # noqa: ARG002  all layers are alike
         """Builds that of layer ``layer`` of a resolved ``spec`` with ``mla``."""
@@ -67,13 +74,33 @@ class MlaAttention(nn.Module):
         cache: LayerCache | None = None,
     ) -> Tensor:
         """``(b, s, d)`` to ``(b, s, d)``; with a cache, ``x`` is the continuation of what the cache holds."""
-        # Numbers are those of DeepSeek-V3's equations (arXiv 2412.19437, section 2.1.1).
-        query = self._queries(x)  # (6), (7): (b, h, s, e)
+        return self.by_heads(self.by_tokens(x), cos, sin, documents, cache)
+
+    # Numbers are those of DeepSeek-V3's equations (arXiv 2412.19437, section 2.1.1).
+
+    def by_tokens(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What all heads read of each token: the queries' latent, or ``x`` itself without one; the latent of keys and values
+        ``(b, s, r)``; and the key's part that all heads share, not rotated yet, ``(b, s, rope)``."""
+        asked = self.query_latent_norm(self.query_down(x)) if self.mla.query_rank else x  # (6)
+        latent, shared = self.kv_down(x).split((self.mla.kv_rank, self.mla.rope_head_dim), dim=-1)  # (1)
+        return asked, self.kv_latent_norm(latent), shared
+
+    def by_heads(
+        self,
+        inputs: tuple[Tensor, ...],
+        cos: Tensor,
+        sin: Tensor,
+        documents: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """The result ``(b, s, d)`` of the heads whose weights are here; those of all heads add up to that of the layer."""
+        asked, latent, shared = inputs
+        queries = self.query_up if self.mla.query_rank else self.query
+        query = queries(asked).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (7): (b, h, s, e)
         fixed = self.mla.nope_head_dim
         query = torch.cat((query[..., :fixed], rotate(query[..., fixed:], cos, sin)), dim=-1)  # (8), (9)
-        # (1), (3): the latent (b, s, r), which is what a cache keeps, and the rotated key of all heads (b, 1, s, rope).
-        latent, shared = self.kv_down(x).split((self.mla.kv_rank, self.mla.rope_head_dim), dim=-1)
-        latent, shared = self.kv_latent_norm(latent), rotate(shared.unsqueeze(1), cos, sin)
+        # (3): the rotated key of all heads (b, 1, s, rope); with the latent, it is what a cache keeps.
+        shared = rotate(shared.unsqueeze(1), cos, sin)
         if cache is not None:
             latent, shared = cache.append(latent.unsqueeze(1), shared)
             latent = latent.squeeze(1)
@@ -81,15 +108,6 @@ class MlaAttention(nn.Module):
         mixed = self.core(query, key, value, documents)  # (10): (b, h, s, v)
         output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return output
-
-    def _queries(self, x: Tensor) -> Tensor:
-        """Queries ``(b, h, s, e)``, not rotated yet."""
-        if self.mla.query_rank:
-            queries = self.query_up(self.query_latent_norm(self.query_down(x)))
-        else:
-            queries = self.query(x)
-        by_head: Tensor = queries.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        return by_head
 
     def _expand(self, latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
         """Keys ``(b, h, s, e)`` and values ``(b, h, s, v)`` from ``(b, s, r)`` and rotated ``(b, 1, s, rope)``."""

@@ -246,11 +246,18 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(b, s, d)`` to ``(b, s, d)``."""
-        tokens = x.flatten(0, -2)
-        mixed = self.exchange(tokens, self.router(tokens), self.experts).view_as(x)
+        mixed = self.routed(x)
         if self.shared is None:
             return mixed
         shared: Tensor = self.shared(x)
-        return mixed + (
-            shared if self.shared_gate is None else F.linear(x, self.shared_gate).sigmoid() * shared
-        )
+        return mixed + (shared if self.shared_gate is None else self.shared_weights(x) * shared)
+
+    def routed(self, x: Tensor) -> Tensor:
+        """The routed experts' result ``(b, s, d)``."""
+        tokens = x.flatten(0, -2)
+        return self.exchange(tokens, self.router(tokens), self.experts).view_as(x)
+
+    def shared_weights(self, x: Tensor) -> Tensor:
+        """The weight ``(b, s, 1)`` of the shared experts' result."""
+        assert self.shared_gate is not None, "model.moe.shared_gate asks for it"
+        return F.linear(x, self.shared_gate).sigmoid()

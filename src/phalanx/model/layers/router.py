@@ -103,7 +103,7 @@ class Router(nn.Module):
     def forward(self, tokens: Tensor) -> Routing:
         """The experts of ``tokens`` ``(n, d)``."""
         # Numbers are those of DeepSeek-V3's equations (arXiv 2412.19437, section 2.1.2).
-        scores, logits = self._scores(tokens)  # (15): (n, experts)
+        scores, logits = self.scores(tokens)  # (15): (n, experts)
         experts = self._choose(scores.detach())  # (16): (n, k); the bias takes part in the choice alone
         weights = scores.gather(1, experts)  # (14): (n, k)
         if self.moe.normalize:
@@ -114,7 +114,7 @@ class Router(nn.Module):
             weights = self._balanced(weights, experts, scores, logits)
         return Routing(experts, weights)
 
-    def _scores(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def scores(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Scores and what they are made of, ``(n, experts)``, fp32."""
         bias = None if self.logit_bias is None else self.logit_bias.float()
         logits = F.linear(tokens.float(), self.weight.float(), bias)

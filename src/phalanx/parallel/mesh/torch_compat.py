@@ -37,6 +37,7 @@ __all__ = [
     "all_gather_single",
     "cuda_stream",
     "device_of_messages",
+    "exchange_along",
     "finish_backward",
     "flight_record",
     "gather_along",
@@ -93,6 +94,12 @@ def sum_scatter_along(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     elif dim:
         x = torch.cat(x.chunk(ranks, dim))
     return _waited(scatter(x, "sum", 0, group))
+
+
+def exchange_along(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's piece along ``dim`` of every rank's ``x``: ``(ranks, ...)``. Can be traced by ``torch.compile``."""
+    sent = torch.stack(x.chunk(group.size(), dim))
+    return _waited(functional.all_to_all_single(sent, None, None, group))
 
 
 def _in_place(x: Tensor, dim: int) -> bool:

@@ -33,6 +33,7 @@ from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.mesh.partition import DimSplit, Partition, piece
 from phalanx.parallel.mesh.torch_compat import overlap_with_products
+from phalanx.parallel.tensor.lanes.apply import RankLanes, apply_lanes
 from phalanx.parallel.tensor.sequence_comm import SequenceComm
 from phalanx.run.kinds.parts import Parameter, by_name
 from phalanx.run.spec import RunSpec
@@ -46,16 +47,28 @@ class VocabularyPiece:
 
     start: int
     """The first."""
-    comm: SequenceComm
-    """To those who have the others."""
+    comm: SequenceComm | None
+    """To those who have the others; ``None`` if there are none."""
+    lanes: tuple[int, ...] = ()
+    """Rows of each lane, if they are divided into lanes."""
 
 
 def vocabulary_piece(mesh: Mesh, spec: RunSpec, clock: CommClock) -> VocabularyPiece | None:
-    """This rank's rows of embedding and output projection; ``None`` if it has all."""
+    """This rank's rows of embedding and output projection; ``None`` if it has all, and not in lanes."""
+    lanes, ranks, vocabulary = spec.model.lanes, mesh.layout.tensor, spec.model.vocab_size
+    if ranks == 1 and not lanes:
+        return None
+    start = piece(vocabulary, mesh.tensor_rank, ranks).start
+    first = mesh.tensor_rank * (lanes // ranks)
+    sizes = tuple(len(piece(vocabulary, lane, lanes)) for lane in range(first, first + lanes // ranks))
+    return VocabularyPiece(start, _comm(mesh, spec, clock), sizes)
+
+
+def _comm(mesh: Mesh, spec: RunSpec, clock: CommClock) -> SequenceComm | None:
+    """To the ranks that share each matrix; ``None`` if there is one."""
     if mesh.layout.tensor == 1:
         return None
-    start = piece(spec.model.vocab_size, mesh.tensor_rank, mesh.layout.tensor).start
-    return VocabularyPiece(start, SequenceComm(mesh.tensor_group, clock))
+    return SequenceComm(mesh.tensor_group, clock, "tree" if spec.model.lanes else "library")
 
 
 class RowLinear(Linear):
@@ -77,20 +90,20 @@ class RowLinear(Linear):
 class VocabularyEmbedding(nn.Embedding):
     """Vocabulary-parallel embedding: holds some rows, and reduce-scatters along the sequence."""
 
-    def __init__(self, whole: nn.Embedding, rows: VocabularyPiece) -> None:
+    def __init__(self, whole: nn.Embedding, start: int, comm: SequenceComm) -> None:
         """Takes over the parameter of ``whole``, cut already."""
         super().__init__(1, 1, device="meta")
         self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
-        self.weight, self.rows = whole.weight, rows
+        self.weight, self.start, self.comm = whole.weight, start, comm
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens ``(b, s)`` of the whole vocabulary to ``(b, s / ranks, d)``."""
         count = self.weight.shape[0]
-        row = tokens - self.rows.start
+        row = tokens - self.start
         absent = (row < 0) | (row >= count)
         # Any row will do for absent tokens; taking all rows by turns spares backward a row that everybody adds to.
         found = F.embedding(row % count, self.weight).masked_fill(absent.unsqueeze(-1), 0)
-        return self.rows.comm.sum_scatter(found)
+        return self.comm.sum_scatter(found)
 
 
 class _SummedGradients:
@@ -140,17 +153,23 @@ def apply_tensor(module: Transformer, mesh: Mesh, spec: RunSpec, clock: CommCloc
     rows = vocabulary_piece(mesh, spec, clock)
     if rows is None:
         return {}
+    table, comm = by_name(parameters(spec.model)), rows.comm
+    partitions = {} if comm is None else _cut(module, mesh, table)
+    if spec.model.lanes:
+        keys = None if mesh.key_group is None else SequenceComm(mesh.key_group, clock, "tree")
+        lanes = RankLanes(spec.model.lanes, mesh.layout.tensor, comm, keys)
+        apply_lanes(module, table, lanes, rows.start)
+        return partitions
+    assert comm is not None, "without lanes, rows are divided over ranks alone"
     if spec.parallel.async_tensor:
         overlap_with_products(mesh.tensor_group)
-    table = by_name(parameters(spec.model))
-    partitions = _cut(module, mesh, table)
-    _communicate(module, rows, partitions)
+    _communicate(module, rows, comm, partitions)
     for host, names in _by_unit(module, (name for name, held in partitions.items() if not held.splits)):
-        _SummedGradients(names, rows.comm).install(host)
+        _SummedGradients(names, comm).install(host)
     if mesh.key_group is not None:
         copied = (name for name, held in partitions.items() if held.splits and held.copies > 1)
         for host, names in _by_unit(module, copied):
-            _SummedGradients(names, SequenceComm(mesh.key_group, clock, ordered=True)).install(host)
+            _SummedGradients(names, SequenceComm(mesh.key_group, clock, "ranks")).install(host)
     return partitions
 
 
@@ -175,20 +194,22 @@ def _cut(module: nn.Module, mesh: Mesh, table: Mapping[str, Parameter]) -> dict[
     return partitions
 
 
-def _communicate(module: Transformer, rows: VocabularyPiece, partitions: Mapping[str, Partition]) -> None:
+def _communicate(
+    module: Transformer, rows: VocabularyPiece, comm: SequenceComm, partitions: Mapping[str, Partition]
+) -> None:
     """Puts the collectives around the divided matrices: before the layer, and after its matrix with divided inputs."""
 
     def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return rows.comm.gather(args[0]), *args[1:]
+        return comm.gather(args[0]), *args[1:]
 
     for name, partition in partitions.items():
         if any(split.dim == 1 for split in partition.splits):
             layer_name, last, _ = name.rsplit(".", 2)
             layer = module.get_submodule(layer_name)
             layer.register_forward_pre_hook(gather)
-            setattr(layer, last, RowLinear(getattr(layer, last), rows.comm))
+            setattr(layer, last, RowLinear(getattr(layer, last), comm))
     if module.embedding is not None:
-        module.embedding = VocabularyEmbedding(module.embedding, rows)
+        module.embedding = VocabularyEmbedding(module.embedding, rows.start, comm)
 
 
 def _by_unit(module: nn.Module, names: Iterable[str]) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:

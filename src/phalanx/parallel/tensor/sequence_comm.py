@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,8 @@ from torch import Tensor
 
 from phalanx.model.autograd import FunctionContext, apply_function, apply_function_of_many
 from phalanx.parallel.mesh.comm_clock import CommClock
-from phalanx.parallel.mesh.torch_compat import gather_along, sum_over, sum_scatter_along
+from phalanx.parallel.mesh.torch_compat import exchange_along, gather_along, sum_over, sum_scatter_along
+from phalanx.parallel.tensor.tree_sums import sum_in_tree
 
 _SEQUENCE = 1
 """The dimension of hidden states ``(b, s, d)`` that is divided."""
@@ -34,8 +35,8 @@ class SequenceComm:
 
     group: dist.ProcessGroup
     clock: CommClock
-    ordered: bool = False
-    """If true, ``total`` adds in the order of the ranks; else in an order that the library chooses."""
+    order: Literal["library", "ranks", "tree"] = "library"
+    """The order of sums: the library's; in ``total`` that of the ranks; or in all of them that of a binary tree over the ranks."""
 
     def gather(self, piece: Tensor) -> Tensor:
         """The whole sequence ``(b, s, d)`` from the ranks' pieces ``(b, s / ranks, d)``; gradients are summed."""
@@ -51,9 +52,11 @@ class SequenceComm:
 
     def total(self, statistics: Tensor) -> Tensor:
         """The sum of the ranks' tensors, without a gradient."""
-        if self.ordered:
+        if self.order == "ranks":
             first, *others = self.stack(statistics).unbind()
             return sum(others, first)
+        if self.order == "tree":
+            return sum_in_tree(self.stack(statistics))
         with self.waiting():
             return sum_over(statistics, self.group)
 
@@ -73,6 +76,10 @@ def _gathered(piece: Tensor, comm: SequenceComm) -> Tensor:
 
 
 def _sum_scattered(partial: Tensor, comm: SequenceComm) -> Tensor:
+    if comm.order == "tree":
+        with comm.waiting():
+            pieces = exchange_along(partial, _SEQUENCE, comm.group)
+        return sum_in_tree(pieces)
     with comm.waiting():
         return sum_scatter_along(partial.contiguous(), _SEQUENCE, comm.group)
 

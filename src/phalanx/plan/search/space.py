@@ -174,10 +174,12 @@ def _geometry(job: Job, options: Options, counts: tuple[int, ...]) -> tuple[Tabl
     shared = [shares_key_heads(model, degree) for degree in table["tensor"].tolist()]
     table = _keep(table, np.array(shared), "the key heads do not divide", excluded)
     table = _keep(table, _whole_blocks(job, table["tensor"]), _CUT_BLOCKS, excluded)
-    table = _cross(
-        table, "context", [1] if "context" in _whole_axes(model) else [2**power for power in range(7)]
-    )
-    pieces = np.where(table["context"] > 1, 2 * table["context"], 1) * table["tensor"]
+    if model.lanes:
+        cut = divided % model.lanes == 0 and shares_key_heads(model, model.lanes)
+        table = _keep(table, (model.lanes % table["tensor"] == 0) & cut, "the lanes do not divide", excluded)
+    whole = "context" in _whole_axes(model) or model.lanes > 0
+    table = _cross(table, "context", [1] if whole else [2**power for power in range(7)])
+    pieces = np.where(table["context"] > 1, 2 * table["context"], 1) * (model.lanes or table["tensor"])
     table = _keep(table, workload.seq_len % pieces == 0, "the sequence does not divide", excluded)
     table = _cross(table, "pipeline", list(range(1, _longest_pipeline(job) + 1)))
     model_ranks = table["tensor"] * table["context"] * table["pipeline"]
@@ -266,6 +268,9 @@ def _experts(job: Job, table: Table, excluded: dict[str, int]) -> Table:
     folds &= table["data"] % team == 0
     if job.workload.slots:
         folds &= job.workload.slots % team == 0
+    if job.workload.model.lanes:
+        folds &= group == table["tensor"]
+        folds &= table["expert_tensor"] == 1
     return _keep(table, folds, "experts cannot be folded", excluded)
 
 

@@ -53,6 +53,7 @@ _KINDS = {
     "_reduce_scatter_base_": "reduce_scatter",
     "reduce_scatter_tensor": "reduce_scatter",
     "alltoall_base_": "all_to_all",
+    "all_to_all_single": "all_to_all",
     "send": "send",
     "recv_": "recv",
 }
@@ -143,11 +144,11 @@ def tiny(spec: RunSpec, ranks: int, rounds: int = 1) -> RunSpec:
         max(1, spec.train.micro_batch_size or spec.train.batch_size // spec.train.slots) * spec.train.seq_len
     )
     chunks = -(-tokens // layout.context // spec.train.loss_chunk)
-    seq_len = 2 * layout.model_ranks * chunks
+    seq_len = 2 * max(layout.model_ranks, spec.model.lanes) * chunks
     split = tuple(map(len, stage_layers(spec))) if parallel.pipeline > 1 else ()
     return dataclasses.replace(
         _plain(spec),
-        model=tiny_model(spec.model, layout.tensor),
+        model=tiny_model(spec.model, spec.model.lanes or layout.tensor),
         train=dataclasses.replace(
             spec.train,
             batch_size=slots * per_slot,

@@ -16,6 +16,7 @@ A soft cap bends each logit by itself, in fp32, before all that; its slope multi
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from phalanx.model.autograd import FunctionContext, apply_function
 from phalanx.parallel.tensor.apply import VocabularyPiece
+from phalanx.parallel.tensor.tree_sums import add_in_tree
 
 IGNORE = -100
 """A target that takes no part in the loss, as in ``torch.nn.functional.cross_entropy``."""
@@ -46,27 +48,39 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         wants_gradient: bool,
         cap: float,
     ) -> Tensor:
-        # n tokens, rows of the vocabulary on this rank: hidden (n, dim), weight (rows, dim), targets (n,)
+        # In lanes, the gradient is summed over ranks before it is scaled, as it is where one rank has all lanes.
+        comm = rows.comm if rows is not None and rows.lanes else None
+        whole = hidden if comm is None else comm.gather(hidden)
+        states = whole.reshape(-1, whole.shape[-1])
+        # n tokens, rows of the vocabulary on this rank: states (n, dim), weight (rows, dim), targets (n,)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        grad_hidden = torch.empty_like(hidden) if wants_gradient else None
+        grad_states = torch.empty_like(states) if wants_gradient else None
         # fp32, because it sums over chunks.
         grad_weight = torch.empty_like(weight, dtype=torch.float32) if wants_gradient else None
-        for begin in range(0, hidden.shape[0], chunk):
-            states = hidden[begin : begin + chunk]  # (chunk, dim)
-            wanted = _find(targets[begin : begin + chunk], weight.shape[0], rows)
+        parts = _parts(len(weight), rows)
+        for begin in range(0, len(states), chunk):
+            now = states[begin : begin + chunk]  # (chunk, dim)
+            wanted = [_find(targets[begin : begin + chunk], part, rows) for part in parts]
             # 1. Logits, at once turned into log-probabilities, and the losses.
-            logits, bend = _logits(
-                states, weight, cap
-            )  # (chunk, rows) each, the second only where there is a cap
-            scores, losses = _scores_and_losses(logits, wanted, rows)  # (chunk, rows), (chunk,)
+            # (chunk, rows of the part) each; the second, the slope of a soft cap's bend, only where there is a cap.
+            pairs = [_logits(now, weight[part.start : part.stop], cap) for part in parts]
+            scores, losses = _scores_and_losses([logits for logits, _ in pairs], wanted, rows)
             loss += losses.sum()
-            if grad_hidden is not None and grad_weight is not None:
-                # 2. The gradient with respect to the logits, in the same memory, and from it both gradients.
-                slope = _slope(scores, wanted)  # (chunk, rows)
-                slope = (slope if bend is None else slope.mul_(bend)).to(hidden.dtype)
-                torch.mm(slope, weight, out=grad_hidden[begin : begin + chunk])
-                _accumulate(grad_weight, slope, states, first=begin == 0)
-        if grad_hidden is not None and grad_weight is not None:
+            if grad_states is None or grad_weight is None:
+                continue
+            # 2. The gradient with respect to the logits, in the same memory, and from it both gradients.
+            shares = []
+            for part, found, (_, bend), target in zip(parts, scores, pairs, wanted, strict=True):
+                slope = _slope(found, target)  # (chunk, rows of the part)
+                slope = (slope if bend is None else slope.mul_(bend)).to(now.dtype)
+                into = grad_states[begin : begin + chunk] if len(parts) == 1 else torch.empty_like(now)
+                shares.append(torch.mm(slope, weight[part.start : part.stop], out=into))
+                _accumulate(grad_weight[part.start : part.stop], slope, now, first=begin == 0)
+            if len(parts) > 1:
+                grad_states[begin : begin + chunk] = add_in_tree(shares, Tensor.add_)
+        if grad_states is not None and grad_weight is not None:
+            grad_whole = grad_states.view_as(whole)
+            grad_hidden = grad_whole if comm is None else comm.sum_scatter(grad_whole)
             ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
             ctx.used = False
         return loss
@@ -103,12 +117,19 @@ class _Wanted:
     """True for tokens without a target, ``(n,)``, bool."""
 
 
-def _find(targets: Tensor, count: int, rows: VocabularyPiece | None) -> _Wanted:
+def _parts(count: int, rows: VocabularyPiece | None) -> list[range]:
+    """The parts of ``count`` rows that are computed by themselves: all of them together, or each lane."""
+    sizes = (rows.lanes if rows is not None else ()) or (count,)
+    ends = list(itertools.accumulate(sizes))
+    return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def _find(targets: Tensor, part: range, rows: VocabularyPiece | None) -> _Wanted:
     ignored = targets == IGNORE
     if rows is None:
         return _Wanted(targets.masked_fill(ignored, 0), ~ignored, ignored)
-    row = targets - rows.start
-    here = (row >= 0) & (row < count) & ~ignored
+    row = targets - (rows.start + part.start)
+    here = (row >= 0) & (row < len(part)) & ~ignored
     return _Wanted(row.masked_fill(~here, 0), here, ignored)
 
 
@@ -122,26 +143,32 @@ def _logits(hidden: Tensor, weight: Tensor, cap: float) -> tuple[Tensor, Tensor 
 
 
 def _scores_and_losses(
-    scores: Tensor, wanted: _Wanted, rows: VocabularyPiece | None
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities ``(n, rows)`` and each token's loss ``(n,)``, both fp32, of logits; the loss of ignored tokens is 0."""
+    logits: list[Tensor], wanted: list[_Wanted], rows: VocabularyPiece | None
+) -> tuple[list[Tensor], Tensor]:
+    """Log-probabilities ``(n, rows of a part)`` and each token's loss ``(n,)``, fp32, of each part's logits; the loss of ignored
+    tokens is 0."""
+    ignored = wanted[0].ignored
     if rows is None:
-        scores = F.log_softmax(scores, dim=-1, dtype=torch.float32)
-        picked = _pick(scores, wanted)
-    else:
-        scores = scores.float()
-        # 1. Each rank's three numbers a token, relative to its own largest logit.
-        largest, picked = scores.amax(1), _pick(scores, wanted)  # (n,) each
-        scores.sub_(largest[:, None])
-        gathered = rows.comm.stack(torch.stack((largest, scores.exp().sum(1), picked)))  # (ranks, 3, n)
-        # 2. The logarithm of the whole sum of exponentials is top + total.
-        top = gathered[:, 0].amax(0)
-        total = (gathered[:, 1] * (gathered[:, 0] - top).exp()).sum(0).log()
-        # 3. Log-probabilities. The scores are relative to ``largest`` already, so ``total`` is added to the difference of the two
-        # largest and not to ``top`` itself: next to a large number, a small one would be rounded away.
+        scores = F.log_softmax(logits[0], dim=-1, dtype=torch.float32)
+        return [scores], (-_pick(scores, wanted[0])).masked_fill(ignored, 0.0)
+    # 1. Three numbers a token of each part, relative to its own largest logit.
+    relative, numbers = [], []
+    for part, target in zip(logits, wanted, strict=True):
+        scores = part.float()
+        largest, picked = scores.amax(1), _pick(scores, target)  # (n,) each
+        relative.append(scores.sub_(largest[:, None]))
+        numbers.append(torch.stack((largest, scores.exp().sum(1), picked)))
+    here = torch.stack(numbers)  # (parts of this rank, 3, n)
+    gathered = here if rows.comm is None else rows.comm.stack(here).flatten(0, 1)  # (parts, 3, n)
+    # 2. The logarithm of the whole sum of exponentials is top + total.
+    top = gathered[:, 0].amax(0)
+    total = (gathered[:, 1] * (gathered[:, 0] - top).exp()).sum(0).log()
+    # 3. Log-probabilities. The scores are relative to a part's largest already, so ``total`` is added to the difference of the two
+    # largest and not to ``top`` itself: next to a large number, a small one would be rounded away.
+    for scores, largest in zip(relative, here[:, 0], strict=True):
         scores.sub_((top - largest + total)[:, None])
-        picked = gathered[:, 2].sum(0) - top - total
-    return scores, (-picked).masked_fill(wanted.ignored, 0.0)
+    picked = gathered[:, 2].sum(0) - top - total
+    return relative, (-picked).masked_fill(ignored, 0.0)
 
 
 def _pick(scores: Tensor, wanted: _Wanted) -> Tensor:
@@ -182,8 +209,8 @@ def summed_cross_entropy(
     """
     # Asked here, because inside an autograd function gradient mode is off whether or not gradients are wanted.
     wants_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    whole = hidden if rows is None else rows.comm.gather(hidden)
-    tokens = whole.reshape(-1, whole.shape[-1])
+    if rows is not None and rows.comm is not None and not rows.lanes:
+        hidden = rows.comm.gather(hidden)
     return apply_function(
-        _ChunkedCrossEntropy, tokens, weight, targets.reshape(-1), chunk, rows, wants_gradient, cap
+        _ChunkedCrossEntropy, hidden, weight, targets.reshape(-1), chunk, rows, wants_gradient, cap
     )

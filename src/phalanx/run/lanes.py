@@ -1,0 +1,97 @@
+"""The rules of ``model.lanes``: the pieces that the run cuts the model's width into, so that no tensor degree changes a bit.
+
+Every width that tensor ranks divide is cut into so many lanes, and the sequence into so many pieces
+(``phalanx.parallel.tensor.lanes.apply``). What has no lanes yet is refused beside them, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from phalanx.run.kinds.whole_model import shares_key_heads, tensor_sizes, undivided
+from phalanx.run.problems import Problem, divisors_near
+from phalanx.run.spec import RunSpec
+
+
+def lane_problems(spec: RunSpec) -> Iterator[Problem]:
+    """Yields what is impossible about the lanes of a run, and about its layout beside them; nothing without lanes."""
+    lanes = spec.model.lanes
+    if not lanes:
+        return
+    if lanes & (lanes - 1):
+        yield Problem(
+            "model.lanes",
+            f"{lanes} lanes cannot be the leaves of a binary tree",
+            f"take a power of two: {1 << (lanes.bit_length() - 1)} or {1 << lanes.bit_length()}",
+        )
+        return
+    yield from _widths(spec)
+    yield from _axes(spec)
+
+
+def _widths(spec: RunSpec) -> Iterator[Problem]:
+    model, lanes = spec.model, spec.model.lanes
+    for axis, problem in undivided(model):
+        if axis == "tensor":
+            yield Problem("model.lanes", problem.found, "set it to 0", problem.also)
+    for path, size in tensor_sizes(model):
+        if size % lanes:
+            yield Problem(
+                "model.lanes",
+                f"{path} = {size} cannot be divided into {lanes} lanes",
+                f"{divisors_near(size, lanes)} divide it; or set model.lanes = 0",
+                (path,),
+            )
+    if not shares_key_heads(model, lanes):
+        yield Problem(
+            "model.lanes",
+            f"model.kv_heads = {model.kv_heads} cannot be shared by {lanes} lanes",
+            f"{divisors_near(model.kv_heads, lanes)} divide it; or take a multiple of {model.kv_heads}",
+            ("model.kv_heads",),
+        )
+    if spec.train.seq_len % lanes:
+        yield Problem(
+            "train.seq_len",
+            f"{spec.train.seq_len} tokens cannot be cut into as many pieces as there are lanes, {lanes}",
+            f"it must be a multiple of {lanes}",
+            ("model.lanes",),
+        )
+
+
+def _axes(spec: RunSpec) -> Iterator[Problem]:
+    parallel, lanes = spec.parallel, spec.model.lanes
+    if lanes % parallel.tensor:
+        yield Problem(
+            "parallel.tensor",
+            f"{lanes} lanes cannot be divided over {parallel.tensor} tensor ranks",
+            f"it must be a power of two, at most {lanes}",
+            ("model.lanes",),
+        )
+    if parallel.context > 1:
+        yield Problem(
+            "parallel.context",
+            "a sequence that context ranks share is not cut into the pieces that lanes ask for",
+            "set it to 1, or model.lanes = 0",
+            ("model.lanes",),
+        )
+    if parallel.expert_tensor > 1:
+        yield Problem(
+            "parallel.expert_tensor",
+            "experts' matrices are not cut into lanes",
+            "set it to 1, so that they stay whole; or model.lanes = 0",
+            ("model.lanes",),
+        )
+    if spec.model.moe is not None and parallel.expert != parallel.tensor:
+        yield Problem(
+            "parallel.expert",
+            f"with lanes all of a slot's tokens, and no others, come to an expert together, and {parallel.tensor} ranks share a slot",
+            f"set it to {parallel.tensor}, or model.lanes = 0",
+            ("parallel.tensor", "model.lanes"),
+        )
+    if spec.runtime.compile:
+        yield Problem(
+            "runtime.compile",
+            "a block in lanes is not compiled",
+            "set it to false, or model.lanes = 0",
+            ("model.lanes",),
+        )

@@ -1,0 +1,260 @@
+"""A run that cuts the model's width into lanes has one hash on every layout, whatever its tensor degree."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from layouts import DENSE, MIXTURE, Whole, legal_layouts, merged, steps_on_this_rank, tiny, worst_error
+from phalanx.run.layout import layout_problems
+from phalanx.run.spec import MemorySpec, ModelSpec, ParallelSpec, PrecisionSpec, RunSpec
+from ranks import Ranks
+from run.specs import replace_at
+from tiny_runs import tiny_run, train_on_this_rank
+
+LANES = 4
+MODELS = {
+    "dense": dataclasses.replace(DENSE, layers=2, lanes=LANES),
+    "shared key heads": ModelSpec(
+        layers=2,
+        dim=32,
+        heads=4,
+        kv_heads=2,
+        ffn_dim=64,
+        vocab_size=61,
+        tie_embeddings=True,
+        attention_bias=True,
+        ffn_bias=True,
+        norm_placement="both",
+        lanes=LANES,
+    ),
+    "mixture": dataclasses.replace(MIXTURE, layers=2, lanes=LANES),
+    "ahead": ModelSpec(
+        layers=1,
+        dim=32,
+        heads=4,
+        kv_heads=1,
+        ffn_dim=64,
+        vocab_size=61,
+        mtp_depth=1,
+        lanes=LANES,
+    ),
+}
+ROUNDING = 2e-6
+"""Error of loss and gradients beside a run without lanes, relative to the largest element of each, in fp32."""
+
+Hashes = dict[str, Whole]
+
+
+def spec_of(model: ModelSpec, parallel: ParallelSpec, compute: str = "fp32") -> RunSpec:
+    """Slots of two micro-batches of two sequences, in a chunk of the loss each and a half."""
+    spec = tiny(model, parallel)
+    train = dataclasses.replace(spec.train, micro_batch_size=2, loss_chunk=40)
+    return dataclasses.replace(spec, train=train, precision=PrecisionSpec(compute=compute))  # type: ignore[arg-type]
+
+
+def divided(model: ModelSpec, tensor: int, **other: Any) -> ParallelSpec:
+    return ParallelSpec(tensor=tensor, expert=tensor if model.moe else 1, **other)
+
+
+def same(found: Whole, reference: Whole) -> bool:
+    return (found.losses, found.norms, found.weights_sha256) == (
+        reference.losses,
+        reference.norms,
+        reference.weights_sha256,
+    )
+
+
+@pytest.fixture(scope="module")
+def one_rank(ranks: Ranks) -> Callable[[str, str], Whole]:
+    """The result of a model of ``MODELS`` on one rank."""
+
+    @functools.cache
+    def computed(model: str, compute: str) -> Whole:
+        return merged(ranks.run(1, steps_on_this_rank, spec_of(MODELS[model], ParallelSpec(), compute), 1))
+
+    return computed
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_run_in_lanes_has_one_hash_whatever_its_tensor_degree(
+    ranks: Ranks, one_rank: Callable[[str, str], Whole], model: str, compute: str
+) -> None:
+    for count, tensor, sharding in ((2, 2, "zero3"), (4, 4, "none")):
+        parallel = divided(MODELS[model], tensor, sharding=sharding)
+        found = merged(ranks.run(count, steps_on_this_rank, spec_of(MODELS[model], parallel, compute), 1))
+        assert same(found, one_rank(model, compute)), f"tensor {tensor}"
+
+
+@functools.cache
+def layouts(model: str, most_ranks: int) -> list[tuple[int, ParallelSpec]]:
+    return [
+        (count, parallel)
+        for count in (1, 2, 4, 8)
+        if count <= most_ranks
+        for parallel, _ in legal_layouts(MODELS[model], count)
+    ]
+
+
+@st.composite
+def drawn(draw: st.DrawFn) -> tuple[str, int, RunSpec]:
+    model = draw(st.sampled_from(sorted(MODELS)))
+    count, parallel = draw(st.sampled_from(layouts(model, 4)))
+    if parallel.pipeline > 1:
+        schedule = draw(st.sampled_from(("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")))
+        parallel = dataclasses.replace(parallel, pipeline_schedule=schedule)
+    recompute = draw(st.sampled_from(("none", "full", "selective")))
+    spec = spec_of(MODELS[model], parallel, draw(st.sampled_from(("fp32", "bf16"))))
+    return model, count, dataclasses.replace(spec, memory=MemorySpec(recompute=recompute))
+
+
+@settings(
+    max_examples=4,
+    deadline=None,
+    suppress_health_check=[
+        HealthCheck.function_scoped_fixture,
+        HealthCheck.too_slow,
+        HealthCheck.filter_too_much,
+    ],
+)
+@given(drawn().filter(lambda case: not layout_problems(case[2], case[1])))
+def test_so_it_has_on_any_layout(
+    ranks: Ranks, one_rank: Callable[[str, str], Whole], case: tuple[str, int, RunSpec]
+) -> None:
+    model, count, spec = case
+    found = merged(ranks.run(count, steps_on_this_rank, spec, 1))
+    assert same(found, one_rank(model, spec.precision.compute))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("model", MODELS)
+def test_every_legal_layout_of_up_to_eight_ranks_has_the_hash_of_one_rank(
+    ranks: Ranks, one_rank: Callable[[str, str], Whole], model: str, compute: str
+) -> None:
+    others = []
+    for count, parallel in layouts(model, 8):
+        spec = spec_of(MODELS[model], parallel, compute)
+        if layout_problems(spec, count):
+            continue
+        if not same(merged(ranks.run(count, steps_on_this_rank, spec, 1)), one_rank(model, compute)):
+            others.append((count, parallel))
+    assert others == []
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_lanes_change_no_more_than_rounding(ranks: Ranks, model: str) -> None:
+    whole = dataclasses.replace(MODELS[model], lanes=0, qkv_bias=False)
+    cut = dataclasses.replace(
+        MODELS[model], qkv_bias=False
+    )  # whose gradients of keys cancel but for rounding
+    without, within = (
+        merged(ranks.run(1, steps_on_this_rank, spec_of(each, ParallelSpec()), 1)) for each in (whole, cut)
+    )
+    assert worst_error(within, without) <= ROUNDING
+
+
+@pytest.mark.parametrize("matmul", ["fp8-tensorwise", "fp8-rowwise", "mxfp8"])
+def test_a_narrow_product_has_a_lanes_scales(ranks: Ranks, matmul: str) -> None:
+    model = ModelSpec(layers=1, dim=128, heads=2, ffn_dim=128, vocab_size=61, lanes=2)
+    results = []
+    for tensor in (1, 2):
+        spec = spec_of(model, ParallelSpec(tensor=tensor), "bf16")
+        precision = dataclasses.replace(spec.precision, matmul=matmul)  # type: ignore[arg-type]
+        spec = dataclasses.replace(spec, precision=precision)
+        results.append(merged(ranks.run(tensor, steps_on_this_rank, spec, 1)))
+    assert same(*results)
+
+
+def test_a_run_in_lanes_goes_on_under_another_tensor_degree_with_the_same_bits(
+    ranks: Ranks, dataset: Path, tmp_path: Path
+) -> None:
+    def spec(folder: str, tensor: int) -> RunSpec:
+        run = replace_at(tiny_run(dataset, tmp_path / folder, steps=4), "model.lanes", 4)
+        return dataclasses.replace(run, parallel=ParallelSpec(tensor=tensor))
+
+    undisturbed = ranks.run(1, train_on_this_rank, spec("one", 1))[0]
+    ranks.run(4, train_on_this_rank, spec("two", 4), 4)
+    result = ranks.run(2, train_on_this_rank, spec("two", 2))[0]
+    assert result["weights_sha256"] == undisturbed["weights_sha256"]
+    assert result["held_out_loss"] == undisturbed["held_out_loss"]
+    assert not result.get("layout_changes")
+
+
+def one_after_the_other(summands: Iterable[Tensor], *_: Any) -> Tensor:
+    return functools.reduce(torch.add, list(summands))
+
+
+def under_one_name(x: Tensor, count: int) -> Iterator[Tensor]:
+    return iter([x] * count)
+
+
+def at_once(self: Any, x: Tensor) -> Tensor:
+    """``InPieces`` that computes all pieces together."""
+    from phalanx.parallel.tensor.lanes.shares import in_place_of
+
+    with in_place_of(self._owners, [parameter.now()[0] for parameter in self._parameters]):
+        result: Tensor = self._forward(x)
+    return result
+
+
+def by_sequence(self: Any, x: Tensor) -> Tensor:
+    """``RoutedInPieces`` whose tokens lie by sequence, not by piece."""
+    tokens = x.flatten(0, 1)
+    mixed: Tensor = self._moe.exchange(tokens, self._moe.router(tokens), self._moe.experts)
+    return mixed.view_as(x)
+
+
+def together(count: int, _: Any) -> list[range]:
+    """``_parts`` of the loss: the rows of all lanes."""
+    return [range(count)]
+
+
+LANES_ROOM = "phalanx.parallel.tensor.lanes"
+MUTANTS: dict[str, tuple[str, str, Any]] = {
+    "results of lanes": (f"{LANES_ROOM}.layers", "add_in_tree", one_after_the_other),
+    "results of ranks": ("phalanx.parallel.tensor.sequence_comm", "sum_in_tree", one_after_the_other),
+    "gradient of what lanes read": (f"{LANES_ROOM}.layers", "forked", under_one_name),
+    "gradient of shared weights": (f"{LANES_ROOM}.shares", "add_in_tree", one_after_the_other),
+    "pieces": (f"{LANES_ROOM}.pieces", "InPieces.__call__", at_once),
+    "tokens of experts": (f"{LANES_ROOM}.mixture", "RoutedInPieces.__call__", by_sequence),
+    "scores and loss": ("phalanx.train.step.loss", "_parts", together),
+}
+
+
+def mutated_steps(spec: RunSpec, mutant: str) -> Any:
+    """One step on this rank of a trainer with a flaw."""
+    import importlib
+
+    path, name, flaw = MUTANTS[mutant]
+    owner: Any = importlib.import_module(path)
+    *inside, attribute = name.split(".")
+    for part in inside:
+        owner = getattr(owner, part)
+    kept = getattr(owner, attribute)
+    setattr(owner, attribute, flaw)
+    try:
+        return steps_on_this_rank(spec, 1)
+    finally:
+        setattr(owner, attribute, kept)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_flaw_in_any_part_of_lanes_would_be_noticed(ranks: Ranks, mutant: str) -> None:
+    model = MODELS["mixture" if mutant == "tokens of experts" else "dense"]
+    one, four = (
+        merged(ranks.run(tensor, mutated_steps, spec_of(model, divided(model, tensor)), mutant))
+        for tensor in (1, 4)
+    )
+    assert not same(one, four)
