@@ -12,11 +12,16 @@ work, and what it would send is counted call by call. 8 ranks stand on each mach
   ranks), and with GPUs, whose groups have NCCL alone: beside those of NCCL itself.
 - *host*: time per step that depends on the fleet alone: which gradients this rank counts, which leaves a round has, for a model of
   291 parameters in 34 groups.
+- *bind*: bytes of the message with which the coordinator makes a node a member of an epoch that restores from memory, encoded by the real code after a
+  lost node, and the coordinator's time for it: with a spare in its place and without, for states that every rank has alone and that every machine has.
 - *matrices*: what an optimizer of whole matrices (Muon) works out once at the start: owner and exchange of DeepSeek-V3's 45,000 matrices, divided
   by rows over all ranks.
 
     python bench/scale.py
     python bench/scale.py --ranks 8 1024 --json
+    python bench/scale.py --only bind host
+    python bench/scale.py --curve       # one table, with bench/scale_checkpoint.py's figures
+    python bench/scale.py --readers 1 8 64 256
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -34,10 +40,24 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import scale_checkpoint
+from phalanx.checkpoint.format.boxes import whole
+from phalanx.checkpoint.format.image import ImageEntry
+from phalanx.checkpoint.format.manifest import Manifest, encode_manifest
+from phalanx.checkpoint.format.shards import Shard
+from phalanx.checkpoint.snapshot.segments import Snapshot, SnapshotKey, SnapshotMemory, encode_record
+from phalanx.checkpoint.snapshot.server import SnapshotServer
+from phalanx.checkpoint.snapshot.tier import SnapshotHolder, SnapshotTier, restore_from_holders
+from phalanx.fleet.core import decide
+from phalanx.fleet.core import messages as m
+from phalanx.fleet.core.commands import Bind
+from phalanx.fleet.core.orders import Order, deliveries
+from phalanx.fleet.core.settings import CoreSettings, Formation
 from phalanx.model.facts.optimizer_state import matrix_work, takes_matrix
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import parameters
@@ -58,6 +78,7 @@ from phalanx.train.step.placement import Placement
 
 CPU = torch.device("cpu")
 MACHINE_RANKS = 8
+TOKEN = "bench"
 GROUPS = 34
 """Parameter groups of an 8 B model: its blocks, and the rest."""
 
@@ -206,6 +227,107 @@ def matrices(ranks: int) -> dict[str, float]:
     return {"matrices": count, "start_s": spent_s, "batches": len(exchange.batches)}
 
 
+def bind(ranks: int) -> dict[str, dict[str, float]]:
+    """Bytes of a Bind and the coordinator's CPU milliseconds for one, by what the fleet is like."""
+    nodes = max(2, ranks // MACHINE_RANKS)
+    return {
+        f"{'all ranks' if not shard_ranks else 'a machine'}, {'with' if spares else 'without'} spare": _binds(
+            nodes, spares, shard_ranks
+        )
+        for shard_ranks in (0, MACHINE_RANKS)
+        for spares in (1, 0)
+    }
+
+
+def _binds(nodes: int, spares: int, shard_ranks: int) -> dict[str, float]:
+    formation = Formation(
+        MACHINE_RANKS,
+        tuple(range(MACHINE_RANKS, MACHINE_RANKS * nodes + 1, MACHINE_RANKS)),
+        shard_ranks=shard_ranks,
+    )
+    state = decide.initial_state(CoreSettings(formation, wanted_nodes=nodes), 0.0)
+    orders: list[Order] = []
+
+    def hear(event: m.CoreEvent) -> None:
+        nonlocal state, orders
+        state, orders = decide.step(state, event, 0.0)
+
+    def points(number: int) -> tuple[str, ...]:
+        host = f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}"
+        return tuple(f"{host}:{29500 + worker}" for worker in range(MACHINE_RANKS))
+
+    for number in range(nodes + spares):
+        host = points(number)[0].partition(":")[0]
+        domain = (f"hall{number // 3200}", f"switch{number // 32}", f"rack{number // 4}")
+        name = f"node-{number:05d}"
+        hear(m.Joined(name, 1, MACHINE_RANKS, host, 29400, domain, meeting_points=points(number)))
+    for name in list(state.awaiting):
+        hear(m.Bound(name, 1, state.epoch))
+    seats, kept_for = list(state.seats), {buddy: seat for seat, buddy in enumerate(state.ring)}
+    hear(m.Disconnected(seats[0], 1))
+    hear(m.Broken(seats[1], 1, state.epoch, 0))
+    for seat, name in enumerate(seats[1:], 1):
+        held = [
+            m.RankSnapshot(MACHINE_RANKS * nodes, rank, 5, kind, epoch=state.epoch)
+            for kind, of in (("own", seat), *([] if shard_ranks else [("buddy", kept_for[seat])]))
+            for rank in formation.ranks_of(of, MACHINE_RANKS * nodes)
+        ]
+        hear(m.Parked(name, 1, state.epoch, points(int(name[5:])), tuple(held)))
+    began_s = time.process_time()
+    told = [command for _, command in deliveries(state, orders) if isinstance(command, Bind)]
+    spent_s = time.process_time() - began_s
+    return {"bytes": max(len(m.encode(one)) for one in told), "ms": spent_s * 1e3 / len(told)}
+
+
+def readers(count: int, state_bytes: int = 2 << 20) -> dict[str, float]:
+    """Seconds until ``count`` readers at once have all of one holder's state, each over a connection of its own; and the holder's rate."""
+    memory, key = SnapshotMemory("bench", 1), SnapshotKey(1, 0, 1)
+    segment = memory.worker_segments(0)[0]
+    image = np.arange(state_bytes, dtype=np.uint64).view(np.uint8)[:state_bytes].copy()
+    segment.begin(state_bytes)[:] = image
+    box = whole("w", "uint8", (state_bytes,))
+    manifest = Manifest(0, "", state_bytes, 1 << 20, (), (ImageEntry(box, 0),))
+    blocks = image.reshape(-1, 1 << 20)
+    digests = np.array([xxhash.xxh3_64_intdigest(block) for block in blocks], "<u8").tobytes()
+    snapshot = Snapshot("bench", 0, key, -1, {}, manifest)
+    segment.complete(state_bytes, encode_record(snapshot, encode_manifest(manifest), digests))
+    server = SnapshotServer(memory, TOKEN)
+
+    def read(reader: int) -> None:
+        target = torch.empty(state_bytes, dtype=torch.uint8)
+        holder = SnapshotHolder(0, f"127.0.0.1:{server.port}")
+        tier = SnapshotTier(1, 1, holders=[holder], token=TOKEN, reader=reader)
+        restore_from_holders(tier, 1, [Shard(box, target)])
+        tier.close()
+
+    began_s = time.monotonic()
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(read, range(count)))
+    seconds = time.monotonic() - began_s
+    server.close()
+    return {"readers": count, "seconds": seconds, "GB_per_s": count * state_bytes / seconds / 1e9}
+
+
+CURVE = 8, 128, 2_048, 16_384, 98_304
+
+
+def curve() -> None:
+    """Prints one table: what one rank, or one node, has to do as the fleet grows."""
+    print("| ranks | commit | restore's plan | bytes of a Bind | sockets, CPU, GPU | host work a step |")
+    print("|---|---|---|---|---|---|")
+    for ranks in CURVE:
+        saved: Any = scale_checkpoint.measure(ranks)
+        replicas = _replicas(ranks)
+        found, used, sent = sockets(ranks), host(ranks), bind(ranks)
+        step_ms = used["owned_ms"] + used["leaves_ms"] + GROUPS * exchanged(replicas, replicas)["host_ms"]
+        print(
+            f"| {ranks:,} | {saved['commit_later']['cpu_s']:.2f} s | {saved['restore_other']['cpu_s']:.2f} s | "
+            f"{max(one['bytes'] for one in sent.values()):,.0f} | "
+            f"{found['CPU, sharded over a machine']:,}, {found['GPU, sharded over a machine']:,} | {step_ms:.1f} ms |",
+            flush=True,
+        )
+
+
 def _flops(spec: OptimizerSpec, rows: int, columns: int) -> float:
     return matrix_work(spec, rows, columns).flops
 
@@ -242,24 +364,38 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 1_024, 16_384, 98_304])
     parser.add_argument("--json", action="store_true", help="one JSON object a size")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--curve", action="store_true", help="one table instead")
+    parser.add_argument("--readers", type=int, nargs="+", help="so many readers of one holder instead")
     given = parser.parse_args()
-    for ranks in given.ranks:
-        replicas = max(2, ranks // MACHINE_RANKS)
-        report: dict[str, Any] = {
-            "ranks": ranks,
-            "network": network(ranks),
-            "exchange": exchanged(replicas, replicas),
-            "exchange, uneven": exchanged(replicas - 1, 8 * replicas),
-            "sockets": sockets(ranks),
-            "host": host(ranks),
-            "matrices": matrices(ranks),
-        }
+    if given.curve:
+        curve()
+        return
+    for count in given.readers or ():
+        print(json.dumps(readers(count)), flush=True)
+    for ranks in () if given.readers else given.ranks:
+        report: dict[str, Any] = {part: PARTS[part](ranks) for part in given.only}
         if given.json:
-            print(json.dumps(report), flush=True)
+            print(json.dumps({"ranks": ranks, **report}), flush=True)
             continue
         print(f"{ranks:,} ranks")
-        for part in ("network", "exchange", "exchange, uneven", "sockets", "host", "matrices"):
-            print(f"  {part}: {report[part]}", flush=True)
+        for part, found in report.items():
+            print(f"  {part}: {found}", flush=True)
+
+
+PARTS: dict[str, Callable[[int], object]] = {
+    "network": network,
+    "exchange": lambda ranks: exchanged(_replicas(ranks), _replicas(ranks)),
+    "exchange, uneven": lambda ranks: exchanged(_replicas(ranks) - 1, 8 * _replicas(ranks)),
+    "sockets": sockets,
+    "host": host,
+    "bind": bind,
+    "matrices": matrices,
+}
+
+
+def _replicas(ranks: int) -> int:
+    return max(2, ranks // MACHINE_RANKS)
 
 
 if __name__ == "__main__":
