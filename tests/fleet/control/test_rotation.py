@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -207,3 +210,60 @@ def test_a_process_that_is_started_again_with_a_token_of_before_a_rotation_gets_
     assert run_token(tmp_path) == make_token(tmp_path) == held.token
     monkeypatch.setenv("PHALANX_RUN_TOKEN", "given by the scheduler")
     assert keyring(tmp_path) == Keyring("given by the scheduler")
+
+
+# --- a disk that fails --------------------------------------------------------------------------------
+
+
+def fail_at(patched: pytest.MonkeyPatch, call: int) -> list[str]:
+    """Makes one call fail: number ``call`` of those with which a file gets onto the disk; returns the names of the calls, in order."""
+    calls: list[str] = []
+
+    def failing(name: str, real: Callable[..., object]) -> Callable[..., object]:
+        def perhaps(*arguments: object, **options: object) -> object:
+            calls.append(name)
+            if len(calls) == call:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(*arguments, **options)
+
+        return perhaps
+
+    for name in ("open", "fsync", "replace", "link"):
+        patched.setattr(os, name, failing(name, getattr(os, name)))
+    return calls
+
+
+def test_whichever_call_of_a_rotation_fails_the_file_has_the_tokens_that_the_caller_was_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed, refused = [], []
+    for call in range(1, 6):
+        folder = tmp_path / str(call)
+        folder.mkdir()
+        make_token(folder)
+        told = held = keyring(folder)
+        with monkeypatch.context() as patched:
+            calls = fail_at(patched, call)
+            with suppress(SecurityError):
+                told = rotate_token(folder, "join", held, 1e6)
+        failed.append(calls[call - 1])
+        refused.append(told == held)
+        assert keyring(folder) == told
+        assert [path.name for path in folder.iterdir()] == ["fleet.token"]
+    assert failed == ["open", "fsync", "replace", "open", "fsync"]
+    assert refused == [True, True, True, False, False]
+
+
+def test_a_first_token_that_cannot_be_written_leaves_nothing_or_one_that_the_next_start_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for call in range(1, 6):
+        folder = tmp_path / str(call)
+        folder.mkdir()
+        with monkeypatch.context() as patched:
+            calls = fail_at(patched, call)
+            with pytest.raises(SecurityError, match="cannot write the run's token"):
+                make_token(folder)
+        assert len(calls) == call
+        assert {path.name for path in folder.iterdir()} <= {"fleet.token"}
+        assert len(make_token(folder)) == 64

@@ -13,7 +13,7 @@ import os
 import secrets
 import ssl
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -190,7 +190,9 @@ def require_rotatable(run_dir: Path, role: TokenRole, token: str) -> None:
 
 
 def rotate_token(run_dir: Path, role: TokenRole, held: Keyring, grace_s: float) -> Keyring:
-    """Puts a new token in the place of ``held.token``, which is accepted for ``grace_s`` seconds more; durable when this returns.
+    """Puts a new token in the place of ``held.token``, which is accepted for ``grace_s`` seconds more.
+
+    It is durable when this returns, unless the disk fails at the very last call (``_write_keyring``).
 
     Raises:
         SecurityError: As ``require_rotatable`` does, or it cannot be written.
@@ -217,7 +219,11 @@ def require_two_tokens(join: str, operate: str) -> None:
 
 def _write_keyring(path: Path, keys: Keyring, *, replace: bool = False) -> None:
     """Writes tokens, in the place of others or unless somebody is quicker; the file has its name once it is whole, on the disk, and
-    readable by its owner only."""
+    readable by its owner only.
+
+    Raises ``OSError``; the tokens of before are in force then. Once new ones have taken their place, which every process sees at once, they
+    count though the folder cannot be synced: after a power cut the earlier file may be back.
+    """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -234,7 +240,8 @@ def _write_keyring(path: Path, keys: Keyring, *, replace: bool = False) -> None:
                 os.link(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    sync(path.parent)
+    with suppress(OSError) if replace else nullcontext():
+        sync(path.parent)
 
 
 def _checked(token: str, where: str) -> str:
