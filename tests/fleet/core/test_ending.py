@@ -9,13 +9,15 @@ from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
 
-from fleet.small_fleets import Fleet, running
+from fleet.small_fleets import Fleet, running, settings
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
+from phalanx.fleet.core.decide import initial_state
 from phalanx.fleet.core.epochs import next_deadline_s
 from phalanx.fleet.core.invariants import check
 from phalanx.fleet.core.settings import Formation
 from phalanx.fleet.core.state import FleetPhase
+from phalanx.run.fencing import FencingToken
 
 
 def test_a_run_that_ends_before_all_are_heard_to_have_begun_has_ended() -> None:
@@ -199,3 +201,69 @@ def test_a_run_that_is_given_up_is_saved_first_unless_the_disk_has_it_all(durabl
     assert (fleet.state.phase is FleetPhase.FAILED) is durable
     fleet.hear(m.DiskHolds((5,)))
     assert fleet.state.phase is FleetPhase.FAILED
+
+
+# --- a fleet that is stopped while it forms anew -----------------------------------------------------
+
+
+def forming_anew(wanted: int = 4) -> Fleet:
+    """The fleet of a run's second start, without a journal: agents of the first one hold ``step 7`` and are still dialing."""
+    fleet = Fleet(settings(wanted, lease_s=1e9))
+    fleet.state = initial_state(fleet.state.settings, 0.0, FencingToken(1, ""))
+    return fleet
+
+
+def dials(name: str, step: int | None = 7, ranks: int = 4, *, spare: bool = False) -> m.Joined:
+    """An agent attaches, with the snapshot of ``step`` of the rank that has its name, or with an empty memory."""
+    held = () if step is None else (m.RankSnapshot(ranks, int(name), step, "own", epoch=3),)
+    return m.Joined(
+        name, 1, 1, name, 7, ("rack0",), meeting_points=(f"{name}:1",), held=held, started_as_spare=spare
+    )
+
+
+@given(
+    st.permutations(["0", "1", "2", "3"]),
+    st.lists(st.sampled_from(["4", "5", "6"]), unique=True),
+    st.integers(0, 3),
+    st.floats(0, 9.9),
+)
+def test_a_fleet_that_is_stopped_while_it_forms_anew_saves_what_agents_that_still_dial_hold(
+    members: list[str], spares: list[str], before: int, over_s: float
+) -> None:
+    fleet = forming_anew()
+    fleet.hear(*(dials(name, None, spare=True) for name in spares), *map(dials, members[:before]))
+    fleet.hear(m.StopRun())
+    for name in members[before:]:
+        assert fleet.state.phase is FleetPhase.FORMING
+        fleet.hear(m.Tick(), dials(name), after_s=over_s / 4)
+        check(fleet.state)
+    assert fleet.state.phase is FleetPhase.SAVING
+    assert len({rank for order in orders_to_save(fleet).values() for rank, _ in order.share}) == 4
+    fleet.hear(m.DiskHolds((7,)))
+    assert fleet.state.phase is FleetPhase.FINISHED
+
+
+@given(st.sets(st.sampled_from(["0", "1", "2", "3"]), max_size=3))
+def test_agents_that_never_dial_are_waited_for_no_longer_than_nodes_of_a_new_run(dialing: set[str]) -> None:
+    fleet = forming_anew()
+    fleet.hear(m.StopRun(), *map(dials, sorted(dialing)))
+    fleet.hear(m.Tick(), after_s=fleet.state.settings.form_s - 0.1)
+    assert fleet.state.phase is FleetPhase.FORMING
+    assert next_deadline_s(fleet.state) <= fleet.state.settings.form_s
+    fleet.hear(m.Tick(), after_s=0.2)
+    assert fleet.state.phase is FleetPhase.FINISHED
+
+
+def test_a_stop_waits_for_nobody_where_nothing_was_computed_or_all_have_described_an_empty_memory() -> None:
+    fleet = Fleet(settings(4))
+    fleet.hear(m.StopRun())
+    assert fleet.state.phase is FleetPhase.FINISHED
+    fleet = forming_anew()
+    fleet.hear(m.StopRun(), *(dials(name, None) for name in "0123"))
+    assert fleet.state.phase is FleetPhase.FINISHED
+
+
+def test_asked_twice_a_fleet_that_waits_for_agents_that_still_dial_ends_at_once() -> None:
+    fleet = forming_anew()
+    fleet.hear(m.StopRun(), m.StopRun())
+    assert fleet.state.phase is FleetPhase.FINISHED

@@ -10,8 +10,8 @@ gone, and the newest state that is still whole is tried, under the next epoch nu
 from __future__ import annotations
 
 from phalanx.fleet.core.commands import Shutdown
-from phalanx.fleet.core.epoch_plan import copies_of, restore_source
-from phalanx.fleet.core.messages import NotSaved
+from phalanx.fleet.core.epoch_plan import copies_of, newest_in_memory, restore_source
+from phalanx.fleet.core.messages import NO_EPOCH, NO_STEP, NotSaved
 from phalanx.fleet.core.orders import LIVING, Order
 from phalanx.fleet.core.state import FleetPhase, FleetState, RestorePoint, change, forget_copies, note
 
@@ -44,6 +44,32 @@ def newest_saved(state: FleetState) -> int:
 def unsaved_steps(state: FleetState) -> int:
     """The number of completed steps, as far as reported, that are on no disk."""
     return 0 if state.result_json else max(0, state.best_step - newest_saved(state))
+
+
+def memory_may_come(state: FleetState) -> bool:
+    """True if agents that still dial may hold the newest steps: a fleet that is stopped while it forms waits for them, ``form_s`` at most.
+
+    Nobody is waited for in a run that has computed nothing yet, nor once as many nodes as the run wants have described themselves and hold
+    the newest state that any of them names.
+    """
+    settings = state.settings
+    begun = state.fencing.attempt > 0 or state.durable or max(state.epoch, state.seen_epoch) != NO_EPOCH
+    if not begun or state.now_s - state.since_s >= settings.form_s:
+        return False
+    # After a resynchronization a heartbeat may come before the description; a node that was started as a spare counts if it holds a state.
+    described = sum(
+        node.alive
+        and not node.engaged
+        and (node.warm or bool(node.held) or state.epoch == NO_EPOCH)
+        and (bool(node.held) or not node.started_as_spare)
+        for node in state.nodes.values()
+    )
+    newest = newest_in_memory(state)
+    whole = NO_STEP if newest is None else newest.step
+    named = max(
+        (held.step for node in state.nodes.values() if node.alive for held in node.held), default=NO_STEP
+    )
+    return described < settings.wanted_nodes or max(whole, newest_saved(state)) < named
 
 
 def conclude(state: FleetState, orders: list[Order], phase: FleetPhase, reason: str) -> None:

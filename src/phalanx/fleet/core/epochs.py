@@ -16,7 +16,7 @@ from phalanx.fleet.core.commands import (
     Park,
     Stop,
 )
-from phalanx.fleet.core.ending import OVER, conclude, end, enter, from_saving
+from phalanx.fleet.core.ending import OVER, conclude, end, enter, from_saving, memory_may_come
 from phalanx.fleet.core.epoch_plan import (
     EpochPlan,
     is_complete,
@@ -57,6 +57,8 @@ def advance(state: FleetState, orders: list[Order]) -> None:
 
 def _from_forming(state: FleetState, orders: list[Order]) -> bool:
     settings, ranks = state.settings, possible_ranks(state)
+    if state.stopping and memory_may_come(state):
+        return False
     if state.epoch != NO_EPOCH:
         # After a resynchronization: every member parks first, so that no two epochs train at once and the newest state
         # in memory counts. Nodes that stay silent are waited for no longer than nodes of a new run.
