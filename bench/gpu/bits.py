@@ -18,7 +18,9 @@ from phalanx.checkpoint.save.staging import Staging
 from phalanx.hardware.device import on_gpu, wait_for_device
 from phalanx.hardware.kernels.choose import fused_kernels
 from phalanx.hardware.kernels.reference import REFERENCE
+from phalanx.model.layers.expert_groups import Groups, groups_of_one_slot, groups_of_slots
 from phalanx.model.layers.linear import Linear
+from phalanx.model.layers.moe import Experts
 from phalanx.parallel.pipeline.weight_gradients import put_off_weight_gradients
 from phalanx.run.spec import MemorySpec, MlaSpec, ModelSpec, MoeSpec, RunSpec
 from phalanx.train.step.state import state_shards
@@ -140,6 +142,7 @@ def kernels(device: torch.device, tell: Tell) -> None:
         device,
         partial(_grouped_rows, device, width, inner),
     )
+    attempt(tell, "slots of a hand at once and one by one", device, partial(_hand, device, width, inner))
     attempt(tell, "put-off weight gradients", device, partial(_put_off, device, width, inner, tokens))
     attempt(tell, "attention of a batch and of its sequences", device, partial(_attention, device))
     attempt(tell, "update and sums in one pass", device, partial(_one_pass, device))
@@ -167,7 +170,48 @@ def _grouped_rows(device: torch.device, width: int, inner: int) -> bool:
         return result[len(before) : len(before) + len(mine)]
 
     alone = product(draw(0, width), draw(0, width))
-    return all(torch.equal(alone, product(draw(n, width), draw(m, width))) for n, m in ((8, 0), (40, 136)))
+    # From more than 128 rows for each of the four experts on, PyTorch's kernel has larger tiles.
+    beside = ((8, 0), (40, 136), (0, 4000), (3001, 1000))
+    return all(torch.equal(alone, product(draw(n, width), draw(m, width))) for n, m in beside)
+
+
+def _hand(device: torch.device, width: int, inner: int) -> bool:
+    """Slots computed at once have the results, gradients of rows and leaves that they have one by one."""
+    moe = MoeSpec(experts=4, per_token=2, ffn_dim=inner)
+    experts, generator = Experts(ModelSpec(dim=width), moe).to(device, torch.bfloat16), torch.Generator()
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    counts = torch.randint(0, 150, (4, 8), generator=generator.manual_seed(0)).to(device)
+    counts[1, 3] = 0
+    x, slope = (torch.randn(int(counts.sum()), width, device=device).bfloat16() for _ in range(2))
+
+    def through(rows: Tensor, groups: Groups, slope: Tensor) -> list[Tensor]:
+        rows = rows.detach().requires_grad_()
+        result = experts(rows, groups)
+        return [result, *torch.autograd.grad(result, [rows, *experts.parameters()], slope)]
+
+    def take(name: str, _: range, leaves: Tensor) -> None:
+        taken.setdefault(name, []).append(leaves)
+
+    taken: dict[str, list[Tensor]] = {}
+    places = torch.split(torch.arange(len(x), device=device), counts.flatten().tolist())
+    alone = []
+    for slot in range(8):
+        mine = torch.cat(places[slot::8])
+        alone.append((mine, through(x[mine], groups_of_one_slot(counts[:, slot].contiguous()), slope[mine])))
+    experts.take = take
+    rows = x.detach().requires_grad_()
+    result = experts(rows, groups_of_slots(counts, counts.sum(1).tolist(), apart=device.type != "cuda"))
+    result.backward(slope)
+    assert rows.grad is not None
+    same = [
+        torch.equal(result[mine], found[0]) and torch.equal(rows.grad[mine], found[1])
+        for mine, found in alone
+    ]
+    for number, (name, _) in enumerate(experts.named_parameters()):
+        leaves = torch.stack([found[2 + number] for _, found in alone], 1)
+        same.append(torch.equal(torch.cat(taken[name]), leaves))
+    return all(same)
 
 
 def _put_off(device: torch.device, width: int, inner: int, tokens: int) -> bool:

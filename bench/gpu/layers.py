@@ -16,6 +16,7 @@ from bench.step import build_stepper, seconds_of
 from phalanx.hardware.device import on_gpu
 from phalanx.hardware.kernels.choose import fused_kernels
 from phalanx.hardware.kernels.reference import REFERENCE, Kernels, UpdateFactors
+from phalanx.model.layers.expert_groups import groups_of_slots
 from phalanx.model.layers.moe import Experts
 from phalanx.run.spec import ModelSpec, MoeSpec
 from phalanx.train.step.memory_meter import MemoryMeter
@@ -24,7 +25,7 @@ PER_TOKEN = 8
 
 
 def mixture(device: torch.device, tell: Tell) -> None:
-    """Forward and backward of one layer's experts, their rows computed as one batch and slot by slot."""
+    """Forward and backward of one layer's experts, their rows belonging to one slot and to several."""
     for slots in sizes_for(device).slots:
         attempt(tell, f"{slots} slots", device, partial(_experts, device, slots))
 
@@ -37,16 +38,15 @@ def _experts(device: torch.device, slots: int) -> dict[str, float]:
         nn.init.normal_(parameter, std=0.02)
     experts.to(torch.bfloat16)
     rows = tokens * PER_TOKEN // slots
-    sources = []
-    for _ in range(slots):
-        chosen = torch.randint(0, number, (rows,), device=device).bincount(minlength=number)
-        x = torch.randn(rows, width, device=device, dtype=torch.bfloat16, requires_grad=True)
-        sources.append((x, chosen))
-    slope = torch.ones(rows, width, device=device, dtype=torch.bfloat16)
+    chosen = [torch.randint(0, number, (rows,), device=device) for _ in range(slots)]
+    counts = torch.stack([one.bincount(minlength=number) for one in chosen], 1)  # (experts, slots)
+    groups = groups_of_slots(counts, counts.sum(1).tolist(), apart=device.type != "cuda")
+    x = torch.randn(rows * slots, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+    slope = torch.ones_like(x)
 
     def step() -> None:
         experts.zero_grad(set_to_none=True)
-        torch.autograd.backward(experts(sources), [slope] * slots)
+        torch.autograd.backward(experts(x, groups), slope)
 
     for _ in range(2):
         step()

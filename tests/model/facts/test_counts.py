@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.model.facts.counts import count, fleet_state_bytes
 from phalanx.model.facts.presets import PRESETS
+from phalanx.model.layers.expert_groups import Groups
 from phalanx.model.layers.moe import Experts
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
@@ -44,9 +45,9 @@ def test_a_training_step_costs_the_flops_that_torch_counts(spec: ModelSpec) -> N
     assert counter.get_total_flops() == count(spec, seq).flops_per_token * batch * seq
 
 
-def matrix_products(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+def matrix_products(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
     """A grouped product as products that the counter can count."""
-    parts = rows.tensor_split(ends[:-1].long())
+    parts = rows.tensor_split(groups.ends[:-1].long())
     return torch.cat([part @ matrix.t() for part, matrix in zip(parts, matrices, strict=True)])
 
 

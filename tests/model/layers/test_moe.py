@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from phalanx.model.layers.expert_groups import Groups
 from phalanx.model.layers.moe import MoE, combine, copies_by_expert, order_by_expert, permute
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, MoeSpec
@@ -149,8 +150,8 @@ def test_a_product_and_an_exchange_can_be_replaced() -> None:
     layer, x = filled(SPEC), random(1, 5, 16)
     expected = layer(x)
 
-    def one_by_one(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-        parts = rows.tensor_split(ends[:-1].long())
+    def one_by_one(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
+        parts = rows.tensor_split(groups.ends[:-1].long())
         return torch.cat([part @ matrix.t() for part, matrix in zip(parts, matrices, strict=True)])
 
     layer.experts.product = one_by_one

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from phalanx.model.layers.expert_groups import groups_of_slots
 from phalanx.model.layers.linear import Linear
 from phalanx.model.layers.moe import Experts, MoE
 from phalanx.parallel.pipeline.weight_gradients import put_off_weight_gradients
@@ -91,8 +92,8 @@ def test_a_weight_that_derives_from_a_parameter_does_not_wait() -> None:
     torch.testing.assert_close(both, expected)
 
 
-class TwoSources(nn.Module):
-    """Experts that compute two sources' rows, whose weight gradients are added left plus right."""
+class TwoSlots(nn.Module):
+    """Experts that compute two slots' rows, whose weight gradients are added left plus right."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,12 +102,12 @@ class TwoSources(nn.Module):
             nn.init.normal_(parameter, std=0.1)
 
     def forward(self, x: Tensor) -> Tensor:
-        left, right = torch.tensor([5, 2]), torch.tensor([1, 4])
-        return torch.cat(self.experts([(x[:7], left), (x[7:], right)]))
+        counts = torch.tensor([[5, 1], [2, 4]])
+        return self.experts(x, groups_of_slots(counts, (6, 6), apart=True))  # type: ignore[no-any-return]
 
 
-def test_experts_of_several_sources_add_their_gradients_in_the_same_tree() -> None:
-    module, x = TwoSources(), torch.randn(12, 16, requires_grad=True)
+def test_experts_of_several_slots_add_their_gradients_in_the_same_tree() -> None:
+    module, x = TwoSlots(), torch.randn(12, 16, requires_grad=True)
     expected = undivided(module, x)
     first, both = divided(module, x)
     assert first.keys() == {"x"}

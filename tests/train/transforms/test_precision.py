@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from phalanx.model.layers.expert_groups import groups_of_one_slot
 from phalanx.model.layers.linear import Linear
 from phalanx.model.layers.moe import Experts, MoE
 from phalanx.run.spec import MemorySpec, PrecisionSpec, RunSpec
@@ -182,12 +183,13 @@ def test_finer_scales_keep_small_rows_beside_large_ones(name: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_grouped_product_is_within_the_formats_error(name: str, dtype: torch.dtype) -> None:
-    counts = torch.tensor([40, 0, 33, 7])
-    ends = counts.cumsum(0).to(torch.int32)
+    groups = groups_of_one_slot(torch.tensor([40, 0, 33, 7]))
     rows, matrices = random(80, 64).to(dtype), random(4, 48, 64, seed=1).to(dtype)
     gradient = random(80, 48, seed=2).to(dtype)
-    exact = products(lambda r, m: F.grouped_mm(r, m.transpose(1, 2), offs=ends), rows, matrices, gradient)
-    got = products(lambda r, m: NarrowGroupedProduct(name)(r, m, ends), rows, matrices, gradient)
+    exact = products(
+        lambda r, m: F.grouped_mm(r, m.transpose(1, 2), offs=groups.ends), rows, matrices, gradient
+    )
+    got = products(lambda r, m: NarrowGroupedProduct(name)(r, m, groups), rows, matrices, gradient)
     for ours, reference in zip(got[:2], exact[:2], strict=True):
         assert 0 < relative(ours.float(), reference.float()) <= 0.045
         assert ours.dtype == dtype
@@ -200,8 +202,8 @@ def test_an_experts_result_does_not_depend_on_the_experts_beside_it(name: str) -
     rows, matrices = random(48, 64), random(2, 32, 64, seed=1)
     rows[:32] *= 1e4
     product = NarrowGroupedProduct(name)
-    together = product(rows, matrices, counts.cumsum(0).to(torch.int32))
-    alone = product(rows[32:], matrices[1:], torch.tensor([16], dtype=torch.int32))
+    together = product(rows, matrices, groups_of_one_slot(counts))
+    alone = product(rows[32:], matrices[1:], groups_of_one_slot(counts[1:]))
     assert torch.equal(together[32:], alone)
 
 

@@ -1,7 +1,7 @@
 """Mixture of experts: each token passes through a few of many feed-forward layers (arXiv 1701.06538, 2401.06066).
 
 No token is dropped and none is padded: the copies of the tokens are put in the order of their experts, and one grouped
-matrix product multiplies each expert's rows with its matrix. How copies get to their experts and back is the ``exchange``,
+matrix product multiplies each expert's rows with its matrix (``expert_groups``). How copies get to their experts and back is the ``exchange``,
 which expert parallelism replaces.
 
 Everything that moves rows is a permutation, whose backward pass is the inverse permutation, and the k results of a token
@@ -13,26 +13,25 @@ Shapes: ``n`` tokens, ``d`` model width, ``f`` inner width, ``k`` experts per to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.model.autograd import FunctionContext, apply_function, apply_function_of_many, uncompiled
+from phalanx.model.autograd import FunctionContext, apply_function
+from phalanx.model.layers.expert_groups import Groups, add_by_expert, grouped_product, groups_of_one_slot
 from phalanx.model.layers.feed_forward import FeedForward, gated
 from phalanx.model.layers.router import Router, Routing, tokens_per_expert
 from phalanx.run.kinds.feed_forward import is_gated
 from phalanx.run.spec import ModelSpec, MoeSpec
 
-GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Rows ``(m, i)`` sorted by expert, matrices ``(experts, o, i)`` and each expert's end among the rows ``(experts,)`` int32
-to ``(m, o)``: each row times the transpose of its expert's matrix."""
-
-
-_uncompiled_grouped_mm = uncompiled(F.grouped_mm)
+GroupedProduct = Callable[[Tensor, Tensor, Groups], Tensor]
+"""Rows ``(m, i)``, matrices ``(experts, o, i)`` and the rows' groups to ``(m, o)``: each row times the transpose of its expert's
+matrix."""
 
 
 class Experts(nn.Module):
@@ -41,6 +40,8 @@ class Experts(nn.Module):
 
     product: GroupedProduct | None = None
     """``None`` is PyTorch's own."""
+    take: Callable[[str, range, Tensor], None] | None = None
+    """Takes the gradients of several slots, by the parameter's name, in the place of autograd (``Groups.take``)."""
     result_start: int = 0
     """The first element of a result that ``down_bias`` belongs to, where ranks that add up their results divide it."""
 
@@ -58,94 +59,27 @@ class Experts(nn.Module):
         self.gate_bias = bias(wide) if self.gate is not None else None
         self.up_bias, self.down_bias = bias(wide), bias(narrow)
 
-    def forward(self, sources: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """Each source's ``rows`` ``(m, d)``, sorted by expert, ``counts`` ``(experts,)`` int64 of them for each, to ``(m, d)``.
+    def forward(self, rows: Tensor, groups: Groups) -> Tensor:
+        """``rows`` ``(m, d)``, which lie by expert, then slot, through their experts: ``(m, d)``."""
+        if self.gate is not None:
+            inner = gated(self.spec, self._through("gate", rows, groups), self._through("up", rows, groups))
+        else:
+            inner = F.gelu(self._through("up", rows, groups))
+        return self._through("down", inner, groups)
 
-        Sources do not mix: each has products of its own, and their weight gradients are added in a binary tree over the
-        sources, whose number is a power of two.
-        """
-        named = {
-            "gate": self.gate,
-            "up": self.up,
-            "down": self.down,
-            "gate_bias": self.gate_bias,
-            "up_bias": self.up_bias,
-            "down_bias": self.down_bias,
-        }
-        return list(
-            self._each(sources, {name: weight for name, weight in named.items() if weight is not None})
-        )
+    def _through(self, name: str, rows: Tensor, groups: Groups) -> Tensor:
+        product = grouped_product if self.product is None else self.product
+        products = product(rows, getattr(self, name), self._taken(name, groups))
+        bias: Tensor | None = getattr(self, f"{name}_bias")
+        if bias is None:
+            return products
+        start = self.result_start if name == "down" else 0
+        return add_by_expert(products, bias, self._taken(f"{name}_bias", groups), start)
 
-    def _each(
-        self, sources: Sequence[tuple[Tensor, Tensor]], weights: Mapping[str, Tensor]
-    ) -> Iterator[Tensor]:
-        if len(sources) == 1:
-            yield self._feed_forward(*sources[0], weights)
-            return
-        # Backward runs in the reverse order: a half's gradients are added before the other half's are computed.
-        middle, halves = len(sources) // 2, {name: twice(weight) for name, weight in weights.items()}
-        yield from self._each(sources[:middle], {name: left for name, (left, _) in halves.items()})
-        yield from self._each(sources[middle:], {name: right for name, (_, right) in halves.items()})
-
-    def _feed_forward(self, rows: Tensor, counts: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-        def through(name: str, inputs: Tensor) -> Tensor:
-            products = self._times(inputs, weights[name], ends)
-            bias = weights.get(f"{name}_bias")
-            if bias is None:
-                return products
-            start = self.result_start if name == "down" else 0
-            return add_by_expert(products, bias, counts, start)
-
-        ends = counts.cumsum(0).to(torch.int32)
-        if "gate" in weights:
-            return through("down", gated(self.spec, through("gate", rows), through("up", rows)))
-        return through("down", F.gelu(through("up", rows)))
-
-    def _times(self, rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-        if self.product is not None:
-            return self.product(rows, matrices, ends)
-        # The compiler's description of grouped_mm knows bf16 alone.
-        product = F.grouped_mm if rows.dtype == torch.bfloat16 else _uncompiled_grouped_mm
-        return product(rows, matrices.transpose(1, 2), offs=ends)
-
-
-class _ForEachRow(torch.autograd.Function):
-    """The bias of each row's expert; the sum in backward goes through an expert's rows in their order."""
-
-    @staticmethod
-    def forward(ctx: FunctionContext, biases: Tensor, counts: Tensor, rows: int) -> Tensor:
-        ctx.save_for_backward(counts)
-        return biases.repeat_interleave(counts, dim=0, output_size=rows)
-
-    @staticmethod
-    def backward(ctx: FunctionContext, *upstream: Tensor) -> tuple[Tensor, None, None]:
-        (counts,) = ctx.saved_tensors
-        summed = torch.segment_reduce(upstream[0].float(), "sum", lengths=counts, axis=0, unsafe=True)
-        return summed.to(upstream[0].dtype), None, None
-
-
-@uncompiled
-def add_by_expert(rows: Tensor, biases: Tensor, counts: Tensor, start: int = 0) -> Tensor:
-    """``rows`` ``(m, o)``, sorted by expert, plus the bias ``(experts, width)`` of each one's expert, from element ``start`` on."""
-    added = apply_function(_ForEachRow, biases, counts, len(rows))
-    return rows + F.pad(added, (start, rows.shape[1] - start - added.shape[1]))
-
-
-class _Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, weight: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG004
-        return weight.view_as(weight), weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: object, *upstream: Tensor) -> Tensor:  # noqa: ARG004
-        left, right = upstream
-        return left + right
-
-
-def twice(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Two names for ``weight``; their gradients are added as left plus right."""
-    left, right = apply_function_of_many(_Twice, weight)
-    return left, right
+    def _taken(self, name: str, groups: Groups) -> Groups:
+        if self.take is None or groups.slots == 1:
+            return groups
+        return replace(groups, take=partial(self.take, name))
 
 
 @dataclass(frozen=True)
@@ -225,7 +159,7 @@ class LocalExchange:
         """``tokens`` ``(n, d)`` through their experts: ``(n, d)``."""
         order = order_by_expert(routing.experts, len(experts.up))
         # (n, d) -> (n * k, d) by expert -> through the experts -> (n, d)
-        (rows,) = experts([(copies_by_expert(tokens, order), order.counts)])
+        rows = experts(copies_by_expert(tokens, order), groups_of_one_slot(order.counts))
         return combine(rows, order, routing.weights)
 
 

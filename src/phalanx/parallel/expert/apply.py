@@ -53,7 +53,7 @@ def _exchange(mesh: Mesh, clock: CommClock) -> Exchange:
     layout = mesh.layout
     dealt: Exchange = LocalExchange()
     if layout.expert > 1:
-        dealt = ExpertExchange(mesh.expert_group, layout.team, clock)
+        dealt = ExpertExchange(mesh.expert_group, layout.team, clock, apart=mesh.device.type != "cuda")
     if layout.expert_tensor == 1:
         return dealt
     return DividedExperts(SequenceComm(mesh.expert_tensor_group, clock), dealt)

@@ -9,18 +9,14 @@ On a GPU the sizes of the pieces are needed on the host, so it waits for the dev
 activations are computed again, once more). Backward has the sizes already and does not wait.
 
 The ranks may belong to a team that computes several slots at once (``phalanx.run.layout``). What is computed for a slot must
-not depend on the others, so their copies are never mixed: each slot's are put into memory of their own, in the order of expert,
-then source rank, then token, and the experts work on the slots one by one, adding their weight gradients in the order of the
-slots' tree. So a slot's bits are a function of the slot and of the run's degrees.
-
-Teams of different sizes agree to the bit too, in fp32, with one micro-batch to a slot, and where kernels compute a row alike
-wherever it lies (a CPU's SiLU does if the inner width fills whole vector registers). Otherwise the sums are the same but for
-rounding: several micro-batches are added after the slots of each, and bf16 rounds at each node of the tree.
+not depend on the others: the rows of one expert and one slot are a *group* (``phalanx.model.layers.expert_groups``), in the order of
+source rank, then token. The rows of a hand are put in the order of expert, slot, position by one permutation, and go through the
+experts as one set of grouped products, so on a GPU the number of launches does not grow with the team.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -28,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.model.autograd import FunctionContext, apply_function, uncompiled
+from phalanx.model.layers.expert_groups import groups_of_slots
 from phalanx.model.layers.moe import Exchange, Experts, combine, copies_by_expert, order_by_expert, permute
 from phalanx.model.layers.router import Routing
 from phalanx.parallel.mesh.comm_clock import CommClock
@@ -44,11 +41,13 @@ class Route:
     """From each rank."""
     counts: Tensor
     """From each rank for each expert here, ``(ranks, experts here)``, int64."""
+    of_experts: list[int]
+    """For each expert here, from all ranks."""
 
     @property
     def back(self) -> Route:
         """The route of the results, which go back."""
-        return Route(self.received, self.sent, self.counts)
+        return replace(self, sent=self.received, received=self.sent)
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,8 @@ class ExpertExchange:
     slots: int
     """Number of slots that the ranks' tokens belong to; the ranks of one slot are neighbors."""
     clock: CommClock
+    apart: bool = True
+    """True if each group's rows are a product of their own (``Groups.apart``)."""
 
     @uncompiled  # sizes are known only as it runs
     def __call__(self, tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
@@ -75,26 +76,17 @@ class ExpertExchange:
         coming = torch.empty_like(sending)
         with self.clock.measure():
             dist.all_to_all_single(coming, sending, group=self.group)
-        sent, received = torch.stack((sending.sum(1), coming.sum(1))).tolist()
-        return Route(sent, received, coming)
+        ranks, sums = len(sending), torch.cat((sending.sum(1), coming.sum(1), coming.sum(0))).tolist()
+        return Route(sums[:ranks], sums[ranks : 2 * ranks], coming, sums[2 * ranks :])
 
     def _through(self, copies: Tensor, route: Route, experts: Experts) -> Tensor:
         """The results of ``copies`` ``(m, d)``, in their order: by rank, then expert, then token."""
-        # Received rows lie by source rank, then expert; each slot's sources are neighbors. A slot's rows are permuted to the
-        # order of expert, then source, go through the experts, and are permuted back.
-        sources = self.group.size() // self.slots
-        sizes = [sum(route.received[at : at + sources]) for at in range(0, self.group.size(), sources)]
-        counts = route.counts.view(self.slots, sources, -1)
-        orders = [by_expert(table, size) for table, size in zip(counts, sizes, strict=True)]
-        rows = zip(torch.split(copies, sizes), orders, strict=True)
-        results = experts(
-            [
-                (permute(part, taken, places), table.sum(0))
-                for (part, (taken, places)), table in zip(rows, counts, strict=True)
-            ]
-        )
-        pairs = zip(results, orders, strict=True)
-        return torch.cat([permute(part, places, taken) for part, (taken, places) in pairs])
+        # Received rows lie by source rank, then expert; a slot's sources are neighbors. So the order by expert, then source
+        # is also that by expert, then slot.
+        taken, places = by_expert(route.counts, len(copies))
+        counts = route.counts.view(self.slots, -1, route.counts.shape[1]).sum(1).t()  # (experts, slots)
+        groups = groups_of_slots(counts.contiguous(), route.of_experts, apart=self.apart)
+        return permute(experts(permute(copies, taken, places), groups), places, taken)
 
 
 @dataclass(frozen=True)

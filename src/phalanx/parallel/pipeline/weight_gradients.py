@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.model.autograd import FunctionContext, apply_function
+from phalanx.model.layers.expert_groups import Groups, grouped_product
 from phalanx.model.layers.linear import Linear
 from phalanx.model.layers.moe import Experts
 
@@ -33,10 +34,10 @@ class WeightGradients:
     def __init__(self) -> None:
         self.micro_batch: int | None = None
         """The micro-batch that passes forward or back, if its weight gradients are to be put off; else ``None``."""
-        self._put_off: dict[int, list[tuple[Tensor, Callable[[], Tensor]]]] = defaultdict(list)
+        self._put_off: dict[int, list[tuple[Tensor, Callable[[], Tensor | None]]]] = defaultdict(list)
 
-    def note(self, weight: Tensor, gradient: Callable[[], Tensor]) -> None:
-        """Remembers how a gradient of ``weight`` will be computed."""
+    def note(self, weight: Tensor, gradient: Callable[[], Tensor | None]) -> None:
+        """Remembers how a gradient of ``weight`` will be computed; ``None`` if it goes elsewhere."""
         assert self.micro_batch is not None, "this backward pass was to be undivided"
         self._put_off[self.micro_batch].append((weight, gradient))
 
@@ -44,10 +45,13 @@ class WeightGradients:
         """Computes the postponed gradients of ``micro_batch``, and adds them as a backward pass would, hooks included."""
         derived = []
         for weight, gradient in self._put_off.pop(micro_batch, ()):
+            value = gradient()
+            if value is None:
+                continue
             if weight.is_leaf:
-                torch.autograd.backward((weight,), (gradient(),))
+                torch.autograd.backward((weight,), (value,))
             else:
-                derived.append((weight, gradient()))
+                derived.append((weight, value))
         if derived:  # what they derive from may be waiting for the gradients of all of them
             weights, gradients = zip(*derived, strict=True)
             torch.autograd.backward(weights, gradients)
@@ -59,11 +63,11 @@ class WeightGradients:
             return F.linear(x, weight)
         return apply_function(_LinearProduct, x, weight.detach(), (self, weight))
 
-    def grouped(self, rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    def grouped(self, rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
         """The product of ``Experts``."""
         if not self._puts_off(rows):
-            return F.grouped_mm(rows, matrices.transpose(1, 2), offs=ends)
-        return apply_function(_GroupedProduct, rows, matrices.detach(), ends, (self, matrices))
+            return grouped_product(rows, matrices, groups)
+        return apply_function(_GroupedProduct, rows, matrices.detach(), groups, (self, matrices))
 
     def _puts_off(self, x: Tensor) -> bool:
         return self.micro_batch is not None and torch.is_grad_enabled() and x.requires_grad
@@ -108,21 +112,23 @@ def _linear_gradient(slope: Tensor, rows: Tensor) -> Tensor:
     return slope.t().mm(rows)
 
 
+class _GroupedContext(_DelayedContext, Protocol):
+    groups: Groups
+
+
 class _GroupedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _DelayedContext, rows: Tensor, matrices: Tensor, ends: Tensor, owner: _Owner) -> Tensor:
-        ctx.save_for_backward(rows, matrices, ends)
-        ctx.owner = owner
-        return F.grouped_mm(rows, matrices.transpose(1, 2), offs=ends)
+    def forward(
+        ctx: _GroupedContext, rows: Tensor, matrices: Tensor, groups: Groups, owner: _Owner
+    ) -> Tensor:
+        ctx.save_for_backward(rows, matrices)
+        ctx.groups, ctx.owner = groups, owner
+        return groups.multiply(rows, matrices.transpose(1, 2))
 
     @staticmethod
-    def backward(ctx: _DelayedContext, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
-        rows, matrices, ends = ctx.saved_tensors
+    def backward(ctx: _GroupedContext, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
+        rows, matrices = ctx.saved_tensors
         slope = upstream[0].contiguous()
         store, owner = ctx.owner
-        store.note(owner, partial(_grouped_gradient, slope, rows, ends))
-        return F.grouped_mm(slope, matrices, offs=ends), None, None, None
-
-
-def _grouped_gradient(slope: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
-    return F.grouped_mm(slope.t(), rows, offs=ends)
+        store.note(owner, partial(ctx.groups.gradient, slope, rows))
+        return ctx.groups.multiply(slope, matrices), None, None, None

@@ -30,6 +30,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from phalanx.model.autograd import FunctionContext, apply_function
 from phalanx.model.block import Block
+from phalanx.model.layers.expert_groups import Groups
 from phalanx.model.layers.linear import Linear
 from phalanx.model.layers.moe import Experts
 from phalanx.run.spec import RunSpec
@@ -98,9 +99,9 @@ class NarrowGroupedProduct:
 
     format: str
 
-    def __call__(self, rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-        """``(m, i)``, ``(experts, o, i)`` and ``(experts,)`` int32 to ``(m, o)``, in the rows' dtype."""
-        return apply_function(_NarrowGroupedProduct, rows, matrices, ends, self.format)
+    def __call__(self, rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
+        """``(m, i)``, ``(experts, o, i)`` and the rows' groups to ``(m, o)``, in the rows' dtype."""
+        return apply_function(_NarrowGroupedProduct, rows, matrices, groups, self.format)
 
 
 class Quantized(NamedTuple):
@@ -237,31 +238,35 @@ def _kernel_scale(scale: Tensor, scaling: Scaling) -> Tensor:
     return tiled.permute(0, 3, 2, 1, 4).to(torch.float8_e8m0fnu).flatten()
 
 
+class _GroupedContext(_ProductContext, Protocol):
+    groups: Groups
+
+
 class _NarrowGroupedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _ProductContext, rows: Tensor, matrices: Tensor, ends: Tensor, name: str) -> Tensor:
-        ctx.save_for_backward(rows, matrices, ends)
-        ctx.name = name
+    def forward(ctx: _GroupedContext, rows: Tensor, matrices: Tensor, groups: Groups, name: str) -> Tensor:
+        ctx.save_for_backward(rows, matrices)
+        ctx.name, ctx.groups = name, groups
         narrow = FORMATS[name].forward
-        return _grouped_product(rows, matrices, ends, (narrow, narrow), FORMATS[name], fast=True)
+        return _grouped_product(rows, matrices, groups, (narrow, narrow), FORMATS[name], fast=True)
 
     @staticmethod
-    def backward(ctx: _ProductContext, *upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        rows, matrices, ends = ctx.saved_tensors
+    def backward(ctx: _GroupedContext, *upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        rows, matrices = ctx.saved_tensors
         form, gradient = FORMATS[ctx.name], upstream[0].contiguous()
         grad_rows = grad_matrices = None
         if ctx.needs_input_grad[0]:
             dtypes = (form.forward, form.forward)
-            grad_rows = _grouped_product(gradient, matrices.transpose(1, 2), ends, dtypes, form)
+            grad_rows = _grouped_product(gradient, matrices.transpose(1, 2), ctx.groups, dtypes, form)
         if ctx.needs_input_grad[1]:
-            grad_matrices = F.grouped_mm(gradient.t(), rows, offs=ends)
+            grad_matrices = ctx.groups.gradient(gradient, rows)
         return grad_rows, grad_matrices, None, None
 
 
 def _grouped_product(
     rows: Tensor,
     matrices: Tensor,
-    ends: Tensor,
+    groups: Groups,
     dtypes: tuple[torch.dtype, torch.dtype],
     form: Format,
     *,
@@ -272,9 +277,9 @@ def _grouped_product(
     scaling: Scaling = "row" if form.scaling == "tensor" else form.scaling
     a, b = quantize(rows, dtypes[0], scaling), quantize(matrices, dtypes[1], scaling)
     if scaling == "row" and has_kernel(form, rows):
-        return multiply_narrow_groups(a, b, ends, rows.dtype, fast=fast)
+        return multiply_narrow_groups(a, b, groups.ends, rows.dtype, fast=fast)
     wide = dequantize(b, rows.dtype)
-    return F.grouped_mm(dequantize(a, rows.dtype), wide.transpose(1, 2), offs=ends)
+    return groups.multiply(dequantize(a, rows.dtype), wide.transpose(1, 2))
 
 
 def multiply_narrow_groups(
