@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from typing import Literal
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from layouts import DENSE, MIXTURE, Whole, legal_layouts, merged, steps_on_this_rank, tiny, worst_error
 from phalanx.run.layout import Layout, layout_problems
-from phalanx.run.spec import ParallelSpec
+from phalanx.run.spec import ParallelSpec, PrecisionSpec
 from ranks import Ranks
 
 MODELS = {"dense": DENSE, "mixture": MIXTURE}
@@ -158,6 +159,34 @@ def test_a_mixture_of_experts_is_the_same_on_every_layout(
     ranks: Ranks, references: dict[tuple[str, ParallelSpec], Whole], case: tuple[int, ParallelSpec]
 ) -> None:
     check(ranks, references, "mixture", *case)
+
+
+@pytest.mark.parametrize(
+    ("compute", "layouts"),
+    [
+        ("fp32", (ParallelSpec(sharding="none"), ParallelSpec(expert=2), ParallelSpec(expert=4))),
+        (
+            "bf16",
+            (
+                ParallelSpec(sharding="none"),
+                ParallelSpec(expert=2, pipeline=2, pipeline_schedule="zbv"),
+                ParallelSpec(expert=4, sharding="zero2"),
+            ),
+        ),
+    ],
+    ids=["fp32", "bf16"],
+)
+def test_experts_dealt_over_any_number_of_ranks_have_the_same_bits(
+    ranks: Ranks, compute: Literal["fp32", "bf16"], layouts: tuple[ParallelSpec, ...]
+) -> None:
+    found = set()
+    for parallel in layouts:
+        spec = tiny(MIXTURE, parallel)
+        train = dataclasses.replace(spec.train, micro_batch_size=2, expert_sums="slot")
+        spec = dataclasses.replace(spec, train=train, precision=PrecisionSpec(compute=compute))
+        whole = merged(ranks.run(4, steps_on_this_rank, spec, 2))
+        found.add((whole.losses, whole.norms, whole.weights_sha256))
+    assert len(found) == 1
 
 
 @st.composite

@@ -207,6 +207,10 @@ _TRAINING = {
             "slots": _own("micro-batches of a reduction, and the most data-parallel ranks"),
             "micro_batch_size": _LAYOUT,
             "reduction": _own("gradients held in a tree, and how often they are reduced"),
+            "expert_sums": _noted(
+                'with "slot" a rank keeps a set of its experts\' gradients for each slot of a team, where slots have several '
+                "micro-batches; the plan counts one set"
+            ),
             **_all("on_nonfinite max_skipped", _irrelevant("a step that is skipped is an exception")),
             "document_mask": _noted(
                 "attention that stops at the ends of documents computes fewer scores; the plan counts those of "

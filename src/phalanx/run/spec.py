@@ -239,6 +239,10 @@ class TrainSpec:
     """Sum of gradients over slots: "reproducible" adds them in a fixed binary tree, "integer" in whole numbers, which have no order:
     with either, the bits do not depend on the number of ranks, though they differ between the two; "fast" is a plain
     reduce-scatter, whose order the library chooses."""
+    expert_sums: Annotated[Literal["micro-batch", "slot"], LATER] = "micro-batch"
+    """What is added first where ranks share experts and slots have several micro-batches: with "micro-batch" the slots of each, so that a
+    rank keeps one set of its experts' gradients; with "slot" the micro-batches of each, so that parallel.expert changes no bit, for a
+    set of gradients for each slot that the ranks compute at once."""
     on_nonfinite: Annotated[Literal["stop", "skip"], FLEET] = "stop"
     """Action when the loss or the gradient is infinite or NaN: stop the run, or skip the step."""
     max_skipped: Annotated[int, FLEET, POSITIVE] = 10

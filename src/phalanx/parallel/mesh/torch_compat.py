@@ -41,6 +41,7 @@ __all__ = [
     "finish_backward",
     "flight_record",
     "gather_along",
+    "give_gradient",
     "group_of",
     "group_shapes",
     "group_sizes",
@@ -157,6 +158,16 @@ def finish_backward(module: FSDPModule) -> None:
     was asked for (``set_requires_gradient_sync``).
     """
     fully_shard.state(module)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+
+
+def give_gradient(module: FSDPModule, name: str, gradient: Tensor) -> None:
+    """Makes ``gradient`` the whole gradient of the parameter ``name`` of ``module``'s own group, in the dtype of its reduction.
+
+    To be called before FSDP takes in the gradients of a backward pass, in the place of autograd, which knows the dtype of compute alone.
+    """
+    group = fully_shard.state(module)._fsdp_param_group  # type: ignore[attr-defined]
+    (parameter,) = (each for each in group.fsdp_params if each._module_info.param_name == name)
+    parameter.unsharded_accumulated_grad = gradient
 
 
 def group_shapes(module: FSDPModule) -> list[torch.Size]:

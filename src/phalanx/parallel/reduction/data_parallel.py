@@ -16,6 +16,7 @@ last round each parameter's ``grad`` is this rank's share of the sum (``gradient
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,11 +29,12 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.model.block import Block
 from phalanx.model.custom import blocks_of
-from phalanx.model.layers.moe import MoE
+from phalanx.model.layers.moe import Experts, MoE
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.mesh.slots import Round
 from phalanx.parallel.mesh.torch_compat import finish_backward
+from phalanx.parallel.reduction.expert_sums import ExpertSums, sums_of
 from phalanx.parallel.reduction.integer.summation import IntegerSummation
 from phalanx.parallel.reduction.reduce_scatter import TimedAllGather
 from phalanx.parallel.reduction.summation import FastSummation, Summation, TreeSummation
@@ -103,12 +105,16 @@ class Sharded(DataParallel):
     def __init__(self, parts: Sequence[nn.Module], summation: Summation, *, keep_weights: bool) -> None:
         super().__init__(parts, summation)
         self._keep_weights = keep_weights
+        self.expert_sums: list[list[ExpertSums]] = [[] for _ in parts]
+        """Of the experts in each part that several slots' tokens come to at once."""
         # While weights are gathered the modules show the whole ones; these are the shares, whose gradients count.
         self._shares = [list(named_parameters([part]).values()) for part in parts]
         summation.reduce_groups(list(_fsdp_modules(parts)))
 
     def before_backward(self, part: int, current: Round, *, last: bool) -> None:
         root = cast(FSDPModule, self.parts[part])
+        for sums in self.expert_sums[part]:
+            sums.complete = last
         # A tree needs every slot alone. Else ZeRO-3 reduces after every slot too, while ZeRO-2, which has the memory for
         # whole gradients, does so once a step; sums over replicas wait for the last round.
         slot_by_slot = self.summation.slot_by_slot or not self._keep_weights
@@ -118,6 +124,8 @@ class Sharded(DataParallel):
         root.set_reshard_after_backward((last and current.last) or not self._keep_weights)
 
     def after_weights(self, part: int) -> None:
+        for sums in self.expert_sums[part]:
+            sums.finish()
         finish_backward(cast(FSDPModule, self.parts[part]))
 
     def close(self, part: int, current: Round) -> None:
@@ -132,6 +140,8 @@ class Sharded(DataParallel):
         super().abandon()
         for shares in self._shares:
             _drop(shares)
+        for sums in itertools.chain.from_iterable(self.expert_sums):
+            sums.clear()
 
 
 class Whole(DataParallel):
@@ -210,7 +220,14 @@ def spread(parts: Sequence[nn.Module], mesh: Mesh, spec: RunSpec, clock: CommClo
     if clock.blocking:
         for module in _fsdp_modules(parts):
             module.set_custom_all_gather(TimedAllGather(clock))
-    return Sharded(parts, summation, keep_weights=keep_weights)
+    model = Sharded(parts, summation, keep_weights=keep_weights)
+    if summation.slot_by_slot and mesh.layout.team > 1:
+        by_slot = spec.train.expert_sums == "slot"
+        model.expert_sums = [
+            [sums_of(module, by_slot=by_slot) for module in part.modules() if isinstance(module, Experts)]
+            for part in parts
+        ]
+    return model
 
 
 def _summation(spec: RunSpec, mesh: Mesh, clock: CommClock, *, narrow: bool, keep_weights: bool) -> Summation:

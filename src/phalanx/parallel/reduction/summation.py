@@ -101,9 +101,12 @@ class TreeSummation(Summation):
         for number, module in enumerate(modules):
             leaves, ranks, levels = experts if isinstance(module, Experts) else dense
             reducer = TreeReducer(str(number), self.mesh, leaves, self.intake)
+            # The sum of a hand's slots is no gradient of a single slot any more, in whatever dtype these were.
+            of_hands = isinstance(module, Experts) and self.mesh.layout.team > 1
+            wire = torch.float32 if of_hands else self._wire
             self._reducers.append(reducer)
             if ranks > 1:
-                module.set_custom_reduce_scatter(TreeReduceScatter(reducer, self.clock, levels, self._wire))
+                module.set_custom_reduce_scatter(TreeReduceScatter(reducer, self.clock, levels, wire))
             else:
                 # FSDP2 skips the reduce-scatter of a single rank, but calls this hook with the gradient.
                 module.set_all_reduce_hook(reducer.take_alone)
