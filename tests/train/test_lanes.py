@@ -56,9 +56,9 @@ Hashes = dict[str, Whole]
 
 
 def spec_of(model: ModelSpec, parallel: ParallelSpec, compute: str = "fp32") -> RunSpec:
-    """Slots of two micro-batches of two sequences, in a chunk of the loss each and a half."""
+    """Slots of a micro-batch of two sequences, in a chunk of the loss each and a half."""
     spec = tiny(model, parallel)
-    train = dataclasses.replace(spec.train, micro_batch_size=2, loss_chunk=40)
+    train = dataclasses.replace(spec.train, batch_size=8, micro_batch_size=2, loss_chunk=40)
     return dataclasses.replace(spec, train=train, precision=PrecisionSpec(compute=compute))  # type: ignore[arg-type]
 
 

@@ -15,15 +15,22 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from layouts import DENSE, MIXTURE, Whole, legal_layouts, merged, steps_on_this_rank, tiny, worst_error
+import layouts
+from layouts import DENSE, MIXTURE, Whole, legal_layouts, merged, steps_on_this_rank, worst_error
 from phalanx.run.layout import Layout, layout_problems
-from phalanx.run.spec import ParallelSpec, PrecisionSpec
+from phalanx.run.spec import ModelSpec, ParallelSpec, PrecisionSpec, RunSpec
 from ranks import Ranks
 
 MODELS = {"dense": DENSE, "mixture": MIXTURE}
 STEPS = 1
-GOAL = 2e-6
-"""Largest error of loss and gradients, relative to the largest element of each, in fp32."""
+GOAL = 4e-6
+"""Largest error of loss and gradients, relative to the largest element of each, in fp32: few tokens leave some gradients small."""
+
+
+def tiny(model: ModelSpec, parallel: ParallelSpec) -> RunSpec:
+    """A run with two micro-batches to a slot."""
+    spec = layouts.tiny(model, parallel)
+    return dataclasses.replace(spec, train=dataclasses.replace(spec.train, batch_size=8))
 
 
 @functools.cache
@@ -44,11 +51,11 @@ def pairs(parallel: ParallelSpec, layout: Layout) -> set[tuple[tuple[str, object
 
 def covering(model: str, most_ranks: int) -> list[tuple[int, ParallelSpec]]:
     """Few legal layouts in which every pair of choices that occurs in any occurs in one; small ones first."""
-    layouts = everything(model, most_ranks)
-    missing = set().union(*(pairs(parallel, layout) for _, parallel, layout in layouts))
+    legal = everything(model, most_ranks)
+    missing = set().union(*(pairs(parallel, layout) for _, parallel, layout in legal))
     chosen = []
     while missing:
-        ranks, parallel, layout = max(layouts, key=lambda entry: len(pairs(*entry[1:]) & missing) / entry[0])
+        ranks, parallel, layout = max(legal, key=lambda entry: len(pairs(*entry[1:]) & missing) / entry[0])
         missing -= pairs(parallel, layout)
         chosen.append((ranks, parallel))
     return chosen
