@@ -189,9 +189,25 @@ def test_experts_dealt_over_any_number_of_ranks_have_the_same_bits(
     found = set()
     for parallel in layouts:
         spec = tiny(MIXTURE, parallel)
-        train = dataclasses.replace(spec.train, micro_batch_size=2, expert_sums="slot")
+        train = dataclasses.replace(spec.train, expert_sums="slot")
         spec = dataclasses.replace(spec, train=train, precision=PrecisionSpec(compute=compute))
         whole = merged(ranks.run(4, steps_on_this_rank, spec, 2))
+        found.add((whole.losses, whole.norms, whole.weights_sha256))
+    assert len(found) == 1
+
+
+def test_weight_gradients_that_are_put_off_have_the_same_bits_where_a_slot_is_one_micro_batch_in_bf16(
+    ranks: Ranks,
+) -> None:
+    found = set()
+    for schedule in ("1f1b", "zbv"):
+        spec = tiny(DENSE, ParallelSpec(pipeline=2, pipeline_schedule=schedule))  # type: ignore[arg-type]
+        spec = dataclasses.replace(
+            spec,
+            train=dataclasses.replace(spec.train, micro_batch_size=2),
+            precision=PrecisionSpec(compute="bf16"),
+        )
+        whole = merged(ranks.run(4, steps_on_this_rank, spec, 1))
         found.add((whole.losses, whole.norms, whole.weights_sha256))
     assert len(found) == 1
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -156,7 +156,15 @@ def finish_backward(module: FSDPModule) -> None:
 
     What FSDP does at the end of a backward pass: gradients are added in its accumulation format, and shared out if that
     was asked for (``set_requires_gradient_sync``).
+
+    It widens the gradients of a backward pass that did not ask for that, and wants those of a group to have one dtype: those that
+    came since are widened here.
     """
+    for part in cast(nn.Module, module).modules():
+        group = fully_shard.state(part)._fsdp_param_group if isinstance(part, FSDPModule) else None  # type: ignore[attr-defined]
+        for parameter in group.fsdp_params if group is not None else ():
+            if parameter.unsharded_accumulated_grad is None and hasattr(parameter, "_unsharded_param"):
+                parameter.to_accumulated_grad_if_needed()
     fully_shard.state(module)._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
 
