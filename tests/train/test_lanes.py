@@ -96,6 +96,20 @@ def test_a_run_in_lanes_has_one_hash_whatever_its_tensor_degree(
         assert same(found, one_rank(model, compute)), f"tensor {tensor}"
 
 
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_experts_that_serve_several_slots_at_once_keep_that_hash(ranks: Ranks, compute: str) -> None:
+    found = []
+    for count, parallel in (
+        (1, ParallelSpec()),
+        (4, ParallelSpec(tensor=2, expert=4)),
+        (4, ParallelSpec(expert=2, sharding="zero2")),
+    ):
+        spec = spec_of(MODELS["mixture"], parallel, compute)
+        train = dataclasses.replace(spec.train, batch_size=16, expert_sums="slot")
+        found.append(merged(ranks.run(count, steps_on_this_rank, dataclasses.replace(spec, train=train), 1)))
+    assert all(same(other, found[0]) for other in found[1:])
+
+
 @functools.cache
 def layouts(model: str, most_ranks: int) -> list[tuple[int, ParallelSpec]]:
     return [

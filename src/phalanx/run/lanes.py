@@ -81,17 +81,42 @@ def _axes(spec: RunSpec) -> Iterator[Problem]:
             "set it to 1, so that they stay whole; or model.lanes = 0",
             ("model.lanes",),
         )
-    if spec.model.moe is not None and parallel.expert != parallel.tensor:
-        yield Problem(
-            "parallel.expert",
-            f"with lanes all of a slot's tokens, and no others, come to an expert together, and {parallel.tensor} ranks share a slot",
-            f"set it to {parallel.tensor}, or model.lanes = 0",
-            ("parallel.tensor", "model.lanes"),
-        )
+    yield from _experts(spec)
     if spec.runtime.compile:
         yield Problem(
             "runtime.compile",
             "a block in lanes is not compiled",
             "set it to false, or model.lanes = 0",
             ("model.lanes",),
+        )
+
+
+def _experts(spec: RunSpec) -> Iterator[Problem]:
+    parallel, train = spec.parallel, spec.train
+    if spec.model.moe is None:
+        return
+    if parallel.expert % parallel.tensor:
+        yield Problem(
+            "parallel.expert",
+            f"with lanes all of a slot's tokens come to an expert together, and {parallel.tensor} ranks share a slot",
+            f"take a multiple of {parallel.tensor}, or model.lanes = 0",
+            ("parallel.tensor", "model.lanes"),
+        )
+        return
+    # With lanes the degree is the fleet's, so slots that are computed together must be added as if they were not.
+    together, sequences = parallel.expert > parallel.tensor, train.batch_size // train.slots
+    several = sequences > (train.micro_batch_size or sequences)
+    if together and train.reduction == "integer":
+        yield Problem(
+            "parallel.expert",
+            "slots whose tokens meet at an expert are rounded to integers together, so the bits would depend on it",
+            f'set it to {parallel.tensor}, or train.reduction = "reproducible"',
+            ("parallel.tensor", "model.lanes", "train.reduction"),
+        )
+    elif together and several and train.expert_sums != "slot":
+        yield Problem(
+            "train.expert_sums",
+            "experts' gradients of several slots' micro-batches are added across slots first, so the bits would depend on parallel.expert",
+            f'set it to "slot", or parallel.expert = {parallel.tensor}',
+            ("parallel.expert", "parallel.tensor", "model.lanes"),
         )
