@@ -16,6 +16,7 @@ from phalanx.model.facts.presets import PRESETS
 from phalanx.run.check import check
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.problems import Problem, RunFileError
+from phalanx.run.read import override as overridden
 from phalanx.run.read import read_run, spec_from_table, to_table
 from phalanx.run.spec import ModelSpec, RunSpec
 from run.specs import replace_at, run_specs
@@ -119,6 +120,12 @@ def test_an_override_may_name_a_preset_or_a_nested_field(tmp_path: Path) -> None
     assert spec.model.layers == 32
     assert spec.model.rope_scaling is not None
     assert spec.model.rope_scaling.factor == 2.0
+
+
+def test_a_run_that_was_read_is_overridden_whatever_preset_it_names(tmp_path: Path) -> None:
+    spec = read('[model]\npreset = "llama3-8b"\nlayers = 2', folder=tmp_path)
+    other = overridden(spec, ["parallel.tensor=2"], tmp_path / "run.toml")
+    assert other == replace_at(spec, "parallel.tensor", 2)
 
 
 def test_an_override_without_an_equals_sign_is_explained(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +51,15 @@ def read_run(path: Path, presets: Mapping[str, ModelSpec], overrides: Sequence[s
 
 
 def override(spec: RunSpec, overrides: Sequence[str], path: Path) -> RunSpec:
-    """A resolved run with other values of the fields in ``overrides``; ``path`` is its file, for messages.
+    """A run with other values of the fields in ``overrides``, which name no preset; ``path`` is its file, for messages.
 
     Raises ``RunFileError`` with every problem found.
     """
-    return read_table(to_table(spec), {}, overrides, path)
+    # What the preset stands for is in the other fields since the run was read; its name is kept.
+    table, preset = to_table(spec), spec.model.preset
+    table["model"] = {name: value for name, value in table.get("model", {}).items() if name != "preset"}
+    other = read_table(table, {}, overrides, path)
+    return replace(other, model=replace(other.model, preset=preset))
 
 
 def read_table(
