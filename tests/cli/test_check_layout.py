@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,24 @@ def test_the_module_is_named_where_a_layout_of_other_sums_parts(checked: Any) ->
     found = json.loads(done.stdout)
     assert (found["equal"], found["layouts"][1]["context"]) == (False, 2)
     assert (found["parting"]["name"], found["parting"]["moment"]) == ("blocks.0.attention", "forward")
-    assert "the layouts part at step 1, slot 0, micro-batch 0" in checked("context=2,ranks=2").stdout
+    said = checked("context=2,ranks=2").stdout
+    assert "the layouts part at step 1, slot 0, micro-batch 0" in said
+    assert "which decides how sums are split" in said
+
+
+def test_layouts_of_one_run_that_part_are_said_to_break_its_promise(
+    checked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = check_layout.replay_locally
+
+    def of_another_seed_on_two_ranks(
+        spec: RunSpec, order: ReplayOrder, count: int, place: Path, fingerprint: str
+    ) -> Replay:
+        other = replace(spec, runtime=replace(spec.runtime, seed=spec.runtime.seed + count - 1))
+        return honest(other, order, count, place, fingerprint)
+
+    monkeypatch.setattr(check_layout, "replay_locally", of_another_seed_on_two_ranks)
+    assert "its promise is broken here" in checked("ranks=2").stdout
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from phalanx.data.errors import DataError
 from phalanx.launch.ranks import ranks_on_this_machine
 from phalanx.launch.replay import ReplayError, replay_locally
 from phalanx.run.directory.paths import RunDirectoryError, step_of
+from phalanx.run.identity import identity
 from phalanx.run.layout import Layout, layout_of
 from phalanx.run.read import override
 from phalanx.run.spec import RunSpec
@@ -36,11 +37,13 @@ def compare_layouts(spec: RunSpec, run_file: Path, layout: str, steps: int, as_j
         other = override(spec, [f"parallel.{word}" for word in words if word], run_file)
         layouts: list[Layout] = []
         replays: list[Replay] = []
+        identities: list[str] = []
         with tempfile.TemporaryDirectory(prefix="phalanx-check-") as folder:
             for name, one in (("A", spec), ("B", other)):
                 ranks = ranks_on_this_machine(one, run_file)
                 resolved, index = resolve_with_data(one, run_file, progress_on(console_for(True)))
                 layouts.append(layout_of(resolved.parallel, ranks))
+                identities.append(identity(resolved))
                 click.echo(
                     f"{name}: {'1 step' if steps == 1 else f'{steps} steps'} on {_text(layouts[-1])}",
                     err=True,
@@ -60,13 +63,13 @@ def compare_layouts(spec: RunSpec, run_file: Path, layout: str, steps: int, as_j
         report = {"equal": equal, "steps": steps, "layouts": layouts, "parting": parting, "numbers": numbers}
         click.echo(msgspec.json.encode(report | {"compared": found.observations, "left_out": found.left_out}))
     else:
-        for line in _lines(found, layouts, numbers):
+        for line in _lines(found, layouts, numbers, one_run=identities[0] == identities[1]):
             click.echo(line)
     return 0 if equal else 1
 
 
 def _lines(
-    found: Compared, layouts: list[Layout], numbers: list[tuple[int, str, float, float]]
+    found: Compared, layouts: list[Layout], numbers: list[tuple[int, str, float, float]], one_run: bool
 ) -> Iterator[str]:
     yield from (f"{name}  {_text(layout)}" for name, layout in zip("AB", layouts, strict=True))
     yield f"{found.observations:,} tensors compared" + (
@@ -76,8 +79,10 @@ def _lines(
         yield "the layouts agree in every bit"
     if found.parting is not None:
         yield f"the layouts part at {found.parting}"
-        if layouts[0].dividing != layouts[1].dividing:
-            yield "they divide the model in different ways (context, tensor or expert degrees), which may decide how sums are split"
+        if one_run:
+            yield "they are layouts of one run, so every bit should be equal: its promise is broken here"
+        else:
+            yield "they divide the model in other ways (context, tensor or expert degrees), which decides how sums are split; model.lanes frees the bits of tensor and expert degrees"
     for step, name, left, right in numbers:
         yield f"  step {step}: {name} {number_text(left)} on A, {number_text(right)} on B"
     yield from left_out_lines(found)
