@@ -6,6 +6,7 @@ import os
 import pickle
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from phalanx.run.spec import ModelSpec
 from ranks import Ranks
 
 LLAMA = resolve(ModelSpec(layers=2, dim=24, heads=4, kv_heads=2, ffn_dim=40, vocab_size=31))
+TIED = replace(LLAMA, tie_embeddings=True)
 MIXED = "ignore:torch.distributed is disabled"
 
 
@@ -51,10 +53,12 @@ def titan_state(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return state
 
 
-def save_as_torchtitan(folder: Path, ranks: int) -> None:
-    """Saves on a rank of several, weights and moments divided by rows, by columns, or not at all."""
+def save_as_torchtitan(folder: Path, ranks: int, spec: ModelSpec = LLAMA) -> None:
+    """Saves on a rank of several, weights and moments divided by rows, by columns, or not at all; a tied embedding twice."""
     mesh = DeviceMesh("cpu", list(range(ranks)))
-    state = titan_state(dict(ours_of(LLAMA).named_parameters()))
+    state = titan_state(dict(ours_of(spec).named_parameters()))
+    if spec.tie_embeddings:
+        state["output.weight"] = state["tok_embeddings.weight"].clone()
     places = [Shard(0), Shard(1), Replicate()]
     divided: dict[str, Any] = {}
     for number, (name, value) in enumerate(state.items()):
@@ -78,6 +82,43 @@ def test_weights_that_torchtitan_saved_on_several_ranks_are_read_bit_by_bit(
     read = load_weights(tmp_path / "run")
     for name, value in ours_of(LLAMA).named_parameters():
         assert torch.equal(read[name], value), name
+
+
+def test_a_tied_embedding_that_torchtitan_saved_twice_in_different_pieces_is_read_once(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks.run(2, save_as_torchtitan, tmp_path / "titan", 2, TIED)
+    imported = import_dcp(tmp_path / "titan", tmp_path / "run", TIED)
+    assert imported.notes[-1].startswith("left out: output.weight, which repeats tok_embeddings.weight")
+    read = load_weights(tmp_path / "run")
+    assert read.keys() == dict(ours_of(TIED).named_parameters()).keys()
+    assert torch.equal(read["embedding.weight"], ours_of(TIED).embedding.weight)
+
+
+@pytest.mark.filterwarnings(MIXED)
+@pytest.mark.parametrize("prefix", ["", "model.", "model/"])
+def test_an_output_projection_is_read_as_the_named_model_says_or_refused_with_what_to_name(
+    prefix: str, tmp_path: Path
+) -> None:
+    weights = dict(ours_of(LLAMA).named_parameters())
+    state = {
+        prefix + name: value for name, value in (weights if "/" in prefix else titan_state(weights)).items()
+    }
+    embedding, head = ("embedding", "head") if "/" in prefix else ("tok_embeddings", "output")
+    embedding, head = f"{prefix}{embedding}.weight", f"{prefix}{head}.weight"
+    different = folder_of(state, tmp_path / "different")
+    without = folder_of({name: value for name, value in state.items() if name != head}, tmp_path / "without")
+    equal = folder_of(state | {head: state[embedding].clone()}, tmp_path / "equal")
+
+    untied = import_dcp(different, tmp_path / "1", LLAMA)
+    alone, twice = import_dcp(without, tmp_path / "2", TIED), import_dcp(equal, tmp_path / "3", TIED)
+    assert alone.weights_sha256 == twice.weights_sha256 != untied.weights_sha256
+    assert (alone.notes, len(twice.notes)) == ((), 1)
+    with pytest.raises(DcpError, match=f"{head} differs from {embedding}.*with model.tie_embeddings = false"):
+        import_dcp(different, tmp_path / "4", TIED)
+    with pytest.raises(DcpError, match=f"{head} is missing .*with model.tie_embeddings = true"):
+        import_dcp(without, tmp_path / "5", LLAMA)
+    assert not any((tmp_path / name).exists() for name in "45")
 
 
 @pytest.mark.filterwarnings(MIXED)

@@ -2,6 +2,8 @@
 
 Such a folder says nothing of its model, so the model is named beside it. Names are this project's own (``phalanx export --to dcp``
 writes them) or those of torchtitan's Llama 3, whose queries and keys are rotated in pairs of neighbors and are put into halves here.
+Writers differ in whether they repeat a tied embedding under the output projection's name: equal numbers there are left out, and other
+numbers, which no tied model has, are refused.
 Only weights are taken over: an optimizer's state lies in an order and under names of its software, and is left out, which is said.
 Nothing is unpickled but by name (``metadata.py``); pieces are read by ``torch.load(weights_only=True)``, those of one tensor at a
 time. Source of the names: torchtitan/models/llama3/model/state_dict_adapter.py.
@@ -55,23 +57,32 @@ _TITAN_LAYER = {
     "ffn.up": "feed_forward.w3",
     "ffn.down": "feed_forward.w2",
 }
+# The names of the embedding and of the output projection.
+_OURS = (f"{WEIGHTS}embedding.weight", f"{WEIGHTS}head.weight")
+_TITANS = tuple((f"{prefix}tok_embeddings.weight", f"{prefix}output.weight") for prefix in ("", "model."))
 _OPTIMIZER = ("optimizer/", "optimizer.", "optim.")
 _BESIDE = ("lr_scheduler", "train_state", "dataloader", "extra", "freqs_cis", "model.freqs_cis")
 _SAFETENSORS: Mapping[str, str] = {str(dtype): name for dtype, name in SAFETENSORS_DTYPE.items()}
+_NO_HEAD = (
+    " (where the embedding is the output projection too, name a model with model.tie_embeddings = true)"
+)
 _TOKENS = "a folder in PyTorch's distributed format has none"
 
 
 def import_dcp(directory: Path, out: Path, model: ModelSpec, *, image_bytes: int = IMAGE_BYTES) -> Imported:
     """Makes the weights in ``directory`` a new run directory ``out`` of ``model`` with a checkpoint at step 0.
 
-    A vocabulary size of 0 is taken from the embedding. Memory: ``image_bytes``, and the largest tensor. Raises DcpError, or
-    HuggingFaceError where ``out`` exists; nothing is left behind then.
+    A vocabulary size of 0 is taken from the embedding. Memory: ``image_bytes``, and the largest tensor; two embeddings where the folder
+    repeats a tied one. Raises DcpError, or HuggingFaceError where ``out`` exists; nothing is left behind then.
     """
     index = read_index(directory)
     spec = resolve(model, _vocabulary(index))
     wanted = list(_wanted(directory, index, spec))
-    notes = _require(directory, index, wanted)
+    copied = _tied_copy(index, spec)
+    notes = _require(directory, index, wanted, copied)
     source = _Folder(directory)
+    if copied:
+        notes += (_same_as_embedding(source, index, *copied),)
     tensors = {name: _FolderTensor(source, name, stored) for name, stored in index.tensors.items()}
     with new_folder(out) as folder:
         run = RunDirectory(folder)
@@ -84,8 +95,7 @@ def import_dcp(directory: Path, out: Path, model: ModelSpec, *, image_bytes: int
 
 
 def _vocabulary(index: FolderIndex) -> int:
-    names = (f"{WEIGHTS}embedding.weight", *(f"{prefix}tok_embeddings.weight" for prefix in ("", "model.")))
-    found = [index.tensors[name].shape for name in names if name in index.tensors]
+    found = [index.tensors[name].shape for name, _ in (_OURS, *_TITANS) if name in index.tensors]
     return found[0][0] if found and found[0] else 0
 
 
@@ -124,7 +134,27 @@ def _in_pairs(part: Parameter, spec: ModelSpec) -> RotaryRows | None:
     return None
 
 
-def _require(directory: Path, index: FolderIndex, wanted: list[Published]) -> tuple[str, ...]:
+def _tied_copy(index: FolderIndex, spec: ModelSpec) -> tuple[str, str] | None:
+    """The embedding and its copy, if the folder holds an output projection and the model has none of its own."""
+    if not spec.tie_embeddings:
+        return None
+    return next((names for names in (_OURS, *_TITANS) if {*names} <= index.tensors.keys()), None)
+
+
+def _same_as_embedding(folder: _Folder, index: FolderIndex, embedding: str, copy: str) -> str:
+    """The note that the copy is left out. Raises DcpError where it is none."""
+    first, second = (folder.whole(name, index.tensors[name]).float() for name in (embedding, copy))
+    if not torch.equal(first, second):
+        raise DcpError(
+            f"{folder.directory}: {copy} differs from {embedding}, and model.tie_embeddings = true makes them one; name the "
+            "model that was trained, with model.tie_embeddings = false"
+        )
+    return f"left out: {copy}, which repeats {embedding} as model.tie_embeddings = true says"
+
+
+def _require(
+    directory: Path, index: FolderIndex, wanted: list[Published], copied: tuple[str, str] | None
+) -> tuple[str, ...]:
     """Raises DcpError where tensors are missing, of another shape, or unknown; notes on what is left out."""
     shapes = {tensor.name: tensor.shape for tensor in wanted}
     problems = [
@@ -135,13 +165,18 @@ def _require(directory: Path, index: FolderIndex, wanted: list[Published]) -> tu
     rest = [name for name in (*index.tensors, *index.others) if name not in shapes]
     optimizer = [name for name in rest if name.startswith(_OPTIMIZER)]
     beside = sorted({name.split(".")[0] for name in rest if name.startswith(_BESIDE)} - {"model"})
-    known = {*optimizer, *(name for name in rest if name.startswith(_BESIDE))}
+    known = {*optimizer, *(name for name in rest if name.startswith(_BESIDE)), *(copied or ())}
     problems += [f"{name} is not a part of the model" for name in rest if name not in known]
     missing = [name for name in shapes if name not in index.tensors]
     problems += [
         f"{name} is no tensor of float32, bfloat16 or float16" for name in missing if name in index.others
     ]
-    problems += [f"{name} is missing" for name in missing if name not in index.others]
+    heads = {head for _, head in (_OURS, *_TITANS)}
+    problems += [
+        f"{name} is missing{_NO_HEAD if name in heads else ''}"
+        for name in missing
+        if name not in index.others
+    ]
     if problems:
         more = f" ... and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise DcpError(f"{directory}: {'; '.join(problems[:8])}{more}; name the model that was trained")
@@ -159,7 +194,7 @@ class _Folder:
     """The folder's tensors, of which the last one that was read stays in memory."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self.directory = directory
         self._last: tuple[str, torch.Tensor] | None = None
 
     def whole(self, name: str, stored: StoredShape) -> torch.Tensor:
@@ -174,7 +209,7 @@ class _Folder:
         return self._last[1]
 
     def _read(self, name: str, stored: StoredShape, piece: Piece) -> torch.Tensor:
-        path = self._directory / piece.file
+        path = self.directory / piece.file
         try:
             with path.open("rb") as stream:
                 stream.seek(piece.start)
