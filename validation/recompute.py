@@ -1,7 +1,7 @@
 """Recomputation modes of a published row, translated to the planner's parts of a layer.
 
 Sources name parts of a layer as their software does: Megatron's ``recompute_modules``, MaxText's policies, torchtitan's selective
-checkpointing. A row that names none follows its recipe (``validation.recipes``); without one, several modes are tried.
+checkpointing. A row that names none follows its recipe (``phalanx.plan.workload.recipes``); without one, several modes are tried.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def recompute_modes(
     named = {mode.name: index for index, mode in enumerate(RECOMPUTE)}
     if not text:
         return _open_modes(trained, assumptions, "recomputation")
-    if "sac" in text or (text == "selective" and trained.software.selects_products):
+    if "sac" in text or (text == "selective" and trained.habits.selects_products):
         mode = _COMPILED_EVERY_SECOND_PRODUCT if run.compiled else _EVERY_SECOND_PRODUCT
         return (*RECOMPUTE, mode), (len(RECOMPUTE),)
     if text == "selective" and "megatron" in trained.stack.name:
@@ -68,7 +68,7 @@ def recompute_modes(
     if not all(name in _PARTS for name in names):
         return _open_modes(trained, assumptions, f"recomputation called {run.recompute!r}")
     parts = frozenset().union(*(_PARTS[name] for name in names))
-    if trained.software.recomputes_activation:
+    if trained.habits.recomputes_activation:
         parts |= _PARTS["act"]
     return (*RECOMPUTE, Recompute(text, parts)), (len(RECOMPUTE),)
 

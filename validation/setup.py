@@ -24,7 +24,7 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 from validation.recompute import recompute_modes
 from validation.runs import Excluded, PublishedRun
-from validation.software import RunSoftware, Software, cluster_of_run, profile_of_run, software_of_run
+from validation.software import Habits, RunSoftware, cluster_of_run, profile_of_run, software_of_run
 
 _GPT2_VOCAB = 51_200
 _SIZE_TOLERANCE = 0.05
@@ -55,7 +55,7 @@ def setup_of(run: PublishedRun) -> Setup:
     if run.outcome == "regression":
         raise Excluded("its source calls it a regression")
     trained = software_of_run(run)
-    machines = cluster_of_run(run, trained.software)
+    machines = cluster_of_run(run, trained.habits)
     seq_len = _stated(run.seq_len, "sequence length")
     batch = _stated(run.global_batch_seqs, "global batch")
     model = model_of(run, seq_len, assumptions)
@@ -232,8 +232,8 @@ def _layouts(
     each, rest = divmod(job.workload.batch, fixed.data)
     if rest:
         return
-    sizes = _micro_batches(run, trained.software, each, assumptions)
-    stages = _stage_choices(run, trained.software, fixed.pipeline, job.workload.model.layers, assumptions)
+    sizes = _micro_batches(run, trained, each, assumptions)
+    stages = _stage_choices(run, trained.habits, fixed.pipeline, job.workload.model.layers, assumptions)
     for micro_batch, per_rank, mode in itertools.product(sizes, stages, recompute):
         schedule = _schedule(run, per_rank)
         if each % micro_batch == 0 and _runs(schedule, each // micro_batch, fixed.pipeline):
@@ -247,16 +247,18 @@ def _layouts(
 
 
 def _micro_batches(
-    run: PublishedRun, software: Software, each: int, assumptions: list[str]
+    run: PublishedRun, trained: RunSoftware, each: int, assumptions: list[str]
 ) -> tuple[int, ...]:
     """Sequences of a micro-batch of a data-parallel rank that has ``each`` of them in a step."""
-    if not software.accumulates:
+    if not trained.habits.accumulates:
         return (each,)
     if run.micro_batch:
         return (run.micro_batch,)
-    if software.micro_batch:
-        assumptions.append(f"micro-batch of {software.micro_batch}, as in the recipes of {software.name}")
-        return (software.micro_batch,)
+    if trained.habits.micro_batch:
+        assumptions.append(
+            f"micro-batch of {trained.habits.micro_batch}, as in the recipes of {trained.software.name}"
+        )
+        return (trained.habits.micro_batch,)
     assumptions.append("micro-batch: the fastest that fits")
     return _MICRO_BATCHES
 
@@ -276,7 +278,7 @@ def _fixed(run: PublishedRun, trained: RunSoftware, job: Job, assumptions: list[
         )
     shard = _shard(run, job, data)
     stated = run.seq_parallel.lower()
-    sharded = stated in ("1", "true", "yes") if stated else trained.software.sequence_parallel
+    sharded = stated in ("1", "true", "yes") if stated else trained.habits.sequence_parallel
     return PlannedLayout(
         tensor=tensor,
         context=context,
@@ -330,14 +332,14 @@ def _precision(run: PublishedRun, assumptions: list[str]) -> str:
 
 
 def _stage_choices(
-    run: PublishedRun, software: Software, pipeline: int, layers: int, assumptions: list[str]
+    run: PublishedRun, habits: Habits, pipeline: int, layers: int, assumptions: list[str]
 ) -> tuple[int, ...]:
     if pipeline == 1:
         return (1,)
     if run.vpp or "dualpipe" in run.schedule.lower():
         return (run.vpp or 2,)
     asked = run.schedule.lower().startswith("interleaved")
-    if not asked and (run.schedule or not software.interleaves):
+    if not asked and (run.schedule or not habits.interleaves):
         return (1,)
     assumptions.append("interleaving: the fastest that fits")
     possible = tuple(divisors(max(layers // pipeline, 1), 8))

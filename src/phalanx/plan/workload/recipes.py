@@ -1,9 +1,9 @@
-"""Performance recipes behind published rows: dispatcher, overlap, CUDA graphs and recomputation, which the rows do not state.
+"""Performance recipes of Megatron-Bridge: dispatcher, overlap, CUDA graphs and recomputation by model, accelerator and release.
 
-A row of NVIDIA-NeMo/Megatron-Bridge's performance summary states a layout; the rest is in the recipe of that release
+What a layout does not say of NVIDIA-NeMo/Megatron-Bridge's fast runs is in the recipe of a release
 (scripts/performance/configs/*/*_workload_base_configs.py and src/megatron/bridge/perf_recipes, tags v0.2.0 to v0.6.0, containers
-25.11 to 26.08). ``RECIPES`` transcribes them; the first that matches holds. Rows of other sources state in columns of their own
-what is known (``dispatcher``, ``expert_overlap``, ``cuda_graphs``).
+25.11 to 26.08). ``RECIPES`` transcribes them; the first that matches holds. Runs without a recipe state what is known of them
+themselves (``Circumstances``).
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from phalanx.plan.workload.stacks import Stack
-from validation.runs import PublishedRun
 
+NEWEST_RELEASE = 26.08
+"""The newest release that ``RECIPES`` were transcribed from."""
 ATTENTION_PARTS = frozenset({"norm", "projection", "latent_up", "core", "out"})
 ROUTER_PARTS = frozenset({"router"})
 _HIDDEN = 0.6
@@ -24,11 +25,40 @@ it took the error of overlapped runs of the other half from 17 to 15 %."""
 
 
 @dataclass(frozen=True)
+class Circumstances:
+    """Circumstances of a run that facts of its software depend on."""
+
+    model: str = ""
+    """Name of the model."""
+    gpu: str = ""
+    """Name of the accelerator, which begins with its generation's: H100-80GB, gb200."""
+    precision: str = "bf16"
+    release: float | None = None
+    """Release (25.11) of Megatron-Bridge's container whose performance recipes the run follows; ``None`` without a recipe."""
+    pipeline: int = 0
+    """Pipeline ranks; 0 where they are not decided yet."""
+    zero: int | None = None
+    """ZeRO stage, where it is known."""
+    accumulates: bool = True
+    """True if a rank has more than one micro-batch in a step."""
+    narrow_reduction: bool = False
+    """True if gradients are reduced in bf16, though the software usually does otherwise."""
+    compiled: Literal["", "model", "model and loss"] = ""
+    """Parts of the step that torch.compile compiles."""
+    dispatcher: Literal["", "deepep", "hybridep"] = ""
+    """Library of the exchange of tokens, in a run without a recipe; empty for an all-to-all."""
+    expert_overlap: bool = False
+    """True if the exchange of tokens is hidden behind another micro-batch, in a run without a recipe."""
+    cuda_graphs: Literal["", "router", "layer", "step"] = ""
+    """Extent of CUDA graphs, in a run without a recipe."""
+
+
+@dataclass(frozen=True)
 class PerformanceRecipe:
-    """One recipe: the rows that it is for (model, gpu, precision, since, until, pipeline), and what it sets for them."""
+    """One recipe: the runs that it is for (model, gpu, precision, since, until, pipeline), and what it sets for them."""
 
     model: str
-    """Regular expression for the row's model, as ``gpu`` and ``precision`` are for those columns; case is ignored."""
+    """Regular expression for the model's name, as ``gpu`` and ``precision`` are for those; case is ignored."""
     gpu: str
     precision: str = ""
     since: float = 0.0
@@ -46,7 +76,7 @@ class PerformanceRecipe:
     whole_graph: bool = False
     """True if one CUDA graph replays the whole step."""
     recompute: str = "none"
-    """Recomputation, in the words of the row's column."""
+    """Recomputation, in the words of Megatron's ``recompute_modules``."""
     narrow_attention: bool = False
     """True if attention is in fp8 (fp8_dot_product_attention)."""
     offload: bool = False
@@ -112,25 +142,25 @@ RECIPES = (
 )
 
 
-def recipe_of(run: PublishedRun) -> PerformanceRecipe | None:
-    """The recipe of a row of Megatron-Bridge's performance summary; ``None`` for other rows."""
-    if run.recipe_release is None:
+def recipe_of(run: Circumstances) -> PerformanceRecipe | None:
+    """The recipe of a run of Megatron-Bridge; ``None`` if it follows none."""
+    if run.release is None:
         return None
-    return next((recipe for recipe in RECIPES if _holds(recipe, run, run.recipe_release)), None)
+    return next((recipe for recipe in RECIPES if _holds(recipe, run, run.release)), None)
 
 
-def _holds(recipe: PerformanceRecipe, run: PublishedRun, release: float) -> bool:
+def _holds(recipe: PerformanceRecipe, run: Circumstances, release: float) -> bool:
     precision = run.precision.replace("fp8-mx", "mxfp8")  # the MX format has two names
     sought = ((recipe.model, run.model), (recipe.gpu, run.gpu), (recipe.precision, precision))
     return (
         all(re.match(pattern, text, re.IGNORECASE) for pattern, text in sought)
         and recipe.since <= release < recipe.until
-        and recipe.pipeline in (0, run.pp)
+        and recipe.pipeline in (0, run.pipeline)
     )
 
 
-def with_recipe(stack: Stack, run: PublishedRun, known: PerformanceRecipe | None) -> Stack:
-    """The stack as the row's recipe sets it, or as the row's own columns do where no recipe is ``known``."""
+def with_recipe(stack: Stack, run: Circumstances, known: PerformanceRecipe | None) -> Stack:
+    """The stack as the run's recipe sets it, or as its circumstances do where no recipe is ``known``."""
     recipe = known or _stated(run)
     experts, attention, kernels, overlap = stack.experts, stack.attention, stack.kernels, stack.overlap
     if recipe.flex:
@@ -157,8 +187,8 @@ def with_recipe(stack: Stack, run: PublishedRun, known: PerformanceRecipe | None
 _GRAPHED = {"router": ROUTER_PARTS, "layer": ATTENTION_PARTS | ROUTER_PARTS}
 
 
-def _stated(run: PublishedRun) -> PerformanceRecipe:
-    """The row's own columns as a recipe."""
+def _stated(run: Circumstances) -> PerformanceRecipe:
+    """The circumstances as a recipe."""
     return PerformanceRecipe(
         "",
         "",
