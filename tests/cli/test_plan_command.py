@@ -205,7 +205,47 @@ def test_what_goes_with_a_model_is_refused_with_a_run_file() -> None:
     assert "--batch and --seq-len go with --model" in result.output
 
 
-def test_a_field_set_beside_a_model_that_is_only_named_is_refused() -> None:
-    refused = plan(*SMALL, "--set", "model.layers=1")
+def test_fields_set_beside_a_model_change_its_plan() -> None:
+    small = ["--model", "llama3-8b", "--cluster", "h100:64", "--seq-len", "4096", "--layout", "tp=2"]
+    found = facts(
+        *small,
+        "--set",
+        "train.batch_size=64",
+        "--set",
+        "precision.matmul=fp8-rowwise",
+        "--set",
+        "model.layers=16",
+    )
+    assert found["batch"] == 64
+    assert found["chosen"]["fields"]["precision"] == "fp8"
+    assert found["parameters"] < 5e9
+    assert facts(*small, "--set", "fleet.nodes=8", "--set", "fleet.spares=3")["whole_run"]["spare_nodes"] == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--set", "nonsense.foo=bar"], "nonsense: there is no such field"),
+        (["--set", "clustre.accelerator.price_per_hour=1"], "clustre: there is no such field"),
+        (["--set", "parallel.tensor=8"], "--require 'tp=...'"),
+        (["--set", "memory.recompute=full"], "--require 'recompute=...'"),
+        (["--set", "train.batch_size=8"], "--set train.batch_size and --batch say the same"),
+        (["--set", "train.steps=8", "--tokens", "1B"], "give one of the two"),
+        (["--set", "cluster.accelerator.memory_bytes_per_s=3350"], "plausible is 3.35e+10 to 3.35e+14"),
+        (["--layout", "tp=8,tp=4"], "tp is given twice"),
+        (["--layout", "tp=8,tensor=8"], "tp is given twice"),
+        (["--assume", "draws=1000000000000"], "draws must be 1 to 100,000"),
+    ],
+)
+def test_what_a_plan_would_not_use_is_refused_by_name(arguments: list[str], says: str) -> None:
+    refused = plan(*SMALL, *arguments)
     assert refused.exit_code == 2
-    assert 'preset = "llama3-8b"' in refused.output
+    assert says in " ".join(refused.output.split())
+
+
+def test_a_field_that_keeps_pipelines_away_is_among_the_exclusions_with_its_cure() -> None:
+    tied = facts("--model", "gpt3-175b", "--cluster", "h100:1024", "--batch", "512", "--seq-len", "2048")
+    assert any("set model.tie_embeddings = false" in rule for rule in tied["excluded"])
+    result = plan("--model", "gpt3-175b", "--cluster", "v100:10000", "--batch", "1536", "--seq-len", "2048")
+    assert result.exit_code == 2
+    assert "set model.tie_embeddings = false" in result.output

@@ -10,6 +10,8 @@ from phalanx.hardware.cluster import Cluster, Fact
 from phalanx.hardware.errors import HardwareError
 
 _MAY_BE_ZERO = ("price_per_hour", "power_w")
+_FARTHEST = 100
+"""Factor between a figure and its replacement beyond which the unit is taken for another than the catalog's."""
 
 
 def with_value(cluster: Cluster, name: str, value: float, source: str = "set by the user") -> Cluster:
@@ -34,6 +36,8 @@ def _replaced(owner: Any, path: list[str], value: float, source: str, name: str)
     if here not in known:
         raise HardwareError(f"there is no figure {name!r} to set: {here!r} is not among {', '.join(known)}")
     old = owner[here] if isinstance(owner, dict) else getattr(owner, here)
+    if isinstance(old, (Fact, float)) and not rest:
+        _check_size(value, old.value if isinstance(old, Fact) else old, name)
     if isinstance(old, Fact) and not rest:
         new: object = Fact(value, source)
     elif isinstance(old, (int, float)) and not isinstance(old, bool) and not rest:
@@ -43,6 +47,16 @@ def _replaced(owner: Any, path: list[str], value: float, source: str, name: str)
     else:
         raise HardwareError(f"{name!r} is not one figure: name one within it, as in fabric.bytes_per_s")
     return {**owner, here: new} if isinstance(owner, dict) else replace(owner, **{here: new})
+
+
+def _check_size(value: float, old: float, name: str) -> None:
+    """Raises ``HardwareError`` for a value so far from the figure it replaces that it must be in another unit."""
+    if value > 0 and old > 0 and not 1 / _FARTHEST <= value / old <= _FARTHEST:
+        raise HardwareError(
+            f"{name} = {value:g} is {max(value / old, old / value):.2g} times {'more' if value > old else 'less'} than the "
+            f"catalog's {old:g}, as if in another unit: plausible is {old / _FARTHEST:g} to {old * _FARTHEST:g} (bytes, FLOP/s, "
+            "seconds, W, $); for other hardware, describe it in a TOML file"
+        )
 
 
 def _is_figure(value: object) -> bool:

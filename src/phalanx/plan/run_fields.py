@@ -15,7 +15,7 @@ for the reads), and ``show`` counts what the model, the batch and the layout imp
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from functools import reduce
 from typing import Any, Literal, get_args
@@ -47,14 +47,18 @@ class FieldTreatment:
     """True if the field sets this project's own stack, so that a plan for other software does not use it."""
 
 
-def notes_of(spec: RunSpec, cluster: Cluster, other_stack: str = "") -> tuple[str, ...]:
+def notes_of(
+    spec: RunSpec, cluster: Cluster, other_stack: str = "", stated: Collection[str] | None = None
+) -> tuple[str, ...]:
     """The notes on what a plan of ``spec`` on ``cluster`` does not model, in the order of the run file.
 
     Fields with the same note share one line. In a plan for the software ``other_stack`` so do all fields that it replaces and
-    that are not at their defaults.
+    that are not at their defaults. With ``stated``, only fields at or below these paths are noted.
     """
     paths: dict[str, list[str]] = {}
     for path, treatment in RUN_FIELDS.items():
+        if stated is not None and not any(f"{path}.".startswith(f"{one}.") for one in stated):
+            continue
         if other_stack and treatment.of_own_stack:
             if value_at(spec, path) != _default(path):
                 note = f"replaced by what the stack {other_stack!r} does; the run file's value is not planned"
@@ -377,3 +381,21 @@ RUN_FIELDS: dict[str, FieldTreatment] = {
     **_WHOLE_RUN,
 }
 """The treatment of every field of the run file, by its dotted path."""
+
+SEARCHED = {
+    "train.micro_batch_size": "mbs",
+    "parallel.ranks": "gpus",
+    "parallel.sharding": "zero",
+    "parallel.shard_ranks": "fsdp",
+    "parallel.tensor": "tp",
+    "parallel.context": "cp",
+    "parallel.pipeline": "pp",
+    "parallel.pipeline_schedule": "schedule",
+    "parallel.pipeline_stages": "vpp",
+    "parallel.expert": "ep",
+    "parallel.expert_tensor": "etp",
+    "memory.recompute": "recompute",
+    "memory.offload_activations": "offload_activations",
+    "memory.offload_optimizer": "offload_optimizer",
+}
+"""Fields that a search replaces by what it finds, each with the name that a condition on it has."""

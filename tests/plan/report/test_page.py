@@ -19,7 +19,7 @@ from phalanx.plan.search.sensitivity import step_changes
 
 def planned(aim: Aim, *, searching: bool) -> Plan:
     spec = run_of_model("llama3-8b", 4096, 128)
-    return make_plan(spec, cluster("h100:64"), aim, from_file=False, searching=searching)
+    return make_plan(spec, cluster("h100:64"), aim, stated=(), searching=searching)
 
 
 @pytest.fixture(scope="module")

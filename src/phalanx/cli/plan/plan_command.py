@@ -121,18 +121,21 @@ def command(
         from phalanx.cli.plan.plan_table import print_plan
         from phalanx.plan.search.as_json import plan_json
         from phalanx.plan.search.plan import make_plan
-        from phalanx.plan.search.query import Aim
+        from phalanx.plan.search.query import Aim, refuse_unused
 
         given = {name for name in ("batch", "seq_len") if _is_given(name)}
         if given and run_file is not None:
             raise click.UsageError(
                 "--batch and --seq-len go with --model; of a run file, use --set train.batch_size=..."
             )
-        spec = _spec(run_file, model, batch, seq_len, _without_cluster(overrides))
+        fields = _without_cluster(overrides)
+        searching = layout is None or explain
+        refuse_unused(fields, searching=layout is None, tokens=tokens)
+        spec = _spec(run_file, model, batch, seq_len, fields)
         cluster = _cluster(cluster_name, overrides)
         aim = Aim(optimize, require, top, stack, layout, tokens, step_error, assume)
-        searching = layout is None or explain
-        plan = make_plan(spec, cluster, aim, from_file=run_file is not None, searching=searching)
+        stated = None if model is None else {text.partition("=")[0].strip() for text in fields}
+        plan = make_plan(spec, cluster, aim, stated=stated, searching=searching)
         _write_files(plan, spec, aim, report, trace, out)
         if as_json:
             click.echo(json.dumps(plan_json(plan), allow_nan=False))
@@ -164,7 +167,7 @@ def _is_given(option: str) -> bool:
 
 
 def _spec(
-    run_file: Path | None, model: str | None, batch: int, seq_len: int, overrides: Iterable[str]
+    run_file: Path | None, model: str | None, batch: int, seq_len: int, overrides: list[str]
 ) -> RunSpec:
     if (run_file is None) == (model is None):
         raise click.UsageError("give a run file, or --model NAME (phalanx models lists them)")
@@ -173,13 +176,12 @@ def _spec(
     from phalanx.run.read import read_run
 
     if model is not None:
-        if overrides := list(overrides):
-            raise click.UsageError(
-                f"--set {overrides[0]}: of a model by its name there is no run file to override; set --batch and --seq-len, "
-                "figures of the cluster (cluster.NAME=VALUE), or write a run file with [model] preset = "
-                f'"{model}"'
-            )
-        return run_of_model(model, seq_len, batch)
+        for field, option in (("train.batch_size", "batch"), ("train.seq_len", "seq_len")):
+            if _is_given(option) and any(text.startswith(f"{field}=") for text in overrides):
+                raise click.UsageError(
+                    f"--set {field} and --{option.replace('_', '-')} say the same: give one"
+                )
+        return run_of_model(model, seq_len, batch, tuple(overrides))
     assert run_file is not None, "one of the two is given"
     return read_run(run_file, PRESETS, tuple(overrides))
 

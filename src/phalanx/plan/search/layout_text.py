@@ -107,7 +107,7 @@ def _data_ranks(text: str, given: dict[str, Any], inner: int) -> int:
 
 def _fields(text: str, job: Job) -> dict[str, Any]:
     """The fields of a layout that ``text`` gives, by their full names."""
-    found = {}
+    found: dict[str, Any] = {}
     for part in text.split(","):
         word, sign, value = (piece.strip() for piece in part.partition("="))
         known = layout_field(word)
@@ -118,6 +118,10 @@ def _fields(text: str, job: Job) -> dict[str, Any]:
             )
         if known.not_in_layout:
             raise RequestError(f"--layout: {part.strip()}: {known.not_in_layout}")
+        if known.name in found:
+            raise RequestError(
+                f"--layout: {known.shown} is given twice, last as {part.strip()!r}: give it once"
+            )
         found[known.name] = _value(known.name, value, job)
     return found
 

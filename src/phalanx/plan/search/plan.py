@@ -5,7 +5,7 @@ The result is one value, ``Plan``, which tables, reports and JSON are made from.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -59,19 +59,26 @@ class Plan:
 
 
 def make_plan(
-    spec: RunSpec, cluster: Cluster, aim: Aim, *, from_file: bool = True, searching: bool = True
+    spec: RunSpec,
+    cluster: Cluster,
+    aim: Aim,
+    *,
+    stated: Collection[str] | None = None,
+    searching: bool = True,
 ) -> Plan:
     """Searches, or estimates the layout that was asked for, or both; then the run as a whole.
 
-    Without ``from_file`` the run is of a known model alone: slots, checkpoints and fleet are not as ``spec`` says but as the
-    layout and the assumptions like them. Raises ``ValueError`` with what is in the way, and the remedy.
+    ``stated`` are the fields that the user gave of a run of a known model: slots, checkpoints and fleet that are not among them are
+    as the layout and the assumptions like them. ``None`` means all fields, those of a run file. Raises ``ValueError`` with
+    what is in the way, and the remedy.
     """
     if aim.require and not searching:
         raise RequestError(
             f"{', '.join(aim.require)}: a condition is for a search, and one layout was asked for: leave the layout out "
             "to search, or the condition; --explain does both and compares"
         )
-    job = job_of(spec, cluster, stack=aim.stack, keep_slots=from_file)
+    from_file = stated is None
+    job = job_of(spec, cluster, stack=aim.stack, keep_slots=stated is None or "train.slots" in stated)
     asked = None if aim.layout is None else _asked(spec, job, aim.layout)
     found = None
     if searching:
@@ -82,18 +89,23 @@ def make_plan(
         raise RequestError("neither a layout nor a search was asked for")
     tokens = read_tokens(aim.tokens) if aim.tokens else float(spec.train.steps * job.workload.tokens)
     inputs = run_inputs(job, chosen, tokens)
-    described = spec if from_file else None
+    described = spec if _describes_fleet(stated) else None
     steps = round(tokens / job.workload.tokens)
     assumptions = assumed(aim.assume, aim.step_error, described, chosen.step_s, steps)
     run = estimate_run(inputs, assumptions)
     other_stack = "" if job.stack.name == OWN else job.stack.name
-    notes = notes_of(spec, cluster, other_stack) if from_file else ()
+    notes = notes_of(spec, cluster, other_stack, stated)
     if from_file and aim.layout is not None and (note := replaced_sharding(aim.layout, spec, job)):
         notes = (*notes, note)
     if job.stack.name == OWN and job.workload.slots:
         micro_batches = job.workload.batch // chosen.layout.micro_batch
         notes += lost_node_notes(chosen.layout.mesh, cluster.per_node, job.workload.slots, micro_batches)
     return Plan(spec.name, job, aim, chosen, found, tokens, inputs, assumptions, run, notes)
+
+
+def _describes_fleet(stated: Collection[str] | None) -> bool:
+    """True if a run file, or a field that was given beside a model, says how the fleet saves and recovers."""
+    return stated is None or any(path.startswith(("fleet", "checkpoint")) for path in stated)
 
 
 def _asked(spec: RunSpec, job: Job, text: str) -> Estimate:

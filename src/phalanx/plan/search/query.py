@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -16,6 +18,7 @@ from phalanx.hardware.cluster import Cluster
 from phalanx.hardware.profiles import profile_of
 from phalanx.model.facts.counts import count
 from phalanx.model.facts.presets import PRESETS
+from phalanx.plan.run_fields import SEARCHED
 from phalanx.plan.search.search import Objective
 from phalanx.plan.search.space import Options
 from phalanx.plan.workload.candidates import RECOMPUTE
@@ -23,8 +26,9 @@ from phalanx.plan.workload.foreign_stacks import stack_named
 from phalanx.plan.workload.stacks import Job, Overlap, Stack, stack_of, workload_of
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import SPLIT_BACKWARD, layout_problems
+from phalanx.run.read import read_table
 from phalanx.run.resolve import compute_format
-from phalanx.run.spec import DataSpec, PrecisionSpec, RunSpec, TrainSpec
+from phalanx.run.spec import PrecisionSpec, RunSpec
 
 OWN = "phalanx"
 """This project's own stack, the only one that run files are for."""
@@ -58,17 +62,43 @@ class Aim:
     """Assumptions about the run as ``NAME=VALUE``, with the names of ``RunAssumptions``."""
 
 
-def run_of_model(name: str, seq_len: int, batch: int) -> RunSpec:
-    """A run of the known model ``name``; the words of a name may stand in any order."""
+def run_of_model(name: str, seq_len: int, batch: int, overrides: Sequence[str] = ()) -> RunSpec:
+    """A run of the known model ``name``, with other values of the fields in ``overrides``; the words of a name may stand in any order.
+
+    A field that ``overrides`` leave out is as a run file would have it, but for the slots, one for each sequence, and the steps, by the
+    model's size. Raises ``RequestError`` for an unknown name, ``RunFileError`` for what cannot be overridden so.
+    """
     words = sorted(name.lower().split("-"))
     found = next((key for key in PRESETS if sorted(key.split("-")) == words), None)
     if found is None:
         raise RequestError(f"there is no model {name!r}: there are {', '.join(PRESETS)}; or give a run file")
-    model = replace(PRESETS[found], preset=found)
-    active = count(resolve(model, DataSpec().vocab_size), seq_len).active_parameters
-    steps = steps_for(_TOKENS_PER_PARAMETER * active, batch * seq_len)
-    train = TrainSpec(steps=steps, batch_size=batch, seq_len=seq_len, slots=batch)
-    return RunSpec(name=found, model=model, train=train)
+    table = {
+        "name": found,
+        "model": {"preset": found},
+        "train": {"steps": _LONGEST_RUN_STEPS, "batch_size": batch, "seq_len": seq_len},
+    }
+    place = Path(f"--model {found}")
+    sequences = dict(text.split("=", 1) for text in overrides if "=" in text).get("train.batch_size", batch)
+    overrides = (f"train.slots={sequences}", *overrides)
+    spec = read_table(deepcopy(table), PRESETS, overrides, place)
+    active = count(resolve(spec.model, spec.data.vocab_size), spec.train.seq_len).active_parameters
+    steps = steps_for(_TOKENS_PER_PARAMETER * active, spec.train.batch_size * spec.train.seq_len)
+    return read_table(table, PRESETS, (f"train.steps={steps}", *overrides), place)
+
+
+def refuse_unused(overrides: Sequence[str], *, searching: bool, tokens: str | None) -> None:
+    """Raises ``RequestError`` for an override of a field that a search replaces, or that ``--tokens`` does."""
+    for text in overrides:
+        field = text.partition("=")[0].strip()
+        if field == "train.steps" and tokens:
+            raise RequestError(
+                f"--set {text}: --tokens {tokens} says how long the run is; give one of the two"
+            )
+        if searching and field in SEARCHED:
+            raise RequestError(
+                f"--set {text}: a search tries every layout, whatever {field} is: leave it out, give a condition "
+                f"(--require '{SEARCHED[field]}=...'), or ask for one layout (--layout)"
+            )
 
 
 def job_of(spec: RunSpec, cluster: Cluster, *, stack: str = OWN, keep_slots: bool = True) -> Job:

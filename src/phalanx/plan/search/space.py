@@ -22,7 +22,6 @@ from phalanx.plan.workload.stages import most_stages
 from phalanx.run.kinds.mixture import is_mixture
 from phalanx.run.kinds.state_blocks import cut_by_tensor_ranks
 from phalanx.run.kinds.whole_model import shares_key_heads, tensor_sizes, undivided
-from phalanx.run.spec import ModelSpec
 
 AXES = 5
 """Number of axes of a space: four free choices and the geometry."""
@@ -122,6 +121,7 @@ def space(job: Job, options: Options) -> Space:
             f"no layout of {job.workload.model.layers} layers and {job.workload.batch} sequences uses "
             f"{options.least_use:.0%} of {', '.join(map(str, counts))} accelerators; most fail because "
             f"{worst!r}: change the batch, or the number of accelerators"
+            + "".join(f"; {problem}" for _, problem in undivided(job.workload.model) if str(problem) != worst)
         )
     candidates = _with_axes(table, free, options.precision)
     for need in needs:
@@ -168,20 +168,22 @@ def _geometry(job: Job, options: Options, counts: tuple[int, ...]) -> tuple[Tabl
     workload, model = job.workload, job.workload.model
     most = max(counts)
     excluded: dict[str, int] = {}
-    sizes = [1] if "tensor" in _whole_axes(model) else [size for _, size in tensor_sizes(model)]
-    divided = int(np.gcd.reduce(sizes))
+    divided = int(np.gcd.reduce([size for _, size in tensor_sizes(model)]))
     table: Table = {"tensor": np.array(list(divisors(divided, most)), dtype=np.int64)}
+    table = _keep_whole(job, "tensor", table, excluded)
     shared = [shares_key_heads(model, degree) for degree in table["tensor"].tolist()]
     table = _keep(table, np.array(shared), "the key heads do not divide", excluded)
     table = _keep(table, _whole_blocks(job, table["tensor"]), _CUT_BLOCKS, excluded)
     if model.lanes:
         cut = divided % model.lanes == 0 and shares_key_heads(model, model.lanes)
         table = _keep(table, (model.lanes % table["tensor"] == 0) & cut, "the lanes do not divide", excluded)
-    whole = "context" in _whole_axes(model) or model.lanes > 0
-    table = _cross(table, "context", [1] if whole else [2**power for power in range(7)])
+    table = _cross(table, "context", [1] if model.lanes else [2**power for power in range(7)])
+    table = _keep_whole(job, "context", table, excluded)
     pieces = np.where(table["context"] > 1, 2 * table["context"], 1) * (model.lanes or table["tensor"])
     table = _keep(table, workload.seq_len % pieces == 0, "the sequence does not divide", excluded)
-    table = _cross(table, "pipeline", list(range(1, _longest_pipeline(job) + 1)))
+    table = _cross(table, "pipeline", list(range(1, model.layers + 1)))
+    if job.stack.name == "phalanx":  # other software has ways to share one matrix between two stages
+        table = _keep_whole(job, "pipeline", table, excluded)
     model_ranks = table["tensor"] * table["context"] * table["pipeline"]
     table = _keep(table, model_ranks <= most, "more ranks than accelerators", excluded)
     table = _cross(table, "data", list(divisors(workload.slots or workload.batch, most)))
@@ -215,16 +217,12 @@ def _whole_blocks(job: Job, degrees: Ints, *, stacked: bool = False) -> Bools:
     return ~np.isin(degrees, list(cut))
 
 
-def _whole_axes(model: ModelSpec) -> set[str]:
-    """Axes that a layer of the model does not let divide it."""
-    return {axis for axis, _ in undivided(model)}
-
-
-def _longest_pipeline(job: Job) -> int:
-    model = job.workload.model
-    # Other software has ways to share one matrix between two stages.
-    alone = job.stack.name == "phalanx" and "pipeline" in _whole_axes(model)
-    return 1 if alone else model.layers
+def _keep_whole(job: Job, axis: str, table: Table, excluded: dict[str, int]) -> Table:
+    """Drops degrees above 1 of an axis that cannot divide the model, by the field that forbids it and with the cure."""
+    for name, problem in undivided(job.workload.model):
+        if name == axis:
+            table = _keep(table, table[axis] == 1, str(problem), excluded)
+    return table
 
 
 def _schedules(job: Job, options: Options, table: Table, excluded: dict[str, int]) -> Table:

@@ -22,6 +22,10 @@ class RunEstimateError(ValueError):
     """An assumption or a quantity of the run that cannot be."""
 
 
+MOST_DRAWS = 100_000
+"""Most simulated runs: percentiles to about a hundredth of their spread, in some seconds."""
+
+
 @dataclass(frozen=True)
 class RunAssumptions:
     """Assumptions of the estimate. Every figure can be set."""
@@ -80,9 +84,9 @@ class RunAssumptions:
             value = getattr(self, one.name)
             if isinstance(value, int | float) and not value >= 0:
                 raise RunEstimateError(f"{one.name} must not be negative, is {value}")
-        if self.draws < 1:
+        if not 1 <= self.draws <= MOST_DRAWS:
             raise RunEstimateError(
-                "draws must be at least 1; 1000 gives percentiles to about a tenth of their spread"
+                f"draws must be 1 to {MOST_DRAWS:,}, is {self.draws:,}; 1000 gives percentiles to about a tenth of their spread"
             )
         if not 0 <= self.spare_confidence < 1:
             raise RunEstimateError(f"spare_confidence must be in [0, 1), is {self.spare_confidence}")
