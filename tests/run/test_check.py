@@ -102,10 +102,10 @@ def test_key_heads_divide_query_heads() -> None:
     assert problem.remedy == "1, 2, 4 divide 4"
 
 
-@pytest.mark.parametrize("high", [1.0, 2.0])
-def test_the_band_of_blended_frequencies_is_not_empty(high: float) -> None:
-    scaling = RopeScalingSpec(low_freq_factor=2.0, high_freq_factor=high)
+def test_the_band_of_blended_frequencies_does_not_end_before_it_begins() -> None:
+    scaling = RopeScalingSpec(low_freq_factor=2.0, high_freq_factor=1.0)
     assert only_problem(model=ModelSpec(rope_scaling=scaling)).path == "model.rope_scaling.high_freq_factor"
+    assert check(RunSpec(model=ModelSpec(rope_scaling=replace(scaling, high_freq_factor=2.0)))) == []
 
 
 def test_yarn_blends_from_fast_to_slow() -> None:

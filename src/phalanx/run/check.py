@@ -95,10 +95,10 @@ def _model(model: ModelSpec) -> Iterator[Problem]:
 
 
 def _rope_scaling(scaling: RopeScalingSpec) -> Iterator[Problem]:
-    if scaling.kind == "llama3" and scaling.high_freq_factor <= scaling.low_freq_factor:
+    if scaling.kind == "llama3" and scaling.high_freq_factor < scaling.low_freq_factor:
         yield Problem(
             "model.rope_scaling.high_freq_factor",
-            f"{scaling.high_freq_factor:g} is not above low_freq_factor {scaling.low_freq_factor:g}",
+            f"{scaling.high_freq_factor:g} is below low_freq_factor {scaling.low_freq_factor:g}",
             "the band between the two is where frequencies are blended",
             ("model.rope_scaling.low_freq_factor", "model.rope_scaling"),
         )

@@ -40,7 +40,8 @@ class RopeScalingSpec:
     long_factors: Annotated[tuple[float, ...], LATER] = ()
     """LongRoPE: the divisor of each frequency in longer sequences."""
     temperature: Annotated[float, LATER, NOT_NEGATIVE] = 0.0
-    """LongRoPE: factor of the rotary tables; 0 means sqrt(1 + log(factor) / log(original_max_seq_len))."""
+    """YaRN and LongRoPE: factor of the rotary tables; 0 means that it follows: YaRN's from factor and mscale, LongRoPE's is
+    sqrt(1 + log(factor) / log(original_max_seq_len))."""
     mscale: Annotated[float, NOT_NEGATIVE] = 0.0
     """YaRN: strength of the attention temperature in the rotary tables (DeepSeek's `mscale`); 0 means 1."""
     mscale_all_dim: Annotated[float, NOT_NEGATIVE] = 0.0

@@ -20,6 +20,8 @@ def rotary_temperature(scaling: RopeScalingSpec | None) -> float:
         )
     if scaling is None or scaling.kind != "yarn":
         return 1.0
+    if scaling.temperature:
+        return scaling.temperature
     above, below = scaling.mscale or 1.0, scaling.mscale_all_dim
     return _temperature(scaling.factor, above) / _temperature(scaling.factor, below)
 

@@ -39,8 +39,9 @@ def inverse_frequencies(
 def _stretch(frequencies: Tensor, scaling: RopeScalingSpec) -> Tensor:
     """Divides low frequencies by ``factor``, keeps high ones, blends linearly between (arXiv 2407.21783)."""
     turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
-    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    blend = blend.clamp(0.0, 1.0)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    # Without a band between the two nothing is blended.
+    blend = ((turns - low) / (high - low)).clamp(0.0, 1.0) if high > low else (turns >= low).float()
     return (1 - blend) * frequencies / scaling.factor + blend * frequencies
 
 

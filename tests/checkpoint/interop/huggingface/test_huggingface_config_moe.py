@@ -334,7 +334,6 @@ QWEN = {
         (MIXTRAL, {"num_experts_per_tok": 5}, "model.moe.per_token"),
         (QWEN, {"norm_topk_prob": None}, "norm_topk_prob is missing"),
         (QWEN, {"mlp_only_layers": [1, 2]}, "mlp_only_layers = [1, 2] with decoder_sparse_step = 1"),
-        (QWEN, {"decoder_sparse_step": 7}, "decoder_sparse_step = 7 is not supported"),
         (QWEN, {"num_experts": "4"}, "model.moe.experts"),
         (
             DEEPSEEK_V3,
@@ -357,7 +356,7 @@ QWEN = {
             (DEEPSEEK_V3, {"rope_scaling": {"type": "yarn", "factor": 2.0, **change}}, message)
             for change, message in (
                 ({"truncate": 3}, "model.rope_scaling.truncate: 3 is not true or false"),
-                ({"attention_factor": 1.2}, "attention_factor = 1.2 in the rotary embedding's"),
+                ({"attention_factor": -1.2}, "model.rope_scaling.temperature"),
                 ({"mscale": 0.7}, "mscale without mscale_all_dim"),
                 ({"mscale_all_dim": 0.7}, "mscale without mscale_all_dim"),
             )

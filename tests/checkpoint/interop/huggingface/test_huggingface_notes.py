@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, MistralConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, MistralConfig
 
 from checkpoint.huggingface_models import CONFIGS as MIXTURES
 from checkpoint.huggingface_models import edit_config, imported_model, saved_by_transformers
@@ -22,6 +22,7 @@ from phalanx.checkpoint.interop.huggingface.config import (
     spec_of,
 )
 from phalanx.checkpoint.interop.huggingface.export_folder import export_hf
+from phalanx.checkpoint.interop.huggingface.families.known import FAMILIES
 from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
 from phalanx.checkpoint.interop.huggingface.notes import export_notes, import_notes
 from phalanx.checkpoint.interop.huggingface.publisher_files import kept_by_export, note_lost_fields
@@ -133,6 +134,112 @@ def test_what_changes_nothing_is_imported(family: str, change: dict[str, Any], t
     published = saved_by_transformers(ALL[family], tmp_path / "published")
     edit_config(published, **change)
     assert_same_logits(published, tmp_path / "run")
+
+
+def changed(family: str, **changes: Any) -> Any:
+    """A configuration of transformers' class with other values."""
+    config = ALL[family]
+    written = ("model_type", "architectures", "transformers_version")
+    table = {key: value for key, value in config.to_dict().items() if key not in written}
+    return type(config)(**table | changes)
+
+
+def rope_of(family: str, **changes: Any) -> dict[str, Any]:
+    return {"rope_parameters": ALL[family].rope_parameters | changes}
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("qwen3 moe", {"mlp_only_layers": [0, 1]}),
+        ("qwen3 moe", {"decoder_sparse_step": 99}),
+        ("qwen2 moe", {"mlp_only_layers": [0, 1]}),
+        ("deepseek v3", {"first_k_dense_replace": 99}),
+        ("llama, stretched rotary", rope_of("llama, stretched rotary", low_freq_factor=4.0)),
+        ("llama, yarn", rope_of("llama, yarn", attention_factor=0.7)),
+        ("deepseek v3, yarn", rope_of("deepseek v3, yarn", attention_factor=1.0)),
+    ],
+    ids=str,
+)
+def test_unusual_models_are_imported_and_exported_with_their_logits(
+    family: str, change: dict[str, Any], tmp_path: Path
+) -> None:
+    published = saved_by_transformers(changed(family, **change), tmp_path / "published")
+    assert_same_logits(published, tmp_path / "run")
+    run = RunDirectory(tmp_path / "run")
+    spec = read_resolved(run).model
+    export_hf(DiskTier(run.checkpoints), 0, spec, tmp_path / "hf", "float32", published_dir=run.published)
+    assert_same_logits(tmp_path / "hf", tmp_path / "again")
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+@pytest.mark.parametrize("family", ["deepseek v3", "deepseek v2", "glm 4.5"])
+def test_matrices_of_zero_shared_experts_are_passed_over(family: str, tmp_path: Path) -> None:
+    published = saved_by_transformers(changed(family, n_shared_experts=0), tmp_path / "published")
+    assert_same_logits(published, tmp_path / "run")
+
+
+def test_weights_in_float64_are_rounded_as_in_transformers_and_a_note_says_so(tmp_path: Path) -> None:
+    published = saved_by_transformers(ALL["llama"], tmp_path / "published")
+    tensors = load_file(published / "model.safetensors")
+    double = {name: value.double() * (1 + 1e-12) for name, value in tensors.items()}
+    save_file(double, published / "model.safetensors")
+    (note,) = assert_same_logits(published, tmp_path / "run")
+    assert note == f"{len(tensors)} tensors are stored in float64, and rounded to float32"
+
+
+def test_a_base_model_is_whole_where_the_output_projection_is_tied(tmp_path: Path) -> None:
+    published = saved_by_transformers(ALL["llama, tied"], tmp_path / "published")
+    path = published / "model.safetensors"
+    save_file({name.removeprefix("model."): value for name, value in load_file(path).items()}, path)
+    assert assert_same_logits(published, tmp_path / "run") == ()
+
+
+def test_a_missing_output_projection_is_refused_since_transformers_would_draw_it_at_random(
+    tmp_path: Path,
+) -> None:
+    published = saved_by_transformers(ALL["llama"], tmp_path / "published")
+    edit_tensors(published, lm_head__weight=None)
+    with pytest.raises(HuggingFaceError, match="where it is tied, set tie_word_embeddings to true"):
+        import_hf(published, tmp_path / "run")
+    edit_config(published, tie_word_embeddings=True)
+    assert assert_same_logits(published, tmp_path / "run") == ()
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "said"),
+    [
+        (
+            "qwen3 moe",
+            {"num_experts_per_tok": 1},
+            "num_experts_per_tok = 1 .* the router would learn nothing",
+        ),
+        ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1 .* the router would learn nothing"),
+        ("qwen3 moe", {"num_hidden_layers": 4, "mlp_only_layers": [1]}, r"mlp_only_layers = \[1\] with"),
+        (
+            "llama, stretched rotary",
+            rope_of("llama, stretched rotary", low_freq_factor=5.0),
+            "high_freq_factor",
+        ),
+        ("llama, yarn", rope_of("llama, yarn", attention_factor=0), "attention_factor = 0 is not supported"),
+        ("llama, yarn", rope_of("llama, yarn", mscale=0.7), "mscale without mscale_all_dim"),
+    ],
+)
+def test_what_no_field_here_can_say_is_refused_by_the_name_of_the_published_field(
+    family: str, change: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=said):
+        spec_of(ALL[family].to_dict() | change)
+
+
+def test_names_that_transformers_takes_for_others_are_taken_for_them_here() -> None:
+    for model_type, family in FAMILIES.items():
+        if model_type not in CONFIG_MAPPING:
+            continue  # the publisher's own class
+        pairs = {frozenset(pair) for pair in CONFIG_MAPPING[model_type].attribute_map.items()}
+        for field in family.fields.values():
+            others = {name for pair in pairs if field in pair for name in pair - {field}}
+            assert others <= {family.aliases.get(field)}, (model_type, field)
 
 
 @pytest.mark.parametrize("change", [{}, {"tie_word_embeddings": True, "head_dim": 24}])

@@ -170,6 +170,12 @@ def spec_of(hf_config: JsonObject) -> ModelSpec:
     problems += rope_problems + layer_problems
     if _has_no_mixture(table):
         del table["moe"]
+    mixture = table.get("moe", {})
+    if mixture.get("per_token") == 1 and mixture.get("normalize") is True:
+        problems.append(
+            "num_experts_per_tok = 1 with scores that are scaled to sum to one (norm_topk_prob) is not supported: the one score "
+            "is always one, and the router would learn nothing; supported: 2 or more, or norm_topk_prob = false"
+        )
     if not table.get("window"):
         table.pop("window_rope_theta", None)
     spec, mistakes = spec_from_table({"model": table}, {})

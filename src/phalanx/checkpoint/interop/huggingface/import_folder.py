@@ -3,7 +3,7 @@
 A published model can be trained on, and text generated from it, once it is a run directory. No number changes: tensors are
 renamed, the experts of a layer stacked and rotated rows put into halves (``names.py``), in pieces of bounded
 size, whatever the model's. What is stored in half precision becomes the same number in fp32, and what is stored in fp8 by
-blocks, as DeepSeek-V3 is, the product with its block's scale. The directory appears under its name only when it is complete.
+blocks, as DeepSeek-V3 is, the product with its block's scale. Only float64 is rounded, which a note says. The directory appears under its name only when it is complete.
 """
 
 import hashlib
@@ -54,6 +54,8 @@ from phalanx.run.spec import ModelSpec
 
 IMAGE_BYTES = 1 << 30
 _FP8 = "F8_E4M3"
+_FP64 = "F64"
+_HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,11 @@ def import_hf(directory: Path, out: Path, *, image_bytes: int = IMAGE_BYTES) -> 
     spec = spec_of(config)
     with new_folder(out) as folder, ExitStack() as stack:
         storage, tensors = storage_of(config), _open_weights(directory, stack)
-        weights = Weights(unpacked(tensors) if storage.mxfp4 else tensors, storage)
+        weights = Weights(_whole_names(unpacked(tensors) if storage.mxfp4 else tensors, spec), storage)
         family = family_of(config)
         spec, notes = _settle_mtp(spec, family, weights.tensors)
         wanted = list(published(spec, family))
-        notes += _settle_biases(wanted, weights.tensors)
+        notes += _settle_biases(wanted, weights.tensors) + _rounded(weights.tensors)
         _require_tensors(directory, spec, wanted, weights)
         directory_of_run = RunDirectory(folder)
         tier = DiskTier(directory_of_run.checkpoints)
@@ -160,8 +162,26 @@ def _open_weights(directory: Path, stack: ExitStack) -> dict[str, StoredTensor]:
         except SafetensorError as error:
             raise HuggingFaceError(f"{path}: damaged ({error}); copy or download it again") from error
         found |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
-    # Buffers that old versions saved; they follow from the configuration.
-    return {name: tensor for name, tensor in found.items() if not name.endswith("rotary_emb.inv_freq")}
+    return {
+        name: tensor
+        for name, tensor in found.items()
+        # Buffers that old versions saved follow from the configuration; zero shared experts are matrices of no elements.
+        if not name.endswith("rotary_emb.inv_freq") and 0 not in tensor.get_shape()
+    }
+
+
+def _whole_names(tensors: dict[str, StoredTensor], spec: ModelSpec) -> dict[str, StoredTensor]:
+    """The tensors by the names of the whole model, if it is a base model that lacks no more than a tied output projection."""
+    is_base = spec.tie_embeddings and "embed_tokens.weight" in tensors
+    if not is_base or any(name.startswith("model.") for name in tensors):
+        return tensors
+    return {f"model.{name}": tensor for name, tensor in tensors.items()}
+
+
+def _rounded(tensors: Mapping[str, StoredTensor]) -> tuple[str, ...]:
+    """The note on weights that are rounded."""
+    double = sum(tensor.get_dtype() == _FP64 for tensor in tensors.values())
+    return (f"{double} tensors are stored in float64, and rounded to float32",) if double else ()
 
 
 def _files_of(index: Path) -> list[str]:
@@ -227,7 +247,7 @@ def _require_tensors(
     wanted = {tensor.name: tensor.shape for tensor in tensors}
     copies = {tensor.name: hf_name(tensor.parameter.name) for tensor in shared_copies(spec)}
     if spec.tie_embeddings:
-        copies["lm_head.weight"] = "model.embed_tokens.weight"
+        copies[_HEAD] = "model.embed_tokens.weight"
     held = weights.tensors.keys()
     scales = {scale_name(name) for name in held if weights.tensors[name].get_dtype() == _FP8}
     if not wanted.keys() & held and any(f"model.{name}" in wanted for name in held):
@@ -235,7 +255,11 @@ def _require_tensors(
             f"{directory}: the tensors' names lack the prefix 'model.', as of a base model saved without its output projection; "
             "save the whole causal language model (AutoModelForCausalLM)"
         )
-    problems = [f"{name} is missing" for name in (wanted.keys() | scales) - held]
+    problems = [f"{name} is missing" for name in (wanted.keys() | scales) - held - {_HEAD}]
+    if _HEAD in wanted.keys() - held:
+        problems.append(
+            f"{_HEAD} is missing, and {CONFIG} does not tie it to the embedding (where it is tied, set tie_word_embeddings to true there)"
+        )
     problems += [
         f"{name} is not a part of the model" for name in held - wanted.keys() - copies.keys() - scales
     ]
@@ -253,10 +277,11 @@ def _require_tensors(
 
 def _dtype_problems(name: str, weights: Weights) -> list[str]:
     dtype = weights.tensors[name].get_dtype()
-    if dtype in SAFETENSORS_DTYPE.values():
+    read = (*SAFETENSORS_DTYPE.values(), _FP64)
+    if dtype in read:
         return []
     if dtype != _FP8:
-        return [f"{name} has dtype {dtype}; supported: {', '.join(SAFETENSORS_DTYPE.values())}, {_FP8}"]
+        return [f"{name} has dtype {dtype}; supported: {', '.join(read)}, {_FP8}"]
     block, scale = weights.storage.fp8_block, weights.tensors.get(scale_name(name))
     if block is None:
         return [f"{name} has dtype {dtype}, and {CONFIG} has no quantization_config with a weight_block_size"]

@@ -281,14 +281,15 @@ def read_sparse_step(hf_config: JsonObject) -> tuple[dict[str, object], list[str
         return {}, []
     step, dense = hf_config.get("decoder_sparse_step") or 1, hf_config.get("mlp_only_layers") or []
     mixtures = sorted(layer for layer in range(layers) if (layer + 1) % step == 0 and layer not in dense)
-    if mixtures:
-        every = mixtures[1] - mixtures[0] if mixtures[1:] else layers - mixtures[0]
-        first_dense = mixtures[0] - every + 1
-        if _mixtures(MoeSpec(first_dense=first_dense, every=every), layers) == mixtures and first_dense >= 0:
-            return {"moe.first_dense": first_dense, "moe.every": every}, []
+    if not mixtures or hf_config.get("num_experts", hf_config.get("num_local_experts")) == 0:
+        return {"moe.first_dense": layers}, []
+    every = mixtures[1] - mixtures[0] if mixtures[1:] else layers - mixtures[0]
+    first_dense = mixtures[0] - every + 1
+    if _mixtures(MoeSpec(first_dense=first_dense, every=every), layers) == mixtures and first_dense >= 0:
+        return {"moe.first_dense": first_dense, "moe.every": every}, []
     return {}, [
         f"mlp_only_layers = {dense} with decoder_sparse_step = {step} is not supported; supported: dense layers first, "
-        "and then every so-many-th layer a mixture"
+        "and then every so-many-th layer a mixture, or no mixture at all"
     ]
 
 

@@ -16,6 +16,7 @@ _ORIGINAL = "original_max_position_embeddings"
 _MOST_TOKENS = 1 << 40  # what says more is no length of a context
 LAYERS_BY_WINDOW = ("full_attention", "sliding_attention")
 _ONLY_ROPE: Mapping[str, object] = {"partial_rotary_factor": 1, "attention_factor": None}
+_WITH_TEMPERATURE = ("yarn", "longrope")
 
 _STRETCHES: Mapping[str, Mapping[str, str]] = {
     "llama3": {
@@ -31,6 +32,7 @@ _STRETCHES: Mapping[str, Mapping[str, str]] = {
         "truncate": "truncate",
         "mscale": "mscale",
         "mscale_all_dim": "mscale_all_dim",
+        "temperature": "attention_factor",
         "original_max_seq_len": "original_max_position_embeddings",
     },
     "longrope": {
@@ -96,7 +98,7 @@ def _stretch_of(scaling: RopeScalingSpec | None) -> dict[str, object]:
     if scaling is None:
         return {"rope_type": "default"}
     given = {theirs: getattr(scaling, ours) for ours, theirs in _STRETCHES[scaling.kind].items()}
-    unsaid = {"truncate": True, "mscale": 0, "mscale_all_dim": 0}
+    unsaid = {"truncate": True, "mscale": 0, "mscale_all_dim": 0, "attention_factor": 0}
     return {"rope_type": scaling.kind} | {
         key: value for key, value in given.items() if key not in unsaid or value != unsaid[key]
     }
@@ -147,7 +149,7 @@ def rotary_fields(hf_config: JsonObject, family: Family) -> tuple[dict[str, obje
         for key, only in _ONLY_ROPE.items()
         if rope.get(key) is not None
         and rope[key] != only
-        and not (key == "attention_factor" and kind == "longrope")
+        and not (key == "attention_factor" and kind in _WITH_TEMPERATURE)
         and not (key == "partial_rotary_factor" and "rope_fraction" in fields)
     ]
     if kind == "default":
@@ -170,7 +172,7 @@ def rotary_fields(hf_config: JsonObject, family: Family) -> tuple[dict[str, obje
     if windowed is not None and stretch.get("truncate") is False:
         # transformers looks for it beside the parameters by layer, not among them.
         problems.append("truncate = False for some layers is not supported; supported: for all layers")
-    if kind == "longrope" and rope.get("attention_factor") == 0:
+    if kind in _WITH_TEMPERATURE and rope.get("attention_factor") == 0:
         problems.append("attention_factor = 0 is not supported; supported: a number above 0")
     if kind == "llama3" and "mla" in family.sections and rope.get("mscale_all_dim"):
         problems.append("mscale_all_dim with rope_type 'llama3' is not supported; supported: with 'yarn'")

@@ -79,6 +79,7 @@ MIXTRAL = Family(
     },
     constants={"router_jitter_noise": 0.0},
     absent={"norm_eps": 1e-5, "rope_theta": 1e6},
+    aliases={"num_local_experts": "num_experts"},
     said=PATTERN,
     read=read_window_everywhere(None),
     write=write_window,
@@ -196,6 +197,7 @@ DEEPSEEK_V2 = Family(
         "moe_layer_freq": 1,
     },
     absent={"norm_eps": 1e-6},
+    aliases={"n_routed_experts": "num_experts"},
     said=(
         *("kv_heads", "head_dim", "mla.norm_eps"),
         *("moe.groups", "moe.groups_per_token", "moe.group_score"),
@@ -228,6 +230,7 @@ OLMOE = Family(
     },
     constants={"clip_qkv": None},
     absent={"norm_eps": 1e-5, "moe.normalize": False},
+    aliases={"num_experts": "num_local_experts"},
     said=("head_dim",),
     check=heads_as_wide_as_the_model,
 )
@@ -297,6 +300,7 @@ MINIMAX_M2 = Family(
         "rope_theta": 5e6,
         "moe.balance_bias": True,
     },
+    aliases={"num_local_experts": "num_experts"},
     said=("moe.balance_bias",),
     read=read_rotated_width,
     own=("rotary_dim", "attn_type_list"),
