@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -234,6 +235,7 @@ def test_fields_set_beside_a_model_change_its_plan() -> None:
         (["--set", "cluster.accelerator.memory_bytes_per_s=3350"], "plausible is 3.35e+10 to 3.35e+14"),
         (["--layout", "tp=8,tp=4"], "tp is given twice"),
         (["--layout", "tp=8,tensor=8"], "tp is given twice"),
+        (["--set", "train.seq_len=1000000000"], "--set train.seq_len and --seq-len say the same"),
         (["--assume", "draws=1000000000000"], "draws must be 1 to 100,000"),
     ],
 )
@@ -249,3 +251,57 @@ def test_a_field_that_keeps_pipelines_away_is_among_the_exclusions_with_its_cure
     result = plan("--model", "gpt3-175b", "--cluster", "v100:10000", "--batch", "1536", "--seq-len", "2048")
     assert result.exit_code == 2
     assert "set model.tie_embeddings = false" in result.output
+
+
+def test_a_batch_beyond_anybodys_is_refused_with_plausible_ones() -> None:
+    arguments = ["--model", "llama3-8b", "--cluster", "h100:64"]
+    for more in (["--batch", str(10**18)], ["--batch", "64", "--seq-len", str(10**10)]):
+        refused = plan(*arguments, *more)
+        assert refused.exit_code == 2
+        assert "plausible" in refused.output
+
+
+def test_no_printed_mfu_exceeds_the_peak_where_sequences_are_long() -> None:
+    long = ["--model", "llama3-8b", "--cluster", "h100:64", "--batch", "64", "--seq-len", str(10**7)]
+    assert facts(*long)["chosen"]["mfu_causal"] < 1
+    figures = re.findall(r"([\d.]+)% c", plan(*long).output)
+    assert figures
+    assert all(float(figure) < 100 for figure in figures)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--cluster", "tpu7x:64"], "no device for Google TPU7x"),
+        (["--cluster", "mi355x:64"], "no device for AMD Instinct MI355X"),
+        (["--cluster", "h100:8", "--tokens", "15T"], "years"),
+        (["--cluster", "h100:64", "--tokens", "100"], "less than one step"),
+    ],
+)
+def test_an_answer_that_nobody_can_act_upon_is_marked_in_the_first_lines(
+    arguments: list[str], says: str
+) -> None:
+    shown = plan(
+        "--model", "llama3-8b", "--batch", "128", "--seq-len", "4096", "--layout", "tp=2", *arguments
+    )
+    assert shown.exit_code == 0, shown.output
+    assert says in " ".join(shown.output.split()[:120])
+
+
+def test_other_software_is_planned_on_other_accelerators_without_that_mark() -> None:
+    arguments = ["--model", "llama3-8b", "--batch", "128", "--seq-len", "4096", "--layout", "tp=2,zero=1"]
+    assert facts(*arguments, "--cluster", "mi300x:64", "--stack", "megatron")["caveats"] == []
+    assert facts(*arguments, "--cluster", "mi300x:64", "--stack", "phalanx", "--layout", "tp=2,zero=3")[
+        "caveats"
+    ]
+
+
+def test_a_cluster_without_a_number_is_said_to_be_one_domain() -> None:
+    shown = plan("--model", "llama3-8b", "--cluster", "h200", "--batch", "64", "--seq-len", "4096")
+    assert "--cluster h200: one domain, h200:8" in shown.output
+
+
+def test_processes_of_one_machine_are_planned_to_the_end() -> None:
+    """Their network is the machine's memory, with no rate of its own."""
+    whole = facts(str(CONFIGS / "quickstart.toml"), "--cluster", "cpu:2", "--layout", "dp=2")["whole_run"]
+    assert 0 < whole["days"] < 1

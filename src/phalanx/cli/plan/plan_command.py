@@ -6,6 +6,7 @@ The heavy parts (arrays, catalogs) are imported when they are needed, so that ``
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -198,6 +199,10 @@ def _cluster(name: str, overrides: Iterable[str]) -> Cluster:
     from phalanx.hardware.overrides import with_value
 
     found = cluster(name)
+    if re.fullmatch(r"[\w-]+", name) and name != "this":
+        click.echo(
+            f"--cluster {name}: one domain, {found.key}; --cluster {name}:N is of N accelerators", err=True
+        )
     for text in overrides:
         if text.startswith(_CLUSTER):
             figure, _, value = text.removeprefix(_CLUSTER).partition("=")

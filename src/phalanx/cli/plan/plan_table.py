@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from phalanx.plan.report.units import BETWEEN, CO2, DAYS, DOLLARS, ENERGY, POWER, unit_for, written
+from phalanx.plan.report.units import BETWEEN, CO2, DAYS, DOLLARS, ENERGY, POWER, mfu_text, unit_for, written
 from phalanx.plan.search.plan import Plan
 from phalanx.plan.search.search import RunnerUp
 from phalanx.plan.step_cost.estimate import Estimate
@@ -45,6 +45,8 @@ def _print_head(console: Console, plan: Plan) -> None:
         f"{cluster.key}: {cluster.accelerators:,} x {cluster.accelerator.name}{announced}; stack {job.stack.name}, "
         f"constants {job.profile.constants.name}; step times are +- {plan.aim.step_error:.0%}"
     )
+    for caveat in plan.caveats:
+        console.print(f"[bold yellow]caution:[/bold yellow] {escape(caveat)}")
     for name, value in cluster.overrides.items():
         console.print(f"  {name} = {value:g}, set by you")
 
@@ -62,7 +64,7 @@ def _ranking(plan: Plan) -> Table:
         table.add_row(
             str(found.layout),
             f"{found.step_s:.4g}",
-            f"{found.mfu:.1%}",
+            mfu_text(found),
             f"{found.memory_bytes / 1e9:.1f}",
             f"{found.capacity_bytes / 1e9:.0f}",
             f"{found.ranks:,}",
@@ -151,7 +153,7 @@ def terms(
 def _verdict(mine: Estimate, other: Estimate | None) -> str:
     room = (mine.capacity_bytes - mine.memory_bytes) / 1e9
     text = f"fits with {room:.1f} GB to spare" if mine.fits else f"does not fit: {-room:.1f} GB too much"
-    text += f"; {mine.tokens_per_s:,.0f} tokens/s, MFU {mine.mfu:.1%}, {mine.flops_per_s / 1e12:,.4g} TFLOP/s each"
+    text += f"; {mine.tokens_per_s:,.0f} tokens/s, MFU {mfu_text(mine)}, {mine.flops_per_s / 1e12:,.4g} TFLOP/s each"
     text += f"; exact schedule against closed form {mine.step_s / mine.closed_form_s - 1:+.2%}"
     if other is None:
         return text

@@ -11,7 +11,7 @@ import numpy as np
 from phalanx.parallel.pipeline.schedules import Schedule
 from phalanx.plan.report.charts import Bar, Dot, GanttSpan, curves, gantt, scatter, stacked_bars, tornado
 from phalanx.plan.report.trace import TraceEvent, step_timeline
-from phalanx.plan.report.units import BETWEEN, CO2, DAYS, DOLLARS, ENERGY, unit_for, written
+from phalanx.plan.report.units import BETWEEN, CO2, DAYS, DOLLARS, ENERGY, mfu_text, unit_for, written
 from phalanx.plan.search.plan import Plan
 from phalanx.plan.search.sensitivity import CHANGE, days_changes, step_changes
 from phalanx.plan.step_cost.estimate import Estimate, Evaluation, prepare
@@ -75,14 +75,14 @@ def _answer(plan: Plan) -> str:
     text = (
         f"{plan.job.workload.counts.parameters / 1e9:,.5g} B parameters, {plan.tokens / 1e12:,.4g} T tokens on "
         f"{chosen.ranks:,} x {plan.job.cluster.accelerator.name}: a step of {chosen.step_s:.4g} s +- {error:.0%}, "
-        f"MFU {chosen.mfu:.1%}, {time(run.days)} {time.name} (P5 {time(run.finish_days.p5)}, P95 {time(run.finish_days.p95)}), "
+        f"MFU {mfu_text(chosen)}, {time(run.days)} {time.name} (P5 {time(run.finish_days.p5)}, P95 {time(run.finish_days.p95)}), "
         f"{written(run.cost.total_usd, DOLLARS)}, {written(run.energy.total_kwh, ENERGY)}.{announced}"
     )
     rows = [
         (
             str(one.layout),
             f"{one.step_s:.4g}",
-            f"{one.mfu:.1%}",
+            mfu_text(one),
             f"{one.memory_bytes / 1e9:.1f} of {one.capacity_bytes / 1e9:.0f}",
             f"{one.ranks:,}",
         )

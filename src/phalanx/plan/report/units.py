@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from phalanx.plan.step_cost.estimate import Estimate
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -31,6 +33,18 @@ CO2 = (Unit("kt", 1e6), Unit("t", 1e3), Unit("kg", 1.0), Unit("g", 1e-3))
 """Units of kg."""
 DOLLARS = (Unit("M$", 1e6), Unit("$", 1.0))
 """Units of US dollars."""
+
+
+def mfu_text(found: Estimate) -> str:
+    """The MFU as most publish it, attention counted in full; with a "c", only the causal scores where these are far fewer."""
+    # Beside long sequences, scores that nobody computes would be most of the work: the figure would pass 100 %.
+    if found.causal_share < _MOSTLY_ATTENTION:
+        return f"{found.mfu_causal:.1%} c"
+    return f"{found.mfu:.1%}"
+
+
+_MOSTLY_ATTENTION = 0.75
+"""Share of causal FLOP below which attention, counted in full, is more than half of all."""
 
 
 def unit_for(values: Sequence[float], units: Sequence[Unit]) -> Unit:

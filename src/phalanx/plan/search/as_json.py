@@ -32,6 +32,7 @@ def estimate_json(plan: Plan, found: Estimate) -> dict[str, object]:
         "tokens_per_s": found.tokens_per_s,
         "flops_per_s_per_accelerator": found.flops_per_s,
         "mfu": found.mfu,
+        "mfu_causal": found.mfu_causal,
         "failure_free_days": days,
         "failure_free_usd": found.price_per_hour * found.ranks * days * 24,
     }
@@ -61,6 +62,7 @@ def plan_json(plan: Plan) -> dict[str, object]:
         "best": [estimate_json(plan, one) for one in plan.best],
         "whole_run": plan.run.to_dict(),
         "notes": plan.notes,
+        "caveats": plan.caveats,
     }
     if found is not None:
         facts |= {

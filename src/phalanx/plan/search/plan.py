@@ -13,6 +13,7 @@ from phalanx.hardware.cluster import Cluster
 from phalanx.plan.run_fields import notes_of
 from phalanx.plan.search.advice import parallel_of, what_would_fit
 from phalanx.plan.search.layout_text import read_layout, replaced_sharding
+from phalanx.plan.search.plausible import caveats, refuse_implausible
 from phalanx.plan.search.query import (
     OWN,
     Aim,
@@ -51,6 +52,8 @@ class Plan:
     run: RunEstimate
     notes: tuple[str, ...] = ()
     """Notes on fields of the run file that are set and not modeled."""
+    caveats: tuple[str, ...] = ()
+    """Why the answer may be worth nothing as it stands (``phalanx.plan.search.plausible``); said before anything else."""
 
     @property
     def best(self) -> tuple[Estimate, ...]:
@@ -78,6 +81,7 @@ def make_plan(
             "to search, or the condition; --explain does both and compares"
         )
     from_file = stated is None
+    refuse_implausible(spec)
     job = job_of(spec, cluster, stack=aim.stack, keep_slots=stated is None or "train.slots" in stated)
     asked = None if aim.layout is None else _asked(spec, job, aim.layout)
     found = None
@@ -100,7 +104,8 @@ def make_plan(
     if job.stack.name == OWN and job.workload.slots:
         micro_batches = job.workload.batch // chosen.layout.micro_batch
         notes += lost_node_notes(chosen.layout.mesh, cluster.per_node, job.workload.slots, micro_batches)
-    return Plan(spec.name, job, aim, chosen, found, tokens, inputs, assumptions, run, notes)
+    doubts = tuple(caveats(job, chosen, run, tokens))
+    return Plan(spec.name, job, aim, chosen, found, tokens, inputs, assumptions, run, notes, doubts)
 
 
 def _describes_fleet(stated: Collection[str] | None) -> bool:

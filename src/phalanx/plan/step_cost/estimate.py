@@ -184,6 +184,8 @@ class Estimate:
     """The step as the search saw it, to tell how far its formula is from the schedule."""
     flops_per_token: int
     """FLOP of the model with attention counted in full and nothing recomputed, as most published MFU figures count."""
+    causal_share: float
+    """FLOP with only those scores of attention that a causal mask leaves, over ``flops_per_token``."""
     peak_flops: float
     """Dense bf16 FLOP/s of one accelerator."""
     price_per_hour: float
@@ -227,6 +229,11 @@ class Estimate:
     def mfu(self) -> float:
         """``flops_per_s`` over the dense bf16 peak."""
         return self.flops_per_s / self.peak_flops
+
+    @property
+    def mfu_causal(self) -> float:
+        """MFU by the FLOP that a causal mask needs; unlike ``mfu``, it cannot exceed one where sequences are long."""
+        return self.mfu * self.causal_share
 
 
 def estimate(job: Job, layout: PlannedLayout) -> Estimate:
@@ -279,6 +286,7 @@ def _estimate(
         time=time,
         closed_form_s=closed_form_s,
         flops_per_token=job.workload.counts.flops_per_token,
+        causal_share=job.workload.counts.flops_per_token_causal / job.workload.counts.flops_per_token,
         peak_flops=_peak(job),
         price_per_hour=accelerator.price_per_hour.value,
     )

@@ -1,0 +1,74 @@
+"""Plausibility of a query and of its answer: what is refused, and what is said before anything else.
+
+The formulas of the planner hold for any numbers, so that a slip of a unit or of a power of ten gives an answer like any other. A query
+outside of what anybody has trained, by orders of magnitude, is refused with the plausible values; an answer that nobody would act upon
+is marked in the first lines of the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from phalanx.hardware.cluster import Cluster
+from phalanx.plan.search.query import OWN, RequestError
+from phalanx.plan.step_cost.estimate import Estimate
+from phalanx.plan.whole_run.estimate import RunEstimate
+from phalanx.plan.workload.stacks import Job
+from phalanx.run.kinds.whole_model import undivided
+from phalanx.run.spec import RunSpec
+
+_LARGEST_BATCH_TOKENS = 128e6
+"""Tokens of the largest published step: MiniMax-01 (arXiv 2501.08313, section 4), recalled."""
+_MOST_BATCH_TOKENS = 1e10
+_LONGEST_SEQUENCE = 100_000_000
+"""Tokens; models of up to ten million have been announced."""
+_LONGEST_RUN_DAYS = 365.0
+_USUAL_RUN_DAYS = 120.0
+"""Days of the longest pre-training runs that are published: BLOOM's 117 (arXiv 2211.05100, section 3.2.4)."""
+
+
+def refuse_implausible(spec: RunSpec) -> None:
+    """Raises ``RequestError`` for a batch or a sequence that is orders of magnitude beyond any that was trained with."""
+    train = spec.train
+    if train.seq_len > _LONGEST_SEQUENCE:
+        raise RequestError(
+            f"train.seq_len: {train.seq_len:,} tokens: plausible is up to {_LONGEST_SEQUENCE:,}, usual 2,048 to 131,072"
+        )
+    if train.batch_size * train.seq_len > _MOST_BATCH_TOKENS:
+        raise RequestError(
+            f"train.batch_size: {train.batch_size:,} sequences of {train.seq_len:,} tokens are "
+            f"{train.batch_size * train.seq_len:,} tokens a step: plausible are 10,000 to {_LARGEST_BATCH_TOKENS:,.0f}, the largest "
+            f"that is published, and at most {_MOST_BATCH_TOKENS:,.0f} are planned"
+        )
+
+
+def caveats(job: Job, chosen: Estimate, run: RunEstimate, tokens: float) -> Iterator[str]:
+    """Sentences on why the answer may be worth nothing as it stands, the weightiest first."""
+    yield from _without_device(job.stack.name, job.cluster)
+    if run.days > _LONGEST_RUN_DAYS:
+        enough = chosen.ranks * run.days / _USUAL_RUN_DAYS
+        yield (
+            f"this takes {run.days / 365.25:,.1f} years; the longest published runs took about {_USUAL_RUN_DAYS:.0f} days, for which "
+            f"some {enough:,.0f} accelerators are needed (--optimize time, or --require 'gpus>=N' with a cluster that large)"
+        )
+    batch_tokens = job.workload.tokens
+    if batch_tokens > _LARGEST_BATCH_TOKENS:
+        yield (
+            f"a step of {batch_tokens / 1e6:,.0f} M tokens is larger than any that is published "
+            f"({_LARGEST_BATCH_TOKENS / 1e6:.0f} M): that it learns as much from each token is not known"
+        )
+    if tokens < batch_tokens:
+        yield f"{tokens:,.0f} tokens are less than one step of {batch_tokens:,}; one step is planned"
+    if job.stack.name == OWN and chosen.layout.pipeline == 1:
+        for axis, problem in undivided(job.workload.model):
+            if axis == "pipeline":
+                yield f"no pipelines are possible: {problem}"
+
+
+def _without_device(stack: str, cluster: Cluster) -> Iterator[str]:
+    vendor = cluster.accelerator.vendor
+    if stack == OWN and vendor not in ("NVIDIA", "any"):
+        yield (
+            f"this project's trainer has no device for {cluster.accelerator.name}: it trains on NVIDIA GPUs and on CPUs. This is what "
+            "the hardware would do with such software, and nothing that can be started; --stack names other software"
+        )
