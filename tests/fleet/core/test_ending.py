@@ -14,7 +14,8 @@ from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state
 from phalanx.fleet.core.epochs import next_deadline_s
-from phalanx.fleet.core.invariants import check
+from phalanx.fleet.core.invariants import check, mark
+from phalanx.fleet.core.resync import resync
 from phalanx.fleet.core.settings import Formation
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.run.fencing import FencingToken
@@ -213,11 +214,21 @@ def forming_anew(wanted: int = 4) -> Fleet:
     return fleet
 
 
-def dials(name: str, step: int | None = 7, ranks: int = 4, *, spare: bool = False) -> m.Joined:
+def dials(
+    name: str, step: int | None = 7, ranks: int = 4, *, spare: bool = False, incarnation: int = 1
+) -> m.Joined:
     """An agent attaches, with the snapshot of ``step`` of the rank that has its name, or with an empty memory."""
     held = () if step is None else (m.RankSnapshot(ranks, int(name), step, "own", epoch=3),)
     return m.Joined(
-        name, 1, 1, name, 7, ("rack0",), meeting_points=(f"{name}:1",), held=held, started_as_spare=spare
+        name,
+        incarnation,
+        1,
+        name,
+        7,
+        ("rack0",),
+        meeting_points=(f"{name}:1",),
+        held=held,
+        started_as_spare=spare,
     )
 
 
@@ -261,6 +272,66 @@ def test_a_stop_waits_for_nobody_where_nothing_was_computed_or_all_have_describe
     fleet = forming_anew()
     fleet.hear(m.StopRun(), *(dials(name, None) for name in "0123"))
     assert fleet.state.phase is FleetPhase.FINISHED
+
+
+def asked_anew(known: bool) -> Fleet:
+    """A fleet whose journal was damaged, and that waits: its four nodes are fenced, or the lines that spoke of them are gone."""
+    fleet = running(4, spares=0)
+    if known:
+        fleet.hear(*(m.Disconnected(name, 1) for name in fleet.state.seats))
+        fleet.hear(m.Tick(), after_s=4.0 * fleet.state.settings.confirm_s)
+    else:
+        fleet.state.nodes = {}
+    fleet.state, _ = resync(fleet.state, mark(fleet.state), "line 3")
+    fleet.hear(m.Tick())
+    assert fleet.state.phase is FleetPhase.WAITING
+    return fleet
+
+
+@given(st.booleans(), st.permutations(["0", "1", "2", "3"]), st.floats(0, 9.9), st.integers(0, 3))
+def test_a_stop_after_a_damaged_journal_waits_for_agents_that_still_dial_although_no_node_is_known_to_live(
+    known: bool, names: list[str], over_s: float, drained: int
+) -> None:
+    fleet = asked_anew(known)
+    fleet.hear(m.StopRun())
+    for name in names:
+        assert fleet.state.phase is FleetPhase.WAITING
+        fleet.hear(m.Tick(), dials(name, incarnation=2), after_s=over_s / 4)
+        if names.index(name) < drained:
+            fleet.hear(m.Drain(name))
+        check(fleet.state)
+    assert fleet.state.phase is FleetPhase.SAVING
+    assert len({rank for order in orders_to_save(fleet).values() for rank, _ in order.share}) == 4
+    fleet.hear(m.DiskHolds((7,)))
+    assert fleet.state.phase is FleetPhase.FINISHED
+
+
+@given(st.booleans(), st.sets(st.sampled_from(["0", "1", "2", "3"]), max_size=3), st.floats(0, 5))
+def test_after_a_damaged_journal_a_stop_waits_until_agents_have_had_form_s_since_they_were_asked_and_no_longer(
+    known: bool, dialing: set[str], before_s: float
+) -> None:
+    fleet = asked_anew(known)
+    asked_s, form_s = fleet.now_s, fleet.state.settings.form_s
+    fleet.hear(m.Tick(), after_s=before_s)
+    fleet.hear(m.StopRun(), *(dials(name, incarnation=2) for name in sorted(dialing)))
+    fleet.hear(m.Tick(), after_s=form_s - before_s - 0.1)
+    assert fleet.state.phase is FleetPhase.WAITING
+    assert next_deadline_s(fleet.state) <= asked_s + form_s
+    fleet.hear(m.Tick(), after_s=0.2)
+    assert fleet.state.phase is FleetPhase.FINISHED
+    fleet = asked_anew(known)
+    fleet.hear(m.Tick(), after_s=form_s + before_s)
+    fleet.hear(m.StopRun())
+    assert fleet.state.phase is FleetPhase.FINISHED
+
+
+def test_a_run_whose_whole_journal_is_lost_has_begun_for_all_that_is_known() -> None:
+    fleet = Fleet(settings(4))
+    fleet.state, _ = resync(fleet.state, mark(fleet.state), "line 1")
+    fleet.hear(m.StopRun(), *(dials(name) for name in "012"))
+    assert fleet.state.phase is FleetPhase.FORMING
+    fleet.hear(dials("3"))
+    assert fleet.state.phase is FleetPhase.SAVING
 
 
 def test_asked_twice_a_fleet_that_waits_for_agents_that_still_dial_ends_at_once() -> None:

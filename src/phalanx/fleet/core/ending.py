@@ -9,6 +9,8 @@ gone, and the newest state that is still whole is tried, under the next epoch nu
 
 from __future__ import annotations
 
+import math
+
 from phalanx.fleet.core.commands import Shutdown
 from phalanx.fleet.core.epoch_plan import copies_of, newest_in_memory, restore_source
 from phalanx.fleet.core.messages import NO_EPOCH, NO_STEP, NotSaved
@@ -46,15 +48,21 @@ def unsaved_steps(state: FleetState) -> int:
     return 0 if state.result_json else max(0, state.best_step - newest_saved(state))
 
 
+def dialing_until_s(state: FleetState) -> float:
+    """The time until which agents that still dial may hold the newest steps: ``form_s`` from the begin of forming, or from the moment
+    at which every node was asked anew, if the fleet waits since then."""
+    begun_s = state.since_s if state.phase is FleetPhase.FORMING else state.asked_s
+    return -math.inf if begun_s is None else begun_s + state.settings.form_s
+
+
 def memory_may_come(state: FleetState) -> bool:
-    """True if agents that still dial may hold the newest steps: a fleet that is stopped while it forms waits for them, ``form_s`` at most.
+    """True if agents that still dial may hold the newest steps: a fleet that is stopped while it forms or waits gives them some time.
 
     Nobody is waited for in a run that has computed nothing yet, nor once as many nodes as the run wants have described themselves and hold
     the newest state that any of them names.
     """
-    settings = state.settings
     begun = state.fencing.attempt > 0 or state.durable or max(state.epoch, state.seen_epoch) != NO_EPOCH
-    if not begun or state.now_s - state.since_s >= settings.form_s:
+    if not (begun or state.asked_s is not None) or state.now_s >= dialing_until_s(state):
         return False
     # After a resynchronization a heartbeat may come before the description; a node that was started as a spare counts if it holds a state.
     described = sum(
@@ -69,7 +77,7 @@ def memory_may_come(state: FleetState) -> bool:
     named = max(
         (held.step for node in state.nodes.values() if node.alive for held in node.held), default=NO_STEP
     )
-    return described < settings.wanted_nodes or max(whole, newest_saved(state)) < named
+    return described < state.settings.wanted_nodes or max(whole, newest_saved(state)) < named
 
 
 def conclude(state: FleetState, orders: list[Order], phase: FleetPhase, reason: str) -> None:

@@ -16,7 +16,15 @@ from phalanx.fleet.core.commands import (
     Park,
     Stop,
 )
-from phalanx.fleet.core.ending import OVER, conclude, end, enter, from_saving, memory_may_come
+from phalanx.fleet.core.ending import (
+    OVER,
+    conclude,
+    dialing_until_s,
+    end,
+    enter,
+    from_saving,
+    memory_may_come,
+)
 from phalanx.fleet.core.epoch_plan import (
     EpochPlan,
     is_complete,
@@ -128,6 +136,8 @@ def pause_s(tries: int) -> float:
 
 
 def _from_waiting(state: FleetState, orders: list[Order]) -> bool:
+    if state.stopping and memory_may_come(state):
+        return False
     return bool(possible_ranks(state) or state.stopping) and _form(state, orders)
 
 
@@ -379,6 +389,8 @@ def phase_deadline_s(state: FleetState) -> float | None:
     settings = state.settings
     if state.phase is FleetPhase.FORMING and state.now_s - state.since_s < settings.form_s:
         return state.since_s + settings.form_s
+    if state.phase is FleetPhase.WAITING and state.stopping:
+        return dialing_until_s(state)
     if state.phase is FleetPhase.PARKING and not state.awaiting:
         return state.since_s + pause_s(state.tries)
     if state.phase is FleetPhase.PARKING:

@@ -108,3 +108,4 @@ def stood_still(state: FleetState, event: m.StoodStill, orders: list[Order]) -> 
     state.suspects = {name: put_off(at_s) for name, at_s in state.suspects.items()}
     state.rolled_s, state.since_s = put_off(state.rolled_s), put_off(state.since_s)
     state.step_s = put_off(state.step_s)
+    state.asked_s = None if state.asked_s is None else put_off(state.asked_s)

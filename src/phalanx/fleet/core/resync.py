@@ -69,6 +69,7 @@ def resync(
         seen_epoch=max(state.seen_epoch, epoch),
         now_s=now_s,
         since_s=now_s,
+        asked_s=now_s,
         reason=state.reason if over else why,
         left_s=now_s if state.left_s is None else state.left_s,
         stopping=state.stopping,

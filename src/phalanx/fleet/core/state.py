@@ -164,6 +164,8 @@ class FleetState(Struct):
     """Why the last epoch was ended, or why the fleet waits."""
     planned: bool = False
     """The epoch is being left at a step boundary, not because of a fault."""
+    asked_s: float | None = None
+    """When every node was last asked anew, because what was known of them was lost or not to be trusted."""
     left_s: float | None = None
     """Time of the decision to leave the last epoch that trained, if there was one."""
     left_planned: bool = False
