@@ -28,6 +28,8 @@ class RunStarted:
     run: str
     steps: int
     ranks: int = 1
+    layout: dict[str, int] = field(default_factory=dict)
+    """Degrees of the axes over which the ranks are divided, those above 1."""
     device: str = ""
     parameters: int | None = None
     peak_flops_per_s: float | None = None

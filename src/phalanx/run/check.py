@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from phalanx.run.elastic_tensor import elastic_problems
 from phalanx.run.factory import is_factory_name
 from phalanx.run.kinds import whole_model
 from phalanx.run.layout import layout_problems
@@ -25,6 +26,7 @@ def check(spec: RunSpec) -> list[Problem]:
         *_train(spec.train),
         *_origin(spec.checkpoint),
         *fleet,
+        *elastic_problems(spec),
         *layout_problems(spec, spec.parallel.ranks),
     ]
 

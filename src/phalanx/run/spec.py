@@ -455,6 +455,9 @@ class FleetSpec:
     """Workers on each node; each holds one rank."""
     min_nodes: Annotated[int, FLEET, POSITIVE] = 1
     """Smallest number of nodes to train on; with fewer the run waits, its state in its agents' memory and in the newest checkpoint."""
+    least_tensor: Annotated[int, FLEET, NOT_NEGATIVE] = 0
+    """Smallest tensor degree with which the run goes on when too few nodes are left for parallel.tensor, halved as often as needed: the
+    bits stay, each rank holds a larger share. It needs model.lanes; 0 means parallel.tensor, so that the run waits for nodes."""
     heartbeat_s: Annotated[float, FLEET, ValueRange(above=0)] = 5.0
     """Seconds between two heartbeats of an agent."""
     lease_s: Annotated[float, FLEET, ValueRange(above=0)] = 15.0

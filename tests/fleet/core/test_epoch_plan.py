@@ -27,8 +27,9 @@ from phalanx.fleet.core.orders import bind
 from phalanx.fleet.core.retention import droppable, may_begin
 from phalanx.fleet.core.settings import Formation, formation_of
 from phalanx.fleet.core.state import RestorePoint
-from phalanx.run.layout import layout_problems
-from phalanx.run.spec import FleetSpec, RunSpec
+from phalanx.run.elastic_tensor import divided_over
+from phalanx.run.layout import layout_of, layout_problems
+from phalanx.run.spec import FleetSpec, ModelSpec, MoeSpec, ParallelSpec, RunSpec, TrainSpec
 
 RACKS = st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from("123")), min_size=1, max_size=12)
 
@@ -74,6 +75,47 @@ def test_legal_sizes_come_from_the_run_file() -> None:
     assert formation_of(spec).legal == expected != ()
     with pytest.raises(ValueError, match=r"fleet\.nodes = 0"):
         formation_of(RunSpec())
+
+
+def test_a_fleet_falls_to_a_smaller_tensor_degree_only_where_too_few_ranks_are_left_for_a_larger_one() -> (
+    None
+):
+    model = ModelSpec(layers=2, dim=64, heads=8, ffn_dim=64, vocab_size=128, lanes=4)
+    fleet = FleetSpec(nodes=9, least_tensor=1)
+    spec = replace(RunSpec(model=model), parallel=ParallelSpec(tensor=4), fleet=fleet)
+    formation = formation_of(spec)
+    assert formation.legal == (1, 2, 4, 8)
+    assert [formation.slot_ranks(ranks) for ranks in formation.legal] == [1, 2, 4, 4]
+    assert [formation.largest(ranks) for ranks in range(10)] == [0, 1, 2, 2, 4, 4, 4, 4, 8, 8]
+    assert formation_of(replace(spec, fleet=replace(fleet, least_tensor=2))).legal == (2, 4, 8)
+    assert formation_of(replace(spec, fleet=replace(fleet, least_tensor=0))).legal == (4, 8)
+
+
+@given(
+    st.sampled_from((1, 2, 4)),
+    st.sampled_from((1, 2, 4)),
+    st.sampled_from((1, 2)),
+    st.sampled_from((1, 2, 3)),
+    st.sampled_from((0, 1, 2)),
+)
+def test_coordinator_and_workers_agree_on_how_any_number_of_ranks_divides_the_model(
+    tensor: int, expert: int, pipeline: int, shard: int, least: int
+) -> None:
+    moe = MoeSpec(experts=4, per_token=2, ffn_dim=64)
+    model = ModelSpec(layers=2, dim=64, heads=8, ffn_dim=64, vocab_size=128, lanes=4, moe=moe)
+    parallel = ParallelSpec(tensor=tensor, expert=expert, pipeline=pipeline, shard_ranks=shard)
+    train = TrainSpec(seq_len=32, batch_size=16, slots=16, micro_batch_size=1)
+    spec = RunSpec(model=model, parallel=parallel, train=train, fleet=FleetSpec(nodes=13, least_tensor=least))
+    try:
+        formation = formation_of(spec)
+    except ValueError:
+        return
+    for ranks in formation.legal:
+        divided = divided_over(spec, ranks)
+        assert not layout_problems(divided, ranks)
+        layout = layout_of(divided.parallel, ranks)
+        assert formation.slot_ranks(ranks) == layout.model_ranks
+        assert formation.keys(ranks) == layout.pipeline * layout.shard * layout.model_ranks
 
 
 def test_a_snapshot_may_go_only_when_a_newer_one_is_safe() -> None:

@@ -62,9 +62,10 @@ def make_driver(dataset: Path, zygote: Zygote, tmp_path: Path) -> Iterator[Any]:
         fleet: FleetSpec | None = None,
         every_steps: int | None = None,
         program: tuple[str, ...] | Zygote = zygote,
+        lanes: int = 0,
         **parallel: Any,
     ) -> Driver:
-        spec: RunSpec = tiny_run(dataset, tmp_path / "run", steps=STEPS)
+        spec: RunSpec = replace_at(tiny_run(dataset, tmp_path / "run", steps=STEPS), "model.lanes", lanes)
         if every_steps is not None:
             spec = replace_at(spec, "checkpoint.every_steps", every_steps)
         spec = dataclasses.replace(spec, parallel=ParallelSpec(**parallel), fleet=fleet or spec.fleet)
@@ -187,6 +188,28 @@ def test_workers_that_change_ranks_in_the_same_processes_keep_the_bits(
     driver.bind([second, third, first], driver.resume(driver.nodes))
     assert driver.finish() == undisturbed
     assert all(len(node.pids) == 1 for node in driver.nodes)
+
+
+def test_a_run_in_lanes_goes_on_with_half_of_its_tensor_ranks_and_later_with_all_and_keeps_the_bits(
+    make_driver: Any, dataset: Path, tmp_path: Path, ranks: Any
+) -> None:
+    alone = replace_at(tiny_run(dataset, tmp_path / "alone", steps=STEPS), "model.lanes", 2)
+    (expected,) = ranks.run(1, train_on_this_rank, alone)
+    driver = make_driver(3, fleet=FleetSpec(least_tensor=1), lanes=2, tensor=2)
+    first, second, spare = driver.nodes
+    driver.bind([first, second])
+    driver.wait_for_step(3)
+    second.lose()
+    driver.park([first])
+    resume = driver.resume([first])
+    assert (resume.ranks, resume.step >= 2) == (2, True), (
+        "from the memory of the buddy, at most one step is lost"
+    )
+    driver.bind([first], resume)
+    driver.wait_for_step(7)
+    driver.park([first], planned=True)
+    driver.bind([first, spare], driver.resume([first]))
+    assert driver.finish() == expected["weights_sha256"]
 
 
 def test_without_memory_the_newest_checkpoint_on_disk_is_taken(make_driver: Any, undisturbed: str) -> None:

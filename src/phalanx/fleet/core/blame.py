@@ -74,7 +74,8 @@ def nonfinite(state: FleetState, event: m.Suspect, orders: list[Order]) -> None:
     seats = {rank // per_node for rank in event.ranks if rank < state.ranks}
     blamed = {state.seats[seat] for seat in seats}
     # The ranks of a replica compute a slot together: which of its nodes is at fault, the loss does not say.
-    together = state.settings.formation.pipeline * state.settings.formation.model_ranks > per_node
+    formation = state.settings.formation
+    together = formation.pipeline * formation.slot_ranks(state.ranks) > per_node
     if together or 2 * len(blamed) > len(state.seats) or not can_do_without(state, blamed):
         blamed = set()
     for name in sorted(blamed):

@@ -6,7 +6,8 @@ import bisect
 
 from msgspec import Struct
 
-from phalanx.run.layout import layout_problems, replica_ranks
+from phalanx.run.elastic_tensor import divisions, legal_ranks
+from phalanx.run.layout import replica_ranks
 from phalanx.run.spec import FleetSpec, RunSpec
 
 _SHORTEST_LEAVE_S = 5.0
@@ -20,9 +21,11 @@ class Formation(Struct, frozen=True):
     """Legal numbers of ranks, ascending."""
     pipeline: int = 1
     model_ranks: int = 1
-    """Ranks that compute one slot together: context x tensor."""
+    """Ranks that compute one slot together, as the run file says: context x tensor."""
     shard_ranks: int = 0
     """Data-parallel ranks that share one copy of the state; 0 means all of them."""
+    fewer: tuple[tuple[int, int], ...] = ()
+    """Where the tensor degree may fall: below this number of ranks, so many compute a slot together; both descend."""
 
     def seats(self, ranks: int) -> int:
         """Number of nodes that ``ranks`` ranks need."""
@@ -38,9 +41,14 @@ class Formation(Struct, frozen=True):
         index = bisect.bisect_right(self.legal, ranks)
         return self.legal[index - 1] if index else 0
 
+    def slot_ranks(self, ranks: int) -> int:
+        """Number of ranks that compute one slot together when there are ``ranks`` in all."""
+        return next((together for below, together in reversed(self.fewer) if ranks < below), self.model_ranks)
+
     def stage_ranks(self, ranks: int) -> int:
         """Number of ranks of one pipeline stage, without its replicas."""
-        return (self.shard_ranks or ranks // (self.pipeline * self.model_ranks)) * self.model_ranks
+        together = self.slot_ranks(ranks)
+        return (self.shard_ranks or ranks // (self.pipeline * together)) * together
 
     def keys(self, ranks: int) -> int:
         """Number of different states that the ranks hold."""
@@ -65,7 +73,15 @@ def formation_of(spec: RunSpec) -> Formation:
     """
     fleet, parallel = spec.fleet, spec.parallel
     most, unit = fleet.nodes * fleet.workers_per_node, replica_ranks(parallel)
-    legal = tuple(ranks for ranks in range(unit, most + 1, unit) if not layout_problems(spec, ranks))
+    legal: tuple[int, ...] = ()
+    fewer: list[tuple[int, int]] = []
+    for divided in divisions(spec):
+        # A smaller tensor degree is for when there are too few ranks for any larger one.
+        smallest = legal[0] if legal else most + 1
+        found = legal_ranks(spec, divided, smallest - 1)
+        if found and divided is not parallel:
+            fewer.append((smallest, divided.context * divided.tensor))
+        legal = found + legal
     if not legal:
         raise ValueError(
             f"fleet.nodes = {fleet.nodes} x fleet.workers_per_node = {fleet.workers_per_node}: no number of ranks up to "
@@ -77,6 +93,7 @@ def formation_of(spec: RunSpec) -> Formation:
         pipeline=parallel.pipeline,
         model_ranks=parallel.context * parallel.tensor,
         shard_ranks=1 if parallel.sharding == "none" else parallel.shard_ranks,
+        fewer=tuple(fewer),
     )
 
 

@@ -63,6 +63,7 @@ from phalanx.parallel.process_group.meeting import MeetingPoint, meet
 from phalanx.parallel.process_group.rendezvous import RendezvousError, device_for, leave
 from phalanx.run.directory.paths import DamagedRecordError, RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.directory.result import RunResult
+from phalanx.run.elastic_tensor import divided_over
 from phalanx.run.factory import load_factory
 from phalanx.run.fencing import fencing_token
 from phalanx.run.spec import RunSpec
@@ -236,7 +237,7 @@ class Worker:
         )
         return run_epoch(
             EpochInputs(
-                self._spec,
+                divided_over(self._spec, bind.ranks),
                 self._directory,
                 bind.attempt,
                 self._device,

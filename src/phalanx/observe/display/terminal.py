@@ -328,9 +328,15 @@ def _milestone(state: State, event: Event) -> str | None:
     return None
 
 
+def _ranks(body: RunStarted) -> str:
+    count = "1 rank" if body.ranks == 1 else f"{body.ranks:,} ranks"
+    divided = ", ".join(f"{printable(axis)} {degree}" for axis, degree in body.layout.items())
+    return f"{count}: {divided}" if divided else count
+
+
 def _start_line(event: Event, body: RunStarted) -> str:
     day = time.strftime("%Y-%m-%d", time.gmtime(event.t))
-    parts = [f"run {printable(body.run)}", f"attempt {event.attempt + 1}", f"{body.ranks:,} rank(s)"]
+    parts = [f"run {printable(body.run)}", f"attempt {event.attempt + 1}", _ranks(body)]
     parts += [printable(body.device)] if body.device else []
     parts += [f"{format_count(body.parameters)} parameters"] if body.parameters else []
     return f"{day} {clock(event.t)} UTC  {' · '.join(parts)} · {body.steps:,} steps"

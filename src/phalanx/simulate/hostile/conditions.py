@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from phalanx.fleet.core.settings import CoreSettings, Formation
 
 
@@ -72,6 +74,9 @@ def _settings(draw: random.Random, workers: int) -> CoreSettings:
     if wanted * workers < step:
         shard, legal = 0, tuple(range(unit, wanted * workers + 1, unit))
     formation = Formation(workers, legal, pipeline, model_ranks, shard)
+    alone = range(pipeline * (shard or 1), legal[0], pipeline * (shard or 1))
+    if model_ranks == 2 and alone and draw.random() < 0.5:  # a tensor degree that may fall to 1
+        formation = replace(formation, legal=(*alone, *legal), fewer=((legal[0], 1),))
     return CoreSettings(
         formation=formation,
         wanted_nodes=wanted,

@@ -163,6 +163,7 @@ def _started(training: Training) -> RunStarted:
         run=str(training.inputs.directory.path),
         steps=spec.train.steps,
         ranks=training.mesh.ranks,
+        layout={axis: degree for axis, degree in training.mesh.layout.degrees.items() if degree > 1},
         device=str(training.mesh.device.type),
         parameters=training.built.placement.parameter_count,
         peak_flops_per_s=training.peak.flops_per_s,

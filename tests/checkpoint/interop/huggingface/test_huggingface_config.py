@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from parity.hf_models import SMALL
+from phalanx.checkpoint.interop.huggingface.choice import family_for, unsayable
 from phalanx.checkpoint.interop.huggingface.config import (
     UnsupportedModelError,
     hf_config_of,
@@ -127,3 +128,8 @@ def test_a_model_that_hugging_face_cannot_express_is_refused(spec: ModelSpec, me
 def test_names_and_configurations_do_without_torch() -> None:
     code = "import sys, phalanx.checkpoint.interop.huggingface.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_lanes_keep_no_model_from_being_exported() -> None:
+    spec = resolve(ModelSpec(layers=2, dim=32, heads=4, ffn_dim=64, vocab_size=64, lanes=4))
+    assert not unsayable(spec, family_for(spec))

@@ -1,0 +1,52 @@
+"""The tensor degree of a fleet that lost nodes: what may be asked for, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.run.elastic_tensor import divided_over, elastic_problems
+from phalanx.run.layout import replica_ranks
+from phalanx.run.spec import FleetSpec, ModelSpec, MoeSpec, ParallelSpec, RunSpec, TrainSpec
+
+MODEL = ModelSpec(layers=2, dim=64, heads=8, ffn_dim=64, vocab_size=128, lanes=4)
+TRAIN = TrainSpec(seq_len=32, batch_size=16, slots=16, micro_batch_size=1)
+
+
+def test_a_run_is_divided_as_its_file_says_wherever_the_ranks_suffice() -> None:
+    spec = RunSpec(model=MODEL, train=TRAIN, parallel=ParallelSpec(tensor=4), fleet=FleetSpec(least_tensor=1))
+    degrees = {ranks: divided_over(spec, ranks).parallel.tensor for ranks in (1, 2, 4, 8)}
+    assert degrees == {1: 1, 2: 2, 4: 4, 8: 4}
+
+
+def test_without_a_least_degree_nothing_is_ever_divided_otherwise() -> None:
+    spec = RunSpec(model=MODEL, train=TRAIN, parallel=ParallelSpec(tensor=4), fleet=FleetSpec())
+    assert {divided_over(spec, ranks) for ranks in range(1, 9)} == {spec}
+
+
+def test_experts_dealt_to_the_ranks_of_a_slot_are_dealt_to_fewer_with_them() -> None:
+    model = ModelSpec(layers=2, dim=64, heads=8, lanes=4, moe=MoeSpec(experts=4, per_token=2, ffn_dim=64))
+    parallel, fleet = ParallelSpec(tensor=4, expert=4, pipeline=2), FleetSpec(least_tensor=2)
+    spec = RunSpec(model=model, train=TRAIN, parallel=parallel, fleet=fleet)
+    halved = divided_over(spec, 4).parallel
+    assert (halved.tensor, halved.expert, replica_ranks(halved)) == (2, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("lanes", "tensor", "least", "words"),
+    [
+        (0, 2, 1, "the bits depend on the tensor degree"),
+        (4, 2, 4, "2 tensor ranks are never halved to 4"),
+        (8, 8, 3, "8 tensor ranks are never halved to 3"),
+    ],
+)
+def test_a_least_degree_that_cannot_be_is_refused_with_a_remedy(
+    lanes: int, tensor: int, least: int, words: str
+) -> None:
+    model = ModelSpec(layers=2, dim=64, heads=8, lanes=lanes)
+    spec = RunSpec(
+        model=model, parallel=ParallelSpec(tensor=tensor), fleet=FleetSpec(nodes=2, least_tensor=least)
+    )
+    (problem,) = elastic_problems(spec)
+    assert problem.path == "fleet.least_tensor"
+    assert words in problem.found
+    assert problem.remedy
