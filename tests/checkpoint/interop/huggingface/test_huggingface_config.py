@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from parity.hf_models import SMALL
 from phalanx.checkpoint.interop.huggingface.choice import family_for, unsayable
@@ -17,6 +18,7 @@ from phalanx.checkpoint.interop.huggingface.config import (
     parameter_name,
     spec_of,
 )
+from phalanx.checkpoint.interop.huggingface.families.known import MISSING_LAYERS
 from phalanx.model.facts.presets import PRESETS
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
@@ -133,3 +135,15 @@ def test_names_and_configurations_do_without_torch() -> None:
 def test_lanes_keep_no_model_from_being_exported() -> None:
     spec = resolve(ModelSpec(layers=2, dim=32, heads=4, ffn_dim=64, vocab_size=64, lanes=4))
     assert not unsayable(spec, family_for(spec))
+
+
+@pytest.mark.parametrize("model_type", MISSING_LAYERS)
+def test_models_with_layers_that_are_not_attention_are_refused_by_these_layers_in_one_line(
+    model_type: str,
+) -> None:
+    assert model_type in CONFIG_MAPPING
+    with pytest.raises(UnsupportedModelError) as refused:
+        spec_of({"model_type": model_type, **SMALL})
+    said = f"model_type '{model_type}' is not supported: its layers of {MISSING_LAYERS[model_type]} are not built"
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)

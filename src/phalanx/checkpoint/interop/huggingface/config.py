@@ -14,7 +14,7 @@ from typing import Literal
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.interop.huggingface.choice import family_for, flat, in_family_terms, unsayable
 from phalanx.checkpoint.interop.huggingface.families.family import OPTIONAL, Family
-from phalanx.checkpoint.interop.huggingface.families.known import FAMILIES
+from phalanx.checkpoint.interop.huggingface.families.known import FAMILIES, MISSING_LAYERS
 from phalanx.checkpoint.interop.huggingface.names import hf_name, parameter_name
 from phalanx.checkpoint.interop.huggingface.rotary import (
     LAYERS_BY_WINDOW,
@@ -242,6 +242,12 @@ def _has_no_mixture(table: JsonObject) -> bool:
 
 def family_of(hf_config: JsonObject) -> Family:
     family = FAMILIES.get(str(hf_config.get("model_type")))
+    model_type = str(hf_config.get("model_type"))
+    if family is None and model_type in MISSING_LAYERS:
+        raise UnsupportedModelError(
+            f"model_type {model_type!r} is not supported: its layers of {MISSING_LAYERS[model_type]} are not built here; supported are "
+            "models all of whose layers are softmax attention (docs/imported-models.md)"
+        )
     if family is None:
         supported = ", ".join(f'"{name}"' for name in FAMILIES)
         raise UnsupportedModelError(

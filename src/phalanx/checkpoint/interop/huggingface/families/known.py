@@ -54,3 +54,18 @@ FAMILIES: Mapping[str, Family] = {
     "kimi_k2": DEEPSEEK_V3,
 }
 """The families by ``model_type``; a model that several can express is written as the first."""
+
+_GATED_DELTANET = "Gated DeltaNet (linear attention)"
+_MAMBA2 = "Mamba-2 (state-space layers)"
+MISSING_LAYERS: Mapping[str, str] = {
+    **dict.fromkeys(("qwen3_next", "olmo_hybrid"), _GATED_DELTANET),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _GATED_DELTANET),
+    "kimi_linear": "Kimi Delta Attention (linear attention)",
+    "minimax": "Lightning Attention (linear attention)",
+    **dict.fromkeys(("mamba2", "bamba", "nemotron_h", "granitemoehybrid", "falcon_h1", "zamba2"), _MAMBA2),
+    **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), "Mamba (state-space layers)"),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), "gated short convolutions"),
+    "recurrent_gemma": "RG-LRU (a gated linear recurrence)",
+    "rwkv": "RWKV (a linear recurrence)",
+}
+"""For ``model_type``s that are not read because layers of theirs are not attention: which these are."""
