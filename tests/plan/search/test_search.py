@@ -177,3 +177,44 @@ def test_finalists_are_what_an_estimate_of_each_alone_says() -> None:
     for found in search(mine).best:
         alone = estimate(mine, found.layout)
         assert (alone.time, alone.memory, alone.worst_rank) == (found.time, found.memory, found.worst_rank)
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "batch", "stack"),
+    [("llama-100m", "h100:8", 3840, "phalanx"), ("llama3-8b", "h100:16", 480, "megatron")],
+)
+def test_micro_batches_and_stages_of_any_size_that_divides_are_found(
+    model: str, cluster: str, batch: int, stack: str
+) -> None:
+    mine = job(model, cluster, batch=batch, seq_len=1024, stack=stack)
+    layers = mine.workload.model.layers
+    every = Options(
+        micro_batches=tuple(size for size in range(1, batch + 1) if batch % size == 0),
+        stages_per_rank=tuple(range(2, layers + 1)),
+    )
+    best = search(mine).best[0]
+    assert best.step_s == pytest.approx(search(mine, every).best[0].step_s, rel=1e-3)
+    if model == "llama-100m":
+        assert best.layout.micro_batch not in (1, 2, 3, 4, 6, 8, 16)
+
+
+def test_a_condition_on_a_size_that_is_tried_late_is_met() -> None:
+    mine = job("llama-100m", "h100:8", batch=3840, seq_len=1024, stack="phalanx")
+    assert {found.layout.micro_batch for found in search(mine, Options(require=("mbs=120",))).best} == {120}
+
+
+@pytest.mark.parametrize(("model", "stack"), [("llama3-8b", "megatron"), ("mixtral-8x7b", "phalanx")])
+def test_no_choice_needs_less_memory_than_the_last_of_each(model: str, stack: str) -> None:
+    mine = job(model, "h100:16", batch=64, stack=stack)
+    candidates = space(mine, Options(micro_batches=(1, 4), stages_per_rank=(2,))).candidates
+    most = np.broadcast_to(prepare(mine, candidates).most_memory(), candidates.shape)
+    legal = np.ones((1,), dtype=bool)
+    for mask in exclusions(mine, candidates, Options()).values():
+        legal = legal & ~mask
+    least = np.where(legal, most, np.inf).min(axis=(0, 1, 2, 3))
+    assert (most[-1, -1, -1, -1] <= least * (1 + 1e-9)).all()
+
+
+def test_where_only_large_micro_batches_are_asked_for_and_none_fits_the_leanest_is_named() -> None:
+    with pytest.raises(NothingFitsError, match="the leanest layout needs"):
+        search(job("llama3-70b", "h100:8", batch=512), Options(require=("mbs=64",)))

@@ -10,24 +10,29 @@ every family that lost, its best member and why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import numpy as np
 
-from phalanx.plan.search.space import AXES, Options, exclusions, space
+from phalanx.plan.search.front import Front, Point, unbeaten
+from phalanx.plan.search.space import AXES, Options, exclusions, finer_space, space
 from phalanx.plan.step_cost.estimate import Estimate, Evaluation, estimated, prepare
-from phalanx.plan.workload.candidates import SCHEDULES, Bools, Candidates, Floats, Ints
+from phalanx.plan.workload.candidates import SCHEDULES, Bools, Candidates, Floats, Ints, candidates_of
 from phalanx.plan.workload.planned_layout import PlannedLayout
 from phalanx.plan.workload.stacks import Job
 
 _CHUNK_CELLS = 1 << 18
 """Layouts looked at together: an array of them fits a core's second cache."""
-_FRONT_STEPS = 128
-"""Steps of memory that the Pareto front distinguishes."""
 _CLOSE = 0.05
 """Relative distance from the quickest, by the closed form, within which the best of a family is timed exactly."""
+_NEAR = 0.15
+"""Relative distance from the best, by the closed form, within which a geometry is tried with every micro-batch and number of stages: what
+lies between two sizes that were tried gains less than this."""
+_MOST_NEAR = 4096
+_LARGE = 8
+"""Sequences of a micro-batch from which a geometry's least memory is looked at before its choices: most do not fit at all."""
 _ROW_FAMILIES = ("tensor", "context", "pipeline", "expert", "micro_batch", "schedule")
 _FREE_FAMILIES = ("recompute", "zero", "offload_activations", "offload_optimizer")
 
@@ -46,16 +51,6 @@ class NothingFitsError(ValueError):
             f"nothing fits: the leanest layout needs {needed_bytes / 1e9:.1f} GB of {capacity_bytes / 1e9:.1f} GB; take more "
             "accelerators, more memory, offload, or a smaller micro-batch"
         )
-
-
-@dataclass(frozen=True)
-class Point:
-    """A layout on the Pareto front, by the closed form."""
-
-    layout: PlannedLayout
-    step_s: float
-    memory_bytes: float
-    ranks: int
 
 
 @dataclass(frozen=True)
@@ -96,20 +91,69 @@ def search(job: Job, options: Options | None = None) -> SearchResult:
     if options.objective not in get_args(Objective):
         raise ValueError(f"objective {options.objective!r}: take one of {', '.join(get_args(Objective))}")
     everything = space(job, options)
-    tally = _Tally(prepare(job, everything.candidates), options, dict(everything.excluded))
-    for first, evaluation in _chunks(tally.whole):
-        tally.add(first, evaluation)
+    excluded = dict(everything.excluded)
+    hopeful = _not_hopeless(job, everything.candidates, excluded)
+    # Where nothing is left, all are looked at for the one that needs least.
+    some = hopeful.shape[-1] > 0
+    candidates = hopeful if some else everything.candidates
+    tally = _tallied(job, options, candidates, excluded if some else dict(everything.excluded))
     if not tally.valid:
         raise _failure(tally)
-    found, runners_up = _decide(job, tally, options)
+    tallies, looked_at = (
+        [tally],
+        int(np.prod(everything.candidates.shape)) + sum(everything.excluded.values()),
+    )
+    finer = finer_space(job, options, _near(tally))
+    if finer is not None:
+        looked_at += int(np.prod(finer.shape))
+        finer = _not_hopeless(job, finer, excluded)
+        if finer.shape[-1]:
+            tallies.append(_tallied(job, options, finer, excluded))
+    found, runners_up = _decide(job, tallies, options)
     return SearchResult(
         best=found[: options.top],
-        front=tally.front.points(tally.layout),
+        front=unbeaten([point for each in tallies for point in each.front.points(each.layout)]),
         runners_up=runners_up,
-        looked_at=int(np.prod(everything.candidates.shape)) + sum(everything.excluded.values()),
-        valid=tally.valid,
+        looked_at=looked_at,
+        valid=sum(each.valid for each in tallies),
         excluded=tally.excluded,
     )
+
+
+def _tallied(job: Job, options: Options, candidates: Candidates, excluded: dict[str, int]) -> _Tally:
+    """All ``candidates``, looked at chunk by chunk; adds to ``excluded``."""
+    tally = _Tally(prepare(job, candidates), options, excluded)
+    for first, evaluation in _chunks(tally.whole):
+        tally.add(first, evaluation)
+    return tally
+
+
+def _not_hopeless(job: Job, candidates: Candidates, excluded: dict[str, int]) -> Candidates:
+    """Without geometries of large micro-batches that do not fit whatever is recomputed, sharded and offloaded; these are counted."""
+    sizes = candidates.micro_batch.ravel()
+    (large,) = np.nonzero(sizes >= _LARGE)
+    # The last of each free choice takes the least memory (``phalanx.plan.search.space``).
+    leanest = replace(
+        candidates.rows(large),
+        recompute=candidates.recompute[-1:],
+        zero=candidates.zero[:, -1:],
+        offload_optimizer=candidates.offload_optimizer[:, :, -1:],
+        offload_activations=candidates.offload_activations[:, :, :, -1:],
+    )
+    hopeless = np.zeros(len(sizes), dtype=bool)
+    if len(large):
+        most = [evaluation.most_memory().ravel() for _, evaluation in _chunks(prepare(job, leanest))]
+        hopeless[large] = np.concatenate(most) > job.cluster.accelerator.memory_bytes.value
+        each = int(np.prod(candidates.shape[:-1]))
+        excluded["memory"] = excluded.get("memory", 0) + each * int(np.count_nonzero(hopeless))
+    return candidates.rows(~hopeless)
+
+
+def _near(tally: _Tally) -> Candidates:
+    """The geometries that come near the best, best first: what other sizes of a micro-batch could make the best."""
+    keys = tally.quick.of_row
+    order = np.argsort(keys, kind="stable")[:_MOST_NEAR]
+    return tally.whole.candidates.rows(order[keys[order] <= (1 + _NEAR) * keys[order[0]]])
 
 
 def _chunks(whole: Evaluation) -> Iterator[tuple[int, Evaluation]]:
@@ -204,7 +248,7 @@ class _Tally:
     """Least ranking keys of layouts that fit."""
     lean: _Best = field(init=False)
     """Least memory of legal layouts."""
-    front: _Front = field(init=False)
+    front: Front = field(init=False)
     keys: Floats = field(default_factory=lambda: np.zeros(0))
     """Ranking keys of the best layouts so far, ascending; ``numbers`` are these layouts."""
     numbers: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -213,7 +257,7 @@ class _Tally:
         *choices, rows = self.whole.candidates.shape
         self.choices = int(np.prod(choices))
         self.quick, self.lean = _Best(self.choices, rows), _Best(self.choices, rows)
-        self.front = _Front(self.whole.job.cluster.accelerator.memory_bytes.value)
+        self.front = Front(self.whole.job.cluster.accelerator.memory_bytes.value)
 
     def add(self, first: int, evaluation: Evaluation) -> None:
         """Looks at a chunk whose first geometry is number ``first``."""
@@ -223,7 +267,12 @@ class _Tally:
         if look.valid:
             self.quick.add(first + look.alive, look.key)
             self._rank(first + look.alive, look.key)
-            self.front.add(first, look, evaluation.candidates.ranks.ravel()[look.alive])
+            ranks = evaluation.candidates.ranks.ravel()[look.alive]
+            self.front.add(first, look.alive, look.seconds, look.bytes, ranks)
+
+    def leaders(self) -> Iterator[tuple[float, int]]:
+        """Ranking keys and numbers of the best layouts, best first."""
+        return zip(self.keys.tolist(), self.numbers.tolist(), strict=True)
 
     def choices_of(self, rows: list[int]) -> dict[int, int]:
         """The best choice on the free axes for some geometries: by the objective, or where nothing fits by memory."""
@@ -256,83 +305,54 @@ class _Tally:
         self.keys, self.numbers = keys[order], numbers[order]
 
 
-class _Front:
-    """The layouts that nothing beats in time, memory and accelerators at once, memory in steps."""
-
-    def __init__(self, capacity: float) -> None:
-        self.step = capacity / _FRONT_STEPS
-        self.best: dict[int, Floats] = {}
-        """For each number of accelerators, the least seconds in at most so many steps of memory, shape (steps + 1,)."""
-        self.found: dict[tuple[int, int], tuple[float, float, int]] = {}
-
-    def add(self, first: int, look: _Look, ranks: Ints) -> None:
-        """Looks at a chunk whose first geometry is number ``first``; ``ranks`` are those of each that is alive."""
-        choices = len(look.seconds)
-        quickest, least = look.seconds.min(axis=0), self._steps(look.bytes.min(axis=0)[look.alive])
-        for count in sorted(set(ranks.tolist())):
-            best = self.best.setdefault(count, np.full(_FRONT_STEPS + 1, np.inf))
-            # What is slower than the best that has no less memory cannot enter.
-            (rows,) = np.nonzero((ranks == count) & (quickest < best[least]))
-            if not len(rows):
-                continue
-            time, size = look.seconds[:, rows], look.bytes[:, look.alive[rows]]
-            steps = self._steps(size)
-            # Of equal memory only the quickest can enter.
-            least_s = best.copy()
-            np.minimum.at(least_s, steps.ravel(), time.ravel())
-            choice, place = np.nonzero((time < best[steps]) & (time == least_s[steps]))
-            time, size, steps = time[choice, place], size[choice, place], steps[choice, place]
-            numbers = (first + look.alive[rows[place]]) * choices + choice
-            for one in np.lexsort((numbers, time)):
-                step = int(steps[one])
-                if time[one] < best[step]:
-                    best[step:] = np.minimum(best[step:], time[one])
-                    self.found[count, step] = (float(time[one]), float(size[one]), int(numbers[one]))
-
-    def _steps(self, bytes_: Floats) -> Ints:
-        return np.asarray(np.minimum(bytes_ / self.step, _FRONT_STEPS), dtype=np.int64)
-
-    def points(self, layout: Callable[[int], PlannedLayout]) -> tuple[Point, ...]:
-        """The front, quickest first; ``layout`` gives a layout by its number."""
-        points: list[Point] = []
-        for (count, _), (time, size, number) in sorted(self.found.items(), key=lambda item: item[1]):
-            if not any(p.ranks <= count and p.memory_bytes <= size for p in points):
-                points.append(Point(layout(number), time, size, count))
-        return tuple(points)
-
-
-def _decide(job: Job, tally: _Tally, options: Options) -> tuple[tuple[Estimate, ...], tuple[RunnerUp, ...]]:
+def _decide(
+    job: Job, tallies: Sequence[_Tally], options: Options
+) -> tuple[tuple[Estimate, ...], tuple[RunnerUp, ...]]:
     """The best layouts by the exact schedule, and of every family that lost the best member.
 
     Finalists are the best by the closed form, and the best of each family that comes close to them: where closed form and
     schedule disagree, the winner may be among these.
     """
-    families, leaders = _families(job, tally), tally.numbers.tolist()
-    numbers = list(dict.fromkeys((*leaders, *families.values())))
-    layouts = [tally.layout(number) for number in numbers]
-    evaluation = tally.whole.layouts(np.array(numbers) // tally.choices, layouts)
-    closed = dict(zip(numbers, estimated(evaluation, layouts, exact=False), strict=True))
+    hopeful = sorted(
+        (key, place, number) for place, tally in enumerate(tallies) for key, number in tally.leaders()
+    )
+    leaders = [tallies[place].layout(number) for _, place, number in hopeful[: options.finalists]]
+    members: dict[str, list[PlannedLayout]] = {
+        family: [tallies[0].layout(number)] for family, number in _families(job, tallies[0]).items()
+    }
+    for tally in tallies[1:]:
+        for family, number in _families(job, tally).items():
+            if family in members:  # the many other sizes of a micro-batch are no families of their own
+                members[family].append(tally.layout(number))
+    layouts = list(dict.fromkeys((*leaders, *(one for some in members.values() for one in some))))
+    evaluation = prepare(job, candidates_of(layouts, job.modes))
+    closed = dict(zip(layouts, estimated(evaluation, layouts, exact=False), strict=True))
+
+    def rank(layout: PlannedLayout) -> tuple[bool, float]:
+        found = closed[layout]
+        return not found.fits, _key(found, options.objective) if found.fits else found.memory_bytes
+
+    families = {family: min(some, key=rank) for family, some in members.items()}
     fitting = {
-        number: _key(closed[number], options.objective) for number in families.values() if closed[number].fits
+        layout: _key(closed[layout], options.objective) for layout in families.values() if closed[layout].fits
     }
     least = min(fitting.values())
-    close = [number for number, key in fitting.items() if key <= (1 + _CLOSE) * least]
-    chosen = {number: numbers.index(number) for number in (*leaders, *close)}
-    places = list(chosen.values())
-    finalists = estimated(evaluation.rows(np.array(places)), [layouts[place] for place in places], exact=True)
-    exact = dict(zip(chosen, finalists, strict=True))
-    ranked = sorted(exact, key=lambda number: (_key(exact[number], options.objective), exact[number].step_s))
+    close = [layout for layout, key in fitting.items() if key <= (1 + _CLOSE) * least]
+    chosen = list(dict.fromkeys((*leaders, *close)))
+    places = np.array([layouts.index(layout) for layout in chosen])
+    exact = dict(zip(chosen, estimated(evaluation.rows(places), chosen, exact=True), strict=True))
+    ranked = sorted(chosen, key=lambda layout: (_key(exact[layout], options.objective), exact[layout].step_s))
     winner, same = exact[ranked[0]], closed[ranked[0]]
     runners = []
-    for family, number in families.items():
+    for family, layout in families.items():
         name, _, value = family.partition("=")
         if value == _value_text(getattr(winner.layout, name)):
             continue
         # Like is compared with like: by the exact schedule if both were timed by it, else by the closed form.
-        first, second = (winner, exact[number]) if number in exact else (same, closed[number])
+        first, second = (winner, exact[layout]) if layout in exact else (same, closed[layout])
         slower = second.step_s / first.step_s - 1 if second.fits else float("inf")
         runners.append(RunnerUp(family, second.layout, _why(first, second), slower))
-    return tuple(exact[number] for number in ranked), tuple(runners)
+    return tuple(exact[layout] for layout in ranked), tuple(runners)
 
 
 def _key(found: Estimate, objective: str) -> float:

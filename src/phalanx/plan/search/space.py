@@ -11,6 +11,7 @@ import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
@@ -78,8 +79,8 @@ class Options:
     """Numbers of accelerators to plan for; empty means all of the cluster's."""
     least_use: float = 0.9
     """Fraction of the accelerators that a layout must use; the rest are spares."""
-    micro_batches: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 16)
-    stages_per_rank: tuple[int, ...] = (2, 3, 4, 5, 6, 8, 10, 12)
+    micro_batches: tuple[int, ...] = ()
+    stages_per_rank: tuple[int, ...] = ()
     """Stages on each rank that interleaved schedules are tried with."""
     precision: str = "bf16"
     offload: bool = True
@@ -192,10 +193,7 @@ def _geometry(job: Job, options: Options, counts: tuple[int, ...]) -> tuple[Tabl
     for count in counts:
         used |= (ranks <= count) & (ranks >= options.least_use * count)
     table = _keep(table, used, "too many or too few ranks", excluded)
-    table = _cross(table, "micro_batch", list(options.micro_batches))
-    slots = workload.slots or table["data"]
-    divides = workload.batch % (slots * table["micro_batch"]) == 0
-    table = _keep(table, divides, "the batch does not divide", excluded)
+    table = _micro_batches(job, options, table, excluded)
     table = _schedules(job, options, table, excluded)
     table = _experts(job, table, excluded)
     return _shards(job, table), excluded
@@ -225,6 +223,102 @@ def _keep_whole(job: Job, axis: str, table: Table, excluded: dict[str, int]) -> 
     return table
 
 
+_FIRST_SIZES = (1, 2, 3, 4, 6, 8, 16)
+_FIRST_STAGES = (2, 3, 4, 5, 6, 8, 10, 12)
+"""Sequences of a micro-batch, and stages on each rank, that every geometry is tried with; the best geometries with all others too."""
+
+
+@lru_cache(maxsize=1024)
+def _first_sizes(share: int) -> tuple[int, ...]:
+    """Of the sequences that divide a slot's ``share``, some from one to all: each a few times the one before."""
+    kept = [1]
+    for size in divisors(share):
+        if size in _FIRST_SIZES[1:] or size >= (4 if size > _FIRST_SIZES[-1] else 2) * kept[-1]:
+            kept.append(size)
+    return tuple(kept)
+
+
+def _micro_batches(job: Job, options: Options, table: Table, excluded: dict[str, int]) -> Table:
+    """Crosses with the sequences of a micro-batch: those of the options, those that conditions are on, or a first choice."""
+    batch = job.workload.batch
+    slots = np.broadcast_to(job.workload.slots or table["data"], table["data"].shape)
+    table = _keep(table | {"slots": slots}, batch % slots == 0, "the batch does not divide", excluded)
+    share = batch // table.pop("slots")
+    every = {each: _sizes(options, each) for each in {*share.tolist()}}
+    sizes = sorted({size for some in every.values() for size in some})
+    table = _cross(table | {"share": share}, "micro_batch", sizes)
+    tried = np.zeros(len(table["share"]), dtype=bool)
+    for each, some in every.items():
+        tried |= (table["share"] == each) & np.isin(table["micro_batch"], some)
+    table = {name: column[tried] for name, column in table.items()}
+    divides = table.pop("share") % table["micro_batch"] == 0
+    return _keep(table, divides, "the batch does not divide", excluded)
+
+
+def _sizes(options: Options, share: int) -> tuple[int, ...]:
+    if options.micro_batches:
+        return options.micro_batches
+    return tuple(divisors(share)) if _is_required(options, "micro_batch") else _first_sizes(share)
+
+
+def _stages(job: Job, options: Options) -> tuple[int, ...]:
+    if options.stages_per_rank:
+        return options.stages_per_rank
+    every = tuple(range(2, job.workload.model.layers + 1))
+    return every if _is_required(options, "stages_per_rank") else _FIRST_STAGES
+
+
+def _is_required(options: Options, name: str) -> bool:
+    words = {re.split(r"[<>=!]", text)[0].strip() for text in options.require}
+    return any(known is not None and known.name == name for known in map(layout_field, words))
+
+
+def finer_space(job: Job, options: Options, geometries: Candidates) -> Candidates | None:
+    """What ``space`` leaves out beside some of its rows: all other micro-batches and stages on each rank; ``None`` if there are none.
+
+    ``geometries`` come best first; of so many that there would be over ``_MOST_FINER`` rows, the last are left out.
+    """
+    columns = [column.ravel() for column in (getattr(geometries, name) for name in _OF_GEOMETRY)]
+    stacked = np.stack([np.broadcast_to(column, geometries.shape[-1]) for column in columns])
+    _, first = np.unique(stacked, axis=1, return_index=True)
+    table: Table = dict(zip(_OF_GEOMETRY, stacked[:, np.sort(first)], strict=True))
+    data = table["shard"] * table.pop("replicate")
+    share = job.workload.batch // (job.workload.slots or data)
+    table = table | {"data": data, "share": np.broadcast_to(share, data.shape)}
+    known = {each: _sizes(options, each) for each in {*table["share"].tolist()}}
+    sizes = sorted(
+        {size for each, some in known.items() for size in (some if options.micro_batches else divisors(each))}
+    )
+    table = _cross(table, "micro_batch", sizes)
+    table = _rows(table, table["share"] % table["micro_batch"] == 0)
+    interleaved = table["schedule"] == SCHEDULES.index("interleaved")
+    fixed = np.array([_STAGES.get(name, (0,))[0] for name in SCHEDULES])[table["schedule"]]
+    coarse = _stages(job, options)
+    stages = coarse if options.stages_per_rank else tuple(range(2, job.workload.model.layers + 1))
+    parts = [_rows(table, ~interleaved) | {"stages_per_rank": fixed[~interleaved]}]
+    parts.append(_cross(_rows(table, interleaved), "stages_per_rank", list(stages)))
+    table = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    known_size = np.zeros(len(table["share"]), dtype=bool)
+    for each, some in known.items():
+        known_size |= (table["share"] == each) & np.isin(table["micro_batch"], some)
+    known_stages = (table["schedule"] != SCHEDULES.index("interleaved")) | np.isin(
+        table["stages_per_rank"], coarse
+    )
+    table = _rows(table, ~(known_size & known_stages))
+    table.pop("share")
+    table = _runnable(job, table, {})
+    table = {name: column[:_MOST_FINER] for name, column in table.items()}
+    return _with_axes(table, _free_axes(job, options), options.precision) if len(table["data"]) else None
+
+
+_OF_GEOMETRY = ("tensor", "context", "pipeline", "replicate", "shard", "expert", "expert_tensor", "schedule")
+_MOST_FINER = 40_000
+
+
+def _rows(table: Table, mask: Bools) -> Table:
+    return {name: column[mask] for name, column in table.items()}
+
+
 def _schedules(job: Job, options: Options, table: Table, excluded: dict[str, int]) -> Table:
     """Crosses with schedules and how many stages each rank has."""
     choices = [
@@ -232,12 +326,17 @@ def _schedules(job: Job, options: Options, table: Table, excluded: dict[str, int
         for name in job.stack.schedules
         # GPipe waits as long as 1F1B and holds more.
         if name != "gpipe"
-        for per_rank in _STAGES.get(name, options.stages_per_rank)
+        for per_rank in _STAGES.get(name, _stages(job, options))
     ]
     table = _cross(table, "choice", list(range(len(choices))))
     schedule, per_rank = np.array(choices, dtype=np.int64)[table.pop("choice")].T
     table |= {"schedule": schedule, "stages_per_rank": per_rank}
-    few = table["pipeline"] * per_rank <= most_stages(job.workload, job.stack)
+    return _runnable(job, table, excluded)
+
+
+def _runnable(job: Job, table: Table, excluded: dict[str, int]) -> Table:
+    """Drops what has more stages than layers, or micro-batches that its schedule cannot run."""
+    few = table["pipeline"] * table["stages_per_rank"] <= most_stages(job.workload, job.stack)
     table = _keep(table, few, "more stages than layers", excluded)
     batches = job.workload.batch // (table["data"] * table["micro_batch"])
     pipes = Pipelines(table["schedule"], table["pipeline"], table["stages_per_rank"], batches)
@@ -296,7 +395,7 @@ def _cross(table: Table, name: str, values: list[int]) -> Table:
 
 def _keep(table: Table, mask: Bools, rule: str, excluded: dict[str, int]) -> Table:
     excluded[rule] = excluded.get(rule, 0) + int((~mask).sum())
-    return {name: column[mask] for name, column in table.items()}
+    return _rows(table, mask)
 
 
 def _with_axes(table: Table, free: tuple[Ints, Ints, Ints, Ints], precision: str) -> Candidates:

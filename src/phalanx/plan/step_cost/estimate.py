@@ -97,22 +97,6 @@ class Evaluation:
             replace(self.table, row=at_last(self.table.row, index, length)),
         )
 
-    def layouts(self, geometries: Ints, layouts: Sequence[PlannedLayout]) -> Evaluation:
-        """The evaluation of ``layouts``, each with the geometry at its index of ``geometries``, flattened to one axis."""
-        chosen = self.rows(geometries)
-
-        def flat(arrays: tuple[Floats, ...]) -> tuple[Floats, ...]:
-            return tuple(array.reshape(-1) for array in arrays)
-
-        return Evaluation(
-            self.job,
-            candidates_of(layouts, self.job.modes),
-            Holdings(*(flat(getattr(chosen.held, field.name)) for field in fields(Holdings))),
-            replace(chosen.costs, row=chosen.costs.row.reshape(-1)),
-            Pipelines(*(getattr(chosen.pipes, field.name).reshape(-1) for field in fields(Pipelines))),
-            replace(chosen.table, row=chosen.table.row.reshape(-1)),
-        )
-
     def seconds(self) -> Floats:
         """Seconds of a step: the sum of ``time``, with most of the work done on few axes."""
         place = slowest_place(self.passes, self.table)
