@@ -73,6 +73,7 @@ LAYOUTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "pipeline 2": ("", ("parallel.pipeline=2",)),
     "tensor 2": ("", ("parallel.tensor=2",)),
     "experts": ("[model.moe]\nexperts = 4\nper_token = 2\nffn_dim = 48\n", ()),
+    "tensor 2 or 1": ("", ("model.lanes=2", "parallel.tensor=2", "fleet.least_tensor=1", "fleet.spares=0")),
 }
 """Names, what they add to the run file, and the fields that they set."""
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from phalanx.observe.event_log import read_events
+from phalanx.observe.events import RunStarted
 from phalanx.observe.goodput import goodput
 from phalanx_process import last_json, run
 
@@ -113,6 +114,28 @@ def test_who_a_hanging_fleet_waits_for_is_named_with_the_collective_and_replaced
 def test_random_faults_change_no_bit(seed: int, run_file: Path, undisturbed: str, tmp_path: Path) -> None:
     result = fleet_run(run_file, tmp_path, *with_faults(f"random:{seed}:4"))
     assert result["weights_sha256"] == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_random_faults_that_change_the_tensor_degree_of_a_run_in_lanes_change_no_bit(
+    seed: int, run_file: Path, tmp_path: Path
+) -> None:
+    lanes = ["--set", "model.lanes=2"]
+    alone = run(
+        ["train", str(run_file), "--ranks", "1", "--json", "--run-dir", str(tmp_path / "alone"), *lanes],
+        tmp_path,
+    )
+    degrees = ["--set", "parallel.tensor=2", "--set", "fleet.least_tensor=1"]
+    faults = with_faults(f"random:{seed}:3", "kill node 1 at step 6")
+    result = fleet_run(run_file, tmp_path, "--nodes", "2", "--spares", "0", *lanes, *degrees, *faults)
+    assert result["weights_sha256"] == last_json(alone)["weights_sha256"]
+    started = [
+        event.body
+        for event in read_events(tmp_path / "run" / "events.jsonl")
+        if isinstance(event.body, RunStarted)
+    ]
+    assert {one.layout.get("tensor", 1) for one in started} == {1, 2}
 
 
 def test_a_fault_that_cannot_be_read_is_refused_with_the_column(run_file: Path, tmp_path: Path) -> None:
