@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from phalanx.data.index import DatasetIndex, Recipe, ShardFile, Split
-from phalanx.run.spec import ModelSpec, MoeSpec, RunSpec
+from phalanx.run.spec import ModelSpec, MoeSpec, RunSpec, TrainSpec
 from phalanx.train.start.checks import start_notes
 
 ENOUGH = Split((ShardFile("0", 10**12, ""),), 10, 10**12, "")
@@ -26,3 +28,16 @@ def test_a_model_that_cannot_be_exported_is_told_before_it_is_trained(model: Mod
     notes = [note for note in start_notes(RunSpec(model=model), INDEX) if "cannot be exported" in note]
     assert len(notes) == bool(says)
     assert all(says in note for note in notes)
+
+
+def test_a_run_that_goes_many_times_over_its_text_is_told_how_often() -> None:
+    few = Split((ShardFile("0", 1010, ""),), 10, 1010, "")
+    run = RunSpec(
+        model=ModelSpec(vocab_size=300), train=TrainSpec(steps=200, batch_size=1, slots=1, seq_len=256)
+    )
+    told = [
+        [note for note in start_notes(run, replace(INDEX, train=text)) if "times over" in note]
+        for text in (few, ENOUGH)
+    ]
+    assert told[0][0].startswith("the run goes 51 times over its 1,010 training tokens")
+    assert told[1] == []
