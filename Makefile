@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 BASE := requirements/base.txt
 DEV := requirements/dev.txt
+# Several tests at once: many wait for clocks, disks or each other's processes. A file's tests stay together, and share what they start.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: quickstart test test-all test-torch-2.11 lint bench gpu env env-dev clean
@@ -12,10 +14,10 @@ quickstart: env  ## a model trained on real text, in about three minutes on two 
 	$(BIN)/phalanx train configs/quickstart.toml
 
 test: env-dev  ## the whole suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: env-dev  ## and what takes longer
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	$(PYTEST)
 
 lint: env-dev
 	$(BIN)/ruff format --check src tests bench validation examples
