@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from validation.compare import Outcome, Validation, errors, validate
+from phalanx.plan.evidence.learned import TABLE as LEARNED
+from validation.bands import RESIDUALS, judged_rows, learn, left_out, read_judged, with_coverage, write_judged
+from validation.compare import Outcome, Validation, errors, outcome_of, validate
 from validation.document import document
 from validation.runs import PublishedRun, PublishedRunError, read_published
+from validation.software import unseen_software_of_run
 
 
 @click.command()
@@ -25,7 +29,13 @@ from validation.runs import PublishedRun, PublishedRunError, read_published
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write the accuracy document (Markdown).",
 )
-def command(table: Path | None, as_json: bool, report: Path | None) -> None:
+@click.option(
+    "--learn",
+    "learning",
+    is_flag=True,
+    help="Write the factors and bands that phalanx plan uses, from the published table.",
+)
+def command(table: Path | None, as_json: bool, report: Path | None, learning: bool) -> None:
     """Compare the planner's predictions with published runs, row by row.
 
     TABLE is a CSV file, by default validation/data/published_runs.csv. Its columns are the fields of
@@ -36,19 +46,36 @@ def command(table: Path | None, as_json: bool, report: Path | None) -> None:
       python -m validation
       python -m validation my-runs.csv --json
       python -m validation --report docs/planner-accuracy.md
+      python -m validation --learn
     """
+    if learning and table is not None:
+        raise click.UsageError(
+            "--learn learns from validation/data/published_runs.csv: leave TABLE out, or add its rows there"
+        )
     try:
         rows = read_published() if table is None else read_published(table)
     except PublishedRunError as error:
         raise click.UsageError(str(error)) from error
     found = _validated(rows, quiet=as_json)
+    if learning:
+        _learn(found)
     if as_json:
         click.echo(json.dumps(validation_facts(found)))
     else:
         _print(found)
     if report is not None:
-        report.write_text(document(found), encoding="utf-8")
+        report.write_text(document(found, read_judged() if table is None else ()), encoding="utf-8")
         click.echo(f"wrote {report}", err=True)
+
+
+def _learn(found: Validation) -> None:
+    """Writes what is left over of every row, and the table of factors and bands that comes with the package."""
+    unseen = [outcome_of(outcome.run, unseen_software_of_run(outcome.run)) for outcome in found.outcomes]
+    rows = judged_rows(found.outcomes, unseen)
+    write_judged(rows)
+    learned = with_coverage(learn(rows), left_out(rows))
+    LEARNED.write_bytes(msgspec.json.format(msgspec.json.encode(learned), indent=1) + b"\n")
+    click.echo(f"wrote {RESIDUALS} and {LEARNED}", err=True)
 
 
 def _validated(rows: Sequence[PublishedRun], *, quiet: bool) -> Validation:

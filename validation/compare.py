@@ -23,6 +23,7 @@ from phalanx.plan.workload.planned_layout import PlannedLayout
 from validation.factors import NO_SCALAR, CalibrationPoint, Scalar, scalar_for, scalars
 from validation.runs import Excluded, PublishedRun, measured_step, read_published
 from validation.setup import Setup, counts_of, setup_of
+from validation.software import RunSoftware
 
 MemoryBasis = Literal["allocated", "reserved", "device", "peak, not said of what"]
 
@@ -203,10 +204,13 @@ def validate(
     return Validation(outcomes, tuple(sweeps(outcomes)), fits(outcomes), scalars(points))
 
 
-def outcome_of(run: PublishedRun) -> Outcome:
-    """The planner's estimate of one row beside what was measured; the stack's factor is not applied."""
+def outcome_of(run: PublishedRun, trained: RunSoftware | None = None) -> Outcome:
+    """The planner's estimate of one row beside what was measured, by its own software unless another is given.
+
+    The stack's factor is not applied.
+    """
     try:
-        setup = setup_of(run)
+        setup = setup_of(run, trained)
         work = setup.job.workload
         counts = counts_of(work.model, work.seq_len)
         accelerator = setup.job.cluster.accelerator

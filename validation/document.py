@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from validation.bands import KINDS, Judged, LeftOut, coverage, left_out, left_out_sources
 from validation.compare import Errors, Outcome, Validation, errors
 
 FAMILY_LIMIT = 0.20
@@ -63,12 +64,13 @@ def _times(outcomes: Iterable[Outcome]) -> tuple[Errors | None, Errors | None]:
     return errors(time.error for time in times), errors(time.scaled_error for time in times)
 
 
-def document(validation: Validation) -> str:
-    """``docs/planner-accuracy.md``."""
+def document(validation: Validation, judged: Sequence[Judged] = ()) -> str:
+    """``docs/planner-accuracy.md``; with the rows as they were ``judged`` for bands, how honest these are."""
     parts = (
         _INTRODUCTION,
         _goals_part(validation),
         _split_part(validation),
+        *((_bands_part(judged), _sources_part(judged)) if judged else ()),
         _families_part(validation),
         _fits_part(validation),
         _sweeps_part(validation),
@@ -97,6 +99,59 @@ Made by `python -m validation --report docs/planner-accuracy.md`; do not edit. T
 - A family is one origin, one accelerator, and dense models or mixtures of experts.
 - What a row leaves open of its layout (micro-batch, interleaving, recomputation) is set to what the planner finds fastest among
   what fits; such rows are marked `*`, and their memory is not compared."""
+
+
+def _bands_part(judged: Sequence[Judged]) -> str:
+    found = left_out(judged)
+    rows = []
+    for kind in KINDS:
+        for mixture in (False, True):
+            these = [one for one in found if (one.kind, one.judged.mixture) == (kind, mixture)]
+            rows.append((kind, "mixtures" if mixture else "dense", *_left_cells(these)))
+        rows.append((kind, "all", *_left_cells([one for one in found if one.kind == kind])))
+    text = """## Bands
+
+What `phalanx plan` prints as P5-P95, learned from these rows by `validation.bands` (`python -m validation --learn`) and judged on
+software that was left out: *here*, there are runs of the software on the accelerator (of other models; the band is from these and
+from all other software); *elsewhere*, there are runs of it on other accelerators only; *never*, it was not seen at all, and its
+stack is planned for without habits, recipe or factor. Where fewer than four programs are left, coverage says little.
+
+"""
+    return text + _table(("evidence", "models", *_LEFT_OUT, "programs"), rows)
+
+
+def _sources_part(judged: Sequence[Judged]) -> str:
+    sources = left_out_sources(judged)
+    rows = [
+        (name, ", ".join(sorted({one.kind for one in found})), *_left_cells(found)[:-1])
+        for name, found in sources.items()
+    ]
+    every = [one for found in sources.values() for one in found]
+    rows.append(("all", "", *_left_cells(every)[:-1]))
+    text = """## By left-out source
+
+Each source's rows as a plan would have predicted them had the planner learned nothing from that source: factor, bias and band are
+those of the evidence that is left. What is known of a software's habits counts only where another source has runs of it.
+
+"""
+    return text + _table(("source", "evidence left", *_LEFT_OUT), rows)
+
+
+_LEFT_OUT = ("n", "median error", "bias", "80 % band holds", "90 % band holds")
+
+
+def _left_cells(found: Sequence[LeftOut]) -> tuple[str, ...]:
+    summary = errors(one.error for one in found)
+    if summary is None:
+        return ("0", "", "", "", "", "0")
+    return (
+        str(summary.count),
+        f"{summary.median:.1%}",
+        f"{summary.bias:+.1%}",
+        f"{coverage(found, 0.1):.0%}",
+        f"{coverage(found, 0.05):.0%}",
+        str(len({one.judged.software for one in found})),
+    )
 
 
 def _goals_part(validation: Validation) -> str:

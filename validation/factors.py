@@ -5,7 +5,7 @@ is usual. One factor takes up what is common to all runs of a stack: the median 
 and of mixtures of experts apart, which exercise other code. A factor says nothing if it was fitted on the runs that it is then
 tried on, so ``scalar_for`` leaves out every run of the same model on the same accelerator: what remains is what one would have
 known before that model was trained there. (A stack of which only one model is known is the exception: there its other
-configurations have to do, and ``Scalar.scope`` says so.) A factor from few models is drawn towards one, as if ``_PRIOR`` more
+configurations have to do, and ``Scalar.scope`` says so.) A factor from few models is drawn towards one, as if ``PRIOR`` more
 models had been predicted rightly.
 """
 
@@ -17,20 +17,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
+from phalanx.plan.evidence.learned import generation_of
+
 Scope = Literal["stack and generation", "stack", "other configurations of the model", "none"]
-_PRIOR = 2
-_GENERATIONS = {
-    "v100": "volta",
-    "a100": "ampere",
-    "h100": "hopper",
-    "h200": "hopper",
-    "h800": "hopper",
-    "h20": "hopper",
-    "b200": "blackwell",
-    "b300": "blackwell",
-    "gb200": "blackwell",
-    "gb300": "blackwell",
-}
+PRIOR = 2
+"""Models that count as predicted rightly when a factor is fitted."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +42,7 @@ class CalibrationPoint:
     @property
     def generation(self) -> str:
         """Generation of the accelerator; one that is not in the table is a generation of its own."""
-        first = self.accelerator.split("-")[0]
-        return _GENERATIONS.get(first, first)
+        return generation_of(self.accelerator)
 
 
 @dataclass(frozen=True)
@@ -81,11 +71,11 @@ def scalar_for(run: CalibrationPoint, points: Iterable[CalibrationPoint]) -> Sca
     others = [p for p in software if (p.model, p.accelerator) != (run.model, run.accelerator)]
     here = [p for p in others if p.generation == run.generation]
     if here:
-        return _fitted(here, "stack and generation")
+        return fitted(here, "stack and generation")
     if others:
-        return _fitted(others, "stack")
+        return fitted(others, "stack")
     own = [p for p in software if p.configuration != run.configuration]
-    return _fitted(own, "other configurations of the model", prior=0) if own else NO_SCALAR
+    return fitted(own, "other configurations of the model", prior=0) if own else NO_SCALAR
 
 
 def scalars(points: Sequence[CalibrationPoint]) -> dict[str, Scalar]:
@@ -94,11 +84,11 @@ def scalars(points: Sequence[CalibrationPoint]) -> dict[str, Scalar]:
     for point in points:
         kind = "mixtures" if point.mixture else "dense"
         groups.setdefault(f"{point.software} on {point.generation}, {kind}", []).append(point)
-    return {name: _fitted(groups[name], "stack and generation") for name in sorted(groups)}
+    return {name: fitted(groups[name], "stack and generation") for name in sorted(groups)}
 
 
-def _fitted(points: Sequence[CalibrationPoint], scope: Scope, prior: int = _PRIOR) -> Scalar:
-    """Each model has one vote, so that the one with most runs does not decide."""
+def fitted(points: Sequence[CalibrationPoint], scope: Scope, prior: int = PRIOR) -> Scalar:
+    """The factor of ``points``. Each model has one vote, so that the one with most runs does not decide."""
     models: dict[tuple[str, str], list[float]] = {}
     for point in points:
         models.setdefault((point.model, point.accelerator), []).append(math.log(point.ratio))

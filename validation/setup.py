@@ -47,14 +47,17 @@ class Setup:
     """Values that the row does not state and that were filled in."""
 
 
-def setup_of(run: PublishedRun) -> Setup:
-    """Everything the planner needs of a row. Raises ``Excluded`` with the reason if the row does not say enough."""
+def setup_of(run: PublishedRun, trained: RunSoftware | None = None) -> Setup:
+    """Everything the planner needs of a row, by its own software unless another is given.
+
+    Raises ``Excluded`` with the reason if the row does not say enough.
+    """
     assumptions: list[str] = []
     if run.unreadable:
         raise Excluded(run.unreadable)
     if run.outcome == "regression":
         raise Excluded("its source calls it a regression")
-    trained = software_of_run(run)
+    trained = trained or software_of_run(run)
     machines = cluster_of_run(run, trained.habits)
     seq_len = _stated(run.seq_len, "sequence length")
     batch = _stated(run.global_batch_seqs, "global batch")

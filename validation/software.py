@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from phalanx.hardware.catalog import cluster, systems
 from phalanx.hardware.cluster import Accelerator, Cluster, Fact
 from phalanx.hardware.profiles import Profile, profile_of
+from phalanx.plan.workload.foreign_stacks import FSDP, STACKS
 from phalanx.plan.workload.recipes import Circumstances, PerformanceRecipe, recipe_of
 from phalanx.plan.workload.software import SOFTWARE, Software, profile_of_software, stack_of_software
 from phalanx.plan.workload.stacks import Stack
@@ -119,6 +120,15 @@ def software_of_run(run: PublishedRun) -> RunSoftware:
     return RunSoftware(
         software, HABITS.get(software.name, Habits()), recipe, stack_of_software(software, found, recipe)
     )
+
+
+def unseen_software_of_run(run: PublishedRun) -> RunSoftware:
+    """The row's software as one that the planner has not seen: the stack of its kind as it is, without habits or recipe."""
+    name = SOFTWARE[run.software].stack if run.software in SOFTWARE else ""
+    stack = STACKS.get(name, FSDP)
+    if run.zero == 3 and 3 not in stack.zero_stages:
+        stack = FSDP
+    return RunSoftware(Software(run.software, stack.name), HABITS.get(run.software, Habits()), None, stack)
 
 
 def profile_of_run(accelerator: Accelerator, software: Software, run: PublishedRun) -> Profile:

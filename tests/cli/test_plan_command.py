@@ -305,3 +305,42 @@ def test_processes_of_one_machine_are_planned_to_the_end() -> None:
     """Their network is the machine's memory, with no rate of its own."""
     whole = facts(str(CONFIGS / "quickstart.toml"), "--cluster", "cpu:2", "--layout", "dp=2")["whole_run"]
     assert 0 < whole["days"] < 1
+
+
+def test_the_first_line_says_that_software_was_never_measured_and_its_bias_is_in_every_figure() -> None:
+    asked = ["--model", "llama3-8b", "--cluster", "h100:8", "--batch", "64", "--layout", "dp=8,mbs=1,zero=3"]
+    found = facts(*asked)
+    assert "phalanx on h100 was never measured" in found["evidence"]["says"]
+    assert found["chosen"]["time_s"]["stack_scalar"] > 0
+    assert found["step_s_p5"] < found["chosen"]["step_s"] < found["step_s_p95"]
+    assert found["whole_run"]["usd"]["p5"] < found["whole_run"]["usd"]["p95"]
+
+
+def test_published_software_is_planned_with_what_its_runs_were_judged_with() -> None:
+    asked = ["--model", "llama3-8b", "--cluster", "h100:64", "--batch", "256", "--stack", "nemo"]
+    found = facts(*asked, "--layout", "tp=2,dp=32,mbs=1,zero=1", "--step-error", "0.12")
+    assert (found["stack"], found["evidence"]["kind"]) == ("nemo", "here")
+    assert found["evidence"]["runs"] > 0
+    assert found["step_error"] == pytest.approx(0.12, rel=0.01)
+
+
+def test_use_of_an_accelerator_beyond_any_published_is_marked() -> None:
+    asked = [
+        "--model",
+        "llama3-8b",
+        "--cluster",
+        "gb200-nvl72:8",
+        "--batch",
+        "64",
+        "--stack",
+        "megatron-bridge",
+    ]
+    found = facts(*asked, "--layout", "dp=8,mbs=1,zero=1")
+    (said,) = [text for text in found["caveats"] if "more than any published run" in text]
+    assert "NVIDIA GB200" in said
+
+
+def test_software_is_listed_with_the_runs_that_are_known_of_it() -> None:
+    result = plan("--stacks")
+    assert result.exit_code == 0
+    assert "llm-foundry" in result.output

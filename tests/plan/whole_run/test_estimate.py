@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from example_clusters import h100s, with_rates
+from phalanx.plan.evidence.band import EXACT, normal_band
 from phalanx.plan.whole_run.assumptions import RunAssumptions, RunEstimateError, RunInputs, assumed
 from phalanx.plan.whole_run.estimate import RunEstimate, estimate_run, goodput_plan
 from phalanx.plan.whole_run.failures import classes_at_node_rate
@@ -85,7 +86,10 @@ def test_with_the_rate_known_the_simulated_mean_agrees_with_the_closed_form(meth
 
 
 def test_percentiles_are_in_order_and_wider_when_the_step_time_is_uncertain() -> None:
-    sure, unsure = (estimate_run(trillion(), RunAssumptions(step_time_sd=sd, draws=200)) for sd in (0.0, 0.1))
+    sure, unsure = (
+        estimate_run(trillion(), RunAssumptions(step_time_band=normal_band(sd), draws=200))
+        for sd in (0.0, 0.1)
+    )
     for run in (sure, unsure):
         assert run.failure_free_days * 0.7 < run.finish_days.p5 < run.finish_days.p50 < run.finish_days.p95
         assert run.goodput_by_level["low"] > run.goodput_by_level["typical"] > run.goodput_by_level["high"]
@@ -218,17 +222,18 @@ def test_impossible_quantities_are_refused_by_name() -> None:
 
 def test_what_a_user_assumes_of_the_run_takes_the_place_of_the_default() -> None:
     given = assumed(
-        ("recovery=restart", "repair_s=60", "electricity_in_price=false", "pue=1.5", "draws=7"), 0.1
+        ("recovery=restart", "repair_s=60", "electricity_in_price=false", "pue=1.5", "draws=7"),
+        normal_band(0.1),
     )
-    usual = RunAssumptions(step_time_sd=0.1)
+    usual = RunAssumptions(step_time_band=normal_band(0.1))
     assert given == replace(
         usual, recovery="restart", repair_s=60.0, electricity_in_price=False, pue=1.5, draws=7
     )
 
 
 def test_a_fleet_s_own_rate_of_failures_can_be_assumed() -> None:
-    often = estimate_run(trillion(), assumed(("failures_per_1000_node_days=13",), 0.0))
-    seldom = estimate_run(trillion(), assumed(("failures_per_1000_node_days=1.3",), 0.0))
+    often = estimate_run(trillion(), assumed(("failures_per_1000_node_days=13",), EXACT))
+    seldom = estimate_run(trillion(), assumed(("failures_per_1000_node_days=1.3",), EXACT))
     per_day = [run.failures / run.days for run in (often, seldom)]
     assert per_day[0] == pytest.approx(10 * per_day[1])
 
@@ -247,4 +252,4 @@ def test_a_fleet_s_own_rate_of_failures_can_be_assumed() -> None:
 )
 def test_an_assumption_that_cannot_be_is_refused_with_its_name_and_a_remedy(text: str, remedy: str) -> None:
     with pytest.raises(RunEstimateError, match=re.escape(text) + ".*" + remedy):
-        assumed((text,), 0.0)
+        assumed((text,), EXACT)

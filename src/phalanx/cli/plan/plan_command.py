@@ -22,7 +22,13 @@ if TYPE_CHECKING:
     from phalanx.plan.search.query import Aim
     from phalanx.run.spec import RunSpec
 
-_STEP_ERROR = 0.12
+
+def _list_stacks(context: click.Context, _option: click.Parameter, asked: bool) -> None:
+    if asked:
+        from phalanx.cli.plan.stacks_table import print_stacks
+
+        print_stacks()
+        context.exit()
 
 
 @click.command("plan")
@@ -48,7 +54,7 @@ _STEP_ERROR = 0.12
     "--top", type=click.IntRange(1, 1000), default=8, show_default=True, help="How many layouts to list."
 )
 @click.option(
-    "--stack", default="phalanx", show_default=True, help="The software that trains, as published runs used."
+    "--stack", default="phalanx", show_default=True, help="The software that trains; --stacks lists them."
 )
 @click.option(
     "--batch", type=click.IntRange(min=1), default=2048, show_default=True, help="With --model: sequences."
@@ -64,7 +70,9 @@ _STEP_ERROR = 0.12
     help="Override a field of the run file, or a figure.",
 )
 @click.option(
-    "--step-error", type=click.FloatRange(0, 1), default=_STEP_ERROR, show_default=True, help="Of step times."
+    "--step-error",
+    type=click.FloatRange(0, 1),
+    help="Relative standard deviation of step times; by default as published runs say.",
 )
 @click.option(
     "--assume",
@@ -83,6 +91,14 @@ _STEP_ERROR = 0.12
 @click.option(
     "--out", type=click.Path(dir_okay=False, path_type=Path), help="Write a run file for the best layout."
 )
+@click.option(
+    "--stacks",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_list_stacks,
+    help="List the software that can be planned for, with the published runs known of it, and stop.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     run_file: Path | None,
@@ -98,7 +114,7 @@ def command(
     batch: int,
     seq_len: int,
     overrides: tuple[str, ...],
-    step_error: float,
+    step_error: float | None,
     assume: tuple[str, ...],
     report: Path | None,
     trace: Path | None,

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from phalanx.plan.report.units import BETWEEN, CO2, DAYS, DOLLARS, ENERGY, POWER, mfu_text, unit_for, written
+from phalanx.plan.report.units import (
+    BETWEEN,
+    CO2,
+    DAYS,
+    DOLLARS,
+    ENERGY,
+    POWER,
+    Unit,
+    mfu_text,
+    unit_for,
+    written,
+)
 from phalanx.plan.search.plan import Plan
 from phalanx.plan.search.search import RunnerUp
 from phalanx.plan.step_cost.estimate import Estimate
-from phalanx.plan.whole_run.estimate import RunEstimate
+from phalanx.plan.whole_run.estimate import Percentiles, RunEstimate
 
 _FAMILIES = 12
 """Number of families that lost which are shown."""
@@ -36,6 +47,7 @@ def print_plan(plan: Plan, *, explain: bool) -> None:
 def _print_head(console: Console, plan: Plan) -> None:
     job = plan.job
     counts, cluster = job.workload.counts, job.cluster
+    console.print(f"[{'yellow' if plan.evidence.kind == 'never' else 'dim'}]{escape(str(plan.evidence))}[/]")
     announced = " (announced, not yet measured by anyone)" if cluster.accelerator.announced_only else ""
     console.print(
         f"[bold]{plan.name}[/bold]: {_count(counts.parameters)} parameters ({_count(counts.active_parameters)} active), "
@@ -43,7 +55,7 @@ def _print_head(console: Console, plan: Plan) -> None:
     )
     console.print(
         f"{cluster.key}: {cluster.accelerators:,} x {cluster.accelerator.name}{announced}; stack {job.stack.name}, "
-        f"constants {job.profile.constants.name}; step times are +- {plan.aim.step_error:.0%}"
+        f"constants {job.profile.constants.name}; step times are {plan.band.p5 - 1:+.0%} to {plan.band.p95 - 1:+.0%} (P5-P95)"
     )
     for caveat in plan.caveats:
         console.print(f"[bold yellow]caution:[/bold yellow] {escape(caveat)}")
@@ -64,7 +76,7 @@ def _ranking(plan: Plan) -> Table:
         table.add_row(
             str(found.layout),
             f"{found.step_s:.4g}",
-            mfu_text(found),
+            mfu_text(found) + (" !" if plan.better_than_published(found) else ""),
             f"{found.memory_bytes / 1e9:.1f}",
             f"{found.capacity_bytes / 1e9:.0f}",
             f"{found.ranks:,}",
@@ -72,6 +84,8 @@ def _ranking(plan: Plan) -> Table:
             money(usd, digits=3),
         )
     table.caption = f"{time.name} and {money.name} without failures; the whole run, with them, below"
+    if any(plan.better_than_published(found) for found in plan.best):
+        table.caption += "; !: above the best published utilization of this accelerator in this format"
     table.caption_justify = "left"
     return table
 
@@ -193,12 +207,17 @@ def _run_rows(run: RunEstimate) -> Iterator[tuple[str, str]]:
     yield "spares", f"{run.spare_nodes:,} nodes ({run.spare_accelerators:,} accelerators)"
     yield (
         "energy",
-        f"{written(run.energy.total_kwh, ENERGY)}, {written(run.mean_power_w, POWER)}, {written(run.co2_kg, CO2)} CO2",
+        f"{written(run.energy.total_kwh, ENERGY)} ({_range(run.energy_kwh, ENERGY)}), {written(run.mean_power_w, POWER)}, "
+        f"{written(run.co2_kg, CO2)} CO2",
     )
     yield (
         "cost",
-        f"{written(run.cost.total_usd, DOLLARS)}, {run.usd_per_million_tokens:.3g} $ per million tokens",
+        f"{written(run.cost.total_usd, DOLLARS)} ({_range(run.usd, DOLLARS)}), {run.usd_per_million_tokens:.3g} $ per million tokens",
     )
+
+
+def _range(found: Percentiles, units: Sequence[Unit]) -> str:
+    return f"P5 {written(found.p5, units)}, P95 {written(found.p95, units)}"
 
 
 def _failures(run: RunEstimate) -> str:

@@ -65,7 +65,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[object]], kind: str = ""
 
 
 def _answer(plan: Plan) -> str:
-    run, chosen, error = plan.run, plan.chosen, plan.aim.step_error
+    run, chosen, band = plan.run, plan.chosen, plan.band
     time = unit_for([run.days], DAYS)
     announced = (
         " Its accelerator is announced, not for sale yet."
@@ -74,7 +74,8 @@ def _answer(plan: Plan) -> str:
     )
     text = (
         f"{plan.job.workload.counts.parameters / 1e9:,.5g} B parameters, {plan.tokens / 1e12:,.4g} T tokens on "
-        f"{chosen.ranks:,} x {plan.job.cluster.accelerator.name}: a step of {chosen.step_s:.4g} s +- {error:.0%}, "
+        f"{chosen.ranks:,} x {plan.job.cluster.accelerator.name}: a step of {chosen.step_s:.4g} s "
+        f"(P5 {chosen.step_s * band.p5:.4g}, P95 {chosen.step_s * band.p95:.4g}), "
         f"MFU {mfu_text(chosen)}, {time(run.days)} {time.name} (P5 {time(run.finish_days.p5)}, P95 {time(run.finish_days.p95)}), "
         f"{written(run.cost.total_usd, DOLLARS)}, {written(run.energy.total_kwh, ENERGY)}.{announced}"
     )

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict
 
+from phalanx.plan.evidence.band import LEVELS
 from phalanx.plan.search.front import Point
 from phalanx.plan.search.plan import Plan
 from phalanx.plan.search.search import RunnerUp
@@ -58,7 +59,10 @@ def plan_json(plan: Plan) -> dict[str, object]:
         "batch": plan.job.workload.batch,
         "seq_len": plan.job.workload.seq_len,
         "tokens": plan.tokens,
-        "step_error": plan.aim.step_error,
+        "step_error": plan.band.sigma,
+        "step_s_p5": plan.chosen.step_s * plan.band.p5,
+        "step_s_p95": plan.chosen.step_s * plan.band.p95,
+        "evidence": evidence_json(plan),
         "chosen": estimate_json(plan, plan.chosen),
         "best": [estimate_json(plan, one) for one in plan.best],
         "whole_run": plan.run.to_dict(),
@@ -74,6 +78,21 @@ def plan_json(plan: Plan) -> dict[str, object]:
             "excluded": dict(found.excluded),
         }
     return {name: _finite(value) for name, value in facts.items()}
+
+
+def evidence_json(plan: Plan) -> dict[str, object]:
+    """What the prediction rests on; the keys are stable."""
+    known = plan.evidence
+    return {
+        "kind": known.kind,
+        "says": str(known),
+        "factor": known.factor,
+        "runs": known.runs,
+        "models": known.models,
+        "software": known.software,
+        "left_out_error": known.left_out_error,
+        "quantiles": dict(zip(map(str, LEVELS), plan.band.ratios, strict=True)),
+    }
 
 
 def _finite(value: object) -> object:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from phalanx.hardware.cluster import Cluster
+from phalanx.plan.evidence.band import Band, normal_band
+from phalanx.plan.evidence.learned import BestRun, Evidence, learned
 from phalanx.plan.run_fields import notes_of
 from phalanx.plan.search.advice import parallel_of, what_would_fit
 from phalanx.plan.search.layout_text import read_layout, replaced_sharding
@@ -18,6 +20,7 @@ from phalanx.plan.search.query import (
     OWN,
     Aim,
     RequestError,
+    evidence_of,
     job_of,
     options_of,
     problems_of,
@@ -50,10 +53,23 @@ class Plan:
     inputs: RunInputs
     assumptions: RunAssumptions
     run: RunEstimate
+    evidence: Evidence
+    """What published runs say of such predictions."""
     notes: tuple[str, ...] = ()
     """Notes on fields of the run file that are set and not modeled."""
     caveats: tuple[str, ...] = ()
     """Why the answer may be worth nothing as it stands (``phalanx.plan.search.plausible``); said before anything else."""
+
+    @property
+    def band(self) -> Band:
+        """Measured over predicted time of a step: what was learned, or as the user said."""
+        return self.assumptions.step_time_band
+
+    def better_than_published(self, found: Estimate) -> BestRun | None:
+        """The best published run on this accelerator in the layout's format, if the layout is said to make better use of it."""
+        accelerator = self.job.cluster.accelerator.key
+        best = learned().best_on(accelerator, found.layout.precision)
+        return best if best is not None and found.mfu_causal > best.mfu else None
 
     @property
     def best(self) -> tuple[Estimate, ...]:
@@ -95,7 +111,9 @@ def make_plan(
     inputs = run_inputs(job, chosen, tokens)
     described = spec if _describes_fleet(stated) else None
     steps = round(tokens / job.workload.tokens)
-    assumptions = assumed(aim.assume, aim.step_error, described, chosen.step_s, steps)
+    evidence = evidence_of(job)
+    band = evidence.band if aim.step_error is None else normal_band(aim.step_error)
+    assumptions = assumed(aim.assume, band, described, chosen.step_s, steps)
     run = estimate_run(inputs, assumptions)
     other_stack = "" if job.stack.name == OWN else job.stack.name
     notes = notes_of(spec, cluster, other_stack, stated)
@@ -105,7 +123,17 @@ def make_plan(
         micro_batches = job.workload.batch // chosen.layout.micro_batch
         notes += lost_node_notes(chosen.layout.mesh, cluster.per_node, job.workload.slots, micro_batches)
     doubts = tuple(caveats(job, chosen, run, tokens))
-    return Plan(spec.name, job, aim, chosen, found, tokens, inputs, assumptions, run, notes, doubts)
+    plan = Plan(spec.name, job, aim, chosen, found, tokens, inputs, assumptions, run, evidence, notes, doubts)
+    if best := plan.better_than_published(chosen):
+        return replace(plan, caveats=(*doubts, _better(chosen, cluster, best)))
+    return plan
+
+
+def _better(chosen: Estimate, cluster: Cluster, best: BestRun) -> str:
+    return (
+        f"MFU {chosen.mfu_causal:.1%} (causal attention) is more than any published run reached on {cluster.accelerator.name} in "
+        f"{best.precision}: the best is {best.mfu:.1%} ({best.run})"
+    )
 
 
 def _describes_fleet(stated: Collection[str] | None) -> bool:

@@ -18,12 +18,15 @@ from phalanx.hardware.cluster import Cluster
 from phalanx.hardware.profiles import profile_of
 from phalanx.model.facts.counts import count
 from phalanx.model.facts.presets import PRESETS
+from phalanx.plan.evidence.learned import Evidence, evidence_for, generation_of, learned
 from phalanx.plan.run_fields import SEARCHED
 from phalanx.plan.search.search import Objective
 from phalanx.plan.search.space import Options
 from phalanx.plan.workload.candidates import RECOMPUTE
 from phalanx.plan.workload.foreign_stacks import stack_named
-from phalanx.plan.workload.stacks import Job, Overlap, Stack, stack_of, workload_of
+from phalanx.plan.workload.recipes import NEWEST_RELEASE, Circumstances, recipe_of
+from phalanx.plan.workload.software import SOFTWARE, Software, profile_of_software, stack_of_software
+from phalanx.plan.workload.stacks import Job, Overlap, Stack, Workload, stack_of, workload_of
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import SPLIT_BACKWARD, layout_problems
 from phalanx.run.read import read_table
@@ -55,9 +58,9 @@ class Aim:
     stack: str = OWN
     layout: str | None = None
     tokens: str | None = None
-    step_error: float = 0.12
-    """Relative standard deviation of the true step time around the estimate; the default is the goal of the validation
-    without any end-to-end measurement."""
+    step_error: float | None = None
+    """Relative standard deviation of the true step time around the estimate; ``None`` for what published runs say of such a
+    prediction (``phalanx.plan.evidence``)."""
     assume: tuple[str, ...] = ()
     """Assumptions about the run as ``NAME=VALUE``, with the names of ``RunAssumptions``."""
 
@@ -107,10 +110,50 @@ def job_of(spec: RunSpec, cluster: Cluster, *, stack: str = OWN, keep_slots: boo
     spec = replace(spec, precision=replace(spec.precision, compute=compute))
     profile = profile_of(cluster.accelerator)
     workload = workload_of(spec, keep_slots=keep_slots and stack == OWN)
+    if stack in SOFTWARE:
+        return _with_factor(_published_job(spec, cluster, SOFTWARE[stack], workload))
     if stack != OWN:
-        return Job(workload, stack_named(stack), cluster, profile)
+        return _with_factor(Job(workload, stack_named(stack), cluster, profile))
     modes = tuple(mode for mode in _TRAINABLE if not (spec.runtime.compile and mode.name == "selective"))
-    return Job(workload, calibrated(_own_stack(spec, cluster), cluster), cluster, profile, modes=modes)
+    own = Job(workload, _own_stack(spec, cluster), cluster, profile, modes=modes)
+    if is_calibrated(cluster):
+        return replace(own, stack=calibrated(own.stack, cluster))
+    return _with_factor(own)
+
+
+def _published_job(spec: RunSpec, cluster: Cluster, software: Software, workload: Workload) -> Job:
+    """The job by software that has trained published runs, as its newest recipe sets it."""
+    precision = precision_of(spec, cluster)
+    if precision == "fp8" and generation_of(cluster.accelerator.key) == "blackwell":
+        precision = "mxfp8"  # the format of Blackwell's newest recipes
+    run = Circumstances(
+        model=spec.model.preset or spec.name,
+        gpu=cluster.accelerator.key,
+        precision=precision,
+        release=NEWEST_RELEASE if software.name == "megatron-bridge" else None,
+    )
+    stack = replace(stack_of_software(software, run, recipe_of(run)), name=software.name)
+    profile = profile_of_software(profile_of(cluster.accelerator), software, precision)
+    return Job(workload, stack, cluster, profile)
+
+
+def _with_factor(job: Job) -> Job:
+    """The job with what published runs say of such predictions: measured over predicted time."""
+    return replace(job, stack=replace(job.stack, time_scalar=evidence_of(job).factor))
+
+
+def evidence_of(job: Job) -> Evidence:
+    """What published runs say of predictions of this stack on this accelerator."""
+    name, accelerator = job.stack.name, job.cluster.accelerator
+    own = name == OWN and is_calibrated(job.cluster)
+    mixture = job.workload.model.moe is not None
+    return evidence_for(learned(), name, accelerator.key, mixture=mixture, calibrated=own)
+
+
+def is_calibrated(cluster: Cluster) -> bool:
+    """True if constants were fitted on steps of this project's stack on the cluster's accelerator (``phalanx calibrate``)."""
+    path = Path(cluster.accelerator.profile)
+    return path.suffix == ".toml" and path.is_file()
 
 
 def _own_stack(spec: RunSpec, cluster: Cluster) -> Stack:
@@ -132,10 +175,11 @@ def calibrated(stack: Stack, cluster: Cluster) -> Stack:
 
     Ranks that work at the same time share caches, memory and cores' units: for more than one there is a scalar of its own.
     """
-    path = Path(cluster.accelerator.profile)
-    if path.suffix != ".toml" or not path.is_file():
+    if not is_calibrated(cluster):
         return stack
-    measured = tomllib.loads(path.read_text()).get("profile", {}).get("stack", {})
+    measured = (
+        tomllib.loads(Path(cluster.accelerator.profile).read_text()).get("profile", {}).get("stack", {})
+    )
     name = "time_scalar_together" if cluster.accelerators > 1 else "time_scalar"
     scalar = measured.get(name, measured.get("time_scalar", stack.time_scalar))
     return replace(stack, time_scalar=scalar)

@@ -79,8 +79,8 @@ def days_changes(plan: Plan) -> dict[str, float]:
         "recovery: shrink by a replica": replace(given, recovery="shrink"),
     }
     found = {name: estimate_run(plan.inputs, one).days for name, one in changed.items()}
-    for sign in (-1, 1):
-        step_s = plan.chosen.step_s * (1 + sign * plan.aim.step_error)
+    for name, ratio in (("P5", plan.band.p5), ("P95", plan.band.p95)):
+        step_s = plan.chosen.step_s * ratio
         inputs = replace(run_inputs(plan.job, plan.chosen, plan.tokens), step_s=step_s)
-        found[f"step {sign * plan.aim.step_error:+.0%}"] = estimate_run(inputs, given).days
+        found[f"step time at its {name}, {ratio - 1:+.0%}"] = estimate_run(inputs, given).days
     return found

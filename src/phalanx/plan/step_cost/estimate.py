@@ -171,7 +171,7 @@ class Estimate:
     causal_share: float
     """FLOP with only those scores of attention that a causal mask leaves, over ``flops_per_token``."""
     peak_flops: float
-    """Dense bf16 FLOP/s of one accelerator."""
+    """Dense FLOP/s of one accelerator in the layout's format: over the peak of a wider format a utilization may exceed one."""
     price_per_hour: float
 
     @property
@@ -211,7 +211,7 @@ class Estimate:
 
     @property
     def mfu(self) -> float:
-        """``flops_per_s`` over the dense bf16 peak."""
+        """``flops_per_s`` over the dense peak of the format."""
         return self.flops_per_s / self.peak_flops
 
     @property
@@ -271,14 +271,14 @@ def _estimate(
         closed_form_s=closed_form_s,
         flops_per_token=job.workload.counts.flops_per_token,
         causal_share=job.workload.counts.flops_per_token_causal / job.workload.counts.flops_per_token,
-        peak_flops=_peak(job),
+        peak_flops=_peak(job, layout.precision),
         price_per_hour=accelerator.price_per_hour.value,
     )
 
 
-def _peak(job: Job) -> float:
+def _peak(job: Job, precision: str) -> float:
     flops = job.cluster.accelerator.flops
-    return next(flops[name].value for name in ("bf16", "fp16", *flops) if name in flops)
+    return next(flops[name].value for name in (precision, "bf16", "fp16", *flops) if name in flops)
 
 
 def _columns(terms: Mapping[str, Floats], length: int) -> list[dict[str, float]]:

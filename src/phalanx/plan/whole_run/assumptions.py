@@ -11,6 +11,7 @@ from typing import Any, get_args
 import msgspec
 
 from phalanx.hardware.cluster import Cluster
+from phalanx.plan.evidence.band import EXACT, Band
 from phalanx.plan.whole_run.cost import ELECTRICITY_USD_PER_KWH, STORAGE_USD_PER_GB_MONTH
 from phalanx.plan.whole_run.energy import GRID_KG_PER_KWH, Activity
 from phalanx.plan.whole_run.failures import CLASSES, DAY_S, FailureClass, RateLevel, classes_at_node_rate
@@ -60,9 +61,8 @@ class RunAssumptions:
     """Llama 3 405B (arXiv:2407.21783): 47 planned interruptions in 54 days."""
     planned_pause_s: float = 600.0
     """An assumption: a clean stop and start."""
-    step_time_sd: float = 0.0
-    """Relative standard deviation of the true step time around the estimate: the planner's own validated
-    error."""
+    step_time_band: Band = EXACT
+    """True step time over the estimate: what the planner's error was on published runs (``phalanx.plan.evidence``)."""
     pue: float | None = None
     """The cluster's, if None."""
     usd_per_accelerator_hour: float | None = None
@@ -122,7 +122,7 @@ def described(
 
 def assumed(
     texts: Sequence[str],
-    step_time_sd: float,
+    step_time_band: Band,
     spec: RunSpec | None = None,
     step_s: float = 0.0,
     steps: int = 0,
@@ -132,8 +132,8 @@ def assumed(
     With ``spec``, of which ``steps`` steps of ``step_s`` seconds are planned, others are as the run file describes them; what ``texts``
     say wins. Raises ``RunEstimateError`` that names what cannot be, and what could.
     """
-    names = {one.name for one in fields(RunAssumptions)} - {"failure_classes", "step_time_sd"}
-    given: dict[str, Any] = {"step_time_sd": step_time_sd}
+    names = {one.name for one in fields(RunAssumptions)} - {"failure_classes", "step_time_band"}
+    given: dict[str, Any] = {}
     for text in texts:
         name, _, value = text.partition("=")
         if name not in names | {NODE_RATE}:
@@ -156,7 +156,7 @@ def assumed(
             else ""
         )
         raise RunEstimateError(f"--assume {' '.join(texts)}: {error}{words}") from error
-    return replace(assumptions, failure_classes=classes)
+    return replace(assumptions, failure_classes=classes, step_time_band=step_time_band)
 
 
 def _either(words: object) -> str:

@@ -90,6 +90,10 @@ class RunEstimate:
     mean_power_w: float
     co2_kg: float
     cost: Cost
+    energy_kwh: Percentiles
+    """The total at the percentiles of the finish date."""
+    usd: Percentiles
+    """The same of the cost."""
     usd_per_million_tokens: float
     warnings: tuple[str, ...]
     """Conditions under which the figures are not to be trusted."""
@@ -124,6 +128,9 @@ def estimate_run(inputs: RunInputs, assumptions: RunAssumptions | None = None) -
     spares = spare_nodes * inputs.cluster.per_node
     used = _energy(inputs, given, wall_s, shares, spares)
     spent = _cost(inputs, given, wall_s, used.total_kwh, spares)
+    finish = _percentiles(finish_s)
+    kwh = {name: _energy(inputs, given, at, shares, spares).total_kwh for name, at in vars(finish).items()}
+    usd = {name: _cost(inputs, given, at, kwh[name], spares).total_usd for name, at in vars(finish).items()}
     per_s = failures_per_s(inputs.cluster, inputs.accelerators, given.failure_level, given.failure_classes)
     return RunEstimate(
         steps=steps,
@@ -154,6 +161,8 @@ def estimate_run(inputs: RunInputs, assumptions: RunAssumptions | None = None) -
         mean_power_w=used.total_kwh * J_PER_KWH / wall_s if math.isfinite(wall_s) else math.nan,
         co2_kg=used.co2_kg(given.grid_kg_per_kwh),
         cost=spent,
+        energy_kwh=Percentiles(**kwh),
+        usd=Percentiles(**usd),
         usd_per_million_tokens=spent.total_usd / (inputs.tokens / 1e6),
         warnings=tuple(_warnings(inputs, given, tier, durable, plan)),
         assumptions=given,
@@ -241,7 +250,7 @@ def _finish_s(
     """Wall seconds of simulated runs; ``rest`` is the goodput that pauses and missing nodes leave.
 
     Failure rates are drawn between the published ones (triangular in the logarithm, typical as its mode),
-    step times around the estimate (log-normal).
+    step times around the estimate (its band).
     """
     random = np.random.default_rng([given.seed, 1])
     rates = [
@@ -252,7 +261,7 @@ def _finish_s(
     if here and rates[0] < rates[2]:
         low, typical, high = (math.log(rate / here) for rate in rates)
         factor = np.exp(random.triangular(low, typical, high, given.draws))
-    slower = np.exp(random.normal(0.0, math.sqrt(math.log1p(given.step_time_sd**2)), given.draws))
+    slower = given.step_time_band.at(random.standard_normal(given.draws))
     if rest <= 0:
         return np.full(given.draws, np.inf)
     return simulate(plan, work_s * slower, factor, given.seed) / rest

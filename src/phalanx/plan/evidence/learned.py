@@ -1,0 +1,220 @@
+"""Factors and bands learned from published runs, and which of them holds for a plan.
+
+``python -m validation --learn`` writes the table ``learned.json`` from the runs that it judges (``validation.bands`` says how).
+``evidence_for`` looks up what is known of a software on an accelerator. There are three kinds of evidence, from the best to none:
+
+* ``here``: published runs of this software on this accelerator. Their factor is applied; the band is what was left over when each
+  of their models was predicted from the others.
+* ``elsewhere``: published runs of this software, but on other accelerators. Their factor is applied; the band is what was left over
+  when any software was predicted from its runs on other accelerators.
+* ``never``: no published run. The factor is the bias that the planner had on software of which it knew only the kind, and the
+  band what was left over. Software that never ran is not credited with being faster than predicted: the factor is one or more.
+
+``calibrated`` stands beside them for this project's own stack on a machine whose constants were fitted on steps that ran there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from phalanx.plan.evidence.band import Band
+
+Kind = Literal["here", "elsewhere", "never"]
+
+_GENERATIONS = {
+    "v100": "volta",
+    "a100": "ampere",
+    "h100": "hopper",
+    "h200": "hopper",
+    "h800": "hopper",
+    "h20": "hopper",
+    "b200": "blackwell",
+    "b300": "blackwell",
+    "gb200": "blackwell",
+    "gb300": "blackwell",
+}
+
+
+@lru_cache(maxsize=256)
+def generation_of(accelerator: str) -> str:
+    """Generation of an accelerator, by its key; one that is not in the table is a generation of its own."""
+    first = accelerator.split("-")[0]
+    return _GENERATIONS.get(first, first)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Number of runs, and of models that they were of."""
+
+    runs: int
+    models: int
+
+
+@dataclass(frozen=True)
+class SoftwareRecord:
+    """What published runs of one software say, of dense models or of mixtures."""
+
+    software: str
+    mixture: bool
+    accelerators: Mapping[str, Runs]
+    """Runs by the accelerator's key."""
+    factors: Mapping[str, float]
+    """Measured over predicted time by generation of accelerators."""
+    factor: float
+    """The same over all generations, for those that have no runs."""
+    left_out_error: float
+    """Median of the absolute error where a model is predicted with a factor from the others; of all software if no model can be."""
+    ratios: tuple[float, ...]
+    """Quantiles of a ``Band``: measured over predicted time with the factor."""
+
+
+@dataclass(frozen=True)
+class KindRecord:
+    """What is left over for one kind of evidence, over all software."""
+
+    kind: Kind
+    mixture: bool
+    factor: float
+    """Measured over predicted time that is applied; 1 where the software's own factor is."""
+    runs: int
+    models: int
+    software: int
+    """Number of programs."""
+    left_out_error: float
+    """Median of the absolute error with all that was learned from the software left out."""
+    bias: float
+    """Median with its sign of the predictions without any factor: below zero they are too optimistic."""
+    covered_80: float
+    """Share of left-out runs that a band for 80 % of them holds, the band too being from other software."""
+    covered_90: float
+    ratios: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class BestRun:
+    """The highest utilization that a published run reached on an accelerator in one format."""
+
+    accelerator: str
+    precision: str
+    mfu: float
+    """Model FLOP, attention causal, over the format's dense peak."""
+    run: str
+    """Name of the row in the table of published runs."""
+
+
+@dataclass(frozen=True)
+class Learned:
+    """The table."""
+
+    made_from: Mapping[str, str]
+    """File of published runs with its SHA-256, and the command."""
+    software: tuple[SoftwareRecord, ...]
+    kinds: tuple[KindRecord, ...]
+    best: tuple[BestRun, ...] = ()
+
+    def record(self, software: str, *, mixture: bool) -> SoftwareRecord | None:
+        """What is known of a software; ``None`` if nothing is."""
+        return next(
+            (one for one in self.software if (one.software, one.mixture) == (software, mixture)), None
+        )
+
+    def kind(self, kind: Kind, *, mixture: bool) -> KindRecord:
+        """What is known of a kind of evidence."""
+        return next(one for one in self.kinds if (one.kind, one.mixture) == (kind, mixture))
+
+    def best_on(self, accelerator: str, precision: str) -> BestRun | None:
+        """The best published utilization of an accelerator in one format; ``None`` if no run is known."""
+        found = (one for one in self.best if (one.accelerator, one.precision) == (accelerator, precision))
+        return next(found, None)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a prediction rests on: the factor that is applied to it, and the band around the result."""
+
+    kind: Literal["here", "elsewhere", "never", "calibrated"]
+    subject: str
+    """Software and accelerator, in words."""
+    factor: float
+    band: Band = field(compare=False)
+    runs: int
+    models: int
+    left_out_error: float
+    software: int = 1
+    """Number of programs whose runs the band is from."""
+
+    def __str__(self) -> str:
+        error = f"left-out error {self.left_out_error:.0%}"
+        runs = f"{self.runs:,} run{'s' * (self.runs != 1)} of {self.models} model{'s' * (self.models != 1)}"
+        if self.kind == "here":
+            return f"P5-P95 from {runs} by {self.subject}, {error}"
+        if self.kind == "elsewhere":
+            return f"no published run of {self.subject}, but {runs} elsewhere: P5-P95 is that of software on accelerators new to it, {error}"
+        if self.kind == "calibrated":
+            return f"constants fitted on steps of {self.subject}; P5-P95 is that of software with published runs, {error}"
+        bias = (
+            f"its bias of {1 / self.factor - 1:+.0%} is applied" if self.factor > 1 else "no bias is applied"
+        )
+        return (
+            f"{self.subject} was never measured: P5-P95 is that of software the planner had not seen "
+            f"({runs} by {self.software} programs), {error}; {bias}"
+        )
+
+
+def evidence_for(
+    table: Learned, software: str, accelerator: str, *, mixture: bool, calibrated: bool = False
+) -> Evidence:
+    """What is known of ``software`` on ``accelerator`` (their names in the tables of software and of hardware).
+
+    Args:
+        table: What was learned.
+        software: A name of ``phalanx.plan.workload.software.SOFTWARE``; nothing is known of any other.
+        accelerator: The accelerator's key.
+        mixture: True for mixtures of experts, which exercise other code than dense models.
+        calibrated: True if the constants were fitted on steps of this software on this machine.
+    """
+    record = table.record(software, mixture=mixture)
+    kind: Kind = "never"
+    if record is not None:
+        kind = "here" if accelerator in record.accelerators else "elsewhere"
+    subject = f"{software} on {accelerator}"
+    every = table.kind("here" if calibrated else kind, mixture=mixture)
+    shared = Evidence(
+        "calibrated" if calibrated else kind,
+        subject,
+        1.0 if calibrated else every.factor,
+        Band(every.ratios),
+        every.runs,
+        every.models,
+        every.left_out_error,
+        every.software,
+    )
+    if record is None or calibrated:
+        return shared
+    factor = record.factors.get(generation_of(accelerator), record.factor)
+    runs = record.accelerators.get(accelerator) or _total(record.accelerators.values())
+    if kind == "elsewhere":
+        return Evidence(
+            kind, subject, factor, shared.band, runs.runs, runs.models, every.left_out_error, every.software
+        )
+    return Evidence(kind, subject, factor, Band(record.ratios), runs.runs, runs.models, record.left_out_error)
+
+
+def _total(counts: Iterable[Runs]) -> Runs:
+    each = list(counts)
+    return Runs(sum(one.runs for one in each), sum(one.models for one in each))
+
+
+TABLE = Path(__file__).with_name("learned.json")
+
+
+@lru_cache(maxsize=1)
+def learned() -> Learned:
+    """The table that comes with the package."""
+    return msgspec.json.decode(TABLE.read_bytes(), type=Learned)

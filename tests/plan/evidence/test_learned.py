@@ -1,0 +1,57 @@
+"""Evidence for a plan: which record holds, and what is said of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.hardware.catalog import accelerators
+from phalanx.plan.evidence.learned import evidence_for, learned
+from phalanx.plan.workload.software import SOFTWARE
+
+
+def test_software_with_runs_on_the_accelerator_has_their_factor_and_a_band_of_its_own() -> None:
+    record = learned().record("nemo", mixture=False)
+    assert record is not None
+    found = evidence_for(learned(), "nemo", "h100", mixture=False)
+    assert (found.kind, found.factor, found.band.ratios) == ("here", record.factors["hopper"], record.ratios)
+    assert f"{found.runs} runs of {found.models} models by nemo on h100" in str(found)
+
+
+def test_software_known_elsewhere_keeps_its_factor_and_has_the_band_of_accelerators_that_are_new() -> None:
+    found = evidence_for(learned(), "nemo", "a100", mixture=False)
+    record = learned().record("nemo", mixture=False)
+    assert record is not None
+    assert (found.kind, found.factor) == ("elsewhere", record.factor)
+    assert found.band.ratios == learned().kind("elsewhere", mixture=False).ratios
+
+
+@pytest.mark.parametrize("software", ["phalanx", "megatron", "vtrain"])
+@pytest.mark.parametrize("mixture", [False, True])
+def test_software_without_runs_is_never_credited_with_being_faster_than_predicted(
+    software: str, mixture: bool
+) -> None:
+    found = evidence_for(learned(), software, "h200", mixture=mixture)
+    assert found.kind == "never"
+    assert found.factor >= 1
+    assert "never measured" in str(found)
+
+
+def test_less_evidence_is_a_wider_band() -> None:
+    widths = [evidence_for(learned(), name, "h100", mixture=False).band.sigma for name in ("nemo", "phalanx")]
+    assert widths[0] < widths[1]
+
+
+def test_steps_that_ran_on_this_machine_are_evidence_and_their_factor_is_in_the_constants() -> None:
+    found = evidence_for(learned(), "phalanx", "this", mixture=False, calibrated=True)
+    assert (found.kind, found.factor) == ("calibrated", 1)
+    assert found.band.sigma < evidence_for(learned(), "phalanx", "this", mixture=False).band.sigma
+
+
+def test_every_record_is_of_software_and_accelerators_that_there_are() -> None:
+    for record in learned().software:
+        assert record.software in SOFTWARE
+        assert record.accelerators.keys() <= accelerators().keys()
+
+
+def test_no_published_run_is_above_the_peak_of_its_format() -> None:
+    assert all(0 < best.mfu < 1 for best in learned().best)

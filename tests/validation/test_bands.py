@@ -1,0 +1,109 @@
+"""Bands from published runs: they hold as many left-out runs as they say, and they are what the package has."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.plan.evidence.learned import learned
+from validation.bands import (
+    KINDS,
+    Judged,
+    LeftOut,
+    coverage,
+    intraclass,
+    judged_rows,
+    learn,
+    left_out,
+    quantile,
+    read_judged,
+    write_judged,
+)
+from validation.compare import outcome_of
+from validation.runs import TABLE, read_published
+from validation.software import unseen_software_of_run
+
+FEWEST_PROGRAMS = 4
+"""With fewer, a band learned from the others is one or two programs' alone, and its coverage says nothing."""
+
+
+@lru_cache(maxsize=1)
+def left() -> tuple[LeftOut, ...]:
+    return left_out(read_judged())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bands_for_eighty_of_a_hundred_hold_as_many_runs_of_software_that_was_left_out(kind: str) -> None:
+    for mixture in (False, True):
+        found = [one for one in left() if (one.kind, one.judged.mixture) == (kind, mixture)]
+        if len({one.judged.software for one in found}) >= FEWEST_PROGRAMS:
+            assert 0.73 <= coverage(found, 0.1) <= 0.87
+    assert 0.75 <= coverage([one for one in left() if one.kind == kind], 0.1) <= 0.85
+
+
+def test_the_packages_table_is_what_the_runs_that_were_judged_say() -> None:
+    found = learn(read_judged())
+    coverless = tuple(replace(one, covered_80=0.0, covered_90=0.0) for one in learned().kinds)
+    # As JSON, where a tuple and a list are one.
+    assert msgspec.to_builtins(replace(learned(), kinds=coverless)) == msgspec.to_builtins(found)
+
+
+def test_the_packages_table_is_of_the_published_table_as_it_is() -> None:
+    digest = hashlib.sha256(TABLE.read_bytes()).hexdigest()
+    assert learned().made_from["sha256"] == digest, f"run {learned().made_from['command']}"
+
+
+def test_runs_are_judged_as_the_planner_predicts_them_now(tmp_path: Path) -> None:
+    rows = [run for run in read_published() if run.id in {one.run for one in read_judged()}][40::250]
+    found = judged_rows(
+        [outcome_of(run) for run in rows], [outcome_of(run, unseen_software_of_run(run)) for run in rows]
+    )
+    write_judged(found, tmp_path / "rows.csv")
+    assert read_judged(tmp_path / "rows.csv") == found
+    stored = {one.run: one for one in read_judged()}
+    for one in found:
+        known = stored[one.run]
+        assert (one.ratio, one.unseen_ratio) == pytest.approx((known.ratio, known.unseen_ratio), rel=1e-3)
+        assert replace(one, ratio=1, unseen_ratio=1) == replace(known, ratio=1, unseen_ratio=1)
+
+
+def rows_of(software: str, ratios: list[float], accelerator: str = "h100") -> list[Judged]:
+    return [
+        Judged(f"{software}{n}", software, software, accelerator, f"m{n}", False, "bf16", ratio, ratio, 0.4)
+        for n, ratio in enumerate(ratios)
+    ]
+
+
+def test_what_a_left_out_software_did_changes_nothing_of_the_band_that_it_is_judged_by() -> None:
+    others = rows_of("a", [1.0, 1.1, 1.2]) + rows_of("b", [0.9, 1.0, 1.3])
+    for ratio in (1.0, 9.0):
+        found = [one for one in left_out(others + rows_of("c", [ratio] * 3)) if one.judged.software == "c"]
+        unseen = [one.band for one in found if one.kind == "never"]
+        assert unseen == [
+            one.band
+            for one in left_out(others + rows_of("c", [2.0] * 3))
+            if one.judged.software == "c" and one.kind == "never"
+        ]
+
+
+@given(values=st.lists(st.floats(-3, 3), min_size=1, max_size=20), level=st.floats(0, 1))
+def test_a_quantile_is_between_the_least_and_the_largest_value(values: list[float], level: float) -> None:
+    found = quantile([(value, 1.0) for value in values], level)
+    assert min(values) - 1e-9 <= found <= max(values) + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [([[1.0, 1.0], [2.0, 2.0]], 1.0), ([[1.0, 2.0], [2.0, 1.0]], 0.0), ([[1.0, 2.0]], 0.5)],
+)
+def test_runs_of_one_software_are_correlated_as_far_as_software_differs(
+    groups: list[list[float]], expected: float
+) -> None:
+    assert intraclass(groups) == pytest.approx(expected)

@@ -1,0 +1,383 @@
+"""Bands of the planner's predictions, learned from what was left over of published runs by software that was left out.
+
+Every row is judged three times, as three users of ``phalanx plan`` would meet it (the kinds of ``phalanx.plan.evidence.learned``):
+
+* ``here``: with the factor of the same software on the same generation, from other models, where one of them ran on this accelerator;
+* ``elsewhere``: with the factor of the same software from other accelerators alone;
+* ``never``: as software that the planner has not seen, the stack of its kind as it is, without habits, recipe or factor.
+
+What is left over, measured over predicted time, is pooled over software, dense models and mixtures apart. Runs of one software are
+no independent evidence of another: with an intraclass correlation r (Donner, International Statistical Review 54, 1986), n of them
+count as n / (1 + (n - 1) r). A software with runs on the accelerator has a band of its own, of what was left over of its models and
+of the pool, in which the pool counts as ``PRIOR`` models.
+
+How honest a band is, ``coverage`` tells: for each software, bands are learned from all others (and, for ``here``, from its other models,
+with factors that do not know the model), and its runs are counted that they hold.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+
+import msgspec
+
+from phalanx.plan.evidence.band import LEVELS, Band
+from phalanx.plan.evidence.learned import (
+    BestRun,
+    Kind,
+    KindRecord,
+    Learned,
+    Runs,
+    SoftwareRecord,
+    evidence_for,
+)
+from validation.compare import Outcome
+from validation.factors import PRIOR, CalibrationPoint, fitted
+from validation.runs import TABLE
+
+RESIDUALS = Path(__file__).parent / "data" / "residuals.csv"
+"""Ratios of every row that was judged, so that what is learned from them can be checked without judging them again."""
+COMMAND = "python -m validation --learn"
+KINDS: tuple[Kind, ...] = ("here", "elsewhere", "never")
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One published run: measured over predicted time with the facts of its software and without, and its utilization."""
+
+    run: str
+    origin: str
+    software: str
+    accelerator: str
+    model: str
+    mixture: bool
+    precision: str
+    ratio: float
+    """Measured over predicted time, with the facts of the software and no factor."""
+    unseen_ratio: float
+    """The same, predicted as if the planner had not seen the software."""
+    mfu: float
+    """Measured model FLOP, attention causal, over the dense peak of the format."""
+
+    @property
+    def subject(self) -> tuple[str, str]:
+        """Runs that share it are no independent evidence of each other."""
+        return self.model, self.accelerator
+
+    @cached_property
+    def point(self) -> CalibrationPoint:
+        """The run as a point for the fit of factors."""
+        return CalibrationPoint(
+            self.software, self.accelerator, self.model, self.run, self.ratio, self.mixture
+        )
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """One run as it was predicted with all that was learned from its software, or from its source, left out."""
+
+    judged: Judged
+    kind: Kind
+    ratio: float
+    """Measured over predicted time."""
+    band: Band
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less one."""
+        return 1 / self.ratio - 1
+
+
+def judged_rows(outcomes: Sequence[Outcome], unseen: Sequence[Outcome]) -> tuple[Judged, ...]:
+    """Rows that have a time, each as its software and as one that the planner has not seen."""
+    return tuple(
+        _judged(known, other)
+        for known, other in zip(outcomes, unseen, strict=True)
+        if known.time and known.estimate and other.time
+    )
+
+
+def _judged(known: Outcome, other: Outcome) -> Judged:
+    setup, time, point = known.setup, known.time, known.point
+    assert setup is not None, "a row with a time has a setup"
+    assert time is not None, "the caller chose rows with a time"
+    assert point is not None, "a row with a time is a point"
+    assert known.estimate is not None, "a row with a time has an estimate"
+    assert other.time is not None, "the caller chose rows with a time"
+    precision = known.estimate.layout.precision
+    accelerator = setup.job.cluster.accelerator
+    flops = setup.job.workload.counts.flops_per_token_causal * known.estimate.tokens / known.estimate.ranks
+    return Judged(
+        run=known.run.id,
+        origin=known.run.origin,
+        software=point.software,
+        accelerator=accelerator.key,
+        model=point.model,
+        mixture=point.mixture,
+        precision=precision,
+        ratio=round(point.ratio, 5),
+        unseen_ratio=round(other.time.measured_s / other.time.predicted_s, 5),
+        mfu=round(flops / time.measured_s / accelerator.flops[precision].value, 5),
+    )
+
+
+def write_judged(rows: Iterable[Judged], path: Path = RESIDUALS) -> None:
+    """Writes rows to a CSV file whose columns are the fields of ``Judged``."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(field.name for field in fields(Judged))
+        writer.writerows([getattr(row, field.name) for field in fields(Judged)] for row in rows)
+
+
+def read_judged(path: Path = RESIDUALS) -> tuple[Judged, ...]:
+    """Reads what ``write_judged`` wrote."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return tuple(msgspec.convert(cells, Judged, strict=False) for cells in csv.DictReader(file))
+
+
+def _log_factor(kind: Kind, row: Judged, software: Sequence[Judged]) -> float | None:
+    """Logarithm of the factor that ``software``, runs of the row's own, says of its model there; ``None`` if it says nothing."""
+    if kind == "never":
+        return 0.0
+    if kind == "here":
+        others = [other for other in software if other.subject != row.subject]
+        if not any(other.accelerator == row.accelerator for other in others):
+            return None
+    else:
+        others = [other for other in software if other.accelerator != row.accelerator]
+    points, generation = [other.point for other in others], row.point.generation
+    near = [point for point in points if point.generation == generation]
+    return math.log(fitted(near or points, "stack").value) if points else None
+
+
+@dataclass(frozen=True)
+class _Left:
+    """What is left over of one run."""
+
+    row: Judged
+    log: float
+
+
+def _left(kind: Kind, rows: Sequence[Judged]) -> list[_Left]:
+    """What is left over of each of ``rows``, predicted from the others of its software."""
+    groups: dict[tuple[str, bool], list[Judged]] = {}
+    for row in rows:
+        groups.setdefault((row.software, row.mixture), []).append(row)
+    found = []
+    for members in groups.values():
+        factors = {row.subject: _log_factor(kind, row, members) for row in members}
+        for row in members:
+            factor = factors[row.subject]
+            if factor is not None:
+                ratio = row.unseen_ratio if kind == "never" else row.ratio
+                found.append(_Left(row, math.log(ratio) - factor))
+    return found
+
+
+Weighted = list[tuple[float, float]]
+"""Logarithms of ratios, each with its weight."""
+
+
+def _pooled(left: Sequence[_Left]) -> Weighted:
+    """Runs weighted so that each software counts as as many as its intraclass correlation leaves; the weights sum to one."""
+    sizes = Counter(one.row.software for one in left)
+    correlation = intraclass([[x.log for x in left if x.row.software == name] for name in sizes])
+    weights = [1 / (1 + (sizes[one.row.software] - 1) * correlation) for one in left]
+    total = sum(weights)
+    return [(one.log, weight / total) for one, weight in zip(left, weights, strict=True)]
+
+
+def intraclass(groups: Sequence[Sequence[float]]) -> float:
+    """Intraclass correlation by one-way analysis of variance, between 0 and 1; one half where there is one group only."""
+    number, total = len(groups), sum(map(len, groups))
+    if number < 2 or total == number:
+        return 0.5
+    means = [sum(group) / len(group) for group in groups]
+    grand = sum(map(sum, groups)) / total
+    between = sum(len(g) * (mean - grand) ** 2 for g, mean in zip(groups, means, strict=True)) / (number - 1)
+    squares = sum((value - mean) ** 2 for g, mean in zip(groups, means, strict=True) for value in g)
+    within = squares / (total - number)
+    size = (total - sum(len(group) ** 2 for group in groups) / total) / (number - 1)
+    spread = between + (size - 1) * within
+    return min(1.0, max(0.0, (between - within) / spread)) if spread else 0.0
+
+
+def _with_own(pool: Weighted, own: Sequence[_Left]) -> Weighted:
+    """The pool, which counts as ``PRIOR`` models, and what is left over of a software's own models."""
+    models = len({one.row.subject for one in own})
+    share = models / (models + PRIOR)
+    return [
+        *((log, weight * (1 - share)) for log, weight in pool),
+        *((one.log, share / len(own)) for one in own),
+    ]
+
+
+def quantile(values: Weighted, level: float) -> float:
+    """Weighted quantile, linear between the middles of the weights."""
+    ordered = sorted(values)
+    below, total = 0.0, sum(weight for _, weight in ordered)
+    last_value, last_level = ordered[0][0], 0.0
+    for value, weight in ordered:
+        middle = (below + weight / 2) / total
+        if level <= middle:
+            share = (level - last_level) / (middle - last_level) if middle > last_level else 1.0
+            return last_value + share * (value - last_value)
+        last_value, last_level, below = value, middle, below + weight
+    return last_value
+
+
+def _band(values: Weighted, factor: float = 1.0) -> Band:
+    return Band(tuple(round(math.exp(quantile(values, level)) / factor, 4) for level in LEVELS))
+
+
+def _factor(kind: Kind, values: Weighted) -> float:
+    """The bias of unseen software is applied, but none is credited with being faster than predicted."""
+    return max(1.0, round(math.exp(quantile(values, 0.5)), 4)) if kind == "never" else 1.0
+
+
+def learn(rows: Sequence[Judged], table: Path = TABLE) -> Learned:
+    """Everything that ``phalanx plan`` looks up, from all ``rows``, without ``coverage``."""
+    software, kinds = [], []
+    for mixture in sorted({row.mixture for row in rows}):
+        these = [row for row in rows if row.mixture == mixture]
+        left = {kind: _left(kind, these) for kind in KINDS}
+        for kind in KINDS:
+            pool = left[kind] or left["never"]
+            values = _pooled(pool)
+            factor = _factor(kind, values)
+            raw = [row.unseen_ratio if kind == "never" else row.ratio for row in (x.row for x in pool)]
+            kinds.append(
+                KindRecord(
+                    kind=kind,
+                    mixture=mixture,
+                    factor=factor,
+                    runs=len(pool),
+                    models=len({one.row.subject for one in pool}),
+                    software=len({one.row.software for one in pool}),
+                    left_out_error=_error(one.log - math.log(factor) for one in pool),
+                    bias=round(median(1 / ratio - 1 for ratio in raw), 4),
+                    covered_80=0.0,
+                    covered_90=0.0,
+                    ratios=_band(values, factor).ratios,
+                )
+            )
+        for name in sorted({row.software for row in these}):
+            software.append(_record(name, these, left["here"]))
+    best = _best(rows)
+    digest = hashlib.sha256(table.read_bytes()).hexdigest() if table.is_file() else ""
+    made_from = {"table": table.name, "sha256": digest, "rows": str(len(rows)), "command": COMMAND}
+    return Learned(made_from, tuple(software), tuple(kinds), best)
+
+
+def _record(name: str, rows: Sequence[Judged], left: Sequence[_Left]) -> SoftwareRecord:
+    """What the runs of one software say; ``rows`` and what is ``left`` over are of dense models or of mixtures alone."""
+    mine = [row for row in rows if row.software == name]
+    own = [one for one in left if one.row.software == name]
+    pool = [one for one in left if one.row.software != name]
+    values = _with_own(_pooled(pool), own) if own else _pooled(pool or left or _left("never", rows))
+    points = [row.point for row in mine]
+    by_generation = {
+        point.generation: [p for p in points if p.generation == point.generation] for point in points
+    }
+    on = {row.accelerator: [r for r in mine if r.accelerator == row.accelerator] for row in mine}
+    return SoftwareRecord(
+        software=name,
+        mixture=mine[0].mixture,
+        accelerators={key: Runs(len(on[key]), len({row.model for row in on[key]})) for key in sorted(on)},
+        factors={key: round(fitted(by_generation[key], "stack").value, 4) for key in sorted(by_generation)},
+        factor=round(fitted(points, "stack").value, 4),
+        left_out_error=_error(one.log for one in own or left),
+        ratios=_band(values).ratios,
+    )
+
+
+def _error(logs: Iterable[float]) -> float:
+    found = [abs(math.exp(-log) - 1) for log in logs]
+    return round(median(found), 4) if found else 0.0
+
+
+def _best(rows: Sequence[Judged]) -> tuple[BestRun, ...]:
+    keys = sorted({(row.accelerator, row.precision) for row in rows})
+    found = []
+    for key in keys:
+        top = max((row for row in rows if (row.accelerator, row.precision) == key), key=lambda row: row.mfu)
+        found.append(BestRun(*key, mfu=top.mfu, run=top.run))
+    return tuple(found)
+
+
+def left_out(rows: Sequence[Judged]) -> tuple[LeftOut, ...]:
+    """Every run for every kind of evidence that there is of it, with what was learned from its software left out.
+
+    Of ``here``, its software's other models are known, as they would be; neither factors nor bands know the run's model.
+    """
+    found: list[LeftOut] = []
+    for mixture in (False, True):
+        these = [row for row in rows if row.mixture == mixture]
+        for kind in KINDS:
+            left = _left(kind, these)
+            for name in sorted({one.row.software for one in left}):
+                pool = [one for one in left if one.row.software != name]
+                if pool:
+                    mine = [one for one in left if one.row.software == name]
+                    found += _judge(kind, mine, _pooled(pool), [row for row in these if row.software == name])
+    return tuple(found)
+
+
+def _judge(kind: Kind, mine: Sequence[_Left], pool: Weighted, software: Sequence[Judged]) -> list[LeftOut]:
+    """Runs of one software, with a band from the ``pool`` of others and, for ``here``, from its other models."""
+    if kind != "here":
+        factor = _factor(kind, pool)
+        band = _band(pool, factor)
+        return [LeftOut(one.row, kind, math.exp(one.log) / factor, band) for one in mine]
+    found = []
+    for subject in sorted({one.row.subject for one in mine}):
+        known = [row for row in software if row.subject != subject]
+        own = _left(kind, known)
+        band = _band(_with_own(pool, own) if own else pool)
+        found += [
+            LeftOut(one.row, kind, math.exp(one.log), band) for one in mine if one.row.subject == subject
+        ]
+    return found
+
+
+def coverage(found: Sequence[LeftOut], level: float) -> float:
+    """Share of left-out runs within the central band that leaves ``level`` on each side."""
+    return sum(one.band.holds(one.ratio, level) for one in found) / len(found)
+
+
+def with_coverage(table: Learned, found: Sequence[LeftOut]) -> Learned:
+    """The table with the share of left-out runs that bands of each kind hold."""
+
+    def covered(record: KindRecord) -> KindRecord:
+        mine = [x for x in found if (x.kind, x.judged.mixture) == (record.kind, record.mixture)]
+        if not mine:
+            return record
+        return replace(
+            record, covered_80=round(coverage(mine, 0.1), 3), covered_90=round(coverage(mine, 0.05), 3)
+        )
+
+    return replace(table, kinds=tuple(covered(record) for record in table.kinds))
+
+
+def left_out_sources(rows: Sequence[Judged]) -> dict[str, tuple[LeftOut, ...]]:
+    """By source: its runs as a plan would have predicted them with everything that was learned from it left out."""
+    found: dict[str, tuple[LeftOut, ...]] = {}
+    for origin in sorted({row.origin for row in rows}):
+        table = learn([row for row in rows if row.origin != origin])
+        found[origin] = tuple(_without_source(row, table) for row in rows if row.origin == origin)
+    return found
+
+
+def _without_source(row: Judged, table: Learned) -> LeftOut:
+    known = evidence_for(table, row.software, row.accelerator, mixture=row.mixture)
+    assert known.kind != "calibrated", "nothing says that constants were fitted there"
+    ratio = row.unseen_ratio if known.kind == "never" else row.ratio
+    return LeftOut(row, known.kind, ratio / known.factor, known.band)
