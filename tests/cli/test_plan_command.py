@@ -344,3 +344,20 @@ def test_software_is_listed_with_the_runs_that_are_known_of_it() -> None:
     result = plan("--stacks")
     assert result.exit_code == 0
     assert "llm-foundry" in result.output
+
+
+def test_the_table_has_one_line_for_each_plan_within_100_columns() -> None:
+    shown = (
+        CliRunner()
+        .invoke(
+            command,
+            ["--model", "llama3-405b", "--cluster", "h100:4096", "--batch", "1024", "--seq-len", "8192"],
+            env={"COLUMNS": "100"},
+        )
+        .output
+    )
+    lines = shown.splitlines()
+    first = next(place for place, line in enumerate(lines) if line.startswith("layout"))
+    rows = lines[first + 1 : first + 9]
+    assert all(re.search(r"mbs\d+ z\d.*%.*4,096", row) for row in rows)
+    assert max(map(len, lines[first : first + 9])) <= 100

@@ -21,6 +21,7 @@ from phalanx.plan.report.units import (
     unit_for,
     written,
 )
+from phalanx.plan.search.ideas import short
 from phalanx.plan.search.plan import Plan
 from phalanx.plan.search.search import RunnerUp
 from phalanx.plan.step_cost.estimate import Estimate
@@ -35,6 +36,7 @@ def print_plan(plan: Plan, *, explain: bool) -> None:
     console = Console(highlight=False)
     _print_head(console, plan)
     if plan.aim.layout is None:
+        _print_ideas(console, plan)
         console.print(_ranking(plan))
         _print_losers(console, plan)
     if explain or plan.aim.layout is not None:
@@ -63,18 +65,39 @@ def _print_head(console: Console, plan: Plan) -> None:
         console.print(f"  {name} = {value:g}, set by you")
 
 
+def _print_ideas(console: Console, plan: Plan) -> None:
+    """The best plans that differ in how they divide the model, each with what it gives up."""
+    for number, idea in enumerate(plan.ideas, 1):
+        days = plan.tokens / idea.found.tokens_per_s / 86_400
+        usd = idea.found.price_per_hour * idea.found.ranks * days * 24
+        console.print(
+            f"[bold]plan {number}[/bold]: {idea.title}: {written(days, DAYS)} and {written(usd, DOLLARS)} without failures"
+        )
+        gives_up = "; ".join(idea.gives_up) or "nothing against the others"
+        console.print(f"  gives up: {gives_up}")
+        console.print(f"  --layout {idea.found.layout}", soft_wrap=True)  # to be copied
+    console.print()
+
+
 def _ranking(plan: Plan) -> Table:
-    table = Table()
+    table = Table(box=None, padding=(0, 1), pad_edge=False, width=min(100, Console().width))
     days_of = [plan.tokens / found.tokens_per_s / 86_400 for found in plan.best]
     usd_of = [
         found.price_per_hour * found.ranks * days * 24 for found, days in zip(plan.best, days_of, strict=True)
     ]
     time, money = unit_for(days_of, DAYS), unit_for(usd_of, DOLLARS)
     for column in ("layout", "step s", "MFU", "GB", "of", "GPUs", time.name, money.name):
-        table.add_column(column, justify="left" if column == "layout" else "right", overflow="fold")
+        left = column == "layout"
+        table.add_column(
+            column,
+            justify="left" if left else "right",
+            no_wrap=True,
+            ratio=1 if left else None,
+            overflow="ellipsis",
+        )
     for found, days, usd in zip(plan.best, days_of, usd_of, strict=True):
         table.add_row(
-            str(found.layout),
+            short(found.layout),
             f"{found.step_s:.4g}",
             mfu_text(found) + (" !" if plan.better_than_published(found) else ""),
             f"{found.memory_bytes / 1e9:.1f}",

@@ -71,6 +71,10 @@ def plan_json(plan: Plan) -> dict[str, object]:
     }
     if found is not None:
         facts |= {
+            "ideas": [
+                {"title": one.title, "gives_up": one.gives_up, **estimate_json(plan, one.found)}
+                for one in plan.ideas
+            ],
             "front": [_point_json(point) for point in found.front],
             "runners_up": [_runner_up_json(one) for one in found.runners_up],
             "looked_at": found.looked_at,

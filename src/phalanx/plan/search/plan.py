@@ -14,6 +14,7 @@ from phalanx.plan.evidence.band import Band, normal_band
 from phalanx.plan.evidence.learned import BestRun, Evidence, learned
 from phalanx.plan.run_fields import notes_of
 from phalanx.plan.search.advice import parallel_of, what_would_fit
+from phalanx.plan.search.ideas import Idea, ideas_of
 from phalanx.plan.search.layout_text import read_layout, replaced_sharding
 from phalanx.plan.search.plausible import caveats, refuse_implausible
 from phalanx.plan.search.query import (
@@ -59,6 +60,8 @@ class Plan:
     """Notes on fields of the run file that are set and not modeled."""
     caveats: tuple[str, ...] = ()
     """Why the answer may be worth nothing as it stands (``phalanx.plan.search.plausible``); said before anything else."""
+    ideas: tuple[Idea, ...] = ()
+    """The best plans that divide the model differently, the best first; none without a search."""
 
     @property
     def band(self) -> Band:
@@ -123,7 +126,10 @@ def make_plan(
         micro_batches = job.workload.batch // chosen.layout.micro_batch
         notes += lost_node_notes(chosen.layout.mesh, cluster.per_node, job.workload.slots, micro_batches)
     doubts = tuple(caveats(job, chosen, run, tokens))
-    plan = Plan(spec.name, job, aim, chosen, found, tokens, inputs, assumptions, run, evidence, notes, doubts)
+    ideas = ideas_of(job, found, aim.optimize) if found else ()
+    plan = Plan(
+        spec.name, job, aim, chosen, found, tokens, inputs, assumptions, run, evidence, notes, doubts, ideas
+    )
     if best := plan.better_than_published(chosen):
         return replace(plan, caveats=(*doubts, _better(chosen, cluster, best)))
     return plan

@@ -1,0 +1,148 @@
+"""The best plans that differ in how they divide the model, each with what it gives up.
+
+The layouts nearest to the best are mostly the best once more, with another place for the optimizer's state. Whoever decides wants to know
+what else could be done: with pipelines or without, with the layers' width divided or whole. So of all layouts that were estimated in
+full, the best of every way to divide the model is kept, and of these the first three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from phalanx.plan.search.search import SearchResult
+from phalanx.plan.step_cost.estimate import Estimate, estimates
+from phalanx.plan.workload.planned_layout import PlannedLayout
+from phalanx.plan.workload.stacks import Job
+
+_IDEAS = 3
+_TIGHT = 0.05
+"""Share of the memory that is left free below which a plan is said to be tight."""
+_NOTABLE = 0.03
+"""Share of the step from which a term is worth naming."""
+
+
+@dataclass(frozen=True)
+class Idea:
+    """A plan that divides the model in another way than those before it."""
+
+    title: str
+    found: Estimate
+    gives_up: tuple[str, ...]
+    """What is paid for it, beginning with the time over the first plan's."""
+
+
+def ideas_of(job: Job, found: SearchResult, objective: str) -> tuple[Idea, ...]:
+    """The best plans by ``objective`` that divide the model differently, best first; three where there are as many."""
+    winner = found.best[0]
+    losers = [one.layout for one in found.runners_up if one.slower != float("inf")]
+    others = [layout for layout in dict.fromkeys(losers) if _division(layout) != _division(winner.layout)]
+    timed = [one for one in (*found.best, *(estimates(job, others) if others else ())) if one.fits]
+    ranked = [winner, *sorted(timed, key=lambda one: _key(one, objective))]
+    chosen: list[Estimate] = []
+    # Where the model can be divided in fewer ways, plans that compute again or shard otherwise follow.
+    for same in (_division, _means):
+        for one in ranked:
+            if len(chosen) < _IDEAS and same(one.layout) not in [same(other.layout) for other in chosen]:
+                chosen.append(one)
+    return tuple(Idea(_title(one.layout), one, tuple(_gives_up(one, winner))) for one in chosen)
+
+
+def _key(one: Estimate, objective: str) -> tuple[float, float]:
+    by = {"time": one.step_s, "cost": one.step_s * one.ranks, "gpus": float(one.ranks)}
+    return by[objective], one.step_s
+
+
+def _division(layout: PlannedLayout) -> tuple[bool, ...]:
+    """The axes that the model is divided along; with none of them, whether every rank keeps all weights."""
+    degrees = (layout.tensor, layout.context, layout.pipeline, layout.expert)
+    divided = tuple(degree > 1 for degree in degrees)
+    return (*divided, layout.zero == 3 and not any(divided))
+
+
+def _means(layout: PlannedLayout) -> tuple[object, ...]:
+    return (*_division(layout), layout.zero, layout.recompute, layout.offload_activations)
+
+
+def _title(layout: PlannedLayout) -> str:
+    parts = []
+    if layout.pipeline > 1:
+        stages = f" x {layout.stages_per_rank} stages" if layout.stages_per_rank > 1 else ""
+        parts.append(f"pipelines of {layout.pipeline} ranks{stages}")
+    for degree, what in ((layout.tensor, "width"), (layout.context, "sequence"), (layout.expert, "experts")):
+        if degree > 1:
+            parts.append(f"{what} over {degree}")
+    sharded = {1: "optimizer", 2: "optimizer and gradients", 3: "weights, gradients and optimizer"}.get(
+        layout.zero
+    )
+    if sharded and layout.shard * layout.context > 1:
+        parts.append(f"{sharded} sharded over {layout.shard * layout.context:,}")
+    if layout.data > 1:
+        parts.append(f"{layout.data:,} data-parallel ranks")
+    return ", ".join(parts) or "one rank"
+
+
+def _gives_up(one: Estimate, winner: Estimate) -> Iterator[str]:
+    if one is not winner:
+        slower = one.step_s / winner.step_s - 1
+        change = {name: seconds - winner.time.get(name, 0.0) for name, seconds in one.time.items()}
+        most = max(change, key=lambda name: change[name])
+        because = f", most of it {most.replace('_', ' ')}" if slower > 0 else ""
+        yield f"a step {abs(slower):.1%} {'longer' if slower >= 0 else 'shorter'}{because}"
+        if one.ranks != winner.ranks:
+            yield f"{one.ranks:,} accelerators instead of {winner.ranks:,}"
+    free = 1 - one.memory_bytes / one.capacity_bytes
+    if free < _TIGHT:
+        yield f"only {free:.1%} of the memory is free"
+    waiting = [name for name, there in _offloaded(one.layout) if there]
+    if waiting:
+        yield f"{' and '.join(waiting)} wait in the host's memory, whose link must keep its rate"
+    for term, words in _COSTS.items():
+        share = one.time.get(term, 0.0) / one.step_s
+        if share >= _NOTABLE:
+            yield f"{share:.0%} of the step {words}"
+
+
+_COSTS = {
+    "bubble": "is waiting for other stages",
+    "recompute": "computes activations again",
+    "tensor_comm": "is exchange between tensor ranks",
+    "context_comm": "is exchange of keys and values",
+    "expert_comm": "is exchange of tokens between experts",
+    "gradient_reduce": "is reducing gradients that nothing hides",
+    "weight_gather": "is gathering weights that nothing hides",
+}
+
+
+def _offloaded(layout: PlannedLayout) -> Iterator[tuple[str, bool]]:
+    yield "activations", layout.offload_activations
+    yield "the optimizer's state", layout.offload_optimizer
+
+
+_RECOMPUTE = {"selective": "sel", "pointwise": "ptw", "attention": "attn", "experts": "exp"}
+
+
+def short(layout: PlannedLayout) -> str:
+    """A layout in few characters for a table, as in ``tp8 pp16x2 dp128/32 mbs1 z1 int off:ao``."""
+    pairs = [("tp", layout.tensor), ("cp", layout.context), ("pp", layout.pipeline), ("ep", layout.expert)]
+    words = [
+        f"{name}{degree}"
+        + (f"x{layout.stages_per_rank}" if name == "pp" and layout.stages_per_rank > 1 else "")
+        for name, degree in pairs
+        if degree > 1
+    ]
+    if layout.expert_tensor > 1:
+        words.append(f"etp{layout.expert_tensor}")
+    if layout.data > 1:
+        words.append(f"dp{layout.data}" + (f"/{layout.shard}" if layout.replicate > 1 else ""))
+    words += [f"mbs{layout.micro_batch}", f"z{layout.zero}"]
+    if layout.pipeline > 1:
+        words.append({"interleaved": "int", "dualpipev": "dpv"}.get(layout.schedule, layout.schedule))
+    if layout.recompute != "none":
+        words.append(_RECOMPUTE.get(layout.recompute, layout.recompute))
+    offloaded = ("a" if layout.offload_activations else "") + ("o" if layout.offload_optimizer else "")
+    if offloaded:
+        words.append(f"off:{offloaded}")
+    if layout.precision != "bf16":
+        words.append(layout.precision)
+    return " ".join(words)

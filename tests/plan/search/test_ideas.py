@@ -1,0 +1,39 @@
+"""Plans that differ in how they divide the model."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.plan.search.ideas import Idea, ideas_of, short
+from phalanx.plan.search.search import search
+from plan.jobs import job
+
+
+def ideas(model: str, cluster: str, batch: int) -> tuple[Idea, ...]:
+    mine = job(model, cluster, batch=batch, stack="phalanx")
+    return ideas_of(mine, search(mine), "time")
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "batch"), [("llama3-70b", "h100:128", 256), ("mixtral-8x7b", "h100:64", 128)]
+)
+def test_three_plans_divide_the_model_differently_and_say_what_they_give_up(
+    model: str, cluster: str, batch: int
+) -> None:
+    found = ideas(model, cluster, batch)
+    layouts = [idea.found.layout for idea in found]
+    ways = {
+        tuple(getattr(one, axis) > 1 for axis in ("tensor", "context", "pipeline", "expert"))
+        for one in layouts
+    }
+    assert len(ways) == len(found) == 3
+    assert [idea.found.step_s for idea in found] == sorted(idea.found.step_s for idea in found)
+    assert all(idea.found.fits for idea in found)
+    for idea in found[1:]:
+        assert idea.gives_up[0].startswith("a step ")
+    assert len({idea.title for idea in found}) == 3
+
+
+def test_a_model_that_is_never_divided_still_has_other_plans() -> None:
+    found = ideas("llama-100m", "h100:8", 64)
+    assert len({short(idea.found.layout) for idea in found}) == len(found) > 1
