@@ -55,6 +55,13 @@ def test_a_layout_that_changes_no_bit_is_said_to_agree(checked: Any) -> None:
     assert set(Path().iterdir()) == before
 
 
+def test_so_is_another_context_degree_of_a_run_in_context_tiles(checked: Any) -> None:
+    layout = "context=2, context_mode=allgather, ranks=2"
+    done = checked(layout, "--set", "model.context_tiles=2")
+    assert done.exit_code == 0, done.output
+    assert "the layouts agree in every bit\n" in done.stdout
+
+
 def test_the_module_is_named_where_a_layout_of_other_sums_parts(checked: Any) -> None:
     done = checked("context=2,ranks=2", "--json")
     assert done.exit_code == 1, done.output

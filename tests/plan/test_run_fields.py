@@ -141,6 +141,7 @@ CHANGES: dict[str, tuple[RunSpec, Any]] = {
 NOTED: dict[str, tuple[RunSpec, Any, str]] = {
     "data.tokenizer": (DENSE, "bytes", "h100:32"),
     "model.lanes": (DENSE, 4, "h100:32"),
+    "model.context_tiles": (DENSE, 4, "h100:32"),
     "train.expert_sums": (MIXTURE, "slot", "h100:32"),
     "train.document_mask": (DENSE, True, "h100:32"),
     "optimizer.name": (DENSE, "soap", "h100:32"),

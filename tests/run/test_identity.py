@@ -64,6 +64,9 @@ def changed(section: Any, path: tuple[str, ...], value: Any) -> Any:
 ALL = {".".join(path): (path, kind, value) for path, kind, value in leaves(BASE)}
 LANES_LEAVE = {"parallel.tensor", "parallel.expert"}
 """Fields that belong to the run, unless it is computed in lanes."""
+TILES_LEAVE = {"parallel.context", "parallel.context_mode", "parallel.expert"}
+"""Fields that belong to the run, unless it cuts its sequences into context tiles."""
+LEAVE = {"model.lanes": LANES_LEAVE, "model.context_tiles": TILES_LEAVE}
 RUN_FIELDS = [name for name, entry in ALL.items() if not entry[1].fleet_owned and name != "model.preset"]
 FLEET_FIELDS = [name for name, entry in ALL.items() if entry[1].fleet_owned]
 
@@ -83,13 +86,20 @@ def test_nothing_escapes_the_two_lists() -> None:
 def test_every_field_of_the_run_is_part_of_its_identity(name: str) -> None:
     other = with_another(name)
     assert identity(other) != identity(BASE)
-    lost = LANES_LEAVE if name == "model.lanes" else set()
+    lost = LEAVE.get(name, set())
     assert {line.split(":")[0] for line in differences(BASE, other)} - lost == {name}
 
 
 @pytest.mark.parametrize("name", sorted(LANES_LEAVE))
 def test_how_ranks_divide_the_width_belongs_to_the_fleet_if_the_run_cuts_it_into_lanes(name: str) -> None:
     one, other = (changed(spec, ("model", "lanes"), 4) for spec in (BASE, with_another(name)))
+    assert identity(one) == identity(other)
+    assert differences(one, other) == []
+
+
+@pytest.mark.parametrize("name", sorted(TILES_LEAVE))
+def test_how_ranks_divide_the_sequence_belongs_to_the_fleet_if_the_run_cuts_it_into_tiles(name: str) -> None:
+    one, other = (changed(spec, ("model", "context_tiles"), 4) for spec in (BASE, with_another(name)))
     assert identity(one) == identity(other)
     assert differences(one, other) == []
 

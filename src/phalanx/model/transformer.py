@@ -11,6 +11,7 @@ Shapes: ``b`` batch, ``s`` sequence, ``d`` model width.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,16 @@ Readout = Callable[[Tensor, Tensor], Tensor]
 """A function of the last hidden states ``(b, s, d)`` and the output projection ``(vocab, d)``."""
 
 
+class Rotation(Protocol):
+    """The rotary tables of positions: ``phalanx.model.layers.rotary.rotation``, or what gives the same numbers."""
+
+    def __call__(
+        self, spec: ModelSpec, positions: Tensor, *, windowed: bool = False, length: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Cosines and sines ``(s, rotated width)`` of ``positions`` ``(s,)``."""
+        ...
+
+
 def logits(hidden: Tensor, weight: Tensor, cap: float = 0.0) -> Tensor:
     """The readout that gives every token's scores ``(b, s, vocab)``, with a soft cap unless that is 0."""
     return soft_capped(F.linear(hidden, weight), cap)
@@ -46,6 +57,7 @@ class Transformer(nn.Module):
         """
         super().__init__()
         self.spec, self.seq_len = spec, seq_len
+        self.rotation: Rotation = rotation
         self.embedding: nn.Embedding | None = nn.Embedding(spec.vocab_size, spec.dim)
         self.blocks = nn.ModuleDict({str(layer): Block(spec, layer) for layer in range(spec.layers)})
         self.norm: RMSNorm | None = RMSNorm(spec.dim, spec.norm_eps, offset=spec.norm_offset)
@@ -138,7 +150,7 @@ class Transformer(nn.Module):
     def _rotation(
         self, positions: Tensor, dtype: torch.dtype, length: int, *, windowed: bool = False
     ) -> tuple[Tensor, Tensor]:
-        cos, sin = rotation(self.spec, positions, windowed=windowed, length=length)
+        cos, sin = self.rotation(self.spec, positions, windowed=windowed, length=length)
         return cos.to(dtype), sin.to(dtype)
 
     def _projection(self) -> Tensor:

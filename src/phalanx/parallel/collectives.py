@@ -136,10 +136,19 @@ class _RankStep:
         if ranks == 1:
             return Counter()
         if self.spec.parallel.context_mode == "allgather":
-            return Counter({("context", "all_gather"): 2 * layers, ("context", "all_to_all"): layers})
+            calls = Counter({("context", "all_gather"): 2 * layers, ("context", "all_to_all"): layers})
+            return calls + self._tile_sums(stage)
         # Keys and values go round twice, but for the way home; their gradients once, and home.
         messages = (3 * ranks - 2) * layers
         return Counter({("context", "send"): messages, ("context", "recv"): messages})
+
+    def _tile_sums(self, stage: int) -> Calls:
+        """Sums over context tiles of one micro-batch: the gradients of a unit's weights, and the loss and its projection's gradient."""
+        if not self.spec.model.context_tiles:
+            return Counter()
+        last = stage == self.schedule.stages - 1
+        units = {piece.parameter.unit for piece in self.pieces[stage] if not piece.parameter.stacked}
+        return Counter({("context", "all_to_all"): len(units) + last, ("context", "all_gather"): int(last)})
 
     def _experts(self, stage: int) -> Calls:
         """The expert axes' collectives of one micro-batch, forward and backward."""

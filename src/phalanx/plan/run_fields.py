@@ -141,6 +141,11 @@ _MODEL_EXCEPTIONS = {
                 "see what narrower products cost where a rank has several",
                 lambda spec, _: spec.model.lanes > 0,
             ),
+            "context_tiles": _noted(
+                "context tiles are computed one after the other; the plan counts them as if a rank's were one piece, and leaves out "
+                "the sums of weight gradients over context ranks",
+                lambda spec, _: spec.model.context_tiles > 0,
+            ),
             **_all("factory factory_sha256", _irrelevant("a plan of a user's own model is refused")),
             **_all(
                 "norm_eps norm_offset scale_embeddings score_width swiglu_gain swiglu_limit rope_theta window_rope_theta mtp_loss init_std",

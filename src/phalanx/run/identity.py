@@ -5,7 +5,7 @@ sharded over them and how often it is saved is the fleet's business. ``train.los
 ``runtime.threads`` are in, because they decide in which order numbers are added; so are the degrees of tensor, context and experts. Under
 other degrees a run can go on all the same, when its directory is named: nothing is lost, but its bits are then those of this
 history. A run in lanes has the same bits for every tensor degree, and its experts lie on the ranks that share a slot: there both
-degrees are the fleet's. Fields marked ``LATER`` are left out at their defaults, so that a run file of an older version keeps its identity. A budget of
+degrees are the fleet's; so is the context degree where the run cuts its sequences into context tiles. Fields marked ``LATER`` are left out at their defaults, so that a run file of an older version keeps its identity. A budget of
 recomputation is in where there is one: by it the compiler chooses what it fuses, and what is fused is not rounded in between.
 """
 
@@ -21,6 +21,7 @@ from phalanx.run.section_reader import field_types
 from phalanx.run.spec import RunSpec
 
 _FLEET_IN_LANES = ("parallel.tensor", "parallel.expert")
+_FLEET_IN_TILES = ("parallel.context", "parallel.context_mode", "parallel.expert")
 
 
 def run_owned(spec: RunSpec) -> dict[str, object]:
@@ -32,6 +33,8 @@ def run_owned(spec: RunSpec) -> dict[str, object]:
     owned = {path: value for path, value in _walk(spec, "") if path not in silent}
     if spec.model.lanes:
         owned = {path: value for path, value in owned.items() if path not in _FLEET_IN_LANES}
+    if spec.model.context_tiles:
+        owned = {path: value for path, value in owned.items() if path not in _FLEET_IN_TILES}
     if spec.memory.recompute == "budget":
         owned["memory.recompute_budget"] = spec.memory.recompute_budget
     return owned

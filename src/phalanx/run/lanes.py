@@ -7,6 +7,7 @@ Every width that tensor ranks divide is cut into so many lanes, and the sequence
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 from phalanx.run.kinds.whole_model import shares_key_heads, tensor_sizes, undivided
 from phalanx.run.problems import Problem, divisors_near
@@ -81,7 +82,7 @@ def _axes(spec: RunSpec) -> Iterator[Problem]:
             "set it to 1, so that they stay whole; or model.lanes = 0",
             ("model.lanes",),
         )
-    yield from _experts(spec)
+    yield from expert_problems(spec, "tensor", "lanes")
     if spec.runtime.compile:
         yield Problem(
             "runtime.compile",
@@ -91,32 +92,37 @@ def _axes(spec: RunSpec) -> Iterator[Problem]:
         )
 
 
-def _experts(spec: RunSpec) -> Iterator[Problem]:
+def expert_problems(
+    spec: RunSpec, axis: Literal["tensor", "context"], pieces: Literal["lanes", "context_tiles"]
+) -> Iterator[Problem]:
+    """Yields what is impossible about where experts lie, if the run's ``pieces`` make the degree of ``axis`` the fleet's."""
     parallel, train = spec.parallel, spec.train
+    degree = parallel.tensor if axis == "tensor" else parallel.context
+    fields = (f"parallel.{axis}", f"model.{pieces}")
     if spec.model.moe is None:
         return
-    if parallel.expert % parallel.tensor:
+    if parallel.expert % degree:
         yield Problem(
             "parallel.expert",
-            f"with lanes all of a slot's tokens come to an expert together, and {parallel.tensor} ranks share a slot",
-            f"take a multiple of {parallel.tensor}, or model.lanes = 0",
-            ("parallel.tensor", "model.lanes"),
+            f"with model.{pieces} all of a slot's tokens come to an expert together, and {degree} ranks share a slot",
+            f"take a multiple of {degree}, or model.{pieces} = 0",
+            fields,
         )
         return
-    # With lanes the degree is the fleet's, so slots that are computed together must be added as if they were not.
-    together, sequences = parallel.expert > parallel.tensor, train.batch_size // train.slots
+    # The degree is the fleet's, so slots that are computed together must be added as if they were not.
+    together, sequences = parallel.expert > degree, train.batch_size // train.slots
     several = sequences > (train.micro_batch_size or sequences)
     if together and train.reduction == "integer":
         yield Problem(
             "parallel.expert",
             "slots whose tokens meet at an expert are rounded to integers together, so the bits would depend on it",
-            f'set it to {parallel.tensor}, or train.reduction = "reproducible"',
-            ("parallel.tensor", "model.lanes", "train.reduction"),
+            f'set it to {degree}, or train.reduction = "reproducible"',
+            (*fields, "train.reduction"),
         )
     elif together and several and train.expert_sums != "slot":
         yield Problem(
             "train.expert_sums",
             "experts' gradients of several slots' micro-batches are added across slots first, so the bits would depend on parallel.expert",
-            f'set it to "slot", or parallel.expert = {parallel.tensor}',
-            ("parallel.expert", "parallel.tensor", "model.lanes"),
+            f'set it to "slot", or parallel.expert = {degree}',
+            ("parallel.expert", *fields),
         )

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from phalanx.run.context_tiles import context_tile_problems
 from phalanx.run.kinds.state_blocks import INT8_BLOCK, cut_by_tensor_ranks
 from phalanx.run.kinds.whole_model import resolve, shares_key_heads, tensor_sizes, undivided
 from phalanx.run.lanes import lane_problems
@@ -115,6 +116,7 @@ def layout_problems(spec: RunSpec, ranks: int) -> list[Problem]:
     """
     problems = [
         *lane_problems(spec),
+        *context_tile_problems(spec),
         *_tensor(spec),
         *_context(spec),
         *_pipeline(spec),

@@ -138,6 +138,9 @@ class ModelSpec:
     lanes: Annotated[int, LATER, ValueRange(at_least=0, at_most=1024)] = 0
     """Equal parts that heads, inner elements and vocabulary are cut into, each computed by itself: a power of two. The weights then
     have the same bits for every parallel.tensor that divides it. 0: none, and parallel.tensor decides how sums are split."""
+    context_tiles: Annotated[int, LATER, ValueRange(at_least=0, at_most=1024)] = 0
+    """Equal parts that each sequence is cut into, each computed by itself: a power of two. The weights then have the same bits for
+    every parallel.context that divides it. 0: none, and parallel.context decides how sums are split."""
     ffn: Literal["swiglu", "gelu", "geglu", "swiglu-clamped"] = "swiglu"
     """Feed-forward layer: "swiglu" is gated and has three matrices, "gelu" is plain and has two; "geglu" is gated by a GELU, in
     the approximation with tanh (Gemma). "swiglu-clamped" is gate x sigmoid(swiglu_gain x gate) x (values + 1), of gates and values that

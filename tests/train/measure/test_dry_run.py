@@ -45,6 +45,11 @@ LAYOUTS: dict[str, tuple[ModelSpec, ParallelSpec, int]] = {
     ),
     "ring": (DENSE, ParallelSpec(context=2), 4),
     "gathered context": (DENSE, ParallelSpec(context=4, context_mode="allgather"), 8),
+    "a mixture in context tiles": (
+        dataclasses.replace(BALANCED, context_tiles=4),
+        ParallelSpec(pipeline=2, context=2, context_mode="allgather", expert=2),
+        4,
+    ),
     "gpipe": (DENSE, ParallelSpec(pipeline=4, pipeline_schedule="gpipe", sharding="zero2"), 8),
     "1f1b": (DENSE, ParallelSpec(pipeline=4), 8),
     "interleaved": (DENSE, ParallelSpec(pipeline=2, pipeline_schedule="interleaved"), 4),

@@ -82,7 +82,7 @@ def _lines(
         if one_run:
             yield "they are layouts of one run, so every bit should be equal: its promise is broken here"
         else:
-            yield "they divide the model in other ways (context, tensor or expert degrees), which decides how sums are split; model.lanes frees the bits of tensor and expert degrees"
+            yield "they divide the model in other ways (context, tensor or expert degrees), which decides how sums are split; model.lanes frees the bits of tensor and expert degrees, model.context_tiles of context degrees"
     for step, name, left, right in numbers:
         yield f"  step {step}: {name} {number_text(left)} on A, {number_text(right)} on B"
     yield from left_out_lines(found)

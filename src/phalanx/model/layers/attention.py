@@ -181,6 +181,15 @@ class Attention(nn.Module):
         cache: LayerCache | None = None,
     ) -> Tensor:
         """The result ``(b, s, d)`` of the heads whose weights are here; those of all heads add up to that of the layer."""
+        query, key, value = self.projected(inputs, cos, sin)
+        if cache is not None:
+            key, value = cache.append(key, value)
+        return self.result(self.core(query, key, value, documents, self.sinks))
+
+    def projected(
+        self, inputs: tuple[Tensor, ...], cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries ``(b, h, s, e)``, keys ``(b, k, s, e)`` and values ``(b, k, s, v)`` of what ``by_tokens`` gave."""
         (x,) = inputs
         query, key = self.query(x), self.key(x)
         if self.query_norm is not None and self.key_norm is not None and not self.normalizes_heads:
@@ -193,8 +202,9 @@ class Attention(nn.Module):
         query, key = query.transpose(1, 2), key.transpose(1, 2)  # (b, h, s, e), (b, k, s, e)
         if self.rotated:
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        if cache is not None:
-            key, value = cache.append(key, value)
-        mixed = self.core(query, key, value, documents, self.sinks)
+        return query, key, value
+
+    def result(self, mixed: Tensor) -> Tensor:
+        """The heads' share ``(b, s, d)`` of the layer's result, from what ``core`` gave ``(b, h, s, v)``."""
         output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return output

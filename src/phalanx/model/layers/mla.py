@@ -42,6 +42,8 @@ class MlaAttention(nn.Module):
     """The last matrix, whose inputs are divided where ranks or lanes divide the layer."""
     BY_TOKENS: ClassVar[tuple[str, ...]] = ("query_down", "query_latent_norm", "kv_down", "kv_latent_norm")
     """The modules that ``by_tokens`` computes with."""
+    sinks: ClassVar[None] = None
+    """There are none (``Attention.sinks``)."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:  # noqa: ARG002  all layers are alike
         """Builds that of layer ``layer`` of a resolved ``spec`` with ``mla``."""
@@ -94,6 +96,14 @@ class MlaAttention(nn.Module):
         cache: LayerCache | None = None,
     ) -> Tensor:
         """The result ``(b, s, d)`` of the heads whose weights are here; those of all heads add up to that of the layer."""
+        query, key, value = self.projected(inputs, cos, sin, cache)
+        return self.result(self.core(query, key, value, documents))  # (10): (b, h, s, v)
+
+    def projected(
+        self, inputs: tuple[Tensor, ...], cos: Tensor, sin: Tensor, cache: LayerCache | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys ``(b, h, s, e)`` and values ``(b, h, s, v)`` of what ``by_tokens`` gave; with a cache, also the keys
+        and values of what that holds."""
         asked, latent, shared = inputs
         queries = self.query_up if self.mla.query_rank else self.query
         query = queries(asked).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (7): (b, h, s, e)
@@ -104,8 +114,10 @@ class MlaAttention(nn.Module):
         if cache is not None:
             latent, shared = cache.append(latent.unsqueeze(1), shared)
             latent = latent.squeeze(1)
-        key, value = self._expand(latent, shared)  # (2), (4), (5): (b, h, s, e) and (b, h, s, v)
-        mixed = self.core(query, key, value, documents)  # (10): (b, h, s, v)
+        return query, *self._expand(latent, shared)  # (2), (4), (5): (b, h, s, e) and (b, h, s, v)
+
+    def result(self, mixed: Tensor) -> Tensor:
+        """The heads' share ``(b, s, d)`` of the layer's result, from what ``core`` gave ``(b, h, s, v)``."""
         output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return output
 

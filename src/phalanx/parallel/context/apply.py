@@ -20,6 +20,8 @@ from typing import cast
 from phalanx.model.block import Block
 from phalanx.model.layers.attention import CausalCore
 from phalanx.model.transformer import Transformer
+from phalanx.parallel.context.fixed.apply import apply_tiles
+from phalanx.parallel.context.fixed.ranks import rank_tiles
 from phalanx.parallel.context.gather import GatherMethod
 from phalanx.parallel.context.head_tail import context_positions
 from phalanx.parallel.context.ring import RingMethod
@@ -32,7 +34,14 @@ __all__ = ["apply_context", "context_positions"]
 
 
 def apply_context(module: Transformer, mesh: Mesh, spec: RunSpec, clock: CommClock) -> None:
-    """Lets all attention of ``module`` see the tokens of this rank's whole context group; alone, changes nothing."""
+    """Lets all attention of ``module`` see the tokens of this rank's whole context group; alone, changes nothing.
+
+    With ``model.context_tiles`` all layers compute tile by tile, alone too.
+    """
+    tiles = rank_tiles(spec, mesh, clock)
+    if tiles is not None:
+        apply_tiles(module, tiles)
+        return
     if spec.parallel.context == 1:
         return
     kind = RingMethod if spec.parallel.context_mode == "ring" else GatherMethod

@@ -22,7 +22,7 @@ from torch import Tensor
 from phalanx.model.layers.soft_cap import Score
 from phalanx.parallel.context.head_tail import in_order, own_pieces
 from phalanx.parallel.context.packing import pack, unpack
-from phalanx.parallel.context.tiles import OnlineSoftmax, SavedAttention, Sight, Tile
+from phalanx.parallel.context.tiles import SavedAttention, Sight, Tile, attend_tiles, differentiate_tiles
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.torch_compat import all_gather_single
 
@@ -35,6 +35,13 @@ def tiles(rank: int, ranks: int, seq: int, window: int = 0) -> Iterator[Tile]:
         if begin:
             yield Tile(rows, slice(max(0, begin - window + 1) if window else 0, begin))
         yield Tile(rows, slice(begin, begin + piece), causal=True)
+
+
+def head_tail_sight(rank: int, ranks: int, seq: int, window: int, documents: Tensor | None) -> Sight:
+    """The rule for the ``seq`` queries of ``rank`` and the whole sequence's keys; ``documents`` are ``(b, seq * ranks)``."""
+    whole = torch.arange(seq * ranks)
+    known = None if documents is None else (own_pieces(documents, ranks, rank, dim=1), documents)
+    return Sight(own_pieces(whole, ranks, rank, dim=0), whole, window, known)
 
 
 @dataclass(frozen=True)
@@ -51,27 +58,21 @@ class GatherMethod:
     ) -> tuple[Tensor, Tensor]:
         """See ``TileMethod``."""
         keys, values = self._gather(key, value)  # (b, k, s * ranks, e), (b, k, s * ranks, v)
-        rows, known = OnlineSoftmax(query, value.shape[-1]), self._sight(query.shape[2], documents)
-        for seen in tiles(self.group.rank(), self.group.size(), query.shape[2], self.window):
-            if not seen.hidden(known):
-                rows.add(seen.rows, *seen.forward(query, keys, values, known, self.score))
-        return rows.out, rows.lse
+        rank, ranks, seq = self.group.rank(), self.group.size(), query.shape[2]
+        known = head_tail_sight(rank, ranks, seq, self.window, documents)
+        return attend_tiles(tiles(rank, ranks, seq, self.window), query, keys, values, known, self.score)
 
     def differentiate(
         self, saved: SavedAttention, grad_out: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See ``TileMethod``."""
         keys, values = self._gather(key, value)
-        known = self._sight(grad_out.shape[2], documents)
+        rank, ranks, seq = self.group.rank(), self.group.size(), grad_out.shape[2]
+        known = head_tail_sight(rank, ranks, seq, self.window, documents)
+        seen = tiles(rank, ranks, seq, self.window)
         # Of this rank's queries, and of everybody's keys and values: those are summed over the ranks afterwards.
-        sums = [torch.zeros_like(whole, dtype=torch.float32) for whole in (saved.query, keys, values)]
-        for seen in tiles(self.group.rank(), self.group.size(), grad_out.shape[2], self.window):
-            if seen.hidden(known):
-                continue
-            shares = seen.backward(saved, grad_out, keys, values, known, self.score)
-            for total, part, share in zip(sums, (seen.rows, seen.columns, seen.columns), shares, strict=True):
-                total[:, :, part] += share
-        return sums[0], *self._scatter(sums[1], sums[2])
+        grad_query, *others = differentiate_tiles(seen, saved, grad_out, keys, values, known, self.score)
+        return grad_query, *self._scatter(*others)
 
     def _gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """All-gathers keys and values: those of the whole sequence, in its order."""
@@ -95,9 +96,3 @@ class GatherMethod:
         with self.clock.measure():
             dist.all_to_all_single(received, sent, group=self.group)
         return unpack(received.view(ranks, -1).sum(0), pieces[0][0].shape, pieces[0][1].shape)
-
-    def _sight(self, seq: int, documents: Tensor | None) -> Sight:
-        ranks, rank = self.group.size(), self.group.rank()
-        whole = torch.arange(seq * ranks)
-        known = None if documents is None else (own_pieces(documents, ranks, rank, dim=1), documents)
-        return Sight(own_pieces(whole, ranks, rank, dim=0), whole, self.window, known)

@@ -14,6 +14,7 @@ value.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -137,6 +138,40 @@ class OnlineSoftmax:
         whole = self.out[:, :, rows]  # (b, h, q, v)
         whole.mul_((before - total).exp_().unsqueeze(-1)).add_(out * (lse - total).exp_().unsqueeze(-1))
         before.copy_(total)
+
+
+def attend_tiles(
+    tiles: Iterable[Tile], query: Tensor, key: Tensor, value: Tensor, sight: Sight, score: Score
+) -> tuple[Tensor, Tensor]:
+    """The results of rows ``(b, h, q, v)`` and their log-sum-exp ``(b, h, q)``, both fp32, merged in the order of ``tiles``."""
+    rows = OnlineSoftmax(query, value.shape[-1])
+    for tile in tiles:
+        if not tile.hidden(sight):
+            rows.add(tile.rows, *tile.forward(query, key, value, sight, score))
+    return rows.out, rows.lse
+
+
+def differentiate_tiles(
+    tiles: Iterable[Tile],
+    saved: SavedAttention,
+    grad_out: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sight: Sight,
+    score: Score,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The shares that ``tiles``, in this order, have in the gradients of queries, keys and values, fp32."""
+    grad_query, grad_key, grad_value = (
+        torch.zeros_like(whole, dtype=torch.float32) for whole in (saved.query, key, value)
+    )
+    for tile in tiles:
+        if tile.hidden(sight):
+            continue
+        shares = tile.backward(saved, grad_out, key, value, sight, score)
+        grad_query[:, :, tile.rows] += shares[0]
+        grad_key[:, :, tile.columns] += shares[1]
+        grad_value[:, :, tile.columns] += shares[2]
+    return grad_query, grad_key, grad_value
 
 
 class TileMethod(Protocol):

@@ -82,7 +82,8 @@ class ModuleWitness:
                 if (name or stage == last) and not (built.spec.runtime.compile and _IN_BLOCK.match(name)):
                     module.register_forward_hook(self._hook(name or LOSS, name))
         runner = built.runner
-        runner.losses = _WitnessedLosses(runner.losses.spec, runner.losses.mesh, runner.losses.rows, self)
+        losses = runner.losses
+        runner.losses = _WitnessedLosses(losses.spec, losses.mesh, losses.rows, losses.tiles, self)
         compute = runner.gradients
         vars(runner)["gradients"] = lambda work: compute(self._witnessed(work))
 

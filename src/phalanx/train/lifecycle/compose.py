@@ -15,6 +15,7 @@ from phalanx.model.custom import Chain
 from phalanx.model.transformer import Transformer
 from phalanx.observe.ledger import Bucket
 from phalanx.parallel.context.apply import apply_context
+from phalanx.parallel.context.fixed.ranks import rank_tiles
 from phalanx.parallel.expert.apply import apply_experts
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import Mesh
@@ -114,7 +115,8 @@ def _part(
 
 
 def _runner(spec: RunSpec, mesh: Mesh, model: DataParallel, waits: dict[Bucket, CommClock]) -> SlotRunner:
-    losses = Losses(spec, mesh, vocabulary_piece(mesh, spec, waits[Bucket.COMM_EXPOSED_TP]))
+    rows = vocabulary_piece(mesh, spec, waits[Bucket.COMM_EXPOSED_TP])
+    losses = Losses(spec, mesh, rows, rank_tiles(spec, mesh, waits[Bucket.COMM_EXPOSED_CP]))
     parallel = spec.parallel
     if parallel.pipeline == 1:
         return LoopRunner(model, losses)

@@ -144,7 +144,7 @@ def tiny(spec: RunSpec, ranks: int, rounds: int = 1) -> RunSpec:
         max(1, spec.train.micro_batch_size or spec.train.batch_size // spec.train.slots) * spec.train.seq_len
     )
     chunks = -(-tokens // layout.context // spec.train.loss_chunk)
-    seq_len = 2 * max(layout.model_ranks, spec.model.lanes) * chunks
+    seq_len = 2 * max(layout.model_ranks, spec.model.lanes, spec.model.context_tiles) * chunks
     split = tuple(map(len, stage_layers(spec))) if parallel.pipeline > 1 else ()
     return dataclasses.replace(
         _plain(spec),

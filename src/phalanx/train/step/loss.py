@@ -12,11 +12,15 @@ needs three numbers a token (Megatron, arXiv 1909.08053): the largest logit, the
 The sum is taken relative to each rank's own largest logit, so that all three travel in one all-gather.
 
 A soft cap bends each logit by itself, in fp32, before all that; its slope multiplies the gradient.
+
+Where the sequence is in context tiles, each tile is such a loss of its own, and losses and projection's gradients are added in tree
+order, over the context ranks too: the first reports the loss, and each some of the gradient's elements.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.model.autograd import FunctionContext, apply_function
+from phalanx.parallel.context.fixed.ranks import RankTiles
 from phalanx.parallel.tensor.apply import VocabularyPiece
 from phalanx.parallel.tensor.tree_sums import add_in_tree
 
@@ -45,41 +50,22 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         chunk: int,
         rows: VocabularyPiece | None,
+        tiles: RankTiles | None,
         wants_gradient: bool,
         cap: float,
     ) -> Tensor:
         # In lanes, the gradient is summed over ranks before it is scaled, as it is where one rank has all lanes.
         comm = rows.comm if rows is not None and rows.lanes else None
         whole = hidden if comm is None else comm.gather(hidden)
-        states = whole.reshape(-1, whole.shape[-1])
-        # n tokens, rows of the vocabulary on this rank: states (n, dim), weight (rows, dim), targets (n,)
-        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        grad_states = torch.empty_like(states) if wants_gradient else None
-        # fp32, because it sums over chunks.
-        grad_weight = torch.empty_like(weight, dtype=torch.float32) if wants_gradient else None
-        parts = _parts(len(weight), rows)
-        for begin in range(0, len(states), chunk):
-            now = states[begin : begin + chunk]  # (chunk, dim)
-            wanted = [_find(targets[begin : begin + chunk], part, rows) for part in parts]
-            # 1. Logits, at once turned into log-probabilities, and the losses.
-            # (chunk, rows of the part) each; the second, the slope of a soft cap's bend, only where there is a cap.
-            pairs = [_logits(now, weight[part.start : part.stop], cap) for part in parts]
-            scores, losses = _scores_and_losses([logits for logits, _ in pairs], wanted, rows)
-            loss += losses.sum()
-            if grad_states is None or grad_weight is None:
-                continue
-            # 2. The gradient with respect to the logits, in the same memory, and from it both gradients.
-            shares = []
-            for part, found, (_, bend), target in zip(parts, scores, pairs, wanted, strict=True):
-                slope = _slope(found, target)  # (chunk, rows of the part)
-                slope = (slope if bend is None else slope.mul_(bend)).to(now.dtype)
-                into = grad_states[begin : begin + chunk] if len(parts) == 1 else torch.empty_like(now)
-                shares.append(torch.mm(slope, weight[part.start : part.stop], out=into))
-                _accumulate(grad_weight[part.start : part.stop], slope, now, first=begin == 0)
-            if len(parts) > 1:
-                grad_states[begin : begin + chunk] = add_in_tree(shares, Tensor.add_)
-        if grad_states is not None and grad_weight is not None:
-            grad_whole = grad_states.view_as(whole)
+
+        def of_piece(states: Tensor, wanted: Tensor) -> _LossAndGradients:
+            return _in_chunks(states, weight, wanted, chunk, rows, wants_gradient, cap)
+
+        if tiles is None:
+            loss, grad_whole, grad_weight = of_piece(whole, targets)
+        else:
+            loss, grad_whole, grad_weight = _in_tiles(whole, targets, tiles, of_piece)
+        if grad_whole is not None and grad_weight is not None:
             grad_hidden = grad_whole if comm is None else comm.sum_scatter(grad_whole)
             ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
             ctx.used = False
@@ -92,7 +78,81 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx.used = True
         # In place: the gradient is as large as the projection, so a copy would be the most expensive line here.
         grad_hidden, grad_weight = (saved.mul_(upstream[0].to(saved.dtype)) for saved in ctx.saved_tensors)
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None
+
+
+_LossAndGradients = tuple[Tensor, Tensor | None, Tensor | None]
+"""The summed loss, 0-dim; and if they are wanted, its gradients with respect to hidden states and projection."""
+
+
+def _in_chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: int,
+    rows: VocabularyPiece | None,
+    wants_gradient: bool,
+    cap: float,
+) -> _LossAndGradients:
+    """The loss of ``hidden`` ``(b, s, dim)`` and ``targets`` ``(b, s)``; the projection's gradient is fp32."""
+    states, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    # n tokens, rows of the vocabulary on this rank: states (n, dim), weight (rows, dim), targets (n,)
+    loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    grad_states = torch.empty_like(states) if wants_gradient else None
+    # fp32, because it sums over chunks.
+    grad_weight = torch.empty_like(weight, dtype=torch.float32) if wants_gradient else None
+    parts = _parts(len(weight), rows)
+    for begin in range(0, len(states), chunk):
+        now = states[begin : begin + chunk]  # (chunk, dim)
+        wanted = [_find(targets[begin : begin + chunk], part, rows) for part in parts]
+        # 1. Logits, at once turned into log-probabilities, and the losses.
+        # (chunk, rows of the part) each; the second, the slope of a soft cap's bend, only where there is a cap.
+        pairs = [_logits(now, weight[part.start : part.stop], cap) for part in parts]
+        scores, losses = _scores_and_losses([logits for logits, _ in pairs], wanted, rows)
+        loss += losses.sum()
+        if grad_states is None or grad_weight is None:
+            continue
+        # 2. The gradient with respect to the logits, in the same memory, and from it both gradients.
+        shares = []
+        for part, found, (_, bend), target in zip(parts, scores, pairs, wanted, strict=True):
+            slope = _slope(found, target)  # (chunk, rows of the part)
+            slope = (slope if bend is None else slope.mul_(bend)).to(now.dtype)
+            into = grad_states[begin : begin + chunk] if len(parts) == 1 else torch.empty_like(now)
+            shares.append(torch.mm(slope, weight[part.start : part.stop], out=into))
+            _accumulate(grad_weight[part.start : part.stop], slope, now, first=begin == 0)
+        if len(parts) > 1:
+            grad_states[begin : begin + chunk] = add_in_tree(shares, Tensor.add_)
+    return loss, None if grad_states is None else grad_states.view_as(hidden), grad_weight
+
+
+def _in_tiles(
+    hidden: Tensor,
+    targets: Tensor,
+    tiles: RankTiles,
+    of_piece: Callable[[Tensor, Tensor], _LossAndGradients],
+) -> _LossAndGradients:
+    """What this rank reports of the sequence's loss and of its projection's gradient, and the gradient of its own tokens."""
+    losses: list[Tensor] = []
+    grads_hidden: list[Tensor] = []
+
+    def grads_weight() -> Iterator[Tensor]:
+        count = len(tiles.here)
+        for states, wanted in zip(hidden.chunk(count, 1), targets.chunk(count, 1), strict=True):
+            loss, grad_states, grad_weight = of_piece(states, wanted)
+            losses.append(loss)
+            if grad_states is not None and grad_weight is not None:
+                grads_hidden.append(grad_states)
+                yield grad_weight
+
+    shares = grads_weight()
+    first = next(shares, None)  # computes all tiles, if gradients are not wanted
+    total = None if first is None else add_in_tree(itertools.chain((first,), shares), Tensor.add_)
+    loss = tiles.total(add_in_tree(losses))
+    loss = loss.clone() if tiles.rank == 0 else torch.zeros_like(loss)
+    if total is None:
+        return loss, None, None
+    (reported,) = tiles.share_of_total([total])
+    return loss, torch.cat(grads_hidden, 1), reported
 
 
 def _accumulate(total: Tensor, slope: Tensor, hidden: Tensor, *, first: bool) -> None:
@@ -189,6 +249,7 @@ def summed_cross_entropy(
     targets: Tensor,
     chunk: int,
     rows: VocabularyPiece | None = None,
+    tiles: RankTiles | None = None,
     *,
     cap: float = 0.0,
 ) -> Tensor:
@@ -201,6 +262,7 @@ def summed_cross_entropy(
         targets: ``(batch, seq)``, int64; ``IGNORE`` where there is nothing to predict.
         chunk: Tokens whose logits are held at once.
         rows: The rows of the vocabulary that ``weight`` has; ``None`` for all.
+        tiles: The context tiles that the tokens are, one after the other; ``None`` if the run has none.
         cap: Soft cap of the logits (``phalanx.model.layers.soft_cap``); 0 for none.
 
     Returns:
@@ -212,5 +274,5 @@ def summed_cross_entropy(
     if rows is not None and rows.comm is not None and not rows.lanes:
         hidden = rows.comm.gather(hidden)
     return apply_function(
-        _ChunkedCrossEntropy, hidden, weight, targets.reshape(-1), chunk, rows, wants_gradient, cap
+        _ChunkedCrossEntropy, hidden, weight, targets, chunk, rows, tiles, wants_gradient, cap
     )

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from phalanx.data.documents import document_ids
 from phalanx.model.mtp import targets_ahead, training_loss
+from phalanx.parallel.context.fixed.placement import tiled_positions
+from phalanx.parallel.context.fixed.ranks import RankTiles
 from phalanx.parallel.context.head_tail import context_positions
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.mesh.slots import Round
@@ -34,7 +36,7 @@ class MicroBatch:
     """The input of one forward pass on this rank."""
 
     tokens: Tensor
-    """``(batch, seq)``, int64, this context rank's part of the sequence."""
+    """``(batch, seq)``, int64, this context rank's part of the sequence; in the order of its tiles, where the run has such."""
     targets: Tensor
     """``(batch, seq)``, int64."""
     positions: Tensor
@@ -56,6 +58,8 @@ class Losses:
     mesh: Mesh
     rows: VocabularyPiece | None
     """This rank's rows of the output projection; ``None`` if it has all."""
+    tiles: RankTiles | None
+    """This rank's context tiles; ``None`` if the run has none."""
 
     def cut(self, samples: Tensor, targets: Tensor) -> MicroBatch:
         """Cuts this rank's part out of ``samples`` ``(batch, seq + 1)`` and their ``targets`` ``(batch, seq)``."""
@@ -63,10 +67,13 @@ class Losses:
         documents = (
             document_ids(tokens, self.spec.train.end_of_document) if self.spec.train.document_mask else None
         )
-        if layout.context == 1:
+        if self.tiles is not None:
+            positions = tiled_positions(tokens.shape[1], self.tiles.count, layout.context, self.tiles.rank)
+        elif layout.context == 1:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
             return MicroBatch(tokens, targets, positions, documents)
-        positions = context_positions(tokens.shape[1], layout.context, self.mesh.context_rank)
+        else:
+            positions = context_positions(tokens.shape[1], layout.context, self.mesh.context_rank)
         positions = positions.to(tokens.device)
         return MicroBatch(tokens[:, positions], targets[:, positions], positions, documents)
 
@@ -94,7 +101,7 @@ class Losses:
 
     def _sum(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         chunk, cap = self.spec.train.loss_chunk, self.spec.model.logit_cap
-        return summed_cross_entropy(hidden, weight, targets, chunk, self.rows, cap=cap)
+        return summed_cross_entropy(hidden, weight, targets, chunk, self.rows, self.tiles, cap=cap)
 
 
 @dataclass(frozen=True)

@@ -132,8 +132,9 @@ def test_names_and_configurations_do_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_lanes_keep_no_model_from_being_exported() -> None:
-    spec = resolve(ModelSpec(layers=2, dim=32, heads=4, ffn_dim=64, vocab_size=64, lanes=4))
+@pytest.mark.parametrize("pieces", [{"lanes": 4}, {"context_tiles": 4}])
+def test_neither_lanes_nor_context_tiles_keep_a_model_from_being_exported(pieces: dict[str, int]) -> None:
+    spec = resolve(ModelSpec(layers=2, dim=32, heads=4, ffn_dim=64, vocab_size=64, **pieces))  # type: ignore[arg-type]
     assert not unsayable(spec, family_for(spec))
 
 

@@ -18,7 +18,7 @@ _SAID_FOR_ALL = frozenset(
     {
         *("preset", "factory", "factory_sha256", "mla", "moe", "rope_scaling", "rope_theta"),
         # Of training alone.
-        *("lanes", "mtp_loss", "init_std", "moe.bias_speed", "moe.aux_loss", "moe.z_loss"),
+        *("lanes", "context_tiles", "mtp_loss", "init_std", "moe.bias_speed", "moe.aux_loss", "moe.z_loss"),
     }
 )
 _UNUSED_MIXTURE = MoeSpec(experts=2, per_token=1, ffn_dim=8, shared=1, score="sigmoid")

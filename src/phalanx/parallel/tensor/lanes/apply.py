@@ -38,7 +38,7 @@ from phalanx.model.transformer import Transformer
 from phalanx.parallel.tensor.lanes.layers import LanedLayer, LaneOutput, LaneParameter
 from phalanx.parallel.tensor.lanes.mixture import RoutedInPieces, ScoresInPieces
 from phalanx.parallel.tensor.lanes.pieces import InPieces
-from phalanx.parallel.tensor.lanes.shares import SharedParameter, Shares
+from phalanx.parallel.tensor.lanes.shares import SharedParameter, Shares, total_over
 from phalanx.parallel.tensor.lanes.vocabulary import LanedEmbedding
 from phalanx.parallel.tensor.sequence_comm import SequenceComm
 from phalanx.run.kinds.parts import Parameter
@@ -144,7 +144,8 @@ def _shared(
     found = {}
     for (unit, count, everywhere), paths in groups.items():
         inside = [path.removeprefix(f"{unit}.") if unit else path for path in paths]
-        shares = Shares(inside, count, lanes.comm if everywhere else lanes.comm_of(table[paths[0]]))
+        comm = lanes.comm if everywhere else lanes.comm_of(table[paths[0]])
+        shares = Shares(inside, count, None if comm is None else total_over(comm))
         shares.install(units[unit])
         for path, name in zip(paths, inside, strict=True):
             owner, _, attribute = path.rpartition(".")

@@ -7,7 +7,7 @@ each block and backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,28 +19,39 @@ from phalanx.model.autograd import FunctionContext, apply_function_of_many
 from phalanx.parallel.tensor.sequence_comm import SequenceComm
 from phalanx.parallel.tensor.tree_sums import add_in_tree
 
+Total = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+"""Adds several parameters' sums over this rank's leaves, fp32, to those of other ranks, in tree order: the gradients here."""
+
+
+def total_over(comm: SequenceComm) -> Total:
+    """Gives every rank the whole sums, by one collective for all."""
+
+    def total(sums: Sequence[Tensor]) -> Sequence[Tensor]:
+        flat = comm.total(torch.cat([node.flatten() for node in sums]))
+        parts = torch.split(flat, [node.numel() for node in sums])
+        return [part.view_as(node) for part, node in zip(parts, sums, strict=True)]
+
+    return total
+
 
 class _SharedContext(FunctionContext, Protocol):
-    comm: SequenceComm | None
+    total: Total | None
     count: int
 
 
 class _Shared(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _SharedContext, comm: SequenceComm | None, count: int, *parameters: Tensor
+        ctx: _SharedContext, total: Total | None, count: int, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.comm, ctx.count = comm, count
+        ctx.total, ctx.count = total, count
         return tuple(parameter.view_as(parameter) for parameter in parameters for _ in range(count))
 
     @staticmethod
     def backward(ctx: _SharedContext, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         by_parameter = [upstream[at : at + ctx.count] for at in range(0, len(upstream), ctx.count)]
-        sums = [add_in_tree(leaf.float() for leaf in leaves) for leaves in by_parameter]
-        if ctx.comm is not None:
-            flat = ctx.comm.total(torch.cat([node.flatten() for node in sums]))
-            parts = torch.split(flat, [node.numel() for node in sums])
-            sums = [part.view_as(node) for part, node in zip(parts, sums, strict=True)]
+        own = [add_in_tree(leaf.float() for leaf in leaves) for leaves in by_parameter]
+        sums = own if ctx.total is None else ctx.total(own)
         pairs = zip(sums, by_parameter, strict=True)
         return None, None, *(total.to(leaves[0].dtype) for total, leaves in pairs)
 
@@ -51,8 +62,9 @@ class Shares:
     Outside, as when activations are computed again, a share is the parameter itself: no gradient reaches it there.
     """
 
-    def __init__(self, names: Sequence[str], count: int, comm: SequenceComm | None) -> None:
-        self._names, self._count, self._comm = tuple(names), count, comm
+    def __init__(self, names: Sequence[str], count: int, total: Total | None) -> None:
+        """``total`` adds the ranks' sums; ``None`` if there is one rank."""
+        self._names, self._count, self._total = tuple(names), count, total
         self._now: dict[str, tuple[Tensor, ...]] = {}
 
     def install(self, unit: nn.Module) -> None:
@@ -68,7 +80,7 @@ class Shares:
 
     def _enter(self, module: nn.Module, args: object) -> None:  # noqa: ARG002
         parameters = [module.get_parameter(name) for name in self._names]
-        shares = apply_function_of_many(_Shared, self._comm, self._count, *parameters)
+        shares = apply_function_of_many(_Shared, self._total, self._count, *parameters)
         self._now = {
             name: shares[at * self._count : (at + 1) * self._count] for at, name in enumerate(self._names)
         }

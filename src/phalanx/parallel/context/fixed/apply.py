@@ -1,0 +1,114 @@
+"""Context tiles: the sequence in pieces that the run fixes, so that no context degree changes a bit.
+
+A context tile is to the sequence what a slot is to the batch. ``model.context_tiles = t`` cuts each sequence into t tiles of equal
+length (``placement``), whatever the number of ranks that share it. Each tile is computed by itself, always with the same shapes,
+and what is summed over tiles is summed in a binary tree. A context rank holds t / c consecutive tiles: the leaves of a subtree.
+So the weights have the same bits for every context degree c that divides t, one included.
+
+| | a tile by itself | summed over all in tree order |
+|---|---|---|
+| embedding, norms, feed-forward layers, routers | its tokens | gradient of the weights |
+| attention (``attention``, ``core``) | its queries, with all keys before them | gradients of keys, values and weights |
+| routed experts | nothing: all of a slot's tokens come to an expert together, by tile | nothing |
+| scores and loss (``phalanx.train.step.loss``) | its tokens, in chunks | loss, gradient of the projection |
+
+The tables of rotary positions are those of the whole sequence, of which each rank takes its rows.
+
+Of the gradient of the weights each rank reports some elements of the sum, and zeros for the others (``ranks``): so the sums over
+micro-batches and slots that follow add the same numbers in the same order as those of a single rank, and a sum is rounded to the
+format of compute once, when it is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.model.block import Block
+from phalanx.model.layers.attention import CausalCore
+from phalanx.model.layers.feed_forward import FeedForward
+from phalanx.model.layers.moe import Experts, MoE
+from phalanx.model.layers.norm import RMSNorm
+from phalanx.model.layers.rotary import rotation
+from phalanx.model.transformer import Rotation, Transformer
+from phalanx.parallel.context.fixed.attention import TiledAttention
+from phalanx.parallel.context.fixed.core import TiledCore
+from phalanx.parallel.context.fixed.ranks import RankTiles
+from phalanx.parallel.tensor.lanes.mixture import RoutedInPieces, ScoresInPieces
+from phalanx.parallel.tensor.lanes.pieces import InPieces
+from phalanx.parallel.tensor.lanes.shares import SharedParameter, Shares
+from phalanx.run.spec import ModelSpec
+
+
+def apply_tiles(module: Transformer, tiles: RankTiles) -> None:
+    """Has ``module``, on the meta device and not yet sharded, compute tile by tile."""
+    module.rotation = _rotation_of_sequence(module.seq_len)
+    count = len(tiles.here)
+    # The projection is no module's whose forward runs: its shares are made where the loss is.
+    ends = {"embedding": module.embedding, "norm": module.norm}
+    outer = _shared(module, (f"{name}.weight" for name, part in ends.items() if part is not None), tiles)
+    for name, part in ends.items():
+        if part is not None:
+            part.forward = InPieces(part.forward, _inside(outer, name), count)  # type: ignore[method-assign]
+    for block in module.blocks.values():
+        _divide(cast(Block, block), tiles)
+
+
+def _divide(block: Block, tiles: RankTiles) -> None:
+    """Has a block compute tile by tile."""
+    stacked = {name for name, part in block.named_modules() if isinstance(part, Experts)}
+    names = (name for name, _ in block.named_parameters() if name.rpartition(".")[0] not in stacked)
+    shared, count, attention = _shared(block, names, tiles), len(tiles.here), block.attention
+    core = cast(CausalCore, attention.core)
+    attention.forward = TiledAttention(  # type: ignore[method-assign]
+        attention, _inside(shared, "attention"), TiledCore(tiles, core.score, core.window)
+    )
+    for name, part in block.named_children():
+        if isinstance(part, (RMSNorm, FeedForward)):
+            part.forward = InPieces(part.forward, _inside(shared, name), count)  # type: ignore[method-assign]
+    if isinstance(block.ffn, MoE):
+        _divide_mixture(block.ffn, shared, count)
+
+
+def _divide_mixture(moe: MoE, shared: Mapping[str, SharedParameter], count: int) -> None:
+    moe.router.scores = ScoresInPieces(moe.router, _inside(shared, "ffn.router"), count)  # type: ignore[method-assign]
+    moe.routed = RoutedInPieces(moe, count)  # type: ignore[method-assign]
+    if moe.shared is not None:
+        of_shared = _inside(shared, "ffn.shared")
+        moe.shared.forward = InPieces(moe.shared.forward, of_shared, count)  # type: ignore[method-assign]
+    if moe.shared_gate is not None:
+        gate = [shared["ffn.shared_gate"]]
+        moe.shared_weights = InPieces(moe.shared_weights, gate, count)  # type: ignore[method-assign]
+
+
+def _shared(unit: nn.Module, names: Iterable[str], tiles: RankTiles) -> dict[str, SharedParameter]:
+    """The parameters ``names`` of a group that is gathered at once; while it runs, each tile has a share of them."""
+    found = list(names)
+    if not found:
+        return {}
+    shares = Shares(found, len(tiles.here), tiles.share_of_total)
+    shares.install(unit)
+    parameters = {}
+    for name in found:
+        owner, _, attribute = name.rpartition(".")
+        parameters[name] = SharedParameter(unit.get_submodule(owner), attribute, shares, name)
+    return parameters
+
+
+def _inside(shared: Mapping[str, SharedParameter], path: str) -> list[SharedParameter]:
+    """Those of the module ``path`` and of what is inside it."""
+    return [parameter for name, parameter in shared.items() if name.startswith(f"{path}.")]
+
+
+def _rotation_of_sequence(seq_len: int) -> Rotation:
+    def rows(
+        spec: ModelSpec, positions: Tensor, *, windowed: bool = False, length: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        every = torch.arange(seq_len, device=positions.device)
+        cos, sin = rotation(spec, every, windowed=windowed, length=length)
+        return cos[positions], sin[positions]
+
+    return rows

@@ -1,0 +1,163 @@
+"""Attention over a sequence in context tiles: what a tile computes, and in which order it is added, depends on its number alone.
+
+A tile's queries meet the keys before their head piece, those of the head piece itself, those before the tail piece and those of the
+tail piece, in this order: the four blocks of scores of a rank of ``phalanx.parallel.context.gather``, if there were as many
+ranks as tiles. So results and gradients of queries need no sum over tiles. The gradient of the keys and values is the tiles'
+sum, in tree order: on a rank first, and then over the ranks, each of which gets its own tokens'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from phalanx.model.autograd import FunctionContext, apply_function_of_many, uncompiled
+from phalanx.model.layers.attend import sink_gradient, with_sinks
+from phalanx.model.layers.soft_cap import Score
+from phalanx.parallel.context.fixed.placement import by_position, by_tile
+from phalanx.parallel.context.fixed.ranks import RankTiles
+from phalanx.parallel.context.gather import head_tail_sight, tiles
+from phalanx.parallel.context.packing import pack, unpack
+from phalanx.parallel.context.tiles import SavedAttention, attend_tiles, differentiate_tiles
+from phalanx.parallel.mesh.torch_compat import exchange_along, gather_along
+from phalanx.parallel.tensor.tree_sums import add_in_tree, sum_in_tree
+
+
+class _TiledContext(FunctionContext, Protocol):
+    core: TiledCore
+
+
+class _TiledAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: _TiledContext, core: TiledCore, documents: Tensor | None, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        queries, keys, values, sinks = _split(tensors, len(core.ranks.here))
+        whole = core.gather(keys, values)
+        found = [
+            core.attend(*each, *whole, documents)
+            for each in zip(core.ranks.here, queries, sinks, strict=True)
+        ]
+        outs = tuple(out.to(queries[0].dtype) for out, _ in found)
+        ctx.save_for_backward(documents, *tensors, *outs, *(lse for _, lse in found))
+        ctx.core = core
+        return outs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _TiledContext, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        core, (documents, *tensors) = ctx.core, ctx.saved_tensors
+        count = len(core.ranks.here)
+        queries, keys, values, sinks = _split(tensors[: 4 * count], count)
+        outs, lses = tensors[4 * count : 5 * count], tensors[5 * count :]
+        whole = core.gather(keys, values)
+        grad_queries: list[Tensor] = []
+        grad_sinks: list[Tensor | None] = []
+
+        def of_keys_and_values() -> Iterator[Tensor]:
+            for at, tile in enumerate(core.ranks.here):
+                saved, gradient = SavedAttention(queries[at], outs[at], lses[at]), upstream[at].contiguous()
+                grad_query, *others = core.differentiate(tile, saved, gradient, *whole, documents)
+                grad_queries.append(grad_query.to(queries[at].dtype))
+                grad_sinks.append(sink_gradient(gradient, outs[at], lses[at], sinks[at]))
+                yield pack(*others)
+
+        total = unpack(add_in_tree(of_keys_and_values(), Tensor.add_), whole[0].shape, whole[1].shape)
+        grad_keys, grad_values = (
+            tuple(part.to(keys[0].dtype) for part in own.chunk(count, dim=2)) for own in core.scatter(*total)
+        )
+        return None, None, *grad_queries, *grad_keys, *grad_values, *grad_sinks
+
+
+def _split(
+    tensors: Sequence[Tensor | None], count: int
+) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor | None]]:
+    """Queries, keys and values, and sinks or ``None``, of ``count`` tiles each."""
+    dense = [tensor for tensor in tensors[: 3 * count] if tensor is not None]
+    return dense[:count], dense[count : 2 * count], dense[2 * count :], tensors[3 * count :]
+
+
+@dataclass(frozen=True)
+class TiledCore:
+    """Takes the place of ``phalanx.model.layers.attention.CausalCore`` on ranks that hold some of a sequence's tiles."""
+
+    ranks: RankTiles
+    score: Score
+    window: int = 0
+
+    @uncompiled
+    def __call__(
+        self,
+        queries: Sequence[Tensor],
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        documents: Tensor | None,
+        sinks: Sequence[Tensor | None],
+    ) -> tuple[Tensor, ...]:
+        """The results ``(b, h, s, v)`` of this rank's tiles. On all ranks that share the sequence together.
+
+        Args:
+            queries, keys, values: Of each of these tiles, ``(b, h, s, e)``, ``(b, k, s, e)`` and ``(b, k, s, v)``.
+            documents: ``(b, whole sequence)``, or ``None``.
+            sinks: The sinks ``(h,)`` that each tile sees, or ``None``.
+        """
+        return apply_function_of_many(_TiledAttention, self, documents, *queries, *keys, *values, *sinks)
+
+    def attend(
+        self,
+        tile: int,
+        query: Tensor,
+        sinks: Tensor | None,
+        keys: Tensor,
+        values: Tensor,
+        documents: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Results and log-sum-exp of a tile, fp32; ``keys`` and ``values`` are the whole sequence's."""
+        count, seq = self.ranks.count, query.shape[2]
+        sight = head_tail_sight(tile, count, seq, self.window, documents)
+        seen = tiles(tile, count, seq, self.window)
+        return with_sinks(*attend_tiles(seen, query, keys, values, sight, self.score), sinks)
+
+    def differentiate(
+        self,
+        tile: int,
+        saved: SavedAttention,
+        gradient: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        documents: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of a tile's queries, and its share of those of the whole sequence's keys and values; fp32."""
+        count, seq = self.ranks.count, gradient.shape[2]
+        sight = head_tail_sight(tile, count, seq, self.window, documents)
+        seen = tiles(tile, count, seq, self.window)
+        return differentiate_tiles(seen, saved, gradient, keys, values, sight, self.score)
+
+    def gather(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values of the whole sequence, in its order, from those of this rank's tiles."""
+        own = torch.cat(list(keys), dim=2), torch.cat(list(values), dim=2)
+        if self.ranks.ranks == 1:
+            parts = [own]
+        else:
+            with self.ranks.comm.waiting():
+                gathered = gather_along(pack(*own), 0, self.ranks.comm.group)
+            parts = [unpack(part, own[0].shape, own[1].shape) for part in gathered.chunk(self.ranks.ranks)]
+        key, value = (torch.cat(held, dim=2) for held in zip(*parts, strict=True))
+        return by_position(key, self.ranks.count, dim=2), by_position(value, self.ranks.count, dim=2)
+
+    def scatter(self, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's tokens', by tile, of the sum over all ranks of the whole sequence's gradients."""
+        ranks = self.ranks.ranks
+        tiled = [by_tile(whole, self.ranks.count, dim=2).chunk(ranks, 2) for whole in (grad_key, grad_value)]
+        own = [parts[self.ranks.rank] for parts in tiled]
+        if ranks == 1:
+            return own[0], own[1]
+        sent = torch.cat([pack(*parts) for parts in zip(*tiled, strict=True)])
+        with self.ranks.comm.waiting():
+            received = exchange_along(sent, 0, self.ranks.comm.group)  # (ranks, one rank's elements)
+        return unpack(sum_in_tree(received), own[0].shape, own[1].shape)

@@ -1,0 +1,74 @@
+"""A rank's context tiles, and the sums over those of all ranks that share a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.parallel.mesh.comm_clock import CommClock
+from phalanx.parallel.mesh.mesh import Mesh
+from phalanx.parallel.mesh.torch_compat import exchange_along
+from phalanx.parallel.tensor.sequence_comm import SequenceComm
+from phalanx.parallel.tensor.tree_sums import sum_in_tree
+from phalanx.run.spec import RunSpec
+
+
+@dataclass(frozen=True)
+class RankTiles:
+    """The context tiles of a rank: ``here`` neighbors of ``count``."""
+
+    count: int
+    """Of the whole sequence."""
+    ranks: int
+    """That share the sequence."""
+    rank: int
+    """This one among them."""
+    comm: SequenceComm
+    """To all of them, adding in tree order; not used if there is one."""
+
+    @property
+    def here(self) -> range:
+        """The numbers of this rank's tiles."""
+        each = self.count // self.ranks
+        return range(self.rank * each, (self.rank + 1) * each)
+
+    def total(self, mine: Tensor) -> Tensor:
+        """The sum over the ranks' tensors."""
+        return mine if self.ranks == 1 else self.comm.total(mine)
+
+    def share_of_total(self, sums: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Of the sum over the ranks' tensors, each the elements that are this rank's to report, and zeros elsewhere.
+
+        An equal part of every tensor is a rank's, the same part whenever that parameter has a gradient. So the reports of all
+        ranks add up to the sum as it is, however many micro-batches' are added before. The zeros are negative, since a positive
+        one would make a negative zero positive.
+        """
+        if self.ranks == 1:
+            return sums
+        # A row is what one rank reports: (ranks, elements of each tensor / ranks, one tensor after the other).
+        rows = [self._by_reporter(part) for part in sums]
+        with self.comm.waiting():
+            received = exchange_along(torch.cat(rows, 1), 0, self.comm.group)  # (ranks, 1, elements)
+        totals = torch.split(sum_in_tree(received)[0], [row.shape[1] for row in rows])
+        reports = []
+        for row, total, like in zip(rows, totals, sums, strict=True):
+            report = torch.full_like(row, -0.0)
+            report[self.rank] = total
+            reports.append(report.flatten()[: like.numel()].view_as(like))
+        return reports
+
+    def _by_reporter(self, whole: Tensor) -> Tensor:
+        flat = whole.flatten()
+        return F.pad(flat, (0, -len(flat) % self.ranks)).view(self.ranks, -1)
+
+
+def rank_tiles(spec: RunSpec, mesh: Mesh, clock: CommClock) -> RankTiles | None:
+    """This rank's; ``None`` without ``model.context_tiles``."""
+    if not spec.model.context_tiles:
+        return None
+    comm = SequenceComm(mesh.context_group, clock, "tree")
+    return RankTiles(spec.model.context_tiles, mesh.layout.context, mesh.context_rank, comm)

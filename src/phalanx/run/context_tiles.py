@@ -1,0 +1,80 @@
+"""The rules of ``model.context_tiles``: the tiles that the run cuts each sequence into, so that no context degree changes a bit.
+
+What a tile is, and how it is computed: ``phalanx.parallel.context.fixed.apply``. What has no tiles yet is refused beside them, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from phalanx.run.kinds.whole_model import undivided
+from phalanx.run.lanes import expert_problems
+from phalanx.run.problems import Problem
+from phalanx.run.spec import RunSpec
+
+_FIELD = "model.context_tiles"
+
+
+def context_tile_problems(spec: RunSpec) -> Iterator[Problem]:
+    """Yields what is impossible about the context tiles of a run, and about its layout beside them; nothing without tiles."""
+    tiles = spec.model.context_tiles
+    if not tiles:
+        return
+    if tiles & (tiles - 1):
+        yield Problem(
+            _FIELD,
+            f"{tiles} tiles cannot be the leaves of a binary tree",
+            f"take a power of two: {1 << (tiles.bit_length() - 1)} or {1 << tiles.bit_length()}",
+        )
+        return
+    for axis, problem in undivided(spec.model):
+        if axis == "context":
+            yield Problem(_FIELD, problem.found, "set it to 0", problem.also)
+    if spec.train.seq_len % (2 * tiles):
+        yield Problem(
+            "train.seq_len",
+            f"{spec.train.seq_len} tokens cannot be cut into a piece of the head and one of the tail for each of {tiles} tiles",
+            f"it must be a multiple of {2 * tiles}",
+            (_FIELD,),
+        )
+    yield from _axes(spec)
+    yield from expert_problems(spec, "context", "context_tiles")
+
+
+def _axes(spec: RunSpec) -> Iterator[Problem]:
+    parallel, tiles = spec.parallel, spec.model.context_tiles
+    if tiles % parallel.context:
+        yield Problem(
+            "parallel.context",
+            f"{tiles} context tiles cannot be divided over {parallel.context} context ranks",
+            f"it must be a power of two, at most {tiles}",
+            (_FIELD,),
+        )
+    if parallel.context > 1 and parallel.context_mode == "ring":
+        yield Problem(
+            "parallel.context_mode",
+            "a ring adds in the order in which ranks are passed, not in that of context tiles",
+            'set it to "allgather", or model.context_tiles = 0',
+            ("parallel.context", _FIELD),
+        )
+    if spec.model.lanes:
+        yield Problem(
+            _FIELD,
+            "a sequence in lanes is cut into their pieces, and not into context tiles as well",
+            "set it to 0, or model.lanes = 0",
+            ("model.lanes",),
+        )
+    elif parallel.tensor > 1:
+        yield Problem(
+            "parallel.tensor",
+            "tensor ranks divide the sequence otherwise than context tiles",
+            "set it to 1, or model.context_tiles = 0",
+            (_FIELD,),
+        )
+    if spec.runtime.compile:
+        yield Problem(
+            "runtime.compile",
+            "a block in context tiles is not compiled",
+            "set it to false, or model.context_tiles = 0",
+            (_FIELD,),
+        )

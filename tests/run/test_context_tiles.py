@@ -1,0 +1,60 @@
+"""What has no context tiles yet, or cannot be cut into so many, is refused by name and with a remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from phalanx.run.kinds.whole_model import resolve
+from phalanx.run.layout import layout_problems
+from phalanx.run.spec import ModelSpec, MoeSpec, ParallelSpec, RunSpec, RuntimeSpec, TrainSpec
+from run.specs import replace_at
+
+MIXTURE = MoeSpec(experts=4, ffn_dim=32)
+
+
+def run(moe: MoeSpec | None = None) -> RunSpec:
+    model = ModelSpec(layers=2, dim=64, heads=4, ffn_dim=64, vocab_size=64, context_tiles=4, moe=moe)
+    return RunSpec(
+        model=resolve(model),
+        train=TrainSpec(batch_size=8, slots=4, seq_len=64),
+        parallel=ParallelSpec(context=2, context_mode="allgather"),
+        runtime=RuntimeSpec(device="cpu", compile=False),
+    )
+
+
+def with_fields(spec: RunSpec, values: dict[str, Any]) -> RunSpec:
+    for path, value in values.items():
+        spec = replace_at(spec, path, value)
+    return spec
+
+
+def test_tiles_and_context_ranks_that_gather_keys_go_together() -> None:
+    assert layout_problems(run(), 2) == []
+    assert layout_problems(with_fields(run(MIXTURE), {"parallel.expert": 2}), 2) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "values"),
+    [
+        ("model.context_tiles", {"model.context_tiles": 6}),
+        ("model.context_tiles", {"model.lanes": 4}),
+        ("model.context_tiles", {"model.mtp_depth": 1, "parallel.context": 1}),
+        ("train.seq_len", {"train.seq_len": 60}),
+        ("parallel.context", {"parallel.context": 8}),
+        ("parallel.context_mode", {"parallel.context_mode": "ring"}),
+        ("parallel.tensor", {"parallel.tensor": 2}),
+        ("runtime.compile", {"runtime.compile": True}),
+        ("parallel.expert", {"model.moe": MIXTURE}),
+    ],
+)
+def test_all_else_is_refused_with_the_field_to_change(path: str, values: dict[str, Any]) -> None:
+    problems = layout_problems(with_fields(run(), values), 0)
+    assert path in [problem.path for problem in problems]
+    assert all(problem.remedy for problem in problems)
+
+
+def test_a_ring_of_one_rank_is_none() -> None:
+    alone = with_fields(run(), {"parallel.context": 1, "parallel.context_mode": "ring"})
+    assert layout_problems(alone, 1) == []

@@ -1,0 +1,211 @@
+"""A run that cuts its sequences into context tiles has one hash, whatever its context degree."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from layouts import DENSE, MIXTURE, Whole, merged, steps_on_this_rank, tiny, worst_error
+from phalanx.parallel.context.tiles import Tile
+from phalanx.run.spec import MemorySpec, ModelSpec, ParallelSpec, PrecisionSpec, RunSpec
+from ranks import Ranks
+from run.specs import replace_at
+from tiny_runs import tiny_run, train_on_this_rank
+
+TILES = 4
+MODELS = {
+    "plain": ModelSpec(
+        layers=2,
+        dim=32,
+        heads=4,
+        kv_heads=2,
+        ffn_dim=64,
+        vocab_size=61,
+        tie_embeddings=True,
+        context_tiles=TILES,
+    ),
+    "windows and sinks": dataclasses.replace(DENSE, context_tiles=TILES),
+    "mixture": dataclasses.replace(MIXTURE, layers=2, context_tiles=TILES),
+}
+LAYOUTS: dict[str, tuple[tuple[str, int, dict[str, Any]], ...]] = {
+    "plain": (("fp32", 4, {}), ("bf16", 4, {"shard_ranks": 2, "sharding": "zero2"})),
+    "windows and sinks": (("fp32", 4, {}), ("bf16", 4, {"pipeline": 2, "pipeline_schedule": "zbv"})),
+    "mixture": (("fp32", 4, {}), ("bf16", 2, {"sharding": "none"})),
+}
+"""By model: format, ranks, and how those that do not share a sequence are used. Four ranks alone share one."""
+ROUNDING = 2e-6
+"""Error of loss and gradients beside a run without tiles, relative to the largest element of each, in fp32."""
+
+
+def spec_of(model: ModelSpec, parallel: ParallelSpec, compute: str = "fp32") -> RunSpec:
+    """Slots of two micro-batches, a tile's loss in a chunk and a half; documents end now and then."""
+    spec = tiny(model, parallel)
+    train = dataclasses.replace(
+        spec.train, batch_size=8, micro_batch_size=1, loss_chunk=5, document_mask=True, end_of_document=7
+    )
+    return dataclasses.replace(spec, train=train, precision=PrecisionSpec(compute=compute))  # type: ignore[arg-type]
+
+
+def divided(model: ModelSpec, context: int, **other: Any) -> ParallelSpec:
+    """Context ranks, and as many expert ranks where there are experts."""
+    expert = context if model.moe else 1
+    return ParallelSpec(context=context, context_mode="allgather", expert=expert, **other)
+
+
+def same(found: Whole, reference: Whole) -> bool:
+    return (found.losses, found.norms, found.weights_sha256) == (
+        reference.losses,
+        reference.norms,
+        reference.weights_sha256,
+    )
+
+
+@pytest.fixture(scope="module")
+def one_rank(ranks: Ranks) -> Callable[[str, str], Whole]:
+    """The result of a model of ``MODELS`` on one rank."""
+
+    @functools.cache
+    def computed(model: str, compute: str) -> Whole:
+        return merged(ranks.run(1, steps_on_this_rank, spec_of(MODELS[model], ParallelSpec(), compute), 1))
+
+    return computed
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_run_in_context_tiles_has_one_hash_whatever_its_context_degree(
+    ranks: Ranks, one_rank: Callable[[str, str], Whole], model: str
+) -> None:
+    for compute, count, other in LAYOUTS[model]:
+        parallel = divided(MODELS[model], 2 if other else 4, **other)
+        found = merged(ranks.run(count, steps_on_this_rank, spec_of(MODELS[model], parallel, compute), 1))
+        assert same(found, one_rank(model, compute)), f"{compute}, {parallel}"
+
+
+def test_experts_that_serve_several_slots_at_once_keep_one_hash(ranks: Ranks) -> None:
+    found = []
+    for count, parallel in (
+        (1, ParallelSpec()),
+        (4, ParallelSpec(context=2, context_mode="allgather", expert=4)),
+        (4, ParallelSpec(expert=2, sharding="zero2")),
+    ):
+        spec = spec_of(MODELS["mixture"], parallel)
+        train = dataclasses.replace(spec.train, expert_sums="slot")
+        found.append(merged(ranks.run(count, steps_on_this_rank, dataclasses.replace(spec, train=train), 1)))
+    assert all(same(other, found[0]) for other in found[1:])
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_so_it_has_when_activations_are_computed_again(
+    ranks: Ranks, one_rank: Callable[[str, str], Whole], recompute: str
+) -> None:
+    spec = spec_of(MODELS["plain"], divided(MODELS["plain"], 2))
+    again = dataclasses.replace(spec, memory=MemorySpec(recompute=recompute))  # type: ignore[arg-type]
+    assert same(merged(ranks.run(2, steps_on_this_rank, again, 1)), one_rank("plain", "fp32"))
+
+
+def test_so_it_has_when_gradients_are_added_in_integers(ranks: Ranks) -> None:
+    results = []
+    for context in (1, 2):
+        spec = spec_of(MODELS["plain"], divided(MODELS["plain"], context))
+        train = dataclasses.replace(spec.train, reduction="integer")
+        results.append(
+            merged(ranks.run(context, steps_on_this_rank, dataclasses.replace(spec, train=train), 1))
+        )
+    assert same(*results)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_tiles_change_no_more_than_rounding(ranks: Ranks, model: str) -> None:
+    cut = dataclasses.replace(
+        MODELS[model], qkv_bias=False
+    )  # whose gradients of keys cancel but for rounding
+    without, within = (
+        merged(ranks.run(1, steps_on_this_rank, spec_of(each, ParallelSpec()), 1))
+        for each in (dataclasses.replace(cut, context_tiles=0), cut)
+    )
+    assert worst_error(within, without) <= ROUNDING
+
+
+def test_a_run_in_context_tiles_goes_on_under_another_context_degree_with_the_same_bits(
+    ranks: Ranks, dataset: Path, tmp_path: Path
+) -> None:
+    def spec(folder: str, context: int) -> RunSpec:
+        run = replace_at(tiny_run(dataset, tmp_path / folder, steps=4), "model.context_tiles", 4)
+        return dataclasses.replace(run, parallel=ParallelSpec(context=context, context_mode="allgather"))
+
+    undisturbed = ranks.run(1, train_on_this_rank, spec("one", 1))[0]
+    ranks.run(4, train_on_this_rank, spec("two", 4), 4)
+    result = ranks.run(2, train_on_this_rank, spec("two", 2))[0]
+    assert result["weights_sha256"] == undisturbed["weights_sha256"]
+    assert result["held_out_loss"] == undisturbed["held_out_loss"]
+    assert not result.get("layout_changes")
+
+
+def one_after_the_other(summands: Iterable[Tensor], *_: Any) -> Tensor:
+    return functools.reduce(torch.add, list(summands))
+
+
+def at_once(self: Any, x: Tensor) -> Tensor:
+    """``InPieces`` that computes all pieces together."""
+    from phalanx.parallel.tensor.lanes.shares import in_place_of
+
+    with in_place_of(self._owners, [parameter.now()[0] for parameter in self._parameters]):
+        result: Tensor = self._forward(x)
+    return result
+
+
+def keys_in_two_blocks(tile: int, count: int, seq: int, window: int) -> Iterator[Tile]:
+    """The blocks of scores as they are when a half of the keys arrives after the other."""
+    from phalanx.parallel.context.gather import tiles
+
+    for block in tiles(tile, count, seq, window):
+        begin, end = block.columns.start, block.columns.stop
+        middle = (begin + end) // 2
+        halves = (slice(begin, middle), slice(middle, end))
+        yield from [block] if block.causal else [Tile(block.rows, half) for half in halves]
+
+
+TILED = "phalanx.parallel.context.fixed"
+LANED = "phalanx.parallel.tensor.lanes"
+MUTANTS: dict[str, tuple[int, str, str, Any]] = {
+    "gradient of weights, on a rank": (1, f"{LANED}.shares", "add_in_tree", one_after_the_other),
+    "gradient of weights, over ranks": (4, f"{TILED}.ranks", "sum_in_tree", one_after_the_other),
+    "gradient of keys, on a rank": (1, f"{TILED}.core", "add_in_tree", one_after_the_other),
+    "gradient of keys, over ranks": (4, f"{TILED}.core", "sum_in_tree", one_after_the_other),
+    "results of attention": (1, f"{TILED}.core", "tiles", keys_in_two_blocks),
+    "layers of tokens": (1, f"{LANED}.pieces", "InPieces.__call__", at_once),
+    "loss": (1, "phalanx.train.step.loss", "add_in_tree", one_after_the_other),
+}
+"""Flaws, and the number of context ranks on which they are computed."""
+
+
+def mutated_steps(spec: RunSpec, mutant: str) -> Any:
+    """One step on this rank of a trainer with a flaw."""
+    _, path, name, flaw = MUTANTS[mutant]
+    owner: Any = importlib.import_module(path)
+    *inside, attribute = name.split(".")
+    for part in inside:
+        owner = getattr(owner, part)
+    kept = getattr(owner, attribute)
+    setattr(owner, attribute, flaw)
+    try:
+        return steps_on_this_rank(spec, 1)
+    finally:
+        setattr(owner, attribute, kept)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_flaw_in_any_part_of_context_tiles_would_be_noticed(
+    ranks: Ranks, one_rank: Callable[[str, str], Whole], mutant: str
+) -> None:
+    count, model = MUTANTS[mutant][0], MODELS["plain"]
+    flawed = merged(ranks.run(count, mutated_steps, spec_of(model, divided(model, count)), mutant))
+    assert not same(flawed, one_rank("plain", "fp32"))
