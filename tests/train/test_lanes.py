@@ -110,6 +110,17 @@ def test_experts_that_serve_several_slots_at_once_keep_that_hash(ranks: Ranks, c
     assert all(same(other, found[0]) for other in found[1:])
 
 
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon", "shampoo", "soap"])
+def test_no_optimizer_of_whole_matrices_sees_the_tensor_degree(ranks: Ranks, optimizer: str) -> None:
+    found = []
+    for count in (1, 2):
+        spec = replace_at(
+            spec_of(MODELS["mixture"], divided(MODELS["mixture"], count)), "optimizer.name", optimizer
+        )
+        found.append(merged(ranks.run(count, steps_on_this_rank, spec, 2)))
+    assert same(*found)
+
+
 @functools.cache
 def layouts(model: str, most_ranks: int) -> list[tuple[int, ParallelSpec]]:
     return [
