@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from example_clusters import h100s, with_rates
-from phalanx.plan.evidence.band import EXACT, normal_band
+from phalanx.plan.evidence.band import EXACT, Band, normal_band
 from phalanx.plan.whole_run.assumptions import RunAssumptions, RunEstimateError, RunInputs, assumed
 from phalanx.plan.whole_run.estimate import RunEstimate, estimate_run, goodput_plan
 from phalanx.plan.whole_run.failures import classes_at_node_rate
@@ -95,6 +95,17 @@ def test_percentiles_are_in_order_and_wider_when_the_step_time_is_uncertain() ->
         assert run.goodput_by_level["low"] > run.goodput_by_level["typical"] > run.goodput_by_level["high"]
     width = [run.finish_days.p95 - run.finish_days.p5 for run in (sure, unsure)]
     assert width[1] > 3 * width[0]
+
+
+def test_days_and_money_without_failures_have_the_band_of_the_step_time() -> None:
+    band = Band((0.8, 0.9, 0.95, 1.0, 1.2, 1.5, 2.0))
+    nothing_fails = RunAssumptions(failure_classes=(), planned_pauses_per_day=0, step_time_band=band)
+    run = estimate_run(trillion(checkpoint_bytes=0.0), nothing_fails)
+    for at in ("p5", "p50", "p95"):
+        ratio = getattr(band, at)
+        assert getattr(run.finish_days, at) == pytest.approx(ratio * run.failure_free_days, rel=0.01)
+        assert getattr(run.usd, at) == pytest.approx(ratio * run.cost.total_usd, rel=0.01)
+        assert getattr(run.energy_kwh, at) == pytest.approx(ratio * run.energy.total_kwh, rel=0.01)
 
 
 def test_a_spare_beats_a_smaller_fleet_and_a_restart() -> None:

@@ -9,14 +9,15 @@ from html import escape
 import numpy as np
 
 from phalanx.parallel.pipeline.schedules import Schedule
+from phalanx.plan.evidence.band import Band
 from phalanx.plan.report.charts import Bar, Dot, GanttSpan, curves, gantt, scatter, stacked_bars, tornado
 from phalanx.plan.report.trace import TraceEvent, step_timeline
-from phalanx.plan.report.units import BETWEEN, CO2, DAYS, DOLLARS, ENERGY, mfu_text, unit_for, written
+from phalanx.plan.report.units import BETWEEN, CO2, DAYS, DOLLARS, ENERGY, Unit, mfu_text, unit_for, written
 from phalanx.plan.search.plan import Plan
 from phalanx.plan.search.sensitivity import CHANGE, days_changes, step_changes
 from phalanx.plan.step_cost.estimate import Estimate, Evaluation, prepare
 from phalanx.plan.step_cost.memory import PlaceCounts, memory_at
-from phalanx.plan.whole_run.estimate import LEVELS, goodput_plan
+from phalanx.plan.whole_run.estimate import LEVELS, Percentiles, goodput_plan
 from phalanx.plan.whole_run.failures import RateLevel
 from phalanx.plan.workload.candidates import candidates_of
 from phalanx.plan.workload.stages import split
@@ -77,7 +78,7 @@ def _answer(plan: Plan) -> str:
         f"{chosen.ranks:,} x {plan.job.cluster.accelerator.name}: a step of {chosen.step_s:.4g} s "
         f"(P5 {chosen.step_s * band.p5:.4g}, P95 {chosen.step_s * band.p95:.4g}), "
         f"MFU {mfu_text(chosen)}, {time(run.days)} {time.name} (P5 {time(run.finish_days.p5)}, P95 {time(run.finish_days.p95)}), "
-        f"{written(run.cost.total_usd, DOLLARS)}, {written(run.energy.total_kwh, ENERGY)}.{announced}"
+        f"{_between(run.cost.total_usd, run.usd, DOLLARS)}, {_between(run.energy.total_kwh, run.energy_kwh, ENERGY)}.{announced}"
     )
     rows = [
         (
@@ -89,7 +90,12 @@ def _answer(plan: Plan) -> str:
         )
         for one in plan.best
     ]
-    return f"<p>{escape(text)}</p>" + _table(("layout", "step s", "MFU", "GB", "accelerators"), rows)
+    rests = f"<p>{escape(str(plan.evidence))}.</p>"
+    return rests + f"<p>{escape(text)}</p>" + _table(("layout", "step s", "MFU", "GB", "accelerators"), rows)
+
+
+def _between(value: float, found: Percentiles, units: Sequence[Unit]) -> str:
+    return f"{written(value, units)} (P5 {written(found.p5, units)}, P95 {written(found.p95, units)})"
 
 
 def _memory(plan: Plan) -> str:
@@ -243,9 +249,9 @@ def _run(plan: Plan) -> str:
         ("failures", f"{run.failures:,.0f}"),
         ("checkpoints", f"every {run.interval_s:,.4g} s, {run.tier.name}"),
         ("spare nodes", f"{run.spare_nodes:,}"),
-        ("energy", written(run.energy.total_kwh, ENERGY)),
+        ("energy", _between(run.energy.total_kwh, run.energy_kwh, ENERGY)),
         ("CO2", written(run.co2_kg, CO2)),
-        ("cost", written(run.cost.total_usd, DOLLARS)),
+        ("cost", _between(run.cost.total_usd, run.usd, DOLLARS)),
     ]
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in (*run.warnings, *plan.notes))
     return _table(("", ""), rows) + stacked_bars([Bar("wall time", shares)], "share") + notes
@@ -291,6 +297,8 @@ def _assumptions(plan: Plan) -> str:
 
 
 def _plain(value: object) -> str:
+    if isinstance(value, Band):
+        return f"P5 {value.p5:.4g}, P50 {value.p50:.4g}, P95 {value.p95:.4g}"
     if isinstance(value, tuple):
         return ", ".join(map(_plain, value))
     return f"{value:,.5g}" if isinstance(value, float) else str(value)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ from phalanx.plan.whole_run.goodput import (
 from phalanx.plan.whole_run.recovery import TIER_OF, RecoveryMethod, fleet_share, recovery_phases
 from phalanx.plan.workload.candidates import Floats
 
+_NORMAL = NormalDist()
 LEVELS: tuple[RateLevel, ...] = ("low", "typical", "high")
 
 
@@ -261,7 +263,9 @@ def _finish_s(
     if here and rates[0] < rates[2]:
         low, typical, high = (math.log(rate / here) for rate in rates)
         factor = np.exp(random.triangular(low, typical, high, given.draws))
-    slower = given.step_time_band.at(random.standard_normal(given.draws))
+    # Step times are spread evenly over the band's probabilities: drawn at random, a wide band's P95 would be noise.
+    levels = (random.permutation(given.draws) + 0.5) / given.draws
+    slower = given.step_time_band.at(np.array([_NORMAL.inv_cdf(level) for level in levels]))
     if rest <= 0:
         return np.full(given.draws, np.inf)
     return simulate(plan, work_s * slower, factor, given.seed) / rest
