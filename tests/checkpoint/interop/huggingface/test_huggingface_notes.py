@@ -155,6 +155,10 @@ def rope_of(family: str, **changes: Any) -> dict[str, Any]:
         ("qwen3 moe", {"decoder_sparse_step": 99}),
         ("qwen2 moe", {"mlp_only_layers": [0, 1]}),
         ("deepseek v3", {"first_k_dense_replace": 99}),
+        *(
+            (family, {"layer_types": ["full_attention"] * ALL[family].num_hidden_layers})
+            for family in ("gemma 2", "gemma3", "olmo3", "gpt-oss")
+        ),
         ("llama, stretched rotary", rope_of("llama, stretched rotary", low_freq_factor=4.0)),
         ("llama, yarn", rope_of("llama, yarn", attention_factor=0.7)),
         ("deepseek v3, yarn", rope_of("deepseek v3, yarn", attention_factor=1.0)),

@@ -14,6 +14,8 @@ from phalanx.run.spec import ModelSpec, MoeSpec
 
 LATENT_EPS = 1e-6
 """The epsilon of the norms of attention's latents in ``transformers``, whatever ``rms_norm_eps`` is."""
+_UNUSED_WINDOW = 4096
+"""Written where no layer has a window: some classes make a mask of it nevertheless, and fail on null."""
 _MOST_LAYERS = 1 << 16  # more are refused as model.layers; here they are not gone through
 
 Read = Callable[[JsonObject], tuple[dict[str, object], list[str]]]
@@ -178,7 +180,7 @@ def write_layer_types(spec: ModelSpec) -> Mapping[str, object]:
     """The inverse of ``read_layer_types``."""
     kinds = [attention_of(spec, layer) for layer in range(spec.layers)]
     names = ["sliding_attention" if kind == "window" else "full_attention" for kind in kinds]
-    return {"layer_types": names, "sliding_window": spec.window or None}
+    return {"layer_types": names, "sliding_window": spec.window or _UNUSED_WINDOW}
 
 
 def write_switched_window(spec: ModelSpec) -> Mapping[str, object]:
