@@ -138,12 +138,13 @@ def test_a_run_in_context_tiles_goes_on_under_another_context_degree_with_the_sa
     ranks: Ranks, dataset: Path, tmp_path: Path
 ) -> None:
     def spec(folder: str, context: int) -> RunSpec:
-        run = replace_at(tiny_run(dataset, tmp_path / folder, steps=4), "model.context_tiles", 4)
+        run = replace_at(tiny_run(dataset, tmp_path / folder, steps=3), "model.context_tiles", 4)
+        run = dataclasses.replace(run, train=dataclasses.replace(run.train, batch_size=4, slots=2))
         return dataclasses.replace(run, parallel=ParallelSpec(context=context, context_mode="allgather"))
 
     undisturbed = ranks.run(1, train_on_this_rank, spec("one", 1))[0]
-    ranks.run(4, train_on_this_rank, spec("two", 4), 4)
-    result = ranks.run(2, train_on_this_rank, spec("two", 2))[0]
+    ranks.run(2, train_on_this_rank, spec("two", 2), 3)
+    result = ranks.run(1, train_on_this_rank, spec("two", 1))[0]
     assert result["weights_sha256"] == undisturbed["weights_sha256"]
     assert result["held_out_loss"] == undisturbed["held_out_loss"]
     assert not result.get("layout_changes")
