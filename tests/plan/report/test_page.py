@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import xml.etree.ElementTree as ET
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from phalanx.hardware.catalog import cluster
 from phalanx.plan.report.charts import Bar, Dot, curves, gantt, scatter, stacked_bars, tornado
+from phalanx.plan.report.first_page import answer, verdict
 from phalanx.plan.report.page import rank_memory, report_page
 from phalanx.plan.search.plan import Plan, make_plan
 from phalanx.plan.search.query import Aim, run_of_model
@@ -43,6 +45,46 @@ def test_the_page_is_well_formed_and_loads_nothing(name: str, request: pytest.Fi
     assert not [tag for tag in root.iter() if tag.tag in ("script", "link", "img", "iframe", "object")]
     assert not [tag for tag in root.iter() for key in tag.attrib if key in ("src", "href")]
     assert not re.search(r"url\(|@import", page)
+
+
+def test_the_first_page_says_what_somebody_who_pays_must_know(searched: Plan) -> None:
+    first = next(iter(body(report_page(searched)).iter("section")))
+    text = " ".join("".join(first.itertext()).split())
+    for wanted in (
+        answer(searched),
+        "P5",
+        "P95",
+        "What this rests on",
+        str(searched.evidence),
+        "What would change",
+    ):
+        assert wanted in text
+    plans = next(table for table in first.iter("table") if "plans" in table.attrib.get("class", ""))
+    heads = [head.text for head in plans.iter("th")]
+    assert heads[1:] == ["plan 1", "plan 2", "plan 3"]
+    assert {row[0].text for row in plans.iter("tr")} >= {"gives up", "--layout", "the idea"}
+
+
+def test_software_that_was_never_measured_is_measured_before_it_is_paid_for(searched: Plan) -> None:
+    word, reasons = verdict(searched)
+    assert word == "measure first"
+    assert "never measured" in reasons[0]
+
+
+def test_what_does_not_fit_or_takes_years_is_not_gone_for(searched: Plan) -> None:
+    full = dataclasses.replace(searched.chosen, capacity_bytes=searched.chosen.memory_bytes / 2)
+    assert verdict(dataclasses.replace(searched, chosen=full))[0] == "no-go"
+    assert verdict(dataclasses.replace(searched, caveats=("this takes 7 years",))) == (
+        "no-go",
+        ("this takes 7 years",),
+    )
+
+
+def test_long_layouts_wrap_rather_than_push_money_off_the_page(searched: Plan) -> None:
+    style = re.search(r"<style>(.*?)</style>", report_page(searched), re.DOTALL)
+    assert style is not None
+    assert "overflow-wrap: anywhere" in style[1]
+    assert "nowrap" not in style[1]
 
 
 def test_the_page_answers_every_question_of_a_plan(searched: Plan) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 
 import numpy as np
@@ -11,6 +11,8 @@ import numpy as np
 from phalanx.parallel.pipeline.schedules import Schedule
 from phalanx.plan.evidence.band import Band
 from phalanx.plan.report.charts import Bar, Dot, GanttSpan, curves, gantt, scatter, stacked_bars, tornado
+from phalanx.plan.report.first_page import first_page
+from phalanx.plan.report.html_table import html_table
 from phalanx.plan.report.trace import TraceEvent, step_timeline
 from phalanx.plan.report.units import BETWEEN, CO2, DAYS, DOLLARS, ENERGY, Unit, mfu_text, unit_for, written
 from phalanx.plan.search.plan import Plan
@@ -26,20 +28,30 @@ from phalanx.run.kinds.mixture import is_mixture
 _MOST_BARS = 32
 _MOST_SPANS = 12_000
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 900px; margin: 2em auto; padding: 0 1em; color: #222 }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1040px; margin: 2em auto; padding: 0 1em; color: #222; overflow-wrap: anywhere }
 svg { max-width: 100%; height: auto } svg text { font: 11px system-ui, sans-serif; fill: #444 }
-table { border-collapse: collapse; margin: 1em 0 } td, th { padding: 2px 10px 2px 0; text-align: right }
+table { border-collapse: collapse; margin: 1em 0; max-width: 100% }
+td, th { padding: 2px 10px 2px 0; text-align: right; vertical-align: top }
 td:first-child, th:first-child, .left td, .left th { text-align: left } th { border-bottom: 1px solid #999 }
-.legend span { margin-right: 1em; white-space: nowrap; font-size: 13px }
+.plans { table-layout: fixed; width: 100% } .plans th:first-child { width: 16% }
+.answer { font-size: 20px; margin: 0.5em 0 } .verdict { font-size: 18px; font-weight: bold; margin: 0.5em 0 0 }
+.legend span { margin-right: 1em; display: inline-block; font-size: 13px }
 .legend i { display: inline-block; width: 11px; height: 11px; margin-right: 4px }
-.note { color: #666; font-size: 13px } h2 { margin-top: 2em; border-bottom: 1px solid #ddd }
+.note { color: #666; font-size: 13px } h2 { margin-top: 2em; border-bottom: 1px solid #ddd } h3 { margin: 1em 0 0 }
+@page { size: A4; margin: 14mm }
+@media print {
+  body { font-size: 9pt; line-height: 1.35; max-width: none; margin: 0; padding: 0 } h1 { font-size: 14pt; margin: 0 } h2 { margin-top: 0.6em }
+  .answer { font-size: 13pt } .verdict { font-size: 12pt } table { margin: 0.4em 0 } .plans { font-size: 8pt }
+  section:first-of-type { break-after: page } svg, tr { break-inside: avoid }
+}
 """
 
 
 def report_page(plan: Plan) -> str:
     """The whole page."""
     sections = [
-        ("Answer", _answer(plan)),
+        ("Answer", first_page(plan)),
+        *([("The best by the exact schedule", _best(plan))] if plan.found else []),
         ("Memory of each pipeline rank", _memory(plan)),
         ("Where the step goes", _time(plan)),
         ("A step, as the schedule has it", _timeline(plan)),
@@ -57,29 +69,7 @@ def report_page(plan: Plan) -> str:
     )
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[object]], kind: str = "") -> str:
-    top = "".join(f"<th>{escape(name)}</th>" for name in head)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    return f'<table class="{kind}"><tr>{top}</tr>{body}</table>'
-
-
-def _answer(plan: Plan) -> str:
-    run, chosen, band = plan.run, plan.chosen, plan.band
-    time = unit_for([run.days], DAYS)
-    announced = (
-        " Its accelerator is announced, not for sale yet."
-        if plan.job.cluster.accelerator.announced_only
-        else ""
-    )
-    text = (
-        f"{plan.job.workload.counts.parameters / 1e9:,.5g} B parameters, {plan.tokens / 1e12:,.4g} T tokens on "
-        f"{chosen.ranks:,} x {plan.job.cluster.accelerator.name}: a step of {chosen.step_s:.4g} s "
-        f"(P5 {chosen.step_s * band.p5:.4g}, P95 {chosen.step_s * band.p95:.4g}), "
-        f"MFU {mfu_text(chosen)}, {time(run.days)} {time.name} (P5 {time(run.finish_days.p5)}, P95 {time(run.finish_days.p95)}), "
-        f"{_between(run.cost.total_usd, run.usd, DOLLARS)}, {_between(run.energy.total_kwh, run.energy_kwh, ENERGY)}.{announced}"
-    )
+def _best(plan: Plan) -> str:
     rows = [
         (
             str(one.layout),
@@ -90,8 +80,7 @@ def _answer(plan: Plan) -> str:
         )
         for one in plan.best
     ]
-    rests = f"<p>{escape(str(plan.evidence))}.</p>"
-    return rests + f"<p>{escape(text)}</p>" + _table(("layout", "step s", "MFU", "GB", "accelerators"), rows)
+    return html_table(("layout", "step s", "MFU", "GB", "accelerators"), rows)
 
 
 def _between(value: float, found: Percentiles, units: Sequence[Unit]) -> str:
@@ -199,9 +188,9 @@ def _losers(plan: Plan) -> str:
     ]
     excluded = [(reason, f"{count:,}") for reason, count in plan.found.excluded.items() if count]
     return (
-        _table(("best layout with", "step", "most of it"), rows, "left")
+        html_table(("best layout with", "step", "most of it"), rows, "left")
         + f"<p>{plan.found.looked_at:,} layouts looked at; {plan.found.valid:,} are legal and fit.</p>"
-        + _table(("excluded because", "layouts"), excluded)
+        + html_table(("excluded because", "layouts"), excluded)
     )
 
 
@@ -211,7 +200,7 @@ def _sensitivity(plan: Plan) -> str:
     return (
         f"<p>Change of the step when a figure is {CHANGE:.0%} lower or higher, the layout kept:</p>"
         + tornado(step_changes(plan), "% of the step")
-        + _table(
+        + html_table(
             (f"{time.name} of the run, with", time.name),
             [(name, time(days)) for name, days in changes.items()],
         )
@@ -254,7 +243,7 @@ def _run(plan: Plan) -> str:
         ("cost", _between(run.cost.total_usd, run.usd, DOLLARS)),
     ]
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in (*run.warnings, *plan.notes))
-    return _table(("", ""), rows) + stacked_bars([Bar("wall time", shares)], "share") + notes
+    return html_table(("", ""), rows) + stacked_bars([Bar("wall time", shares)], "share") + notes
 
 
 def _assumptions(plan: Plan) -> str:
@@ -288,11 +277,11 @@ def _assumptions(plan: Plan) -> str:
         for one in plan.assumptions.failure_classes
     ]
     return (
-        _table(("machine", "value", "source", "date"), facts, "left")
-        + _table(("run", "source"), plan.run.sources.items(), "left")
-        + _table(("failures per 1,000 device-days", "low - typical - high", "source"), classes, "left")
-        + _table(("stack", job.stack.name), stack, "left")
-        + _table(("assumption", "value"), given, "left")
+        html_table(("machine", "value", "source", "date"), facts, "left")
+        + html_table(("run", "source"), plan.run.sources.items(), "left")
+        + html_table(("failures per 1,000 device-days", "low - typical - high", "source"), classes, "left")
+        + html_table(("stack", job.stack.name), stack, "left")
+        + html_table(("assumption", "value"), given, "left")
     )
 
 

@@ -87,7 +87,7 @@ def _gives_up(one: Estimate, winner: Estimate) -> Iterator[str]:
         slower = one.step_s / winner.step_s - 1
         change = {name: seconds - winner.time.get(name, 0.0) for name, seconds in one.time.items()}
         most = max(change, key=lambda name: change[name])
-        because = f", most of it {most.replace('_', ' ')}" if slower > 0 else ""
+        because = f", most of it {_MORE.get(most, most.replace('_', ' '))}" if slower > 0 else ""
         yield f"a step {abs(slower):.1%} {'longer' if slower >= 0 else 'shorter'}{because}"
         if one.ranks != winner.ranks:
             yield f"{one.ranks:,} accelerators instead of {winner.ranks:,}"
@@ -112,6 +112,19 @@ _COSTS = {
     "gradient_reduce": "is reducing gradients that nothing hides",
     "weight_gather": "is gathering weights that nothing hides",
 }
+
+
+_MORE = {
+    "tensor_comm": "exchange between tensor ranks",
+    "context_comm": "exchange of keys and values",
+    "expert_comm": "exchange of tokens between experts",
+    "gradient_reduce": "reducing gradients",
+    "weight_gather": "gathering weights",
+    "recompute": "computing activations again",
+    "bubble": "waiting for other stages",
+    "matmul": "matrix products",
+}
+"""Terms of the step in words, for what a plan has more of than the first."""
 
 
 def _offloaded(layout: PlannedLayout) -> Iterator[tuple[str, bool]]:
