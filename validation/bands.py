@@ -270,19 +270,22 @@ def learn(rows: Sequence[Judged], table: Path = TABLE) -> Learned:
                 )
             )
         for name in sorted({row.software for row in these}):
-            software.append(_record(name, these, left["here"]))
+            software.append(_record(name, these, left["here"], left["elsewhere"]))
     best = _best(rows)
     digest = hashlib.sha256(table.read_bytes()).hexdigest() if table.is_file() else ""
     made_from = {"table": table.name, "sha256": digest, "rows": str(len(rows)), "command": COMMAND}
     return Learned(made_from, tuple(software), tuple(kinds), best)
 
 
-def _record(name: str, rows: Sequence[Judged], left: Sequence[_Left]) -> SoftwareRecord:
+def _record(
+    name: str, rows: Sequence[Judged], left: Sequence[_Left], elsewhere: Sequence[_Left]
+) -> SoftwareRecord:
     """What the runs of one software say; ``rows`` and what is ``left`` over are of dense models or of mixtures alone."""
     mine = [row for row in rows if row.software == name]
     own = [one for one in left if one.row.software == name]
     pool = [one for one in left if one.row.software != name]
     values = _with_own(_pooled(pool), own) if own else _pooled(pool or left or _left("never", rows))
+    there = _pooled([one for one in elsewhere if one.row.software != name] or elsewhere or pool or left)
     points = [row.point for row in mine]
     by_generation = {
         point.generation: [p for p in points if p.generation == point.generation] for point in points
@@ -296,6 +299,7 @@ def _record(name: str, rows: Sequence[Judged], left: Sequence[_Left]) -> Softwar
         factor=round(fitted(points, "stack").value, 4),
         left_out_error=_error(one.log for one in own or left),
         ratios=_band(values).ratios,
+        elsewhere_ratios=_band(_with_own(there, own) if own else there).ratios,
     )
 
 
@@ -332,19 +336,21 @@ def left_out(rows: Sequence[Judged]) -> tuple[LeftOut, ...]:
 
 
 def _judge(kind: Kind, mine: Sequence[_Left], pool: Weighted, software: Sequence[Judged]) -> list[LeftOut]:
-    """Runs of one software, with a band from the ``pool`` of others and, for ``here``, from its other models."""
-    if kind != "here":
+    """Runs of one software, with a band from the ``pool`` of others and, unless it is ``never``, from its own models elsewhere."""
+    if kind == "never":
         factor = _factor(kind, pool)
         band = _band(pool, factor)
         return [LeftOut(one.row, kind, math.exp(one.log) / factor, band) for one in mine]
     found = []
-    for subject in sorted({one.row.subject for one in mine}):
-        known = [row for row in software if row.subject != subject]
-        own = _left(kind, known)
+    places = sorted({one.row.subject for one in mine})
+    for place in places if kind == "here" else sorted({accelerator for _, accelerator in places}):
+
+        def inside(row: Judged, place: str | tuple[str, str] = place) -> bool:
+            return place in (row.subject, row.accelerator)
+
+        own = _left("here", [row for row in software if not inside(row)])
         band = _band(_with_own(pool, own) if own else pool)
-        found += [
-            LeftOut(one.row, kind, math.exp(one.log), band) for one in mine if one.row.subject == subject
-        ]
+        found += [LeftOut(one.row, kind, math.exp(one.log), band) for one in mine if inside(one.row)]
     return found
 
 

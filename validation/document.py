@@ -113,7 +113,7 @@ def _bands_part(judged: Sequence[Judged]) -> str:
 
 What `phalanx plan` prints as P5-P95, learned from these rows by `validation.bands` (`python -m validation --learn`) and judged on
 software that was left out: *here*, there are runs of the software on the accelerator (of other models; the band is from these and
-from all other software); *elsewhere*, there are runs of it on other accelerators only; *never*, it was not seen at all, and its
+from all other software); *elsewhere*, there are runs of it on other accelerators only (likewise); *never*, it was not seen at all, and its
 stack is planned for without habits, recipe or factor. Where fewer than four programs are left, coverage says little.
 
 """

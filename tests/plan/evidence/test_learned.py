@@ -22,7 +22,7 @@ def test_software_known_elsewhere_keeps_its_factor_and_has_the_band_of_accelerat
     record = learned().record("nemo", mixture=False)
     assert record is not None
     assert (found.kind, found.factor) == ("elsewhere", record.factor)
-    assert found.band.ratios == learned().kind("elsewhere", mixture=False).ratios
+    assert found.band.ratios == record.elsewhere_ratios
 
 
 @pytest.mark.parametrize("software", ["phalanx", "megatron", "vtrain"])

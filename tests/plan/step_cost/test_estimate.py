@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from phalanx.plan.step_cost.estimate import estimate, estimates
-from phalanx.plan.workload.foreign_stacks import stack_named
 from phalanx.plan.workload.planned_layout import PlannedLayout
 from phalanx.run.layout import Layout
 from plan.jobs import LAYOUTS, job, planned
@@ -28,11 +27,6 @@ def test_a_layout_that_cannot_do_the_work_is_refused_with_a_remedy(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         estimate(job(), layout)
-
-
-def test_an_unknown_stack_is_refused_with_those_known() -> None:
-    with pytest.raises(ValueError, match="megatron"):
-        stack_named("nonesuch")
 
 
 def test_model_flops_utilization_is_what_palms_formula_gives() -> None:

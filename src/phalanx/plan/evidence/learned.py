@@ -6,7 +6,7 @@
 * ``here``: published runs of this software on this accelerator. Their factor is applied; the band is what was left over when each
   of their models was predicted from the others.
 * ``elsewhere``: published runs of this software, but on other accelerators. Their factor is applied; the band is what was left over
-  when any software was predicted from its runs on other accelerators.
+  when any software was predicted from its runs on other accelerators, and this one from its other models.
 * ``never``: no published run. The factor is the bias that the planner had on software of which it knew only the kind, and the
   band what was left over. Software that never ran is not credited with being faster than predicted: the factor is one or more.
 
@@ -72,6 +72,8 @@ class SoftwareRecord:
     """Median of the absolute error where a model is predicted with a factor from the others; of all software if no model can be."""
     ratios: tuple[float, ...]
     """Quantiles of a ``Band``: measured over predicted time with the factor."""
+    elsewhere_ratios: tuple[float, ...]
+    """The same on accelerators that it has no runs on."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ class Evidence:
         if self.kind == "here":
             return f"P5-P95 from {runs} by {self.subject}, {error}"
         if self.kind == "elsewhere":
-            return f"no published run of {self.subject}, but {runs} elsewhere: P5-P95 is that of software on accelerators new to it, {error}"
+            return f"no published run of {self.subject}, but {runs} elsewhere: P5-P95 is from these and from software on accelerators new to it, {error}"
         if self.kind == "calibrated":
             return f"constants fitted on steps of {self.subject}; P5-P95 is that of software with published runs, {error}"
         bias = (
@@ -201,7 +203,7 @@ def evidence_for(
     runs = record.accelerators.get(accelerator) or _total(record.accelerators.values())
     if kind == "elsewhere":
         return Evidence(
-            kind, subject, factor, shared.band, runs.runs, runs.models, every.left_out_error, every.software
+            kind, subject, factor, Band(record.elsewhere_ratios), runs.runs, runs.models, every.left_out_error
         )
     return Evidence(kind, subject, factor, Band(record.ratios), runs.runs, runs.models, record.left_out_error)
 

@@ -23,7 +23,7 @@ from phalanx.plan.run_fields import SEARCHED
 from phalanx.plan.search.search import Objective
 from phalanx.plan.search.space import Options
 from phalanx.plan.workload.candidates import RECOMPUTE
-from phalanx.plan.workload.foreign_stacks import stack_named
+from phalanx.plan.workload.foreign_stacks import STACKS
 from phalanx.plan.workload.recipes import NEWEST_RELEASE, Circumstances, recipe_of
 from phalanx.plan.workload.software import SOFTWARE, Software, profile_of_software, stack_of_software
 from phalanx.plan.workload.stacks import Job, Overlap, Stack, Workload, stack_of, workload_of
@@ -113,7 +113,11 @@ def job_of(spec: RunSpec, cluster: Cluster, *, stack: str = OWN, keep_slots: boo
     if stack in SOFTWARE:
         return _with_factor(_published_job(spec, cluster, SOFTWARE[stack], workload))
     if stack != OWN:
-        return _with_factor(Job(workload, stack_named(stack), cluster, profile))
+        if stack not in STACKS:
+            raise RequestError(
+                f"--stack {stack}: take one of {', '.join(dict.fromkeys((*STACKS, *SOFTWARE)))}"
+            )
+        return _with_factor(Job(workload, STACKS[stack], cluster, profile))
     modes = tuple(mode for mode in _TRAINABLE if not (spec.runtime.compile and mode.name == "selective"))
     own = Job(workload, _own_stack(spec, cluster), cluster, profile, modes=modes)
     if is_calibrated(cluster):

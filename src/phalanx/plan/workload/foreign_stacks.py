@@ -109,11 +109,3 @@ DEEPSEEK = Stack(
 
 STACKS = {stack.name: stack for stack in (PHALANX, MEGATRON, FSDP, DEEPSPEED, MEGATRON_2022, DEEPSEEK)}
 """Stacks that can be planned for, by name."""
-
-
-def stack_named(name: str) -> Stack:
-    """The stack called ``name``; raises ``ValueError`` that lists those known."""
-    try:
-        return STACKS[name]
-    except KeyError:
-        raise ValueError(f"no stack {name!r} is known; take one of {', '.join(STACKS)}") from None
