@@ -162,6 +162,7 @@ NOTED: dict[str, tuple[RunSpec, Any, str]] = {
     "evaluation.final_sequences": (DENSE, 100_000, "h100:32"),
     "fleet.nodes": (DENSE, 0, "h100:32"),
     "fleet.least_tensor": (DENSE, 1, "h100:32"),
+    "fleet.least_context": (DENSE, 1, "h100:32"),
     "fleet.min_nodes": (DENSE, 2, "h100:32"),
     "fleet.heartbeat_s": (DENSE, 1.0, "h100:32"),
     "fleet.lease_s": (DENSE, 60.0, "h100:32"),

@@ -363,8 +363,11 @@ _WHOLE_RUN = {
             "spares": _used("the way of recovery, and what the spares cost"),
             "snapshot_every_steps": _used("seconds between copies in host memory; 0: recovery from storage"),
             "workers_per_node": _irrelevant("the cluster says how many accelerators a node has"),
-            "least_tensor": _noted(
-                "a plan does not count steps on fewer than parallel.tensor ranks, nor check that the larger shares of tensor degree {value} fit"
+            **_all(
+                "least_tensor least_context",
+                _noted(
+                    "a plan does not count steps under a smaller degree, nor check that the larger shares of degree {value} fit"
+                ),
             ),
             "min_nodes": _noted("a plan does not count the time in which fewer than {value} nodes are left"),
             **_all(

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from phalanx.run.elastic_tensor import elastic_problems
 from phalanx.run.factory import is_factory_name
 from phalanx.run.kinds import whole_model
 from phalanx.run.layout import layout_problems
 from phalanx.run.problems import Problem, divisors_near
+from phalanx.run.smaller_degrees import smaller_degree_problems
 from phalanx.run.spec import CheckpointSpec, FleetSpec, ModelSpec, RopeScalingSpec, RunSpec, TrainSpec
 
 
@@ -26,7 +26,7 @@ def check(spec: RunSpec) -> list[Problem]:
         *_train(spec.train),
         *_origin(spec.checkpoint),
         *fleet,
-        *elastic_problems(spec),
+        *smaller_degree_problems(spec),
         *layout_problems(spec, spec.parallel.ranks),
     ]
 

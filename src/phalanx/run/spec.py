@@ -461,6 +461,8 @@ class FleetSpec:
     least_tensor: Annotated[int, FLEET, NOT_NEGATIVE] = 0
     """Smallest tensor degree with which the run goes on when too few nodes are left for parallel.tensor, halved as often as needed: the
     bits stay, each rank holds a larger share. It needs model.lanes; 0 means parallel.tensor, so that the run waits for nodes."""
+    least_context: Annotated[int, FLEET, NOT_NEGATIVE] = 0
+    """Smallest context degree with which the run goes on, likewise. It needs model.context_tiles; 0 means parallel.context."""
     heartbeat_s: Annotated[float, FLEET, ValueRange(above=0)] = 5.0
     """Seconds between two heartbeats of an agent."""
     lease_s: Annotated[float, FLEET, ValueRange(above=0)] = 15.0

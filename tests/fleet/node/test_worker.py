@@ -62,10 +62,12 @@ def make_driver(dataset: Path, zygote: Zygote, tmp_path: Path) -> Iterator[Any]:
         fleet: FleetSpec | None = None,
         every_steps: int | None = None,
         program: tuple[str, ...] | Zygote = zygote,
-        lanes: int = 0,
+        pieces: str = "",
         **parallel: Any,
     ) -> Driver:
-        spec: RunSpec = replace_at(tiny_run(dataset, tmp_path / "run", steps=STEPS), "model.lanes", lanes)
+        spec: RunSpec = tiny_run(dataset, tmp_path / "run", steps=STEPS)
+        if pieces:
+            spec = replace_at(spec, f"model.{pieces}", 2)
         if every_steps is not None:
             spec = replace_at(spec, "checkpoint.every_steps", every_steps)
         spec = dataclasses.replace(spec, parallel=ParallelSpec(**parallel), fleet=fleet or spec.fleet)
@@ -190,12 +192,25 @@ def test_workers_that_change_ranks_in_the_same_processes_keep_the_bits(
     assert all(len(node.pids) == 1 for node in driver.nodes)
 
 
-def test_a_run_in_lanes_goes_on_with_half_of_its_tensor_ranks_and_later_with_all_and_keeps_the_bits(
-    make_driver: Any, dataset: Path, tmp_path: Path, ranks: Any
+@pytest.mark.parametrize(
+    ("pieces", "degrees", "fleet"),
+    [
+        ("lanes", {"tensor": 2}, FleetSpec(least_tensor=1)),
+        ("context_tiles", {"context": 2, "context_mode": "allgather"}, FleetSpec(least_context=1)),
+    ],
+)
+def test_a_run_in_fixed_pieces_goes_on_with_half_of_a_slots_ranks_and_later_with_all_and_keeps_the_bits(
+    pieces: str,
+    degrees: dict[str, Any],
+    fleet: FleetSpec,
+    make_driver: Any,
+    dataset: Path,
+    tmp_path: Path,
+    ranks: Any,
 ) -> None:
-    alone = replace_at(tiny_run(dataset, tmp_path / "alone", steps=STEPS), "model.lanes", 2)
+    alone = replace_at(tiny_run(dataset, tmp_path / "alone", steps=STEPS), f"model.{pieces}", 2)
     (expected,) = ranks.run(1, train_on_this_rank, alone)
-    driver = make_driver(3, fleet=FleetSpec(least_tensor=1), lanes=2, tensor=2)
+    driver = make_driver(3, fleet=fleet, pieces=pieces, **degrees)
     first, second, spare = driver.nodes
     driver.bind([first, second])
     driver.wait_for_step(3)

@@ -6,8 +6,8 @@ import bisect
 
 from msgspec import Struct
 
-from phalanx.run.elastic_tensor import divisions, legal_ranks
 from phalanx.run.layout import replica_ranks
+from phalanx.run.smaller_degrees import divisions, legal_ranks
 from phalanx.run.spec import FleetSpec, RunSpec
 
 _SHORTEST_LEAVE_S = 5.0
@@ -25,7 +25,7 @@ class Formation(Struct, frozen=True):
     shard_ranks: int = 0
     """Data-parallel ranks that share one copy of the state; 0 means all of them."""
     fewer: tuple[tuple[int, int], ...] = ()
-    """Where the tensor degree may fall: below this number of ranks, so many compute a slot together; both descend."""
+    """Where the tensor or context degree may fall: below this number of ranks, so many compute a slot together; both descend."""
 
     def seats(self, ranks: int) -> int:
         """Number of nodes that ``ranks`` ranks need."""
@@ -76,7 +76,7 @@ def formation_of(spec: RunSpec) -> Formation:
     legal: tuple[int, ...] = ()
     fewer: list[tuple[int, int]] = []
     for divided in divisions(spec):
-        # A smaller tensor degree is for when there are too few ranks for any larger one.
+        # A smaller degree is for when there are too few ranks for any larger one.
         smallest = legal[0] if legal else most + 1
         found = legal_ranks(spec, divided, smallest - 1)
         if found and divided is not parallel:

@@ -1,11 +1,13 @@
-"""The tensor degree of a fleet that lost nodes: what may be asked for, and what is refused."""
+"""The tensor and context degrees of a fleet that lost nodes: what may be asked for, and what is refused."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from phalanx.run.elastic_tensor import divided_over, elastic_problems
 from phalanx.run.layout import replica_ranks
+from phalanx.run.smaller_degrees import divided_over, smaller_degree_problems
 from phalanx.run.spec import FleetSpec, ModelSpec, MoeSpec, ParallelSpec, RunSpec, TrainSpec
 
 MODEL = ModelSpec(layers=2, dim=64, heads=8, ffn_dim=64, vocab_size=128, lanes=4)
@@ -16,6 +18,16 @@ def test_a_run_is_divided_as_its_file_says_wherever_the_ranks_suffice() -> None:
     spec = RunSpec(model=MODEL, train=TRAIN, parallel=ParallelSpec(tensor=4), fleet=FleetSpec(least_tensor=1))
     degrees = {ranks: divided_over(spec, ranks).parallel.tensor for ranks in (1, 2, 4, 8)}
     assert degrees == {1: 1, 2: 2, 4: 4, 8: 4}
+
+
+def test_a_run_in_context_tiles_falls_to_smaller_context_degrees() -> None:
+    model = replace(MODEL, lanes=0, context_tiles=4)
+    parallel = ParallelSpec(context=4, context_mode="allgather")
+    spec = RunSpec(model=model, train=TRAIN, parallel=parallel, fleet=FleetSpec(least_context=2))
+    degrees = {ranks: divided_over(spec, ranks).parallel.context for ranks in (2, 4, 8)}
+    assert degrees == {2: 2, 4: 4, 8: 4}
+    (problem,) = smaller_degree_problems(replace(spec, model=MODEL))
+    assert (problem.path, problem.also) == ("fleet.least_context", ("model.context_tiles",))
 
 
 def test_without_a_least_degree_nothing_is_ever_divided_otherwise() -> None:
@@ -46,7 +58,7 @@ def test_a_least_degree_that_cannot_be_is_refused_with_a_remedy(
     spec = RunSpec(
         model=model, parallel=ParallelSpec(tensor=tensor), fleet=FleetSpec(nodes=2, least_tensor=least)
     )
-    (problem,) = elastic_problems(spec)
+    (problem,) = smaller_degree_problems(spec)
     assert problem.path == "fleet.least_tensor"
     assert words in problem.found
     assert problem.remedy

@@ -1,0 +1,73 @@
+"""The tensor or context degree with which a run goes on when its fleet has too few ranks left for that of its run file.
+
+A run in lanes has the same bits under every tensor degree (``phalanx.parallel.tensor.lanes``), one in context tiles under every
+context degree (``phalanx.parallel.context.fixed``), so a fleet that lost half of a node need not wait for a spare: ``fleet.least_tensor``
+and ``fleet.least_context`` say how far the degrees may fall. They are halved until the ranks that are left suffice, and are those of the run file
+again once there are enough. Experts that are dealt to the ranks of a slot are dealt to fewer in the same proportion. Every rank and the coordinator
+decide alike, from the run file and the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from phalanx.run.layout import layout_problems, replica_ranks
+from phalanx.run.problems import Problem
+from phalanx.run.spec import ParallelSpec, RunSpec
+
+
+def divisions(spec: RunSpec) -> Iterator[ParallelSpec]:
+    """Yields the ways in which the run may divide its model: that of the run file, then ever smaller tensor, then context degrees."""
+    parallel, fleet = spec.parallel, spec.fleet
+    yield parallel
+    while fleet.least_tensor and parallel.tensor // 2 >= fleet.least_tensor:
+        parallel = replace(parallel, tensor=parallel.tensor // 2, expert=max(1, parallel.expert // 2))
+        yield parallel
+    while fleet.least_context and parallel.context // 2 >= fleet.least_context:
+        parallel = replace(parallel, context=parallel.context // 2, expert=max(1, parallel.expert // 2))
+        yield parallel
+
+
+def legal_ranks(spec: RunSpec, parallel: ParallelSpec, most: int) -> tuple[int, ...]:
+    """The legal numbers of ranks up to ``most`` of a run that is divided as ``parallel`` says, ascending."""
+    divided, unit = replace(spec, parallel=parallel), replica_ranks(parallel)
+    return tuple(ranks for ranks in range(unit, most + 1, unit) if not layout_problems(divided, ranks))
+
+
+def divided_over(spec: RunSpec, ranks: int) -> RunSpec:
+    """Returns the run as ``ranks`` ranks divide it: as its file says if that is legal, else with the largest degrees that are."""
+    for parallel in divisions(spec):
+        divided = replace(spec, parallel=parallel)
+        if ranks % replica_ranks(parallel) == 0 and not layout_problems(divided, ranks):
+            return divided
+    return spec
+
+
+def smaller_degree_problems(spec: RunSpec) -> Iterator[Problem]:
+    """Yields what is wrong about ``fleet.least_tensor`` and ``fleet.least_context``."""
+    fleet, parallel, model = spec.fleet, spec.parallel, spec.model
+    yield from _problems("tensor", fleet.least_tensor, parallel.tensor, "model.lanes", model.lanes)
+    yield from _problems(
+        "context", fleet.least_context, parallel.context, "model.context_tiles", model.context_tiles
+    )
+
+
+def _problems(axis: str, least: int, degree: int, pieces: str, count: int) -> Iterator[Problem]:
+    field = f"fleet.least_{axis}"
+    if not least:
+        return
+    if not count:
+        yield Problem(
+            field,
+            f"without {pieces} the bits depend on the {axis} degree, so the fleet may not change it",
+            f"set {pieces} to a power of two, at least {degree}; or {field} = 0",
+            (pieces,),
+        )
+    elif least > degree or least & (least - 1):
+        yield Problem(
+            field,
+            f"{degree} {axis} ranks are never halved to {least}",
+            f"take a power of two, at most parallel.{axis} = {degree}; or 0",
+            (f"parallel.{axis}",),
+        )
