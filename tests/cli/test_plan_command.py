@@ -361,3 +361,12 @@ def test_the_table_has_one_line_for_each_plan_within_100_columns() -> None:
     rows = lines[first + 1 : first + 9]
     assert all(re.search(r"mbs\d+ z\d.*%.*4,096", row) for row in rows)
     assert max(map(len, lines[first : first + 9])) <= 100
+
+
+def test_the_run_file_of_a_model_by_its_name_says_what_must_be_filled_in(tmp_path: Path) -> None:
+    out = tmp_path / "winner.toml"
+    shown = plan(*SMALL, "--layout", "tp=2", "--set", "optimizer.lr=3e-4", "--out", str(out))
+    first = out.read_text().splitlines()[0]
+    assert "data.tokenizer" in first
+    assert "data.tokenizer" in shown.output
+    assert "optimizer.lr" not in first

@@ -153,7 +153,7 @@ def command(
         aim = Aim(optimize, require, top, stack, layout, tokens, step_error, assume)
         stated = None if model is None else {text.partition("=")[0].strip() for text in fields}
         plan = make_plan(spec, cluster, aim, stated=stated, searching=searching)
-        _write_files(plan, spec, aim, report, trace, out)
+        _write_files(plan, spec, aim, report, trace, out, stated)
         if as_json:
             click.echo(json.dumps(plan_json(plan), allow_nan=False))
         else:
@@ -229,8 +229,18 @@ def _cluster(name: str, overrides: Iterable[str]) -> Cluster:
     return found
 
 
+_TO_FILL_IN = ("data.path", "data.corpus", "data.tokenizer", "optimizer.lr", "schedule.warmup_steps")
+"""Fields that decide what is learned, which a plan of a model by its name cannot know."""
+
+
 def _write_files(
-    plan: Plan, spec: RunSpec, aim: Aim, report: Path | None, trace: Path | None, out: Path | None
+    plan: Plan,
+    spec: RunSpec,
+    aim: Aim,
+    report: Path | None,
+    trace: Path | None,
+    out: Path | None,
+    stated: set[str] | None,
 ) -> None:
     if report is not None:
         from phalanx.plan.report.page import report_page
@@ -247,7 +257,14 @@ def _write_files(
         from phalanx.run.read import to_table
 
         winner = run_of_layout(spec, plan.job, plan.chosen.layout, plan.tokens if aim.tokens else None)
-        out.write_text(tomli_w.dumps(to_table(winner)), encoding="utf-8")
+        text = tomli_w.dumps(to_table(winner))
+        unfilled = [field for field in _TO_FILL_IN if stated is not None and field not in stated]
+        if unfilled:
+            text = f"# Defaults, to be filled in before this is trained: {', '.join(unfilled)}.\n{text}"
+            click.echo(
+                f"{out}: fill in {', '.join(unfilled)} before it is trained: they are defaults", err=True
+            )
+        out.write_text(text, encoding="utf-8")
     written = [str(path) for path in (report, trace, out) if path is not None]
     if written:
         click.echo(f"wrote {', '.join(written)}", err=True)
