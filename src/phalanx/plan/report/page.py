@@ -28,10 +28,11 @@ from phalanx.run.kinds.mixture import is_mixture
 _MOST_BARS = 32
 _MOST_SPANS = 12_000
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1040px; margin: 2em auto; padding: 0 1em; color: #222; overflow-wrap: anywhere }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1040px; margin: 2em auto; padding: 0 1em; color: #222 }
 svg { max-width: 100%; height: auto } svg text { font: 11px system-ui, sans-serif; fill: #444 }
 table { border-collapse: collapse; margin: 1em 0; max-width: 100% }
 td, th { padding: 2px 10px 2px 0; text-align: right; vertical-align: top }
+td:first-child, .left td { overflow-wrap: anywhere }
 td:first-child, th:first-child, .left td, .left th { text-align: left } th { border-bottom: 1px solid #999 }
 .plans { table-layout: fixed; width: 100% } .plans th:first-child { width: 16% }
 .answer { font-size: 20px; margin: 0.5em 0 } .verdict { font-size: 18px; font-weight: bold; margin: 0.5em 0 0 }
