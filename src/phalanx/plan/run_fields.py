@@ -386,6 +386,7 @@ _WHOLE_RUN = {
 
 RUN_FIELDS: dict[str, FieldTreatment] = {
     **_all("name run_dir", _WHERE),
+    "unfilled": _irrelevant("checked when training starts"),
     **_MODEL,
     **_TRAINING,
     **_MACHINE,

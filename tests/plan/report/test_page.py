@@ -15,6 +15,7 @@ from phalanx.plan.report.charts import Bar, Dot, curves, gantt, scatter, stacked
 from phalanx.plan.report.first_page import answer, verdict
 from phalanx.plan.report.page import rank_memory, report_page
 from phalanx.plan.search.plan import Plan, make_plan
+from phalanx.plan.search.plausible import Caveat
 from phalanx.plan.search.query import Aim, run_of_model
 from phalanx.plan.search.sensitivity import step_changes
 
@@ -74,10 +75,10 @@ def test_software_that_was_never_measured_is_measured_before_it_is_paid_for(sear
 def test_what_does_not_fit_or_takes_years_is_not_gone_for(searched: Plan) -> None:
     full = dataclasses.replace(searched.chosen, capacity_bytes=searched.chosen.memory_bytes / 2)
     assert verdict(dataclasses.replace(searched, chosen=full))[0] == "no-go"
-    assert verdict(dataclasses.replace(searched, caveats=("this takes 7 years",))) == (
-        "no-go",
-        ("this takes 7 years",),
-    )
+    years, unusual = Caveat("this takes 7 years", decides=True), Caveat("no pipelines are possible")
+    assert verdict(dataclasses.replace(searched, caveats=(unusual, years))) == ("no-go", (years.text,))
+    word, reasons = verdict(dataclasses.replace(searched, caveats=(unusual,)))
+    assert (word, unusual.text in reasons) == ("measure first", True)
 
 
 def test_long_layouts_wrap_rather_than_push_money_off_the_page(searched: Plan) -> None:

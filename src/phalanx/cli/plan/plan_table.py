@@ -60,7 +60,7 @@ def _print_head(console: Console, plan: Plan) -> None:
         f"constants {job.profile.constants.name}; step times are {plan.band.p5 - 1:+.0%} to {plan.band.p95 - 1:+.0%} (P5-P95)"
     )
     for caveat in plan.caveats:
-        console.print(f"[bold yellow]caution:[/bold yellow] {escape(caveat)}")
+        console.print(f"[bold yellow]caution:[/bold yellow] {escape(caveat.text)}")
     for name, value in cluster.overrides.items():
         console.print(f"  {name} = {value:g}, set by you")
 

@@ -69,7 +69,7 @@ def _against(plan: Plan) -> Iterator[str]:
         yield f"the layout does not fit: {over / 1e9:,.1f} GB too much on the fullest accelerator"
     if not math.isfinite(plan.run.finish_days.p95):
         yield "one run in twenty or more would never finish"
-    yield from plan.caveats
+    yield from (caveat.text for caveat in plan.caveats if caveat.decides)
 
 
 def _doubts(plan: Plan) -> Iterator[str]:
@@ -85,6 +85,7 @@ def _doubts(plan: Plan) -> Iterator[str]:
         yield f"only {room:.1%} of the memory is free, less than the planner's error: try it on one replica first"
     if plan.job.cluster.accelerator.announced_only:
         yield f"{plan.job.cluster.accelerator.name} is announced, not for sale: its figures are the vendor's"
+    yield from (caveat.text for caveat in plan.caveats if not caveat.decides)
     yield from plan.run.warnings
 
 

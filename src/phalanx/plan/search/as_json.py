@@ -67,7 +67,7 @@ def plan_json(plan: Plan) -> dict[str, object]:
         "best": [estimate_json(plan, one) for one in plan.best],
         "whole_run": plan.run.to_dict(),
         "notes": plan.notes,
-        "caveats": plan.caveats,
+        "caveats": [caveat.text for caveat in plan.caveats],
     }
     if found is not None:
         facts |= {

@@ -16,7 +16,7 @@ from phalanx.plan.run_fields import notes_of
 from phalanx.plan.search.advice import parallel_of, what_would_fit
 from phalanx.plan.search.ideas import Idea, ideas_of
 from phalanx.plan.search.layout_text import read_layout, replaced_sharding
-from phalanx.plan.search.plausible import caveats, refuse_implausible
+from phalanx.plan.search.plausible import Caveat, caveats, refuse_implausible
 from phalanx.plan.search.query import (
     OWN,
     Aim,
@@ -58,7 +58,7 @@ class Plan:
     """What published runs say of such predictions."""
     notes: tuple[str, ...] = ()
     """Notes on fields of the run file that are set and not modeled."""
-    caveats: tuple[str, ...] = ()
+    caveats: tuple[Caveat, ...] = ()
     """Why the answer may be worth nothing as it stands (``phalanx.plan.search.plausible``); said before anything else."""
     ideas: tuple[Idea, ...] = ()
     """The best plans that divide the model differently, the best first; none without a search."""
@@ -135,8 +135,8 @@ def make_plan(
     return plan
 
 
-def _better(chosen: Estimate, cluster: Cluster, best: BestRun) -> str:
-    return (
+def _better(chosen: Estimate, cluster: Cluster, best: BestRun) -> Caveat:
+    return Caveat(
         f"MFU {chosen.mfu_causal:.1%} (causal attention) is more than any published run reached on {cluster.accelerator.name} in "
         f"{best.precision}: the best is {best.mfu:.1%} ({best.run})"
     )

@@ -8,6 +8,7 @@ is marked in the first lines of the plan.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from phalanx.hardware.cluster import Cluster
 from phalanx.plan.search.query import OWN, RequestError
@@ -42,33 +43,45 @@ def refuse_implausible(spec: RunSpec) -> None:
         )
 
 
-def caveats(job: Job, chosen: Estimate, run: RunEstimate, tokens: float) -> Iterator[str]:
-    """Sentences on why the answer may be worth nothing as it stands, the weightiest first."""
+@dataclass(frozen=True)
+class Caveat:
+    """A sentence on why the answer may be worth nothing as it stands."""
+
+    text: str
+    decides: bool = False
+    """True if nobody should go on as planned; otherwise it is something to find out first."""
+
+
+def caveats(job: Job, chosen: Estimate, run: RunEstimate, tokens: float) -> Iterator[Caveat]:
+    """Yields the caveats of an answer, the weightiest first."""
     yield from _without_device(job.stack.name, job.cluster)
     if run.days > _LONGEST_RUN_DAYS:
         enough = chosen.ranks * run.days / _USUAL_RUN_DAYS
-        yield (
+        yield Caveat(
             f"this takes {run.days / 365.25:,.1f} years; the longest published runs took about {_USUAL_RUN_DAYS:.0f} days, for which "
-            f"some {enough:,.0f} accelerators are needed (--optimize time, or --require 'gpus>=N' with a cluster that large)"
+            f"some {enough:,.0f} accelerators are needed (--optimize time, or --require 'gpus>=N' with a cluster that large)",
+            decides=True,
         )
     batch_tokens = job.workload.tokens
     if batch_tokens > _LARGEST_BATCH_TOKENS:
-        yield (
+        yield Caveat(
             f"a step of {batch_tokens / 1e6:,.0f} M tokens is larger than any that is published "
             f"({_LARGEST_BATCH_TOKENS / 1e6:.0f} M): that it learns as much from each token is not known"
         )
     if tokens < batch_tokens:
-        yield f"{tokens:,.0f} tokens are less than one step of {batch_tokens:,}; one step is planned"
+        text = f"{tokens:,.0f} tokens are less than one step of {batch_tokens:,}; one step is planned"
+        yield Caveat(text, decides=True)
     if job.stack.name == OWN and chosen.layout.pipeline == 1:
         for axis, problem in undivided(job.workload.model):
             if axis == "pipeline":
-                yield f"no pipelines are possible: {problem}"
+                yield Caveat(f"no pipelines are possible: {problem}")
 
 
-def _without_device(stack: str, cluster: Cluster) -> Iterator[str]:
+def _without_device(stack: str, cluster: Cluster) -> Iterator[Caveat]:
     vendor = cluster.accelerator.vendor
     if stack == OWN and vendor not in ("NVIDIA", "any"):
-        yield (
+        yield Caveat(
             f"this project's trainer has no device for {cluster.accelerator.name}: it trains on NVIDIA GPUs and on CPUs. This is what "
-            "the hardware would do with such software, and nothing that can be started; --stack names other software"
+            "the hardware would do with such software, and nothing that can be started; --stack names other software",
+            decides=True,
         )
