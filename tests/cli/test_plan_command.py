@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from phalanx.cli.plan.plan_command import command
+from phalanx.cli.train.train_command import command as train_command
 from phalanx.model.facts.presets import PRESETS
 from phalanx.run.read import read_run
 
@@ -363,10 +364,15 @@ def test_the_table_has_one_line_for_each_plan_within_100_columns() -> None:
     assert max(map(len, lines[first : first + 9])) <= 100
 
 
-def test_the_run_file_of_a_model_by_its_name_says_what_must_be_filled_in(tmp_path: Path) -> None:
+def test_the_run_file_of_a_model_by_its_name_is_not_trained_until_what_it_names_is_filled_in(
+    tmp_path: Path,
+) -> None:
     out = tmp_path / "winner.toml"
     shown = plan(*SMALL, "--layout", "tp=2", "--set", "optimizer.lr=3e-4", "--out", str(out))
-    first = out.read_text().splitlines()[0]
-    assert "data.tokenizer" in first
-    assert "data.tokenizer" in shown.output
-    assert "optimizer.lr" not in first
+    assert "fill in data.path, data.corpus, data.tokenizer, schedule.warmup_steps before" in shown.output
+    assert "optimizer.lr" not in read_run(out, PRESETS).unfilled
+    refused = CliRunner().invoke(train_command, [str(out), "--ranks", "2"])
+    assert refused.exit_code != 0
+    assert "data.tokenizer: holds a default that nobody chose" in refused.output
+    chosen = ("data.path=text", "data.tokenizer=bytes", "schedule.warmup_steps=100")
+    assert read_run(out, PRESETS, chosen).unfilled == ()

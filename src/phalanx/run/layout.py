@@ -373,7 +373,7 @@ def _ranks(spec: RunSpec, ranks: int) -> Iterator[Problem]:
     if ranks % model_ranks:
         yield Problem(
             "parallel.ranks",
-            f"{ranks} ranks cannot be divided into pipeline {parallel.pipeline} x context {parallel.context} x "
+            f"{ranks} {'rank' if ranks == 1 else 'ranks'} cannot be divided into pipeline {parallel.pipeline} x context {parallel.context} x "
             f"tensor {parallel.tensor}",
             f"it must be a multiple of {model_ranks}",
             ("parallel.pipeline", "parallel.context", "parallel.tensor"),

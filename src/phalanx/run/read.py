@@ -72,6 +72,7 @@ def read_table(
     table = dict(table)
     problems = [problem for override in overrides for problem in _apply_override(table, override)]
     _forget_corpus_of_other_data(table, overrides)
+    _settle_overridden(table, overrides)
     spec, more = spec_from_table(table, presets)
     if problems or spec is None:
         raise RunFileError(path, [*problems, *more])
@@ -146,6 +147,15 @@ def _forget_corpus_of_other_data(table: JsonObject, overrides: Sequence[str]) ->
     data = table.get("data")
     if "data.path" in overridden and "data.corpus" not in overridden and isinstance(data, dict):
         data.pop("corpus", None)
+
+
+def _settle_overridden(table: JsonObject, overrides: Sequence[str]) -> None:
+    """Take the fields that are overridden off the list of those to be filled in; a folder of data is its own corpus."""
+    chosen = {override.partition("=")[0].strip() for override in overrides}
+    chosen |= {"data.corpus"} if "data.path" in chosen else set()
+    unfilled = table.get("unfilled")
+    if isinstance(unfilled, list) and "unfilled" not in chosen:
+        table["unfilled"] = [path for path in unfilled if path not in chosen]
 
 
 def _parse_value(text: str) -> object:

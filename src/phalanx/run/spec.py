@@ -497,6 +497,9 @@ class RunSpec:
     """Name of the run; the run directory is named after it."""
     run_dir: Annotated[str, FLEET] = ""
     """Path of the run directory; empty means runs/NAME-IDENTITY."""
+    unfilled: Annotated[tuple[str, ...], FLEET] = ()
+    """Paths of fields that hold defaults nobody chose, as `phalanx plan --model NAME --out` leaves them. The run is not trained until each was
+    given by --set, or written into the file and taken off this list."""
     model: ModelSpec = field(default_factory=ModelSpec)
     data: DataSpec = field(default_factory=DataSpec)
     train: TrainSpec = field(default_factory=TrainSpec)

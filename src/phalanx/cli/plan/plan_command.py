@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -257,14 +258,12 @@ def _write_files(
         from phalanx.run.read import to_table
 
         winner = run_of_layout(spec, plan.job, plan.chosen.layout, plan.tokens if aim.tokens else None)
-        text = tomli_w.dumps(to_table(winner))
-        unfilled = [field for field in _TO_FILL_IN if stated is not None and field not in stated]
+        unfilled = tuple(field for field in _TO_FILL_IN if stated is not None and field not in stated)
         if unfilled:
-            text = f"# Defaults, to be filled in before this is trained: {', '.join(unfilled)}.\n{text}"
-            click.echo(
-                f"{out}: fill in {', '.join(unfilled)} before it is trained: they are defaults", err=True
-            )
-        out.write_text(text, encoding="utf-8")
+            listed = ", ".join(unfilled)
+            click.echo(f"{out}: fill in {listed} before it is trained: they are defaults", err=True)
+        winner = replace(winner, unfilled=unfilled or winner.unfilled)
+        out.write_text(tomli_w.dumps(to_table(winner)), encoding="utf-8")
     written = [str(path) for path in (report, trace, out) if path is not None]
     if written:
         click.echo(f"wrote {', '.join(written)}", err=True)

@@ -164,6 +164,11 @@ def prepare_run(spec: RunSpec, path: Path, on_progress: OnProgress) -> OpenRun:
 
 def resolve_with_data(spec: RunSpec, path: Path, on_progress: OnProgress) -> tuple[RunSpec, DatasetIndex]:
     """The resolved run and its data, made ready; no run directory is taken. Raises ``DataError``, ``RunFileError``."""
+    if spec.unfilled:
+        remedy = "write a value into the file and take the field off `unfilled`, or give it by --set"
+        raise RunFileError(
+            path, [Problem(field, "holds a default that nobody chose", remedy) for field in spec.unfilled]
+        )
     spec = _with_data_found(spec)
     index = ready_data(spec.data, on_progress)
     return resolve(spec, index, path), index
