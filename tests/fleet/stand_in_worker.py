@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import hashlib
 import json
+import math
 import os
 import socket
 import struct
@@ -203,10 +204,17 @@ class StandIn:
                 self.turn.wait_for(
                     lambda: self.safe >= previous or self.fence >= epoch or self.stopping, timeout=5.0
                 )
-        while self.gate.exists() and step >= int(self.gate.read_text() or "0") and not self.stopping:
+        while step >= self._held_at() and not self.stopping:
             if self.fence >= epoch:
                 raise ConnectionError("parked at the gate")
             time.sleep(0.02)
+
+    def _held_at(self) -> float:
+        """The step at which all are held; infinity once the file is gone, which may be at any moment."""
+        try:
+            return int(self.gate.read_text())
+        except FileNotFoundError:
+            return math.inf
 
     def restore(self, resume: wl.RestoreFrom) -> tuple[int, bytes]:
         if resume.step < 0:
