@@ -134,6 +134,7 @@ def test_tiles_change_no_more_than_rounding(ranks: Ranks, model: str) -> None:
     assert worst_error(within, without) <= ROUNDING
 
 
+@pytest.mark.slow
 def test_a_run_in_context_tiles_goes_on_under_another_context_degree_with_the_same_bits(
     ranks: Ranks, dataset: Path, tmp_path: Path
 ) -> None:

@@ -85,8 +85,14 @@ def one_rank(ranks: Ranks) -> Callable[[str, str], Whole]:
     return computed
 
 
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "compute"),
+    [
+        *((model, "fp32") for model in MODELS),
+        *((model, "bf16") for model in ("dense", "mixture")),
+        *(pytest.param(model, "bf16", marks=pytest.mark.slow) for model in ("shared key heads", "ahead")),
+    ],
+)
 def test_a_run_in_lanes_has_one_hash_whatever_its_tensor_degree(
     ranks: Ranks, one_rank: Callable[[str, str], Whole], model: str, compute: str
 ) -> None:

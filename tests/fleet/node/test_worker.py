@@ -196,7 +196,10 @@ def test_workers_that_change_ranks_in_the_same_processes_keep_the_bits(
     ("pieces", "degrees", "fleet"),
     [
         ("lanes", {"tensor": 2}, FleetSpec(least_tensor=1)),
-        ("context_tiles", {"context": 2, "context_mode": "allgather"}, FleetSpec(least_context=1)),
+        pytest.param(
+            *("context_tiles", {"context": 2, "context_mode": "allgather"}, FleetSpec(least_context=1)),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_run_in_fixed_pieces_goes_on_with_half_of_a_slots_ranks_and_later_with_all_and_keeps_the_bits(
