@@ -15,6 +15,7 @@ from torch import Tensor
 
 from layouts import DENSE, MIXTURE, Whole, merged, steps_on_this_rank, tiny, worst_error
 from phalanx.parallel.context.tiles import Tile
+from phalanx.parallel.reduction.integer.bins import BinFormat
 from phalanx.run.spec import MemorySpec, ModelSpec, ParallelSpec, PrecisionSpec, RunSpec
 from ranks import Ranks
 from run.specs import replace_at
@@ -120,6 +121,31 @@ def test_so_it_has_when_gradients_are_added_in_integers(ranks: Ranks) -> None:
             merged(ranks.run(context, steps_on_this_rank, dataclasses.replace(spec, train=train), 1))
         )
     assert same(*results)
+
+
+def widths_of_bins(spec: RunSpec) -> set[int]:
+    import torch.distributed as dist
+
+    from phalanx.parallel.mesh.mesh import build_mesh
+    from phalanx.parallel.reduction.integer.summation import IntegerSummation
+    from phalanx.train.lifecycle.compose import build_model
+
+    summation = build_model(
+        spec, build_mesh(spec, dist.get_world_size(), torch.device("cpu"))
+    ).model.summation
+    assert isinstance(summation, IntegerSummation)
+    reducers = [*summation._reducers, *summation._whole.values()]
+    return {BinFormat(reducer.summands).width for reducer in reducers}
+
+
+@pytest.mark.parametrize("model", ["plain", "mixture"])
+def test_bins_of_integers_are_as_wide_on_any_context_degree(ranks: Ranks, model: str) -> None:
+    widths = []
+    for context in (1, 2, 4):
+        spec = spec_of(MODELS[model], divided(MODELS[model], context))
+        spec = dataclasses.replace(spec, train=dataclasses.replace(spec.train, reduction="integer"))
+        widths += ranks.run(context, widths_of_bins, spec)
+    assert all(len(width) == 1 and width == widths[0] for width in widths)
 
 
 @pytest.mark.parametrize("model", MODELS)

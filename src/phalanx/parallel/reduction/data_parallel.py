@@ -235,7 +235,8 @@ def _summation(spec: RunSpec, mesh: Mesh, clock: CommClock, *, narrow: bool, kee
         return FastSummation(mesh, clock)
     deal = mesh.deal(spec.train.slots)
     if spec.train.reduction == "integer":
-        return IntegerSummation(mesh, clock, deal, each_round=not keep_weights)
+        reporters = mesh.layout.context if spec.model.context_tiles else 1
+        return IntegerSummation(mesh, clock, deal, each_round=not keep_weights, reporters=reporters)
     return TreeSummation(mesh, clock, deal, _wire(spec, narrow=narrow))
 
 

@@ -40,13 +40,17 @@ class IntegerSummation(Summation):
         clock: Measures exchanges.
         deal: Which rank computes which slots.
         each_round: True if shares of gradients are exchanged after every round, so that no rank holds whole sums.
+        reporters: Context ranks of which one alone has a number for each element of a slot's gradient, and the others zeros; 1 if each has
+            one. The width of a bin follows the numbers that are added, so with it, it does not follow the context degree.
     """
 
     slot_by_slot = True
 
-    def __init__(self, mesh: Mesh, clock: CommClock, deal: Deal, *, each_round: bool) -> None:
+    def __init__(
+        self, mesh: Mesh, clock: CommClock, deal: Deal, *, each_round: bool, reporters: int = 1
+    ) -> None:
         super().__init__(mesh, clock)
-        self._deal, self._each_round = deal, each_round
+        self._deal, self._each_round, self._reporters = deal, each_round, reporters
         self._reducers: list[IntegerReducer] = []
         self._whole: dict[nn.Parameter, IntegerReducer] = {}
 
@@ -59,7 +63,9 @@ class IntegerSummation(Summation):
                 int(self.mesh.expert_mesh.get_local_rank("expert_shard")) if experts else self.mesh.fsdp_rank
             )
             leaves = leaves_of(self.mesh, self._deal, experts=experts)
-            reducer = self._reducer(str(number), leaves, group_shapes(module), ranks, place)
+            # Experts get all of a slot's tokens, whatever the context degree.
+            summands = leaves.count // (1 if experts else self._reporters)
+            reducer = self._reducer(str(number), leaves, summands, group_shapes(module), ranks, place)
             self._reducers.append(reducer)
             if ranks > 1:
                 module.set_custom_reduce_scatter(IntegerReduceScatter(reducer))
@@ -68,11 +74,17 @@ class IntegerSummation(Summation):
                 module.set_all_reduce_hook(reducer.take_alone)
 
     def _reducer(
-        self, name: str, leaves: Leaves, shapes: Iterable[Sequence[int]], ranks: int, place: int
+        self,
+        name: str,
+        leaves: Leaves,
+        summands: int,
+        shapes: Iterable[Sequence[int]],
+        ranks: int,
+        place: int,
     ) -> IntegerReducer:
         each_round = self._each_round and ranks > 1
         return IntegerReducer(
-            *(name, self.mesh, self.clock, leaves, self.intake, share_layout(shapes, ranks)),
+            *(name, self.mesh, self.clock, leaves, summands, self.intake, share_layout(shapes, ranks)),
             shares=ranks,
             place=place,
             each_round=each_round,
@@ -82,7 +94,7 @@ class IntegerSummation(Summation):
         push = weakref.WeakMethod(self._push)  # see TreeSummation
         for name, parameter in parameters.items():
             leaves = Leaves(self._deal, 1)
-            self._whole[parameter] = self._reducer(name, leaves, [parameter.shape], 1, 0)
+            self._whole[parameter] = self._reducer(name, leaves, leaves.count, [parameter.shape], 1, 0)
             parameter.register_post_accumulate_grad_hook(weakly(push))  # type: ignore[no-untyped-call]
 
     def add_to_siblings(self) -> None:
@@ -125,6 +137,8 @@ class IntegerReducer:
     mesh: Mesh
     clock: CommClock
     leaves: Leaves
+    summands: int
+    """Numbers that are added for each element; zeros that stand for nothing are not counted."""
     intake: Intake
     layout: SpanLayout
     """The spans of each of the ``shares`` into which ranks divide the group."""
@@ -189,7 +203,7 @@ class IntegerReducer:
         self._taken.clear()
 
     def _empty(self, gradient: Tensor) -> Bins:
-        return Bins.empty(self.shares, self.layout, BinFormat(self.leaves.count), gradient.device)
+        return Bins.empty(self.shares, self.layout, BinFormat(self.summands), gradient.device)
 
 
 class IntegerReduceScatter(PlainBuffers, ReduceScatter):
