@@ -65,6 +65,15 @@ def audited(layout: Layout, deal: Deal, step: int, faulty: dict[int, float], see
     return slot_verdict(layout, votes, good_step=step - 1)
 
 
+def test_where_a_ranks_error_may_show_at_another_its_whole_team_is_named() -> None:
+    layout = Layout(replicate=3, context=2)
+    votes = {(0,): [Vote(0, (1, 5)), Vote(1, (1, 4)), Vote(2, (1, 4))]}
+    for whole_teams, ranks in ((False, (1,)), (True, (0, 1))):
+        found = slot_verdict(layout, votes, 0, whole_teams=whole_teams)
+        assert found is not None
+        assert (found.ranks, found.sure) == (ranks, True)
+
+
 @given(layouts(), st.integers(0, 2**60), st.integers(1, 10**6), st.integers(0, 3))
 def test_every_team_is_checked_once_by_another_and_checks_once(
     drawn: tuple[Layout, Deal], seed: int, step: int, turn: int

@@ -165,13 +165,19 @@ def team_ranks(layout: Layout, team: int) -> tuple[int, ...]:
 
 
 def slot_verdict(
-    layout: Layout, votes: Mapping[tuple[int, ...], Sequence[Vote]], good_step: int
+    layout: Layout,
+    votes: Mapping[tuple[int, ...], Sequence[Vote]],
+    good_step: int,
+    *,
+    whole_teams: bool = False,
 ) -> Verdict | None:
     """The verdict on all audited slots; ``None`` if all votes agree.
 
     Args:
         votes: The teams' votes, by the slots that were voted on.
         good_step: The last step whose audit passed; 0 if none has.
+        whole_teams: True if gradients were added over a team's ranks before their checksums were taken, as with context tiles: then a
+            rank's error may show at another one alone, and every rank of a wrong team is named.
 
     A rank's error spreads to the ranks that compute the slot with it, so all ranks of a team whose checksums differ are named;
     if only one differs, it alone is.
@@ -184,7 +190,8 @@ def slot_verdict(
         explained = not judgment.sure and proven & set(judgment.wrong)
         for team in explained or judgment.wrong:
             members = team_ranks(layout, team)
-            ranks |= {members[place] for place in judgment.places or range(len(members))}
+            places = () if whole_teams else judgment.places
+            ranks |= {members[place] for place in places or range(len(members))}
     if not ranks:
         return None
     sure = all(judgment.sure or proven & set(judgment.wrong) for judgment in judged.values())

@@ -68,6 +68,8 @@ class LiveAudit:
     """Forward and backward of a round's slot, between ``begin`` and ``end`` of the model."""
     good_step: int = 0
     """The last step whose audit passed, before its update and after it."""
+    whole_teams: bool = False
+    """True if a verdict names every rank of a wrong team (``slot_verdict``)."""
     witness: Witness = field(init=False)
 
     def __post_init__(self) -> None:
@@ -131,7 +133,7 @@ class LiveAudit:
         if open_cases(votes):
             self.model.abandon()
             self._call_witnesses(step, votes)
-        found = slot_verdict(self.model.mesh.layout, votes, self.good_step)
+        found = slot_verdict(self.model.mesh.layout, votes, self.good_step, whole_teams=self.whole_teams)
         if found is None:
             self._unsealed = step
         return found

@@ -222,7 +222,8 @@ class RankGuardian(Guardian):
         every = self._spec.fleet.audit_every_steps
         if every == 0:
             return None
-        deal = stepper.built.model.mesh.deal(self._spec.train.slots)
+        mesh = stepper.built.model.mesh
+        deal = mesh.deal(self._spec.train.slots)
         seed = self._spec.runtime.seed
         audit = LiveAudit(
             stepper.built.model,
@@ -231,6 +232,7 @@ class RankGuardian(Guardian):
             every,
             lambda extra: stepper.recompute_slot(extra, samples(self.step + 1, extra.slot)),
             good_step=last_audit(self._began_at, every),
+            whole_teams=self._spec.model.context_tiles > 0 and mesh.layout.context > 1,
         )
         self._hooks.audited(audit.witness)
         return audit
