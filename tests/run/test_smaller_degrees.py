@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from phalanx.run.layout import replica_ranks
-from phalanx.run.smaller_degrees import divided_over, smaller_degree_problems
+from phalanx.run.smaller_degrees import divided_over, problems_on, smaller_degree_problems
 from phalanx.run.spec import FleetSpec, ModelSpec, MoeSpec, ParallelSpec, RunSpec, TrainSpec
 
 MODEL = ModelSpec(layers=2, dim=64, heads=8, ffn_dim=64, vocab_size=128, lanes=4)
@@ -28,6 +28,17 @@ def test_a_run_in_context_tiles_falls_to_smaller_context_degrees() -> None:
     assert degrees == {2: 2, 4: 4, 8: 4}
     (problem,) = smaller_degree_problems(replace(spec, model=MODEL))
     assert (problem.path, problem.also) == ("fleet.least_context", ("model.context_tiles",))
+
+
+def test_a_fleet_that_may_fall_to_a_smaller_degree_may_begin_with_it() -> None:
+    fleet = FleetSpec(nodes=1, least_tensor=1)
+    spec = RunSpec(model=MODEL, train=TRAIN, parallel=ParallelSpec(tensor=2), fleet=fleet)
+    assert not problems_on(spec, 1)
+    assert problems_on(spec, 3), "one of three would never have work"
+    assert problems_on(replace(spec, fleet=FleetSpec(nodes=1)), 1)
+    assert problems_on(replace(spec, fleet=FleetSpec(least_tensor=1)), 1), (
+        "plain ranks divide as the file says"
+    )
 
 
 def test_without_a_least_degree_nothing_is_ever_divided_otherwise() -> None:

@@ -22,6 +22,7 @@ from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.layout import layout_problems
 from phalanx.run.problems import listing
 from phalanx.run.read import to_table
+from phalanx.run.smaller_degrees import divided_over
 from phalanx.run.spec import RunSpec
 from phalanx.train.compare.logged import Logged
 from phalanx.train.compare.observation import Replay
@@ -48,7 +49,9 @@ def replay_run(path: Path, log: Logged, steps: tuple[int, int], ranks: int, fold
     started = log.started.ranks if log.started is not None else spec.parallel.ranks
     order = ReplayOrder(steps[1], steps[0], str(directory.checkpoints.resolve()))
     fingerprint = str(record.get("data_fingerprint", ""))
-    return replay_locally(spec, order, ranks or log.ranks.get(steps[1], started) or 1, folder, fingerprint)
+    count = ranks or log.ranks.get(steps[1], started) or 1
+    # A fleet that lost nodes may have computed these steps under a smaller degree.
+    return replay_locally(divided_over(spec, count), order, count, folder, fingerprint)
 
 
 def replay_locally(

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 
 from phalanx.run.factory import is_factory_name
 from phalanx.run.kinds import whole_model
-from phalanx.run.layout import layout_problems
 from phalanx.run.problems import Problem, divisors_near
-from phalanx.run.smaller_degrees import smaller_degree_problems
+from phalanx.run.smaller_degrees import problems_on, smaller_degree_problems
 from phalanx.run.spec import CheckpointSpec, FleetSpec, ModelSpec, RopeScalingSpec, RunSpec, TrainSpec
 
 
@@ -27,7 +26,7 @@ def check(spec: RunSpec) -> list[Problem]:
         *_origin(spec.checkpoint),
         *fleet,
         *smaller_degree_problems(spec),
-        *layout_problems(spec, spec.parallel.ranks),
+        *problems_on(spec, spec.parallel.ranks),
     ]
 
 

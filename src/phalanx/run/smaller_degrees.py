@@ -44,6 +44,12 @@ def divided_over(spec: RunSpec, ranks: int) -> RunSpec:
     return spec
 
 
+def problems_on(spec: RunSpec, ranks: int) -> list[Problem]:
+    """Everything that is impossible about starting the run on ``ranks`` ranks, which a fleet may divide by smaller degrees; 0: unknown yet."""
+    few = spec.fleet.nodes > 0 and 0 < ranks < replica_ranks(spec.parallel)
+    return layout_problems(divided_over(spec, ranks) if few else spec, ranks)
+
+
 def smaller_degree_problems(spec: RunSpec) -> Iterator[Problem]:
     """Yields what is wrong about ``fleet.least_tensor`` and ``fleet.least_context``."""
     fleet, parallel, model = spec.fleet, spec.parallel, spec.model

@@ -32,8 +32,8 @@ from phalanx.observe.goodput import goodput
 from phalanx.observe.ledger import NS_PER_S
 from phalanx.observe.recoveries import recoveries
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
-from phalanx.run.layout import layout_problems
 from phalanx.run.problems import Problem, RunFileError
+from phalanx.run.smaller_degrees import problems_on
 from phalanx.run.spec import FleetSpec, RunSpec
 from phalanx.train.start.open_run import OpenRun
 from phalanx.train.start.prepare import prepare_run
@@ -46,7 +46,7 @@ def train_fleet(
     console = console_for(as_json)
     ranks = spec.fleet.nodes * spec.fleet.workers_per_node
     spec = dataclasses.replace(spec, parallel=dataclasses.replace(spec.parallel, ranks=ranks))
-    problems = [*layout_problems(spec, ranks), *_too_few(spec.fleet)]
+    problems = [*problems_on(spec, ranks), *_too_few(spec.fleet)]
     with explained():
         if problems:
             raise RunFileError(run_file, problems)

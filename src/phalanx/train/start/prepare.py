@@ -24,9 +24,9 @@ from phalanx.run.directory.paths import (
 )
 from phalanx.run.factory import FactoryError, source_sha256
 from phalanx.run.kinds.whole_model import resolve as resolve_model
-from phalanx.run.layout import layout_problems
 from phalanx.run.problems import Problem, RunFileError
 from phalanx.run.resolve import compute_format, device_of
+from phalanx.run.smaller_degrees import problems_on
 from phalanx.run.spec import DataSpec, ModelSpec, RunSpec
 from phalanx.train.start.checks import start_problems
 from phalanx.train.start.open_run import OpenRun, choose, holds_steps, open_run
@@ -106,7 +106,7 @@ def resolve(spec: RunSpec, index: DatasetIndex, path: Path) -> RunSpec:
         runtime=dataclasses.replace(spec.runtime, device=device),
         precision=dataclasses.replace(spec.precision, compute=compute_format(spec.precision, device)),
     )
-    problems = list(layout_problems(resolved, spec.parallel.ranks))  # some sizes are known only now
+    problems = list(problems_on(resolved, spec.parallel.ranks))  # some sizes are known only now
     if problems:
         raise RunFileError(path, problems)
     return resolved
