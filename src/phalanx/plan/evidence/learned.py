@@ -152,10 +152,10 @@ class Evidence:
     """Number of programs whose runs the band is from."""
 
     def __str__(self) -> str:
-        error = f"left-out error {self.left_out_error:.0%}"
+        error = f"median left-out error {self.left_out_error:.0%}"
         runs = f"{self.runs:,} run{'s' * (self.runs != 1)} of {self.models} model{'s' * (self.models != 1)}"
         if self.kind == "here":
-            return f"P5-P95 from {runs} by {self.subject}, {error}"
+            return f"{runs} by {self.subject} are published; P5-P95 is from this software's runs on all of its accelerators, {error}"
         if self.kind == "elsewhere":
             return f"no published run of {self.subject}, but {runs} elsewhere: P5-P95 is from these and from software on accelerators new to it, {error}"
         if self.kind == "calibrated":

@@ -96,7 +96,7 @@ def _gives_up(one: Estimate, winner: Estimate) -> Iterator[str]:
         yield f"only {free:.1%} of the memory is free"
     waiting = [name for name, there in _offloaded(one.layout) if there]
     if waiting:
-        yield f"{' and '.join(waiting)} wait in the host's memory, whose link must keep its rate"
+        yield f"{' and '.join(waiting)} {'waits' if len(waiting) == 1 else 'wait'} in the host's memory, whose link must keep its rate"
     for term, words in _COSTS.items():
         share = one.time.get(term, 0.0) / one.step_s
         if share >= _NOTABLE:

@@ -38,7 +38,7 @@ def refuse_implausible(spec: RunSpec) -> None:
     if train.batch_size * train.seq_len > _MOST_BATCH_TOKENS:
         raise RequestError(
             f"train.batch_size: {train.batch_size:,} sequences of {train.seq_len:,} tokens are "
-            f"{train.batch_size * train.seq_len:,} tokens a step: plausible are 10,000 to {_LARGEST_BATCH_TOKENS:,.0f}, the largest "
+            f"{train.batch_size * train.seq_len:,} tokens a step: plausible are 1,000 to {_LARGEST_BATCH_TOKENS:,.0f}, the largest "
             f"that is published, and at most {_MOST_BATCH_TOKENS:,.0f} are planned"
         )
 
