@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from phalanx.run.degrees.smaller import problems_on, smaller_degree_problems
 from phalanx.run.factory import is_factory_name
 from phalanx.run.kinds import whole_model
 from phalanx.run.problems import Problem, divisors_near
-from phalanx.run.smaller_degrees import problems_on, smaller_degree_problems
 from phalanx.run.spec import CheckpointSpec, FleetSpec, ModelSpec, RopeScalingSpec, RunSpec, TrainSpec
 
 

@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from phalanx.run.context_tiles import context_tile_problems
+from phalanx.run.degrees.context_tiles import context_tile_problems
+from phalanx.run.degrees.lanes import lane_problems
 from phalanx.run.kinds.state_blocks import INT8_BLOCK, cut_by_tensor_ranks
 from phalanx.run.kinds.whole_model import resolve, shares_key_heads, tensor_sizes, undivided
-from phalanx.run.lanes import lane_problems
 from phalanx.run.problems import Problem, divisors_near
 from phalanx.run.spec import ParallelSpec, RunSpec
 

@@ -31,9 +31,9 @@ from phalanx.observe.events import Event
 from phalanx.observe.goodput import goodput
 from phalanx.observe.ledger import NS_PER_S
 from phalanx.observe.recoveries import recoveries
+from phalanx.run.degrees.smaller import problems_on
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.run.problems import Problem, RunFileError
-from phalanx.run.smaller_degrees import problems_on
 from phalanx.run.spec import FleetSpec, RunSpec
 from phalanx.train.start.open_run import OpenRun
 from phalanx.train.start.prepare import prepare_run

@@ -15,6 +15,7 @@ from phalanx.data.index import DatasetIndex, read_index
 from phalanx.data.prepare import OnProgress, prepare
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.hardware.detect import gpu_count
+from phalanx.run.degrees.smaller import problems_on
 from phalanx.run.directory.paths import (
     RunDirectory,
     committed_steps,
@@ -26,7 +27,6 @@ from phalanx.run.factory import FactoryError, source_sha256
 from phalanx.run.kinds.whole_model import resolve as resolve_model
 from phalanx.run.problems import Problem, RunFileError
 from phalanx.run.resolve import compute_format, device_of
-from phalanx.run.smaller_degrees import problems_on
 from phalanx.run.spec import DataSpec, ModelSpec, RunSpec
 from phalanx.train.start.checks import start_problems
 from phalanx.train.start.open_run import OpenRun, choose, holds_steps, open_run

@@ -7,8 +7,8 @@ Every width that tensor ranks divide is cut into so many lanes, and the sequence
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
+from phalanx.run.degrees.pieces import count_problems, expert_problems
 from phalanx.run.kinds.whole_model import shares_key_heads, tensor_sizes, undivided
 from phalanx.run.problems import Problem, divisors_near
 from phalanx.run.spec import RunSpec
@@ -19,15 +19,7 @@ def lane_problems(spec: RunSpec) -> Iterator[Problem]:
     lanes = spec.model.lanes
     if not lanes:
         return
-    if lanes & (lanes - 1):
-        yield Problem(
-            "model.lanes",
-            f"{lanes} lanes cannot be the leaves of a binary tree",
-            f"take a power of two: {1 << (lanes.bit_length() - 1)} or {1 << lanes.bit_length()}",
-        )
-        return
-    yield from _widths(spec)
-    yield from _axes(spec)
+    yield from count_problems(spec, "lanes") or [*_widths(spec), *_axes(spec)]
 
 
 def _widths(spec: RunSpec) -> Iterator[Problem]:
@@ -89,40 +81,4 @@ def _axes(spec: RunSpec) -> Iterator[Problem]:
             "a block in lanes is not compiled",
             "set it to false, or model.lanes = 0",
             ("model.lanes",),
-        )
-
-
-def expert_problems(
-    spec: RunSpec, axis: Literal["tensor", "context"], pieces: Literal["lanes", "context_tiles"]
-) -> Iterator[Problem]:
-    """Yields what is impossible about where experts lie, if the run's ``pieces`` make the degree of ``axis`` the fleet's."""
-    parallel, train = spec.parallel, spec.train
-    degree = parallel.tensor if axis == "tensor" else parallel.context
-    fields = (f"parallel.{axis}", f"model.{pieces}")
-    if spec.model.moe is None:
-        return
-    if parallel.expert % degree:
-        yield Problem(
-            "parallel.expert",
-            f"with model.{pieces} all of a slot's tokens come to an expert together, and {degree} ranks share a slot",
-            f"take a multiple of {degree}, or model.{pieces} = 0",
-            fields,
-        )
-        return
-    # The degree is the fleet's, so slots that are computed together must be added as if they were not.
-    together, sequences = parallel.expert > degree, train.batch_size // train.slots
-    several = sequences > (train.micro_batch_size or sequences)
-    if together and train.reduction == "integer":
-        yield Problem(
-            "parallel.expert",
-            "slots whose tokens meet at an expert are rounded to integers together, so the bits would depend on it",
-            f'set it to {degree}, or train.reduction = "reproducible"',
-            (*fields, "train.reduction"),
-        )
-    elif together and several and train.expert_sums != "slot":
-        yield Problem(
-            "train.expert_sums",
-            "experts' gradients of several slots' micro-batches are added across slots first, so the bits would depend on parallel.expert",
-            f'set it to "slot", or parallel.expert = {degree}',
-            ("parallel.expert", *fields),
         )

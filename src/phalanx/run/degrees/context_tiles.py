@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from phalanx.run.degrees.pieces import count_problems, expert_problems
 from phalanx.run.kinds.whole_model import undivided
-from phalanx.run.lanes import expert_problems
 from phalanx.run.problems import Problem
 from phalanx.run.spec import RunSpec
 
@@ -20,13 +20,11 @@ def context_tile_problems(spec: RunSpec) -> Iterator[Problem]:
     tiles = spec.model.context_tiles
     if not tiles:
         return
-    if tiles & (tiles - 1):
-        yield Problem(
-            _FIELD,
-            f"{tiles} tiles cannot be the leaves of a binary tree",
-            f"take a power of two: {1 << (tiles.bit_length() - 1)} or {1 << tiles.bit_length()}",
-        )
-        return
+    yield from count_problems(spec, "context_tiles") or [*_sequence(spec), *_axes(spec)]
+
+
+def _sequence(spec: RunSpec) -> Iterator[Problem]:
+    tiles = spec.model.context_tiles
     for axis, problem in undivided(spec.model):
         if axis == "context":
             yield Problem(_FIELD, problem.found, "set it to 0", problem.also)
@@ -37,11 +35,10 @@ def context_tile_problems(spec: RunSpec) -> Iterator[Problem]:
             f"it must be a multiple of {2 * tiles}",
             (_FIELD,),
         )
-    yield from _axes(spec)
-    yield from expert_problems(spec, "context", "context_tiles")
 
 
 def _axes(spec: RunSpec) -> Iterator[Problem]:
+    yield from expert_problems(spec, "context", "context_tiles")
     parallel, tiles = spec.parallel, spec.model.context_tiles
     if tiles % parallel.context:
         yield Problem(
