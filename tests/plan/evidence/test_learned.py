@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.hardware.catalog import accelerators
-from phalanx.plan.evidence.learned import evidence_for, learned
+from phalanx.plan.evidence.learned import evidence_for, generation_of, learned
 from phalanx.plan.workload.software import SOFTWARE
 
 
@@ -55,3 +55,16 @@ def test_every_record_is_of_software_and_accelerators_that_there_are() -> None:
 
 def test_no_published_run_is_above_the_peak_of_its_format() -> None:
     assert all(0 < best.mfu < 1 for best in learned().best)
+
+
+@pytest.mark.parametrize("key", sorted(accelerators()))
+def test_every_accelerator_of_the_catalog_has_a_generation_with_a_name_of_its_own(key: str) -> None:
+    """A key that nobody entered would be taken for a generation, and its software's factor would not be found."""
+    assert generation_of(key) != key or key == "cpu"
+
+
+def test_an_accelerator_without_runs_takes_the_factor_of_its_generation() -> None:
+    record = learned().record("nemo", mixture=False)
+    assert record is not None
+    found = evidence_for(learned(), "nemo", "h20", mixture=False)
+    assert (found.kind, found.factor) == ("elsewhere", record.factors["hopper"])

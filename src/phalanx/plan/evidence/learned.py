@@ -25,11 +25,12 @@ import msgspec
 
 from phalanx.plan.evidence.band import Band
 
-Kind = Literal["here", "elsewhere", "never"]
+Kind = Literal["here", "elsewhere", "never", "calibrated"]
 
 _GENERATIONS = {
     "v100": "volta",
     "a100": "ampere",
+    "a800": "ampere",
     "h100": "hopper",
     "h200": "hopper",
     "h800": "hopper",
@@ -38,19 +39,24 @@ _GENERATIONS = {
     "b300": "blackwell",
     "gb200": "blackwell",
     "gb300": "blackwell",
+    "vr200": "rubin",
+    "mi300x": "cdna3",
+    "mi325x": "cdna3",
+    "mi355x": "cdna4",
+    "tpu7x": "tpu",
 }
 
 
 @lru_cache(maxsize=256)
 def generation_of(accelerator: str) -> str:
-    """Generation of an accelerator, by its key; one that is not in the table is a generation of its own."""
+    """Names an accelerator's generation by the first part of its key; one that is not in the table is its own generation."""
     first = accelerator.split("-")[0]
     return _GENERATIONS.get(first, first)
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Number of runs, and of models that they were of."""
+    """Counts of published runs and of their models."""
 
     runs: int
     models: int
@@ -58,27 +64,27 @@ class Runs:
 
 @dataclass(frozen=True)
 class SoftwareRecord:
-    """What published runs of one software say, of dense models or of mixtures."""
+    """Factors and quantiles learned from the published runs of one software, for dense models or for mixtures."""
 
     software: str
     mixture: bool
     accelerators: Mapping[str, Runs]
     """Runs by the accelerator's key."""
     factors: Mapping[str, float]
-    """Measured over predicted time by generation of accelerators."""
+    """Measured over predicted time, by generation of accelerators."""
     factor: float
-    """The same over all generations, for those that have no runs."""
+    """Measured over predicted time over all generations, for those without runs."""
     left_out_error: float
     """Median of the absolute error where a model is predicted with a factor from the others; of all software if no model can be."""
     ratios: tuple[float, ...]
-    """Quantiles of a ``Band``: measured over predicted time with the factor."""
+    """Quantiles of a ``Band`` for accelerators with runs: measured time over predicted time with the factor."""
     elsewhere_ratios: tuple[float, ...]
-    """The same on accelerators that it has no runs on."""
+    """Quantiles of a ``Band`` for accelerators without runs."""
 
 
 @dataclass(frozen=True)
 class KindRecord:
-    """What is left over for one kind of evidence, over all software."""
+    """Factor and left-out errors of one kind of evidence, over all software."""
 
     kind: Kind
     mixture: bool
@@ -93,8 +99,9 @@ class KindRecord:
     bias: float
     """Median with its sign of the predictions without any factor: below zero they are too optimistic."""
     covered_80: float
-    """Share of left-out runs that a band for 80 % of them holds, the band too being from other software."""
+    """Share of left-out runs within the 80 % band that was learned from other software."""
     covered_90: float
+    """Share of left-out runs within the 90 % band."""
     ratios: tuple[float, ...]
 
 
@@ -112,7 +119,7 @@ class BestRun:
 
 @dataclass(frozen=True)
 class Learned:
-    """The table."""
+    """Table of all that was learned from published runs."""
 
     made_from: Mapping[str, str]
     """File of published runs with its SHA-256, and the command."""
@@ -121,26 +128,26 @@ class Learned:
     best: tuple[BestRun, ...] = ()
 
     def record(self, software: str, *, mixture: bool) -> SoftwareRecord | None:
-        """What is known of a software; ``None`` if nothing is."""
+        """Returns the record of a software; ``None`` if it has no published run."""
         return next(
             (one for one in self.software if (one.software, one.mixture) == (software, mixture)), None
         )
 
     def kind(self, kind: Kind, *, mixture: bool) -> KindRecord:
-        """What is known of a kind of evidence."""
+        """Returns the record of a kind of evidence."""
         return next(one for one in self.kinds if (one.kind, one.mixture) == (kind, mixture))
 
     def best_on(self, accelerator: str, precision: str) -> BestRun | None:
-        """The best published utilization of an accelerator in one format; ``None`` if no run is known."""
+        """Returns the best published utilization of an accelerator in one format; ``None`` without runs."""
         found = (one for one in self.best if (one.accelerator, one.precision) == (accelerator, precision))
         return next(found, None)
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a prediction rests on: the factor that is applied to it, and the band around the result."""
+    """Evidence for a prediction: the factor that is applied to it, the band around it and the runs that both are from."""
 
-    kind: Literal["here", "elsewhere", "never", "calibrated"]
+    kind: Kind
     subject: str
     """Software and accelerator, in words."""
     factor: float
@@ -172,10 +179,10 @@ class Evidence:
 def evidence_for(
     table: Learned, software: str, accelerator: str, *, mixture: bool, calibrated: bool = False
 ) -> Evidence:
-    """What is known of ``software`` on ``accelerator`` (their names in the tables of software and of hardware).
+    """Looks up the evidence for ``software`` on ``accelerator`` (their names in the tables of software and of hardware).
 
     Args:
-        table: What was learned.
+        table: Table made from published runs.
         software: A name of ``phalanx.plan.workload.software.SOFTWARE``; nothing is known of any other.
         accelerator: The accelerator's key.
         mixture: True for mixtures of experts, which exercise other code than dense models.
@@ -218,5 +225,5 @@ TABLE = Path(__file__).with_name("learned.json")
 
 @lru_cache(maxsize=1)
 def learned() -> Learned:
-    """The table that comes with the package."""
+    """Reads the table that comes with the package."""
     return msgspec.json.decode(TABLE.read_bytes(), type=Learned)
