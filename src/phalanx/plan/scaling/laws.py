@@ -1,0 +1,302 @@
+"""Published scaling laws: the loss of a model of so many parameters after so many tokens, as typed constants with their sources.
+
+A law predicts nats a token on the text, with the tokenizer, of its own paper. Losses of one law compare with each other; losses of
+two laws do not, while the sizes and tokens that they call optimal do. Constants marked "checked" were read in the paper's text or in
+two independent transcriptions of its table on 2026-11-23; "recalled" ones were not found and are from memory.
+
+Two things are called N. Dense laws here count all parameters, embedding included (Kaplan et al.: without it). Laws of mixtures
+count the parameters that a token meets (active ones).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+PF_DAY_FLOPS = 8.64e19
+"""FLOP of a petaflop-day, the unit of compute of Kaplan et al."""
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """Loss L(N, D) = floor + a / N^alpha + b / D^beta (Hoffmann et al. 2022, arXiv:2203.15556, equation 2), in nats a token."""
+
+    floor: float
+    a: float
+    alpha: float
+    b: float
+    beta: float
+
+    def loss(self, parameters: float, tokens: float) -> float:
+        """The predicted loss; infinite without parameters or tokens."""
+        if parameters <= 0 or tokens <= 0:
+            return math.inf
+        return self.floor + self.a * parameters**-self.alpha + self.b * tokens**-self.beta
+
+    def optimum(self, flops: float) -> tuple[float, float]:
+        """Parameters and tokens of the least loss with 6ND = ``flops``, in closed form (Hoffmann et al., equation 4)."""
+        ratio = (self.alpha * self.a / (self.beta * self.b)) ** (1 / (self.alpha + self.beta))
+        parameters = ratio * (flops / 6) ** (self.beta / (self.alpha + self.beta))
+        return parameters, flops / 6 / parameters
+
+    def optimal_size(self, tokens: float) -> float:
+        """The size whose optimal training takes ``tokens``: both terms' slopes along 6ND are equal there."""
+        return float(
+            (self.alpha * self.a / (self.beta * self.b)) ** (1 / self.alpha)
+            * tokens ** (self.beta / self.alpha)
+        )
+
+
+@dataclass(frozen=True)
+class StandardErrors:
+    """Published standard errors of a power law, and the run around which its terms turn.
+
+    ``a`` and ``alpha`` are not independent: both come from the same term, which the runs fix in their middle. Published errors of
+    ``a`` alone say little, and the correlation is not published; here ``alpha`` turns the term about the middle run. That choice is
+    this project's.
+    """
+
+    floor: float
+    alpha: float
+    beta: float
+    middle_parameters: float
+    middle_tokens: float
+
+    def of_loss(self, law: PowerLaw, parameters: float, tokens: float) -> float:
+        """Standard error of the loss, to first order, the errors of the three terms taken as independent."""
+        size = law.a * parameters**-law.alpha * math.log(parameters / self.middle_parameters)
+        data = law.b * tokens**-law.beta * math.log(tokens / self.middle_tokens)
+        return math.hypot(self.floor, self.alpha * size, self.beta * data)
+
+    def turned(self, law: PowerLaw, alpha_errors: float, beta_errors: float) -> PowerLaw:
+        """The law with exponents so many standard errors off."""
+        alpha, beta = law.alpha + alpha_errors * self.alpha, law.beta + beta_errors * self.beta
+        return replace(
+            law,
+            alpha=alpha,
+            beta=beta,
+            a=law.a * self.middle_parameters ** (alpha - law.alpha),
+            b=law.b * self.middle_tokens ** (beta - law.beta),
+        )
+
+
+class LossSurface(Protocol):
+    """A law that gives a loss for every size and number of tokens."""
+
+    def loss(self, parameters: float, tokens: float) -> float:
+        """Nats a token."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """The origin of a law's constants."""
+
+    citation: str
+    constants: str
+    """The table or equation, and whether the constants were checked or are recalled."""
+    largest_flops: float
+    """6ND of about the largest run that the law was fitted to."""
+
+
+@dataclass(frozen=True)
+class DenseLaw:
+    """A published law of dense models."""
+
+    key: str
+    law: PowerLaw
+    source: Source
+    errors: StandardErrors | None = None
+    """``None`` where the paper states none that can be used."""
+
+    def loss(self, parameters: float, tokens: float) -> float:
+        """Nats a token."""
+        return self.law.loss(parameters, tokens)
+
+
+_LARGEST_HOFFMANN = 3e22
+"""Recalled: the largest curves of Hoffmann et al. are of about 10^22 FLOP, and single runs (16 B parameters) somewhat beyond."""
+
+CHINCHILLA = DenseLaw(
+    "chinchilla-refit",
+    PowerLaw(floor=1.8172, a=482.01, alpha=0.3478, b=2085.43, beta=0.3658),
+    Source(
+        "Besiroglu et al. 2024 (arXiv:2404.10102), a refit of Hoffmann et al.'s runs",
+        "table 1, with standard errors: checked",
+        _LARGEST_HOFFMANN,
+    ),
+    # Runs of 70 M to 16 B parameters and 5 B to 500 B tokens: their geometric means.
+    StandardErrors(floor=0.03, alpha=0.02, beta=0.02, middle_parameters=1.06e9, middle_tokens=5e10),
+)
+"""The default: the corrected fit of Chinchilla's third approach, which agrees with its first two."""
+
+HOFFMANN = DenseLaw(
+    "chinchilla-printed",
+    PowerLaw(floor=1.6934, a=406.4, alpha=0.3392, b=410.7, beta=0.2849),
+    Source(
+        "Hoffmann et al. 2022 (arXiv:2203.15556), approach 3",
+        "equation 10, exponents unrounded as in the paper's TeX source: checked; its fit had not converged (arXiv:2404.10102)",
+        _LARGEST_HOFFMANN,
+    ),
+)
+
+MUENNIGHOFF = DenseLaw(
+    "c4",
+    PowerLaw(math.exp(0.6254804), math.exp(6.255414), 0.3526596, math.exp(7.3049974), 0.3526596),
+    Source(
+        "Muennighoff et al. 2023 (arXiv:2305.16264), the one-epoch law on C4",
+        "appendix A, equation 17: checked",
+        5e21,
+    ),
+)
+
+DENSE_LAWS = (CHINCHILLA, HOFFMANN, MUENNIGHOFF)
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Kaplan et al.'s optimal size for compute: a fit of the optimum alone, with no surface around it."""
+
+    key: str
+    source: Source
+
+    def optimum(self, flops: float) -> tuple[float, float]:
+        """Parameters without the embedding, and the tokens that use ``flops`` up at 6ND."""
+        parameters = 1.3e9 * (flops / PF_DAY_FLOPS) ** 0.73
+        return parameters, flops / 6 / parameters
+
+
+KAPLAN = Allocation(
+    "kaplan",
+    Source(
+        "Kaplan et al. 2020 (arXiv:2001.08361)",
+        "table 6, N = 1.3e9 C^0.73 with C in PF-days: checked; superseded by Hoffmann et al., whose sizes are smaller",
+        1e3 * PF_DAY_FLOPS,
+    ),
+)
+
+
+def transformed_experts(experts: float, start: float, most: float) -> float:
+    """Clark et al.'s saturating number of experts (arXiv:2202.01169, equation 4): ``start`` of a dense model, at most ``most``."""
+    return 1 / (1 / (experts - 1 + 1 / (1 / start - 1 / most)) + 1 / most)
+
+
+@dataclass(frozen=True)
+class JointLaw:
+    """Ludziejewski et al. 2025 (arXiv:2502.05172), equation 6: dense models and mixtures in one law, of active parameters.
+
+    ``experts`` are times the feed-forward parameters of what a token meets: 32 where each token meets 8 of 256. 1 is a dense model.
+    """
+
+    experts: float
+
+    def power_law(self) -> PowerLaw:
+        """For one number of experts the law is a power law (their table 4)."""
+        log_experts = math.log(transformed_experts(self.experts, 2.0732, 290.4521))
+        return PowerLaw(
+            floor=1.3637,
+            a=35.91 * math.exp(-0.2285 * log_experts),
+            alpha=0.1889 - 0.0098 * log_experts,
+            b=35.98 * math.exp(0.5529 * log_experts),
+            beta=0.1775 + 0.0259 * log_experts,
+        )
+
+    def loss(self, parameters: float, tokens: float) -> float:
+        """Nats a token of ``parameters`` active ones."""
+        return self.power_law().loss(parameters, tokens)
+
+
+@dataclass(frozen=True)
+class FineGrainedLaw:
+    """Krajewski et al. 2024 (arXiv:2402.07871): mixtures of 64 times the feed-forward parameters, cut into ``granularity`` parts.
+
+    The paper's N is all parameters without the embedding; a token of its models meets one in 43 of them (12 of 516 squares of the
+    width in each layer, its section on parameters: recalled). Asked here by active parameters.
+    """
+
+    granularity: float = 8.0
+    total_over_active: float = 516 / 12
+
+    def power_law(self) -> PowerLaw:
+        """The law at this granularity, of active parameters."""
+        alpha = 0.115
+        a = 18.1 + 2.1 * self.granularity**-0.58
+        return PowerLaw(floor=0.47, a=a * self.total_over_active**-alpha, alpha=alpha, b=30.8, beta=0.147)
+
+    def loss(self, parameters: float, tokens: float) -> float:
+        """Nats a token of ``parameters`` active ones."""
+        return self.power_law().loss(parameters, tokens)
+
+
+@dataclass(frozen=True)
+class RoutedLaw:
+    """Clark et al. 2022 (arXiv:2202.01169), equation 1 and table 3 (S-BASE), joined to a dense law's term of tokens.
+
+    The paper's runs all saw 130 B tokens, so that it knows no optimum. A mixture is as good as a dense model of its *effective* size;
+    that size is put into ``dense``. Joining the two is this project's choice.
+    """
+
+    experts: float
+    dense: PowerLaw = CHINCHILLA.law
+
+    def effective_parameters(self, parameters: float) -> float:
+        """The dense model that is as good, by equation 11; never less than ``parameters``: beyond 10^12 the law sees no gain."""
+        start, most = 1.847, 314.478
+        of_dense = math.log10(transformed_experts(1, start, most))
+        of_mixture = math.log10(transformed_experts(self.experts, start, most))
+        size = math.log10(parameters)
+        slope = -0.082 + 0.009 * of_dense
+        effective = ((-0.082 + 0.009 * of_mixture) * size - 0.108 * (of_mixture - of_dense)) / slope
+        return float(10 ** max(effective, size))
+
+    def loss(self, parameters: float, tokens: float) -> float:
+        """Nats a token of ``parameters`` active ones."""
+        return self.dense.loss(self.effective_parameters(parameters), tokens)
+
+
+@dataclass(frozen=True)
+class MixtureLaw:
+    """A published law of mixtures of experts, at one number of experts."""
+
+    key: str
+    surface: LossSurface
+    source: Source
+
+    def loss(self, parameters: float, tokens: float) -> float:
+        """Nats a token of ``parameters`` active ones."""
+        return self.surface.loss(parameters, tokens)
+
+
+def joint_law(experts: float) -> MixtureLaw:
+    """The joint law of dense models (``experts`` 1) and mixtures; fitted up to 32 experts, one for each token."""
+    source = Source(
+        "Ludziejewski et al. 2025 (arXiv:2502.05172)",
+        "tables 3 and 4: checked; of experts as large as a dense layer, at most 32, at most 2.7 B active parameters",
+        6.0e20,
+    )
+    return MixtureLaw("joint", JointLaw(experts), source)
+
+
+def mixture_laws(experts: float) -> tuple[MixtureLaw, ...]:
+    """The laws of mixtures with ``experts`` times the feed-forward parameters that a token meets; the first is the default."""
+    return (
+        joint_law(experts),
+        MixtureLaw(
+            "fine-grained",
+            FineGrainedLaw(),
+            Source(
+                "Krajewski et al. 2024 (arXiv:2402.07871)",
+                "the fit of its main table, at granularity 8 and 64 experts whatever the model has: checked in a transcription",
+                1e21,
+            ),
+        ),
+        MixtureLaw(
+            "routed",
+            RoutedLaw(experts),
+            Source(
+                "Clark et al. 2022 (arXiv:2202.01169), effective size in the dense law",
+                "table 3, S-BASE: checked in a transcription; all its runs saw 130 B tokens",
+                1e21,
+            ),
+        ),
+    )

@@ -1,0 +1,166 @@
+"""Compute-optimal size and tokens for a budget, with the cost of a token of each size given as a function.
+
+Hoffmann et al. (arXiv:2203.15556) minimize the loss along 6ND = C. Here the price of a token is whatever it really is: model FLOP, or
+the dollars, days or accelerator-hours that the planner finds for a model of that size on a fleet. Tokens that are served later can
+be part of the budget (Sardana et al., arXiv:2401.00448): each costs a third of a training token (2N FLOP against 6N) times how much
+dearer the server's FLOP are than the trainer's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from phalanx.plan.scaling.laws import LossSurface, PowerLaw, StandardErrors
+
+CostPerToken = Callable[[float], float]
+"""Cost of training on one token, by the (active) parameters; in the budget's unit."""
+
+SMALLEST, LARGEST = 1e5, 1e14
+"""Parameters between which an optimum is looked for."""
+_GRID = 160
+_GOLDEN = (math.sqrt(5) - 1) / 2
+INFERENCE_SHARE = 1 / 3
+"""FLOP of a served token over those of a trained one: forward only, 2N of 6N (Sardana et al., equation 2)."""
+
+
+class BudgetError(ValueError):
+    """A budget that cannot be read, or that buys nothing."""
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """The best size for a budget."""
+
+    parameters: float
+    tokens: float
+    loss: float
+
+
+def tokens_for(
+    parameters: float, budget: float, cost: CostPerToken, inference_tokens: float = 0.0, dearer: float = 1.0
+) -> float:
+    """The tokens that a model can be trained on once ``inference_tokens`` are paid for; not positive if they take it all."""
+    each = cost(parameters)
+    return budget / each - inference_tokens * INFERENCE_SHARE * dearer
+
+
+def optimum(
+    surface: LossSurface,
+    budget: float,
+    cost: CostPerToken,
+    *,
+    inference_tokens: float = 0.0,
+    dearer: float = 1.0,
+    between: tuple[float, float] = (SMALLEST, LARGEST),
+) -> Optimum:
+    """The size of least loss that ``budget`` pays for, with its tokens.
+
+    A grid in the logarithm of the size, then golden sections between the neighbors of its best point: the surface need not be a power
+    law (repeated data). Raises ``BudgetError`` if no size can be trained on a token.
+    """
+
+    def loss_at(log_size: float) -> float:
+        size = math.exp(log_size)
+        return surface.loss(size, tokens_for(size, budget, cost, inference_tokens, dearer))
+
+    low, high = (math.log(end) for end in between)
+    points = [low + (high - low) * step / _GRID for step in range(_GRID + 1)]
+    losses = [loss_at(point) for point in points]
+    best = losses.index(min(losses))
+    if not math.isfinite(losses[best]):
+        raise BudgetError("the budget pays for no training at all once the inference tokens are served")
+    log_size = _golden(loss_at, points[max(0, best - 1)], points[min(_GRID, best + 1)])
+    size = math.exp(log_size)
+    return Optimum(size, tokens_for(size, budget, cost, inference_tokens, dearer), loss_at(log_size))
+
+
+def _golden(value: Callable[[float], float], low: float, high: float) -> float:
+    """Place of the least value of a function with one minimum between ``low`` and ``high``."""
+    left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+    at_left, at_right = value(left), value(right)
+    while high - low > 1e-7:
+        if at_left <= at_right:
+            high, right, at_right = right, left, at_left
+            left = high - _GOLDEN * (high - low)
+            at_left = value(left)
+        else:
+            low, left, at_left = left, right, at_right
+            right = low + _GOLDEN * (high - low)
+            at_right = value(right)
+    return (low + high) / 2
+
+
+def flops_per_token(parameters: float) -> float:
+    """6N: the FLOP of training on a token by the convention of all laws here."""
+    return 6 * parameters
+
+
+def interpolated(sizes: Sequence[float], costs: Sequence[float]) -> CostPerToken:
+    """The cost of a token of any size, from that of some: linear in the logarithms, and beyond the outermost two as straight.
+
+    One size alone makes the cost proportional to the size.
+    """
+    known = sorted(zip((math.log(size) for size in sizes), (math.log(cost) for cost in costs), strict=True))
+    if len(known) == 1:
+        ((size, price),) = known
+        return lambda parameters: math.exp(price + math.log(parameters) - size)
+
+    def at(parameters: float) -> float:
+        place = math.log(parameters)
+        after = next(
+            (index for index, (size, _) in enumerate(known[1:-1], 1) if place < size), len(known) - 1
+        )
+        (left, low), (right, high) = known[after - 1], known[after]
+        return math.exp(low + (high - low) * (place - left) / (right - left))
+
+    return at
+
+
+@dataclass(frozen=True)
+class OverTrained:
+    """A model that is ``smaller`` times smaller than the optimum, for the same training budget."""
+
+    smaller: float
+    parameters: float
+    tokens: float
+    loss: float
+    penalty: float
+    """Loss over the optimum's, in nats a token."""
+    same_loss_cost: float
+    """Training cost that gives the optimum's loss at this size, over the budget; infinite if no number of tokens does."""
+
+
+def over_trained(
+    surface: LossSurface, best: Optimum, budget: float, cost: CostPerToken, smaller: float
+) -> OverTrained:
+    """What a model costs that is ``smaller`` times smaller, so that each token served costs so much less."""
+    parameters = best.parameters / smaller
+    tokens = budget / cost(parameters)
+    loss = surface.loss(parameters, tokens)
+    needed = _tokens_to(surface, parameters, best.loss)
+    return OverTrained(
+        smaller, parameters, tokens, loss, loss - best.loss, needed * cost(parameters) / budget
+    )
+
+
+def _tokens_to(surface: LossSurface, parameters: float, loss: float) -> float:
+    """Tokens after which a model of this size has this loss, by bisection of their logarithm; infinite if it never has."""
+    low, high = math.log(1e3), math.log(1e30)
+    if surface.loss(parameters, math.exp(high)) > loss:
+        return math.inf
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if surface.loss(parameters, math.exp(middle)) > loss else (low, middle)
+    return math.exp(high)
+
+
+def size_band(
+    law: PowerLaw, errors: StandardErrors, budget: float, cost: CostPerToken
+) -> tuple[float, float]:
+    """P5 and P95 of the optimal size: the optimum with each exponent one standard error off, combined as independent."""
+    middle = math.log(optimum(law, budget, cost).parameters)
+    moved = (errors.turned(law, *step) for step in ((1, 0), (0, 1)))
+    spread = math.hypot(*(math.log(optimum(one, budget, cost).parameters) - middle for one in moved))
+    return math.exp(middle - 1.645 * spread), math.exp(middle + 1.645 * spread)
