@@ -32,7 +32,7 @@ PURE = (
     "plan/step_cost",
     "plan/whole_run",
     "plan/report",
-    *(f"plan/scaling/{name}.py" for name in ("laws", "repeated_data", "optimum", "budget")),
+    *(f"plan/scaling/{name}.py" for name in ("laws", "repeated_data", "optimum", "budget", "fit")),
     "simulate/hostile",
     "checkpoint/format/boxes.py",
     "checkpoint/format/image.py",

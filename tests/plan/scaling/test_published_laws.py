@@ -21,10 +21,10 @@ from phalanx.plan.scaling.laws import (
 from phalanx.plan.scaling.optimum import (
     BudgetError,
     flops_per_token,
-    interpolated,
     optimum,
     over_trained,
     size_band,
+    straight,
     tokens_for,
 )
 from phalanx.plan.scaling.repeated_data import REPEATS, RepeatedData, effective
@@ -157,9 +157,10 @@ def test_a_budget_that_serving_uses_up_is_refused() -> None:
         optimum(LAW, 1e20, flops_per_token, inference_tokens=1e18)
 
 
-def test_costs_between_known_sizes_are_straight_in_logarithms() -> None:
-    cost = interpolated([1e9, 1e10, 1e11], [6e9, 6e10, 1.2e12])
-    assert [cost(1e9), cost(1e10), cost(1e11)] == pytest.approx([6e9, 6e10, 1.2e12])
-    assert cost(1e8) == pytest.approx(6e8)
-    assert cost(3.16227766e10) == pytest.approx(math.sqrt(6e10 * 1.2e12))
-    assert interpolated([2e9], [4.0])(1e9) == pytest.approx(2.0)
+def test_the_cost_between_known_sizes_is_a_power_through_the_nearest() -> None:
+    cost = straight([1e9, 1e10, 1e11], [6e9, 6e10, 6e11], through=2e10)
+    assert [cost(size) for size in (1e8, 1e10, 1e12)] == pytest.approx([6e8, 6e10, 6e12])
+    scattered = straight([1e9, 1e10, 1e11], [6e9, 9e10, 6e11], through=2e10)
+    assert scattered(1e10) == pytest.approx(9e10)
+    assert scattered(1e11) == pytest.approx(9e11)
+    assert straight([2e9], [4.0], through=1e9)(1e9) == pytest.approx(2.0)

@@ -6,6 +6,7 @@ The heavy parts (arrays, catalogs) are imported when they are needed, so that ``
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,9 +17,11 @@ from typing import TYPE_CHECKING
 import click
 
 from phalanx.cli.errors import explained
+from phalanx.cli.plan.what_to_train import answer_budget, answer_fit, refuse_beside, refuse_model_fields
 
 if TYPE_CHECKING:
     from phalanx.hardware.cluster import Cluster
+    from phalanx.plan.scaling.answer import Question
     from phalanx.plan.search.plan import Plan
     from phalanx.plan.search.query import Aim
     from phalanx.run.spec import RunSpec
@@ -33,8 +36,22 @@ def _list_stacks(context: click.Context, _option: click.Parameter, asked: bool) 
 
 
 @click.command("plan")
-@click.argument("run_file", required=False, type=click.Path(path_type=Path))
+@click.argument("files", nargs=-1, metavar="[RUN_FILE]", type=click.Path(path_type=Path))
 @click.option("--model", help="A known model instead of a run file, such as llama3-405b.")
+@click.option(
+    "--budget", help="What to train for so much: 40M$, 1e25FLOP, 30d, 1M gpu-hours; instead of a run file."
+)
+@click.option(
+    "--kind", type=click.Choice(["dense", "mixture"]), help="With --budget: only models of this kind."
+)
+@click.option("--unique-tokens", help="With --budget: the text there is, as in 1T; more tokens repeat it.")
+@click.option("--inference-tokens", help="With --budget: tokens to be served later, which it pays for too.")
+@click.option(
+    "--fit",
+    "fits",
+    is_flag=True,
+    help="Fit a scaling law to finished runs: --fit RUN_DIR..., beside a run file to predict.",
+)
 @click.option(
     "--cluster", "cluster_name", default="this", show_default=True, help="Where: NAME:COUNT, or a TOML file."
 )
@@ -102,8 +119,13 @@ def _list_stacks(context: click.Context, _option: click.Parameter, asked: bool) 
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
-    run_file: Path | None,
+    files: tuple[Path, ...],
     model: str | None,
+    budget: str | None,
+    kind: str | None,
+    unique_tokens: str | None,
+    inference_tokens: str | None,
+    fits: bool,
     cluster_name: str,
     tokens: str | None,
     optimize: str,
@@ -122,7 +144,7 @@ def command(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Find the best layouts of a run on a cluster, and say why; or explain one layout.
+    """Find the best layouts of a run on a cluster, and say why; or explain one layout; or say what to train for a budget.
 
     Needs no accelerator. Figures of the cluster can be overridden with --set cluster.NAME=VALUE, as in
     --set cluster.accelerator.price_per_hour=1.9. Conditions are on the fields of a layout: tp, cp, pp, vpp, ep, etp, dp,
@@ -134,12 +156,46 @@ def command(
       phalanx plan configs/llama3-405b.toml --cluster h100:16384 --layout tp=8,pp=16,dp=128 --explain
       phalanx plan --model moe-100t --cluster vr200-nvl72:100000 --require 'tp<=8' --report out.html
       phalanx plan configs/quickstart.toml --cluster this --out winner.toml
+      phalanx plan --budget 40M$ --cluster h100:4096 --unique-tokens 5T
+      phalanx plan --budget 1e25FLOP
+      phalanx plan --fit runs/small-* large.toml
     """
     with _mistakes():
+        from phalanx.plan.search.query import Aim, refuse_unused
+
+        if fits:
+            instead = (
+                "it fits the run directories that follow, and predicts one run file, or FLOP of --budget"
+            )
+            refuse_beside(
+                "--fit", _given(), ("files", "fits", "budget", "tokens", "overrides", "as_json"), instead
+            )
+            answer_fit(files, overrides=overrides, tokens=tokens, budget=budget, as_json=as_json)
+            return
+        aim = Aim(optimize, require, top, stack, layout, tokens, step_error, assume)
+        if budget is not None:
+            refuse_beside(
+                "--budget", _given(), _WITH_BUDGET, "the model, its tokens and its layout are the answer"
+            )
+            fields = _without_cluster(overrides)
+            refuse_unused(fields, searching=True, tokens=None)
+            refuse_model_fields(fields)
+            question = _question(budget, aim, kind, unique_tokens, inference_tokens, fields)
+            if _is_given("cluster_name"):
+                question = replace(question, cluster=_cluster(cluster_name, overrides))
+            question = replace(question, seq_len=seq_len, batch=batch if _is_given("batch") else None)
+            answer_budget(question, out=out, report=report, as_json=as_json)
+            return
+        if only := [name for name in ("kind", "unique_tokens", "inference_tokens") if _is_given(name)]:
+            raise click.UsageError(f"--{only[0].replace('_', '-')} goes with --budget")
+        if len(files) > 1:
+            raise click.UsageError(
+                f"one run file is planned at a time, not {len(files)}; --fit takes run directories"
+            )
+        run_file = files[0] if files else None
         from phalanx.cli.plan.plan_table import print_plan
         from phalanx.plan.search.as_json import plan_json
         from phalanx.plan.search.plan import make_plan
-        from phalanx.plan.search.query import Aim, refuse_unused
 
         given = {name for name in ("batch", "seq_len") if _is_given(name)}
         if given and run_file is not None:
@@ -151,7 +207,6 @@ def command(
         refuse_unused(fields, searching=layout is None, tokens=tokens)
         spec = _spec(run_file, model, batch, seq_len, fields)
         cluster = _cluster(cluster_name, overrides)
-        aim = Aim(optimize, require, top, stack, layout, tokens, step_error, assume)
         stated = None if model is None else {text.partition("=")[0].strip() for text in fields}
         plan = make_plan(spec, cluster, aim, stated=stated, searching=searching)
         _write_files(plan, spec, aim, report, trace, out, stated)
@@ -159,6 +214,56 @@ def command(
             click.echo(json.dumps(plan_json(plan), allow_nan=False))
         else:
             print_plan(plan, explain=explain)
+
+
+_WITH_BUDGET = (
+    "budget",
+    "kind",
+    "unique_tokens",
+    "inference_tokens",
+    "cluster_name",
+    "optimize",
+    "require",
+    "stack",
+    "batch",
+    "seq_len",
+    "overrides",
+    "step_error",
+    "assume",
+    "report",
+    "out",
+    "as_json",
+)
+"""Options that go with --budget."""
+
+
+def _given() -> list[str]:
+    """The parameters that stand on the command line."""
+    return [name for name in click.get_current_context().params if _is_given(name)]
+
+
+def _question(
+    budget: str,
+    aim: Aim,
+    kind: str | None,
+    unique_tokens: str | None,
+    inference_tokens: str | None,
+    fields: list[str],
+) -> Question:
+    from phalanx.plan.scaling.answer import Question
+    from phalanx.plan.scaling.budget import read_budget
+    from phalanx.plan.scaling.shapes import MODEL_KINDS
+    from phalanx.plan.search.query import read_tokens
+
+    return Question(
+        read_budget(budget),
+        None,
+        aim,
+        overrides=tuple(fields),
+        kinds=tuple(one for one in MODEL_KINDS if kind in (None, one)),
+        unique_tokens=read_tokens(unique_tokens, "--unique-tokens") if unique_tokens else math.inf,
+        inference_tokens=read_tokens(inference_tokens, "--inference-tokens") if inference_tokens else 0.0,
+    )
 
 
 class _Mistake(click.ClickException):

@@ -32,7 +32,7 @@ class PowerLaw:
         """The predicted loss; infinite without parameters or tokens."""
         if parameters <= 0 or tokens <= 0:
             return math.inf
-        return self.floor + self.a * parameters**-self.alpha + self.b * tokens**-self.beta
+        return float(self.floor + self.a * parameters**-self.alpha + self.b * tokens**-self.beta)
 
     def optimum(self, flops: float) -> tuple[float, float]:
         """Parameters and tokens of the least loss with 6ND = ``flops``, in closed form (Hoffmann et al., equation 4)."""
@@ -277,26 +277,25 @@ def joint_law(experts: float) -> MixtureLaw:
     return MixtureLaw("joint", JointLaw(experts), source)
 
 
-def mixture_laws(experts: float) -> tuple[MixtureLaw, ...]:
-    """The laws of mixtures with ``experts`` times the feed-forward parameters that a token meets; the first is the default."""
-    return (
-        joint_law(experts),
-        MixtureLaw(
-            "fine-grained",
-            FineGrainedLaw(),
-            Source(
-                "Krajewski et al. 2024 (arXiv:2402.07871)",
-                "the fit of its main table, at granularity 8 and 64 experts whatever the model has: checked in a transcription",
-                1e21,
-            ),
-        ),
-        MixtureLaw(
-            "routed",
-            RoutedLaw(experts),
-            Source(
-                "Clark et al. 2022 (arXiv:2202.01169), effective size in the dense law",
-                "table 3, S-BASE: checked in a transcription; all its runs saw 130 B tokens",
-                1e21,
-            ),
-        ),
+def routed_law(experts: float) -> MixtureLaw:
+    """The default of mixtures: what experts are worth by Clark et al., in the dense law that was fitted to the largest runs."""
+    source = Source(
+        "Clark et al. 2022 (arXiv:2202.01169), effective size in the dense law",
+        "table 3, S-BASE: checked in a transcription; all its runs saw 130 B tokens; largest run recalled",
+        1e21,
     )
+    return MixtureLaw("routed", RoutedLaw(experts), source)
+
+
+def mixture_laws(experts: float) -> tuple[MixtureLaw, ...]:
+    """The laws of mixtures with ``experts`` times the feed-forward parameters that a token meets; the first is the default.
+
+    None was fitted to runs of more than about 10^21 FLOP. Far beyond, the exponents of the joint and the fine-grained law, which the
+    smallest runs decide, call for far larger models on far fewer tokens than anybody trains: they are for comparison.
+    """
+    fine_grained = Source(
+        "Krajewski et al. 2024 (arXiv:2402.07871)",
+        "the fit of its main table, at granularity 8 and 64 experts whatever the model has: checked in a transcription",
+        1e21,
+    )
+    return routed_law(experts), joint_law(experts), MixtureLaw("fine-grained", FineGrainedLaw(), fine_grained)

@@ -97,25 +97,18 @@ def flops_per_token(parameters: float) -> float:
     return 6 * parameters
 
 
-def interpolated(sizes: Sequence[float], costs: Sequence[float]) -> CostPerToken:
-    """The cost of a token of any size, from that of some: linear in the logarithms, and beyond the outermost two as straight.
+def straight(sizes: Sequence[float], costs: Sequence[float], through: float) -> CostPerToken:
+    """The cost of a token of any size, from that of some: a power of the size through the known one nearest ``through``.
 
-    One size alone makes the cost proportional to the size.
+    The power is the least-squares slope of all that are known. Costs of single shapes scatter (a layout that divides well, one that
+    does not), so that a line from each to the next would have its optimum at a corner. One size alone makes cost proportional to size.
     """
-    known = sorted(zip((math.log(size) for size in sizes), (math.log(cost) for cost in costs), strict=True))
-    if len(known) == 1:
-        ((size, price),) = known
-        return lambda parameters: math.exp(price + math.log(parameters) - size)
-
-    def at(parameters: float) -> float:
-        place = math.log(parameters)
-        after = next(
-            (index for index, (size, _) in enumerate(known[1:-1], 1) if place < size), len(known) - 1
-        )
-        (left, low), (right, high) = known[after - 1], known[after]
-        return math.exp(low + (high - low) * (place - left) / (right - left))
-
-    return at
+    logs = [(math.log(size), math.log(cost)) for size, cost in zip(sizes, costs, strict=True)]
+    middle, mean = (sum(column) / len(logs) for column in zip(*logs, strict=True))
+    spread = sum((size - middle) ** 2 for size, _ in logs)
+    slope = sum((size - middle) * (cost - mean) for size, cost in logs) / spread if spread else 1.0
+    at, price = min(logs, key=lambda known: abs(known[0] - math.log(through)))
+    return lambda parameters: math.exp(price + slope * (math.log(parameters) - at))
 
 
 @dataclass(frozen=True)

@@ -239,8 +239,8 @@ def options_of(
 _MOST_TOKENS = 1e18
 
 
-def read_tokens(text: str) -> float:
-    """A number of tokens such as ``15T`` or ``300B``. Raises ``RequestError``."""
+def read_tokens(text: str, option: str = "--tokens") -> float:
+    """A number of tokens such as ``15T`` or ``300B``. Raises ``RequestError`` that names ``option``."""
     match = re.fullmatch(r"\s*([\d._]+(?:[eE]\d+)?)\s*([kMBGT]?)\s*", text)
     try:
         tokens = float(match[1].replace("_", "")) * _UNITS[match[2]] if match else 0.0
@@ -248,7 +248,7 @@ def read_tokens(text: str) -> float:
         tokens = 0.0
     if not 0 < tokens <= _MOST_TOKENS:
         raise RequestError(
-            f"--tokens {text}: write a number above 0, at most {_MOST_TOKENS:.0e}, with k, M, B or T, as in 15T"
+            f"{option} {text}: write a number above 0, at most {_MOST_TOKENS:.0e}, with k, M, B or T, as in 15T"
         )
     return tokens
 

@@ -1,0 +1,120 @@
+"""What to train for a budget: the budget is used up, the shape is one that trains, and mistakes are explained."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.cli.plan.plan_command import command
+from phalanx.model.facts.presets import PRESETS
+from phalanx.plan.scaling.shapes import MODEL_KINDS, run_of_shape, shape_of
+from phalanx.run.read import read_run
+
+
+def plan(*arguments: str) -> Result:
+    return CliRunner(env={"COLUMNS": "200"}).invoke(command, list(arguments))
+
+
+@cache
+def facts(*arguments: str) -> dict[str, Any]:
+    result = plan(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return dict(json.loads(result.stdout))
+
+
+@given(st.floats(3e7, 1e12), st.sampled_from(MODEL_KINDS))
+@settings(max_examples=15, deadline=None)
+def test_a_shape_has_about_the_size_and_is_a_run_that_passes_all_checks(size: float, kind: Any) -> None:
+    shape = shape_of(kind, size)
+    assert shape.active == pytest.approx(size, rel=0.15)
+    assert 40 < shape.model.dim / shape.model.layers < 200
+    assert shape.model.dim % 128 == 0
+    assert run_of_shape(shape, 20 * size, 4096, None, ()).model == shape.model
+
+
+def test_flop_need_no_cluster_and_are_used_up() -> None:
+    found = facts("--budget", "1e22FLOP")["found"]
+    assert {one["kind"] for one in found} == {"dense", "mixture"}
+    for one in found:
+        assert 6 * one["active_parameters"] * one["tokens"] == pytest.approx(1e22)
+        assert one["plan"] is None
+        assert one["loss_p5_p95"][0] < one["loss"] < one["loss_p5_p95"][1]
+    assert found[0]["loss"] <= found[1]["loss"]
+
+
+SMALL = ("--cluster", "h100:8", "--kind", "dense", "--batch", "64", "--seq-len", "2048")
+
+
+@pytest.mark.parametrize(("budget", "amount"), [("3000$", 3000.0), ("20d", 20.0), ("4000 gpu-hours", 4000.0)])
+def test_what_the_planner_says_a_run_costs_is_the_budget(budget: str, amount: float) -> None:
+    (one,) = facts("--budget", budget, *SMALL)["found"]
+    run = one["plan"]["whole_run"]
+    spent = {
+        "$": run["cost"]["total_usd"],
+        "d": run["days"],
+        "s": 24 * run["days"] * (8 + run["spare_accelerators"]),
+    }[budget[-1]]
+    assert spent == pytest.approx(amount, rel=0.01)
+    assert one["plan"]["tokens"] == pytest.approx(one["tokens"], rel=1e-3)
+    assert one["plan"]["parameters"] == one["parameters"]
+
+
+def test_more_dollars_buy_a_larger_model_and_a_lower_loss() -> None:
+    (poor,), (rich,) = (facts("--budget", budget, *SMALL)["found"] for budget in ("300$", "3000$"))
+    assert rich["active_parameters"] > poor["active_parameters"]
+    assert rich["loss"] < poor["loss"]
+
+
+def test_little_text_and_much_serving_change_the_answer() -> None:
+    asked = ("--budget", "1e22FLOP", "--kind", "dense")
+    (plain,), (scarce,), (served,) = (
+        facts(*asked, *more)["found"]
+        for more in ((), ("--unique-tokens", "20B"), ("--inference-tokens", "1T"))
+    )
+    assert scarce["loss"] > plain["loss"]
+    assert served["active_parameters"] < plain["active_parameters"]
+    assert "times" in plan(*asked, "--unique-tokens", "20B").output
+
+
+def test_the_run_file_of_the_answer_is_read_and_names_what_nobody_chose(tmp_path: Path) -> None:
+    out, page = tmp_path / "run.toml", tmp_path / "page.html"
+    result = plan("--budget", "300$", *SMALL, "--out", str(out), "--report", str(page))
+    assert result.exit_code == 0, result.output
+    spec = read_run(out, PRESETS)
+    assert spec.parallel.ranks == 8
+    assert "optimizer.lr" in spec.unfilled
+    assert "train a dense model of" in " ".join(result.output.split())
+    assert page.read_text().startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--budget", "40"], "of what?"),
+        (["--budget", "40M$"], "give --cluster"),
+        (["--budget", "1e22FLOP", "--model", "llama3-8b"], "--model cannot be given with --budget"),
+        (["--budget", "1e22FLOP", "--tokens", "1T"], "--tokens cannot be given with --budget"),
+        (["--budget", "1e22FLOP", "run.toml"], "cannot be given with --budget"),
+        (["--budget", "1e22FLOP", "--set", "model.layers=3"], "the model, its steps and its batch are the answer"),
+        (["--budget", "1e22FLOP", "--set", "parallel.tensor=8"], "--require"),
+        (["--budget", "1e22FLOP", "--unique-tokens", "0"], "--unique-tokens 0"),
+        (["--budget", "1e22FLOP", "--inference-tokens", "1e400"], "--inference-tokens"),
+        (["--budget", "1e18FLOP", "--inference-tokens", "900000T"], "no training at all"),
+        (["--budget", "1e22FLOP", "--out", "x.toml"], "give --cluster"),
+        (["--budget", "1000$", "--cluster", "h100:8", "--kind", "dense", "--set", "cluster.accelerator.price_per_hour=0"], "price of 0"),
+        (["--kind", "dense", "--model", "llama3-8b"], "--kind goes with --budget"),
+        (["a.toml", "b.toml"], "one run file is planned at a time"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_explained_with_exit_code_two(arguments: list[str], says: str) -> None:
+    result = plan(*arguments)
+    assert result.exit_code == 2, result.output
+    assert says in " ".join(result.output.split())
+    assert "Traceback" not in result.output
