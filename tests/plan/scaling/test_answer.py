@@ -83,6 +83,13 @@ def test_little_text_and_much_serving_change_the_answer() -> None:
     assert "times" in plan(*asked, "--unique-tokens", "20B").output
 
 
+def test_a_kind_that_the_cluster_cannot_hold_is_left_out_with_the_reason() -> None:
+    result = plan("--budget", "100d", "--cluster", "h100:1", "--batch", "8", "--seq-len", "2048")
+    assert result.exit_code == 0, result.output
+    assert "no mixture model" in result.output
+    assert "train a dense model" in result.output
+
+
 def test_the_run_file_of_the_answer_is_read_and_names_what_nobody_chose(tmp_path: Path) -> None:
     out, page = tmp_path / "run.toml", tmp_path / "page.html"
     result = plan("--budget", "300$", *SMALL, "--out", str(out), "--report", str(page))

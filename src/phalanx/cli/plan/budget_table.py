@@ -23,7 +23,7 @@ def print_answer(answer: BudgetAnswer) -> None:
     console = Console(highlight=False)
     for place, one in enumerate(answer.found):
         console.print(f"[bold]{'train' if place == 0 else 'or'}[/bold] {escape(sentence(answer, one))}")
-    for text in comparison(answer):
+    for text in (*answer.left_out, *comparison(answer)):
         console.print(escape(text))
     for one in answer.found:
         console.print(_laws_table(one))
@@ -72,7 +72,13 @@ def comparison(answer: BudgetAnswer) -> Iterator[str]:
     unique = answer.question.unique_tokens
     if math.isfinite(unique):
         for one in answer.found:
-            yield f"{one.shape.name} reads the {count(unique)} unique tokens {one.tokens / unique:.3g} times."
+            if one.tokens <= unique:
+                yield f"{one.shape.name}: the {count(unique)} unique tokens do not run out."
+                continue
+            yield (
+                f"{one.shape.name} reads the {count(unique)} unique tokens {one.tokens / unique:.3g} times, which costs "
+                f"{one.loss - one.new_text_loss:.3f} of loss against as much new text (Muennighoff et al. 2023)."
+            )
 
 
 def _laws_table(one: Recommended) -> Table:

@@ -69,8 +69,6 @@ class Question:
     kinds: tuple[ModelKind, ...] = MODEL_KINDS
     unique_tokens: float = math.inf
     inference_tokens: float = 0.0
-    dearer: float = 1.0
-    """Price of a served FLOP over that of a trained one."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +98,8 @@ class Recommended:
     """P5 and P95 by the standard errors of the dense law; what experts are worth is taken as right."""
     size_band: tuple[float, float] | None
     """The same of the optimal parameters of a dense model."""
+    new_text_loss: float
+    """The loss if all tokens were new: ``loss`` where the text does not run out."""
     joint_loss: float
     """The loss by the joint law of dense models and mixtures: a second opinion on which of the two is better."""
     spec: RunSpec
@@ -120,6 +120,8 @@ class BudgetAnswer:
 
     question: Question
     found: tuple[Recommended, ...]
+    left_out: tuple[str, ...] = ()
+    """Kinds of models that the cluster cannot hold at the budget's size, with what is in the way."""
 
     @property
     def best(self) -> Recommended:
@@ -145,8 +147,16 @@ def answer(question: Question, say: Callable[[str], None] = lambda _: None) -> B
         raise BudgetError(
             f"--budget {question.budget}: an hour of {question.cluster.key} has a price of 0: give a budget of days"
         )
-    found = [_recommended(question, kind, say) for kind in question.kinds]
-    return BudgetAnswer(question, tuple(sorted(found, key=lambda one: one.loss)))
+    found: list[Recommended] = []
+    left_out: list[str] = []
+    for kind in question.kinds:
+        try:
+            found.append(_recommended(question, kind, say))
+        except RequestError as error:
+            if kind == question.kinds[-1] and not found:
+                raise
+            left_out.append(f"no {kind} model: {error}")
+    return BudgetAnswer(question, tuple(sorted(found, key=lambda one: one.loss)), tuple(left_out))
 
 
 def _default_law(kind: ModelKind) -> DenseLaw | MixtureLaw:
@@ -165,7 +175,6 @@ def _solved(question: Question, surface: LossSurface, cost: CostPerToken, times:
         times * question.budget.amount,
         cost,
         inference_tokens=question.inference_tokens,
-        dearer=question.dearer,
     )
 
 
@@ -173,15 +182,12 @@ def _recommended(question: Question, kind: ModelKind, say: Callable[[str], None]
     law = _default_law(kind)
     cost, planned, shape = _cost_of(question, kind, law, say)
     budget = question.budget.amount
-    tokens = tokens_for(shape.active, budget, cost, question.inference_tokens, question.dearer)
+    tokens = tokens_for(shape.active, budget, cost, question.inference_tokens)
     if tokens <= 0:
         raise BudgetError(f"--budget {question.budget}: the inference tokens use it up")
     best = _solved(question, law, cost)
     surface = _on_data(law, question)
-    searched = planned.get(shape.active)
-    if searched is None and question.cluster is not None:
-        searched = _search(question, shape, tokens, say)
-    spec, plan = _planned(question, shape, tokens, searched)
+    spec, plan = _planned(question, shape, tokens, planned.get(shape))
     loss = surface.loss(shape.active, tokens)
     assert CHINCHILLA.errors is not None, "both default laws rest on the refit"
     effective = shape.active if kind == "dense" else RoutedLaw(EXPANSION).effective_parameters(shape.active)
@@ -193,6 +199,7 @@ def _recommended(question: Question, kind: ModelKind, say: Callable[[str], None]
         loss=loss,
         loss_band=(loss - spread, loss + spread),
         size_band=size_band(CHINCHILLA.law, CHINCHILLA.errors, budget, cost) if kind == "dense" else None,
+        new_text_loss=law.loss(shape.active, tokens),
         joint_loss=_on_data(joint, question).loss(shape.active, tokens),
         spec=spec,
         stated=_stated(question),
@@ -200,7 +207,7 @@ def _recommended(question: Question, kind: ModelKind, say: Callable[[str], None]
         laws=tuple(_law_rows(question, kind, cost)),
         smaller=tuple(over_trained(surface, best, budget, cost, times) for times in SMALLER),
         doubled=_solved(question, law, cost, 2.0),
-        planned=tuple((size, _unit_cost(question, plan)) for size, plan in sorted(planned.items())),
+        planned=tuple(sorted((shape.active, _unit_cost(question, plan)) for shape, plan in planned.items())),
     )
 
 
@@ -229,36 +236,36 @@ def _kaplan(question: Question, cost: CostPerToken) -> LawRow:
 
 def _cost_of(
     question: Question, kind: ModelKind, law: LossSurface, say: Callable[[str], None]
-) -> tuple[CostPerToken, dict[float, Plan], Shape]:
+) -> tuple[CostPerToken, dict[Shape, Plan], Shape]:
     """The cost of a token by size, the plans that say so, and the shape that the budget is best spent on."""
     if question.budget.unit == "flop":
         shape = shape_of(kind, _solved(question, law, flops_per_token).parameters)
         planned = {}
         if question.cluster is not None:
             tokens = question.budget.amount / flops_per_token(shape.active)
-            planned[float(shape.active)] = _search(question, shape, tokens, say)
+            planned[shape] = _search(question, shape, tokens, say)
         return flops_per_token, planned, shape
     guess = _solved(question, law, _guessed(question)).parameters
-    plans: dict[float, Plan] = {}
-    failed: Exception | None = None
+    plans: dict[Shape, Plan] = {}
+    failed: RequestError | None = None
     for size in (guess / _APART, guess * _APART):
         try:
             _add_plan(question, kind, size, plans, say)
         except RequestError as error:  # a size that fits nowhere: the others decide
             failed = error
-    if not plans:
-        raise failed or RequestError("no size could be planned")
+    if failed is not None and not plans:
+        raise failed
     at = guess
     while True:
-        cost = straight(list(plans), [_unit_cost(question, plan) for plan in plans.values()], at)
-        shape = shape_of(kind, _solved(question, law, cost).parameters)
-        near = min(plans, key=lambda size: abs(math.log(size / shape.active)))
-        if abs(math.log(near / shape.active)) < _SETTLED:
-            return cost, plans, shape_of(kind, near)
-        if len(plans) >= _MOST_PLANS:
-            return cost, plans, shape
-        _add_plan(question, kind, shape.active, plans, say)
-        at = shape.active
+        costs = [_unit_cost(question, plan) for plan in plans.values()]
+        sizes = [shape.active for shape in plans]
+        wanted = _solved(question, law, straight(sizes, costs, at)).parameters
+        nearest = min(plans, key=lambda shape: abs(math.log(shape.active / wanted)))
+        if abs(math.log(nearest.active / wanted)) < _SETTLED or len(plans) >= _MOST_PLANS:
+            # The cost of the size that is answered with is its own plan's.
+            return straight(sizes, costs, nearest.active), plans, nearest
+        _add_plan(question, kind, wanted, plans, say)
+        at = wanted
 
 
 def _guessed(question: Question) -> CostPerToken:
@@ -276,11 +283,11 @@ def _guessed(question: Question) -> CostPerToken:
 
 
 def _add_plan(
-    question: Question, kind: ModelKind, size: float, plans: dict[float, Plan], say: Callable[[str], None]
+    question: Question, kind: ModelKind, size: float, plans: dict[Shape, Plan], say: Callable[[str], None]
 ) -> None:
     shape = shape_of(kind, size)
     tokens = question.budget.amount / _guessed(question)(shape.active)
-    plans[float(shape.active)] = _search(question, shape, tokens, say)
+    plans[shape] = _search(question, shape, tokens, say)
 
 
 def _search(question: Question, shape: Shape, tokens: float, say: Callable[[str], None]) -> Plan:

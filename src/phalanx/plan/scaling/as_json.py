@@ -19,6 +19,7 @@ def answer_json(answer: BudgetAnswer) -> dict[str, object]:
         "cluster": question.cluster.key if question.cluster else None,
         "unique_tokens": _finite(question.unique_tokens),
         "inference_tokens": question.inference_tokens,
+        "left_out": answer.left_out,
         "found": [_recommended(one) for one in answer.found],
     }
 
@@ -58,6 +59,7 @@ def _recommended(one: Recommended) -> dict[str, object]:
         "loss": one.loss,
         "loss_p5_p95": one.loss_band,
         "parameters_p5_p95": one.size_band,
+        "new_text_loss": one.new_text_loss,
         "joint_law_loss": one.joint_loss,
         "laws": [asdict(row) for row in one.laws],
         "smaller": [{name: _finite(value) for name, value in asdict(row).items()} for row in one.smaller],

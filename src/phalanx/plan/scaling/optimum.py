@@ -2,8 +2,8 @@
 
 Hoffmann et al. (arXiv:2203.15556) minimize the loss along 6ND = C. Here the price of a token is whatever it really is: model FLOP, or
 the dollars, days or accelerator-hours that the planner finds for a model of that size on a fleet. Tokens that are served later can
-be part of the budget (Sardana et al., arXiv:2401.00448): each costs a third of a training token (2N FLOP against 6N) times how much
-dearer the server's FLOP are than the trainer's.
+be part of the budget (Sardana et al., arXiv:2401.00448): each costs a third of a training token (2N FLOP against 6N), as if it were
+served on the trainer's machines as busily: generation one token at a time is dearer.
 """
 
 from __future__ import annotations
@@ -38,12 +38,10 @@ class Optimum:
     loss: float
 
 
-def tokens_for(
-    parameters: float, budget: float, cost: CostPerToken, inference_tokens: float = 0.0, dearer: float = 1.0
-) -> float:
+def tokens_for(parameters: float, budget: float, cost: CostPerToken, inference_tokens: float = 0.0) -> float:
     """The tokens that a model can be trained on once ``inference_tokens`` are paid for; not positive if they take it all."""
     each = cost(parameters)
-    return budget / each - inference_tokens * INFERENCE_SHARE * dearer
+    return budget / each - inference_tokens * INFERENCE_SHARE
 
 
 def optimum(
@@ -52,7 +50,6 @@ def optimum(
     cost: CostPerToken,
     *,
     inference_tokens: float = 0.0,
-    dearer: float = 1.0,
     between: tuple[float, float] = (SMALLEST, LARGEST),
 ) -> Optimum:
     """The size of least loss that ``budget`` pays for, with its tokens.
@@ -63,7 +60,7 @@ def optimum(
 
     def loss_at(log_size: float) -> float:
         size = math.exp(log_size)
-        return surface.loss(size, tokens_for(size, budget, cost, inference_tokens, dearer))
+        return surface.loss(size, tokens_for(size, budget, cost, inference_tokens))
 
     low, high = (math.log(end) for end in between)
     points = [low + (high - low) * step / _GRID for step in range(_GRID + 1)]
@@ -73,7 +70,7 @@ def optimum(
         raise BudgetError("the budget pays for no training at all once the inference tokens are served")
     log_size = _golden(loss_at, points[max(0, best - 1)], points[min(_GRID, best + 1)])
     size = math.exp(log_size)
-    return Optimum(size, tokens_for(size, budget, cost, inference_tokens, dearer), loss_at(log_size))
+    return Optimum(size, tokens_for(size, budget, cost, inference_tokens), loss_at(log_size))
 
 
 def _golden(value: Callable[[float], float], low: float, high: float) -> float:
