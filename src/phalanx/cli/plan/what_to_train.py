@@ -62,8 +62,10 @@ def _write(found: BudgetAnswer, out: Path | None, report: Path | None) -> None:
         return
     if report is not None:
         from phalanx.plan.report.page import report_page
+        from phalanx.plan.scaling.words import report_section
 
-        report.write_text(report_page(best.plan), encoding="utf-8")
+        page = report_page(best.plan, [("What to train", report_section(found))])
+        report.write_text(page, encoding="utf-8")
         click.echo(f"wrote {report}", err=True)
     if out is not None:
         import tomli_w

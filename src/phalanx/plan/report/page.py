@@ -48,9 +48,10 @@ td:first-child, th:first-child, .left td, .left th { text-align: left } th { bor
 """
 
 
-def report_page(plan: Plan) -> str:
-    """The whole page."""
+def report_page(plan: Plan, before: Sequence[tuple[str, str]] = ()) -> str:
+    """The whole page; ``before`` are titles and HTML of sections that come first."""
     sections = [
+        *before,
         ("Answer", first_page(plan)),
         *([("The best by the exact schedule", _best(plan))] if plan.found else []),
         ("Memory of each pipeline rank", _memory(plan)),

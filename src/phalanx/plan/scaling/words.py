@@ -1,0 +1,159 @@
+"""The answer of a budget in words: a sentence for each kind of model, what the laws disagree about, and what would change it.
+
+The terminal and the report say the same by these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from html import escape
+
+from phalanx.plan.report.html_table import html_table
+from phalanx.plan.report.units import DAYS, DOLLARS, ENERGY, written
+from phalanx.plan.scaling.answer import BudgetAnswer, Recommended
+from phalanx.plan.scaling.optimum import OverTrained
+
+_FAR = 3.0
+"""How far beyond its largest run a law is asked before that is said."""
+
+LAW_COLUMNS = ("law", "parameters", "tokens", "per parameter", "loss", "of its largest run")
+SMALLER_COLUMNS = ("size", "parameters", "tokens", "loss", "penalty", "serving", "training for the same loss")
+
+
+def sentence(answer: BudgetAnswer, one: Recommended) -> str:
+    """The answer for one kind of model."""
+    shape = one.shape
+    size = f"{count(shape.parameters)} parameters"
+    if shape.kind == "mixture":
+        size = f"a mixture of {size}, {count(shape.active)} active,"
+    else:
+        size = f"a dense model of {size}"
+    band = f" (P5-P95 {one.loss_band[0]:.3f} to {one.loss_band[1]:.3f})"
+    text = f"{size} on {count(one.tokens)} tokens for {answer.question.budget}: predicted loss {one.loss:.3f}{band}"
+    if one.plan is None:
+        return f"{text}; give --cluster for days, dollars and energy"
+    run = one.plan.run
+    return (
+        f"{text}; {written(run.days, DAYS)} on {one.plan.job.cluster.key} "
+        f"(P5-P95 {written(run.finish_days.p5, DAYS)} to {written(run.finish_days.p95, DAYS)}), "
+        f"{written(run.cost.total_usd, DOLLARS)}, {written(run.energy.total_kwh, ENERGY)}, goodput {run.goodput:.1%}, "
+        f"in {one.plan.chosen.layout}"
+    )
+
+
+def comparison(answer: BudgetAnswer) -> Iterator[str]:
+    """The two kinds of models beside each other, by the laws that sized them and by the joint law."""
+    if len(answer.found) > 1:
+        first, second = answer.found
+        agrees = "agrees" if first.joint_loss < second.joint_loss else "disagrees"
+        yield (
+            f"The {first.shape.kind} model is predicted to be better by {second.loss - first.loss:.3f}; the joint law of both kinds "
+            f"(Ludziejewski et al. 2025) {agrees}: {first.joint_loss:.3f} against {second.joint_loss:.3f}. Losses of different laws are of "
+            "different text."
+        )
+    unique = answer.question.unique_tokens
+    if math.isfinite(unique):
+        for one in answer.found:
+            if one.tokens <= unique:
+                yield f"{one.shape.name}: the {count(unique)} unique tokens do not run out."
+                continue
+            yield (
+                f"{one.shape.name} reads the {count(unique)} unique tokens {one.tokens / unique:.3g} times, which costs "
+                f"{one.loss - one.new_text_loss:.3f} of loss against as much new text (Muennighoff et al. 2023)."
+            )
+
+
+def law_rows(one: Recommended) -> Iterator[tuple[str, ...]]:
+    """What each law calls optimal, by ``LAW_COLUMNS``."""
+    for row in one.laws:
+        yield (
+            f"{row.law}: {row.source.citation.split(' (')[0]}",
+            count(row.parameters),
+            count(row.tokens),
+            f"{row.tokens / row.parameters:.3g}",
+            "-" if row.loss is None else f"{row.loss:.3f}",
+            times(row.beyond) if row.beyond > 1 else "within",
+        )
+
+
+def smaller_rows(one: Recommended) -> Iterator[tuple[str, ...]]:
+    """Over-trained models for the same budget, by ``SMALLER_COLUMNS``."""
+    for row in one.smaller:
+        yield (
+            f"{row.smaller:g} x smaller",
+            count(row.parameters),
+            count(row.tokens),
+            f"{row.loss:.3f}",
+            f"+{row.penalty:.3f}",
+            f"{-(1 - 1 / row.smaller):.0%}",
+            _same_loss(row),
+        )
+
+
+def tables(one: Recommended) -> Iterator[tuple[str, tuple[str, ...], Iterator[tuple[str, ...]]]]:
+    """Title, columns and rows of the tables of one kind of model."""
+    yield f"{one.shape.kind}: what each law calls optimal", LAW_COLUMNS, law_rows(one)
+    title = f"{one.shape.kind}: smaller models, cheaper to serve, for the same training budget"
+    yield title, SMALLER_COLUMNS, smaller_rows(one)
+
+
+def _same_loss(row: OverTrained) -> str:
+    return f"{row.same_loss_cost:.3g} x" if math.isfinite(row.same_loss_cost) else "not at any cost"
+
+
+def changes(answer: BudgetAnswer) -> Iterator[str]:
+    """What the answer hangs on, in sentences."""
+    for one in answer.found:
+        name, sizes = one.shape.name, [row.parameters for row in one.laws if row.loss is not None]
+        yield f"{name}: the laws' optimal sizes are {count(min(sizes))} to {count(max(sizes))} active parameters"
+        if one.size_band is not None:
+            low, high = one.size_band
+            yield f"{name}: by the law's own standard errors, {count(low)} to {count(high)} (P5-P95)"
+        main = one.laws[0]
+        if main.beyond > _FAR:
+            yield (
+                f"{name}: this is {times(main.beyond)} the compute that the law was fitted to; small runs of your own "
+                "(phalanx plan --fit) say more"
+            )
+        twice = one.doubled
+        yield (
+            f"{name}: twice the budget is for {count(twice.parameters)} parameters on {count(twice.tokens)} tokens, "
+            f"loss {twice.loss:.3f}"
+        )
+        if one.plan is not None:
+            run = one.plan.run
+            yield (
+                f"{name}: steps {one.plan.band.p5 - 1:+.0%} to {one.plan.band.p95 - 1:+.0%} of the planned (P5-P95) make the same tokens "
+                f"cost {written(run.usd.p5, DOLLARS)} to {written(run.usd.p95, DOLLARS)}"
+            )
+    if not answer.question.inference_tokens:
+        yield "tokens to be served (--inference-tokens) make the best model smaller; text that runs out (--unique-tokens) too"
+
+
+def report_section(answer: BudgetAnswer) -> str:
+    """The answer as a section of a report."""
+    paragraphs = [
+        f"{'Train' if place == 0 else 'Or'} {sentence(answer, one)}."
+        for place, one in enumerate(answer.found)
+    ]
+    paragraphs += [*answer.left_out, *comparison(answer)]
+    text = "".join(f"<p>{escape(paragraph)}</p>" for paragraph in paragraphs)
+    for one in answer.found:
+        for title, columns, rows in tables(one):
+            text += f"<p>{escape(title)}</p>{html_table(columns, rows)}"
+    listed = "".join(f"<li>{escape(change)}</li>" for change in changes(answer))
+    return f"{text}<p>What would change the answer</p><ul>{listed}</ul>"
+
+
+def times(factor: float) -> str:
+    """A factor in words: ``1,200 times``."""
+    return f"{factor:,.0f} times" if factor >= 10 else f"{factor:.2g} times"
+
+
+def count(number: float) -> str:
+    """A count with three digits and its letter."""
+    for letter, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {letter}"
+    return f"{number:.3g}"
