@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from layouts import DENSE, MIXTURE, Whole, merged, steps_on_this_rank, tiny, worst_error
+from one_hash import ROUNDING, Flaw, at_once, flawed_step, on_one_rank, one_after_the_other, same
 from phalanx.parallel.context.tiles import Tile
 from phalanx.parallel.reduction.integer.bins import BinFormat
 from phalanx.run.spec import MemorySpec, ModelSpec, ParallelSpec, PrecisionSpec, RunSpec
@@ -42,8 +40,6 @@ LAYOUTS: dict[str, tuple[tuple[str, int, dict[str, Any]], ...]] = {
     "mixture": (("fp32", 4, {}), ("bf16", 2, {"sharding": "none"})),
 }
 """By model: format, ranks, and how those that do not share a sequence are used. Four ranks alone share one."""
-ROUNDING = 2e-6
-"""Error of loss and gradients beside a run without tiles, relative to the largest element of each, in fp32."""
 
 
 def spec_of(model: ModelSpec, parallel: ParallelSpec, compute: str = "fp32") -> RunSpec:
@@ -61,23 +57,11 @@ def divided(model: ModelSpec, context: int, **other: Any) -> ParallelSpec:
     return ParallelSpec(context=context, context_mode="allgather", expert=expert, **other)
 
 
-def same(found: Whole, reference: Whole) -> bool:
-    return (found.losses, found.norms, found.weights_sha256) == (
-        reference.losses,
-        reference.norms,
-        reference.weights_sha256,
-    )
-
-
 @pytest.fixture(scope="module")
 def one_rank(ranks: Ranks) -> Callable[[str, str], Whole]:
     """The result of a model of ``MODELS`` on one rank."""
 
-    @functools.cache
-    def computed(model: str, compute: str) -> Whole:
-        return merged(ranks.run(1, steps_on_this_rank, spec_of(MODELS[model], ParallelSpec(), compute), 1))
-
-    return computed
+    return on_one_rank(ranks, lambda model, compute: spec_of(MODELS[model], ParallelSpec(), compute))
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -177,19 +161,6 @@ def test_a_run_in_context_tiles_goes_on_under_another_context_degree_with_the_sa
     assert not result.get("layout_changes")
 
 
-def one_after_the_other(summands: Iterable[Tensor], *_: Any) -> Tensor:
-    return functools.reduce(torch.add, list(summands))
-
-
-def at_once(self: Any, x: Tensor) -> Tensor:
-    """``InPieces`` that computes all pieces together."""
-    from phalanx.parallel.tensor.lanes.shares import in_place_of
-
-    with in_place_of(self._owners, [parameter.now()[0] for parameter in self._parameters]):
-        result: Tensor = self._forward(x)
-    return result
-
-
 def keys_in_two_blocks(tile: int, count: int, seq: int, window: int) -> Iterator[Tile]:
     """The blocks of scores as they are when a half of the keys arrives after the other."""
     from phalanx.parallel.context.gather import tiles
@@ -203,37 +174,22 @@ def keys_in_two_blocks(tile: int, count: int, seq: int, window: int) -> Iterator
 
 TILED = "phalanx.parallel.context.fixed"
 LANED = "phalanx.parallel.tensor.lanes"
-MUTANTS: dict[str, tuple[int, str, str, Any]] = {
-    "gradient of weights, on a rank": (1, f"{LANED}.shares", "add_in_tree", one_after_the_other),
-    "gradient of weights, over ranks": (4, f"{TILED}.ranks", "sum_in_tree", one_after_the_other),
-    "gradient of keys, on a rank": (1, f"{TILED}.core", "add_in_tree", one_after_the_other),
-    "gradient of keys, over ranks": (4, f"{TILED}.core", "sum_in_tree", one_after_the_other),
-    "results of attention": (1, f"{TILED}.core", "tiles", keys_in_two_blocks),
-    "layers of tokens": (1, f"{LANED}.pieces", "InPieces.__call__", at_once),
-    "loss": (1, "phalanx.train.step.loss", "add_in_tree", one_after_the_other),
+MUTANTS: dict[str, tuple[int, Flaw]] = {
+    "gradient of weights, on a rank": (1, (f"{LANED}.shares", "add_in_tree", one_after_the_other)),
+    "gradient of weights, over ranks": (4, (f"{TILED}.ranks", "sum_in_tree", one_after_the_other)),
+    "gradient of keys, on a rank": (1, (f"{TILED}.core", "add_in_tree", one_after_the_other)),
+    "gradient of keys, over ranks": (4, (f"{TILED}.core", "sum_in_tree", one_after_the_other)),
+    "results of attention": (1, (f"{TILED}.core", "tiles", keys_in_two_blocks)),
+    "layers of tokens": (1, (f"{LANED}.pieces", "InPieces.__call__", at_once)),
+    "loss": (1, ("phalanx.train.step.loss", "add_in_tree", one_after_the_other)),
 }
 """Flaws, and the number of context ranks on which they are computed."""
-
-
-def mutated_steps(spec: RunSpec, mutant: str) -> Any:
-    """One step on this rank of a trainer with a flaw."""
-    _, path, name, flaw = MUTANTS[mutant]
-    owner: Any = importlib.import_module(path)
-    *inside, attribute = name.split(".")
-    for part in inside:
-        owner = getattr(owner, part)
-    kept = getattr(owner, attribute)
-    setattr(owner, attribute, flaw)
-    try:
-        return steps_on_this_rank(spec, 1)
-    finally:
-        setattr(owner, attribute, kept)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_flaw_in_any_part_of_context_tiles_would_be_noticed(
     ranks: Ranks, one_rank: Callable[[str, str], Whole], mutant: str
 ) -> None:
-    count, model = MUTANTS[mutant][0], MODELS["plain"]
-    flawed = merged(ranks.run(count, mutated_steps, spec_of(model, divided(model, count)), mutant))
+    (count, flaw), model = MUTANTS[mutant], MODELS["plain"]
+    flawed = merged(ranks.run(count, flawed_step, spec_of(model, divided(model, count)), flaw))
     assert not same(flawed, one_rank("plain", "fp32"))

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from layouts import DENSE, MIXTURE, Whole, legal_layouts, merged, steps_on_this_rank, tiny, worst_error
+from one_hash import ROUNDING, Flaw, at_once, flawed_step, on_one_rank, one_after_the_other, same
 from phalanx.run.layout import layout_problems
 from phalanx.run.spec import MemorySpec, ModelSpec, ParallelSpec, PrecisionSpec, RunSpec
 from ranks import Ranks
@@ -49,10 +49,6 @@ MODELS = {
         lanes=LANES,
     ),
 }
-ROUNDING = 2e-6
-"""Error of loss and gradients beside a run without lanes, relative to the largest element of each, in fp32."""
-
-Hashes = dict[str, Whole]
 
 
 def spec_of(model: ModelSpec, parallel: ParallelSpec, compute: str = "fp32") -> RunSpec:
@@ -66,23 +62,11 @@ def divided(model: ModelSpec, tensor: int, **other: Any) -> ParallelSpec:
     return ParallelSpec(tensor=tensor, expert=tensor if model.moe else 1, **other)
 
 
-def same(found: Whole, reference: Whole) -> bool:
-    return (found.losses, found.norms, found.weights_sha256) == (
-        reference.losses,
-        reference.norms,
-        reference.weights_sha256,
-    )
-
-
 @pytest.fixture(scope="module")
 def one_rank(ranks: Ranks) -> Callable[[str, str], Whole]:
     """The result of a model of ``MODELS`` on one rank."""
 
-    @functools.cache
-    def computed(model: str, compute: str) -> Whole:
-        return merged(ranks.run(1, steps_on_this_rank, spec_of(MODELS[model], ParallelSpec(), compute), 1))
-
-    return computed
+    return on_one_rank(ranks, lambda model, compute: spec_of(MODELS[model], ParallelSpec(), compute))
 
 
 @pytest.mark.parametrize(
@@ -223,21 +207,8 @@ def test_a_run_in_lanes_goes_on_under_another_tensor_degree_with_the_same_bits(
     assert not result.get("layout_changes")
 
 
-def one_after_the_other(summands: Iterable[Tensor], *_: Any) -> Tensor:
-    return functools.reduce(torch.add, list(summands))
-
-
 def under_one_name(x: Tensor, count: int) -> Iterator[Tensor]:
     return iter([x] * count)
-
-
-def at_once(self: Any, x: Tensor) -> Tensor:
-    """``InPieces`` that computes all pieces together."""
-    from phalanx.parallel.tensor.lanes.shares import in_place_of
-
-    with in_place_of(self._owners, [parameter.now()[0] for parameter in self._parameters]):
-        result: Tensor = self._forward(x)
-    return result
 
 
 def by_sequence(self: Any, x: Tensor) -> Tensor:
@@ -253,7 +224,7 @@ def together(count: int, _: Any) -> list[range]:
 
 
 LANES_ROOM = "phalanx.parallel.tensor.lanes"
-MUTANTS: dict[str, tuple[str, str, Any]] = {
+MUTANTS: dict[str, Flaw] = {
     "results of lanes": (f"{LANES_ROOM}.layers", "add_in_tree", one_after_the_other),
     "results of ranks": ("phalanx.parallel.tensor.sequence_comm", "sum_in_tree", one_after_the_other),
     "gradient of what lanes read": (f"{LANES_ROOM}.layers", "forked", under_one_name),
@@ -264,28 +235,11 @@ MUTANTS: dict[str, tuple[str, str, Any]] = {
 }
 
 
-def mutated_steps(spec: RunSpec, mutant: str) -> Any:
-    """One step on this rank of a trainer with a flaw."""
-    import importlib
-
-    path, name, flaw = MUTANTS[mutant]
-    owner: Any = importlib.import_module(path)
-    *inside, attribute = name.split(".")
-    for part in inside:
-        owner = getattr(owner, part)
-    kept = getattr(owner, attribute)
-    setattr(owner, attribute, flaw)
-    try:
-        return steps_on_this_rank(spec, 1)
-    finally:
-        setattr(owner, attribute, kept)
-
-
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_flaw_in_any_part_of_lanes_would_be_noticed(ranks: Ranks, mutant: str) -> None:
     model = MODELS["mixture" if mutant == "tokens of experts" else "dense"]
     one, four = (
-        merged(ranks.run(tensor, mutated_steps, spec_of(model, divided(model, tensor)), mutant))
+        merged(ranks.run(tensor, flawed_step, spec_of(model, divided(model, tensor)), MUTANTS[mutant]))
         for tensor in (1, 4)
     )
     assert not same(one, four)

@@ -18,11 +18,11 @@ from phalanx.parallel.tensor.tree_sums import dense
 
 @dataclass(frozen=True)
 class TiledAttention:
-    """Takes the place of the ``forward`` of a layer."""
+    """Replacement for the ``forward`` of an attention layer."""
 
     layer: Attention | MlaAttention
     parameters: Sequence[SharedParameter]
-    """All that the layer has, with a share for each tile."""
+    """All parameters of the layer, with a share for each tile."""
     core: TiledCore
 
     def __call__(

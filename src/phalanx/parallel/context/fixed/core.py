@@ -23,7 +23,7 @@ from phalanx.parallel.context.fixed.placement import by_position, by_tile
 from phalanx.parallel.context.fixed.ranks import RankTiles
 from phalanx.parallel.context.gather import head_tail_sight, tiles
 from phalanx.parallel.context.packing import pack, unpack
-from phalanx.parallel.context.tiles import SavedAttention, attend_tiles, differentiate_tiles
+from phalanx.parallel.context.tiles import SavedAttention, Sight, Tile, attend_tiles, differentiate_tiles
 from phalanx.parallel.mesh.torch_compat import exchange_along, gather_along
 from phalanx.parallel.tensor.tree_sums import add_in_tree, sum_in_tree
 
@@ -77,7 +77,7 @@ class _TiledAttention(torch.autograd.Function):
 def _split(
     tensors: Sequence[Tensor | None], count: int
 ) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor | None]]:
-    """Queries, keys and values, and sinks or ``None``, of ``count`` tiles each."""
+    """Splits a function's tensors into the queries, keys, values, and sinks (or ``None``) of ``count`` tiles each."""
     dense = [tensor for tensor in tensors[: 3 * count] if tensor is not None]
     return dense[:count], dense[count : 2 * count], dense[2 * count :], tensors[3 * count :]
 
@@ -118,10 +118,8 @@ class TiledCore:
         documents: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Results and log-sum-exp of a tile, fp32; ``keys`` and ``values`` are the whole sequence's."""
-        count, seq = self.ranks.count, query.shape[2]
-        sight = head_tail_sight(tile, count, seq, self.window, documents)
-        seen = tiles(tile, count, seq, self.window)
-        return with_sinks(*attend_tiles(seen, query, keys, values, sight, self.score), sinks)
+        blocks, sight = self._seen(tile, query.shape[2], documents)
+        return with_sinks(*attend_tiles(blocks, query, keys, values, sight, self.score), sinks)
 
     def differentiate(
         self,
@@ -133,10 +131,14 @@ class TiledCore:
         documents: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of a tile's queries, and its share of those of the whole sequence's keys and values; fp32."""
-        count, seq = self.ranks.count, gradient.shape[2]
-        sight = head_tail_sight(tile, count, seq, self.window, documents)
-        seen = tiles(tile, count, seq, self.window)
-        return differentiate_tiles(seen, saved, gradient, keys, values, sight, self.score)
+        blocks, sight = self._seen(tile, gradient.shape[2], documents)
+        return differentiate_tiles(blocks, saved, gradient, keys, values, sight, self.score)
+
+    def _seen(self, tile: int, seq: int, documents: Tensor | None) -> tuple[Iterator[Tile], Sight]:
+        """The blocks of scores of a tile's ``seq`` queries, in the order in which they are added, and the rule of what is hidden."""
+        count = self.ranks.count
+        blocks = tiles(tile, count, seq, self.window)
+        return blocks, head_tail_sight(tile, count, seq, self.window, documents)
 
     def gather(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values of the whole sequence, in its order, from those of this rank's tiles."""

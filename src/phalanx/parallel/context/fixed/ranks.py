@@ -22,13 +22,13 @@ class RankTiles:
     """The context tiles of a rank: ``here`` neighbors of ``count``."""
 
     count: int
-    """Of the whole sequence."""
+    """Number of tiles of the whole sequence."""
     ranks: int
-    """That share the sequence."""
+    """Number of ranks that share the sequence."""
     rank: int
-    """This one among them."""
+    """Number of this rank among them."""
     comm: SequenceComm
-    """To all of them, adding in tree order; not used if there is one."""
+    """Collectives over these ranks, adding in tree order; not used if there is one rank."""
 
     @property
     def here(self) -> range:
@@ -41,11 +41,11 @@ class RankTiles:
         return mine if self.ranks == 1 else self.comm.total(mine)
 
     def share_of_total(self, sums: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Of the sum over the ranks' tensors, each the elements that are this rank's to report, and zeros elsewhere.
+        """Returns the sum over the ranks' tensors in the elements that this rank reports, and zeros elsewhere.
 
-        An equal part of every tensor is a rank's, the same part whenever that parameter has a gradient. So the reports of all
-        ranks add up to the sum as it is, however many micro-batches' are added before. The zeros are negative, since a positive
-        one would make a negative zero positive.
+        Each rank reports an equal part of every tensor, always the same part of the same parameter. So the reports of all ranks
+        add up to the sum as it is, however many micro-batches' reports are added before. The zeros are negative, because a
+        positive one would make a negative zero positive.
         """
         if self.ranks == 1:
             return sums
@@ -67,7 +67,7 @@ class RankTiles:
 
 
 def rank_tiles(spec: RunSpec, mesh: Mesh, clock: CommClock) -> RankTiles | None:
-    """This rank's; ``None`` without ``model.context_tiles``."""
+    """Returns the context tiles of this rank; ``None`` without ``model.context_tiles``."""
     if not spec.model.context_tiles:
         return None
     comm = SequenceComm(mesh.context_group, clock, "tree")

@@ -37,7 +37,7 @@ from phalanx.model.mtp import PredictionAhead
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.tensor.lanes.layers import LanedLayer, LaneOutput, LaneParameter
 from phalanx.parallel.tensor.lanes.mixture import RoutedInPieces, ScoresInPieces
-from phalanx.parallel.tensor.lanes.pieces import InPieces
+from phalanx.parallel.tensor.lanes.pieces import InPieces, replace_method
 from phalanx.parallel.tensor.lanes.shares import SharedParameter, Shares, total_over
 from phalanx.parallel.tensor.lanes.vocabulary import LanedEmbedding
 from phalanx.parallel.tensor.sequence_comm import SequenceComm
@@ -104,13 +104,13 @@ def apply_lanes(
         if part in in_lanes or isinstance(part, Experts):
             continue
         if isinstance(part, Router):
-            part.scores = ScoresInPieces(part, own, lanes.here)  # type: ignore[method-assign]
+            replace_method(part, "scores", ScoresInPieces(part, own, lanes.here))
         elif isinstance(part, MoE):
-            part.routed = RoutedInPieces(part, lanes.here)  # type: ignore[method-assign]
+            replace_method(part, "routed", RoutedInPieces(part, lanes.here))
             if own:
-                part.shared_weights = InPieces(part.shared_weights, own, lanes.here)  # type: ignore[method-assign]
+                replace_method(part, "shared_weights", InPieces(part.shared_weights, own, lanes.here))
         elif isinstance(part, (RMSNorm, Linear)) and own:
-            part.forward = InPieces(part.forward, own, lanes.here)  # type: ignore[method-assign]
+            replace_method(part, "forward", InPieces(part.forward, own, lanes.here))
 
 
 def _own(part: nn.Module, name: str) -> list[str]:
@@ -178,5 +178,6 @@ def _divide(
     output = getattr(layer, layer.OUTPUT)
     bias = shared.get(f"{name}.{layer.OUTPUT}.bias")
     add_bias = None if bias is None else InPieces(output.add_bias, [bias], lanes.here)
-    layer.forward = LanedLayer(layer.by_tokens, layer.by_heads, parameters, lanes.here, lanes.comm, add_bias)  # type: ignore[method-assign]
+    in_lanes = LanedLayer(layer.by_tokens, layer.by_heads, parameters, lanes.here, lanes.comm, add_bias)
+    replace_method(layer, "forward", in_lanes)
     return inside

@@ -11,10 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.parallel.tensor.lanes.shares import SharedParameter, in_place_of
 from phalanx.parallel.tensor.tree_sums import dense
+
+
+def replace_method(module: nn.Module, name: str, method: Callable[..., object]) -> None:
+    """Makes ``module`` call ``method`` wherever it, or its owner, calls its method ``name``."""
+    if not callable(getattr(module, name)):
+        raise TypeError(f"{type(module).__name__}.{name} is no method")
+    setattr(module, name, method)
 
 
 class InPieces:
