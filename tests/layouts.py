@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -209,8 +209,16 @@ def worst_error(found: Whole, reference: Whole) -> float:
     return max(errors)
 
 
-def legal_layouts(model: ModelSpec, ranks: int, most: int = 4) -> Iterator[tuple[ParallelSpec, Layout]]:
-    """Every way of dividing ``ranks`` over the axes with degrees up to ``most``, with all ways of sharding."""
+def legal_layouts(
+    model: ModelSpec,
+    ranks: int,
+    most: int = 4,
+    made: Callable[[ModelSpec, ParallelSpec], RunSpec] = tiny,
+) -> Iterator[tuple[ParallelSpec, Layout]]:
+    """Every way of dividing ``ranks`` over the axes with degrees up to ``most``, with all ways of sharding.
+
+    ``made`` makes the run that must be legal. Context ranks pass keys in a ring, or gather them if the model is in context tiles.
+    """
     degrees = [degree for degree in (1, 2, 4, 8) if degree <= most]
     for pipeline in degrees:
         for context in degrees:
@@ -220,16 +228,17 @@ def legal_layouts(model: ModelSpec, ranks: int, most: int = 4) -> Iterator[tuple
                         base = ParallelSpec(
                             pipeline=pipeline,
                             context=context,
+                            context_mode="allgather" if model.context_tiles else "ring",
                             tensor=tensor,
                             expert=expert,
                             expert_tensor=expert_tensor,
                         )
-                        yield from _shardings(model, base, ranks, most)
+                        for parallel in _shardings(base, ranks, most):
+                            if not layout_problems(made(model, parallel), ranks):
+                                yield parallel, layout_of(parallel, ranks)
 
 
-def _shardings(
-    model: ModelSpec, base: ParallelSpec, ranks: int, most: int
-) -> Iterator[tuple[ParallelSpec, Layout]]:
+def _shardings(base: ParallelSpec, ranks: int, most: int) -> Iterator[ParallelSpec]:
     model_ranks = base.pipeline * base.context * base.tensor
     if ranks % model_ranks or ranks // model_ranks > most:
         return
@@ -238,7 +247,4 @@ def _shardings(
         for sharding in ("zero3", "zero2", "none"):
             if data_ranks % shard or (sharding == "none") != (shard == 1):
                 continue
-            parallel = dataclasses.replace(base, sharding=sharding, shard_ranks=shard)  # type: ignore[arg-type]
-            spec = tiny(model, parallel)
-            if not layout_problems(spec, ranks):
-                yield parallel, layout_of(parallel, ranks)
+            yield dataclasses.replace(base, sharding=sharding, shard_ranks=shard)  # type: ignore[arg-type]

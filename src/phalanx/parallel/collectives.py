@@ -118,8 +118,10 @@ class _RankStep:
         if stage == self.schedule.stages - 1:
             gathers, sums = gathers + predictions, sums + predictions
             tokens = max(1, train.micro_batch_size or train.batch_size // train.slots) * train.seq_len
-            chunks = -(-tokens // self.layout.context // train.loss_chunk)
-            calls["tensor", "all_gather"] += predictions * chunks
+            # Each tile is a loss of its own.
+            tiles = max(1, self.spec.model.context_tiles // self.layout.context)
+            chunks = -(-tokens // self.layout.context // tiles // train.loss_chunk)
+            calls["tensor", "all_gather"] += predictions * tiles * chunks
         calls["tensor", "all_gather"] += gathers + scatters
         # Lanes are added in tree order, by those who get the others' sums.
         lanes = self.spec.model.lanes > 0
@@ -136,6 +138,7 @@ class _RankStep:
         if ranks == 1:
             return Counter()
         if self.spec.parallel.context_mode == "allgather":
+            layers *= max(1, self.spec.model.lanes // self.layout.tensor)  # of which each attends by itself
             calls = Counter({("context", "all_gather"): 2 * layers, ("context", "all_to_all"): layers})
             return calls + self._tile_sums(stage)
         # Keys and values go round twice, but for the way home; their gradients once, and home.

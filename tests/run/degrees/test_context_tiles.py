@@ -35,11 +35,17 @@ def test_tiles_and_context_ranks_that_gather_keys_go_together() -> None:
     assert layout_problems(with_fields(run(MIXTURE), {"parallel.expert": 2}), 2) == []
 
 
+def test_lanes_and_tiles_free_both_degrees_together() -> None:
+    both = with_fields(run(), {"model.lanes": 4, "parallel.tensor": 2})
+    assert layout_problems(both, 4) == []
+    mixture = with_fields(run(MIXTURE), {"model.lanes": 4, "parallel.tensor": 2, "parallel.expert": 4})
+    assert layout_problems(mixture, 4) == []
+
+
 @pytest.mark.parametrize(
     ("path", "values"),
     [
         ("model.context_tiles", {"model.context_tiles": 6}),
-        ("model.context_tiles", {"model.lanes": 4}),
         ("model.context_tiles", {"model.mtp_depth": 1, "parallel.context": 1}),
         ("train.seq_len", {"train.seq_len": 60}),
         ("parallel.context", {"parallel.context": 8}),
@@ -47,6 +53,12 @@ def test_tiles_and_context_ranks_that_gather_keys_go_together() -> None:
         ("parallel.tensor", {"parallel.tensor": 2}),
         ("runtime.compile", {"runtime.compile": True}),
         ("parallel.expert", {"model.moe": MIXTURE}),
+        ("train.seq_len", {"model.lanes": 4, "train.seq_len": 48}),
+        (
+            "parallel.expert",
+            {"model.lanes": 4, "parallel.tensor": 2, "model.moe": MIXTURE, "parallel.expert": 2},
+        ),
+        ("parallel.expert_tensor", {"model.lanes": 4, "model.moe": MIXTURE, "parallel.expert_tensor": 2}),
     ],
 )
 def test_all_else_is_refused_with_the_field_to_change(path: str, values: dict[str, Any]) -> None:

@@ -50,6 +50,16 @@ LAYOUTS: dict[str, tuple[ModelSpec, ParallelSpec, int]] = {
         ParallelSpec(pipeline=2, context=2, context_mode="allgather", expert=2),
         4,
     ),
+    "lanes that share key heads, in context tiles": (
+        dataclasses.replace(DENSE, heads=8, kv_heads=2, lanes=4, context_tiles=4),
+        ParallelSpec(tensor=4, context=2, context_mode="allgather"),
+        8,
+    ),
+    "a mixture in lanes and context tiles": (
+        dataclasses.replace(BALANCED, lanes=2, context_tiles=4),
+        ParallelSpec(tensor=2, context=2, context_mode="allgather", expert=4),
+        8,
+    ),
     "gpipe": (DENSE, ParallelSpec(pipeline=4, pipeline_schedule="gpipe", sharding="zero2"), 8),
     "1f1b": (DENSE, ParallelSpec(pipeline=4), 8),
     "interleaved": (DENSE, ParallelSpec(pipeline=2, pipeline_schedule="interleaved"), 4),

@@ -20,7 +20,7 @@ from typing import cast
 from phalanx.model.block import Block
 from phalanx.model.layers.attention import CausalCore
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.context.fixed.apply import apply_tiles
+from phalanx.parallel.context.fixed.apply import apply_tiles, rotation_of_sequence
 from phalanx.parallel.context.fixed.ranks import rank_tiles
 from phalanx.parallel.context.gather import GatherMethod
 from phalanx.parallel.context.head_tail import context_positions
@@ -40,7 +40,9 @@ def apply_context(module: Transformer, mesh: Mesh, spec: RunSpec, clock: CommClo
     """
     tiles = rank_tiles(spec, mesh, clock)
     if tiles is not None:
-        apply_tiles(module, tiles)
+        module.rotation = rotation_of_sequence(module.seq_len)
+        if not spec.model.lanes:  # which compute by tile already
+            apply_tiles(module, tiles)
         return
     if spec.parallel.context == 1:
         return

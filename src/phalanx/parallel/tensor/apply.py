@@ -29,6 +29,7 @@ from phalanx.model.layers.moe import Experts
 from phalanx.model.layers.router import routers
 from phalanx.model.mtp import PredictionAhead
 from phalanx.model.transformer import Transformer
+from phalanx.parallel.context.fixed.ranks import RankTiles
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.mesh.partition import DimSplit, Partition, piece
@@ -136,8 +137,10 @@ class _SummedGradients:
             module.get_submodule(path)._parameters[name] = tensor
 
 
-def apply_tensor(module: Transformer, mesh: Mesh, spec: RunSpec, clock: CommClock) -> dict[str, Partition]:
-    """Divides ``module``, on the meta device and not yet sharded, over the tensor axis of ``mesh``.
+def apply_tensor(
+    module: Transformer, mesh: Mesh, spec: RunSpec, clock: CommClock, tiles: RankTiles | None = None
+) -> dict[str, Partition]:
+    """Divides ``module``, on the meta device and not yet sharded, over the tensor axis of ``mesh``; in lanes also by ``tiles``.
 
     Afterwards its parameters are this rank's parts. It takes tokens of whole sequences (of this context rank), or as a
     later stage of a pipeline hidden states ``(b, s / ranks, d)`` with the ``positions`` of whole sequences; its readout
@@ -157,7 +160,7 @@ def apply_tensor(module: Transformer, mesh: Mesh, spec: RunSpec, clock: CommCloc
     partitions = {} if comm is None else _cut(module, mesh, table)
     if spec.model.lanes:
         keys = None if mesh.key_group is None else SequenceComm(mesh.key_group, clock, "tree")
-        lanes = RankLanes(spec.model.lanes, mesh.layout.tensor, comm, keys)
+        lanes = RankLanes(spec.model.lanes, mesh.layout.tensor, comm, keys, tiles)
         apply_lanes(module, table, lanes, rows.start)
         return partitions
     assert comm is not None, "without lanes, rows are divided over ranks alone"

@@ -178,16 +178,17 @@ def _geometry(job: Job, options: Options, counts: tuple[int, ...]) -> tuple[Tabl
     if model.lanes:
         cut = divided % model.lanes == 0 and shares_key_heads(model, model.lanes)
         table = _keep(table, (model.lanes % table["tensor"] == 0) & cut, "the lanes do not divide", excluded)
-    if model.context_tiles:
+    elif model.context_tiles:
         table = _keep(table, table["tensor"] == 1, "context tiles are not divided", excluded)
-    table = _cross(table, "context", [1] if model.lanes else [2**power for power in range(7)])
+    whole = model.lanes and not model.context_tiles
+    table = _cross(table, "context", [1] if whole else [2**power for power in range(7)])
     table = _keep_whole(job, "context", table, excluded)
     if model.context_tiles:
         divides = model.context_tiles % table["context"] == 0
         divides &= (table["context"] == 1) | (job.stack.attention.exchange == "gather")
         table = _keep(table, divides, "the context tiles do not divide", excluded)
     pieces = np.where(table["context"] > 1, 2 * table["context"], 1) * (model.lanes or table["tensor"])
-    pieces = np.maximum(pieces, 2 * model.context_tiles)
+    pieces = np.maximum(pieces, 2 * model.context_tiles * max(1, model.lanes))
     table = _keep(table, workload.seq_len % pieces == 0, "the sequence does not divide", excluded)
     table = _cross(table, "pipeline", list(range(1, model.layers + 1)))
     if job.stack.name == "phalanx":  # other software has ways to share one matrix between two stages
@@ -373,10 +374,9 @@ def _experts(job: Job, table: Table, excluded: dict[str, int]) -> Table:
     if job.workload.slots:
         folds &= job.workload.slots % team == 0
     if job.workload.model.lanes:
-        folds &= group == table["tensor"]
         folds &= table["expert_tensor"] == 1
-    if job.workload.model.context_tiles:
-        folds &= group == table["context"]
+    if job.workload.model.lanes or job.workload.model.context_tiles:
+        folds &= group == ranks
     return _keep(table, folds, "experts cannot be folded", excluded)
 
 

@@ -28,7 +28,7 @@ def _sequence(spec: RunSpec) -> Iterator[Problem]:
     for axis, problem in undivided(spec.model):
         if axis == "context":
             yield Problem(_FIELD, problem.found, "set it to 0", problem.also)
-    if spec.train.seq_len % (2 * tiles):
+    if not spec.model.lanes and spec.train.seq_len % (2 * tiles):
         yield Problem(
             "train.seq_len",
             f"{spec.train.seq_len} tokens cannot be cut into a piece of the head and one of the tail for each of {tiles} tiles",
@@ -38,7 +38,8 @@ def _sequence(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _axes(spec: RunSpec) -> Iterator[Problem]:
-    yield from expert_problems(spec, "context", "context_tiles")
+    if not spec.model.lanes:  # whose rules ask the same
+        yield from expert_problems(spec, "context_tiles")
     parallel, tiles = spec.parallel, spec.model.context_tiles
     if tiles % parallel.context:
         yield Problem(
@@ -54,19 +55,12 @@ def _axes(spec: RunSpec) -> Iterator[Problem]:
             'set it to "allgather", or model.context_tiles = 0',
             ("parallel.context", _FIELD),
         )
-    if spec.model.lanes:
-        yield Problem(
-            _FIELD,
-            "a sequence in lanes is cut into their pieces, and not into context tiles as well",
-            "set it to 0, or model.lanes = 0",
-            ("model.lanes",),
-        )
-    elif parallel.tensor > 1:
+    if parallel.tensor > 1 and not spec.model.lanes:
         yield Problem(
             "parallel.tensor",
-            "tensor ranks divide the sequence otherwise than context tiles",
-            "set it to 1, or model.context_tiles = 0",
-            (_FIELD,),
+            "tensor ranks share a sequence in context tiles only where the model is in lanes too",
+            f"set it to 1, or model.lanes = {parallel.tensor} or more",
+            (_FIELD, "model.lanes"),
         )
     if spec.runtime.compile:
         yield Problem(

@@ -42,12 +42,20 @@ def _widths(spec: RunSpec) -> Iterator[Problem]:
             f"{divisors_near(model.kv_heads, lanes)} divide it; or take a multiple of {model.kv_heads}",
             ("model.kv_heads",),
         )
-    if spec.train.seq_len % lanes:
+    tiles = model.context_tiles
+    if not tiles and spec.train.seq_len % lanes:
         yield Problem(
             "train.seq_len",
             f"{spec.train.seq_len} tokens cannot be cut into as many pieces as there are lanes, {lanes}",
             f"it must be a multiple of {lanes}",
             ("model.lanes",),
+        )
+    if tiles and spec.train.seq_len % (2 * tiles * lanes):
+        yield Problem(
+            "train.seq_len",
+            f"{spec.train.seq_len} tokens cannot be cut into {tiles} context tiles of two halves with {lanes} pieces each",
+            f"it must be a multiple of {2 * tiles * lanes}",
+            ("model.lanes", "model.context_tiles"),
         )
 
 
@@ -60,12 +68,12 @@ def _axes(spec: RunSpec) -> Iterator[Problem]:
             f"it must be a power of two, at most {lanes}",
             ("model.lanes",),
         )
-    if parallel.context > 1:
+    if parallel.context > 1 and not spec.model.context_tiles:
         yield Problem(
             "parallel.context",
-            "a sequence that context ranks share is not cut into the pieces that lanes ask for",
-            "set it to 1, or model.lanes = 0",
-            ("model.lanes",),
+            "a sequence that context ranks share is cut into the pieces that lanes ask for only where it is in context tiles",
+            f"set it to 1, or model.context_tiles = {parallel.context} or more",
+            ("model.lanes", "model.context_tiles"),
         )
     if parallel.expert_tensor > 1:
         yield Problem(
@@ -74,7 +82,7 @@ def _axes(spec: RunSpec) -> Iterator[Problem]:
             "set it to 1, so that they stay whole; or model.lanes = 0",
             ("model.lanes",),
         )
-    yield from expert_problems(spec, "tensor", "lanes")
+    yield from expert_problems(spec, "lanes")
     if spec.runtime.compile:
         yield Problem(
             "runtime.compile",

@@ -26,11 +26,12 @@ def count_problems(spec: RunSpec, pieces: Pieces) -> list[Problem]:
     ]
 
 
-def expert_problems(spec: RunSpec, axis: Literal["tensor", "context"], pieces: Pieces) -> Iterator[Problem]:
-    """Yields what is impossible about where experts lie, if the run's ``pieces`` make the degree of ``axis`` the fleet's."""
+def expert_problems(spec: RunSpec, pieces: Pieces) -> Iterator[Problem]:
+    """Yields what is impossible about where experts lie, if the run's ``pieces`` make the degrees of ranks that share a slot the fleet's."""
     parallel, train = spec.parallel, spec.train
-    degree = parallel.tensor if axis == "tensor" else parallel.context
-    fields = (f"parallel.{axis}", f"model.{pieces}")
+    degree = parallel.tensor * parallel.context
+    axes = [axis for axis in ("tensor", "context") if getattr(parallel, axis) > 1]
+    fields = (*(f"parallel.{axis}" for axis in axes), f"model.{pieces}")
     if spec.model.moe is None:
         return
     if parallel.expert % degree:

@@ -103,7 +103,8 @@ def _part(
         part.keep(stages[stage], first=stage == 0, last=stage == len(stages) - 1)
     partitions: dict[str, Partition] = {}
     if isinstance(part, Transformer):  # what is in a user's own blocks is not known, and they stay whole
-        partitions |= apply_tensor(part, mesh, spec, waits[Bucket.COMM_EXPOSED_TP])
+        tiles = rank_tiles(spec, mesh, waits[Bucket.COMM_EXPOSED_CP])
+        partitions |= apply_tensor(part, mesh, spec, waits[Bucket.COMM_EXPOSED_TP], tiles)
         partitions |= apply_experts(part, mesh, spec, waits[Bucket.COMM_EXPOSED_EP])
         apply_context(part, mesh, spec, waits[Bucket.COMM_EXPOSED_CP])
         apply_precision(part, spec)

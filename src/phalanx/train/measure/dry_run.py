@@ -143,8 +143,10 @@ def tiny(spec: RunSpec, ranks: int, rounds: int = 1) -> RunSpec:
     tokens = (
         max(1, spec.train.micro_batch_size or spec.train.batch_size // spec.train.slots) * spec.train.seq_len
     )
-    chunks = -(-tokens // layout.context // spec.train.loss_chunk)
-    seq_len = 2 * max(layout.model_ranks, spec.model.lanes, spec.model.context_tiles) * chunks
+    tiles = max(1, spec.model.context_tiles // layout.context)  # each has its own chunks of the loss
+    chunks = -(-tokens // layout.context // tiles // spec.train.loss_chunk)
+    pieces = max(1, spec.model.lanes) * max(1, spec.model.context_tiles)
+    seq_len = 2 * max(layout.model_ranks, pieces) * chunks
     split = tuple(map(len, stage_layers(spec))) if parallel.pipeline > 1 else ()
     return dataclasses.replace(
         _plain(spec),
@@ -155,7 +157,7 @@ def tiny(spec: RunSpec, ranks: int, rounds: int = 1) -> RunSpec:
             micro_batch_size=1,
             slots=slots,
             seq_len=seq_len,
-            loss_chunk=seq_len // layout.context // chunks,
+            loss_chunk=seq_len // layout.context // tiles // chunks,
             end_of_document=0,
         ),
         optimizer=OptimizerSpec(),

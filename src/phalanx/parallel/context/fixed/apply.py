@@ -14,6 +14,9 @@ So the weights have the same bits for every context degree c that divides t, one
 
 The tables of rotary positions are those of the whole sequence, of which each rank takes its rows.
 
+With lanes too, ``phalanx.parallel.tensor.lanes.apply`` puts the tiles into its own replacements: a lane computes its heads or inner
+elements tile by tile, and what is computed token by token goes by the lanes' pieces of each tile.
+
 Each rank reports some elements of the weights' summed gradient, and zeros for the others (``ranks``). So the sums over
 micro-batches and slots that follow add the same numbers in the same order as those of a single rank, and a sum is rounded to the
 format of compute once, when it is whole.
@@ -39,13 +42,12 @@ from phalanx.parallel.context.fixed.core import TiledCore
 from phalanx.parallel.context.fixed.ranks import RankTiles
 from phalanx.parallel.tensor.lanes.mixture import RoutedInPieces, ScoresInPieces
 from phalanx.parallel.tensor.lanes.pieces import InPieces, replace_method
-from phalanx.parallel.tensor.lanes.shares import SharedParameter, Shares
+from phalanx.parallel.tensor.lanes.shares import Leaves, SharedParameter, Shares
 from phalanx.run.spec import ModelSpec
 
 
 def apply_tiles(module: Transformer, tiles: RankTiles) -> None:
-    """Makes ``module``, on the meta device and not yet sharded, compute tile by tile."""
-    module.rotation = _rotation_of_sequence(module.seq_len)
+    """Makes ``module``, on the meta device and not yet sharded, compute tile by tile, if it does not compute in lanes already."""
     count = len(tiles.here)
     # The projection is no module's whose forward runs: its shares are made where the loss is.
     ends = {"embedding": module.embedding, "norm": module.norm}
@@ -89,7 +91,7 @@ def _shared(unit: nn.Module, names: Iterable[str], tiles: RankTiles) -> dict[str
     found = list(names)
     if not found:
         return {}
-    shares = Shares(found, len(tiles.here), tiles.share_of_total)
+    shares = Shares({name: Leaves(len(tiles.here)) for name in found}, tiles.share_of_total)
     shares.install(unit)
     parameters = {}
     for name in found:
@@ -103,7 +105,7 @@ def _inside(shared: Mapping[str, SharedParameter], path: str) -> list[SharedPara
     return [parameter for name, parameter in shared.items() if name.startswith(f"{path}.")]
 
 
-def _rotation_of_sequence(seq_len: int) -> Rotation:
+def rotation_of_sequence(seq_len: int) -> Rotation:
     """Rotary tables that are computed for the whole sequence, so that a kernel's arguments do not depend on the context degree.
 
     Not kept from call to call: 8,192 positions of 128 elements take a CPU core 11 ms, and the tables of long sequences are large.

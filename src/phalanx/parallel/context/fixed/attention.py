@@ -12,7 +12,8 @@ from phalanx.model.layers.attention import Attention
 from phalanx.model.layers.cache import LayerCache
 from phalanx.model.layers.mla import MlaAttention
 from phalanx.parallel.context.fixed.core import TiledCore
-from phalanx.parallel.tensor.lanes.shares import SharedParameter, in_place_of
+from phalanx.parallel.tensor.lanes.layers import in_tiles
+from phalanx.parallel.tensor.lanes.shares import Owners, SharedParameter, in_place_of
 from phalanx.parallel.tensor.tree_sums import dense
 
 
@@ -35,19 +36,58 @@ class TiledAttention:
     ) -> Tensor:
         """``(b, s, d)`` to the same, for this rank's tokens by tile; ``documents`` are the whole sequence's."""
         assert cache is None, "a cache holds a sequence that begins with its first token"
-        count, layer = len(self.core.ranks.here), self.layer
         owners = [(parameter.owner, parameter.attribute) for parameter in self.parameters]
         shares = list(zip(*(parameter.now() for parameter in self.parameters), strict=True))
-        projected, sinks = [], []
-        pieces = zip(shares, x.chunk(count, 1), cos.chunk(count), sin.chunk(count), strict=True)
-        for own, hidden, cos_here, sin_here in pieces:
+        inputs = []
+        for own, hidden in zip(shares, x.chunk(len(shares), 1), strict=True):
             with in_place_of(owners, own):
-                made = layer.projected(layer.by_tokens(dense(hidden)), dense(cos_here), dense(sin_here))
-                projected.append([dense(part) for part in made])
-                sinks.append(layer.sinks)
-        queries, keys, values = zip(*projected, strict=True)
-        results = []
-        for own, mixed in zip(shares, self.core(queries, keys, values, documents, sinks), strict=True):
-            with in_place_of(owners, own):
-                results.append(dense(layer.result(mixed)))
-        return torch.cat(results, 1)
+                inputs.append(self.layer.by_tokens(dense(hidden)))
+        return _attended(self.layer, self.core, owners, shares, inputs, (cos, sin), documents)
+
+
+@dataclass(frozen=True)
+class TiledHeads:
+    """The ``LaneResult`` of an attention layer, for a sequence in context tiles."""
+
+    layer: Attention | MlaAttention
+    core: TiledCore
+
+    def __call__(
+        self,
+        owners: Owners,
+        tensors: Sequence[Sequence[Tensor]],
+        inputs: tuple[Tensor, ...],
+        *context: Tensor | None,
+    ) -> Tensor:
+        """See ``phalanx.parallel.tensor.lanes.layers.LaneResult``; the context is that of ``Attention.forward``."""
+        cos, sin, documents, cache = context
+        assert cos is not None, "positions are known"
+        assert sin is not None, "positions are known"
+        assert cache is None, "a cache holds a sequence that begins with its first token"
+        by_tile = list(in_tiles(inputs, len(tensors)))
+        return _attended(self.layer, self.core, owners, tensors, by_tile, (cos, sin), documents)
+
+
+def _attended(
+    layer: Attention | MlaAttention,
+    core: TiledCore,
+    owners: Owners,
+    tensors: Sequence[Sequence[Tensor]],
+    inputs: Sequence[tuple[Tensor, ...]],
+    rotation: tuple[Tensor, Tensor],
+    documents: Tensor | None,
+) -> Tensor:
+    """The result ``(b, s, d)`` of the heads whose weights ``tensors`` has for each tile, from each tile's ``inputs``."""
+    projected, sinks = [], []
+    cos, sin = (table.chunk(len(tensors)) for table in rotation)
+    for own, read, cos_here, sin_here in zip(tensors, inputs, cos, sin, strict=True):
+        with in_place_of(owners, own):
+            made = layer.projected(read, dense(cos_here), dense(sin_here))
+            projected.append([dense(part) for part in made])
+            sinks.append(layer.sinks)
+    queries, keys, values = zip(*projected, strict=True)
+    results = []
+    for own, mixed in zip(tensors, core(queries, keys, values, documents, sinks), strict=True):
+        with in_place_of(owners, own):
+            results.append(dense(layer.result(mixed)))
+    return torch.cat(results, 1)

@@ -14,19 +14,25 @@ the same bits for every tensor degree T that divides L, one included.
 | embedding | the tokens that have a row here (``vocabulary``) | nothing: all others are zeros |
 | scores and loss | the lane's rows of the vocabulary (``phalanx.train.step.loss``) | exponentials; gradient of what they read |
 
+Where the sequence is in context tiles too (``phalanx.parallel.context.fixed.apply``), a lane computes tile by tile, and a piece is a part of
+a tile: each tile is cut into L pieces. The leaves of a gradient are ordered by tile, then lane or piece, so that whatever tensor and context
+ranks there are, each has the leaves of a subtree, or of one in each of its tiles (``shares``).
+
 Tensor-invariant training by gathered operands (TransformerEngine's pull request 2977) and partial sums in a tree for
 inference (arXiv 2511.17826) are the neighbors of this; neither divides the work and keeps the bits in training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import cast
 
 from torch import nn
 
 from phalanx.model.block import Block
-from phalanx.model.layers.attention import Attention
+from phalanx.model.layers.attention import Attention, CausalCore
 from phalanx.model.layers.feed_forward import FeedForward
 from phalanx.model.layers.linear import Linear
 from phalanx.model.layers.mla import MlaAttention
@@ -35,16 +41,27 @@ from phalanx.model.layers.norm import RMSNorm
 from phalanx.model.layers.router import Router
 from phalanx.model.mtp import PredictionAhead
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.tensor.lanes.layers import LanedLayer, LaneOutput, LaneParameter
+from phalanx.parallel.context.fixed.attention import TiledHeads
+from phalanx.parallel.context.fixed.core import TiledCore
+from phalanx.parallel.context.fixed.ranks import RankTiles
+from phalanx.parallel.tensor.lanes.layers import (
+    LanedLayer,
+    LaneOutput,
+    LaneParameter,
+    LaneResult,
+    OnWholeSequence,
+    TileByTile,
+)
 from phalanx.parallel.tensor.lanes.mixture import RoutedInPieces, ScoresInPieces
 from phalanx.parallel.tensor.lanes.pieces import InPieces, replace_method
-from phalanx.parallel.tensor.lanes.shares import SharedParameter, Shares, total_over
+from phalanx.parallel.tensor.lanes.shares import Leaves, SharedParameter, Shares
 from phalanx.parallel.tensor.lanes.vocabulary import LanedEmbedding
 from phalanx.parallel.tensor.sequence_comm import SequenceComm
 from phalanx.run.kinds.parts import Parameter
 
 _UNITS = (Transformer, PredictionAhead, Block)
 _LAYERS = (Attention, MlaAttention, FeedForward)
+_Layer = Attention | MlaAttention | FeedForward
 
 
 @dataclass(frozen=True)
@@ -52,18 +69,30 @@ class RankLanes:
     """The lanes of a rank."""
 
     lanes: int
-    """Of the whole model."""
+    """Number of lanes of the whole model."""
     tensor: int
-    """Ranks that divide them."""
+    """Number of ranks that divide them."""
     comm: SequenceComm | None
-    """To all of those, adding in tree order; ``None`` if there is one."""
+    """Collectives over these ranks, adding in tree order; ``None`` if there is one."""
     key_comm: SequenceComm | None
-    """To those of them that hold the same key heads."""
+    """Collectives over those of them that hold the same key heads."""
+    tiles: RankTiles | None = None
+    """The context tiles of this rank; ``None`` if the run has none."""
 
     @property
     def here(self) -> int:
         """Lanes on this rank."""
         return self.lanes // self.tensor
+
+    @property
+    def tiles_here(self) -> int:
+        """Context tiles on this rank; 1 if the run has none."""
+        return 1 if self.tiles is None else len(self.tiles.here)
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of the sequence on this rank: each tile is cut into as many as there are lanes."""
+        return self.tiles_here * self.here
 
     def parts(self, parameter: Parameter) -> int:
         """Different parts that this rank's lanes have of a parameter."""
@@ -94,23 +123,27 @@ def apply_lanes(
     _replace_outputs(module)
     if module.embedding is not None:
         module.embedding = LanedEmbedding(module.embedding, vocabulary_start, lanes.comm)
-    shared = _shared(module, table, lanes)
-    in_lanes: set[nn.Module] = set()
+    in_lanes = {
+        name: _parameters_in_lanes(part, name)
+        for name, part in module.named_modules()
+        if isinstance(part, _LAYERS)
+    }
+    by_lane = set(itertools.chain(*in_lanes.values()))
+    shared = _shared(module, table, lanes, by_lane)
+    for name in in_lanes:
+        _divide(cast(_Layer, module.get_submodule(name)), name, in_lanes[name], table, lanes, shared)
     for name, part in module.named_modules():
-        if isinstance(part, _LAYERS):
-            in_lanes.update(_divide(part, name, table, lanes, shared))
-    for name, part in module.named_modules():
-        own = [shared[path] for path in _own(part, name) if path in shared]
-        if part in in_lanes or isinstance(part, Experts):
-            continue
+        own = [shared[path] for path in _own(part, name) if path in shared and path not in by_lane]
         if isinstance(part, Router):
-            replace_method(part, "scores", ScoresInPieces(part, own, lanes.here))
+            replace_method(part, "scores", ScoresInPieces(part, own, lanes.pieces))
         elif isinstance(part, MoE):
-            replace_method(part, "routed", RoutedInPieces(part, lanes.here))
+            replace_method(part, "routed", RoutedInPieces(part, lanes.pieces))
             if own:
-                replace_method(part, "shared_weights", InPieces(part.shared_weights, own, lanes.here))
-        elif isinstance(part, (RMSNorm, Linear)) and own:
-            replace_method(part, "forward", InPieces(part.forward, own, lanes.here))
+                replace_method(part, "shared_weights", InPieces(part.shared_weights, own, lanes.pieces))
+        elif isinstance(part, LanedEmbedding) and own:
+            replace_method(part, "found", InPieces(part.found, own, lanes.tiles_here))
+        elif isinstance(part, (RMSNorm, Linear)) and own and not isinstance(part, LaneOutput):
+            replace_method(part, "forward", InPieces(part.forward, own, lanes.pieces))
 
 
 def _own(part: nn.Module, name: str) -> list[str]:
@@ -125,59 +158,86 @@ def _replace_outputs(module: nn.Module) -> None:
 
 
 def _shared(
-    module: nn.Module, table: Mapping[str, Parameter], lanes: RankLanes
+    module: Transformer, table: Mapping[str, Parameter], lanes: RankLanes, by_lane: Set[str]
 ) -> dict[str, SharedParameter]:
-    """The parameters that several lanes or pieces use, by name; from now on their units make the shares."""
+    """The parameters that several lanes, pieces or tiles use, by name; from now on their units make the shares.
+
+    ``by_lane`` are those of layers in lanes, of which each lane uses a part, or all of it.
+    """
     units = {name: part for name, part in module.named_modules() if isinstance(part, _UNITS)}
-    groups: dict[tuple[str, int, bool], list[str]] = {}
+    leaves: dict[str, dict[str, Leaves]] = {}
     for owner_name, owner in module.named_modules():
-        if isinstance(owner, Experts):
+        # The projection is no module's whose forward runs: its shares are made where the loss is.
+        if isinstance(owner, Experts) or owner is module.head:
             continue
         for path in _own(owner, owner_name):
             row = table[path]
-            whole = row.parts_over(lanes.lanes) == 1
-            if whole or lanes.sharers(row) > 1 or lanes.comm_of(row) is not None:
+            sharers, comm = lanes.sharers(row), lanes.comm_of(row)
+            in_pieces = row.parts_over(lanes.lanes) == 1 and path not in by_lane
+            if in_pieces or lanes.tiles is not None or sharers > 1 or comm is not None:
+                runs = 1 if in_pieces else lanes.tiles_here
                 unit = max((unit for unit in units if not unit or path.startswith(f"{unit}.")), key=len)
-                groups.setdefault((unit, lanes.sharers(row), lanes.comm_of(row) is lanes.comm), []).append(
-                    path
-                )
+                leaves.setdefault(unit, {})[path] = Leaves(lanes.tiles_here * sharers, comm, runs)
     found = {}
-    for (unit, count, everywhere), paths in groups.items():
-        inside = [path.removeprefix(f"{unit}.") if unit else path for path in paths]
-        comm = lanes.comm if everywhere else lanes.comm_of(table[paths[0]])
-        shares = Shares(inside, count, None if comm is None else total_over(comm))
+    for unit, parts in leaves.items():
+        inside = {path: path.removeprefix(f"{unit}.") if unit else path for path in parts}
+        report = None if lanes.tiles is None else lanes.tiles.share_of_total
+        shares = Shares({inside[path]: part for path, part in parts.items()}, report)
         shares.install(units[unit])
-        for path, name in zip(paths, inside, strict=True):
+        for path, name in inside.items():
             owner, _, attribute = path.rpartition(".")
             found[path] = SharedParameter(module.get_submodule(owner), attribute, shares, name)
     return found
 
 
+def _parameters_in_lanes(layer: _Layer, name: str) -> list[str]:
+    """The names of the parameters that lanes of a layer use: neither those that see tokens by themselves nor the result's bias."""
+    return [
+        path
+        for path, _ in layer.named_parameters(prefix=name)
+        if path.removeprefix(f"{name}.").split(".")[0] not in layer.BY_TOKENS
+        and path != f"{name}.{layer.OUTPUT}.bias"
+    ]
+
+
 def _divide(
-    layer: Attention | MlaAttention | FeedForward,
+    layer: _Layer,
     name: str,
+    paths: Sequence[str],
     table: Mapping[str, Parameter],
     lanes: RankLanes,
     shared: Mapping[str, SharedParameter],
-) -> set[nn.Module]:
-    """Has a layer compute in lanes; returns those of its modules that see a lane's parameters."""
-    inside: set[nn.Module] = set()
+) -> None:
+    """Makes a layer compute in lanes, which use its parameters ``paths``."""
     parameters = []
-    for path, _ in layer.named_parameters(prefix=name):
-        owner_name, _, attribute = path.rpartition(".")
-        owner = layer.get_submodule(owner_name.removeprefix(name).removeprefix("."))
-        by_tokens = path.removeprefix(f"{name}.").split(".")[0] in layer.BY_TOKENS
-        of_result = isinstance(owner, LaneOutput) and attribute == "bias"
-        if by_tokens or of_result:
-            continue
-        inside.add(owner)
+    for path in paths:
+        owner, _, attribute = path.removeprefix(f"{name}.").rpartition(".")
         row = table[path]
         parameters.append(
-            LaneParameter(owner, attribute, row.tensor_dim or 0, lanes.parts(row), shared.get(path))
+            LaneParameter(
+                layer.get_submodule(owner),
+                attribute,
+                row.tensor_dim or 0,
+                lanes.parts(row),
+                shared.get(path),
+                lanes.tiles_here,
+            )
         )
     output = getattr(layer, layer.OUTPUT)
     bias = shared.get(f"{name}.{layer.OUTPUT}.bias")
-    add_bias = None if bias is None else InPieces(output.add_bias, [bias], lanes.here)
-    in_lanes = LanedLayer(layer.by_tokens, layer.by_heads, parameters, lanes.here, lanes.comm, add_bias)
-    replace_method(layer, "forward", in_lanes)
-    return inside
+    add_bias = None if bias is None else InPieces(output.add_bias, [bias], lanes.pieces)
+    result = _lane_result(layer, lanes.tiles)
+    replace_method(
+        layer,
+        "forward",
+        LanedLayer(layer.by_tokens, result, parameters, lanes.here, lanes.comm, add_bias),
+    )
+
+
+def _lane_result(layer: _Layer, tiles: RankTiles | None) -> LaneResult:
+    if tiles is None:
+        return OnWholeSequence(layer.by_heads)
+    if isinstance(layer, FeedForward):
+        return TileByTile(layer.by_heads)
+    core = cast(CausalCore, layer.core)
+    return TiledHeads(layer, TiledCore(tiles, core.score, core.window))

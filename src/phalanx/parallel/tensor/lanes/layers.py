@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from phalanx.model.autograd import FunctionContext, apply_function, apply_function_of_many
 from phalanx.model.layers.linear import Linear
 from phalanx.parallel.tensor.lanes.pieces import InPieces
-from phalanx.parallel.tensor.lanes.shares import SharedParameter, in_place_of
+from phalanx.parallel.tensor.lanes.shares import Owners, SharedParameter, in_place_of
 from phalanx.parallel.tensor.sequence_comm import SequenceComm
 from phalanx.parallel.tensor.tree_sums import add_in_tree, dense, forked
 
@@ -87,15 +87,89 @@ class LaneParameter:
     parts: int = 1
     """Different parts that this rank's lanes have of it along ``dim``; fewer than lanes where neighbors share a part."""
     shared: SharedParameter | None = None
-    """Its shares, as many as lanes have the same part; ``None`` if each lane has a part of its own."""
+    """Its shares: for each context tile as many as lanes have the same part; ``None`` if each lane has a part of its own, and the
+    run has no tiles."""
+    tiles: int = 1
+    """Context tiles of this rank; 1 if the run has none."""
 
-    def of_lanes(self) -> list[Tensor]:
-        """The tensor of each lane."""
+    def of_lanes(self) -> list[list[Tensor]]:
+        """The tensor of each lane, for each tile."""
         whole = (self.owner.get_parameter(self.attribute),) if self.shared is None else self.shared.now()
-        if self.parts == 1:
-            return list(whole)
-        cut = [apply_function_of_many(_Cut, share, self.dim, self.parts) for share in whole]
-        return [share[part] for part in range(self.parts) for share in cut]
+        sharers = len(whole) // self.tiles
+        by_share = [
+            (share,) if self.parts == 1 else apply_function_of_many(_Cut, share, self.dim, self.parts)
+            for share in whole
+        ]
+        return [
+            [by_share[tile * sharers + sharer][part] for tile in range(self.tiles)]
+            for part in range(self.parts)
+            for sharer in range(sharers)
+        ]
+
+
+class LaneResult(Protocol):
+    """Computes a layer's result for one lane."""
+
+    def __call__(
+        self,
+        owners: Owners,
+        tensors: Sequence[Sequence[Tensor]],
+        inputs: tuple[Tensor, ...],
+        *context: Tensor | None,
+    ) -> Tensor:
+        """The lane's share ``(b, s, d)`` of the result, from ``inputs`` ``(b, s, ...)`` of all tokens of this context rank.
+
+        ``tensors`` are the lane's for each context tile, in the order of ``owners``; ``context`` is what the layer wants to know of
+        whole sequences.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class OnWholeSequence:
+    """The ``LaneResult`` of a sequence that is not in context tiles."""
+
+    by_heads: Callable[..., Tensor]
+
+    def __call__(
+        self,
+        owners: Owners,
+        tensors: Sequence[Sequence[Tensor]],
+        inputs: tuple[Tensor, ...],
+        *context: Tensor | None,
+    ) -> Tensor:
+        """See ``LaneResult``."""
+        (own,) = tensors
+        with in_place_of(owners, own):
+            return self.by_heads(inputs, *context)
+
+
+@dataclass(frozen=True)
+class TileByTile:
+    """The ``LaneResult`` of a layer that sees a token at a time, for a sequence in context tiles."""
+
+    by_heads: Callable[[tuple[Tensor, ...]], Tensor]
+
+    def __call__(
+        self,
+        owners: Owners,
+        tensors: Sequence[Sequence[Tensor]],
+        inputs: tuple[Tensor, ...],
+        *context: Tensor | None,
+    ) -> Tensor:
+        """See ``LaneResult``."""
+        assert not context, "a layer of tokens asks nothing of whole sequences"
+        results = []
+        for own, read in zip(tensors, in_tiles(inputs, len(tensors)), strict=True):
+            with in_place_of(owners, own):
+                results.append(dense(self.by_heads(read)))
+        return torch.cat(results, 1)
+
+
+def in_tiles(inputs: tuple[Tensor, ...], tiles: int) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors ``(b, s, ...)`` that lie by tile, one tile after the other, each without gaps in memory."""
+    for parts in zip(*(x.chunk(tiles, 1) for x in inputs), strict=True):
+        yield tuple(map(dense, parts))
 
 
 @dataclass(frozen=True)
@@ -104,8 +178,8 @@ class LanedLayer:
 
     by_tokens: Callable[[Tensor], tuple[Tensor, ...]]
     """What all heads, or inner elements, read of each token by itself: ``(b, s, ...)`` each."""
-    by_heads: Callable[..., Tensor]
-    """From that and the context, the share ``(b, s, d)`` of the result that belongs to those whose weights the layer sees."""
+    result: LaneResult
+    """From that and the context, the share ``(b, s, d)`` of the result that belongs to a lane's heads or inner elements."""
     parameters: Sequence[LaneParameter]
     lanes: int
     """The lanes of this rank."""
@@ -128,7 +202,6 @@ class LanedLayer:
         owners = [(parameter.owner, parameter.attribute) for parameter in self.parameters]
         by_lane = zip(*(parameter.of_lanes() for parameter in self.parameters), strict=True)
         read = zip(*(forked(x, self.lanes) for x in inputs), strict=True)
-        for tensors, own in zip(by_lane, read, strict=True):
-            with in_place_of(owners, tensors):
-                result = self.by_heads(own, *context)
-            yield result
+        for of_lane, own in zip(by_lane, read, strict=True):
+            by_tile = list(zip(*of_lane, strict=True))
+            yield self.result(owners, by_tile, own, *context)

@@ -52,8 +52,12 @@ class LanedEmbedding(nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens ``(b, s)`` of the whole vocabulary to ``(b, s / ranks, d)``."""
+        found = self.found(tokens)
+        return found if self.comm is None else self.comm.sum_scatter(found)
+
+    def found(self, tokens: Tensor) -> Tensor:
+        """The vectors ``(b, s, d)`` of tokens ``(b, s)`` that have a row here, and zeros for the others."""
         count = self.weight.shape[0]
         row = tokens - self.start
         row = row.masked_fill((row < 0) | (row >= count), count)
-        found = apply_function(_Rows, self.weight, row)
-        return found if self.comm is None else self.comm.sum_scatter(found)
+        return apply_function(_Rows, self.weight, row)
