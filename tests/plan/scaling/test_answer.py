@@ -80,6 +80,9 @@ def test_little_text_and_much_serving_change_the_answer() -> None:
     )
     assert scarce["loss"] > plain["loss"]
     assert served["active_parameters"] < plain["active_parameters"]
+    for one in (plain, scarce, served):
+        low, high = one["parameters_p5_p95"]
+        assert 0.95 * low < one["active_parameters"] < 1.05 * high
     assert "times" in plan(*asked, "--unique-tokens", "20B").output
 
 
@@ -106,6 +109,9 @@ def test_the_run_file_of_the_answer_is_read_and_names_what_nobody_chose(tmp_path
     [
         (["--budget", "40"], "of what?"),
         (["--budget", "40M$"], "give --cluster"),
+        (["--budget", "1FLOP"], "plausible are 3e+06 to 2e+13"),
+        (["--budget", "1e34 FLOP"], "plausible are 3e+06 to 2e+13"),
+        (["--budget", "0.001$", "--cluster", "h100:8"], "plausible are 3e+06 to 2e+13"),
         (["--budget", "1e22FLOP", "--model", "llama3-8b"], "--model cannot be given with --budget"),
         (["--budget", "1e22FLOP", "--tokens", "1T"], "--tokens cannot be given with --budget"),
         (["--budget", "1e22FLOP", "run.toml"], "cannot be given with --budget"),

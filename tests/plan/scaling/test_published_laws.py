@@ -67,7 +67,7 @@ def test_the_refit_calls_chinchilla_optimal_and_the_first_fit_calls_it_too_large
     assert optimal["chinchilla-printed"] < 50e9
     assert KAPLAN.optimum(chinchilla_flops)[0] > 5 * optimal["chinchilla-refit"]
     assert CHINCHILLA.errors is not None
-    low, high = size_band(LAW, CHINCHILLA.errors, chinchilla_flops, flops_per_token)
+    low, high = size_band(LAW, CHINCHILLA.errors, lambda law: optimum(law, chinchilla_flops, flops_per_token))
     assert low < optimal["chinchilla-refit"] < high
 
 
@@ -145,6 +145,20 @@ def test_a_smaller_model_loses_little_and_pays_for_it_in_training() -> None:
     assert 0 < half.penalty < 0.02 < tenth.penalty
     assert 1 < half.same_loss_cost < tenth.same_loss_cost
     assert LAW.loss(half.parameters, half.same_loss_cost * half.tokens) == pytest.approx(best.loss)
+
+
+@given(st.floats(1e20, 1e26), st.floats(0, 10))
+@settings(max_examples=8, deadline=None)
+def test_no_other_size_has_the_loss_for_less_than_the_budget_serving_included(
+    flops: float, share: float
+) -> None:
+    """Sardana et al. (arXiv:2401.00448) minimize the cost of a loss, which is the least loss of a cost."""
+    served = share * LAW.optimum(flops)[1]
+    best = optimum(LAW, flops, flops_per_token, inference_tokens=served)
+    for smaller in (0.25, 0.5, 0.9, 1.1, 2.0, 4.0):
+        other = over_trained(LAW, best, flops, flops_per_token, smaller, served)
+        assert other.same_loss_cost >= 1 - 1e-9
+        assert other.penalty >= -1e-12
 
 
 def test_a_size_too_small_never_reaches_the_loss() -> None:

@@ -53,6 +53,8 @@ _MOST_PLANS = 5
 _SETTLED = 0.05
 """Relative change of the size below which it is not planned again: shapes are of whole layers, and losses so near are the same."""
 _NORMAL_95 = 1.645
+_LEAST_SIZE, _MOST_SIZE = 3e6, 2e13
+"""Active parameters beyond which a budget is a slip of a unit: a thousandth, and twenty times, of what is trained today."""
 
 
 @dataclass(frozen=True)
@@ -198,17 +200,25 @@ def _recommended(question: Question, kind: ModelKind, say: Callable[[str], None]
         tokens=tokens,
         loss=loss,
         loss_band=(loss - spread, loss + spread),
-        size_band=size_band(CHINCHILLA.law, CHINCHILLA.errors, budget, cost) if kind == "dense" else None,
+        size_band=_size_band(question, cost) if kind == "dense" else None,
         new_text_loss=law.loss(shape.active, tokens),
         joint_loss=_on_data(joint, question).loss(shape.active, tokens),
         spec=spec,
         stated=_stated(question),
         plan=plan,
         laws=tuple(_law_rows(question, kind, cost)),
-        smaller=tuple(over_trained(surface, best, budget, cost, times) for times in SMALLER),
+        smaller=tuple(
+            over_trained(surface, best, budget, cost, times, question.inference_tokens) for times in SMALLER
+        ),
         doubled=_solved(question, law, cost, 2.0),
         planned=tuple(sorted((shape.active, _unit_cost(question, plan)) for shape, plan in planned.items())),
     )
+
+
+def _size_band(question: Question, cost: CostPerToken) -> tuple[float, float]:
+    """P5 and P95 of the optimal dense size by the standard errors of the refit."""
+    assert CHINCHILLA.errors is not None, "the refit states them"
+    return size_band(CHINCHILLA.law, CHINCHILLA.errors, lambda law: _solved(question, law, cost))
 
 
 def _law_rows(question: Question, kind: ModelKind, cost: CostPerToken) -> list[LawRow]:
@@ -234,18 +244,28 @@ def _kaplan(question: Question, cost: CostPerToken) -> LawRow:
     return LawRow(KAPLAN.key, "dense", size, tokens, None, beyond, KAPLAN.source)
 
 
+def _wanted(question: Question, law: LossSurface, cost: CostPerToken) -> float:
+    """The best size. Raises ``BudgetError`` for one that nobody would train."""
+    size = _solved(question, law, cost).parameters
+    if not _LEAST_SIZE <= size <= _MOST_SIZE:
+        raise BudgetError(
+            f"--budget {question.budget}: the best size is {size:.2g} parameters; plausible are {_LEAST_SIZE:.0e} to {_MOST_SIZE:.0e}"
+        )
+    return size
+
+
 def _cost_of(
     question: Question, kind: ModelKind, law: LossSurface, say: Callable[[str], None]
 ) -> tuple[CostPerToken, dict[Shape, Plan], Shape]:
     """The cost of a token by size, the plans that say so, and the shape that the budget is best spent on."""
     if question.budget.unit == "flop":
-        shape = shape_of(kind, _solved(question, law, flops_per_token).parameters)
+        shape = shape_of(kind, _wanted(question, law, flops_per_token))
         planned = {}
         if question.cluster is not None:
             tokens = question.budget.amount / flops_per_token(shape.active)
             planned[shape] = _search(question, shape, tokens, say)
         return flops_per_token, planned, shape
-    guess = _solved(question, law, _guessed(question)).parameters
+    guess = _wanted(question, law, _guessed(question))
     plans: dict[Shape, Plan] = {}
     failed: RequestError | None = None
     for size in (guess / _APART, guess * _APART):
@@ -259,7 +279,7 @@ def _cost_of(
     while True:
         costs = [_unit_cost(question, plan) for plan in plans.values()]
         sizes = [shape.active for shape in plans]
-        wanted = _solved(question, law, straight(sizes, costs, at)).parameters
+        wanted = _wanted(question, law, straight(sizes, costs, at))
         nearest = min(plans, key=lambda shape: abs(math.log(shape.active / wanted)))
         if abs(math.log(nearest.active / wanted)) < _SETTLED or len(plans) >= _MOST_PLANS:
             # The cost of the size that is answered with is its own plan's.

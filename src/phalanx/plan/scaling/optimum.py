@@ -119,17 +119,22 @@ class OverTrained:
     penalty: float
     """Loss over the optimum's, in nats a token."""
     same_loss_cost: float
-    """Training cost that gives the optimum's loss at this size, over the budget; infinite if no number of tokens does."""
+    """Cost, serving included, of the optimum's loss at this size, over the budget; infinite if no number of tokens gives it."""
 
 
 def over_trained(
-    surface: LossSurface, best: Optimum, budget: float, cost: CostPerToken, smaller: float
+    surface: LossSurface,
+    best: Optimum,
+    budget: float,
+    cost: CostPerToken,
+    smaller: float,
+    inference_tokens: float = 0.0,
 ) -> OverTrained:
     """What a model costs that is ``smaller`` times smaller, so that each token served costs so much less."""
     parameters = best.parameters / smaller
-    tokens = budget / cost(parameters)
+    tokens = tokens_for(parameters, budget, cost, inference_tokens)
     loss = surface.loss(parameters, tokens)
-    needed = _tokens_to(surface, parameters, best.loss)
+    needed = _tokens_to(surface, parameters, best.loss) + inference_tokens * INFERENCE_SHARE
     return OverTrained(
         smaller, parameters, tokens, loss, loss - best.loss, needed * cost(parameters) / budget
     )
@@ -147,10 +152,10 @@ def _tokens_to(surface: LossSurface, parameters: float, loss: float) -> float:
 
 
 def size_band(
-    law: PowerLaw, errors: StandardErrors, budget: float, cost: CostPerToken
+    law: PowerLaw, errors: StandardErrors, solve: Callable[[PowerLaw], Optimum]
 ) -> tuple[float, float]:
-    """P5 and P95 of the optimal size: the optimum with each exponent one standard error off, combined as independent."""
-    middle = math.log(optimum(law, budget, cost).parameters)
+    """P5 and P95 of the optimal size that ``solve`` finds: with each exponent one standard error off, combined as independent."""
+    middle = math.log(solve(law).parameters)
     moved = (errors.turned(law, *step) for step in ((1, 0), (0, 1)))
-    spread = math.hypot(*(math.log(optimum(one, budget, cost).parameters) - middle for one in moved))
+    spread = math.hypot(*(math.log(solve(one).parameters) - middle for one in moved))
     return math.exp(middle - 1.645 * spread), math.exp(middle + 1.645 * spread)

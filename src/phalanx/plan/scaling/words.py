@@ -18,7 +18,7 @@ _FAR = 3.0
 """How far beyond its largest run a law is asked before that is said."""
 
 LAW_COLUMNS = ("law", "parameters", "tokens", "per parameter", "loss", "of its largest run")
-SMALLER_COLUMNS = ("size", "parameters", "tokens", "loss", "penalty", "serving", "training for the same loss")
+SMALLER_COLUMNS = ("size", "parameters", "tokens", "loss", "penalty", "serving", "cost of the same loss")
 
 
 def sentence(answer: BudgetAnswer, one: Recommended) -> str:
@@ -30,7 +30,9 @@ def sentence(answer: BudgetAnswer, one: Recommended) -> str:
     else:
         size = f"a dense model of {size}"
     band = f" (P5-P95 {one.loss_band[0]:.3f} to {one.loss_band[1]:.3f})"
-    text = f"{size} on {count(one.tokens)} tokens for {answer.question.budget}: predicted loss {one.loss:.3f}{band}"
+    served = answer.question.inference_tokens
+    spent = f"{answer.question.budget}" + (f", {count(served)} tokens served included" if served else "")
+    text = f"{size} on {count(one.tokens)} tokens for {spent}: predicted loss {one.loss:.3f}{band}"
     if one.plan is None:
         return f"{text}; give --cluster for days, dollars and energy"
     run = one.plan.run
@@ -94,7 +96,7 @@ def smaller_rows(one: Recommended) -> Iterator[tuple[str, ...]]:
 def tables(one: Recommended) -> Iterator[tuple[str, tuple[str, ...], Iterator[tuple[str, ...]]]]:
     """Title, columns and rows of the tables of one kind of model."""
     yield f"{one.shape.kind}: what each law calls optimal", LAW_COLUMNS, law_rows(one)
-    title = f"{one.shape.kind}: smaller models, cheaper to serve, for the same training budget"
+    title = f"{one.shape.kind}: smaller models, cheaper to serve, for the same budget"
     yield title, SMALLER_COLUMNS, smaller_rows(one)
 
 
