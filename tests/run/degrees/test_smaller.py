@@ -73,3 +73,35 @@ def test_a_least_degree_that_cannot_be_is_refused_with_a_remedy(
     assert problem.path == "fleet.least_tensor"
     assert words in problem.found
     assert problem.remedy
+
+
+def test_lanes_and_tiles_together_let_both_degrees_fall() -> None:
+    model = replace(MODEL, context_tiles=4)
+    parallel = ParallelSpec(tensor=2, context=2, context_mode="allgather")
+    fleet = FleetSpec(nodes=4, least_tensor=1, least_context=1)
+    spec = RunSpec(model=model, train=TRAIN, parallel=parallel, fleet=fleet)
+    found = {ranks: divided_over(spec, ranks).parallel for ranks in (1, 2, 4)}
+    assert {ranks: (one.tensor, one.context) for ranks, one in found.items()} == {
+        1: (1, 1),
+        2: (1, 2),
+        4: (2, 2),
+    }
+    assert list(smaller_degree_problems(spec)) == []
+
+
+@pytest.mark.parametrize(
+    ("min_nodes", "workers", "refused"),
+    [
+        (1, 1, []),
+        (3, 1, []),
+        (4, 1, ["fleet.min_nodes"]),
+        (2, 2, ["fleet.min_nodes"]),
+        (1, 4, ["fleet.least_tensor"]),
+    ],
+)
+def test_a_least_degree_that_a_fleet_never_takes_is_refused(
+    min_nodes: int, workers: int, refused: list[str]
+) -> None:
+    fleet = FleetSpec(nodes=8, workers_per_node=workers, min_nodes=min_nodes, least_tensor=2)
+    spec = RunSpec(model=MODEL, train=TRAIN, parallel=ParallelSpec(tensor=4), fleet=fleet)
+    assert [problem.path for problem in smaller_degree_problems(spec)] == refused

@@ -57,6 +57,32 @@ def smaller_degree_problems(spec: RunSpec) -> Iterator[Problem]:
     yield from _problems(
         "context", fleet.least_context, parallel.context, "model.context_tiles", model.context_tiles
     )
+    yield from _never_reached(spec)
+
+
+def _never_reached(spec: RunSpec) -> Iterator[Problem]:
+    """Yields the least degree that a fleet never takes, because below ``fleet.min_nodes`` it waits."""
+    fleet, ways = spec.fleet, list(divisions(spec))
+    if not fleet.nodes or len(ways) == 1:
+        return
+    larger, smallest = replica_ranks(ways[-2]), replica_ranks(ways[-1])
+    axis = "tensor" if ways[-2].tensor > ways[-1].tensor else "context"
+    degree, least = getattr(ways[-2], axis), getattr(ways[-1], axis)
+    if fleet.workers_per_node >= larger:
+        yield Problem(
+            f"fleet.least_{axis}",
+            f"every node has the {larger} ranks that parallel.{axis} = {degree} needs, so the degree never falls to {least}",
+            f"set it to {degree}, or to 0",
+            ("fleet.workers_per_node",),
+        )
+    elif fleet.min_nodes * fleet.workers_per_node >= larger:
+        yield Problem(
+            "fleet.min_nodes",
+            f"{fleet.min_nodes} nodes have the {larger} ranks that parallel.{axis} = {degree} needs, and with fewer the fleet waits: "
+            f"the degree never falls to {least}",
+            f"at most {-(-smallest // fleet.workers_per_node)}, which have the {smallest} ranks for {least}; or fleet.least_{axis} = {degree}",
+            (f"fleet.least_{axis}", "fleet.workers_per_node"),
+        )
 
 
 def _problems(axis: str, least: int, degree: int, pieces: str, count: int) -> Iterator[Problem]:
