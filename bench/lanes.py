@@ -1,10 +1,13 @@
-"""The price of lanes: a step with them over the same step without, in processor time, in turn on the same ranks.
+"""The price of lanes and of context tiles: a step with them over the same step without, in turn on the same ranks.
 
     python bench/lanes.py                                   # one rank, 8 lanes: 88 M parameters, 4 slots of 512 tokens
     python bench/lanes.py --tensor 2 --lanes 2              # as many tensor ranks as lanes
     python bench/lanes.py --dim 384 --layers 6 --seq-len 256
+    python bench/lanes.py --lanes 0 --tiles 4               # one rank, 4 context tiles
+    python bench/lanes.py --lanes 0 --tiles 2 --context 2   # as many context ranks as tiles, against a ring
 
-The processor time of a rank is that of all its threads, without the kernel's; the ratio is the median of paired steps.
+The processor time of a rank is that of all its threads, without the kernel's; wall time is the slowest rank's. A ratio is the median
+of paired steps.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from phalanx.run.spec import ModelSpec, ParallelSpec, RunSpec
 from ranks import Ranks
 
 
-def spec_of(options: argparse.Namespace, lanes: int) -> RunSpec:
+def spec_of(options: argparse.Namespace, lanes: int, tiles: int) -> RunSpec:
     """Four slots of one sequence each."""
     model = ModelSpec(
         layers=options.layers,
@@ -34,14 +37,21 @@ def spec_of(options: argparse.Namespace, lanes: int) -> RunSpec:
         ffn_dim=64 * round(options.dim / 24),  # about 8/3 of the width
         vocab_size=options.vocabulary,
         lanes=lanes,
+        context_tiles=tiles,
     )
-    spec = tiny(model, ParallelSpec(sharding="none", tensor=options.tensor), options.seq_len)
+    parallel = ParallelSpec(
+        sharding="none",
+        tensor=options.tensor,
+        context=options.context,
+        context_mode="allgather" if tiles else options.against,
+    )
+    spec = tiny(model, parallel, options.seq_len)
     train = dataclasses.replace(spec.train, batch_size=4, slots=4, micro_batch_size=1, loss_chunk=1024)
     return dataclasses.replace(spec, train=train)
 
 
-def timed(specs: list[RunSpec], steps: int) -> list[list[float]]:
-    """The processor time, s, of every step but the first of each run, in turn, on this rank."""
+def timed(specs: list[RunSpec], steps: int) -> list[list[tuple[float, float]]]:
+    """The processor time and the wall time, s, of every step but the first of each run, in turn, on this rank."""
     import torch
     import torch.distributed as dist
 
@@ -60,38 +70,47 @@ def timed(specs: list[RunSpec], steps: int) -> list[list[float]]:
         fill_initial(built.model.parts, built.placement, spec)
         slots = [current.slot for current in built.rounds]
         steppers.append(Stepper(built, random_batches(spec, slots), Ledger(time.monotonic_ns())))
-    times: list[list[float]] = [[] for _ in specs]
+    times: list[list[tuple[float, float]]] = [[] for _ in specs]
     for number in range(1, steps + 1):
         for stepper, found in zip(steppers, times, strict=True):
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
+            before, began = resource.getrusage(resource.RUSAGE_SELF).ru_utime, time.monotonic()
             stepper.run(number)
             if number > 1:
-                found.append(resource.getrusage(resource.RUSAGE_SELF).ru_utime - before)
+                used = resource.getrusage(resource.RUSAGE_SELF).ru_utime - before
+                found.append((used, time.monotonic() - began))
     return times
 
 
 def main() -> None:
-    """Prints the processor time of a step without and with lanes, and their ratio."""
+    """Prints the processor time and the wall time of a step without and with lanes or tiles, and their ratios."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for name, default in (
-        *(("lanes", 8), ("tensor", 1), ("layers", 12), ("dim", 768)),
+        *(("lanes", 8), ("tensor", 1), ("tiles", 0), ("context", 1), ("layers", 12), ("dim", 768)),
         *(("seq-len", 512), ("vocabulary", 8192), ("steps", 6)),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--against", choices=("ring", "allgather"), default="ring")
     options = parser.parse_args()
-    specs = [spec_of(options, lanes) for lanes in (0, options.lanes)]
-    ranks: list[Any] = Ranks().run(options.tensor, timed, specs, options.steps)
-    without, within = (
-        [sum(parts) for parts in zip(*(rank[run] for rank in ranks), strict=True)] for run in (0, 1)
-    )
-    ratio = statistics.median(b / a for a, b in zip(without, within, strict=True))
+    specs = [spec_of(options, *pieces) for pieces in ((0, 0), (options.lanes, options.tiles))]
+    ranks: list[Any] = Ranks().run(options.tensor * options.context, timed, specs, options.steps)
     print(
-        f"{options.lanes} lanes on {options.tensor} tensor ranks, width {options.dim}, {options.layers} layers, slots of "
-        f"{options.seq_len} tokens: {statistics.median(within):.2f} s of processor time a step, without lanes "
-        f"{statistics.median(without):.2f} s: {ratio:.3f}"
+        f"{options.lanes} lanes on {options.tensor} tensor ranks, {options.tiles} tiles on {options.context} context ranks "
+        f"(against {options.against}), width {options.dim}, {options.layers} layers, slots of {options.seq_len} tokens"
     )
+    for name, column, over_ranks in (("processor time", 0, sum), ("wall time", 1, max)):
+        without, within = (
+            [
+                over_ranks(step[column] for step in steps)
+                for steps in zip(*(rank[run] for rank in ranks), strict=True)
+            ]
+            for run in (0, 1)
+        )
+        ratio = statistics.median(b / a for a, b in zip(without, within, strict=True))
+        print(
+            f"{name} of a step: {statistics.median(within):.2f} s, without {statistics.median(without):.2f} s: {ratio:.3f}"
+        )
 
 
 if __name__ == "__main__":
