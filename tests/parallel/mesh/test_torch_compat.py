@@ -273,3 +273,26 @@ def test_groups_of_a_mesh_have_the_default_groups_patience_which_can_be_changed(
     (usual, own, gave_up), _ = ranks.run(2, patience_of_new_and_changed_groups)
     assert usual == own == 60.0
     assert gave_up
+
+
+def threads_before_sharding_once_more() -> int:
+    """The threads of a rank that has just joined; then it leaves behind it what a step with shards makes."""
+    import os
+
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    threads = len(os.listdir("/proc/self/task"))
+    module = nn.Linear(8, 8)
+    fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    module(torch.ones(2, 8)).sum().backward()
+    return threads
+
+
+def test_a_rank_that_has_left_its_groups_keeps_none_of_their_threads(ranks: Ranks) -> None:
+    """PyTorch 2.11 never frees a mesh that DTensor has seen: after some hundred epochs a rank had 1,300 threads, and stood still."""
+    ranks.run(2, threads_before_sharding_once_more)
+    threads = [ranks.run(2, threads_before_sharding_once_more)[0] for _ in range(4)]
+    assert max(threads) == min(threads)
