@@ -1,4 +1,4 @@
-"""What to train for a budget: the budget is used up, the shape is one that trains, and mistakes are explained."""
+"""The answer of a budget: the budget is used up, the shape is one that trains, and mistakes are explained."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def _list_stacks(context: click.Context, _option: click.Parameter, asked: bool) 
 
 
 @click.command("plan")
-@click.argument("files", nargs=-1, metavar="[RUN_FILE]", type=click.Path(path_type=Path))
+@click.argument("files", nargs=-1, metavar="[RUN_FILE | RUN_DIR...]", type=click.Path(path_type=Path))
 @click.option("--model", help="A known model instead of a run file, such as llama3-405b.")
 @click.option(
     "--budget", help="What to train for so much: 40M$, 1e25FLOP, 30d, 1M gpu-hours; instead of a run file."
@@ -75,10 +75,18 @@ def _list_stacks(context: click.Context, _option: click.Parameter, asked: bool) 
     "--stack", default="phalanx", show_default=True, help="The software that trains; --stacks lists them."
 )
 @click.option(
-    "--batch", type=click.IntRange(min=1), default=2048, show_default=True, help="With --model: sequences."
+    "--batch",
+    type=click.IntRange(min=1),
+    default=2048,
+    show_default=True,
+    help="With --model or --budget: sequences.",
 )
 @click.option(
-    "--seq-len", type=click.IntRange(min=1), default=8192, show_default=True, help="With --model: tokens."
+    "--seq-len",
+    type=click.IntRange(min=1),
+    default=8192,
+    show_default=True,
+    help="With --model or --budget: tokens.",
 )
 @click.option(
     "--set",

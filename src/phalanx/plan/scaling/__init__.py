@@ -1,1 +1,1 @@
-"""What to train for a budget: published scaling laws, the size and tokens they call optimal, and laws fitted to small runs."""
+"""Scaling laws, published and fitted to small runs, and the size and tokens that they call optimal for a budget."""

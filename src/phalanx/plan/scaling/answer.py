@@ -1,4 +1,4 @@
-"""What to train for a budget: the size and tokens, what they cost on the fleet, and what the published laws disagree about.
+"""Solves a budget for the size and tokens to train, with their cost on the fleet and what the published laws disagree about.
 
 A budget of FLOP needs no fleet. Dollars, days and accelerator-hours are what the planner finds for a model on a cluster, by a search of
 its layouts with failures, spares and prices: a few sizes are planned, the cost of a token between them is interpolated, and the size
@@ -45,7 +45,7 @@ from phalanx.plan.search.query import Aim, RequestError
 from phalanx.run.spec import RunSpec
 
 SMALLER = (2.0, 4.0, 10.0)
-"""How many times smaller the over-trained models are that are compared."""
+"""Factors by which the over-trained models that are compared are smaller."""
 _ASSUMED_MFU = 0.35
 """Utilization that the first size to plan is guessed with; no answer depends on it."""
 _APART = 3.0
@@ -75,7 +75,7 @@ class Question:
 
 @dataclass(frozen=True)
 class LawRow:
-    """What one law calls optimal for the budget."""
+    """The size and tokens that one law calls optimal for the budget."""
 
     law: str
     kind: ModelKind
@@ -118,7 +118,7 @@ class Recommended:
 
 @dataclass(frozen=True)
 class BudgetAnswer:
-    """What to train, the better kind first."""
+    """The recommended models for a budget, the better kind first."""
 
     question: Question
     found: tuple[Recommended, ...]
@@ -141,13 +141,11 @@ def answer(question: Question, say: Callable[[str], None] = lambda _: None) -> B
             f"--budget {question.budget}: what that buys depends on where it is spent: give --cluster NAME:COUNT, "
             "or a budget of FLOP"
         )
-    if (
-        question.budget.unit == "usd"
-        and question.cluster
-        and not question.cluster.accelerator.price_per_hour.value
-    ):
+    priced = any(text.startswith("usd_per_accelerator_hour=") for text in question.aim.assume)
+    cluster = question.cluster
+    if question.budget.unit == "usd" and cluster and not (priced or cluster.accelerator.price_per_hour.value):
         raise BudgetError(
-            f"--budget {question.budget}: an hour of {question.cluster.key} has a price of 0: give a budget of days"
+            f"--budget {question.budget}: an hour of {cluster.key} has a price of 0: give a budget of days"
         )
     found: list[Recommended] = []
     left_out: list[str] = []

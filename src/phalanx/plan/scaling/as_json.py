@@ -1,4 +1,4 @@
-"""What to train, as plain values for JSON; the keys are stable."""
+"""The answer of a budget, and a fitted law, as plain values for JSON; the keys are stable."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def over_trained(
     smaller: float,
     inference_tokens: float = 0.0,
 ) -> OverTrained:
-    """What a model costs that is ``smaller`` times smaller, so that each token served costs so much less."""
+    """Compares a model that is ``smaller`` times smaller, so that each token served costs so much less."""
     parameters = best.parameters / smaller
     tokens = tokens_for(parameters, budget, cost, inference_tokens)
     loss = surface.loss(parameters, tokens)

@@ -18,7 +18,7 @@ EXCESS = 5.309743
 
 
 def effective(unique: float, whole: float, decay: float) -> float:
-    """What ``whole`` is worth, of which ``unique`` is new: all of it up to ``unique``, at most ``(1 + decay) * unique``."""
+    """The worth of ``whole``, of which ``unique`` is new: all of it up to ``unique``, at most ``(1 + decay) * unique``."""
     if whole <= unique:
         return whole
     return unique * (1 + decay * -math.expm1(-(whole / unique - 1) / decay))

@@ -57,7 +57,7 @@ def _small_run(place: Path, directory: RunDirectory, spec: RunSpec) -> SmallRun:
 
 
 def _kind(spec: RunSpec, fingerprint: str) -> dict[str, object]:
-    """What runs of one law have in common."""
+    """The properties that runs of one law have in common."""
     moe = spec.model.moe
     return {
         "the data (its fingerprint)": fingerprint[:12],

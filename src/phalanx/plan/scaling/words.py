@@ -15,7 +15,7 @@ from phalanx.plan.scaling.answer import BudgetAnswer, Recommended
 from phalanx.plan.scaling.optimum import OverTrained
 
 _FAR = 3.0
-"""How far beyond its largest run a law is asked before that is said."""
+"""Factor beyond its largest run from which a law is said to be extrapolated."""
 
 LAW_COLUMNS = ("law", "parameters", "tokens", "per parameter", "loss", "of its largest run")
 SMALLER_COLUMNS = ("size", "parameters", "tokens", "loss", "penalty", "serving", "cost of the same loss")
@@ -67,7 +67,7 @@ def comparison(answer: BudgetAnswer) -> Iterator[str]:
 
 
 def law_rows(one: Recommended) -> Iterator[tuple[str, ...]]:
-    """What each law calls optimal, by ``LAW_COLUMNS``."""
+    """The optima of all laws, by ``LAW_COLUMNS``."""
     for row in one.laws:
         yield (
             f"{row.law}: {row.source.citation.split(' (')[0]}",
@@ -105,7 +105,7 @@ def _same_loss(row: OverTrained) -> str:
 
 
 def changes(answer: BudgetAnswer) -> Iterator[str]:
-    """What the answer hangs on, in sentences."""
+    """Sentences on what the answer hangs on."""
     for one in answer.found:
         name, sizes = one.shape.name, [row.parameters for row in one.laws if row.loss is not None]
         yield f"{name}: the laws' optimal sizes are {count(min(sizes))} to {count(max(sizes))} active parameters"
