@@ -94,7 +94,9 @@ def main() -> None:
     parser.add_argument("--against", choices=("ring", "allgather"), default="ring")
     options = parser.parse_args()
     specs = [spec_of(options, *pieces) for pieces in ((0, 0), (options.lanes, options.tiles))]
-    ranks: list[Any] = Ranks().run(options.tensor * options.context, timed, specs, options.steps)
+    ranks: list[Any] = Ranks(timeout_s=3600.0).run(
+        options.tensor * options.context, timed, specs, options.steps
+    )
     print(
         f"{options.lanes} lanes on {options.tensor} tensor ranks, {options.tiles} tiles on {options.context} context ranks "
         f"(against {options.against}), width {options.dim}, {options.layers} layers, slots of {options.seq_len} tokens"

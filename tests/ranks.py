@@ -54,8 +54,9 @@ def _serve(connection: Connection) -> None:
 class Ranks:
     """A pool of processes; ``run`` lets the first few of them be the ranks of a process group."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self._workers: list[tuple[Any, Connection]] = []
+        self._timeout_s = timeout_s
 
     def run(self, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """The values that ``function(*args)`` returns on each of ``ranks`` ranks; raises if it fails on any."""
@@ -77,11 +78,11 @@ class Ranks:
 
     def _receive(self, rank: int) -> tuple[bool, Any]:
         process, connection = self._workers[rank]
-        if not connection.poll(TIMEOUT_S):
+        if not connection.poll(self._timeout_s):
             for worker, _ in self._workers:
                 os.kill(worker.pid, signal.SIGUSR1)  # prints where it is
                 time.sleep(0.5)
-            raise TimeoutError(f"rank {rank} did not answer within {TIMEOUT_S} s")
+            raise TimeoutError(f"rank {rank} did not answer within {self._timeout_s} s")
         try:
             good, value = connection.recv()
         except EOFError:
