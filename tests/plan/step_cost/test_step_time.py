@@ -150,3 +150,13 @@ def test_arrays_of_layouts_take_what_single_layouts_take() -> None:
         for row in (0, 1)
     ]
     assert together == pytest.approx(np.array(alone))
+
+
+def test_a_collective_that_computing_hides_slows_it_where_it_is_a_kernel_of_the_same_device() -> None:
+    mine = job()
+    engines = dataclasses.replace(mine.cluster.accelerator, vendor="Google")
+    apart = dataclasses.replace(mine, cluster=dataclasses.replace(mine.cluster, accelerator=engines))
+    layout = dataclasses.replace(LAYOUTS["flat"], zero=3)
+    beside, free = estimate(mine, layout).time, estimate(apart, layout).time
+    slowed = {term for term in beside if beside[term] > free[term]}
+    assert slowed == {"weight_gather", "gradient_reduce", "scale_tax"}

@@ -6,13 +6,13 @@ scale tax. Every term is an array of its own, in seconds, over just the axes it 
 
 Overlap is a bound, not a promise: of the time of a backward pass a fraction (``Overlap.data``) can hide the reduction of
 gradients; at least one block's share, the last, is always exposed (Rashidi et al., arXiv 2305.18169 and Calculon, arXiv
-2305.18176, treat the tail alike).
+2305.18176, treat the tail alike). What is hidden is not free: it slows the computing beside it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -27,6 +27,10 @@ from phalanx.plan.workload.holdings import Holdings, owned_matrices
 from phalanx.plan.workload.stacks import Job
 from phalanx.run.spec import OptimizerSpec
 
+_SLOWED = {"NVIDIA": 0.189, "AMD": 0.189}
+"""Fraction by which computing slows while a collective runs beside it, by vendor: collectives are kernels that take processors,
+cache and memory bandwidth. The mean over GPT and LLaMA models on four A100, H100, MI210 and MI250 (arXiv 2507.03114). A TPU's
+transfers are its DMA engines'."""
 _ADAM_BYTES = UPDATE_BYTES + 2 * 8
 """Read and written for each parameter by Adam with fp32 moments."""
 
@@ -218,18 +222,19 @@ def data_terms(
     blocks = np.maximum(counts[0] + counts[1], 1)
     forward, backward = (stack.overlap.data * seconds for seconds in windows)
     sharded = zero >= 3
-    gathered = _exposed(gather, forward, blocks)
+    exposed = partial(_exposed, blocks=blocks, slowed=_SLOWED.get(job.cluster.accelerator.vendor, 0.0))
+    gathered = exposed(gather, forward)
     # After an update, the next step's first forward pass is what hides the gathering of new weights.
     weights_s = np.where(zero >= 1, gathered, 0.0)
     window = backward
     if sharded.any():
-        weights_s = np.where(sharded, passes * (gathered + _exposed(gather, backward, blocks)), weights_s)
+        weights_s = np.where(sharded, passes * (gathered + exposed(gather, backward)), weights_s)
         window = np.maximum(backward - np.where(sharded, gather, 0.0), 0.0)
     # Sums over shards are all-reduced over replicas once, with the last micro-batch of a slot.
-    gradients_s = reductions * _exposed(scatter + among, window, blocks)
+    gradients_s = reductions * exposed(scatter + among, window)
     if stack.data.reduces_once:
-        last_s = _exposed(scatter + among, window, blocks)
-        further_s = np.where(sharded, (reductions - 1) * _exposed(scatter, window, blocks), 0.0)
+        last_s = exposed(scatter + among, window)
+        further_s = np.where(sharded, (reductions - 1) * exposed(scatter, window), 0.0)
         gradients_s = last_s + further_s
     if stack.data.add_bytes:
         elements = times(counts, held.dense) + times(counts, held.experts)
@@ -238,13 +243,17 @@ def data_terms(
         )
     if stack.data.reduces_each_micro_batch:
         further = np.where(zero >= 2, passes - reductions, 0.0)
-        gradients_s = gradients_s + further * _exposed(scatter, window, blocks)
+        gradients_s = gradients_s + further * exposed(scatter, window)
     return {"weight_gather": weights_s, "gradient_reduce": gradients_s}
 
 
-def _exposed(seconds: Floats, window: Floats, blocks: Ints) -> Floats:
-    """Seconds that exceed a window; at least one of ``blocks`` equal parts is always exposed."""
-    return np.maximum(seconds - window, seconds / blocks)
+def _exposed(seconds: Floats, window: Floats, *, blocks: Ints, slowed: float) -> Floats:
+    """Seconds that a collective adds: what exceeds its window, and the fraction ``slowed`` of what computing hides.
+
+    At least one of ``blocks`` equal parts is always exposed.
+    """
+    beyond = np.maximum(seconds - window, seconds / blocks)
+    return beyond + slowed * (seconds - beyond)
 
 
 def _weights_s(
