@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from phalanx.model.layers.attention import Attention
 from phalanx.model.layers.cache import LayerCache
+from phalanx.model.layers.documents import Documents
 from phalanx.model.layers.feed_forward import FeedForward
 from phalanx.model.layers.mla import MlaAttention
 from phalanx.model.layers.moe import MoE
@@ -44,7 +45,7 @@ class Block(nn.Module):
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        documents: Tensor | None = None,
+        documents: Documents | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
         """``(b, s, d)`` to ``(b, s, d)``."""

@@ -28,6 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.model.autograd import DispatchMode
 from phalanx.model.block import Block
+from phalanx.model.layers.documents import Documents
 from phalanx.model.transformer import Readout, logits
 from phalanx.run.factory import load_factory
 from phalanx.run.kinds.parts import Parameter, ParameterKind
@@ -103,7 +104,7 @@ class Chain(nn.Module):
         readout: Readout = logits,
         *,
         positions: Tensor | None = None,  # noqa: ARG002  blocks are called with hidden states alone
-        documents: Tensor | None = None,
+        documents: Documents | None = None,
         ahead: object = None,
     ) -> Tensor:
         """Returns ``readout`` of the last hidden states, by default logits; a stage without norm returns its hidden states.

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.model.block import Block
+from phalanx.model.layers.documents import Documents
 from phalanx.model.layers.linear import Linear
 from phalanx.model.layers.norm import RMSNorm
 from phalanx.run.spec import ModelSpec
@@ -40,7 +41,7 @@ class PredictionAhead(nn.Module):
         self.norm = RMSNorm(spec.dim, spec.norm_eps, offset=spec.norm_offset)
 
     def forward(
-        self, hidden: Tensor, embedded: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None = None
+        self, hidden: Tensor, embedded: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None
     ) -> Tensor:
         """Hidden states of the depth before and embeddings of the tokens further ahead, ``(b, s, d)``, to hidden states."""
         both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1)

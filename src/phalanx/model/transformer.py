@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from phalanx.model.block import Block
 from phalanx.model.facts.stretching import longest_short
 from phalanx.model.layers.cache import LayerCache
+from phalanx.model.layers.documents import Documents
 from phalanx.model.layers.linear import Linear
 from phalanx.model.layers.norm import RMSNorm
 from phalanx.model.layers.rotary import rotation
@@ -83,7 +84,7 @@ class Transformer(nn.Module):
         readout: Readout | None = None,
         *,
         positions: Tensor | None = None,
-        documents: Tensor | None = None,
+        documents: Documents | None = None,
         cache: Sequence[LayerCache] | None = None,
         ahead: ReadoutAhead | None = None,
     ) -> Tensor:
@@ -95,7 +96,7 @@ class Transformer(nn.Module):
             x: Tokens ``(b, s)``, int64; hidden states ``(b, s, d)`` for a stage without embedding.
             readout: See ``Readout``. A stage without norm does not call it, but returns its hidden states.
             positions: ``(s,)``, int64, of these tokens; by default from 0, or from the end of the cache.
-            documents: ``(b, s)``, int64: tokens with different numbers do not see each other.
+            documents: Tokens of different documents do not see each other; by default each sequence is one.
             cache: One for each layer of the whole model; ``x`` is the continuation of what they hold.
             ahead: Called for each prediction ahead. Then the result is the vector ``(1 + mtp_depth,)`` of what ``readout``
                 and ``ahead`` returned (see ``phalanx.model.mtp.training_loss``); without it, none is made.
@@ -160,7 +161,7 @@ class Transformer(nn.Module):
         return self.embedding.weight
 
     def _further(
-        self, hidden: Tensor, tokens: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None
+        self, hidden: Tensor, tokens: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None
     ) -> Iterator[Tensor]:
         """The hidden states of each prediction ahead."""
         assert self.embedding is not None, "predicting ahead needs the embedding: do not divide this model"

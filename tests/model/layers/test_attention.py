@@ -11,6 +11,7 @@ from phalanx.model.facts.stretching import softmax_temperature
 from phalanx.model.layers import soft_cap
 from phalanx.model.layers.attention import Attention, CausalCore
 from phalanx.model.layers.cache import empty_cache
+from phalanx.model.layers.documents import Documents
 from phalanx.model.layers.mla import MlaAttention
 from phalanx.model.layers.rotary import rotate, rotation
 from phalanx.run.kinds.whole_model import resolve
@@ -48,7 +49,7 @@ def test_the_core_keeps_to_the_document() -> None:
     documents = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2], [5, 5, 5, 5, 5, 5, 5, 5, 1]])
     seen = torch.ones(9, 9).tril().bool() & (documents[:, None, :, None] == documents[:, None, None, :])
     expected = by_formula(query, key, value, seen, 8**-0.5)
-    torch.testing.assert_close(CausalCore()(query, key, value, documents), expected)
+    torch.testing.assert_close(CausalCore()(query, key, value, Documents.numbered(documents)), expected)
 
 
 @pytest.mark.parametrize("window", [1, 4, 5, 9, 20, 23, 30])
@@ -61,7 +62,8 @@ def test_a_window_hides_what_lies_further_back(window: int, new: int, masked: bo
     if documents is not None:
         seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
     expected = by_formula(query, key, value, seen, 8**-0.5)
-    torch.testing.assert_close(CausalCore(window=window)(query, key, value, documents), expected)
+    known = Documents.numbered(documents) if documents is not None else None
+    torch.testing.assert_close(CausalCore(window=window)(query, key, value, known), expected)
 
 
 @pytest.mark.parametrize("cap", [0.0, 1.5])
@@ -73,9 +75,10 @@ def test_caps_and_sinks_are_the_formulas_with_their_gradients(
     leaves = [torch.randn(2, heads, 23, 8) for heads in (4, 2, 2)] + [torch.randn(4)]
     documents = (torch.arange(23) // 9).expand(2, -1) if masked else None
     core, upstream = CausalCore(0.5, window, cap), torch.randn(2, 4, 23, 8)
+    known = Documents.numbered(documents) if documents is not None else None
 
     def ours(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
-        return core(query, key, value, documents, sinks if sunk else None)
+        return core(query, key, value, known, sinks if sunk else None)
 
     def by_formula(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
         distance = torch.arange(23)[:, None] - torch.arange(23)[None, :]
@@ -108,7 +111,7 @@ def test_capped_rows_are_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
 @each_kind
 def test_documents_in_one_sequence_are_as_if_alone_at_their_positions(spec: ModelSpec) -> None:
     model, text = initialized(spec), tokens(1, 20)
-    documents = torch.tensor([[0] * 7 + [3] * 12 + [4]])
+    documents = Documents.numbered(torch.tensor([[0] * 7 + [3] * 12 + [4]]))
     parts = [
         model(text[:, start:stop], positions=torch.arange(start, stop))
         for start, stop in ((0, 7), (7, 19), (19, 20))
@@ -121,7 +124,7 @@ def test_documents_in_one_sequence_are_as_if_alone_at_their_positions(spec: Mode
 @each_kind
 def test_one_document_is_no_mask(spec: ModelSpec) -> None:
     model, text = initialized(spec), tokens(2, 11)
-    torch.testing.assert_close(model(text, documents=torch.zeros_like(text)), model(text))
+    torch.testing.assert_close(model(text, documents=Documents.numbered(torch.zeros_like(text))), model(text))
 
 
 @each_kind
@@ -161,7 +164,7 @@ def test_the_core_can_be_replaced() -> None:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        documents: Tensor | None = None,
+        documents: Documents | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
         assert sinks is None
@@ -211,4 +214,4 @@ def test_a_cache_and_documents_do_not_go_together() -> None:
     model, text = initialized(GROUPED), tokens(1, 5)
     cache = empty_cache(model.spec, 1, 5, torch.device("cpu"))
     with pytest.raises(ValueError, match="give either a cache or documents"):
-        model(text, documents=text, cache=cache)
+        model(text, documents=Documents.numbered(text), cache=cache)

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from model.initialized import initialized
+from phalanx.model.layers.documents import Documents
 from phalanx.model.layers.soft_cap import Score
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.context.apply import apply_context
@@ -111,7 +112,7 @@ def attention_of_a_rank(mode: str, case: Case, clock: CommClock | None = None) -
     core = DividedCore(
         METHODS[mode](group, clock or CommClock(blocking=True), Score(case.scale, case.cap), case.window)
     )
-    out = core(*leaves, documents)
+    out = core(*leaves, Documents.numbered(documents) if documents is not None else None)
     assert out.dtype == case.dtype
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
 
@@ -247,7 +248,8 @@ def tokens_and_documents() -> tuple[Tensor, Tensor, Tensor]:
 def loss_of(model: Transformer, positions: Tensor, documents: Tensor | None) -> Tensor:
     """The summed loss of the tokens at ``positions``."""
     tokens, targets, _ = tokens_and_documents()
-    logits = model(tokens[:, positions], positions=positions, documents=documents)
+    known = Documents.numbered(documents) if documents is not None else None
+    logits = model(tokens[:, positions], positions=positions, documents=known)
     return F.cross_entropy(logits.flatten(0, 1), targets[:, positions].flatten(), reduction="sum")
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from phalanx.model.layers.documents import Documents
 from phalanx.model.layers.router import routers
 from phalanx.run.spec import MemorySpec, RunSpec
 from phalanx.train.transforms.compile_blocks import compile_blocks
@@ -103,6 +104,29 @@ def test_recomputed_blocks_are_compiled_too_to_one_program_for_all(monkeypatch: 
     assert counters["stats"]["unique_graphs"] == 1
     assert same_bits(saving, gradients_of(build(DENSE, compile_blocks)))
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def gradients_by_document(model: nn.Module, length: int) -> dict[str, torch.Tensor]:
+    """The gradients of a batch whose documents have ``length`` tokens, and half as many in its second sequence."""
+    tokens = torch.randint(97, (2, 40), generator=torch.Generator().manual_seed(length))
+    ids = torch.arange(40) * torch.tensor([[1], [2]]) // length
+    model.zero_grad()
+    model(tokens, documents=Documents.numbered(ids)).square().mean().backward()
+    return {name: torch.clone(held.grad) for name, held in model.named_parameters() if held.grad is not None}
+
+
+def test_documents_of_other_lengths_need_no_other_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch.compiler.reset()
+    counters.clear()
+    compiled, saving = build(DENSE, compile_blocks), build(DENSE, compile_blocks, recompute("full"))
+    programs = []
+    for length in (4, 7, 12, 40):
+        found = gradients_by_document(compiled, length)
+        torch.testing.assert_close(found, gradients_by_document(build(DENSE), length), rtol=1e-4, atol=1e-5)
+        assert same_bits(found, gradients_by_document(saving, length))
+        programs.append(counters["stats"]["unique_graphs"])
+    assert len(set(programs)) == 1
 
 
 @pytest.mark.slow

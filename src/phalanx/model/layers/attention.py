@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from phalanx.model.layers.attend import attend_whole_rows
 from phalanx.model.layers.cache import LayerCache
+from phalanx.model.layers.documents import Documents, attend_by_document
 from phalanx.model.layers.linear import Linear
 from phalanx.model.layers.norm import RMSNorm
 from phalanx.model.layers.rotary import rotate
@@ -35,10 +36,10 @@ class Core(Protocol):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        documents: Tensor | None = None,
+        documents: Documents | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Query ``(b, h, s, e)``, key ``(b, k, s, e)``, value ``(b, k, s, v)``, documents ``(b, s)`` and the heads' sinks ``(h,)``
+        """Query ``(b, h, s, e)``, key ``(b, k, s, e)``, value ``(b, k, s, v)``, their documents and the heads' sinks ``(h,)``
         to ``(b, h, s, v)``."""
         ...
 
@@ -61,22 +62,26 @@ class CausalCore:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        documents: Tensor | None = None,
+        documents: Documents | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See ``Core``. With more keys than queries, the queries are the last of the sequence."""
+        """See ``Core``. With more keys than queries, the queries are the last of the sequence, which is one document then."""
         softmax = self._softmax(sinks)
-        new, held = query.shape[2], key.shape[2]
-        if documents is None and new == held:
-            if 0 < self.window < held:
+
+        def whole(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            if 0 < self.window < key.shape[2]:
                 return windowed_attention(query, key, value, self.window, softmax)
             return softmax(query, key, value, None)
+
+        new, held = query.shape[2], key.shape[2]
+        if documents is not None:
+            return attend_by_document(query, key, value, documents, whole)
+        if new == held:
+            return whole(query, key, value)
         # A continuation of n tokens after c cached ones: query i sees keys up to c + i.
         mask = torch.ones(new, held, dtype=torch.bool, device=query.device).tril(held - new)
         if self.window:
             mask = mask.triu(held - new - self.window + 1)
-        if documents is not None:
-            mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
         return softmax(query, key, value, mask)
 
     def _softmax(self, sinks: Tensor | None) -> Softmax:
@@ -162,7 +167,7 @@ class Attention(nn.Module):
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        documents: Tensor | None = None,
+        documents: Documents | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
         """``(b, s, d)`` to ``(b, s, d)``; with a cache, ``x`` is the continuation of what the cache holds."""
@@ -177,7 +182,7 @@ class Attention(nn.Module):
         inputs: tuple[Tensor, ...],
         cos: Tensor,
         sin: Tensor,
-        documents: Tensor | None = None,
+        documents: Documents | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
         """The result ``(b, s, d)`` of the heads whose weights are here; those of all heads add up to that of the layer."""

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from phalanx.model.facts.stretching import softmax_temperature
 from phalanx.model.layers.attention import CausalCore, Core
 from phalanx.model.layers.cache import LayerCache
+from phalanx.model.layers.documents import Documents
 from phalanx.model.layers.linear import Linear
 from phalanx.model.layers.norm import RMSNorm
 from phalanx.model.layers.rotary import rotate
@@ -72,7 +73,7 @@ class MlaAttention(nn.Module):
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        documents: Tensor | None = None,
+        documents: Documents | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
         """``(b, s, d)`` to ``(b, s, d)``; with a cache, ``x`` is the continuation of what the cache holds."""
@@ -92,7 +93,7 @@ class MlaAttention(nn.Module):
         inputs: tuple[Tensor, ...],
         cos: Tensor,
         sin: Tensor,
-        documents: Tensor | None = None,
+        documents: Documents | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
         """The result ``(b, s, d)`` of the heads whose weights are here; those of all heads add up to that of the layer."""

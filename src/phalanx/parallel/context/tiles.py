@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from phalanx.model.autograd import FunctionContext, apply_function, uncompiled
 from phalanx.model.layers.attend import attend, attend_backward, mask_bias, sink_gradient, with_sinks
+from phalanx.model.layers.documents import Documents
 from phalanx.model.layers.soft_cap import Score
 
 
@@ -235,9 +236,10 @@ class DividedCore:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        documents: Tensor | None = None,
+        documents: Documents | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """This rank's ``(b, h, s, e)``, ``(b, k, s, e)`` and ``(b, k, s, v)``, and the documents of the whole sequence
-        ``(b, s * ranks)`` or ``None``, to ``(b, h, s, v)``. On all ranks of the group together."""
-        return apply_function(_DividedAttention, query, key, value, documents, sinks, self.method)
+        of ``s * ranks`` tokens or ``None``, to ``(b, h, s, v)``. On all ranks of the group together."""
+        ids = documents.ids if documents is not None else None
+        return apply_function(_DividedAttention, query, key, value, ids, sinks, self.method)

@@ -73,7 +73,7 @@ def evaluate(
         # A rank without a batch repeats the first, since under FSDP every forward pass is a collective.
         first = (batch if batch < batches else 0) * size
         samples, targets = _batch(data, numbers[first : first + size], size)
-        loss = runner.evaluate(runner.losses.cut(samples.to(mesh.device), targets.to(mesh.device)))
+        loss = runner.evaluate(runner.losses.cut(samples, targets))
         if batch < batches and runner.reports:
             losses[batch * context + mesh.context_rank] = loss.double()
         on_progress(min((turn + 1) * mesh.layout.data_ranks * size, sequences), sequences)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.data.documents import document_ids
+from phalanx.model.layers.documents import Documents
 from phalanx.model.mtp import targets_ahead, training_loss
 from phalanx.parallel.context.fixed.placement import tiled_positions
 from phalanx.parallel.context.fixed.ranks import RankTiles
@@ -41,8 +42,8 @@ class MicroBatch:
     """``(batch, seq)``, int64."""
     positions: Tensor
     """``(seq,)``, int64: the positions of these tokens in their sequences."""
-    documents: Tensor | None
-    """``(batch, whole seq)``, int64: the document of each token of the whole sequence; ``None`` without a mask."""
+    documents: Documents | None
+    """The documents of the whole sequences, of which this rank may have a part; ``None`` without a mask."""
 
     @property
     def counted(self) -> Tensor:
@@ -62,20 +63,27 @@ class Losses:
     """This rank's context tiles; ``None`` if the run has none."""
 
     def cut(self, samples: Tensor, targets: Tensor) -> MicroBatch:
-        """Cuts this rank's part out of ``samples`` ``(batch, seq + 1)`` and their ``targets`` ``(batch, seq)``."""
-        tokens, layout = samples[:, :-1], self.mesh.layout
-        documents = (
-            document_ids(tokens, self.spec.train.end_of_document) if self.spec.train.document_mask else None
-        )
+        """Cuts this rank's part out of ``samples`` ``(batch, seq + 1)`` and their ``targets`` ``(batch, seq)``.
+
+        The arguments lie on the host, where documents are counted; the part is brought to this rank's device.
+        """
+        tokens, layout, device = samples[:, :-1], self.mesh.layout, self.mesh.device
+        documents = None
+        if self.spec.train.document_mask:
+            ids = document_ids(tokens, self.spec.train.end_of_document)
+            documents = Documents.numbered(ids).to(device)
         if self.tiles is not None:
             positions = tiled_positions(tokens.shape[1], self.tiles.count, layout.context, self.tiles.rank)
         elif layout.context == 1:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
-            return MicroBatch(tokens, targets, positions, documents)
+            positions = torch.arange(tokens.shape[1])
         else:
             positions = context_positions(tokens.shape[1], layout.context, self.mesh.context_rank)
-        positions = positions.to(tokens.device)
-        return MicroBatch(tokens[:, positions], targets[:, positions], positions, documents)
+        if self.tiles is not None or layout.context > 1:
+            tokens, targets = tokens[:, positions], targets[:, positions]
+        tokens, targets, positions = (
+            part.to(device, non_blocking=True) for part in (tokens, targets, positions)
+        )
+        return MicroBatch(tokens, targets, positions, documents)
 
     def call(self, stage: nn.Module, x: Tensor, batch: MicroBatch, *, ahead: bool) -> Tensor:
         """Runs a stage on ``x``: tokens ``(batch, seq)`` for the first, hidden states ``(batch, seq, dim)`` for the others.

@@ -187,7 +187,7 @@ class Stepper:
         def read(turn: int) -> list[MicroBatch]:
             with self.ledger.bucket(Bucket.STEP_DATA_WAIT):
                 samples = torch.from_numpy(next(self.batches))  # (sequences, seq_len + 1)
-            batches = self._micro_batches(samples.to(self._device, non_blocking=True))
+            batches = self._micro_batches(samples)
             if turn in piece_of:
                 tokens[piece_of[turn]] = torch.stack([batch.counted for batch in batches]).sum()
             return batches
@@ -204,11 +204,11 @@ class Stepper:
 
     def recompute_slot(self, current: Round, samples: NDArray[np.int64]) -> None:
         """Computes a slot whose gradient is not to count, for an audit; ``samples`` is ``(sequences, seq_len + 1)``."""
-        batches = self._micro_batches(torch.from_numpy(samples).to(self._device))
+        batches = self._micro_batches(torch.from_numpy(samples))
         self.built.runner.gradients(self._work([current], lambda _: batches))
 
     def _micro_batches(self, samples: Tensor) -> list[MicroBatch]:
-        """Cuts the samples of a slot, ``(sequences, seq_len + 1)``, into this rank's parts of its micro-batches."""
+        """Cuts the samples of a slot, ``(sequences, seq_len + 1)`` on the host, into this rank's parts of its micro-batches."""
         cut, size = self.built.runner.losses.cut, self.built.spec.train.micro_batch_size or len(samples)
         return [cut(part, part[:, 1:]) for part in torch.split(samples, size)]
 

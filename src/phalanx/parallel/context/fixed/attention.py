@@ -10,6 +10,7 @@ from torch import Tensor
 
 from phalanx.model.layers.attention import Attention
 from phalanx.model.layers.cache import LayerCache
+from phalanx.model.layers.documents import Documents
 from phalanx.model.layers.mla import MlaAttention
 from phalanx.parallel.context.fixed.core import TiledCore
 from phalanx.parallel.tensor.lanes.layers import in_tiles
@@ -31,7 +32,7 @@ class TiledAttention:
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        documents: Tensor | None = None,
+        documents: Documents | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
         """``(b, s, d)`` to the same, for this rank's tokens by tile; ``documents`` are the whole sequence's."""
@@ -57,12 +58,13 @@ class TiledHeads:
         owners: Owners,
         tensors: Sequence[Sequence[Tensor]],
         inputs: tuple[Tensor, ...],
-        *context: Tensor | None,
+        *context: object,
     ) -> Tensor:
         """See ``phalanx.parallel.tensor.lanes.layers.LaneResult``; the context is that of ``Attention.forward``."""
         cos, sin, documents, cache = context
-        assert cos is not None, "positions are known"
-        assert sin is not None, "positions are known"
+        assert isinstance(cos, Tensor), "positions are known"
+        assert isinstance(sin, Tensor), "positions are known"
+        assert documents is None or isinstance(documents, Documents), "of whole sequences"
         assert cache is None, "a cache holds a sequence that begins with its first token"
         by_tile = list(in_tiles(inputs, len(tensors)))
         return _attended(self.layer, self.core, owners, tensors, by_tile, (cos, sin), documents)
@@ -75,7 +77,7 @@ def _attended(
     tensors: Sequence[Sequence[Tensor]],
     inputs: Sequence[tuple[Tensor, ...]],
     rotation: tuple[Tensor, Tensor],
-    documents: Tensor | None,
+    documents: Documents | None,
 ) -> Tensor:
     """The result ``(b, s, d)`` of the heads whose weights ``tensors`` has for each tile, from each tile's ``inputs``."""
     projected, sinks = [], []

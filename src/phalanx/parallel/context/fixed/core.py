@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from phalanx.model.autograd import FunctionContext, apply_function_of_many, uncompiled
 from phalanx.model.layers.attend import sink_gradient, with_sinks
+from phalanx.model.layers.documents import Documents
 from phalanx.model.layers.soft_cap import Score
 from phalanx.parallel.context.fixed.placement import by_position, by_tile
 from phalanx.parallel.context.fixed.ranks import RankTiles
@@ -96,17 +97,18 @@ class TiledCore:
         queries: Sequence[Tensor],
         keys: Sequence[Tensor],
         values: Sequence[Tensor],
-        documents: Tensor | None,
+        documents: Documents | None,
         sinks: Sequence[Tensor | None],
     ) -> tuple[Tensor, ...]:
         """The results ``(b, h, s, v)`` of this rank's tiles. On all ranks that share the sequence together.
 
         Args:
             queries, keys, values: Of each of these tiles, ``(b, h, s, e)``, ``(b, k, s, e)`` and ``(b, k, s, v)``.
-            documents: ``(b, whole sequence)``, or ``None``.
+            documents: The documents of the whole sequence, or ``None``.
             sinks: The sinks ``(h,)`` that each tile sees, or ``None``.
         """
-        return apply_function_of_many(_TiledAttention, self, documents, *queries, *keys, *values, *sinks)
+        ids = documents.ids if documents is not None else None
+        return apply_function_of_many(_TiledAttention, self, ids, *queries, *keys, *values, *sinks)
 
     def attend(
         self,

@@ -115,7 +115,7 @@ class LaneResult(Protocol):
         owners: Owners,
         tensors: Sequence[Sequence[Tensor]],
         inputs: tuple[Tensor, ...],
-        *context: Tensor | None,
+        *context: object,
     ) -> Tensor:
         """The lane's share ``(b, s, d)`` of the result, from ``inputs`` ``(b, s, ...)`` of all tokens of this context rank.
 
@@ -136,7 +136,7 @@ class OnWholeSequence:
         owners: Owners,
         tensors: Sequence[Sequence[Tensor]],
         inputs: tuple[Tensor, ...],
-        *context: Tensor | None,
+        *context: object,
     ) -> Tensor:
         """See ``LaneResult``."""
         (own,) = tensors
@@ -155,7 +155,7 @@ class TileByTile:
         owners: Owners,
         tensors: Sequence[Sequence[Tensor]],
         inputs: tuple[Tensor, ...],
-        *context: Tensor | None,
+        *context: object,
     ) -> Tensor:
         """See ``LaneResult``."""
         assert not context, "a layer of tokens asks nothing of whole sequences"
@@ -188,7 +188,7 @@ class LanedLayer:
     add_bias: InPieces | None
     """Adds the bias of the result, if it has one."""
 
-    def __call__(self, x: Tensor, *context: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, *context: object) -> Tensor:
         """``(b, s / ranks, d)`` to the same; ``context`` is what the layer wants to know of whole sequences."""
         inputs = self.by_tokens(x)
         if self.comm is not None:  # all by one gather: (b, s, ...) each
@@ -198,7 +198,7 @@ class LanedLayer:
         y = whole if self.comm is None else self.comm.sum_scatter(whole)
         return y if self.add_bias is None else self.add_bias(y)
 
-    def _results(self, inputs: tuple[Tensor, ...], context: tuple[Tensor | None, ...]) -> Iterator[Tensor]:
+    def _results(self, inputs: tuple[Tensor, ...], context: tuple[object, ...]) -> Iterator[Tensor]:
         owners = [(parameter.owner, parameter.attribute) for parameter in self.parameters]
         by_lane = zip(*(parameter.of_lanes() for parameter in self.parameters), strict=True)
         read = zip(*(forked(x, self.lanes) for x in inputs), strict=True)
