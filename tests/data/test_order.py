@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from phalanx.data.order import SORTED_UP_TO, SampleOrder, permute
+from phalanx.data.order import SORTED_UP_TO, SampleOrder, permute, place_in_permutation
 
 KEYS = st.integers(0, 2**64 - 1)
 WORD = 2**64 - 1
@@ -68,6 +68,12 @@ def test_it_is_the_published_cipher_for_every_size_up_to_trillions(
 ) -> None:
     xs = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=20))
     assert permute(np.array(xs), n=n, key=key).tolist() == [scalar_permute(x, n, key) for x in xs]
+
+
+@given(st.integers(1, 10**15), st.integers(0, 2**64 - 1), st.data())
+def test_where_an_image_comes_from_is_found_again(n: int, key: int, data: st.DataObject) -> None:
+    index = np.array(data.draw(st.lists(st.integers(0, n - 1), max_size=20)), dtype=np.int64)
+    assert place_in_permutation(permute(index, n=n, key=key), n=n, key=key).tolist() == index.tolist()
 
 
 def test_no_two_of_a_million_positions_of_a_huge_dataset_meet() -> None:

@@ -50,6 +50,29 @@ def permute(index: NDArray[np.int64], *, n: int, key: int) -> NDArray[np.int64]:
     return moved.astype(np.int64)
 
 
+def place_in_permutation(image: NDArray[np.int64], *, n: int, key: int) -> NDArray[np.int64]:
+    """The inverse of ``permute``: where each of ``image`` comes from. The same shapes, cost and errors."""
+    _require_range("n", n, 1, MAX_SAMPLES)
+    if image.size and (image.min() < 0 or image.max() >= n):
+        raise ValueError(f"images {image.min()}..{image.max()} are not all in [0, {n})")
+    round_keys = _round_keys(key)
+    if n <= SORTED_UP_TO:
+        return np.argsort(_order_by_hash(n, round_keys)).astype(np.int64)[image]
+    moved = _feistel_inverse(image.astype(np.uint64), n, round_keys)
+    outside = np.flatnonzero(moved >= n)
+    while outside.size:
+        moved.flat[outside] = _feistel_inverse(moved.flat[outside], n, round_keys)
+        outside = outside[moved.flat[outside] >= n]
+    return moved.astype(np.int64)
+
+
+def key_of(purpose: str, seed: int, number: int, name: str = "") -> int:
+    """The key of one of a run's permutations: its purpose (at most 8 ASCII letters), the run's seed, a number and a name."""
+    message = seed.to_bytes(8, "little") + number.to_bytes(8, "little") + name.encode()
+    digest = hashlib.blake2b(message, digest_size=8, person=f"phalanx {purpose}".encode()).digest()
+    return int.from_bytes(digest, "little")
+
+
 @dataclass(frozen=True)
 class SampleOrder:
     """The order of a run over a dataset of ``n`` samples: every epoch a permutation of its own."""
@@ -76,7 +99,7 @@ class SampleOrder:
             epoch, position = divmod(first + done, self.n)
             take = min(count - done, self.n - position)
             positions = np.arange(position, position + take, dtype=np.int64)
-            indices[done : done + take] = permute(positions, n=self.n, key=_epoch_key(self.seed, epoch))
+            indices[done : done + take] = permute(positions, n=self.n, key=key_of("epoch", self.seed, epoch))
             done += take
         return indices
 
@@ -92,6 +115,21 @@ def _feistel(x: NDArray[np.uint64], n: int, round_keys: NDArray[np.uint64]) -> N
             left = (left + _mix(right ^ round_key) % columns) % columns
         else:
             right = (right + _mix(left ^ round_key) % rows) % rows
+    cells: NDArray[np.uint64] = right * columns + left
+    return cells
+
+
+def _feistel_inverse(x: NDArray[np.uint64], n: int, round_keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The rounds of ``_feistel`` undone, the last first."""
+    a = math.isqrt(n - 1) + 1
+    b = -(-n // a)
+    columns, rows = np.uint64(a), np.uint64(b)
+    right, left = np.divmod(x, columns)
+    for number in reversed(range(len(round_keys))):
+        if number % 2 == 0:
+            left = (left + columns - _mix(right ^ round_keys[number]) % columns) % columns
+        else:
+            right = (right + rows - _mix(left ^ round_keys[number]) % rows) % rows
     cells: NDArray[np.uint64] = right * columns + left
     return cells
 
@@ -115,11 +153,6 @@ def _round_keys(key: int) -> NDArray[np.uint64]:
         key.to_bytes(8, "little"), digest_size=8 * ROUNDS, person=b"phalanx rounds"
     ).digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
-
-
-def _epoch_key(seed: int, epoch: int) -> int:
-    message = seed.to_bytes(8, "little") + epoch.to_bytes(8, "little")
-    return int.from_bytes(hashlib.blake2b(message, digest_size=8, person=b"phalanx epoch").digest(), "little")
 
 
 def _require_range(name: str, value: int, low: int, high: int) -> None:
