@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from ranks import Ranks
+from store.servers import Server, ministack
 
 # A loaded machine is no reason to fail: examples are bounded in number, never in time.
 settings.register_profile("phalanx", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -23,3 +24,10 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """An S3 server of this process's own, with an empty bucket; each test takes a prefix of its own."""
+    with ministack(tmp_path_factory.mktemp("ministack")) as server:
+        yield server

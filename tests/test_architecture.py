@@ -12,6 +12,7 @@ FLOORS = {
     "run": 0,
     "observe": 1,
     "hardware": 1,
+    "store": 1,
     "model": 2,
     "data": 2,
     "parallel": 3,
@@ -76,6 +77,7 @@ QUICK = (
         f"phalanx.checkpoint.tiers.{name}"
         for name in ("tier", "disk", "retention", "gather", "verify", "digest")
     ),
+    *(f"phalanx.store.{name}" for name in ("store", "open_store", "obstore_adapter", "local_folder")),
     "phalanx.cli.main",
     "phalanx.cli.fleet.simulate_command",
     "phalanx.cli.plan.plan_command",

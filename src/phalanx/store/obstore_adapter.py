@@ -1,0 +1,368 @@
+"""S3, Google Cloud Storage and Azure through ``obstore``, the Python binding of Rust's ``object_store``: the one file that knows it.
+
+The library repeats requests by the policy that it is given, for 5xx, 408, 429, timeouts and broken connections, also within a body
+that breaks off. It does not repeat a conditional request whose answer was lost, and gives up after a number of tries rather than
+after a time; so an operation that failed for a passing reason is begun again here, until the policy's time is over. A ``create``
+that is repeated may find its own object: equal bytes under the key are success.
+
+Texts of errors are made here from the status and the server's error code; what the library says in full can hold signatures.
+"""
+
+import os
+import random
+import re
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.store import AzureStore, GCSStore, S3Store
+
+from phalanx.store.credentials import PROFILE, source_of
+from phalanx.store.errors import (
+    BadUrlError,
+    DeniedError,
+    ExistsError,
+    MissingBucketError,
+    MissingObjectError,
+    MissingSupportError,
+    ShortObjectError,
+    StoreError,
+    UnavailableError,
+)
+from phalanx.store.keys import require_key, require_prefix
+from phalanx.store.retry import RetryPolicy
+from phalanx.store.store import MOST_CREATED_BYTES, Info
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
+    from obstore.store import ClientConfig, RetryConfig
+
+_JOINED_GAP_BYTES = 64 << 10
+_ONE_REQUEST_BYTES = 64 << 20
+_LEAST_PART_BYTES = 16 << 20
+_MOST_PARTS = 9_000
+"""S3 takes 10,000 parts of an upload (AWS, "Amazon S3 multipart upload limits")."""
+_PARTS_AT_ONCE = 4
+_LISTED_AT_ONCE = _DELETED_AT_ONCE = 1_000
+_STALLED_S, _LONGEST_REQUEST_S = 30, 300
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "gs": ("GOOGLE_BASE_URL",),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
+_REQUEST = {
+    "s3": {"get": "GetObject", "ranges": "GetObject", "put": "PutObject", "create": "PutObject"}
+    | {"list": "ListObjectsV2", "delete": "DeleteObjects"},
+    "gs": {"get": "objects.get", "ranges": "objects.get", "put": "objects.create", "create": "objects.create"}
+    | {"list": "objects.list", "delete": "objects.delete"},
+    "az": {"get": "Get Blob", "ranges": "Get Blob", "put": "Put Blob", "create": "Put Blob"}
+    | {"list": "List Blobs", "delete": "Delete Blob"},
+}
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>([A-Za-z]{3,60})</Code>")
+_PASSING_CODES = ("SlowDown", "InternalError", "ServerBusy", "RequestTimeout", "ServiceUnavailable")
+_PHRASES = (
+    "Connection refused",
+    "Connection reset",
+    "timed out",
+    "dns error",
+    "connection closed before message completed",
+    "end of file before message length reached",
+    "invalid peer certificate",
+    "error sending request",
+    "error decoding response body",
+    "builder error",
+)
+"""What of the library's texts may be repeated: how a request failed for which no status came."""
+
+_CREDENTIAL_SERVICES = (
+    "169.254.169.254",
+    "169.254.170.2",
+    "metadata.google.internal",
+    "AssumeRole",
+    "oauth2/",
+)
+"""Where the library asks for credentials: a request there that failed says that there are none."""
+_REFUSED_CODES = ("ExpiredToken", "InvalidToken", "TokenRefreshRequired", "AuthenticationFailed")
+
+_T = TypeVar("_T")
+
+
+class RemoteStore:
+    """The objects below ``url``; nothing is asked of the store until a method is called."""
+
+    def __init__(self, url: str, retry: RetryPolicy) -> None:
+        self._url = url
+        self._retry = retry
+        self._scheme = urlsplit(url).scheme
+        self._credentials = source_of(self._scheme, os.environ, Path.home())
+        insecure = any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS[self._scheme])
+        client: ClientConfig = {
+            "allow_http": insecure or self._credentials == "the emulator's own",
+            "connect_timeout": timedelta(seconds=min(10.0, retry.timeout_s)),
+            "timeout": timedelta(seconds=_LONGEST_REQUEST_S),
+        }
+        # The read timeout counts from the request's first byte, so it would end a long upload.
+        self._writes = _client(url, self._credentials, client, _retry_config(retry))
+        reads: ClientConfig = {**client, "read_timeout": timedelta(seconds=min(_STALLED_S, retry.timeout_s))}
+        self._reads = _client(url, self._credentials, reads, _retry_config(retry))
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def get(self, key: str) -> bytes:
+        require_key(key, self._url)
+        return self._repeated(lambda: bytes(obstore.get(self._reads, key).bytes()), key, "get")
+
+    def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
+        require_key(key, self._url)
+        # Joined here: the library panics where it has joined spans of which one lies behind the object's end.
+        starts, stops = joined_spans(spans)
+        if not starts:
+            return [memoryview(b"") for _ in spans]
+        found = self._repeated(
+            lambda: list(obstore.get_ranges(self._reads, key, starts=starts, ends=stops, coalesce=0)),
+            key,
+            "ranges",
+        )
+        views = [memoryview(data) for data in found]
+        for start, stop, view in zip(starts, stops, views, strict=True):
+            if len(view) != stop - start:
+                raise self._short(key, stop)
+        result = []
+        for start, stop in spans:
+            run = max(bisect_right(starts, start) - 1, 0)
+            result.append(
+                views[run][start - starts[run] : stop - starts[run]] if stop > start else views[0][:0]
+            )
+        return result
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        require_key(key, self._url)
+        if len(data) <= _ONE_REQUEST_BYTES:
+            self._repeated(lambda: obstore.put(self._writes, key, data, use_multipart=False), key, "put")
+        else:
+            self._repeated(lambda: self._put_parts(key, data, len(data)), key, "put")
+
+    def put_blocks(self, key: str, blocks: Iterable[bytes | memoryview], nbytes: int) -> None:
+        require_key(key, self._url)
+        if nbytes <= _LEAST_PART_BYTES:
+            self.put(key, b"".join(blocks))
+            return
+        try:
+            self._put_parts(key, iter(blocks), nbytes)
+        except (BaseError, FileNotFoundError) as error:
+            raise self._explained(error, key, "put") from None
+
+    def _put_parts(self, key: str, data: Any, nbytes: int) -> None:
+        part_bytes = max(_LEAST_PART_BYTES, -(-nbytes // _MOST_PARTS))
+        obstore.put(
+            self._writes,
+            key,
+            data,
+            use_multipart=True,
+            chunk_size=part_bytes,
+            max_concurrency=_PARTS_AT_ONCE,
+        )
+
+    def create(self, key: str, data: bytes) -> None:
+        require_key(key, self._url)
+        if len(data) > MOST_CREATED_BYTES:
+            raise ValueError(f"{self._where(key)}: {len(data):,} bytes are too many to create at once")
+        try:
+            self._repeated(
+                lambda: obstore.put(self._writes, key, data, mode="create", use_multipart=False),
+                key,
+                "create",
+            )
+        except ExistsError:
+            # An answer that was lost: here, or at a repetition within the library.
+            if self.get(key) != data:
+                raise
+
+    def list(self, prefix: str = "") -> Iterator[Info]:
+        require_prefix(prefix, self._url)
+        # As a whole, so that a repetition cannot list an object twice; the library repeats single pages by itself.
+        found = self._repeated(lambda: self._listed(prefix), prefix, "list")
+        for meta in found:
+            yield Info(
+                meta["path"], meta["size"], meta["e_tag"] or "", meta["version"] or "", meta["last_modified"]
+            )
+
+    def _listed(self, prefix: str) -> "Sequence[ObjectMeta]":
+        pages = obstore.list(self._reads, prefix or None, chunk_size=_LISTED_AT_ONCE)
+        return [meta for page in pages for meta in page]
+
+    def delete(self, keys: Iterable[str]) -> None:
+        todo = iter(keys)
+        while batch := list(islice(todo, _DELETED_AT_ONCE)):
+            for key in batch:
+                require_key(key, self._url)
+            try:
+                self._delete_all(batch)
+            except MissingObjectError:
+                # Google Cloud Storage and Azure refuse to delete what is not there; the rest of the batch may be undone.
+                for key in batch:
+                    self._delete_one(key)
+
+    def _delete_all(self, keys: Sequence[str]) -> None:
+        self._repeated(lambda: obstore.delete(self._writes, keys), keys[0], "delete")
+
+    def _delete_one(self, key: str) -> None:
+        try:
+            self._delete_all([key])
+        except MissingObjectError:
+            return
+
+    def _repeated(self, call: Callable[[], _T], key: str, operation: str) -> _T:
+        """Calls until it succeeds, fails for good, or the policy's time is over."""
+        deadline = time.monotonic() + self._retry.timeout_s
+        pause_s = self._retry.first_pause_s
+        while True:
+            try:
+                return call()
+            except (BaseError, FileNotFoundError) as error:
+                explained = self._explained(error, key, operation)
+            except ValueError as error:
+                raise BadUrlError(f"{self._where(key)}: {error}", self._where(key), operation) from None
+            pause_s = min(self._retry.longest_pause_s, 2 * pause_s)
+            wait_s = random.uniform(self._retry.first_pause_s, pause_s)
+            if not isinstance(explained, UnavailableError) or time.monotonic() + wait_s > deadline:
+                raise explained
+            time.sleep(wait_s)
+
+    def _explained(self, error: Exception, key: str, operation: str) -> StoreError:
+        text = str(error)
+        where = self._where(key)
+        found = _STATUS.search(text)
+        status = int(found[1]) if found else 0
+        code = (_CODE.search(text) or ["", ""])[1]
+        what = f"{operation} of {where}"
+        if isinstance(error, AlreadyExistsError):
+            return ExistsError(f"{what}: it is there already; nothing was changed", where, operation)
+        if code in ("NoSuchBucket", "ContainerNotFound") or (status == 404 and operation in ("put", "list")):
+            return MissingBucketError(
+                f"{what}: there is no such bucket or container, or this endpoint does not have it; make it, or correct the URL",
+                where,
+                operation,
+            )
+        if isinstance(error, FileNotFoundError) or status == 404:
+            return MissingObjectError(f"{what}: there is no such object", where, operation)
+        if status in (401, 403) or code in _REFUSED_CODES:
+            request = _REQUEST[self._scheme][operation]
+            return DeniedError(
+                f"{status}{f' {code}' if code else ''} on {where} ({request}): the credentials found "
+                f"(source: {self._credentials}) may not do this; give them the right, or set others",
+                where,
+                operation,
+            )
+        if status == 416:
+            return self._short(key, None)
+        if status in (408, 429) or status >= 500 or code in _PASSING_CODES or not status:
+            return self._passing(text, status, code, what, where, operation)
+        redirect = " (another region? set AWS_REGION)" if status in (301, 307) else ""
+        return StoreError(f"{what}: the store answered {status} {code}{redirect}".rstrip(), where, operation)
+
+    def _passing(
+        self, text: str, status: int, code: str, what: str, where: str, operation: str
+    ) -> StoreError:
+        if "redirect" in text.lower():
+            return StoreError(
+                f"{what}: the bucket lies in another region; set AWS_REGION to it", where, operation
+            )
+        if any(service in text for service in _CREDENTIAL_SERVICES):
+            return DeniedError(
+                f"{what}: no credentials could be had (source: {self._credentials}); set those that this store's own tools use",
+                where,
+                operation,
+            )
+        how = (
+            f"{status} {code}".strip()
+            if status
+            else "; ".join(p for p in _PHRASES if p in text) or "no answer"
+        )
+        return UnavailableError(
+            f"{what}: no success within {self._retry.timeout_s:g} s (last: {how}); check the network, the endpoint and the store",
+            where,
+            operation,
+        )
+
+    def _short(self, key: str, stop: int | None) -> ShortObjectError:
+        where = self._where(key)
+        asked = "" if stop is None else f" byte {stop:,}"
+        return ShortObjectError(f"{where}: ends before{asked} what was asked for", where, "ranges")
+
+    def _where(self, key: str) -> str:
+        return f"{self._url}/{key}" if key else self._url
+
+
+def joined_spans(spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """Starts and stops of what to ask for: the spans in order, those with gaps below 64 KiB in one; empty spans are left out."""
+    starts: list[int] = []
+    stops: list[int] = []
+    for start, stop in sorted(span for span in spans if span[1] > span[0]):
+        if stops and start - stops[-1] < _JOINED_GAP_BYTES:
+            stops[-1] = max(stops[-1], stop)
+        else:
+            starts.append(start)
+            stops.append(stop)
+    return starts, stops
+
+
+def _retry_config(retry: RetryPolicy) -> "RetryConfig":
+    return {
+        "max_retries": retry.retries,
+        "retry_timeout": timedelta(seconds=retry.timeout_s),
+        "backoff": {
+            "init_backoff": timedelta(seconds=retry.first_pause_s),
+            "max_backoff": timedelta(seconds=retry.longest_pause_s),
+            "base": 2,
+        },
+    }
+
+
+def _client(
+    url: str, credentials: str, client: "ClientConfig", retry: "RetryConfig"
+) -> S3Store | GCSStore | AzureStore:
+    parts = urlsplit(url)
+    prefix = parts.path.strip("/") or None
+    try:
+        if parts.scheme == "gs":
+            return GCSStore(parts.netloc, prefix=prefix, client_options=client, retry_config=retry)
+        if parts.scheme == "az":
+            return AzureStore(parts.netloc, prefix=prefix, client_options=client, retry_config=retry)
+        provider = _profile() if credentials == PROFILE else None
+        return S3Store(
+            parts.netloc,
+            prefix=prefix,
+            client_options=client,
+            retry_config=retry,
+            credential_provider=provider,
+        )
+    except (BaseError, ValueError) as error:
+        missing = "account" if "account" in str(error).lower() else "settings"
+        remedy = "set AZURE_STORAGE_ACCOUNT_NAME" if parts.scheme == "az" else "see docs/object-stores.md"
+        raise BadUrlError(
+            f"{url}: cannot be opened ({missing} missing or wrong); {remedy}", url, "open"
+        ) from None
+
+
+def _profile() -> Any:
+    """Credentials of the AWS profile that AWS_PROFILE or the shared files name."""
+    try:
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError:
+        raise MissingSupportError(
+            "credentials of an AWS profile need boto3: pip install 'phalanx-train[aws]', or set AWS_ACCESS_KEY_ID",
+            "s3://",
+            "open",
+        ) from None
+    return Boto3CredentialProvider()
