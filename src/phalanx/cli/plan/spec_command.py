@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import textwrap
 import typing
@@ -98,7 +99,7 @@ def _commented(text: str) -> str:
 
 
 def _markdown(name: str, kind: type) -> str:
-    lines = [f"## {f'[{name}]' if name else 'Top of the file'}", "", (kind.__doc__ or "").strip(), ""]
+    lines = [f"## {f'[{name}]' if name else 'Top of the file'}", "", inspect.getdoc(kind) or "", ""]
     lines += ["| field | type | default | owner | meaning |", "|---|---|---|---|---|"]
     lines += [
         f"| `{field}` | {kind_name.replace('|', 'or')} | `{default}` | {owner} | {meaning} |"
