@@ -100,7 +100,7 @@ def open_random(directory: Path) -> Read:
 
 
 def open_run_data(directory: Path) -> Read:
-    return RunData(directory, SEQ_LEN, seed=0).train_samples
+    return RunData.open(directory, SEQ_LEN, seed=0).train_samples
 
 
 READERS = (

@@ -21,7 +21,7 @@ from forked_workers import Forked, Zygote
 from phalanx.checkpoint.snapshot.client import push
 from phalanx.checkpoint.snapshot.segments import SnapshotKey, SnapshotMemory
 from phalanx.checkpoint.snapshot.server import SnapshotServer
-from phalanx.data.index import read_index
+from phalanx.data.sources import read_data_index
 from phalanx.fleet.control.security import make_token
 from phalanx.fleet.node.worker_link import (
     Alive,
@@ -40,6 +40,7 @@ from phalanx.fleet.node.worker_link import (
     frame,
     length_of,
 )
+from phalanx.run.data_folders import tokenizer_folder
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.fencing import fencing_token
 from phalanx.run.identity import identity
@@ -150,7 +151,7 @@ class Driver:
 
     def __init__(self, spec: RunSpec, nodes: int, program: tuple[str, ...] | Zygote = PROGRAM) -> None:
         self.spec = spec
-        run = open_run(spec, read_index(Path(spec.data.path)).fingerprint, Path(spec.data.path))
+        run = open_run(spec, read_data_index(spec.data).fingerprint, tokenizer_folder(spec.data))
         os.close(run.lock_fd)
         (Path(spec.run_dir) / "logs").mkdir(exist_ok=True)
         self.nodes = [Node(spec, number, program) for number in range(nodes)]

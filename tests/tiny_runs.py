@@ -10,6 +10,8 @@ from typing import Any, cast
 from phalanx.data.corpus import Document
 from phalanx.data.index import read_index
 from phalanx.data.prepare import prepare
+from phalanx.data.sources import read_data_index
+from phalanx.run.data_folders import tokenizer_folder
 from phalanx.run.spec import (
     CheckpointSpec,
     DataSpec,
@@ -20,6 +22,7 @@ from phalanx.run.spec import (
     RunSpec,
     RuntimeSpec,
     ScheduleSpec,
+    SourceSpec,
     TrainSpec,
 )
 from phalanx.train.start.prepare import resolve
@@ -27,9 +30,9 @@ from phalanx.train.start.prepare import resolve
 TINY_MODEL = ModelSpec(layers=2, dim=32, heads=4, kv_heads=2, ffn_dim=64, tie_embeddings=True)
 
 
-def make_dataset(folder: Path) -> Path:
-    """A prepared dataset of byte tokens: pseudo-random words, the same every time."""
-    words = [hashlib.sha256(str(n).encode()).hexdigest()[: 2 + n % 5] for n in range(400)]
+def make_dataset(folder: Path, salt: str = "") -> Path:
+    """A prepared dataset of byte tokens: pseudo-random words, the same every time for a ``salt``."""
+    words = [hashlib.sha256(f"{salt}{n}".encode()).hexdigest()[: 2 + n % 5] for n in range(400)]
     documents = [
         Document(f"document-{n}", " ".join(words[(n * 7 + i * i) % 400] for i in range(120)))
         for n in range(60)
@@ -55,6 +58,16 @@ def tiny_run(dataset: Path, run_dir: Path, steps: int = 6, **train: Any) -> RunS
         evaluation=EvalSpec(every_steps=2, sequences=5),
     )
     return resolve(spec, read_index(dataset), Path("tiny.toml"))
+
+
+def tiny_mixture(datasets: dict[str, Path], run_dir: Path, steps: int = 6) -> RunSpec:
+    """A resolved run on several datasets, whose weights change after the third step."""
+    base = tiny_run(next(iter(datasets.values())), run_dir, steps)
+    sources = tuple(
+        SourceSpec(name, str(folder), (0.5 + number, 1.0), epochs=0)
+        for number, (name, folder) in enumerate(datasets.items())
+    )
+    return dataclasses.replace(base, data=DataSpec(stages=(0, 3), sources=sources))
 
 
 def on_layout(spec: RunSpec, sharding: str, shard_ranks: int) -> RunSpec:
@@ -86,7 +99,7 @@ def train_on_this_rank(spec: RunSpec, stop_before_step: int | None = None) -> di
     opened: list[Any] = [None]
     lock_fd = -1
     if dist.get_rank() == 0:
-        run = open_run(spec, read_index(Path(spec.data.path)).fingerprint, Path(spec.data.path))
+        run = open_run(spec, read_data_index(spec.data).fingerprint, tokenizer_folder(spec.data))
         lock_fd = run.lock_fd
         opened = [next_attempt(run.directory.events)]
     dist.broadcast_object_list(opened, src=0)

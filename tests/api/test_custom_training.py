@@ -86,7 +86,7 @@ def test_the_loss_is_that_of_a_plain_loop(dataset: Path, reference: dict[str, An
         decay = spec.optimizer.weight_decay if decays(kinds[name], spec.optimizer) else 0.0
         groups.append({"params": [parameter], "weight_decay": decay})
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=spec.optimizer.eps)
-    data = RunData(dataset, spec.train.seq_len, spec.runtime.seed)
+    data = RunData.open(dataset, spec.train.seq_len, spec.runtime.seed)
     for step in range(STEPS):
         samples = torch.from_numpy(data.train_samples(step * spec.train.batch_size, spec.train.batch_size))
         loss = F.cross_entropy(model(samples[:, :-1]).flatten(0, 1), samples[:, 1:].flatten())

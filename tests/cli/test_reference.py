@@ -30,11 +30,14 @@ def test_a_printed_section_is_toml_that_reads_back_as_its_defaults(name: str) ->
     table: Any = tomllib.loads(CliRunner().invoke(command, [name]).output)
     for part in name.split("."):
         table = table[part]
+    table = table[0] if isinstance(table, list) else table  # one of any number of tables
     kind = next(kind for section, kind, _ in sections(RunSpec) if section == name)
     problems: list[Problem] = []
     assert read_section(kind, table, problems) == kind()
     assert problems == []
-    assert table.keys() == {field.name for field in dataclasses.fields(kind) if field.default is not None}
+    absent = {"sources"}  # a list of tables, of which none is printed
+    written = {field.name for field in dataclasses.fields(kind) if field.default is not None}
+    assert table.keys() == written - absent
 
 
 def test_all_of_what_is_printed_is_a_run_file_with_every_default(tmp_path: Path) -> None:

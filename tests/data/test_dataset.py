@@ -31,7 +31,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run_data(directory: Path) -> RunData:
-    return RunData(directory, SEQ_LEN, seed=3)
+    return RunData.open(directory, SEQ_LEN, seed=3)
 
 
 def test_sample_j_is_its_inputs_and_the_one_token_after(directory: Path) -> None:
@@ -75,7 +75,7 @@ def test_ranks_together_read_what_one_rank_alone_reads(
 
 def test_held_out_samples_come_in_file_order(tmp_path: Path) -> None:
     write_dataset(tmp_path / "set", PLACES, held_out=PLACES[::-1], vocab_size=1000)
-    data = RunData(tmp_path / "set", SEQ_LEN, seed=0)
+    data = RunData.open(tmp_path / "set", SEQ_LEN, seed=0)
     assert data.held_out_len == SAMPLES
     assert data.held_out_samples(2, 3)[:, 0].tolist() == [985, 978, 971]
 
@@ -88,7 +88,7 @@ def test_bytes_of_held_out_text_are_those_of_the_targets(run_data: RunData) -> N
 def test_bytes_of_text_are_counted_for_any_number_of_samples(tmp_path: Path) -> None:
     held_out = np.where(np.arange(2000) % 3 == 0, 256, 65)
     write_dataset(tmp_path / "set", PLACES, held_out=held_out, vocab_size=1000)
-    data = RunData(tmp_path / "set", 2, seed=0)
+    data = RunData.open(tmp_path / "set", 2, seed=0)
     indices = np.arange(data.held_out_len)[::-1]
     expected = [int((held_out[2 * j + 1 : 2 * j + 3] != 256).sum()) for j in indices]
     assert data.held_out_bytes(indices).tolist() == expected
@@ -104,8 +104,8 @@ def test_a_dataset_shorter_than_a_sample_says_so(directory: Path) -> None:
     with pytest.raises(
         DatasetError, match="1000 training tokens, and one sample of seq_len = 1000 needs 1001"
     ):
-        RunData(directory, 1000, seed=0)
-    assert RunData(directory, 999, seed=0).train_samples(0, 1).shape == (1, 1000)
+        RunData.open(directory, 1000, seed=0)
+    assert RunData.open(directory, 999, seed=0).train_samples(0, 1).shape == (1, 1000)
 
 
 def test_another_tokenizer_than_the_one_of_the_tokens_is_refused(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_another_tokenizer_than_the_one_of_the_tokens_is_refused(tmp_path: Path)
     config = tmp_path / "set/tokenizer_config.json"
     config.write_text(config.read_text().replace('"bytes"', '"bpe"'))
     with pytest.raises(DatasetError, match="is not the one that its tokens were made with"):
-        RunData(tmp_path / "set", SEQ_LEN, seed=0)
+        RunData.open(tmp_path / "set", SEQ_LEN, seed=0)
 
 
 def test_reading_data_does_not_load_torch() -> None:

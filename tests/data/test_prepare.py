@@ -73,7 +73,7 @@ def test_counts_of_text_are_those_of_the_documents(tmp_path: Path) -> None:
 
 def test_bytes_of_text_of_the_targets_are_those_of_the_split(tmp_path: Path) -> None:
     index = make(tmp_path / "set", "bpe", vocab_size=400).index
-    data = RunData(tmp_path / "set", 1, seed=0)
+    data = RunData.open(tmp_path / "set", 1, seed=0)
     first_token = data.held_out_samples(0, 1)[0, :1]
     targets_bytes = data.held_out_bytes(np.arange(data.held_out_len)).sum()
     assert targets_bytes + data.tokenizer.byte_lengths[first_token].sum() == index.held_out.text_bytes
@@ -131,7 +131,7 @@ def test_the_xz_program_agrees(tmp_path: Path) -> None:
 
 def test_without_held_out_text_there_is_nothing_to_compress(tmp_path: Path) -> None:
     assert make(tmp_path / "set", held_out_fraction=0.0).held_out_xz_bits_per_byte is None
-    assert RunData(tmp_path / "set", 10, seed=0).held_out_len == 0
+    assert RunData.open(tmp_path / "set", 10, seed=0).held_out_len == 0
 
 
 def test_documents_without_text_leave_no_trace(tmp_path: Path) -> None:

@@ -2,11 +2,15 @@
 
 Sample j of a split is tokens j*S to j*S + S inclusive for a sequence length S: S inputs and, one further, S targets,
 documents joined end to end ("packing", as in GPT-3 and after). ``RunData`` hands out training samples in the run's
-shuffled order and held-out samples in file order. Nothing here knows how many ranks there are: a rank asks for the
-sample numbers that it needs.
+order, of one dataset or of several that are mixed, and held-out samples in file order. Nothing here knows how many ranks
+there are: a rank asks for the sample numbers that it needs.
 """
 
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +19,10 @@ from phalanx.data.errors import DatasetError
 from phalanx.data.index import HELD_OUT, TRAIN, DatasetIndex, read_index
 from phalanx.data.order import SampleOrder
 from phalanx.data.shards import TokenShards, verify
+from phalanx.data.sources import DataIndex, mixture_of, part_of, read_data_index, samples_of
 from phalanx.data.tokenizer import Tokenizer, load_tokenizer
+from phalanx.run.data_folders import ONLY, folders
+from phalanx.run.spec import RunSpec
 
 # A whole held-out split may be counted in one call, and as int64 it can be larger than memory.
 _COUNTED_AT_ONCE = 256
@@ -31,7 +38,7 @@ class PackedDataset:
         self.seq_len = seq_len
 
     def __len__(self) -> int:
-        return max(0, (self.shards.tokens - 1) // self.seq_len)
+        return samples_of(self.shards.tokens, self.seq_len)
 
     def samples(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """The samples of these numbers (1-D); shape (len(indices), seq_len + 1), int64.
@@ -43,48 +50,114 @@ class PackedDataset:
         return self.shards.gather(indices * self.seq_len, self.seq_len + 1)
 
 
-class RunData:
-    """The data loader of one run: the prepared dataset in ``directory``, in the order of ``seed``."""
+@dataclass(frozen=True)
+class SourceData:
+    """A prepared dataset as one source of a run."""
 
-    index: DatasetIndex
+    name: str
+    train: PackedDataset
+    held_out: PackedDataset
+    first: int = 0
+    """The number of the first sample of the part that the run draws from."""
+
+
+Place = Callable[[int, int], tuple[NDArray[np.int64], NDArray[np.int64]]]
+"""For ``first`` and ``count``: the number of the source, and of the record in its part, of each of these samples of the run."""
+
+
+class RunData:
+    """The data loader of one run: one prepared dataset or several, in the run's order. Threads may share it."""
+
+    index: DataIndex
     tokenizer: Tokenizer
 
-    def __init__(self, directory: Path, seq_len: int, seed: int) -> None:
-        """Raises ``DatasetError`` if the dataset is missing, damaged, or shorter than one sample."""
-        self.index = read_index(directory)
-        self.tokenizer = tokenizer_of(directory, self.index)
-        self._train = PackedDataset(TokenShards.open(directory, TRAIN), seq_len)
-        self._held_out = PackedDataset(TokenShards.open(directory, HELD_OUT), seq_len)
-        if len(self._train) == 0:
+    def __init__(
+        self, index: DataIndex, tokenizer: Tokenizer, sources: Sequence[SourceData], place: Place
+    ) -> None:
+        self.index = index
+        self.tokenizer = tokenizer
+        self._sources = tuple(sources)
+        self._place = place
+        self._held_out_starts = np.cumsum([0, *(len(source.held_out) for source in sources)], dtype=np.int64)
+
+    @classmethod
+    def open(cls, directory: Path, seq_len: int, seed: int) -> Self:
+        """The dataset in ``directory`` alone, shuffled by ``seed``.
+
+        Raises ``DatasetError`` if it is missing, damaged, or shorter than one sample.
+        """
+        index = read_index(directory)
+        source = _open_source(ONLY, directory, seq_len)
+        samples = len(source.train)
+        if samples == 0:
             raise DatasetError(
-                f"{directory} has {self._train.shards.tokens} training tokens, and one sample of seq_len = {seq_len} "
+                f"{directory} has {index.train_tokens} training tokens, and one sample of seq_len = {seq_len} "
                 f"needs {seq_len + 1}; shorten seq_len or prepare more text"
             )
-        self._order = SampleOrder(n=len(self._train), seed=seed)
+        order = SampleOrder(n=samples, seed=seed)
+
+        def place(first: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+            return np.zeros(count, dtype=np.int64), order.dataset_indices(first, count)
+
+        return cls(index, tokenizer_of(directory, index), [source], place)
+
+    @classmethod
+    def of_run(cls, spec: RunSpec) -> Self:
+        """The data of a run, in its order. Raises ``DatasetError`` if a dataset is missing, damaged or too short."""
+        index = read_data_index(spec.data)
+        if isinstance(index, DatasetIndex):
+            return cls.open(Path(spec.data.path), spec.train.seq_len, spec.runtime.seed)
+        mixture = mixture_of(spec, index)
+        places = folders(spec.data)
+        parts = {source.name: source for source in spec.data.sources}
+        sources = []
+        for source in mixture.sources:  # in the order of names
+            opened = _open_source(source.name, places[source.name], spec.train.seq_len)
+            tokenizer = tokenizer_of(places[source.name], index.sources[source.name])
+            sources.append(replace(opened, first=part_of(parts[source.name], len(opened.train)).start))
+
+        def place(first: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+            found = mixture.locate(np.arange(first, first + count, dtype=np.int64))
+            return found.source, found.record
+
+        return cls(index, tokenizer, sources, place)
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256, in hex, of all tokens and the tokenizer."""
+        """SHA-256, in hex, of all tokens and the tokenizer; of several sources, over their names and fingerprints."""
         return self.index.fingerprint
 
     @property
     def seq_len(self) -> int:
-        return self._train.seq_len
+        return self._sources[0].train.seq_len
 
     @property
     def held_out_len(self) -> int:
-        return len(self._held_out)
+        return int(self._held_out_starts[-1])
+
+    @property
+    def held_out_parts(self) -> dict[str, range]:
+        """The numbers of each source's held-out samples, by its name; one dataset alone has the name ""."""
+        edges = itertools.pairwise(self._held_out_starts.tolist())
+        return {source.name: range(*edge) for source, edge in zip(self._sources, edges, strict=True)}
 
     def train_samples(self, first: int, count: int) -> NDArray[np.int64]:
         """The run's samples ``first`` to ``first + count``, across epochs; shape (count, seq_len + 1), int64."""
-        return self._train.samples(self._order.dataset_indices(first, count))
+        numbers, records = self._place(first, count)
+        if len(self._sources) == 1:
+            return self._sources[0].train.samples(self._sources[0].first + records)
+        samples = np.empty((count, self.seq_len + 1), dtype=np.int64)
+        for number in np.unique(numbers).tolist():
+            source, chosen = self._sources[number], numbers == number
+            samples[chosen] = source.train.samples(source.first + records[chosen])
+        return samples
 
     def held_out_samples(self, first: int, count: int) -> NDArray[np.int64]:
-        """Held-out samples ``first`` to ``first + count`` in file order; shape (count, seq_len + 1), int64.
+        """Held-out samples ``first`` to ``first + count``, source after source, each in file order; shape (count, seq_len + 1), int64.
 
         Raises ``IndexError`` past ``held_out_len``.
         """
-        return self._held_out.samples(np.arange(first, first + count, dtype=np.int64))
+        return self._held_out(np.arange(first, first + count, dtype=np.int64))
 
     def held_out_bytes(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Bytes of text that the targets of each of these held-out samples stand for; shape (len(indices),), int64."""
@@ -92,8 +165,28 @@ class RunData:
         byte_lengths = self.tokenizer.byte_lengths
         for start in range(0, len(indices), _COUNTED_AT_ONCE):
             block = slice(start, start + _COUNTED_AT_ONCE)
-            lengths[block] = byte_lengths[self._held_out.samples(indices[block])[:, 1:]].sum(axis=1)
+            lengths[block] = byte_lengths[self._held_out(indices[block])[:, 1:]].sum(axis=1)
         return lengths
+
+    def _held_out(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        if indices.size and (indices.min() < 0 or indices.max() >= self.held_out_len):
+            raise IndexError(
+                f"samples {indices.min()}..{indices.max()} are not all in [0, {self.held_out_len})"
+            )
+        samples = np.empty((len(indices), self.seq_len + 1), dtype=np.int64)
+        numbers = np.searchsorted(self._held_out_starts, indices, side="right") - 1
+        for number in np.unique(numbers).tolist():
+            chosen = numbers == number
+            within = indices[chosen] - self._held_out_starts[number]
+            samples[chosen] = self._sources[number].held_out.samples(within)
+        return samples
+
+
+def _open_source(name: str, directory: Path, seq_len: int) -> SourceData:
+    train, held_out = (
+        PackedDataset(TokenShards.open(directory, split), seq_len) for split in (TRAIN, HELD_OUT)
+    )
+    return SourceData(name, train, held_out)
 
 
 def tokenizer_of(directory: Path, index: DatasetIndex) -> Tokenizer:

@@ -97,6 +97,14 @@ class DatasetIndex:
         )
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
+    @property
+    def train_tokens(self) -> int:
+        return self.train.tokens
+
+    @property
+    def held_out_tokens(self) -> int:
+        return self.held_out.tokens
+
     def split(self, name: str) -> Split:
         """The split called "train" or "held_out". Raises ``DatasetError`` for another name."""
         if name not in SPLITS:

@@ -17,6 +17,7 @@ import tomli_w
 
 from phalanx.hardware.detect import gpu_count
 from phalanx.launch.local import run_locally
+from phalanx.run.data_folders import found_again
 from phalanx.run.degrees.smaller import divided_over
 from phalanx.run.directory.durable import write_atomically
 from phalanx.run.directory.paths import RunDirectory, read_resolved
@@ -43,9 +44,7 @@ def replay_run(path: Path, log: Logged, steps: tuple[int, int], ranks: int, fold
     """
     directory = RunDirectory(path)
     spec, record = read_resolved(directory), directory.read_record()
-    known = str(record.get("data_folder", ""))
-    if not Path(spec.data.path).exists() and known:
-        spec = dataclasses.replace(spec, data=dataclasses.replace(spec.data, path=known))
+    spec = dataclasses.replace(spec, data=found_again(spec.data, record, same_end=False))
     started = log.started.ranks if log.started is not None else spec.parallel.ranks
     order = ReplayOrder(steps[1], steps[0], str(directory.checkpoints.resolve()))
     fingerprint = str(record.get("data_fingerprint", ""))

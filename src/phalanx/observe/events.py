@@ -100,6 +100,8 @@ class Evaluated:
     loss: float
     bits_per_byte: float | None = None
     seconds: float = 0.0
+    sources: dict[str, float] = field(default_factory=dict)
+    """The loss on the held-out text of each source, by name, if the run has several."""
 
 
 @dataclass(frozen=True)

@@ -206,6 +206,11 @@ _TRAINING = {
             ),
             "vocab_size": _used("the model's vocabulary where model.vocab_size is 0"),
             "held_out": _irrelevant("which documents are trained on, not how many tokens"),
+            **_all(
+                "stages sources.name sources.weights sources.use sources.epochs",
+                _irrelevant("which tokens are trained on, not how many"),
+            ),
+            "sources.path": _WHERE,
         },
     ),
     **_in(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from phalanx.run import mixture_rules
 from phalanx.run.degrees.smaller import problems_on, smaller_degree_problems
 from phalanx.run.factory import is_factory_name
 from phalanx.run.kinds import whole_model
@@ -22,6 +23,7 @@ def check(spec: RunSpec) -> list[Problem]:
     return [
         *_name(spec.name),
         *model,
+        *mixture_rules.problems(spec.data),
         *_train(spec.train),
         *_origin(spec.checkpoint),
         *fleet,

@@ -47,8 +47,16 @@ def _walk(section: Any, prefix: str) -> Iterator[tuple[str, object]]:
         path = f"{prefix}{item.name}"
         if is_dataclass(value):
             yield from _walk(value, f"{path}.")
+        elif _is_tables(value):
+            for table in value:
+                yield from _walk(table, f"{path}.{table.name}.")
         elif not (owners[item.name].fleet_owned or (owners[item.name].later and value == item.default)):
             yield path, value
+
+
+def _is_tables(value: object) -> bool:
+    """True for a list of tables, as [[data.sources]]: each counts under its name, whatever their order in the file."""
+    return isinstance(value, tuple) and bool(value) and all(is_dataclass(item) for item in value)
 
 
 def identity(spec: RunSpec) -> str:
@@ -104,5 +112,8 @@ def _all_fields(section: Any, prefix: str) -> Iterator[tuple[str, tuple[object, 
         path = f"{prefix}{item.name}"
         if is_dataclass(value):
             yield from _all_fields(value, f"{path}.")
+        elif _is_tables(value):
+            for table in value:
+                yield from _all_fields(table, f"{path}.{table.name}.")
         else:
             yield path, (value, owners[item.name].owner)

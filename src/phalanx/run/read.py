@@ -129,11 +129,20 @@ def _apply_override(table: JsonObject, override: str) -> list[Problem]:
     if not equals or not path.strip():
         return [Problem(override, "not of the form section.field=value", "for example optimizer.lr=3e-4")]
     *sections, last = path.strip().split(".")
-    place = table
+    place: Any = table
     for section in sections:
+        if isinstance(place, list):  # of tables: each goes by its name
+            names = [str(entry.get("name", "")) for entry in place if isinstance(entry, dict)]
+            if section not in names:
+                return [unknown_value(path, section, names)]
+            place = place[names.index(section)]
+            continue
         place = place.setdefault(section, {})
-        if not isinstance(place, dict):
+        if not isinstance(place, dict | list):
             return [Problem(path, f"{section} is not a table", "give section.field=value")]
+    if isinstance(place, list):
+        remedy = f"give {'.'.join(sections)}.NAME.field=value, or the whole list"
+        return [Problem(path, f"{sections[-1]} is a list of tables", remedy)]
     place[last] = _parse_value(text.strip())
     return []
 
@@ -175,5 +184,7 @@ def to_table(section: Any) -> JsonObject:
             continue
         if is_dataclass(value):
             value = to_table(value)
-        table[item.name] = list(value) if isinstance(value, tuple) else value
+        if isinstance(value, tuple):
+            value = [to_table(entry) if is_dataclass(entry) else entry for entry in value]
+        table[item.name] = value
     return table

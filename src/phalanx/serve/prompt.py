@@ -14,6 +14,7 @@ from phalanx.checkpoint.interop.huggingface.folders import GENERATION_CONFIG, re
 from phalanx.checkpoint.interop.huggingface.publisher_files import keeps_tokenizer
 from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizer import BpeTokenizer, Tokenizer, load_tokenizer
+from phalanx.run.data_folders import tokenizer_folder
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.serve.chat_template import ChatTemplateError, read_chat_template
 
@@ -26,7 +27,7 @@ def load_run_tokenizer(run_dir: Path) -> Tokenizer:
     directory = RunDirectory(run_dir)
     if directory.tokenizer.is_dir():
         return load_tokenizer(directory.tokenizer)
-    of_dataset = Path(read_resolved(directory).data.path)
+    of_dataset = tokenizer_folder(read_resolved(directory).data)
     if not directory.record.exists() or not of_dataset.is_dir():
         raise TokenizerError(
             f"{run_dir} has no tokenizer (an imported model may come without one that can be used here); put a byte-level BPE's "

@@ -44,8 +44,21 @@ def sections(kind: type, name: str = "", *, optional: bool = False) -> Iterator[
         options = typing.get_args(declared.plain) or (declared.plain,)
         for option in options:
             if dataclasses.is_dataclass(option) and isinstance(option, type):
-                absent = optional or type(None) in options
+                absent = optional or type(None) in options or _is_tables(declared)
                 yield from sections(option, f"{name}.{field}".lstrip("."), optional=absent)
+
+
+def _is_tables(declared: FieldType) -> bool:
+    """True for a list of tables: one [[section]] for each of any number."""
+    options = typing.get_args(declared.plain)
+    return typing.get_origin(declared.plain) is tuple and dataclasses.is_dataclass(options[0])
+
+
+def _heading(name: str) -> str:
+    """The section's line in a run file."""
+    section, _, field = name.rpartition(".")
+    within = next((kind for one, kind, _ in sections(RunSpec) if one == section), RunSpec)
+    return f"[[{name}]]" if _is_tables(field_types(within)[field]) else f"[{name}]"
 
 
 def _rows(kind: type) -> Iterator[tuple[str, str, str, str, str]]:
@@ -59,7 +72,9 @@ def _rows(kind: type) -> Iterator[tuple[str, str, str, str, str]]:
         yield (
             field.name,
             _type_name(declared[field.name]),
-            "absent" if field.default is None else _toml_value(field.default),
+            "absent"
+            if field.default is None or _is_tables(declared[field.name])
+            else _toml_value(field.default),
             owner,
             docs.get(field.name, ""),
         )
@@ -69,6 +84,8 @@ def _type_name(declared: FieldType) -> str:
     plain, options = declared.plain, typing.get_args(declared.plain)
     if typing.get_origin(plain) is typing.Literal:
         name = " or ".join(map(json.dumps, options))
+    elif _is_tables(declared):
+        name = "list of tables, or absent"
     elif type(None) in options:
         name = "table, or absent"
     else:
@@ -77,18 +94,19 @@ def _type_name(declared: FieldType) -> str:
 
 
 def _toml_value(value: object) -> str:
-    """A default as TOML writes it."""
-    plain = list(value) if isinstance(value, tuple) else value
-    return tomli_w.dumps({"_": plain}).strip().removeprefix("_ = ")
+    """A default as TOML writes it, a list on one line."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    return tomli_w.dumps({"_": value}).strip().removeprefix("_ = ")
 
 
 def _as_toml(name: str, kind: type) -> str:
     """A section with its defaults as a piece of a run file; what may be absent is a comment."""
-    lines = [f"[{name}]" if name else "# top of the file"]
+    lines = [_heading(name) if name else "# top of the file"]
     for field, kind_name, default, owner, meaning in _rows(kind):
         lines += textwrap.wrap(meaning, 110, initial_indent="# ", subsequent_indent="# ")
         if default == "absent":
-            lines.append(f"# [{name}.{field}]   # {kind_name}; {owner}")
+            lines.append(f"# {_heading(f'{name}.{field}')}   # {kind_name}; {owner}")
         else:
             lines.append(f"{field} = {default}   # {kind_name}; {owner}")
     return "\n".join(lines) + "\n"
@@ -99,7 +117,7 @@ def _commented(text: str) -> str:
 
 
 def _markdown(name: str, kind: type) -> str:
-    lines = [f"## {f'[{name}]' if name else 'Top of the file'}", "", inspect.getdoc(kind) or "", ""]
+    lines = [f"## {_heading(name) if name else 'Top of the file'}", "", inspect.getdoc(kind) or "", ""]
     lines += ["| field | type | default | owner | meaning |", "|---|---|---|---|---|"]
     lines += [
         f"| `{field}` | {kind_name.replace('|', 'or')} | `{default}` | {owner} | {meaning} |"

@@ -199,8 +199,10 @@ def _note(event: Event) -> Note | None:
 
 
 def describe_evaluation(body: Evaluated, xz_bits_per_byte: float | None) -> str:
-    """``loss 1.4301 · 1.792 bits/byte (xz -9: 2.310)``."""
+    """``loss 1.4301 · 1.792 bits/byte (xz -9: 2.310)``, or of several sources ``loss 1.4301 (code 1.102, web 1.530) · 1.792 bits/byte``."""
     text = f"loss {body.loss:.4f}"
+    if body.sources:
+        text += f" ({', '.join(f'{name} {loss:.3f}' for name, loss in body.sources.items())})"
     if body.bits_per_byte is not None:
         text += f" · {body.bits_per_byte:.3f} bits/byte"
         if xz_bits_per_byte is not None:

@@ -44,6 +44,7 @@ def scalars(event: Event) -> dict[str, float]:
             }
         case Evaluated() as body:
             named = {"eval/loss": body.loss, "eval/bits_per_byte": body.bits_per_byte}
+            named |= {f"eval/loss/{name}": loss for name, loss in body.sources.items()}
         case _:
             return {}
     return {name: float(value) for name, value in named.items() if value is not None}

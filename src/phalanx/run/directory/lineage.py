@@ -16,7 +16,9 @@ from pathlib import Path
 
 import msgspec
 
+from phalanx.run.directory.paths import step_of
 from phalanx.run.identity import run_owned
+from phalanx.run.mixture_rules import stages_of
 from phalanx.run.problems import Problem
 from phalanx.run.spec import RunSpec
 
@@ -86,6 +88,52 @@ def taken_over_problems(parent: RunSpec, child: RunSpec) -> Iterator[Problem]:
         if child.checkpoint.init_with == "training" or path in _OF_OPTIMIZER:
             found = f"{wanted.get(path)!r} is not the parent's {held.get(path)!r}: {why}"
             yield Problem(path, found, f"leave it as it is, or {_ANEW}")
+    if child.checkpoint.init_with == "training":
+        yield from _past_of_data(parent, child)
+
+
+def _past_of_data(parent: RunSpec, child: RunSpec) -> Iterator[Problem]:
+    """The fields by which the child would draw other samples from its sources before the checkpoint than the parent did.
+
+    Stages that begin after it may be others, and sources may be added that have no weight before.
+    """
+    if not parent.data.sources and not child.data.sources:
+        return
+    if bool(parent.data.sources) != bool(child.data.sources):
+        found = "a dataset alone and a mixture have other orders, in which the place in the data would mean nothing"
+        yield Problem("data.sources", found, f"name the parent's data, or {_ANEW}")
+        return
+    if parent.train.batch_size != child.train.batch_size:
+        found = f"{child.train.batch_size} is not the parent's {parent.train.batch_size}, by which its samples were drawn from data.sources"
+        yield Problem("train.batch_size", found, f"leave it as it is, or {_ANEW}")
+    step = step_of(Path(child.checkpoint.init_from)) or 0
+    if _drawn_by(parent, step) != _drawn_by(child, step):
+        found = f"other samples would have been drawn in the first {step:,} steps, which are the parent's"
+        remedy = f"change the weights of stages that begin at step {step:,} or later alone, or {_ANEW}"
+        yield Problem("data.sources", found, remedy)
+
+
+def shares_past(parent: RunSpec, child: RunSpec, step: int) -> bool:
+    """True if both runs draw the same samples in their first ``step`` steps, as far as their sources say."""
+    if not parent.data.sources and not child.data.sources:
+        return True
+    same_batches = parent.train.batch_size == child.train.batch_size
+    return (
+        bool(parent.data.sources) == bool(child.data.sources)
+        and same_batches
+        and _drawn_by(parent, step) == _drawn_by(child, step)
+    )
+
+
+def _drawn_by(spec: RunSpec, step: int) -> object:
+    """All that decides what is drawn from sources in the first ``step`` steps."""
+    stages = [one for one in stages_of(spec.data) if one < step or one == 0]
+    used = {
+        source.name: (source.weights[: len(stages)], source.use)
+        for source in spec.data.sources
+        if any(source.weights[: len(stages)])
+    }
+    return stages, used
 
 
 def extending_command(run_dir: Path, step: int, wanted: Mapping[str, object]) -> str | None:
@@ -96,6 +144,7 @@ def extending_command(run_dir: Path, step: int, wanted: Mapping[str, object]) ->
     if (
         any(reason_fixed(path) or path.startswith("checkpoint.init_") for path in wanted)
         or None in wanted.values()
+        or any(path.startswith("data.sources.") and path.endswith(".name") for path in wanted)
     ):
         return None
     changes = [word for path, value in wanted.items() for word in ("--set", f"{path}={json.dumps(value)}")]

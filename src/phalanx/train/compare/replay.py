@@ -75,7 +75,7 @@ def replay(
     witness = ModuleWitness(built)
     observed: list[Observation] = []
     numbers: dict[int, dict[str, float]] = {}
-    data = RunData(Path(spec.data.path), spec.train.seq_len, spec.runtime.seed)
+    data = RunData.of_run(spec)
     check_data(directory, data.fingerprint)
     per_slot, first_sample = spec.train.batch_size // spec.train.slots, progress.next_sample
     steps = range(progress.step + 1, order.to_step + 1)

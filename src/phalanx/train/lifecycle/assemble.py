@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -172,7 +171,7 @@ def assemble(inputs: EpochInputs, reporter: Reporter) -> Training:
 
 def warm_up(spec: RunSpec, device: torch.device) -> WarmState:
     """Opens the data, measures this machine's peak rate and probes its arithmetic, without any other rank."""
-    data = RunData(Path(spec.data.path), spec.train.seq_len, spec.runtime.seed)
+    data = RunData.of_run(spec)
     return WarmState(data, _peak(spec, device), probe(spec, device))
 
 

@@ -292,7 +292,8 @@ def _evaluate(training: Training, step: int, sequences: int) -> HeldOutLoss | No
         for clock in training.built.waits.values():
             clock.take_ns()
     if evaluation is not None:
-        training.reporter.emit(Evaluated(step, evaluation.loss, evaluation.bits_per_byte, seconds))
+        by_source = dict(evaluation.sources)
+        training.reporter.emit(Evaluated(step, evaluation.loss, evaluation.bits_per_byte, seconds, by_source))
     return evaluation
 
 

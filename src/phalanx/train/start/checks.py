@@ -12,10 +12,11 @@ from pathlib import Path
 from phalanx.checkpoint.interop.huggingface.choice import family_for, unsayable
 from phalanx.checkpoint.tiers.digest import OPTIMIZER, WEIGHTS
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.data.index import DatasetIndex
+from phalanx.data.sources import DataIndex, MixtureIndex, epoch_problems, mixture_of
 from phalanx.data.tokenizer import TOKENIZER_FILE, load_tokenizer, same_tokens
 from phalanx.model.facts.shape import parameters
 from phalanx.observe.sinks.registry import SinkError, require_sinks
+from phalanx.run.data_folders import ONLY, folders, tokenizer_folder
 from phalanx.run.directory.lineage import taken_over_problems
 from phalanx.run.directory.paths import (
     RunDirectory,
@@ -32,16 +33,18 @@ _MANY_EPOCHS = 4
 """Up to so many, repeated text is nearly as good as new text (Muennighoff et al., arXiv 2305.16264, figure 5)."""
 
 
-def start_problems(spec: RunSpec, index: DatasetIndex, *, begins: bool) -> Iterator[Problem]:
+def start_problems(spec: RunSpec, index: DataIndex, *, begins: bool) -> Iterator[Problem]:
     """All that would keep the ranks of a resolved run from training on the dataset of ``index``.
 
     ``begins``: The run has no checkpoint of its own yet, and so needs the one that it starts from. Raises ``CheckpointError`` or
     ``DataError`` if the checkpoint to start from, or a tokenizer, cannot be read.
     """
-    if index.train.tokens <= spec.train.seq_len:
+    if isinstance(index, MixtureIndex):
+        yield from epoch_problems(spec, mixture_of(spec, index))
+    elif index.train_tokens <= spec.train.seq_len:
         yield Problem(
             "train.seq_len",
-            f"{index.train.tokens} training tokens at data.path are less than one sequence and its last target "
+            f"{index.train_tokens} training tokens at data.path are less than one sequence and its last target "
             f"({spec.train.seq_len + 1})",
             "prepare more text, or shorten the sequences",
             ("data.path",),
@@ -54,25 +57,25 @@ def start_problems(spec: RunSpec, index: DatasetIndex, *, begins: bool) -> Itera
         yield from _origin_problems(spec, index, Path(spec.checkpoint.init_from))
 
 
-def start_notes(spec: RunSpec, index: DatasetIndex) -> Iterator[str]:
+def start_notes(spec: RunSpec, index: DataIndex) -> Iterator[str]:
     """Sentences on what the dataset makes of the run that its user may not have meant."""
     tokens = spec.train.steps * spec.train.batch_size * spec.train.seq_len
-    epochs = tokens / max(index.train.tokens, 1)
-    if epochs > _MANY_EPOCHS:
+    epochs = tokens / max(index.train_tokens, 1)
+    if epochs > _MANY_EPOCHS and not spec.data.sources:  # of sources, data.sources.epochs says how often
         yield (
-            f"the run goes {epochs:,.0f} times over its {index.train.tokens:,} training tokens; beyond {_MANY_EPOCHS} epochs "
+            f"the run goes {epochs:,.0f} times over its {index.train_tokens:,} training tokens; beyond {_MANY_EPOCHS} epochs "
             "more of the same text helps little"
         )
     if not spec.model.factory and (missing := unsayable(model := resolve(spec.model), family_for(model))):
         yield f"this model cannot be exported as a Hugging Face model: {'; '.join(missing)}"
-    if index.held_out.tokens <= spec.train.seq_len:
+    if index.held_out_tokens <= spec.train.seq_len:
         yield (
-            f"there will be no held-out loss: {index.held_out.tokens:,} tokens are held out, less than one sequence and its last "
+            f"there will be no held-out loss: {index.held_out_tokens:,} tokens are held out, less than one sequence and its last "
             f"target ({spec.train.seq_len + 1:,})"
         )
 
 
-def _origin_problems(spec: RunSpec, index: DatasetIndex, start: Path) -> Iterator[Problem]:
+def _origin_problems(spec: RunSpec, index: DataIndex, start: Path) -> Iterator[Problem]:
     """The problems of the checkpoint ``start``, a folder ``.../step-00000100``, as the origin of the run's weights."""
     source = RunDirectory(start.parent.parent)
     if not is_committed(start):
@@ -88,7 +91,7 @@ def _origin_problems(spec: RunSpec, index: DatasetIndex, start: Path) -> Iterato
     yield from _taken_over_problems(spec, index, source, start)
     # A run directory and an imported model have their tokenizer beside the checkpoints; a checkpoint elsewhere has none.
     if source.tokenizer.is_dir() and not same_tokens(
-        load_tokenizer(source.tokenizer), load_tokenizer(Path(spec.data.path))
+        load_tokenizer(source.tokenizer), load_tokenizer(tokenizer_folder(spec.data))
     ):
         yield Problem(
             "checkpoint.init_from",
@@ -109,7 +112,7 @@ def _origin_problems(spec: RunSpec, index: DatasetIndex, start: Path) -> Iterato
 
 
 def _taken_over_problems(
-    spec: RunSpec, index: DatasetIndex, source: RunDirectory, start: Path
+    spec: RunSpec, index: DataIndex, source: RunDirectory, start: Path
 ) -> Iterator[Problem]:
     """Yields what keeps the run from taking over more of the checkpoint than its weights."""
     if spec.checkpoint.init_with == "weights":
@@ -125,14 +128,27 @@ def _taken_over_problems(
         return
     if source.run_file.is_file():
         yield from taken_over_problems(read_resolved(source), spec)
-    recorded = source.read_record().get("data_fingerprint", index.fingerprint)
-    if spec.checkpoint.init_with == "training" and recorded != index.fingerprint:
-        yield Problem(
-            "data.path",
-            f"{spec.data.path} holds other tokens ({index.fingerprint[:12]}) than the parent was trained on ({recorded[:12]}), "
-            "in which its place in the data would mean nothing",
-            'name the parent\'s data, or start a run of its own with checkpoint.init_with = "optimizer"',
-        )
+    if spec.checkpoint.init_with == "training":
+        yield from _other_data_problems(spec, index, source)
+
+
+def _other_data_problems(spec: RunSpec, index: DataIndex, source: RunDirectory) -> Iterator[Problem]:
+    """Yields the data of the run that are not those of its parent. A source that the parent had not has no past that could differ."""
+    record = source.read_record()
+    if isinstance(index, MixtureIndex):
+        found = {name: one.fingerprint for name, one in index.sources.items()}
+        known = record.get("data_sources", {})
+    else:
+        found, known = {ONLY: index.fingerprint}, {ONLY: record.get("data_fingerprint", index.fingerprint)}
+    for name, folder in folders(spec.data).items():
+        recorded = known.get(name, found[name])
+        if recorded != found[name]:
+            yield Problem(
+                "data.path" if name == ONLY else f"data.sources.{name}.path",
+                f"{folder} holds other tokens ({found[name][:12]}) than the parent was trained on ({recorded[:12]}), "
+                "in which its place in the data would mean nothing",
+                'name the parent\'s data, or start a run of its own with checkpoint.init_with = "optimizer"',
+            )
 
 
 def _step(start: Path) -> int:

@@ -15,15 +15,16 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import tomli_w
 
 from phalanx.observe.event_log import next_attempt
+from phalanx.run.data_folders import record_of
 from phalanx.run.directory.durable import remove_temporaries, write_atomically
-from phalanx.run.directory.lineage import extending_command
+from phalanx.run.directory.lineage import extending_command, shares_past
 from phalanx.run.directory.paths import FLEET_NAMES, RunDirectory, RunDirectoryError, read_resolved, step_of
 from phalanx.run.identity import differences, identity, layout_changes, run_owned
 from phalanx.run.read import to_table
@@ -67,13 +68,16 @@ def choose(spec: RunSpec, fingerprint: str) -> RunDirectory:
     return RunDirectory(next(unfinished))
 
 
-def open_run(spec: RunSpec, fingerprint: str, tokenizer_folder: Path) -> OpenRun:
+def open_run(
+    spec: RunSpec, fingerprint: str, tokenizer_folder: Path, sources: Mapping[str, str] | None = None
+) -> OpenRun:
     """Takes the run's directory for this start, making it on the first.
 
     Args:
         spec: The resolved run.
         fingerprint: Of the data that the run is trained on.
         tokenizer_folder: Where the files of its tokenizer are copied from.
+        sources: The fingerprint of each of its sources by name, if it has several.
 
     Raises:
         RunDirectoryError: It belongs to another run, is in use, or cannot be written.
@@ -90,7 +94,8 @@ def open_run(spec: RunSpec, fingerprint: str, tokenizer_folder: Path) -> OpenRun
             record = {
                 "identity": identity(spec),
                 "data_fingerprint": fingerprint,
-                "data_folder": str(Path(spec.data.path).resolve()),
+                **record_of(spec.data),
+                **({"data_sources": dict(sources)} if sources else {}),
                 "attempts": attempt + 1,
                 "layout_changes": [*before.get("layout_changes", []), *changes],
                 "lineage": before.get("lineage", []) if holds_steps(directory) else [],
@@ -167,7 +172,11 @@ def _check_owner(directory: RunDirectory, spec: RunSpec, fingerprint: str) -> li
     found = [line for line in differences(last, spec) if line not in changes]
     if found:
         changed = {line.split(":")[0]: None for line in found}
-        saved = [step for step in directory.committed_steps() if step < spec.train.steps]
+        saved = [
+            step
+            for step in directory.committed_steps()
+            if step < spec.train.steps and shares_past(last, spec, step)
+        ]
         command = saved and extending_command(
             directory.path, saved[-1], {path: run_owned(spec).get(path) for path in changed}
         )

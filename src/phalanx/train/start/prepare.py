@@ -11,10 +11,12 @@ from pathlib import Path
 
 from phalanx.data.corpus import Document, named_corpus, text_files
 from phalanx.data.errors import DataError
-from phalanx.data.index import DatasetIndex, read_index
+from phalanx.data.index import DatasetIndex
 from phalanx.data.prepare import OnProgress, prepare
+from phalanx.data.sources import DataIndex, MixtureIndex, read_data_index
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.hardware.detect import gpu_count
+from phalanx.run.data_folders import ONLY, folders, found_again, tokenizer_folder
 from phalanx.run.degrees.smaller import problems_on
 from phalanx.run.directory.paths import (
     RunDirectory,
@@ -39,14 +41,15 @@ def documents_of(corpus: tuple[str, ...]) -> Iterable[Document]:
     return text_files(list(corpus))
 
 
-def ready_data(data: DataSpec, on_progress: OnProgress) -> DatasetIndex:
-    """The index of the run's prepared dataset, prepared first from its corpus where there is none.
+def ready_data(data: DataSpec, on_progress: OnProgress) -> DatasetIndex | MixtureIndex:
+    """The index of the run's data; a dataset that is not there is prepared first, if it has a corpus.
 
     Raises ``DataError`` with what is missing.
     """
     folder = Path(data.path)
-    if (folder / "index.json").exists() or not data.corpus:
-        return _read_or_explain(folder)
+    if data.sources or (folder / "index.json").exists() or not data.corpus:
+        _require_folders(data)
+        return read_data_index(data)
     return prepare(
         documents_of(data.corpus),
         folder,
@@ -58,29 +61,27 @@ def ready_data(data: DataSpec, on_progress: OnProgress) -> DatasetIndex:
 
 
 def _with_data_found(spec: RunSpec) -> RunSpec:
-    """The run with its data where an earlier start, or its parent, had them, if a relative ``data.path`` leads nowhere from here."""
-    if Path(spec.data.path).exists():
-        return spec
+    """The run with its data where an earlier start, or its parent, had them, if a relative path leads nowhere from here."""
     places = [Path(spec.run_dir)] if spec.run_dir else []
     if spec.checkpoint.init_with == "training":
         places.append(Path(spec.checkpoint.init_from).parent.parent)
     for place in places:
-        known = RunDirectory(place).read_record().get("data_folder", "")
-        if known and Path(known).parts[-len(Path(spec.data.path).parts) :] == Path(spec.data.path).parts:
-            return dataclasses.replace(spec, data=dataclasses.replace(spec.data, path=known))
+        spec = dataclasses.replace(spec, data=found_again(spec.data, RunDirectory(place).read_record()))
     return spec
 
 
-def _read_or_explain(folder: Path) -> DatasetIndex:
-    if not folder.exists():
-        raise DataError(
-            f"there is no dataset at data.path = {folder}: prepare one with `phalanx data prepare TEXT... "
-            f"--out {folder}`, or name a corpus in data.corpus"
-        )
-    return read_index(folder)
+def _require_folders(data: DataSpec) -> None:
+    for name, folder in folders(data).items():
+        if not folder.exists():
+            where = "data.path" if name == ONLY else f"data.sources.{name}.path"
+            also = ", or name a corpus in data.corpus" if name == ONLY else ""
+            raise DataError(
+                f"there is no dataset at {where} = {folder}: prepare one with `phalanx data prepare TEXT... "
+                f"--out {folder}`{also}"
+            )
 
 
-def resolve(spec: RunSpec, index: DatasetIndex, path: Path) -> RunSpec:
+def resolve(spec: RunSpec, index: DataIndex, path: Path) -> RunSpec:
     """The run with nothing left to a rule: vocabulary, dimensions, device and format as they will be.
 
     Raises ``RunFileError`` where the model cannot take the data.
@@ -96,7 +97,7 @@ def resolve(spec: RunSpec, index: DatasetIndex, path: Path) -> RunSpec:
     start = pinned_checkpoint(spec.checkpoint.init_from, path)
     train = spec.train
     if train.document_mask and train.end_of_document < 0:
-        end = load_tokenizer(Path(spec.data.path)).end_of_document
+        end = load_tokenizer(tokenizer_folder(spec.data)).end_of_document
         train = dataclasses.replace(train, end_of_document=end)
     resolved = dataclasses.replace(
         spec,
@@ -159,10 +160,15 @@ def prepare_run(spec: RunSpec, path: Path, on_progress: OnProgress) -> OpenRun:
     problems = list(start_problems(resolved, index, begins=begins))
     if problems:
         raise RunFileError(path, problems)
-    return open_run(resolved, index.fingerprint, Path(resolved.data.path))
+    sources = {}
+    if isinstance(index, MixtureIndex):
+        sources = {name: one.fingerprint for name, one in index.sources.items()}
+    return open_run(resolved, index.fingerprint, tokenizer_folder(resolved.data), sources)
 
 
-def resolve_with_data(spec: RunSpec, path: Path, on_progress: OnProgress) -> tuple[RunSpec, DatasetIndex]:
+def resolve_with_data(
+    spec: RunSpec, path: Path, on_progress: OnProgress
+) -> tuple[RunSpec, DatasetIndex | MixtureIndex]:
     """The resolved run and its data, made ready; no run directory is taken. Raises ``DataError``, ``RunFileError``."""
     if spec.unfilled:
         remedy = "write a value into the file and take the field off `unfilled`, or give it by --set"

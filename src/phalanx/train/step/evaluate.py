@@ -1,14 +1,14 @@
 """The loss on held-out text, the same number on any fleet.
 
-The held-out sequences are cut into batches of a fixed shape, dealt to the data-parallel ranks in turn; the losses are added
+The held-out sequences are cut into batches of a fixed shape, each of one source where the run has several, dealt to the data-parallel ranks in turn; the losses are added
 in the order of batches, and of context ranks within a batch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -32,6 +32,8 @@ class HeldOutLoss:
     """Mean cross-entropy in nats a token."""
     bits_per_byte: float
     """Bits needed for a byte of the text, as a compressor counts."""
+    sources: Mapping[str, float] = field(default_factory=dict)
+    """Of several sources, the loss on the text of each by its name, if any of it was scored."""
 
 
 def _batch(data: RunData, numbers: NDArray[np.int64], size: int) -> tuple[Tensor, Tensor]:
@@ -44,6 +46,14 @@ def _batch(data: RunData, numbers: NDArray[np.int64], size: int) -> tuple[Tensor
     targets = samples[:, 1:].clone()
     targets[len(numbers) :] = IGNORE
     return samples, targets
+
+
+def _batches(data: RunData, numbers: NDArray[np.int64], size: int) -> Iterator[tuple[str, NDArray[np.int64]]]:
+    """The held-out ``numbers`` in batches of at most ``size``, each of one source, with its name."""
+    for name, part in data.held_out_parts.items():
+        chosen = numbers[(numbers >= part.start) & (numbers < part.stop)]
+        for first in range(0, len(chosen), size):
+            yield name, chosen[first : first + size]
 
 
 @torch.no_grad()
@@ -65,14 +75,14 @@ def evaluate(
     numbers = np.arange(sequences) * data.held_out_len // sequences
     mesh = model.mesh
     size = spec.train.micro_batch_size or spec.train.batch_size // spec.train.slots
-    batches = -(-sequences // size)
+    dealt = list(_batches(data, numbers, size))
+    batches = len(dealt)
     context = mesh.layout.context
     losses = torch.zeros(batches * context, dtype=torch.float64, device=mesh.device)
     for turn in range(-(-batches // mesh.layout.data_ranks)):
         batch = turn * mesh.layout.data_ranks + mesh.data_rank
         # A rank without a batch repeats the first, since under FSDP every forward pass is a collective.
-        first = (batch if batch < batches else 0) * size
-        samples, targets = _batch(data, numbers[first : first + size], size)
+        samples, targets = _batch(data, dealt[batch if batch < batches else 0][1], size)
         loss = runner.evaluate(runner.losses.cut(samples, targets))
         if batch < batches and runner.reports:
             losses[batch * context + mesh.context_rank] = loss.double()
@@ -82,4 +92,13 @@ def evaluate(
     dist.all_reduce(losses)
     nats = math.fsum(losses.tolist())
     text_bytes = int(data.held_out_bytes(numbers).sum())
-    return HeldOutLoss(nats / (sequences * spec.train.seq_len), nats / math.log(2) / max(1, text_bytes))
+    by_batch = losses.view(batches, context).tolist()
+    by_source = {
+        name: math.fsum(
+            loss for (one, _), row in zip(dealt, by_batch, strict=True) if one == name for loss in row
+        )
+        / (sum(len(chosen) for one, chosen in dealt if one == name) * spec.train.seq_len)
+        for name in dict.fromkeys(name for name, _ in dealt if name)
+    }
+    bits_per_byte = nats / math.log(2) / max(1, text_bytes)
+    return HeldOutLoss(nats / (sequences * spec.train.seq_len), bits_per_byte, by_source)
