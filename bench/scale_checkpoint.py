@@ -192,8 +192,9 @@ def _restore_other(world: World, ranks: int) -> dict[str, object]:
         (world.tier.folder(2) / f"ranks-{first:05d}.catalog").write_bytes(encode_catalog(held[first]))
     tier = DiskTier(world.tier.root)
     # The index names the checksums of the catalogs that the world did not write: they are asked for by the right ones.
-    asked = tier._checked_bytes
-    tier._checked_bytes = lambda step, file, digits: asked(  # type: ignore[method-assign]
+    reader = tier.reader
+    asked = reader._checked_bytes
+    reader._checked_bytes = lambda step, file, digits: asked(  # type: ignore[method-assign]
         step, file, checksum((tier.folder(step) / file).read_bytes()) if file.startswith("ranks-") else digits
     )
 

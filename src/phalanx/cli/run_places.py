@@ -7,8 +7,12 @@ from pathlib import Path
 
 import click
 
+from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.checkpoint.tiers.object_tier import COMMITTED, ObjectTier
 from phalanx.cli.errors import explained
 from phalanx.run.directory.paths import RunDirectoryError, locate_checkpoints, step_of
+from phalanx.store.errors import StoreError
+from phalanx.store.open_store import is_url, open_store
 
 
 @dataclass(frozen=True)
@@ -20,11 +24,7 @@ class CheckpointPlace:
 
     def newest(self, steps: list[int]) -> int:
         """The step that is meant, of those that there are. Raises ``ClickException`` if it is not among them."""
-        if not steps:
-            raise click.ClickException(f"there is no committed checkpoint in {self.root}")
-        if self.step is not None and self.step not in steps:
-            raise click.ClickException(f"there is no step {self.step} in {self.root}; there are {steps}")
-        return steps[-1] if self.step is None else self.step
+        return _chosen(steps, self.step, str(self.root))
 
 
 def checkpoint_place(path: Path, step: int | None = None) -> CheckpointPlace:
@@ -41,3 +41,46 @@ def checkpoint_place(path: Path, step: int | None = None) -> CheckpointPlace:
     raise click.ClickException(
         f"{path} holds no checkpoints: it is no run directory, or its run has saved none yet"
     )
+
+
+@dataclass(frozen=True)
+class OpenCheckpoints:
+    """Checkpoints that can be listed, verified and copied: the tier, its path or URL, and the step that is meant (``None``: any)."""
+
+    tier: DiskTier | ObjectTier
+    name: str
+    step: int | None
+
+    def newest(self) -> int:
+        """The step that is meant, else the newest. Raises ``ClickException`` if it is not there."""
+        return _chosen(self.tier.steps(), self.step, self.name)
+
+
+def open_checkpoints(place: str, step: int | None = None) -> OpenCheckpoints:
+    """Opens the checkpoints at a path or in an object store. A folder that a run has copied its checkpoints to is a store too.
+
+    Raises ``ClickException`` if there is nothing of the kind.
+    """
+    if is_store(place):
+        return OpenCheckpoints(open_object_tier(place), place, step)
+    where = checkpoint_place(Path(place), step)
+    return OpenCheckpoints(DiskTier(where.root), str(where.root), where.step)
+
+
+def open_object_tier(place: str) -> ObjectTier:
+    """The checkpoints of an object store. Raises ``ClickException`` if the URL is wrong."""
+    with explained(StoreError):
+        return ObjectTier(open_store(place))
+
+
+def is_store(place: str) -> bool:
+    """True for a URL, and for a folder that is laid out as an object store of checkpoints."""
+    return is_url(place) or (Path(place) / COMMITTED).is_dir()
+
+
+def _chosen(steps: list[int], step: int | None, place: str) -> int:
+    if not steps:
+        raise click.ClickException(f"there is no committed checkpoint in {place}")
+    if step is not None and step not in steps:
+        raise click.ClickException(f"there is no step {step} in {place}; there are {steps}")
+    return steps[-1] if step is None else step

@@ -82,7 +82,7 @@ def test_any_flipped_bits_in_any_file_are_found_by_verify_and_by_a_full_restore(
     try:
         findings = verify(tier.root)
         assert findings, f"{path.name} byte {position}"
-        assert all(str(finding.path) in str(finding.error) for finding in findings)
+        assert all(finding.place in str(finding.error) for finding in findings)
         in_header = path.suffix == ".safetensors" and position < 4096
         if not in_header:
             with pytest.raises((CorruptError, FormatVersionError)):
@@ -120,7 +120,7 @@ def test_a_missing_file_is_named(tier: DiskTier, name: str) -> None:
     (tier.folder(100) / name).unlink()
     with pytest.raises(MissingFileError, match=name):
         restored(tier)
-    assert [finding.path.name for finding in verify(tier.root)] == [name]
+    assert [Path(finding.place).name for finding in verify(tier.root)] == [name]
 
 
 def test_a_folder_without_an_index_is_not_a_checkpoint(tier: DiskTier) -> None:

@@ -264,4 +264,4 @@ def test_a_checkpoint_of_format_1_is_restored_and_verified(tmp_path: Path, ranks
         assert restore(DiskTier(tmp_path), 1, shards, rank=reader) == {"tokens": 9}
         assert all(same_bits(shard.tensor, state[shard.box.name]) for shard in shards)
     (tier.folder(1) / "rank-00000.json").unlink()
-    assert [finding.path.name for finding in verify(tmp_path)] == ["rank-00000.json"]
+    assert [Path(finding.place).name for finding in verify(tmp_path)] == ["rank-00000.json"]

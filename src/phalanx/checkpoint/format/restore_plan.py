@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from phalanx.checkpoint.format.boxes import Box, whole
 from phalanx.checkpoint.format.errors import MismatchError, NotCoveredError
 
-OWN_MEMORY, NODE_AGENT, PEER, DISK = range(4)
+OWN_MEMORY, NODE_AGENT, PEER, DISK, REMOTE = range(5)
 """Distances of tiers, nearest first: of several holders of an element, the nearest is read."""
 
 

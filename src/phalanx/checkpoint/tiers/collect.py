@@ -192,7 +192,14 @@ def require_size(path: Path, nbytes: int) -> None:
     with storage_errors(path):
         size = path.stat().st_size
     if size != nbytes:
-        raise CorruptError(f"{path}: {size:,} bytes; its manifest says {nbytes:,}. Restore another step.")
+        raise wrong_size(str(path), size, nbytes)
+
+
+def wrong_size(place: str, found_bytes: int, nbytes: int) -> CorruptError:
+    """The error for an image that is not as large as its manifest says."""
+    return CorruptError(
+        f"{place}: {found_bytes:,} bytes; its manifest says {nbytes:,}. Restore another step."
+    )
 
 
 def write_record(path: Path, content: bytes) -> None:

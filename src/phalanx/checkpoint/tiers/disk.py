@@ -19,14 +19,10 @@ import os
 import re
 import shutil
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import lru_cache
-from itertools import groupby
+from functools import partial
 from pathlib import Path
-
-import numpy as np
 
 from phalanx.checkpoint.format.blocks import (
     BLOCK_BYTES,
@@ -37,23 +33,23 @@ from phalanx.checkpoint.format.blocks import (
 )
 from phalanx.checkpoint.format.box_table import encode_table, table_of
 from phalanx.checkpoint.format.boxes import Box
-from phalanx.checkpoint.format.catalog import Catalog, catalog_of, decode_catalog
-from phalanx.checkpoint.format.errors import CheckpointError, CorruptError, NoSuchStepError
-from phalanx.checkpoint.format.image import Image, ImageEntry, RawArray
-from phalanx.checkpoint.format.index import CatalogRef, Index, decode_index, encode_index
-from phalanx.checkpoint.format.manifest import Manifest, checksum, decode_manifest
-from phalanx.checkpoint.format.parts import read_parts
-from phalanx.checkpoint.format.restore_plan import DISK, BoxLocation, Held, PlannedRead
+from phalanx.checkpoint.format.catalog import catalog_of
+from phalanx.checkpoint.format.errors import CheckpointError, NoSuchStepError
+from phalanx.checkpoint.format.image import ByteArray, Image, ImageEntry, RawArray
+from phalanx.checkpoint.format.index import Index, decode_index, encode_index
+from phalanx.checkpoint.format.manifest import Manifest
+from phalanx.checkpoint.format.restore_plan import DISK, Held, PlannedRead
+from phalanx.checkpoint.tiers.catalogued import CatalogReader, look_through
 from phalanx.checkpoint.tiers.collect import (
     CATALOG_RANKS,
     DELETING,
-    EXTENTS,
     Collector,
     Patience,
     leave_failure,
     leave_manifest,
     require_size,
     write_record,
+    wrong_size,
 )
 from phalanx.checkpoint.tiers.tier import Draft, Record, never
 from phalanx.run.directory.durable import sync
@@ -78,9 +74,7 @@ class DiskTier:
         self._block_bytes = block_bytes
         self._collector = Collector(catalog_ranks)
         self._packed: tuple[tuple[ImageEntry, ...], int, bytes] | None = None
-        # Committed steps never change; a restore reads the same catalogs twice (to plan, to read), in the order of ranks.
-        self._catalog = lru_cache(maxsize=64)(self._load_catalog)
-        self._manifest = lru_cache(maxsize=256)(self._load_manifest)
+        self.reader = CatalogReader(self, self.name, DISK)
         with storage_errors(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
 
@@ -220,17 +214,26 @@ class DiskTier:
 
     def index(self, step: int) -> Index:
         """The index of a committed step. Raises NoSuchStepError, CorruptError, FormatVersionError."""
+        return decode_index(self.index_bytes(step), self.place(step, ""))
+
+    def index_bytes(self, step: int) -> bytes:
         path = self.folder(step) / CHECKPOINT_INDEX
         if not path.exists():
             steps = self.steps()
             raise NoSuchStepError(f"{self.root}: step {step} is not committed; committed: {steps or 'none'}")
         with storage_errors(path):
-            return decode_index(path.read_bytes(), str(path))
+            return path.read_bytes()
+
+    def data_bytes(self, step: int) -> int:
+        """Bytes of all files of a step."""
+        folder = self.folder(step)
+        with storage_errors(folder):
+            return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
     def require_files(self, step: int) -> None:
         """Raises a CheckpointError unless every file of a committed step is there in its size; reads no tensor."""
         for ref in self.index(step).catalogs:
-            for image in self.catalog(step, ref).images:
+            for image in self.reader.catalog(step, ref).images:
                 require_size(self.folder(step) / image.file, image.nbytes)
 
     def record(self, step: int) -> Record:
@@ -240,68 +243,41 @@ class DiskTier:
     def extra(self, step: int) -> dict[str, object]:
         return self.index(step).extra
 
-    def catalog(self, step: int, ref: CatalogRef) -> Catalog:
-        """A catalog that the step's index names, checked. Raises CorruptError, MissingFileError."""
-        return self._catalog(step, ref)
-
-    def _load_catalog(self, step: int, ref: CatalogRef) -> Catalog:
-        data, path = self._checked_bytes(step, ref.file, ref.checksum)
-        if path.suffix == ".json":  # format 1: the manifest of one rank
-            return catalog_of(decode_manifest(data, str(path)))
-        return decode_catalog(data, str(path))
-
-    def _load_manifest(self, step: int, ref: CatalogRef, rank: int) -> Manifest:
-        return self.catalog(step, ref).manifest(rank)
-
-    def _checked_bytes(self, step: int, file: str, digits: str) -> tuple[bytes, Path]:
-        path = self.folder(step) / file
-        with storage_errors(path):
-            data = path.read_bytes()
-        if checksum(data) != digits:
-            raise CorruptError(
-                f"{path}: differs from its checksum in {CHECKPOINT_INDEX}. Restore another step."
-            )
-        return data, path
-
     def boxes(
         self, step: int, rank: int | None = None, needed: Sequence[Box] | None = None
     ) -> tuple[Held, ...]:
-        index = self.index(step)
-        refs = index.catalogs
-        if rank is not None:
-            refs = tuple(ref for ref in refs if ref.first_rank <= rank < ref.first_rank + ref.ranks)
-        elif needed is not None and index.extents_checksum is not None:
-            extents = self.extents(step, index.extents_checksum).table
-            firsts = set(extents.holder[extents.overlapping(needed)].tolist())
-            refs = tuple(ref for ref in refs if ref.first_rank in firsts)
-        return tuple(held for ref in refs for held in self._held(self.catalog(step, ref), rank, needed))
+        return self.reader.boxes(step, rank, needed)
 
-    def extents(self, step: int, digits: str) -> Catalog:
-        """Which catalogs hold what: the rectangles of each, under the number of its first rank. Raises as ``catalog`` does."""
-        data, path = self._checked_bytes(step, EXTENTS, digits)
-        return decode_catalog(data, str(path))
+    def place(self, step: int, file: str) -> str:
+        return str(self.folder(step) / (file or CHECKPOINT_INDEX))
 
-    def _held(self, catalog: Catalog, rank: int | None, needed: Sequence[Box] | None) -> Iterator[Held]:
-        table = catalog.table
-        rows = np.arange(len(table)) if needed is None else table.overlapping(needed)
-        if rank is not None:
-            rows = rows[table.holder[rows] == rank]
-        places: dict[int, BoxLocation] = {}
-        for row in table.in_image_order(rows).tolist():
-            holder = int(table.holder[row])
-            place = places.setdefault(holder, BoxLocation(self.name, str(holder), DISK))
-            yield Held(table.box(row), place)
+    def read_file(self, step: int, file: str) -> bytes:
+        path = self.folder(step) / file
+        with storage_errors(path):
+            return path.read_bytes()
 
     # Reading
 
     def read(self, step: int, reads: Sequence[PlannedRead]) -> Iterator[tuple[Box, RawArray]]:
-        refs = self.index(step).catalogs
-        firsts = [ref.first_rank for ref in refs]
-        for holder, group in groupby(reads, key=lambda read: read.source.location.holder):
-            ref = refs[bisect_right(firsts, int(holder)) - 1]
-            manifest = self._manifest(step, ref, int(holder))
-            file = BlockFile(self.folder(step) / manifest.file, manifest)
-            yield from read_parts(manifest, list(group), file.blocks)
+        return self.reader.read(step, reads)
+
+    def blocks(self, step: int, manifest: Manifest, numbers: Sequence[int]) -> Iterator[ByteArray]:
+        return BlockFile(self.folder(step) / manifest.file, manifest).blocks(numbers)
+
+    def damage(self, step: int, manifest: Manifest) -> Iterator[tuple[int, CheckpointError | None]]:
+        # Past the page cache, so that it is the disk that is read.
+        path = self.folder(step) / manifest.file
+        try:
+            with storage_errors(path):
+                size = path.stat().st_size
+                _drop_cached(path)
+        except CheckpointError as error:
+            yield 0, error
+            return
+        if size != manifest.nbytes:
+            yield 0, wrong_size(str(path), size, manifest.nbytes)
+        there = len(manifest.checksums) if size >= manifest.nbytes else size // manifest.block_bytes
+        yield from look_through(manifest, partial(self.blocks, step, manifest), there)
 
     # Removing
 
@@ -339,3 +315,12 @@ class DiskTier:
             sync(self.root)
         # What a slow file system keeps back, the next sweep takes.
         shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _drop_cached(path: Path) -> None:
+    """Drops the file from the page cache, so that the disk itself is read."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""``phalanx checkpoint``: lists, verifies and exports checkpoints."""
+"""``phalanx checkpoint``: lists, verifies, copies and exports checkpoints."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import click
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.checkpoint.tiers.object_tier import ObjectTier
 from phalanx.cli.errors import explained
-from phalanx.cli.run_places import checkpoint_place
+from phalanx.cli.run_places import is_store, open_checkpoints, open_object_tier
 from phalanx.cli.weights.export_command import export_to
 from phalanx.observe.throughput import format_bytes
 
@@ -22,20 +23,22 @@ if TYPE_CHECKING:
 
 @click.group("checkpoint")
 def command() -> None:
-    """List, verify and export checkpoints."""
+    """List, verify, copy and export checkpoints."""
 
 
 @command.command("list")
-@click.argument("place", type=click.Path(path_type=Path))
+@click.argument("place")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def list_command(place: Path, as_json: bool) -> None:
-    """List the committed checkpoints in PLACE.
+def list_command(place: str, as_json: bool) -> None:
+    """List the committed checkpoints in PLACE, a run directory or the URL of an object store.
 
     \b
       phalanx checkpoint list runs/quickstart-1f3a9c04
+      phalanx checkpoint list s3://bucket/quickstart
     """
-    tier = DiskTier(checkpoint_place(place).root)
-    rows = [_row(tier, step) for step in tier.steps()]
+    with explained(CheckpointError):
+        tier = open_checkpoints(place).tier
+        rows = [_row(tier, step) for step in tier.steps()]
     if as_json:
         click.echo(json.dumps({"checkpoints": rows}))
         return
@@ -46,32 +49,32 @@ def list_command(place: Path, as_json: bool) -> None:
         )
 
 
-def _row(tier: DiskTier, step: int) -> JsonObject:
-    folder = tier.folder(step)
-    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+def _row(tier: DiskTier | ObjectTier, step: int) -> JsonObject:
+    place = str(tier.folder(step)) if isinstance(tier, DiskTier) else tier.place(step, "")
     try:
-        ranks, problem = tier.record(step).world_size, None
+        size, ranks, problem = tier.data_bytes(step), tier.record(step).world_size, None
     except CheckpointError as error:
-        ranks, problem = 0, str(error)
-    return {"step": step, "ranks": ranks, "bytes": size, "path": str(folder), "problem": problem}
+        size, ranks, problem = 0, 0, str(error)
+    return {"step": step, "ranks": ranks, "bytes": size, "path": place, "problem": problem}
 
 
 @command.command("verify")
-@click.argument("place", type=click.Path(path_type=Path))
+@click.argument("place")
 @click.option("--step", type=int, help="Only this step.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def verify_command(place: Path, step: int | None, as_json: bool) -> None:
-    """Read every byte of the checkpoints in PLACE and compare it with its checksum. Exit code 1 if any is bad.
+def verify_command(place: str, step: int | None, as_json: bool) -> None:
+    """Read every byte of the checkpoints in PLACE, a run directory or a URL, and compare it with its checksum. Exit code 1 if any is bad.
 
     \b
       phalanx checkpoint verify runs/quickstart-1f3a9c04 --step 100
+      phalanx checkpoint verify s3://bucket/quickstart
     """
-    from phalanx.checkpoint.tiers.verify import verify
+    from phalanx.checkpoint.tiers.verify import verify_tier
 
-    where = checkpoint_place(place, step)
     with explained(CheckpointError):
-        findings = verify(where.root, where.step)
-    bad = [{"step": f.step, "path": str(f.path), "problem": str(f.error)} for f in findings]
+        where = open_checkpoints(place, step)
+        findings = verify_tier(where.tier, where.name, where.step)
+    bad = [{"step": f.step, "path": f.place, "problem": str(f.error)} for f in findings]
     if as_json:
         click.echo(json.dumps({"good": not bad, "findings": bad}))
     elif not bad:
@@ -79,6 +82,43 @@ def verify_command(place: Path, step: int | None, as_json: bool) -> None:
     for finding in bad if not as_json else ():
         click.echo(f"step {finding['step']}: {finding['problem']}")
     sys.exit(1 if bad else 0)
+
+
+@command.command("copy")
+@click.argument("source")
+@click.argument("target")
+@click.option("--step", type=int, help="A step other than the newest.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def copy_command(source: str, target: str, step: int | None, as_json: bool) -> None:
+    """Copy a checkpoint from SOURCE to TARGET, each a run directory, a folder or the URL of an object store.
+
+    Every byte is compared with its checksum on the way. A step that TARGET has already stays as it is.
+
+    \b
+      phalanx checkpoint copy s3://bucket/quickstart restored/checkpoints
+      phalanx checkpoint copy runs/quickstart-1f3a9c04 s3://bucket/kept --step 100
+    """
+    from phalanx.checkpoint.tiers.copying import copy_step
+    from phalanx.checkpoint.tiers.object_tier import require_conditional_store
+    from phalanx.run.directory.paths import locate_checkpoints
+
+    with explained(CheckpointError):
+        where = open_checkpoints(source, step)
+        chosen = where.newest()
+        if is_store(target):
+            remote = open_object_tier(target)
+            require_conditional_store(remote.store)
+            tier: DiskTier | ObjectTier = remote
+        else:
+            folder = Path(target)
+            folder.mkdir(parents=True, exist_ok=True)
+            tier = DiskTier(locate_checkpoints(folder)[0])
+        copied, nbytes = copy_step(where.tier, chosen, tier)
+    if as_json:
+        click.echo(json.dumps({"step": chosen, "copied": copied, "bytes": nbytes, "target": target}))
+    else:
+        done = f"copied, {format_bytes(nbytes)}" if copied else "was there already"
+        click.echo(f"step {chosen}: {done}: {target}")
 
 
 @command.command("export")

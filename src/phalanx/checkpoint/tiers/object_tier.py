@@ -1,0 +1,273 @@
+"""Checkpoints in an object store, where there is neither rename nor lock: a step is there if one small object is.
+
+    ROOT/data/step-00000100-TAG-DIGEST/rank-00000.safetensors    the files of a step, as on disk (``disk.py``) but for its index
+    ROOT/committed/00000100.json                                 the index, and in which folder of ``data`` the files are
+    ROOT/damaged/00000100-NS.json                                a commit that was set aside; its files stay
+
+The object in ``committed`` is created only if absent, as the last thing of an upload, so of several attempts at a step one commits and
+no reader ever finds half of one. A folder's name holds the tag of the attempt that fills it and a digest of the index, and so of every
+byte: attempts that could differ never share a key, and a stale writer cannot touch what is committed. Deleting removes the commit first.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, partial
+
+from phalanx.checkpoint.format.blocks import read_ahead
+from phalanx.checkpoint.format.boxes import Box
+from phalanx.checkpoint.format.errors import (
+    CheckpointError,
+    CorruptError,
+    MissingFileError,
+    NoSuchStepError,
+    StorageError,
+    StorageFullError,
+)
+from phalanx.checkpoint.format.image import ByteArray, RawArray
+from phalanx.checkpoint.format.index import Index, decode_index, sealed
+from phalanx.checkpoint.format.manifest import Manifest, checksum, parse_object
+from phalanx.checkpoint.format.restore_plan import REMOTE, Held, PlannedRead
+from phalanx.checkpoint.tiers.catalogued import CatalogReader, look_through
+from phalanx.checkpoint.tiers.collect import wrong_size
+from phalanx.checkpoint.tiers.tier import Record
+from phalanx.store.errors import ExistsError, FullError, MissingObjectError, ShortObjectError, StoreError
+from phalanx.store.store import Info, Store, require_create
+
+COMMITTED, DATA, DAMAGED = "committed", "data", "damaged"
+DAY_S = 24 * 3600.0
+_COMMIT_VERSION = 1
+_COMMIT = re.compile(r"committed/(\d{8,})\.json")
+_READS_AT_ONCE = 8
+
+
+class ObjectTier:
+    """The checkpoints below the URL that ``store`` was opened with."""
+
+    name = "store"
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.reader = CatalogReader(self, self.name, REMOTE)
+        self._commit = lru_cache(maxsize=16)(self._load_commit)
+
+    # Looking
+
+    def steps(self) -> list[int]:
+        with store_errors():
+            found = [_COMMIT.fullmatch(info.key) for info in self.store.list(COMMITTED)]
+        return sorted(int(match[1]) for match in found if match)
+
+    def has(self, step: int) -> bool:
+        return step in self.steps()
+
+    def index(self, step: int) -> Index:
+        """The index of a committed step. Raises NoSuchStepError, CorruptError, FormatVersionError."""
+        return decode_index(self.index_bytes(step), self.place(step, ""))
+
+    def index_bytes(self, step: int) -> bytes:
+        return self._commit(step)[1]
+
+    def record(self, step: int) -> Record:
+        index = self.index(step)
+        return Record(index.step, index.world_size, index.extra, index.weights_sha256)
+
+    def extra(self, step: int) -> dict[str, object]:
+        return self.index(step).extra
+
+    def boxes(
+        self, step: int, rank: int | None = None, needed: Sequence[Box] | None = None
+    ) -> tuple[Held, ...]:
+        return self.reader.boxes(step, rank, needed)
+
+    def data_bytes(self, step: int) -> int:
+        """Bytes of all files of a step but its index."""
+        with store_errors():
+            return sum(info.nbytes for info in self.store.list(self._commit(step)[0]))
+
+    # Reading
+
+    def place(self, step: int, file: str) -> str:
+        return f"{self.store.url}/{self._key(step, file) if file else commit_key(step)}"
+
+    def read_file(self, step: int, file: str) -> bytes:
+        with store_errors():
+            return self.store.get(self._key(step, file))
+
+    def read(self, step: int, reads: Sequence[PlannedRead]) -> Iterator[tuple[Box, RawArray]]:
+        return self.reader.read(step, reads)
+
+    def blocks(self, step: int, manifest: Manifest, numbers: Iterable[int]) -> Iterator[ByteArray]:
+        """Each block is a request of its own, several ahead of whoever takes them."""
+        key = self._key(step, manifest.file)
+
+        def fetch(number: int, buffer: ByteArray) -> int:
+            start = number * manifest.block_bytes
+            stop = min(start + manifest.block_bytes, manifest.nbytes)
+            with store_errors():
+                (data,) = self.store.ranges(key, [(start, stop)])
+            if checksum(data) != manifest.checksums[number]:
+                raise CorruptError(
+                    f"{self.store.url}/{key}, block {number} (bytes {start:,} to {stop:,}): the bytes differ from their "
+                    "checksum. Restore another step or from another place."
+                )
+            buffer[: len(data)] = data
+            return len(data)
+
+        return read_ahead(numbers, lambda _: manifest.block_bytes, fetch, threads=_READS_AT_ONCE)
+
+    def damage(self, step: int, manifest: Manifest) -> Iterator[tuple[int, CheckpointError | None]]:
+        key = self._key(step, manifest.file)
+        try:
+            size = self.draft_sizes(self._commit(step)[0]).get(manifest.file)
+        except CheckpointError as error:
+            yield 0, error
+            return
+        if size is None:
+            yield 0, MissingFileError(f"{self.store.url}/{key}: is missing. Restore another step.")
+            return
+        if size != manifest.nbytes:
+            yield 0, wrong_size(f"{self.store.url}/{key}", size, manifest.nbytes)
+        there = len(manifest.checksums) if size >= manifest.nbytes else size // manifest.block_bytes
+        yield from look_through(manifest, partial(self.blocks, step, manifest), there)
+
+    # Writing
+
+    def draft_folder(self, step: int, tag: str, index: bytes) -> str:
+        """Where an attempt with ``tag`` puts the files of a step."""
+        return f"{DATA}/step-{step:08d}-{tag}-{checksum(index)}"
+
+    def draft_sizes(self, folder: str) -> dict[str, int]:
+        """The files that are in a draft, with their sizes in bytes."""
+        with store_errors():
+            return {info.key.removeprefix(f"{folder}/"): info.nbytes for info in self.store.list(folder)}
+
+    def commit(self, step: int, folder: str, index: bytes) -> bool:
+        """Makes a step visible whose files are all in ``folder``; False if another attempt has committed it, which stays."""
+        content = {"version": _COMMIT_VERSION, "data": folder, "index": index.decode()}
+        try:
+            with store_errors():
+                self.store.create(commit_key(step), sealed(content))
+        except StorageError as error:
+            if isinstance(error.__cause__, ExistsError):
+                return False
+            raise
+        return True
+
+    # Removing
+
+    def delete(self, step: int) -> None:
+        """Removes a committed step; its data go after its commit. Raises NoSuchStepError."""
+        try:
+            folder = self._load_commit(step)[0]
+        except CorruptError:
+            folder = ""  # a sweep finds its data
+        self._forget(step)
+        if folder:
+            with store_errors():
+                self.store.delete([info.key for info in self.store.list(folder)])
+
+    def set_aside(self, step: int) -> None:
+        """Takes a damaged step out of the list; its data stay, to be looked at."""
+        with store_errors():
+            content = self.store.get(commit_key(step))
+            self.store.create(f"{DAMAGED}/{step:08d}-{time.time_ns()}.json", content)
+        self._forget(step)
+
+    def sweep(self, tag: str, *, older_than_s: float = DAY_S) -> list[str]:
+        """Removes drafts of other attempts than ``tag`` that were never committed. Returns their folders.
+
+        Only those in which nothing was written for ``older_than_s``: whoever still writes one could commit it meanwhile.
+        """
+        drafts: dict[str, list[Info]] = {}
+        with store_errors():
+            for info in self.store.list(DATA):
+                drafts.setdefault("/".join(info.key.split("/")[:2]), []).append(info)
+            # Read after the drafts, so that what was committed in between is seen.
+            named = {
+                self._named_by(info.key) for part in (COMMITTED, DAMAGED) for info in self.store.list(part)
+            }
+        if None in named:
+            return []  # a damaged commit may name any of them
+        old = [
+            folder
+            for folder, infos in drafts.items()
+            if folder not in named and re.fullmatch(rf"data/step-\d+-{re.escape(tag)}-\w+", folder) is None
+            if time.time() - max(info.modified.timestamp() for info in infos) >= older_than_s
+        ]
+        with store_errors():
+            self.store.delete(info.key for folder in old for info in drafts[folder])
+        return old
+
+    def _named_by(self, key: str) -> str | None:
+        """The folder of data that the commit ``key`` names; None where that cannot be read."""
+        try:
+            return decode_commit(self.store.get(key), key)[0]
+        except MissingObjectError:
+            return ""
+        except CheckpointError:
+            return None
+
+    def _key(self, step: int, file: str) -> str:
+        return f"{self._commit(step)[0]}/{file}"
+
+    def _load_commit(self, step: int) -> tuple[str, bytes]:
+        key = commit_key(step)
+        with store_errors():
+            try:
+                content = self.store.get(key)
+            except MissingObjectError:
+                steps = self.steps()
+                raise NoSuchStepError(
+                    f"{self.store.url}: step {step} is not committed; committed: {steps or 'none'}"
+                ) from None
+        return decode_commit(content, f"{self.store.url}/{key}")
+
+    def _forget(self, step: int) -> None:
+        """Removes a commit, here and in the store."""
+        with store_errors():
+            self.store.delete([commit_key(step)])
+        self._commit.cache_clear()
+        self.reader = CatalogReader(self, self.name, REMOTE)
+
+
+def commit_key(step: int) -> str:
+    """The key of the object that commits a step."""
+    return f"{COMMITTED}/{step:08d}.json"
+
+
+def decode_commit(data: bytes, place: str) -> tuple[str, bytes]:
+    """The folder of a step's files, and its encoded index. Raises CorruptError."""
+    content = parse_object(data, place).get("content")
+    if not isinstance(content, dict) or sealed(content) != data:
+        raise CorruptError(f"{place}: differs from its checksum. Restore another step.")
+    if content.get("version") != _COMMIT_VERSION:
+        raise CorruptError(
+            f"{place}: commit version {content.get('version')!r}; use the version that wrote it."
+        )
+    return content["data"], content["index"].encode()
+
+
+def require_conditional_store(store: Store) -> None:
+    """Makes sure, by trying it, that the store refuses to create what is there. Raises StorageError."""
+    with store_errors():
+        require_create(store, f"probe/{secrets.token_hex(8)}")
+
+
+@contextmanager
+def store_errors() -> Iterator[None]:
+    """Turns a StoreError, which names URL and remedy, into the CheckpointError of its kind."""
+    try:
+        yield
+    except MissingObjectError as error:
+        raise MissingFileError(f"{error}. Restore another step, or from another place.") from error
+    except ShortObjectError as error:
+        raise CorruptError(f"{error}. Restore another step, or from another place.") from error
+    except FullError as error:
+        raise StorageFullError(str(error)) from error
+    except StoreError as error:
+        raise StorageError(str(error)) from error
