@@ -275,6 +275,8 @@ def test_no_printed_mfu_exceeds_the_peak_where_sequences_are_long() -> None:
     [
         (["--cluster", "tpu7x:64"], "no device for Google TPU7x"),
         (["--cluster", "mi355x:64"], "no device for AMD Instinct MI355X"),
+        (["--cluster", "tpu-v5p:64", "--stack", "megatron-bridge"], "on accelerators of NVIDIA"),
+        (["--cluster", "cpu:64"], "no published run is on CPUs"),
         (["--cluster", "h100:8", "--tokens", "15T"], "years"),
         (["--cluster", "h100:64", "--tokens", "100"], "less than one step"),
     ],

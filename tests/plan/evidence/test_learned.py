@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.hardware.catalog import accelerators
-from phalanx.plan.evidence.learned import evidence_for, generation_of, learned
+from phalanx.plan.evidence.learned import evidence_for, generation_of, learned, maker_of
 from phalanx.plan.workload.software import SOFTWARE
 
 
@@ -61,6 +61,21 @@ def test_no_published_run_is_above_the_peak_of_its_format() -> None:
 def test_every_accelerator_of_the_catalog_has_a_generation_with_a_name_of_its_own(key: str) -> None:
     """A key that nobody entered would be taken for a generation, and its software's factor would not be found."""
     assert generation_of(key) != key or key == "cpu"
+
+
+@pytest.mark.parametrize("key", sorted(accelerators()))
+def test_the_maker_of_a_generation_is_that_of_the_catalog(key: str) -> None:
+    assert maker_of(key) == accelerators()[key].vendor
+
+
+@pytest.mark.parametrize(("software", "accelerator"), [("megatron-bridge", "tpu-v5p"), ("maxtext", "h100")])
+def test_runs_on_another_makers_accelerators_are_no_evidence(software: str, accelerator: str) -> None:
+    found = evidence_for(learned(), software, accelerator, mixture=False)
+    assert (found.kind, found.band) == (
+        "never",
+        evidence_for(learned(), "phalanx", "h100", mixture=False).band,
+    )
+    assert found.factor >= 1
 
 
 def test_an_accelerator_without_runs_takes_the_factor_of_its_generation() -> None:

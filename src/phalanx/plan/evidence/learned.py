@@ -5,9 +5,9 @@
 
 * ``here``: published runs of this software on this accelerator. Their factor is applied; the band is what was left over when each
   of their models was predicted from the others.
-* ``elsewhere``: published runs of this software, but on other accelerators. Their factor is applied; the band is what was left over
+* ``elsewhere``: published runs of this software, but on other accelerators of the same maker. Their factor is applied; the band is what was left over
   when any software was predicted from its runs on other accelerators, and this one from its other models.
-* ``never``: no published run. The factor is the bias that the planner had on software of which it knew only the kind, and the
+* ``never``: no published run, or none on this maker's accelerators, for which it would be other software. The factor is the bias that the planner had on software of which it knew only the kind, and the
   band what was left over. Software that never ran is not credited with being faster than predicted: the factor is one or more.
 
 ``calibrated`` stands beside them for this project's own stack on a machine whose constants were fitted on steps that ran there.
@@ -52,6 +52,15 @@ def generation_of(accelerator: str) -> str:
     """Names an accelerator's generation by the first part of its key; one that is not in the table is its own generation."""
     first = accelerator.split("-")[0]
     return _GENERATIONS.get(first, first)
+
+
+_MAKERS = {"cdna3": "AMD", "cdna4": "AMD", "tpu": "Google", "cpu": "any"}
+"""Makers of the generations that are not NVIDIA's, as the catalog names them."""
+
+
+def maker_of(accelerator: str) -> str:
+    """Names the maker of an accelerator by its key: kernels and collectives are written for a maker's accelerators."""
+    return _MAKERS.get(generation_of(accelerator), "NVIDIA")
 
 
 @dataclass(frozen=True)
@@ -189,6 +198,8 @@ def evidence_for(
         calibrated: True if the constants were fitted on steps of this software on this machine.
     """
     record = table.record(software, mixture=mixture)
+    if record is not None and maker_of(accelerator) not in map(maker_of, record.accelerators):
+        record = None
     kind: Kind = "never"
     if record is not None:
         kind = "here" if accelerator in record.accelerators else "elsewhere"
@@ -213,6 +224,12 @@ def evidence_for(
             kind, subject, factor, Band(record.elsewhere_ratios), runs.runs, runs.models, every.left_out_error
         )
     return Evidence(kind, subject, factor, Band(record.ratios), runs.runs, runs.models, record.left_out_error)
+
+
+def makers_with_runs(table: Learned, software: str) -> frozenset[str]:
+    """The makers on whose accelerators runs of a software are published, of dense models or mixtures; empty without any."""
+    records = (record for record in table.software if record.software == software)
+    return frozenset(maker_of(accelerator) for record in records for accelerator in record.accelerators)
 
 
 def _total(counts: Iterable[Runs]) -> Runs:

@@ -17,8 +17,6 @@ from phalanx.plan.search.sensitivity import CHANGE, days_changes, step_changes
 from phalanx.plan.whole_run.estimate import Percentiles
 
 _MOST_CHANGES = 3
-_LEAST_ROOM = 0.03
-"""Share of the memory that must be free for a plan to be sure to fit: what memory is off by on published runs."""
 
 
 def first_page(plan: Plan) -> str:
@@ -80,9 +78,6 @@ def _doubts(plan: Plan) -> Iterator[str]:
         )
     elif plan.evidence.kind == "elsewhere":
         yield f"no run of {plan.evidence.subject} is published: run a few hundred steps on one node before the rest is paid for"
-    room = 1 - plan.chosen.memory_bytes / plan.chosen.capacity_bytes
-    if room < _LEAST_ROOM:
-        yield f"only {room:.1%} of the memory is free, less than the planner's error: try it on one replica first"
     if plan.job.cluster.accelerator.announced_only:
         yield f"{plan.job.cluster.accelerator.name} is announced, not for sale: its figures are the vendor's"
     yield from (caveat.text for caveat in plan.caveats if not caveat.decides)

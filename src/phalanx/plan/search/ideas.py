@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from phalanx.plan.search.room import LEAST_ROOM, free_share
 from phalanx.plan.search.search import SearchResult
 from phalanx.plan.step_cost.estimate import Estimate, estimates
 from phalanx.plan.workload.planned_layout import PlannedLayout
 from phalanx.plan.workload.stacks import Job
 
 _IDEAS = 3
-_TIGHT = 0.05
-"""Share of the memory that is left free below which a plan is said to be tight."""
 _NOTABLE = 0.03
 """Share of the step from which a term is worth naming."""
 
@@ -91,9 +90,8 @@ def _gives_up(one: Estimate, winner: Estimate) -> Iterator[str]:
         yield f"a step {abs(slower):.1%} {'longer' if slower >= 0 else 'shorter'}{because}"
         if one.ranks != winner.ranks:
             yield f"{one.ranks:,} accelerators instead of {winner.ranks:,}"
-    free = 1 - one.memory_bytes / one.capacity_bytes
-    if free < _TIGHT:
-        yield f"only {free:.1%} of the memory is free"
+    if free_share(one) < LEAST_ROOM:
+        yield f"only {free_share(one):.1%} of the memory is free"
     waiting = [name for name, there in _offloaded(one.layout) if there]
     if waiting:
         yield f"{' and '.join(waiting)} {'waits' if len(waiting) == 1 else 'wait'} in the host's memory, whose link must keep its rate"

@@ -125,7 +125,7 @@ def make_plan(
     if job.stack.name == OWN and job.workload.slots:
         micro_batches = job.workload.batch // chosen.layout.micro_batch
         notes += lost_node_notes(chosen.layout.mesh, cluster.per_node, job.workload.slots, micro_batches)
-    doubts = tuple(caveats(job, chosen, run, tokens))
+    doubts = tuple(caveats(job, chosen, run, tokens, found.roomy if found else None))
     ideas = ideas_of(job, found, aim.optimize) if found else ()
     plan = Plan(
         spec.name, job, aim, chosen, found, tokens, inputs, assumptions, run, evidence, notes, doubts, ideas

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from phalanx.hardware.cluster import Cluster
-from phalanx.plan.search.query import OWN, RequestError
+from phalanx.plan.evidence.learned import learned, makers_with_runs
+from phalanx.plan.search.query import OWN, RequestError, is_calibrated
+from phalanx.plan.search.room import LEAST_ROOM, free_share
 from phalanx.plan.step_cost.estimate import Estimate
 from phalanx.plan.whole_run.estimate import RunEstimate
 from phalanx.plan.workload.stacks import Job
@@ -52,9 +54,13 @@ class Caveat:
     """True if nobody should go on as planned; otherwise it is something to find out first."""
 
 
-def caveats(job: Job, chosen: Estimate, run: RunEstimate, tokens: float) -> Iterator[Caveat]:
-    """Yields the caveats of an answer, the weightiest first."""
+def caveats(
+    job: Job, chosen: Estimate, run: RunEstimate, tokens: float, roomy: Estimate | None = None
+) -> Iterator[Caveat]:
+    """Yields the caveats of an answer, the weightiest first; ``roomy`` is the best plan with room in memory."""
     yield from _without_device(job.stack.name, job.cluster)
+    yield from _unmeasured_kind(job)
+    yield from without_room(chosen, roomy)
     if run.days > _LONGEST_RUN_DAYS:
         enough = chosen.ranks * run.days / _USUAL_RUN_DAYS
         yield Caveat(
@@ -75,6 +81,36 @@ def caveats(job: Job, chosen: Estimate, run: RunEstimate, tokens: float) -> Iter
         for axis, problem in undivided(job.workload.model):
             if axis == "pipeline":
                 yield Caveat(f"no pipelines are possible: {problem}")
+
+
+def _unmeasured_kind(job: Job) -> Iterator[Caveat]:
+    """Yields a caveat where nobody published a run of such software on such hardware, so that a band can only be borrowed."""
+    vendor, name = job.cluster.accelerator.vendor, job.stack.name
+    if vendor == "any":
+        if not is_calibrated(job.cluster):
+            yield Caveat(
+                "no published run is on CPUs: P5-P95 is that of accelerators; phalanx calibrate fits the constants to this machine"
+            )
+    elif (makers := makers_with_runs(learned(), name)) and vendor not in makers:
+        yield Caveat(
+            f"all published runs of {name} that this planner knows are on accelerators of {', '.join(sorted(makers))}: find out that it "
+            f"runs on those of {vendor} at all before anything else"
+        )
+
+
+def without_room(chosen: Estimate, roomy: Estimate | None) -> Iterator[Caveat]:
+    """Yields a caveat if ``chosen`` leaves less memory than its prediction may be off by, with the best plan that leaves more."""
+    room = free_share(chosen)
+    if 0 <= room < LEAST_ROOM:
+        instead = (
+            "divide the model further, recompute more or take a smaller micro-batch"
+            if roomy is None
+            else f"take --layout {roomy.layout}, which leaves {free_share(roomy):.0%} (step {roomy.step_s / chosen.step_s - 1:+.1%})"
+        )
+        yield Caveat(
+            f"{room:.1%} of the memory is free, less than the prediction may be off by ({LEAST_ROOM:.0%}): try this layout on one replica "
+            f"first, or {instead}"
+        )
 
 
 def _without_device(stack: str, cluster: Cluster) -> Iterator[Caveat]:

@@ -17,6 +17,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from phalanx.plan.search.front import Front, Point, unbeaten
+from phalanx.plan.search.room import LEAST_ROOM, free_share, with_room_first
 from phalanx.plan.search.space import AXES, Options, exclusions, finer_space, space
 from phalanx.plan.step_cost.estimate import Estimate, Evaluation, estimated, prepare
 from phalanx.plan.workload.candidates import SCHEDULES, Bools, Candidates, Floats, Ints, candidates_of
@@ -74,6 +75,8 @@ class SearchResult:
     front: tuple[Point, ...]
     """The Pareto front: none is beaten in time, memory and accelerators at once (memory in steps of 1/128 of the capacity)."""
     runners_up: tuple[RunnerUp, ...]
+    roomy: Estimate | None
+    """The best by the objective that leaves room in memory (``phalanx.plan.search.room``)."""
     looked_at: int
     """Layouts of the space, legal or not."""
     valid: int
@@ -109,11 +112,13 @@ def search(job: Job, options: Options | None = None) -> SearchResult:
         finer = _not_hopeless(job, finer, excluded)
         if finer.shape[-1]:
             tallies.append(_tallied(job, options, finer, excluded))
-    found, runners_up = _decide(job, tallies, options)
+    front = unbeaten([point for each in tallies for point in each.front.points(each.layout)])
+    found, runners_up = _decide(job, tallies, options, front)
     return SearchResult(
         best=found[: options.top],
-        front=unbeaten([point for each in tallies for point in each.front.points(each.layout)]),
+        front=front,
         runners_up=runners_up,
+        roomy=next((one for one in found if free_share(one) >= LEAST_ROOM), None),
         looked_at=looked_at,
         valid=sum(each.valid for each in tallies),
         excluded=tally.excluded,
@@ -306,17 +311,21 @@ class _Tally:
 
 
 def _decide(
-    job: Job, tallies: Sequence[_Tally], options: Options
+    job: Job, tallies: Sequence[_Tally], options: Options, front: Sequence[Point]
 ) -> tuple[tuple[Estimate, ...], tuple[RunnerUp, ...]]:
     """The best layouts by the exact schedule, and of every family that lost the best member.
 
-    Finalists are the best by the closed form, and the best of each family that comes close to them: where closed form and
-    schedule disagree, the winner may be among these.
+    Finalists are the best by the closed form, the best with room in memory, and the best of each family that comes close to them:
+    where closed form and schedule disagree, the winner may be among these.
     """
     hopeful = sorted(
         (key, place, number) for place, tally in enumerate(tallies) for key, number in tally.leaders()
     )
     leaders = [tallies[place].layout(number) for _, place, number in hopeful[: options.finalists]]
+    most_bytes = (1 - LEAST_ROOM) * job.cluster.accelerator.memory_bytes.value
+    roomy = [point for point in front if point.memory_bytes <= most_bytes]
+    if roomy:
+        leaders.append(min(roomy, key=lambda point: (_key(point, options.objective), point.step_s)).layout)
     members: dict[str, list[PlannedLayout]] = {
         family: [tallies[0].layout(number)] for family, number in _families(job, tallies[0]).items()
     }
@@ -341,8 +350,9 @@ def _decide(
     chosen = list(dict.fromkeys((*leaders, *close)))
     places = np.array([layouts.index(layout) for layout in chosen])
     exact = dict(zip(chosen, estimated(evaluation.rows(places), chosen, exact=True), strict=True))
-    ranked = sorted(chosen, key=lambda layout: (_key(exact[layout], options.objective), exact[layout].step_s))
-    winner, same = exact[ranked[0]], closed[ranked[0]]
+    by_key = sorted(exact.values(), key=lambda found: (_key(found, options.objective), found.step_s))
+    ranked = with_room_first(by_key, lambda found: _key(found, options.objective))
+    winner, same = ranked[0], closed[ranked[0].layout]
     runners = []
     for family, layout in families.items():
         name, _, value = family.partition("=")
@@ -352,10 +362,10 @@ def _decide(
         first, second = (winner, exact[layout]) if layout in exact else (same, closed[layout])
         slower = second.step_s / first.step_s - 1 if second.fits else float("inf")
         runners.append(RunnerUp(family, second.layout, _why(first, second), slower))
-    return tuple(exact[layout] for layout in ranked), tuple(runners)
+    return ranked, tuple(runners)
 
 
-def _key(found: Estimate, objective: str) -> float:
+def _key(found: Estimate | Point, objective: str) -> float:
     by = {"time": found.step_s, "cost": found.step_s * found.ranks, "gpus": float(found.ranks)}
     return by[objective]
 

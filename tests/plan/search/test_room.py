@@ -1,0 +1,48 @@
+"""Room in memory: which plan is taken, and what is said of one that leaves none."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.plan.search.plausible import without_room
+from phalanx.plan.search.room import LEAST_ROOM, free_share, with_room_first
+from phalanx.plan.step_cost.estimate import Estimate, estimate
+from plan.jobs import LAYOUTS, job
+
+
+@pytest.fixture(scope="module")
+def some() -> Estimate:
+    return estimate(job(), LAYOUTS["dense"])
+
+
+def with_free(found: Estimate, share: float, slower: float = 0.0) -> Estimate:
+    """The estimate with a step so much longer, on accelerators of which it leaves so much free."""
+    time = {name: seconds * (1 + slower) for name, seconds in found.time.items()}
+    return dataclasses.replace(found, time=time, capacity_bytes=found.memory_bytes / (1 - share))
+
+
+@given(st.lists(st.tuples(st.floats(0, 0.2), st.floats(0, 0.05)), min_size=1, max_size=6))
+def test_the_best_with_room_goes_first_if_it_costs_at_most_three_percent(
+    some: Estimate, plans: list[tuple[float, float]]
+) -> None:
+    found = sorted((with_free(some, *one) for one in plans), key=lambda one: one.step_s)
+    ordered = with_room_first(found, lambda one: one.step_s)
+    near = [one for one in found if free_share(one) >= LEAST_ROOM and one.step_s <= found[0].step_s * 1.03]
+    assert ordered[0] is (near[0] if near else found[0])
+    assert [one for one in found if one is not ordered[0]] == list(ordered[1:])
+
+
+def test_a_plan_with_less_room_than_memory_may_be_off_by_says_so_with_one_that_has_it(
+    some: Estimate,
+) -> None:
+    tight, roomy = with_free(some, LEAST_ROOM / 2), with_free(some, 0.3, slower=0.05)
+    (caveat,) = without_room(tight, roomy)
+    assert str(roomy.layout) in caveat.text
+    assert "+5.0%" in caveat.text
+    (alone,) = without_room(tight, None)
+    assert "recompute more" in alone.text
+    assert not list(without_room(roomy, roomy))
