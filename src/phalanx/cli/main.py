@@ -19,7 +19,7 @@ from phalanx.version import __version__
 _COMMANDS = {
     "train": ("train", "Train a run on this machine, or as a rank of torchrun or srun."),
     "new": ("train", "Write a first run file, each field explained."),
-    "data": ("train", "Prepare and check token shards."),
+    "data": ("train", "Prepare and check token shards; what a run reads of them, and when."),
     "generate": ("weights", "Text from a checkpoint."),
     "show": ("plan", "Parameters, FLOPs per token and state bytes of a run's model."),
     "hash": ("weights", "SHA-256 of all weights of a run or checkpoint."),

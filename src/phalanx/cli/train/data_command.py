@@ -11,13 +11,19 @@ from pathlib import Path
 import click
 
 from phalanx.cli.errors import explained
+from phalanx.cli.train.data_order import mixture_command, order_command, where_command
 from phalanx.data.corpus import BadFile, TextFiles, without_bad_files
 from phalanx.data.errors import DataError
 
 
 @click.group("data")
 def command() -> None:
-    """Prepare and check token shards."""
+    """Prepare and check token shards, and see what a run reads of them and when."""
+
+
+command.add_command(mixture_command)
+command.add_command(order_command)
+command.add_command(where_command)
 
 
 @command.command("prepare")

@@ -1,0 +1,207 @@
+"""``phalanx data mixture``, ``order`` and ``where``: what a run reads of its data, and when, before it is trained or after."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from phalanx.checkpoint.format.errors import CheckpointError
+from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.cli.errors import explained
+from phalanx.data.errors import DataError
+from phalanx.data.index import DatasetIndex
+from phalanx.data.sources import MixtureIndex, read_data_index, samples_of
+from phalanx.data.tokenizer import load_tokenizer
+from phalanx.data.where import (
+    DataOrigin,
+    index_of,
+    mixture_facts,
+    readings_of_step,
+    records_of_document,
+    steps_of_record,
+)
+from phalanx.model.facts.presets import PRESETS
+from phalanx.run.data_folders import ONLY, folders, found_again
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, step_of
+from phalanx.run.read import RUN_FILE, read_run
+from phalanx.run.spec import RunSpec
+
+_SHOWN_STEPS = 20
+_ROUNDED = 1e-12
+_run = click.argument("run", type=click.Path(path_type=Path))
+_set = click.option(
+    "--set", "overrides", multiple=True, metavar="FIELD=VALUE", help="Override a field; may be repeated."
+)
+_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+_ERRORS = (DataError, RunDirectoryError, CheckpointError)
+
+
+@click.command("mixture")
+@_run
+@_set
+@_json
+def mixture_command(run: Path, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Show what a run draws from each of its sources: shares by stage, epochs by its end, and the step at which a source was read once.
+
+    RUN is a run file or a run directory. Only the datasets' indices are read.
+
+    \b
+      phalanx data mixture run.toml
+      phalanx data mixture run.toml --set data.sources.math.weights=[0.1,0.5]
+    """
+    with explained(*_ERRORS):
+        spec, index = _read(run, overrides)
+        stages, uses = mixture_facts(spec, index)
+    if as_json:
+        click.echo(
+            json.dumps(
+                {
+                    "stages": [dataclasses.asdict(stage) for stage in stages],
+                    "sources": [dataclasses.asdict(use) | {"epochs": use.epochs} for use in uses],
+                }
+            )
+        )
+        return
+    for stage in stages:
+        click.echo(
+            f"from step {stage.first_step:,}"
+            if stage.last_step is None
+            else f"steps {stage.first_step:,} to {stage.last_step:,}"
+        )
+        for name, asked in stage.asked.items():
+            # Shares that no pattern of this length has are said beside those that it has.
+            rounded = f" (asked: {asked:.8%})" if abs(asked - stage.achieved[name]) > _ROUNDED else ""
+            click.echo(f"  {name:<20} {stage.achieved[name]:>10.4%}{rounded}")
+    click.echo(f"by step {spec.train.steps:,}")
+    for use in uses:
+        once = f"; read once by step {use.first_end_step:,}" if use.first_end_step else ""
+        limit = (
+            f"; more than data.sources.{use.name}.epochs from step {use.limit_step:,}"
+            if use.limit_step
+            else ""
+        )
+        click.echo(
+            f"  {use.name or 'the dataset':<20} {use.drawn:>12,} sequences of {use.records:,}: {use.epochs:.3f} epochs{once}{limit}"
+        )
+
+
+@click.command("order")
+@_run
+@click.option(
+    "--step", type=click.IntRange(min=1), required=True, help="The step, as the log counts: the first is 1."
+)
+@_set
+@_json
+def order_command(run: Path, step: int, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Show which sequences each slot reads in a step, and where they are stored.
+
+    RUN is a run file or a run directory; nothing need have been trained.
+
+    \b
+      phalanx data order run.toml --step 1
+      phalanx data order runs/quickstart-1f3a9c04 --step 120 --json
+    """
+    with explained(*_ERRORS):
+        spec, index = _read(run, overrides)
+        found = readings_of_step(spec, index, step, _origin(spec))
+    if as_json:
+        click.echo(json.dumps({"step": step, "samples": [dataclasses.asdict(one) for one in found]}))
+        return
+    for one in found:
+        source = f"{one.source} " if one.source else ""
+        click.echo(
+            f"slot {one.slot:<4} sample {one.sample:<12} {source}record {one.record} (epoch {one.epoch}) at byte {one.offset_bytes} of {one.file}"
+        )
+
+
+@click.command("where")
+@_run
+@click.option("--source", default=ONLY, help="Name of the source; of a run with one dataset, leave it out.")
+@click.option(
+    "--record", type=click.IntRange(min=0), help="Number of a sequence in the dataset, as `data order` shows."
+)
+@click.option(
+    "--document", type=click.IntRange(min=0), help="Number of a document, from 0 in the order of the shards."
+)
+@_set
+@_json
+def where_command(
+    run: Path,
+    source: str,
+    record: int | None,
+    document: int | None,
+    overrides: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Show which steps of a run train on a stored sequence, or on a document.
+
+    RUN is a run directory or a run file. Steps are counted from 1, up to the end of the run; a child run's are those after its
+    parent's. To find a document its dataset is read up to there.
+
+    \b
+      phalanx data where runs/mix-1f3a9c04 --source web --record 81723
+      phalanx data where runs/quickstart-1f3a9c04 --document 12
+    """
+    if (record is None) == (document is None):
+        raise click.UsageError("give --record or --document")
+    with explained(*_ERRORS):
+        spec, index = _read(run, overrides)
+        origin = _origin(spec)
+        if document is None:
+            assert record is not None
+            records = [record]
+        else:
+            records = list(_of_document(spec, index, source, document))
+        found = {one: steps_of_record(spec, index, source, one, origin) for one in records}
+    if as_json:
+        click.echo(
+            json.dumps(
+                {
+                    "source": source,
+                    "records": [{"record": one, "steps": steps} for one, steps in found.items()],
+                }
+            )
+        )
+        return
+    for one, steps in found.items():
+        shown = ", ".join(f"{step:,}" for step in steps[:_SHOWN_STEPS])
+        more = f" and {len(steps) - _SHOWN_STEPS:,} more" if len(steps) > _SHOWN_STEPS else ""
+        click.echo(
+            f"record {one}: "
+            + (f"step{'s' if len(steps) > 1 else ''} {shown}{more}" if steps else "no step of this run")
+        )
+
+
+def _of_document(
+    spec: RunSpec, index: DatasetIndex | MixtureIndex, source: str, document: int
+) -> Iterator[int]:
+    """The whole records of a document; the incomplete one at the end of a dataset is never read."""
+    one = index_of(index, source)
+    folder = folders(spec.data)[source]
+    records = records_of_document(spec, folder, one, document, load_tokenizer(folder).end_of_document)
+    whole = samples_of(one.train_tokens, spec.train.seq_len)
+    yield from (record for record in records if record < whole)
+
+
+def _read(run: Path, overrides: tuple[str, ...]) -> tuple[RunSpec, DatasetIndex | MixtureIndex]:
+    """The run of a run file or directory, and the index of its data."""
+    spec = read_run(run / RUN_FILE if run.is_dir() else run, PRESETS, overrides)
+    if run.is_dir():
+        record = RunDirectory(run).read_record()
+        spec = dataclasses.replace(spec, data=found_again(spec.data, record, same_end=False))
+    return spec, read_data_index(spec.data)
+
+
+def _origin(spec: RunSpec) -> DataOrigin:
+    """Where the run goes on from, as the checkpoint says that it took its place in the data from."""
+    start = Path(spec.checkpoint.init_from)
+    step = step_of(start)
+    if spec.checkpoint.init_with != "training" or step is None:
+        return DataOrigin()
+    sample = DiskTier(start.parent).extra(step)["next_sample"]
+    assert isinstance(sample, int)
+    return DataOrigin(step, sample)

@@ -1,0 +1,86 @@
+"""What ``phalanx data`` says of a run's order, as a user sees it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from phalanx_process import RUN_FILE, last_json, run
+from tiny_runs import make_dataset
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run file of two sources, and the finished run of it, ``runs/mixed``."""
+    place = tmp_path_factory.mktemp("mixed")
+    sources = "\n".join(
+        f'[[data.sources]]\nname = "{name}"\npath = "{make_dataset(place / name, name).name}"\nweights = {weights}\nepochs = 2'
+        for name, weights in (("web", [0.75, 0.5]), ("math", [0.25, 0.5]))
+    )
+    text = RUN_FILE.replace('path = "{data}"', f"stages = [0, 4]\n{sources}").replace(
+        "steps = 20", "steps = 6"
+    )
+    (place / "mixed.toml").write_text(text)
+    last_json(run(["train", "mixed.toml", "--ranks", "2", "--run-dir", "runs/mixed", "--json"], place))
+    return place
+
+
+def test_a_mixture_is_shown_with_its_shares_and_epochs(place: Path) -> None:
+    shown = run(["data", "mixture", "mixed.toml"], place).stdout
+    assert "steps 1 to 4\n  math                   25.0000%\n  web                    75.0000%\n" in shown
+    assert "from step 5\n" in shown
+    facts = json.loads(run(["data", "mixture", "mixed.toml", "--json"], place).stdout)
+    assert [source["drawn"] for source in facts["sources"]] == [32, 64]
+
+
+def test_a_mixture_that_reads_too_much_says_from_which_step_and_is_not_trained(place: Path) -> None:
+    longer = ["--set", "train.steps=2000"]
+    assert (
+        "more than data.sources.math.epochs from step"
+        in run(["data", "mixture", "mixed.toml", *longer], place).stdout
+    )
+    refused = run(["train", "mixed.toml", *longer], place)
+    assert refused.returncode == 1
+    assert "source 'math' would be read" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_a_step_is_found_again_from_each_of_its_records(place: Path) -> None:
+    order = json.loads(run(["data", "order", "mixed.toml", "--step", "5", "--json"], place).stdout)
+    assert [one["slot"] for one in order["samples"]] == [slot for slot in range(8) for _ in range(2)]
+    one = order["samples"][3]
+    where = ["data", "where", "runs/mixed", "--source", one["source"], "--record", str(one["record"])]
+    assert f"record {one['record']}: step 5" in run(where, place).stdout
+    found = json.loads(run([*where, "--json"], place).stdout)
+    assert found == {"source": one["source"], "records": [{"record": one["record"], "steps": [5]}]}
+
+
+def test_a_document_is_found_by_its_number(place: Path) -> None:
+    shown = run(["data", "where", "runs/mixed", "--source", "web", "--document", "0"], place)
+    assert shown.stdout.startswith("record 0: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["where", "runs/mixed", "--source", "wet", "--record", "1"],
+            "no source is called 'wet'; there are: math, web",
+        ),
+        (
+            ["where", "runs/mixed", "--source", "wet", "--document", "1"],
+            "no source is called 'wet'; there are: math, web",
+        ),
+        (["where", "runs/mixed", "--source", "web"], "give --record or --document"),
+        (["mixture", "gone.toml"], "there is no file gone.toml"),
+    ],
+)
+def test_what_cannot_be_answered_is_said_without_a_traceback(
+    words: list[str], says: str, place: Path
+) -> None:
+    done = run(["data", *words], place)
+    assert done.returncode != 0
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
