@@ -3,23 +3,37 @@
 Meta's runs are those of arXiv 2407.21783, table 4 (a chunk of one layer each, as its section 3.3.2 says); the runs of GPT-3 those of
 MegaScale, arXiv 2402.15627, table 2; DeepSeek-V3 that of arXiv 2412.19437, table 1. None of these rows fits a constant but
 MegaScale's, whose growth with the fleet the scale tax is from.
+
+What the sources make again in backward is no mode of the search: DeepSeek-V3's norms, latents' projections and products of gates (section
+3.2.3 of its report), and the product of gates of Meta's fused kernel (xformers, ops/swiglu_op.py keeps its inputs), which Meta's report does not
+name but calls no checkpointing.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from phalanx.plan.step_cost.estimate import Estimate, estimate
+from phalanx.plan.workload.candidates import RECOMPUTE, Recompute
 from phalanx.run.layout import Layout
 from plan.jobs import job, planned
 
 GOAL = 0.10
 
 
-def llama(ranks: int, context: int, shard: int, seq_len: int, batch: int) -> Estimate:
+FUSED_GATES = Recompute("fused gates", frozenset({"activation"}))
+OF_DEEPSEEK = Recompute("DeepSeek-V3's", frozenset({"norm", "latent_up", "activation", "expert_activation"}))
+
+
+def llama(
+    ranks: int, context: int, shard: int, seq_len: int, batch: int, mode: Recompute = RECOMPUTE[0]
+) -> Estimate:
     run = job("llama3-405b", f"meta-h100-24k:{ranks}", batch=batch, seq_len=seq_len)
     mesh = Layout(tensor=8, context=context, pipeline=16, shard=shard)
-    return estimate(run, planned(mesh, zero=1, schedule="interleaved", stages_per_rank=8))
+    layout = planned(mesh, zero=1, schedule="interleaved", stages_per_rank=8, recompute=mode.name)
+    return estimate(replace(run, modes=(*run.modes, mode)), layout)
 
 
 def gpt3(ranks: int, batch: int, stack: str) -> Estimate:
@@ -28,12 +42,22 @@ def gpt3(ranks: int, batch: int, stack: str) -> Estimate:
     return estimate(run, planned(mesh, zero=1, schedule="interleaved", stages_per_rank=6))
 
 
-def deepseek(precision: str) -> float:
-    """Millions of GPU hours for 14.8 T tokens."""
+def deepseek(precision: str) -> Estimate:
     run = job("deepseek-v3", "h800:2048", batch=15_360, seq_len=4096, stack="deepseek")
     mesh = Layout(pipeline=16, expert=64, shard=128)
-    layout = planned(mesh, zero=1, schedule="dualpipev", stages_per_rank=2, precision=precision)
-    found = estimate(run, layout)
+    layout = planned(
+        mesh,
+        zero=1,
+        schedule="dualpipev",
+        stages_per_rank=2,
+        precision=precision,
+        recompute=OF_DEEPSEEK.name,
+    )
+    return estimate(replace(run, modes=(*run.modes, OF_DEEPSEEK)), layout)
+
+
+def million_gpu_hours(found: Estimate) -> float:
+    """Millions of GPU hours for 14.8 T tokens on 2,048 GPUs."""
     return 14.8e12 / found.tokens * found.step_s * 2048 / 3600 / 1e6
 
 
@@ -72,6 +96,21 @@ def test_gpt3_on_1024_gpus_takes_as_long_as_megascale() -> None:
 
 def test_deepseek_v3_lies_between_its_layout_in_fp8_and_in_bf16() -> None:
     """The goal is missed: fp8 is a fifth too fast."""
-    reached = deepseek("fp8")
-    assert reached < (1 - GOAL) * 2.664 < 2.664 < deepseek("bf16")
+    reached = million_gpu_hours(deepseek("fp8"))
+    assert reached < (1 - GOAL) * 2.664 < 2.664 < million_gpu_hours(deepseek("bf16"))
     assert reached > 0.75 * 2.664
+
+
+@pytest.mark.parametrize(
+    "run", [(8192, 1, 64, 8192, 2048), (16_384, 1, 128, 8192, 2048), (16_384, 16, 8, 131_072, 128)]
+)
+def test_llama_fits_its_layouts_if_one_kernel_makes_the_product_of_gates_again(
+    run: tuple[int, int, int, int, int],
+) -> None:
+    assert llama(*run, FUSED_GATES).fits
+    assert not llama(*run).fits
+
+
+def test_deepseek_v3_fits_its_layout_in_fp8_alone() -> None:
+    assert deepseek("fp8").fits
+    assert not deepseek("bf16").fits

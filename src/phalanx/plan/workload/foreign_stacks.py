@@ -1,7 +1,8 @@
 """Stacks of other software, as data: ``phalanx plan --stack NAME``, and the base of what validation sets for published runs.
 
 Transformer Engine's grouped products run on four streams. Megatron Core weights rows at experts' activation since 0.13 (commit
-2659630, "Memory efficient token permutation"); DeepSeek-V3 keeps that activation's inputs in fp8 (arXiv 2412.19437, section 3.3.3);
+2659630, "Memory efficient token permutation"); DeepSeek-V3 keeps that activation's inputs in fp8 (arXiv 2412.19437, section 3.3.3), and its kernel of the backward pass makes the weighted product
+and the weights' gradient from these (deepseek-ai/TileKernels, tests/quant/test_swiglu_backward_and_per_token_cast.py);
 torchao's float8 products, which FSDP2's users take, keep their operand in bf16 (float8_linear.py). "megatron-2022" and "deepspeed"
 are without flash attention, with dropout, as published then. DeepSpeed's buckets for reducing and gathering are of 5e8 elements of
 two bytes, and its pipeline engine keeps a stage's outputs. Its context is that of an A100 with torch 1.11, 1573 MiB before any tensor
@@ -104,7 +105,7 @@ DEEPSEEK = Stack(
     split="even",
     overlap=Overlap(tensor=0.3, expert=0.75, paired=0.9),
     kernels=_ACCUMULATING,
-    experts=ExpertPath(dispatch="once per node", narrow_dispatch=True, narrow_gates=True),
+    experts=ExpertPath(dispatch="once per node", narrow_dispatch=True, narrow_gates=True, weighs_inside=True),
 )
 
 STACKS = {stack.name: stack for stack in (PHALANX, MEGATRON, FSDP, DEEPSPEED, MEGATRON_2022, DEEPSEEK)}
