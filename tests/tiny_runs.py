@@ -120,6 +120,9 @@ def train_on_this_rank(spec: RunSpec, stop_before_step: int | None = None) -> di
         return None
     finally:
         training.saver.close()
+        if training.mirror:
+            training.mirror.cancel()
+            training.mirror.close()
         reporter.close()
         if lock_fd >= 0:
             os.close(lock_fd)

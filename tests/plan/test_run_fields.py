@@ -262,6 +262,7 @@ def test_a_run_file_that_sets_nothing_odd_gives_no_notes() -> None:
         ("optimizer.clip_norm", 0.0),
         ("data.path", "/elsewhere"),
         ("checkpoint.timeout_s", 5.0),
+        ("checkpoint.store", "s3://bucket/run"),
         ("fleet.port", 4000),
         ("observe.log_every_steps", 10),
     ],

@@ -135,6 +135,15 @@ class CheckpointFailed:
 
 
 @dataclass(frozen=True)
+class CheckpointCopied:
+    """A checkpoint on disk is in the object store ``url`` too, ``seconds`` after its copy was begun."""
+
+    step: int
+    url: str
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class NonFinite:
     """A loss or gradient was NaN or infinite; ``skipped`` says that the step changed no weight."""
 
@@ -217,6 +226,7 @@ Known = (
     | Evaluating
     | CheckpointSaved
     | CheckpointFailed
+    | CheckpointCopied
     | NonFinite
     | RanksChanged
     | Message

@@ -333,6 +333,10 @@ _WHOLE_RUN = {
             "every_steps": _used("seconds between saves to storage"),
             **_all("keep_last keep_every", _used("checkpoints kept, and what storing them costs")),
             "timeout_s": _irrelevant("when a save counts as failed"),
+            **_all(
+                "store store_every_steps store_keep_last store_keep_every store_mib_s",
+                _irrelevant("copies of checkpoints elsewhere, made beside training"),
+            ),
             "init_from": _irrelevant("which weights a run starts from, read once"),
             "init_with": _irrelevant("what of a checkpoint a run starts with, read once"),
         },

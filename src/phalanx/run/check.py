@@ -26,6 +26,7 @@ def check(spec: RunSpec) -> list[Problem]:
         *mixture_rules.problems(spec.data),
         *_train(spec.train),
         *_origin(spec.checkpoint),
+        *_store(spec.checkpoint, spec.fleet),
         *fleet,
         *smaller_degree_problems(spec),
         *problems_on(spec, spec.parallel.ranks),
@@ -50,6 +51,25 @@ def _origin(checkpoint: CheckpointSpec) -> Iterator[Problem]:
             "name a run directory or a checkpoint in checkpoint.init_from",
             ("checkpoint.init_from",),
         )
+
+
+def _store(checkpoint: CheckpointSpec, fleet: FleetSpec) -> Iterator[Problem]:
+    if checkpoint.store and fleet.nodes:
+        yield Problem(
+            "checkpoint.store",
+            "a fleet does not copy its checkpoints yet",
+            "leave it out, and copy them with `phalanx checkpoint copy`; or train without a fleet: fleet.nodes = 0",
+            ("fleet.nodes",),
+        )
+    default = CheckpointSpec()
+    for name in ("store_every_steps", "store_keep_last", "store_keep_every", "store_mib_s"):
+        if not checkpoint.store and getattr(checkpoint, name) != getattr(default, name):
+            yield Problem(
+                f"checkpoint.{name}",
+                "there is no store that it could be said of",
+                "name one in checkpoint.store, or leave this out",
+                ("checkpoint.store",),
+            )
 
 
 def _fleet(fleet: FleetSpec) -> Iterator[Problem]:

@@ -422,6 +422,17 @@ class CheckpointSpec:
     """Checkpoints at multiples of this step are never deleted; 0 means none."""
     timeout_s: Annotated[float, FLEET, ValueRange(above=0)] = 600.0
     """Seconds that the commit of a checkpoint waits for the files of all ranks."""
+    store: Annotated[str, FLEET] = ""
+    """URL of an object store (s3://, gs://, az://, file://) or path where checkpoints are copied in the background; a run whose disk is
+    lost goes on from there. Empty means none."""
+    store_every_steps: Annotated[int, FLEET, NOT_NEGATIVE] = 0
+    """Of the saved steps, those divisible by this are copied, and the last one; 0 means all."""
+    store_keep_last: Annotated[int, FLEET, POSITIVE] = 2
+    """Number of newest checkpoints that are kept in the store."""
+    store_keep_every: Annotated[int, FLEET, NOT_NEGATIVE] = 0
+    """Copies at multiples of this step are never deleted; 0 means none."""
+    store_mib_s: Annotated[float, FLEET, NOT_NEGATIVE] = 0.0
+    """Upper limit of each machine's upload in MiB/s; 0 means none."""
     init_from: str = ""
     """A run directory or checkpoint whose weights the run starts from; empty means fresh weights. Resolved to one
     checkpoint when the run is first started."""

@@ -213,7 +213,7 @@ class AsyncSaver:
         try:
             self._tier.write(job.draft, self._rank, job.staged.wait(), cancelled=self._cancelled.is_set)
         except Exception as error:
-            return self._report(job.draft, _as_checkpoint_error(error))
+            return self._report(job.draft, as_checkpoint_error(error))
         finally:
             self._staging.release(job.staged)
         return None
@@ -228,7 +228,7 @@ class AsyncSaver:
                 cancelled=self._cancelled.is_set,
             )
         except Exception as error:
-            return _as_checkpoint_error(error)
+            return as_checkpoint_error(error)
         return None
 
     def _report(self, draft: Draft, error: CheckpointError) -> CheckpointError:
@@ -251,7 +251,7 @@ class AsyncSaver:
                 cancelled=self._cancelled.is_set,
             )
         except Exception as error:
-            return _as_checkpoint_error(error)
+            return as_checkpoint_error(error)
         return None
 
     def _retain(self) -> tuple[tuple[int, ...], CheckpointError | None]:
@@ -262,11 +262,12 @@ class AsyncSaver:
                 deleted.append(step)
         except Exception as error:
             _log.warning("expired checkpoints could not be deleted: %s", error)
-            return tuple(deleted), _as_checkpoint_error(error)
+            return tuple(deleted), as_checkpoint_error(error)
         return tuple(deleted), None
 
 
-def _as_checkpoint_error(error: Exception) -> CheckpointError:
+def as_checkpoint_error(error: Exception) -> CheckpointError:
+    """The error itself where it is one of checkpoints, else one that names it and has it as its cause."""
     if isinstance(error, CheckpointError):
         return error
     unexpected = CheckpointError(f"unexpected {type(error).__name__}: {error}")

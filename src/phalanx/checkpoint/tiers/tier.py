@@ -84,8 +84,16 @@ class ReadableTier(Protocol):
         ...
 
 
-class Tier(ReadableTier, Protocol):
-    """A place where checkpoints are kept. Every method raises a CheckpointError where the place fails."""
+class KeepingTier(ReadableTier, Protocol):
+    """A place that keeps checkpoints, however they came there."""
+
+    def set_aside(self, step: int) -> None:
+        """Takes a damaged step out of the list, so that it can be saved anew; what is left of it may be kept."""
+        ...
+
+
+class Tier(KeepingTier, Protocol):
+    """A place where checkpoints are saved. Every method raises a CheckpointError where the place fails."""
 
     def write(self, draft: Draft, rank: int, image: Image, *, cancelled: Callable[[], bool] = never) -> None:
         """Keeps ``rank``'s image in the draft; durable when this returns. Reads the image, never changes it."""
@@ -134,8 +142,4 @@ class Tier(ReadableTier, Protocol):
 
     def delete(self, step: int) -> None:
         """Removes a committed step; it vanishes from ``steps`` at once, whatever removing takes. Raises NoSuchStepError."""
-        ...
-
-    def set_aside(self, step: int) -> None:
-        """Takes a damaged step out of the list, so that it can be saved anew; what is left of it may be kept."""
         ...

@@ -18,7 +18,7 @@ from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.snapshot.segments import NO_STEP, Segment
 from phalanx.checkpoint.snapshot.tier import SnapshotHolder, SnapshotTier, describe, restore_from_holders
 from phalanx.checkpoint.snapshot.writer import SnapshotWriter, TakenSnapshot
-from phalanx.checkpoint.tiers.tier import Tier
+from phalanx.checkpoint.tiers.tier import KeepingTier
 from phalanx.fleet.core.retention import may_begin
 from phalanx.fleet.health.live_audit import LiveAudit
 from phalanx.fleet.health.straggler_watch import StragglerWatch
@@ -124,13 +124,17 @@ class RankGuardian(Guardian):
         self._hooks.leaves()
         self._at("warm")
 
-    def restore(self, disk: Tier, shards: Sequence[Shard], mesh: Mesh) -> RestoredState | None:
+    def restore(
+        self, tiers: Sequence[KeepingTier], shards: Sequence[Shard], mesh: Mesh
+    ) -> RestoredState | None:
         """Fills ``shards`` from the source that the agent named: snapshots in memory, or the newest checkpoint on disk."""
-        restored = self._restored(disk, shards, mesh)
+        restored = self._restored(tiers, shards, mesh)
         self._began_at = 0 if restored is None else restored.step
         return restored
 
-    def _restored(self, disk: Tier, shards: Sequence[Shard], mesh: Mesh) -> RestoredState | None:
+    def _restored(
+        self, tiers: Sequence[KeepingTier], shards: Sequence[Shard], mesh: Mesh
+    ) -> RestoredState | None:
         set_group_timeouts(_GROUP_TIMEOUT_S)  # only now: a shorter one applied to connecting
         self._at("restoring")
         bind = self._bound()
@@ -155,7 +159,7 @@ class RankGuardian(Guardian):
             print(text, flush=True)
         # Also after too many failures to read from memory: all ranks turn to the disk together.
         limit = resume.step if resume.step >= 0 else resume.disk_step
-        return restore_newest(disk, shards, mesh, up_to=None if limit < 0 else limit)
+        return restore_newest(tiers, shards, mesh, up_to=None if limit < 0 else limit)
 
     def _from_memory(
         self, bind: link.JoinEpoch, shards: Sequence[Shard]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from phalanx.observe.events import (
     FROM_OUTSIDE,
+    CheckpointCopied,
     CheckpointFailed,
     CheckpointSaved,
     EpochLeft,
@@ -180,6 +181,9 @@ def _note(event: Event) -> Note | None:
         case MemoryMeasured(step=step, most=most) if most:
             kinds = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in most.items() if size)
             return Note(event.t, "info", f"memory in step {step:,}, of the rank with most: {kinds}")
+        case CheckpointCopied(step=step, url=url, seconds=seconds):
+            text = f"step {step:,} was copied to {url} in {format_duration(seconds)}"
+            return Note(event.t, "info", text)
         case CheckpointFailed(step=step, path=path, reason=reason):
             return Note(event.t, "error", f"checkpoint of step {step:,} failed ({path}): {reason}")
         case NonFinite(step=step, what=what, skipped=skipped):

@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 
 from phalanx.checkpoint.format.shards import Shard
+from phalanx.checkpoint.save.mirror import Mirror
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.checkpoint.tiers.object_tier import ObjectTier
 from phalanx.checkpoint.tiers.retention import Retention
-from phalanx.checkpoint.tiers.tier import Tier
+from phalanx.checkpoint.tiers.tier import KeepingTier
 from phalanx.data.dataset import RunData
 from phalanx.hardware.device import device_name, on_gpu
 from phalanx.hardware.device_peak import accelerator_named
@@ -23,6 +25,7 @@ from phalanx.parallel.mesh.machines import count_machine_ranks
 from phalanx.parallel.mesh.mesh import Mesh, build_mesh
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import RunSpec
+from phalanx.store.open_store import open_store
 from phalanx.train.lifecycle.compose import build_model
 from phalanx.train.lifecycle.guardian import Guardian, NoGuardian
 from phalanx.train.lifecycle.interrupt import StopRequest
@@ -52,8 +55,8 @@ class WarmState:
     numerics: Numerics
 
 
-RestoreSource = Callable[[Tier, Sequence[Shard], Mesh], RestoredState | None]
-"""Fills this rank's shards, given the tier of checkpoints on disk; ``None`` if there is nothing to restore and the run begins."""
+RestoreSource = Callable[[Sequence[KeepingTier], Sequence[Shard], Mesh], RestoredState | None]
+"""Fills this rank's shards, given the tiers of checkpoints, the disk first; ``None`` if there is nothing to restore and the run begins."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,8 @@ class Training:
     data: RunData
     shards: list[Shard]
     saver: AsyncSaver
+    mirror: Mirror | None
+    """Copies checkpoints to ``checkpoint.store``, if there is one."""
     peak: Peak
     """Peak FLOP/s of all ranks together."""
     restored: RestoredState | None
@@ -134,7 +139,8 @@ def assemble(inputs: EpochInputs, reporter: Reporter) -> Training:
 
     ledger.switch(Bucket.START_RESTORE)
     tier = DiskTier(inputs.directory.checkpoints)
-    restored = inputs.restore(tier, shards, mesh)
+    store = ObjectTier(open_store(spec.checkpoint.store)) if spec.checkpoint.store else None
+    restored = inputs.restore([tier, store] if store else [tier], shards, mesh)
     if restored is None:
         fill_initial(parts, placement, spec)
         if spec.checkpoint.init_from:
@@ -148,6 +154,7 @@ def assemble(inputs: EpochInputs, reporter: Reporter) -> Training:
         timeout_s=spec.checkpoint.timeout_s,
         retention=Retention(spec.checkpoint.keep_last, spec.checkpoint.keep_every or None),
     )
+    mirror = _mirror(inputs, tier, store, mesh) if store else None
     warm = inputs.warm
     if warm is None:
         saver.prepare(shards)
@@ -163,9 +170,27 @@ def assemble(inputs: EpochInputs, reporter: Reporter) -> Training:
         data=warm.data,
         shards=shards,
         saver=saver,
+        mirror=mirror,
         peak=Peak(warm.peak_of_rank.flops_per_s * mesh.ranks, f"{mesh.ranks} x {warm.peak_of_rank.source}"),
         restored=restored,
         numerics=warm.numerics,
+    )
+
+
+def _mirror(inputs: EpochInputs, disk: DiskTier, store: ObjectTier, mesh: Mesh) -> Mirror:
+    """What copies this rank's share of the checkpoints. A collective call."""
+    checkpoint = inputs.spec.checkpoint
+    # Where machines have different numbers of ranks, the limit of one holds for all of them together.
+    sharing = count_machine_ranks(inputs.device) or mesh.ranks
+    return Mirror(
+        disk,
+        store,
+        mesh.rank,
+        mesh.ranks,
+        inputs.attempt,
+        Retention(checkpoint.store_keep_last, checkpoint.store_keep_every or None),
+        mib_s=checkpoint.store_mib_s / sharing,
+        timeout_s=checkpoint.timeout_s,
     )
 
 

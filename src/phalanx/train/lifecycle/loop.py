@@ -324,6 +324,10 @@ def _collect(training: Training) -> None:
         training.last_save_good = outcome.status != "failed"
         if outcome.status == "committed":
             training.inputs.guardian.saved(outcome.step)
+        if training.mirror and outcome.status != "failed" and _copied(training, outcome.step):
+            training.mirror.offer(outcome.step)
+    if training.mirror:
+        training.reporter.copied(training.mirror.poll(), training.mirror.url)
     training.reporter.saved(outcomes, training.stalls_s, str(training.inputs.directory.checkpoints))
 
 
@@ -335,9 +339,25 @@ def _settle(training: Training) -> bool:
         return broadcast_typed(training.last_save_good, bool)
 
 
+def _copied(training: Training, step: int) -> bool:
+    """True if a saved step is to be copied to the store; the last one always is."""
+    spec = training.inputs.spec
+    every = spec.checkpoint.store_every_steps
+    return every == 0 or step % every == 0 or step == spec.train.steps
+
+
+def _settle_copies(training: Training) -> None:
+    """Waits until all copies to the store have ended, one way or the other."""
+    if training.mirror:
+        with training.inputs.ledger.bucket(Bucket.CKPT_BLOCKING):
+            training.mirror.wait()
+            _collect(training)
+
+
 def _stopped(training: Training, progress: TrainProgress) -> None:
     training.inputs.ledger.switch(Bucket.STOP)
     saved = _settle(training)
+    _settle_copies(training)
     kept = f"step {progress.step} is saved" if saved else "the last checkpoint failed, an older one is kept"
     training.reporter.emit(Stopped(progress.step, f"asked to stop; {kept}", training.inputs.ledger.seconds()))
 
@@ -357,6 +377,7 @@ def _finished(
     evaluation = _evaluate(training, progress.step, training.inputs.spec.evaluation.final_sequences)
     training.inputs.ledger.switch(Bucket.STOP)
     weights = weights_sha256(training.built.model.parts, training.built.placement)
+    _settle_copies(training)
     training.inputs.ledger.switch(Bucket.STEP_HOST_GAP)
     tokens_per_s = _typical_speed(training, begun, progress, recent_s)
     layout = training.mesh.layout

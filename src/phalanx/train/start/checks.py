@@ -28,6 +28,8 @@ from phalanx.run.directory.paths import (
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.problems import Problem
 from phalanx.run.spec import ModelSpec, RunSpec
+from phalanx.store.errors import StoreError
+from phalanx.store.open_store import check_url
 
 _MANY_EPOCHS = 4
 """Up to so many, repeated text is nearly as good as new text (Muennighoff et al., arXiv 2305.16264, figure 5)."""
@@ -53,6 +55,13 @@ def start_problems(spec: RunSpec, index: DataIndex, *, begins: bool) -> Iterator
         require_sinks(spec.observe.sinks)
     except SinkError as error:
         yield Problem("observe.sinks", str(error), "or leave it out")
+    if spec.checkpoint.store:
+        try:
+            check_url(spec.checkpoint.store)
+        except StoreError as error:
+            yield Problem(
+                "checkpoint.store", str(error), "give the URL of a store, as s3://BUCKET/PREFIX, or a path"
+            )
     if spec.checkpoint.init_from and begins:
         yield from _origin_problems(spec, index, Path(spec.checkpoint.init_from))
 

@@ -29,6 +29,7 @@ from phalanx.run.directory.paths import FLEET_NAMES, RunDirectory, RunDirectoryE
 from phalanx.run.identity import differences, identity, layout_changes, run_owned
 from phalanx.run.read import to_table
 from phalanx.run.spec import RunSpec
+from phalanx.train.start.claim_store import claim_store
 
 _PATIENCE_S = 3.0
 
@@ -88,6 +89,8 @@ def open_run(
         lock_fd = take_lock(directory.lock)
         try:
             changes = _check_owner(directory, spec, fingerprint)
+            if spec.checkpoint.store:
+                changes += [line for line in claim_store(spec, fingerprint) if line not in changes]
             _remove_temporaries(directory)
             before = directory.read_record()
             attempt = max(next_attempt(directory.events), before.get("attempts", 0), directory.next_journal())

@@ -30,6 +30,7 @@ from phalanx.run.kinds.whole_model import resolve as resolve_model
 from phalanx.run.problems import Problem, RunFileError
 from phalanx.run.resolve import compute_format, device_of
 from phalanx.run.spec import DataSpec, ModelSpec, RunSpec
+from phalanx.store.open_store import is_url
 from phalanx.train.start.checks import start_problems
 from phalanx.train.start.open_run import OpenRun, choose, holds_steps, open_run
 
@@ -140,6 +141,9 @@ def pinned_checkpoint(source: str, path: Path) -> str:
     """
     if not source:
         return ""
+    if is_url(source):
+        remedy = f"bring it here first: phalanx checkpoint copy {source} FOLDER"
+        raise RunFileError(path, [Problem("checkpoint.init_from", f"{source} is no folder", remedy)])
     if step_of(Path(source)) is not None:
         return str(Path(source).resolve())
     root, step = locate_checkpoints(Path(source).resolve())

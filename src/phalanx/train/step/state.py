@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.tiers.digest import OPTIMIZER
-from phalanx.checkpoint.tiers.restore import candidates, restore
-from phalanx.checkpoint.tiers.tier import Tier
+from phalanx.checkpoint.tiers.restore import restore
+from phalanx.checkpoint.tiers.tier import KeepingTier
 from phalanx.model.init import fill
 from phalanx.model.layers.router import routers
 from phalanx.parallel.mesh.mesh import Mesh
@@ -22,6 +23,8 @@ from phalanx.parallel.reduction.data_parallel import local, named_parameters
 from phalanx.run.spec import RunSpec
 from phalanx.train.optimizers.optimizer import Optimizer
 from phalanx.train.step.placement import Placement
+
+_log = logging.getLogger(__name__)
 
 
 class NoGoodCheckpointError(RuntimeError):
@@ -78,34 +81,37 @@ def state_shards(parts: Sequence[nn.Module], optimizer: Optimizer, placement: Pl
 
 
 def restore_newest(
-    tier: Tier, shards: Sequence[Shard], mesh: Mesh, *, up_to: int | None = None
+    tiers: Sequence[KeepingTier], shards: Sequence[Shard], mesh: Mesh, *, up_to: int | None = None
 ) -> RestoredState | None:
     """Fills ``shards`` from the newest checkpoint that every rank can read in full; ``None`` if there is none.
 
-    Checkpoints after step ``up_to`` are ignored. If any rank finds its part torn or corrupted, all ranks turn to the next older
-    one together. Raises ``NoGoodCheckpointError`` when none is left.
+    Of several ``tiers``, the first is the run's own disk, and of one step its copy there is tried first. Checkpoints after step ``up_to`` are
+    ignored. If any rank finds its part torn or corrupted, all ranks turn to the next copy, or the next older step, together. Raises
+    ``NoGoodCheckpointError`` when none is left.
     """
     began_s = time.monotonic()
     passed_over: list[str] = []
-    damaged: list[int] = []
-    for step in _agreed_candidates(tier, mesh):
+    damaged: list[tuple[KeepingTier, int]] = []
+    by_name = {tier.name: tier for tier in tiers}
+    for step, name in _agreed_candidates(tiers, mesh):
         if up_to is not None and step > up_to:
             continue
         error = ""
         extra: dict[str, object] = {}
         try:
-            extra = restore(tier, step, shards, rank=mesh.rank)
+            extra = restore(by_name[name], step, shards, rank=mesh.rank)
         except CheckpointError as problem:
             error = str(problem)
         errors = gather_typed(error, str)
         if not any(errors):
             if mesh.rank == 0:
                 # Training will reach these steps again and save them again.
-                for bad in damaged:
+                for tier, bad in damaged:
                     tier.set_aside(bad)
             dist.barrier()
-            return RestoredState(step, extra, tuple(passed_over), "", time.monotonic() - began_s)
-        damaged.append(step)
+            source = "" if name == tiers[0].name else f"step {step} in the {name}"
+            return RestoredState(step, extra, tuple(passed_over), source, time.monotonic() - began_s)
+        damaged.append((by_name[name], step))
         passed_over += sorted({f"step {step}: {text}" for text in errors if text})
     if passed_over:
         raise NoGoodCheckpointError(
@@ -115,6 +121,23 @@ def restore_newest(
     return None
 
 
-def _agreed_candidates(tier: Tier, mesh: Mesh) -> list[int]:
-    """The steps to try, as rank 0 lists them: a shared file system may show them to other ranks a moment later."""
-    return broadcast_typed(candidates(tier) if mesh.rank == 0 else [], list[int])
+def _agreed_candidates(tiers: Sequence[KeepingTier], mesh: Mesh) -> list[tuple[int, str]]:
+    """The steps to try, newest first, each with the name of the tier that has it, as rank 0 lists them: a shared file system may show them
+    to other ranks a moment later."""
+    found: list[tuple[int, str]] = []
+    if mesh.rank == 0:
+        copies = [
+            (step, -place, tier.name) for place, tier in enumerate(tiers) for step in _steps(tier, tiers)
+        ]
+        found = [(step, name) for step, _, name in sorted(copies, reverse=True)]
+    return broadcast_typed(found, list[tuple[int, str]])
+
+
+def _steps(tier: KeepingTier, tiers: Sequence[KeepingTier]) -> list[int]:
+    try:
+        return tier.steps()
+    except CheckpointError as error:
+        if tier is tiers[0] or not tiers[0].steps():
+            raise
+        _log.warning("%s; going on with the checkpoints on disk", error)
+        return []
