@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from phalanx.observe.event_log import read_events
 from phalanx.observe.events import RunStarted
 from phalanx.observe.goodput import goodput
 from phalanx_process import last_json, run
+from tiny_runs import make_dataset
 
 
 def fleet_run(run_file: Path, folder: Path, *arguments: str) -> dict[str, Any]:
@@ -56,6 +58,24 @@ def test_a_fleet_loses_a_node_a_worker_and_its_coordinator_and_keeps_the_bits(
     assert account.buckets_ns.get("unattributed", 0) < 0.001 * account.held_ns
     committed = {fault.name for fault in (tmp_path / "run" / "faults").iterdir()}
     assert committed == {"0", "1", "2", "3"}, "every fault was committed"
+
+
+def test_a_fleet_that_draws_from_several_sources_keeps_the_bits_through_faults_and_a_change_of_stage(
+    run_file: Path, tmp_path: Path
+) -> None:
+    more = make_dataset(tmp_path / "names", "names")
+    words = tomllib.loads(run_file.read_text())["data"]["path"]
+    sources = "\n".join(
+        f'[[data.sources]]\nname = "{name}"\npath = "{path}"\nweights = {weights}\nepochs = 0'
+        for name, path, weights in (("words", words, [0.9, 0.4]), ("names", more, [0.1, 0.6]))
+    )
+    mixed = tmp_path / "mixed.toml"
+    mixed.write_text(run_file.read_text().replace(f'path = "{words}"', f"stages = [0, 6]\n{sources}"))
+    alone = last_json(run(["train", str(mixed), "--ranks", "1", "--json"], tmp_path))
+    faults = ("kill node 1 at step 5", "kill rank 0 at step 9 in backward")
+    result = fleet_run(mixed, tmp_path, *with_faults(*faults))
+    assert result["weights_sha256"] == alone["weights_sha256"]
+    assert result["recoveries"]
 
 
 def test_nodes_with_a_nan_and_with_a_corrupted_gradient_are_found_and_quarantined_and_the_bits_kept(
