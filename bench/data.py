@@ -6,6 +6,10 @@ same number of tokens in the same shapes, in turns; the ratio is the median over
 dropped from the page cache before each turn, so that the disk is read: there, plain page faults in the same random
 order are a third contender, because sequential reads say nothing about a shuffle.
 
+Training samples are compared with the checksums of their blocks when these are first touched. That is done once a process, so that
+the reader kept over all turns has mostly done with it; "opened anew" begins each turn with no block compared, which is the cost of a
+first epoch at its worst. A mixture draws from three parts of the same dataset.
+
     python bench/data.py [--json] [--tokens N] [--batch SAMPLES] [--turns N] [--cold]
 """
 
@@ -26,6 +30,7 @@ from phalanx.data.dataset import RunData
 from phalanx.data.index import HELD_OUT, TRAIN, DatasetIndex, Recipe, Split
 from phalanx.data.shards import ShardWriter, commit
 from phalanx.data.tokenizer import BytesTokenizer
+from phalanx.run.spec import DataSpec, RunSpec, SourceSpec, TrainSpec
 
 SEQ_LEN = 2048
 SHARD = "train-00000.bin"
@@ -39,6 +44,8 @@ Read = Callable[[int, int], object]
 class Reader:
     name: str
     open: Callable[[Path], Read]
+    anew: bool = False
+    """True if it is opened for each turn."""
 
 
 def main() -> None:
@@ -103,10 +110,21 @@ def open_run_data(directory: Path) -> Read:
     return RunData.open(directory, SEQ_LEN, seed=0).train_samples
 
 
+def open_mixture(directory: Path) -> Read:
+    parts = (("a", 0.0, 0.6), ("b", 0.6, 0.9), ("c", 0.9, 1.0))
+    sources = tuple(
+        SourceSpec(name, str(directory), (stop - start,), (start, stop)) for name, start, stop in parts
+    )
+    train = TrainSpec(batch_size=1024, seq_len=SEQ_LEN)
+    return RunData.of_run(RunSpec(data=DataSpec(sources=sources), train=train)).train_samples
+
+
 READERS = (
     Reader("memory map, sequential slices", open_sequential),
     Reader("memory map, random slices", open_random),
     Reader("RunData.train_samples", open_run_data),
+    Reader("RunData, opened anew", open_run_data, anew=True),
+    Reader("RunData of three sources", open_mixture),
 )
 
 
@@ -133,7 +151,8 @@ def time_turns(directory: Path, args: argparse.Namespace) -> list[list[float]]:
             if args.cold:
                 # Pages that a map still holds stay in the cache, hence no map may outlive its turn.
                 drop_from_cache(directory / SHARD)
-            read = READERS[number].open(directory) if args.cold else kept[number]
+            anew = args.cold or READERS[number].anew
+            read = READERS[number].open(directory) if anew else kept[number]
             start = time.perf_counter()
             for batch in range(first, first + args.samples, args.batch):
                 read(batch, args.batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,33 @@ def test_what_cannot_be_answered_is_said_without_a_traceback(
     assert done.returncode != 0
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_flipped_byte_ends_training_with_the_file_and_the_remedy_and_is_mended_by_a_copy(
+    tmp_path: Path,
+) -> None:
+    good = make_dataset(tmp_path / "good")
+    bad = Path(shutil.copytree(good, tmp_path / "bad"))
+    content = bytearray((bad / "train-00000.bin").read_bytes())
+    content[8193] ^= 1
+    (bad / "train-00000.bin").write_bytes(content)
+    (tmp_path / "tiny.toml").write_text(RUN_FILE.format(data=bad))
+    command = ["train", "tiny.toml", "--ranks", "2", "--set", "train.steps=6", "--run-dir", "run", "--json"]
+    done = run(command, tmp_path)
+    assert done.returncode != 0
+    assert f"{bad}/train-00000.bin: bytes 8192 to 16384 are not what was written" in done.stderr
+    assert "copy the file again from an intact copy" in done.stderr
+    assert "Traceback" not in done.stderr
+    shutil.copyfile(good / "train-00000.bin", bad / "train-00000.bin")
+    mended = last_json(run(command, tmp_path))
+    undisturbed = run(["train", "tiny.toml", "--ranks", "1", "--set", "train.steps=6", "--json"], tmp_path)
+    assert mended["weights_sha256"] == last_json(undisturbed)["weights_sha256"]
+
+
+def test_block_sums_that_lack_are_asked_for_and_written(tmp_path: Path) -> None:
+    dataset = make_dataset(tmp_path / "old")
+    for file in dataset.glob("*.sums"):
+        file.unlink()
+    assert "2 shards have no block sums" in run(["data", "verify", "old"], tmp_path).stdout
+    assert "block sums" not in run(["data", "verify", "old", "--write-sums"], tmp_path).stdout
+    assert len(list(dataset.glob("*.sums"))) == 2

@@ -6,8 +6,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.data.index import HELD_OUT, TRAIN, DatasetIndex, Recipe, Split, dtype_for
-from phalanx.data.shards import ShardWriter, commit
+from phalanx.data.shards import ShardWriter, TokenShards, commit
 from phalanx.data.tokenizer import BytesTokenizer
+
+
+def gather(shards: TokenShards, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+    """``length`` tokens from each of ``starts``, in rows."""
+    out = np.empty((len(starts), length), dtype=np.int64)
+    shards.gather(starts, length, out, np.arange(len(starts)))
+    return out
 
 
 def write_dataset(

@@ -45,9 +45,15 @@ class PackedDataset:
 
         Inputs are ``[:, :-1]``, targets ``[:, 1:]``. Raises ``IndexError`` for a number not in [0, len(self)).
         """
+        out = np.empty((len(indices), self.seq_len + 1), dtype=np.int64)
+        self.read_into(out, np.arange(len(indices)), indices)
+        return out
+
+    def read_into(self, out: NDArray[np.int64], rows: NDArray[np.int64], indices: NDArray[np.int64]) -> None:
+        """Writes the samples of these numbers into these rows of ``out``. Raises ``IndexError`` for a number not in [0, len(self))."""
         if indices.size and (indices.min() < 0 or indices.max() >= len(self)):
             raise IndexError(f"samples {indices.min()}..{indices.max()} are not all in [0, {len(self)})")
-        return self.shards.gather(indices * self.seq_len, self.seq_len + 1)
+        self.shards.gather(indices * self.seq_len, self.seq_len + 1, out, rows)
 
 
 @dataclass(frozen=True)
@@ -141,6 +147,11 @@ class RunData:
         edges = itertools.pairwise(self._held_out_starts.tolist())
         return {source.name: range(*edge) for source, edge in zip(self._sources, edges, strict=True)}
 
+    @property
+    def unchecked_folders(self) -> list[Path]:
+        """The datasets whose tokens are not compared with any checksum as they are read: large ones without block sums."""
+        return [source.train.shards.directory for source in self._sources if source.train.shards.unchecked]
+
     def train_samples(self, first: int, count: int) -> NDArray[np.int64]:
         """The run's samples ``first`` to ``first + count``, across epochs; shape (count, seq_len + 1), int64."""
         numbers, records = self._place(first, count)
@@ -148,8 +159,8 @@ class RunData:
             return self._sources[0].train.samples(self._sources[0].first + records)
         samples = np.empty((count, self.seq_len + 1), dtype=np.int64)
         for number in np.unique(numbers).tolist():
-            source, chosen = self._sources[number], numbers == number
-            samples[chosen] = source.train.samples(source.first + records[chosen])
+            source, rows = self._sources[number], np.flatnonzero(numbers == number)
+            source.train.read_into(samples, rows, source.first + records[rows])
         return samples
 
     def held_out_samples(self, first: int, count: int) -> NDArray[np.int64]:
@@ -176,9 +187,9 @@ class RunData:
         samples = np.empty((len(indices), self.seq_len + 1), dtype=np.int64)
         numbers = np.searchsorted(self._held_out_starts, indices, side="right") - 1
         for number in np.unique(numbers).tolist():
-            chosen = numbers == number
-            within = indices[chosen] - self._held_out_starts[number]
-            samples[chosen] = self._sources[number].held_out.samples(within)
+            rows = np.flatnonzero(numbers == number)
+            within = indices[rows] - self._held_out_starts[number]
+            self._sources[number].held_out.read_into(samples, rows, within)
         return samples
 
 
@@ -200,7 +211,10 @@ def tokenizer_of(directory: Path, index: DatasetIndex) -> Tokenizer:
     return tokenizer
 
 
-def verify_dataset(directory: Path) -> None:
-    """Read the tokenizer and every shard, and compare them with the index. Raises ``DataError`` that names what differs."""
+def verify_dataset(directory: Path, *, write_missing_sums: bool = False) -> int:
+    """Read the tokenizer and every shard, and compare them with the index; returns how many shards have no block sums afterwards.
+
+    ``write_missing_sums`` writes those of intact shards. Raises ``DataError`` that names what differs.
+    """
     tokenizer_of(directory, read_index(directory))
-    verify(directory)
+    return verify(directory, write_missing_sums=write_missing_sums)

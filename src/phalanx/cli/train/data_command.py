@@ -123,14 +123,23 @@ def _progress() -> Callable[[str, int, int], None]:
 
 @command.command("verify")
 @click.argument("folder", type=click.Path(path_type=Path))
-def verify_command(folder: Path) -> None:
+@click.option(
+    "--write-sums",
+    is_flag=True,
+    help="Write the block sums of intact shards that have none, so that training checks what it reads.",
+)
+def verify_command(folder: Path, write_sums: bool) -> None:
     """Read the tokenizer and every token shard in FOLDER and compare them with their checksums.
 
     \b
       phalanx data verify data/books
+      phalanx data verify data/books --write-sums     # prepared by 0.1.0, which wrote none
     """
     from phalanx.data.dataset import verify_dataset
 
     with explained(DataError):
-        verify_dataset(folder)
+        without = verify_dataset(folder, write_missing_sums=write_sums)
     click.echo("the tokenizer and every shard are as they were written")
+    if without:
+        shards = "1 shard has" if without == 1 else f"{without:,} shards have"
+        click.echo(f"{shards} no block sums, which training checks each read by: --write-sums writes them")

@@ -148,6 +148,11 @@ def _begin(training: Training) -> TrainProgress:
     if restored is None or restored.taken_over:
         for note in start_notes(training.inputs.spec, training.data.index):
             reporter.warn(note)
+        for folder in training.data.unchecked_folders if reporter.speaks else ():
+            reporter.warn(
+                f"{folder} was prepared without block sums and is too large to be read as a whole first: its tokens are trained on as they are "
+                f"read. `phalanx data verify {folder} --write-sums` adds them"
+            )
     if restored is None:
         return TrainProgress()
     for line in restored.passed_over:
