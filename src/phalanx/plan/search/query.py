@@ -170,7 +170,8 @@ def _own_stack(spec: RunSpec, cluster: Cluster) -> Stack:
     if _is_cpu(cluster):
         # gloo's collectives keep the caller waiting: nothing is hidden. The host is what computes: launching a kernel is part of it.
         kernels = replace(stack.kernels, launch_s=0.0)
-        stack = replace(stack, overlap=Overlap(context=0.0, data=0.0), kernels=kernels)
+        states = replace(stack.states, keeps_spent_sums=True)
+        stack = replace(stack, states=states, overlap=Overlap(context=0.0, data=0.0), kernels=kernels)
     return stack
 
 

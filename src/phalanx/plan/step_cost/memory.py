@@ -13,6 +13,7 @@ from functools import reduce
 
 import numpy as np
 
+from phalanx.parallel.reduction.buckets import BUCKET_ELEMENTS
 from phalanx.plan.step_cost.bubbles import Pipelines, in_flight
 from phalanx.plan.step_cost.layer_costs import LayerCosts
 from phalanx.plan.workload.candidates import PRECISIONS, SCHEDULES, Candidates, Floats, Ints, distinct
@@ -224,12 +225,31 @@ def activation_bytes(
     if job.stack.states.unit_gradient_bytes:
         later = later + _unit_gradients(job, candidates, held, place)
     loss = np.maximum(place.counts[3] * _logits(job, candidates) - later, 0.0)
-    return {
+    kinds = {
         "activations": kept,
         "recomputed layer": again,
         "gradients of activations": widest,
         "logits": loss,
     }
+    if job.stack.states.slot_tree and (candidates.dense_shard == 1).any():
+        # After the last backward pass the activations are gone: of the two, what needs more decides.
+        kinds["exchange between replicas"] = np.maximum(
+            _replica_exchange(job, candidates, held, place) - total(kinds), 0.0
+        )
+    return kinds
+
+
+def _replica_exchange(job: Job, candidates: Candidates, held: Holdings, place: PlaceCounts) -> Floats:
+    """Bytes beside the sums of whole gradients while replicas exchange these: a bucket that is sent and one that is received.
+
+    Where the memory of spent sums is kept, the totals of all buckets so far are beside it (``phalanx.parallel.reduction.summation``).
+    """
+    gradients = 4.0 * (times(place.counts, held.dense) + times(place.counts, held.experts))
+    bucket = np.minimum(gradients, 4.0 * BUCKET_ELEMENTS)
+    totals = np.floor(gradients / np.maximum(bucket, 1.0)) * bucket * job.stack.states.keeps_spent_sums
+    divided = (candidates.dense_shard == 1) & (candidates.data > 1)
+    whole: Floats = (2 * bucket + totals) * divided
+    return whole
 
 
 def _boundary(job: Job, candidates: Candidates) -> Floats:

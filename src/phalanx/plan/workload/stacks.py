@@ -62,6 +62,8 @@ class States:
     memory that layers have freed."""
     slot_tree: bool = False
     """True if gradients of slots are summed as a binary tree, whose open branches are held."""
+    keeps_spent_sums: bool = False
+    """True if the memory of sums that replicas have exchanged is kept for the next step, beside the totals: the trainer on CPUs."""
     slot_bin_bytes: float = 0.0
     """Integer sums of slots' gradients, held from the first slot of a step to the last: whole below ZeRO-3, from it on shares."""
     optimizer: OptimizerSpec | None = None

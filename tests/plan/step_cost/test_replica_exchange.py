@@ -1,0 +1,42 @@
+"""Memory of replicas that exchange whole gradients, beside what the last backward pass needed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from phalanx.parallel.reduction.buckets import BUCKET_ELEMENTS
+from phalanx.plan.step_cost.estimate import estimate
+from phalanx.plan.workload.stacks import PHALANX, Job, Stack
+from phalanx.run.layout import Layout
+from phalanx.run.spec import ModelSpec
+from plan.jobs import job, planned
+
+WIDE = ModelSpec(layers=2, dim=512, heads=8, ffn_dim=1536, vocab_size=8192)
+ON_CPUS = replace(PHALANX, states=replace(PHALANX.states, keeps_spent_sums=True))
+
+
+def bytes_after_backward(replicas: int, stack: Stack) -> float:
+    """What stands beside weights, one set of gradients and moments when activations are gone."""
+    mine: Job = job(WIDE, f"a100:{replicas}", batch=4, seq_len=64, stack=stack)
+    memory = estimate(mine, planned(Layout(replicate=replicas), zero=2)).memory
+    gone = ("activations", "recomputed layer", "gradients of activations", "logits")
+    return sum(memory[kind] for kind in (*gone, "exchange between replicas"))
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    memory = estimate(
+        job(WIDE, "a100:1", batch=4, seq_len=64, stack=ON_CPUS), planned(Layout(), zero=2)
+    ).memory
+    assert memory["exchange between replicas"] == 0
+
+
+@pytest.mark.parametrize("stack", [PHALANX, ON_CPUS], ids=["given back", "kept"])
+def test_replicas_hold_a_bucket_that_is_sent_and_one_received_and_where_kept_all_totals_so_far(
+    stack: Stack,
+) -> None:
+    elements = 2 * 8192 * 512 + 2 * (4 * 512**2 + 3 * 512 * 1536) + 5 * 512
+    assert BUCKET_ELEMENTS < elements < 2 * BUCKET_ELEMENTS
+    buckets = 3 if stack.states.keeps_spent_sums else 2
+    assert bytes_after_backward(2, stack) == pytest.approx(4 * buckets * BUCKET_ELEMENTS)
