@@ -22,7 +22,9 @@ from phalanx.run.data_folders import tokenizer_folder
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.run.identity import identity
 from phalanx.run.spec import RunSpec
+from phalanx.store.errors import UnavailableError
 from phalanx.store.open_store import open_store
+from phalanx.train.start import claim_store as claim_module
 from phalanx.train.start.checks import start_problems
 from phalanx.train.start.claim_store import claim_store
 from ranks import Ranks
@@ -76,7 +78,7 @@ def test_a_run_that_lost_its_disk_goes_on_from_the_store_alone_on_other_ranks_wi
     (result, *_) = ranks.run(3, train_with_environment, spec, environment)
     assert result["weights_sha256"] == undisturbed
     (restored,) = bodies(run_dir, Restored)
-    assert (restored.step, restored.source) == (4, "step 4 in the store")
+    assert (restored.step, restored.source) == (4, spec.checkpoint.store)
     assert [copied.step for copied in bodies(run_dir, CheckpointCopied)] == [6]
     assert verify_tier(store, "store") == []
     assert bodies(run_dir, CheckpointFailed) == []
@@ -124,7 +126,7 @@ def test_of_a_damaged_step_on_disk_the_copy_in_the_store_is_taken(
     path.write_bytes(data)
     (result, *_) = ranks.run(3, train_on_this_rank, spec)
     assert result["weights_sha256"] == undisturbed
-    assert bodies(run_dir, Restored)[-1].source == "step 6 in the store"
+    assert bodies(run_dir, Restored)[-1].source == spec.checkpoint.store
 
 
 def test_a_store_says_whose_it_is_and_refuses_other_runs_and_other_data(
@@ -173,6 +175,19 @@ def test_a_store_that_ignores_conditions_is_refused_before_a_rank_starts(
         spec = with_store(tiny_run(dataset, tmp_path / "run"), "s3://bucket/p")
         with pytest.raises(RunDirectoryError, match=r"checkpoint.store: s3://bucket/p ignores If-None-Match"):
             open_run(spec, read_index(dataset).fingerprint, tokenizer_folder(spec.data))
+
+
+def test_a_run_with_checkpoints_of_its_own_starts_without_its_store_and_a_new_one_does_not(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def down(_url: str) -> None:
+        raise UnavailableError("get of s3://b/p: no success within 180 s", "s3://b/p", "get")
+
+    monkeypatch.setattr(claim_module, "open_store", down)
+    spec = with_store(tiny_run(dataset, tmp_path / "run"), "s3://b/p")
+    assert claim_store(spec, "data", begun=True) == []
+    with pytest.raises(RunDirectoryError, match="no success within 180 s"):
+        claim_store(spec, "data")
 
 
 def test_where_copies_go_is_the_fleets_business(dataset: Path, tmp_path: Path) -> None:

@@ -14,11 +14,15 @@ from __future__ import annotations
 import re
 import secrets
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache, partial
+from itertools import islice
 
-from phalanx.checkpoint.format.blocks import read_ahead
+import numpy as np
+
 from phalanx.checkpoint.format.boxes import Box
 from phalanx.checkpoint.format.errors import (
     CheckpointError,
@@ -48,10 +52,9 @@ _READS_AT_ONCE = 8
 class ObjectTier:
     """The checkpoints below the URL that ``store`` was opened with."""
 
-    name = "store"
-
     def __init__(self, store: Store) -> None:
         self.store = store
+        self.name = store.url
         self.reader = CatalogReader(self, self.name, REMOTE)
         self._commit = lru_cache(maxsize=16)(self._load_commit)
 
@@ -102,10 +105,10 @@ class ObjectTier:
         return self.reader.read(step, reads)
 
     def blocks(self, step: int, manifest: Manifest, numbers: Iterable[int]) -> Iterator[ByteArray]:
-        """Each block is a request of its own, several ahead of whoever takes them."""
+        """Each block is a request of its own, several ahead of whoever takes them; it is the memory in which it came, and read-only."""
         key = self._key(step, manifest.file)
 
-        def fetch(number: int, buffer: ByteArray) -> int:
+        def fetch(number: int) -> ByteArray:
             start = number * manifest.block_bytes
             stop = min(start + manifest.block_bytes, manifest.nbytes)
             with store_errors():
@@ -115,10 +118,15 @@ class ObjectTier:
                     f"{self.store.url}/{key}, block {number} (bytes {start:,} to {stop:,}): the bytes differ from their "
                     "checksum. Restore another step or from another place."
                 )
-            buffer[: len(data)] = data
-            return len(data)
+            return np.frombuffer(data, np.uint8)
 
-        return read_ahead(numbers, lambda _: manifest.block_bytes, fetch, threads=_READS_AT_ONCE)
+        todo = iter(numbers)
+        with ThreadPoolExecutor(_READS_AT_ONCE, "checkpoint-fetch") as pool:
+            ahead = deque(pool.submit(fetch, number) for number in islice(todo, _READS_AT_ONCE))
+            while ahead:
+                block = ahead.popleft().result()
+                ahead.extend(pool.submit(fetch, number) for number in islice(todo, 1))
+                yield block
 
     def damage(self, step: int, manifest: Manifest) -> Iterator[tuple[int, CheckpointError | None]]:
         key = self._key(step, manifest.file)

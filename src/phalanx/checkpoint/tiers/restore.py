@@ -4,6 +4,7 @@ import logging
 from collections.abc import Collection, Sequence
 from itertools import groupby
 
+import numpy as np
 import torch
 
 from phalanx.checkpoint.format.boxes import Box
@@ -13,6 +14,7 @@ from phalanx.checkpoint.format.restore_plan import Held, PlannedRead, plan_resto
 from phalanx.checkpoint.format.shards import Shard, torch_dtype
 from phalanx.checkpoint.tiers.tier import ReadableTier
 
+_RAW_TORCH = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 _log = logging.getLogger(__name__)
 
 
@@ -80,9 +82,14 @@ def _held(tiers: Sequence[ReadableTier], step: int, rank: int | None, needed: Se
 
 
 def _fill(shards: Sequence[Shard], piece: Box, data: RawArray) -> None:
-    source = torch.from_numpy(data).view(torch_dtype(piece.dtype))
     for shard in shards:
         common = piece.intersection(shard.box)
-        if common is not None:
-            target = shard.tensor.detach()[common.slices_in(shard.box)]
-            target.copy_(source[common.slices_in(piece)])
+        if common is None:
+            continue
+        target = shard.tensor.detach()[common.slices_in(shard.box)]
+        if not data.flags.writeable and target.device.type == "cpu":
+            # PyTorch takes no read-only memory.
+            np.copyto(target.view(_RAW_TORCH[data.itemsize]).numpy(), data[common.slices_in(piece)])
+            continue
+        source = torch.from_numpy(data if data.flags.writeable else data.copy())
+        target.copy_(source.view(torch_dtype(piece.dtype))[common.slices_in(piece)])

@@ -8,6 +8,7 @@ that names the same URL by mistake is refused. The store is probed first: it mus
 from __future__ import annotations
 
 import json
+import logging
 from typing import TYPE_CHECKING
 
 from phalanx.checkpoint.format.errors import CheckpointError
@@ -15,19 +16,22 @@ from phalanx.checkpoint.tiers.object_tier import ObjectTier, require_conditional
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.run.identity import differences, layout_changes
 from phalanx.run.read import spec_from_table, to_table
-from phalanx.store.errors import MissingObjectError, StoreError
+from phalanx.store.errors import MissingObjectError, StoreError, UnavailableError
 from phalanx.store.open_store import open_store
 
 if TYPE_CHECKING:
     from phalanx.run.spec import RunSpec
 
+_log = logging.getLogger(__name__)
+
 OWNER = "run.json"
 
 
-def claim_store(spec: RunSpec, fingerprint: str) -> list[str]:
+def claim_store(spec: RunSpec, fingerprint: str, *, begun: bool = False) -> list[str]:
     """Takes ``checkpoint.store`` for a resolved run on the data of ``fingerprint``; returns what of its layout has changed since.
 
-    Raises ``RunDirectoryError`` if it holds another run's checkpoints, cannot be reached or cannot commit.
+    A run that has ``begun`` has checkpoints on disk, and needs no store that cannot be reached now. Raises ``RunDirectoryError`` if it holds
+    another run's checkpoints, cannot commit, or cannot be reached.
     """
     url = spec.checkpoint.store
     try:
@@ -46,6 +50,9 @@ def claim_store(spec: RunSpec, fingerprint: str) -> list[str]:
             ).encode()
             store.create(OWNER, owner)
     except (StoreError, CheckpointError) as error:
+        if begun and isinstance(error.__cause__ or error, UnavailableError):
+            _log.warning("checkpoint.store: %s; the run goes on with its checkpoints on disk", error)
+            return []
         raise RunDirectoryError(f"checkpoint.store: {error}") from error
     return _changes(url, owner, spec, fingerprint)
 

@@ -90,7 +90,8 @@ def open_run(
         try:
             changes = _check_owner(directory, spec, fingerprint)
             if spec.checkpoint.store:
-                changes += [line for line in claim_store(spec, fingerprint) if line not in changes]
+                claimed = claim_store(spec, fingerprint, begun=holds_steps(directory))
+                changes += [line for line in claimed if line not in changes]
             _remove_temporaries(directory)
             before = directory.read_record()
             attempt = max(next_attempt(directory.events), before.get("attempts", 0), directory.next_journal())

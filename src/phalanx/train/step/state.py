@@ -109,7 +109,7 @@ def restore_newest(
                 for tier, bad in damaged:
                     tier.set_aside(bad)
             dist.barrier()
-            source = "" if name == tiers[0].name else f"step {step} in the {name}"
+            source = "" if name == tiers[0].name else name
             return RestoredState(step, extra, tuple(passed_over), source, time.monotonic() - began_s)
         damaged.append((by_name[name], step))
         passed_over += sorted({f"step {step}: {text}" for text in errors if text})
