@@ -131,3 +131,13 @@ def test_a_mistake_is_explained_with_exit_code_two(arguments: list[str], says: s
     assert result.exit_code == 2, result.output
     assert says in " ".join(result.output.split())
     assert "Traceback" not in result.output
+
+
+def test_money_that_buys_nothing_since_the_text_is_used_up_is_said_to_be_so() -> None:
+    asked = ("--budget", "1e22FLOP", "--kind", "dense")
+    assert "text is used up" not in plan(*asked, "--unique-tokens", "200B").output
+    assert "half the budget reaches" in " ".join(plan(*asked, "--unique-tokens", "1B").output.split())
+    halved, whole = (
+        facts(*asked, "--unique-tokens", "1B")["found"][0][key] for key in ("half_the_budget", "loss")
+    )
+    assert 0 <= halved["loss"] - whole < 0.01

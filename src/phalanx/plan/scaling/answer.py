@@ -110,6 +110,8 @@ class Recommended:
     """``None`` for FLOP without a cluster."""
     laws: tuple[LawRow, ...]
     smaller: tuple[OverTrained, ...]
+    halved: Optimum
+    """The optimum for half the budget."""
     doubled: Optimum
     """The optimum for twice the budget."""
     planned: tuple[tuple[float, float], ...]
@@ -208,6 +210,7 @@ def _recommended(question: Question, kind: ModelKind, say: Callable[[str], None]
         smaller=tuple(
             over_trained(surface, best, budget, cost, times, question.inference_tokens) for times in SMALLER
         ),
+        halved=_solved(question, law, cost, 0.5),
         doubled=_solved(question, law, cost, 2.0),
         planned=tuple(sorted((shape.active, _unit_cost(question, plan)) for shape, plan in planned.items())),
     )

@@ -63,6 +63,7 @@ def _recommended(one: Recommended) -> dict[str, object]:
         "joint_law_loss": one.joint_loss,
         "laws": [asdict(row) for row in one.laws],
         "smaller": [{name: _finite(value) for name, value in asdict(row).items()} for row in one.smaller],
+        "half_the_budget": asdict(one.halved),
         "twice_the_budget": asdict(one.doubled),
         "planned": [{"active_parameters": size, "cost_per_token": cost} for size, cost in one.planned],
         "plan": plan_json(one.plan) if one.plan else None,

@@ -14,6 +14,8 @@ from phalanx.plan.report.units import DAYS, DOLLARS, ENERGY, written
 from phalanx.plan.scaling.answer import BudgetAnswer, Recommended
 from phalanx.plan.scaling.optimum import OverTrained
 
+_HARDLY = 0.01
+"""Loss that half of a budget is hardly worth: less than the laws' own standard error."""
 _FAR = 3.0
 """Factor beyond its largest run from which a law is said to be extrapolated."""
 
@@ -64,6 +66,11 @@ def comparison(answer: BudgetAnswer) -> Iterator[str]:
                 f"{one.shape.name} reads the {count(unique)} unique tokens {one.tokens / unique:.3g} times, which costs "
                 f"{one.loss - one.new_text_loss:.3f} of loss against as much new text (Muennighoff et al. 2023)."
             )
+            if one.halved.loss - one.loss < _HARDLY:
+                yield (
+                    f"{one.shape.name}: the text is used up: half the budget reaches {one.halved.loss:.3f} with {count(one.halved.parameters)} "
+                    f"parameters on {count(one.halved.tokens)} tokens. Spend less, or spend it on new text."
+                )
 
 
 def law_rows(one: Recommended) -> Iterator[tuple[str, ...]]:
@@ -118,11 +125,11 @@ def changes(answer: BudgetAnswer) -> Iterator[str]:
                 f"{name}: this is {times(main.beyond)} the compute that the law was fitted to; small runs of your own "
                 "(phalanx plan --fit) say more"
             )
-        twice = one.doubled
-        yield (
-            f"{name}: twice the budget is for {count(twice.parameters)} parameters on {count(twice.tokens)} tokens, "
-            f"loss {twice.loss:.3f}"
-        )
+        for times_budget, other in (("half", one.halved), ("twice", one.doubled)):
+            yield (
+                f"{name}: {times_budget} the budget is for {count(other.parameters)} parameters on {count(other.tokens)} tokens, "
+                f"loss {other.loss:.3f}"
+            )
         if one.plan is not None:
             run = one.plan.run
             yield (
