@@ -1,7 +1,8 @@
 """Saves checkpoints in forked children, kills each at a random moment, and checks what is left.
 
-Run as a program of its own, ``crash_program.py FOLDER KILLS SEED``: it forks before any thread exists. Exits non-zero
-where a kill lost a committed step, left a damaged one, or made one visible that does not verify.
+Run as a program of its own, ``crash_program.py FOLDER KILLS SEED [STORE]``: it forks before any thread exists. Exits non-zero
+where a kill lost a committed step, left a damaged one, or made one visible that does not verify; with the URL of a ``STORE``,
+to which the checkpoints are copied, there too.
 """
 
 import os
@@ -9,16 +10,20 @@ import random
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import torch
 
 from checkpoint.shards import shards_of
+from phalanx.checkpoint.save.mirror import Mirror
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.checkpoint.tiers.object_tier import ObjectTier
 from phalanx.checkpoint.tiers.restore import candidates, restore
 from phalanx.checkpoint.tiers.retention import Retention
-from phalanx.checkpoint.tiers.verify import verify
+from phalanx.checkpoint.tiers.verify import verify, verify_tier
+from phalanx.store.open_store import open_store
 
 RANKS = 2
 
@@ -27,10 +32,14 @@ def state(step: int) -> dict[str, torch.Tensor]:
     return {f"model/w{i}": torch.full((1 << 16,), float(step)) for i in range(4)}
 
 
-def save_forever(root: Path, attempt: int, first: int, told: int) -> None:
+def save_forever(root: Path, attempt: int, first: int, told: int, store: str) -> None:
     tier = DiskTier(root, block_bytes=64 << 10)
     keep = Retention(keep_last=3)
     savers = [AsyncSaver(tier, r, RANKS, r, RANKS, attempt, retention=keep) for r in range(RANKS)]
+    mirrors = [
+        Mirror(tier, ObjectTier(open_store(store)), r, RANKS, attempt, Retention(2))
+        for r in range(RANKS if store else 0)
+    ]
     for step in range(first, first + 10_000):
         for saver in savers:
             saver.save(step, shards_of(state(step)), {"step": step})
@@ -38,15 +47,20 @@ def save_forever(root: Path, attempt: int, first: int, told: int) -> None:
             saver.wait()
         for outcome in savers[0].poll():
             assert outcome.status == "committed", outcome
+            for mirror in mirrors:
+                mirror.offer(step)
+            for mirror in mirrors:
+                mirror.wait()
+                assert all(copied.error is None for copied in mirror.poll())
             os.write(told, outcome.step.to_bytes(4, "little"))
 
 
-def killed_child(root: Path, attempt: int, first: int, delay_s: float, after_commit: bool) -> int:
+def killed_child(root: Path, attempt: int, first: int, delay_s: float, after_commit: bool, store: str) -> int:
     """The last step that a child had reported as committed when it was killed, or 0."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
-        save_forever(root, attempt, first, writer)
+        save_forever(root, attempt, first, writer, store)
     os.close(writer)
     # On a busy machine too, half of the kills come after a commit, in the middle of what follows it.
     reported = os.read(reader, 4) if after_commit else b""
@@ -71,16 +85,40 @@ def check(root: Path, last: int, before: list[int]) -> None:
         assert all(tensor.eq(step).all() for tensor in loaded.values()), "a mixture of two steps"
 
 
+def check_store(url: str, last: int, on_disk: int) -> None:
+    """In a child of its own: a client of a store has threads, and nothing is forked from a process that has."""
+    child = os.fork()
+    if child:
+        assert os.waitpid(child, 0)[1] == 0, "the store is not whole"
+        return
+    try:
+        tier = ObjectTier(open_store(url))
+        steps = candidates(tier)
+        assert verify_tier(tier, url) == [] if steps else not last
+        assert last <= max([0, *steps]) <= on_disk, f"copied up to {last}, found {steps}"
+        for step in steps:
+            loaded = state(-1)
+            assert restore(tier, step, shards_of(loaded)) == {"step": step}
+            assert all(tensor.eq(step).all() for tensor in loaded.values()), "a mixture of two steps"
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
 def main() -> None:
     root, kills, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    store = "".join(sys.argv[4:5])
     rng = random.Random(seed)
     torch.set_num_threads(1)
     committed = 0
     for attempt in range(kills):
         before = candidates(DiskTier(root))
-        last = killed_child(root, attempt, committed + 1, rng.uniform(0.0, 0.1), bool(attempt % 2))
+        last = killed_child(root, attempt, committed + 1, rng.uniform(0.0, 0.1), bool(attempt % 2), store)
         check(root, last, before or [0])
         committed = max([0, *candidates(DiskTier(root))])
+        if store:
+            check_store(store, last, committed)
     print(f"{kills} kills, {committed} steps committed")
 
 
