@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.making import write_dataset
-from phalanx.data.dataset import PackedDataset, RunData
+from phalanx.data.dataset import RunData, TokenSequences
 from phalanx.data.errors import DatasetError
-from phalanx.data.index import TRAIN
+from phalanx.data.index import TRAIN, read_index
 from phalanx.data.order import SampleOrder
-from phalanx.data.shards import TokenShards
 
 # Tokens that tell their place, so that a sample tells where it was cut from.
 PLACES = np.arange(1000)
@@ -35,7 +34,7 @@ def run_data(directory: Path) -> RunData:
 
 
 def test_sample_j_is_its_inputs_and_the_one_token_after(directory: Path) -> None:
-    dataset = PackedDataset(TokenShards.open(directory, TRAIN), SEQ_LEN)
+    dataset = TokenSequences(directory, read_index(directory), TRAIN, SEQ_LEN)
     assert len(dataset) == SAMPLES
     for j, sample in enumerate(dataset.samples(np.arange(SAMPLES))):
         assert sample.tolist() == PLACES[j * SEQ_LEN : (j + 1) * SEQ_LEN + 1].tolist()
@@ -43,12 +42,12 @@ def test_sample_j_is_its_inputs_and_the_one_token_after(directory: Path) -> None
 
 @pytest.mark.parametrize(("tokens", "samples"), [(0, 0), (1, 0), (7, 0), (8, 1), (14, 1), (15, 2)])
 def test_only_whole_samples_with_a_last_target_count(tmp_path: Path, tokens: int, samples: int) -> None:
-    write_dataset(tmp_path / "set", PLACES[:tokens], vocab_size=1000)
-    assert len(PackedDataset(TokenShards.open(tmp_path / "set", TRAIN), SEQ_LEN)) == samples
+    index = write_dataset(tmp_path / "set", PLACES[:tokens], vocab_size=1000)
+    assert len(TokenSequences(tmp_path / "set", index, TRAIN, SEQ_LEN)) == samples
 
 
 def test_a_sample_outside_the_dataset_is_refused(directory: Path) -> None:
-    dataset = PackedDataset(TokenShards.open(directory, TRAIN), SEQ_LEN)
+    dataset = TokenSequences(directory, read_index(directory), TRAIN, SEQ_LEN)
     for index in (-1, SAMPLES):
         with pytest.raises(IndexError, match=r"not all in \[0, 142\)"):
             dataset.samples(np.array([index]))

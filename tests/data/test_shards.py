@@ -166,8 +166,16 @@ def test_a_missing_directory_and_a_directory_without_index_are_told_apart(tmp_pa
 
 
 def test_another_version_is_named_with_ours(dataset: Path) -> None:
+    edit_index(dataset, version=3)
+    with pytest.raises(
+        DatasetError, match="version 3 of the dataset format, this Phalanx reads versions 1 and 2"
+    ):
+        TokenShards.open(dataset, TRAIN)
+
+
+def test_a_version_that_its_content_contradicts_is_told_as_damaged(dataset: Path) -> None:
     edit_index(dataset, version=2)
-    with pytest.raises(DatasetError, match="version 2 of the dataset format, this Phalanx reads version 1"):
+    with pytest.raises(DatasetError, match="version 2 and packed_seq_len 0 contradict"):
         TokenShards.open(dataset, TRAIN)
 
 

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from phalanx.data.errors import DatasetError
 from phalanx.data.index import HELD_OUT, TRAIN, DatasetIndex, read_index
 from phalanx.data.order import SampleOrder
 from phalanx.data.shards import TokenShards, verify
-from phalanx.data.sources import DataIndex, mixture_of, part_of, read_data_index, samples_of
+from phalanx.data.sources import DataIndex, mixture_of, part_of, read_data_index
 from phalanx.data.tokenizer import Tokenizer, load_tokenizer
 from phalanx.run.data_folders import ONLY, folders
 from phalanx.run.spec import RunSpec
@@ -28,17 +28,24 @@ from phalanx.run.spec import RunSpec
 _COUNTED_AT_ONCE = 256
 
 
-class PackedDataset:
-    """A token stream cut into samples of ``seq_len`` inputs and their targets; the incomplete sample at the end is not used."""
+NO_TARGET = -100
+"""The target of a token that has none: the last of a packed record. The loss passes over it (``phalanx.train.step.loss.IGNORE``)."""
 
-    def __init__(self, shards: TokenShards, seq_len: int) -> None:
+
+class TokenSequences:
+    """A split in samples of ``seq_len`` inputs and their targets: a stream cut, without an incomplete one at its end, or packed records."""
+
+    def __init__(self, directory: Path, index: DatasetIndex, split: str, seq_len: int) -> None:
+        """Raises ``DatasetError`` if a shard is missing or of another size, or the records are packed for another length."""
         if seq_len < 1:
             raise ValueError(f"seq_len = {seq_len} is not positive")
-        self.shards = shards
+        self._samples = index.samples(split, seq_len)
+        self.shards = TokenShards.open(directory, split)
         self.seq_len = seq_len
+        self.packed = bool(index.packed_seq_len)
 
     def __len__(self) -> int:
-        return samples_of(self.shards.tokens, self.seq_len)
+        return self._samples
 
     def samples(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """The samples of these numbers (1-D); shape (len(indices), seq_len + 1), int64.
@@ -53,7 +60,11 @@ class PackedDataset:
         """Writes the samples of these numbers into these rows of ``out``. Raises ``IndexError`` for a number not in [0, len(self))."""
         if indices.size and (indices.min() < 0 or indices.max() >= len(self)):
             raise IndexError(f"samples {indices.min()}..{indices.max()} are not all in [0, {len(self)})")
-        self.shards.gather(indices * self.seq_len, self.seq_len + 1, out, rows)
+        if self.packed:
+            self.shards.gather(indices * self.seq_len, self.seq_len, out[:, :-1], rows)
+            out[rows, -1] = NO_TARGET
+        else:
+            self.shards.gather(indices * self.seq_len, self.seq_len + 1, out, rows)
 
 
 @dataclass(frozen=True)
@@ -61,8 +72,8 @@ class SourceData:
     """A prepared dataset as one source of a run."""
 
     name: str
-    train: PackedDataset
-    held_out: PackedDataset
+    train: TokenSequences
+    held_out: TokenSequences
     first: int = 0
     """The number of the first sample of the part that the run draws from."""
 
@@ -78,16 +89,24 @@ class RunData:
     tokenizer: Tokenizer
 
     def __init__(
-        self, index: DataIndex, tokenizer: Tokenizer, sources: Sequence[SourceData], place: Place
+        self,
+        index: DataIndex,
+        tokenizer: Tokenizer,
+        sources: Sequence[SourceData],
+        place: Place,
+        *,
+        within_documents: bool = False,
     ) -> None:
+        """``within_documents``: What follows the end of a document is no target (``train.targets_within_documents``)."""
         self.index = index
         self.tokenizer = tokenizer
         self._sources = tuple(sources)
         self._place = place
+        self._within_documents = within_documents
         self._held_out_starts = np.cumsum([0, *(len(source.held_out) for source in sources)], dtype=np.int64)
 
     @classmethod
-    def open(cls, directory: Path, seq_len: int, seed: int) -> Self:
+    def open(cls, directory: Path, seq_len: int, seed: int, *, within_documents: bool = False) -> Self:
         """The dataset in ``directory`` alone, shuffled by ``seed``.
 
         Raises ``DatasetError`` if it is missing, damaged, or shorter than one sample.
@@ -105,14 +124,16 @@ class RunData:
         def place(first: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
             return np.zeros(count, dtype=np.int64), order.dataset_indices(first, count)
 
-        return cls(index, tokenizer_of(directory, index), [source], place)
+        return cls(index, tokenizer_of(directory, index), [source], place, within_documents=within_documents)
 
     @classmethod
     def of_run(cls, spec: RunSpec) -> Self:
         """The data of a run, in its order. Raises ``DatasetError`` if a dataset is missing, damaged or too short."""
-        index = read_data_index(spec.data)
+        index, within = read_data_index(spec.data), spec.train.targets_within_documents
         if isinstance(index, DatasetIndex):
-            return cls.open(Path(spec.data.path), spec.train.seq_len, spec.runtime.seed)
+            return cls.open(
+                Path(spec.data.path), spec.train.seq_len, spec.runtime.seed, within_documents=within
+            )
         mixture = mixture_of(spec, index)
         places = folders(spec.data)
         parts = {source.name: source for source in spec.data.sources}
@@ -126,7 +147,7 @@ class RunData:
             found = mixture.locate(np.arange(first, first + count, dtype=np.int64))
             return found.source, found.record
 
-        return cls(index, tokenizer, sources, place)
+        return cls(index, tokenizer, sources, place, within_documents=within)
 
     @property
     def fingerprint(self) -> str:
@@ -172,12 +193,29 @@ class RunData:
 
     def held_out_bytes(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Bytes of text that the targets of each of these held-out samples stand for; shape (len(indices),), int64."""
-        lengths = np.empty(len(indices), dtype=np.int64)
-        byte_lengths = self.tokenizer.byte_lengths
+        byte_lengths = np.append(self.tokenizer.byte_lengths, 0)  # of no target, by the index -1
+        return self._of_targets(indices, lambda targets: byte_lengths[targets])
+
+    def held_out_targets(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The number of targets of each of these held-out samples; shape (len(indices),), int64."""
+        if not self._within_documents and not any(source.held_out.packed for source in self._sources):
+            return np.full(len(indices), self.seq_len, dtype=np.int64)
+        return self._of_targets(indices, lambda targets: targets >= 0)
+
+    def _of_targets(
+        self, indices: NDArray[np.int64], figure: Callable[[NDArray[np.int64]], NDArray[Any]]
+    ) -> NDArray[np.int64]:
+        """The sum over each sample of a figure of its targets, in which -1 stands for none."""
+        sums = np.empty(len(indices), dtype=np.int64)
         for start in range(0, len(indices), _COUNTED_AT_ONCE):
             block = slice(start, start + _COUNTED_AT_ONCE)
-            lengths[block] = byte_lengths[self._held_out(indices[block])[:, 1:]].sum(axis=1)
-        return lengths
+            samples = self._held_out(indices[block])
+            targets = samples[:, 1:]
+            without = targets == NO_TARGET
+            if self._within_documents:
+                without |= samples[:, :-1] == self.tokenizer.end_of_document
+            sums[block] = figure(np.where(without, -1, targets)).sum(axis=1)
+        return sums
 
     def _held_out(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         if indices.size and (indices.min() < 0 or indices.max() >= self.held_out_len):
@@ -194,9 +232,8 @@ class RunData:
 
 
 def _open_source(name: str, directory: Path, seq_len: int) -> SourceData:
-    train, held_out = (
-        PackedDataset(TokenShards.open(directory, split), seq_len) for split in (TRAIN, HELD_OUT)
-    )
+    index = read_index(directory)
+    train, held_out = (TokenSequences(directory, index, split, seq_len) for split in (TRAIN, HELD_OUT))
     return SourceData(name, train, held_out)
 
 

@@ -17,6 +17,9 @@ from phalanx.run.section_reader import read_section, unknown_value
 
 INDEX_FILE = "index.json"
 VERSION = 1
+"""A stream of documents joined end to end, cut to any length when it is read."""
+PACKED_VERSION = 2
+"""Records of one length, in which documents are whole (``phalanx.data.packing``)."""
 TRAIN = "train"
 HELD_OUT = "held_out"
 SPLITS = (TRAIN, HELD_OUT)
@@ -44,6 +47,8 @@ class Split:
     """UTF-8 bytes of text that the tokens stand for."""
     sha256: str
     """Digest of the token stream, all shards joined, in hex."""
+    padding: int = 0
+    """Tokens of packed records that fill them up."""
 
     @property
     def tokens(self) -> int:
@@ -64,6 +69,8 @@ class Recipe:
     shard_tokens: int
     document_start: tuple[int, ...] = ()
     """Ids that each document begins with: what the tokenizer puts before a text. Version 0.1.0 put none."""
+    packed_seq_len: int = 0
+    """Tokens of a record that documents are packed into; 0 means that they are joined end to end."""
 
 
 @dataclass(frozen=True)
@@ -88,14 +95,38 @@ class DatasetIndex:
     @property
     def fingerprint(self) -> str:
         """SHA-256, in hex, over the token streams and the tokenizer."""
+        # How the stream of a version 1 is cut into sequences is the run's; the records of a packed one are its own.
         parts = (
-            str(VERSION),
+            str(self.version),
             self.dtype,
             self.tokenizer_fingerprint,
             self.train.sha256,
             self.held_out.sha256,
+            *([str(self.packed_seq_len)] if self.packed_seq_len else []),
         )
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    @property
+    def version(self) -> int:
+        """The version of the format."""
+        return PACKED_VERSION if self.packed_seq_len else VERSION
+
+    @property
+    def packed_seq_len(self) -> int:
+        """Tokens of a record; 0 for a stream."""
+        return self.recipe.packed_seq_len
+
+    def samples(self, split: str, seq_len: int) -> int:
+        """Samples of ``seq_len`` inputs and their targets in a split. Raises ``DatasetError`` if its records have another length."""
+        tokens = self.split(split).tokens
+        if not self.packed_seq_len:
+            return max(0, (tokens - 1) // seq_len)
+        if self.packed_seq_len != seq_len:
+            raise DatasetError(
+                f"the dataset is packed for sequences of {self.packed_seq_len} tokens, and train.seq_len is {seq_len}: set it to "
+                f"{self.packed_seq_len}, or prepare the text with --pack --seq-len {seq_len}"
+            )
+        return tokens // seq_len
 
     @property
     def train_tokens(self) -> int:
@@ -113,8 +144,13 @@ class DatasetIndex:
 
     def to_json(self) -> str:
         """The text of ``index.json``."""
+        content = asdict(self)
+        if not self.packed_seq_len:  # as version 1 always was
+            del content["recipe"]["packed_seq_len"]
+            for name in SPLITS:
+                del content[name]["padding"]
         return (
-            json.dumps({"version": VERSION, "fingerprint": self.fingerprint, **asdict(self)}, indent=1) + "\n"
+            json.dumps({"version": self.version, "fingerprint": self.fingerprint, **content}, indent=1) + "\n"
         )
 
 
@@ -149,9 +185,9 @@ def parse_index(text: str, path: Path) -> DatasetIndex:
         version = content["version"]
     except (ValueError, TypeError, KeyError) as error:
         raise _damaged(path, repr(error)) from error
-    if version != VERSION:
+    if version not in (VERSION, PACKED_VERSION):
         raise DatasetError(
-            f"{path} has version {version!r} of the dataset format, this Phalanx reads version {VERSION}; prepare the "
+            f"{path} has version {version!r} of the dataset format, this Phalanx reads versions {VERSION} and {PACKED_VERSION}; prepare the "
             "dataset again, or use the release that made it"
         )
     problems: list[Problem] = []
@@ -161,6 +197,10 @@ def parse_index(text: str, path: Path) -> DatasetIndex:
         problems.append(unknown_value("dtype", index.dtype, _ITEM_BYTES))
     if index is None or problems:
         raise _damaged(path, "; ".join(map(str, problems)))
+    if index.version != version:
+        raise _damaged(
+            path, f"version {version} and packed_seq_len {index.packed_seq_len} contradict each other"
+        )
     if content.get("fingerprint") != index.fingerprint:
         raise DatasetError(
             f"{path} was changed: its content has fingerprint {index.fingerprint}, it says {content.get('fingerprint')}"

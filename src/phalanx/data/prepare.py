@@ -29,6 +29,7 @@ import numpy as np
 from phalanx.data.corpus import Document
 from phalanx.data.errors import CorpusError, DataError, DatasetError, DatasetExistsError, NoRoomError
 from phalanx.data.index import HELD_OUT, TRAIN, DatasetIndex, Recipe, Split, dtype_for, read_index
+from phalanx.data.packing import Packer
 from phalanx.data.shards import ShardWriter, TokenShards, commit
 from phalanx.data.tokenizer import (
     BpeTokenizer,
@@ -78,6 +79,7 @@ def prepare(
     vocab_size: int | None = None,
     held_out_fraction: float = 0.05,
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
+    packed_seq_len: int = 0,
     on_progress: OnProgress | None = None,
 ) -> PreparedInfo:
     """Write the dataset of ``documents`` to ``out``, or find it there.
@@ -85,13 +87,16 @@ def prepare(
     ``documents`` must give the same when gone through again: a list or ``TextFiles``, not a generator. ``tokenizer``
     is "bpe" (trained on the training split, with ``vocab_size`` tokens at most, 32,768 if None), "bytes", or the path
     of a byte-level ``tokenizer.json``; for the last two ``vocab_size`` is None or what theirs is. Held-out text is
-    also put through ``xz -9``, which takes about 700 MB of memory at most.
+    also put through ``xz -9``, which takes about 700 MB of memory at most. With a ``packed_seq_len`` documents are packed whole into
+    records of that length; else they are joined end to end.
 
     Raises ``CorpusError`` (documents unfit or changing), ``TokenizerError``, ``DatasetExistsError`` (``out`` holds
     something else, untouched), ``NoRoomError`` (disk full, nothing left behind), and ``DatasetError``.
     """
     if not 0 <= held_out_fraction < 1:
         raise DatasetError(f"held_out_fraction = {held_out_fraction} is not in [0, 1)")
+    if packed_seq_len and packed_seq_len < 2:
+        raise DatasetError(f"packed_seq_len = {packed_seq_len} holds no token and its target; give 2 or more")
     source = _Source(documents, held_out_fraction, on_progress)
     given = _given_tokenizer(tokenizer)
     if given is not None and vocab_size not in (None, given.vocab_size):
@@ -101,7 +106,9 @@ def prepare(
     if given is None and vocab_size is None:
         vocab_size = DEFAULT_BPE_VOCAB_SIZE
     start = given.document_start if given is not None else ()
-    recipe = Recipe(source.sha256, _describe(given), vocab_size, held_out_fraction, shard_tokens, start)
+    recipe = Recipe(
+        source.sha256, _describe(given), vocab_size, held_out_fraction, shard_tokens, start, packed_seq_len
+    )
     found = _find(out, recipe)
     if found is not None:
         return found
@@ -186,9 +193,10 @@ class _Source:
 class _SplitEncoder:
     """Encodes one split's documents in batches into its shards, and counts."""
 
-    def __init__(self, writer: ShardWriter, tokenizer: Tokenizer) -> None:
+    def __init__(self, writer: ShardWriter, tokenizer: Tokenizer, packed_seq_len: int) -> None:
         self._writer = writer
         self._tokenizer = tokenizer
+        self._packer = Packer(packed_seq_len, tokenizer.end_of_document) if packed_seq_len else None
         self._batch: list[str] = []
         self._batch_characters = 0
         self._documents = 0
@@ -204,15 +212,25 @@ class _SplitEncoder:
 
     def close(self) -> Split:
         self._flush()
+        padding = 0
+        if self._packer is not None:
+            if (records := self._packer.flush()) is not None:
+                self._writer.append(records.reshape(-1))
+            padding = self._packer.padding_tokens
         written = self._writer.close()
-        return Split(written.shards, self._documents, self._text_bytes, written.sha256)
+        return Split(written.shards, self._documents, self._text_bytes, written.sha256, padding)
 
     def _flush(self) -> None:
         start = np.array(self._tokenizer.document_start, dtype=np.uint32)
         end = np.array([self._tokenizer.end_of_document], dtype=np.uint32)
-        pieces = [piece for ids in self._tokenizer.encode_batch(self._batch) for piece in (start, ids, end)]
-        if pieces:
-            self._writer.append(np.concatenate(pieces))
+        encoded = self._tokenizer.encode_batch(self._batch)
+        if self._packer is not None:
+            for ids in encoded:
+                records = self._packer.add(np.concatenate([start, ids, end]))
+                if records is not None:
+                    self._writer.append(records.reshape(-1))
+        elif encoded:
+            self._writer.append(np.concatenate([piece for ids in encoded for piece in (start, ids, end)]))
         self._batch, self._batch_characters = [], 0
 
 
@@ -276,7 +294,11 @@ def _encode(source: _Source, partial: Path, recipe: Recipe, tokenizer: Tokenizer
         ShardWriter(partial, TRAIN, dtype=dtype, shard_tokens=recipe.shard_tokens) as train,
         ShardWriter(partial, HELD_OUT, dtype=dtype, shard_tokens=recipe.shard_tokens) as held_out,
     ):
-        encoders = {TRAIN: _SplitEncoder(train, tokenizer), HELD_OUT: _SplitEncoder(held_out, tokenizer)}
+        packed = recipe.packed_seq_len
+        encoders = {
+            TRAIN: _SplitEncoder(train, tokenizer, packed),
+            HELD_OUT: _SplitEncoder(held_out, tokenizer, packed),
+        }
         for split, text, utf8 in source.read("encode"):
             encoders[split].add(text, len(utf8))
             if split == HELD_OUT:

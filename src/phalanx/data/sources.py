@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import Protocol
 
 from phalanx.data.errors import DatasetError
-from phalanx.data.index import DatasetIndex, read_index
+from phalanx.data.index import TRAIN, DatasetIndex, read_index
 from phalanx.data.mixture import Mixture, Source
 from phalanx.run.data_folders import ONLY, folders
 from phalanx.run.mixture_rules import stages_of
@@ -36,6 +36,8 @@ class DataIndex(Protocol):
     def held_out_tokens(self) -> int: ...
     @property
     def held_out_xz_bits_per_byte(self) -> float | None: ...
+    @property
+    def packed_seq_len(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,11 @@ class MixtureIndex:
         return sum(index.held_out_tokens for index in self.sources.values())
 
     @property
+    def packed_seq_len(self) -> int:
+        """The length of packed records, if any source has such; all that have are of one length."""
+        return max(index.packed_seq_len for index in self.sources.values())
+
+    @property
     def held_out_xz_bits_per_byte(self) -> float | None:
         """None: what ``xz`` needs for the texts of all sources together is not known."""
         return None
@@ -84,11 +91,6 @@ def read_data_index(data: DataSpec) -> DatasetIndex | MixtureIndex:
     return MixtureIndex(indices)
 
 
-def samples_of(tokens: int, seq_len: int) -> int:
-    """Whole samples of ``seq_len`` inputs and their targets in a stream of so many tokens."""
-    return max(0, (tokens - 1) // seq_len)
-
-
 def part_of(source: SourceSpec, samples: int) -> range:
     """The numbers of those of a dataset's ``samples`` that ``use`` says, by the decimals that are written."""
     first, stop = (math.floor(Fraction(str(fraction)) * samples) for fraction in source.use)
@@ -99,11 +101,14 @@ def mixture_of(spec: RunSpec, index: MixtureIndex) -> Mixture:
     """The order in which a run draws from its sources. Raises ``DatasetError`` if one that it draws from has no whole sample."""
     sources = []
     for source in sorted(spec.data.sources, key=lambda source: source.name):
-        tokens = index.sources[source.name].train_tokens
-        samples = len(part_of(source, samples_of(tokens, spec.train.seq_len)))
+        one = index.sources[source.name]
+        try:
+            samples = len(part_of(source, one.samples(TRAIN, spec.train.seq_len)))
+        except DatasetError as error:
+            raise DatasetError(f"source {source.name!r}: {error}") from error
         if not samples and any(source.weights):
             raise DatasetError(
-                f"source {source.name!r} has {tokens:,} training tokens, of which data.sources.{source.name}.use = {list(source.use)} is "
+                f"source {source.name!r} has {one.train_tokens:,} training tokens, of which data.sources.{source.name}.use = {list(source.use)} is "
                 f"not one sample of {spec.train.seq_len + 1}; shorten train.seq_len, use more of it, or prepare more text"
             )
         sources.append(Source(source.name, samples, source.weights))

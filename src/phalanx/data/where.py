@@ -18,7 +18,7 @@ from phalanx.data.errors import DatasetError
 from phalanx.data.index import TRAIN, DatasetIndex
 from phalanx.data.order import SampleOrder, key_of, place_in_permutation
 from phalanx.data.shards import TokenShards
-from phalanx.data.sources import MixtureIndex, SourceUse, mixture_of, part_of, samples_of, source_uses
+from phalanx.data.sources import MixtureIndex, SourceUse, mixture_of, part_of, source_uses
 from phalanx.run.data_folders import ONLY
 from phalanx.run.mixture_rules import stages_of
 from phalanx.run.spec import RunSpec
@@ -157,8 +157,7 @@ def steps_of_record(
     Raises ``DatasetError`` if there is no such source or record. None are returned for a record outside the part that is used.
     """
     origin = origin or DataOrigin()
-    tokens = index_of(index, source).train_tokens
-    records = samples_of(tokens, spec.train.seq_len)
+    records = index_of(index, source).samples(TRAIN, spec.train.seq_len)
     if not 0 <= record < records:
         raise DatasetError(
             f"there is no record {record:,}: the dataset has {records:,} of {spec.train.seq_len} tokens, counted from 0"
@@ -180,6 +179,10 @@ def records_of_document(
     Reads the tokens up to its end. A record's tokens are its inputs; the last token of a document can be the target of the one before.
     Raises ``DatasetError`` if there is no such document.
     """
+    if index.packed_seq_len:
+        raise DatasetError(
+            f"{folder} is packed, and its documents are not in their order: give the number of a record"
+        )
     shards = TokenShards.open(folder, TRAIN)
     seen, begin = 0, 0
     for start in range(0, shards.tokens, _SCANNED_TOKENS):
@@ -209,7 +212,7 @@ def _steps_alone(spec: RunSpec, order: SampleOrder, record: int, origin: DataOri
 
 
 def _alone(spec: RunSpec, index: DatasetIndex) -> SampleOrder:
-    samples = samples_of(index.train_tokens, spec.train.seq_len)
+    samples = index.samples(TRAIN, spec.train.seq_len)
     if not samples:
         raise DatasetError(f"the dataset has no whole sequence of train.seq_len = {spec.train.seq_len}")
     return SampleOrder(samples, spec.runtime.seed)
@@ -217,7 +220,7 @@ def _alone(spec: RunSpec, index: DatasetIndex) -> SampleOrder:
 
 def _part(spec: RunSpec, index: MixtureIndex, name: str) -> range:
     source = next(source for source in spec.data.sources if source.name == name)
-    return part_of(source, samples_of(index.sources[name].train_tokens, spec.train.seq_len))
+    return part_of(source, index.sources[name].samples(TRAIN, spec.train.seq_len))
 
 
 def _stored(index: DatasetIndex, token: int) -> tuple[str, int]:

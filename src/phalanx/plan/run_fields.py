@@ -231,6 +231,7 @@ _TRAINING = {
                 "whole sequences"
             ),
             "end_of_document": _irrelevant("a token's number"),
+            "targets_within_documents": _irrelevant("which targets count; logits are computed for all"),
             "loss_chunk": _own("memory of the logits"),
         },
     ),

@@ -25,6 +25,7 @@ def check(spec: RunSpec) -> list[Problem]:
         *model,
         *mixture_rules.problems(spec.data),
         *_train(spec.train),
+        *target_problems(spec),
         *_origin(spec.checkpoint),
         *_store(spec.checkpoint, spec.fleet),
         *fleet,
@@ -40,6 +41,17 @@ def _name(name: str) -> Iterator[Problem]:
             "name",
             f"{name[:100]!r} cannot be the name of a folder",
             "up to 100 characters, without slashes; for a run directory elsewhere, set run_dir",
+        )
+
+
+def target_problems(spec: RunSpec) -> Iterator[Problem]:
+    """Predictions further ahead take a target from beyond the next token, which may be another document's."""
+    if spec.train.targets_within_documents and spec.model.mtp_depth:
+        yield Problem(
+            "model.mtp_depth",
+            f"{spec.model.mtp_depth} further predictions would cross the ends of documents",
+            "set it to 0, or train on a dataset that is not packed, with train.targets_within_documents = false",
+            ("train.targets_within_documents",),
         )
 
 

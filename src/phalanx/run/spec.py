@@ -274,8 +274,10 @@ class TrainSpec:
     """Consecutive skipped steps after which the run stops even if on_nonfinite is "skip"."""
     document_mask: bool = False
     """If true, attention does not cross the ends of documents; positions are not reset there."""
+    targets_within_documents: Annotated[bool, LATER] = False
+    """If true, the token after the end of a document, the first of another one or padding, is no target. Always true of packed datasets."""
     end_of_document: Annotated[int, ValueRange(at_least=-1)] = -1
-    """Token id that ends a document, for document_mask; -1 means the tokenizer's."""
+    """Token id that ends a document, for document_mask and targets_within_documents; -1 means the tokenizer's."""
     loss_chunk: Annotated[int, POSITIVE] = 2048
     """Tokens whose logits are in memory at once while the cross-entropy is computed (chunked loss)."""
 

@@ -43,6 +43,10 @@ command.add_command(where_command)
     default=0.05,
     show_default=True,
 )
+@click.option("--pack", is_flag=True, help="Put documents whole into records of --seq-len tokens.")
+@click.option(
+    "--seq-len", type=click.IntRange(min=2), help="With --pack: tokens of a record; the run's train.seq_len."
+)
 @click.option(
     "--skip-bad",
     is_flag=True,
@@ -55,6 +59,8 @@ def prepare_command(
     tokenizer: str,
     vocab_size: int,
     held_out: float,
+    pack: bool,
+    seq_len: int | None,
     skip_bad: bool,
     as_json: bool,
 ) -> None:
@@ -64,7 +70,10 @@ def prepare_command(
       phalanx data prepare books/ notes/*.md --out data/books
       phalanx data prepare mail/ --out data/mail --skip-bad
       phalanx data prepare python-stdlib --out data/stdlib --vocab-size 8192
+      phalanx data prepare books/ --out data/books-8k --pack --seq-len 8192
     """
+    if pack != (seq_len is not None):
+        raise click.UsageError("--pack and --seq-len go together")
     from phalanx.data.prepare import prepare
     from phalanx.train.start.prepare import documents_of
 
@@ -83,6 +92,7 @@ def prepare_command(
             tokenizer=tokenizer,
             vocab_size=vocab_size if tokenizer == "bpe" else None,
             held_out_fraction=held_out,
+            packed_seq_len=seq_len or 0,
             on_progress=progress,
         )
     facts = {
@@ -93,6 +103,7 @@ def prepare_command(
         "held_out_tokens": info.index.held_out.tokens,
         "xz_bits_per_byte": info.held_out_xz_bits_per_byte,
         "fingerprint": info.fingerprint,
+        "padding": info.index.train.padding / max(1, info.index.train.tokens),
         "left_out": [str(file.path) for file in bad],
     }
     if as_json:
@@ -100,6 +111,14 @@ def prepare_command(
         return
     click.echo(f"{out}: {'was there already' if info.reused else 'written'}")
     click.echo(f"  {facts['train_tokens']:,} tokens to train on, {facts['held_out_tokens']:,} held out")
+    if pack:
+        padding = f"{facts['padding']:.3%} of them padding"
+        few = (
+            "; documents are too few to fill them better"
+            if info.index.train.padding > 0.01 * info.index.train.tokens
+            else ""
+        )
+        click.echo(f"  packed whole into records of {seq_len:,} tokens, {padding}{few}")
     if bad:
         click.echo(f"  left out: {len(bad):,} {'file' if len(bad) == 1 else 'files'}, named above")
     click.echo(f"  vocabulary {info.vocab_size:,}; fingerprint {info.fingerprint[:16]}")

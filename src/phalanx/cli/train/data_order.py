@@ -13,8 +13,8 @@ from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.cli.errors import explained
 from phalanx.data.errors import DataError
-from phalanx.data.index import DatasetIndex
-from phalanx.data.sources import MixtureIndex, read_data_index, samples_of
+from phalanx.data.index import TRAIN, DatasetIndex
+from phalanx.data.sources import MixtureIndex, read_data_index
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.data.where import (
     DataOrigin,
@@ -183,7 +183,7 @@ def _of_document(
     one = index_of(index, source)
     folder = folders(spec.data)[source]
     records = records_of_document(spec, folder, one, document, load_tokenizer(folder).end_of_document)
-    whole = samples_of(one.train_tokens, spec.train.seq_len)
+    whole = one.samples(TRAIN, spec.train.seq_len)
     yield from (record for record in records if record < whole)
 
 

@@ -43,6 +43,13 @@ def start_problems(spec: RunSpec, index: DataIndex, *, begins: bool) -> Iterator
     """
     if isinstance(index, MixtureIndex):
         yield from epoch_problems(spec, mixture_of(spec, index))
+    elif index.packed_seq_len not in (0, spec.train.seq_len):
+        yield Problem(
+            "train.seq_len",
+            f"the dataset at data.path is packed for sequences of {index.packed_seq_len} tokens, not of {spec.train.seq_len}",
+            f"set it to {index.packed_seq_len}, or prepare the text with --pack --seq-len {spec.train.seq_len}",
+            ("data.path",),
+        )
     elif index.train_tokens <= spec.train.seq_len:
         yield Problem(
             "train.seq_len",
@@ -77,6 +84,8 @@ def start_notes(spec: RunSpec, index: DataIndex) -> Iterator[str]:
         )
     if not spec.model.factory and (missing := unsayable(model := resolve(spec.model), family_for(model))):
         yield f"this model cannot be exported as a Hugging Face model: {'; '.join(missing)}"
+    if index.packed_seq_len and not spec.train.document_mask:
+        yield "documents are packed whole, and attention crosses their ends: train.document_mask = true keeps them apart"
     if index.held_out_tokens <= spec.train.seq_len:
         yield (
             f"there will be no held-out loss: {index.held_out_tokens:,} tokens are held out, less than one sequence and its last "

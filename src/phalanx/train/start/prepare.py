@@ -16,6 +16,7 @@ from phalanx.data.prepare import OnProgress, prepare
 from phalanx.data.sources import DataIndex, MixtureIndex, read_data_index
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.hardware.detect import gpu_count
+from phalanx.run.check import target_problems
 from phalanx.run.data_folders import ONLY, folders, found_again, tokenizer_folder
 from phalanx.run.degrees.smaller import problems_on
 from phalanx.run.directory.paths import (
@@ -97,7 +98,9 @@ def resolve(spec: RunSpec, index: DataIndex, path: Path) -> RunSpec:
     device = device_of(spec.runtime, has_gpu=gpu_count() > 0)
     start = pinned_checkpoint(spec.checkpoint.init_from, path)
     train = spec.train
-    if train.document_mask and train.end_of_document < 0:
+    if index.packed_seq_len:
+        train = dataclasses.replace(train, targets_within_documents=True)
+    if (train.document_mask or train.targets_within_documents) and train.end_of_document < 0:
         end = load_tokenizer(tokenizer_folder(spec.data)).end_of_document
         train = dataclasses.replace(train, end_of_document=end)
     resolved = dataclasses.replace(
@@ -108,7 +111,8 @@ def resolve(spec: RunSpec, index: DataIndex, path: Path) -> RunSpec:
         runtime=dataclasses.replace(spec.runtime, device=device),
         precision=dataclasses.replace(spec.precision, compute=compute_format(spec.precision, device)),
     )
-    problems = list(problems_on(resolved, spec.parallel.ranks))  # some sizes are known only now
+    # Some sizes are known only now, and whether the data are packed.
+    problems = [*problems_on(resolved, spec.parallel.ranks), *target_problems(resolved)]
     if problems:
         raise RunFileError(path, problems)
     return resolved

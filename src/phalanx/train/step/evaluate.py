@@ -56,6 +56,11 @@ def _batches(data: RunData, numbers: NDArray[np.int64], size: int) -> Iterator[t
             yield name, chosen[first : first + size]
 
 
+def _targets(data: RunData, numbers: NDArray[np.int64]) -> int:
+    """The targets in these held-out samples; at least 1, of the many zeros of a record of padding alone."""
+    return max(1, int(data.held_out_targets(numbers).sum()))
+
+
 @torch.no_grad()
 def evaluate(
     model: DataParallel,
@@ -97,8 +102,8 @@ def evaluate(
         name: math.fsum(
             loss for (one, _), row in zip(dealt, by_batch, strict=True) if one == name for loss in row
         )
-        / (sum(len(chosen) for one, chosen in dealt if one == name) * spec.train.seq_len)
+        / sum(_targets(data, chosen) for one, chosen in dealt if one == name)
         for name in dict.fromkeys(name for name, _ in dealt if name)
     }
     bits_per_byte = nats / math.log(2) / max(1, text_bytes)
-    return HeldOutLoss(nats / (sequences * spec.train.seq_len), bits_per_byte, by_source)
+    return HeldOutLoss(nats / _targets(data, numbers), bits_per_byte, by_source)

@@ -69,6 +69,8 @@ class Losses:
         """
         tokens, layout, device = samples[:, :-1], self.mesh.layout, self.mesh.device
         documents = None
+        if self.spec.train.targets_within_documents:
+            targets = targets.masked_fill(tokens == self.spec.train.end_of_document, IGNORE)
         if self.spec.train.document_mask:
             ids = document_ids(tokens, self.spec.train.end_of_document)
             documents = Documents.numbered(ids).to(device)
