@@ -1,5 +1,8 @@
 """The order of a run over several sources, against brute force and against itself cut in other ways."""
 
+import hashlib
+import json
+import math
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
@@ -10,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.data.mixture import Located, Mixture, Source
+from phalanx.data.order import key_of, permute
 from phalanx.data.pattern import LONGEST_PATTERN, fair_pattern, whole_weights
 
 SOURCES = (
@@ -83,6 +87,52 @@ def test_weights_beyond_the_longest_pattern_are_apportioned_and_leave_nobody_out
 def test_weights_that_say_nothing_are_refused(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="weights"):
         whole_weights(weights)
+
+
+def plainly(
+    sources: tuple[Source, ...], stages: tuple[int, ...], seed: int, batch: int, samples: int
+) -> list[tuple[int, int, int]]:
+    """The places of the first samples by the definition: one after the other, with counters, in Python's whole numbers."""
+    dealt: list[tuple[int, int, int]] = []
+    drawn = [0] * len(sources)
+    for place in range(-(-samples // batch) * batch):
+        stage = max(number for number, step in enumerate(stages) if step * batch <= place)
+        start = stages[stage] * batch
+        fractions = [Fraction(str(source.weights[stage])) for source in sources]
+        total = sum(fractions)
+        # Of the items that may be served, that which is due first; the pattern is the schedule from the stage's start on.
+        position = place - start
+        if position == 0:
+            served = [0] * len(sources)
+        waiting = [
+            (math.ceil((served[n] + 1) * total / share), sources[n].name, n)
+            for n, share in enumerate(fractions)
+            if share and math.floor(served[n] * total / share) <= position
+        ]
+        number = min(waiting)[2]
+        served[number] += 1
+        epoch, item = divmod(drawn[number], sources[number].records)
+        drawn[number] += 1
+        key = key_of("source", seed, epoch, sources[number].name)
+        record = int(permute(np.array([item]), n=sources[number].records, key=key)[0])
+        dealt.append((number, epoch, record))
+    windows = [
+        permute(np.arange(batch), n=batch, key=key_of("window", seed, n)) for n in range(len(dealt) // batch)
+    ]
+    return [dealt[n * batch + int(place)] for n, window in enumerate(windows) for place in window][:samples]
+
+
+@settings(max_examples=40, deadline=None)
+@given(small_mixtures)
+def test_the_places_are_those_of_the_definition(one: Mixture) -> None:
+    stages = tuple(int(start) // one.batch_size for start in one._starts)
+    samples = min(40 * one.batch_size, 400)
+    assert all_of(one, samples) == plainly(one.sources, stages, one._seed, one.batch_size, samples)
+
+
+def test_the_order_of_a_mixture_is_that_of_earlier_releases() -> None:
+    digest = hashlib.sha256(json.dumps(all_of(mixture())).encode()).hexdigest()
+    assert digest == "2f0bb28251a1098e1304dc6d4415a23da31a6013fde40ea2972bbb0e76a19065"
 
 
 @settings(max_examples=50, deadline=None)
