@@ -191,6 +191,19 @@ def test_a_commit_waits_for_the_other_ranks_files_and_names_those_that_are_not_t
     assert tier.steps() == []
 
 
+def test_a_file_of_another_size_is_not_committed_and_is_copied_again(tmp_path: Path) -> None:
+    disk, store = disk_with(tmp_path, 1), MemoryStore()
+    tier = ObjectTier(store)
+    draft = ObjectDraft(tier, 1, disk.index_bytes(1), "1")
+    copy_share(disk, 1, draft, limit=FREE)
+    store.objects[data_key(store, ".safetensors")] += b"x"
+    with pytest.raises(AbandonedError, match="1 of 2 files"):
+        commit_copy(disk, 1, draft, timeout_s=0)
+    copy_share(disk, 1, draft, limit=FREE)
+    assert commit_copy(disk, 1, draft, timeout_s=0)
+    assert verify_tier(tier, "store") == []
+
+
 def test_what_a_broken_upload_has_brought_is_not_copied_again(tmp_path: Path) -> None:
     disk, tier = disk_with(tmp_path, 1), ObjectTier(MemoryStore())
     draft = ObjectDraft(tier, 1, disk.index_bytes(1), "1")
