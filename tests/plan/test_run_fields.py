@@ -335,6 +335,16 @@ def test_what_the_user_assumes_wins_over_the_run_file() -> None:
     assert plan("recovery=restart").assumptions.checkpoint_interval_s == pytest.approx(2000 * step_s)
 
 
+def test_where_a_run_chooses_when_to_save_the_plan_takes_the_best_interval() -> None:
+    def plan(spec: RunSpec) -> Any:
+        aim = Aim(layout="file", assume=("draws=1", "recovery=restart"))
+        return make_plan(spec, cluster("h100:32"), aim, searching=False)
+
+    fixed, left_open = plan(DENSE), plan(changed(DENSE, "checkpoint.every_steps", 0))
+    assert left_open.assumptions.checkpoint_interval_s is None
+    assert left_open.run.goodput > fixed.run.goodput
+
+
 def test_kept_checkpoints_are_counted_from_the_steps_that_are_planned() -> None:
     spec = changed(DENSE, "checkpoint.keep_every", 1000)
     kept = []

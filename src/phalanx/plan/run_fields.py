@@ -331,7 +331,10 @@ _WHOLE_RUN = {
     **_in(
         "checkpoint",
         {
-            "every_steps": _used("seconds between saves to storage"),
+            "every_steps": _used("seconds between saves to storage; 0 leaves them to the assumptions"),
+            "hours_between_failures": _irrelevant(
+                "the plan's own failure rates are of the cluster's hardware"
+            ),
             **_all("keep_last keep_every", _used("checkpoints kept, and what storing them costs")),
             "timeout_s": _irrelevant("when a save counts as failed"),
             **_all(

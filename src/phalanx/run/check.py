@@ -28,6 +28,7 @@ def check(spec: RunSpec) -> list[Problem]:
         *target_problems(spec),
         *_origin(spec.checkpoint),
         *_store(spec.checkpoint, spec.fleet),
+        *_interval(spec.checkpoint, spec.fleet),
         *fleet,
         *smaller_degree_problems(spec),
         *problems_on(spec, spec.parallel.ranks),
@@ -62,6 +63,23 @@ def _origin(checkpoint: CheckpointSpec) -> Iterator[Problem]:
             f'"{checkpoint.init_with}" of no checkpoint',
             "name a run directory or a checkpoint in checkpoint.init_from",
             ("checkpoint.init_from",),
+        )
+
+
+def _interval(checkpoint: CheckpointSpec, fleet: FleetSpec) -> Iterator[Problem]:
+    if fleet.audit_every_steps and not checkpoint.every_steps:
+        yield Problem(
+            "checkpoint.every_steps",
+            f"0 chooses steps that need not be audited, and fleet.audit_every_steps = {fleet.audit_every_steps} can go back to audited ones only",
+            f"a multiple of {fleet.audit_every_steps}",
+            ("fleet.audit_every_steps",),
+        )
+    if checkpoint.hours_between_failures and checkpoint.every_steps:
+        yield Problem(
+            "checkpoint.hours_between_failures",
+            f"has no part in saving every {checkpoint.every_steps} steps",
+            "set checkpoint.every_steps = 0, which chooses the interval by it, or leave it out",
+            ("checkpoint.every_steps",),
         )
 
 

@@ -9,19 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.checkpoint.save.interval import daly_interval_s, optimal_interval_s, young_interval_s
 from phalanx.plan.whole_run.goodput import (
     CheckpointPlan,
     GoodputError,
     RecoveryPhase,
     Risk,
     breakdown,
-    daly_interval_s,
     efficiency,
     interval_s,
     nested_breakdown,
-    optimal_interval_s,
     simulate,
-    young_interval_s,
 )
 
 minutes = 60.0

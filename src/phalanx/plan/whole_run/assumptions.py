@@ -113,11 +113,12 @@ def described(
         by_fleet: RecoveryMethod = "spare" if fleet.spares else "shrink"
         recovery = recovery or (by_fleet if fleet.snapshot_every_steps else "restart")
         found |= {"recovery": recovery, "spare_nodes": fleet.spares}
-    if recovery == "restart":
+    durable = {"durable_interval_s": checkpoint.every_steps * step_s} if checkpoint.every_steps else {}
+    if recovery == "restart" and checkpoint.every_steps:
         found["checkpoint_interval_s"] = checkpoint.every_steps * step_s
-    elif fleet.nodes and fleet.snapshot_every_steps:
+    elif recovery != "restart" and fleet.nodes and fleet.snapshot_every_steps:
         found["checkpoint_interval_s"] = fleet.snapshot_every_steps * step_s
-    return found | {"durable_interval_s": checkpoint.every_steps * step_s}
+    return found | durable
 
 
 def assumed(

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.checkpoint.save.interval import daly_interval_s, optimal_interval_s, young_interval_s
 from phalanx.hardware.cluster import Cluster, Fact
 from phalanx.plan.whole_run.assumptions import RunAssumptions, RunInputs
 from phalanx.plan.whole_run.checkpoint_tiers import TierCost, tiers
@@ -32,11 +33,8 @@ from phalanx.plan.whole_run.goodput import (
     HOPELESS,
     CheckpointPlan,
     Risk,
-    daly_interval_s,
     interval_s,
-    optimal_interval_s,
     simulate,
-    young_interval_s,
 )
 from phalanx.plan.whole_run.recovery import TIER_OF, RecoveryMethod, fleet_share, recovery_phases
 from phalanx.plan.workload.candidates import Floats

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.checkpoint.save.interval import optimal_interval_s
 from phalanx.plan.workload.candidates import Floats
 
 
@@ -64,40 +65,6 @@ class Risk:
 
 
 # --- the checkpoint interval --------------------------------------------------------------------
-
-
-def young_interval_s(mtti_s: float, stall_s: float) -> float:
-    """Young 1974, "A first order approximation to the optimum checkpoint interval": sqrt(2 delta M)."""
-    return math.sqrt(2 * stall_s * mtti_s)
-
-
-def daly_interval_s(mtti_s: float, stall_s: float) -> float:
-    """Daly 2006: three terms of the optimum's series, and M where that does not hold."""
-    if stall_s >= 2 * mtti_s:
-        return mtti_s
-    half = stall_s / (2 * mtti_s)
-    return young_interval_s(mtti_s, stall_s) * (1 + math.sqrt(half) / 3 + half / 9) - stall_s
-
-
-def optimal_interval_s(mtti_s: float, stall_s: float) -> float:
-    """The interval with the best goodput, exactly: the root of (1 - x) e^x = e^(-delta/M), x = tau/M.
-
-    It does not depend on the recovery. The root is 1 + W(-e^(-delta/M - 1)) with Lambert's W.
-    """
-    if math.isinf(mtti_s):
-        return math.inf
-    delta = stall_s / mtti_s
-    if delta == 0:
-        return 0.0
-    # x + e^-(x + delta) - 1 is convex and positive at 1: Newton falls monotonically onto the root.
-    x = 1.0
-    for _ in range(100):
-        value = x + math.expm1(-(x + delta))
-        step = value / -math.expm1(-(x + delta))
-        x -= step
-        if abs(step) <= 1e-15 * x:
-            break
-    return x * mtti_s
 
 
 def interval_s(risk: Risk, at_least_s: float = 0.0, step_s: float = 0.0) -> float:

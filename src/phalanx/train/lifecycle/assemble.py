@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.checkpoint.format.shards import Shard
+from phalanx.checkpoint.save.interval import RANK_HOURS_BETWEEN_FAILURES, SaveInterval
 from phalanx.checkpoint.save.mirror import Mirror
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.tiers.disk import DiskTier
@@ -24,7 +26,7 @@ from phalanx.observe.ledger import Bucket, Ledger
 from phalanx.parallel.mesh.machines import count_machine_ranks
 from phalanx.parallel.mesh.mesh import Mesh, build_mesh
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.run.spec import RunSpec
+from phalanx.run.spec import CheckpointSpec, RunSpec
 from phalanx.store.open_store import open_store
 from phalanx.train.lifecycle.compose import build_model
 from phalanx.train.lifecycle.guardian import Guardian, NoGuardian
@@ -100,13 +102,16 @@ class Training:
     stalls_s: dict[int, float] = field(default_factory=dict)
     """The time for which each save held training up, by step."""
     last_saved_step: int | None = None
+    interval: SaveInterval | None = None
+    """Rank 0's choice of when to save, where the run file leaves it open."""
     last_save_good: bool = True
     """True if the newest save that has ended is durable; known to rank 0 only."""
 
     def flags(self) -> StepFlags:
         """This rank's requests to all, for the next step."""
         guardian = self.inputs.guardian
-        return StepFlags(self.inputs.stop.made, not guardian.safe(), guardian.leaving())
+        save = self.interval is not None and self.interval.due(time.monotonic())
+        return StepFlags(self.inputs.stop.made, not guardian.safe(), guardian.leaving(), save)
 
     def fence(self) -> None:
         """Waits until no save or snapshot copies the weights any more: they are about to change."""
@@ -174,7 +179,16 @@ def assemble(inputs: EpochInputs, reporter: Reporter) -> Training:
         peak=Peak(warm.peak_of_rank.flops_per_s * mesh.ranks, f"{mesh.ranks} x {warm.peak_of_rank.source}"),
         restored=restored,
         numerics=warm.numerics,
+        interval=_interval(spec.checkpoint, mesh),
     )
+
+
+def _interval(checkpoint: CheckpointSpec, mesh: Mesh) -> SaveInterval | None:
+    """The choice of when to save, on rank 0 of a run that leaves it open."""
+    if checkpoint.every_steps or mesh.rank:
+        return None
+    hours = checkpoint.hours_between_failures or RANK_HOURS_BETWEEN_FAILURES / mesh.ranks
+    return SaveInterval(3600 * hours)
 
 
 def _mirror(inputs: EpochInputs, disk: DiskTier, store: ObjectTier, mesh: Mesh) -> Mirror:

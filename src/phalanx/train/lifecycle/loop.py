@@ -32,12 +32,12 @@ from phalanx.observe.events import (
 from phalanx.observe.ledger import Bucket
 from phalanx.observe.records import environment_record
 from phalanx.observe.throughput import typical
-from phalanx.parallel.process_group.typed_gather import broadcast_typed
 from phalanx.run.directory.result import RunResult
 from phalanx.train.lifecycle.assemble import Training
 from phalanx.train.lifecycle.ending import RunFailedError
 from phalanx.train.lifecycle.guardian import Samples
 from phalanx.train.lifecycle.progress import TrainProgress
+from phalanx.train.lifecycle.saving import collect, due, extra_of, save, save_due, settle, settle_copies
 from phalanx.train.measure.numerics import Numerics, differing
 from phalanx.train.start.checks import start_notes
 from phalanx.train.step.evaluate import HeldOutLoss, evaluate
@@ -72,12 +72,12 @@ def train(training: Training) -> RunResult | None:
     with _prefetch(training, progress.step, samples) as batches:
         stepper = Stepper(training.built, batches, ledger, progress.updates)
         audit = guardian.audit(stepper, samples)
-        guardian.begins(progress.step, training.shards, _extra(training, progress))
+        guardian.begins(progress.step, training.shards, extra_of(training, progress))
         own = training.restored is not None and not training.restored.taken_over
-        if own and 0 < progress.step < spec.train.steps and _due(progress.step, spec.checkpoint.every_steps):
+        if own and 0 < progress.step < spec.train.steps and save_due(spec, progress.step):
             # After an in-memory restore the checkpoint that was due at this step may be missing: the fault may have
             # come before it was committed.
-            _save(training, progress)
+            save(training, progress)
         ledger.switch(Bucket.STEP_HOST_GAP)
         while progress.step < spec.train.steps:
             begin = time.perf_counter()
@@ -94,15 +94,15 @@ def train(training: Training) -> RunResult | None:
             progress.advance(report, stepper.updates, spec.train.batch_size)
             _log_step(training, progress, report, recent_s)
             if report.flags.leave and spec.fleet.snapshot_every_steps == 0:
-                _save(training, progress)  # no snapshot holds this step for the next epoch
-                _settle(training)
-            guardian.ended(progress.step, training.shards, _extra(training, progress), report)
+                save(training, progress)  # no snapshot holds this step for the next epoch
+                settle(training)
+            guardian.ended(progress.step, training.shards, extra_of(training, progress), report)
             last = progress.step == spec.train.steps
-            if not last and _due(progress.step, spec.evaluation.every_steps):
+            if not last and due(progress.step, spec.evaluation.every_steps):
                 _evaluate(training, progress.step, spec.evaluation.sequences)
-            if not last and (report.flags.stop or _due(progress.step, spec.checkpoint.every_steps)):
-                _save(training, progress)
-            _collect(training)
+            if not last and (report.flags.stop or report.flags.save or save_due(spec, progress.step)):
+                save(training, progress)
+            collect(training)
             if report.flags.stop and not last:
                 _stopped(training, progress)
                 return None
@@ -128,10 +128,6 @@ def _measured_step(training: Training, stepper: Stepper, number: int, audit: Aud
     training.memory_bytes = most
     training.reporter.emit(MemoryMeasured(number, most, least))
     return report
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
 
 
 def _begin(training: Training) -> TrainProgress:
@@ -229,8 +225,8 @@ def _skip_or_raise(training: Training, progress: TrainProgress, report: StepRepo
     training.reporter.emit(NonFinite(progress.step + 1, what, skipped=skip))
     if skip:
         return
-    _save(training, progress)
-    saved = "and saved" if _settle(training) else "but could not be saved: older checkpoints are kept"
+    save(training, progress)
+    saved = "and saved" if settle(training) else "but could not be saved: older checkpoints are kept"
     remedy = (
         f"{train.max_skipped} steps in a row were skipped; lower optimizer.lr or lengthen schedule.warmup_steps"
         if train.on_nonfinite == "skip"
@@ -302,67 +298,10 @@ def _evaluate(training: Training, step: int, sequences: int) -> HeldOutLoss | No
     return evaluation
 
 
-def _save(training: Training, progress: TrainProgress) -> None:
-    """Hands the state to the saver; training waits for one memory copy."""
-    if training.last_saved_step == progress.step:
-        return
-    training.last_saved_step = progress.step
-    extra = _extra(training, progress)
-    with training.inputs.ledger.bucket(Bucket.CKPT_BLOCKING):
-        receipt = training.saver.save(progress.step, training.shards, extra)
-    training.stalls_s[progress.step] = receipt.stall_s
-
-
-def _extra(training: Training, progress: TrainProgress) -> dict[str, object]:
-    """The part of a run's state that is not tensors, for checkpoints and snapshots."""
-    return {
-        **vars(progress),
-        "seed": training.inputs.spec.runtime.seed,
-        "data_fingerprint": training.data.fingerprint,
-    }
-
-
-def _collect(training: Training) -> None:
-    """Reports the saves that have ended since the last call."""
-    outcomes = training.saver.poll()
-    for outcome in outcomes:
-        training.last_save_good = outcome.status != "failed"
-        if outcome.status == "committed":
-            training.inputs.guardian.saved(outcome.step)
-        if training.mirror and outcome.status != "failed" and _copied(training, outcome.step):
-            training.mirror.offer(outcome.step)
-    if training.mirror:
-        training.reporter.copied(training.mirror.poll(), training.mirror.url)
-    training.reporter.saved(outcomes, training.stalls_s, str(training.inputs.directory.checkpoints))
-
-
-def _settle(training: Training) -> bool:
-    """Waits until all saves have ended. True, on every rank, if the last of them is durable."""
-    with training.inputs.ledger.bucket(Bucket.CKPT_BLOCKING):
-        training.saver.wait()
-        _collect(training)
-        return broadcast_typed(training.last_save_good, bool)
-
-
-def _copied(training: Training, step: int) -> bool:
-    """True if a saved step is to be copied to the store; the last one always is."""
-    spec = training.inputs.spec
-    every = spec.checkpoint.store_every_steps
-    return every == 0 or step % every == 0 or step == spec.train.steps
-
-
-def _settle_copies(training: Training) -> None:
-    """Waits until all copies to the store have ended, one way or the other."""
-    if training.mirror:
-        with training.inputs.ledger.bucket(Bucket.CKPT_BLOCKING):
-            training.mirror.wait()
-            _collect(training)
-
-
 def _stopped(training: Training, progress: TrainProgress) -> None:
     training.inputs.ledger.switch(Bucket.STOP)
-    saved = _settle(training)
-    _settle_copies(training)
+    saved = settle(training)
+    settle_copies(training)
     kept = f"step {progress.step} is saved" if saved else "the last checkpoint failed, an older one is kept"
     training.reporter.emit(Stopped(progress.step, f"asked to stop; {kept}", training.inputs.ledger.seconds()))
 
@@ -374,15 +313,15 @@ def _finished(
 
     The save comes first: evaluation and hash need memory that training did not, and what they fail for shall not cost steps.
     """
-    _save(training, progress)
-    if not _settle(training):
+    save(training, progress)
+    if not settle(training):
         remedy = "make room and start again: the run goes on from the newest one"
         what = f"all {progress.step} steps are done, but the last checkpoint could not be saved"
         raise UnsavedError(f"{what}; {remedy}", remedy)
     evaluation = _evaluate(training, progress.step, training.inputs.spec.evaluation.final_sequences)
     training.inputs.ledger.switch(Bucket.STOP)
     weights = weights_sha256(training.built.model.parts, training.built.placement)
-    _settle_copies(training)
+    settle_copies(training)
     training.inputs.ledger.switch(Bucket.STEP_HOST_GAP)
     tokens_per_s = _typical_speed(training, begun, progress, recent_s)
     layout = training.mesh.layout

@@ -66,6 +66,8 @@ class StepFlags:
     """This rank's newest copy of its state would not survive the loss of its node."""
     leave: bool = False
     """End this epoch of membership after this step."""
+    save: bool = False
+    """Save a checkpoint after this step."""
 
 
 @dataclass(frozen=True)

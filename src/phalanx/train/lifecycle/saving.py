@@ -1,0 +1,112 @@
+"""Saving within the loop: when a checkpoint is due, handing the state over, and hearing how it ended.
+
+Training waits for one memory copy; files, copies to a store and their commit are made beside it, and what became of them is asked for after
+each step.
+"""
+
+from __future__ import annotations
+
+import time
+
+from phalanx.checkpoint.save.interval import SaveInterval
+from phalanx.checkpoint.save.saver import SaveOutcome
+from phalanx.observe.events import Message
+from phalanx.observe.ledger import Bucket
+from phalanx.observe.throughput import format_duration
+from phalanx.parallel.process_group.typed_gather import broadcast_typed
+from phalanx.run.spec import RunSpec
+from phalanx.train.lifecycle.assemble import Training
+from phalanx.train.lifecycle.progress import TrainProgress
+
+
+def due(step: int, every: int) -> bool:
+    """True if something that is done every so many steps, 0 for never, is done after this one."""
+    return every > 0 and step % every == 0
+
+
+def save_due(spec: RunSpec, step: int) -> bool:
+    """True if the run file says that this step is saved; where it leaves the interval open, those are what is kept or copied for good."""
+    checkpoint = spec.checkpoint
+    if checkpoint.every_steps:
+        return due(step, checkpoint.every_steps)
+    return due(step, checkpoint.keep_every) or (
+        bool(checkpoint.store) and due(step, checkpoint.store_every_steps)
+    )
+
+
+def save(training: Training, progress: TrainProgress) -> None:
+    """Hands the state to the saver; training waits for one memory copy."""
+    if training.last_saved_step == progress.step:
+        return
+    training.last_saved_step = progress.step
+    extra = extra_of(training, progress)
+    with training.inputs.ledger.bucket(Bucket.CKPT_BLOCKING):
+        receipt = training.saver.save(progress.step, training.shards, extra)
+    training.stalls_s[progress.step] = receipt.stall_s
+    if training.interval is not None:
+        training.interval.saved(time.monotonic(), receipt.stall_s)
+
+
+def extra_of(training: Training, progress: TrainProgress) -> dict[str, object]:
+    """The part of a run's state that is not tensors, for checkpoints and snapshots."""
+    return {
+        **vars(progress),
+        "seed": training.inputs.spec.runtime.seed,
+        "data_fingerprint": training.data.fingerprint,
+    }
+
+
+def collect(training: Training) -> None:
+    """Reports the saves that have ended since the last call."""
+    outcomes = training.saver.poll()
+    for outcome in outcomes:
+        training.last_save_good = outcome.status != "failed"
+        if training.interval is not None:
+            _tell_interval(training, training.interval, outcome)
+        if outcome.status == "committed":
+            training.inputs.guardian.saved(outcome.step)
+        if training.mirror and outcome.status != "failed" and _copied(training, outcome.step):
+            training.mirror.offer(outcome.step)
+    if training.mirror:
+        training.reporter.copied(training.mirror.poll(), training.mirror.url)
+    training.reporter.saved(outcomes, training.stalls_s, str(training.inputs.directory.checkpoints))
+
+
+def _tell_interval(training: Training, interval: SaveInterval, outcome: SaveOutcome) -> None:
+    """Takes in how a save ended, and says what follows from the first."""
+    if outcome.status == "failed":
+        interval.failed(time.monotonic())
+        return
+    first = not interval.write_s
+    interval.written(outcome.seconds)
+    if first:
+        training.reporter.emit(
+            Message(
+                "info",
+                f"checkpoints are saved every {format_duration(interval.seconds)}: a save holds training up for {interval.stall_s:.2g} s, and a "
+                f"failure is expected every {format_duration(interval.mtti_s)} (checkpoint.hours_between_failures)",
+            )
+        )
+
+
+def _copied(training: Training, step: int) -> bool:
+    """True if a saved step is to be copied to the store; the last one always is."""
+    spec = training.inputs.spec
+    every = spec.checkpoint.store_every_steps
+    return every == 0 or step % every == 0 or step == spec.train.steps
+
+
+def settle(training: Training) -> bool:
+    """Waits until all saves have ended. True, on every rank, if the last of them is durable."""
+    with training.inputs.ledger.bucket(Bucket.CKPT_BLOCKING):
+        training.saver.wait()
+        collect(training)
+        return broadcast_typed(training.last_save_good, bool)
+
+
+def settle_copies(training: Training) -> None:
+    """Waits until all copies to the store have ended, one way or the other."""
+    if training.mirror:
+        with training.inputs.ledger.bucket(Bucket.CKPT_BLOCKING):
+            training.mirror.wait()
+            collect(training)
