@@ -126,6 +126,29 @@ def test_a_child_run_whose_stages_were_added_is_the_run_that_had_them_from_the_s
     assert [result[figure] for figure in FIGURES] == [undisturbed[figure] for figure in FIGURES]
 
 
+def test_a_child_run_with_a_new_source_is_the_run_that_had_it_without_weight_from_the_start(
+    ranks: Ranks, datasets: dict[str, Path], reference: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    more = {**datasets, "more": make_dataset(tmp_path / "more", "m")}
+    whole = mixture(more, tmp_path / "whole", steps=8)
+    weights = {
+        "words": (0.5, 1.0, 1.0),
+        "names": (1.5, 1.0, 0.0),
+        "places": (2.5, 1.0, 1.0),
+        "more": (0.0, 0.0, 2.0),
+    }
+    sources = tuple(replace(source, weights=weights[source.name]) for source in whole.data.sources)
+    whole = replace(whole, data=replace(whole.data, stages=(0, 3, 6), sources=sources))
+    undisturbed = ranks.run(2, train_on_this_rank, whole)[0]
+    listed = ", ".join(
+        f'{{name="{one.name}", path="{one.path}", weights={list(one.weights)}, epochs=0}}' for one in sources
+    )
+    changes = ["train.steps=8", "data.stages=[0, 3, 6]", f"data.sources=[{listed}]"]
+    child = child_of(reference[0], tmp_path / "child", *changes, step=6)
+    result = ranks.run(1, train_on_this_rank, child)[0]
+    assert [result[figure] for figure in FIGURES] == [undisturbed[figure] for figure in FIGURES]
+
+
 @pytest.mark.parametrize(
     ("overrides", "path", "says"),
     [
