@@ -77,7 +77,8 @@ QUICK = (
         f"phalanx.checkpoint.tiers.{name}"
         for name in ("tier", "disk", "retention", "gather", "verify", "digest")
     ),
-    *(f"phalanx.store.{name}" for name in ("store", "open_store", "obstore_adapter", "local_folder")),
+    "phalanx.cli.weights.checkpoint_command",
+    *(f"phalanx.store.{name}" for name in ("store", "open_store", "local_folder")),
     "phalanx.cli.main",
     "phalanx.cli.fleet.simulate_command",
     "phalanx.cli.plan.plan_command",
@@ -98,7 +99,7 @@ QUICK = (
     "phalanx.fleet.core",
     "phalanx.model.facts",
 )
-"""Commands and agents that must start in a blink, without torch. A package stands for every module in it."""
+"""Commands and agents that must start in a blink, without torch and obstore. A package stands for every module in it."""
 
 
 def module_name(file: Path) -> str:
@@ -242,13 +243,14 @@ def test_ways_of_pickling_are_found_in_all_their_spellings() -> None:
         assert pickling(ast.parse(line)), line
 
 
-def test_quick_commands_do_not_import_torch() -> None:
+def test_quick_commands_import_neither_torch_nor_the_client_of_object_stores() -> None:
     quick = sorted(name for name in MODULES if any(f"{name}.".startswith(f"{start}.") for start in QUICK))
     code = (
         "import importlib, sys\n"
         f"for name in {quick}:\n"
         "    importlib.import_module(name)\n"
-        "    if 'torch' in sys.modules: sys.exit(f'{name} imports torch')\n"
+        "    for heavy in ('torch', 'obstore'):\n"
+        "        if heavy in sys.modules: sys.exit(f'{name} imports {heavy}')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
