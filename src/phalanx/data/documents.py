@@ -14,7 +14,10 @@ from torch import Tensor
 def document_ids(tokens: Tensor, end_of_document: int) -> Tensor:
     """The number, from 0, of each token's document in its sequence: ``(b, s)``, int64, for tokens ``(b, s)``.
 
-    The token that ends a document belongs to it.
+    The token that ends a document belongs to it, and so do further ones behind it: the padding of a record, or documents without text. Each
+    as a document of its own would be a kernel of its own to attention, thousands for a record of padding.
     """
-    ends = (tokens == end_of_document).to(torch.int64)
-    return ends.cumsum(-1) - ends
+    ends = tokens == end_of_document
+    begins = torch.zeros_like(tokens)
+    begins[..., 1:] = ends[..., :-1] & ~ends[..., 1:]
+    return begins.cumsum(-1)
