@@ -7,7 +7,7 @@ import hashlib
 from pathlib import Path
 from typing import Any, cast
 
-from phalanx.data.corpus import Document
+from phalanx.data.formats.document import Document
 from phalanx.data.index import read_index
 from phalanx.data.prepare import prepare
 from phalanx.data.sources import read_data_index

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from data.making import write_dataset
 from phalanx.data import packing
-from phalanx.data.corpus import Document
 from phalanx.data.dataset import NO_TARGET, RunData
 from phalanx.data.errors import DatasetError
+from phalanx.data.formats.document import Document
 from phalanx.data.index import HELD_OUT, TRAIN, read_index
 from phalanx.data.packing import Packer, best_fit, pieces_of
 from phalanx.data.prepare import prepare

@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 
 from parity.llama3_folder import begins_texts, byte_level_bpe
-from phalanx.data.corpus import Document, text_files
+from phalanx.data.corpus import text_files
 from phalanx.data.dataset import RunData, verify_dataset
 from phalanx.data.errors import CorpusError, DatasetError, DatasetExistsError, TokenizerError
+from phalanx.data.formats.document import Document
 from phalanx.data.index import HELD_OUT, TRAIN, read_index
 from phalanx.data.prepare import PreparedInfo, prepare, split_of
 from phalanx.data.shards import TokenShards, verify

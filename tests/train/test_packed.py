@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.data.corpus import Document
+from phalanx.data.formats.document import Document
 from phalanx.data.index import read_index
 from phalanx.data.prepare import prepare
 from phalanx.run.problems import RunFileError

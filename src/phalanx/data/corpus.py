@@ -14,24 +14,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import BinaryIO
 
 from phalanx.data.errors import CorpusError
-
-DOCUMENT_BYTES = 1 << 20
+from phalanx.data.formats.document import DOCUMENT_BYTES, Document
+from phalanx.data.formats.text import pieces
 
 # Tests and other people's bundled packages vary with how a Python was installed; what is left is the library itself.
 _NOT_LIBRARY = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "_bundled", "__pycache__"}
 )
-
-
-@dataclass(frozen=True)
-class Document:
-    """One document: a text that is trained on as a whole."""
-
-    name: str
-    text: str
 
 
 @dataclass(frozen=True)
@@ -177,7 +168,7 @@ def _read_documents(name: str, path: Path, document_bytes: int) -> Iterator[Docu
             if os.fstat(file.fileno()).st_size <= document_bytes:
                 yield Document(name, file.read().decode())
                 return
-            for number, piece in enumerate(_pieces(file, document_bytes)):
+            for number, piece in enumerate(pieces(file, document_bytes)):
                 yield Document(f"{name}#{number}", piece.decode())
     except OSError as error:
         raise CorpusError(f"cannot read {path}: {error.strerror}") from error
@@ -187,21 +178,3 @@ def _read_documents(name: str, path: Path, document_bytes: int) -> Iterator[Docu
             "example with iconv, or leave it out: with a glob such as 'folder/**/*.txt', or with all others that are bad by "
             "`phalanx data prepare --skip-bad`"
         ) from error
-
-
-def _pieces(file: BinaryIO, piece_bytes: int) -> Iterator[bytes]:
-    """The file in pieces of at most ``piece_bytes``, each ending after a line where it holds a line's end at all."""
-    rest = b""
-    while block := file.read(piece_bytes - len(rest)):
-        block = rest + block
-        cut = len(block) if len(block) < piece_bytes else block.rfind(b"\n") + 1 or _character_end(block)
-        yield block[:cut]
-        rest = block[cut:]
-    if rest:
-        yield rest
-
-
-def _character_end(block: bytes) -> int:
-    """The offset at which the last, perhaps incomplete, UTF-8 character begins: its first byte is no continuation byte."""
-    starts = (i for i in range(len(block) - 1, max(len(block) - 5, 0), -1) if block[i] & 0xC0 != 0x80)
-    return next(starts, len(block))

@@ -26,8 +26,8 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.data.corpus import Document
 from phalanx.data.errors import CorpusError, DataError, DatasetError, DatasetExistsError, NoRoomError
+from phalanx.data.formats.document import Document
 from phalanx.data.index import HELD_OUT, TRAIN, DatasetIndex, Recipe, Split, dtype_for, read_index
 from phalanx.data.packing import Packer
 from phalanx.data.shards import ShardWriter, TokenShards, commit

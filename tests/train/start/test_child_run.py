@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.data.corpus import Document
 from phalanx.data.errors import DataError
+from phalanx.data.formats.document import Document
 from phalanx.data.index import read_index
 from phalanx.data.prepare import prepare
 from phalanx.observe.event_log import read_events

@@ -9,8 +9,9 @@ import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 
-from phalanx.data.corpus import Document, named_corpus, text_files
+from phalanx.data.corpus import named_corpus, text_files
 from phalanx.data.errors import DataError
+from phalanx.data.formats.document import Document
 from phalanx.data.index import DatasetIndex
 from phalanx.data.prepare import OnProgress, prepare
 from phalanx.data.sources import DataIndex, MixtureIndex, read_data_index

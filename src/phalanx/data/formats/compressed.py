@@ -1,0 +1,161 @@
+"""Compressed files as streams of bytes, which notice where a file ends early or is damaged.
+
+gzip, bzip2 and xz are Python's own. zstd is ``zstandard``'s, whose stream reader takes a frame that ends early for the end of
+the file: frames are therefore counted here.
+"""
+
+import bz2
+import gzip
+import importlib
+import io
+import lzma
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, BinaryIO
+
+from phalanx.data.errors import CorpusError
+from phalanx.data.formats.document import OnBytes
+
+if TYPE_CHECKING:
+    import zstandard
+    from typing_extensions import Buffer
+
+_BLOCK_BYTES = 1 << 18
+_LARGEST_ZSTD_WINDOW = 1 << 31
+"""Bytes; what `zstd --long=31` writes at most."""
+
+
+class Compression(Enum):
+    """How a file is compressed; the value is the usual ending of its name."""
+
+    NONE = ""
+    GZIP = "gz"
+    ZSTD = "zst"
+    XZ = "xz"
+    BZ2 = "bz2"
+
+
+class DamagedError(Exception):
+    """Compressed bytes that end early, or that are not what was written."""
+
+
+@contextmanager
+def open_stream(
+    path: Path, compression: Compression, on_bytes: OnBytes | None = None
+) -> Iterator[io.BufferedReader]:
+    """The uncompressed bytes of a file; ``on_bytes`` is given how many of the file's own bytes have been read.
+
+    Within the block, whatever shows damage becomes ``DamagedError``. Raises ``CorpusError`` if ``zstandard`` is missing.
+    """
+    with path.open("rb", buffering=0) as raw:
+        counted = _Counted(raw, on_bytes)
+        try:
+            yield io.BufferedReader(_uncompressed(counted, compression), _BLOCK_BYTES)
+        except EOFError as error:
+            raise DamagedError("it ends amid its compressed data") from error
+        except (gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
+            raise DamagedError(f"its compressed data are not what was written ({error})") from error
+        except OSError as error:
+            if error.errno is not None:
+                raise
+            # bz2 says no more than this of invalid data.
+            raise DamagedError(f"its compressed data are not what was written ({error})") from error
+
+
+def _uncompressed(file: "_Counted", compression: Compression) -> io.RawIOBase:
+    stream: object
+    match compression:
+        case Compression.NONE:
+            stream = file
+        case Compression.GZIP:
+            stream = gzip.GzipFile(fileobj=io.BufferedReader(file, _BLOCK_BYTES), mode="rb")
+        case Compression.XZ:
+            stream = lzma.LZMAFile(  # noqa: SIM115 - closed with the file below it
+                io.BufferedReader(file, _BLOCK_BYTES)
+            )
+        case Compression.BZ2:
+            stream = bz2.BZ2File(io.BufferedReader(file, _BLOCK_BYTES))
+        case Compression.ZSTD:
+            stream = _ZstdFrames(file)
+    return stream  # type: ignore[return-value]  # GzipFile and its like read as raw streams do
+
+
+class _Counted(io.RawIOBase):
+    """A file that tells how many bytes have been read of it."""
+
+    def __init__(self, raw: BinaryIO, on_bytes: OnBytes | None) -> None:
+        self._raw = raw
+        self._on_bytes = on_bytes
+        self._done = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._raw.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._raw.tell()
+
+    def readinto(self, buffer: "Buffer") -> int:
+        count: int = self._raw.readinto(buffer)  # type: ignore[attr-defined]
+        self._done += count
+        if self._on_bytes is not None:
+            self._on_bytes(self._done)
+        return count
+
+
+class _ZstdFrames(io.RawIOBase):
+    """All frames of a zstd file, one after another; a last one without its end is an ``EOFError``."""
+
+    def __init__(self, file: io.RawIOBase) -> None:
+        self._zstandard = _zstandard()
+        self._file = file
+        self._context = self._zstandard.ZstdDecompressor(max_window_size=_LARGEST_ZSTD_WINDOW)
+        self._frame: zstandard.ZstdDecompressionObj | None = None
+        self._packed = b""
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: "Buffer") -> int:
+        while not self._ready:
+            if not self._packed:
+                self._packed = self._file.read(_BLOCK_BYTES) or b""
+                if not self._packed:
+                    if self._frame is not None:
+                        raise EOFError
+                    return 0
+            if self._frame is None:
+                self._frame = self._context.decompressobj()
+            try:
+                self._ready = memoryview(self._frame.decompress(self._packed))
+            except self._zstandard.ZstdError as error:
+                raise zlib.error(str(error)) from error
+            self._packed = b""
+            if self._frame.eof:
+                self._packed = self._frame.unused_data
+                self._frame = None
+        view = memoryview(buffer)
+        count = min(len(view), len(self._ready))
+        view[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
+
+
+def _zstandard() -> ModuleType:
+    try:
+        return importlib.import_module("zstandard")
+    except ImportError as error:
+        raise CorpusError(
+            "zstd files are read by the package zstandard, which is not installed: "
+            "pip install 'phalanx-train[prepare]', or pip install zstandard"
+        ) from error

@@ -1,0 +1,236 @@
+"""Tables, of whose columns one is the text: Parquet by row groups, Arrow files and streams by record batches.
+
+Read by ``pyarrow``, the reference, a few megabytes at a time. Rows are numbered through the file, so that a document has the
+same name whichever span it is read in.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from phalanx.data.errors import CorpusError
+from phalanx.data.formats.compressed import DamagedError
+from phalanx.data.formats.document import BadDocument, Document, OnBytes, ReadOptions, Span
+from phalanx.data.formats.json_lines import fields_in_words, in_pieces
+
+if TYPE_CHECKING:
+    import pyarrow
+
+_BATCH_BYTES = 1 << 22
+_BUFFER_BYTES = 1 << 20
+
+
+def require_packages() -> None:
+    """Raises ``CorpusError`` with the command that installs what tables are read by."""
+    try:
+        importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise CorpusError(
+            "Parquet and Arrow files are read by the package pyarrow, which is not installed: "
+            "pip install 'phalanx-train[prepare]', or pip install pyarrow"
+        ) from error
+
+
+def parquet_spans(path: Path, span_bytes: int) -> list[Span]:
+    """Spans of whole row groups, each of ``span_bytes`` as stored or a little more."""
+    import pyarrow.parquet as pq
+
+    spans: list[Span] = []
+    start = first = rows = stored = 0
+    with _damage_named(), pq.ParquetFile(path) as file:
+        groups = file.metadata.num_row_groups
+        for number in range(groups):
+            group = file.metadata.row_group(number)
+            rows += group.num_rows
+            stored += sum(group.column(i).total_compressed_size for i in range(group.num_columns))
+            if stored >= span_bytes or number == groups - 1:
+                spans.append(Span(start, number + 1, first, stored))
+                start, first, stored = number + 1, rows, 0
+    return spans
+
+
+def arrow_spans(path: Path, span_bytes: int) -> list[Span]:
+    """Spans of whole record batches; the file is mapped, and of each batch little more than its header is read."""
+    spans: list[Span] = []
+    start = first = rows = stored = number = 0
+    with _damage_named(), _batches(path) as (_, batches):
+        for number, batch in enumerate(batches, 1):
+            rows += batch.num_rows
+            stored += batch.nbytes
+            if stored >= span_bytes:
+                spans.append(Span(start, number, first, stored))
+                start, first, stored = number, rows, 0
+    if number > start:
+        spans.append(Span(start, number, first, stored))
+    return spans
+
+
+def require_column(path: Path, options: ReadOptions, *, parquet: bool) -> None:
+    """Raises ``CorpusError`` if the table has no column of text that is called as the options say."""
+    import pyarrow.parquet as pq
+
+    with _damage_named():
+        if parquet:
+            schema = pq.read_schema(path)
+        else:
+            with _batches(path) as (schema, _):
+                pass
+    if options.field not in schema.names:
+        raise CorpusError(missing_field(path, options.field, schema.names))
+    if schema.names.count(options.field) > 1:
+        raise CorpusError(
+            f"{path} has {schema.names.count(options.field)} columns called {options.field!r}; rename one"
+        )
+    kind = schema.field(options.field).type
+    if not _is_text(kind):
+        texts = [field.name for field in schema if _is_text(field.type)]
+        raise CorpusError(
+            f"column {options.field!r} of {path} holds {kind}, not text; "
+            + (
+                f"it has text in: {fields_in_words(texts)}; name one with --text-field"
+                if texts
+                else "no column of it is text"
+            )
+        )
+
+
+def missing_field(path: Path, field: str, there: list[str]) -> str:
+    """The message for a file without the field that holds the text."""
+    return f"no field {field!r} in {path}; it has: {fields_in_words(there)}; name it with --text-field"
+
+
+def read_parquet(
+    path: Path, name: str, span: Span, options: ReadOptions, on_bytes: OnBytes | None
+) -> Iterator[Document | BadDocument]:
+    """The rows of the span's row groups."""
+    import pyarrow.parquet as pq
+
+    with _damage_named(), pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
+        groups = [file.metadata.row_group(number) for number in range(span.start, span.stop)]
+        rows = sum(group.num_rows for group in groups)
+        if not rows:
+            return
+        row_bytes = max(1, sum(group.total_byte_size for group in groups) // rows)
+        batches = file.iter_batches(
+            batch_size=max(1, min(4096, _BATCH_BYTES // row_bytes)),
+            row_groups=range(span.start, span.stop),
+            columns=[options.field],
+            use_threads=False,
+        )
+        yield from _read_batches(path, name, batches, span, rows, options, on_bytes)
+
+
+def read_arrow(
+    path: Path, name: str, span: Span, options: ReadOptions, on_bytes: OnBytes | None
+) -> Iterator[Document | BadDocument]:
+    """The rows of the span's record batches."""
+    with _damage_named(), _batches(path) as (_, batches):
+        chosen = list(itertools.islice(batches, span.start, span.stop))
+        rows = sum(batch.num_rows for batch in chosen)
+        yield from _read_batches(path, name, iter(chosen), span, rows, options, on_bytes)
+
+
+def _read_batches(
+    path: Path,
+    name: str,
+    batches: Iterator[pyarrow.RecordBatch],
+    span: Span,
+    rows: int,
+    options: ReadOptions,
+    on_bytes: OnBytes | None,
+) -> Iterator[Document | BadDocument]:
+    row = span.first
+    for batch in batches:
+        for slice_start in range(0, batch.num_rows, 1024):
+            column = batch.column(batch.schema.get_field_index(options.field)).slice(slice_start, 1024)
+            for value in _values(column):
+                if isinstance(value, str):
+                    yield from in_pieces(f"{name}#{row}", value, options)
+                elif value is None:
+                    yield BadDocument(path, f"row {row + 1:,}", f"its {options.field!r} is null")
+                else:
+                    yield BadDocument(
+                        path,
+                        f"row {row + 1:,}",
+                        f"is not UTF-8 text (byte {value.object[value.start]:#04x}: {value.reason})",
+                    )
+                row += 1
+            if on_bytes is not None:
+                on_bytes(span.file_bytes * (row - span.first) // max(1, rows))
+
+
+def _values(column: pyarrow.Array) -> Iterator[str | UnicodeDecodeError | None]:
+    """Each value of a column of text or bytes; what is not UTF-8 as the error that says so."""
+    values = None
+    try:
+        values = column.to_pylist()
+    except UnicodeDecodeError:
+        values = [_value(column, row) for row in range(len(column))]
+    for value in values:
+        if isinstance(value, bytes):
+            try:
+                yield value.decode()
+            except UnicodeDecodeError as error:
+                yield error
+        else:
+            yield value
+
+
+def _value(column: pyarrow.Array, row: int) -> str | UnicodeDecodeError | None:
+    try:
+        value: str | None = column[row].as_py()
+    except UnicodeDecodeError as error:
+        return error
+    return value
+
+
+def _is_text(kind: pyarrow.DataType) -> bool:
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    tests = (
+        types.is_string,
+        types.is_large_string,
+        types.is_string_view,
+        types.is_binary,
+        types.is_large_binary,
+        types.is_binary_view,
+    )
+    return any(test(kind) for test in tests)
+
+
+@contextmanager
+def _batches(path: Path) -> Iterator[tuple[pyarrow.Schema, Iterator[pyarrow.RecordBatch]]]:
+    """Schema and record batches of an Arrow file or stream, mapped into memory."""
+    import pyarrow as pa
+
+    with pa.memory_map(str(path)) as mapped:
+        if mapped.read(8) == b"ARROW1\0\0":
+            file = pa.ipc.open_file(mapped)
+            yield file.schema, map(file.get_batch, range(file.num_record_batches))
+        else:
+            mapped.seek(0)
+            stream = pa.ipc.open_stream(mapped)
+            yield stream.schema, iter(functools.partial(next, stream, None), None)
+
+
+@contextmanager
+def _damage_named() -> Iterator[None]:
+    """What pyarrow raises of broken files, as ``DamagedError``."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except pa.ArrowException as error:
+        raise DamagedError(str(error).partition("\n")[0]) from error
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise DamagedError(str(error).partition("\n")[0]) from error
