@@ -191,6 +191,45 @@ def test_a_preparation_ended_by_sigterm_leaves_nothing_behind(folder: Path) -> N
     assert not list(folder.glob(".long_tokens.partial-*"))
 
 
+def test_a_preparation_ended_by_ctrl_c_leaves_nothing_behind_and_says_so(folder: Path) -> None:
+    (folder / "pressed").mkdir()
+    (folder / "pressed/one.txt").write_text("some words, and more of them\n" * 400_000)
+    words = ["data", "prepare", "pressed", "--out", "pressed_tokens", "--tokenizer", "bytes"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "phalanx", *words],
+        cwd=folder,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    )
+    while not list(folder.glob(".pressed_tokens.partial-*")):
+        assert process.poll() is None
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    _, shown = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "pressed_tokens is as it was, and nothing half-written is left" in shown
+    assert not list(folder.glob("*pressed_tokens*"))
+    assert run(words, folder).returncode == 0
+
+
+def test_files_of_many_formats_are_prepared_together_and_said(folder: Path) -> None:
+    mixed = folder / "mixed"
+    mixed.mkdir()
+    (mixed / "mail.jsonl").write_text('{"text": "a mail"}\n{"text": "another mail"}\nno mail\n')
+    (mixed / "prose.txt").write_text("prose " * 100)
+    words = ["data", "prepare", "mixed", "--out", "mixed_tokens", "--tokenizer", "bytes"]
+    stopped = run(words, folder)
+    assert stopped.returncode == 1
+    assert "mail.jsonl, line 3: is not JSON" in stopped.stderr
+    done = run([*words, "--on-bad", "skip"], folder)
+    assert "2 files: 1 jsonl (2 documents), 1 text (1 document)" in done.stdout
+    assert "left out: mixed/mail.jsonl, line 3: is not JSON" in done.stderr
+    facts = last_json(run([*words, "--skip-bad", "--json"], folder))
+    assert facts["read"] == {"jsonl": {"files": 1, "documents": 2}, "text": {"files": 1, "documents": 1}}
+    assert (facts["left_out"], facts["left_out_count"]) == (["mixed/mail.jsonl, line 3"], 1)
+
+
 def test_text_is_generated_and_the_same_for_a_seed(folder: Path, result: Result) -> None:
     command = ["generate", str(result["run_dir"]), "--prompt", "a", "--tokens", "20", "--json"]
     first, second = last_json(run(command, folder)), last_json(run(command, folder))

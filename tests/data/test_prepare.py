@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from parity.llama3_folder import begins_texts, byte_level_bpe
-from phalanx.data.corpus import text_files
 from phalanx.data.dataset import RunData, verify_dataset
 from phalanx.data.errors import CorpusError, DatasetError, DatasetExistsError, TokenizerError
+from phalanx.data.files import files_of
 from phalanx.data.formats.document import Document
 from phalanx.data.index import HELD_OUT, TRAIN, read_index
 from phalanx.data.prepare import PreparedInfo, prepare, split_of
@@ -154,7 +154,7 @@ def test_files_are_prepared_like_documents(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     for document in DOCUMENTS:
         (tmp_path / "text" / document.name).write_bytes(document.text.encode())
-    corpus = text_files([tmp_path / "text"])
+    corpus = files_of([tmp_path / "text"])
     from_files = prepare(corpus, tmp_path / "one", tokenizer="bytes", held_out_fraction=FRACTION)
     in_order = sorted(DOCUMENTS, key=lambda document: document.name)
     from_list = prepare(in_order, tmp_path / "two", tokenizer="bytes", held_out_fraction=FRACTION)

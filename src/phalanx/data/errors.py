@@ -3,6 +3,8 @@
 Each message names the file or value at fault and says what to do about it, so that a caller has only to print it.
 """
 
+from pathlib import Path
+
 
 class DataError(Exception):
     """Anything wrong with text, tokenizer or prepared dataset; catch this to catch them all."""
@@ -10,6 +12,20 @@ class DataError(Exception):
 
 class CorpusError(DataError):
     """The text asked for is missing, unreadable, not UTF-8, or changed while it was read."""
+
+
+class FormatError(CorpusError):
+    """A file is of no format that can be read, or has not the field asked for, or cannot be opened."""
+
+    def __init__(self, path: Path, reason: str, remedy: str) -> None:
+        super().__init__(f"{path} {reason}; {remedy}")
+        self.path = path
+        self.reason = reason
+        self.remedy = remedy
+
+
+class MissingPackageError(CorpusError):
+    """A file is of a format that is read by a package which is not installed."""
 
 
 class TokenizerError(DataError):

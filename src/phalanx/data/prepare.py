@@ -84,7 +84,7 @@ def prepare(
 ) -> PreparedInfo:
     """Write the dataset of ``documents`` to ``out``, or find it there.
 
-    ``documents`` must give the same when gone through again: a list or ``TextFiles``, not a generator. ``tokenizer``
+    ``documents`` must give the same when gone through again: a list or ``Files``, not a generator. ``tokenizer``
     is "bpe" (trained on the training split, with ``vocab_size`` tokens at most, 32,768 if None), "bytes", or the path
     of a byte-level ``tokenizer.json``; for the last two ``vocab_size`` is None or what theirs is. Held-out text is
     also put through ``xz -9``, which takes about 700 MB of memory at most. With a ``packed_seq_len`` documents are packed whole into
@@ -139,7 +139,7 @@ class _Source:
     ) -> None:
         if iter(documents) is documents:
             raise CorpusError(
-                "documents are gone through several times: give a list or TextFiles, not a generator"
+                "documents are gone through several times: give a list or Files, not a generator"
             )
         self._documents = documents
         self._fraction = held_out_fraction

@@ -17,11 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from phalanx.data.errors import CorpusError
+from phalanx.data.errors import FormatError, MissingPackageError
 from phalanx.data.formats.compressed import Compression
 from phalanx.data.formats.document import BadDocument, Document, ReadOptions, Span
 from phalanx.data.formats.read import documents, require_text, spans
-from phalanx.data.formats.recognize import Format, FormatError, Kind, recognize
+from phalanx.data.formats.recognize import Format, Kind, recognize
 
 TWO_LINES = b'{"text": "a"}\n{"text": "b"}\n'
 TABLE = pa.table({"content": ["a", "b"], "n": [1, 2]})
@@ -135,7 +135,7 @@ def test_a_field_that_is_not_there_is_told_with_those_that_are(tmp_path: Path, n
         case _:
             path.write_bytes(b'{"content": "a", "n": 1}\n')
     with pytest.raises(
-        CorpusError, match=f"no field 'text' in .*{name}; it has: content, n; name it with --text-field"
+        FormatError, match=f"{name} has no field 'text'; it has: content, n; name it with --text-field"
     ):
         require_text(path, recognize(path))
     require_text(path, recognize(path), ReadOptions(text_field="content"))
@@ -173,7 +173,7 @@ def test_columns_of_text_of_any_sort_are_read(tmp_path: Path, column: pa.Array) 
 def test_a_column_that_is_no_text_is_refused_with_those_that_are(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": [{"a": "b"}], "body": ["a"]}), path)
-    with pytest.raises(CorpusError, match=r"'text' of .* holds struct<.*, not text; it has text in: body"):
+    with pytest.raises(FormatError, match=r"holds struct<.*, not text, in its column 'text'; name .*: body"):
         require_text(path, Format(Kind.PARQUET))
 
 
@@ -251,7 +251,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
     packed = written(tmp_path / "a.zst", zstandard.compress(TWO_LINES))
     for package in ("pyarrow.parquet", "zstandard"):
         monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(CorpusError, match=r"pip install 'phalanx-train\[prepare\]'"):
+    with pytest.raises(MissingPackageError, match=r"pip install 'phalanx-train\[prepare\]'"):
         spans(tmp_path / "a.parquet", Format(Kind.PARQUET), 1)
-    with pytest.raises(CorpusError, match=r"pip install 'phalanx-train\[prepare\]'"):
+    with pytest.raises(MissingPackageError, match=r"pip install 'phalanx-train\[prepare\]'"):
         recognize(packed)

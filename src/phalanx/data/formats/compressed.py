@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, BinaryIO
 
-from phalanx.data.errors import CorpusError
+from phalanx.data.errors import MissingPackageError
 from phalanx.data.formats.document import OnBytes
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def open_stream(
 ) -> Iterator[io.BufferedReader]:
     """The uncompressed bytes of a file; ``on_bytes`` is given how many of the file's own bytes have been read.
 
-    Within the block, whatever shows damage becomes ``DamagedError``. Raises ``CorpusError`` if ``zstandard`` is missing.
+    Within the block, whatever shows damage becomes ``DamagedError``. Raises ``MissingPackageError`` without ``zstandard``.
     """
     with path.open("rb", buffering=0) as raw:
         counted = _Counted(raw, on_bytes)
@@ -155,7 +155,7 @@ def _zstandard() -> ModuleType:
     try:
         return importlib.import_module("zstandard")
     except ImportError as error:
-        raise CorpusError(
+        raise MissingPackageError(
             "zstd files are read by the package zstandard, which is not installed: "
             "pip install 'phalanx-train[prepare]', or pip install zstandard"
         ) from error

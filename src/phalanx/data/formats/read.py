@@ -79,7 +79,7 @@ def documents(
 
 
 def require_text(path: Path, file_format: Format, options: ReadOptions = DEFAULTS) -> None:
-    """Raises ``CorpusError`` if the file is one of fields, and none of its first rows has the one that the options name.
+    """Raises ``FormatError`` if the file is one of fields, and none of its first rows has the one that the options name.
 
     The message names the fields that it has.
     """
@@ -92,7 +92,7 @@ def require_text(path: Path, file_format: Format, options: ReadOptions = DEFAULT
                 with open_stream(path, file_format.compression) as stream:
                     there = fields_of(stream, _LINES_LOOKED_AT, options)
                 if there is not None:
-                    raise CorpusError(tables.missing_field(path, options.field, there))
+                    raise tables.missing_field(path, options.field, there)
             case Kind.TEXT:
                 pass
 

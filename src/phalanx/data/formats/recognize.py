@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from phalanx.data.errors import CorpusError
+from phalanx.data.errors import FormatError
 from phalanx.data.formats.compressed import Compression, DamagedError, open_stream
 from phalanx.data.formats.json_lines import BOM, parse_object
 
@@ -89,20 +89,10 @@ class Format:
         return self.kind.value + (f".{self.compression.value}" if self.compression.value else "")
 
 
-class FormatError(CorpusError):
-    """A file is of no format that can be read, or cannot be opened."""
-
-    def __init__(self, path: Path, reason: str, remedy: str) -> None:
-        super().__init__(f"{path} {reason}; {remedy}")
-        self.path = path
-        self.reason = reason
-        self.remedy = remedy
-
-
 def recognize(path: Path) -> Format:
     """The format of the file at ``path``, by its content. An empty file is text.
 
-    Raises ``FormatError`` for what cannot be read, and ``CorpusError`` if a package is missing that it is read by.
+    Raises ``FormatError`` for what cannot be read, and ``MissingPackageError`` if it takes a package that is not installed.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.data.errors import CorpusError
+from phalanx.data.errors import FormatError, MissingPackageError
 from phalanx.data.formats.compressed import DamagedError
 from phalanx.data.formats.document import BadDocument, Document, OnBytes, ReadOptions, Span
 from phalanx.data.formats.json_lines import fields_in_words, in_pieces
@@ -27,11 +27,11 @@ _BUFFER_BYTES = 1 << 20
 
 
 def require_packages() -> None:
-    """Raises ``CorpusError`` with the command that installs what tables are read by."""
+    """Raises ``MissingPackageError`` with the command that installs what tables are read by."""
     try:
         importlib.import_module("pyarrow.parquet")
     except ImportError as error:
-        raise CorpusError(
+        raise MissingPackageError(
             "Parquet and Arrow files are read by the package pyarrow, which is not installed: "
             "pip install 'phalanx-train[prepare]', or pip install pyarrow"
         ) from error
@@ -72,7 +72,7 @@ def arrow_spans(path: Path, span_bytes: int) -> list[Span]:
 
 
 def require_column(path: Path, options: ReadOptions, *, parquet: bool) -> None:
-    """Raises ``CorpusError`` if the table has no column of text that is called as the options say."""
+    """Raises ``FormatError`` if the table has no column of text that is called as the options say."""
     import pyarrow.parquet as pq
 
     with _damage_named():
@@ -82,27 +82,26 @@ def require_column(path: Path, options: ReadOptions, *, parquet: bool) -> None:
             with _batches(path) as (schema, _):
                 pass
     if options.field not in schema.names:
-        raise CorpusError(missing_field(path, options.field, schema.names))
-    if schema.names.count(options.field) > 1:
-        raise CorpusError(
-            f"{path} has {schema.names.count(options.field)} columns called {options.field!r}; rename one"
-        )
+        raise missing_field(path, options.field, schema.names)
+    if (count := schema.names.count(options.field)) > 1:
+        raise FormatError(path, f"has {count} columns called {options.field!r}", "rename one")
     kind = schema.field(options.field).type
     if not _is_text(kind):
         texts = [field.name for field in schema if _is_text(field.type)]
-        raise CorpusError(
-            f"column {options.field!r} of {path} holds {kind}, not text; "
-            + (
-                f"it has text in: {fields_in_words(texts)}; name one with --text-field"
-                if texts
-                else "no column of it is text"
-            )
+        raise FormatError(
+            path,
+            f"holds {kind}, not text, in its column {options.field!r}",
+            f"name a column of text with --text-field: {fields_in_words(texts)}"
+            if texts
+            else "no column of it is text; leave it out",
         )
 
 
-def missing_field(path: Path, field: str, there: list[str]) -> str:
-    """The message for a file without the field that holds the text."""
-    return f"no field {field!r} in {path}; it has: {fields_in_words(there)}; name it with --text-field"
+def missing_field(path: Path, wanted: str, there: list[str]) -> FormatError:
+    """The error for a file without the field that holds the text."""
+    return FormatError(
+        path, f"has no field {wanted!r}; it has: {fields_in_words(there)}", "name it with --text-field"
+    )
 
 
 def read_parquet(

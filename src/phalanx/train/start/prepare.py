@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from glob import has_magic
 from pathlib import Path
 
-from phalanx.data.corpus import named_corpus, text_files
+from phalanx.data.corpus import named_corpus
 from phalanx.data.errors import DataError
-from phalanx.data.formats.document import Document
+from phalanx.data.files import OnBad, files_of
+from phalanx.data.formats.document import Document, ReadOptions
 from phalanx.data.index import DatasetIndex
 from phalanx.data.prepare import OnProgress, prepare
 from phalanx.data.sources import DataIndex, MixtureIndex, read_data_index
@@ -37,11 +39,17 @@ from phalanx.train.start.checks import start_problems
 from phalanx.train.start.open_run import OpenRun, choose, holds_steps, open_run
 
 
-def documents_of(corpus: tuple[str, ...]) -> Iterable[Document]:
-    """The documents of a corpus: a known name, or files and folders."""
-    if len(corpus) == 1 and not Path(corpus[0]).exists():
+def documents_of(
+    corpus: tuple[str, ...],
+    options: ReadOptions | None = None,
+    *,
+    on_bad: OnBad = "stop",
+    json_as_text: bool = False,
+) -> Iterable[Document]:
+    """The documents of a corpus: a known name, or files and folders, of which the further arguments speak."""
+    if len(corpus) == 1 and not Path(corpus[0]).exists() and not has_magic(corpus[0]):
         return named_corpus(corpus[0])
-    return text_files(list(corpus))
+    return files_of(corpus, options or ReadOptions(), on_bad=on_bad, json_as_text=json_as_text)
 
 
 def ready_data(data: DataSpec, on_progress: OnProgress) -> DatasetIndex | MixtureIndex:

@@ -1,0 +1,299 @@
+"""The user's own files as a corpus: found, recognized, and read in order of name, with a report of what was read as what.
+
+Files may be of any of the formats in ``phalanx.data.formats``, mixed freely. A document's name does not depend on where the files lie,
+since the name decides which split it falls into. What is bad stops the reading, with its place and what to do, or is left out,
+counted and named, as is asked for.
+"""
+
+import glob
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from phalanx.data.errors import CorpusError, FormatError
+from phalanx.data.formats.document import BadDocument, Document, ReadOptions
+from phalanx.data.formats.read import documents, require_text, spans
+from phalanx.data.formats.recognize import Format, Kind, recognize
+
+OnBad = Literal["stop", "skip"]
+MOST_NAMED = 20
+_SPAN_BYTES = 1 << 28
+_ABOUT_DATA = frozenset(
+    {"readme", "readme.md", "readme.txt", "license", "license.md", "license.txt", "dataset_infos.json"}
+)
+"""What lies beside the data of a dataset from a hub and describes it, in small letters."""
+
+
+@dataclass(frozen=True)
+class CorpusFile:
+    """A file of a corpus, as it was when the corpus was put together."""
+
+    name: str
+    path: Path
+    format: Format
+    bytes: int
+    modified_ns: int
+
+
+@dataclass
+class ReadReport:
+    """What one reading of a corpus has met so far."""
+
+    documents: Counter[str] = field(default_factory=Counter)
+    """Documents with text, by format: "jsonl.zst"."""
+    without_text: int = 0
+    """Rows and files whose text is empty."""
+    bad: list[BadDocument] = field(default_factory=list)
+    """The first that were left out, at most ``MOST_NAMED``."""
+    bad_count: int = 0
+    bytes_done: int = 0
+    """Bytes of files, as stored, that have been read."""
+
+
+class Files:
+    """Files as a corpus that can be gone through several times; ``report`` is of the last time."""
+
+    def __init__(
+        self,
+        files: Sequence[CorpusFile],
+        options: ReadOptions,
+        on_bad: OnBad = "stop",
+        *,
+        left_out: Sequence[BadDocument] = (),
+        aside: Sequence[Path] = (),
+    ) -> None:
+        self.files = tuple(files)
+        self.options = options
+        self.on_bad: OnBad = on_bad
+        self.left_out = tuple(left_out)
+        """Files that are left out as a whole."""
+        self.aside = tuple(aside)
+        """Files that describe data and are none."""
+        self.bytes_in_all = sum(file.bytes for file in self.files)
+        self.report = self._new_report()
+
+    def __iter__(self) -> Iterator[Document]:
+        report = self.report = self._new_report()
+        before = 0
+
+        def on_bytes(done: int) -> None:
+            report.bytes_done = min(before + done, self.bytes_in_all)
+
+        for file in self.files:
+            _require_unchanged(file)
+            kind = str(file.format)
+            empty = file.bytes == 0
+            span_before = before
+            for span in spans(file.path, file.format, _SPAN_BYTES, self.options):
+                for document in documents(file.path, file.name, file.format, span, self.options, on_bytes):
+                    if isinstance(document, BadDocument):
+                        self._bad(document, report)
+                    elif document.text:
+                        report.documents[kind] += 1
+                        yield document
+                    else:
+                        report.without_text += 1
+                before += span.file_bytes
+            before = span_before + file.bytes
+            report.without_text += empty
+            on_bytes(0)
+
+    def _new_report(self) -> ReadReport:
+        return ReadReport(bad=list(self.left_out[:MOST_NAMED]), bad_count=len(self.left_out))
+
+    def _bad(self, bad: BadDocument, report: ReadReport) -> None:
+        if self.on_bad == "stop":
+            raise CorpusError(
+                f"{bad}; mend it, or leave out all that is bad: `phalanx data prepare --on-bad skip`"
+            )
+        report.bad_count += 1
+        if len(report.bad) < MOST_NAMED:
+            report.bad.append(bad)
+
+
+def files_of(
+    patterns: Sequence[str | Path],
+    options: ReadOptions = ReadOptions(),  # noqa: B008 - frozen
+    *,
+    on_bad: OnBad = "stop",
+    json_as_text: bool = False,
+) -> Files:
+    """The corpus of the files that ``patterns`` name: files, folders (all files below, hidden ones left out), globs.
+
+    A document is named by its path below the folder, or below the part of a glob before the first wildcard. Of a folder
+    that ``datasets`` saved, its Arrow files are taken. ``json_as_text`` reads JSON lines as text, braces included.
+
+    Raises ``CorpusError`` for a pattern without any file, for files that two patterns name, and, unless bad ones are to be
+    skipped, for files that cannot be read.
+    """
+    found = _found(patterns)
+    kept: list[CorpusFile] = []
+    bad: list[BadDocument] = []
+    remedies: list[str] = []
+    for name, path in found:
+        try:
+            file = _corpus_file(name, path, options, json_as_text=json_as_text)
+        except FormatError as error:
+            bad.append(BadDocument(path, "", error.reason))
+            remedies.append(error.remedy)
+        else:
+            kept.append(file)
+    if bad and (on_bad == "stop" or not kept):
+        raise CorpusError(_cannot_be_read(bad, remedies, len(found), on_bad))
+    kept, aside = _without_descriptions(kept, {Path(pattern) for pattern in patterns})
+    return Files(kept, options, on_bad, left_out=bad, aside=aside)
+
+
+def _corpus_file(name: str, path: Path, options: ReadOptions, *, json_as_text: bool) -> CorpusFile:
+    form = recognize(path)
+    if json_as_text and form.kind is Kind.JSONL:
+        form = Format(Kind.TEXT, form.compression)
+    state = path.stat()
+    require_text(path, form, options)
+    return CorpusFile(name, path, form, state.st_size, state.st_mtime_ns)
+
+
+def _cannot_be_read(bad: list[BadDocument], remedies: list[str], of: int, on_bad: OnBad) -> str:
+    first = f"{bad[0].path} {bad[0].reason}; {remedies[0]}"
+    skip = "`phalanx data prepare --on-bad skip` leaves such files out and names them"
+    if on_bad == "skip":
+        return f"none of {of:,} files can be read; the first: {first}"
+    if len(bad) == 1:
+        return f"{first} ({skip})"
+    return (
+        f"{len(bad):,} of {of:,} files cannot be read, of which the first: {first}; or name the others alone, with a glob such as "
+        f"'folder/**/*.txt' ({skip})"
+    )
+
+
+def _without_descriptions(files: list[CorpusFile], named: set[Path]) -> tuple[list[CorpusFile], list[Path]]:
+    """The files but those that describe data beside them: a README in a folder of Parquet files is no text to train on."""
+    if all(file.format.kind is Kind.TEXT for file in files):
+        return files, []
+    kept: list[CorpusFile] = []
+    aside: list[CorpusFile] = []
+    for file in files:
+        describes = file.path.name.lower() in _ABOUT_DATA and file.path not in named
+        (aside if describes else kept).append(file)
+    return kept, [file.path for file in aside]
+
+
+def _require_unchanged(file: CorpusFile) -> None:
+    try:
+        state = file.path.stat()
+    except OSError as error:
+        raise CorpusError(f"cannot read {file.path}: {error.strerror}; prepare again without it") from error
+    if (state.st_size, state.st_mtime_ns) != (file.bytes, file.modified_ns):
+        raise CorpusError(f"{file.path} changed while it was being prepared; prepare again when it is whole")
+
+
+def _found(patterns: Sequence[str | Path]) -> list[tuple[str, Path]]:
+    """Name and path, as it was given, of all files, in order of name and of where they really lie."""
+    names: dict[Path, tuple[str, Path]] = {}
+    by: dict[Path, str] = {}
+    twice: list[tuple[Path, str, str]] = []
+    for pattern in map(str, patterns):
+        found = _expand(pattern)
+        if not found:
+            raise CorpusError(
+                f"no file matches {pattern!r}; check the path (a folder counts its visible files)"
+            )
+        for name, path in found:
+            real = path.resolve()
+            if real in names and by[real] != pattern:
+                twice.append((path, by[real], pattern))
+            names.setdefault(real, (name, path))
+            by.setdefault(real, pattern)
+    if len(set(map(str, patterns))) < len(patterns):
+        again = next(pattern for pattern, count in Counter(map(str, patterns)).items() if count > 1)
+        raise CorpusError(f"{again!r} is named more than once; name it once, since a file is read once")
+    if twice:
+        path, one, other = twice[0]
+        more = f" (and {len(twice) - 1:,} more)" if len(twice) > 1 else ""
+        raise CorpusError(
+            f"{path} is named twice, by {one!r} and by {other!r}{more}; name each file once, since it is read once"
+        )
+    return [names[real] for real in sorted(names, key=lambda real: (names[real][0], real))]
+
+
+def _expand(pattern: str) -> list[tuple[str, Path]]:
+    path = Path(pattern)
+    if path.is_dir():
+        return [(file.relative_to(path).as_posix(), file) for file in _below(path)]
+    if path.exists():
+        return [(path.name, path)]
+    root = Path(*_parts_before_wildcard(path))
+    files = (Path(match) for match in sorted(glob.glob(pattern, recursive=True)))
+    return [(file.relative_to(root).as_posix(), file) for file in files if file.is_file()]
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """All visible regular files below; of folders that ``datasets`` saved, the Arrow files of the data."""
+    if (folder / "dataset_dict.json").is_file():
+        folder = _only_split(folder)
+    if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
+        yield from _saved_files(folder)
+        return
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError as error:
+        raise CorpusError(
+            f"cannot read the folder {folder}: {error.strerror}; check its permissions"
+        ) from error
+    for entry in entries:
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            yield from _below(Path(entry.path))
+        elif Path(entry.path).is_file():
+            yield Path(entry.path)
+
+
+def _only_split(folder: Path) -> Path:
+    splits = _json(folder / "dataset_dict.json").get("splits")
+    if not isinstance(splits, list) or not splits:
+        raise CorpusError(f"{folder / 'dataset_dict.json'} names no splits; save the dataset again")
+    if len(splits) > 1:
+        choice = "train" if "train" in splits else splits[0]
+        raise CorpusError(
+            f"{folder} holds the splits {', '.join(map(str, splits))} of a dataset; name those to read, for example {folder / str(choice)}"
+        )
+    return folder / str(splits[0])
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    state = _json(folder / "state.json")
+    if state.get("_indices_data_files"):
+        raise CorpusError(
+            f"{folder} was saved as a selection of rows; save it whole: dataset.flatten_indices().save_to_disk(...)"
+        )
+    listed = state.get("_data_files")
+    names = (
+        [item.get("filename") for item in listed if isinstance(item, dict)]
+        if isinstance(listed, list)
+        else []
+    )
+    if not names or not all(isinstance(name, str) for name in names):
+        raise CorpusError(f"{folder / 'state.json'} names no data files; save the dataset again")
+    return [folder / str(name) for name in names]
+
+
+def _json(path: Path) -> dict[str, object]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CorpusError(f"cannot read {path}: {error}; save the dataset again") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _parts_before_wildcard(path: Path) -> list[str]:
+    parts: list[str] = []
+    for part in path.parts:
+        if glob.has_magic(part):
+            break
+        parts.append(part)
+    return parts
