@@ -64,6 +64,12 @@ class MemoryStore:
             if not prefix or key.startswith(f"{prefix}/"):
                 yield Info(key, len(data), "", "", modified)
 
+    def info(self, key: str) -> Info:
+        self.before("info", key)
+        if key not in self.objects:
+            raise MissingObjectError(f"info of {self.url}/{key}: there is no such object", key, "info")
+        return Info(key, len(self.objects[key]), "", "", datetime.now(UTC) - self.age)
+
     def delete(self, keys: Iterable[str]) -> None:
         for key in list(keys):
             self.before("delete", key)

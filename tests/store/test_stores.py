@@ -74,6 +74,16 @@ def test_ranges_give_the_bytes_of_each_span_in_the_order_asked(store: Store) -> 
     assert store.ranges("data", []) == []
 
 
+def test_an_object_alone_is_described_as_its_listing_does(store: Store) -> None:
+    store.put("a/one", b"12345")
+    (listed,) = store.list("a")
+    found = store.info("a/one")
+    assert (found.key, found.nbytes, found.etag) == (listed.key, 5, listed.etag)
+    for key in ("a/two", "a"):
+        with pytest.raises(MissingObjectError):
+            store.info(key)
+
+
 @settings(max_examples=200)
 @given(
     st.lists(

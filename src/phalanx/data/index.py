@@ -8,6 +8,7 @@ each is cut into shards.
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -35,6 +36,8 @@ class ShardFile:
     tokens: int
     xxh3_128: str
     """Checksum of the whole file, in hex."""
+    sha256: str = ""
+    """Digest of the whole file, in hex; only in datasets whose shards were written by many processes."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Split:
     text_bytes: int
     """UTF-8 bytes of text that the tokens stand for."""
     sha256: str
-    """Digest of the token stream, all shards joined, in hex."""
+    """Digest in hex of the token stream, all shards joined; where shards have digests of their own, of these (``digest_of_shards``)."""
     padding: int = 0
     """Tokens of packed records that fill them up."""
 
@@ -149,9 +152,18 @@ class DatasetIndex:
             del content["recipe"]["packed_seq_len"]
             for name in SPLITS:
                 del content[name]["padding"]
+        for name in SPLITS:
+            for shard in content[name]["shards"]:
+                if not shard["sha256"]:
+                    del shard["sha256"]
         return (
             json.dumps({"version": self.version, "fingerprint": self.fingerprint, **content}, indent=1) + "\n"
         )
+
+
+def digest_of_shards(shards: Sequence[ShardFile]) -> str:
+    """The digest of a split from those of its shards, in order: a hash over all bytes at once would have to be computed by one process."""
+    return hashlib.sha256("\n".join(shard.sha256 for shard in shards).encode()).hexdigest()
 
 
 def dtype_for(vocab_size: int) -> str:

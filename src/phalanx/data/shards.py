@@ -33,7 +33,14 @@ from phalanx.data.block_sums import (
     sums_file,
 )
 from phalanx.data.errors import DatasetError
-from phalanx.data.index import INDEX_FILE, SPLITS, DatasetIndex, ShardFile, read_index
+from phalanx.data.index import (
+    INDEX_FILE,
+    SPLITS,
+    DatasetIndex,
+    ShardFile,
+    digest_of_shards,
+    read_index,
+)
 from phalanx.run.directory.durable import sync, write_atomically
 
 # Each map and that of its sums hold a file descriptor, of which many systems give a process 1,024; trillions of tokens have more shards.
@@ -293,7 +300,10 @@ def verify(
     for done, (name, shard) in enumerate(shards, start=1):
         _check_size(directory, shard, index.item_bytes)
         path, sums = directory / shard.file, BlockSummer()
-        if _checksum(path, digests[name].update, sums.update) != shard.xxh3_128:
+        digest = hashlib.sha256() if shard.sha256 else digests[name]
+        if _checksum(path, digest.update, sums.update) != shard.xxh3_128:
+            bad.append(shard.file)
+        elif shard.sha256 and digest.hexdigest() != shard.sha256:
             bad.append(shard.file)
         elif sums_file(path).exists():
             read_sums(path, shard, path.stat().st_size)  # says what a torn one lacks
@@ -311,7 +321,9 @@ def verify(
             "prepare the dataset anew (block sums can be removed and made again: --write-sums)"
         )
     for name in SPLITS:
-        if digests[name].hexdigest() != index.split(name).sha256:
+        split = index.split(name)
+        own = any(shard.sha256 for shard in split.shards)
+        if (digest_of_shards(split.shards) if own else digests[name].hexdigest()) != split.sha256:
             raise DatasetError(
                 f"{directory}: the {name} shards are not those of the fingerprint; prepare it anew"
             )

@@ -102,16 +102,26 @@ class LocalFolder:
                     if _TEMPORARY.fullmatch(name):
                         continue
                     try:
-                        stat = path.stat()
+                        yield self._info(path)
                     except FileNotFoundError:
                         continue  # deleted meanwhile
-                    yield Info(
-                        path.relative_to(self._root).as_posix(),
-                        stat.st_size,
-                        f"{stat.st_ino:x}-{stat.st_mtime_ns:x}-{stat.st_size:x}",
-                        "",
-                        datetime.fromtimestamp(stat.st_mtime, UTC),
-                    )
+
+    def info(self, key: str) -> Info:
+        path = self._path(key)
+        with self._errors(key, "info"):
+            if path.is_dir():
+                raise IsADirectoryError
+            return self._info(path)
+
+    def _info(self, path: Path) -> Info:
+        stat = path.stat()
+        return Info(
+            path.relative_to(self._root).as_posix(),
+            stat.st_size,
+            f"{stat.st_ino:x}-{stat.st_mtime_ns:x}-{stat.st_size:x}",
+            "",
+            datetime.fromtimestamp(stat.st_mtime, UTC),
+        )
 
     def delete(self, keys: Iterable[str]) -> None:
         parents: set[Path] = set()
@@ -188,7 +198,7 @@ class LocalFolder:
             yield
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
             where = self._where(key)
-            if operation in ("get", "ranges"):
+            if operation in ("get", "ranges", "info"):
                 raise MissingObjectError(
                     f"{operation} of {where}: there is no such object", where, operation
                 ) from error

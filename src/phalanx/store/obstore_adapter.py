@@ -59,11 +59,11 @@ _ENDPOINTS = {
 }
 _REQUEST = {
     "s3": {"get": "GetObject", "ranges": "GetObject", "put": "PutObject", "create": "PutObject"}
-    | {"list": "ListObjectsV2", "delete": "DeleteObjects"},
+    | {"list": "ListObjectsV2", "info": "HeadObject", "delete": "DeleteObjects"},
     "gs": {"get": "objects.get", "ranges": "objects.get", "put": "objects.create", "create": "objects.create"}
-    | {"list": "objects.list", "delete": "objects.delete"},
+    | {"list": "objects.list", "info": "objects.get", "delete": "objects.delete"},
     "az": {"get": "Get Blob", "ranges": "Get Blob", "put": "Put Blob", "create": "Put Blob"}
-    | {"list": "List Blobs", "delete": "Delete Blob"},
+    | {"list": "List Blobs", "info": "Get Blob Properties", "delete": "Delete Blob"},
 }
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z]{3,60})</Code>")
@@ -193,13 +193,15 @@ class RemoteStore:
         # As a whole, so that a repetition cannot list an object twice; the library repeats single pages by itself.
         found = self._repeated(lambda: self._listed(prefix), prefix, "list")
         for meta in found:
-            yield Info(
-                meta["path"], meta["size"], meta["e_tag"] or "", meta["version"] or "", meta["last_modified"]
-            )
+            yield _info(meta)
 
     def _listed(self, prefix: str) -> "Sequence[ObjectMeta]":
         pages = obstore.list(self._reads, prefix or None, chunk_size=_LISTED_AT_ONCE)
         return [meta for page in pages for meta in page]
+
+    def info(self, key: str) -> Info:
+        require_key(key, self._url)
+        return _info(self._repeated(lambda: obstore.head(self._reads, key), key, "info"))
 
     def delete(self, keys: Iterable[str]) -> None:
         todo = iter(keys)
@@ -315,6 +317,12 @@ def joined_spans(spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]
             starts.append(start)
             stops.append(stop)
     return starts, stops
+
+
+def _info(meta: "ObjectMeta") -> Info:
+    # Azure quotes a tag in its headers and not in its listings.
+    etag = (meta["e_tag"] or "").strip('"')
+    return Info(meta["path"], meta["size"], etag, meta["version"] or "", meta["last_modified"])
 
 
 def _retry_config(retry: RetryPolicy) -> "RetryConfig":

@@ -74,6 +74,10 @@ class Store(Protocol):
         """All objects below ``prefix``, a path of whole segments (``a/b`` holds ``a/b/c`` but not ``a/bc``), in any order."""
         ...
 
+    def info(self, key: str) -> Info:
+        """The object as a listing shows it. Raises MissingObjectError."""
+        ...
+
     def delete(self, keys: Iterable[str]) -> None:
         """Removes objects; a key that is not there is no error."""
         ...
