@@ -301,9 +301,9 @@ def verify(
         _check_size(directory, shard, index.item_bytes)
         path, sums = directory / shard.file, BlockSummer()
         digest = hashlib.sha256() if shard.sha256 else digests[name]
-        if _checksum(path, digest.update, sums.update) != shard.xxh3_128:
-            bad.append(shard.file)
-        elif shard.sha256 and digest.hexdigest() != shard.sha256:
+        if _checksum(path, digest.update, sums.update) != shard.xxh3_128 or (
+            shard.sha256 and digest.hexdigest() != shard.sha256
+        ):
             bad.append(shard.file)
         elif sums_file(path).exists():
             read_sums(path, shard, path.stat().st_size)  # says what a torn one lacks
