@@ -42,3 +42,7 @@ class DatasetExistsError(DatasetError):
 
 class NoRoomError(DatasetError):
     """The disk, the quota or the file-size limit was reached while writing; what was half written is removed."""
+
+
+class PreparationError(DataError):
+    """A preparation from a recipe cannot go on as planned; what is done so far is kept."""

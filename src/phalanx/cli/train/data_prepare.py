@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from phalanx.cli.errors import explained
+from phalanx.cli.train.data_recipe import PrepareCommand
 from phalanx.cli.train.prepare_progress import PrepareProgress
 from phalanx.data.errors import DataError
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from phalanx.data.files import Files
 
 
-@click.command("prepare")
+@click.command("prepare", cls=PrepareCommand)
 @click.argument("text", nargs=-1, required=True)
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
 @click.option("--tokenizer", default="bpe", show_default=True, help='"bpe", "bytes", or a tokenizer.json.')
@@ -77,6 +78,7 @@ def prepare_command(
       phalanx data prepare dump.jsonl --text-field content --out data/dump --on-bad skip
       phalanx data prepare python-stdlib --out data/stdlib --vocab-size 8192
       phalanx data prepare books/ --out data/books-8k --pack --seq-len 8192
+      phalanx data prepare recipe.toml --out s3://bucket/web     # by a recipe, on many workers: phalanx data prepare recipe.toml --help
     """
     if pack != (seq_len is not None):
         raise click.UsageError("--pack and --seq-len go together")

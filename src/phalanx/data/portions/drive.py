@@ -1,0 +1,159 @@
+"""Drives a preparation from its recipe to the sealed dataset, stage after stage, on any executor.
+
+What is done is what has a manifest in the store; so the driver may be killed, and another may go on, or two at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.data.errors import PreparationError
+from phalanx.data.index import DatasetIndex, parse_index
+from phalanx.data.portions.executors import Executor, outcome_of
+from phalanx.data.portions.plan import INDEX_KEY, PREPARATION, PreparationPlan, commit_plan, make_plan
+from phalanx.data.portions.recipe import PreparationRecipe
+from phalanx.data.portions.seal import sweep
+from phalanx.data.portions.stages import stages_of
+from phalanx.data.portions.tasks import Stage, Workplace, total
+from phalanx.store.errors import MissingObjectError
+from phalanx.store.open_store import is_remote
+from phalanx.store.store import require_create
+
+_MOST_LOSSES = 3
+_LOOK_S = 1.0
+
+OnStage = Callable[[str, int, int], None]
+"""Called with (stage, tasks done, tasks in all)."""
+
+
+@dataclass(frozen=True)
+class PreparedDataset:
+    """A dataset that was prepared from a recipe."""
+
+    url: str
+    index: DatasetIndex
+    counts: dict[str, int]
+    """What was read, kept and dropped, by reason."""
+    reused: bool
+    """True if it was there already."""
+
+
+def place_plan(recipe: PreparationRecipe, folder: Path, out: str) -> Workplace:
+    """Plan a recipe whose file lies in ``folder``, and write the plan to ``out``, or find the same there. Raises as ``make_plan`` and ``commit_plan``."""
+    place = Workplace(out if is_remote(out) else str(Path(out).absolute()))
+    plan, tokenizer = make_plan(recipe, folder)
+    if is_remote(out) and not any(place.store.list(PREPARATION)):
+        require_create(place.store, f"{PREPARATION}/probe-{time.time_ns():x}")
+    commit_plan(place.store, plan, tokenizer)
+    place.plan = plan
+    return place
+
+
+def carry_out(place: Workplace, executor: Executor, on_stage: OnStage = lambda *_: None) -> PreparedDataset:
+    """Do all that is not yet done of the plan at ``place``, and return the dataset.
+
+    Raises ``PreparationError`` with what a task failed with, or if a task was lost three times; what is done then stays done.
+    """
+    index = sealed_index(place)
+    reused = index is not None
+    if index is None:
+        for stage in stages_of(place.plan):
+            _do_stage(place, stage, executor, on_stage)
+        index = sealed_index(place)
+        if index is None:
+            raise PreparationError(f"{place.url}/{INDEX_KEY} is gone since it was written")
+    sweep(
+        place,
+        [stage.name for stage in stages_of(place.plan) if stage.name not in ("tokenizer", "write", "seal")],
+    )
+    counts = total(place.manifests(Stage("write", len(place.plan.portions))))
+    return PreparedDataset(place.url, index, counts, reused)
+
+
+def work_share(
+    place: Workplace, number: int, of: int, on_stage: OnStage = lambda *_: None, patience_s: float = 600.0
+) -> None:
+    """As one of ``of`` jobs of an array, number 1 to ``of``, do every ``of``-th task of each stage, and wait for the others' before the next.
+
+    Where no task has become done for ``patience_s``, those missing are done here: the job that they belong to is gone. Raises ``PreparationError``.
+    """
+    if sealed_index(place) is not None:
+        return
+    for stage in stages_of(place.plan):
+        done = place.done(stage)
+        for task in range(number - 1, stage.tasks, of):
+            if task not in done:
+                _require_done(outcome_of(place, stage.name, task).failed)
+                on_stage(stage.name, len(done := done | {task}), stage.tasks)
+        _await_stage(place, stage, number, on_stage, patience_s)
+
+
+def _await_stage(place: Workplace, stage: Stage, number: int, on_stage: OnStage, patience_s: float) -> None:
+    last, since = -1, time.monotonic()
+    while len(done := place.done(stage)) < stage.tasks:
+        on_stage(stage.name, len(done), stage.tasks)
+        if len(done) != last:
+            last, since = len(done), time.monotonic()
+        if time.monotonic() - since > patience_s:
+            missing = sorted(set(range(stage.tasks)) - done)
+            _require_done(outcome_of(place, stage.name, missing[number % len(missing)]).failed)
+        else:
+            time.sleep(min(_LOOK_S, patience_s / 4))
+
+
+def _require_done(failed: str) -> None:
+    if failed:
+        raise PreparationError(failed)
+
+
+def _do_stage(place: Workplace, stage: Stage, executor: Executor, on_stage: OnStage) -> None:
+    losses: Counter[int] = Counter()
+    done = place.done(stage)
+    while missing := sorted(set(range(stage.tasks)) - done):
+        on_stage(stage.name, len(done), stage.tasks)
+        count = len(done)
+        for outcome in executor.map(stage.name, place.url, missing):
+            if outcome.failed:
+                raise PreparationError(outcome.failed)
+            if outcome.lost:
+                losses[outcome.task] += 1
+                if losses[outcome.task] >= _MOST_LOSSES:
+                    raise PreparationError(
+                        f"worker lost {_MOST_LOSSES} times on {_named(stage, outcome.task)} ({outcome.lost}; out of memory?): fewer --workers, "
+                        "or a smaller output.portion_bytes with another --out"
+                    )
+            else:
+                count += 1
+                on_stage(stage.name, min(count, stage.tasks), stage.tasks)
+        before, done = done, place.done(stage)
+        if done == before and not losses:
+            losses.update(missing)
+            if max(losses.values()) >= _MOST_LOSSES:
+                raise PreparationError(
+                    f"{_named(stage, missing[0])} was reported as done and is not; look at the executor's workers"
+                )
+
+
+def _named(stage: Stage, task: int) -> str:
+    return f"portion {task}" if stage.name in ("write", "read") else f"task {task} of stage {stage.name}"
+
+
+def sealed_index(place: Workplace) -> DatasetIndex | None:
+    """The index of the dataset, if it is sealed."""
+    try:
+        text = place.store.get(INDEX_KEY)
+    except MissingObjectError:
+        return None
+    index = parse_index(text.decode(), Path(f"{place.url}/{INDEX_KEY}"))
+    if index.recipe.source_sha256 != place.plan.sha256:
+        raise PreparationError(f"{place.url} holds another dataset; choose another --out, or remove it")
+    return index
+
+
+def planned(recipe: PreparationRecipe, folder: Path) -> PreparationPlan:
+    """The plan of a recipe, which is written nowhere."""
+    return make_plan(recipe, folder)[0]

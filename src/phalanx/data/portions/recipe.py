@@ -1,0 +1,120 @@
+"""The recipe of a prepared dataset: a TOML file that says which raw files become which tokens.
+
+Whatever decides a byte of the output stands here and nowhere else; how many workers there are, and on which engine, does not. A file is read
+with the reader of run files, so that every mistake in it is named at once with the nearest right word.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from phalanx.run.fields import ValueRange
+from phalanx.run.problems import Problem, RunFileError
+from phalanx.run.section_reader import JsonObject, read_section
+
+
+@dataclass(frozen=True)
+class RawSource:
+    """One ``[[source]]``: raw files of one kind."""
+
+    url: str
+    """A file, a folder (all visible files below it) or a glob (``*``, ``**``, ``?``); a path, or a URL of an object store."""
+    text_field: str = "text"
+    """Field of JSON lines, or column of tables, that holds the text."""
+    on_bad: Literal["stop", "skip"] = "stop"
+    """What a line or file that holds no text does: end the preparation with its name, or be left out and counted."""
+
+
+@dataclass(frozen=True)
+class OutputRecipe:
+    """``[output]``: how texts become shards of tokens."""
+
+    tokenizer: str = "bpe"
+    """"bpe" (trained on a sample of the training split), "bytes", or the path of a byte-level ``tokenizer.json``."""
+    vocab_size: Annotated[int, ValueRange(at_least=257)] = 32_768
+    """Tokens of a BPE that is trained, at most."""
+    tokenizer_bytes: Annotated[int, ValueRange(at_least=1)] = 1 << 30
+    """Bytes of text that a BPE is trained on, at most: taken from portions that are spread evenly."""
+    seq_len: Annotated[int, ValueRange(at_least=0)] = 0
+    """Tokens of a record that documents are packed into whole; 0 joins them end to end."""
+    held_out: Annotated[float, ValueRange(at_least=0, below=1)] = 0.001
+    """Share of documents held out, by a hash of their names."""
+    shard_mib: Annotated[int, ValueRange(at_least=1, at_most=1 << 14)] = 256
+    """Size of a shard at most; a worker holds one of each split in memory."""
+    portion_bytes: Annotated[int, ValueRange(at_least=0)] = 0
+    """Bytes of raw files, as stored, in a portion; 0 is 64 MiB, or more so that there are 32,768 portions at most."""
+
+
+@dataclass(frozen=True)
+class PreparationRecipe:
+    """A whole recipe file."""
+
+    source: tuple[RawSource, ...] = ()
+    output: OutputRecipe = field(default_factory=OutputRecipe)
+
+
+def read_recipe(path: Path) -> PreparationRecipe:
+    """The recipe in the TOML file at ``path``. Raises ``RunFileError`` with everything that is wrong with it."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        found = f"cannot be read: {error.strerror}"
+        raise RunFileError(path, [Problem("", found, "give the path of a recipe, a TOML file")]) from None
+    except (ValueError, RecursionError) as error:
+        raise RunFileError(path, [Problem("", f"not valid TOML: {error}", "see https://toml.io")]) from None
+    problems: list[Problem] = []
+    recipe = recipe_of(table, problems)
+    if recipe is None or problems:
+        raise RunFileError(path, problems)
+    return recipe
+
+
+def recipe_of(table: Mapping[str, object], problems: list[Problem]) -> PreparationRecipe | None:
+    """The recipe that ``table`` describes; mistakes are added to ``problems``."""
+    recipe = read_section(PreparationRecipe, table, problems)
+    if recipe is not None:
+        if not recipe.source and "source" not in table:
+            problems.append(
+                Problem("source", "is missing", 'add [[source]] with url = "FOLDER, GLOB or URL"')
+            )
+        if recipe.output.seq_len == 1:
+            problems.append(
+                Problem("output.seq_len", "1 holds no token and its target", "2 or more, or 0 to join")
+            )
+    return recipe
+
+
+def recipe_table(recipe: PreparationRecipe) -> JsonObject:
+    """The recipe as plain values, which ``recipe_of`` reads back."""
+    return asdict(recipe)
+
+
+def differences(found: JsonObject, wanted: JsonObject, path: str = "") -> list[str]:
+    """Dotted names of the fields in which two tables of plain values differ."""
+    names: list[str] = []
+    for key in sorted({*found, *wanted}):
+        one, other = found.get(key), wanted.get(key)
+        where = f"{path}.{key}" if path else key
+        if isinstance(one, dict) and isinstance(other, dict):
+            names += differences(one, other, where)
+        elif _plain(one) != _plain(other):
+            names.append(where)
+    return names
+
+
+def _plain(value: object) -> object:
+    return (
+        [_plain(item) for item in value]
+        if isinstance(value, Sequence) and not isinstance(value, str)
+        else value
+    )
+
+
+def sha256_hex(data: bytes) -> str:
+    """SHA-256 in hex."""
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,46 @@
+"""The stages of a preparation, and the one function that every engine calls: do a task of a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from phalanx.data.errors import PreparationError
+from phalanx.data.portions.plan import PreparationPlan, software_of
+from phalanx.data.portions.seal import seal
+from phalanx.data.portions.tasks import Stage, Workplace
+from phalanx.data.portions.train_tokenizer import train_tokenizer
+from phalanx.data.portions.write_portion import write_portion
+
+_WORK: Mapping[str, Callable[[Workplace, int], None]] = MappingProxyType(
+    {"tokenizer": train_tokenizer, "write": write_portion, "seal": seal}
+)
+
+
+def stages_of(plan: PreparationPlan) -> list[Stage]:
+    """The stages of a plan, in order; each needs all of those before it."""
+    return [
+        *([Stage("tokenizer", 1)] if plan.tokenizer == "bpe" else []),
+        Stage("write", len(plan.portions)),
+        Stage("seal", 1),
+    ]
+
+
+def do_task(place: Workplace, stage: str, task: int) -> None:
+    """Do a task, unless it is done. Raises ``DataError`` and ``StoreError``; then nothing of it counts."""
+    _require_software(place.plan)
+    if place.manifest(stage, task) is None:
+        _WORK[stage](place, task)
+
+
+def _require_software(plan: PreparationPlan) -> None:
+    here = software_of(plan.recipe)
+    if here != plan.software:
+        other = ", ".join(
+            f"{name} {here.get(name)}, planned with {version}"
+            for name, version in plan.software.items()
+            if here.get(name) != version
+        )
+        raise PreparationError(
+            f"this worker has other software ({other}), and could write other bytes; install what the plan was made with"
+        )

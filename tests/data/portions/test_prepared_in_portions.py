@@ -1,0 +1,346 @@
+"""A dataset prepared in portions: what it holds, and that neither workers nor faults change a byte of it."""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.portions.making_raw import Hostile, objects, prepared, raw_folder, recipe_file, texts, write_lines
+from phalanx.data.dataset import verify_dataset
+from phalanx.data.errors import DatasetError, PreparationError
+from phalanx.data.files import files_of
+from phalanx.data.index import HELD_OUT, SPLITS, TRAIN, read_index
+from phalanx.data.portions.drive import carry_out, place_plan, work_share
+from phalanx.data.portions.executors import InOrder, Processes
+from phalanx.data.portions.plan import PREPARATION
+from phalanx.data.portions.read_portion import read_portion
+from phalanx.data.portions.recipe import read_recipe
+from phalanx.data.portions.tasks import Workplace, manifest_key
+from phalanx.data.prepare import prepare
+from phalanx.data.shards import TokenShards
+from phalanx.store.open_store import open_store
+from store.faulty_proxy import Faults, faulty_proxy
+from store.servers import Server
+
+
+def test_the_tokens_are_those_of_the_short_form_on_the_same_documents(tmp_path: Path) -> None:
+    raw_folder(tmp_path)
+    recipe = recipe_file(tmp_path)
+    out = tmp_path / "out"
+    place = place_plan(read_recipe(recipe), tmp_path, str(out))
+    numbers = range(len(place.plan.portions))
+    documents = [d for number in numbers for _, d in read_portion(place.plan, number) if d is not None]
+    carry_out(place, InOrder())
+    short = prepare(documents, tmp_path / "short", tokenizer="bytes", held_out_fraction=0.1)
+    index = read_index(out)
+    for split in SPLITS:
+        one, other = (TokenShards.open(folder, split) for folder in (out, tmp_path / "short"))
+        assert np.array_equal(one.read(0, one.tokens), other.read(0, other.tokens))
+        assert index.split(split).documents == short.index.split(split).documents
+        assert index.split(split).text_bytes == short.index.split(split).text_bytes
+    assert len(index.train.shards) == len(numbers)
+    assert verify_dataset(out) == 0
+
+
+def test_packed_records_hold_every_token_of_every_document_once(tmp_path: Path) -> None:
+    raw_folder(tmp_path)
+    recipe = recipe_file(tmp_path, output="seq_len = 4096\nheld_out = 0.0")
+    out = tmp_path / "out"
+    prepared(recipe, out)
+    index = read_index(out)
+    assert (index.version, index.packed_seq_len, index.train.tokens % 4096) == (2, 4096, 0)
+    shards = TokenShards.open(out, TRAIN)
+    found = shards.read(0, shards.tokens)
+    place = Workplace(str(out))
+    written = [d.text for n in range(len(place.plan.portions)) for _, d in read_portion(place.plan, n) if d]
+    documents = bytes(found[found < 256].astype(np.uint8).tobytes())
+    assert len(documents) == sum(len(text.encode()) for text in written)
+    split = [bytes(part.astype(np.uint8)) for part in np.split(found, np.flatnonzero(found == 256) + 1)]
+    assert sorted(part[:-1] for part in split if len(part) > 1) == sorted(t.encode() for t in written)
+    assert verify_dataset(out) == 0
+
+
+def test_a_flipped_bit_of_a_shard_is_found_by_verify(tmp_path: Path) -> None:
+    raw_folder(tmp_path)
+    out = tmp_path / "out"
+    prepared(recipe_file(tmp_path), out)
+    shard = out / "train-00002.bin"
+    data = bytearray(shard.read_bytes())
+    data[5] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(DatasetError, match=r"train-00002\.bin"):
+        verify_dataset(out)
+
+
+def test_large_portions_are_cut_into_several_shards(tmp_path: Path) -> None:
+    write_lines(tmp_path / "raw" / "a.jsonl", ["x" * 700_000, "y" * 700_000])
+    out = tmp_path / "out"
+    prepared(recipe_file(tmp_path, output="shard_mib = 1\nheld_out = 0.0"), out)
+    assert [shard.file for shard in read_index(out).train.shards] == [
+        "train-00000.bin",
+        "train-00000-001.bin",
+        "train-00170.bin",  # the first line fills 170 portions
+        "train-00170-001.bin",
+    ]
+    assert verify_dataset(out) == 0
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 7])
+def test_every_byte_is_the_same_for_any_number_of_processes(tmp_path: Path, workers: int) -> None:
+    raw_folder(tmp_path)
+    recipe = recipe_file(tmp_path, output='tokenizer = "bpe"\nvocab_size = 300')
+    prepared(recipe, tmp_path / "alone")
+    executor = Processes(workers)
+    try:
+        prepared(recipe, tmp_path / "out", executor)
+    finally:
+        executor.close()
+    assert objects(tmp_path / "out") == objects(tmp_path / "alone")
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_every_byte_is_the_same_when_tasks_come_in_any_order_twice_or_are_lost(
+    tmp_path: Path, seed: int
+) -> None:
+    raw_folder(tmp_path)
+    recipe = recipe_file(tmp_path)
+    prepared(recipe, tmp_path / "alone")
+    try:
+        prepared(recipe, tmp_path / "out", Hostile(seed))
+    except PreparationError as error:
+        # A task that is lost three times ends the preparation, which is then continued.
+        assert "worker lost 3 times on" in str(error)  # noqa: PT017
+        prepared(recipe, tmp_path / "out")
+    assert objects(tmp_path / "out") == objects(tmp_path / "alone")
+
+
+def killed_and_continued(folder: Path, out: Path, recipe: Path, kills: int, seed: int) -> int:
+    """Prepare in processes that are killed after a random time; returns how many kills came before an end."""
+    draw = random.Random(seed)
+    start = time.monotonic()
+    prepared(recipe, folder / "alone")
+    whole_s = time.monotonic() - start
+    expected = objects(folder / "alone")
+    done = 0
+    while done < kills:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                prepared(recipe, out)
+                code = 0
+            finally:
+                os._exit(code)
+        time.sleep(draw.uniform(0, whole_s))
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        if os.WIFSIGNALED(status):
+            done += 1
+        else:
+            assert os.WEXITSTATUS(status) == 0
+        there = objects(out) if out.exists() else {}
+        # A reader sees nothing, or the whole dataset.
+        if "index.json" in there:
+            assert verify_dataset(out) == 0
+        assert all(expected.get(key, data) == data for key, data in there.items())
+        if there.keys() >= expected.keys() and done < kills:
+            # It was whole: begin again from somewhere in its middle.
+            manifests = [key for key in there if "/done/" in key]
+            again = draw.sample(manifests, k=draw.randint(1, len(manifests)))
+            open_store(str(out)).delete(["index.json", manifest_key("seal", 0), *again])
+    prepared(recipe, out)
+    assert objects(out) == expected
+    return done
+
+
+def test_twenty_kills_at_random_change_no_byte_and_show_nothing_half_written(tmp_path: Path) -> None:
+    raw_folder(tmp_path)
+    assert killed_and_continued(tmp_path, tmp_path / "out", recipe_file(tmp_path), 20, seed=3) == 20
+
+
+@pytest.mark.slow
+def test_fifty_kills_of_a_packing_preparation_change_no_byte(tmp_path: Path) -> None:
+    raw_folder(tmp_path, files=6)
+    recipe = recipe_file(tmp_path, output="seq_len = 256")
+    assert killed_and_continued(tmp_path, tmp_path / "out", recipe, 50, seed=4) == 50
+
+
+def test_a_worker_that_dies_is_replaced_and_its_task_done_again(tmp_path: Path) -> None:
+    raw_folder(tmp_path, files=6)
+    recipe = recipe_file(tmp_path)
+    prepared(recipe, tmp_path / "alone")
+    executor = Processes(2)
+    stop = threading.Event()
+
+    def kill_some() -> None:
+        for _ in range(4):
+            if stop.wait(0.4):
+                return
+            for process in list(executor._running)[:1]:
+                process.kill()
+
+    killer = threading.Thread(target=kill_some)
+    killer.start()
+    try:
+        prepared(recipe, tmp_path / "out", executor)
+    finally:
+        stop.set()
+        killer.join()
+        executor.close()
+    assert objects(tmp_path / "out") == objects(tmp_path / "alone")
+
+
+def test_a_task_that_is_done_is_not_done_again(tmp_path: Path) -> None:
+    raw_folder(tmp_path)
+    out = tmp_path / "out"
+    recipe = recipe_file(tmp_path)
+    prepared(recipe, out)
+    store = open_store(str(out))
+    store.delete(["index.json", manifest_key("seal", 0), manifest_key("write", 1)])
+    before = {path.name: path.stat().st_mtime_ns for path in out.glob("train-*.bin")}
+    prepared(recipe, out)
+    after = {path.name: path.stat().st_mtime_ns for path in out.glob("train-*.bin")}
+    assert [name for name in sorted(before) if before[name] != after[name]] == ["train-00001.bin"]
+
+
+def test_a_shard_that_is_gone_is_named_before_anything_is_sealed(tmp_path: Path) -> None:
+    raw_folder(tmp_path)
+    out = tmp_path / "out"
+    recipe = recipe_file(tmp_path)
+    prepared(recipe, out)
+    open_store(str(out)).delete(["index.json", manifest_key("seal", 0), "train-00002.bin"])
+    with pytest.raises(
+        PreparationError,
+        match=r"train-00002.bin is gone or cut short .* remove preparation/done/write/00002.json",
+    ):
+        prepared(recipe, out)
+    (out / manifest_key("write", 2)).unlink()
+    prepared(recipe, out)
+    assert verify_dataset(out) == 0
+
+
+def test_two_workers_with_other_bytes_are_found_out(tmp_path: Path) -> None:
+    raw_folder(tmp_path)
+    recipe = recipe_file(tmp_path)
+    place = place_plan(read_recipe(recipe), tmp_path, str(tmp_path / "out"))
+    manifest = place.new_manifest("write", 0)
+    place.commit(manifest)
+    place.commit(manifest)
+    manifest.counts["documents read"] = 1
+    with pytest.raises(PreparationError, match="was written by another worker with other bytes"):
+        place.commit(manifest)
+
+
+def test_jobs_of_an_array_share_the_portions_and_do_what_a_lost_one_has_left(tmp_path: Path) -> None:
+    raw_folder(tmp_path)
+    recipe = recipe_file(tmp_path)
+    prepared(recipe, tmp_path / "alone")
+    place_plan(read_recipe(recipe), tmp_path, str(tmp_path / "out"))
+    jobs = [
+        threading.Thread(
+            target=work_share, args=(Workplace(str(tmp_path / "out")), number, 3), kwargs={"patience_s": 0.5}
+        )
+        for number in (1, 3)  # the second never starts
+    ]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join()
+    alone = objects(tmp_path / "alone")
+    assert objects(tmp_path / "out") == alone
+
+
+def test_a_file_that_changes_while_it_is_read_ends_the_task_before_its_manifest(tmp_path: Path) -> None:
+    write_lines(tmp_path / "raw" / "a.jsonl", texts(20))
+    recipe = recipe_file(tmp_path)
+    place = place_plan(read_recipe(recipe), tmp_path, str(tmp_path / "out"))
+    documents = read_portion(place.plan, 0)
+    next(documents)
+    os.utime(tmp_path / "raw" / "a.jsonl", ns=(5, 5))
+    with pytest.raises(
+        PreparationError, match=r"a.jsonl changed since the plan was made \(time of modification 5"
+    ):
+        list(documents)
+
+
+def test_a_bad_line_ends_the_preparation_with_its_portion_and_number_or_is_counted(tmp_path: Path) -> None:
+    path = tmp_path / "raw" / "a.jsonl"
+    write_lines(path, texts(100))
+    lines = path.read_text().splitlines(keepends=True)
+    lines[70] = "{broken\n"
+    path.write_text("".join(lines))
+    with pytest.raises(PreparationError, match=r"portion \d+: line 71 of .*a.jsonl is not JSON") as caught:
+        prepared(recipe_file(tmp_path), tmp_path / "out")
+    assert 'source.on_bad = "skip"' in str(caught.value)
+    done = prepared(recipe_file(tmp_path, source='url = "raw"\non_bad = "skip"'), tmp_path / "counted")
+    assert (done.counts["documents read"], done.counts["documents kept"], done.counts["dropped: bad"]) == (
+        100,
+        99,
+        1,
+    )
+
+
+def test_inputs_and_outputs_of_a_store_give_the_tokens_of_folders(
+    tmp_path: Path, s3_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    raw = raw_folder(tmp_path)
+    url = s3_server.url(secrets.token_hex(8))
+    for file in raw.rglob("*.*"):
+        open_store(url).put(file.relative_to(tmp_path).as_posix(), file.read_bytes())
+    prepared(recipe_file(tmp_path), tmp_path / "out")
+    prepared(recipe_file(tmp_path, source=f'url = "{url}/raw"'), f"{url}/out")
+    local, remote = objects(tmp_path / "out"), objects(f"{url}/out")
+    assert local.keys() - {"preparation"} >= {key for key in remote if key.startswith(("train", "held"))}
+    for key, data in local.items():
+        if key.endswith((".bin", ".sums")):
+            assert remote[key] == data
+    assert "index.json" in remote
+
+
+def test_a_bad_line_of_an_object_is_named_by_its_number_in_the_whole_object(
+    tmp_path: Path, s3_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    url = s3_server.url(secrets.token_hex(8))
+    write_lines(tmp_path / "a.jsonl", texts(100))
+    lines = (tmp_path / "a.jsonl").read_bytes().splitlines(keepends=True)
+    lines[70] = b"{broken\n"
+    open_store(url).put("raw/a.jsonl", b"".join(lines))
+    with pytest.raises(PreparationError, match=rf"line 71 of {url}/raw/a.jsonl is not JSON"):
+        prepared(recipe_file(tmp_path, source=f'url = "{url}/raw"'), f"{url}/out")
+
+
+def test_a_store_that_fails_now_and_then_changes_no_byte(
+    tmp_path: Path, s3_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw_folder(tmp_path, files=2)
+    recipe = recipe_file(tmp_path)
+    prepared(recipe, tmp_path / "alone")
+    faults = Faults(slow_down=0.05, reset=0.03, lost_answer=0.03, truncated=0.03)
+    url = s3_server.url(secrets.token_hex(8))
+    with faulty_proxy(s3_server.port, faults, seed=1) as proxy:
+        for name, value in s3_server.behind(proxy.port).items():
+            monkeypatch.setenv(name, value)
+        prepared(recipe, url)
+        assert sum(proxy.done.values()) > 5
+        assert objects(url) == objects(tmp_path / "alone")
+
+
+def test_the_held_out_split_is_by_name_as_in_the_short_form(tmp_path: Path) -> None:
+    raw = raw_folder(tmp_path, files=1)
+    recipe = recipe_file(tmp_path, source='url = "raw/notes"', output="held_out = 0.4")
+    done = prepared(recipe, tmp_path / "out")
+    short = prepare(files_of([raw / "notes"]), tmp_path / "short", tokenizer="bytes", held_out_fraction=0.4)
+    assert done.index.split(HELD_OUT).documents == short.index.split(HELD_OUT).documents > 0
+    assert (tmp_path / "out" / PREPARATION).is_dir()
