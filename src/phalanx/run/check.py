@@ -27,7 +27,7 @@ def check(spec: RunSpec) -> list[Problem]:
         *_train(spec.train),
         *target_problems(spec),
         *_origin(spec.checkpoint),
-        *_store(spec.checkpoint, spec.fleet),
+        *_store(spec.checkpoint),
         *_interval(spec.checkpoint, spec.fleet),
         *fleet,
         *smaller_degree_problems(spec),
@@ -83,14 +83,7 @@ def _interval(checkpoint: CheckpointSpec, fleet: FleetSpec) -> Iterator[Problem]
         )
 
 
-def _store(checkpoint: CheckpointSpec, fleet: FleetSpec) -> Iterator[Problem]:
-    if checkpoint.store and fleet.nodes:
-        yield Problem(
-            "checkpoint.store",
-            "a fleet does not copy its checkpoints yet",
-            "leave it out, and copy them with `phalanx checkpoint copy`; or train without a fleet: fleet.nodes = 0",
-            ("fleet.nodes",),
-        )
+def _store(checkpoint: CheckpointSpec) -> Iterator[Problem]:
     default = CheckpointSpec()
     for name in ("store_every_steps", "store_keep_last", "store_keep_every", "store_mib_s"):
         if not checkpoint.store and getattr(checkpoint, name) != getattr(default, name):

@@ -29,3 +29,8 @@ class Retention:
         newest = set(ordered[-self.keep_last :])
         for_good = {step for step in ordered if self.keep_every is not None and step % self.keep_every == 0}
         return [step for step in ordered if step not in newest | for_good]
+
+
+def is_copied(step: int, every_steps: int, last_step: int) -> bool:
+    """True if a saved ``step`` is copied to a store that takes those divisible by ``every_steps`` (0: all); the run's last one always is."""
+    return every_steps == 0 or step % every_steps == 0 or step == last_step

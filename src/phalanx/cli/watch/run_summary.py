@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from phalanx.checkpoint.tiers.store_standing import store_standing
 from phalanx.run.directory.lineage import Origin, read_lineage
 from phalanx.run.directory.paths import RunDirectory, read_resolved, read_small_json
 
@@ -27,6 +28,8 @@ class RunSummary:
     """Hash of the final weights; empty while the run is not complete."""
     lineage: tuple[Origin, ...]
     """The checkpoints that the run descends from, the oldest first."""
+    store: str = ""
+    """What is in the run's store, and what is not yet; empty if it has none."""
 
     @property
     def state(self) -> str:
@@ -42,6 +45,7 @@ def summarize(path: Path) -> RunSummary:
     """The summary of the run in the directory ``path``. Raises ``RunDirectoryError`` if there is none, ``OSError``."""
     directory = RunDirectory(path)
     spec, result = read_resolved(directory), directory.finished_result()
+    standing = store_standing(spec, directory)
     return RunSummary(
         path=str(path),
         name=spec.name,
@@ -52,4 +56,5 @@ def summarize(path: Path) -> RunSummary:
         held_out_loss=result.held_out_loss if result else None,
         weights_sha256=result.weights_sha256 if result else "",
         lineage=tuple(read_lineage(read_small_json(directory.record))),
+        store="" if standing is None else str(standing),
     )

@@ -42,6 +42,8 @@ def command(run_dir: Path, last: int, as_json: bool) -> None:
         click.echo(f"{summary.name}: {summary.state}")
         for origin in summary.lineage:
             click.echo(f"  goes on from {origin}")
+        if summary.store:
+            click.echo(f"  {summary.store}")
     if seen is not None:
         _print(seen, last)
 

@@ -29,6 +29,7 @@ from phalanx.fleet.control.coordinator_link import answers
 from phalanx.fleet.control.coordinator_lock import only_coordinator
 from phalanx.fleet.control.credentials import Credentials, credentials_of
 from phalanx.fleet.control.descriptors import DescriptorLimitError, raise_descriptor_limit
+from phalanx.fleet.control.distrust import record_distrust
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, fleet_file, read_fleet_file
 from phalanx.fleet.control.hang_inquiry import Inquiry
 from phalanx.fleet.control.journal import Journal
@@ -97,7 +98,7 @@ class Coordinator:
         self._tick_s = min(_LONGEST_TICK_S, min(fleet.lease_s, fleet.confirm_s or fleet.lease_s) / 8)
         self._journal = Journal(_journal_path(args))
         self._renew_at_bytes = _RENEW_BYTES
-        settings = settings_of(spec, _first_step(spec))
+        settings = settings_of(spec, _first_step(spec, self._directory, self.log))
         empty = initial_state(settings, time.time(), credentials.fencing)
         self._state, self._restarts, published_s = restored(self._journal, empty, self.log)
         self._publisher = Publisher(
@@ -317,6 +318,9 @@ class Coordinator:
 
     def _set_aside(self) -> None:
         """Sets aside the checkpoints that are not to be trusted, before any node is told to restore; their steps are saved again."""
+        if self._state.condemned and self._state.distrust and self._spec.checkpoint.store:
+            with suppress(OSError):  # written again at the next turn, for as long as they are on disk
+                record_distrust(self._directory, self._state.distrust[-1].step)
         for saved in self._state.condemned:
             with suppress(CheckpointError, OSError):
                 DiskTier(self._directory.checkpoints).set_aside(saved)
@@ -409,8 +413,20 @@ class Coordinator:
         self._journal.close()
 
 
-def _first_step(spec: RunSpec) -> int:
-    """The step of the parent's checkpoint that a child run goes on from; 0 for another run."""
+def _first_step(spec: RunSpec, directory: RunDirectory, log: Callable[[str], None]) -> int:
+    """The step that the run begins with if nothing is on disk: of the newest copy in its store, or of its parent; 0 for another run."""
+    if spec.checkpoint.store and not directory.committed_steps():
+        # The client of stores, only where there is one.
+        from phalanx.checkpoint.tiers.object_tier import ObjectTier
+        from phalanx.store.open_store import open_store
+
+        try:
+            copied = ObjectTier(open_store(spec.checkpoint.store)).steps()
+        except CheckpointError as error:
+            log(f"cannot look for copies: {error}")  # the workers will try again
+        else:
+            if copied:
+                return copied[-1]
     inherits = spec.checkpoint.init_with == "training"
     return (step_of(Path(spec.checkpoint.init_from)) or 0) if inherits else 0
 

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from phalanx.checkpoint.snapshot.segments import SnapshotKey, SnapshotMemory
 from phalanx.checkpoint.snapshot.server import SnapshotServer
@@ -38,6 +38,7 @@ from phalanx.fleet.health.quick import complaints, of_node
 from phalanx.fleet.node.agent_actions import (
     AgentAction,
     CheckHealth,
+    DealCopies,
     DiscardSnapshots,
     EndAgent,
     Identity,
@@ -61,6 +62,9 @@ from phalanx.run.identity import identity
 from phalanx.run.spec import RunSpec
 from phalanx.run.token_proof import token_name
 from phalanx.train.lifecycle.worker import die_with_parent
+
+if TYPE_CHECKING:
+    from phalanx.fleet.node.store_uploader import StoreUploader
 
 _LONGEST_RESTART_PAUSE_S = 10.0
 _FAREWELL_S = 0.5
@@ -146,6 +150,9 @@ class Agent:
         self._tasks: set[asyncio.Task[None]] = set()
         self._over, self._reason, self._failure = asyncio.Event(), "", ""
         self._next_attempt: int | None = None
+        self._uploader: StoreUploader | None = None
+        self._copies_wanted, self._hurried = False, asyncio.Event()
+        """The run is over, and what it has saved is to be in the store too; unless the agent is asked once more to end."""
 
     def log(self, line: str) -> None:
         """Prints a line into this process's log."""
@@ -161,7 +168,7 @@ class Agent:
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._end, "asked to end")
+            loop.add_signal_handler(number, self._asked_to_end)
         self.log(f"node {self._args.node}, incarnation {self._state.incarnation}, process {os.getpid()}")
         self._do([StartProcess(i) for i in range(self._spec.fleet.workers_per_node)])
         self._do(self._state.examine())
@@ -170,6 +177,7 @@ class Agent:
         await self._over.wait()
         self.log(f"ends: {self._reason}")
         await self._farewell(_FAREWELL_S if self._next_attempt is None else None)
+        await self._end_copies()
         if self._failure:
             raise AgentError(self._failure)
         return self._next_attempt
@@ -186,6 +194,40 @@ class Agent:
         self._courier.close()
         self._doctor.shutdown(wait=False, cancel_futures=True)
         self._data.close()
+
+    def _deal_copies(self, ranks: tuple[int, ...], of: int) -> None:
+        if not self._spec.checkpoint.store:
+            return
+        from phalanx.fleet.node.store_uploader import (
+            CopyShare,
+            uploader_of,
+        )  # the client of stores, only where there is one
+
+        if self._uploader is None:
+            self._uploader = uploader_of(
+                self._spec, RunDirectory(self._args.run_dir), self._args.attempt, self.log
+            )
+        self._uploader.deal(CopyShare(ranks, of))
+
+    async def _end_copies(self) -> None:
+        """Brings this node's share of what the run has saved to the store, unless the agent is asked once more to end."""
+        if self._uploader is None:
+            return
+        if self._copies_wanted:
+            settling = asyncio.create_task(asyncio.to_thread(self._uploader.settle))
+            hurried = asyncio.create_task(self._hurried.wait())
+            await asyncio.wait((settling, hurried), return_when=asyncio.FIRST_COMPLETED)
+            if not settling.done():
+                self.log("asked once more to end: gives up its copies to the store")
+            elif missing := settling.result():
+                self.log(f"not in the store: steps {', '.join(map(str, missing))}")
+            hurried.cancel()
+        self._uploader.cancel()
+
+    def _asked_to_end(self) -> None:
+        if self._over.is_set():
+            self._hurried.set()
+        self._end("asked to end")
 
     def _fail(self, reason: str) -> None:
         """Ends this agent before its run."""
@@ -326,11 +368,14 @@ class Agent:
                 self._suspicion.set()
             case ReadNewToken(name):
                 self._in_background(self._read_token(name))
+            case DealCopies(ranks, of):
+                self._deal_copies(ranks, of)
             case SaveMemory(order):
                 self._in_background(self._save(order))
             case EndAgent(reason, failed):
                 if failed:
                     self._fail(reason)
+                self._copies_wanted = not failed
                 self._end(reason)
 
     async def _start(self, index: int) -> None:

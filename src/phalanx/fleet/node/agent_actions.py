@@ -79,6 +79,14 @@ class SaveMemory:
 
 
 @dataclass(frozen=True)
+class DealCopies:
+    """From now on this node copies to the store the files of these of ``of`` ranks."""
+
+    ranks: tuple[int, ...]
+    of: int
+
+
+@dataclass(frozen=True)
 class ReadNewToken:
     """Read the run's token of this name, which has taken the place of the one of now, and attach with it."""
 
@@ -104,6 +112,7 @@ AgentAction = (
     | LogStall
     | CheckHealth
     | SaveMemory
+    | DealCopies
     | ReadNewToken
     | EndAgent
 )

@@ -57,6 +57,7 @@ from phalanx.fleet.node import worker_link
 from phalanx.fleet.node.agent_actions import (
     AgentAction,
     CheckHealth,
+    DealCopies,
     DiscardSnapshots,
     EndAgent,
     Identity,
@@ -182,7 +183,8 @@ class AgentState:
             case Bind():
                 return self._bind(command, now_s, unix_s)
             case Release(epoch):
-                return self._tell_out(epoch - 1, "this node is a spare now", planned=False, now_s=now_s)
+                told = self._tell_out(epoch - 1, "this node is a spare now", planned=False, now_s=now_s)
+                return [DealCopies((), 0), *told]
             case KillWorker(worker):
                 return (
                     [KillProcess(worker)]
@@ -309,7 +311,7 @@ class AgentState:
             )
             for i, rank in places.items()
         ]
-        return [forget, *tells]
+        return [forget, DealCopies(tuple(places.values()), bind.ranks), *tells]
 
     def _expel(self, reason: str, incarnation: int, unix_s: float) -> list[AgentAction]:
         """Fences this incarnation: its workers are killed, its memory stays, and it joins again as the next."""

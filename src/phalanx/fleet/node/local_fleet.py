@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from phalanx.checkpoint.tiers.store_standing import store_standing
 from phalanx.fleet.control.coordinator import EXIT_CANNOT_START
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
 from phalanx.fleet.control.security import (
@@ -40,6 +41,7 @@ from phalanx.train.lifecycle.worker import EXIT_STOPPED
 from phalanx.train.start.open_run import OpenRun
 
 _POLL_S = 0.1
+_TELL_COPIES_S = 2.0
 _FAREWELL_S = 10.0
 _STOPPED_S = 60.0
 _LOOK_S, _STUCK_S = 1.0, 60.0
@@ -139,6 +141,7 @@ def run_fleet(
                 processes.wait()
                 raise
             processes.wait()
+            processes.wait_for_copies()
     finally:
         processes.end()
     return _ending(run, processes)
@@ -210,6 +213,30 @@ class _Processes:
         """Waits until the run is over."""
         while not self.ended():
             time.sleep(_POLL_S)
+
+    def wait_for_copies(self) -> None:
+        """Waits until the agents have brought to the store what the run has saved, or the user asks once more to end; says what is not there."""
+        if not self.run.spec.checkpoint.store:
+            return
+        seen, asked = self.seen(), self.orders.made
+        told_s = time.monotonic() + _TELL_COPIES_S
+        ended = not self.gave_up and seen is not None and seen.over
+        while (
+            ended
+            and self.orders.made == asked < 2
+            and any(a.exit_code() is None for a in self.agents.values())
+        ):
+            if time.monotonic() > told_s:
+                told_s = math.inf
+                self.orders.tell(
+                    f"copying the last checkpoint to {self.run.spec.checkpoint.store}; asked once more, the run ends at once, and the next "
+                    "start copies it"
+                )
+            time.sleep(_POLL_S)
+        with suppress(OSError):
+            standing = store_standing(self.run.spec, self.run.directory)
+            if standing is not None and standing.behind:
+                self.orders.tell(str(standing))
 
     def ask_to_stop(self) -> None:
         """Counts one request to save and stop; it is passed on by the next call of ``ended``."""

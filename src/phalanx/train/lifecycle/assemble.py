@@ -91,7 +91,7 @@ class Training:
     shards: list[Shard]
     saver: AsyncSaver
     mirror: Mirror | None
-    """Copies checkpoints to ``checkpoint.store``, if there is one."""
+    """Copies checkpoints to ``checkpoint.store``, if there is one and no agent does it."""
     peak: Peak
     """Peak FLOP/s of all ranks together."""
     restored: RestoredState | None
@@ -159,7 +159,8 @@ def assemble(inputs: EpochInputs, reporter: Reporter) -> Training:
         timeout_s=spec.checkpoint.timeout_s,
         retention=Retention(spec.checkpoint.keep_last, spec.checkpoint.keep_every or None),
     )
-    mirror = _mirror(inputs, tier, store, mesh) if store else None
+    # The agents of a fleet copy by themselves: they outlive its epochs.
+    mirror = _mirror(inputs, tier, store, mesh) if store and inputs.warm is None else None
     warm = inputs.warm
     if warm is None:
         saver.prepare(shards)

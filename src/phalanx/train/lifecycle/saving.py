@@ -10,6 +10,7 @@ import time
 
 from phalanx.checkpoint.save.interval import SaveInterval
 from phalanx.checkpoint.save.saver import SaveOutcome
+from phalanx.checkpoint.tiers.retention import is_copied
 from phalanx.observe.events import Message
 from phalanx.observe.ledger import Bucket
 from phalanx.observe.throughput import format_duration
@@ -90,10 +91,9 @@ def _tell_interval(training: Training, interval: SaveInterval, outcome: SaveOutc
 
 
 def _copied(training: Training, step: int) -> bool:
-    """True if a saved step is to be copied to the store; the last one always is."""
+    """True if a saved step is to be copied to the store."""
     spec = training.inputs.spec
-    every = spec.checkpoint.store_every_steps
-    return every == 0 or step % every == 0 or step == spec.train.steps
+    return is_copied(step, spec.checkpoint.store_every_steps, spec.train.steps)
 
 
 def settle(training: Training) -> bool:

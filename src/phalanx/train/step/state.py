@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -93,9 +93,7 @@ def restore_newest(
     passed_over: list[str] = []
     damaged: list[tuple[KeepingTier, int]] = []
     by_name = {tier.name: tier for tier in tiers}
-    for step, name in _agreed_candidates(tiers, mesh):
-        if up_to is not None and step > up_to:
-            continue
+    for step, name in _agreed_candidates(tiers, mesh, up_to):
         error = ""
         extra: dict[str, object] = {}
         try:
@@ -121,16 +119,29 @@ def restore_newest(
     return None
 
 
-def _agreed_candidates(tiers: Sequence[KeepingTier], mesh: Mesh) -> list[tuple[int, str]]:
+def _agreed_candidates(
+    tiers: Sequence[KeepingTier], mesh: Mesh, up_to: int | None
+) -> Iterator[tuple[int, str]]:
     """The steps to try, newest first, each with the name of the tier that has it, as rank 0 lists them: a shared file system may show them
-    to other ranks a moment later."""
+    to other ranks a moment later.
+
+    If the disk has ``up_to``, nothing can be newer: a store, which may not answer for minutes, is looked at only when that fails.
+    """
+    disk = tiers[0]
+    tried = up_to is not None and broadcast_typed(mesh.rank == 0 and up_to in disk.steps(), bool)
+    if up_to is not None and tried:
+        yield up_to, disk.name
     found: list[tuple[int, str]] = []
     if mesh.rank == 0:
         copies = [
             (step, -place, tier.name) for place, tier in enumerate(tiers) for step in _steps(tier, tiers)
         ]
-        found = [(step, name) for step, _, name in sorted(copies, reverse=True)]
-    return broadcast_typed(found, list[tuple[int, str]])
+        found = [
+            (step, name)
+            for step, _, name in sorted(copies, reverse=True)
+            if (up_to is None or step <= up_to) and not (tried and (step, name) == (up_to, disk.name))
+        ]
+    yield from broadcast_typed(found, list[tuple[int, str]])
 
 
 def _steps(tier: KeepingTier, tiers: Sequence[KeepingTier]) -> list[int]:

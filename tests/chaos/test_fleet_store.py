@@ -1,0 +1,67 @@
+"""Fleets whose checkpoints are copied to an object store: nodes fall while they upload, disks are lost, and the bits stay."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import phalanx_process
+from phalanx.checkpoint.tiers.object_tier import ObjectTier
+from phalanx.checkpoint.tiers.verify import verify_tier
+from phalanx.observe.event_log import read_events
+from phalanx.observe.events import CheckpointCopied, CheckpointFailed, Restored
+from phalanx.store.open_store import open_store
+from phalanx_process import TIMEOUT_S, last_json, start
+from store.servers import Server
+
+
+@pytest.fixture
+def url(s3_server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A fresh place on the server, which this process and those that it starts can reach."""
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+        monkeypatch.setitem(phalanx_process.ENVIRONMENT, name, value)
+    return s3_server.url(secrets.token_hex(8))
+
+
+def fleet(run_file: Path, folder: Path, url: str, nodes: int, *arguments: str) -> dict[str, Any]:
+    command = ["train", str(run_file), "--nodes", str(nodes), "--run-dir", str(folder / "run"), "--json"]
+    settings = (f'checkpoint.store="{url}"', "fleet.heartbeat_s=1", "fleet.lease_s=4")
+    sets = [part for setting in settings for part in ("--set", setting)]
+    process = start([*command, *sets, *arguments], folder)
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    return last_json(subprocess.CompletedProcess(command, process.returncode, out, err))
+
+
+def bodies(run_dir: Path, kind: type) -> list[Any]:
+    return [event.body for event in read_events(run_dir / "events.jsonl") if isinstance(event.body, kind)]
+
+
+def test_a_fleet_that_loses_nodes_while_they_upload_and_then_its_disk_goes_on_from_the_store_with_the_same_bits(
+    run_file: Path, undisturbed: str, tmp_path: Path, url: str
+) -> None:
+    slow = ("--set", "checkpoint.store_mib_s=0.3", "--set", "checkpoint.store_keep_last=9")
+    faults = ("--spares", "1", "--fault", "kill node 0 at step 8", "--fault", "kill node 1 at step 14")
+    result = fleet(run_file, tmp_path, url, 3, *slow, *faults)
+    assert result["weights_sha256"] == undisturbed
+    assert len(result["faults"]) == 2
+    store = ObjectTier(open_store(url))
+    assert store.steps()[-1] == 20
+    assert verify_tier(store, "store") == []
+    assert bodies(tmp_path / "run", CheckpointCopied)[-1].step == 20
+
+    store.delete(20)  # the disk was lost before it was copied
+    newest = store.steps()[-1]
+    shutil.rmtree(tmp_path / "run")
+    again = fleet(run_file, tmp_path, url, 2)
+    assert again["weights_sha256"] == undisturbed
+    (restored,) = bodies(tmp_path / "run", Restored)
+    assert (restored.step, restored.source) == (newest, url)
+    assert bodies(tmp_path / "run", CheckpointFailed) == []
+    assert store.steps()[-1] == 20
+    assert verify_tier(ObjectTier(open_store(url)), "store") == []

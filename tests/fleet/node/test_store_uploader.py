@@ -1,0 +1,234 @@
+"""Copies that agents make of what is on disk: by shares, taken over from whoever falls, and never of what is not to be trusted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoint.worlds import box_of, save_by_all, shards_from
+from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.checkpoint.tiers.object_tier import ObjectTier
+from phalanx.checkpoint.tiers.store_standing import store_standing
+from phalanx.checkpoint.tiers.verify import verify_tier
+from phalanx.fleet.control.distrust import distrusted_after, record_distrust
+from phalanx.fleet.node.store_uploader import CopyShare, StoreUploader, UploadTimes
+from phalanx.observe.event_log import read_events
+from phalanx.observe.events import CheckpointCopied, CheckpointFailed
+from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.spec import CheckpointSpec, RunSpec, TrainSpec
+from phalanx.store.errors import UnavailableError
+from store.memory_store import MemoryStore
+
+RANKS = 4
+PATIENCE_S = 30.0
+TIMES = UploadTimes(look_s=0.02, again_s=0.1, others_s=1000.0, others_at_the_end_s=0.0)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "fleet").mkdir()
+    return RunDirectory(tmp_path)
+
+
+def save(directory: RunDirectory, step: int, value: float | None = None, ranks: int = RANKS) -> None:
+    """A checkpoint of ``ranks`` ranks, each with its part of one tensor."""
+    state = {"model/w": torch.full((12, 4), float(step if value is None else value))}
+    box, each = box_of("model/w", state["model/w"]), 12 // ranks
+    parts = [shards_from(state, [box.rows(each * rank, each * (rank + 1))]) for rank in range(ranks)]
+    save_by_all(DiskTier(directory.checkpoints), step, parts)
+
+
+@contextmanager
+def uploaders(
+    directory: RunDirectory,
+    store: MemoryStore,
+    *shares: tuple[int, ...],
+    times: UploadTimes = TIMES,
+    **fields: Any,
+) -> Iterator[list[StoreUploader]]:
+    """The agents of a fleet, one for each of the shares of all ranks."""
+    checkpoint = CheckpointSpec(store=store.url, **{"store_keep_last": 9, **fields})
+    spec = RunSpec(checkpoint=checkpoint, train=TrainSpec(steps=1000))
+    made = [StoreUploader(spec, directory, 1, store, lambda _line: None, times) for _ in shares]
+    for one, ranks in zip(made, shares, strict=True):
+        one.deal(CopyShare(ranks, RANKS))
+    try:
+        yield made
+    finally:
+        for one in made:
+            one.cancel()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def stored(store: MemoryStore) -> list[int]:
+    return ObjectTier(store).steps()
+
+
+def events(directory: RunDirectory, kind: type) -> list[Any]:
+    if not directory.events.exists():
+        return []
+    return [event.body for event in read_events(directory.events) if isinstance(event.body, kind)]
+
+
+def test_agents_together_copy_what_is_saved_while_they_run(directory: RunDirectory) -> None:
+    store = MemoryStore()
+    with uploaders(directory, store, (0, 1), (2, 3), ()):
+        for step in (2, 4):
+            save(directory, step)
+            until(lambda step=step: step in stored(store))  # type: ignore[misc]
+    assert verify_tier(ObjectTier(store), "store") == []
+    assert [copied.step for copied in events(directory, CheckpointCopied)] == [2, 4]
+
+
+def test_each_agent_writes_the_files_of_its_own_ranks_alone(directory: RunDirectory) -> None:
+    store = MemoryStore()
+    with uploaders(directory, store, (1, 3)) as (alone,):
+        save(directory, 2)
+        alone.settle()
+    images = sorted(key.rpartition("/")[2] for key in store.objects if key.endswith(".safetensors"))
+    assert images == ["rank-00001.safetensors", "rank-00003.safetensors"]
+    assert stored(store) == []
+
+
+def test_survivors_finish_what_a_lost_node_has_begun(directory: RunDirectory) -> None:
+    store = MemoryStore()
+    save(directory, 2)
+    with uploaders(directory, store, (0, 1)) as (lost,):
+        until(lambda: any(key.endswith("rank-00001.safetensors") for key in store.objects))
+        lost.cancel()
+    assert stored(store) == []
+    written: list[str] = []
+    store.before = lambda operation, key: written.append(key) if operation == "put" else None
+    with uploaders(directory, store, (2, 3)) as (survivor,):
+        survivor.settle()
+        survivor.deal(CopyShare((0, 1, 2, 3), RANKS))
+        until(lambda: stored(store) == [2])
+    assert verify_tier(ObjectTier(store), "store") == []
+    images = [key for key in written if key.endswith(".safetensors")]
+    assert len(images) == 2, "what the lost node had brought is not written again"
+
+
+def test_at_the_end_the_agent_that_commits_brings_what_a_lost_node_has_not(directory: RunDirectory) -> None:
+    store = MemoryStore()
+    save(directory, 2)
+    with uploaders(directory, store, (0,)) as (last,):
+        assert last.settle() == ()
+    assert stored(store) == [2]
+    assert verify_tier(ObjectTier(store), "store") == []
+
+
+def test_two_agents_that_both_take_rank_0_for_theirs_make_one_commit(directory: RunDirectory) -> None:
+    store = MemoryStore()
+    created: list[str] = []
+    store.before = lambda operation, key: created.append(key) if operation == "create" else None
+    save(directory, 2)
+    with uploaders(directory, store, (0, 1), (0, 1), (2, 3)) as agents:
+        for agent in agents:
+            agent.settle()
+    assert verify_tier(ObjectTier(store), "store") == []
+    assert [key for key in store.objects if key.startswith("committed/")] == ["committed/00000002.json"]
+
+
+def test_a_store_that_fails_is_told_once_and_tried_again(directory: RunDirectory) -> None:
+    store = MemoryStore()
+    down = [True]
+
+    def check(operation: str, key: str) -> None:
+        if down[0] and operation == "put":
+            raise UnavailableError(f"{operation}: no success", key, operation)
+
+    store.before = check
+    save(directory, 2)
+    spec = RunSpec(checkpoint=CheckpointSpec(store=store.url))
+    with uploaders(directory, store, (0, 1, 2, 3)) as (agent,):
+        assert agent.settle() == (2,)
+        assert agent.settle() == (2,)
+        assert [(failed.step, failed.reason) for failed in events(directory, CheckpointFailed)] == [
+            (2, "put: no success")
+        ]
+        standing = store_standing(spec, directory)
+        assert standing is not None
+        assert (standing.newest, standing.behind, standing.error) == (None, (2,), "put: no success")
+        down[0] = False
+        until(lambda: stored(store) == [2])
+        until(lambda: len(events(directory, CheckpointCopied)) == 1)
+    assert str(store_standing(spec, directory)) == f"in {store.url}: step 2"
+
+
+def test_a_step_that_was_saved_anew_takes_the_place_of_its_copy(directory: RunDirectory) -> None:
+    store, disk = MemoryStore(), DiskTier(directory.checkpoints)
+    save(directory, 2, 1.0)
+    with uploaders(directory, store, (0, 1, 2, 3)) as (agent,):
+        agent.settle()
+        disk.delete(2)
+        save(directory, 2, 7.0, ranks=2)
+        agent.settle()
+    assert ObjectTier(store).index_bytes(2) == disk.index_bytes(2)
+    assert verify_tier(ObjectTier(store), "store") == []
+
+
+def test_copies_of_what_an_audit_has_condemned_are_set_aside_before_anything_is_copied(
+    directory: RunDirectory,
+) -> None:
+    store, disk = MemoryStore(), DiskTier(directory.checkpoints)
+    for step in (2, 4, 6):
+        save(directory, step)
+    with uploaders(directory, store, (0, 1), (2, 3)) as agents:
+        for agent in agents:
+            agent.settle()
+        until(lambda: stored(store) == [2, 4, 6])
+        record_distrust(directory, 2)
+        record_distrust(directory, 3)  # of a later epoch: less is said than before
+        disk.set_aside(6)
+        disk.delete(4)  # had expired
+        until(lambda: stored(store) == [2])
+        assert distrusted_after(directory) is None
+        save(directory, 4, 9.0)
+        until(lambda: stored(store) == [2, 4])
+    assert ObjectTier(store).index_bytes(4) == disk.index_bytes(4)
+
+
+def test_only_the_steps_that_the_run_file_names_are_copied_and_kept(directory: RunDirectory) -> None:
+    store = MemoryStore()
+    fields = {"store_every_steps": 4, "store_keep_last": 1, "store_keep_every": 12}
+    with uploaders(directory, store, (0, 1, 2, 3), **fields) as (agent,):
+        for step in (4, 6, 12, 16, 17, 20, 1000):
+            save(directory, step)
+            agent.settle()
+    assert stored(store) == [12, 1000]
+
+
+def test_a_step_that_was_deleted_before_it_was_copied_is_named(directory: RunDirectory) -> None:
+    store = MemoryStore()
+    save(directory, 2)
+    with uploaders(directory, store, (0, 1)) as (agent,):
+        until(lambda: any(key.endswith("rank-00001.safetensors") for key in store.objects))
+        DiskTier(directory.checkpoints).delete(2)
+        agent.deal(CopyShare((0,), RANKS))
+        until(lambda: bool(events(directory, CheckpointFailed)))
+    (failed,) = events(directory, CheckpointFailed)
+    assert "deleted from disk before it was copied" in failed.reason
+
+
+def test_a_node_keeps_below_its_limit(directory: RunDirectory) -> None:
+    store = MemoryStore()
+    save(directory, 2)
+    nbytes = DiskTier(directory.checkpoints).data_bytes(2)
+    began_s = time.monotonic()
+    with uploaders(directory, store, (0, 1, 2, 3), store_mib_s=nbytes / (1 << 20)) as (agent,):
+        agent.settle()
+    assert stored(store) == [2]
+    assert time.monotonic() - began_s > 0.4, "files of ranks, which are most of a step's bytes, take a second"
