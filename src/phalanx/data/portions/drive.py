@@ -18,7 +18,7 @@ from phalanx.data.portions.plan import INDEX_KEY, PREPARATION, PreparationPlan, 
 from phalanx.data.portions.recipe import PreparationRecipe
 from phalanx.data.portions.seal import sweep
 from phalanx.data.portions.stages import stages_of
-from phalanx.data.portions.tasks import Stage, Workplace, total
+from phalanx.data.portions.tasks import SEAL, Stage, Workplace, total
 from phalanx.store.errors import MissingObjectError
 from phalanx.store.open_store import is_remote
 from phalanx.store.store import require_create
@@ -68,7 +68,7 @@ def carry_out(place: Workplace, executor: Executor, on_stage: OnStage = lambda *
             raise PreparationError(f"{place.url}/{INDEX_KEY} is gone since it was written")
     sweep(
         place,
-        [stage.name for stage in stages_of(place.plan) if stage.name not in ("tokenizer", "write", "seal")],
+        [stage.name for stage in stages_of(place.plan) if stage.name not in ("tokenizer", "write", SEAL)],
     )
     counts = total(place.manifests(Stage("write", len(place.plan.portions))))
     return PreparedDataset(place.url, index, counts, reused)

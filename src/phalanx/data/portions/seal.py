@@ -27,7 +27,7 @@ from phalanx.store.errors import ExistsError
 from phalanx.store.store import MOST_CREATED_BYTES
 
 
-def seal(place: Workplace, number: int) -> None:
+def seal(place: Workplace, _number: int) -> None:
     """Do the only task of the stage ``seal``."""
     manifests = place.manifests(Stage("write", len(place.plan.portions)))
     _require_objects(place, manifests)
@@ -43,9 +43,6 @@ def seal(place: Workplace, number: int) -> None:
         raise PreparationError(
             f"{place.url}/{INDEX_KEY} is of another dataset; prepare again with another --out"
         ) from None
-    manifest = place.new_manifest("seal", number)
-    manifest.facts = {"fingerprint": index.fingerprint}
-    place.commit(manifest)
 
 
 def dataset_index(place: Workplace, manifests: list[TaskManifest]) -> DatasetIndex:

@@ -8,12 +8,12 @@ from types import MappingProxyType
 from phalanx.data.errors import PreparationError
 from phalanx.data.portions.plan import PreparationPlan, software_of
 from phalanx.data.portions.seal import seal
-from phalanx.data.portions.tasks import Stage, Workplace
+from phalanx.data.portions.tasks import SEAL, Stage, Workplace
 from phalanx.data.portions.train_tokenizer import train_tokenizer
 from phalanx.data.portions.write_portion import write_portion
 
 _WORK: Mapping[str, Callable[[Workplace, int], None]] = MappingProxyType(
-    {"tokenizer": train_tokenizer, "write": write_portion, "seal": seal}
+    {"tokenizer": train_tokenizer, "write": write_portion, SEAL: seal}
 )
 
 
@@ -22,14 +22,14 @@ def stages_of(plan: PreparationPlan) -> list[Stage]:
     return [
         *([Stage("tokenizer", 1)] if plan.tokenizer == "bpe" else []),
         Stage("write", len(plan.portions)),
-        Stage("seal", 1),
+        Stage(SEAL, 1),
     ]
 
 
 def do_task(place: Workplace, stage: str, task: int) -> None:
     """Do a task, unless it is done. Raises ``DataError`` and ``StoreError``; then nothing of it counts."""
     _require_software(place.plan)
-    if place.manifest(stage, task) is None:
+    if not place.is_done(stage, task):
         _WORK[stage](place, task)
 
 

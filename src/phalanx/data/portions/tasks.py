@@ -20,13 +20,14 @@ from pathlib import Path
 import xxhash
 
 from phalanx.data.errors import PreparationError
-from phalanx.data.portions.plan import PREPARATION, PreparationPlan, read_plan
+from phalanx.data.portions.plan import INDEX_KEY, PREPARATION, PreparationPlan, read_plan
 from phalanx.data.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Tokenizer, load_tokenizer
 from phalanx.run.section_reader import JsonObject
 from phalanx.store.errors import ExistsError, MissingObjectError
 from phalanx.store.open_store import open_store
 from phalanx.store.store import Store
 
+SEAL = "seal"
 _READ_AT_ONCE = 16
 
 
@@ -132,6 +133,14 @@ class Workplace:
         objects = [StoredObject(**item) for item in content.pop("objects")]
         return TaskManifest(**content, objects=objects)
 
+    def is_done(self, stage: str, task: int) -> bool:
+        """True if the manifest of a task is there."""
+        try:
+            self.store.info(manifest_key(stage, task))
+        except MissingObjectError:
+            return False
+        return True
+
     def manifests(self, stage: Stage) -> list[TaskManifest]:
         """Those of all tasks of a stage, in order. Raises ``PreparationError`` if one is missing."""
         with ThreadPoolExecutor(_READ_AT_ONCE) as pool:
@@ -145,13 +154,17 @@ class Workplace:
 
     def done(self, stage: Stage) -> set[int]:
         """Numbers of the tasks of a stage whose manifests are there."""
+        if stage.name == SEAL:
+            return {0} if self.is_done(SEAL, 0) else set()
         below = _manifests_of(stage.name)
         names = (info.key.removeprefix(f"{below}/") for info in self.store.list(below))
         return {int(name.removesuffix(".json")) for name in names if name.endswith(".json")}
 
 
 def manifest_key(stage: str, task: int) -> str:
-    """The key of a task's manifest."""
+    """The key of a task's manifest; that of the seal is the index of the dataset."""
+    if stage == SEAL:
+        return INDEX_KEY
     return f"{_manifests_of(stage)}/{task:05d}.json"
 
 
