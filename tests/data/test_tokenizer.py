@@ -23,9 +23,9 @@ from phalanx.data.tokenizer import (
     BpeTokenizer,
     BytesTokenizer,
     Tokenizer,
-    bpe_from_file,
     load_tokenizer,
     same_tokens,
+    tokenizer_from_file,
     train_bpe,
 )
 
@@ -139,7 +139,7 @@ def test_a_tokenizer_that_cuts_long_text_is_made_not_to(tmp_path: Path) -> None:
     }
     content["padding"] |= {"pad_type_id": 0, "pad_token": END_OF_DOCUMENT}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    assert bpe_from_file(tmp_path / "tokenizer.json").encode(TEXTS[0]) == BPE.encode(TEXTS[0])
+    assert tokenizer_from_file(tmp_path / "tokenizer.json").encode(TEXTS[0]) == BPE.encode(TEXTS[0])
 
 
 def test_added_tokens_stand_for_their_text_and_special_ones_for_none() -> None:
@@ -159,9 +159,9 @@ def test_the_end_token_is_what_the_config_beside_the_file_says(tmp_path: Path) -
     renamed = BPE.serialized.replace(END_OF_DOCUMENT, "[EOD]")
     (tmp_path / "tokenizer.json").write_text(renamed)
     with pytest.raises(TokenizerError, match=r'which token ends a document\? Name it as "eos_token"'):
-        bpe_from_file(tmp_path)
+        tokenizer_from_file(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "[EOD]"}}))
-    assert bpe_from_file(tmp_path).end_of_document == BPE.end_of_document
+    assert tokenizer_from_file(tmp_path).end_of_document == BPE.end_of_document
 
 
 BOS = "<|begin_of_text|>"
@@ -192,7 +192,7 @@ def test_documents_begin_with_what_transformers_puts_before_a_text(
     config = {"tokenizer_class": of_class, "eos_token": "<|eot_id|>", "bos_token": bos_token}
     config |= {} if add_bos_token is None else {"add_bos_token": add_bos_token}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    ours = bpe_from_file(tmp_path)
+    ours = tokenizer_from_file(tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path)("the cat")["input_ids"]
     expected = [*ours.document_start, *ours.encode("the cat")]
     assert theirs[: len(expected)] == expected
@@ -203,7 +203,7 @@ def test_documents_begin_with_what_transformers_puts_before_a_text(
     )  # what comes behind a text is no part of a document's start
     (tmp_path / "saved").mkdir()
     ours.save(tmp_path / "saved")
-    assert bpe_from_file(tmp_path / "saved").document_start == ours.document_start
+    assert tokenizer_from_file(tmp_path / "saved").document_start == ours.document_start
     assert AutoTokenizer.from_pretrained(tmp_path / "saved")("the cat")["input_ids"] == theirs
 
 
@@ -249,8 +249,8 @@ def test_a_tokenizer_that_is_not_byte_level_is_refused(tmp_path: Path) -> None:
         TEXTS, trainers.WordPieceTrainer(special_tokens=["[UNK]", "</s>"], show_progress=False)
     )
     hf.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(TokenizerError, match="not a byte-level BPE"):
-        bpe_from_file(tmp_path / "tokenizer.json")
+    with pytest.raises(TokenizerError, match="neither a byte-level BPE"):
+        tokenizer_from_file(tmp_path / "tokenizer.json")
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"model": 3}', b"\xff\xfe"])
@@ -262,7 +262,7 @@ def test_a_damaged_tokenizer_file_is_named(tmp_path: Path, content: bytes) -> No
 
 def test_a_missing_tokenizer_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"cannot read .*nowhere.json"):
-        bpe_from_file(tmp_path / "nowhere.json")
+        tokenizer_from_file(tmp_path / "nowhere.json")
 
 
 def test_training_on_a_word_of_any_length_takes_time_in_proportion_to_it() -> None:

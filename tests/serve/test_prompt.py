@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from parity.llama3_folder import CHAT_TEMPLATE, TEXT, save_llama3
 from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
 from phalanx.data.errors import TokenizerError
-from phalanx.data.tokenizer import BytesTokenizer, bpe_from_file, train_bpe
+from phalanx.data.tokenizer import BytesTokenizer, tokenizer_from_file, train_bpe
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.serve import prompt as prompt_module
 from phalanx.serve.generate import generate, load_model
@@ -117,7 +117,7 @@ def test_a_message_has_the_ids_of_transformers_chat_template(
         several = several if place == "one of several" else template  # type: ignore[assignment]
         edit(bare_run.published / "tokenizer_config.json", chat_template=several)
     theirs = AutoTokenizer.from_pretrained(bare_run.published)
-    tokenizer = bpe_from_file(bare_run.tokenizer)
+    tokenizer = tokenizer_from_file(bare_run.tokenizer)
     for message in MESSAGES:
         chat = [{"role": "user", "content": message}]
         expected = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
@@ -133,7 +133,7 @@ def test_special_tokens_that_an_older_folder_names_in_a_file_of_their_own_are_fo
     (bare_run.published / "chat_template.jinja").write_text("{{ bos_token }}{{ eos_token }}{{ unk_token }}x")
     theirs = AutoTokenizer.from_pretrained(bare_run.published)
     expected = theirs.apply_chat_template([{"role": "user", "content": ""}], return_dict=False)
-    assert encode_chat(bare_run.published, bpe_from_file(bare_run.tokenizer), "") == expected
+    assert encode_chat(bare_run.published, tokenizer_from_file(bare_run.tokenizer), "") == expected
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_a_chat_that_cannot_be_framed_is_refused_with_the_reason(
     if template is not None:
         (bare_run.published / "chat_template.jinja").write_text(template)
     with pytest.raises(TokenizerError, match=message):
-        encode_chat(bare_run.published, bpe_from_file(bare_run.tokenizer), "hello")
+        encode_chat(bare_run.published, tokenizer_from_file(bare_run.tokenizer), "hello")
 
 
 def test_a_run_with_another_tokenizer_than_the_published_one_has_no_chat_template(run: Path) -> None:

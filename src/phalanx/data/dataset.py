@@ -194,18 +194,29 @@ class RunData:
     def held_out_bytes(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Bytes of text that the targets of each of these held-out samples stand for; shape (len(indices),), int64."""
         byte_lengths = np.append(self.tokenizer.byte_lengths, 0)  # of no target, by the index -1
-        return self._of_targets(indices, lambda targets: byte_lengths[targets])
+        if not (prefix := self.tokenizer.prefix_bytes):
+            return self._of_targets(indices, lambda targets, _: byte_lengths[targets])
+        before_text = [self.tokenizer.end_of_document, *self.tokenizer.document_start][-1]
+
+        def lengths(targets: NDArray[np.int64], previous: NDArray[np.int64]) -> NDArray[np.int64]:
+            # The first token of a text has a space that is not the text's.
+            spelled: NDArray[np.int64] = byte_lengths[targets]
+            return np.where((previous == before_text) & (spelled > 0), spelled - prefix, spelled)
+
+        return self._of_targets(indices, lengths)
 
     def held_out_targets(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """The number of targets of each of these held-out samples; shape (len(indices),), int64."""
         if not self._within_documents and not any(source.held_out.packed for source in self._sources):
             return np.full(len(indices), self.seq_len, dtype=np.int64)
-        return self._of_targets(indices, lambda targets: targets >= 0)
+        return self._of_targets(indices, lambda targets, _: targets >= 0)
 
     def _of_targets(
-        self, indices: NDArray[np.int64], figure: Callable[[NDArray[np.int64]], NDArray[Any]]
+        self,
+        indices: NDArray[np.int64],
+        figure: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[Any]],
     ) -> NDArray[np.int64]:
-        """The sum over each sample of a figure of its targets, in which -1 stands for none."""
+        """The sum over each sample of a figure of its targets, in which -1 stands for none, and of the tokens before them."""
         sums = np.empty(len(indices), dtype=np.int64)
         for start in range(0, len(indices), _COUNTED_AT_ONCE):
             block = slice(start, start + _COUNTED_AT_ONCE)
@@ -214,7 +225,7 @@ class RunData:
             without = targets == NO_TARGET
             if self._within_documents:
                 without |= samples[:, :-1] == self.tokenizer.end_of_document
-            sums[block] = figure(np.where(without, -1, targets)).sum(axis=1)
+            sums[block] = figure(np.where(without, -1, targets), samples[:, :-1]).sum(axis=1)
         return sums
 
     def _held_out(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:

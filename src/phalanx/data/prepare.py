@@ -32,11 +32,10 @@ from phalanx.data.index import HELD_OUT, TRAIN, DatasetIndex, Recipe, Split, dty
 from phalanx.data.packing import Packer
 from phalanx.data.shards import ShardWriter, TokenShards, commit
 from phalanx.data.tokenizer import (
-    BpeTokenizer,
     BytesTokenizer,
     Tokenizer,
-    bpe_from_file,
     load_tokenizer,
+    tokenizer_from_file,
     train_bpe,
 )
 
@@ -86,7 +85,7 @@ def prepare(
 
     ``documents`` must give the same when gone through again: a list or ``Files``, not a generator. ``tokenizer``
     is "bpe" (trained on the training split, with ``vocab_size`` tokens at most, 32,768 if None), "bytes", or the path
-    of a byte-level ``tokenizer.json``; for the last two ``vocab_size`` is None or what theirs is. Held-out text is
+    of a ``tokenizer.json`` or of sentencepiece's ``tokenizer.model``; for the last two ``vocab_size`` is None or what theirs is. Held-out text is
     also put through ``xz -9``, which takes about 700 MB of memory at most. With a ``packed_seq_len`` documents are packed whole into
     records of that length; else they are joined end to end.
 
@@ -367,13 +366,13 @@ def _given_tokenizer(choice: str | Path) -> Tokenizer | None:
     """The tokenizer that need not be trained, or None."""
     if choice == "bpe":
         return None
-    return BytesTokenizer() if choice == "bytes" else bpe_from_file(Path(choice))
+    return BytesTokenizer() if choice == "bytes" else tokenizer_from_file(Path(choice))
 
 
 def _describe(given: Tokenizer | None) -> str:
-    if isinstance(given, BpeTokenizer):
-        return f"file:{given.fingerprint}"
-    return "bytes" if given is not None else "bpe"
+    if given is None or isinstance(given, BytesTokenizer):
+        return "bpe" if given is None else "bytes"
+    return f"file:{given.fingerprint}"
 
 
 def _utf8(text: str, name: str) -> bytes:

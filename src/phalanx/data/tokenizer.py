@@ -2,12 +2,13 @@
 
 Two kinds, one interface. ``BytesTokenizer`` makes each byte of UTF-8 a token: nothing to train, fit for tests and tiny
 models. ``BpeTokenizer`` is byte-level byte-pair encoding (Sennrich et al. 2016; on bytes, Radford et al. 2019) by
-Hugging Face's ``tokenizers``, trained here or loaded from any byte-level ``tokenizer.json``.
+Hugging Face's ``tokenizers``, trained here or loaded from any byte-level ``tokenizer.json``. A third, BPE that falls back to bytes, is
+only loaded (``published_tokenizers.byte_fallback``).
 
-Both know how many bytes of text each token stands for: a loss in bits per byte can be compared between tokenizers,
+All know how many bytes of text each token stands for: a loss in bits per byte can be compared between tokenizers,
 and with a general compressor, where a loss per token cannot. A document's text never yields the end-of-document
 token, even where it spells its name. Where a tokenizer begins each text with a token of its own (Llama 3's does), documents and
-prompts begin with it, but ``encode`` gives the text alone. Saved, both are a Hugging Face ``tokenizer.json`` and ``tokenizer_config.json``.
+prompts begin with it, but ``encode`` gives the text alone. Saved, all are a Hugging Face ``tokenizer.json`` and ``tokenizer_config.json``.
 """
 
 import hashlib
@@ -25,11 +26,24 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trai
 from tokenizers import Tokenizer as HfTokenizer
 
 from phalanx.data.errors import TokenizerError
+from phalanx.data.published_tokenizers.byte_fallback import FallbackTokenizer, is_byte_fallback
+from phalanx.data.published_tokenizers.files import (
+    COMMON_END_TOKENS,
+    CONFIG_FILE,
+    PROBE,
+    TOKENIZER_FILE,
+    decoded,
+    named_token,
+    read_bytes,
+    read_config,
+    require_known_ids,
+    save_tokenizer,
+)
+from phalanx.data.published_tokenizers.sentencepiece_model import read_model, to_tokenizer_json
 
 END_OF_DOCUMENT = "<|endoftext|>"
 BYTES_VOCAB_SIZE = 257
-TOKENIZER_FILE = "tokenizer.json"
-CONFIG_FILE = "tokenizer_config.json"
+SENTENCEPIECE_FILE = "tokenizer.model"
 
 # The split of GPT-4's tokenizer (also Llama 3's): words with the space before them, up to three digits, punctuation.
 _WORDS = (
@@ -41,16 +55,6 @@ _LONGEST_WORD = 1_024
 _LONG_WORDS = re.compile(
     rf"[^\W\d_]{{{_LONGEST_WORD + 1},}}|\s{{{_LONGEST_WORD + 1},}}|(?:[^\w\s]|_){{{_LONGEST_WORD + 1},}}"
 )
-_COMMON_END_TOKENS = (
-    END_OF_DOCUMENT,
-    "<|end_of_text|>",
-    "</s>",
-    "<eos>",
-    "<|im_end|>",
-    "<|end▁of▁sentence|>",
-)
-# In normal form C, so that tokenizers which normalize (Qwen's) pass; spells an end token, as scraped text does.
-_PROBE = "It's naïve:\tx  ==   1234567\r\n\n  日本語 👩‍🚀 \x00\x7f <|endoftext|></s> end "
 
 
 class Tokenizer(Protocol):
@@ -64,6 +68,8 @@ class Tokenizer(Protocol):
     def end_of_document(self) -> int: ...
     @property
     def document_start(self) -> tuple[int, ...]: ...  # put before each document and prompt; mostly none
+    @property
+    def prefix_bytes(self) -> int: ...  # 1 if ids of a text begin with a space that is not the text's, else 0
     @property
     def fingerprint(self) -> str: ...  # sha256, in hex, of all that decides how text is encoded
     @property
@@ -79,8 +85,11 @@ class Tokenizer(Protocol):
         """As ``encode`` for each text, on all cores where the kind allows it."""
         ...
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text; special tokens are left out, and bytes that end amid a character become U+FFFD."""
+    def decode(self, ids: Sequence[int], *, at_start: bool = True) -> str:
+        """The text; special tokens are left out, and bytes that end amid a character become U+FFFD.
+
+        The ids are those of a text from its start, or, if ``at_start`` is false, of what stands amid one.
+        """
         ...
 
     def save(self, directory: Path) -> None:
@@ -96,6 +105,7 @@ class BytesTokenizer:
     vocab_size: int = field(default=BYTES_VOCAB_SIZE, init=False)
     end_of_document: int = field(default=256, init=False)
     document_start: tuple[int, ...] = field(default=(), init=False)
+    prefix_bytes: int = field(default=0, init=False)
 
     @property
     def fingerprint(self) -> str:
@@ -113,8 +123,8 @@ class BytesTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32) for text in texts]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        _require_known_ids(ids, self.vocab_size)
+    def decode(self, ids: Sequence[int], *, at_start: bool = True) -> str:  # noqa: ARG002 - the same anywhere
+        require_known_ids(ids, self.vocab_size)
         return bytes(token for token in ids if token != self.end_of_document).decode(errors="replace")
 
     def save(self, directory: Path) -> None:
@@ -124,7 +134,7 @@ class BytesTokenizer:
         hf.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         hf.decoder = decoders.ByteLevel()
         hf.add_special_tokens([AddedToken(END_OF_DOCUMENT, special=True, normalized=False)])
-        _save(directory, hf.to_str(), END_OF_DOCUMENT, self.kind)
+        save_tokenizer(directory, hf.to_str(), END_OF_DOCUMENT, self.kind)
 
 
 @dataclass(frozen=True)
@@ -134,6 +144,7 @@ class BpeTokenizer:
     serialized: str = field(repr=False)
     end_token: str
     kind: str = field(default="bpe", init=False)
+    prefix_bytes: int = field(default=0, init=False)
     end_of_document: int = field(init=False, compare=False)
     _hf: HfTokenizer = field(init=False, repr=False, compare=False)
 
@@ -151,10 +162,10 @@ class BpeTokenizer:
                 f'another as "eos_token" in {CONFIG_FILE}'
             )
         lengths = self.byte_lengths
-        ids = self.encode(_PROBE)
-        if self.decode(ids) != _PROBE or lengths[ids].sum() != len(_PROBE.encode()):
+        ids = self.encode(PROBE)
+        if self.decode(ids) != PROBE or lengths[ids].sum() != len(PROBE.encode()):
             raise TokenizerError(
-                f"the tokenizer turns {_PROBE!r} into {self.decode(ids)!r}; only byte-level BPE, which gives every "
+                f"the tokenizer turns {PROBE!r} into {self.decode(ids)!r}; only byte-level BPE, which gives every "
                 "text back as it was, can be used: choose such a tokenizer.json, or train one ('bpe')"
             )
 
@@ -200,12 +211,12 @@ class BpeTokenizer:
         encodings = self._hf.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        _require_known_ids(ids, self.vocab_size)
+    def decode(self, ids: Sequence[int], *, at_start: bool = True) -> str:  # noqa: ARG002 - the same anywhere
+        require_known_ids(ids, self.vocab_size)
         return str(self._hf.decode(list(ids), skip_special_tokens=True))
 
     def save(self, directory: Path) -> None:
-        _save(directory, self.serialized, self.end_token, self.kind)
+        save_tokenizer(directory, self.serialized, self.end_token, self.kind)
 
 
 def train_bpe(texts: Iterable[str], *, vocab_size: int) -> BpeTokenizer:
@@ -244,30 +255,44 @@ def _without_long_words(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def bpe_from_file(path: Path) -> BpeTokenizer:
-    """Load a ``tokenizer.json``, or the one in a model's directory.
+def tokenizer_from_file(path: Path) -> BpeTokenizer | FallbackTokenizer:
+    """Load a tokenizer that was trained elsewhere, by its file or the directory of its model.
 
-    The token that ends documents is the ``eos_token`` of the ``tokenizer_config.json`` beside it, or else the first
-    well-known name that the tokenizer has. Raises ``TokenizerError``.
+    The content says what it is: a ``tokenizer.json`` with a byte-level BPE or one that falls back to bytes, or sentencepiece's
+    ``tokenizer.model``. The token that ends documents is the ``eos_token`` of the ``tokenizer_config.json`` beside it, or else the
+    one that sentencepiece names, or the first well-known name that the tokenizer has; ``add_bos_token`` there says if texts begin
+    with sentencepiece's first token, which they do if it has one. Raises ``TokenizerError``.
     """
-    file = path / TOKENIZER_FILE if path.is_dir() else path
-    serialized = _read_text(file)
-    end_token = _read_config(file.parent).get("eos_token")
-    if isinstance(end_token, dict):
-        end_token = end_token.get("content")
-    if end_token is None:
-        end_token = _guess_end_token(serialized, file)
+    file = path
+    if path.is_dir():
+        names = (TOKENIZER_FILE, SENTENCEPIECE_FILE)
+        file = next((path / name for name in names if (path / name).is_file()), path / TOKENIZER_FILE)
+    content = read_bytes(file)
+    config = read_config(file.parent)
+    end_token = named_token(config, "eos_token")
     try:
-        return BpeTokenizer(serialized, str(end_token))
+        if content.startswith(b"\x0a"):
+            add_bos = config.get("add_bos_token")
+            serialized, named = to_tokenizer_json(
+                read_model(content), add_bos=add_bos if isinstance(add_bos, bool) else None
+            )
+            end_token = end_token or named
+        else:
+            serialized = decoded(content, file)
+        if end_token is None:
+            end_token = _guess_end_token(serialized)
+        if is_byte_fallback(_model_of(serialized)):
+            return FallbackTokenizer(serialized, end_token)
+        return BpeTokenizer(serialized, end_token)
     except TokenizerError as error:
         raise TokenizerError(f"{file}: {error}") from error
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
     """The tokenizer saved in ``directory``. Raises ``TokenizerError``."""
-    if _read_config(directory).get("phalanx_kind") == "bytes":
+    if read_config(directory).get("phalanx_kind") == "bytes":
         return BytesTokenizer()
-    return bpe_from_file(directory)
+    return tokenizer_from_file(directory)
 
 
 def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
@@ -283,16 +308,27 @@ def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
         other.document_start,
     ):
         return False
-    return one.encode(_PROBE) == other.encode(_PROBE) and all(
+    return one.encode(PROBE) == other.encode(PROBE) and all(
         one.decode([token]) == other.decode([token]) for token in range(one.vocab_size)
     )
 
 
-def _parse(serialized: str) -> HfTokenizer:
+def _model_of(serialized: str) -> dict[str, object]:
+    """The ``model`` of a ``tokenizer.json``, once the library can read it."""
+    _read_by_library(serialized)
+    model = json.loads(serialized)["model"]
+    return model if isinstance(model, dict) else {}
+
+
+def _read_by_library(serialized: str) -> HfTokenizer:
     try:
-        hf = HfTokenizer.from_str(serialized)
+        return HfTokenizer.from_str(serialized)
     except Exception as error:  # the library raises bare Exception for a file that it cannot parse
         raise TokenizerError(f"not a tokenizer.json that can be read: {error}") from error
+
+
+def _parse(serialized: str) -> HfTokenizer:
+    hf = _read_by_library(serialized)
     model = json.loads(serialized)["model"]
     vocab = model["vocab"]
     if (
@@ -301,8 +337,8 @@ def _parse(serialized: str) -> HfTokenizer:
         or not vocab.keys() >= _byte_of_char().keys()
     ):
         raise TokenizerError(
-            "not a byte-level BPE, the only sort that can spell every text: choose such a tokenizer.json, or train "
-            "one ('bpe')"
+            "neither a byte-level BPE nor one that falls back to bytes, the only sorts that can spell every text: choose such "
+            "a tokenizer, or train one ('bpe')"
         )
     # A tokenizer saved from training often cuts or pads to a length, and would silently drop text.
     hf.no_truncation()
@@ -311,14 +347,14 @@ def _parse(serialized: str) -> HfTokenizer:
     return hf
 
 
-def _guess_end_token(serialized: str, file: Path) -> str:
-    hf = _parse(serialized)
-    for token in _COMMON_END_TOKENS:
+def _guess_end_token(serialized: str) -> str:
+    hf = _read_by_library(serialized)
+    for token in COMMON_END_TOKENS:
         if hf.token_to_id(token) is not None:
             return token
     special = [added.content for added in hf.get_added_tokens_decoder().values() if added.special]
     raise TokenizerError(
-        f'{file}: which token ends a document? Name it as "eos_token" in a {CONFIG_FILE} beside the file; '
+        f'which token ends a document? Name it as "eos_token" in a {CONFIG_FILE} beside the file; '
         f"its special tokens are {special[:10]}"
     )
 
@@ -332,41 +368,3 @@ def _byte_of_char() -> dict[str, int]:
     ]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-def _require_known_ids(ids: Sequence[int], vocab_size: int) -> None:
-    for token in ids:
-        if not 0 <= token < vocab_size:
-            raise ValueError(f"token id {token} is outside the vocabulary of {vocab_size}")
-
-
-def _save(directory: Path, serialized: str, end_token: str, kind: str) -> None:
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end_token, "phalanx_kind": kind}
-    (directory / TOKENIZER_FILE).write_bytes(serialized.encode())
-    (directory / CONFIG_FILE).write_bytes((json.dumps(config, indent=2) + "\n").encode())
-
-
-def _read_config(directory: Path) -> dict[str, object]:
-    file = directory / CONFIG_FILE
-    if not file.exists():
-        return {}
-    try:
-        config = json.loads(_read_text(file))
-    except json.JSONDecodeError as error:
-        raise TokenizerError(f"{file} is damaged: {error}; copy it again from where it came") from error
-    if not isinstance(config, dict):
-        raise TokenizerError(f"{file} is damaged: not a JSON object; copy it again from where it came")
-    return config
-
-
-def _read_text(file: Path) -> str:
-    try:
-        return file.read_bytes().decode()
-    except OSError as error:
-        raise TokenizerError(
-            f"cannot read {file}: {error.strerror}; give a tokenizer.json or its directory"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise TokenizerError(
-            f"{file} is not UTF-8 text: {error}; copy it again from where it came"
-        ) from error

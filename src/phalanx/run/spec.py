@@ -233,7 +233,7 @@ class DataSpec:
     """Text that the dataset is prepared from: files, folders, or the name of a known corpus ("python-stdlib"). On the command line,
     another data.path without another corpus leaves this one out."""
     tokenizer: Annotated[str, FLEET] = "bpe"
-    """The tokenizer: "bpe" (trained on the corpus), "bytes", or the path of a tokenizer.json."""
+    """The tokenizer: "bpe" (trained on the corpus), "bytes", or the path of a tokenizer.json or of a sentencepiece tokenizer.model."""
     vocab_size: Annotated[int, FLEET, ValueRange(at_least=257)] = 4096
     """Vocabulary size of a tokenizer that is trained on the corpus."""
     held_out: Annotated[float, FLEET, ValueRange(above=0, below=0.5)] = 0.05

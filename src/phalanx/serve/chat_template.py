@@ -21,7 +21,7 @@ import jinja2.utils
 
 from phalanx.checkpoint.interop.huggingface.config import HuggingFaceError
 from phalanx.checkpoint.interop.huggingface.folders import read_json
-from phalanx.data.tokenizer import CONFIG_FILE
+from phalanx.data.published_tokenizers.files import CONFIG_FILE
 
 TEMPLATE_FILE = "chat_template.jinja"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"

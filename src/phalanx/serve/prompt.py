@@ -13,6 +13,7 @@ from pathlib import Path
 from phalanx.checkpoint.interop.huggingface.folders import GENERATION_CONFIG, read_json
 from phalanx.checkpoint.interop.huggingface.publisher_files import keeps_tokenizer
 from phalanx.data.errors import TokenizerError
+from phalanx.data.published_tokenizers.byte_fallback import FallbackTokenizer
 from phalanx.data.tokenizer import BpeTokenizer, Tokenizer, load_tokenizer
 from phalanx.run.data_folders import tokenizer_folder
 from phalanx.run.directory.paths import RunDirectory, read_resolved
@@ -30,7 +31,7 @@ def load_run_tokenizer(run_dir: Path) -> Tokenizer:
     of_dataset = tokenizer_folder(read_resolved(directory).data)
     if not directory.record.exists() or not of_dataset.is_dir():
         raise TokenizerError(
-            f"{run_dir} has no tokenizer (an imported model may come without one that can be used here); put a byte-level BPE's "
+            f"{run_dir} has no tokenizer (an imported model may come without one that can be used here); put a "
             f"tokenizer.json into {directory.tokenizer}"
         )
     return load_tokenizer(of_dataset)
@@ -55,7 +56,7 @@ def encode_chat(published: Path | None, tokenizer: Tokenizer, message: str) -> l
 
     Raises TokenizerError if there is no template, or if it refuses the message.
     """
-    if not isinstance(tokenizer, BpeTokenizer) or published is None:
+    if not isinstance(tokenizer, BpeTokenizer | FallbackTokenizer) or published is None:
         raise TokenizerError(
             "there is no chat template for this run: one comes with an imported model, for as long as the run has its "
             "tokenizer; leave out --chat"

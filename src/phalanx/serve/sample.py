@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from phalanx.data.tokenizer import Tokenizer
 from phalanx.run.spec import SampleSpec
 from phalanx.serve.generate import generate, load_model
 from phalanx.serve.prompt import encode_chat, encode_prompt, load_run_tokenizer, published_with, stop_tokens
@@ -43,11 +42,10 @@ def continued(
         seed=seed,
         stop=stop_tokens(published, tokenizer),
     )
-    return _text(ids, tokenizer)
+    return _text(ids, TextStream(tokenizer, at_start=not prompt and not chat))
 
 
-def _text(ids: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:
-    stream = TextStream(tokenizer)
+def _text(ids: Iterator[int], stream: TextStream) -> Iterator[str]:
     for token in ids:
         yield stream.feed(token)
     yield stream.flush()

@@ -15,8 +15,10 @@ _REPLACEMENT = "\ufffd"
 class TextStream:
     """Turns ids into text one at a time; special tokens give none."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, at_start: bool = True) -> None:
+        """``at_start``: the first id begins a text; else the ids go on with one, such as a prompt."""
         self._tokenizer = tokenizer
+        self._at_start = at_start
         self._held: list[int] = []
 
     def feed(self, token: int) -> str:
@@ -29,20 +31,25 @@ class TextStream:
         if self._tokenizer.byte_lengths[token] == 0:
             return ""
         self._held.append(token)
-        text = self._tokenizer.decode(self._held)
+        text = self._decode(self._held)
         if not text.endswith(_REPLACEMENT):
             self._held.clear()
+            self._at_start = False
             return text
         # A cut that changes nothing lies between characters: what is before it is certain.
         before, last = self._held[:-1], self._held[-1:]
-        certain = self._tokenizer.decode(before)
-        if certain + self._tokenizer.decode(last) != text:
+        certain = self._decode(before)
+        if not before or certain + self._tokenizer.decode(last, at_start=False) != text:
             return ""
         self._held = last
+        self._at_start = False
         return certain
 
     def flush(self) -> str:
         """The text that is held back; U+FFFD where a character was never finished."""
-        text = self._tokenizer.decode(self._held)
+        text = self._decode(self._held)
         self._held.clear()
         return text
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, at_start=self._at_start)

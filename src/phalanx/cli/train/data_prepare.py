@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 @click.command("prepare", cls=PrepareCommand)
 @click.argument("text", nargs=-1, required=True)
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
-@click.option("--tokenizer", default="bpe", show_default=True, help='"bpe", "bytes", or a tokenizer.json.')
+@click.option(
+    "--tokenizer",
+    default="bpe",
+    show_default=True,
+    help='"bpe", "bytes", a tokenizer.json, or a tokenizer.model of sentencepiece.',
+)
 @click.option(
     "--vocab-size",
     type=click.IntRange(min=257),
@@ -77,6 +82,7 @@ def prepare_command(
       phalanx data prepare mail.jsonl.zst wiki/*.parquet books/ --out data/mixed
       phalanx data prepare dump.jsonl --text-field content --out data/dump --on-bad skip
       phalanx data prepare python-stdlib --out data/stdlib --vocab-size 8192
+      phalanx data prepare books/ --out data/books --tokenizer llama-2/tokenizer.model
       phalanx data prepare books/ --out data/books-8k --pack --seq-len 8192
       phalanx data prepare recipe.toml --out s3://bucket/web     # by a recipe, on many workers: phalanx data prepare recipe.toml --help
     """

@@ -53,7 +53,7 @@ class ReadOptions:
     """Field of JSON lines or column of tables that holds the text; None for "text"."""
     document_bytes: int = DOCUMENT_BYTES
     """A text file of more bytes becomes several documents, cut after a line."""
-    row_bytes: int = 16 << 20
+    row_bytes: int = 4 << 20
     """A line's or row's text of more bytes becomes several documents, likewise, which keeps memory bounded."""
     line_bytes: int = 1 << 28
     """A longer line of JSON is bad: it would have to be in memory whole."""

@@ -24,7 +24,7 @@ from phalanx.data.formats.read import require_text, spans
 from phalanx.data.formats.recognize import Format, Kind, recognize
 from phalanx.data.portions.raw_files import LocalBytes, RawFile, list_raw_files
 from phalanx.data.portions.recipe import PreparationRecipe, differences, recipe_of, recipe_table, sha256_hex
-from phalanx.data.tokenizer import BytesTokenizer, Tokenizer, bpe_from_file
+from phalanx.data.tokenizer import BytesTokenizer, Tokenizer, tokenizer_from_file
 from phalanx.run.problems import Problem
 from phalanx.run.section_reader import JsonObject
 from phalanx.store.errors import ExistsError, MissingObjectError
@@ -121,7 +121,7 @@ def make_plan(recipe: PreparationRecipe, folder: Path) -> tuple[PreparationPlan,
     if wanted == "bytes":
         tokenizer = BytesTokenizer()
     elif wanted != "bpe":
-        tokenizer = bpe_from_file(folder / wanted)
+        tokenizer = tokenizer_from_file(folder / wanted)
     named = {"bpe": "bpe", "bytes": "bytes"}.get(
         wanted
     ) or f"file:{tokenizer.fingerprint if tokenizer else ''}"

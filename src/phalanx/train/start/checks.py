@@ -12,8 +12,9 @@ from pathlib import Path
 from phalanx.checkpoint.interop.huggingface.choice import family_for, unsayable
 from phalanx.checkpoint.tiers.digest import OPTIMIZER, WEIGHTS
 from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.data.published_tokenizers.files import TOKENIZER_FILE
 from phalanx.data.sources import DataIndex, MixtureIndex, epoch_problems, mixture_of
-from phalanx.data.tokenizer import TOKENIZER_FILE, load_tokenizer, same_tokens
+from phalanx.data.tokenizer import load_tokenizer, same_tokens
 from phalanx.model.facts.shape import parameters
 from phalanx.observe.sinks.registry import SinkError, require_sinks
 from phalanx.run.data_folders import ONLY, folders, tokenizer_folder

@@ -32,7 +32,7 @@ from phalanx.checkpoint.tiers.digest import digest_checkpoint
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.tier import Draft, Record
 from phalanx.checkpoint.tiers.verify import verify
-from phalanx.data.tokenizer import BytesTokenizer, bpe_from_file, load_tokenizer, train_bpe
+from phalanx.data.tokenizer import BytesTokenizer, load_tokenizer, tokenizer_from_file, train_bpe
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
@@ -244,12 +244,15 @@ def test_a_tokenizer_with_more_tokens_than_the_model_embeds_is_refused(
 def test_an_imported_model_brings_its_tokenizer(published: Path, tmp_path: Path) -> None:
     train_bpe(TEXT, vocab_size=290).save(published)
     assert import_hf(published, tmp_path / "run").no_tokenizer_because == ""
-    expected = bpe_from_file(published)
+    expected = tokenizer_from_file(published)
     assert load_tokenizer(tmp_path / "run" / "tokenizer").encode(TEXT[1]) == expected.encode(TEXT[1])
 
 
 def test_a_model_without_a_usable_tokenizer_is_imported_and_says_so(published: Path, tmp_path: Path) -> None:
-    assert "no tokenizer.json" in import_hf(published, tmp_path / "one").no_tokenizer_because
+    assert (
+        "has neither tokenizer.json nor tokenizer.model"
+        in import_hf(published, tmp_path / "one").no_tokenizer_because
+    )
     (published / "tokenizer.json").write_text("{}")
     assert "tokenizer.json" in import_hf(published, tmp_path / "two").no_tokenizer_because
     assert not (tmp_path / "two" / "tokenizer").exists()

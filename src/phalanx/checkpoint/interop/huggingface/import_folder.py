@@ -46,7 +46,8 @@ from phalanx.checkpoint.tiers.digest import WEIGHTS, TensorDigest, combine
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.tier import Draft, Record
 from phalanx.data.errors import TokenizerError
-from phalanx.data.tokenizer import TOKENIZER_FILE, bpe_from_file
+from phalanx.data.published_tokenizers.files import TOKENIZER_FILE
+from phalanx.data.tokenizer import SENTENCEPIECE_FILE, tokenizer_from_file
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.read import to_table
@@ -74,7 +75,7 @@ def import_hf(directory: Path, out: Path, *, image_bytes: int = IMAGE_BYTES) -> 
     """Makes the Hugging Face model in ``directory`` a new run directory ``out`` with a checkpoint at step 0.
 
     ``out`` gets ``run.toml`` (the model), ``checkpoints/`` (fp32 weights, and nothing else), ``published/`` (all other files as they are)
-    and, where the model comes with a byte-level BPE, ``tokenizer/``. Memory: ``image_bytes``, and two pieces of 64 MiB. Raises
+    and, where the model comes with a tokenizer that can be read, ``tokenizer/``. Memory: ``image_bytes``, and two pieces of 64 MiB. Raises
     UnsupportedModelError, or HuggingFaceError where ``out`` exists or the model's files are incomplete or damaged; nothing is left behind
     then.
     """
@@ -370,10 +371,10 @@ def _shares(shapes: Mapping[str, Extent], image_bytes: int) -> Iterator[list[Box
 
 def _copy_tokenizer(directory: Path, folder: Path) -> str:
     """Copies the tokenizer; returns the empty string, or why there is none to copy."""
-    if not (directory / TOKENIZER_FILE).exists():
-        return f"{directory} has no {TOKENIZER_FILE}"
+    if not any((directory / name).exists() for name in (TOKENIZER_FILE, SENTENCEPIECE_FILE)):
+        return f"{directory} has neither {TOKENIZER_FILE} nor {SENTENCEPIECE_FILE}"
     try:
-        tokenizer = bpe_from_file(directory)
+        tokenizer = tokenizer_from_file(directory)
     except TokenizerError as error:
         return str(error)
     folder.mkdir()

@@ -1,0 +1,1 @@
+"""Tokenizers as others publish them, brought into the one form that is kept: a ``tokenizer.json``."""

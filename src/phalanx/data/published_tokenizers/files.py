@@ -1,0 +1,76 @@
+"""The files that a tokenizer is kept in, ``tokenizer.json`` and ``tokenizer_config.json``: read with errors that name them, and written."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from phalanx.data.errors import TokenizerError
+
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+COMMON_END_TOKENS = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|im_end|>",
+    "<|end▁of▁sentence|>",
+)
+PROBE = "It's naïve:\tx  ==   1234567\r\n\n  日本語 👩‍🚀 \x00\x7f <|endoftext|></s> end "
+"""In normal form C, so that tokenizers which normalize (Qwen's) pass; spells an end token, as scraped text does."""
+
+
+def save_tokenizer(directory: Path, serialized: str, end_token: str, kind: str) -> None:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json`` into ``directory``."""
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end_token, "phalanx_kind": kind}
+    (directory / TOKENIZER_FILE).write_bytes(serialized.encode())
+    (directory / CONFIG_FILE).write_bytes((json.dumps(config, indent=2) + "\n").encode())
+
+
+def read_config(directory: Path) -> dict[str, object]:
+    """The ``tokenizer_config.json`` in ``directory``; empty if there is none. Raises ``TokenizerError``."""
+    file = directory / CONFIG_FILE
+    if not file.exists():
+        return {}
+    try:
+        config = json.loads(decoded(read_bytes(file), file))
+    except json.JSONDecodeError as error:
+        raise TokenizerError(f"{file} is damaged: {error}; copy it again from where it came") from error
+    if not isinstance(config, dict):
+        raise TokenizerError(f"{file} is damaged: not a JSON object; copy it again from where it came")
+    return config
+
+
+def named_token(config: dict[str, object], name: str) -> str | None:
+    """A token that the configuration names, as a string or as an object with its ``content``."""
+    token = config.get(name)
+    if isinstance(token, dict):
+        token = token.get("content")
+    return None if token is None else str(token)
+
+
+def read_bytes(file: Path) -> bytes:
+    """The content of a tokenizer's file. Raises ``TokenizerError``."""
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise TokenizerError(
+            f"cannot read {file}: {error.strerror}; give a tokenizer.json or its directory"
+        ) from error
+
+
+def decoded(content: bytes, file: Path) -> str:
+    """The content of ``file`` as text. Raises ``TokenizerError``."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise TokenizerError(
+            f"{file} is not UTF-8 text: {error}; copy it again from where it came"
+        ) from error
+
+
+def require_known_ids(ids: Sequence[int], vocab_size: int) -> None:
+    """Raises ``ValueError`` for an id outside the vocabulary."""
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"token id {token} is outside the vocabulary of {vocab_size}")
