@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from phalanx.data.errors import PreparationError
 from phalanx.data.formats.document import Document
 from phalanx.data.portions.read_portion import read_portion
 from phalanx.data.portions.tasks import TaskManifest, Workplace
+from phalanx.data.steps.step import Dropped, through_steps
 
 
 @dataclass(frozen=True)
@@ -27,14 +29,20 @@ def kept_documents(
     counts["documents read"] = 0
     for piece, document in read_portion(place.plan, number):
         counts["documents read"] += 1
-        reason = _reason_to_drop(document)
-        if document is not None and reason is None:
-            yield KeptDocument(piece, document.name, document.text)
-        elif reason is not None:
-            counts[f"dropped: {reason}"] = counts.get(f"dropped: {reason}", 0) + 1
+        found = Dropped("bad") if document is None else through_steps(document, place.plan.recipe.step)
+        if isinstance(found, Document) and not found.text:
+            found = Dropped("empty")
+        if isinstance(found, Document):
+            _require_characters(found)
+            yield KeptDocument(piece, found.name, found.text)
+        else:
+            counts[f"dropped: {found.reason}"] = counts.get(f"dropped: {found.reason}", 0) + 1
 
 
-def _reason_to_drop(document: Document | None) -> str | None:
-    if document is None:
-        return "bad"
-    return None if document.text else "empty"
+def _require_characters(document: Document) -> None:
+    try:
+        document.text.encode()
+    except UnicodeEncodeError as error:
+        raise PreparationError(
+            f"document {document.name} cannot be written as UTF-8 after its steps: {error}"
+        ) from error

@@ -12,7 +12,7 @@ import tempfile
 import unicodedata
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version as package_version
 from pathlib import Path
@@ -24,6 +24,7 @@ from phalanx.data.formats.read import require_text, spans
 from phalanx.data.formats.recognize import Format, Kind, recognize
 from phalanx.data.portions.raw_files import LocalBytes, RawFile, list_raw_files
 from phalanx.data.portions.recipe import PreparationRecipe, differences, recipe_of, recipe_table, sha256_hex
+from phalanx.data.steps.choose import resolved
 from phalanx.data.tokenizer import BytesTokenizer, Tokenizer, tokenizer_from_file
 from phalanx.run.problems import Problem
 from phalanx.run.section_reader import JsonObject
@@ -116,6 +117,7 @@ def make_plan(recipe: PreparationRecipe, folder: Path) -> tuple[PreparationPlan,
 
     Lists the sources and looks into each file's beginning. Raises ``CorpusError``, ``TokenizerError`` and ``StoreError``.
     """
+    recipe = replace(recipe, step=tuple(resolved(step, folder) for step in recipe.step))
     wanted = recipe.output.tokenizer
     tokenizer: Tokenizer | None = None
     if wanted == "bytes":

@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
+from phalanx.data.steps.choose import AnyStep, read_steps
 from phalanx.run.fields import ValueRange
 from phalanx.run.problems import Problem, RunFileError
 from phalanx.run.section_reader import JsonObject, read_section
@@ -56,6 +57,8 @@ class PreparationRecipe:
 
     source: tuple[RawSource, ...] = ()
     output: OutputRecipe = field(default_factory=OutputRecipe)
+    step: tuple[AnyStep, ...] = ()
+    """What each document goes through, in order."""
 
 
 def read_recipe(path: Path) -> PreparationRecipe:
@@ -76,8 +79,12 @@ def read_recipe(path: Path) -> PreparationRecipe:
 
 def recipe_of(table: Mapping[str, object], problems: list[Problem]) -> PreparationRecipe | None:
     """The recipe that ``table`` describes; mistakes are added to ``problems``."""
-    recipe = read_section(PreparationRecipe, table, problems)
+    # A step's fields depend on its kind, which the reader of sections does not know.
+    sections = {name: section for name, section in table.items() if name != "step"}
+    recipe = read_section(PreparationRecipe, sections, problems)
+    steps = read_steps(table.get("step", ()), problems)
     if recipe is not None:
+        recipe = replace(recipe, step=steps)
         if not recipe.source and "source" not in table:
             problems.append(
                 Problem("source", "is missing", 'add [[source]] with url = "FOLDER, GLOB or URL"')

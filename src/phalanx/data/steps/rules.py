@@ -1,0 +1,202 @@
+"""Rules on the text of a document alone: length, characters, quality and repetition, and masks for addresses.
+
+The thresholds of ``gopher_quality`` and ``gopher_repetition`` are those of Rae et al., "Scaling Language Models: Methods, Analysis & Insights from Training Gopher"
+(arXiv 2112.11446, section A.1.1 and table A1); those of ``c4`` of Raffel et al., "Exploring the Limits of Transfer Learning" (arXiv 1910.10683,
+section 2.2), without its list of bad words and its removal of repeated spans.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from phalanx.data.formats.document import Document
+from phalanx.data.steps.step import Dropped
+from phalanx.run.fields import ValueRange
+
+_STOP_WORDS = frozenset({"the", "be", "to", "of", "and", "that", "have", "with"})
+_LETTER = re.compile(r"[^\W\d_]")
+_SENTENCE_ENDS = re.compile(r"[.!?]+(?:\s|$)")
+_EMAIL = re.compile(r"\b[A-Za-z0-9._%+-]+@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)*\.[A-Za-z]{2,}\b")
+_IPV4 = re.compile(r"(?<![\d.])(?:\d{1,3}\.){3}\d{1,3}(?![\d.]*\d)")
+_TOP_NGRAMS = ((2, 0.20), (3, 0.18), (4, 0.16))
+_REPEATED_NGRAMS = ((5, 0.15), (6, 0.14), (7, 0.13), (8, 0.12), (9, 0.11), (10, 0.10))
+_Share = Annotated[float, ValueRange(at_least=0, at_most=1)]
+_Count = Annotated[int, ValueRange(at_least=0)]
+
+
+@dataclass(frozen=True)
+class Length:
+    """Drops documents with too few or too many characters or words; 0 is no limit."""
+
+    use: str = "length"
+    min_characters: _Count = 0
+    max_characters: _Count = 0
+    min_words: _Count = 0
+    max_words: _Count = 0
+
+    def __call__(self, document: Document) -> Document | Dropped:
+        characters = len(document.text)
+        words = len(document.text.split()) if self.min_words or self.max_words else 0
+        if characters < self.min_characters or words < self.min_words:
+            return Dropped("too short")
+        if characters > self.max_characters > 0 or words > self.max_words > 0:
+            return Dropped("too long")
+        return document
+
+
+@dataclass(frozen=True)
+class Characters:
+    """Drops documents of which too small a share of the characters is among the allowed."""
+
+    use: str = "characters"
+    allowed: str = r"[\w\s.,;:!?'\"()\-]"
+    """A class of characters as Python's ``re`` writes it."""
+    least_share: _Share = 0.9
+
+    def __call__(self, document: Document) -> Document | Dropped:
+        found = sum(1 for _ in re.finditer(self.allowed, document.text))
+        return document if found >= self.least_share * len(document.text) else Dropped("characters")
+
+
+@dataclass(frozen=True)
+class GopherQuality:
+    """Drops what is no prose: by words, symbols, bullets, ellipses, letters and stop words."""
+
+    use: str = "gopher_quality"
+    min_words: _Count = 50
+    max_words: _Count = 100_000
+    stop_words: _Count = 2
+    """So many different ones of the eight common English words at least; 0 for other languages."""
+
+    def __call__(self, document: Document) -> Document | Dropped:
+        words = document.text.split()
+        if not self.min_words <= len(words) <= self.max_words:
+            return Dropped("gopher: number of words")
+        if not 3 <= sum(map(len, words)) / max(1, len(words)) <= 10:
+            return Dropped("gopher: mean length of words")
+        symbols = max(document.text.count("#"), document.text.count("...") + document.text.count("…"))
+        if symbols > 0.1 * len(words):
+            return Dropped("gopher: symbols")
+        lines = document.text.splitlines()
+        if sum(line.lstrip().startswith(("•", "-", "*")) for line in lines) > 0.9 * len(lines):
+            return Dropped("gopher: bullets")
+        if sum(line.rstrip().endswith(("...", "…")) for line in lines) > 0.3 * len(lines):
+            return Dropped("gopher: ellipses")
+        if sum(1 for word in words if _LETTER.search(word)) < 0.8 * len(words):
+            return Dropped("gopher: words without letters")
+        if len(_STOP_WORDS & {word.lower() for word in words}) < self.stop_words:
+            return Dropped("gopher: stop words")
+        return document
+
+
+@dataclass(frozen=True)
+class GopherRepetition:
+    """Drops documents in which lines, paragraphs or n-grams of words are repeated too much."""
+
+    use: str = "gopher_repetition"
+
+    def __call__(self, document: Document) -> Document | Dropped:
+        text = document.text
+        for what, parts in (("lines", text.splitlines()), ("paragraphs", re.split(r"\n{2,}", text))):
+            parts = [part for part in parts if part.strip()]
+            repeated = _repeated(parts)
+            if len(repeated) > 0.3 * len(parts) or sum(map(len, repeated)) > 0.2 * len(text):
+                return Dropped(f"gopher: repeated {what}")
+        words = text.split()
+        characters = max(1, sum(map(len, words)))
+        for n, most in _TOP_NGRAMS:
+            counts = Counter(zip(*(words[i:] for i in range(n)), strict=False))
+            if counts:
+                top = max(counts.values())
+                share = (
+                    max(sum(map(len, gram)) for gram, count in counts.items() if count == top)
+                    * top
+                    / characters
+                )
+                if top > 1 and share > most:
+                    return Dropped(f"gopher: frequent {n}-gram")
+        for n, most in _REPEATED_NGRAMS:
+            if _characters_in_repeated(words, n) > most * characters:
+                return Dropped(f"gopher: repeated {n}-grams")
+        return document
+
+
+@dataclass(frozen=True)
+class C4:
+    """Keeps lines that are sentences, and drops documents with too few of these, with braces, or of filler."""
+
+    use: str = "c4"
+    min_sentences: _Count = 5
+    min_words_of_line: _Count = 3
+
+    def __call__(self, document: Document) -> Document | Dropped:
+        if "lorem ipsum" in document.text.lower():
+            return Dropped("c4: lorem ipsum")
+        if "{" in document.text:
+            return Dropped("c4: braces")
+        kept = [
+            line
+            for line in map(str.strip, document.text.splitlines())
+            if line.endswith((".", "!", "?", '"')) and not line.endswith("...")
+            if len(line.split()) >= self.min_words_of_line and "javascript" not in line.lower()
+        ]
+        text = "\n".join(kept)
+        if len(_SENTENCE_ENDS.findall(text)) < self.min_sentences:
+            return Dropped("c4: sentences")
+        return replace(document, text=text)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Replaces e-mail addresses, and public IPv4 addresses, by others that belong to nobody."""
+
+    use: str = "mask"
+    email: str = "email@example.com"
+    """Empty leaves them."""
+    ip: str = "192.0.2.1"
+    """Of RFC 5737; empty leaves them."""
+
+    def __call__(self, document: Document) -> Document | Dropped:
+        text = document.text
+        if self.email and "@" in text:
+            text = _EMAIL.sub(lambda _: self.email, text)
+        if self.ip:
+            text = _IPV4.sub(lambda found: self.ip if _is_public(found[0]) else found[0], text)
+        return document if text == document.text else replace(document, text=text)
+
+
+def _is_public(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_global
+    except ValueError:
+        return False
+
+
+def _repeated(parts: Sequence[str]) -> list[str]:
+    """The parts that were there before."""
+    seen: set[str] = set()
+    repeated = []
+    for part in parts:
+        if part in seen:
+            repeated.append(part)
+        seen.add(part)
+    return repeated
+
+
+def _characters_in_repeated(words: Sequence[str], n: int) -> int:
+    """Characters of words in n-grams that were there before; each word counts once."""
+    seen: set[tuple[str, ...]] = set()
+    characters, counted = 0, 0
+    for start in range(len(words) - n + 1):
+        gram = tuple(words[start : start + n])
+        if gram in seen:
+            begin = max(start, counted)
+            characters += sum(map(len, words[begin : start + n]))
+            counted = start + n
+        seen.add(gram)
+    return characters

@@ -1,0 +1,86 @@
+"""Steps in a recipe: read, written into the plan, done by any worker, and counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from data.portions.making_raw import objects, prepared, raw_folder, recipe_file, texts, write_lines
+from phalanx.data.errors import PreparationError
+from phalanx.data.portions.executors import Processes
+from phalanx.data.portions.recipe import read_recipe
+from phalanx.run.problems import RunFileError
+
+FILTER = """
+from phalanx.data.steps.step import Document, Dropped
+
+def clean(document):
+    print("printing disturbs nobody")
+    if "word7" in document.text.split():
+        return Dropped("seven")
+    return Document(document.name, document.text.upper())
+"""
+
+
+def test_a_function_of_the_users_own_is_the_same_in_every_process(tmp_path: Path) -> None:
+    raw_folder(tmp_path)
+    (tmp_path / "filters.py").write_text(FILTER)
+    recipe = recipe_file(tmp_path, '[[step]]\nuse = "filters.py:clean"')
+    alone = prepared(recipe, tmp_path / "alone")
+    executor = Processes(2)
+    try:
+        prepared(recipe, tmp_path / "out", executor)
+    finally:
+        executor.close()
+    assert objects(tmp_path / "out") == objects(tmp_path / "alone")
+    assert b"WORD" in (tmp_path / "out" / "train-00000.bin").read_bytes()[::2]
+    counts = alone.counts
+    assert counts["documents kept"] + counts["dropped: seven"] == counts["documents read"] == 187
+    (tmp_path / "filters.py").write_text(FILTER + "\n")
+    with pytest.raises(PreparationError, match=r"another recipe lies at .*step differs"):
+        prepared(recipe, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("def other(document):\n  pass", "there is no function clean"),
+        ("def clean(document):\n  return 1 / 0", "on document .*: ZeroDivisionError"),
+        ("def clean(document):\n  return document.text", "gave str, not a Document or Dropped"),
+        ("def clean(", "cannot be run: SyntaxError"),
+    ],
+)
+def test_a_function_that_does_not_work_is_named(tmp_path: Path, code: str, said: str) -> None:
+    raw_folder(tmp_path)
+    (tmp_path / "filters.py").write_text(code)
+    with pytest.raises(PreparationError, match=f"step filters.py:clean.* {said}"):
+        prepared(recipe_file(tmp_path, '[[step]]\nuse = "filters.py:clean"'), tmp_path / "out")
+
+
+def test_documents_that_share_an_ngram_with_an_evaluation_are_dropped(tmp_path: Path) -> None:
+    questions = texts(20, seed=5)
+    long = [text for text in questions if len(text.split()) > 20]
+    planted = [f"before {text.upper()}, and after" for text in long]
+    write_lines(tmp_path / "evaluation.jsonl", questions)
+    write_lines(tmp_path / "raw" / "a.jsonl", [*texts(50, seed=6), *planted])
+    recipe = recipe_file(tmp_path, '[[step]]\nuse = "decontaminate"\nagainst = ["evaluation.jsonl"]')
+    done = prepared(recipe, tmp_path / "out")
+    assert done.counts["dropped: contaminated"] == len(long) > 3
+    assert done.counts["documents kept"] == 50
+
+
+def test_typos_in_steps_are_named(tmp_path: Path) -> None:
+    steps = '[[step]]\nuse = "lenght"\n[[step]]\nuse = "length"\nmin_chars = 3\n[[step]]\nmin_words = 2\n'
+    more = '[[step]]\nuse = "characters"\nallowed = "[a"\n[[step]]\nuse = "decontaminate"\n'
+    with pytest.raises(RunFileError) as caught:
+        read_recipe(recipe_file(tmp_path, steps + more))
+    for said in (
+        "step[0].use: 'lenght' is not known",
+        "did you mean 'length'",
+        "step[1].min_chars: there is no such field (did you mean min_characters?)",
+        "step[2].use: is missing",
+        "step[3].allowed: is no class of characters",
+        "step[4].against: is missing",
+    ):
+        assert said in str(caught.value)
