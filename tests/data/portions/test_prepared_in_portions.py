@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import secrets
+import shutil
 import signal
 import threading
 import time
@@ -155,7 +156,10 @@ def killed_and_continued(folder: Path, out: Path, recipe: Path, kills: int, seed
             assert verify_dataset(out) == 0
         assert all(expected.get(key, data) == data for key, data in there.items())
         if there.keys() >= expected.keys() and done < kills:
-            # It was whole: begin again from somewhere in its middle.
+            # It was whole: begin again, from somewhere in its middle where what that needs is still there.
+            if "dedup" in recipe.read_text():
+                shutil.rmtree(out)
+                continue
             manifests = [key for key in there if "/done/" in key]
             again = draw.sample(manifests, k=draw.randint(1, len(manifests)))
             open_store(str(out)).delete(["index.json", *again])
@@ -167,6 +171,13 @@ def killed_and_continued(folder: Path, out: Path, recipe: Path, kills: int, seed
 def test_twenty_kills_at_random_change_no_byte_and_show_nothing_half_written(tmp_path: Path) -> None:
     raw_folder(tmp_path)
     assert killed_and_continued(tmp_path, tmp_path / "out", recipe_file(tmp_path), 20, seed=3) == 20
+
+
+@pytest.mark.slow
+def test_thirty_kills_of_a_preparation_that_finds_duplicates_change_no_byte(tmp_path: Path) -> None:
+    raw_folder(tmp_path)
+    recipe = recipe_file(tmp_path, "[dedup]\nnear = {}")
+    assert killed_and_continued(tmp_path, tmp_path / "out", recipe, 30, seed=5) == 30
 
 
 @pytest.mark.slow

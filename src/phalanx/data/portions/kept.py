@@ -1,4 +1,4 @@
-"""The documents of a portion that are to be trained on, and why the others are not."""
+"""The documents of a portion after their steps, and why the others were dropped."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class KeptDocument:
     text: str
 
 
-def kept_documents(
+def stepped_documents(
     place: Workplace, number: int, manifest: TaskManifest | None = None
 ) -> Iterator[KeptDocument]:
-    """The documents of a portion that are kept, in order. What was read and dropped is counted in ``manifest``, by reason."""
+    """The documents of a portion that its steps keep, in order. What was read and dropped is counted in ``manifest``, by reason."""
     counts: dict[str, int] = {} if manifest is None else manifest.counts
     counts["documents read"] = 0
     for piece, document in read_portion(place.plan, number):

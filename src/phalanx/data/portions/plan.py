@@ -17,6 +17,7 @@ from functools import cached_property
 from importlib.metadata import version as package_version
 from pathlib import Path
 
+from phalanx.data.dedup.near import require_rensa
 from phalanx.data.errors import CorpusError, PreparationError
 from phalanx.data.formats.compressed import Compression
 from phalanx.data.formats.document import ReadOptions, Span
@@ -146,9 +147,13 @@ def make_plan(recipe: PreparationRecipe, folder: Path) -> tuple[PreparationPlan,
     return planned, tokenizer
 
 
-def software_of(_recipe: PreparationRecipe) -> dict[str, str]:
-    """Versions, on this machine, of what decides bytes of the output."""
+def software_of(recipe: PreparationRecipe) -> dict[str, str]:
+    """Versions, on this machine, of what decides bytes of the output. Raises ``PreparationError`` if a package is missing."""
+    near = recipe.dedup is not None and recipe.dedup.near is not None
+    if near:
+        require_rensa()
     return {
+        **({"rensa": package_version("rensa")} if near else {}),
         "phalanx": __version__,
         "tokenizers": package_version("tokenizers"),
         "unicode": unicodedata.unidata_version,

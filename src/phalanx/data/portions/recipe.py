@@ -52,6 +52,25 @@ class OutputRecipe:
 
 
 @dataclass(frozen=True)
+class NearDuplicates:
+    """``[dedup.near]``: MinHash over n-grams of words, in bands (``phalanx.data.dedup.near``)."""
+
+    bands: Annotated[int, ValueRange(at_least=1)] = 14
+    rows: Annotated[int, ValueRange(at_least=1)] = 8
+    ngram: Annotated[int, ValueRange(at_least=1)] = 5
+    least_similarity: Annotated[float, ValueRange(at_least=0, at_most=1)] = 0.65
+    """Estimated similarity below which two documents that agree in a band are none the less different."""
+
+
+@dataclass(frozen=True)
+class Deduplication:
+    """``[dedup]``: of documents with the same or almost the same text, the first stays."""
+
+    exact: bool = True
+    near: NearDuplicates | None = None
+
+
+@dataclass(frozen=True)
 class PreparationRecipe:
     """A whole recipe file."""
 
@@ -59,6 +78,7 @@ class PreparationRecipe:
     output: OutputRecipe = field(default_factory=OutputRecipe)
     step: tuple[AnyStep, ...] = ()
     """What each document goes through, in order."""
+    dedup: Deduplication | None = None
 
 
 def read_recipe(path: Path) -> PreparationRecipe:
@@ -88,6 +108,10 @@ def recipe_of(table: Mapping[str, object], problems: list[Problem]) -> Preparati
         if not recipe.source and "source" not in table:
             problems.append(
                 Problem("source", "is missing", 'add [[source]] with url = "FOLDER, GLOB or URL"')
+            )
+        if recipe.dedup is not None and not recipe.dedup.exact and recipe.dedup.near is None:
+            problems.append(
+                Problem("dedup", "asks for nothing", "exact = true, or near = {}, or leave it out")
             )
         if recipe.output.seq_len == 1:
             problems.append(

@@ -6,6 +6,17 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from phalanx.data.errors import PreparationError
+from phalanx.data.portions.find_duplicates import (
+    CLUSTER,
+    EXACT,
+    NEAR,
+    READ,
+    duplicate_stages,
+    find_exact,
+    find_near,
+    join_clusters,
+    read_and_sketch,
+)
 from phalanx.data.portions.plan import PreparationPlan, software_of
 from phalanx.data.portions.seal import seal
 from phalanx.data.portions.tasks import SEAL, Stage, Workplace
@@ -13,13 +24,22 @@ from phalanx.data.portions.train_tokenizer import train_tokenizer
 from phalanx.data.portions.write_portion import write_portion
 
 _WORK: Mapping[str, Callable[[Workplace, int], None]] = MappingProxyType(
-    {"tokenizer": train_tokenizer, "write": write_portion, SEAL: seal}
+    {
+        READ: read_and_sketch,
+        EXACT: find_exact,
+        NEAR: find_near,
+        CLUSTER: join_clusters,
+        "tokenizer": train_tokenizer,
+        "write": write_portion,
+        SEAL: seal,
+    }
 )
 
 
 def stages_of(plan: PreparationPlan) -> list[Stage]:
     """The stages of a plan, in order; each needs all of those before it."""
     return [
+        *duplicate_stages(plan),
         *([Stage("tokenizer", 1)] if plan.tokenizer == "bpe" else []),
         Stage("write", len(plan.portions)),
         Stage(SEAL, 1),

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import xxhash
 
 from phalanx.data.index import TRAIN
-from phalanx.data.portions.kept import kept_documents
 from phalanx.data.portions.plan import PreparationPlan, put_tokenizer
 from phalanx.data.portions.tasks import StoredObject, Workplace
+from phalanx.data.portions.to_train_on import kept_documents
 from phalanx.data.prepare import split_of
 from phalanx.data.tokenizer import train_bpe
 

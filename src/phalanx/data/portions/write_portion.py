@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from phalanx.data.block_sums import BlockSummer
 from phalanx.data.index import HELD_OUT, SPLITS, TRAIN, ShardFile, dtype_for
 from phalanx.data.packing import Packer
-from phalanx.data.portions.kept import kept_documents
 from phalanx.data.portions.plan import PREPARATION
 from phalanx.data.portions.tasks import TaskManifest, Workplace
+from phalanx.data.portions.to_train_on import kept_documents
 from phalanx.data.prepare import split_of
 from phalanx.data.tokenizer import Tokenizer
 

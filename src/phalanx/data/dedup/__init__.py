@@ -1,0 +1,1 @@
+"""Deduplication: which documents are copies of earlier ones, exactly or nearly."""
