@@ -40,6 +40,13 @@ from phalanx.data.published_tokenizers.files import (
     save_tokenizer,
 )
 from phalanx.data.published_tokenizers.sentencepiece_model import read_model, to_tokenizer_json
+from phalanx.data.published_tokenizers.tiktoken_ranks import (
+    bytes_spelling,
+    is_ranks,
+    ranks_to_tokenizer_json,
+    read_ranks,
+    splitting_of,
+)
 
 END_OF_DOCUMENT = "<|endoftext|>"
 BYTES_VOCAB_SIZE = 257
@@ -259,8 +266,8 @@ def tokenizer_from_file(path: Path) -> BpeTokenizer | FallbackTokenizer:
     """Load a tokenizer that was trained elsewhere, by its file or the directory of its model.
 
     The content says what it is: a ``tokenizer.json`` with a byte-level BPE or one that falls back to bytes, or sentencepiece's
-    ``tokenizer.model``. The token that ends documents is the ``eos_token`` of the ``tokenizer_config.json`` beside it, or else the
-    one that sentencepiece names, or the first well-known name that the tokenizer has; ``add_bos_token`` there says if texts begin
+    ``tokenizer.model``, or tiktoken's ranks. The token that ends documents is the ``eos_token`` of the ``tokenizer_config.json``
+    beside it, or else the one that sentencepiece names, or the first well-known name that the tokenizer has; ``add_bos_token`` there says if texts begin
     with sentencepiece's first token, which they do if it has one. Raises ``TokenizerError``.
     """
     file = path
@@ -271,12 +278,15 @@ def tokenizer_from_file(path: Path) -> BpeTokenizer | FallbackTokenizer:
     config = read_config(file.parent)
     end_token = named_token(config, "eos_token")
     try:
-        if content.startswith(b"\x0a"):
+        if content.startswith(b"\n") and not content.lstrip().startswith(b"{"):
             add_bos = config.get("add_bos_token")
             serialized, named = to_tokenizer_json(
                 read_model(content), add_bos=add_bos if isinstance(add_bos, bool) else None
             )
             end_token = end_token or named
+        elif is_ranks(content):
+            ranks = read_ranks(content)
+            serialized = ranks_to_tokenizer_json(ranks, splitting_of(ranks, config))
         else:
             serialized = decoded(content, file)
         if end_token is None:
@@ -360,11 +370,4 @@ def _guess_end_token(serialized: str) -> str:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """Byte-level BPE's spelling of bytes: printable ones as themselves, the others from U+0100 on, in order."""
-    printable = [
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    ]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    return {char: byte for byte, char in enumerate(bytes_spelling())}

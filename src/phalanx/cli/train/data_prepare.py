@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     "--tokenizer",
     default="bpe",
     show_default=True,
-    help='"bpe", "bytes", a tokenizer.json, or a tokenizer.model of sentencepiece.',
+    help='"bpe", "bytes", a tokenizer.json, a tokenizer.model of sentencepiece, or a .tiktoken file.',
 )
 @click.option(
     "--vocab-size",
