@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -270,6 +271,16 @@ def test_jobs_of_an_array_share_the_portions_and_do_what_a_lost_one_has_left(tmp
         job.join()
     alone = objects(tmp_path / "alone")
     assert objects(tmp_path / "out") == alone
+
+
+def test_two_preparations_into_one_place_at_once_give_one_dataset(tmp_path: Path) -> None:
+    raw_folder(tmp_path)
+    recipe = recipe_file(tmp_path, "[dedup]\nexact = true")
+    prepared(recipe, tmp_path / "alone")
+    with ThreadPoolExecutor(3) as pool:
+        done = list(pool.map(lambda _: prepared(recipe, tmp_path / "out"), range(3)))
+    assert len({one.index.fingerprint for one in done}) == 1
+    assert objects(tmp_path / "out") == objects(tmp_path / "alone")
 
 
 def test_a_file_that_changes_while_it_is_read_ends_the_task_before_its_manifest(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import click
 
 from phalanx.cli.errors import explained
 from phalanx.cli.train.data_order import mixture_command, order_command, where_command
+from phalanx.cli.train.data_origin import show_command, trace_command
 from phalanx.cli.train.data_prepare import prepare_command
 from phalanx.cli.train.data_recipe import plan_command, work_command
 from phalanx.data.errors import DataError
@@ -24,6 +25,8 @@ command.add_command(order_command)
 command.add_command(where_command)
 command.add_command(plan_command)
 command.add_command(work_command)
+command.add_command(show_command)
+command.add_command(trace_command)
 
 
 @command.command("verify")

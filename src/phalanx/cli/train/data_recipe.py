@@ -164,6 +164,9 @@ def _executor(workers: int) -> Iterator[Executor]:
 def _resumable() -> Iterator[None]:
     try:
         yield
+    except (DataError, StoreError):
+        click.echo("what is done is kept: once that is mended, the same command goes on from there", err=True)
+        raise
     except KeyboardInterrupt:
         click.echo("\nstopped; what is done is kept, and the same command goes on from there", err=True)
         sys.exit(130)

@@ -87,9 +87,18 @@ def work_share(
         done = place.done(stage)
         for task in range(number - 1, stage.tasks, of):
             if task not in done:
-                _require_done(outcome_of(place, stage.name, task).failed)
+                if failed := outcome_of(place, stage.name, task).failed:
+                    _require_sealed(place, failed)
                 on_stage(stage.name, len(done := done | {task}), stage.tasks)
         _await_stage(place, stage, number, on_stage, patience_s)
+    _sweep(place)
+
+
+def _sweep(place: Workplace) -> None:
+    sweep(
+        place,
+        [stage.name for stage in stages_of(place.plan) if stage.name not in ("tokenizer", "write", SEAL)],
+    )
 
 
 def _await_stage(place: Workplace, stage: Stage, number: int, on_stage: OnStage, patience_s: float) -> None:
@@ -100,13 +109,15 @@ def _await_stage(place: Workplace, stage: Stage, number: int, on_stage: OnStage,
             last, since = len(done), time.monotonic()
         if time.monotonic() - since > patience_s:
             missing = sorted(set(range(stage.tasks)) - done)
-            _require_done(outcome_of(place, stage.name, missing[number % len(missing)]).failed)
+            if failed := outcome_of(place, stage.name, missing[number % len(missing)]).failed:
+                _require_sealed(place, failed)
         else:
             time.sleep(min(_LOOK_S, patience_s / 4))
 
 
-def _require_done(failed: str) -> None:
-    if failed:
+def _require_sealed(place: Workplace, failed: str) -> None:
+    """Raises ``PreparationError`` with what failed, unless others have sealed the dataset meanwhile, and removed what this task was reading."""
+    if sealed_index(place) is None:
         raise PreparationError(failed)
 
 
@@ -118,7 +129,8 @@ def _do_stage(place: Workplace, stage: Stage, executor: Executor, on_stage: OnSt
         count = len(done)
         for outcome in executor.map(stage.name, place.url, missing):
             if outcome.failed:
-                raise PreparationError(outcome.failed)
+                _require_sealed(place, outcome.failed)
+                return
             if outcome.lost:
                 losses[outcome.task] += 1
                 if losses[outcome.task] >= _MOST_LOSSES:

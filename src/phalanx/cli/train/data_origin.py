@@ -1,0 +1,131 @@
+"""``phalanx data show`` and ``trace``: what a dataset was prepared from, and where one of its records comes from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from phalanx.cli.errors import explained
+from phalanx.data.errors import DataError
+from phalanx.data.index import HELD_OUT, INDEX_FILE, SPLITS, TRAIN, DatasetIndex, parse_index
+from phalanx.data.portions.plan import PLAN_KEY
+from phalanx.data.portions.stages import stages_of
+from phalanx.data.portions.tasks import Stage, Workplace, total
+from phalanx.data.portions.trace import trace
+from phalanx.store.errors import MissingObjectError, StoreError
+
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+_PLACE = click.argument("place", metavar="FOLDER_OR_URL")
+
+
+@click.command("show")
+@_PLACE
+@_JSON
+def show_command(place: str, as_json: bool) -> None:
+    """Say what a dataset consists of and, if it was prepared from a recipe, what became of each document; also while it is prepared.
+
+    \b
+      phalanx data show data/web
+      phalanx data show s3://bucket/web --json
+    """
+    with explained(DataError, StoreError):
+        facts = _facts(Workplace(place))
+    if as_json:
+        click.echo(json.dumps(facts))
+        return
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            click.echo(f"{name}:")
+            for key, inner in value.items():
+                click.echo(f"  {key}: {inner:,}" if isinstance(inner, int) else f"  {key}: {inner}")
+        else:
+            click.echo(f"{name}: {value:,}" if isinstance(value, int) else f"{name}: {value}")
+
+
+@click.command("trace")
+@_PLACE
+@click.option(
+    "--record",
+    type=click.IntRange(min=0),
+    required=True,
+    help="Its number, from 0, in the order of the shards.",
+)
+@click.option(
+    "--seq-len", type=click.IntRange(min=1), help="Tokens of a record; packed datasets have their own."
+)
+@click.option("--held-out", is_flag=True, help="Of the held-out split.")
+@_JSON
+def trace_command(place: str, record: int, seq_len: int | None, held_out: bool, as_json: bool) -> None:
+    """Name the documents and raw files that a record of a dataset, prepared from a recipe, comes from.
+
+    \b
+      phalanx data trace data/web-8k --record 4711
+      phalanx data trace data/web --record 4711 --seq-len 2048
+    """
+    with explained(DataError, StoreError):
+        work = Workplace(place)
+        index = _index(work)
+        if index is None:
+            raise DataError(f"{place} holds no {INDEX_FILE}; give the folder or URL of a dataset")
+        length = seq_len or index.packed_seq_len
+        if not length:
+            raise click.UsageError(
+                "the dataset is joined, not packed: give the run's train.seq_len as --seq-len"
+            )
+        found = trace(work, index, HELD_OUT if held_out else TRAIN, record, length)
+    if as_json:
+        click.echo(json.dumps({"documents": [asdict(document) for document in found]}))
+        return
+    for document in found:
+        last = document.first + document.tokens - 1
+        click.echo(f"{document.name}  tokens {document.first:,} to {last:,}  of {document.url}")
+
+
+def _index(place: Workplace) -> DatasetIndex | None:
+    try:
+        return parse_index(place.store.get(INDEX_FILE).decode(), Path(f"{place.url}/{INDEX_FILE}"))
+    except MissingObjectError:
+        return None
+
+
+def _facts(place: Workplace) -> dict[str, object]:
+    index = _index(place)
+    facts: dict[str, object] = {"path": place.url}
+    if index is not None:
+        facts |= {
+            "fingerprint": index.fingerprint,
+            "vocabulary": index.vocab_size,
+            "packed_seq_len": index.packed_seq_len,
+        }
+        for name in SPLITS:
+            split = index.split(name)
+            facts[name] = {
+                "tokens": split.tokens,
+                "documents": split.documents,
+                "text bytes": split.text_bytes,
+                "shards": len(split.shards),
+            }
+    try:
+        place.store.info(PLAN_KEY)
+    except MissingObjectError:
+        if index is None:
+            raise DataError(
+                f"{place.url} holds neither a dataset nor the plan of one; correct the path"
+            ) from None
+        return facts
+    plan = place.plan
+    stages = {stage.name: (len(place.done(stage)), stage.tasks) for stage in stages_of(plan)}
+    facts["sources"] = {
+        source.url: sum(f.source == i for f in plan.files) for i, source in enumerate(plan.recipe.source)
+    }
+    facts["raw bytes"] = sum(file.nbytes for file in plan.files)
+    facts["software"] = plan.software
+    if index is None:
+        facts["done"] = {name: f"{done} of {tasks}" for name, (done, tasks) in stages.items()}
+    write = Stage("write", len(plan.portions))
+    done = [manifest for task in sorted(place.done(write)) if (manifest := place.manifest("write", task))]
+    facts["documents"] = dict(sorted(total(done).items()))
+    return facts

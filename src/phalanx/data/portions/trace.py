@@ -1,0 +1,102 @@
+"""Where a record of a prepared dataset comes from: its documents, and the raw files that they were read from.
+
+Beside the shards of a portion lies the list of its documents with their lengths in tokens. Which of them a record of joined documents touches is a matter of sums;
+how packed ones were packed follows from the lengths alone, so it is computed again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from phalanx.data.errors import PreparationError
+from phalanx.data.index import DatasetIndex
+from phalanx.data.packing import WINDOW_TOKENS, best_fit, pieces_of
+from phalanx.data.portions.tasks import Workplace
+from phalanx.data.portions.write_portion import origin_key
+
+
+@dataclass(frozen=True)
+class TracedDocument:
+    """A document of which a record holds tokens."""
+
+    name: str
+    """As it was called when it was read: with ``@OFFSET`` of its line in the file, uncompressed, or ``#ROW`` of a table."""
+    url: str
+    """The raw file."""
+    first: int
+    """Number, from 0, of its first token in the record among the document's."""
+    tokens: int
+
+
+def trace(
+    place: Workplace, index: DatasetIndex, split: str, record: int, seq_len: int
+) -> list[TracedDocument]:
+    """The documents of a record of ``seq_len`` tokens, in its order. For packed datasets ``seq_len`` is theirs.
+
+    Raises ``PreparationError`` for a record that is not there.
+    """
+    records = index.samples(split, seq_len)
+    if not 0 <= record < records:
+        raise PreparationError(f"there is no record {record:,} in {split}: it has {records:,}, from 0")
+    found: list[TracedDocument] = []
+    start, stop = record * seq_len, (record + 1) * seq_len
+    at = 0
+    for name, shards in itertools.groupby(index.split(split).shards, lambda shard: _portion_name(shard.file)):
+        tokens = sum(shard.tokens for shard in shards)
+        if at < stop and start < at + tokens:
+            found += _in_portion(place, index, name, max(0, start - at), min(tokens, stop - at))
+        at += tokens
+    return found
+
+
+def _in_portion(
+    place: Workplace, index: DatasetIndex, name: str, start: int, stop: int
+) -> list[TracedDocument]:
+    plan, portion = place.plan, int(name.rpartition("-")[2])
+    rows = [
+        json.loads(line) for line in zlib.decompress(place.store.get(origin_key(name))).decode().split("\n")
+    ]
+    lengths = [length for _, _, length in rows]
+    seq_len = index.packed_seq_len
+    stretches = _packed(lengths, seq_len, start // seq_len) if seq_len else _joined(lengths, start, stop)
+    return [
+        TracedDocument(
+            rows[number][1], plan.files[plan.portions[portion][rows[number][0]].file].url, first, tokens
+        )
+        for number, first, tokens in stretches
+    ]
+
+
+def _joined(lengths: list[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """(document, first token, tokens) of a stretch of documents that are joined."""
+    at = 0
+    for number, length in enumerate(lengths):
+        first, last = max(start, at), min(stop, at + length)
+        if first < last:
+            yield number, first - at, last - first
+        at += length
+
+
+def _packed(lengths: list[int], seq_len: int, record: int) -> Iterator[tuple[int, int, int]]:
+    """The same of a packed record: the packer's windows, once more, until the one with the record."""
+    pieces: list[tuple[int, int, int]] = []
+    tokens = 0
+    for number, length in enumerate(lengths):
+        pieces += [(number, piece.start, len(piece)) for piece in pieces_of(length, seq_len)]
+        tokens += length
+        if tokens >= WINDOW_TOKENS or number == len(lengths) - 1:
+            bins = best_fit([size for _, _, size in pieces], seq_len)
+            if record < len(bins):
+                yield from (pieces[item] for item in bins[record])
+                return
+            record -= len(bins)
+            pieces, tokens = [], 0
+
+
+def _portion_name(file: str) -> str:
+    return "-".join(PurePath(file).stem.split("-")[:2])

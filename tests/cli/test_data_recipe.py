@@ -1,0 +1,67 @@
+"""A dataset from a recipe, as a user prepares it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from data.portions.making_raw import raw_folder, recipe_file
+from phalanx.cli.train.data_command import command
+
+
+def said(*arguments: str, code: int = 0) -> str:
+    done = CliRunner().invoke(command, list(arguments))
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    raw_folder(tmp_path)
+    return recipe_file(tmp_path, '[[step]]\nuse = "length"\nmin_words = 3', output="seq_len = 64")
+
+
+def test_a_recipe_is_planned_prepared_shown_traced_and_verified(tmp_path: Path, recipe: Path) -> None:
+    out = str(tmp_path / "out")
+    plan = json.loads(said("plan", str(recipe), "--json"))
+    assert (plan["files"], plan["formats"]) == (10, {"jsonl": 3, "text": 7})
+    first = json.loads(
+        said("prepare", str(recipe), "--out", out, "--workers", "1", "--json").splitlines()[-1]
+    )
+    again = json.loads(
+        said("prepare", str(recipe), "--out", out, "--workers", "1", "--json").splitlines()[-1]
+    )
+    assert (first["reused"], again["reused"]) == (False, True)
+    shown = json.loads(said("show", out, "--json"))
+    assert shown["fingerprint"] == first["fingerprint"] == again["fingerprint"]
+    counts = shown["documents"]
+    assert counts["documents kept"] + counts["dropped: too short"] == counts["documents read"] == 187
+    assert str(tmp_path / "raw") in said("trace", out, "--record", "0")
+    assert "as they were written" in said("verify", out)
+
+
+def test_a_plan_that_is_written_is_worked_on_by_jobs(tmp_path: Path, recipe: Path) -> None:
+    out = str(tmp_path / "out")
+    assert "next: phalanx data work" in said("plan", str(recipe), "--out", out)
+    assert "write: 0 of" in said("show", out)
+    assert "sealed; fingerprint" in said("work", out, "--task", "1/1")
+    assert "is not I/N" in said("work", out, "--task", "2/1", code=2)
+
+
+def test_a_typo_is_named_and_nothing_is_written(tmp_path: Path, recipe: Path) -> None:
+    recipe.write_text(recipe.read_text().replace("min_words", "min_word"))
+    output = said("prepare", str(recipe), "--out", str(tmp_path / "out"), code=1)
+    assert "step[0].min_word: there is no such field (did you mean min_words?)" in output
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_example_is_prepared_as_it_says(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "recipe.toml"
+    done = json.loads(
+        said("prepare", str(example), "--out", str(tmp_path), "--workers", "1", "--json").splitlines()[-1]
+    )
+    assert done["train_tokens"] > 100_000
+    assert done["held_out_tokens"] > 0
