@@ -258,3 +258,11 @@ def test_documents_are_as_they_were_before_other_formats_were_read(tmp_path: Pat
     names = list(files_of([tmp_path]))
     assert names[0] == Document("a.txt", "a")
     assert [document.name for document in names[1:]] == ["long.txt#0", "long.txt#1"]
+
+
+def test_a_json_array_is_text_and_is_told_apart_from_other_json(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text('[\n  {"text": "a"}, {"text": "b"}]')
+    (tmp_path / "settings.json").write_text('{"rows": [{}]}')
+    files = files_of([tmp_path])
+    assert len(list(files)) == 2
+    assert [path.name for path in files.arrays()] == ["rows.json"]

@@ -8,6 +8,7 @@ counted and named, as is asked for.
 import glob
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from phalanx.data.formats.recognize import Format, Kind, recognize
 OnBad = Literal["stop", "skip"]
 MOST_NAMED = 20
 _SPAN_BYTES = 1 << 28
+_BEGINS_ROWS = re.compile(rb"\s*\[\s*\{")
+_LOOKED_AT_BYTES = 4096
 _ABOUT_DATA = frozenset(
     {"readme", "readme.md", "readme.txt", "license", "license.md", "license.txt", "dataset_infos.json"}
 )
@@ -102,6 +105,15 @@ class Files:
             report.without_text += empty
             on_bytes(0)
 
+    def arrays(self) -> list[Path]:
+        """Files read as text that are called ``.json`` and begin as an array of objects: rows that nobody asked for as text."""
+        named = (
+            file.path
+            for file in self.files
+            if file.format == Format(Kind.TEXT) and file.path.suffix == ".json"
+        )
+        return [path for path in named if _begins_rows(path)]
+
     def _new_report(self) -> ReadReport:
         return ReadReport(bad=list(self.left_out[:MOST_NAMED]), bad_count=len(self.left_out))
 
@@ -180,6 +192,11 @@ def _without_descriptions(files: list[CorpusFile], named: set[Path]) -> tuple[li
         describes = file.path.name.lower() in _ABOUT_DATA and file.path not in named
         (aside if describes else kept).append(file)
     return kept, [file.path for file in aside]
+
+
+def _begins_rows(path: Path) -> bool:
+    with path.open("rb") as file:
+        return _BEGINS_ROWS.match(file.read(_LOOKED_AT_BYTES)) is not None
 
 
 def _require_unchanged(file: CorpusFile) -> None:

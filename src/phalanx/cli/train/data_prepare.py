@@ -117,6 +117,11 @@ def prepare_command(
                 progress.close()
     if files is not None:
         _show_left_out(files)
+        for path in files.arrays():
+            click.echo(
+                f"note: {path} is one JSON array, read as the text that it is; for its rows: jq -c '.[]' {path} > rows.jsonl",
+                err=True,
+            )
     facts = {
         "path": str(out),
         "reused": info.reused,
