@@ -439,7 +439,7 @@ class CheckpointSpec:
     store_mib_s: Annotated[float, FLEET, NOT_NEGATIVE] = 0.0
     """Upper limit of each machine's upload in MiB/s; 0 means none."""
     init_from: str = ""
-    """A run directory or checkpoint whose weights the run starts from; empty means fresh weights. Resolved to one
+    """A run directory, checkpoint or URL of an object store whose weights the run starts from; empty means fresh weights. Resolved to one
     checkpoint when the run is first started."""
     init_with: Annotated[Literal["weights", "optimizer", "training"], LATER] = "weights"
     """The part of init_from that is taken over: the "weights" alone; weights and "optimizer" state; or all of the "training", with the

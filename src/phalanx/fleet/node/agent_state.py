@@ -325,7 +325,7 @@ class AgentState:
             if worker.running:
                 worker.doomed, worker.last_words = True, f"expelled: {reason}"
                 actions.append(KillProcess(i))
-        return [*actions, SendReport(self.joined())]
+        return [DealCopies((), 0), *actions, SendReport(self.joined())]
 
     # --- messages of the workers -----------------------------------------------------------------
 

@@ -17,6 +17,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from phalanx.checkpoint.format.errors import (
@@ -193,7 +194,7 @@ class StoreUploader:
             return False  # the node that commits sets aside first
         on_disk = [step for step in self._disk.steps() if self._due(step)]
         stored = tier.steps()
-        wanted = [step for step in on_disk if step not in stored or not self._same(tier, step)]
+        wanted = [step for step in on_disk if step not in stored]
         expired = set(self._retention.expired([*stored, *on_disk, *self._missing]))
         self._tell_lost(self._missing - {*on_disk, *stored} - expired, share)
         self._missing = set(wanted) - expired
@@ -217,7 +218,7 @@ class StoreUploader:
         return is_copied(step, self._checkpoint.store_every_steps, self._last_step)
 
     def _same(self, tier: ObjectTier, step: int) -> bool:
-        """True if the copy is of what is on disk. After a corruption, or on other ranks after the loss of the disk, the step was saved anew."""
+        """True if the copy is of what is on disk now."""
         try:
             return tier.index_bytes(step) == self._disk.index_bytes(step)
         except NoSuchStepError:
@@ -253,13 +254,8 @@ class StoreUploader:
         began_s = time.monotonic()
         while True:
             try:
-                if not commit_copy(self._disk, step, draft, timeout_s=_SLICE_S, cancelled=self._given_up):
-                    # Not of what is on disk now (``_same``), or of this moment and the same.
-                    fresh = ObjectTier(self._store)
-                    if not self._same(fresh, step):
-                        fresh.delete(step)
-                        continue
-                return
+                commit_copy(self._disk, step, draft, timeout_s=_SLICE_S, cancelled=self._given_up)
+                return  # also if another has committed a copy: it has the same bits, or would have been set aside
             except AbandonedError:
                 times = self._times
                 patience_s = times.others_at_the_end_s if self._settling else times.others_s
@@ -287,7 +283,8 @@ class StoreUploader:
     def _retain(self, tier: ObjectTier) -> None:
         try:
             for step in self._retention.expired(tier.steps()):
-                tier.delete(step)
+                with suppress(NoSuchStepError):  # another has deleted it
+                    tier.delete(step)
         except CheckpointError as error:
             self._warn(f"expired checkpoints in {self._store.url} could not be deleted: {error}")
 

@@ -30,8 +30,11 @@ def save_due(spec: RunSpec, step: int) -> bool:
     checkpoint = spec.checkpoint
     if checkpoint.every_steps:
         return due(step, checkpoint.every_steps)
+    for_good = due(step, checkpoint.store_keep_every) and is_copied(
+        step, checkpoint.store_every_steps, spec.train.steps
+    )
     return due(step, checkpoint.keep_every) or (
-        bool(checkpoint.store) and due(step, checkpoint.store_every_steps)
+        bool(checkpoint.store) and (for_good or due(step, checkpoint.store_every_steps))
     )
 
 

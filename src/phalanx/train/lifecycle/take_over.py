@@ -12,15 +12,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from phalanx.checkpoint.format.errors import NoSuchStepError
 from phalanx.checkpoint.format.shards import Shard
-from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.checkpoint.tiers.origin import open_origin
 from phalanx.checkpoint.tiers.restore import restore
 from phalanx.run.directory.durable import write_atomically
 from phalanx.run.directory.lineage import Origin, lineage_table, read_lineage
-from phalanx.run.directory.paths import RunDirectory, locate_checkpoints
+from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import CheckpointSpec
+from phalanx.store.open_store import is_url
 from phalanx.train.lifecycle.progress import TrainProgress
 from phalanx.train.step.built import Built
 from phalanx.train.step.state import RestoredState, weight_shards
@@ -42,19 +44,18 @@ def take_over(
         CheckpointError: The checkpoint is gone or damaged, or holds another model or another optimizer's state.
     """
     began_s = time.monotonic()
-    source = Path(checkpoint.init_from)
-    root, step = locate_checkpoints(source)
-    if step is None:
+    start = checkpoint.init_from
+    tier, step = open_origin(start)
+    if not tier.has(step):
         raise NoSuchStepError(
-            f"{source} is gone: the run has saved no checkpoint of its own yet, so it needs that one to begin from"
+            f"{start} is gone: the run has saved no checkpoint of its own yet, so it needs that one to begin from"
         )
-    tier = DiskTier(root)
     parts, placement = built.model.parts, built.placement
     wanted = weight_shards(parts, placement) if checkpoint.init_with == "weights" else shards
     extra = restore(tier, step, wanted, rank=placement.mesh.rank)
     weights = tier.record(step).weights_sha256 or weights_sha256(parts, placement)
     if placement.mesh.rank == 0:
-        _record(directory, RunDirectory(root.parent), step, weights, checkpoint.init_with)
+        _record(directory, start, step, weights, checkpoint.init_with)
     if checkpoint.init_with == "weights":
         return None
     if checkpoint.init_with == "optimizer":
@@ -62,13 +63,17 @@ def take_over(
         extra = asdict(TrainProgress(updates=TrainProgress.from_extra(extra).updates))
     progress = TrainProgress.from_extra(extra)
     seconds = time.monotonic() - began_s
-    return RestoredState(progress.step, extra, (), str(source), seconds, taken_over=True)
+    return RestoredState(progress.step, extra, (), start, seconds, taken_over=True)
 
 
-def _record(directory: RunDirectory, parent: RunDirectory, step: int, weights: str, init_with: str) -> None:
-    """Notes the origin in the run's record, after the parent's own origins."""
-    above = parent.read_record()
-    origin = Origin(str(parent.path), str(above.get("identity", "")), step, weights, init_with)
+def _record(directory: RunDirectory, start: str, step: int, weights: str, init_with: str) -> None:
+    """Notes the origin in the run's record, after the parent's own origins, which a store does not tell."""
+    if is_url(start):
+        place, above = start.rpartition("/")[0], dict[str, Any]()
+    else:
+        parent = RunDirectory(Path(start).parent.parent)
+        place, above = str(parent.path), parent.read_record()
+    origin = Origin(place, str(above.get("identity", "")), step, weights, init_with)
     record = {
         **directory.read_record(),
         "lineage": lineage_table([*read_lineage(above), origin]),

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.interop.huggingface.choice import family_for, unsayable
 from phalanx.checkpoint.tiers.digest import OPTIMIZER, WEIGHTS
 from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.checkpoint.tiers.origin import open_origin
 from phalanx.data.published_tokenizers.files import TOKENIZER_FILE
 from phalanx.data.sources import DataIndex, MixtureIndex, epoch_problems, mixture_of
 from phalanx.data.tokenizer import load_tokenizer, same_tokens
@@ -30,7 +32,7 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.problems import Problem
 from phalanx.run.spec import ModelSpec, RunSpec
 from phalanx.store.errors import StoreError
-from phalanx.store.open_store import check_url
+from phalanx.store.open_store import check_url, is_url
 
 _MANY_EPOCHS = 4
 """Up to so many, repeated text is nearly as good as new text (Muennighoff et al., arXiv 2305.16264, figure 5)."""
@@ -71,7 +73,10 @@ def start_problems(spec: RunSpec, index: DataIndex, *, begins: bool) -> Iterator
                 "checkpoint.store", str(error), "give the URL of a store, as s3://BUCKET/PREFIX, or a path"
             )
     if spec.checkpoint.init_from and begins:
-        yield from _origin_problems(spec, index, Path(spec.checkpoint.init_from))
+        if is_url(spec.checkpoint.init_from):
+            yield from _remote_origin_problems(spec, spec.checkpoint.init_from)
+        else:
+            yield from _origin_problems(spec, index, Path(spec.checkpoint.init_from))
 
 
 def start_notes(spec: RunSpec, index: DataIndex) -> Iterator[str]:
@@ -119,13 +124,44 @@ def _origin_problems(spec: RunSpec, index: DataIndex, start: Path) -> Iterator[P
             "--out FOLDER`",
             ("data.path",),
         )
+    yield from _other_model_problems(spec, str(start), f"copy [model] from {source.run_file}")
+
+
+def _remote_origin_problems(spec: RunSpec, start: str) -> Iterator[Problem]:
+    """The problems of the checkpoint ``start`` in an object store, URL/step-00000100; there is no run directory around it to compare with."""
+    field = "checkpoint.init_from"
+    if spec.checkpoint.init_with == "training":
+        yield Problem(
+            "checkpoint.init_with",
+            f'"training" needs the run directory of the parent, and {start} is in a store',
+            "start the parent there with its checkpoint.store, which fetches the checkpoint, and name that run directory",
+            (field,),
+        )
+        return
+    try:
+        tier, step = open_origin(start)
+        held = tier.boxes(step)
+    except (StoreError, CheckpointError) as error:
+        yield Problem(field, str(error), "name one that is there: `phalanx checkpoint list URL` shows them")
+        return
+    if spec.checkpoint.init_with == "optimizer" and not any(
+        one.box.name.startswith(OPTIMIZER) for one in held
+    ):
+        yield Problem(
+            "checkpoint.init_with", f"{start} holds no optimizer state", 'set it to "weights"', (field,)
+        )
+        return
+    yield from _other_model_problems(spec, start, "write [model] as in the run that has saved it")
+
+
+def _other_model_problems(spec: RunSpec, start: str, remedy: str) -> Iterator[Problem]:
     misfits = [] if spec.model.factory else list(_misfits(spec.model, start))
     if misfits:
         more = f" and {len(misfits) - 3} more" if len(misfits) > 3 else ""
         yield Problem(
             "checkpoint.init_from",
             f"{start} holds the weights of another model: {'; '.join(misfits[:3])}{more}",
-            f"copy [model] from {source.run_file}",
+            remedy,
             ("model",),
         )
 
@@ -176,9 +212,10 @@ def _step(start: Path) -> int:
     return step
 
 
-def _misfits(model: ModelSpec, start: Path) -> Iterator[str]:
+def _misfits(model: ModelSpec, start: str) -> Iterator[str]:
     """Each parameter of the model that the checkpoint lacks, or holds in another shape."""
-    boxes = (entry.box for entry in DiskTier(start.parent).boxes(_step(start)))
+    tier, step = open_origin(start)
+    boxes = (entry.box for entry in tier.boxes(step))
     held = {box.name: box.global_shape for box in boxes}
     for parameter in parameters(model):
         found = held.get(WEIGHTS + parameter.name)

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from glob import has_magic
 from pathlib import Path
 
+from phalanx.checkpoint.format.errors import CheckpointError
+from phalanx.checkpoint.tiers.origin import pinned_in_store
 from phalanx.data.corpus import named_corpus
 from phalanx.data.errors import DataError
 from phalanx.data.files import OnBad, files_of
@@ -34,6 +36,7 @@ from phalanx.run.kinds.whole_model import resolve as resolve_model
 from phalanx.run.problems import Problem, RunFileError
 from phalanx.run.resolve import compute_format, device_of
 from phalanx.run.spec import DataSpec, ModelSpec, RunSpec
+from phalanx.store.errors import StoreError
 from phalanx.store.open_store import is_url
 from phalanx.train.start.checks import start_problems
 from phalanx.train.start.open_run import OpenRun, choose, holds_steps, open_run
@@ -155,8 +158,7 @@ def pinned_checkpoint(source: str, path: Path) -> str:
     if not source:
         return ""
     if is_url(source):
-        remedy = f"bring it here first: phalanx checkpoint copy {source} FOLDER"
-        raise RunFileError(path, [Problem("checkpoint.init_from", f"{source} is no folder", remedy)])
+        return _pinned_in_store(source, path)
     if step_of(Path(source)) is not None:
         return str(Path(source).resolve())
     root, step = locate_checkpoints(Path(source).resolve())
@@ -168,6 +170,21 @@ def pinned_checkpoint(source: str, path: Path) -> str:
             path, [Problem("checkpoint.init_from", f"there is no checkpoint in {source}", remedy)]
         )
     return str(step_folder(root, step))
+
+
+def _pinned_in_store(url: str, path: Path) -> str:
+    try:
+        found = pinned_in_store(url)
+    except (StoreError, CheckpointError) as error:
+        raise RunFileError(
+            path, [Problem("checkpoint.init_from", str(error), f"look with `phalanx checkpoint list {url}`")]
+        ) from error
+    if found is None:
+        remedy = "give the URL of a run's copies (checkpoint.store), or of `phalanx checkpoint copy`"
+        raise RunFileError(
+            path, [Problem("checkpoint.init_from", f"there is no checkpoint in {url}", remedy)]
+        )
+    return found
 
 
 def prepare_run(spec: RunSpec, path: Path, on_progress: OnProgress) -> OpenRun:
