@@ -11,7 +11,7 @@ from data.portions.making_raw import Hostile, objects, prepared, recipe_file, te
 from phalanx.data.dataset import verify_dataset
 from phalanx.data.errors import PreparationError
 from phalanx.data.index import TRAIN
-from phalanx.data.portions.executors import Processes
+from phalanx.data.portions.executors.processes import Processes
 from phalanx.data.portions.recipe import read_recipe
 from phalanx.data.shards import TokenShards
 from phalanx.run.problems import RunFileError

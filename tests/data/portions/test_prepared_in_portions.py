@@ -22,7 +22,8 @@ from phalanx.data.errors import DatasetError, PreparationError
 from phalanx.data.files import files_of
 from phalanx.data.index import HELD_OUT, SPLITS, TRAIN, read_index
 from phalanx.data.portions.drive import carry_out, place_plan, work_share
-from phalanx.data.portions.executors import InOrder, Processes
+from phalanx.data.portions.executors.executor import InOrder
+from phalanx.data.portions.executors.processes import Processes
 from phalanx.data.portions.plan import PREPARATION
 from phalanx.data.portions.read_portion import read_portion
 from phalanx.data.portions.recipe import read_recipe

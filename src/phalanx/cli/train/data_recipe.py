@@ -24,7 +24,9 @@ from phalanx.data.portions.drive import (
     sealed_index,
     work_share,
 )
-from phalanx.data.portions.executors import Executor, InOrder, Processes
+from phalanx.data.portions.executors.dask import DaskCluster
+from phalanx.data.portions.executors.executor import Executor, InOrder
+from phalanx.data.portions.executors.processes import Processes
 from phalanx.data.portions.recipe import read_recipe
 from phalanx.data.portions.stages import stages_of
 from phalanx.data.portions.tasks import Workplace
@@ -62,8 +64,11 @@ class PrepareCommand(click.Command):
     type=click.IntRange(min=1),
     help="Processes of this machine; as many as it has cores if not given.",
 )
+@click.option(
+    "--dask", metavar="ADDRESS", help="Have it done by a Dask cluster instead: the address of its scheduler."
+)
 @_JSON
-def recipe_command(recipe: Path, out: str, workers: int | None, as_json: bool) -> None:
+def recipe_command(recipe: Path, out: str, workers: int | None, dask: str | None, as_json: bool) -> None:
     """Prepare the dataset that RECIPE describes: plan it in portions, have each done once, and seal it.
 
     Whatever ends it (Ctrl-C, a kill, a full disk, a lost machine), the same command goes on from there. The bytes of the dataset do not
@@ -72,10 +77,13 @@ def recipe_command(recipe: Path, out: str, workers: int | None, as_json: bool) -
     \b
       phalanx data prepare recipe.toml --out data/web --workers 8
       phalanx data prepare recipe.toml --out s3://bucket/web
+      phalanx data prepare recipe.toml --out s3://bucket/web --dask tcp://10.0.0.1:8786
     """
+    if dask and workers:
+        raise click.UsageError("--workers are processes of this machine; with --dask, leave it out")
     with explained(DataError, StoreError):
         place = place_plan(read_recipe(recipe), recipe.parent, out)
-        with _executor(workers or len(os.sched_getaffinity(0))) as executor, _resumable():
+        with _executor(workers or len(os.sched_getaffinity(0)), dask) as executor, _resumable():
             prepared = carry_out(place, executor, _progress(as_json))
     _report(out, prepared, as_json)
 
@@ -152,8 +160,8 @@ def work_command(plan: str, task: str, patience_s: float) -> None:
 
 
 @contextmanager
-def _executor(workers: int) -> Iterator[Executor]:
-    executor: Executor = Processes(workers) if workers > 1 else InOrder()
+def _executor(workers: int, dask: str | None) -> Iterator[Executor]:
+    executor: Executor = DaskCluster(dask) if dask else Processes(workers) if workers > 1 else InOrder()
     try:
         yield executor
     finally:

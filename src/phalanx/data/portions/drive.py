@@ -13,7 +13,7 @@ from pathlib import Path
 
 from phalanx.data.errors import PreparationError
 from phalanx.data.index import DatasetIndex, parse_index
-from phalanx.data.portions.executors import Executor, outcome_of
+from phalanx.data.portions.executors.executor import Executor, outcome_of
 from phalanx.data.portions.plan import INDEX_KEY, PREPARATION, PreparationPlan, commit_plan, make_plan
 from phalanx.data.portions.recipe import PreparationRecipe
 from phalanx.data.portions.seal import sweep
@@ -135,7 +135,7 @@ def _do_stage(place: Workplace, stage: Stage, executor: Executor, on_stage: OnSt
                 losses[outcome.task] += 1
                 if losses[outcome.task] >= _MOST_LOSSES:
                     raise PreparationError(
-                        f"worker lost {_MOST_LOSSES} times on {_named(stage, outcome.task)} ({outcome.lost}; out of memory?): fewer --workers, "
+                        f"worker lost {_MOST_LOSSES} times on {_named(stage, outcome.task)} ({outcome.lost}): fewer --workers, "
                         "or a smaller output.portion_bytes with another --out"
                     )
             else:

@@ -1,71 +1,21 @@
-"""Executors: whoever can have ``do_task(place, stage, task)`` called somewhere for each of a list of numbers.
-
-An executor promises little: it gives outcomes in any order, may have a task done twice, and may lose one. What counts are the manifests in the store,
-so no executor can change a byte of the output.
-"""
+"""Has tasks done by processes of this machine, each a Python of its own that is asked line by line (``worker.py``)."""
 
 from __future__ import annotations
 
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
-from phalanx.data.errors import DataError
-from phalanx.data.portions.stages import do_task
-from phalanx.data.portions.tasks import Workplace
-from phalanx.store.errors import StoreError
-
-
-@dataclass(frozen=True)
-class TaskOutcome:
-    """What became of a task: done, failed with a message for the user, or lost with the worker that had it."""
-
-    task: int
-    failed: str = ""
-    lost: str = ""
-
-
-class Executor(Protocol):
-    """Runs tasks of one stage at a time."""
-
-    def map(self, stage: str, url: str, tasks: Sequence[int]) -> Iterator[TaskOutcome]:
-        """Have each of ``tasks`` done at the place ``url``: outcomes in any order, at least one of each task that was not lost silently."""
-        ...
-
-    def close(self) -> None:
-        """End all workers."""
-        ...
-
-
-class InOrder:
-    """Does tasks in this process, one after another."""
-
-    def map(self, stage: str, url: str, tasks: Sequence[int]) -> Iterator[TaskOutcome]:
-        place = Workplace(url)
-        for task in tasks:
-            yield outcome_of(place, stage, task)
-
-    def close(self) -> None:
-        pass
-
-
-def outcome_of(place: Workplace, stage: str, task: int) -> TaskOutcome:
-    """Do a task; errors that have a message for the user become its outcome."""
-    try:
-        do_task(place, stage, task)
-    except (DataError, StoreError) as error:
-        return TaskOutcome(task, failed=str(error))
-    return TaskOutcome(task)
+from phalanx.data.portions.executors.executor import TaskOutcome
 
 
 class Processes:
-    """Has tasks done by processes of this machine, each a Python of its own that is started anew if it dies."""
+    """Runs tasks in ``workers`` processes; one that dies is replaced."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
@@ -135,7 +85,7 @@ def _start_worker() -> subprocess.Popen[str]:
     # As many workers as cores: each with threads of its own for every core would only be in each other's way.
     alone = {"RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     return subprocess.Popen(
-        [sys.executable, "-m", "phalanx.data.portions.worker", str(os.getpid())],
+        [sys.executable, "-m", "phalanx.data.portions.executors.worker", str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -160,4 +110,6 @@ def _ask(process: subprocess.Popen[str], request: dict[str, object]) -> str | No
 
 
 def _how_it_ended(code: int) -> str:
+    if code == -signal.SIGKILL:
+        return "killed by signal 9; out of memory?"
     return f"killed by signal {-code}" if code < 0 else f"ended with code {code}"

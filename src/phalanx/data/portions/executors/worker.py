@@ -1,4 +1,4 @@
-"""A worker process: reads tasks as lines of JSON, does them, and answers each with a line (``executors.Processes`` starts it)."""
+"""A worker process: reads tasks as lines of JSON, does them, and answers each with a line (``Processes`` starts it)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 
-from phalanx.data.portions.executors import outcome_of
+from phalanx.data.portions.executors.executor import outcome_of
 from phalanx.data.portions.tasks import Workplace
 
 _LOOK_S = 0.5

@@ -1,0 +1,145 @@
+"""Preparation from a recipe against its parts: what reading, packing, checksums and manifests cost beside tokenizing.
+
+    python bench/prepare.py [--mib 32] [--rounds 3]
+
+Each figure is MB of text per second of processor time (all processes together). The yardstick is ``encode_batch_fast`` of the same tokenizer on the same texts, in
+memory, in batches of 2 MiB on one thread. Texts are the Python standard library's source in pieces of some 4 KiB, as ``.jsonl.zst`` in files of 8 MiB of text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ["RAYON_NUM_THREADS"] = "1"
+
+import zstandard
+
+from phalanx.data.corpus import python_stdlib
+from phalanx.data.portions.drive import carry_out, place_plan
+from phalanx.data.portions.executors.executor import Executor, InOrder
+from phalanx.data.portions.executors.processes import Processes
+from phalanx.data.portions.recipe import read_recipe
+from phalanx.data.tokenizer import BpeTokenizer, train_bpe
+
+_PIECE_CHARACTERS = 4096
+_FILE_BYTES = 8 << 20
+_BATCH_CHARACTERS = 1 << 21
+
+
+def texts_of(mib: int) -> list[str]:
+    """Some MiB of pieces of source code; further rounds are marked, so that no two pieces are equal."""
+    pieces: list[str] = []
+    size = round_number = 0
+    while size < mib << 20:
+        for document in python_stdlib():
+            for start in range(0, len(document.text), _PIECE_CHARACTERS):
+                pieces.append(f"# {round_number}\n" + document.text[start : start + _PIECE_CHARACTERS])
+                size += len(pieces[-1].encode())
+                if size >= mib << 20:
+                    return pieces
+        round_number += 1
+    return pieces
+
+
+def cpu_s() -> float:
+    """Processor time of this process and its ended children."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def measured(call: Callable[[], object]) -> tuple[float, float]:
+    """(processor time, clock time) of a call, in s."""
+    cpu, clock = cpu_s(), time.monotonic()
+    call()
+    return cpu_s() - cpu, time.monotonic() - clock
+
+
+def encode(tokenizer: BpeTokenizer, texts: list[str]) -> None:
+    """The yardstick."""
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= _BATCH_CHARACTERS:
+            tokenizer._hf.encode_batch_fast(batch, add_special_tokens=False)
+            batch, size = [], 0
+    tokenizer._hf.encode_batch_fast(batch, add_special_tokens=False)
+
+
+def write_raw(folder: Path, texts: list[str]) -> None:
+    """The texts as compressed JSON lines."""
+    folder.mkdir()
+    lines: list[bytes] = []
+    size = files = 0
+    for number, text in enumerate(texts):
+        lines.append(json.dumps({"text": text}).encode() + b"\n")
+        size += len(text)
+        if size >= _FILE_BYTES or number == len(texts) - 1:
+            (folder / f"{files:03d}.jsonl.zst").write_bytes(zstandard.compress(b"".join(lines), 3))
+            lines, size, files = [], 0, files + 1
+
+
+def prepared(recipe: Path, out: Path, executor: Executor) -> None:
+    """One preparation, its workers ended."""
+    carry_out(place_plan(read_recipe(recipe), recipe.parent, str(out)), executor)
+    executor.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mib", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    texts = texts_of(options.mib)
+    text_mb = sum(len(text.encode()) for text in texts) / 1e6
+    figures: dict[str, list[tuple[float, float]]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        tokenizer = train_bpe(texts[:2000], vocab_size=32_768)
+        tokenizer.save(folder)
+        write_raw(folder / "raw", texts)
+        kinds = {
+            "joined": "",
+            "packed": "",
+            "exact duplicates": "[dedup]",
+            "near duplicates": "[dedup]\nnear = {}",
+        }
+        for kind, dedup in kinds.items():
+            seq_len = 0 if kind == "joined" else 2048
+            (folder / f"{kind}.toml").write_text(
+                f'[[source]]\nurl = "raw"\n{dedup}\n[output]\ntokenizer = "tokenizer.json"\nseq_len = {seq_len}\nportion_bytes = 100000\n'
+            )
+        for number in range(options.rounds):
+            figures.setdefault("encode_batch_fast in memory", []).append(
+                measured(lambda: encode(tokenizer, texts))
+            )
+            for kind in kinds:
+                out = folder / f"{kind}-{number}"
+                one = measured(lambda out=out, kind=kind: prepared(folder / f"{kind}.toml", out, InOrder()))  # type: ignore[misc]
+                figures.setdefault(kind, []).append(one)
+            for workers in (1, 2):
+                out = folder / f"processes-{workers}-{number}"
+                one = measured(
+                    lambda out=out, workers=workers: prepared(folder / "packed.toml", out, Processes(workers))  # type: ignore[misc]
+                )
+                figures.setdefault(f"packed, {workers} processes", []).append(one)
+    yardstick = statistics.median(cpu for cpu, _ in figures["encode_batch_fast in memory"])
+    sys.stdout.write(f"{text_mb:.1f} MB of text, medians of {options.rounds}\n")
+    for name, times in figures.items():
+        cpu, clock = (statistics.median(column) for column in zip(*times, strict=True))
+        sys.stdout.write(
+            f"{name:30} {text_mb / cpu:6.2f} MB per CPU-s  {yardstick / cpu:5.2f} of the first  {text_mb / clock:6.2f} MB/s\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
