@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,16 @@ from typing import Any
 import pytest
 
 import phalanx_process
+from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier
+from phalanx.checkpoint.tiers.store_standing import store_standing
 from phalanx.checkpoint.tiers.verify import verify_tier
 from phalanx.observe.event_log import read_events
-from phalanx.observe.events import CheckpointCopied, CheckpointFailed, Restored
+from phalanx.observe.events import CheckpointCopied, CheckpointFailed, Restored, Stopped
+from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.store.open_store import open_store
-from phalanx_process import TIMEOUT_S, last_json, start
+from phalanx.train.lifecycle.worker import EXIT_STOPPED
+from phalanx_process import TIMEOUT_S, last_json, start, steps_done, wait_until
 from store.servers import Server
 
 
@@ -29,13 +34,20 @@ def url(s3_server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
     return s3_server.url(secrets.token_hex(8))
 
 
-def fleet(run_file: Path, folder: Path, url: str, nodes: int, *arguments: str) -> dict[str, Any]:
+def started(run_file: Path, folder: Path, url: str, nodes: int, *arguments: str) -> subprocess.Popen[str]:
     command = ["train", str(run_file), "--nodes", str(nodes), "--run-dir", str(folder / "run"), "--json"]
     settings = (f'checkpoint.store="{url}"', "fleet.heartbeat_s=1", "fleet.lease_s=4")
     sets = [part for setting in settings for part in ("--set", setting)]
-    process = start([*command, *sets, *arguments], folder)
+    return start([*command, *sets, *arguments], folder)
+
+
+def ended(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
     out, err = process.communicate(timeout=TIMEOUT_S)
-    return last_json(subprocess.CompletedProcess(command, process.returncode, out, err))
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def fleet(run_file: Path, folder: Path, url: str, nodes: int, *arguments: str) -> dict[str, Any]:
+    return last_json(ended(started(run_file, folder, url, nodes, *arguments)))
 
 
 def bodies(run_dir: Path, kind: type) -> list[Any]:
@@ -65,3 +77,27 @@ def test_a_fleet_that_loses_nodes_while_they_upload_and_then_its_disk_goes_on_fr
     assert bodies(tmp_path / "run", CheckpointFailed) == []
     assert store.steps()[-1] == 20
     assert verify_tier(ObjectTier(open_store(url)), "store") == []
+
+
+def test_a_fleet_that_is_stopped_waits_for_its_copies_and_asked_again_ends_and_the_next_start_makes_them(
+    run_file: Path, undisturbed: str, tmp_path: Path, url: str
+) -> None:
+    run_dir, slow = tmp_path / "run", ("--set", "checkpoint.store_mib_s=0.001")
+    process = started(run_file, tmp_path, url, 2, *slow)
+    wait_until(lambda: steps_done(run_dir) >= 4, process)
+    process.send_signal(signal.SIGINT)
+    wait_until(lambda: bool(bodies(run_dir, Stopped)), process)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(4)
+    process.send_signal(signal.SIGINT)
+    done = ended(process)
+    assert done.returncode == EXIT_STOPPED
+    assert "on disk alone" in "".join(done.stderr.split("\n"))
+    assert ObjectTier(open_store(url)).steps() == []
+    newest = DiskTier(run_dir / "checkpoints").steps()[-1]
+    standing = store_standing(read_resolved(RunDirectory(run_dir)), RunDirectory(run_dir))
+    assert standing is not None
+    assert standing.behind[-1] == newest
+
+    assert fleet(run_file, tmp_path, url, 2)["weights_sha256"] == undisturbed
+    assert ObjectTier(open_store(url)).steps()[-1] == 20

@@ -285,3 +285,8 @@ def test_what_a_model_of_ones_own_does_not_say_is_refused(sections: dict[str, An
 def test_a_model_of_ones_own_may_be_divided_over_shards_and_a_pipeline_and_have_any_heads() -> None:
     own = replace(OWN, heads=3, layers=4)
     assert check(RunSpec(model=own, parallel=ParallelSpec(pipeline=2))) == []
+
+
+def test_a_url_is_no_run_directory() -> None:
+    (problem,) = check(replace(RunSpec(), run_dir="s3://bucket/run"))
+    assert (problem.path, problem.also) == ("run_dir", ("checkpoint.store",))

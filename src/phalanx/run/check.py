@@ -22,6 +22,7 @@ def check(spec: RunSpec) -> list[Problem]:
     fleet = _fleet(spec.fleet)
     return [
         *_name(spec.name),
+        *_run_dir(spec.run_dir),
         *model,
         *mixture_rules.problems(spec.data),
         *_train(spec.train),
@@ -42,6 +43,16 @@ def _name(name: str) -> Iterator[Problem]:
             "name",
             f"{name[:100]!r} cannot be the name of a folder",
             "up to 100 characters, without slashes; for a run directory elsewhere, set run_dir",
+        )
+
+
+def _run_dir(run_dir: str) -> Iterator[Problem]:
+    if "://" in run_dir:
+        yield Problem(
+            "run_dir",
+            f"{run_dir} is a URL, and a run directory is a folder",
+            "give a folder, which may be empty, and name the store in checkpoint.store: the run goes on from the newest checkpoint there",
+            ("checkpoint.store",),
         )
 
 
