@@ -124,6 +124,23 @@ def test_a_place_that_holds_something_else_is_left_alone(tmp_path: Path) -> None
     assert objects(out) == {"thesis.tex": b"mine"}
 
 
+def test_a_url_of_a_file_names_a_folder(tmp_path: Path) -> None:
+    raw_folder(tmp_path)
+    prepared(recipe_file(tmp_path), f"file://{tmp_path}/by-url")
+    prepared(recipe_file(tmp_path, source=f'url = "file://{tmp_path}/raw"'), tmp_path / "from-url")
+    shards = [path.name for path in (tmp_path / "by-url").glob("*.bin")]
+    assert len(shards) > 3
+    for name in shards:
+        assert (tmp_path / "by-url" / name).read_bytes() == (tmp_path / "from-url" / name).read_bytes()
+
+
+def test_a_file_is_no_place_for_a_dataset(tmp_path: Path) -> None:
+    raw_folder(tmp_path)
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(PreparationError, match="is a file; choose another --out"):
+        prepared(recipe_file(tmp_path), tmp_path / "out")
+
+
 def test_a_field_that_is_not_there_is_named_before_anything_is_written(tmp_path: Path) -> None:
     raw_folder(tmp_path)
     recipe = recipe_file(tmp_path, source='url = "raw/*.jsonl"\ntext_field = "content"')

@@ -49,3 +49,6 @@ def test_a_recipe_is_the_same_after_it_was_written_down_and_read(tmp_path: Path)
     assert recipe_of(table, []) == recipe
     assert differences(table, table) == []
     assert differences(table, {**table, "output": {**table["output"], "seq_len": 65}}) == ["output.seq_len"]
+    other = {**table, "source": [{**table["source"][0], "on_bad": "skip"}]}
+    assert differences(table, other) == ["source[0].on_bad"]
+    assert differences(table, {**table, "source": []}) == ["source"]

@@ -20,7 +20,7 @@ from phalanx.data.portions.seal import sweep
 from phalanx.data.portions.stages import stages_of
 from phalanx.data.portions.tasks import SEAL, Stage, Workplace, total
 from phalanx.store.errors import MissingObjectError
-from phalanx.store.open_store import is_remote
+from phalanx.store.open_store import is_remote, is_url
 from phalanx.store.store import require_create
 
 _MOST_LOSSES = 3
@@ -44,7 +44,9 @@ class PreparedDataset:
 
 def place_plan(recipe: PreparationRecipe, folder: Path, out: str) -> Workplace:
     """Plan a recipe whose file lies in ``folder``, and write the plan to ``out``, or find the same there. Raises as ``make_plan`` and ``commit_plan``."""
-    place = Workplace(out if is_remote(out) else str(Path(out).absolute()))
+    place = Workplace(out if is_url(out) else str(Path(out).expanduser().absolute()))
+    if not is_url(out) and Path(out).exists() and not Path(out).is_dir():
+        raise PreparationError(f"{out} is a file; choose another --out")
     plan, tokenizer = make_plan(recipe, folder)
     if is_remote(out) and not any(place.store.list(PREPARATION)):
         require_create(place.store, f"{PREPARATION}/probe-{time.time_ns():x}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -125,25 +125,18 @@ def recipe_table(recipe: PreparationRecipe) -> JsonObject:
     return asdict(recipe)
 
 
-def differences(found: JsonObject, wanted: JsonObject, path: str = "") -> list[str]:
+def differences(found: object, wanted: object, path: str = "") -> list[str]:
     """Dotted names of the fields in which two tables of plain values differ."""
-    names: list[str] = []
-    for key in sorted({*found, *wanted}):
-        one, other = found.get(key), wanted.get(key)
-        where = f"{path}.{key}" if path else key
-        if isinstance(one, dict) and isinstance(other, dict):
-            names += differences(one, other, where)
-        elif _plain(one) != _plain(other):
-            names.append(where)
-    return names
-
-
-def _plain(value: object) -> object:
-    return (
-        [_plain(item) for item in value]
-        if isinstance(value, Sequence) and not isinstance(value, str)
-        else value
-    )
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        return [
+            name
+            for key in sorted({*found, *wanted})
+            for name in differences(found.get(key), wanted.get(key), f"{path}.{key}" if path else key)
+        ]
+    if isinstance(found, list | tuple) and isinstance(wanted, list | tuple) and len(found) == len(wanted):
+        pairs = enumerate(zip(found, wanted, strict=True))
+        return [name for number, pair in pairs for name in differences(*pair, f"{path}[{number}]")]
+    return [] if found == wanted else [path]
 
 
 def sha256_hex(data: bytes) -> str:
