@@ -11,6 +11,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet as pq
@@ -199,6 +200,17 @@ def test_a_table_without_rows_has_no_documents(tmp_path: Path) -> None:
             for document in documents(tmp_path / "empty", "empty", form, span)
         ]
         assert found == []
+
+
+def test_offsets_that_lead_out_of_a_table_are_damage_and_not_followed(tmp_path: Path) -> None:
+    path = tmp_path / "a.arrow"
+    pa.feather.write_feather(pa.table({"text": ["a" * 301, "b" * 500]}), path, compression="uncompressed")
+    offsets, wild = (np.array([0, 301, end], dtype=np.int32).tobytes() for end in (801, 1 << 30))
+    assert path.read_bytes().count(offsets) == 1
+    path.write_bytes(path.read_bytes().replace(offsets, wild))
+    (span,) = spans(path, Format(Kind.ARROW), 1)
+    (bad,) = documents(path, "a", Format(Kind.ARROW), span)
+    assert "is damaged" in str(bad)
 
 
 @pytest.mark.parametrize(

@@ -42,16 +42,18 @@ def parquet_spans(path: Path, span_bytes: int) -> list[Span]:
     import pyarrow.parquet as pq
 
     spans: list[Span] = []
-    start = first = rows = stored = 0
+    size = path.stat().st_size
+    start = first = rows = stored = before = 0
     with _damage_named(), pq.ParquetFile(path) as file:
-        groups = file.metadata.num_row_groups
-        for number in range(groups):
-            group = file.metadata.row_group(number)
+        groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+        # Of the columns' sizes as stored, pyarrow tells at the price of aborting the process where the footer is damaged.
+        ends = list(itertools.accumulate(max(0, group.total_byte_size) for group in groups))
+        for number, group in enumerate(groups):
             rows += group.num_rows
-            stored += sum(group.column(i).total_compressed_size for i in range(group.num_columns))
-            if stored >= span_bytes or number == groups - 1:
+            stored = size * ends[number] // max(1, ends[-1]) - before
+            if stored >= span_bytes or number == len(groups) - 1:
                 spans.append(Span(start, number + 1, first, stored))
-                start, first, stored = number + 1, rows, 0
+                start, first, before = number + 1, rows, before + stored
     return spans
 
 
@@ -62,7 +64,9 @@ def arrow_spans(path: Path, span_bytes: int) -> list[Span]:
     with _damage_named(), _batches(path) as (_, batches):
         for number, batch in enumerate(batches, 1):
             rows += batch.num_rows
-            stored += batch.nbytes
+            stored += (
+                batch.get_total_buffer_size()
+            )  # `nbytes` follows offsets, out of the file if they are damaged
             if stored >= span_bytes:
                 spans.append(Span(start, number, first, stored))
                 start, first, stored = number, rows, 0
@@ -165,7 +169,17 @@ def _read_batches(
 
 
 def _values(column: pyarrow.Array) -> Iterator[str | UnicodeDecodeError | None]:
-    """Each value of a column of text or bytes; what is not UTF-8 as the error that says so."""
+    """Each value of a column of text or bytes; what is not UTF-8 as the error that says so.
+
+    Raises ``ArrowInvalid`` where the column is damaged: pyarrow follows wrong offsets out of a mapped file until the process dies.
+    """
+    import pyarrow as pa
+
+    if column.type == pa.string():
+        column = column.view(pa.binary())
+    elif column.type == pa.large_string():
+        column = column.view(pa.large_binary())
+    column.validate(full=True)
     values = None
     try:
         values = column.to_pylist()
@@ -227,7 +241,7 @@ def _damage_named() -> Iterator[None]:
 
     try:
         yield
-    except pa.ArrowException as error:
+    except (pa.ArrowException, UnicodeDecodeError) as error:
         raise DamagedError(str(error).partition("\n")[0]) from error
     except OSError as error:
         if error.errno is not None:
