@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 import shutil
 import signal
@@ -16,8 +17,10 @@ from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier
 from phalanx.checkpoint.tiers.store_standing import store_standing
 from phalanx.checkpoint.tiers.verify import verify_tier
+from phalanx.observe.display.state import State, reduce
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import CheckpointCopied, CheckpointFailed, Restored, Stopped
+from phalanx.observe.goodput import goodput
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.store.open_store import open_store
 from phalanx.train.lifecycle.worker import EXIT_STOPPED
@@ -62,6 +65,10 @@ def test_a_fleet_that_loses_nodes_while_they_upload_and_then_its_disk_goes_on_fr
     result = fleet(run_file, tmp_path, url, 3, *slow, *faults)
     assert result["weights_sha256"] == undisturbed
     assert len(result["faults"]) == 2
+    events = list(read_events(tmp_path / "run" / "events.jsonl"))
+    account, state = goodput(events), functools.reduce(reduce, events, State())
+    assert account.buckets_ns.get("unattributed", 0) < 0.001 * account.held_ns
+    assert not [note.text for note in state.notes if "without a word" in note.text]
     store = ObjectTier(open_store(url))
     assert store.steps()[-1] == 20
     assert verify_tier(store, "store") == []

@@ -4,7 +4,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from observe.recorded import crashed_run, step
-from phalanx.observe.events import Body, CheckpointSaved, EpochLeft, Event, Finished, Restored, RunStarted
+from phalanx.observe.events import (
+    Body,
+    CheckpointCopied,
+    CheckpointFailed,
+    CheckpointSaved,
+    EpochLeft,
+    Event,
+    Finished,
+    Restored,
+    RunStarted,
+    Step,
+)
 from phalanx.observe.goodput import format_goodput, goodput
 from phalanx.observe.ledger import NS_PER_S
 
@@ -151,3 +162,18 @@ def test_the_report_names_the_headline_and_the_outcomes() -> None:
     assert "goodput 68.4 %" in report
     assert "discarded.rollback" in report
     assert "start.process" in report
+
+
+def test_copies_that_an_agent_tells_of_under_its_own_attempt_are_no_time_of_that_attempt() -> None:
+    def step(number: int) -> Step:
+        return Step(number, 4, 1.0, 1.0, 0.1, 1, 1.0, 1.0, None, None)
+
+    trained = [
+        Event(t, attempt, step(number))
+        for number, (t, attempt) in enumerate([(1.0, 0), (2.0, 0), (5.0, 1), (6.0, 1)], 1)
+    ]
+    told = [
+        Event(5.5, 0, CheckpointCopied(2, "s3://b/p")),
+        Event(9.0, 0, CheckpointFailed(4, "s3://b/p", "down")),
+    ]
+    assert goodput([*trained, *told]) == goodput(trained)

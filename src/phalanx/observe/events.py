@@ -235,8 +235,9 @@ Known = (
     | Finished
 )
 Body = Known | Unknown | Torn
-FROM_OUTSIDE = (Message, EpochLeft)
-"""Kinds that a process beside the ranks, such as a fleet's coordinator, writes under its own attempt and after they have gone."""
+FROM_OUTSIDE = (Message, EpochLeft, CheckpointCopied, CheckpointFailed)
+"""Kinds that a process beside the ranks, such as a fleet's coordinator or an agent that copies checkpoints, writes under its own attempt and
+after they have gone."""
 
 KINDS: Mapping[str, type[Known]] = {kind.__name__: kind for kind in get_args(Known)}
 _LATEST_S = 1e10

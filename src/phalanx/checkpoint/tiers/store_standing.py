@@ -35,7 +35,7 @@ def store_standing(spec: RunSpec, directory: RunDirectory) -> StoreStanding | No
     url = checkpoint.store
     if not url:
         return None
-    there, failed = _newest(directory, url, copied=True), _newest(directory, url, copied=False)
+    there = _newest(directory, url, copied=True)
     newest = there.body.step if there and isinstance(there.body, CheckpointCopied | Restored) else None
     behind = tuple(
         step
@@ -44,7 +44,8 @@ def store_standing(spec: RunSpec, directory: RunDirectory) -> StoreStanding | No
         and is_copied(step, checkpoint.store_every_steps, spec.train.steps)
     )
     error = ""
-    if failed and behind and isinstance(failed.body, CheckpointFailed) and (not there or failed.t > there.t):
+    failed = _newest(directory, url, copied=False) if behind else None
+    if failed and isinstance(failed.body, CheckpointFailed) and (not there or failed.t > there.t):
         error = failed.body.reason
     return StoreStanding(url, newest, behind, error)
 
