@@ -21,7 +21,8 @@ from forked_workers import Forked, Zygote
 from phalanx.checkpoint.snapshot.client import push
 from phalanx.checkpoint.snapshot.segments import SnapshotKey, SnapshotMemory
 from phalanx.checkpoint.snapshot.server import SnapshotServer
-from phalanx.data.sources import read_data_index
+from phalanx.data.places import open_places, tokenizer_folder
+from phalanx.data.sources import index_of_places
 from phalanx.fleet.control.security import make_token
 from phalanx.fleet.node.worker_link import (
     Alive,
@@ -40,7 +41,6 @@ from phalanx.fleet.node.worker_link import (
     frame,
     length_of,
 )
-from phalanx.run.data_folders import tokenizer_folder
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.fencing import fencing_token
 from phalanx.run.identity import identity
@@ -151,7 +151,8 @@ class Driver:
 
     def __init__(self, spec: RunSpec, nodes: int, program: tuple[str, ...] | Zygote = PROGRAM) -> None:
         self.spec = spec
-        run = open_run(spec, read_data_index(spec.data).fingerprint, tokenizer_folder(spec.data))
+        places = open_places(spec.data)
+        run = open_run(spec, index_of_places(places).fingerprint, tokenizer_folder(places))
         os.close(run.lock_fd)
         (Path(spec.run_dir) / "logs").mkdir(exist_ok=True)
         self.nodes = [Node(spec, number, program) for number in range(nodes)]

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from phalanx.data.formats.document import Document
-from phalanx.data.index import read_index
+from phalanx.data.places import open_places, tokenizer_folder
 from phalanx.data.prepare import prepare
-from phalanx.data.sources import read_data_index
-from phalanx.run.data_folders import tokenizer_folder
+from phalanx.data.sources import index_of_places
 from phalanx.run.spec import (
     CheckpointSpec,
     DataSpec,
@@ -57,7 +56,7 @@ def tiny_run(dataset: Path, run_dir: Path, steps: int = 6, **train: Any) -> RunS
         checkpoint=CheckpointSpec(every_steps=2, keep_last=3),
         evaluation=EvalSpec(every_steps=2, sequences=5),
     )
-    return resolve(spec, read_index(dataset), Path("tiny.toml"))
+    return resolve(spec, open_places(spec.data), Path("tiny.toml"))
 
 
 def tiny_mixture(datasets: dict[str, Path], run_dir: Path, steps: int = 6) -> RunSpec:
@@ -99,7 +98,8 @@ def train_on_this_rank(spec: RunSpec, stop_before_step: int | None = None) -> di
     opened: list[Any] = [None]
     lock_fd = -1
     if dist.get_rank() == 0:
-        run = open_run(spec, read_data_index(spec.data).fingerprint, tokenizer_folder(spec.data))
+        places = open_places(spec.data)
+        run = open_run(spec, index_of_places(places).fingerprint, tokenizer_folder(places))
         lock_fd = run.lock_fd
         opened = [next_attempt(run.directory.events)]
     dist.broadcast_object_list(opened, src=0)

@@ -13,6 +13,7 @@ from examples.mixer import Mixer
 
 from phalanx.data.dataset import RunData
 from phalanx.data.index import read_index
+from phalanx.data.places import open_places
 from phalanx.model.custom import custom_facts
 from phalanx.model.init import fill
 from phalanx.run.directory.paths import RunDirectoryError
@@ -39,7 +40,7 @@ def mixer_run(dataset: Path, run_dir: Path) -> RunSpec:
     """A resolved run of ``mixers.Mixer``."""
     spec = tiny_run(dataset, run_dir, STEPS)
     spec = dataclasses.replace(spec, model=ModelSpec(factory="examples.mixer:Mixer", layers=3, dim=32))
-    return resolve(spec, read_index(dataset), Path("mixer.toml"))
+    return resolve(spec, open_places(spec.data), Path("mixer.toml"))
 
 
 def on(layout: str, spec: RunSpec) -> RunSpec:
@@ -106,7 +107,7 @@ def test_a_run_is_not_continued_with_other_source(dataset: Path, tmp_path: Path,
     with pytest.raises(RunDirectoryError, match=r"belongs to another run(.|\n)*model\.factory_sha256"):
         open_run(other, read_index(dataset).fingerprint, dataset)
     with pytest.raises(RunFileError, match=r"the source of examples\.mixer:Mixer is another now"):
-        resolve(other, read_index(dataset), Path("mixer.toml"))
+        resolve(other, open_places(other.data), Path("mixer.toml"))
     with pytest.raises(AssertionError, match="not the one that this run began with"):
         ranks.run(1, train_on_this_rank, dataclasses.replace(other, run_dir=str(tmp_path / "third")))
 

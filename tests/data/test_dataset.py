@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from data.making import write_dataset
 from phalanx.data.dataset import RunData, TokenSequences
 from phalanx.data.errors import DatasetError
-from phalanx.data.index import TRAIN, read_index
+from phalanx.data.index import TRAIN
 from phalanx.data.order import SampleOrder
+from phalanx.data.places import open_place
 
 # Tokens that tell their place, so that a sample tells where it was cut from.
 PLACES = np.arange(1000)
@@ -34,7 +35,7 @@ def run_data(directory: Path) -> RunData:
 
 
 def test_sample_j_is_its_inputs_and_the_one_token_after(directory: Path) -> None:
-    dataset = TokenSequences(directory, read_index(directory), TRAIN, SEQ_LEN)
+    dataset = TokenSequences(open_place(str(directory)), TRAIN, SEQ_LEN)
     assert len(dataset) == SAMPLES
     for j, sample in enumerate(dataset.samples(np.arange(SAMPLES))):
         assert sample.tolist() == PLACES[j * SEQ_LEN : (j + 1) * SEQ_LEN + 1].tolist()
@@ -42,12 +43,12 @@ def test_sample_j_is_its_inputs_and_the_one_token_after(directory: Path) -> None
 
 @pytest.mark.parametrize(("tokens", "samples"), [(0, 0), (1, 0), (7, 0), (8, 1), (14, 1), (15, 2)])
 def test_only_whole_samples_with_a_last_target_count(tmp_path: Path, tokens: int, samples: int) -> None:
-    index = write_dataset(tmp_path / "set", PLACES[:tokens], vocab_size=1000)
-    assert len(TokenSequences(tmp_path / "set", index, TRAIN, SEQ_LEN)) == samples
+    write_dataset(tmp_path / "set", PLACES[:tokens], vocab_size=1000)
+    assert len(TokenSequences(open_place(str(tmp_path / "set")), TRAIN, SEQ_LEN)) == samples
 
 
 def test_a_sample_outside_the_dataset_is_refused(directory: Path) -> None:
-    dataset = TokenSequences(directory, read_index(directory), TRAIN, SEQ_LEN)
+    dataset = TokenSequences(open_place(str(directory)), TRAIN, SEQ_LEN)
     for index in (-1, SAMPLES):
         with pytest.raises(IndexError, match=r"not all in \[0, 142\)"):
             dataset.samples(np.array([index]))

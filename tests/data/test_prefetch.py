@@ -73,6 +73,22 @@ def test_closing_ends_the_thread_whatever_it_waits_for() -> None:
     assert threading.active_count() == before
 
 
+def test_closing_gives_up_a_batch_that_waits_for_what_does_not_come() -> None:
+    asked, given_up = threading.Event(), threading.Event()
+
+    def make(number: int) -> int:
+        asked.set()
+        assert given_up.wait(60)
+        raise OSError(f"{number} was given up")
+
+    batches = Prefetch(make, itertools.count(), give_up=given_up.set)
+    assert asked.wait(60)
+    batches.close()
+    assert given_up.is_set()
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
 def test_a_consumer_that_fails_leaves_no_thread() -> None:
     before = threading.active_count()
 

@@ -10,6 +10,7 @@ import pytest
 from data.making import write_dataset
 from phalanx.data.dataset import RunData
 from phalanx.data.errors import DatasetError
+from phalanx.data.places import open_place
 from phalanx.data.sources import read_data_index
 from phalanx.data.where import (
     DataOrigin,
@@ -92,14 +93,14 @@ def test_a_child_run_with_another_batch_goes_on_where_its_parent_stopped(folder:
 def test_a_document_is_found_in_the_records_that_hold_it(tmp_path: Path) -> None:
     lengths = [3, 1, 20, 7, 90, 2]
     tokens = np.concatenate([[*[65 + number] * (length - 1), 256] for number, length in enumerate(lengths)])
-    index = write_dataset(tmp_path / "set", tokens)
-    spec = alone(tmp_path)
+    write_dataset(tmp_path / "set", tokens)
+    spec, place = alone(tmp_path), open_place(str(tmp_path / "set"))
     starts = np.cumsum([0, *lengths])
     for document, (start, stop) in enumerate(itertools.pairwise(starts)):
-        found = records_of_document(spec, tmp_path / "set", index, document, 256)
-        assert list(found) == sorted({place // SEQ_LEN for place in range(start, stop)})
+        found = records_of_document(spec, place, document, 256)
+        assert list(found) == sorted({token // SEQ_LEN for token in range(start, stop)})
     with pytest.raises(DatasetError, match="no document 6"):
-        records_of_document(spec, tmp_path / "set", index, 6, 256)
+        records_of_document(spec, place, 6, 256)
 
 
 @pytest.mark.parametrize(

@@ -261,6 +261,7 @@ def test_a_run_file_that_sets_nothing_odd_gives_no_notes() -> None:
         ("optimizer.lr", 3e-4),
         ("optimizer.clip_norm", 0.0),
         ("data.path", "/elsewhere"),
+        ("data.cache_gib", 1.0),
         ("checkpoint.timeout_s", 5.0),
         ("checkpoint.store", "s3://bucket/run"),
         ("fleet.port", 4000),

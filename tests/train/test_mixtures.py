@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.data.places import open_places
 from phalanx.data.sources import read_data_index
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Evaluated
@@ -44,7 +45,7 @@ def prepared(spec: RunSpec) -> None:
 
 def child_of(parent: Path, run_dir: Path, *overrides: str, step: int | None = None) -> RunSpec:
     spec = child_run(parent, step, [*overrides, f"run_dir={json.dumps(str(run_dir))}"])
-    return resolve(spec, read_data_index(spec.data), Path("child.toml"))
+    return resolve(spec, open_places(spec.data), Path("child.toml"))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from phalanx.data.formats.document import Document
-from phalanx.data.index import read_index
+from phalanx.data.places import open_places
 from phalanx.data.prepare import prepare
 from phalanx.run.problems import RunFileError
 from phalanx.run.spec import RunSpec
@@ -42,7 +42,7 @@ def packed_run(dataset: Path, run_dir: Path, seq_len: int, *, mask: bool = True,
         optimizer=replace(spec.optimizer, lr=lr, weight_decay=0.0),
         evaluation=replace(spec.evaluation, sequences=0, final_sequences=0),
     )
-    return resolve(spec, read_index(dataset), Path("packed.toml"))
+    return resolve(spec, open_places(spec.data), Path("packed.toml"))
 
 
 def trained(ranks: Ranks, count: int, spec: RunSpec) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class BlockSummer:
         """The bytes of the sums' file of a shard with this checksum. Nothing may be added afterwards."""
         if self._open_bytes:
             self._close_block()
-        return _header(shard_xxh3_128) + np.array(self._sums, dtype="<u8").tobytes()
+        return sums_header(shard_xxh3_128) + np.array(self._sums, dtype="<u8").tobytes()
 
     def _close_block(self) -> None:
         self._sums.append(self._open.intdigest())
@@ -72,7 +72,7 @@ def read_sums(path: Path, shard: ShardFile, shard_bytes: int) -> NDArray[np.uint
         with file.open("rb") as opened:
             header = opened.read(_HEADER_BYTES)
         expected_bytes = _HEADER_BYTES + 8 * blocks
-        if file.stat().st_size == expected_bytes and header == _header(shard.xxh3_128):
+        if file.stat().st_size == expected_bytes and header == sums_header(shard.xxh3_128):
             return np.memmap(file, dtype="<u8", mode="r", offset=_HEADER_BYTES, shape=(blocks,))
     except FileNotFoundError:
         return None
@@ -81,7 +81,7 @@ def read_sums(path: Path, shard: ShardFile, shard_bytes: int) -> NDArray[np.uint
     raise DatasetError(f"{file} holds no block sums of {path.name} as the index has it; {_remedy(file)}")
 
 
-def _header(shard_xxh3_128: str) -> bytes:
+def sums_header(shard_xxh3_128: str) -> bytes:
     return _MAGIC + bytes.fromhex(shard_xxh3_128) + bytes(8)
 
 

@@ -15,13 +15,15 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.data.cache.cached_dataset import CachedDataset, CachedShards
 from phalanx.data.errors import DatasetError
-from phalanx.data.index import HELD_OUT, TRAIN, DatasetIndex, read_index
+from phalanx.data.index import HELD_OUT, TRAIN, DatasetIndex
 from phalanx.data.order import SampleOrder
-from phalanx.data.shards import TokenShards, verify
-from phalanx.data.sources import DataIndex, mixture_of, part_of, read_data_index
+from phalanx.data.places import DatasetPlace, open_place, open_places
+from phalanx.data.shards import verify
+from phalanx.data.sources import DataIndex, index_of_places, mixture_of, part_of
 from phalanx.data.tokenizer import Tokenizer, load_tokenizer
-from phalanx.run.data_folders import ONLY, folders
+from phalanx.run.data_folders import ONLY
 from phalanx.run.spec import RunSpec
 
 # A whole held-out split may be counted in one call, and as int64 it can be larger than memory.
@@ -35,14 +37,14 @@ NO_TARGET = -100
 class TokenSequences:
     """A split in samples of ``seq_len`` inputs and their targets: a stream cut, without an incomplete one at its end, or packed records."""
 
-    def __init__(self, directory: Path, index: DatasetIndex, split: str, seq_len: int) -> None:
+    def __init__(self, place: DatasetPlace, split: str, seq_len: int) -> None:
         """Raises ``DatasetError`` if a shard is missing or of another size, or the records are packed for another length."""
         if seq_len < 1:
             raise ValueError(f"seq_len = {seq_len} is not positive")
-        self._samples = index.samples(split, seq_len)
-        self.shards = TokenShards.open(directory, split)
+        self._samples = place.index.samples(split, seq_len)
+        self.shards = place.shards(split)
         self.seq_len = seq_len
-        self.packed = bool(index.packed_seq_len)
+        self.packed = bool(place.index.packed_seq_len)
 
     def __len__(self) -> int:
         return self._samples
@@ -66,12 +68,18 @@ class TokenSequences:
         else:
             self.shards.gather(indices * self.seq_len, self.seq_len + 1, out, rows)
 
+    def read_ahead(self, indices: NDArray[np.int64]) -> None:
+        """Has the samples of these numbers fetched in the background, if they lie in an object store. Returns at once."""
+        if isinstance(self.shards, CachedShards):
+            self.shards.read_ahead(indices * self.seq_len, self.seq_len + (not self.packed))
+
 
 @dataclass(frozen=True)
 class SourceData:
     """A prepared dataset as one source of a run."""
 
     name: str
+    place: DatasetPlace
     train: TokenSequences
     held_out: TokenSequences
     first: int = 0
@@ -111,12 +119,16 @@ class RunData:
 
         Raises ``DatasetError`` if it is missing, damaged, or shorter than one sample.
         """
-        index = read_index(directory)
-        source = _open_source(ONLY, directory, seq_len)
+        return cls._alone(open_place(str(directory)), seq_len, seed, within_documents)
+
+    @classmethod
+    def _alone(cls, dataset: DatasetPlace, seq_len: int, seed: int, within_documents: bool) -> Self:
+        index = dataset.index
+        source = _open_source(ONLY, dataset, seq_len)
         samples = len(source.train)
         if samples == 0:
             raise DatasetError(
-                f"{directory} has {index.train_tokens} training tokens, and one sample of seq_len = {seq_len} "
+                f"{dataset.address} has {index.train_tokens} training tokens, and one sample of seq_len = {seq_len} "
                 f"needs {seq_len + 1}; shorten seq_len or prepare more text"
             )
         order = SampleOrder(n=samples, seed=seed)
@@ -124,23 +136,21 @@ class RunData:
         def place(first: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
             return np.zeros(count, dtype=np.int64), order.dataset_indices(first, count)
 
-        return cls(index, tokenizer_of(directory, index), [source], place, within_documents=within_documents)
+        return cls(index, tokenizer_of(dataset), [source], place, within_documents=within_documents)
 
     @classmethod
     def of_run(cls, spec: RunSpec) -> Self:
         """The data of a run, in its order. Raises ``DatasetError`` if a dataset is missing, damaged or too short."""
-        index, within = read_data_index(spec.data), spec.train.targets_within_documents
+        places = open_places(spec.data)
+        index, within = index_of_places(places), spec.train.targets_within_documents
         if isinstance(index, DatasetIndex):
-            return cls.open(
-                Path(spec.data.path), spec.train.seq_len, spec.runtime.seed, within_documents=within
-            )
+            return cls._alone(places[ONLY], spec.train.seq_len, spec.runtime.seed, within)
         mixture = mixture_of(spec, index)
-        places = folders(spec.data)
         parts = {source.name: source for source in spec.data.sources}
         sources = []
         for source in mixture.sources:  # in the order of names
             opened = _open_source(source.name, places[source.name], spec.train.seq_len)
-            tokenizer = tokenizer_of(places[source.name], index.sources[source.name])
+            tokenizer = tokenizer_of(places[source.name])
             sources.append(replace(opened, first=part_of(parts[source.name], len(opened.train)).start))
 
         def place(first: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -171,7 +181,24 @@ class RunData:
     @property
     def unchecked_folders(self) -> list[Path]:
         """The datasets whose tokens are not compared with any checksum as they are read: large ones without block sums."""
-        return [source.train.shards.directory for source in self._sources if source.train.shards.unchecked]
+        return [source.place.folder for source in self._sources if source.train.shards.unchecked]
+
+    @property
+    def cached(self) -> list[CachedDataset]:
+        """Those datasets that lie in object stores."""
+        return [source.place.cached for source in self._sources if source.place.cached is not None]
+
+    def read_ahead(self, first: int, count: int) -> None:
+        """Has the run's samples ``first`` to ``first + count`` fetched in the background, as far as they lie in object stores."""
+        numbers, records = self._place(first, count)
+        for number in np.unique(numbers).tolist():
+            source = self._sources[number]
+            source.train.read_ahead(source.first + records[numbers == number])
+
+    def give_up(self) -> None:
+        """Ends the waiting for object stores of whoever asks for samples now, with ``DatasetError``, and forgets what would be read ahead."""
+        for dataset in self.cached:
+            dataset.requests.give_up()
 
     def train_samples(self, first: int, count: int) -> NDArray[np.int64]:
         """The run's samples ``first`` to ``first + count``, across epochs; shape (count, seq_len + 1), int64."""
@@ -242,18 +269,17 @@ class RunData:
         return samples
 
 
-def _open_source(name: str, directory: Path, seq_len: int) -> SourceData:
-    index = read_index(directory)
-    train, held_out = (TokenSequences(directory, index, split, seq_len) for split in (TRAIN, HELD_OUT))
-    return SourceData(name, train, held_out)
+def _open_source(name: str, place: DatasetPlace, seq_len: int) -> SourceData:
+    train, held_out = (TokenSequences(place, split, seq_len) for split in (TRAIN, HELD_OUT))
+    return SourceData(name, place, train, held_out)
 
 
-def tokenizer_of(directory: Path, index: DatasetIndex) -> Tokenizer:
-    """The tokenizer in ``directory``. Raises ``DataError`` if it is not the one that the tokens were made with."""
-    tokenizer = load_tokenizer(directory)
-    if tokenizer.fingerprint != index.tokenizer_fingerprint:
+def tokenizer_of(place: DatasetPlace) -> Tokenizer:
+    """The tokenizer of a dataset. Raises ``DataError`` if it is not the one that the tokens were made with."""
+    tokenizer = load_tokenizer(place.folder)
+    if tokenizer.fingerprint != place.index.tokenizer_fingerprint:
         raise DatasetError(
-            f"the tokenizer in {directory} is not the one that its tokens were made with; copy the dataset again, "
+            f"the tokenizer in {place.folder} is not the one that its tokens were made with; copy the dataset again, "
             "or prepare it anew"
         )
     return tokenizer
@@ -264,5 +290,5 @@ def verify_dataset(directory: Path, *, write_missing_sums: bool = False) -> int:
 
     ``write_missing_sums`` writes those of intact shards. Raises ``DataError`` that names what differs.
     """
-    tokenizer_of(directory, read_index(directory))
+    tokenizer_of(open_place(str(directory)))
     return verify(directory, write_missing_sums=write_missing_sums)

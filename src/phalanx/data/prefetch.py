@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
+_GIVE_UP_AGAIN_S = 0.1
+
 Batch = TypeVar("Batch")
 
 
@@ -20,12 +22,21 @@ class Prefetch(Generic[Batch]):
     iteration stops. One consumer at a time.
     """
 
-    def __init__(self, make: Callable[[int], Batch], numbers: Iterable[int], *, depth: int = 2) -> None:
+    def __init__(
+        self,
+        make: Callable[[int], Batch],
+        numbers: Iterable[int],
+        *,
+        depth: int = 2,
+        give_up: Callable[[], None] | None = None,
+    ) -> None:
+        """``give_up`` has a ``make`` that is under way return or raise soon; it is called when nobody wants the batch any more."""
         if depth < 1:
             raise ValueError(f"depth = {depth} is not positive")
         self._make = make
         self._numbers = iter(numbers)
         self._depth = depth
+        self._give_up = give_up
         self._ready: deque[Batch] = deque()
         self._error: BaseException | None = None
         self._finished = False
@@ -58,13 +69,16 @@ class Prefetch(Generic[Batch]):
         self.close()
 
     def close(self) -> None:
-        """Drop what is ready and wait for the thread, which ends after the batch that it is making. May be repeated."""
+        """Drop what is ready and wait for the thread, which gives up the batch that it is making, or ends after it. May be repeated."""
         with self._changed:
             self._closed = True
             self._ready.clear()
             self._error = None
             self._changed.notify_all()
-        self._thread.join()
+        while self._thread.is_alive():
+            if self._give_up is not None:
+                self._give_up()  # again and again: it may have begun another before it saw that this is closed
+            self._thread.join(_GIVE_UP_AGAIN_S if self._give_up is not None else None)
 
     def _run(self) -> None:
         try:
@@ -73,7 +87,8 @@ class Prefetch(Generic[Batch]):
                     return
                 self._put(self._make(number))
         except BaseException as error:  # whatever it is, the consumer must see it rather than wait for ever
-            self._error = error
+            with self._changed:
+                self._error = None if self._closed else error
         finally:
             with self._changed:
                 self._finished = True

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import xxhash
@@ -52,8 +52,32 @@ _READ_BYTES = 8 << 20
 TokenArray = NDArray[np.unsignedinteger[Any]]
 
 
+class Shards(Protocol):
+    """The token stream of one split, as if in one array, wherever its shards lie. Threads may share it."""
+
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def unchecked(self) -> bool:
+        """True if there are shards whose tokens are handed out without having been compared with a checksum."""
+        ...
+
+    def read(self, start: int, stop: int) -> TokenArray:
+        """Tokens ``start`` to ``stop`` as stored (uint16 or uint32).
+
+        Raises ``IndexError`` for a stretch that is not within the stream, ``DatasetError`` for one that cannot be had as it was written.
+        """
+        ...
+
+    def gather(
+        self, starts: NDArray[np.int64], length: int, out: NDArray[np.int64], rows: NDArray[np.int64]
+    ) -> None:
+        """Writes ``length`` tokens from each of ``starts`` into that of the ``rows`` of ``out``, int64. Raises as ``read`` does."""
+        ...
+
+
 class TokenShards:
-    """The token stream of one split, as if in one array. Threads may share it."""
+    """The token stream of one split in the shards of a folder. Threads may share it."""
 
     def __init__(self, directory: Path, split: str, index: DatasetIndex) -> None:
         shards = index.split(split).shards

@@ -15,9 +15,10 @@ from fractions import Fraction
 from typing import Protocol
 
 from phalanx.data.errors import DatasetError
-from phalanx.data.index import TRAIN, DatasetIndex, read_index
+from phalanx.data.index import TRAIN, DatasetIndex
 from phalanx.data.mixture import Mixture, Source
-from phalanx.run.data_folders import ONLY, folders
+from phalanx.data.places import DatasetPlace, open_places
+from phalanx.run.data_folders import ONLY
 from phalanx.run.mixture_rules import stages_of
 from phalanx.run.problems import Problem
 from phalanx.run.spec import DataSpec, RunSpec, SourceSpec
@@ -76,9 +77,9 @@ class MixtureIndex:
         return None
 
 
-def read_data_index(data: DataSpec) -> DatasetIndex | MixtureIndex:
-    """The index of a run's data. Raises ``DatasetError`` if a dataset is missing or damaged, or has another tokenizer than the others."""
-    indices = {name: read_index(folder) for name, folder in folders(data).items()}
+def index_of_places(places: Mapping[str, DatasetPlace]) -> DatasetIndex | MixtureIndex:
+    """The index of a run's data. Raises ``DatasetError`` if a dataset has another tokenizer than the others."""
+    indices = {name: place.index for name, place in places.items()}
     if ONLY in indices:
         return indices[ONLY]
     first = next(iter(indices))
@@ -86,9 +87,14 @@ def read_data_index(data: DataSpec) -> DatasetIndex | MixtureIndex:
         if index.tokenizer_fingerprint != indices[first].tokenizer_fingerprint:
             raise DatasetError(
                 f"source {name!r} was prepared with another tokenizer than source {first!r}: prepare it with that one "
-                f"(`phalanx data prepare TEXT... --tokenizer {folders(data)[first] / 'tokenizer.json'} --out FOLDER`)"
+                f"(`phalanx data prepare TEXT... --tokenizer {places[first].folder / 'tokenizer.json'} --out FOLDER`)"
             )
     return MixtureIndex(indices)
+
+
+def read_data_index(data: DataSpec) -> DatasetIndex | MixtureIndex:
+    """The index of a run's data. Raises ``DatasetError`` if a dataset is missing or damaged, or has another tokenizer than the others."""
+    return index_of_places(open_places(data))
 
 
 def part_of(source: SourceSpec, samples: int) -> range:

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 
 from phalanx.data.errors import DatasetError
 from phalanx.data.index import TRAIN, DatasetIndex
 from phalanx.data.order import SampleOrder, key_of, place_in_permutation
-from phalanx.data.shards import TokenShards
+from phalanx.data.places import DatasetPlace
 from phalanx.data.sources import MixtureIndex, SourceUse, mixture_of, part_of, source_uses
 from phalanx.run.data_folders import ONLY
 from phalanx.run.mixture_rules import stages_of
@@ -171,19 +170,17 @@ def steps_of_record(
     return list(_steps_alone(spec, _alone(spec, index), record, origin))
 
 
-def records_of_document(
-    spec: RunSpec, folder: Path, index: DatasetIndex, document: int, end_of_document: int
-) -> range:
+def records_of_document(spec: RunSpec, place: DatasetPlace, document: int, end_of_document: int) -> range:
     """The records that hold tokens of a document of the training split, counted from 0 in the order of the shards.
 
     Reads the tokens up to its end. A record's tokens are its inputs; the last token of a document can be the target of the one before.
     Raises ``DatasetError`` if there is no such document.
     """
-    if index.packed_seq_len:
+    if place.index.packed_seq_len:
         raise DatasetError(
-            f"{folder} is packed, and its documents are not in their order: give the number of a record"
+            f"{place.address} is packed, and its documents are not in their order: give the number of a record"
         )
-    shards = TokenShards.open(folder, TRAIN)
+    shards = place.shards(TRAIN)
     seen, begin = 0, 0
     for start in range(0, shards.tokens, _SCANNED_TOKENS):
         tokens = shards.read(start, min(start + _SCANNED_TOKENS, shards.tokens))
@@ -197,7 +194,7 @@ def records_of_document(
             begin = int(ends[-1]) + 1
         seen += len(ends)
     raise DatasetError(
-        f"there is no document {document:,}: {folder} has {index.train.documents:,} to train on, counted from 0"
+        f"there is no document {document:,}: {place.address} has {place.index.train.documents:,} to train on, counted from 0"
     )
 
 

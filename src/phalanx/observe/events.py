@@ -81,6 +81,13 @@ class Step:
     balance: float | None = None
     """Load imbalance of a mixture of experts: the largest load of an expert over the mean of its layer, in the worst layer.
     Tokens are never dropped."""
+    logged_s: float = 0.0
+    """Seconds in the steps that this event stands for, on the first rank."""
+    data_wait_s: float = 0.0
+    """Seconds of these in which it waited for samples."""
+    data_store: dict[str, int] = field(default_factory=dict)
+    """What the first rank read of datasets in object stores since the attempt began: ``asked_bytes`` of samples, ``fetched_bytes`` that were not
+    in the cache, in so many ``requests``."""
 
 
 @dataclass(frozen=True)

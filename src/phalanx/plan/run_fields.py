@@ -199,6 +199,10 @@ _TRAINING = {
         "data",
         {
             **_all("path corpus", _WHERE),
+            **_all(
+                "cache cache_gib read_ahead_mib timeout_s",
+                _irrelevant("how samples get to the ranks, which is not planned"),
+            ),
             "tokenizer": _noted(
                 "the tokenizer {value!r} has a vocabulary of its own, which a plan does not read: it takes "
                 "data.vocab_size; set model.vocab_size",

@@ -1,4 +1,4 @@
-"""The folders of prepared datasets that a run names, and where to look for them when they are given relative to elsewhere."""
+"""The prepared datasets that a run names, folders or URLs, and where to look for folders that are given relative to elsewhere."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ ONLY = ""
 """The name of the one dataset of a run without ``[[data.sources]]``."""
 
 
-def folders(data: DataSpec) -> dict[str, Path]:
-    """The folder of each source by its name, in the order of names; of a run without sources, that of ``data.path`` as ``ONLY``."""
-    named = sorted((source.name, Path(source.path)) for source in data.sources)
-    return dict(named) or {ONLY: Path(data.path)}
+def addresses(data: DataSpec) -> dict[str, str]:
+    """The path or URL of each source by its name, in the order of names; of a run without sources, ``data.path`` as ``ONLY``."""
+    named = sorted((source.name, source.path) for source in data.sources)
+    return dict(named) or {ONLY: data.path}
 
 
-def tokenizer_folder(data: DataSpec) -> Path:
-    """The folder of a dataset whose tokenizer is the run's; all sources have the same."""
-    return next(iter(folders(data).values()))
+def field_of(name: str) -> str:
+    """The field of the run file that gives the address of a source."""
+    return "data.path" if name == ONLY else f"data.sources.{name}.path"
 
 
 def record_of(data: DataSpec) -> dict[str, object]:
     """The fields of ``record.json`` that say where the data of a run were found."""
-    found = {name: str(folder.resolve()) for name, folder in folders(data).items()}
+    found = {
+        name: address if "://" in address else str(Path(address).resolve())
+        for name, address in addresses(data).items()
+    }
     return {"data_folder": found[ONLY]} if ONLY in found else {"data_folders": found}
 
 
@@ -39,7 +42,7 @@ def found_again(data: DataSpec, record: JsonObject, *, same_end: bool = True) ->
 
     def place(name: str, path: str) -> str:
         recorded = known.get(name, "")
-        if not recorded or Path(path).exists():
+        if not recorded or "://" in path or Path(path).exists():
             return path
         parts = Path(path).parts
         return recorded if not same_end or Path(recorded).parts[-len(parts) :] == parts else path

@@ -22,6 +22,7 @@ def stages_of(data: DataSpec) -> tuple[int, ...]:
 
 def problems(data: DataSpec) -> Iterator[Problem]:
     """All that is impossible in a run's sources and stages."""
+    yield from _cache_problems(data)
     if not data.sources:
         if data.stages:
             remedy = "add [[data.sources]], or leave data.stages out"
@@ -58,6 +59,16 @@ def problems(data: DataSpec) -> Iterator[Problem]:
             if not any(source.weights[number] for source in data.sources):
                 found = f"all weights of the stage that begins after step {step} are 0"
                 yield Problem("data.sources", found, "give a source a weight there")
+
+
+def _cache_problems(data: DataSpec) -> Iterator[Problem]:
+    places = [source.path for source in data.sources] or [data.path]
+    if any("://" in place for place in places):
+        return
+    for name in ("cache", "cache_gib", "read_ahead_mib", "timeout_s"):
+        if getattr(data, name) != getattr(DataSpec(), name):
+            found = "is about datasets in object stores, and the run reads folders"
+            yield Problem(f"data.{name}", found, "leave it out", ("data.path",))
 
 
 def _source(source: SourceSpec, where: str, stages: int) -> Iterator[Problem]:

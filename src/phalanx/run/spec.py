@@ -228,7 +228,7 @@ class DataSpec:
     """The training data and its tokenizer. The data's fingerprint, not its path, is part of the run's identity."""
 
     path: Annotated[str, FLEET] = ".cache/data/python-stdlib"
-    """Folder of the prepared dataset (token shards); if it does not exist, it is prepared from the corpus."""
+    """Prepared dataset (token shards): a folder, which is prepared from the corpus if it does not exist, or s3://, gs:// or az://."""
     corpus: Annotated[tuple[str, ...], FLEET] = ()
     """Text that the dataset is prepared from: files, folders, or the name of a known corpus ("python-stdlib"). On the command line,
     another data.path without another corpus leaves this one out."""
@@ -242,6 +242,15 @@ class DataSpec:
     """Numbers of steps after which the weights of data.sources change, 0 first: [0, 90000] are two stages. Empty means one stage."""
     sources: Annotated[tuple[SourceSpec, ...], LATER] = ()
     """Prepared datasets that the run draws from, instead of data.path; each is a table [[data.sources]]."""
+    cache: Annotated[str, FLEET] = ""
+    """Folder of each machine's own where what was read of datasets in object stores is kept for all its ranks and runs; empty is
+    ~/.cache/phalanx/datasets."""
+    cache_gib: Annotated[float, FLEET, ValueRange(above=0)] = 64.0
+    """GiB that this folder may grow to; what was fetched longest ago goes first, and is fetched again if it is needed."""
+    read_ahead_mib: Annotated[float, FLEET, NOT_NEGATIVE] = 64.0
+    """MiB of samples to come that each rank has fetched from object stores, so that training does not wait for slow answers."""
+    timeout_s: Annotated[float, FLEET, ValueRange(above=0)] = 1800.0
+    """Seconds for which training waits for an object store that does not answer."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from phalanx.checkpoint.interop.huggingface.publisher_files import keeps_tokeniz
 from phalanx.data.errors import TokenizerError
 from phalanx.data.published_tokenizers.byte_fallback import FallbackTokenizer
 from phalanx.data.tokenizer import BpeTokenizer, Tokenizer, load_tokenizer
-from phalanx.run.data_folders import tokenizer_folder
+from phalanx.run.data_folders import addresses
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.serve.chat_template import ChatTemplateError, read_chat_template
 
@@ -28,7 +28,7 @@ def load_run_tokenizer(run_dir: Path) -> Tokenizer:
     directory = RunDirectory(run_dir)
     if directory.tokenizer.is_dir():
         return load_tokenizer(directory.tokenizer)
-    of_dataset = tokenizer_folder(read_resolved(directory).data)
+    of_dataset = Path(next(iter(addresses(read_resolved(directory).data).values())))
     if not directory.record.exists() or not of_dataset.is_dir():
         raise TokenizerError(
             f"{run_dir} has no tokenizer (an imported model may come without one that can be used here); put a "

@@ -15,10 +15,11 @@ from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier
 from phalanx.checkpoint.tiers.verify import verify_tier
 from phalanx.data.index import read_index
+from phalanx.data.places import open_place
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import CheckpointCopied, CheckpointFailed, Restored
 from phalanx.run.check import check
-from phalanx.run.data_folders import tokenizer_folder
+from phalanx.run.data_folders import ONLY
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.run.identity import identity
 from phalanx.run.spec import RunSpec
@@ -174,7 +175,7 @@ def test_a_store_that_ignores_conditions_is_refused_before_a_rank_starts(
             monkeypatch.setenv(name, value)
         spec = with_store(tiny_run(dataset, tmp_path / "run"), "s3://bucket/p")
         with pytest.raises(RunDirectoryError, match=r"checkpoint.store: s3://bucket/p ignores If-None-Match"):
-            open_run(spec, read_index(dataset).fingerprint, tokenizer_folder(spec.data))
+            open_run(spec, read_index(dataset).fingerprint, Path(spec.data.path))
 
 
 def test_a_run_with_checkpoints_of_its_own_starts_without_its_store_and_a_new_one_does_not(
@@ -207,5 +208,5 @@ def test_fields_of_a_store_without_a_store_are_refused_and_fleets_may_have_one(t
 
 def test_a_url_that_names_no_store_is_a_problem_of_the_field(dataset: Path, tmp_path: Path) -> None:
     spec = with_store(tiny_run(dataset, tmp_path / "run"), "ftp://host/x")
-    (problem,) = start_problems(spec, read_index(dataset), begins=True)
+    (problem,) = start_problems(spec, {ONLY: open_place(str(dataset))}, begins=True)
     assert (problem.path, "no such kind of store" in problem.found) == ("checkpoint.store", True)

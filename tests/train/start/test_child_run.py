@@ -14,7 +14,7 @@ import pytest
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.data.errors import DataError
 from phalanx.data.formats.document import Document
-from phalanx.data.index import read_index
+from phalanx.data.places import open_places
 from phalanx.data.prepare import prepare
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Restored, Step
@@ -37,7 +37,7 @@ def constant(dataset: Path, run_dir: Path, steps: int) -> RunSpec:
 def child_of(parent: Path, run_dir: Path, *overrides: str, step: int | None = None) -> RunSpec:
     """The child run, resolved, that is to be trained in ``run_dir``."""
     spec = child_run(parent, step, [*overrides, f"run_dir={json.dumps(str(run_dir))}"])
-    return resolve(spec, read_index(Path(spec.data.path)), Path("child.toml"))
+    return resolve(spec, open_places(spec.data), Path("child.toml"))
 
 
 def bodies(run_dir: Path, kind: type) -> list[Any]:

@@ -11,10 +11,10 @@ import pytest
 from phalanx.checkpoint.tiers.copying import copy_step
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier
-from phalanx.data.index import read_index
+from phalanx.data.places import open_places
 from phalanx.run.directory.paths import read_small_json
 from phalanx.run.problems import RunFileError
-from phalanx.run.spec import RunSpec
+from phalanx.run.spec import DataSpec, RunSpec
 from phalanx.store.open_store import open_store
 from phalanx.train.start.checks import start_problems
 from phalanx.train.start.prepare import resolve
@@ -46,7 +46,7 @@ def url(parent: DiskTier, s3_server: Server, monkeypatch: pytest.MonkeyPatch) ->
 def beginning(dataset: Path, run_dir: Path, start: str, init_with: str = "weights") -> RunSpec:
     spec = replace_at(tiny_run(dataset, run_dir), "checkpoint.init_from", start)
     spec = replace_at(spec, "checkpoint.init_with", init_with)
-    return resolve(spec, read_index(dataset), Path("tiny.toml"))
+    return resolve(spec, open_places(spec.data), Path("tiny.toml"))
 
 
 def train_in(spec: RunSpec, environment: dict[str, str]) -> dict[str, object] | None:
@@ -63,7 +63,7 @@ def test_a_run_from_a_store_has_the_bits_of_one_from_a_folder(
     assert remote.checkpoint.init_from == f"{url}/step-00000004", (
         "the newest, so that a later start means the same"
     )
-    assert list(start_problems(remote, read_index(dataset), begins=True)) == []
+    assert list(start_problems(remote, open_places(remote.data), begins=True)) == []
     (expected, *_) = ranks.run(2, train_on_this_rank, local)
     (found, *_) = ranks.run(3, train_in, remote, dict(s3_server.environment))
     assert found is not None
@@ -78,10 +78,10 @@ def test_a_step_that_is_named_is_meant_and_need_not_be_there_yet(dataset: Path, 
     start = f"file://{tmp_path}/store/step-00000002"
     spec = beginning(dataset, tmp_path / "run", start)
     assert spec.checkpoint.init_from == start
-    (problem,) = start_problems(spec, read_index(dataset), begins=True)
+    (problem,) = start_problems(spec, open_places(spec.data), begins=True)
     assert problem.path == "checkpoint.init_from"
     assert "step 2 is not committed; committed: none" in problem.found
-    assert list(start_problems(spec, read_index(dataset), begins=False)) == []
+    assert list(start_problems(spec, open_places(spec.data), begins=False)) == []
 
 
 def test_a_store_without_a_checkpoint_is_named(dataset: Path, tmp_path: Path) -> None:
@@ -96,9 +96,9 @@ def test_another_model_and_a_whole_training_are_refused_before_a_rank_starts(
 ) -> None:
     url = f"file://{tmp_path}/store"
     copy_step(parent, 4, ObjectTier(open_store(url)))
-    index = read_index(dataset)
+    places = open_places(DataSpec(path=str(dataset)))
     spec = beginning(dataset, tmp_path / "run", url)
-    (problem,) = start_problems(replace_at(spec, "model.layers", 3), index, begins=True)
+    (problem,) = start_problems(replace_at(spec, "model.layers", 3), places, begins=True)
     assert "holds the weights of another model: blocks.2." in problem.found
-    (problem,) = start_problems(replace_at(spec, "checkpoint.init_with", "training"), index, begins=True)
+    (problem,) = start_problems(replace_at(spec, "checkpoint.init_with", "training"), places, begins=True)
     assert problem.path == "checkpoint.init_with"

@@ -13,6 +13,7 @@ from phalanx.cli.errors import trouble
 from phalanx.cli.train.session import console_for, progress_on
 from phalanx.cli.watch.diff_text import left_out_lines, number_text
 from phalanx.data.errors import DataError
+from phalanx.data.sources import index_of_places
 from phalanx.launch.ranks import ranks_on_this_machine
 from phalanx.launch.replay import ReplayError, replay_locally
 from phalanx.run.directory.paths import RunDirectoryError, step_of
@@ -41,7 +42,7 @@ def compare_layouts(spec: RunSpec, run_file: Path, layout: str, steps: int, as_j
         with tempfile.TemporaryDirectory(prefix="phalanx-check-") as folder:
             for name, one in (("A", spec), ("B", other)):
                 ranks = ranks_on_this_machine(one, run_file)
-                resolved, index = resolve_with_data(one, run_file, progress_on(console_for(True)))
+                resolved, places = resolve_with_data(one, run_file, progress_on(console_for(True)))
                 layouts.append(layout_of(resolved.parallel, ranks))
                 identities.append(identity(resolved))
                 click.echo(
@@ -50,7 +51,11 @@ def compare_layouts(spec: RunSpec, run_file: Path, layout: str, steps: int, as_j
                 )
                 origin = resolved.checkpoint.init_from if resolved.checkpoint.init_with == "training" else ""
                 order = ReplayOrder((step_of(Path(origin)) or 0) + steps)
-                replays.append(replay_locally(resolved, order, ranks, Path(folder) / name, index.fingerprint))
+                replays.append(
+                    replay_locally(
+                        resolved, order, ranks, Path(folder) / name, index_of_places(places).fingerprint
+                    )
+                )
     found = compare_replays(*replays)
     numbers = list(_numbers(*replays))
     equal = found.parting is None and not numbers

@@ -14,6 +14,7 @@ from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.cli.errors import explained
 from phalanx.data.errors import DataError
 from phalanx.data.index import TRAIN, DatasetIndex
+from phalanx.data.places import cache_options, open_place
 from phalanx.data.sources import MixtureIndex, read_data_index
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.data.where import (
@@ -25,7 +26,7 @@ from phalanx.data.where import (
     steps_of_record,
 )
 from phalanx.model.facts.presets import PRESETS
-from phalanx.run.data_folders import ONLY, folders, found_again
+from phalanx.run.data_folders import ONLY, addresses, found_again
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, step_of
 from phalanx.run.read import RUN_FILE, read_run
 from phalanx.run.spec import RunSpec
@@ -181,8 +182,8 @@ def _of_document(
 ) -> Iterator[int]:
     """The whole records of a document; the incomplete one at the end of a dataset is never read."""
     one = index_of(index, source)
-    folder = folders(spec.data)[source]
-    records = records_of_document(spec, folder, one, document, load_tokenizer(folder).end_of_document)
+    place = open_place(addresses(spec.data)[source], cache_options(spec.data))
+    records = records_of_document(spec, place, document, load_tokenizer(place.folder).end_of_document)
     whole = one.samples(TRAIN, spec.train.seq_len)
     yield from (record for record in records if record < whole)
 

@@ -66,6 +66,10 @@ def last_audit(step: int, every: int) -> int:
     return (step - 1) - (step - 1) % every if step > 0 else 0
 
 
+def _nothing() -> None:
+    pass
+
+
 def _not_too_long(records: dict[int, bytes], ranks: int) -> dict[int, bytes]:
     """As many of the records as one message to all of ``ranks`` may hold; the others are asked for by whoever needs them."""
     kept, left_bytes = dict[int, bytes](), min(_TOLD_BYTES, _TOLD_BY_ALL_BYTES // ranks)
@@ -98,6 +102,7 @@ class RankGuardian(Guardian):
         self._writer = SnapshotWriter(segments, identity(spec), on_complete=self._complete)
         self._bind: link.JoinEpoch | None = None
         self._connections: Connections | None = None
+        self._give_up: Callable[[], None] = _nothing
         self._newest = NO_STEP
         self._began_at = 0
         """The step whose state this epoch began with."""
@@ -120,7 +125,7 @@ class RankGuardian(Guardian):
         """The epoch has ended for this worker."""
         self.epoch, self.step = -1, NO_STEP
         # Both hold references to the model and its optimizer; there may be no room for the next epoch's beside them.
-        self._watch = None
+        self._watch, self._give_up = None, _nothing
         self._hooks.leaves()
         self._at("warm")
 
@@ -213,6 +218,13 @@ class RankGuardian(Guardian):
         if self._connections is not None:
             self._connections.settle()
         self._hooks.assembled(built, saver)
+
+    def on_leaving(self, give_up: Callable[[], None]) -> None:
+        self._give_up = give_up
+
+    def give_up(self) -> None:
+        """Ends the waiting of the main thread, if it waits for its data. For the thread that breaks off epochs."""
+        self._give_up()
 
     def safe(self) -> bool:
         return may_begin(self._newest, self._orders.safe_step(self.epoch))

@@ -178,7 +178,12 @@ class Worker:
     def _epoch(self, bind: JoinEpoch) -> None:
         """Runs one epoch, from rendezvous to leaving, and reports how it ended."""
         self._connections = connections = Connections()
-        with self._orders.session(bind.epoch, lambda: abort(connections, self._device)):
+
+        def break_off() -> None:
+            abort(connections, self._device)
+            self._guardian.give_up()
+
+        with self._orders.session(bind.epoch, break_off):
             outcome = self._outcome(bind)
             if outcome is not None:
                 self._link.send(outcome)

@@ -104,6 +104,10 @@ class Training:
     last_saved_step: int | None = None
     interval: SaveInterval | None = None
     """Rank 0's choice of when to save, where the run file leaves it open."""
+    logged_s: float = 0.0
+    """Time in steps of this attempt up to the last one that was logged; ``logged_wait_s`` of it was spent waiting for samples."""
+    logged_wait_s: float = 0.0
+    told_of_waiting: bool = False
     last_save_good: bool = True
     """True if the newest save that has ended is durable; known to rank 0 only."""
 

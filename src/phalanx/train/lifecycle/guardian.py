@@ -36,6 +36,11 @@ class Guardian(Protocol):
         """Called once the model is built and its state restored, before training begins."""
 
     @abstractmethod
+    def on_leaving(self, give_up: Callable[[], None]) -> None:
+        """``give_up`` ends such waiting of this rank as is not in a collective. It is called, from another thread and perhaps several times,
+        when the rank must leave the epoch at once."""
+
+    @abstractmethod
     def safe(self) -> bool:
         """True if this rank's newest snapshot would survive the loss of this node."""
 
@@ -75,6 +80,9 @@ class NoGuardian(Guardian):
         return nullcontext()
 
     def assembled(self, built: Built, saver: AsyncSaver) -> None:
+        pass
+
+    def on_leaving(self, give_up: Callable[[], None]) -> None:
         pass
 
     def safe(self) -> bool:

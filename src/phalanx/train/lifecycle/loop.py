@@ -9,6 +9,7 @@ import math
 import resource
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 
@@ -47,6 +48,8 @@ from phalanx.train.step.weights_hash import weights_sha256
 
 _TELL_EVALUATION_S = 5.0
 """Time between two words on how far an evaluation is."""
+_MUCH_WAITING = 0.05
+"""Part of the time of steps from which waiting for samples is worth a word."""
 
 
 class NonFiniteError(RunFailedError):
@@ -69,7 +72,8 @@ def train(training: Training) -> RunResult | None:
     begun = replace(progress)
     samples = partial(_samples, training, begun)
     recent_s: list[float] = []
-    with _prefetch(training, progress.step, samples) as batches:
+    guardian.on_leaving(training.data.give_up)
+    with _prefetch(training, begun, samples) as batches:
         stepper = Stepper(training.built, batches, ledger, progress.updates)
         audit = guardian.audit(stepper, samples)
         guardian.begins(progress.step, training.shards, extra_of(training, progress))
@@ -192,26 +196,49 @@ def _changed_numerics(training: Training) -> list[str]:
     )
 
 
-def _prefetch(training: Training, done_steps: int, samples: Samples) -> Prefetch[NDArray[np.int64]]:
+def _prefetch(training: Training, begun: TrainProgress, samples: Samples) -> Prefetch[NDArray[np.int64]]:
     """The samples of this rank's slots, step after step, each read while the one before is computed."""
-    rounds = training.built.rounds
+    data, spec, rounds = training.data, training.inputs.spec, training.built.rounds
+    numbers = range(begun.step * len(rounds), spec.train.steps * len(rounds))
+    depth = _rounds_ahead(training)
+    next_ahead = numbers.start
 
     def of_round(number: int) -> NDArray[np.int64]:
+        nonlocal next_ahead
+        while next_ahead < min(number + depth, numbers.stop):
+            step, turn = divmod(next_ahead, len(rounds))
+            data.read_ahead(*_numbers(training, begun, step + 1, rounds[turn].slot))
+            next_ahead += 1
         step, turn = divmod(number, len(rounds))
         return pinned(samples(step + 1, rounds[turn].slot), training.mesh.device)
 
-    return Prefetch(of_round, range(done_steps * len(rounds), training.inputs.spec.train.steps * len(rounds)))
+    return Prefetch(of_round, numbers, give_up=data.give_up)
+
+
+def _rounds_ahead(training: Training) -> int:
+    """The rounds of samples that are fetched ahead of the one that is asked for; none if all data lie in folders."""
+    spec, cached = training.inputs.spec, training.data.cached
+    if not cached:
+        return 0
+    token_bytes = max(one.index.item_bytes for one in cached)
+    round_bytes = spec.train.batch_size // spec.train.slots * (spec.train.seq_len + 1) * token_bytes
+    return int(spec.data.read_ahead_mib * (1 << 20) / round_bytes)
 
 
 def _samples(training: Training, begun: TrainProgress, step: int, slot: int) -> NDArray[np.int64]:
-    """The samples ``(sequences, seq_len + 1)`` of slot ``slot`` in step ``step`` (from 1).
+    """The samples ``(sequences, seq_len + 1)`` of slot ``slot`` in step ``step`` (from 1)."""
+    return training.data.train_samples(*_numbers(training, begun, step, slot))
+
+
+def _numbers(training: Training, begun: TrainProgress, step: int, slot: int) -> tuple[int, int]:
+    """The first sample of slot ``slot`` in step ``step`` (from 1), and how many there are.
 
     Counted from where this attempt began: before, the run's parent may have had another batch size.
     """
     train = training.inputs.spec.train
     per_slot = train.batch_size // train.slots
     first = begun.next_sample + (step - 1 - begun.step) * train.batch_size
-    return training.data.train_samples(first + slot * per_slot, per_slot)
+    return first + slot * per_slot, per_slot
 
 
 def _skip_or_raise(training: Training, progress: TrainProgress, report: StepReport) -> None:
@@ -245,6 +272,9 @@ def _log_step(training: Training, progress: TrainProgress, report: StepReport, r
     tokens_per_s = report.tokens / step_s
     seconds = training.inputs.ledger.seconds()
     in_steps = sum(value for name, value in seconds.items() if name.startswith("step."))
+    waited = seconds.get(Bucket.STEP_DATA_WAIT, 0.0)
+    since_s, training.logged_s = in_steps - training.logged_s, in_steps
+    wait_s, training.logged_wait_s = waited - training.logged_wait_s, waited
     training.reporter.emit(
         Step(
             step=progress.step,
@@ -260,12 +290,39 @@ def _log_step(training: Training, progress: TrainProgress, report: StepReport, r
             ledger=seconds,
             peak_memory_bytes=_peak_memory_bytes(training),
             balance=report.balance,
+            logged_s=since_s,
+            data_wait_s=wait_s,
+            data_store=_traffic(training),
         )
     )
+    _tell_of_waiting(training, progress.step, wait_s, since_s)
 
 
 def _mfu(training: Training, tokens_per_s: float) -> float:
     return training.built.flops_per_token * tokens_per_s / training.peak.flops_per_s
+
+
+def _tell_of_waiting(training: Training, step: int, wait_s: float, since_s: float) -> None:
+    """Says once that samples from an object store come too late, after the first steps, which wait for the first answers."""
+    first = training.logged_s == since_s
+    if training.told_of_waiting or first or not training.data.cached or wait_s < _MUCH_WAITING * since_s:
+        return
+    training.told_of_waiting = True
+    training.reporter.warn(
+        f"training waits for its data: {wait_s / since_s:.0%} of the time up to step {step:,}, {wait_s:.1f} s, since the last one that was "
+        "logged. More data.read_ahead_mib helps against slow answers, not against a store that gives too few bytes a second"
+    )
+
+
+def _traffic(training: Training) -> dict[str, int]:
+    """What this rank has read of datasets in object stores; empty if all data lie in folders."""
+    totals: Counter[str] = Counter()
+    for dataset in training.data.cached:
+        traffic = dataset.traffic
+        totals.update(
+            asked_bytes=traffic.asked_bytes, fetched_bytes=traffic.fetched_bytes, requests=traffic.requests
+        )
+    return dict(totals)
 
 
 def _peak_memory_bytes(training: Training) -> int:

@@ -6,7 +6,7 @@ told together, by the run file's fields. Nothing here needs torch; of a checkpoi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from phalanx.checkpoint.format.errors import CheckpointError
@@ -14,12 +14,13 @@ from phalanx.checkpoint.interop.huggingface.choice import family_for, unsayable
 from phalanx.checkpoint.tiers.digest import OPTIMIZER, WEIGHTS
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.origin import open_origin
+from phalanx.data.places import DatasetPlace, tokenizer_folder
 from phalanx.data.published_tokenizers.files import TOKENIZER_FILE
-from phalanx.data.sources import DataIndex, MixtureIndex, epoch_problems, mixture_of
+from phalanx.data.sources import DataIndex, MixtureIndex, epoch_problems, index_of_places, mixture_of
 from phalanx.data.tokenizer import load_tokenizer, same_tokens
 from phalanx.model.facts.shape import parameters
 from phalanx.observe.sinks.registry import SinkError, require_sinks
-from phalanx.run.data_folders import ONLY, folders, tokenizer_folder
+from phalanx.run.data_folders import ONLY, field_of
 from phalanx.run.directory.lineage import taken_over_problems
 from phalanx.run.directory.paths import (
     RunDirectory,
@@ -38,12 +39,13 @@ _MANY_EPOCHS = 4
 """Up to so many, repeated text is nearly as good as new text (Muennighoff et al., arXiv 2305.16264, figure 5)."""
 
 
-def start_problems(spec: RunSpec, index: DataIndex, *, begins: bool) -> Iterator[Problem]:
-    """All that would keep the ranks of a resolved run from training on the dataset of ``index``.
+def start_problems(spec: RunSpec, places: Mapping[str, DatasetPlace], *, begins: bool) -> Iterator[Problem]:
+    """All that would keep the ranks of a resolved run from training on its data.
 
     ``begins``: The run has no checkpoint of its own yet, and so needs the one that it starts from. Raises ``CheckpointError`` or
     ``DataError`` if the checkpoint to start from, or a tokenizer, cannot be read.
     """
+    index = index_of_places(places)
     if isinstance(index, MixtureIndex):
         yield from epoch_problems(spec, mixture_of(spec, index))
     elif index.packed_seq_len not in (0, spec.train.seq_len):
@@ -76,7 +78,7 @@ def start_problems(spec: RunSpec, index: DataIndex, *, begins: bool) -> Iterator
         if is_url(spec.checkpoint.init_from):
             yield from _remote_origin_problems(spec, spec.checkpoint.init_from)
         else:
-            yield from _origin_problems(spec, index, Path(spec.checkpoint.init_from))
+            yield from _origin_problems(spec, places, Path(spec.checkpoint.init_from))
 
 
 def start_notes(spec: RunSpec, index: DataIndex) -> Iterator[str]:
@@ -99,7 +101,7 @@ def start_notes(spec: RunSpec, index: DataIndex) -> Iterator[str]:
         )
 
 
-def _origin_problems(spec: RunSpec, index: DataIndex, start: Path) -> Iterator[Problem]:
+def _origin_problems(spec: RunSpec, places: Mapping[str, DatasetPlace], start: Path) -> Iterator[Problem]:
     """The problems of the checkpoint ``start``, a folder ``.../step-00000100``, as the origin of the run's weights."""
     source = RunDirectory(start.parent.parent)
     if not is_committed(start):
@@ -112,10 +114,10 @@ def _origin_problems(spec: RunSpec, index: DataIndex, start: Path) -> Iterator[P
             another if steps else f"bring {source.path} back, or start a run of its own",
         )
         return
-    yield from _taken_over_problems(spec, index, source, start)
+    yield from _taken_over_problems(spec, places, source, start)
     # A run directory and an imported model have their tokenizer beside the checkpoints; a checkpoint elsewhere has none.
     if source.tokenizer.is_dir() and not same_tokens(
-        load_tokenizer(source.tokenizer), load_tokenizer(tokenizer_folder(spec.data))
+        load_tokenizer(source.tokenizer), load_tokenizer(tokenizer_folder(places))
     ):
         yield Problem(
             "checkpoint.init_from",
@@ -167,7 +169,7 @@ def _other_model_problems(spec: RunSpec, start: str, remedy: str) -> Iterator[Pr
 
 
 def _taken_over_problems(
-    spec: RunSpec, index: DataIndex, source: RunDirectory, start: Path
+    spec: RunSpec, places: Mapping[str, DatasetPlace], source: RunDirectory, start: Path
 ) -> Iterator[Problem]:
     """Yields what keeps the run from taking over more of the checkpoint than its weights."""
     if spec.checkpoint.init_with == "weights":
@@ -184,23 +186,22 @@ def _taken_over_problems(
     if source.run_file.is_file():
         yield from taken_over_problems(read_resolved(source), spec)
     if spec.checkpoint.init_with == "training":
-        yield from _other_data_problems(spec, index, source)
+        yield from _other_data_problems(places, source)
 
 
-def _other_data_problems(spec: RunSpec, index: DataIndex, source: RunDirectory) -> Iterator[Problem]:
+def _other_data_problems(places: Mapping[str, DatasetPlace], source: RunDirectory) -> Iterator[Problem]:
     """Yields the data of the run that are not those of its parent. A source that the parent had not has no past that could differ."""
     record = source.read_record()
-    if isinstance(index, MixtureIndex):
-        found = {name: one.fingerprint for name, one in index.sources.items()}
+    known = {ONLY: record["data_fingerprint"]} if "data_fingerprint" in record else {}
+    if ONLY not in places:
         known = record.get("data_sources", {})
-    else:
-        found, known = {ONLY: index.fingerprint}, {ONLY: record.get("data_fingerprint", index.fingerprint)}
-    for name, folder in folders(spec.data).items():
-        recorded = known.get(name, found[name])
-        if recorded != found[name]:
+    for name, place in places.items():
+        found = place.index.fingerprint
+        recorded = known.get(name, found)
+        if recorded != found:
             yield Problem(
-                "data.path" if name == ONLY else f"data.sources.{name}.path",
-                f"{folder} holds other tokens ({found[name][:12]}) than the parent was trained on ({recorded[:12]}), "
+                field_of(name),
+                f"{place.address} holds other tokens ({found[:12]}) than the parent was trained on ({recorded[:12]}), "
                 "in which its place in the data would mean nothing",
                 'name the parent\'s data, or start a run of its own with checkpoint.init_with = "optimizer"',
             )

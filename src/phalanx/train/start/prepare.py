@@ -6,7 +6,7 @@ Nothing here needs torch, so that mistakes show before a rank is started.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from glob import has_magic
 from pathlib import Path
 
@@ -16,13 +16,14 @@ from phalanx.data.corpus import named_corpus
 from phalanx.data.errors import DataError
 from phalanx.data.files import OnBad, files_of
 from phalanx.data.formats.document import Document, ReadOptions
-from phalanx.data.index import DatasetIndex
+from phalanx.data.index import INDEX_FILE
+from phalanx.data.places import DatasetPlace, local_folder, open_places, tokenizer_folder
 from phalanx.data.prepare import OnProgress, prepare
-from phalanx.data.sources import DataIndex, MixtureIndex, read_data_index
+from phalanx.data.sources import MixtureIndex, index_of_places
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.hardware.detect import gpu_count
 from phalanx.run.check import target_problems
-from phalanx.run.data_folders import ONLY, folders, found_again, tokenizer_folder
+from phalanx.run.data_folders import ONLY, addresses, field_of, found_again
 from phalanx.run.degrees.smaller import problems_on
 from phalanx.run.directory.paths import (
     RunDirectory,
@@ -37,7 +38,7 @@ from phalanx.run.problems import Problem, RunFileError
 from phalanx.run.resolve import compute_format, device_of
 from phalanx.run.spec import DataSpec, ModelSpec, RunSpec
 from phalanx.store.errors import StoreError
-from phalanx.store.open_store import is_url
+from phalanx.store.open_store import is_remote, is_url
 from phalanx.train.start.checks import start_problems
 from phalanx.train.start.open_run import OpenRun, choose, holds_steps, open_run
 
@@ -55,23 +56,24 @@ def documents_of(
     return files_of(corpus, options or ReadOptions(), on_bad=on_bad, json_as_text=json_as_text)
 
 
-def ready_data(data: DataSpec, on_progress: OnProgress) -> DatasetIndex | MixtureIndex:
-    """The index of the run's data; a dataset that is not there is prepared first, if it has a corpus.
+def ready_data(data: DataSpec, on_progress: OnProgress) -> dict[str, DatasetPlace]:
+    """The places of the run's datasets by their names; a dataset that is not there is prepared first, if it has a corpus.
 
     Raises ``DataError`` with what is missing.
     """
-    folder = Path(data.path)
-    if data.sources or (folder / "index.json").exists() or not data.corpus:
+    wanted = data.corpus and not data.sources and not is_remote(data.path)
+    if not wanted or (local_folder(data.path) / INDEX_FILE).exists():
         _require_folders(data)
-        return read_data_index(data)
-    return prepare(
+        return open_places(data)
+    prepare(
         documents_of(data.corpus),
-        folder,
+        local_folder(data.path),
         tokenizer=data.tokenizer,
         vocab_size=data.vocab_size if data.tokenizer == "bpe" else None,
         held_out_fraction=data.held_out,
         on_progress=on_progress,
-    ).index
+    )
+    return open_places(data)
 
 
 def _with_data_found(spec: RunSpec) -> RunSpec:
@@ -85,21 +87,21 @@ def _with_data_found(spec: RunSpec) -> RunSpec:
 
 
 def _require_folders(data: DataSpec) -> None:
-    for name, folder in folders(data).items():
-        if not folder.exists():
-            where = "data.path" if name == ONLY else f"data.sources.{name}.path"
+    for name, address in addresses(data).items():
+        if not is_remote(address) and not local_folder(address).exists():
             also = ", or name a corpus in data.corpus" if name == ONLY else ""
             raise DataError(
-                f"there is no dataset at {where} = {folder}: prepare one with `phalanx data prepare TEXT... "
-                f"--out {folder}`{also}"
+                f"there is no dataset at {field_of(name)} = {address}: prepare one with `phalanx data prepare TEXT... "
+                f"--out {address}`{also}"
             )
 
 
-def resolve(spec: RunSpec, index: DataIndex, path: Path) -> RunSpec:
+def resolve(spec: RunSpec, places: Mapping[str, DatasetPlace], path: Path) -> RunSpec:
     """The run with nothing left to a rule: vocabulary, dimensions, device and format as they will be.
 
     Raises ``RunFileError`` where the model cannot take the data.
     """
+    index = index_of_places(places)
     if spec.model.vocab_size and spec.model.vocab_size < index.vocab_size:
         problem = Problem(
             "model.vocab_size",
@@ -113,7 +115,7 @@ def resolve(spec: RunSpec, index: DataIndex, path: Path) -> RunSpec:
     if index.packed_seq_len:
         train = dataclasses.replace(train, targets_within_documents=True)
     if (train.document_mask or train.targets_within_documents) and train.end_of_document < 0:
-        end = load_tokenizer(tokenizer_folder(spec.data)).end_of_document
+        end = load_tokenizer(tokenizer_folder(places)).end_of_document
         train = dataclasses.replace(train, end_of_document=end)
     resolved = dataclasses.replace(
         spec,
@@ -189,20 +191,21 @@ def _pinned_in_store(url: str, path: Path) -> str:
 
 def prepare_run(spec: RunSpec, path: Path, on_progress: OnProgress) -> OpenRun:
     """Everything before the first rank starts; ``path`` is the run file's, for messages."""
-    resolved, index = resolve_with_data(spec, path, on_progress)
+    resolved, places = resolve_with_data(spec, path, on_progress)
+    index = index_of_places(places)
     begins = not holds_steps(choose(resolved, index.fingerprint))
-    problems = list(start_problems(resolved, index, begins=begins))
+    problems = list(start_problems(resolved, places, begins=begins))
     if problems:
         raise RunFileError(path, problems)
     sources = {}
     if isinstance(index, MixtureIndex):
         sources = {name: one.fingerprint for name, one in index.sources.items()}
-    return open_run(resolved, index.fingerprint, tokenizer_folder(resolved.data), sources)
+    return open_run(resolved, index.fingerprint, tokenizer_folder(places), sources)
 
 
 def resolve_with_data(
     spec: RunSpec, path: Path, on_progress: OnProgress
-) -> tuple[RunSpec, DatasetIndex | MixtureIndex]:
+) -> tuple[RunSpec, dict[str, DatasetPlace]]:
     """The resolved run and its data, made ready; no run directory is taken. Raises ``DataError``, ``RunFileError``."""
     if spec.unfilled:
         remedy = "write a value into the file and take the field off `unfilled`, or give it by --set"
@@ -210,5 +213,5 @@ def resolve_with_data(
             path, [Problem(field, "holds a default that nobody chose", remedy) for field in spec.unfilled]
         )
     spec = _with_data_found(spec)
-    index = ready_data(spec.data, on_progress)
-    return resolve(spec, index, path), index
+    places = ready_data(spec.data, on_progress)
+    return resolve(spec, places, path), places

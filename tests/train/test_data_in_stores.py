@@ -1,0 +1,104 @@
+"""Training on datasets in object stores: the bits are those of folders, through faults, kills and other ranks, and nobody hangs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.data.copies import copy_dataset
+from phalanx.observe.event_log import read_events
+from phalanx.observe.events import Step
+from phalanx.run.check import check
+from phalanx.run.identity import identity
+from phalanx.run.spec import RunSpec
+from ranks import Ranks
+from run.specs import replace_at
+from store.faulty_proxy import Faults, faulty_proxy
+from store.servers import Server
+from tiny_runs import tiny_run, train_on_this_rank
+
+
+def train_with_environment(spec: RunSpec, environment: dict[str, str], *rest: Any) -> dict[str, Any] | None:
+    """``train_on_this_rank`` in a process that reaches the store by ``environment``."""
+    os.environ.update(environment)
+    return train_on_this_rank(spec, *rest)
+
+
+def in_store(spec: RunSpec, url: str, cache: Path, **fields: Any) -> RunSpec:
+    return dataclasses.replace(
+        spec, data=dataclasses.replace(spec.data, path=url, cache=str(cache), **fields)
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ranks: Ranks, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunSpec, str]:
+    """A run whose dataset lies in a folder, and the hash of its weights."""
+    spec = tiny_run(dataset, tmp_path_factory.mktemp("undisturbed") / "run")
+    return spec, str(ranks.run(1, train_on_this_rank, spec)[0]["weights_sha256"])
+
+
+@pytest.fixture
+def url(dataset: Path, s3_server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The dataset in an object store, for this process too."""
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    place = s3_server.url(secrets.token_hex(8))
+    copy_dataset(str(dataset), place)
+    return place
+
+
+def test_through_faults_a_crash_and_other_ranks_the_bits_are_those_of_the_folder(
+    ranks: Ranks, tmp_path: Path, url: str, s3_server: Server, undisturbed: tuple[RunSpec, str]
+) -> None:
+    spec, weights = undisturbed
+    spec = dataclasses.replace(in_store(spec, url, tmp_path / "cache"), run_dir=str(tmp_path / "run"))
+    faults = Faults(slow_down=0.1, reset=0.05, truncated=0.05, latency_s=0.02)
+    with faulty_proxy(s3_server.port, faults, seed=7) as proxy:
+        ranks.run(2, train_with_environment, spec, s3_server.behind(proxy.port), 5)
+        (result, *_) = ranks.run(3, train_with_environment, spec, s3_server.behind(proxy.port))
+        assert sum(count for fault, count in proxy.done.items() if fault != "good") > 0
+    assert result["weights_sha256"] == weights
+
+
+def test_where_the_dataset_lies_is_the_fleets_business(undisturbed: tuple[RunSpec, str]) -> None:
+    spec, _ = undisturbed
+    assert identity(in_store(spec, "s3://bucket/set", Path("cache"), timeout_s=5.0)) == identity(spec)
+
+
+def test_events_say_what_came_from_the_store_and_what_from_the_cache(
+    ranks: Ranks, tmp_path: Path, url: str, s3_server: Server, undisturbed: tuple[RunSpec, str]
+) -> None:
+    spec = in_store(undisturbed[0], url, tmp_path / "cache")
+    for name in ("first", "second"):
+        ranks.run(
+            1,
+            train_with_environment,
+            dataclasses.replace(spec, run_dir=str(tmp_path / name)),
+            dict(s3_server.environment),
+        )
+    traffic = []
+    for name in ("first", "second"):
+        *_, last = (
+            event.body
+            for event in read_events(tmp_path / name / "events.jsonl")
+            if isinstance(event.body, Step)
+        )
+        traffic.append(last.data_store)
+        assert 0 <= last.data_wait_s <= last.logged_s
+    assert traffic[0]["requests"] > 0
+    assert traffic[0]["fetched_bytes"] > 0
+    assert traffic[1]["asked_bytes"] == traffic[0]["asked_bytes"]
+    assert (traffic[1]["requests"], traffic[1]["fetched_bytes"]) == (0, 0)
+
+
+def test_settings_of_the_cache_are_refused_where_nothing_would_be_cached(
+    undisturbed: tuple[RunSpec, str],
+) -> None:
+    (problem,) = check(replace_at(undisturbed[0], "data.cache", "/fast"))
+    assert problem.path == "data.cache"
+    assert "the run reads folders" in str(problem)
