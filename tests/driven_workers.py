@@ -69,6 +69,8 @@ class Node:
         self.buddy: Node | None = None
         self.said: queue.Queue[Any] = queue.Queue()
         self.pids: list[int] = []
+        self.waiting_s = 0.0
+        """Of its newest heartbeat."""
         self.start()
 
     def start(self) -> None:
@@ -108,7 +110,9 @@ class Node:
             said = decode_for_agent(reader.read(length_of(head)))
             if isinstance(said, SnapshotTaken):
                 threading.Thread(target=self._secure, args=(said,), daemon=True).start()
-            if not isinstance(said, Alive):
+            if isinstance(said, Alive):
+                self.waiting_s = said.waiting_s
+            else:
                 self.said.put(said)
 
     def _secure(self, taken: SnapshotTaken) -> None:

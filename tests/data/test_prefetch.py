@@ -105,3 +105,21 @@ def test_a_consumer_that_fails_leaves_no_thread() -> None:
 def test_a_depth_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="depth = 0"):
         Prefetch(str, [], depth=0)
+
+
+def test_a_consumer_is_told_each_time_that_it_has_waited_twice_as_long() -> None:
+    told: list[float] = []
+    enough = threading.Event()
+
+    def make(number: int) -> int:
+        assert enough.wait(60)
+        return number
+
+    def on_wait(seconds: float) -> None:
+        told.append(seconds)
+        if len(told) == 3:
+            enough.set()
+
+    with Prefetch(make, range(2), on_wait=on_wait, told_first_s=0.01) as batches:
+        assert list(batches) == [0, 1]
+    assert told[:3] == [0.01, 0.02, 0.04]

@@ -195,6 +195,10 @@ class RunData:
             source = self._sources[number]
             source.train.read_ahead(source.first + records[numbers == number])
 
+    def waiting_s(self) -> float:
+        """Seconds for which samples have been waited for that an object store has not given yet; 0 if none are."""
+        return max((dataset.requests.waiting_s() for dataset in self.cached), default=0.0)
+
     def give_up(self) -> None:
         """Ends the waiting for object stores of whoever asks for samples now, with ``DatasetError``, and forgets what would be read ahead."""
         for dataset in self.cached:

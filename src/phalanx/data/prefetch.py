@@ -5,12 +5,14 @@ thread, it cannot change the order; what it raises is raised in the consumer, at
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 _GIVE_UP_AGAIN_S = 0.1
+_TOLD_FIRST_S = 30.0
 
 Batch = TypeVar("Batch")
 
@@ -29,14 +31,22 @@ class Prefetch(Generic[Batch]):
         *,
         depth: int = 2,
         give_up: Callable[[], None] | None = None,
+        on_wait: Callable[[float], None] | None = None,
+        told_first_s: float = _TOLD_FIRST_S,
     ) -> None:
-        """``give_up`` has a ``make`` that is under way return or raise soon; it is called when nobody wants the batch any more."""
+        """``give_up`` has a ``make`` that is under way return or raise soon; it is called when nobody wants the batch any more.
+
+        ``on_wait`` is called in the consumer with the seconds for which it has waited for a batch: after ``told_first_s``, and each
+        time that it has waited twice as long.
+        """
         if depth < 1:
             raise ValueError(f"depth = {depth} is not positive")
         self._make = make
         self._numbers = iter(numbers)
         self._depth = depth
         self._give_up = give_up
+        self._on_wait = on_wait
+        self._told_first_s = told_first_s
         self._ready: deque[Batch] = deque()
         self._error: BaseException | None = None
         self._finished = False
@@ -49,8 +59,8 @@ class Prefetch(Generic[Batch]):
         return self
 
     def __next__(self) -> Batch:
+        self._wait_for_batch()
         with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._finished or self._closed)
             if self._ready and not self._closed:
                 batch = self._ready.popleft()
                 self._changed.notify_all()
@@ -59,6 +69,17 @@ class Prefetch(Generic[Batch]):
         if error is not None:
             raise error
         raise StopIteration
+
+    def _wait_for_batch(self) -> None:
+        began_s, due_s = time.monotonic(), self._told_first_s
+        while True:
+            left_s = None if self._on_wait is None else began_s + due_s - time.monotonic()
+            with self._changed:
+                if self._changed.wait_for(lambda: self._ready or self._finished or self._closed, left_s):
+                    return
+            if self._on_wait is not None:
+                self._on_wait(due_s)
+            due_s *= 2
 
     def __enter__(self) -> Self:
         return self

@@ -333,9 +333,11 @@ def test_whoever_waits_for_a_store_that_does_not_answer_can_be_told_to_give_up(
     reader = threading.Thread(target=read)
     reader.start()
     assert asked.wait(30)
+    assert 0 < cache.requests.waiting_s() < 30
     cache.requests.give_up()
     reader.join(30)
     answer.set()
     assert [str(error) for error in failed] == ["reading was ended before the store had answered"]
+    assert cache.requests.waiting_s() == 0
     store.before = lambda _operation, _key: None
     assert samples(CachedShards(cache, TRAIN), [0], 10) == expected([0], 10)

@@ -50,6 +50,35 @@ def test_a_doubtful_diagnosis_is_told_and_the_epoch_ends_by_the_clock(
     assert fleet.state.phase is FleetPhase.PARKING
 
 
+def test_a_fleet_that_waits_for_an_object_store_does_not_hang() -> None:
+    fleet = running(stall_s=20.0, lease_s=1e6)
+    first, *_ = fleet.state.seats
+    for waiting_s in range(5, 1800, 5):
+        waits = m.Heartbeat(first, 1, 0, m.NO_STEP, m.WorkerPhase.BOUND, float(waiting_s))
+        fleet.hear(waits, m.Tick(), after_s=5.0)
+        assert fleet.said == []
+    told = [incident.what for incident in fleet.state.incidents if "samples" in incident.what]
+    assert told == ["has waited 30 s for samples from an object store"]
+    fleet.hear(m.Heartbeat(first, 1, 0, m.NO_STEP, m.WorkerPhase.BOUND), m.Tick(), after_s=21.0)
+    assert fleet.told(first) == [c.Diagnose(0, 21.0)], "it waits no more, and still no step has ended"
+
+
+def test_nobody_is_replaced_for_a_store_that_is_found_not_to_answer_while_the_members_are_asked() -> None:
+    fleet = hanging()
+    waits = m.Heartbeat(fleet.state.seats[2], 1, 0, 0, m.WorkerPhase.BOUND, 20.0)
+    fleet.hear(waits, m.Diagnosed(0, "rank 2: all_reduce number 7", (2,)))
+    assert fleet.said == []
+    assert fleet.state.phase is FleetPhase.RUNNING
+
+
+def test_waiting_is_told_once_a_step() -> None:
+    fleet = running(stall_s=20.0, lease_s=1e6)
+    first, *_ = fleet.state.seats
+    for step in (0, 0, 1, 1):
+        fleet.hear(m.Heartbeat(first, 1, 0, step, m.WorkerPhase.BOUND, 40.0))
+    assert sum("samples" in incident.what for incident in fleet.state.incidents) == 2
+
+
 def test_a_diagnosis_that_comes_after_a_step_or_an_epoch_changes_nothing() -> None:
     fleet = hanging()
     for seat in fleet.state.seats:

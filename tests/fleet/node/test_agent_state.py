@@ -169,6 +169,21 @@ def test_where_epochs_failed_one_after_another_the_end_of_the_last_that_trained_
     assert (one.detected_unix_s, one.planned) == (70.0, False)
 
 
+def test_a_heartbeat_has_the_longest_waiting_for_samples_and_none_of_an_epoch_that_is_over() -> None:
+    state = in_epoch(4, 0, 1)
+    for index, waiting_s in ((0, 7.0), (1, 0.0)):
+        state.on_worker_message(index, wl.Alive(4, 3, "step", 0.0, waiting_s), 1.0, 0.0)
+    assert state.heartbeat().waiting_s == 7.0
+    state.on_worker_message(0, wl.Alive(4, 3, "step", 0.0), 2.0, 0.0)
+    assert state.heartbeat().waiting_s == 0.0
+    state.on_worker_message(0, wl.Alive(4, 3, "step", 0.0, 9.0), 3.0, 0.0)
+    state.on_command(c.Park(4), 3.0, 0.0)
+    for index in (0, 1):
+        state.on_worker_message(index, wl.LeftEpoch(4, "1:1"), 3.0, 0.0)
+    state.on_command(bind(5, 0, 1), 4.0, 0.0)
+    assert state.heartbeat().waiting_s == 0.0
+
+
 def test_a_worker_that_does_not_leave_is_killed_but_is_given_its_time_for_a_planned_end() -> None:
     for planned in (False, True):
         state = in_epoch(4, 0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from driven_workers import Driver
+from driven_workers import PATIENCE_S, Driver
 from forked_workers import Zygote
 from phalanx.data.copies import copy_dataset
 from store.faulty_proxy import Faults, faulty_proxy
@@ -40,7 +40,10 @@ def test_a_fleet_loses_a_node_while_the_store_is_away_and_goes_on_with_the_same_
             driver.bind([first, second])
             driver.wait_for_step(3)
             port, proxy.upstream_port = proxy.upstream_port, 1  # nothing answers there
-            time.sleep(1)  # both are in want of samples now, or will be
+            until_s = time.monotonic() + PATIENCE_S
+            while not first.waiting_s > 0.5:  # heartbeats say so, that it is not taken for a hang
+                assert time.monotonic() < until_s
+                time.sleep(0.1)
             second.lose()
             driver.park([first])
             proxy.upstream_port = port

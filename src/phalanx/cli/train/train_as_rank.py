@@ -17,7 +17,7 @@ from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.problems import RunFileError
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.interrupt import StopRequest
-from phalanx.train.lifecycle.worker import EXIT_FAILED, EXIT_STOPPED, known_errors, run_rank
+from phalanx.train.lifecycle.worker import EXIT_FAILED, EXIT_STOPPED, group_timeout_s, known_errors, run_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +34,7 @@ def train_as_rank(spec: RunSpec, run_file: Path, as_json: bool) -> int:
         place = rank_from_environment(os.environ)
         assert place is not None
         first = place.rank == 0
-        join(place, device_for(spec.runtime.device, place.local_rank), timeout_s=1800.0)
+        join(place, device_for(spec.runtime.device, place.local_rank), group_timeout_s(spec))
         run_dir, attempt = _agree(spec, run_file, first)
         follower = _follow(run_dir, attempt, as_json) if first else None
         result = run_rank(run_dir, attempt, stop)

@@ -64,7 +64,7 @@ class CachedDataset:
     store_ahead: Store
     """The same store with less patience."""
     room: Room
-    requests: Requests = field(default_factory=Requests)
+    requests: Requests
     traffic: Traffic = field(default_factory=Traffic)
 
 
@@ -84,12 +84,13 @@ def cached_in(store: Store, store_ahead: Store, root: Path, limit_bytes: int) ->
     newest = root / "newest" / hashlib.sha256(store.url.encode()).hexdigest()[:32]
     content = _index_content(store, store_ahead, root, newest)
     index = parse_index(content.decode(errors="replace"), Path(f"{store.url}/{INDEX_FILE}"))
-    folder = root / hashlib.sha256(content).hexdigest()[:32]
+    folder, requests = root / hashlib.sha256(content).hexdigest()[:32], Requests()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in (TOKENIZER_FILE, CONFIG_FILE):
-            if not (folder / name).exists():
-                write_atomically(folder / name, _required(store, name))
+        missing = [name for name in (TOKENIZER_FILE, CONFIG_FILE) if not (folder / name).exists()]
+        contents = requests.results([partial(_required, store, name) for name in missing])
+        for name, small in zip(missing, contents, strict=True):
+            write_atomically(folder / name, small)
         if not (folder / INDEX_FILE).exists():
             write_atomically(folder / INDEX_FILE, content)  # last: the small files are there
         newest.parent.mkdir(exist_ok=True)
@@ -98,7 +99,7 @@ def cached_in(store: Store, store_ahead: Store, root: Path, limit_bytes: int) ->
         raise DatasetError(
             f"cannot write the cache of {store.url} in {root} ({error.strerror}): make room there, or give another folder in data.cache"
         ) from error
-    return CachedDataset(store.url, folder, index, store, store_ahead, Room(root, limit_bytes))
+    return CachedDataset(store.url, folder, index, store, store_ahead, Room(root, limit_bytes), requests)
 
 
 def _index_content(store: Store, store_ahead: Store, root: Path, newest: Path) -> bytes:
@@ -228,16 +229,16 @@ class CachedShards:
         return pieces
 
     def _open_already(self, number: int) -> CachedShard | None:
-        """The shard if it was opened before: to open it may take a request, which is for the threads that make requests."""
+        """The shard if it was opened before: to open it takes the disk, which is for the threads that make requests."""
         with self._lock:
             return self._open.get(number)
 
-    def _opened(self, number: int, store: Store) -> CachedShard:
+    def _opened(self, number: int) -> CachedShard:
         opened = self._open_already(number)
         if opened is None:
             dataset, shard = self._dataset, self._shards[number]
             nbytes = shard.tokens * self.dtype.itemsize
-            opened = CachedShard(dataset.folder, store, shard, nbytes, dataset.room, dataset.traffic)
+            opened = CachedShard(dataset.folder, shard, nbytes, dataset.room, dataset.traffic)
             with self._lock:
                 self._open[number] = opened
                 if len(self._open) > MAX_OPEN_MAPS:
@@ -245,4 +246,4 @@ class CachedShards:
         return opened
 
     def _fetched(self, piece: _Piece, store: Store) -> memoryview:
-        return self._opened(piece.number, store).fetched(piece.start_bytes, piece.stop_bytes, store)
+        return self._opened(piece.number).fetched(piece.start_bytes, piece.stop_bytes, store)

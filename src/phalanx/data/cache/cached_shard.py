@@ -19,6 +19,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from phalanx.data.block_sums import BLOCK_BYTES, read_sums, sums_file
+from phalanx.data.cache.requests import in_background
 from phalanx.data.cache.room import Room
 from phalanx.data.errors import DatasetError
 from phalanx.data.index import ShardFile
@@ -61,17 +63,15 @@ class Traffic:
 class CachedShard:
     """A token shard below a store's URL, and its sparse file in ``folder``. Threads may share it."""
 
-    def __init__(
-        self, folder: Path, store: Store, shard: ShardFile, nbytes: int, room: Room, traffic: Traffic
-    ) -> None:
-        """Fetches the shard's block sums from ``store`` if they are not there. Raises ``DatasetError``, ``StoreError``."""
+    def __init__(self, folder: Path, shard: ShardFile, nbytes: int, room: Room, traffic: Traffic) -> None:
+        """Raises ``DatasetError`` if the cache cannot be written."""
         self._path = folder / shard.file
         self._shard = shard
         self._nbytes = nbytes
         self._room = room
         self._traffic = traffic
         try:
-            self._sums = self._cached_sums(store)
+            self._sums = self._sums_here()
             self._file = os.fdopen(
                 os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+b", 0
             )
@@ -82,9 +82,11 @@ class CachedShard:
 
     def held(self, start: int, stop: int) -> memoryview | None:
         """The bytes ``start`` to ``stop`` of the shard if the cache has all their blocks, else ``None``."""
+        if self._sums is None:
+            return None
         first = start - start % BLOCK_BYTES
         data = os.pread(self._file.fileno(), self._end(stop) - first, first)
-        if not self._intact(first, data, stop):
+        if not self._intact(first, data, stop, self._sums):
             return None
         return memoryview(data)[start - first : stop - first]
 
@@ -95,6 +97,7 @@ class CachedShard:
         """
         first, end = start - start % BLOCK_BYTES, self._end(stop)
         with self._locked(first, end):
+            self._sums = self._sums_here() if self._sums is None else self._sums
             found = self.held(start, stop)
             if found is not None:
                 return found
@@ -106,30 +109,37 @@ class CachedShard:
         return data[start - first : stop - first]
 
     def _from_store(self, first: int, end: int, store: Store) -> memoryview:
+        sums = self._sums
+        # The first time two requests, of which neither waits for the other: at a run's begin each sample is of another shard.
+        coming = in_background(partial(self._sums_of, store)) if sums is None else None
         for last_try in (False, True):  # a bit may have flipped on the way
             try:
                 (data,) = store.ranges(self._shard.file, [(first, end)])
             except (MissingObjectError, ShortObjectError) as error:
                 raise DatasetError(f"{error}; {_REMEDY}") from error
             self._traffic.fetched(len(data))
-            if self._intact(first, data, end):
+            if sums is None:
+                assert coming is not None
+                sums = self._sums = coming.result()
+            if self._intact(first, data, end, sums):
                 return data
             if last_try:
                 sums_file(self._path).unlink(missing_ok=True)
-                self._sums = self._cached_sums(store)
-                if self._intact(first, data, end):
+                sums = self._sums = self._sums_of(store)
+                if self._intact(first, data, end, sums):
                     return data
         raise DatasetError(
             f"{store.url}/{self._shard.file}: bytes {first} to {end} are not what was written, or its block sums are not, and nothing of them "
             f"was trained on; {_REMEDY}"
         )
 
-    def _intact(self, first: int, data: bytes | memoryview, stop: int) -> bool:
-        """True if ``data``, the shard's bytes from ``first`` on, are those of the block sums as far as ``stop``."""
+    @staticmethod
+    def _intact(first: int, data: bytes | memoryview, stop: int, all_sums: NDArray[np.uint64]) -> bool:
+        """True if ``data``, the shard's bytes from ``first`` on, are those of its block sums as far as ``stop``."""
         if len(data) < stop - first:
             return False
         view, digest = memoryview(data), xxhash.xxh3_64_intdigest
-        sums = self._sums[first // BLOCK_BYTES : -(-stop // BLOCK_BYTES)].tolist()
+        sums = all_sums[first // BLOCK_BYTES : -(-stop // BLOCK_BYTES)].tolist()
         return all(
             digest(view[place : place + BLOCK_BYTES]) == expected
             for place, expected in zip(range(0, len(view), BLOCK_BYTES), sums, strict=True)
@@ -139,12 +149,16 @@ class CachedShard:
         """The end of the block that holds the byte before ``stop``."""
         return min(-(-stop // BLOCK_BYTES) * BLOCK_BYTES, self._nbytes)
 
-    def _cached_sums(self, store: Store) -> NDArray[np.uint64]:
-        """The shard's block sums, from the cache or else from the store. Raises ``DatasetError``."""
+    def _sums_here(self) -> NDArray[np.uint64] | None:
+        """The shard's block sums, if the cache has them."""
         with suppress(DatasetError):  # torn, or of another shard
             found = read_sums(self._path, self._shard, self._nbytes)
             if found is not None:
                 return np.array(found)  # in memory: a map of a file that is cut afterwards ends the process
+        return None
+
+    def _sums_of(self, store: Store) -> NDArray[np.uint64]:
+        """The shard's block sums, from the store and into the cache. Raises ``DatasetError``, ``StoreError``."""
         name = sums_file(self._path).name
         try:
             content = store.get(name)
@@ -154,10 +168,9 @@ class CachedShard:
                 f"was prepared, `phalanx data verify FOLDER --write-sums`, and {_REMEDY}"
             ) from error
         write_atomically(sums_file(self._path), content, durable=False)
-        with suppress(DatasetError):
-            found = read_sums(self._path, self._shard, self._nbytes)
-            if found is not None:
-                return np.array(found)
+        found = self._sums_here()
+        if found is not None:
+            return found
         raise DatasetError(
             f"{store.url}/{name} holds no block sums of {self._shard.file} as the index has it; {_REMEDY}"
         )

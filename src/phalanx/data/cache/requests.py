@@ -6,6 +6,7 @@ The threads are daemons and hold nothing, so that a process ends without waiting
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -20,6 +21,20 @@ _AT_ONCE = 32
 T = TypeVar("T")
 
 
+def in_background(call: Callable[[], T]) -> Future[T]:
+    """What ``call`` returns or raises, made at once in a daemon thread of its own."""
+    future: Future[T] = Future()
+
+    def make() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # it is raised in whoever waits
+            future.set_exception(error)
+
+    threading.Thread(target=make, name="data-request", daemon=True).start()
+    return future
+
+
 class Requests:
     """A pool of threads with two queues. Threads may share it."""
 
@@ -29,7 +44,8 @@ class Requests:
         self._idle = 0
         self._urgent: deque[Callable[[], None]] = deque()
         self._ahead: deque[Callable[[], None]] = deque()
-        self._waiting: set[Future[Any]] = set()
+        self._waiting: dict[Future[Any], float] = {}
+        """What is waited for, and since when, oldest first."""
         self._changed = threading.Condition()
 
     def results(self, calls: Sequence[Callable[[], T]]) -> list[T]:
@@ -42,7 +58,8 @@ class Requests:
             return [future.result() for future in futures]
         finally:
             with self._changed:
-                self._waiting.difference_update(futures)
+                for future in futures:
+                    self._waiting.pop(future, None)
 
     def ahead(self, call: Callable[[], object]) -> None:
         """Has ``call`` made once nothing is waited for, after those that were given before. What it raises is dropped."""
@@ -57,10 +74,15 @@ class Requests:
         """Ends the waiting of all who wait for ``results`` now, and forgets what would be read ahead."""
         with self._changed:
             self._ahead.clear()
-            waiting, self._waiting = self._waiting, set()
+            waiting, self._waiting = self._waiting, {}
         for future in waiting:
             with suppress(InvalidStateError):
                 future.set_exception(DatasetError("reading was ended before the store had answered"))
+
+    def waiting_s(self) -> float:
+        """Seconds for which somebody has waited for ``results``; 0 if nobody does."""
+        with self._changed:
+            return max((time.monotonic() - since_s for since_s in self._waiting.values()), default=0.0)
 
     def _urgently(self, call: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
@@ -78,7 +100,7 @@ class Requests:
                     future.set_result(result)
 
         with self._changed:
-            self._waiting.add(future)
+            self._waiting[future] = time.monotonic()
         self._enqueue(self._urgent, make)
         return future
 

@@ -23,6 +23,7 @@ from phalanx.fleet.core.epochs import (
     regroup,
     stepped,
     strike,
+    waits_for_samples,
 )
 from phalanx.fleet.core.orders import Order
 from phalanx.fleet.core.rollcall import rollcall
@@ -163,6 +164,8 @@ def _heartbeat(state: FleetState, event: m.Heartbeat, orders: list[Order]) -> No
         return
     if event.epoch == state.epoch and node.seat != NO_SEAT and event.phase is m.WorkerPhase.BOUND:
         stepped(state, event.step)
+        if event.waiting_s > 0:
+            waits_for_samples(state, node, event.waiting_s)
     _compare(state, node, event.epoch, event.phase, orders)
 
 

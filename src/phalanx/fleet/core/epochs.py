@@ -52,6 +52,7 @@ from phalanx.fleet.core.state import (
 
 IN_EPOCH = (FleetPhase.BINDING, FleetPhase.RUNNING)
 QUICK_TRIES, FIRST_PAUSE_S, LONGEST_PAUSE_S = 4, 0.1, 10.0
+TOLD_OF_WAITING_S = 30.0
 MASS_PATIENCE = 4
 """If most nodes fall silent at once, the coordinator itself is likely cut off: leases last this many times longer."""
 
@@ -223,7 +224,7 @@ def _begin(state: FleetState, orders: list[Order], plan: EpochPlan) -> None:
     state.awaiting, state.early, state.evidence, state.planned = set(plan.seats), set(), False, False
     state.ranks, state.source = plan.ranks, plan.source
     state.epoch_key = state.key
-    state.step, state.diagnosed = _step_of(plan.source), False
+    state.step, state.diagnosed, state.told_of_waiting = _step_of(plan.source), False, False
     if state.step < before:
         # The restore lost steps: computing them again counts as progress too.
         state.best_step = state.step
@@ -271,9 +272,22 @@ def stepped(state: FleetState, step: int) -> None:
         return
     pace_s = (state.now_s - state.step_s) / (step - state.step)
     state.pace_s = 0.8 * state.pace_s + 0.2 * pace_s if state.pace_s else pace_s
-    state.step, state.step_s, state.diagnosed = step, state.now_s, False
+    state.step, state.step_s, state.diagnosed, state.told_of_waiting = step, state.now_s, False, False
     progressed(state, step)
     _settle(state, step)
+
+
+def waits_for_samples(state: FleetState, node: Node, waiting_s: float) -> None:
+    """Puts off the deadline of the present step: an object store has not given ``node`` its samples, and a fleet that waits does not hang.
+
+    The node ends its waiting by itself (``data.timeout_s``).
+    """
+    if state.phase is not FleetPhase.RUNNING:
+        return
+    state.step_s, state.diagnosed = state.now_s, False
+    if waiting_s >= TOLD_OF_WAITING_S and not state.told_of_waiting:
+        state.told_of_waiting = True
+        note(state, node.name, f"has waited {waiting_s:.0f} s for samples from an object store")
 
 
 def _settle(state: FleetState, step: int) -> None:

@@ -30,6 +30,7 @@ ShortText = Annotated[str, Meta(max_length=8192)]
 Address = Annotated[str, Meta(max_length=300)]
 """``host:port``, or empty for none."""
 Natural = Annotated[int, Meta(ge=0, lt=2**53)]
+Seconds = Annotated[float, Meta(ge=0, lt=1e9)]
 StepNumber = Annotated[int, Meta(ge=-1, lt=2**53)]
 EpochNumber = Annotated[int, Meta(ge=-1, lt=2**53)]
 WorkerIndex = Annotated[int, Meta(ge=0, lt=4096)]
@@ -127,6 +128,8 @@ class Heartbeat(WireMessage, frozen=True):
     step: StepNumber
     """The last step that all its workers have completed."""
     phase: WorkerPhase
+    waiting_s: Seconds = 0.0
+    """Seconds for which one of its workers has waited for samples that an object store has not given; 0 if none does."""
 
 
 class WorkerExited(WireMessage, frozen=True):

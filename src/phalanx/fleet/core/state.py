@@ -177,6 +177,8 @@ class FleetState(Struct):
     pace_s: float = 0.0
     """Seconds that a step usually takes, smoothed."""
     diagnosed: bool = False
+    told_of_waiting: bool = False
+    """It was noted that the present step waits for samples."""
     best_step: int = NO_STEP
     """The furthest step ever completed, as far as known."""
     tries: int = 0

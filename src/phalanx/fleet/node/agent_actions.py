@@ -149,6 +149,8 @@ class WorkerLife:
     epoch: int = NO_EPOCH
     rank: int = -1
     step: int = NO_STEP
+    waiting_s: float = 0.0
+    """Seconds for which it has waited for samples that an object store has not given."""
     bound: bool = False
     leaving: bool = False
     finished: bool = False
@@ -166,6 +168,7 @@ class WorkerLife:
         """Marks it as ``rank`` of ``epoch``, which it has been told to join."""
         self.epoch, self.rank, self.step, self.heard_s = epoch, rank, NO_STEP, now_s
         self.bound = self.leaving = self.finished = False
+        self.waiting_s = 0.0
         self.last_words, self.leave_by_s = "", math.inf
 
     def leave(self, meeting_point: str) -> None:

@@ -154,7 +154,8 @@ class AgentState:
         """The heartbeat, with the workers' epoch, their slowest step and their phase."""
         placed = self._placed()
         step = min((worker.step for worker in placed), default=NO_STEP)
-        return Heartbeat(self.identity.node, self.incarnation, self.epoch, step, self.phase())
+        waiting_s = max((worker.waiting_s for worker in placed), default=0.0)
+        return Heartbeat(self.identity.node, self.incarnation, self.epoch, step, self.phase(), waiting_s)
 
     def phase(self) -> WorkerPhase:
         """The phase of all workers together: that of the one that is furthest behind."""
@@ -343,9 +344,10 @@ class AgentState:
                 # Its end is no failure of its own; the next one is checked again.
                 worker.doomed = True
                 return self._unfit(f"worker {index}: {evidence}")
-            case worker_link.Alive(epoch=epoch, step=step) | worker_link.StepEnded(epoch=epoch, step=step):
-                if epoch == worker.epoch:
-                    worker.step = max(worker.step, step)
+            case worker_link.Alive(epoch=epoch, step=step, waiting_s=waiting_s) if epoch == worker.epoch:
+                worker.step, worker.waiting_s = max(worker.step, step), waiting_s
+            case worker_link.StepEnded(epoch=epoch, step=step) if epoch == worker.epoch:
+                worker.step = max(worker.step, step)
             case worker_link.JoinedEpoch(epoch=epoch) if epoch == worker.epoch:
                 worker.bound = True
                 return self._bound()

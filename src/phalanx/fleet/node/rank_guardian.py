@@ -19,6 +19,7 @@ from phalanx.checkpoint.snapshot.segments import NO_STEP, Segment
 from phalanx.checkpoint.snapshot.tier import SnapshotHolder, SnapshotTier, describe, restore_from_holders
 from phalanx.checkpoint.snapshot.writer import SnapshotWriter, TakenSnapshot
 from phalanx.checkpoint.tiers.tier import KeepingTier
+from phalanx.data.dataset import RunData
 from phalanx.fleet.core.retention import may_begin
 from phalanx.fleet.health.live_audit import LiveAudit
 from phalanx.fleet.health.straggler_watch import StragglerWatch
@@ -40,6 +41,8 @@ _GROUP_TIMEOUT_S = 3600.0
 """So long that collectives are aborted by the agent's order, never by their own timeout."""
 _TOLD_BYTES, _TOLD_BY_ALL_BYTES = 32 << 20, 512 << 20
 """Limits of what one rank tells the others of snapshots, and of what all tell: each rank holds all of it for a moment."""
+_OVERTIME_S = 60.0
+"""Time that a request may take to end after its time was over."""
 _MOST_FAILURES = 3
 """The number of attempts to restore a step from memory before all ranks turn to the disk."""
 
@@ -64,10 +67,6 @@ def last_audit(step: int, every: int) -> int:
     checked when the next one begins.
     """
     return (step - 1) - (step - 1) % every if step > 0 else 0
-
-
-def _nothing() -> None:
-    pass
 
 
 def _not_too_long(records: dict[int, bytes], ranks: int) -> dict[int, bytes]:
@@ -102,7 +101,7 @@ class RankGuardian(Guardian):
         self._writer = SnapshotWriter(segments, identity(spec), on_complete=self._complete)
         self._bind: link.JoinEpoch | None = None
         self._connections: Connections | None = None
-        self._give_up: Callable[[], None] = _nothing
+        self._data: RunData | None = None
         self._newest = NO_STEP
         self._began_at = 0
         """The step whose state this epoch began with."""
@@ -125,7 +124,7 @@ class RankGuardian(Guardian):
         """The epoch has ended for this worker."""
         self.epoch, self.step = -1, NO_STEP
         # Both hold references to the model and its optimizer; there may be no room for the next epoch's beside them.
-        self._watch, self._give_up = None, _nothing
+        self._watch, self._data = None, None
         self._hooks.leaves()
         self._at("warm")
 
@@ -219,12 +218,23 @@ class RankGuardian(Guardian):
             self._connections.settle()
         self._hooks.assembled(built, saver)
 
-    def on_leaving(self, give_up: Callable[[], None]) -> None:
-        self._give_up = give_up
+    def reads(self, data: RunData) -> None:
+        self._data = data
 
     def give_up(self) -> None:
         """Ends the waiting of the main thread, if it waits for its data. For the thread that breaks off epochs."""
-        self._give_up()
+        data = self._data
+        if data is not None:
+            data.give_up()
+
+    def waiting_s(self) -> float:
+        """Seconds for which this rank has waited for an object store, which has ``data.timeout_s`` to answer; 0 if it does not wait.
+
+        Longer than that, it does not wait for the store any more but hangs, and 0 is returned too. For the thread of heartbeats.
+        """
+        data = self._data
+        waited_s = 0.0 if data is None else data.waiting_s()
+        return waited_s if waited_s < self._spec.data.timeout_s + _OVERTIME_S else 0.0
 
     def safe(self) -> bool:
         return may_begin(self._newest, self._orders.safe_step(self.epoch))

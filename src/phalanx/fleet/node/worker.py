@@ -172,7 +172,9 @@ class Worker:
             guardian = self._guardian
             since_s = time.monotonic() - guardian.since_s
             with suppress(LinkError):
-                self._link.send(Alive(guardian.epoch, guardian.step, guardian.phase, since_s))
+                self._link.send(
+                    Alive(guardian.epoch, guardian.step, guardian.phase, since_s, guardian.waiting_s())
+                )
             time.sleep(self._spec.fleet.worker_lease_s / _PULSES_IN_A_LEASE)
 
     def _epoch(self, bind: JoinEpoch) -> None:

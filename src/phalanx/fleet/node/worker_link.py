@@ -131,6 +131,8 @@ class Alive(_LinkMessage, frozen=True):
     phase: str
     since_s: float
     """Seconds for which the main thread has been in this phase."""
+    waiting_s: float = 0.0
+    """Seconds for which it has waited for samples that an object store has not given; 0 if it does not."""
 
 
 class JoinedEpoch(_LinkMessage, frozen=True):

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.save.saver import AsyncSaver
+from phalanx.data.dataset import RunData
 from phalanx.train.step.built import Built
 from phalanx.train.step.step import Audit, Stepper, StepReport
 
@@ -36,9 +37,9 @@ class Guardian(Protocol):
         """Called once the model is built and its state restored, before training begins."""
 
     @abstractmethod
-    def on_leaving(self, give_up: Callable[[], None]) -> None:
-        """``give_up`` ends such waiting of this rank as is not in a collective. It is called, from another thread and perhaps several times,
-        when the rank must leave the epoch at once."""
+    def reads(self, data: RunData) -> None:
+        """This rank's samples come from ``data``. Where they are in an object store it may have to wait for them, outside all collectives:
+        that is no hang, and must be ended (``RunData.give_up``) when the rank has to leave the epoch at once."""
 
     @abstractmethod
     def safe(self) -> bool:
@@ -82,7 +83,7 @@ class NoGuardian(Guardian):
     def assembled(self, built: Built, saver: AsyncSaver) -> None:
         pass
 
-    def on_leaving(self, give_up: Callable[[], None]) -> None:
+    def reads(self, data: RunData) -> None:
         pass
 
     def safe(self) -> bool:

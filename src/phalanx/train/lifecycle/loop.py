@@ -72,7 +72,7 @@ def train(training: Training) -> RunResult | None:
     begun = replace(progress)
     samples = partial(_samples, training, begun)
     recent_s: list[float] = []
-    guardian.on_leaving(training.data.give_up)
+    guardian.reads(training.data)
     with _prefetch(training, begun, samples) as batches:
         stepper = Stepper(training.built, batches, ledger, progress.updates)
         audit = guardian.audit(stepper, samples)
@@ -212,7 +212,20 @@ def _prefetch(training: Training, begun: TrainProgress, samples: Samples) -> Pre
         step, turn = divmod(number, len(rounds))
         return pinned(samples(step + 1, rounds[turn].slot), training.mesh.device)
 
-    return Prefetch(of_round, numbers, give_up=data.give_up)
+    return Prefetch(
+        of_round,
+        numbers,
+        give_up=data.give_up,
+        on_wait=partial(_tell_of_long_wait, training) if data.cached else None,
+    )
+
+
+def _tell_of_long_wait(training: Training, waited_s: float) -> None:
+    patience_s, rank = training.inputs.spec.data.timeout_s, training.mesh.rank
+    training.reporter.warn(
+        f"rank {rank} has waited {waited_s:.0f} s for samples from {', '.join(one.url for one in training.data.cached)}; the run waits "
+        f"until data.timeout_s = {patience_s:g} s are over and ends with its last checkpoint then (asked to stop twice, at once)"
+    )
 
 
 def _rounds_ahead(training: Training) -> int:

@@ -26,12 +26,18 @@ from phalanx.train.lifecycle.interrupt import StopRequest
 if TYPE_CHECKING:
     from phalanx.run.directory.paths import RunDirectory
     from phalanx.run.directory.result import RunResult
+    from phalanx.run.spec import RunSpec
     from phalanx.train.lifecycle.assemble import EpochInputs
     from phalanx.train.lifecycle.reporter import Reporter
 
 EXIT_FAILED = 1
 EXIT_STOPPED = 75
 """The run was asked to stop and can be started again (``EX_TEMPFAIL`` of sysexits.h)."""
+
+
+def group_timeout_s(spec: RunSpec) -> float:
+    """Seconds for which a rank without a fleet waits for the others in a collective: longer than any of them may wait for its samples."""
+    return max(1800.0, spec.data.timeout_s + 300.0)
 
 
 def die_with_parent() -> None:
@@ -189,7 +195,7 @@ def main(work: Callable[[Path, int, StopRequest], object | None] = run_rank) -> 
         assert place is not None, "started without a place"
         rank = place.rank
         spec = read_resolved(directory)
-        join(place, device_for(spec.runtime.device, place.local_rank), timeout_s=1800.0)
+        join(place, device_for(spec.runtime.device, place.local_rank), group_timeout_s(spec))
         result = work(arguments.run_dir, arguments.attempt, stop)
         leave()
     except known_errors() as error:
