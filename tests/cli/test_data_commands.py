@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from parity.llama3_folder import save_tokenizer
 from phalanx_process import RUN_FILE, last_json, run
 from tiny_runs import make_dataset
 
@@ -115,3 +116,67 @@ def test_block_sums_that_lack_are_asked_for_and_written(tmp_path: Path) -> None:
     assert "2 shards have no block sums" in run(["data", "verify", "old"], tmp_path).stdout
     assert "block sums" not in run(["data", "verify", "old", "--write-sums"], tmp_path).stdout
     assert len(list(dataset.glob("*.sums"))) == 2
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with conversations, and with a tokenizer that has a chat template."""
+    place = tmp_path_factory.mktemp("chats")
+    save_tokenizer(place / "model")
+    turns = [{"role": "user", "content": "cat"}, {"role": "assistant", "content": "dog"}]
+    lines = [json.dumps({"messages": turns * (1 + number % 2)}) for number in range(20)]
+    (place / "chats.jsonl").write_text("\n".join(lines))
+    (place / "spelled.jsonl").write_text(lines[0].replace("cat", "<|eot_id|>") + "\n" + "\n".join(lines))
+    return place
+
+
+def test_conversations_are_prepared_and_a_record_shows_what_is_learned(chats: Path) -> None:
+    options = ["--layout", "chat", "--tokenizer", "model", "--seq-len", "48", "--out", "data"]
+    facts = last_json(run(["data", "prepare", "chats.jsonl", *options, "--json"], chats))
+    assert (facts["conversations"], facts["left_out_conversations"]) == (10, 10)
+    shown = run(["data", "show", "data", "--record", "0"], chats).stdout
+    frame = "<|start_header_id|>{}<|end_header_id|>\n\n"
+    user, answer = frame.format("user") + "cat<|eot_id|>", frame.format("assistant") + "⟦dog<|eot_id|>⟧"
+    assert shown.startswith("<|begin_of_text|>" + user + answer + "<|end_of_text|>")
+    pieces = json.loads(run(["data", "show", "data", "--record", "0", "--json"], chats).stdout)["pieces"]
+    assert [piece["text"] for piece in pieces if piece["learned"]] == ["dog<|eot_id|>"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["chats.jsonl", "--layout", "chat", "--seq-len", "48"], "needs the model's own tokenizer"),
+        (["chats.jsonl", "--layout", "chat", "--tokenizer", "model"], "add --seq-len"),
+        (["chats.jsonl", "--too-long", "cut"], "add --layout chat"),
+        (
+            ["--layout", "chat", "--tokenizer", "model", "--seq-len", "48", "model/tokenizer.json"],
+            "is text, not rows of conv",
+        ),
+        (
+            ["--layout", "chat", "--tokenizer", "model", "--seq-len", "48", "spelled.jsonl"],
+            "message 1 spells the special token",
+        ),
+        (
+            [
+                "--layout",
+                "chat",
+                "--tokenizer",
+                "model",
+                "--seq-len",
+                "48",
+                "--text-field",
+                "turns",
+                "chats.jsonl",
+            ],
+            "has no field 'turns'; it has: messages",
+        ),
+    ],
+)
+def test_what_is_wrong_with_conversations_is_said_with_the_remedy(
+    words: list[str], message: str, chats: Path
+) -> None:
+    refused = run(["data", "prepare", *words, "--out", "refused"], chats)
+    assert refused.returncode != 0
+    assert message in " ".join(refused.stderr.split())
+    assert "Traceback" not in refused.stderr
+    assert not (chats / "refused").exists()

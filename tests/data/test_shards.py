@@ -166,9 +166,9 @@ def test_a_missing_directory_and_a_directory_without_index_are_told_apart(tmp_pa
 
 
 def test_another_version_is_named_with_ours(dataset: Path) -> None:
-    edit_index(dataset, version=3)
+    edit_index(dataset, version=4)
     with pytest.raises(
-        DatasetError, match="version 3 of the dataset format, this Phalanx reads versions 1 and 2"
+        DatasetError, match="version 4 of the dataset format, this Phalanx reads versions 1 to 3"
     ):
         TokenShards.open(dataset, TRAIN)
 

@@ -31,7 +31,16 @@ _COUNTED_AT_ONCE = 256
 
 
 NO_TARGET = -100
-"""The target of a token that has none: the last of a packed record. The loss passes over it (``phalanx.train.step.loss.IGNORE``)."""
+"""The target of a token that has none: the last of a packed record. The loss passes over it (``phalanx.train.step.loss.IGNORE``).
+
+A token ``t`` of a sample that is read and not learned, as what the user of a conversation wrote, is ``~t``, below 0: see ``inputs_of``.
+"""
+
+
+def inputs_of(samples: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The tokens of samples, ``(count, seq_len)``, whether there is a loss on them or not."""
+    tokens = samples[:, :-1]
+    return np.where(tokens < 0, ~tokens, tokens)
 
 
 class TokenSequences:
@@ -45,6 +54,7 @@ class TokenSequences:
         self.shards = place.shards(split)
         self.seq_len = seq_len
         self.packed = bool(place.index.packed_seq_len)
+        self._loss_bit = place.index.loss_bit
 
     def __len__(self) -> int:
         return self._samples
@@ -64,6 +74,10 @@ class TokenSequences:
             raise IndexError(f"samples {indices.min()}..{indices.max()} are not all in [0, {len(self)})")
         if self.packed:
             self.shards.gather(indices * self.seq_len, self.seq_len, out[:, :-1], rows)
+            if self._loss_bit:
+                stored = out[rows, :-1]
+                tokens = stored & (self._loss_bit - 1)
+                out[rows, :-1] = np.where(stored & self._loss_bit, tokens, ~tokens)
             out[rows, -1] = NO_TARGET
         else:
             self.shards.gather(indices * self.seq_len, self.seq_len + 1, out, rows)
@@ -111,6 +125,8 @@ class RunData:
         self._sources = tuple(sources)
         self._place = place
         self._within_documents = within_documents
+        end = index.document_end
+        self._document_end = tokenizer.end_of_document if end is None else end
         self._held_out_starts = np.cumsum([0, *(len(source.held_out) for source in sources)], dtype=np.int64)
 
     @classmethod
@@ -227,7 +243,7 @@ class RunData:
         byte_lengths = np.append(self.tokenizer.byte_lengths, 0)  # of no target, by the index -1
         if not (prefix := self.tokenizer.prefix_bytes):
             return self._of_targets(indices, lambda targets, _: byte_lengths[targets])
-        before_text = [self.tokenizer.end_of_document, *self.tokenizer.document_start][-1]
+        before_text = [self._document_end, *self.tokenizer.document_start][-1]
 
         def lengths(targets: NDArray[np.int64], previous: NDArray[np.int64]) -> NDArray[np.int64]:
             # The first token of a text has a space that is not the text's.
@@ -252,11 +268,11 @@ class RunData:
         for start in range(0, len(indices), _COUNTED_AT_ONCE):
             block = slice(start, start + _COUNTED_AT_ONCE)
             samples = self._held_out(indices[block])
-            targets = samples[:, 1:]
-            without = targets == NO_TARGET
+            tokens, targets = inputs_of(samples), samples[:, 1:]
+            without = targets < 0
             if self._within_documents:
-                without |= samples[:, :-1] == self.tokenizer.end_of_document
-            sums[block] = figure(np.where(without, -1, targets), samples[:, :-1]).sum(axis=1)
+                without |= tokens == self._document_end
+            sums[block] = figure(np.where(without, -1, targets), tokens).sum(axis=1)
         return sums
 
     def _held_out(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:

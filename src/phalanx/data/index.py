@@ -21,6 +21,9 @@ VERSION = 1
 """A stream of documents joined end to end, cut to any length when it is read."""
 PACKED_VERSION = 2
 """Records of one length, in which documents are whole (``phalanx.data.packing``)."""
+CHAT_VERSION = 3
+"""Records of conversations: the highest bit of a stored token says that there is a loss on it."""
+VERSIONS = (VERSION, PACKED_VERSION, CHAT_VERSION)
 TRAIN = "train"
 HELD_OUT = "held_out"
 SPLITS = (TRAIN, HELD_OUT)
@@ -52,10 +55,28 @@ class Split:
     """Digest in hex of the token stream, all shards joined; where shards have digests of their own, of these (``digest_of_shards``)."""
     padding: int = 0
     """Tokens of packed records that fill them up."""
+    learned: int = 0
+    """Of conversations, the tokens with a loss."""
+    left_out: int = 0
+    """Conversations that were bad, or longer than a record."""
 
     @property
     def tokens(self) -> int:
         return sum(shard.tokens for shard in self.shards)
+
+
+@dataclass(frozen=True)
+class ChatRecipe:
+    """What made tokens of conversations (``phalanx.data.chat``)."""
+
+    template_sha256: str
+    """Digest of the chat template and the special tokens that it names."""
+    document_end: int
+    """The token that ends a conversation, and fills records up."""
+    too_long: str
+    """"drop" or "cut": what became of conversations that a record does not hold."""
+    on_bad: str
+    """"stop" or "skip"."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +95,8 @@ class Recipe:
     """Ids that each document begins with: what the tokenizer puts before a text. Version 0.1.0 put none."""
     packed_seq_len: int = 0
     """Tokens of a record that documents are packed into; 0 means that they are joined end to end."""
+    chat: ChatRecipe | None = None
+    """Of conversations; None for text."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +135,19 @@ class DatasetIndex:
     @property
     def version(self) -> int:
         """The version of the format."""
+        if self.recipe.chat is not None:
+            return CHAT_VERSION
         return PACKED_VERSION if self.packed_seq_len else VERSION
+
+    @property
+    def loss_bit(self) -> int:
+        """The bit of a stored token that says that there is a loss on it, as a number; 0 where there is one on all."""
+        return 0 if self.recipe.chat is None else loss_bit(self.dtype)
+
+    @property
+    def document_end(self) -> int | None:
+        """The token that ends documents, if it is not the tokenizer's."""
+        return None if self.recipe.chat is None else self.recipe.chat.document_end
 
     @property
     def packed_seq_len(self) -> int:
@@ -152,6 +187,10 @@ class DatasetIndex:
             del content["recipe"]["packed_seq_len"]
             for name in SPLITS:
                 del content[name]["padding"]
+        if self.recipe.chat is None:
+            del content["recipe"]["chat"]
+            for name in SPLITS:
+                del content[name]["learned"], content[name]["left_out"]
         for name in SPLITS:
             for shard in content[name]["shards"]:
                 if not shard["sha256"]:
@@ -166,9 +205,14 @@ def digest_of_shards(shards: Sequence[ShardFile]) -> str:
     return hashlib.sha256("\n".join(shard.sha256 for shard in shards).encode()).hexdigest()
 
 
-def dtype_for(vocab_size: int) -> str:
-    """The smallest of the two dtypes that holds every token id below ``vocab_size``."""
-    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+def dtype_for(vocab_size: int, *, with_loss_bit: bool = False) -> str:
+    """The smallest of the two dtypes that holds every token id below ``vocab_size``, and beside it the bit of the loss."""
+    return "uint16" if vocab_size <= 1 << (15 if with_loss_bit else 16) else "uint32"
+
+
+def loss_bit(dtype: str) -> int:
+    """The highest bit of a dtype, as a number."""
+    return 1 << (8 * _ITEM_BYTES[dtype] - 1)
 
 
 def read_index(directory: Path) -> DatasetIndex:
@@ -197,9 +241,9 @@ def parse_index(text: str, path: Path) -> DatasetIndex:
         version = content["version"]
     except (ValueError, TypeError, KeyError) as error:
         raise _damaged(path, repr(error)) from error
-    if version not in (VERSION, PACKED_VERSION):
+    if version not in VERSIONS:
         raise DatasetError(
-            f"{path} has version {version!r} of the dataset format, this Phalanx reads versions {VERSION} and {PACKED_VERSION}; prepare the "
+            f"{path} has version {version!r} of the dataset format, this Phalanx reads versions {VERSION} to {CHAT_VERSION}; prepare the "
             "dataset again, or use the release that made it"
         )
     problems: list[Problem] = []

@@ -26,9 +26,20 @@ from pathlib import Path
 
 import numpy as np
 
+from phalanx.data.chat.encode import BadConversationError, ChatEncoder, ChatLayout
 from phalanx.data.errors import CorpusError, DataError, DatasetError, DatasetExistsError, NoRoomError
 from phalanx.data.formats.document import Document
-from phalanx.data.index import HELD_OUT, TRAIN, DatasetIndex, Recipe, Split, dtype_for, read_index
+from phalanx.data.index import (
+    HELD_OUT,
+    TRAIN,
+    ChatRecipe,
+    DatasetIndex,
+    Recipe,
+    Split,
+    dtype_for,
+    loss_bit,
+    read_index,
+)
 from phalanx.data.packing import Packer
 from phalanx.data.shards import ShardWriter, TokenShards, commit
 from phalanx.data.tokenizer import (
@@ -79,6 +90,7 @@ def prepare(
     held_out_fraction: float = 0.05,
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
     packed_seq_len: int = 0,
+    chat: ChatLayout | None = None,
     on_progress: OnProgress | None = None,
 ) -> PreparedInfo:
     """Write the dataset of ``documents`` to ``out``, or find it there.
@@ -87,7 +99,8 @@ def prepare(
     is "bpe" (trained on the training split, with ``vocab_size`` tokens at most, 32,768 if None), "bytes", or the path
     of a ``tokenizer.json`` or of sentencepiece's ``tokenizer.model``; for the last two ``vocab_size`` is None or what theirs is. Held-out text is
     also put through ``xz -9``, which takes about 700 MB of memory at most. With a ``packed_seq_len`` documents are packed whole into
-    records of that length; else they are joined end to end.
+    records of that length; else they are joined end to end. With ``chat`` documents are conversations, as ``conversation_text`` writes them;
+    they are packed whole, in a given tokenizer's tokens.
 
     Raises ``CorpusError`` (documents unfit or changing), ``TokenizerError``, ``DatasetExistsError`` (``out`` holds
     something else, untouched), ``NoRoomError`` (disk full, nothing left behind), and ``DatasetError``.
@@ -96,8 +109,15 @@ def prepare(
         raise DatasetError(f"held_out_fraction = {held_out_fraction} is not in [0, 1)")
     if packed_seq_len and packed_seq_len < 2:
         raise DatasetError(f"packed_seq_len = {packed_seq_len} holds no token and its target; give 2 or more")
-    source = _Source(documents, held_out_fraction, on_progress)
+    source = _Source(documents, held_out_fraction, on_progress, divisible=chat is None)
     given = _given_tokenizer(tokenizer)
+    encoder = None
+    if chat is not None:
+        if given is None or not packed_seq_len:
+            raise DatasetError(
+                "chats are packed into records, in the tokens of the model's own tokenizer: give both"
+            )
+        encoder = ChatEncoder(given, chat.template, packed_seq_len, chat.too_long)
     if given is not None and vocab_size not in (None, given.vocab_size):
         raise DatasetError(
             f"vocab_size = {vocab_size}, but the tokenizer given has {given.vocab_size}; leave it out"
@@ -106,12 +126,21 @@ def prepare(
         vocab_size = DEFAULT_BPE_VOCAB_SIZE
     start = given.document_start if given is not None else ()
     recipe = Recipe(
-        source.sha256, _describe(given), vocab_size, held_out_fraction, shard_tokens, start, packed_seq_len
+        source.sha256,
+        _describe(given),
+        vocab_size,
+        held_out_fraction,
+        shard_tokens,
+        () if chat is not None else start,
+        packed_seq_len,
+        None
+        if chat is None or encoder is None
+        else ChatRecipe(chat.sha256, encoder.end, chat.too_long, chat.on_bad),
     )
     found = _find(out, recipe)
     if found is not None:
         return found
-    return _write(source, out, recipe, given)
+    return _write(source, out, recipe, given, encoder)
 
 
 def split_of(name: str, held_out_fraction: float) -> str:
@@ -134,8 +163,14 @@ class _Source:
     """The documents with text in them, which must be the same each time that they are gone through."""
 
     def __init__(
-        self, documents: Iterable[Document], held_out_fraction: float, on_progress: OnProgress | None
+        self,
+        documents: Iterable[Document],
+        held_out_fraction: float,
+        on_progress: OnProgress | None,
+        *,
+        divisible: bool,
     ) -> None:
+        """``divisible``: A document may be cut, so that there is text to hold out."""
         if iter(documents) is documents:
             raise CorpusError(
                 "documents are gone through several times: give a list or Files, not a generator"
@@ -145,10 +180,12 @@ class _Source:
         self._on_progress = on_progress
         self._cut: tuple[int, int] | None = None
         """Number of the document whose end is held out, and the characters of that end; ``None`` if names decide alone."""
+        self._moved: tuple[int, str] | None = None
+        """Number of the document that is in another split than its name says, so that none is empty, and the split."""
         self.total = 0
         self.sha256 = ""
         splits, characters, most, largest = set(), 0, 0, 0
-        for number, (split, text, _) in enumerate(self.read("read")):
+        for number, (split, _, text, _) in enumerate(self.read("read")):
             splits.add(split)
             characters += len(text)
             if len(text) > most:
@@ -156,14 +193,21 @@ class _Source:
         wanted = {TRAIN, HELD_OUT} if held_out_fraction > 0 else {TRAIN}
         if wanted <= splits:
             return
+        if not divisible:
+            if self.total < 2:
+                raise CorpusError(
+                    f"there are {self.total} conversations, and some are to be held out; give more"
+                )
+            self._moved = self.total - 1, next(iter(wanted - splits))
+            return
         if most < 2:
             raise CorpusError(
                 f"there is too little text in {self.total} documents to train on some and hold some out; give more"
             )
         self._cut = largest, min(math.ceil(held_out_fraction * characters), most // 2)
 
-    def read(self, stage: str) -> Iterator[tuple[str, str, bytes]]:
-        """(split, text, text in UTF-8) of each document. Raises ``CorpusError`` if they are not those of the first time."""
+    def read(self, stage: str) -> Iterator[tuple[str, str, str, bytes]]:
+        """(split, name, text, text in UTF-8) of each document. Raises ``CorpusError`` if they are not those of the first time."""
         digest = hashlib.sha256()
         done = 0
         for document in self._documents:
@@ -174,10 +218,12 @@ class _Source:
             digest.update(text)
             if self._cut is not None and self._cut[0] == done:
                 begin, end = cut_end(document.text, self._cut[1])
-                yield TRAIN, begin, begin.encode()
-                yield HELD_OUT, end, end.encode()
+                yield TRAIN, document.name, begin, begin.encode()
+                yield HELD_OUT, document.name, end, end.encode()
             else:
-                yield split_of(document.name, self._fraction), document.text, text
+                moved = self._moved is not None and self._moved[0] == done
+                split = self._moved[1] if self._moved and moved else split_of(document.name, self._fraction)
+                yield split, document.name, document.text, text
             done += 1
             if self._on_progress is not None:
                 self._on_progress(stage, done, self.total)
@@ -186,7 +232,7 @@ class _Source:
         self.total, self.sha256 = done, digest.hexdigest()
 
     def train_texts(self) -> Iterator[str]:
-        return (text for split, text, _ in self.read("train tokenizer") if split == TRAIN)
+        return (text for split, _, text, _ in self.read("train tokenizer") if split == TRAIN)
 
 
 class _SplitEncoder:
@@ -201,7 +247,7 @@ class _SplitEncoder:
         self._documents = 0
         self._text_bytes = 0
 
-    def add(self, text: str, text_bytes: int) -> None:
+    def add(self, name: str, text: str, text_bytes: int) -> None:  # noqa: ARG002  each text can be encoded
         self._batch.append(text)
         self._batch_characters += len(text)
         self._documents += 1
@@ -233,14 +279,61 @@ class _SplitEncoder:
         self._batch, self._batch_characters = [], 0
 
 
-def _write(source: _Source, out: Path, recipe: Recipe, given: Tokenizer | None) -> PreparedInfo:
+class _ChatSplitEncoder:
+    """Encodes one split's conversations into its shards, and counts."""
+
+    def __init__(self, writer: ShardWriter, encoder: ChatEncoder, dtype: str, recipe: Recipe) -> None:
+        self._writer, self._encoder, self._loss_bit = writer, encoder, loss_bit(dtype)
+        self._packer = Packer(recipe.packed_seq_len, encoder.end)
+        self._stops = recipe.chat is not None and recipe.chat.on_bad == "stop"
+        self._documents = self._text_bytes = self._learned = self._left_out = 0
+
+    def add(self, name: str, text: str, text_bytes: int) -> None:
+        try:
+            encoded = self._encoder.encode(text)
+        except BadConversationError as error:
+            if self._stops:
+                raise CorpusError(
+                    f"{name}: {error}; mend it, or leave out all that is bad: `phalanx data prepare --on-bad skip`"
+                ) from error
+            encoded = None
+        if encoded is None:
+            self._left_out += 1
+            return
+        self._documents += 1
+        self._text_bytes += text_bytes
+        self._learned += int(encoded.learned.sum())
+        records = self._packer.add(
+            encoded.ids | np.where(encoded.learned, self._loss_bit, 0).astype(np.uint32)
+        )
+        if records is not None:
+            self._writer.append(records.reshape(-1))
+
+    def close(self) -> Split:
+        if (records := self._packer.flush()) is not None:
+            self._writer.append(records.reshape(-1))
+        written = self._writer.close()
+        return Split(
+            written.shards,
+            self._documents,
+            self._text_bytes,
+            written.sha256,
+            self._packer.padding_tokens,
+            self._learned,
+            self._left_out,
+        )
+
+
+def _write(
+    source: _Source, out: Path, recipe: Recipe, given: Tokenizer | None, chat: ChatEncoder | None
+) -> PreparedInfo:
     try:
         with _partial_folder(out) as partial:
             tokenizer = given or train_bpe(
                 source.train_texts(), vocab_size=recipe.vocab_size or DEFAULT_BPE_VOCAB_SIZE
             )
             tokenizer.save(partial)
-            index = _encode(source, partial, recipe, tokenizer)
+            index = _encode(source, partial, recipe, tokenizer, chat)
             return _commit(partial, out, index)
     except OSError as error:
         if error.errno in _NO_ROOM:
@@ -285,22 +378,25 @@ def _locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
         os.close(fd)
 
 
-def _encode(source: _Source, partial: Path, recipe: Recipe, tokenizer: Tokenizer) -> DatasetIndex:
-    dtype = dtype_for(tokenizer.vocab_size)
+def _encode(
+    source: _Source, partial: Path, recipe: Recipe, tokenizer: Tokenizer, chat: ChatEncoder | None
+) -> DatasetIndex:
+    dtype = dtype_for(tokenizer.vocab_size, with_loss_bit=chat is not None)
     xz = lzma.LZMACompressor(preset=9)
     xz_bytes = 0
     with (
         ShardWriter(partial, TRAIN, dtype=dtype, shard_tokens=recipe.shard_tokens) as train,
         ShardWriter(partial, HELD_OUT, dtype=dtype, shard_tokens=recipe.shard_tokens) as held_out,
     ):
-        packed = recipe.packed_seq_len
-        encoders = {
-            TRAIN: _SplitEncoder(train, tokenizer, packed),
-            HELD_OUT: _SplitEncoder(held_out, tokenizer, packed),
+        encoders: dict[str, _SplitEncoder | _ChatSplitEncoder] = {
+            split: _SplitEncoder(writer, tokenizer, recipe.packed_seq_len)
+            if chat is None
+            else _ChatSplitEncoder(writer, chat, dtype, recipe)
+            for split, writer in ((TRAIN, train), (HELD_OUT, held_out))
         }
-        for split, text, utf8 in source.read("encode"):
-            encoders[split].add(text, len(utf8))
-            if split == HELD_OUT:
+        for split, name, text, utf8 in source.read("encode"):
+            encoders[split].add(name, text, len(utf8))
+            if split == HELD_OUT and chat is None:
                 xz_bytes += len(xz.compress(utf8))
         splits = {name: encoder.close() for name, encoder in encoders.items()}
     xz_bytes += len(xz.flush())
@@ -312,7 +408,7 @@ def _encode(source: _Source, partial: Path, recipe: Recipe, tokenizer: Tokenizer
         tokenizer_fingerprint=tokenizer.fingerprint,
         train=splits[TRAIN],
         held_out=splits[HELD_OUT],
-        held_out_xz_bits_per_byte=8 * xz_bytes / held_out_bytes if held_out_bytes else None,
+        held_out_xz_bits_per_byte=8 * xz_bytes / held_out_bytes if held_out_bytes and chat is None else None,
         recipe=recipe,
     )
 

@@ -18,6 +18,7 @@ from phalanx.data.errors import DatasetError
 from phalanx.data.index import TRAIN, DatasetIndex
 from phalanx.data.mixture import Mixture, Source
 from phalanx.data.places import DatasetPlace, open_places
+from phalanx.data.tokenizer import load_tokenizer
 from phalanx.run.data_folders import ONLY
 from phalanx.run.mixture_rules import stages_of
 from phalanx.run.problems import Problem
@@ -39,6 +40,8 @@ class DataIndex(Protocol):
     def held_out_xz_bits_per_byte(self) -> float | None: ...
     @property
     def packed_seq_len(self) -> int: ...
+    @property
+    def document_end(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,11 @@ class MixtureIndex:
         return max(index.packed_seq_len for index in self.sources.values())
 
     @property
+    def document_end(self) -> int | None:
+        """The token that ends documents, if it is not the tokenizer's; the same in all sources."""
+        return next(iter(self.sources.values())).document_end
+
+    @property
     def held_out_xz_bits_per_byte(self) -> float | None:
         """None: what ``xz`` needs for the texts of all sources together is not known."""
         return None
@@ -89,7 +97,23 @@ def index_of_places(places: Mapping[str, DatasetPlace]) -> DatasetIndex | Mixtur
                 f"source {name!r} was prepared with another tokenizer than source {first!r}: prepare it with that one "
                 f"(`phalanx data prepare TEXT... --tokenizer {places[first].folder / 'tokenizer.json'} --out FOLDER`)"
             )
+    if any(index.document_end is not None for index in indices.values()):
+        _require_one_end(indices, load_tokenizer(places[first].folder).end_of_document)
     return MixtureIndex(indices)
+
+
+def _require_one_end(indices: Mapping[str, DatasetIndex], usual: int) -> None:
+    """Raises ``DatasetError`` if conversations end with another token than documents: attention would not tell one of them from the next."""
+    ends = {
+        name: usual if index.document_end is None else index.document_end for name, index in indices.items()
+    }
+    chats = next(name for name, index in indices.items() if index.document_end is not None)
+    for name, end in ends.items():
+        if end != ends[chats]:
+            raise DatasetError(
+                f"conversations of source {chats!r} end with token {ends[chats]}, since its chat template uses the tokenizer's own end token, and "
+                f"documents of source {name!r} with {end}: name token {ends[chats]} as eos_token in tokenizer_config.json, and prepare {name!r} again"
+            )
 
 
 def read_data_index(data: DataSpec) -> DatasetIndex | MixtureIndex:

@@ -12,12 +12,13 @@ from pathlib import Path
 
 from phalanx.checkpoint.interop.huggingface.folders import GENERATION_CONFIG, read_json
 from phalanx.checkpoint.interop.huggingface.publisher_files import keeps_tokenizer
+from phalanx.data.chat.messages import Message
+from phalanx.data.chat.template import ChatTemplateError, read_chat_template
 from phalanx.data.errors import TokenizerError
 from phalanx.data.published_tokenizers.byte_fallback import FallbackTokenizer
 from phalanx.data.tokenizer import BpeTokenizer, Tokenizer, load_tokenizer
 from phalanx.run.data_folders import addresses
 from phalanx.run.directory.paths import RunDirectory, read_resolved
-from phalanx.serve.chat_template import ChatTemplateError, read_chat_template
 
 
 def load_run_tokenizer(run_dir: Path) -> Tokenizer:
@@ -62,9 +63,10 @@ def encode_chat(published: Path | None, tokenizer: Tokenizer, message: str) -> l
             "tokenizer; leave out --chat"
         )
     try:
-        return tokenizer.encode_template(read_chat_template(published).render(message))
+        messages: list[Message] = [{"role": "user", "content": message}]
+        return tokenizer.encode_template(read_chat_template(published).render(messages, answer=True))
     except ChatTemplateError as error:
-        raise TokenizerError(str(error)) from error
+        raise TokenizerError(f"{error}; mend it, or leave out --chat") from error
 
 
 def stop_tokens(published: Path | None, tokenizer: Tokenizer) -> frozenset[int]:

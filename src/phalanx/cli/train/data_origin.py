@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -23,15 +24,28 @@ _PLACE = click.argument("place", metavar="FOLDER_OR_URL")
 
 @click.command("show")
 @_PLACE
+@click.option(
+    "--record", type=click.IntRange(min=0), help="Show this record's text, from 0, and what of it is learned."
+)
+@click.option(
+    "--seq-len", type=click.IntRange(min=1), help="With --record: its tokens; packed datasets have their own."
+)
+@click.option("--held-out", is_flag=True, help="With --record: of the held-out split.")
 @_JSON
-def show_command(place: str, as_json: bool) -> None:
+def show_command(place: str, record: int | None, seq_len: int | None, held_out: bool, as_json: bool) -> None:
     """Say what a dataset consists of and, if it was prepared from a recipe, what became of each document; also while it is prepared.
 
     \b
       phalanx data show data/web
       phalanx data show s3://bucket/web --json
+      phalanx data show data/chats --record 17       # what is learned stands between ⟦ and ⟧
     """
     with explained(DataError, StoreError):
+        if record is not None:
+            _show_record(place, record, seq_len, HELD_OUT if held_out else TRAIN, as_json)
+            return
+        if seq_len or held_out:
+            raise click.UsageError("--seq-len and --held-out are about one record: add --record I")
         facts = _facts(Workplace(place))
     if as_json:
         click.echo(json.dumps(facts))
@@ -43,6 +57,27 @@ def show_command(place: str, as_json: bool) -> None:
                 click.echo(f"  {key}: {inner:,}" if isinstance(inner, int) else f"  {key}: {inner}")
         else:
             click.echo(f"{name}: {value:,}" if isinstance(value, int) else f"{name}: {value}")
+
+
+def _show_record(place: str, number: int, seq_len: int | None, split: str, as_json: bool) -> None:
+    """Prints one record. Raises ``DatasetError`` if there is none."""
+    from phalanx.data.places import open_place
+    from phalanx.data.show_record import show_record
+
+    dataset = open_place(place)
+    length = seq_len or dataset.index.packed_seq_len
+    if not length:
+        raise click.UsageError("the dataset is joined, not packed: give the run's train.seq_len as --seq-len")
+    shown = show_record(dataset, split, number, length)
+    if as_json:
+        click.echo(json.dumps({"record": number, "split": split, **asdict(shown)}))
+        return
+    chats = dataset.index.document_end is not None
+    for piece in shown.pieces:
+        click.echo(
+            click.style(f"⟦{piece.text}⟧", bold=True) if chats and piece.learned else piece.text, nl=False
+        )
+    click.echo(f"\n{shown.tokens:,} tokens, and {shown.padding:,} that fill the record up", err=True)
 
 
 @click.command("trace")
@@ -93,7 +128,7 @@ def _index(place: Workplace) -> DatasetIndex | None:
 
 def _facts(place: Workplace) -> dict[str, object]:
     index = _index(place)
-    facts: dict[str, object] = {"path": place.url}
+    facts: dict[str, Any] = {"path": place.url}
     if index is not None:
         facts |= {
             "fingerprint": index.fingerprint,
@@ -108,6 +143,8 @@ def _facts(place: Workplace) -> dict[str, object]:
                 "text bytes": split.text_bytes,
                 "shards": len(split.shards),
             }
+            if index.recipe.chat is not None:
+                facts[name] |= {"learned tokens": split.learned, "left out": split.left_out}
     try:
         place.store.info(PLAN_KEY)
     except MissingObjectError:

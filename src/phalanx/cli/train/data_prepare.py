@@ -12,10 +12,12 @@ import click
 from phalanx.cli.errors import explained
 from phalanx.cli.train.data_recipe import PrepareCommand
 from phalanx.cli.train.prepare_progress import PrepareProgress
-from phalanx.data.errors import DataError
+from phalanx.data.errors import DataError, TokenizerError
 
 if TYPE_CHECKING:
+    from phalanx.data.chat.encode import ChatLayout
     from phalanx.data.files import Files
+    from phalanx.data.index import DatasetIndex
 
 
 @click.command("prepare", cls=PrepareCommand)
@@ -45,8 +47,27 @@ if TYPE_CHECKING:
     "--seq-len", type=click.IntRange(min=2), help="With --pack: tokens of a record; the run's train.seq_len."
 )
 @click.option(
+    "--layout",
+    type=click.Choice(["text", "chat"]),
+    default="text",
+    show_default=True,
+    help="What rows are: texts, or conversations, of which only the assistant's words are learned.",
+)
+@click.option(
+    "--chat-template",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="With --layout chat: a Jinja template.  [default: that beside the tokenizer]",
+)
+@click.option(
+    "--too-long",
+    type=click.Choice(["drop", "cut"]),
+    default="drop",
+    show_default=True,
+    help="With --layout chat: leave out conversations longer than a record, or cut them after an answer.",
+)
+@click.option(
     "--text-field",
-    help='Field of JSON lines, or column of Parquet and Arrow, that holds the text.  [default: "text"]',
+    help='Field of JSON lines, or column of Parquet and Arrow, that holds the text, or the messages.  [default: "text", or "messages"]',
 )
 @click.option("--as-text", is_flag=True, help="Read JSON lines as the text that they are, with their braces.")
 @click.option(
@@ -66,6 +87,9 @@ def prepare_command(
     held_out: float,
     pack: bool,
     seq_len: int | None,
+    layout: Literal["text", "chat"],
+    chat_template: Path | None,
+    too_long: Literal["drop", "cut"],
     text_field: str | None,
     as_text: bool,
     on_bad: Literal["stop", "skip"],
@@ -84,10 +108,11 @@ def prepare_command(
       phalanx data prepare python-stdlib --out data/stdlib --vocab-size 8192
       phalanx data prepare books/ --out data/books --tokenizer llama-2/tokenizer.model
       phalanx data prepare books/ --out data/books-8k --pack --seq-len 8192
+      phalanx data prepare chats.jsonl --layout chat --tokenizer models/llama-3-instruct --seq-len 8192 --out data/chats
       phalanx data prepare recipe.toml --out s3://bucket/web     # by a recipe, on many workers: phalanx data prepare recipe.toml --help
     """
-    if pack != (seq_len is not None):
-        raise click.UsageError("--pack and --seq-len go together")
+    chats = layout == "chat"
+    _require_options_of_layout(chats, pack, seq_len, tokenizer, chat_template, as_text, too_long)
     from phalanx.data.files import Files
     from phalanx.data.formats.document import ReadOptions
     from phalanx.data.prepare import prepare
@@ -95,7 +120,12 @@ def prepare_command(
 
     with explained(DataError):
         documents = documents_of(
-            text, ReadOptions(text_field), on_bad="skip" if skip_bad else on_bad, json_as_text=as_text
+            text, ReadOptions(text_field, chats), on_bad="skip" if skip_bad else on_bad, json_as_text=as_text
+        )
+        chat = (
+            _chat_layout(Path(tokenizer), chat_template, too_long, "skip" if skip_bad else on_bad)
+            if chats
+            else None
         )
         files = documents if isinstance(documents, Files) else None
         progress = None if as_json else PrepareProgress(files)
@@ -107,6 +137,7 @@ def prepare_command(
                 vocab_size=vocab_size if tokenizer == "bpe" else None,
                 held_out_fraction=held_out,
                 packed_seq_len=seq_len or 0,
+                chat=chat,
                 on_progress=progress,
             )
         except KeyboardInterrupt:
@@ -131,6 +162,7 @@ def prepare_command(
         "xz_bits_per_byte": info.held_out_xz_bits_per_byte,
         "fingerprint": info.fingerprint,
         "padding": info.index.train.padding / max(1, info.index.train.tokens),
+        **_chat_facts(info.index),
         **_read_facts(files),
     }
     if as_json:
@@ -147,7 +179,7 @@ def prepare_command(
                 + (f" and {len(files.aside) - 3} more" if len(files.aside) > 3 else "")
             )
     click.echo(f"  {facts['train_tokens']:,} tokens to train on, {facts['held_out_tokens']:,} held out")
-    if pack:
+    if seq_len:
         padding = f"{facts['padding']:.3%} of them padding"
         few = (
             "; documents are too few to fill them better"
@@ -155,9 +187,72 @@ def prepare_command(
             else ""
         )
         click.echo(f"  packed whole into records of {seq_len:,} tokens, {padding}{few}")
+    if chats:
+        train = info.index.train
+        click.echo(
+            f"  {_count(train.documents, 'conversation')} to train on, {train.learned / max(1, train.tokens):.1%} of their tokens learned; "
+            f"left out, being {'bad or ' if on_bad == 'skip' or skip_bad else ''}longer than a record: {train.left_out + info.index.held_out.left_out:,}"
+        )
     if files is not None and files.report.bad_count:
         click.echo(f"  left out as bad: {files.report.bad_count:,}, named above")
     click.echo(f"  vocabulary {info.vocab_size:,}; fingerprint {info.fingerprint[:16]}")
+
+
+def _require_options_of_layout(
+    chats: bool,
+    pack: bool,
+    seq_len: int | None,
+    tokenizer: str,
+    chat_template: Path | None,
+    as_text: bool,
+    too_long: str,
+) -> None:
+    """Raises ``click.UsageError`` for options that do not go together."""
+    if not chats:
+        if pack != (seq_len is not None):
+            raise click.UsageError("--pack and --seq-len go together")
+        if chat_template is not None or too_long != "drop":
+            raise click.UsageError(
+                "--chat-template and --too-long are about conversations: add --layout chat"
+            )
+        return
+    if seq_len is None:
+        raise click.UsageError(
+            "--layout chat packs conversations whole: add --seq-len, the run's train.seq_len"
+        )
+    if tokenizer in ("bpe", "bytes"):
+        raise click.UsageError(
+            "--layout chat needs the model's own tokenizer: add --tokenizer FOLDER, that of the model"
+        )
+    if as_text:
+        raise click.UsageError(
+            "--as-text reads rows as text, and --layout chat as conversations: leave one out"
+        )
+
+
+def _chat_layout(
+    tokenizer: Path, template: Path | None, too_long: Literal["drop", "cut"], on_bad: Literal["stop", "skip"]
+) -> ChatLayout:
+    """The layout with a template in a file, or that beside the tokenizer. Raises ``TokenizerError`` if there is none."""
+    from phalanx.data.chat.encode import ChatLayout
+    from phalanx.data.chat.template import ChatTemplateError, read_chat_template
+
+    folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
+    try:
+        return ChatLayout(read_chat_template(folder, template), too_long, on_bad)
+    except ChatTemplateError as error:
+        raise TokenizerError(f"{error}: name one with --chat-template") from error
+
+
+def _chat_facts(index: DatasetIndex) -> dict[str, object]:
+    if index.recipe.chat is None:
+        return {}
+    both = (index.train, index.held_out)
+    return {
+        "conversations": sum(split.documents for split in both),
+        "learned_tokens": sum(split.learned for split in both),
+        "left_out_conversations": sum(split.left_out for split in both),
+    }
 
 
 def what_was_read(files: Files) -> str:

@@ -50,7 +50,9 @@ class ReadOptions:
     """How documents are taken from files."""
 
     text_field: str | None = None
-    """Field of JSON lines or column of tables that holds the text; None for "text"."""
+    """Field of JSON lines or column of tables that holds the text; None for "text", of conversations "messages"."""
+    chat: bool = False
+    """Rows are conversations: the text of each is what ``conversation_text`` makes of it."""
     document_bytes: int = DOCUMENT_BYTES
     """A text file of more bytes becomes several documents, cut after a line."""
     row_bytes: int = 4 << 20
@@ -60,7 +62,8 @@ class ReadOptions:
 
     @property
     def field(self) -> str:
-        return "text" if self.text_field is None else self.text_field
+        usual = "messages" if self.chat else "text"
+        return usual if self.text_field is None else self.text_field
 
 
 OnBytes = Callable[[int], None]

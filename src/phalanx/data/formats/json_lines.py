@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from phalanx.data.chat.messages import conversation_text
 from phalanx.data.formats.document import BadDocument, Document, ReadOptions
 from phalanx.data.formats.text import pieces
 
@@ -48,7 +49,7 @@ def read_lines(
     offset = start
     if start > 0:
         offset = start - 1 + _skip_line(stream, options.line_bytes)
-    text_of = _text_reader(options.field)
+    text_of = _conversation_reader(options.field) if options.chat else _text_reader(options.field)
     count = _LineCounter(path, start)
     while stop is None or offset < stop:
         line = stream.readline(options.line_bytes)
@@ -99,7 +100,7 @@ def fields_in_words(fields: list[str]) -> str:
 
 def in_pieces(name: str, text: str, options: ReadOptions) -> Iterator[Document]:
     """The text as one document, or as several of ``row_bytes`` at most, cut after lines: ``name.0``, ``name.1``, ..."""
-    if len(text) <= options.row_bytes // 4 or len(utf8 := text.encode()) <= options.row_bytes:
+    if options.chat or len(text) <= options.row_bytes // 4 or len(utf8 := text.encode()) <= options.row_bytes:
         yield Document(name, text)
         return
     for number, piece in enumerate(pieces(io.BytesIO(utf8), options.row_bytes)):
@@ -123,7 +124,21 @@ def _text_reader(field: str) -> Callable[[bytes], str | _Bad]:
     return text_of
 
 
-def _text_or_reason(line: bytes, field: str) -> str | _Bad:
+def _conversation_reader(field: str) -> Callable[[bytes], str | _Bad]:
+    def text_of(line: bytes) -> str | _Bad:
+        found = _object_or_reason(line, field)
+        if isinstance(found, _Bad):
+            return found
+        try:
+            return conversation_text(found, field)
+        except ValueError as error:
+            return _Bad(str(error))
+
+    return text_of
+
+
+def _object_or_reason(line: bytes, field: str) -> dict[str, object] | _Bad:
+    """The object on the line, if it has the field."""
     found = parse_object(line)
     if isinstance(found, UnicodeDecodeError):
         return _Bad(f"is not UTF-8 text (byte {found.object[found.start]:#04x}: {found.reason})")
@@ -133,6 +148,13 @@ def _text_or_reason(line: bytes, field: str) -> str | _Bad:
         return _Bad(f"is no JSON object, but {_json_type(found)}")
     if field not in found:
         return _Bad(f"has no field {field!r}; it has: {fields_in_words(list(found))}")
+    return found
+
+
+def _text_or_reason(line: bytes, field: str) -> str | _Bad:
+    found = _object_or_reason(line, field)
+    if isinstance(found, _Bad):
+        return found
     text = found[field]
     if not isinstance(text, str):
         return _Bad(f"its {field!r} is {_json_type(text)}, not text")

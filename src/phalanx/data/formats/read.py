@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from phalanx.data.errors import CorpusError
+from phalanx.data.errors import CorpusError, FormatError
 from phalanx.data.formats import tables
 from phalanx.data.formats.compressed import Compression, DamagedError, open_stream
 from phalanx.data.formats.document import BadDocument, Document, OnBytes, ReadOptions, Span
@@ -93,6 +93,10 @@ def require_text(path: Path, file_format: Format, options: ReadOptions = DEFAULT
                     there = fields_of(stream, _LINES_LOOKED_AT, options)
                 if there is not None:
                     raise tables.missing_field(path, options.field, there)
+            case Kind.TEXT if options.chat:
+                raise FormatError(
+                    path, "is text, not rows of conversations", "give JSON lines, Parquet or Arrow"
+                )
             case Kind.TEXT:
                 pass
 

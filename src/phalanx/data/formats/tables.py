@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from phalanx.data.chat.messages import conversation_text
 from phalanx.data.errors import FormatError, MissingPackageError
 from phalanx.data.formats.compressed import DamagedError
 from phalanx.data.formats.document import BadDocument, Document, OnBytes, ReadOptions, Span
@@ -90,6 +91,8 @@ def require_column(path: Path, options: ReadOptions, *, parquet: bool) -> None:
     if (count := schema.names.count(options.field)) > 1:
         raise FormatError(path, f"has {count} columns called {options.field!r}", "rename one")
     kind = schema.field(options.field).type
+    if options.chat:
+        return
     if not _is_text(kind):
         texts = [field.name for field in schema if _is_text(field.type)]
         raise FormatError(
@@ -152,8 +155,10 @@ def _read_batches(
     for batch in batches:
         for slice_start in range(0, batch.num_rows, 1024):
             column = batch.column(batch.schema.get_field_index(options.field)).slice(slice_start, 1024)
-            for value in _values(column):
-                if isinstance(value, str):
+            for value in _conversations(column, options.field) if options.chat else _values(column):
+                if isinstance(value, ValueError) and not isinstance(value, UnicodeDecodeError):
+                    yield BadDocument(path, f"row {row + 1:,}", str(value))
+                elif isinstance(value, str):
                     yield from in_pieces(f"{name}#{row}", value, options)
                 elif value is None:
                     yield BadDocument(path, f"row {row + 1:,}", f"its {options.field!r} is null")
@@ -166,6 +171,16 @@ def _read_batches(
                 row += 1
             if on_bytes is not None:
                 on_bytes(span.file_bytes * (row - span.first) // max(1, rows))
+
+
+def _conversations(column: pyarrow.Array, field: str) -> Iterator[str | ValueError]:
+    """The conversation of each row, of whose other columns none is read."""
+    column.validate(full=True)
+    for messages in column.to_pylist():
+        try:
+            yield conversation_text({field: messages}, field)
+        except ValueError as error:
+            yield error
 
 
 def _values(column: pyarrow.Array) -> Iterator[str | UnicodeDecodeError | None]:

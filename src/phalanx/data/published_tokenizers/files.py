@@ -27,9 +27,9 @@ def save_tokenizer(directory: Path, serialized: str, end_token: str, kind: str) 
     (directory / CONFIG_FILE).write_bytes((json.dumps(config, indent=2) + "\n").encode())
 
 
-def read_config(directory: Path) -> dict[str, object]:
-    """The ``tokenizer_config.json`` in ``directory``; empty if there is none. Raises ``TokenizerError``."""
-    file = directory / CONFIG_FILE
+def read_config(directory: Path, name: str = CONFIG_FILE) -> dict[str, object]:
+    """The ``tokenizer_config.json`` in ``directory``, or another file of JSON; empty if there is none. Raises ``TokenizerError``."""
+    file = directory / name
     if not file.exists():
         return {}
     try:

@@ -115,7 +115,9 @@ def resolve(spec: RunSpec, places: Mapping[str, DatasetPlace], path: Path) -> Ru
     if index.packed_seq_len:
         train = dataclasses.replace(train, targets_within_documents=True)
     if (train.document_mask or train.targets_within_documents) and train.end_of_document < 0:
-        end = load_tokenizer(tokenizer_folder(places)).end_of_document
+        end = index.document_end
+        if end is None:
+            end = load_tokenizer(tokenizer_folder(places)).end_of_document
         train = dataclasses.replace(train, end_of_document=end)
     resolved = dataclasses.replace(
         spec,

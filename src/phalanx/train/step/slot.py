@@ -68,6 +68,8 @@ class Losses:
         The arguments lie on the host, where documents are counted; the part is brought to this rank's device.
         """
         tokens, layout, device = samples[:, :-1], self.mesh.layout, self.mesh.device
+        # Of conversations: what is read and not learned is stored inverted (``phalanx.data.dataset.NO_TARGET``).
+        tokens, targets = torch.where(tokens < 0, ~tokens, tokens), targets.masked_fill(targets < 0, IGNORE)
         documents = None
         if self.spec.train.targets_within_documents:
             targets = targets.masked_fill(tokens == self.spec.train.end_of_document, IGNORE)

@@ -1,0 +1,234 @@
+"""Encodes conversations: token ids in the model's chat template, and which of them the assistant wrote.
+
+There is a loss on these alone, and on the token that ends the assistant's turn. What the assistant wrote is told by the template, if it
+marks it with ``{% generation %}``; else by rendering one message more and more: an answer is what follows the frame that the template puts before
+it (``add_generation_prompt``). That takes a template that writes messages the same whatever follows them; one that does not, as those that
+drop earlier thoughts, is refused by the message at which it differs.
+
+Text that spells a special token would become that token, as it does in ``transformers``: whoever writes a message could end a turn
+with it. Conversations with such text are refused. One token that no template yields ends a conversation, since the tokenizer's own end token often
+ends turns, and fills records up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import processors
+
+from phalanx.data.chat.messages import ASSISTANT, Conversation, Message, read_conversation, strings_in
+from phalanx.data.chat.template import ChatTemplate, ChatTemplateError
+from phalanx.data.errors import TokenizerError
+from phalanx.data.published_tokenizers.byte_fallback import FallbackTokenizer
+from phalanx.data.published_tokenizers.files import COMMON_END_TOKENS
+from phalanx.data.tokenizer import BpeTokenizer, Tokenizer
+
+TooLong = Literal["drop", "cut"]
+
+
+@dataclass(frozen=True)
+class ChatLayout:
+    """How conversations become records."""
+
+    template: ChatTemplate
+    too_long: TooLong = "drop"
+    """Leave out a conversation that a record does not hold, or cut it after an answer."""
+    on_bad: Literal["stop", "skip"] = "stop"
+    """End the preparation at a conversation that cannot be trained on, or leave it out."""
+
+    @property
+    def sha256(self) -> str:
+        """Digest, in hex, of the template and its special tokens."""
+        content = json.dumps([self.template.source, sorted(self.template.special_tokens.items())])
+        return hashlib.sha256(content.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Framed:
+    """A conversation as the template writes it."""
+
+    text: str
+    answers: list[range]
+    """Characters of ``text`` that the assistant wrote."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids of a conversation, its end included."""
+
+    ids: NDArray[np.uint32]
+    """``(tokens,)``"""
+    learned: NDArray[np.bool_]
+    """``(tokens,)``: True for those with a loss."""
+
+
+class BadConversationError(ValueError):
+    """A conversation that cannot be trained on; the message says why."""
+
+
+def framed(template: ChatTemplate, conversation: Conversation, specials: Sequence[str] = ()) -> Framed:
+    """The conversation in the template. ``specials``: how special tokens are spelled. Raises ``BadConversationError``."""
+    messages, tools = conversation.messages, conversation.tools
+    try:
+        if template.marks_answers:
+            text, spans = template.render_marked(messages, tools)
+            return Framed(text, [span for span in spans if span])
+        text = template.render(messages, answer=False, tools=tools, today=False)
+        spans, place = [], 0
+        for number, message in enumerate(messages):
+            if message["role"] != ASSISTANT:
+                continue
+            if number == 0:
+                raise BadConversationError(
+                    f"begins with the {ASSISTANT}, and the template has no {{% generation %}} to tell an answer from its frame"
+                )
+            before = template.render(messages[:number], answer=True, tools=tools, today=False)
+            until = template.render(messages[: number + 1], answer=False, tools=tools, today=False)
+            if not text.startswith(until) or not until.startswith(before) or len(before) < place:
+                raise BadConversationError(
+                    f"message {number + 1} is written differently once more messages follow it, or than an answer would begin: "
+                    f"{_difference(before, until) or _difference(until, text)}; a template that marks answers by {{% generation %}} could be used"
+                )
+            spans.append(range(len(before), _without_line_end(until, len(before), specials)))
+            place = len(until)
+        return Framed(text, spans)
+    except ChatTemplateError as error:
+        raise BadConversationError(str(error)) from error
+
+
+class ChatEncoder:
+    """Encodes conversations for records of ``seq_len`` tokens."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate, seq_len: int, too_long: TooLong = "drop"
+    ) -> None:
+        """``too_long``: Leave out a conversation that a record does not hold, or cut it after an answer.
+
+        Raises ``TokenizerError`` for a tokenizer that no chat template can be used with.
+        """
+        if not isinstance(tokenizer, BpeTokenizer | FallbackTokenizer):
+            raise TokenizerError(
+                "chats need the tokenizer that their template was made for: give its tokenizer.json, or the folder of its model"
+            )
+        self._template, self._seq_len, self._too_long = template, seq_len, too_long
+        self._hf = HfTokenizer.from_str(tokenizer.serialized)
+        self._hf.no_truncation()
+        self._hf.no_padding()
+        self._hf.encode_special_tokens = False
+        # Those of most tokenizers leave spaces out of the places that they tell.
+        self._hf.post_processor = processors.ByteLevel(trim_offsets=False)
+        self._specials = tuple(
+            added.content for added in self._hf.get_added_tokens_decoder().values() if added.special
+        )
+        self.end = document_end(tokenizer, template)
+        """The token that ends a conversation."""
+
+    def encode(self, text: str) -> Encoded | None:
+        """The ids of a conversation (a line of ``conversation_text``); ``None`` if it is too long.
+
+        Raises ``BadConversationError``.
+        """
+        conversation = read_conversation(text)
+        self._require_no_special_tokens(conversation)
+        messages = conversation.messages
+        stops = [number + 1 for number, message in enumerate(messages) if message["role"] == ASSISTANT]
+        wholes = [len(messages)] if self._too_long == "drop" else [len(messages), *reversed(stops)]
+        for stop in wholes:
+            encoded = self._encoded(
+                framed(self._template, Conversation(messages[:stop], conversation.tools), self._specials)
+            )
+            if len(encoded.ids) <= self._seq_len:
+                if not encoded.learned.any():
+                    raise BadConversationError("the assistant wrote nothing in it")
+                return encoded
+        return None
+
+    def _encoded(self, found: Framed) -> Encoded:
+        encoding = self._hf.encode(found.text, add_special_tokens=False)
+        ids = np.array([*encoding.ids, self.end], dtype=np.uint32)
+        if (ids[:-1] == self.end).any():
+            raise BadConversationError("the template yields the token that would end the conversation")
+        begins, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+        learned = np.zeros(len(ids), dtype=np.bool_)
+        for span in found.answers:
+            learned[:-1] |= (ends > span.start) & (begins < span.stop)
+        return Encoded(ids, learned)
+
+    def _require_no_special_tokens(self, conversation: Conversation) -> None:
+        for number, message in enumerate(conversation.messages, 1):
+            for text in strings_in(message):
+                found = next((token for token in self._specials if token in text), None)
+                if found is not None:
+                    raise BadConversationError(f"message {number} spells the special token {found!r}")
+
+
+def document_end(tokenizer: BpeTokenizer | FallbackTokenizer, template: ChatTemplate) -> int:
+    """A token that ``template`` does not yield: the tokenizer's end of document if that is one. Raises ``TokenizerError`` if there is none."""
+    hf = HfTokenizer.from_str(tokenizer.serialized)
+    content_of = {
+        number: added.content for number, added in hf.get_added_tokens_decoder().items() if added.special
+    }
+    named = template.special_tokens.get("pad_token")
+    content_of.setdefault(tokenizer.end_of_document, tokenizer.end_token)
+    preferred = [tokenizer.end_token, named, *COMMON_END_TOKENS]
+    ordered = sorted(
+        content_of,
+        key=lambda number: (
+            preferred.index(content_of[number])
+            if content_of[number] in preferred
+            else len(preferred) + number
+        ),
+    )
+    yielded = _probed(template)
+    used = {
+        content
+        for name, content in template.special_tokens.items()
+        if name in template.source and name != "pad_token"
+    }
+    for number in ordered:
+        content = content_of[number]
+        if content not in used and content not in template.source and content not in yielded:
+            return number
+    raise TokenizerError(
+        "all special tokens of the tokenizer are used by the chat template, and none is left to end conversations with: add one to the tokenizer"
+    )
+
+
+def _probed(template: ChatTemplate) -> str:
+    """What the template makes of a few messages; nothing of those that it refuses."""
+    turn: list[Message] = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}]
+    system: Message = {"role": "system", "content": "c"}
+    text = ""
+    for messages in ([*turn, *turn], [system, *turn, *turn]):
+        with suppress(ChatTemplateError):
+            text += template.render(messages, answer=True, today=False)
+    return text
+
+
+def _without_line_end(text: str, start: int, specials: Sequence[str]) -> int:
+    """The end of the answer from ``start`` on: behind the special token that ends the turn, without the line break that may follow it."""
+    stripped = text.rstrip()
+    return (
+        len(stripped)
+        if len(stripped) > start and stripped.endswith(tuple(specials) or ("\0",))
+        else len(text)
+    )
+
+
+def _difference(wanted: str, found: str) -> str:
+    """Where ``found`` does not begin with ``wanted``, in words; empty if it does."""
+    if found.startswith(wanted):
+        return ""
+    at = next(
+        (n for n, (a, b) in enumerate(zip(wanted, found, strict=False)) if a != b),
+        min(len(wanted), len(found)),
+    )
+    return f"{wanted[max(0, at - 20) : at + 20]!r} became {found[max(0, at - 20) : at + 20]!r}"
