@@ -27,6 +27,8 @@ from phalanx.data.portions.drive import (
 from phalanx.data.portions.executors.dask import DaskCluster
 from phalanx.data.portions.executors.executor import Executor, InOrder
 from phalanx.data.portions.executors.processes import Processes
+from phalanx.data.portions.executors.ray import RayCluster
+from phalanx.data.portions.executors.spark import SparkCluster
 from phalanx.data.portions.recipe import read_recipe
 from phalanx.data.portions.stages import stages_of
 from phalanx.data.portions.tasks import Workplace
@@ -67,8 +69,18 @@ class PrepareCommand(click.Command):
 @click.option(
     "--dask", metavar="ADDRESS", help="Have it done by a Dask cluster instead: the address of its scheduler."
 )
+@click.option("--spark", metavar="MASTER", help="Or by a Spark cluster: spark://HOST:7077, yarn, local[8].")
+@click.option("--ray", metavar="ADDRESS", help="Or by a Ray cluster: auto, HOST:6379, or local.")
 @_JSON
-def recipe_command(recipe: Path, out: str, workers: int | None, dask: str | None, as_json: bool) -> None:
+def recipe_command(
+    recipe: Path,
+    out: str,
+    workers: int | None,
+    dask: str | None,
+    spark: str | None,
+    ray: str | None,
+    as_json: bool,
+) -> None:
     """Prepare the dataset that RECIPE describes: plan it in portions, have each done once, and seal it.
 
     Whatever ends it (Ctrl-C, a kill, a full disk, a lost machine), the same command goes on from there. The bytes of the dataset do not
@@ -78,12 +90,16 @@ def recipe_command(recipe: Path, out: str, workers: int | None, dask: str | None
       phalanx data prepare recipe.toml --out data/web --workers 8
       phalanx data prepare recipe.toml --out s3://bucket/web
       phalanx data prepare recipe.toml --out s3://bucket/web --dask tcp://10.0.0.1:8786
+      phalanx data prepare recipe.toml --out s3://bucket/web --spark spark://10.0.0.1:7077
     """
-    if dask and workers:
-        raise click.UsageError("--workers are processes of this machine; with --dask, leave it out")
+    clusters = [name for name, place in (("dask", dask), ("spark", spark), ("ray", ray)) if place]
+    if clusters and workers:
+        raise click.UsageError(f"--workers are processes of this machine; with --{clusters[0]}, leave it out")
+    if len(clusters) > 1:
+        raise click.UsageError(f"--{clusters[0]} and --{clusters[1]} are two clusters; leave one out")
     with explained(DataError, StoreError):
         place = place_plan(read_recipe(recipe), recipe.parent, out)
-        with _executor(workers or len(os.sched_getaffinity(0)), dask) as executor, _resumable():
+        with _executor(workers or len(os.sched_getaffinity(0)), dask, spark, ray) as executor, _resumable():
             prepared = carry_out(place, executor, _progress(as_json))
     _report(out, prepared, as_json)
 
@@ -160,8 +176,16 @@ def work_command(plan: str, task: str, patience_s: float) -> None:
 
 
 @contextmanager
-def _executor(workers: int, dask: str | None) -> Iterator[Executor]:
-    executor: Executor = DaskCluster(dask) if dask else Processes(workers) if workers > 1 else InOrder()
+def _executor(workers: int, dask: str | None, spark: str | None, ray: str | None) -> Iterator[Executor]:
+    executor: Executor
+    if dask:
+        executor = DaskCluster(dask)
+    elif spark:
+        executor = SparkCluster(spark)
+    elif ray:
+        executor = RayCluster(ray)
+    else:
+        executor = Processes(workers) if workers > 1 else InOrder()
     try:
         yield executor
     finally:

@@ -1,1 +1,1 @@
-"""Executors of a preparation: in this process, in processes of this machine, and on a cluster of Dask."""
+"""Executors of a preparation: in this process, in processes of this machine, and on clusters of Dask, Ray or Spark."""

@@ -6,15 +6,13 @@ whoever reaches its scheduler can run code in its workers: that is a matter of t
 
 from __future__ import annotations
 
-import functools
 import importlib
 import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from phalanx.data.errors import PreparationError
-from phalanx.data.portions.executors.executor import TaskOutcome, outcome_of
-from phalanx.data.portions.tasks import Workplace
+from phalanx.data.portions.executors.executor import TaskOutcome, task_at
 
 _CONNECT_S = 30
 
@@ -59,14 +57,3 @@ class DaskCluster:
 
     def close(self) -> None:
         self._client.close()
-
-
-def task_at(url: str, stage: str, task: int) -> str:
-    """Do a task in a worker; returns what failed, "" if nothing."""
-    return outcome_of(_place(url), stage, task).failed
-
-
-@functools.lru_cache(maxsize=1)
-def _place(url: str) -> Workplace:
-    """The place, whose plan and tokenizer are read once in each worker."""
-    return Workplace(url)

@@ -6,6 +6,7 @@ so no executor can change a byte of the output.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -56,3 +57,19 @@ def outcome_of(place: Workplace, stage: str, task: int) -> TaskOutcome:
     except (DataError, StoreError) as error:
         return TaskOutcome(task, failed=str(error))
     return TaskOutcome(task)
+
+
+def task_at(url: str, stage: str, task: int) -> str:
+    """Do a task in a cluster's worker, which may be asked again; returns what failed, "" if nothing."""
+    return outcome_of(_place(url), stage, task).failed
+
+
+@functools.lru_cache(maxsize=1)
+def _place(url: str) -> Workplace:
+    """The place, whose plan and tokenizer are read once in each worker."""
+    return Workplace(url)
+
+
+def one_thread_each() -> dict[str, str]:
+    """The environment of workers, as many as cores: each with threads of its own for every core would only be in each other's way."""
+    return {"RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 
-from phalanx.data.portions.executors.executor import TaskOutcome
+from phalanx.data.portions.executors.executor import TaskOutcome, one_thread_each
 
 
 class Processes:
@@ -82,15 +82,13 @@ class Processes:
 
 
 def _start_worker() -> subprocess.Popen[str]:
-    # As many workers as cores: each with threads of its own for every core would only be in each other's way.
-    alone = {"RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     return subprocess.Popen(
         [sys.executable, "-m", "phalanx.data.portions.executors.worker", str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         encoding="utf-8",
-        env={**os.environ, **alone},
+        env={**os.environ, **one_thread_each()},
         start_new_session=True,  # Ctrl-C is for the parent, which ends its workers itself
     )
 
