@@ -1,9 +1,10 @@
 """Preparation from a recipe against its parts: what reading, packing, checksums and manifests cost beside tokenizing.
 
-    python bench/prepare.py [--mib 32] [--rounds 3]
+    python bench/prepare.py [--mib 32] [--rounds 3] [--datatrove PYTHON]
 
 Each figure is MB of text per second of processor time (all processes together). The yardstick is ``encode_batch_fast`` of the same tokenizer on the same texts, in
-memory, in batches of 2 MiB on one thread. Texts are the Python standard library's source in pieces of some 4 KiB, as ``.jsonl.zst`` in files of 8 MiB of text.
+memory, in batches of 2 MiB on one thread, and for two processes that of two such side by side. Beside them, where a Python that has it is given, datatrove's
+``JsonlReader`` and ``DocumentTokenizer`` in one task, on the same files. Texts are the Python standard library's source in pieces of some 4 KiB, as ``.jsonl.zst`` in files of 8 MiB of text.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -75,6 +77,48 @@ def encode(tokenizer: BpeTokenizer, texts: list[str]) -> None:
     tokenizer._hf.encode_batch_fast(batch, add_special_tokens=False)
 
 
+def encode_in_two(tokenizer: BpeTokenizer, texts: list[str]) -> None:
+    """The yardstick of two processes."""
+    children = []
+    for half in (texts[::2], texts[1::2]):
+        if not (child := os.fork()):
+            encode(tokenizer, half)
+            os._exit(0)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+
+
+DATATROVE = """
+import json, os, sys, time
+from datatrove.executor import LocalPipelineExecutor
+from datatrove.pipeline.readers import JsonlReader
+from datatrove.pipeline.tokens import DocumentTokenizer
+raw, out, tokenizer, end = sys.argv[1:]
+steps = [
+    JsonlReader(raw, compression="zstd", doc_progress=False),
+    DocumentTokenizer(out, tokenizer_name_or_path=tokenizer, eos_token=end, shuffle_documents=False),
+]
+begun, clock = os.times(), time.monotonic()
+LocalPipelineExecutor(steps, tasks=1, workers=1, logging_dir=out + "-logs", skip_completed=False).run()
+ended = os.times()
+print(json.dumps([ended.user + ended.system - begun.user - begun.system, time.monotonic() - clock]))
+"""
+
+
+def by_datatrove(python: str, folder: Path, number: int, end: str) -> tuple[float, float]:
+    """(processor time, clock time) of its pipeline, in s, its imports left out."""
+    command = [python, "-c", DATATROVE, str(folder / "raw"), str(folder / f"datatrove-{number}")]
+    done = subprocess.run(
+        [*command, str(folder / "tokenizer.json"), end],
+        check=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    cpu, clock = json.loads(done.stdout.splitlines()[-1])
+    return cpu, clock
+
+
 def write_raw(folder: Path, texts: list[str]) -> None:
     """The texts as compressed JSON lines."""
     folder.mkdir()
@@ -98,10 +142,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mib", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--datatrove", default="", help="a Python that has datatrove")
     options = parser.parse_args()
     texts = texts_of(options.mib)
     text_mb = sum(len(text.encode()) for text in texts) / 1e6
-    figures: dict[str, list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         tokenizer = train_bpe(texts[:2000], vocab_size=32_768)
@@ -118,27 +162,53 @@ def main() -> None:
             (folder / f"{kind}.toml").write_text(
                 f'[[source]]\nurl = "raw"\n{dedup}\n[output]\ntokenizer = "tokenizer.json"\nseq_len = {seq_len}\nportion_bytes = 100000\n'
             )
-        for number in range(options.rounds):
-            figures.setdefault("encode_batch_fast in memory", []).append(
-                measured(lambda: encode(tokenizer, texts))
-            )
-            for kind in kinds:
-                out = folder / f"{kind}-{number}"
-                one = measured(lambda out=out, kind=kind: prepared(folder / f"{kind}.toml", out, InOrder()))  # type: ignore[misc]
-                figures.setdefault(kind, []).append(one)
-            for workers in (1, 2):
-                out = folder / f"processes-{workers}-{number}"
-                one = measured(
-                    lambda out=out, workers=workers: prepared(folder / "packed.toml", out, Processes(workers))  # type: ignore[misc]
+        runs: dict[str, Callable[[int], tuple[float, float]]] = {
+            "encode_batch_fast, 2 processes": lambda _: measured(lambda: encode_in_two(tokenizer, texts)),
+            **{
+                kind: lambda number, kind=kind: measured(  # type: ignore[misc]
+                    lambda: prepared(folder / f"{kind}.toml", folder / f"{kind}-{number}", InOrder())
                 )
-                figures.setdefault(f"packed, {workers} processes", []).append(one)
-    yardstick = statistics.median(cpu for cpu, _ in figures["encode_batch_fast in memory"])
+                for kind in kinds
+            },
+            **{
+                f"packed, {workers} processes": lambda number, workers=workers: measured(  # type: ignore[misc]
+                    lambda: prepared(
+                        folder / "packed.toml", folder / f"processes-{workers}-{number}", Processes(workers)
+                    )
+                )
+                for workers in (1, 2)
+            },
+        }
+        if options.datatrove:
+            runs["datatrove"] = lambda number: by_datatrove(
+                options.datatrove, folder, number, tokenizer.end_token
+            )
+        figures = [
+            round_of(runs, number, lambda: encode(tokenizer, texts)) for number in range(options.rounds)
+        ]
     sys.stdout.write(f"{text_mb:.1f} MB of text, medians of {options.rounds}\n")
-    for name, times in figures.items():
-        cpu, clock = (statistics.median(column) for column in zip(*times, strict=True))
-        sys.stdout.write(
-            f"{name:30} {text_mb / cpu:6.2f} MB per CPU-s  {yardstick / cpu:5.2f} of the first  {text_mb / clock:6.2f} MB/s\n"
+    for name in figures[0]:
+        cpu, clock, ratio = (
+            statistics.median(column) for column in zip(*(one[name] for one in figures), strict=True)
         )
+        sys.stdout.write(
+            f"{name:31} {text_mb / cpu:6.2f} MB per CPU-s  {ratio:5.2f} of encode_batch_fast  {text_mb / clock:6.2f} MB/s\n"
+        )
+
+
+def round_of(
+    runs: dict[str, Callable[[int], tuple[float, float]]], number: int, yardstick: Callable[[], object]
+) -> dict[str, tuple[float, float, float]]:
+    """(processor time, clock time, ratio) of each; the yardstick is taken before and after each, since machines change their pace."""
+    found: dict[str, tuple[float, float, float]] = {}
+    before = measured(yardstick)
+    found["encode_batch_fast in memory"] = (*before, 1.0)
+    for name, run in runs.items():
+        cpu, clock = run(number)
+        after = measured(yardstick)
+        found[name] = cpu, clock, (before[0] + after[0]) / 2 / cpu
+        before = after
+    return found
 
 
 if __name__ == "__main__":

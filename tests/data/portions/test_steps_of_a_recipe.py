@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,66 @@ def test_a_function_of_the_users_own_is_the_same_in_every_process(tmp_path: Path
     (tmp_path / "filters.py").write_text(FILTER + "\n")
     with pytest.raises(PreparationError, match=r"another recipe lies at .*step\[0\].code differs"):
         prepared(recipe, tmp_path / "out")
+
+
+def test_parameters_of_a_step_go_to_the_users_function(tmp_path: Path) -> None:
+    write_lines(tmp_path / "raw" / "a.jsonl", ["one two three", "one", "one two", "four five six"])
+    (tmp_path / "filters.py").write_text(
+        "from phalanx.data.steps.step import Dropped\n"
+        "def clean(document, least, never=()):\n"
+        "    words = document.text.split()\n"
+        "    return Dropped('short') if len(words) < least or set(words) & set(never) else document\n"
+    )
+    step = '[[step]]\nuse = "filters.py:clean"\nparameters = {least = 2, never = ["five"]}'
+    recipe = recipe_file(tmp_path, step, output="held_out = 0.0")
+    executor = Processes(2)
+    try:
+        done = prepared(recipe, tmp_path / "out", executor)
+    finally:
+        executor.close()
+    assert (done.counts["documents kept"], done.counts["dropped: short"]) == (2, 2)
+    wrong = recipe_file(tmp_path, step.replace("least", "last"), output="held_out = 0.0")
+    with pytest.raises(
+        PreparationError, match=r"step filters.py:clean: clean of a document and step.parameters"
+    ):
+        prepared(wrong, tmp_path / "other")
+
+
+def test_a_filter_of_datatrove_decides_as_it_does_by_itself(tmp_path: Path) -> None:
+    pytest.importorskip(
+        "datatrove", reason="datatrove is not installed: pip install 'phalanx-train[datatrove]'"
+    )
+    from datatrove.data import Document as TheirDocument
+    from datatrove.pipeline.filters import RegexFilter
+
+    lines = texts(80, seed=3)
+    write_lines(tmp_path / "raw" / "a.jsonl", lines)
+    step = '[[step]]\nuse = "datatrove:RegexFilter"\nparameters = {regex_exp = "word7"}'
+    done = prepared(recipe_file(tmp_path, step), tmp_path / "out")
+    theirs = RegexFilter("word7")
+    kept = sum(bool(theirs.filter(TheirDocument(text=text, id=""))) for text in lines)
+    assert 0 < kept < 80
+    assert done.counts["documents kept"] == kept
+    assert done.counts["dropped: RegexFilter"] == 80 - kept
+    for use, parameters, said in (
+        ("NoFilter", "{}", "has no filter NoFilter; it has: C4"),
+        ("RegexFilter", '{expression = "a"}', "unexpected keyword argument 'expression'"),
+    ):
+        wrong = f'[[step]]\nuse = "datatrove:{use}"\nparameters = {parameters}'
+        with pytest.raises(PreparationError, match=f"step datatrove:{use}: .*{said}"):
+            prepared(recipe_file(tmp_path, wrong), tmp_path / "wrong")
+
+
+def test_a_filter_of_datatrove_without_datatrove_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    raw_folder(tmp_path)
+    with pytest.raises(PreparationError, match=r"phalanx-train\[datatrove\]"):
+        prepared(recipe_file(tmp_path, '[[step]]\nuse = "datatrove:C4QualityFilter"'), tmp_path / "out")
 
 
 @pytest.mark.parametrize(

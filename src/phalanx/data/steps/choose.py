@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeAlias
 
+from phalanx.data.steps.datatrove_filter import PREFIX, DatatroveFilter, with_version
 from phalanx.data.steps.decontaminate import Decontaminate, digest_of_file
 from phalanx.data.steps.function import GivenFunction, with_code
 from phalanx.data.steps.rules import C4, Characters, GopherQuality, GopherRepetition, Length, Mask
@@ -16,7 +18,15 @@ from phalanx.run.problems import Problem
 from phalanx.run.section_reader import read_section, unknown_value
 
 AnyStep: TypeAlias = (
-    Length | Characters | GopherQuality | GopherRepetition | C4 | Mask | Decontaminate | GivenFunction
+    Length
+    | Characters
+    | GopherQuality
+    | GopherRepetition
+    | C4
+    | Mask
+    | Decontaminate
+    | DatatroveFilter
+    | GivenFunction
 )
 STEPS: Mapping[str, type[AnyStep]] = MappingProxyType(
     {
@@ -29,6 +39,9 @@ STEPS: Mapping[str, type[AnyStep]] = MappingProxyType(
         "decontaminate": Decontaminate,
     }
 )
+
+
+_OTHERS = ("FILE.py:FUNCTION", f"{PREFIX}FILTER")
 
 
 def read_steps(tables: object, problems: list[Problem]) -> tuple[AnyStep, ...]:
@@ -44,14 +57,14 @@ def read_steps(tables: object, problems: list[Problem]) -> tuple[AnyStep, ...]:
 def _read(table: object, where: str, problems: list[Problem]) -> AnyStep | None:
     use = table.get("use") if isinstance(table, Mapping) else None
     if not isinstance(table, Mapping) or not isinstance(use, str):
-        problems.append(
-            Problem(f"{where}.use", "is missing", f"one of {', '.join(STEPS)}, or FILE.py:FUNCTION")
-        )
+        problems.append(Problem(f"{where}.use", "is missing", f"one of {', '.join([*STEPS, *_OTHERS])}"))
         return None
     if re.fullmatch(r".+\.py:\w+", use):
-        return read_section(GivenFunction, table, problems, where)
+        return _with_parameters(GivenFunction, table, problems, where)
+    if use.startswith(PREFIX):
+        return _with_parameters(DatatroveFilter, table, problems, where)
     if use not in STEPS:
-        problems.append(unknown_value(f"{where}.use", use, [*STEPS, "FILE.py:FUNCTION"]))
+        problems.append(unknown_value(f"{where}.use", use, [*STEPS, *_OTHERS]))
         return None
     step = read_section(STEPS[use], table, problems, where)
     if isinstance(step, Characters):
@@ -64,8 +77,32 @@ def _read(table: object, where: str, problems: list[Problem]) -> AnyStep | None:
     return step
 
 
+def _with_parameters(
+    kind: type[GivenFunction] | type[DatatroveFilter],
+    table: Mapping[str, object],
+    problems: list[Problem],
+    where: str,
+) -> AnyStep | None:
+    """The step that ``table`` describes, whose ``parameters`` are its own business."""
+    given = table.get("parameters", {})
+    step = read_section(
+        kind, {name: value for name, value in table.items() if name != "parameters"}, problems, where
+    )
+    try:
+        if not isinstance(given, Mapping):
+            raise TypeError("is no table")
+        parameters = json.loads(json.dumps(dict(given), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        remedy = 'write parameters = {name = "value"}, with texts, numbers, true and false, lists and tables'
+        problems.append(Problem(f"{where}.parameters", str(error), remedy))
+        return None
+    return None if step is None else replace(step, parameters=parameters)
+
+
 def resolved(step: AnyStep, folder: Path) -> AnyStep:
     """The step with all that decides what it does; its files lie in ``folder``. Raises ``PreparationError``."""
+    if isinstance(step, DatatroveFilter):
+        return with_version(step)
     if isinstance(step, GivenFunction):
         return with_code(step, folder)
     if isinstance(step, Decontaminate):

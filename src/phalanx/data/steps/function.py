@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from phalanx.data.errors import PreparationError
 from phalanx.data.steps.step import Document, Dropped
@@ -16,12 +18,14 @@ class GivenFunction:
     """``use = "FILE.py:FUNCTION"``: a function from a ``Document`` to a ``Document`` or ``Dropped``."""
 
     use: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    """Given to the function by their names: ``parameters = {least = 3}``."""
     code: str = ""
     """The text of the file, which the plan enters."""
 
     def __call__(self, document: Document) -> Document | Dropped:
         try:
-            result = self._function(document)
+            result = self._function(document, **self.parameters)
         except Exception as error:
             raise PreparationError(
                 f"step {self.use} on document {document.name}: {type(error).__name__}: {error}; mend it and plan again"
@@ -33,7 +37,7 @@ class GivenFunction:
         return result
 
     @cached_property
-    def _function(self) -> Callable[[Document], object]:
+    def _function(self) -> Callable[..., object]:
         file, _, name = self.use.rpartition(":")
         scope: dict[str, object] = {"__name__": Path(file).stem, "__file__": file}
         exec(compile(self.code, file, "exec"), scope)
@@ -42,6 +46,12 @@ class GivenFunction:
             raise PreparationError(
                 f"step {self.use}: there is no function {name} in {file}; correct step.use"
             )
+        try:
+            inspect.signature(found).bind(Document("", ""), **self.parameters)
+        except TypeError as error:
+            raise PreparationError(
+                f"step {self.use}: {name} of a document and step.parameters: {error}; correct one of them"
+            ) from error
         return found
 
 
@@ -50,7 +60,7 @@ def with_code(step: GivenFunction, folder: Path) -> GivenFunction:
     file = folder / step.use.rpartition(":")[0]
     try:
         code = file.read_bytes().decode()
-        complete = GivenFunction(step.use, code)
+        complete = replace(step, code=code)
         _ = complete._function
     except PreparationError:
         raise
