@@ -117,7 +117,7 @@ def test_the_held_out_loss_is_that_of_transformers_on_each_conversation_alone(
 ) -> None:
     ours = trained(ranks, 1, fine_tuning(imported, chats, tmp_path / "run", lr=1e-12))
     theirs = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)
-    encoder = ChatEncoder(tokenizer_from_file(published), read_chat_template(published), SEQ_LEN)
+    encoder = ChatEncoder(tokenizer_from_file(published), ChatLayout(read_chat_template(published)), SEQ_LEN)
     total, targets = 0.0, 0
     for document in conversations():
         if split_of(document.name, HELD_OUT_FRACTION) != HELD_OUT:

@@ -75,8 +75,6 @@ class ChatRecipe:
     """The token that ends a conversation, and fills records up."""
     too_long: str
     """"drop" or "cut": what became of conversations that a record does not hold."""
-    on_bad: str
-    """"stop" or "skip"."""
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ def prepare(
             raise DatasetError(
                 "chats are packed into records, in the tokens of the model's own tokenizer: give both"
             )
-        encoder = ChatEncoder(given, chat.template, packed_seq_len, chat.too_long)
+        encoder = ChatEncoder(given, chat, packed_seq_len)
     if given is not None and vocab_size not in (None, given.vocab_size):
         raise DatasetError(
             f"vocab_size = {vocab_size}, but the tokenizer given has {given.vocab_size}; leave it out"
@@ -135,7 +135,7 @@ def prepare(
         packed_seq_len,
         None
         if chat is None or encoder is None
-        else ChatRecipe(chat.sha256, encoder.end, chat.too_long, chat.on_bad),
+        else ChatRecipe(chat.template.sha256, encoder.end, chat.too_long),
     )
     found = _find(out, recipe)
     if found is not None:
@@ -282,17 +282,16 @@ class _SplitEncoder:
 class _ChatSplitEncoder:
     """Encodes one split's conversations into its shards, and counts."""
 
-    def __init__(self, writer: ShardWriter, encoder: ChatEncoder, dtype: str, recipe: Recipe) -> None:
+    def __init__(self, writer: ShardWriter, encoder: ChatEncoder, dtype: str, seq_len: int) -> None:
         self._writer, self._encoder, self._loss_bit = writer, encoder, loss_bit(dtype)
-        self._packer = Packer(recipe.packed_seq_len, encoder.end)
-        self._stops = recipe.chat is not None and recipe.chat.on_bad == "stop"
+        self._packer = Packer(seq_len, encoder.end)
         self._documents = self._text_bytes = self._learned = self._left_out = 0
 
     def add(self, name: str, text: str, text_bytes: int) -> None:
         try:
             encoded = self._encoder.encode(text)
         except BadConversationError as error:
-            if self._stops:
+            if self._encoder.layout.on_bad == "stop":
                 raise CorpusError(
                     f"{name}: {error}; mend it, or leave out all that is bad: `phalanx data prepare --on-bad skip`"
                 ) from error
@@ -391,7 +390,7 @@ def _encode(
         encoders: dict[str, _SplitEncoder | _ChatSplitEncoder] = {
             split: _SplitEncoder(writer, tokenizer, recipe.packed_seq_len)
             if chat is None
-            else _ChatSplitEncoder(writer, chat, dtype, recipe)
+            else _ChatSplitEncoder(writer, chat, dtype, recipe.packed_seq_len)
             for split, writer in ((TRAIN, train), (HELD_OUT, held_out))
         }
         for split, name, text, utf8 in source.read("encode"):

@@ -11,7 +11,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as HfTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from phalanx.data.chat.encode import BadConversationError, ChatEncoder, document_end
+from phalanx.data.chat.encode import BadConversationError, ChatEncoder, ChatLayout, document_end
 from phalanx.data.chat.messages import conversation_text
 from phalanx.data.chat.template import ChatTemplate
 from phalanx.data.errors import TokenizerError
@@ -62,8 +62,8 @@ def template_of(source: str) -> ChatTemplate:
     return ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
 
 
-def encoded(tokenizer: BpeTokenizer, source: str, messages: list[dict[str, Any]], **options: Any) -> Any:
-    encoder = ChatEncoder(tokenizer, template_of(source), 500, **options)
+def encoded(tokenizer: BpeTokenizer, source: str, messages: list[dict[str, Any]]) -> Any:
+    encoder = ChatEncoder(tokenizer, ChatLayout(template_of(source)), 500)
     return encoder.encode(conversation_text({"messages": messages}, "messages"))
 
 
@@ -153,9 +153,9 @@ def test_a_conversation_that_is_too_long_is_left_out_or_ends_after_an_answer(tok
     text = conversation_text({"messages": CHATS[1]}, "messages")
     first = encoded(tokenizer, CHATML, CHATS[1][:2])
     for room in (len(first.ids) - 1, len(first.ids), len(first.ids) + 3):
-        dropping = ChatEncoder(tokenizer, template_of(CHATML), room)
+        dropping = ChatEncoder(tokenizer, ChatLayout(template_of(CHATML)), room)
         assert dropping.encode(text) is None
-        cutting = ChatEncoder(tokenizer, template_of(CHATML), room, "cut")
+        cutting = ChatEncoder(tokenizer, ChatLayout(template_of(CHATML), "cut"), room)
         found = cutting.encode(text)
         if room < len(first.ids):
             assert found is None
@@ -177,7 +177,7 @@ def test_a_tokenizer_without_a_token_to_spare_is_refused(tokenizer: BpeTokenizer
     with pytest.raises(TokenizerError, match="none is left to end conversations with"):
         document_end(tokenizer, template_of(" ".join(SPECIALS)))
     with pytest.raises(TokenizerError, match="the tokenizer that their template was made for"):
-        ChatEncoder(BytesTokenizer(), template_of(CHATML), 50)
+        ChatEncoder(BytesTokenizer(), ChatLayout(template_of(CHATML)), 50)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_tools_and_their_calls_go_to_the_template(tokenizer: BpeTokenizer) -> No
         {"role": "tool", "content": "4"},
         {"role": "assistant", "content": "4"},
     ]
-    encoder = ChatEncoder(tokenizer, template_of(source), 500)
+    encoder = ChatEncoder(tokenizer, ChatLayout(template_of(source)), 500)
     found = encoder.encode(conversation_text({"messages": chat, "tools": [tool]}, "messages"))
     expected = theirs(tokenizer, source).apply_chat_template(
         chat, tools=[tool], tokenize=True, return_dict=True, return_assistant_tokens_mask=True

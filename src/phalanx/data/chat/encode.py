@@ -12,8 +12,6 @@ ends turns, and fills records up.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -43,12 +41,6 @@ class ChatLayout:
     """Leave out a conversation that a record does not hold, or cut it after an answer."""
     on_bad: Literal["stop", "skip"] = "stop"
     """End the preparation at a conversation that cannot be trained on, or leave it out."""
-
-    @property
-    def sha256(self) -> str:
-        """Digest, in hex, of the template and its special tokens."""
-        content = json.dumps([self.template.source, sorted(self.template.special_tokens.items())])
-        return hashlib.sha256(content.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -107,18 +99,13 @@ def framed(template: ChatTemplate, conversation: Conversation, specials: Sequenc
 class ChatEncoder:
     """Encodes conversations for records of ``seq_len`` tokens."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, template: ChatTemplate, seq_len: int, too_long: TooLong = "drop"
-    ) -> None:
-        """``too_long``: Leave out a conversation that a record does not hold, or cut it after an answer.
-
-        Raises ``TokenizerError`` for a tokenizer that no chat template can be used with.
-        """
+    def __init__(self, tokenizer: Tokenizer, layout: ChatLayout, seq_len: int) -> None:
+        """Raises ``TokenizerError`` for a tokenizer that no chat template can be used with."""
         if not isinstance(tokenizer, BpeTokenizer | FallbackTokenizer):
             raise TokenizerError(
                 "chats need the tokenizer that their template was made for: give its tokenizer.json, or the folder of its model"
             )
-        self._template, self._seq_len, self._too_long = template, seq_len, too_long
+        self.layout, self._seq_len = layout, seq_len
         self._hf = HfTokenizer.from_str(tokenizer.serialized)
         self._hf.no_truncation()
         self._hf.no_padding()
@@ -128,7 +115,7 @@ class ChatEncoder:
         self._specials = tuple(
             added.content for added in self._hf.get_added_tokens_decoder().values() if added.special
         )
-        self.end = document_end(tokenizer, template)
+        self.end = document_end(tokenizer, layout.template)
         """The token that ends a conversation."""
 
     def encode(self, text: str) -> Encoded | None:
@@ -140,10 +127,12 @@ class ChatEncoder:
         self._require_no_special_tokens(conversation)
         messages = conversation.messages
         stops = [number + 1 for number, message in enumerate(messages) if message["role"] == ASSISTANT]
-        wholes = [len(messages)] if self._too_long == "drop" else [len(messages), *reversed(stops)]
+        wholes = [len(messages)] if self.layout.too_long == "drop" else [len(messages), *reversed(stops)]
         for stop in wholes:
             encoded = self._encoded(
-                framed(self._template, Conversation(messages[:stop], conversation.tools), self._specials)
+                framed(
+                    self.layout.template, Conversation(messages[:stop], conversation.tools), self._specials
+                )
             )
             if len(encoded.ids) <= self._seq_len:
                 if not encoded.learned.any():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -48,6 +49,12 @@ class ChatTemplate:
     source: str
     special_tokens: Mapping[str, str]
     """Such as ``eos_token`` -> "</s>"."""
+
+    @property
+    def sha256(self) -> str:
+        """Digest, in hex, of the template and its special tokens."""
+        content = json.dumps([self.source, sorted(self.special_tokens.items())])
+        return hashlib.sha256(content.encode()).hexdigest()
 
     @property
     def marks_answers(self) -> bool:

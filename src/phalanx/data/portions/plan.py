@@ -17,14 +17,23 @@ from functools import cached_property
 from importlib.metadata import version as package_version
 from pathlib import Path
 
+from phalanx.data.chat.encode import ChatEncoder, ChatLayout
+from phalanx.data.chat.template import ChatTemplateError, read_chat_template
 from phalanx.data.dedup.near import require_rensa
-from phalanx.data.errors import CorpusError, PreparationError
+from phalanx.data.errors import CorpusError, PreparationError, TokenizerError
 from phalanx.data.formats.compressed import Compression
 from phalanx.data.formats.document import ReadOptions, Span
 from phalanx.data.formats.read import require_text, spans
 from phalanx.data.formats.recognize import Format, Kind, recognize
 from phalanx.data.portions.raw_files import LocalBytes, RawFile, list_raw_files
-from phalanx.data.portions.recipe import PreparationRecipe, differences, recipe_of, recipe_table, sha256_hex
+from phalanx.data.portions.recipe import (
+    PreparationRecipe,
+    differences,
+    read_options,
+    recipe_of,
+    recipe_table,
+    sha256_hex,
+)
 from phalanx.data.steps.choose import resolved
 from phalanx.data.tokenizer import BytesTokenizer, Tokenizer, tokenizer_from_file
 from phalanx.run.problems import Problem
@@ -125,6 +134,8 @@ def make_plan(recipe: PreparationRecipe, folder: Path) -> tuple[PreparationPlan,
         tokenizer = BytesTokenizer()
     elif wanted != "bpe":
         tokenizer = tokenizer_from_file(folder / wanted)
+    if recipe.output.layout == "chat" and tokenizer is not None:
+        recipe = _with_template(recipe, folder, tokenizer)
     named = {"bpe": "bpe", "bytes": "bytes"}.get(
         wanted
     ) or f"file:{tokenizer.fingerprint if tokenizer else ''}"
@@ -134,7 +145,7 @@ def make_plan(recipe: PreparationRecipe, folder: Path) -> tuple[PreparationPlan,
     pieces: list[Piece] = []
     with tempfile.TemporaryDirectory(prefix="phalanx-plan-") as scratch:
         for number, file in enumerate(files):
-            options = ReadOptions(text_field=recipe.source[file.source].text_field)
+            options = read_options(recipe, file.source)
             form, found = _looked_into(file, portion_bytes, options, Path(scratch))
             formats.append(form)
             pieces += [Piece(number, span) for span in found]
@@ -147,6 +158,22 @@ def make_plan(recipe: PreparationRecipe, folder: Path) -> tuple[PreparationPlan,
     return planned, tokenizer
 
 
+def _with_template(recipe: PreparationRecipe, folder: Path, tokenizer: Tokenizer) -> PreparationRecipe:
+    """The recipe with the text of its chat template. Raises ``TokenizerError`` if there is none that can be used."""
+    output = recipe.output
+    beside = folder / output.tokenizer
+    given = folder / output.chat_template if output.chat_template else None
+    try:
+        template = read_chat_template(beside if beside.is_dir() else beside.parent, given)
+    except ChatTemplateError as error:
+        raise TokenizerError(f"{error}: name one in output.chat_template") from error
+    ChatEncoder(tokenizer, ChatLayout(template), output.seq_len)
+    return replace(
+        recipe,
+        output=replace(output, template=template.source, special_tokens=dict(template.special_tokens)),
+    )
+
+
 def software_of(recipe: PreparationRecipe) -> dict[str, str]:
     """Versions, on this machine, of what decides bytes of the output. Raises ``PreparationError`` if a package is missing."""
     near = recipe.dedup is not None and recipe.dedup.near is not None
@@ -154,6 +181,7 @@ def software_of(recipe: PreparationRecipe) -> dict[str, str]:
         require_rensa()
     return {
         **({"rensa": package_version("rensa")} if near else {}),
+        **({"jinja2": package_version("jinja2")} if recipe.output.layout == "chat" else {}),
         "phalanx": __version__,
         "tokenizers": package_version("tokenizers"),
         "unicode": unicodedata.unidata_version,

@@ -16,6 +16,7 @@ from phalanx.data.formats.read import documents
 from phalanx.data.formats.recognize import Format, Kind
 from phalanx.data.portions.plan import Piece, PreparationPlan, bring_parquet_footer
 from phalanx.data.portions.raw_files import LocalBytes, require_unchanged
+from phalanx.data.portions.recipe import read_options
 
 
 def read_portion(plan: PreparationPlan, number: int) -> Iterator[tuple[int, Document | None]]:
@@ -42,7 +43,7 @@ def read_portion(plan: PreparationPlan, number: int) -> Iterator[tuple[int, Docu
 
 def _documents(plan: PreparationPlan, piece: Piece) -> Iterator[Document | BadDocument]:
     file, form = plan.files[piece.file], plan.formats[piece.file]
-    options = ReadOptions(text_field=plan.recipe.source[file.source].text_field)
+    options = read_options(plan.recipe, file.source)
     with tempfile.TemporaryDirectory(prefix="phalanx-portion-") as scratch:
         local = LocalBytes(file, Path(scratch))
         try:
@@ -82,7 +83,8 @@ def _bring(local: LocalBytes, piece: Piece, form: Format, nbytes: int, options: 
         for group in range(span.start, span.stop):
             for column in range(metadata.num_columns):
                 chunk = metadata.row_group(group).column(column)
-                if chunk.path_in_schema != options.field:
+                # Of messages, the columns of their fields: messages.list.element.role and the like.
+                if chunk.path_in_schema.partition(".")[0] != options.field.partition(".")[0]:
                     continue
                 start = min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset)
                 local.bring(start, start + chunk.total_compressed_size)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
+from phalanx.data.formats.document import ReadOptions
 from phalanx.data.steps.choose import AnyStep, read_steps
 from phalanx.run.fields import ValueRange
 from phalanx.run.problems import Problem, RunFileError
@@ -26,7 +27,7 @@ class RawSource:
     url: str
     """A file, a folder (all visible files below it) or a glob (``*``, ``**``, ``?``); a path, or a URL of an object store."""
     text_field: str = "text"
-    """Field of JSON lines, or column of tables, that holds the text."""
+    """Field of JSON lines, or column of tables, that holds the text; of conversations "messages", unless it is another one."""
     on_bad: Literal["stop", "skip"] = "stop"
     """What a line or file that holds no text does: end the preparation with its name, or be left out and counted."""
 
@@ -35,6 +36,15 @@ class RawSource:
 class OutputRecipe:
     """``[output]``: how texts become shards of tokens."""
 
+    layout: Literal["text", "chat"] = "text"
+    """Rows are texts, or conversations, of which only the assistant's words are learned (``phalanx.data.chat``)."""
+    chat_template: str = ""
+    """Of conversations: the path of a Jinja template; empty is the one beside the tokenizer."""
+    too_long: Literal["drop", "cut"] = "drop"
+    """Of conversations: leave out those longer than a record, or cut them after an answer."""
+    template: str = ""
+    """The template's text, which the plan enters, as it does the special tokens that it may name."""
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
     tokenizer: str = "bpe"
     """"bpe" (trained on a sample of the training split), "bytes", or the path of a byte-level ``tokenizer.json``."""
     vocab_size: Annotated[int, ValueRange(at_least=257)] = 32_768
@@ -113,11 +123,33 @@ def recipe_of(table: Mapping[str, object], problems: list[Problem]) -> Preparati
             problems.append(
                 Problem("dedup", "asks for nothing", "exact = true, or near = {}, or leave it out")
             )
+        problems += _chat_problems(recipe.output)
         if recipe.output.seq_len == 1:
             problems.append(
                 Problem("output.seq_len", "1 holds no token and its target", "2 or more, or 0 to join")
             )
     return recipe
+
+
+def _chat_problems(output: OutputRecipe) -> Iterator[Problem]:
+    """What conversations need, and what is about them alone."""
+    chats = output.layout == "chat"
+    if chats and not output.seq_len:
+        yield Problem(
+            "output.seq_len", "is missing, and conversations are packed whole", "the run's train.seq_len"
+        )
+    if chats and output.tokenizer in ("bpe", "bytes"):
+        remedy = "the folder of the model that is to learn them, or its tokenizer.json"
+        yield Problem("output.tokenizer", f"{output.tokenizer!r} has no chat template", remedy)
+    for name, given in (("chat_template", output.chat_template), ("too_long", output.too_long != "drop")):
+        if given and not chats:
+            yield Problem(f"output.{name}", "is about conversations", 'layout = "chat", or leave it out')
+
+
+def read_options(recipe: PreparationRecipe, source: int) -> ReadOptions:
+    """How documents are taken from the files of a source."""
+    chats, name = recipe.output.layout == "chat", recipe.source[source].text_field
+    return ReadOptions(None if chats and name == RawSource.text_field else name, chats)
 
 
 def recipe_table(recipe: PreparationRecipe) -> JsonObject:

@@ -13,16 +13,16 @@ from phalanx.data.index import (
     HELD_OUT,
     SPLITS,
     TRAIN,
+    ChatRecipe,
     DatasetIndex,
     Recipe,
     ShardFile,
     Split,
     digest_of_shards,
-    dtype_for,
 )
 from phalanx.data.portions.plan import INDEX_KEY, PREPARATION, put_tokenizer
 from phalanx.data.portions.tasks import Stage, TaskManifest, Workplace, manifest_key
-from phalanx.data.portions.write_portion import shard_tokens
+from phalanx.data.portions.write_portion import chat_encoder, shard_tokens, stored_dtype
 from phalanx.store.errors import ExistsError
 from phalanx.store.store import MOST_CREATED_BYTES
 
@@ -54,15 +54,16 @@ def dataset_index(place: Workplace, manifests: list[TaskManifest]) -> DatasetInd
         raise PreparationError(
             "no document is left to train on; see the reasons: phalanx data show " + place.url
         )
-    dtype = dtype_for(tokenizer.vocab_size)
+    dtype, chat = stored_dtype(place), chat_encoder(place)
     recipe = Recipe(
         plan.sha256,
         plan.tokenizer,
         output.vocab_size if plan.tokenizer == "bpe" else None,
         output.held_out,
         shard_tokens(output.shard_mib, dtype, output.seq_len),
-        tokenizer.document_start,
+        tokenizer.document_start if chat is None else (),
         output.seq_len,
+        None if chat is None else ChatRecipe(chat.layout.template.sha256, chat.end, output.too_long),
     )
     return DatasetIndex(
         dtype,
@@ -79,10 +80,11 @@ def dataset_index(place: Workplace, manifests: list[TaskManifest]) -> DatasetInd
 def _joined(name: str, manifests: list[TaskManifest]) -> Split:
     facts = [manifest.facts[name] for manifest in manifests]
     shards = tuple(ShardFile(**shard) for fact in facts for shard in fact["shards"])
-    documents, text_bytes, padding = (
-        sum(fact[field] for fact in facts) for field in ("documents", "text_bytes", "padding")
+    documents, text_bytes, padding, learned = (
+        sum(fact.get(field, 0) for fact in facts)
+        for field in ("documents", "text_bytes", "padding", "learned")
     )
-    return Split(shards, documents, text_bytes, digest_of_shards(shards), padding)
+    return Split(shards, documents, text_bytes, digest_of_shards(shards), padding, learned)
 
 
 def _require_objects(place: Workplace, manifests: list[TaskManifest]) -> None:

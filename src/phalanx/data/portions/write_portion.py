@@ -17,7 +17,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from phalanx.data.block_sums import BlockSummer
-from phalanx.data.index import HELD_OUT, SPLITS, TRAIN, ShardFile, dtype_for
+from phalanx.data.chat.encode import BadConversationError, ChatEncoder, ChatLayout
+from phalanx.data.chat.template import ChatTemplate
+from phalanx.data.errors import PreparationError
+from phalanx.data.index import HELD_OUT, SPLITS, TRAIN, ShardFile, dtype_for, loss_bit
 from phalanx.data.packing import Packer
 from phalanx.data.portions.plan import PREPARATION
 from phalanx.data.portions.tasks import TaskManifest, Workplace
@@ -59,8 +62,11 @@ class _SplitWriter:
         self._place, self._manifest, self._name = place, manifest, f"{split}-{portion:05d}"
         output = place.plan.recipe.output
         self._tokenizer: Tokenizer = place.tokenizer
-        self._packer = Packer(output.seq_len, self._tokenizer.end_of_document) if output.seq_len else None
-        self._dtype = np.dtype(dtype_for(self._tokenizer.vocab_size)).newbyteorder("<")
+        self._chat = chat_encoder(place)
+        end = self._tokenizer.end_of_document if self._chat is None else self._chat.end
+        self._packer = Packer(output.seq_len, end) if output.seq_len else None
+        self._dtype = np.dtype(stored_dtype(place)).newbyteorder("<")
+        self._learned = 0
         self._full_bytes = (
             shard_tokens(output.shard_mib, self._dtype.name, output.seq_len) * self._dtype.itemsize
         )
@@ -73,6 +79,9 @@ class _SplitWriter:
         self._names: list[tuple[int, str]] = []
 
     def add(self, piece: int, name: str, text: str) -> None:
+        if self._chat is not None:
+            self._add_conversation(self._chat, piece, name, text)
+            return
         self._batch.append(text)
         self._names.append((piece, name))
         self._batch_characters += len(text)
@@ -97,7 +106,31 @@ class _SplitWriter:
             "documents": len(self._origin),
             "text_bytes": self._text_bytes,
             "padding": self._packer.padding_tokens if self._packer is not None else 0,
+            **({"learned": self._learned} if self._chat is not None else {}),
         }
+
+    def _add_conversation(self, chat: ChatEncoder, piece: int, name: str, text: str) -> None:
+        reason = "dropped: longer than a record"
+        try:
+            encoded = chat.encode(text)
+        except BadConversationError as error:
+            portion = self._place.plan.portions[self._manifest.task]
+            source = self._place.plan.recipe.source[self._place.plan.files[portion[piece].file].source]
+            if source.on_bad == "stop":
+                raise PreparationError(
+                    f'portion {self._manifest.task}: conversation {name}: {error}; mend it and plan again, or write source.on_bad = "skip" and plan again'
+                ) from error
+            encoded, reason = None, "dropped: bad"
+        if encoded is None:
+            self._manifest.counts[reason] = self._manifest.counts.get(reason, 0) + 1
+            return
+        assert self._packer is not None, "conversations are packed"
+        self._origin.append((piece, name, len(encoded.ids)))
+        self._text_bytes += len(text.encode())
+        self._learned += int(encoded.learned.sum())
+        flag = np.where(encoded.learned, loss_bit(self._dtype.name), 0).astype(np.uint32)
+        if (records := self._packer.add(encoded.ids | flag)) is not None:
+            self._append(records.reshape(-1))
 
     def _encode(self) -> None:
         start = np.array(self._tokenizer.document_start, dtype=np.uint32)
@@ -135,6 +168,20 @@ class _SplitWriter:
         self._place.put(self._manifest, f"{name}.sums", sums.content(checksum))
         tokens = len(data) // self._dtype.itemsize
         self._shards.append(ShardFile(f"{name}.bin", tokens, checksum, hashlib.sha256(data).hexdigest()))
+
+
+def chat_encoder(place: Workplace) -> ChatEncoder | None:
+    """The encoder of the recipe's conversations; ``None`` if it is of texts."""
+    output = place.plan.recipe.output
+    if output.layout == "text":
+        return None
+    template = ChatTemplate(output.template, output.special_tokens)
+    return ChatEncoder(place.tokenizer, ChatLayout(template, output.too_long), output.seq_len)
+
+
+def stored_dtype(place: Workplace) -> str:
+    """The dtype of stored tokens."""
+    return dtype_for(place.tokenizer.vocab_size, with_loss_bit=place.plan.recipe.output.layout == "chat")
 
 
 def origin_key(name: str) -> str:
