@@ -24,9 +24,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from phalanx.data.chat.encode import BadConversationError, ChatEncoder, ChatLayout
+from phalanx.data.chat.encode import ChatEncoder, ChatLayout
 from phalanx.data.errors import CorpusError, DataError, DatasetError, DatasetExistsError, NoRoomError
 from phalanx.data.formats.document import Document
 from phalanx.data.index import (
@@ -35,13 +33,11 @@ from phalanx.data.index import (
     ChatRecipe,
     DatasetIndex,
     Recipe,
-    Split,
     dtype_for,
-    loss_bit,
     read_index,
 )
-from phalanx.data.packing import Packer
 from phalanx.data.shards import ShardWriter, TokenShards, commit
+from phalanx.data.split_encoders import ChatSplitEncoder, SplitEncoder
 from phalanx.data.tokenizer import (
     BytesTokenizer,
     Tokenizer,
@@ -52,7 +48,6 @@ from phalanx.data.tokenizer import (
 
 DEFAULT_BPE_VOCAB_SIZE = 32_768
 DEFAULT_SHARD_TOKENS = 1 << 28
-_BATCH_CHARACTERS = 1 << 21
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 OnProgress = Callable[[str, int, int], None]
@@ -235,94 +230,6 @@ class _Source:
         return (text for split, _, text, _ in self.read("train tokenizer") if split == TRAIN)
 
 
-class _SplitEncoder:
-    """Encodes one split's documents in batches into its shards, and counts."""
-
-    def __init__(self, writer: ShardWriter, tokenizer: Tokenizer, packed_seq_len: int) -> None:
-        self._writer = writer
-        self._tokenizer = tokenizer
-        self._packer = Packer(packed_seq_len, tokenizer.end_of_document) if packed_seq_len else None
-        self._batch: list[str] = []
-        self._batch_characters = 0
-        self._documents = 0
-        self._text_bytes = 0
-
-    def add(self, name: str, text: str, text_bytes: int) -> None:  # noqa: ARG002  each text can be encoded
-        self._batch.append(text)
-        self._batch_characters += len(text)
-        self._documents += 1
-        self._text_bytes += text_bytes
-        if self._batch_characters >= _BATCH_CHARACTERS:
-            self._flush()
-
-    def close(self) -> Split:
-        self._flush()
-        padding = 0
-        if self._packer is not None:
-            if (records := self._packer.flush()) is not None:
-                self._writer.append(records.reshape(-1))
-            padding = self._packer.padding_tokens
-        written = self._writer.close()
-        return Split(written.shards, self._documents, self._text_bytes, written.sha256, padding)
-
-    def _flush(self) -> None:
-        start = np.array(self._tokenizer.document_start, dtype=np.uint32)
-        end = np.array([self._tokenizer.end_of_document], dtype=np.uint32)
-        encoded = self._tokenizer.encode_batch(self._batch)
-        if self._packer is not None:
-            for ids in encoded:
-                records = self._packer.add(np.concatenate([start, ids, end]))
-                if records is not None:
-                    self._writer.append(records.reshape(-1))
-        elif encoded:
-            self._writer.append(np.concatenate([piece for ids in encoded for piece in (start, ids, end)]))
-        self._batch, self._batch_characters = [], 0
-
-
-class _ChatSplitEncoder:
-    """Encodes one split's conversations into its shards, and counts."""
-
-    def __init__(self, writer: ShardWriter, encoder: ChatEncoder, dtype: str, seq_len: int) -> None:
-        self._writer, self._encoder, self._loss_bit = writer, encoder, loss_bit(dtype)
-        self._packer = Packer(seq_len, encoder.end)
-        self._documents = self._text_bytes = self._learned = self._left_out = 0
-
-    def add(self, name: str, text: str, text_bytes: int) -> None:
-        try:
-            encoded = self._encoder.encode(text)
-        except BadConversationError as error:
-            if self._encoder.layout.on_bad == "stop":
-                raise CorpusError(
-                    f"{name}: {error}; mend it, or leave out all that is bad: `phalanx data prepare --on-bad skip`"
-                ) from error
-            encoded = None
-        if encoded is None:
-            self._left_out += 1
-            return
-        self._documents += 1
-        self._text_bytes += text_bytes
-        self._learned += int(encoded.learned.sum())
-        records = self._packer.add(
-            encoded.ids | np.where(encoded.learned, self._loss_bit, 0).astype(np.uint32)
-        )
-        if records is not None:
-            self._writer.append(records.reshape(-1))
-
-    def close(self) -> Split:
-        if (records := self._packer.flush()) is not None:
-            self._writer.append(records.reshape(-1))
-        written = self._writer.close()
-        return Split(
-            written.shards,
-            self._documents,
-            self._text_bytes,
-            written.sha256,
-            self._packer.padding_tokens,
-            self._learned,
-            self._left_out,
-        )
-
-
 def _write(
     source: _Source, out: Path, recipe: Recipe, given: Tokenizer | None, chat: ChatEncoder | None
 ) -> PreparedInfo:
@@ -387,10 +294,10 @@ def _encode(
         ShardWriter(partial, TRAIN, dtype=dtype, shard_tokens=recipe.shard_tokens) as train,
         ShardWriter(partial, HELD_OUT, dtype=dtype, shard_tokens=recipe.shard_tokens) as held_out,
     ):
-        encoders: dict[str, _SplitEncoder | _ChatSplitEncoder] = {
-            split: _SplitEncoder(writer, tokenizer, recipe.packed_seq_len)
+        encoders: dict[str, SplitEncoder | ChatSplitEncoder] = {
+            split: SplitEncoder(writer, tokenizer, recipe.packed_seq_len)
             if chat is None
-            else _ChatSplitEncoder(writer, chat, dtype, recipe.packed_seq_len)
+            else ChatSplitEncoder(writer, chat, dtype, recipe.packed_seq_len)
             for split, writer in ((TRAIN, train), (HELD_OUT, held_out))
         }
         for split, name, text, utf8 in source.read("encode"):
