@@ -14,6 +14,9 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from phalanx.data.chat.encode import ChatEncoder, ChatLayout
+from phalanx.data.chat.messages import conversation_text
+from phalanx.data.chat.template import ChatTemplate
 from phalanx.data.dataset import RunData
 from phalanx.data.errors import TokenizerError
 from phalanx.data.formats.document import Document
@@ -246,3 +249,28 @@ def test_bytes_of_held_out_text_are_those_of_the_documents(tmp_path: Path, confi
     missing = first - data.tokenizer.prefix_bytes if first else 0
     counted = data.held_out_bytes(np.arange(data.held_out_len)).sum()
     assert counted + missing == sum(len(text.encode()) for text in texts)
+
+
+@pytest.mark.parametrize("model", [LLAMA, GEMMA], ids=["llama", "gemma"])
+def test_a_conversation_has_the_ids_of_transformers_and_the_answer_is_what_is_learned(
+    tmp_path: Path, model: bytes
+) -> None:
+    ours = tokenizer_from_file(written(tmp_path, model))
+    assert isinstance(ours, FallbackTokenizer)
+    source = "{{ bos_token }}{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else m.content + eos_token }}{% endfor %}"
+    hf = HfTokenizer.from_str(ours.serialized)
+    hf.encode_special_tokens = False
+    theirs = PreTrainedTokenizerFast(tokenizer_object=hf, bos_token="<s>", eos_token="</s>")
+    chat = [
+        {"role": "user", "content": " naïve  👩‍🚀\n"},
+        {"role": "assistant", "content": "日本語\n  def f(x):\n\treturn  x\n"},
+    ]
+    expected = theirs.apply_chat_template(chat, chat_template=source, tokenize=True, return_dict=True)
+    template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
+    found = ChatEncoder(ours, ChatLayout(template), 500).encode(
+        conversation_text({"messages": chat}, "messages")
+    )
+    assert found is not None
+    assert found.ids[:-1].tolist() == expected["input_ids"]
+    learned = hf.decode(found.ids[found.learned].tolist(), skip_special_tokens=False)
+    assert learned == chat[1]["content"] + "</s>"
