@@ -23,7 +23,7 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import processors
 
 from phalanx.data.chat.messages import ASSISTANT, Conversation, Message, read_conversation, strings_in
-from phalanx.data.chat.template import ChatTemplate, ChatTemplateError
+from phalanx.data.chat.template import MARKS, ChatTemplate, ChatTemplateError
 from phalanx.data.errors import TokenizerError
 from phalanx.data.published_tokenizers.byte_fallback import FallbackTokenizer
 from phalanx.data.published_tokenizers.files import COMMON_END_TOKENS
@@ -152,11 +152,12 @@ class ChatEncoder:
         return Encoded(ids, learned)
 
     def _require_no_special_tokens(self, conversation: Conversation) -> None:
-        for number, message in enumerate(conversation.messages, 1):
-            for text in strings_in(message):
-                found = next((token for token in self._specials if token in text), None)
+        named = [(f"message {number}", message) for number, message in enumerate(conversation.messages, 1)]
+        for what, value in (*named, ("one of its tools", conversation.tools)):
+            for text in strings_in(value):
+                found = next((token for token in (*self._specials, *MARKS) if token in text), None)
                 if found is not None:
-                    raise BadConversationError(f"message {number} spells the special token {found!r}")
+                    raise BadConversationError(f"{what} spells the special token {found!r}")
 
 
 def document_end(tokenizer: BpeTokenizer | FallbackTokenizer, template: ChatTemplate) -> int:

@@ -34,7 +34,8 @@ _NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "
 
 _BEGIN, _END = "\U0010f0aa\U0010f0bb", "\U0010f0bb\U0010f0aa"
 """Characters for private use, around what ``{% generation %}`` encloses."""
-_MARKS = re.compile(f"({_BEGIN}|{_END})")
+MARKS = (_BEGIN, _END)
+_MARKED = re.compile(f"({_BEGIN}|{_END})")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -80,7 +81,7 @@ class ChatTemplate:
     ) -> tuple[str, list[range]]:
         """The text of ``messages``, and which of its characters the template marks as the assistant's. Raises ChatTemplateError."""
         text, spans = "", []
-        for piece in _MARKS.split(self._rendered(messages, False, tools, False)):
+        for piece in _MARKED.split(self._rendered(messages, False, tools, False)):
             if piece == _BEGIN:
                 begun = len(text)
             elif piece == _END:
