@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,6 +19,8 @@ from phalanx.data.portions.executors.processes import Processes
 from phalanx.data.portions.recipe import read_recipe
 from phalanx.data.show_record import show_record
 from phalanx.run.problems import RunFileError
+from phalanx.store.open_store import open_store
+from store.servers import Server
 
 OUTPUT = 'layout = "chat"\ntokenizer = "model"\nseq_len = 64'
 
@@ -66,6 +69,32 @@ def test_any_executor_writes_the_same_records_and_counts_what_is_too_long(place:
     ]
     assert len(learned) == index.train.documents
     assert {text.removesuffix("<|eot_id|>") for text in learned} == {f"dog {number}" for number in range(7)}
+
+
+def test_the_tools_of_a_table_are_read_from_a_folder_and_from_a_store(
+    place: Path, s3_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    (place / "model" / "chat_template.jinja").write_text(
+        "{{ tools[0].name if tools else 'none' }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>{{ m.content }}<|eot_id|>"
+        "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>{% endif %}"
+    )
+    rows = {"messages": [conversation(1)] * 3, "tools": ['[{"name": "adder"}]', None, ""], "id": [1, 2, 3]}
+    table = place / "tools.parquet"
+    pq.write_table(pa.table(rows), table)
+    url = s3_server.url(secrets.token_hex(8))
+    open_store(url).put("tools.parquet", table.read_bytes())
+    shown = []
+    for number, source in enumerate((str(table), f"{url}/tools.parquet")):
+        recipe = recipe_file(place, source=f'url = "{source}"', output=f"{OUTPUT}\nheld_out = 0.0")
+        prepared(recipe, place / str(number))
+        dataset = open_place(str(place / str(number)))
+        records = range(dataset.index.samples("train", 64))
+        shown.append([show_record(dataset, "train", record, 64) for record in records])
+    assert shown[0] == shown[1]
+    text = "".join(piece.text for record in shown[0] for piece in record.pieces)
+    assert (text.count("adder<|start_header_id|>"), text.count("none<|start_header_id|>")) == (1, 2)
 
 
 def test_conversations_that_are_cut_end_after_an_answer(place: Path) -> None:

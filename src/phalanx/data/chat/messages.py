@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 ASSISTANT = "assistant"
+TOOLS = "tools"
+"""The field of a row that lists the tools that the assistant was offered."""
 _SHAREGPT_ROLES = {
     "human": "user",
     "gpt": ASSISTANT,
@@ -41,10 +43,10 @@ def conversation_text(row: Mapping[str, object], field: str) -> str:
         raise ValueError(
             f"has no message of the {ASSISTANT} in {field!r}, of which there would be something to learn"
         )
-    tools = row.get("tools")
+    tools = row.get(TOOLS)
     if isinstance(tools, str):  # tables keep what has no fixed form as JSON
         tools = json.loads(tools) if tools.strip() else None
-    content = {"messages": messages, **({"tools": _list(tools, "tools")} if tools else {})}
+    content = {"messages": messages, **({TOOLS: _list(tools, TOOLS)} if tools else {})}
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     if half := _HALF_PAIR.search(text):
         raise ValueError(f"holds \\u{ord(half[0]):04x}, half of a pair of surrogates, which is no character")
@@ -54,7 +56,7 @@ def conversation_text(row: Mapping[str, object], field: str) -> str:
 def read_conversation(text: str) -> Conversation:
     """What ``conversation_text`` wrote."""
     content = json.loads(text)
-    return Conversation(content["messages"], content.get("tools"))
+    return Conversation(content["messages"], content.get(TOOLS))
 
 
 def strings_in(value: object) -> Iterator[str]:

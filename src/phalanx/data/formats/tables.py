@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.data.chat.messages import conversation_text
+from phalanx.data.chat.messages import TOOLS, conversation_text
 from phalanx.data.errors import FormatError, MissingPackageError
 from phalanx.data.formats.compressed import DamagedError
 from phalanx.data.formats.document import BadDocument, Document, OnBytes, ReadOptions, Span
@@ -126,7 +126,7 @@ def read_parquet(
         batches = file.iter_batches(
             batch_size=max(1, min(4096, _BATCH_BYTES // row_bytes)),
             row_groups=range(span.start, span.stop),
-            columns=[options.field],
+            columns=columns_read(options, file.schema_arrow.names),
             use_threads=False,
         )
         yield from _read_batches(path, name, batches, span, rows, options, on_bytes)
@@ -154,8 +154,9 @@ def _read_batches(
     row = span.first
     for batch in batches:
         for slice_start in range(0, batch.num_rows, 1024):
-            column = batch.column(batch.schema.get_field_index(options.field)).slice(slice_start, 1024)
-            for value in _conversations(column, options.field) if options.chat else _values(column):
+            rows_here = batch.slice(slice_start, 1024)
+            column = rows_here.column(batch.schema.get_field_index(options.field))
+            for value in _conversations(rows_here, options) if options.chat else _values(column):
                 if isinstance(value, ValueError) and not isinstance(value, UnicodeDecodeError):
                     yield BadDocument(path, f"row {row + 1:,}", str(value))
                 elif isinstance(value, str):
@@ -173,12 +174,18 @@ def _read_batches(
                 on_bytes(span.file_bytes * (row - span.first) // max(1, rows))
 
 
-def _conversations(column: pyarrow.Array, field: str) -> Iterator[str | ValueError]:
-    """The conversation of each row, of whose other columns none is read."""
-    column.validate(full=True)
-    for messages in column.to_pylist():
+def columns_read(options: ReadOptions, there: Sequence[str]) -> list[str]:
+    """The columns that documents are made of: the text, or the messages and, where there are such, the tools."""
+    return [options.field, *([TOOLS] if options.chat and TOOLS in there else [])]
+
+
+def _conversations(rows: pyarrow.RecordBatch, options: ReadOptions) -> Iterator[str | ValueError]:
+    """The conversation of each row."""
+    chosen = rows.select(columns_read(options, rows.schema.names))
+    chosen.validate(full=True)
+    for row in chosen.to_pylist():
         try:
-            yield conversation_text({field: messages}, field)
+            yield conversation_text(row, options.field)
         except ValueError as error:
             yield error
 

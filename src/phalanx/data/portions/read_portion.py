@@ -14,6 +14,7 @@ from phalanx.data.formats.compressed import Compression
 from phalanx.data.formats.document import BadDocument, Document, ReadOptions
 from phalanx.data.formats.read import documents
 from phalanx.data.formats.recognize import Format, Kind
+from phalanx.data.formats.tables import columns_read
 from phalanx.data.portions.plan import Piece, PreparationPlan, bring_parquet_footer
 from phalanx.data.portions.raw_files import LocalBytes, require_unchanged
 from phalanx.data.portions.recipe import read_options
@@ -80,11 +81,14 @@ def _bring(local: LocalBytes, piece: Piece, form: Format, nbytes: int, options: 
         local.bring(max(0, nbytes - 8), nbytes)
         bring_parquet_footer(local, nbytes)
         metadata = pq.read_metadata(local.path)
+        wanted = {
+            name.partition(".")[0] for name in columns_read(options, metadata.schema.to_arrow_schema().names)
+        }
         for group in range(span.start, span.stop):
             for column in range(metadata.num_columns):
                 chunk = metadata.row_group(group).column(column)
                 # Of messages, the columns of their fields: messages.list.element.role and the like.
-                if chunk.path_in_schema.partition(".")[0] != options.field.partition(".")[0]:
+                if chunk.path_in_schema.partition(".")[0] not in wanted:
                     continue
                 start = min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset)
                 local.bring(start, start + chunk.total_compressed_size)
