@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import secrets
 import tempfile
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, Event
 
 import pytest
 import torch
@@ -315,6 +316,26 @@ def test_a_deleted_step_leaves_nothing_and_the_others_stay(tmp_path: Path) -> No
     assert not any("00000001" in key for key in store.objects)
     with pytest.raises(NoSuchStepError, match=r"step 1 is not committed; committed: \[2\]"):
         tier.extra(1)
+
+
+def test_a_block_that_is_not_answered_is_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx.store.hedge._UNKNOWN_S", 0.05)
+    store = MemoryStore()
+    tier = copied(disk_with(tmp_path, 1), store)
+    release, asked = Event(), Counter[str]()
+
+    def hang_once(operation: str, _key: str) -> None:
+        asked[operation] += 1
+        if (operation, asked[operation]) == ("ranges", 2):
+            release.wait(60)
+
+    store.before = hang_once
+    found, expected = loaded(tier, 1), small_state(1)
+    assert all(same_bits(found[name], expected[name]) for name in expected)
+    assert asked["ranges"] > 2
+    release.set()
 
 
 def test_only_the_blocks_that_are_wanted_are_fetched(tmp_path: Path) -> None:

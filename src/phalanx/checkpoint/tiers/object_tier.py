@@ -40,6 +40,7 @@ from phalanx.checkpoint.tiers.catalogued import CatalogReader, look_through
 from phalanx.checkpoint.tiers.collect import wrong_size
 from phalanx.checkpoint.tiers.tier import Record
 from phalanx.store.errors import ExistsError, FullError, MissingObjectError, ShortObjectError, StoreError
+from phalanx.store.hedge import HedgedReads
 from phalanx.store.store import Info, Store, require_create
 
 COMMITTED, DATA, DAMAGED = "committed", "data", "damaged"
@@ -57,6 +58,7 @@ class ObjectTier:
         self.name = store.url
         self.reader = CatalogReader(self, self.name, REMOTE)
         self._commit = lru_cache(maxsize=16)(self._load_commit)
+        self._block_reads = HedgedReads()
 
     # Looking
 
@@ -105,14 +107,17 @@ class ObjectTier:
         return self.reader.read(step, reads)
 
     def blocks(self, step: int, manifest: Manifest, numbers: Iterable[int]) -> Iterator[ByteArray]:
-        """Each block is a request of its own, several ahead of whoever takes them; it is the memory in which it came, and read-only."""
+        """Each block is a request of its own, several ahead of whoever takes them; it is the memory in which it came, and read-only.
+
+        One that takes far longer than the others is asked for twice: all ranks of a fleet wait for the slowest of all their blocks.
+        """
         key = self._key(step, manifest.file)
 
         def fetch(number: int) -> ByteArray:
             start = number * manifest.block_bytes
             stop = min(start + manifest.block_bytes, manifest.nbytes)
             with store_errors():
-                (data,) = self.store.ranges(key, [(start, stop)])
+                (data,) = self._block_reads.read(lambda: self.store.ranges(key, [(start, stop)]))
             if checksum(data) != manifest.checksums[number]:
                 raise CorruptError(
                     f"{self.store.url}/{key}, block {number} (bytes {start:,} to {stop:,}): the bytes differ from their "

@@ -1,0 +1,97 @@
+"""Hedged reads: a read that hangs is answered by a second request, and a slow store is not asked twice for everything."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import pytest
+
+from phalanx.store import hedge
+from phalanx.store.hedge import HedgedReads
+
+
+@pytest.fixture(autouse=True)
+def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hedge, "_LEAST_S", 0.01)
+    monkeypatch.setattr(hedge, "_UNKNOWN_S", 0.05)
+
+
+def hanging_once(release: threading.Event) -> tuple[list[int], object]:
+    """A read whose first request is not answered until ``release``, and the numbers of its requests."""
+    asked: list[int] = []
+    numbers = itertools.count()
+
+    def ask() -> int:
+        number = next(numbers)
+        asked.append(number)
+        if number == 0:
+            release.wait(60)
+        return number
+
+    return asked, ask
+
+
+def test_a_read_that_hangs_is_answered_by_the_second_request() -> None:
+    release = threading.Event()
+    asked, ask = hanging_once(release)
+    reads = HedgedReads()
+    assert reads.read(ask) == 1  # type: ignore[arg-type]
+    assert (asked, reads.reads, reads.hedged) == ([0, 1], 1, 1)
+    release.set()
+
+
+def test_reads_in_their_usual_time_are_asked_for_once() -> None:
+    reads, asked = HedgedReads(), itertools.count()
+    hurried = HedgedReads()
+    for _ in range(50):
+        reads.read(lambda: next(asked))
+    assert next(asked) == 50
+    assert (reads.reads, reads.hedged) == (50, 0)
+    assert hurried.patience_s() == 0.05
+    assert reads.patience_s() < 5
+
+
+def test_a_store_that_is_slow_as_a_whole_is_asked_twice_for_one_read_in_twenty() -> None:
+    reads, release = HedgedReads(), threading.Event()
+    asked = itertools.count()
+
+    def ask() -> None:
+        next(asked)
+        release.wait(60)
+
+    threads = [threading.Thread(target=reads.read, args=(ask,)) for _ in range(100)]
+    for thread in threads:
+        thread.start()
+    pause = threading.Event()
+    while reads.hedged < 5:
+        pause.wait(0.01)
+    pause.wait(0.2)  # time in which others would be asked for as well
+    release.set()
+    for thread in threads:
+        thread.join(60)
+    assert (reads.hedged, next(asked)) == (5, 105)
+
+
+def test_what_the_first_request_raises_is_raised_unless_the_second_succeeds() -> None:
+    numbers = itertools.count()
+    second = threading.Event()
+
+    def fails_slowly() -> int:
+        if next(numbers) == 0:
+            second.wait(60)
+            raise ValueError("first")
+        second.set()
+        return 1
+
+    assert HedgedReads().read(fails_slowly) == 1
+    with pytest.raises(ValueError, match="at once"):
+        HedgedReads().read(lambda: (_ for _ in ()).throw(ValueError("at once")))
+    both = threading.Barrier(2)
+
+    def fail() -> None:
+        both.wait(60)
+        raise ValueError("both")
+
+    with pytest.raises(ValueError, match="both"):
+        HedgedReads().read(fail)
