@@ -20,14 +20,18 @@ FLOORS = {
     "plan": 5,
     "train": 5,
     "launch": 6,
-    "fleet": 6,
-    "serve": 7,
-    "simulate": 7,
-    "api": 8,
-    "cli": 8,
+    "fleet": 7,
+    "serve": 8,
+    "simulate": 8,
+    "api": 9,
+    "cli": 9,
 }
 PURE = (
     "fleet/core",
+    *(
+        f"launch/placing/{name}.py"
+        for name in ("topology", "place", "seats", "price", "choose", "verify", "host_list")
+    ),
     "model/facts",
     "plan/workload",
     "plan/step_cost",

@@ -265,6 +265,7 @@ def test_a_run_file_that_sets_nothing_odd_gives_no_notes() -> None:
         ("checkpoint.timeout_s", 5.0),
         ("checkpoint.store", "s3://bucket/run"),
         ("fleet.port", 4000),
+        ("launch.unit", 2),
         ("observe.log_every_steps", 10),
     ],
 )

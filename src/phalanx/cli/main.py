@@ -32,6 +32,7 @@ _COMMANDS = {
     "diff": ("watch", "Where two runs part: field, step, tensor, and by a replay the module and rank."),
     "runs": ("watch", "The runs in a folder, and which goes on from which."),
     "fleet": ("fleet", "Drain, add or stop: ask something of a running fleet."),
+    "place": ("launch", "Where in a network a run's nodes should lie, and what that costs a step."),
     "agent": ("fleet", "Take part in a run with this node of a cluster."),
     "sinks": ("watch", "Send a run's trackers what they missed."),
     "watch": ("watch", "Look at a run while it goes on, or afterwards."),

@@ -399,6 +399,10 @@ _WHOLE_RUN = {
             "port": _WHERE,
         },
     ),
+    **_in(
+        "launch",
+        _all("unit order", _irrelevant("a plan assumes near nodes; `phalanx place` prices a placement")),
+    ),
 }
 
 RUN_FIELDS: dict[str, FieldTreatment] = {

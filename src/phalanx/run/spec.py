@@ -536,6 +536,16 @@ class FleetSpec:
 
 
 @dataclass(frozen=True)
+class LaunchSpec:
+    """Where in a cluster's network the ranks lie. Nothing here changes a bit of the weights."""
+
+    unit: Annotated[int, FLEET, NOT_NEGATIVE] = 0
+    """Nodes that are kept together below one switch; 0 means those that the axes inside a slot span. `phalanx place` prices others."""
+    order: Annotated[Literal["data", "pipeline"], FLEET] = "data"
+    """Neighbors in the network: the data-parallel ranks of a stage, or the stages of a replica. `phalanx place` prices both."""
+
+
+@dataclass(frozen=True)
 class RunSpec:
     """A run file."""
 
@@ -560,3 +570,4 @@ class RunSpec:
     sample: SampleSpec = field(default_factory=SampleSpec)
     observe: ObserveSpec = field(default_factory=ObserveSpec)
     fleet: FleetSpec = field(default_factory=FleetSpec)
+    launch: LaunchSpec = field(default_factory=LaunchSpec)

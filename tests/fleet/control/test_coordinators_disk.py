@@ -39,7 +39,7 @@ def write_history(run_dir: Path) -> Path:
     """The journal of a fleet of two nodes and a spare, one of whose workers died, and whose spare was drained."""
     spec = make_run(run_dir, replace(FLEET, nodes=2, spares=1))
     fleet = Fleet(settings_of(spec))
-    fleet.join("0", "1", "2")
+    fleet.join("0", "1", "2", racks=3)
     fleet.bind()
     fleet.hear(m.Heartbeat("0", 1, 0, 3, m.WorkerPhase.BOUND), after_s=1.0)
     fleet.hear(m.WorkerExited("0", 1, 0, 0, -9))

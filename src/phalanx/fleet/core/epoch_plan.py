@@ -24,6 +24,9 @@ from phalanx.fleet.core.messages import (
 )
 from phalanx.fleet.core.settings import CoreSettings
 from phalanx.fleet.core.state import Eligibility, FleetState, Node, RestorePoint, StateSource
+from phalanx.launch.placing.place import place_units
+from phalanx.launch.placing.seats import sequence
+from phalanx.launch.placing.topology import from_domains
 
 HOLDERS_NAMED = 3
 """Holders listed for one state in a Bind; no more, so that messages stay small."""
@@ -113,27 +116,53 @@ def plan_epoch(state: FleetState) -> EpochPlan | None:
 def deal(state: FleetState, count: int) -> tuple[str, ...]:
     """Seat -> node: survivors keep their seats; vacant ones go to spares and to nodes whose seats no longer exist."""
     kept = [*state.seats[:count], *[""] * (count - len(state.seats))]
-    lost = {state.nodes[state.seats[seat]].domain for seat in state.vacant}
+    lost = Counter(state.nodes[state.seats[seat]].domain for seat in state.vacant)
+    failing = {domain for domain, seats in lost.items() if domain and seats > 1}
     candidates = set(state.spares)
     candidates.update(
         state.seats[seat] for seat in range(count, len(state.seats)) if seat not in state.vacant
     )
     if not state.seats:
-        # Neighboring ranks talk most, so at first they are dealt along the domains.
-        along = sorted(candidates, key=lambda name: (state.nodes[name].domain, name))
-        first = set(sorted(along, key=lambda name: state.nodes[name].started_as_spare)[:count])
-        return tuple(name for name in along if name in first)
+        return _first_deal(state, candidates, count)
     for seat in (*sorted(seat for seat in state.vacant if seat < count), *range(len(state.seats), count)):
-        near = state.nodes[state.seats[min(seat, len(state.seats) - 1)]].domain
-        chosen = min(candidates, key=lambda name: _distance(state.nodes[name], near, lost))
+        near = _home(state, kept, seat)
+        chosen = min(candidates, key=lambda name: _distance(state.nodes[name], near, failing))
         candidates.remove(chosen)
         kept[seat] = chosen
     return tuple(kept)
 
 
-def _distance(node: Node, near: tuple[str, ...], lost: set[tuple[str, ...]]) -> tuple[bool, int, str]:
-    # After one node of a rack has failed the next one may follow, so a node of a neighboring rack is preferred.
-    return bool(node.domain) and node.domain in lost, -common_levels(node.domain, near), node.name
+def _first_deal(state: FleetState, candidates: set[str], count: int) -> tuple[str, ...]:
+    """Seats along the tree of domains: units below one switch where that can be, neighbors near each other (``launch.placing``)."""
+    settings, pipeline = state.settings, state.settings.formation.pipeline
+    first = {name for name in candidates if not state.nodes[name].started_as_spare}
+    chosen = sorted(candidates, key=lambda name: (name not in first, name))[: max(count, len(first))]
+    unit = settings.unit if count % settings.unit == 0 else 1
+    topology = from_domains({name: state.nodes[name].domain for name in chosen})
+    placed = place_units(topology, unit, count // unit).nodes
+    seats = [""] * count
+    for name, seat in zip(placed, sequence(count, pipeline, settings.block, settings.order), strict=True):
+        seats[seat] = name
+    return tuple(seats)
+
+
+def _home(state: FleetState, kept: Sequence[str], seat: int) -> tuple[str, ...]:
+    """The domain that the node of a vacant seat should be near to: where most others of its block are, else its last node's."""
+    block = state.settings.block
+    first = seat - seat % block
+    others = Counter(
+        state.nodes[name].domain
+        for place, name in enumerate(kept[first : first + block], first)
+        if name and place != seat and place not in state.vacant
+    )
+    if others:
+        return max(others, key=lambda domain: (others[domain], domain))
+    return state.nodes[state.seats[min(seat, len(state.seats) - 1)]].domain
+
+
+def _distance(node: Node, near: tuple[str, ...], failing: set[tuple[str, ...]]) -> tuple[bool, int, str]:
+    # Where several nodes of a rack have failed at once the rack is at fault, and the next one may follow.
+    return node.domain in failing, -common_levels(node.domain, near), node.name
 
 
 # --- buddies --------------------------------------------------------------------------------------

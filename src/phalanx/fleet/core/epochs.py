@@ -80,9 +80,17 @@ def _from_forming(state: FleetState, orders: list[Order]) -> bool:
     if state.now_s - state.since_s < settings.form_s:
         whole = settings.formation.largest(settings.wanted_nodes * settings.formation.workers_per_node)
         # While nodes join one by one, the first comparison decides, without a look at all of them.
-        if ranks < whole or _without_spares(state, ranks) < whole:
+        if ranks < whole or _without_spares(state, ranks) < whole or _choice_is_coming(state):
             return False
     return _form(state, orders)
+
+
+def _choice_is_coming(state: FleetState) -> bool:
+    """True if more nodes are about to join, and where in the network they are decides which of all are taken."""
+    settings = state.settings
+    if state.now_s - state.since_s >= settings.gather_s or len(state.spares) >= settings.expected_nodes:
+        return False
+    return any(state.nodes[name].domain and not state.nodes[name].started_as_spare for name in state.spares)
 
 
 def _without_spares(state: FleetState, ranks: int) -> int:

@@ -6,6 +6,7 @@ import bisect
 
 from msgspec import Struct
 
+from phalanx.launch.placing.seats import Order, block_seats
 from phalanx.run.degrees.smaller import divisions, legal_ranks
 from phalanx.run.layout import replica_ranks
 from phalanx.run.spec import FleetSpec, RunSpec
@@ -124,6 +125,16 @@ class CoreSettings(Struct, frozen=True):
     """At the end of a run, the agents may take so long to write what only their memory holds."""
     first_step: int = 0
     """The step at which the run begins: above 0 if it takes over a checkpoint of its parent."""
+    block: int = 1
+    """Seats that the axes inside a slot span; they are laid side by side."""
+    unit: int = 1
+    """Seats that are placed together, below one switch where that can be."""
+    order: Order = "data"
+    """Whose neighbors are near each other in the network: data-parallel ranks, or stages of a replica."""
+    expected_nodes: int = 0
+    """Nodes that are to come to the first formation, spares included, where nodes have domains: then the choice is among all of them."""
+    gather_s: float = 15.0
+    """The first formation waits this long for ``expected_nodes`` while there are enough without them."""
     max_tries: int = 50
     """Number of failures in a row without a step between them after which the run, not the fleet, is at fault."""
 
@@ -136,8 +147,12 @@ def leave_s(fleet: FleetSpec) -> float:
 def settings_of(spec: RunSpec, first_step: int = 0) -> CoreSettings:
     """The settings of a run file, for a run that begins at ``first_step``. Raises ValueError as ``formation_of`` does."""
     fleet: FleetSpec = spec.fleet
+    formation = formation_of(spec)
+    inner = replica_ranks(spec.parallel) // formation.pipeline
+    ranks = formation.largest(fleet.nodes * fleet.workers_per_node)
+    block = block_seats(inner, ranks // formation.pipeline, fleet.workers_per_node)
     return CoreSettings(
-        formation=formation_of(spec),
+        formation=formation,
         wanted_nodes=fleet.nodes,
         min_nodes=fleet.min_nodes,
         lease_s=fleet.lease_s,
@@ -145,4 +160,8 @@ def settings_of(spec: RunSpec, first_step: int = 0) -> CoreSettings:
         park_s=max(fleet.lease_s, 2 * leave_s(fleet)),
         stall_s=fleet.stall_s,
         first_step=first_step,
+        block=block,
+        unit=spec.launch.unit or block,
+        order=spec.launch.order,
+        expected_nodes=fleet.nodes + fleet.spares,
     )

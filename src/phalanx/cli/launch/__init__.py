@@ -1,0 +1,1 @@
+"""Commands that start a run on a cluster, and follow it there."""

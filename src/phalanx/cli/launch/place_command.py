@@ -1,0 +1,253 @@
+"""``phalanx place``: which nodes a run should get, in which order its ranks lie on them, and what that costs a step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from phalanx.cli.errors import explained
+
+if TYPE_CHECKING:
+    from phalanx.launch.placing.choose import Choice
+    from phalanx.launch.placing.seats import Order
+    from phalanx.launch.placing.topology import Topology
+    from phalanx.launch.placing.verify import Verdict
+    from phalanx.launch.run_traffic import RunTraffic
+    from phalanx.run.spec import RunSpec
+
+_LISTED, _ANY_WIDTH = 6, 10_000
+
+
+@click.command("place")
+@click.argument("run_file", type=click.Path(path_type=Path))
+@click.option(
+    "--topology",
+    "place_name",
+    required=True,
+    metavar="FILE|slurm|kubernetes",
+    help="The network: TOML, topology.conf, Topograph's JSON; or the cluster that this machine uses.",
+)
+@click.option(
+    "--set", "overrides", multiple=True, metavar="FIELD=VALUE", help="Override a field of the run file."
+)
+@click.option("--nodes", type=click.IntRange(min=1), help="Nodes that hold ranks; by default fleet.nodes.")
+@click.option(
+    "--spares", type=click.IntRange(min=0), help="Spare nodes beside them; by default fleet.spares."
+)
+@click.option(
+    "--cluster",
+    "cluster_name",
+    default="h100",
+    show_default=True,
+    help="The kind of its nodes, for rates and formats: a name of `phalanx hardware`, or a TOML file.",
+)
+@click.option(
+    "--share",
+    "shares",
+    multiple=True,
+    metavar="LEVEL=FRACTION",
+    help="The part of its nodes' rate that may leave a domain of a level at once; by default as the topology says, else 1.",
+)
+@click.option("--unit", type=click.IntRange(min=1), help="Only units of so many nodes; by default the best.")
+@click.option(
+    "--order", type=click.Choice(["data", "pipeline"]), help="Only this order of ranks; by default the best."
+)
+@click.option("--whole", is_flag=True, help="Refuse units that straddle the narrowest domains.")
+@click.option("--partition", default="", help="With slurm: only nodes of this partition.")
+@click.option("--free", "free_only", is_flag=True, help="With slurm: only nodes that nobody uses now.")
+@click.option(
+    "--allocation",
+    metavar="HOSTS",
+    help="Verify these nodes instead, such as n[1-8,12]: what they cost a step.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(
+    run_file: Path,
+    place_name: str,
+    overrides: tuple[str, ...],
+    nodes: int | None,
+    spares: int | None,
+    cluster_name: str,
+    shares: tuple[str, ...],
+    unit: int | None,
+    order: str | None,
+    whole: bool,
+    partition: str,
+    free_only: bool,
+    allocation: str | None,
+    as_json: bool,
+) -> None:
+    """Place the run of RUN_FILE in a network: units of nodes, spares, the order of ranks, and its price.
+
+    Each line is a choice: the size of a unit (nodes that talk most, kept together), how ranks follow the network's tree, how many units
+    straddle a domain, how many nodes units of this size can use, and how long the busiest link of each level needs in a step. The price
+    assumes that every byte goes its own way: no collisions (ECMP), no other tenants.
+
+    \b
+      phalanx place run.toml --topology slurm --nodes 16 --spares 2
+      phalanx place configs/llama3-405b.toml --topology fabric.toml --share pod=0.5
+      phalanx place run.toml --topology topology.conf --allocation 'n[1-8,12]'
+    """
+    from phalanx.hardware.errors import HardwareError
+    from phalanx.launch.engines.live_topology import load_topology
+    from phalanx.launch.engines.tools import EngineError
+    from phalanx.launch.placing.choose import choices
+    from phalanx.launch.placing.host_list import expanded
+    from phalanx.launch.placing.topology import TopologyError
+    from phalanx.launch.placing.verify import verify
+    from phalanx.launch.run_traffic import traffic_of
+    from phalanx.model.facts.presets import PRESETS
+    from phalanx.plan.search.query import RequestError
+    from phalanx.run.read import read_run
+
+    with explained(TopologyError, EngineError, HardwareError, RequestError, ValueError):
+        sized = [f"fleet.nodes={nodes}"] if nodes else []
+        sized += [f"fleet.spares={spares}"] if spares is not None else []
+        spec = read_run(run_file, PRESETS, [*overrides, *sized])
+        traffic = traffic_of(spec, cluster_name)
+        topology = load_topology(place_name, partition, free_only=free_only)
+        rate = topology.node_bytes_per_s or traffic.node_bytes_per_s
+        topology = topology.with_rates(rate, _fractions(shares))
+        rule: Order | None = None if order is None else "pipeline" if order == "pipeline" else "data"
+        if allocation:
+            given = expanded(allocation)
+            verdict = verify(
+                topology, given, traffic.shape, traffic.flows, unit=unit or 0, order=rule, whole=whole
+            )
+            _tell_verdict(verdict, as_json)
+            return
+        found = choices(
+            topology,
+            traffic.shape,
+            traffic.flows,
+            spec.fleet.spares,
+            unit=unit or 0,
+            order=rule,
+            whole=whole,
+        )
+    if as_json:
+        click.echo(json.dumps(_as_json(topology, traffic, found)))
+        return
+    _print(spec, topology, traffic, found)
+
+
+def _fractions(shares: tuple[str, ...]) -> dict[str, float]:
+    found = {}
+    for text in shares:
+        level, sign, value = text.partition("=")
+        try:
+            found[level] = float(value)
+        except ValueError as error:
+            raise click.BadParameter(
+                f"{text!r} is not LEVEL=FRACTION, as in leaf=0.5", param_hint="--share"
+            ) from error
+        if not sign or not 0 < found[level] <= 1:
+            raise click.BadParameter(f"{text!r}: a fraction is above 0 and at most 1", param_hint="--share")
+    return found
+
+
+def _choice_json(choice: Choice) -> dict[str, object]:
+    return {
+        "unit_nodes": choice.unit,
+        "order": choice.order,
+        "units": len(choice.placement.units),
+        "straddling": choice.placement.straddling,
+        "usable_nodes": choice.usable_nodes,
+        "nic_s": choice.price.nic_s,
+        "bound_s": choice.price.bound_s,
+        "uplink_s": dict(choice.price.uplink_s),
+        "slowest_s": choice.price.slowest_s,
+        "certified": choice.price.certified,
+    }
+
+
+def _as_json(topology: Topology, traffic: RunTraffic, found: list[Choice]) -> dict[str, object]:
+    best = found[0]
+    return {
+        "topology": {
+            "source": topology.source,
+            "nodes": len(topology.nodes),
+            "free": len(topology.free),
+            "levels": [level.name for level in topology.levels],
+            "node_bytes_per_s": topology.node_bytes_per_s,
+        },
+        "flows": [
+            {"axis": flow.axis, "pattern": flow.pattern, "ranks": flow.size, "sent_bytes": flow.sent_bytes}
+            for flow in traffic.flows
+        ],
+        "step_s": traffic.step_s,
+        "choices": [_choice_json(choice) for choice in found],
+        "seats": list(best.seats),
+        "spares": list(best.placement.spares),
+    }
+
+
+def _tell_verdict(verdict: Verdict, as_json: bool) -> None:
+    if as_json:
+        told = _choice_json(verdict.best) | {
+            "lost_s": verdict.lost_s,
+            "good": verdict.good,
+            "sentence": verdict.sentence,
+        }
+        click.echo(json.dumps(told))
+    else:
+        click.echo(verdict.sentence)
+
+
+def _print(spec: RunSpec, topology: Topology, traffic: RunTraffic, found: list[Choice]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from phalanx.launch.placing.host_list import folded
+    from phalanx.observe.throughput import format_bytes
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _ANY_WIDTH  # what is piped is searched and cut by other programs
+    shape, levels = traffic.shape, [level.name for level in topology.levels]
+    console.print(
+        f"{spec.name}: {shape.layout.ranks:,} ranks on {shape.seats:,} nodes of {shape.ranks_per_node}, {spec.fleet.spares} spares; "
+        f"{len(topology.free):,} of {len(topology.nodes):,} nodes free ({topology.source}), "
+        f"{topology.node_bytes_per_s / 1e9:.4g} GB/s a node"
+    )
+    sums = ", ".join(
+        f"{flow.axis} ({flow.size}) {format_bytes(int(flow.sent_bytes))}" for flow in traffic.flows
+    )
+    console.print(f"[dim]each rank sends in a step:[/] {sums or 'nothing'}")
+    table = Table("unit", "order", "units", "straddling", "usable nodes", "NIC ms", box=None, pad_edge=False)
+    for name in levels:
+        table.add_column(f"{name} ms")
+    table.add_column("")
+    for choice in found[:_LISTED]:
+        cost = choice.price
+        seconds = [f"{1e3 * cost.uplink_s[name]:.4g}" for name in levels]
+        verdict = (
+            "no placement is faster" if cost.certified else f"+{1e3 * (cost.slowest_s - cost.bound_s):.3g} ms"
+        )
+        table.add_row(
+            *(
+                str(choice.unit),
+                choice.order,
+                str(len(choice.placement.units)),
+                str(choice.placement.straddling),
+            ),
+            *(f"{choice.usable_nodes:,}", f"{1e3 * cost.nic_s:.4g}", *seconds, verdict),
+        )
+    console.print(table)
+    best = found[0]
+    console.print(
+        f"the first is taken: [bold]{_ratio(best)}[/]; the planner expects {traffic.step_s:.3g} s a step where all is near"
+    )
+    console.print(f"ranks, in order: {folded(best.seats)}", soft_wrap=True)
+    if best.placement.spares:
+        console.print(f"spares: {folded(best.placement.spares)}", soft_wrap=True)
+
+
+def _ratio(best: Choice) -> str:
+    if best.price.certified:
+        return "its slowest link is a node's own, so no placement is faster"
+    over = best.price.slowest_s / best.price.bound_s
+    return f"its slowest uplink needs {over:.3g} times what the nodes' own links need"

@@ -1,0 +1,45 @@
+"""Runs the command-line tools of schedulers (sbatch, squeue, kubectl, ssh), with errors that say what to do."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping, Sequence
+
+
+class EngineError(RuntimeError):
+    """An engine cannot do what was asked; the message says why and what to do."""
+
+
+def run_tool(
+    words: Sequence[str],
+    *,
+    timeout_s: float = 60.0,
+    stdin: str | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> str:
+    """What a tool printed.
+
+    Raises ``EngineError`` if it is not installed, ended with an error (with its own words), or took too long.
+    """
+    try:
+        done = subprocess.run(
+            list(words),
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            env=None if environment is None else dict(environment),
+            check=False,
+        )
+    except FileNotFoundError as error:
+        raise EngineError(
+            f"there is no {words[0]} on this machine: give the command where the cluster is used from (a login node), or install its client"
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise EngineError(
+            f"{words[0]} has not answered for {timeout_s:.0f} s: is the cluster's controller up? Try again"
+        ) from error
+    if done.returncode:
+        said = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
+        raise EngineError(f"{words[0]}: {said}")
+    return done.stdout

@@ -1,0 +1,121 @@
+"""``phalanx place``, as a user calls it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from phalanx.cli.launch.place_command import command
+
+FABRIC = """
+taken = "n[5]"
+[[levels]]
+name = "pod"
+share = 0.25
+[[levels]]
+name = "leaf"
+[nodes]
+"n[1-4]" = "p1.l1"
+"n[5-8]" = "p1.l2"
+"n[9-12]" = "p2.l3"
+"n[13-16]" = "p2.l4"
+"""
+RUN = """
+name = "small"
+[model]
+layers = 4
+dim = 128
+heads = 8
+[data]
+path = "data"
+vocab_size = 512
+[train]
+steps = 10
+batch_size = 32
+slots = 16
+seq_len = 64
+[parallel]
+tensor = 8
+pipeline = 2
+[fleet]
+nodes = 8
+spares = 2
+workers_per_node = 8
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    (tmp_path / "run.toml").write_text(RUN)
+    (tmp_path / "fabric.toml").write_text(FABRIC)
+    return tmp_path
+
+
+def place(files: Path, *words: str) -> Result:
+    arguments = [str(files / "run.toml"), "--topology", str(files / "fabric.toml"), *words]
+    return CliRunner().invoke(command, arguments)
+
+
+def test_a_run_is_placed_and_every_choice_priced(files: Path) -> None:
+    shown = json.loads(place(files, "--json").output)
+    assert shown["topology"]["free"] == 15
+    assert len(shown["seats"]) == 8
+    assert len(shown["spares"]) == 2
+    assert "n5" not in {*shown["seats"], *shown["spares"]}
+    assert [choice["slowest_s"] for choice in shown["choices"]] == sorted(
+        choice["slowest_s"] for choice in shown["choices"]
+    )
+    assert {choice["order"] for choice in shown["choices"]} == {"data", "pipeline"}
+
+
+def test_the_table_names_units_levels_nodes_and_spares(files: Path) -> None:
+    shown = place(files).output
+    assert "64 ranks on 8 nodes of 8, 2 spares; 15 of 16 nodes free" in shown
+    assert "pod ms" in shown
+    assert "leaf ms" in shown
+    assert "ranks, in order: n[" in shown
+    assert "spares: n" in shown
+
+
+def test_an_allocation_is_verified_with_its_cost(files: Path) -> None:
+    near, far = (
+        json.loads(place(files, "--share", "pod=0.001", "--allocation", hosts, "--json").output)
+        for hosts in ("n[9-16]", "n[1-4,13-16]")
+    )
+    assert near["good"]
+    assert near["lost_s"] == 0
+    assert not far["good"]
+    assert far["lost_s"] > 0
+    assert "of a step are lost" in place(files, "--share", "pod=0.001", "--allocation", "n[1-4,13-16]").output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--nodes", "16", "--spares", "0"], "need 16 nodes, and 15 of 16 are free"),
+        (["--nodes", "3"], "cannot be laid out on 24 ranks"),
+        (["--unit", "3"], "a unit of 3 nodes does not divide the run's 8"),
+        (["--unit", "8", "--whole"], "would straddle domains of level leaf"),
+        (["--share", "rail=0.5"], "there is no level 'rail'"),
+        (["--share", "pod"], "is not LEVEL=FRACTION"),
+        (["--share", "pod=2"], "above 0 and at most 1"),
+        (["--allocation", "n[1-"], "is no list of hosts"),
+        (["--allocation", "n[1-4]"], "4 nodes were given, and the run's ranks need 8"),
+        (["--cluster", "h999"], "h999"),
+    ],
+)
+def test_what_cannot_be_placed_is_refused_with_what_to_change(
+    files: Path, words: list[str], message: str
+) -> None:
+    ended = place(files, *words)
+    assert ended.exit_code
+    assert message in " ".join(ended.output.split())
+
+
+def test_a_topology_that_cannot_be_read_is_named(files: Path) -> None:
+    ended = CliRunner().invoke(command, [str(files / "run.toml"), "--topology", str(files / "nothing.toml")])
+    assert ended.exit_code
+    assert "cannot read the topology" in ended.output
