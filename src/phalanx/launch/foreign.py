@@ -1,8 +1,24 @@
-"""Detects that this process is one rank of a launcher that is not ours (torchrun or srun)."""
+"""What the environment says of a launcher that is not ours (torchrun or srun): that this process is a rank, and where its node lies."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+
+
+def in_slurm_step(environ: Mapping[str, str]) -> bool:
+    """True in a process that srun started."""
+    return "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" in environ
+
+
+def slurm_domains(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The switches or blocks above this node, widest first, as Slurm tells the processes of a step; none without topology/tree or block.
+
+    SLURM_TOPOLOGY_ADDR is "core.spine1.leaf1.n1" with the pattern "switch.switch.switch.node" (slurm.schedmd.com/srun.html). Names may
+    hold dots themselves only where the pattern has as many parts fewer, which is then not used.
+    """
+    parts = environ.get("SLURM_TOPOLOGY_ADDR", "").split(".")
+    pattern = environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
+    return tuple(parts[:-1]) if len(parts) == len(pattern) and pattern[-1] == "node" else ()
 
 
 def started_as_rank(environ: Mapping[str, str]) -> bool:

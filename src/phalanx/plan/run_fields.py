@@ -401,7 +401,16 @@ _WHOLE_RUN = {
     ),
     **_in(
         "launch",
-        _all("unit order", _irrelevant("a plan assumes near nodes; `phalanx place` prices a placement")),
+        {
+            **_all(
+                "engine partition account qos time_limit constraint reservation exclude gpus_per_node exclusive grace_s container_image "
+                "container_mounts environment prologue options",
+                _WHERE,
+            ),
+            **_all(
+                "unit order", _irrelevant("a plan assumes near nodes; `phalanx place` prices a placement")
+            ),
+        },
     ),
 }
 

@@ -537,8 +537,42 @@ class FleetSpec:
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """Where in a cluster's network the ranks lie. Nothing here changes a bit of the weights."""
+    """Start of the run on a cluster by `phalanx submit`: the engine, what it is asked for, and where in the network the ranks lie. Nothing
+    here changes a bit of the weights."""
 
+    engine: Annotated[Literal["", "slurm"], FLEET] = ""
+    """Engine that gives nodes; empty means that --on says it."""
+    partition: Annotated[str, FLEET] = ""
+    """Slurm partition; empty means the cluster's default."""
+    account: Annotated[str, FLEET] = ""
+    """Account that is charged; empty means the user's own."""
+    qos: Annotated[str, FLEET] = ""
+    """Slurm quality of service; empty means the default."""
+    time_limit: Annotated[str, FLEET] = ""
+    """Longest time of one job, as 2d, 12h, 90m or Slurm's D-HH:MM:SS; the run saves launch.grace_s before and queues again. Empty means the
+    partition's limit."""
+    constraint: Annotated[str, FLEET] = ""
+    """Features that the nodes must have, in Slurm's words."""
+    reservation: Annotated[str, FLEET] = ""
+    """Slurm reservation to use."""
+    exclude: Annotated[str, FLEET] = ""
+    """Nodes not to use, as n[1-4,7]."""
+    gpus_per_node: Annotated[int, FLEET, NOT_NEGATIVE] = 0
+    """GPUs to ask for on each node; 0 means one for each worker, or none if runtime.device is cpu."""
+    exclusive: Annotated[bool, FLEET] = True
+    """If true, nodes are not shared with other jobs."""
+    grace_s: Annotated[float, FLEET, ValueRange(at_least=1, at_most=3600)] = 120.0
+    """Seconds before the end of its time, or before it is preempted, in which the run saves and ends."""
+    container_image: Annotated[str, FLEET] = ""
+    """Container that the agents run in (Slurm: the plugin Pyxis must be installed); empty means none."""
+    container_mounts: Annotated[tuple[str, ...], FLEET] = ()
+    """Folders that the container sees, as FROM:TO."""
+    environment: Annotated[tuple[str, ...], FLEET] = ()
+    """Variables for agents and workers, as NAME=VALUE."""
+    prologue: Annotated[tuple[str, ...], FLEET] = ()
+    """Shell lines that run on the first node before the agents start, such as module load cuda."""
+    options: Annotated[tuple[str, ...], FLEET] = ()
+    """Further options for the engine as they are, such as --licenses=lustre for sbatch."""
     unit: Annotated[int, FLEET, NOT_NEGATIVE] = 0
     """Nodes that are kept together below one switch; 0 means those that the axes inside a slot span. `phalanx place` prices others."""
     order: Annotated[Literal["data", "pipeline"], FLEET] = "data"

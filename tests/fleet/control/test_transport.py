@@ -211,6 +211,19 @@ def test_another_version_of_the_vocabulary_is_refused() -> None:
     asyncio.run(scene())
 
 
+def test_an_agent_with_another_torch_is_refused_by_the_name_of_its_host_and_an_operator_is_not() -> None:
+    async def scene() -> None:
+        async with Wire() as wire:
+            other = "gpu17 has Phalanx 0.1.0 with torch 1.0.0"
+            shown = tuple((k, other if k == "phalanx-software" else v) for k, v in CREDENTIALS.metadata())
+            assert await wire.raw(metadata=shown) is grpc.StatusCode.UNAUTHENTICATED
+            assert wire.server.refused["other software"] == 1
+            assert any(other in line and "install the same on every node" in line for line in wire.ear.lines)
+        assert CREDENTIALS.refusal(shown, "Operate") is None
+
+    asyncio.run(scene())
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -42,13 +42,13 @@ def fewest_straddles(pods: tuple[list[int], ...], unit: int, units: int) -> tupl
             for joined in range(left // unit + 1):
                 yield sum(whole), joined, left - unit * joined
 
-    best = (units + 1, units + 1)
-    for choice in itertools.product(*map(list, map(in_pod, pods))):
-        whole, joined = sum(one[0] for one in choice), sum(one[1] for one in choice)
-        across = units - whole - joined
-        if 0 <= across <= sum(one[2] for one in choice) // unit:
-            best = min(best, (across, across + joined))
-    return best
+    # (units in leaves, units in pods, nodes left over) that pods so far can have.
+    reached = {(0, 0, 0)}
+    for leaves in pods:
+        mine = set(in_pod(leaves))
+        reached = {(a + x, b + y, c + z) for a, b, c in reached for x, y, z in mine}
+    across = {(units - whole - joined, joined, left) for whole, joined, left in reached}
+    return min((far, far + joined) for far, joined, left in across if 0 <= far <= left // unit)
 
 
 @given(

@@ -43,12 +43,14 @@ _LOOK_AGAIN_S, _SAY_AGAIN_S = 0.5, 30.0
 @click.option(
     "--lead/--no-lead",
     default=None,
-    help="Start the coordinator on this node, or not; by default if HOST is its own.",
+    help="Start the coordinator on this node, or not; by default on the first node of a Slurm step, else if HOST is its own.",
 )
 @click.option("--node", help="This node's name in the fleet; by default its Slurm name or host name.")
 @click.option("--host", help="Address at which the other nodes reach this machine; detected by default.")
 @click.option(
-    "--domain", multiple=True, help="Failure domains from the widest to the narrowest; may be repeated."
+    "--domain",
+    multiple=True,
+    help="Domains of the network from the widest to the narrowest; may be repeated. Under Slurm as SLURM_TOPOLOGY_ADDR says.",
 )
 @click.option("--spare", is_flag=True, help="Take ranks at first only if the other nodes are too few.")
 @click.option(
@@ -80,11 +82,13 @@ def command(
       phalanx agent --run run.toml --coordinator head:29400 --domain hall-2 --domain rack-17 --spare
       phalanx agent --run runs/big                          # into a fleet that runs, by its fleet.json
     """
+    from phalanx.launch.foreign import in_slurm_step, slurm_domains
     from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 
     name = node or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     if coordinator and not coordinator.rpartition(":")[2].isdigit():
         raise click.BadParameter(f'"{coordinator}" is not HOST:PORT', param_hint="--coordinator")
+    domain = domain or slurm_domains(os.environ)
     folder = run.parent if run.name == "run.toml" and (run.parent / "record.json").exists() else run
     if not folder.is_dir():
         spec = _read(run, overrides, coordinator)
@@ -110,6 +114,7 @@ def command(
             host=host or (own_host(coordinator) if coordinator else "127.0.0.1"),
             domain=domain,
             started_as_spare=spare,
+            job_signals=in_slurm_step(os.environ),
         )
         try:
             run_agent(args, certificates)
@@ -144,12 +149,17 @@ def _leads(told: bool | None, coordinator: str) -> bool:
     """True if this node runs the coordinator: ``told`` so, or the coordinator's host is an address of this machine."""
     if told is not None:
         return told
+    from phalanx.launch.foreign import in_slurm_step
+
+    if in_slurm_step(os.environ):
+        # Nodes of a test cluster share a host; the batch script runs on the first node and says its name.
+        return os.environ.get("SLURM_NODEID") == "0" and os.environ.get("SLURM_LOCALID") == "0"
     try:
         with socket.socket() as probe:
             probe.bind((coordinator.rpartition(":")[0], 0))
     except OSError:
         return False
-    return os.environ.get("SLURM_LOCALID", "0") == "0"
+    return True
 
 
 def _wait_for(coordinator: str, patience_s: float) -> None:

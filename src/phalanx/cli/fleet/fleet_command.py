@@ -76,15 +76,19 @@ def add(run_dir: Path, node: str, certificates: Path | None, as_json: bool) -> N
 
 @command.command("stop")
 @click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option("--for-now", is_flag=True, help="A submitted run: let its job queue itself again.")
 @_common
-def stop(run_dir: Path, certificates: Path | None, as_json: bool) -> None:
-    """Save and end the run; asked twice, end it at once.
+def stop(run_dir: Path, for_now: bool, certificates: Path | None, as_json: bool) -> None:
+    """Save and end the run; asked twice, end it at once. The job of a submitted run does not queue itself again.
 
     \b
       phalanx fleet stop runs/quickstart-1f3a9c04
     """
     from phalanx.fleet.core.messages import StopRun
+    from phalanx.launch.engines.submission import mark_stopped
 
+    if not for_now:
+        mark_stopped(run_dir)
     _ask(run_dir, StopRun(), certificates, as_json)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
+from phalanx.cli.errors import explained
 from phalanx.cli.watch.run_summary import RunSummary, summarize
 from phalanx.run.directory.paths import RunDirectoryError
 
@@ -16,16 +18,27 @@ _ANY_WIDTH = 10_000
 
 @click.command("runs")
 @click.argument("folder", type=click.Path(path_type=Path), default=Path("runs"))
+@click.option(
+    "--on",
+    "engine",
+    type=click.Choice(["slurm"]),
+    help="List the runs that are queued or running there instead.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON array.")
-def command(folder: Path, as_json: bool) -> None:
+def command(folder: Path, engine: str | None, as_json: bool) -> None:
     """List the runs in FOLDER (runs/ if none is given), or the one whose directory it is.
 
-    Each has a line: state, losses, weights, and the checkpoint that it goes on from.
+    Each has a line: state, losses, weights, and the checkpoint that it goes on from. With --on: what the cluster does with your runs, and why
+    one waits.
 
     \b
       phalanx runs
       phalanx runs /data/runs --json
+      phalanx runs --on slurm
     """
+    if engine is not None:
+        _list_jobs(as_json)
+        return
     if not folder.is_dir():
         raise click.ClickException(
             f"there is no folder {folder}; give the one that holds the run directories"
@@ -51,6 +64,21 @@ def command(folder: Path, as_json: bool) -> None:
         )
         table.add_row(*map(Text, row))  # a folder's name may look like markup
     console.print(table)
+
+
+def _list_jobs(as_json: bool) -> None:
+    from phalanx.launch.engines import slurm
+    from phalanx.launch.engines.tools import EngineError
+
+    with explained(EngineError):
+        found = slurm.jobs()
+    if as_json:
+        click.echo(json.dumps([asdict(job) for job in found]))
+        return
+    for job in found:
+        click.echo(f"job {job.id}  {job.name}: {job.sentence}\n  {job.run_dir}")
+    if not found:
+        click.echo("no run is queued or running")
 
 
 def _origin(run: RunSummary) -> str:

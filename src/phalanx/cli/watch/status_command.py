@@ -33,6 +33,11 @@ def command(run_dir: Path, last: int, as_json: bool) -> None:
       phalanx status runs/quickstart-1f3a9c04
       phalanx status runs/quickstart-1f3a9c04 --json
     """
+    job = None if as_json else _job_line(run_dir)
+    if job is not None:
+        click.echo(job)
+        if not RunDirectory(run_dir).run_file.exists():
+            return
     with explained(FleetFileError, RunDirectoryError):
         summary = summarize(run_dir) if RunDirectory(run_dir).run_file.exists() else None
         # Of a run without a fleet there is no fleet's JSON, which reading it explains.
@@ -51,6 +56,24 @@ def command(run_dir: Path, last: int, as_json: bool) -> None:
             click.echo(line)
     if seen is not None:
         _print(seen, last)
+
+
+def _job_line(run_dir: Path) -> str | None:
+    """A line on the job of a submitted run: why it waits, or that it has ended; ``None`` if no engine has the run."""
+    from phalanx.launch.engines import slurm
+    from phalanx.launch.engines.submission import job_log, read_record
+    from phalanx.launch.engines.tools import EngineError
+
+    made = read_record(run_dir)
+    if made is None:
+        return None
+    try:
+        job = slurm.job_of(run_dir)
+    except EngineError as error:
+        return f"job {made.job} ({made.engine}): not known here ({error})"
+    if job is None:
+        return f"job {made.job} ({made.engine}): ended; its log is {job_log(run_dir, made)}"
+    return f"job {job.id} ({made.engine}): {job.sentence}"
 
 
 def _data_bound(events: Path) -> str | None:

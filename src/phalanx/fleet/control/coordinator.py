@@ -59,6 +59,8 @@ _UNSYNCED_BYTES = 1 << 20
 _RENEW_BYTES, _RENEW_AGAIN_BYTES = 64 << 20, 4 << 20
 _RETRY_S = 1.0
 _GOODBYE_S = 1.0
+HURRY_SIGNAL = signal.SIGUSR1
+"""The launcher's request to end at once. To save and stop is SIGTERM, however often it comes: Slurm sends it to all processes of a job."""
 EXIT_CANNOT_START = 78
 """The exit code of a coordinator that another start would not help: no token, no layout, too few open files (``EX_CONFIG``)."""
 
@@ -202,7 +204,9 @@ class Coordinator:
         port = await self._listen()
         self._address = f"{self._args.host}:{port}"
         # Before fleet.json names this process as the coordinator: a reader of it may send the signal.
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._ask_to_stop)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._ask_to_stop)
+        loop.add_signal_handler(HURRY_SIGNAL, self._ask_to_end_at_once)
         await self._publisher.write_now(self._now_s())
         self.log(f"coordinates {self._args.run_dir} at {self._address}, start {self._restarts + 1}")
         rotated = self._state.key or self._credentials.earlier.accepted()
@@ -268,8 +272,17 @@ class Coordinator:
         return self._args.port
 
     def _ask_to_stop(self) -> None:
-        self._inbox.append(m.StopRun())
+        if not self._is_asked_to_stop():
+            self._inbox.append(m.StopRun())
+            self._wake.set()
+
+    def _ask_to_end_at_once(self) -> None:
+        # A second request to stop says so, and the first may not have come yet.
+        self._inbox += [m.StopRun()] if self._is_asked_to_stop() else [m.StopRun(), m.StopRun()]
         self._wake.set()
+
+    def _is_asked_to_stop(self) -> bool:
+        return self._state.stopping or any(isinstance(event, m.StopRun) for event in self._inbox)
 
     async def _turn(self) -> None:
         """One turn: journals what has come in since the last one, lets the core decide, and sends the commands."""

@@ -7,8 +7,11 @@ proves both that and the token (``phalanx.run.token_proof``, ``phalanx.run.fenci
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -27,12 +30,23 @@ from phalanx.run.fencing import FencingToken, fencing_token
 from phalanx.run.identity import identity
 from phalanx.run.spec import RunSpec
 from phalanx.run.token_proof import Role, Seals, UnprovenError, handshake, token_name
+from phalanx.version import __version__
 
 HANDSHAKE_S = 120.0
 """For the whole handshake of a stream. Where thousands of agents come back at once to a busy machine, each waits for its turn; who gives up
 and dials again makes the others wait longer."""
 OTHER_START = grpc.StatusCode.FAILED_PRECONDITION
 """The status of a stream whose client belongs to another start of the run, or to another run."""
+
+
+@cache
+def software() -> str:
+    """The versions of Phalanx and of torch on this machine, found without importing torch."""
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        torch = "none"
+    return f"Phalanx {__version__} with torch {torch}"
 
 
 class Refusal(NamedTuple):
@@ -81,10 +95,11 @@ class Credentials:
             ("phalanx-version", str(PROTOCOL_VERSION)),
             ("phalanx-run", self.run),
             ("phalanx-start", start),
+            ("phalanx-software", f"{socket.gethostname()} has {software()}"),
         )
 
-    def refusal(self, shown: Sequence[tuple[str, str | bytes]]) -> Refusal | None:
-        """Why a client with this metadata is refused before the handshake, if it is."""
+    def refusal(self, shown: Sequence[tuple[str, str | bytes]], method: str) -> Refusal | None:
+        """Why a client with this metadata is refused before the handshake of a stream of ``method``, if it is."""
         given = {name: value for name, value in shown if isinstance(value, str)}
         if given.get("phalanx-version") != str(PROTOCOL_VERSION):
             return Refusal(
@@ -96,6 +111,11 @@ class Credentials:
             return Refusal("another run", OTHER_START, f"this is another run, {self.run[:12]}")
         if given.get("phalanx-start") != dict(self.metadata())["phalanx-start"]:
             return Refusal("another start", OTHER_START, f"the fleet is of another start: {self.fencing}")
+        theirs = given.get("phalanx-software", "a host has unknown software")
+        # An operator's machine may have no torch at all; an agent's workers would compute other bits.
+        if method == "Attach" and not theirs.endswith(f" has {software()}"):
+            why = f"{theirs}, and the coordinator {software()}: install the same on every node"
+            return Refusal("other software", grpc.StatusCode.UNAUTHENTICATED, why)
         return None
 
     async def prove(self, stream: Stream, method: str, role: Role) -> Seals:

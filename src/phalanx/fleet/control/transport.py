@@ -202,14 +202,14 @@ class FleetServer:
 
     async def _admit(self, method: str, requests: AsyncIterator[bytes], context: _CallContext) -> Seals:
         """The seals of a stream whose client has proven itself; else the stream is aborted."""
-        refusal = self.credentials.refusal(context.invocation_metadata() or ())
+        refusal = self.credentials.refusal(context.invocation_metadata() or (), method)
         if refusal is None:
             try:
                 return await self.credentials.prove(_ServerStream(requests, context), method, "server")
             except UnprovenError as error:
                 why = f"wrong token: the other side {error}"
                 refusal = Refusal("wrong token", grpc.StatusCode.UNAUTHENTICATED, why)
-        self._refuse(refusal.kind, context.peer())
+        self._refuse(refusal.kind, context.peer(), refusal.why)
         await context.abort(refusal.code, refusal.why)
         raise AssertionError("abort raises")
 

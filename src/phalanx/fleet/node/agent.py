@@ -56,6 +56,7 @@ from phalanx.fleet.node.agent_state import AgentState
 from phalanx.fleet.node.snapshot_courier import SnapshotCourier
 from phalanx.fleet.node.worker_link import InjectFault, SnapshotTaken, ToAgent, Warm
 from phalanx.fleet.node.worker_process import WorkerProcess
+from phalanx.launch.foreign import in_slurm_step
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.fencing import fencing_token
 from phalanx.run.identity import identity
@@ -91,6 +92,9 @@ class AgentArgs:
     faults: tuple[str, ...] = ()
     """Sentences of ``phalanx.fleet.faults.fault``, passed on to every worker."""
     worker_program: tuple[str, ...] = WORKER_PROGRAM
+    job_signals: bool = False
+    """SIGTERM comes to all processes of a job that a scheduler is about to end, and the leading node has the run saved: the agent ends with the
+    run, or at a second SIGTERM."""
 
 
 class AgentError(RuntimeError):
@@ -150,6 +154,7 @@ class Agent:
         self._tasks: set[asyncio.Task[None]] = set()
         self._over, self._reason, self._failure = asyncio.Event(), "", ""
         self._next_attempt: int | None = None
+        self._warned = False
         self._uploader: StoreUploader | None = None
         self._copies_wanted, self._hurried = False, asyncio.Event()
         """The run is over, and what it has saved is to be in the store too; unless the agent is asked once more to end."""
@@ -225,6 +230,10 @@ class Agent:
         self._uploader.cancel()
 
     def _asked_to_end(self) -> None:
+        if self._args.job_signals and not self._warned:
+            self._warned = True
+            self.log("the job is about to be ended: waiting for the run to save")
+            return
         if self._over.is_set():
             self._hurried.set()
         self._end("asked to end")
@@ -557,6 +566,7 @@ def main() -> NoReturn:
         started_as_spare=given.spare,
         faults=tuple(given.fault),
         worker_program=tuple(given.worker_program),
+        job_signals=in_slurm_step(os.environ),
     )
     try:
         run_agent(args, given.certificates)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from phalanx.checkpoint.tiers.store_standing import store_standing
-from phalanx.fleet.control.coordinator import EXIT_CANNOT_START
+from phalanx.fleet.control.coordinator import EXIT_CANNOT_START, HURRY_SIGNAL
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
 from phalanx.fleet.control.security import (
     TOKEN_VARIABLES,
@@ -306,7 +306,7 @@ class _Processes:
     def _hand_on_stop(self) -> None:
         """Passes the user's requests on to the coordinator: the first is to save and stop, a second to end at once.
 
-        Not before it has written fleet.json: until then SIGTERM would kill it, and the file says whether it has learned of
+        Not before it has written fleet.json: until then the signal would kill it, and the file says whether it has learned of
         the request from its journal.
         """
         if self.coordinator is None or self.stop_told[1] >= min(self.orders.made, 2):
@@ -316,7 +316,7 @@ class _Processes:
             return
         told = self.stop_told[1] if self.stop_told[0] == coordinator.pid else int(seen.stopping)
         if told < self.orders.made:
-            coordinator.signal(signal.SIGTERM)
+            coordinator.signal(HURRY_SIGNAL if told else signal.SIGTERM)
             told += 1
         self.stop_told = coordinator.pid, told
 

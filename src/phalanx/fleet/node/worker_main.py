@@ -22,7 +22,9 @@ from phalanx.train.lifecycle.worker import EXIT_FAILED, die_with_parent, known_e
 def main() -> None:
     """The process that an agent starts."""
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # its agent tells it what to do
+    # Its agent tells it what to do. Slurm sends SIGTERM to every process of a job that it is about to end, and then the fleet still saves.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     set_for_rank(survives=True)
     parser = argparse.ArgumentParser(prog="phalanx.fleet.node.worker_main")
     parser.add_argument("--link", type=int, required=True, help="descriptor of the socket to the agent")

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 CHECKPOINT_INDEX = "checkpoint.json"
 """The file that makes a step's folder a committed checkpoint."""
-FLEET_NAMES = frozenset(("fleet", "fleet.json", "fleet.token", "fleet.operator-token", "faults"))
-"""The names of what a fleet puts into a run directory beside ``RunDirectory.names``."""
+FLEET_NAMES = frozenset(("fleet", "fleet.json", "fleet.token", "fleet.operator-token", "faults", "launch"))
+"""The names of what a fleet and its engine put into a run directory beside ``RunDirectory.names``."""
 _STEP = re.compile(r"step-(\d{8,})")
 _JOURNAL = re.compile(r"journal-(\d+)\.jsonl")
 

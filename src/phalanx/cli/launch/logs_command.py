@@ -1,0 +1,73 @@
+"""``phalanx logs``: what the job of a submitted run has printed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+from phalanx.cli.errors import explained
+
+_POLL_S = 0.5
+_ASK_S = 5.0
+
+
+@click.command("logs")
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option("--follow", "-f", is_flag=True, help="Go on until the job has ended.")
+@click.option(
+    "--last",
+    type=click.IntRange(min=0),
+    default=50,
+    show_default=True,
+    help="Begin with so many lines; 0: all.",
+)
+def command(run_dir: Path, follow: bool, last: int) -> None:
+    """Print the log of the job that trains the run in RUN_DIR; each line begins with the number of its node in the job.
+
+    \b
+      phalanx logs runs/big-1f3a9c04 --follow
+      phalanx logs runs/big-1f3a9c04 --last 0 | grep '^3:'
+    """
+    from phalanx.launch.engines import slurm
+    from phalanx.launch.engines.submission import job_log, read_record
+    from phalanx.launch.engines.tools import EngineError
+
+    with explained(EngineError):
+        made = read_record(run_dir)
+        if made is None:
+            raise EngineError(
+                f"{run_dir} holds no run that phalanx submit has started; the logs of its ranks are in {run_dir}/logs"
+            )
+        path = job_log(run_dir, made)
+        if not path.exists():
+            job = slurm.job_of(run_dir)
+            if job is None:
+                raise EngineError(f"job {made.job} has ended without a word: there is no {path}")
+            if not follow:
+                click.echo(f"job {job.id} {job.sentence}")
+                return
+        _print(path, run_dir, last, follow=follow)
+
+
+def _print(path: Path, run_dir: Path, last: int, *, follow: bool) -> None:
+    from phalanx.launch.engines import slurm
+
+    place, asked_s, ended = 0, 0.0, not follow
+    first = True
+    while True:
+        if path.exists():
+            with path.open("rb") as log:
+                log.seek(place)
+                text = log.read()
+            place += len(text)
+            lines = text.decode(errors="replace").splitlines(keepends=True)
+            click.echo("".join(lines[-last:] if first and last else lines), nl=False)
+            first = False
+        if ended:
+            return
+        if time.monotonic() - asked_s > _ASK_S:
+            asked_s, ended = time.monotonic(), slurm.job_of(run_dir) is None
+        else:
+            time.sleep(_POLL_S)

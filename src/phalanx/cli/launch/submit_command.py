@@ -1,0 +1,190 @@
+"""``phalanx submit``: starts a run on a cluster."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from phalanx.cli.errors import explained
+
+if TYPE_CHECKING:
+    from phalanx.launch.engines.order import LaunchOrder
+    from phalanx.launch.placing.choose import Choice
+    from phalanx.run.spec import RunSpec
+
+
+@click.command("submit")
+@click.argument("run_file", type=click.Path(path_type=Path))
+@click.option("--on", "engine", type=click.Choice(["slurm"]), help="The engine; by default launch.engine.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="FIELD=VALUE", help="Override a field of the run file."
+)
+@click.option("--nodes", type=click.IntRange(min=1), help="Nodes that hold ranks: fleet.nodes.")
+@click.option("--spares", type=click.IntRange(min=0), help="Spare nodes beside them: fleet.spares.")
+@click.option("--partition", "--queue", help="launch.partition.")
+@click.option("--account", help="launch.account.")
+@click.option("--qos", help="launch.qos.")
+@click.option(
+    "--time",
+    help="Longest time of one job, as 2d or 12h: launch.time_limit. The run then queues itself again.",
+)
+@click.option("--constraint", help="launch.constraint.")
+@click.option("--reservation", help="launch.reservation.")
+@click.option("--exclude", help="Nodes not to use: launch.exclude.")
+@click.option("--container-image", help="launch.container_image.")
+@click.option(
+    "--cluster",
+    default="h100",
+    show_default=True,
+    help="The kind of the nodes, for the price of their placement: a name of `phalanx hardware`, or a TOML file.",
+)
+@click.option("--dry-run", is_flag=True, help="Print exactly what would be submitted, and change nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(
+    run_file: Path,
+    engine: str | None,
+    overrides: tuple[str, ...],
+    cluster: str,
+    dry_run: bool,
+    as_json: bool,
+    nodes: int | None,
+    spares: int | None,
+    partition: str | None,
+    account: str | None,
+    qos: str | None,
+    time: str | None,
+    constraint: str | None,
+    reservation: str | None,
+    exclude: str | None,
+    container_image: str | None,
+) -> None:
+    """Start the run of RUN_FILE on a cluster: one job, one agent on every node, spares included.
+
+    What would keep the job from ever starting is said before it is queued, all of it. The run file is frozen with its overrides in
+    RUN_DIR/launch. When the job's time is up, or it is preempted with grace, the run saves and queues itself again; it goes on with the same
+    bits. Give the same command again to start an ended or failed run anew from where it was.
+
+    \b
+      phalanx submit run.toml --on slurm --nodes 16 --spares 2 --partition big --time 2d
+      phalanx submit run.toml --on slurm --dry-run
+    """
+    from phalanx.launch.engines.slurm_script import batch_script
+    from phalanx.launch.engines.submission import order_of, problems_of, with_run_dir
+    from phalanx.launch.engines.tools import EngineError
+    from phalanx.model.facts.presets import PRESETS
+    from phalanx.run.problems import RunFileError
+    from phalanx.run.read import read_run
+
+    with explained(EngineError):
+        given = [
+            *_overrides({"fleet.nodes": nodes, "fleet.spares": spares}),
+            *_overrides({"launch.partition": partition, "launch.account": account, "launch.qos": qos}),
+            *_overrides(
+                {"launch.time_limit": time, "launch.constraint": constraint, "launch.exclude": exclude}
+            ),
+            *_overrides({"launch.reservation": reservation, "launch.container_image": container_image}),
+        ]
+        working_dir = Path.cwd()
+        spec = with_run_dir(read_run(run_file, PRESETS, [*overrides, *given]), working_dir)
+        if not (engine or spec.launch.engine):
+            raise click.UsageError(
+                "which engine gives the nodes? --on slurm, or launch.engine in the run file"
+            )
+        problems = problems_of(spec)
+        if problems:
+            raise RunFileError(run_file, problems)
+        if dry_run:
+            script = batch_script(order_of(spec, working_dir))
+            click.echo(
+                json.dumps({"script": script, "run_dir": spec.run_dir}) if as_json else script, nl=as_json
+            )
+            return
+        _refuse_impossible(order_of(spec, working_dir))
+        best, why_not = _placement(spec, cluster)
+        if best is not None and not spec.launch.unit:
+            spec = replace(spec, launch=replace(spec.launch, unit=best.unit, order=best.order))
+        _submit(spec, working_dir, best, why_not, as_json)
+
+
+def _overrides(fields: dict[str, str | int | None]) -> list[str]:
+    """``--set`` for those fields that an option names."""
+    return [f"{field}={json.dumps(value)}" for field, value in fields.items() if value is not None]
+
+
+def _refuse_impossible(order: LaunchOrder) -> None:
+    """Raises ``EngineError`` if the run is finished, queued or running already, or could never start."""
+    from phalanx.launch.engines import slurm
+    from phalanx.launch.engines.tools import EngineError
+    from phalanx.run.directory.paths import RunDirectory
+
+    if RunDirectory(order.run_dir).finished_result() is not None:
+        raise EngineError(
+            f"the run in {order.run_dir} is finished; give another run_dir to train it once more"
+        )
+    slurm.refuse_second(order.run_dir)
+    impossible = slurm.preflight(order)
+    if impossible:
+        raise EngineError("this job would never start:\n  " + "\n  ".join(impossible))
+
+
+def _submit(spec: RunSpec, working_dir: Path, best: Choice | None, why_not: str, as_json: bool) -> None:
+    from phalanx.launch.engines import slurm
+    from phalanx.launch.engines.slurm_script import batch_script
+    from phalanx.launch.engines.submission import order_of, record, write_files
+
+    order = order_of(spec, working_dir)
+    script = batch_script(order)
+    path = write_files(order, spec, script)
+    expected = slurm.test_submit(path)
+    job = slurm.submit(path)
+    made = record(order, "slurm", job)
+    if as_json:
+        price = (
+            None if best is None else {"slowest_s": best.price.slowest_s, "certified": best.price.certified}
+        )
+        click.echo(json.dumps({**asdict(made), "run_dir": str(order.run_dir), "placement": price}))
+        return
+    spares = f" and {order.spares} spares" if order.spares else ""
+    click.echo(
+        f"job {job}: {order.nodes} nodes{spares}, {order.nodes * spec.fleet.workers_per_node} ranks; run directory {order.run_dir}"
+    )
+    if expected.strip():
+        click.echo(f"  {expected.strip()}")
+    click.echo(f"  placement: {_placement_line(best, why_not)}")
+    click.echo(
+        f"follow it with  phalanx status {order.run_dir}  |  phalanx logs {order.run_dir} --follow  |  phalanx cancel {order.run_dir}"
+    )
+
+
+def _placement(spec: RunSpec, cluster: str) -> tuple[Choice | None, str]:
+    """The best placement on the nodes that are free now; or why there is none."""
+    from phalanx.hardware.errors import HardwareError
+    from phalanx.launch.engines.live_topology import load_topology
+    from phalanx.launch.placing.choose import choices
+    from phalanx.launch.placing.topology import TopologyError
+    from phalanx.launch.run_traffic import traffic_of
+    from phalanx.plan.search.query import RequestError
+
+    try:
+        traffic = traffic_of(spec, cluster)
+        topology = load_topology("slurm", spec.launch.partition, free_only=True)
+        topology = topology.with_rates(topology.node_bytes_per_s or traffic.node_bytes_per_s, {})
+        found = choices(topology, traffic.shape, traffic.flows, spec.fleet.spares)
+    except (TopologyError, RequestError, HardwareError) as error:
+        return None, str(error)
+    return found[0], ""
+
+
+def _placement_line(best: Choice | None, why_not: str) -> str:
+    if best is None:
+        return f"not known before the nodes are given ({why_not})"
+    units = f"on what is free now, {len(best.placement.units)} units of {best.unit}, by {best.order}"
+    if best.price.certified:
+        return f"{units}: no placement is faster"
+    return (
+        f"{units}: up to {1e3 * (best.price.slowest_s - best.price.bound_s):.3g} ms of a step lost on uplinks"
+    )

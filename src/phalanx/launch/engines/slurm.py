@@ -1,0 +1,254 @@
+"""Starts runs under Slurm, and asks it what became of them: sbatch, squeue, sinfo, scontrol, scancel; no accounting is needed.
+
+``preflight`` says before anything is queued why a job would wait for ever: clusters accept impossible jobs unless they enforce the limits of
+partitions, and ``squeue`` then shows one reason of several.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.launch.engines.order import LaunchOrder, seconds_of, slurm_time
+from phalanx.launch.engines.slurm_script import COMMENT
+from phalanx.launch.engines.tools import EngineError, run_tool
+from phalanx.launch.placing.host_list import expanded
+
+_FORMAT = "%i|%T|%r|%D|%N|%S|%L|%j|%P|%k"
+_DOWN = (
+    "down",
+    "drained",
+    "draining",
+    "fail",
+    "failing",
+    "maint",
+    "unknown",
+    "error",
+    "future",
+    "power",
+    "reserved",
+)
+_REMEDIES = {
+    "Resources": "it waits for nodes to become free",
+    "Priority": "jobs before it in the queue are served first",
+    "PartitionNodeLimit": "it asks for more nodes than the partition allows: --nodes, --spares or another --partition",
+    "PartitionTimeLimit": "it asks for more time than the partition allows: --time",
+    "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved",
+    "AssocGrpNodeLimit": "the account's limit of nodes is used up: wait, or another --account",
+    "QOSMaxNodePerUserLimit": "the QOS allows you fewer nodes at a time",
+    "QOSMaxWallDurationPerJobLimit": "the QOS allows less time: --time",
+    "BeginTime": "it was queued again and starts in a moment",
+    "JobHeldUser": "it is held: scontrol release JOB",
+    "JobHeldAdmin": "an administrator holds it",
+}
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """A job of a run, as its engine shows it."""
+
+    id: str
+    state: str
+    """As in "PENDING" or "RUNNING"."""
+    reason: str
+    """Why it waits; empty while it runs."""
+    nodes: int
+    hosts: str
+    """The nodes that it has, as a host list; empty while it waits."""
+    starts: str
+    """When it began, or is expected to."""
+    time_left: str
+    name: str
+    partition: str
+    run_dir: str
+
+    @property
+    def sentence(self) -> str:
+        """What the job does, and why it does not run yet with what mends it."""
+        if self.state != "PENDING":
+            return f"{self.state.lower()} on {self.nodes} nodes ({self.hosts}), {self.time_left} left"
+        first = self.reason.split(",")[0].split("(")[0]
+        remedy = _REMEDIES.get(first, "")
+        expected = f"; expected to start {self.starts}" if self.starts not in ("N/A", "") else ""
+        return f"waits for {self.nodes} nodes: {self.reason}{f' ({remedy})' if remedy else ''}{expected}"
+
+
+def jobs() -> list[SlurmJob]:
+    """The queued and running jobs that Phalanx submitted. Raises ``EngineError``."""
+    return parse_jobs(run_tool(["squeue", "-h", "--me", "-o", _FORMAT]))
+
+
+def parse_jobs(text: str) -> list[SlurmJob]:
+    """The jobs of a ``squeue`` table that are Phalanx's."""
+    found = []
+    for line in text.splitlines():
+        fields = line.split("|", 9)
+        if len(fields) == 10 and fields[9].startswith(COMMENT):
+            number, state, reason, nodes, hosts, starts, left, name, partition, comment = fields
+            reason = "" if reason == "None" else reason
+            count = int(nodes) if nodes.isdecimal() else 0
+            found.append(
+                SlurmJob(
+                    number,
+                    state,
+                    reason,
+                    count,
+                    hosts,
+                    starts,
+                    left,
+                    name,
+                    partition,
+                    comment.removeprefix(COMMENT),
+                )
+            )
+    return found
+
+
+def job_of(run_dir: Path) -> SlurmJob | None:
+    """The queued or running job of a run; ``None`` if there is none."""
+    wanted = str(run_dir.resolve())
+    return next((job for job in jobs() if job.run_dir == wanted), None)
+
+
+def submit(script: Path) -> str:
+    """Queues a batch script; returns the job's number. Raises ``EngineError`` with Slurm's words."""
+    return run_tool(["sbatch", "--parsable", str(script)]).strip().split(";")[0]
+
+
+def test_submit(script: Path) -> str:
+    """What Slurm says of a script without queueing it: when it would start. Raises ``EngineError`` with its words if it never would."""
+    return run_tool(["sbatch", "--test-only", str(script)])
+
+
+def cancel(job: str) -> None:
+    """Ends a job, queued or running."""
+    run_tool(["scancel", job])
+
+
+# --- before anything is queued --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SlurmPartition:
+    """The facts of a partition that decide whether a job can ever run there."""
+
+    name: str
+    up: bool
+    most_nodes: int | None
+    longest_s: float | None
+    default: bool
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """One node of a partition."""
+
+    name: str
+    usable: bool
+    free: bool
+    gpus: int
+
+
+def preflight(order: LaunchOrder) -> list[str]:
+    """Everything that keeps a job from ever starting, each with what to change; empty if nothing does. Raises ``EngineError``."""
+    partitions = parse_partitions(run_tool(["scontrol", "show", "partition", "-o"]))
+    words = ["sinfo", "-h", "-N", "-o", "%N|%T|%G"]
+    chosen = order.launch.partition
+    known = {one.name for one in partitions}
+    nodes = (
+        parse_nodes(run_tool([*words, "-p", chosen] if chosen else words))
+        if not chosen or chosen in known
+        else []
+    )
+    return list(problems(order, partitions, nodes))
+
+
+def problems(order: LaunchOrder, partitions: list[SlurmPartition], nodes: list[NodeFacts]) -> Iterator[str]:
+    """The same, given the facts."""
+    launch = order.launch
+    names = ", ".join(one.name for one in partitions)
+    wanted = [
+        one for one in partitions if (one.name == launch.partition if launch.partition else one.default)
+    ]
+    if not wanted:
+        what = (
+            f"there is no partition {launch.partition!r}"
+            if launch.partition
+            else "the cluster has no default partition"
+        )
+        yield f"launch.partition: {what}: --partition with one of {names or 'none'}"
+        return
+    partition = wanted[0]
+    if not partition.up:
+        yield f"launch.partition: {partition.name} takes no jobs now (its state is not UP): another of {names}, or wait"
+    if partition.most_nodes is not None and order.all_nodes > partition.most_nodes:
+        yield (
+            f"fleet.nodes + fleet.spares = {order.all_nodes}: a job of {partition.name} may have {partition.most_nodes} nodes: "
+            "--nodes, --spares"
+        )
+    limit_s = seconds_of(launch.time_limit) if launch.time_limit else None
+    if limit_s is not None and partition.longest_s is not None and limit_s > partition.longest_s:
+        yield (
+            f"launch.time_limit: {launch.time_limit} is more than {partition.name} allows ({slurm_time(partition.longest_s)}): --time; the "
+            "run queues itself again when its time is up"
+        )
+    if limit_s is not None and limit_s < 2 * launch.grace_s:
+        yield f"launch.time_limit: {launch.time_limit} leaves no time beside launch.grace_s = {launch.grace_s:g} s to save: --time"
+    excluded = set(expanded(launch.exclude)) if launch.exclude else set()
+    usable = [node for node in nodes if node.usable and node.name not in excluded]
+    fitting = [node for node in usable if node.gpus >= order.gpus_per_node]
+    if len(usable) < order.all_nodes:
+        yield (
+            f"fleet.nodes + fleet.spares = {order.all_nodes}: {partition.name} has {len(nodes)} nodes, {len(usable)} of them usable (the "
+            "others are down, drained or excluded): --nodes, --spares"
+        )
+    elif len(fitting) < order.all_nodes:
+        most = max((node.gpus for node in usable), default=0)
+        yield (
+            f"launch.gpus_per_node: {order.all_nodes} nodes with {order.gpus_per_node} GPUs are asked for, and {len(fitting)} have so many "
+            f'(at most {most}): fleet.workers_per_node, launch.gpus_per_node, or runtime.device = "cpu"'
+        )
+
+
+def parse_partitions(text: str) -> list[SlurmPartition]:
+    """The partitions in ``scontrol show partition -o``."""
+    found = []
+    for line in text.splitlines():
+        fields = dict(part.split("=", 1) for part in line.split() if "=" in part)
+        if "PartitionName" in fields:
+            most, longest = fields.get("MaxNodes", "UNLIMITED"), fields.get("MaxTime", "UNLIMITED")
+            found.append(
+                SlurmPartition(
+                    fields["PartitionName"],
+                    fields.get("State") == "UP",
+                    int(most) if most.isdecimal() else None,
+                    None if longest in ("UNLIMITED", "NONE") else seconds_of(longest),
+                    fields.get("Default") == "YES",
+                )
+            )
+    return found
+
+
+def parse_nodes(text: str) -> list[NodeFacts]:
+    """The nodes in ``sinfo -h -N -o '%N|%T|%G'``, each once."""
+    found: dict[str, NodeFacts] = {}
+    for line in text.splitlines():
+        name, state, resources = (*line.split("|"), "", "")[:3]
+        # Marks such as * (does not respond) and ~ (powered down) follow the state.
+        word = re.sub(r"[^a-z].*", "", state.lower())
+        usable = not word.startswith(_DOWN) and not state.endswith("*")
+        gpus = sum(int(number) for number in re.findall(r"gpu(?::[A-Za-z][\w.-]*)?:(\d+)", resources))
+        found[name] = NodeFacts(name, usable, usable and word == "idle", gpus)
+    return list(found.values())
+
+
+def refuse_second(run_dir: Path) -> None:
+    """Raises ``EngineError`` if the run is queued or running already."""
+    running = job_of(run_dir)
+    if running is not None:
+        raise EngineError(
+            f"the run in {run_dir} is job {running.id} already ({running.sentence}): follow it with phalanx status {run_dir}, or end it with "
+            f"phalanx cancel {run_dir}"
+        )

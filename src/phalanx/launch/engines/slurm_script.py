@@ -1,0 +1,154 @@
+"""Writes the batch script that starts a run under Slurm: one job, one step, one agent on every node, spares included.
+
+What each line is for was measured on real clusters (Slurm 22.05 and 24.11):
+
+* ``--no-kill`` for the job and the step: a lost node must not end the others, whose fleet re-forms in under a second.
+* ``--overlap``: after a node was lost, a step without it waits for ever for resources that are gone.
+* ``--signal=B:TERM@N``: the batch shell, and only it, hears of the end N seconds before the time limit, and asks the fleet to save and stop.
+  At preemption Slurm sends SIGTERM to all tasks instead, and kills them after the partition's GraceTime (else KillWait): the leading agent asks
+  the fleet to save, the others wait for it. A run that has stopped so is queued again by its own script, and goes on with the same bits.
+* ``--requeue``: if the node that leads is lost, Slurm starts the whole job again, from the newest checkpoint.
+* The job's comment names the run directory, so that a second submission of the run is noticed, and ``phalanx runs`` finds it.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterator
+
+from phalanx.launch.engines.order import LaunchOrder, seconds_of, slurm_time
+from phalanx.launch.engines.tools import EngineError
+
+COMMENT = "phalanx:"
+"""Begins the comment of a job, before its run directory."""
+_NOT_TAKEN = {
+    "--array": "a run is one job: an array would start it several times. For seeds or sweeps submit one run file for each",
+    "-a": "a run is one job: an array would start it several times",
+    "--no-requeue": "the job queues itself again after its time limit; leave it out",
+    "--nodes": "give --nodes to phalanx submit, or fleet.nodes",
+    "-N": "give --nodes to phalanx submit, or fleet.nodes",
+    "--ntasks": "every node runs one agent, which starts the workers: fleet.workers_per_node",
+    "-n": "every node runs one agent, which starts the workers: fleet.workers_per_node",
+    "--ntasks-per-node": "every node runs one agent, which starts the workers: fleet.workers_per_node",
+    "--comment": "the job's comment names the run directory",
+    "--signal": "launch.grace_s says when the run saves",
+}
+_STOPPED = 75
+"""Exit code of a leading agent whose run was stopped and has saved (``train.lifecycle.worker``, which needs torch)."""
+_PORTS = 20_000, 20_000
+"""The first port, and how many, of which a job takes one by its number."""
+
+
+def batch_script(order: LaunchOrder) -> str:
+    """The script for ``sbatch``. Raises ``EngineError`` for options that cannot be."""
+    return "\n".join([*_header(order), "", *_body(order), ""])
+
+
+def _header(order: LaunchOrder) -> Iterator[str]:
+    launch = order.launch
+    yield "#!/bin/bash"
+    given = {
+        "job-name": f"phalanx-{order.name}",
+        "nodes": str(order.all_nodes),
+        "ntasks-per-node": "1",
+        "chdir": str(order.working_dir),
+        "output": str(order.folder / "job-%j.log"),
+        "open-mode": "append",
+        "comment": f"{COMMENT}{order.run_dir}",
+        "signal": f"B:TERM@{math.ceil(launch.grace_s)}",
+        "partition": launch.partition,
+        "account": launch.account,
+        "qos": launch.qos,
+        "time": slurm_time(seconds_of(launch.time_limit)) if launch.time_limit else "",
+        "constraint": launch.constraint,
+        "reservation": launch.reservation,
+        "exclude": launch.exclude,
+        "gpus-per-node": str(order.gpus_per_node) if order.gpus_per_node else "",
+    }
+    for name, value in given.items():
+        if value:
+            yield f"#SBATCH --{name}={_quoted(name, value)}"
+    yield from (f"#SBATCH --{flag}" for flag in ("no-kill", "requeue"))
+    if launch.exclusive:
+        yield "#SBATCH --exclusive"
+    for option in launch.options:
+        name = option.split("=")[0].split()[0] if option.split() else option
+        if name in _NOT_TAKEN:
+            raise EngineError(f"launch.options: {option}: {_NOT_TAKEN[name]}")
+        if not option.startswith("-") or "\n" in option:
+            raise EngineError(f"launch.options: {option!r} is no option of sbatch, as --licenses=lustre is")
+        yield f"#SBATCH {option}"
+
+
+def _quoted(name: str, value: str) -> str:
+    """The value as sbatch reads it in a script."""
+    if "\n" in value or '"' in value:
+        raise EngineError(
+            f"launch: --{name}={value!r} holds a line break or a quote, which sbatch cannot read"
+        )
+    return f'"{value}"' if any(letter.isspace() or letter == "#" for letter in value) else value
+
+
+def _body(order: LaunchOrder) -> Iterator[str]:
+    launch, phalanx = order.launch, shlex.join(order.program)
+    folder, run_dir = shlex.quote(str(order.folder)), shlex.quote(str(order.run_dir))
+    yield "# Written by phalanx submit."
+    yield "export PYTHONUNBUFFERED=1"
+    for variable in launch.environment:
+        name, sign, value = variable.partition("=")
+        if not sign or not name.isidentifier():
+            raise EngineError(f"launch.environment: {variable!r} is not NAME=VALUE")
+        yield f"export {name}={shlex.quote(value)}"
+    yield from launch.prologue
+    port = str(order.port) if order.port else f"$(({_PORTS[0]} + SLURM_JOB_ID % {_PORTS[1]}))"
+    yield f'head="$(hostname):{port}"' if order.port else f'head="$(hostname):"{port}'
+    yield f"nonce={folder}/nonce"
+    yield f'rm -f {folder}/stopped {folder}/lead-exit; echo "$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}" > "$nonce"'
+    yield from _on_grace(order, phalanx, run_dir)
+    agent = [
+        f"{phalanx} agent --run {shlex.quote(str(order.run_file))}",
+        '--coordinator "$head"',
+    ]
+    container = ""
+    if launch.container_image:
+        mounts = ",".join(launch.container_mounts)
+        container = f" --container-image={shlex.quote(launch.container_image)}"
+        container += f" --container-mounts={shlex.quote(mounts)}" if mounts else ""
+    yield (
+        "srun --no-kill --overlap --kill-on-bad-exit=0 --ntasks-per-node=1 --label"
+        f'{container} bash -c "$on_node" "$nonce" {" ".join(agent)} &'
+    )
+    yield "step=$!"
+    # A trapped signal ends `wait` early.
+    yield 'wait "$step"; code=$?'
+    yield 'while kill -0 "$step" 2>/dev/null; do wait "$step"; code=$?; done'
+    # Of a job that was cancelled the state is another; phalanx cancel and phalanx fleet stop leave the file.
+    yield f'if [ "$(cat {folder}/lead-exit 2>/dev/null)" = {_STOPPED} ] && [ ! -e {folder}/stopped ] &&'
+    yield '    [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then'
+    yield '  echo "the run has saved; it is queued again"'
+    yield '  scontrol requeue "$SLURM_JOB_ID" && sleep 60'
+    yield "fi"
+    yield 'exit "$code"'
+
+
+def _on_grace(order: LaunchOrder, phalanx: str, run_dir: str) -> Iterator[str]:
+    """What the batch shell does when the end is near, and what each node does before its agent starts."""
+    yield "save_and_end() {"
+    yield f'  echo "the job ends soon (time limit or preemption, launch.grace_s = {order.launch.grace_s:g}): the run saves"'
+    yield f'  {phalanx} fleet stop --for-now {run_dir} || kill -TERM "$step"'
+    yield "}"
+    yield "trap save_and_end TERM"
+    yield "on_node='"
+    yield "for _ in $(seq 60); do"
+    yield '  if [ "$(cat "$0" 2>/dev/null)" = "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" ]; then'
+    yield '    [ "$SLURM_NODEID" = 0 ] || exec "$@"'
+    yield '    trap : TERM; "$@"; code=$?; echo "$code" > "${0%/*}/lead-exit"; exit "$code"'
+    yield "  fi"
+    yield "  sleep 1"
+    yield "done"
+    yield (
+        'echo "error: node $SLURMD_NODENAME does not see $0 as the first node wrote it: the run directory must lie on storage that all nodes '
+        'share" >&2; exit 65'
+    )
+    yield "'"

@@ -1,0 +1,130 @@
+"""Prepares the start of a run on a cluster: its folder, its frozen run file, and the record of what was submitted."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import tomli_w
+
+from phalanx.launch.engines.order import FOLDER, LaunchOrder
+from phalanx.launch.engines.tools import EngineError
+from phalanx.run.degrees.smaller import problems_on
+from phalanx.run.directory.durable import write_atomically
+from phalanx.run.problems import Problem
+from phalanx.run.read import to_table
+from phalanx.run.spec import RunSpec
+
+_RECORD = "submitted.json"
+STOPPED = "stopped"
+"""A file of this name keeps a job from queueing itself again."""
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """The record of a submission."""
+
+    engine: str
+    job: str
+    name: str
+    nodes: int
+    spares: int
+    unix_s: float
+
+
+def with_run_dir(spec: RunSpec, working_dir: Path) -> RunSpec:
+    """The run with an absolute run directory: its own, or ``runs/NAME-DIGEST`` by what the run file says, so that it is found again."""
+    if spec.run_dir:
+        return replace(spec, run_dir=str((working_dir / Path(spec.run_dir).expanduser()).resolve()))
+    # What is asked of the engine may change from one start to the next.
+    same = to_table(replace(spec, fleet=RunSpec().fleet, launch=RunSpec().launch))
+    digest = hashlib.sha256(tomli_w.dumps(same).encode()).hexdigest()[:8]
+    return replace(spec, run_dir=str((working_dir / "runs" / f"{spec.name}-{digest}").resolve()))
+
+
+def problems_of(spec: RunSpec) -> list[Problem]:
+    """What is wrong with a run that is to start on a cluster, before any engine is asked."""
+    fleet = spec.fleet
+    if not fleet.nodes:
+        return [Problem("fleet.nodes", "0 nodes are to hold ranks", "--nodes N")]
+    found = problems_on(spec, fleet.nodes * fleet.workers_per_node)
+    found += [
+        Problem(
+            field,
+            "holds a default that nobody chose",
+            "write a value into the file and take the field off `unfilled`",
+        )
+        for field in spec.unfilled
+    ]
+    if fleet.min_nodes > fleet.nodes + fleet.spares:
+        found.append(
+            Problem(
+                "fleet.min_nodes",
+                f"{fleet.min_nodes} nodes are never there: fleet.nodes and fleet.spares make {fleet.nodes + fleet.spares}",
+                "fewer, or more nodes",
+            )
+        )
+    return found
+
+
+def order_of(spec: RunSpec, working_dir: Path) -> LaunchOrder:
+    """The order for an engine of a run whose directory is known."""
+    launch, fleet = spec.launch, spec.fleet
+    gpus = 0 if spec.runtime.device == "cpu" else launch.gpus_per_node or fleet.workers_per_node
+    return LaunchOrder(
+        name=spec.name,
+        run_dir=Path(spec.run_dir),
+        working_dir=working_dir,
+        nodes=fleet.nodes,
+        spares=fleet.spares,
+        gpus_per_node=gpus,
+        port=fleet.port,
+        python=sys.executable,
+        launch=launch,
+    )
+
+
+def write_files(order: LaunchOrder, spec: RunSpec, script: str) -> Path:
+    """Writes the frozen run file and the engine's script; returns the script's path. Raises ``EngineError``."""
+    path = order.folder / "job.sh"
+    try:
+        order.folder.mkdir(parents=True, exist_ok=True)
+        (order.folder / STOPPED).unlink(missing_ok=True)
+        write_atomically(order.run_file, tomli_w.dumps(to_table(spec)).encode())
+        write_atomically(path, script.encode(), mode=0o755)
+    except OSError as error:
+        raise EngineError(f"cannot write {order.folder}: {error.strerror}; give another run_dir") from error
+    return path
+
+
+def record(order: LaunchOrder, engine: str, job: str) -> Submitted:
+    """Notes what was submitted."""
+    made = Submitted(engine, job, order.name, order.nodes, order.spares, time.time())
+    write_atomically(order.folder / _RECORD, (json.dumps(asdict(made), indent=1) + "\n").encode())
+    return made
+
+
+def read_record(run_dir: Path) -> Submitted | None:
+    """The last submission of the run in ``run_dir``; ``None`` if there is none that can be read."""
+    try:
+        return Submitted(**json.loads((run_dir / FOLDER / _RECORD).read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def job_log(run_dir: Path, made: Submitted) -> Path:
+    """The log of a submitted job."""
+    return run_dir / FOLDER / f"job-{made.job}.log"
+
+
+def mark_stopped(run_dir: Path) -> None:
+    """Keeps the run's job from queueing itself again."""
+    folder = run_dir / FOLDER
+    if folder.is_dir():
+        fd = os.open(folder / STOPPED, os.O_CREAT | os.O_WRONLY, 0o644)
+        os.close(fd)

@@ -1,0 +1,252 @@
+"""Runs under a real Slurm of virtual nodes: submitted, killed, preempted, cancelled, with the hash of an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from launch.engines.slurm_cluster import SlurmCluster, missing, slurm_cluster
+from phalanx.launch.engines.submission import read_record
+from phalanx_process import ENVIRONMENT, RUN_FILE
+from tiny_runs import make_dataset
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no Slurm cluster can be started: {missing()}")
+STEPS = 100
+PATIENCE_S = 120
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _idle(cluster: SlurmCluster) -> Iterator[None]:
+    yield
+    cluster.end_jobs()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("submitted")
+    quick = "\n[fleet]\nheartbeat_s = 0.5\nlease_s = 5.0\nconfirm_s = 0.5\nhealth_checks = false\n"
+    text = RUN_FILE.format(data=make_dataset(folder / "words")) + quick
+    (folder / "tiny.toml").write_text(text.replace("every_steps = 6", "every_steps = 50"))
+    return folder
+
+
+class Phalanx:
+    """The command line on a login node."""
+
+    def __init__(self, cluster: SlurmCluster, folder: Path) -> None:
+        self.folder = folder
+        self.environment = {**ENVIRONMENT, **cluster.environment}
+
+    def __call__(self, *words: str, fails: bool = False) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "phalanx", *words],
+            cwd=self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+        )
+        assert bool(done.returncode) == fails, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def submit(self, name: str, *words: str) -> Path:
+        """Submits the tiny run into a directory of its own."""
+        run_dir = self.folder / name
+        sets = ["--set", f'run_dir="{run_dir}"', "--set", f"train.steps={STEPS}"]
+        self("submit", "tiny.toml", "--on", "slurm", *sets, *words)
+        return run_dir
+
+
+@pytest.fixture(scope="module")
+def phalanx(cluster: SlurmCluster, folder: Path) -> Phalanx:
+    return Phalanx(cluster, folder)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> str:
+    """The hash of the weights of the same run, on one rank of this machine."""
+    words = [
+        "train",
+        "tiny.toml",
+        "--ranks",
+        "1",
+        "--json",
+        "--set",
+        f"train.steps={STEPS}",
+        "--set",
+        'run_dir="plain"',
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "phalanx", *words],
+        cwd=folder,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return str(json.loads(done.stdout)["weights_sha256"])
+
+
+def wait_until(true: Callable[[], bool], what: str, log: Path | None = None) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not true():
+        if time.monotonic() > deadline_s:
+            told = "".join(path.read_text()[-6000:] for path in sorted(log.glob("job-*.log"))) if log else ""
+            raise TimeoutError(f"{what}\n{told}")
+        time.sleep(0.1)
+
+
+def fleet_of(run_dir: Path) -> dict[str, object]:
+    try:
+        return dict(json.loads((run_dir / "fleet.json").read_bytes()))
+    except (OSError, ValueError):
+        return {}
+
+
+def trains(run_dir: Path, after: int = 5) -> Callable[[], bool]:
+    return lambda: (
+        fleet_of(run_dir).get("phase") == "running" and int(str(fleet_of(run_dir)["step"])) >= after
+    )
+
+
+def weights(run_dir: Path) -> str:
+    wait_until((run_dir / "result.json").exists, f"{run_dir} has not finished", run_dir / "launch")
+    return str(json.loads((run_dir / "result.json").read_bytes())["weights_sha256"])
+
+
+def members(run_dir: Path, role: str) -> list[str]:
+    found = fleet_of(run_dir)["members"]
+    assert isinstance(found, list)
+    return sorted(one["name"] for one in found if one["role"] == role)
+
+
+def test_a_lost_node_is_replaced_by_a_spare_and_the_bits_are_those_of_one_machine(
+    phalanx: Phalanx, cluster: SlurmCluster, undisturbed: str
+) -> None:
+    run_dir = phalanx.submit("lost-node", "--nodes", "2", "--spares", "1")
+    wait_until(trains(run_dir), "the run does not begin", run_dir / "launch")
+    record = read_record(run_dir)
+    assert record is not None
+    assert f"job {record.job}" in phalanx("runs", "--on", "slurm")
+    # All three nodes are under one switch, and each says so.
+    (spare,) = members(run_dir, "spare")
+    victim = members(run_dir, "member")[-1]
+    cluster.kill_node(victim)
+    try:
+        wait_until(lambda: spare in members(run_dir, "member"), "the spare has no rank", run_dir / "launch")
+        assert weights(run_dir) == undisturbed
+    finally:
+        cluster.start_node(int(victim[1:]))
+        cluster.end_jobs()
+        cluster.wait_for_nodes()
+    assert "finished" in phalanx("status", str(run_dir))
+    assert not any(cluster.processes_of(f"n{number}") for number in range(1, 9))
+
+
+def test_a_preempted_run_saves_queues_again_and_goes_on(
+    phalanx: Phalanx, cluster: SlurmCluster, undisturbed: str
+) -> None:
+    run_dir = phalanx.submit(
+        "preempted", "--nodes", "2", "--set", "launch.grace_s=30", "--set", "checkpoint.every_steps=1000"
+    )
+    wait_until(trains(run_dir), "the run does not begin", run_dir / "launch")
+    cluster.tool("sbatch", "-p", "high", "-N", "8", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 3")
+    log = run_dir / "launch" / f"job-{read_record(run_dir).job}.log"  # type: ignore[union-attr]
+    wait_until(lambda: "it is queued again" in log.read_text(), "it has not saved", run_dir / "launch")
+    saved = [path.name for path in (run_dir / "checkpoints").glob("step-*")]
+    assert saved  # in the grace: none was due
+    assert weights(run_dir) == undisturbed
+    assert json.loads((run_dir / "record.json").read_bytes())["attempts"] == 2
+
+
+def test_a_cancelled_run_saves_and_is_continued_by_the_same_command(
+    phalanx: Phalanx, undisturbed: str
+) -> None:
+    run_dir = phalanx.submit("cancelled", "--nodes", "1", "--set", "checkpoint.every_steps=1000")
+    wait_until(trains(run_dir), "the run does not begin", run_dir / "launch")
+    again = phalanx(
+        *("submit", "tiny.toml", "--on", "slurm", "--nodes", "1", "--set", f'run_dir="{run_dir}"'), fails=True
+    )
+    assert "already (running on 1 nodes" in again
+    assert "is cancelled" in phalanx("cancel", str(run_dir))
+    assert list((run_dir / "checkpoints").glob("step-*"))
+    assert "ended" in phalanx("status", str(run_dir))
+    assert "the run saves" in phalanx("logs", str(run_dir))
+    phalanx.submit("cancelled", "--nodes", "2", "--set", "checkpoint.every_steps=1000")
+    assert weights(run_dir) == undisturbed
+
+
+def test_a_job_that_could_never_start_is_refused_with_every_reason(phalanx: Phalanx) -> None:
+    def refused(*words: str) -> str:
+        sets = ["--set", 'run_dir="never"']
+        return phalanx("submit", "tiny.toml", "--on", "slurm", *sets, *words, fails=True)
+
+    told = refused(
+        "--nodes",
+        "2",
+        "--partition",
+        "small",
+        "--time",
+        "1d",
+        "--set",
+        "launch.gpus_per_node=4",
+        "--set",
+        'runtime.device="cuda"',
+    )
+    assert "a job of small may have 1 nodes" in told
+    assert "1d is more than small allows (0-00:10:00)" in told
+    assert "2 nodes with 4 GPUs are asked for, and 0 have so many (at most 2)" in told
+    assert "there is no partition 'big': --partition with one of main, high, small, shut" in refused(
+        "--nodes", "1", "--partition", "big"
+    )
+    assert "shut takes no jobs now" in refused("--nodes", "1", "--partition", "shut")
+    assert "main has 8 nodes, 8 of them usable" in refused("--nodes", "8", "--spares", "1")
+    assert not (phalanx.folder / "never").exists()
+    # What only Slurm knows it says itself.
+    assert "sbatch: " in refused("--nodes", "1", "--qos", "gold", "--reservation", "nothing")
+
+
+def test_the_topology_and_the_free_nodes_are_those_of_the_cluster(
+    phalanx: Phalanx, cluster: SlurmCluster
+) -> None:
+    cluster.tool("scontrol", "update", "NodeName=n3", "State=DRAIN", "Reason=test")
+    try:
+        shown = json.loads(
+            phalanx("place", "tiny.toml", "--topology", "slurm", "--nodes", "4", "--json").splitlines()[-1]
+        )
+    finally:
+        cluster.tool("scontrol", "update", "NodeName=n3", "State=RESUME")
+    assert shown["topology"]["nodes"] == 8
+    assert shown["topology"]["free"] == 7
+    assert sorted(shown["seats"]) == ["n5", "n6", "n7", "n8"]
+
+
+def test_a_node_that_does_not_see_the_run_directory_is_named(phalanx: Phalanx, folder: Path) -> None:
+    script = phalanx(
+        "submit", "tiny.toml", "--on", "slurm", "--nodes", "2", "--dry-run", "--set", 'run_dir="elsewhere"'
+    )
+    body = script[script.index("on_node='") + len("on_node='") :]
+    on_node = body[: body.index("\n'")].replace("seq 60", "seq 1")
+    told = subprocess.run(
+        ["bash", "-c", on_node, str(folder / "no-nonce"), "true"],
+        env={**os.environ, "SLURMD_NODENAME": "n7", "SLURM_JOB_ID": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert told.returncode == 65
+    assert "node n7 does not see" in told.stderr

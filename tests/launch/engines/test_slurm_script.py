@@ -1,0 +1,191 @@
+"""The batch script, times, and what Slurm's tables say, without a cluster."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.launch.engines.order import LaunchOrder, seconds_of, slurm_time
+from phalanx.launch.engines.slurm import (
+    NodeFacts,
+    SlurmPartition,
+    parse_jobs,
+    parse_nodes,
+    parse_partitions,
+    problems,
+)
+from phalanx.launch.engines.slurm_script import batch_script
+from phalanx.launch.engines.tools import EngineError, run_tool
+from phalanx.run.spec import LaunchSpec
+from phalanx.train.lifecycle.worker import EXIT_STOPPED
+
+
+def order(**launch: object) -> LaunchOrder:
+    return LaunchOrder(
+        name="big",
+        run_dir=Path("/shared/runs/big one"),
+        working_dir=Path("/home/me"),
+        nodes=16,
+        spares=2,
+        gpus_per_node=8,
+        port=0,
+        python="/opt/venv/bin/python",
+        launch=LaunchSpec(**launch),  # type: ignore[arg-type]
+    )
+
+
+def test_a_script_asks_for_nodes_and_spares_and_says_all_that_the_run_file_says() -> None:
+    script = batch_script(
+        order(
+            partition="big",
+            account="team",
+            qos="high",
+            time_limit="2d12h",
+            exclude="n[1-2]",
+            options=("--licenses=lustre",),
+        )
+    )
+    lines = script.splitlines()
+    asked = {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")}
+    expected = {
+        "--nodes=18",
+        "--ntasks-per-node=1",
+        "--gpus-per-node=8",
+        "--no-kill",
+        "--requeue",
+        "--exclusive",
+    }
+    expected |= {"--partition=big", "--account=team", "--qos=high", "--time=2-12:00:00", "--exclude=n[1-2]"}
+    expected |= {'--comment="phalanx:/shared/runs/big one"', "--signal=B:TERM@120", "--licenses=lustre"}
+    assert expected <= asked
+    assert all(line.startswith("#") for line in lines[: lines.index("")]), (
+        "sbatch reads options up to the first command"
+    )
+
+
+def test_a_script_is_shell_that_can_be_read(tmp_path: Path) -> None:
+    full = order(
+        environment=("NCCL_DEBUG=a b'c", "X="),
+        prologue=("module load cuda || true",),
+        container_image="nvcr.io/x:1",
+    )
+    path = tmp_path / "job.sh"
+    path.write_text(batch_script(full))
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    exports = "\n".join(line for line in path.read_text().splitlines() if line.startswith("export "))
+    shown = subprocess.run(
+        ["bash", "-c", f'{exports}; printf %s "$NCCL_DEBUG"'], capture_output=True, text=True, check=True
+    )
+    assert shown.stdout == "a b'c"
+
+
+def test_the_script_queues_again_what_ends_with_the_code_of_a_stopped_run() -> None:
+    assert f'lead-exit 2>/dev/null)" = {EXIT_STOPPED} ]' in batch_script(order())
+
+
+@pytest.mark.parametrize(
+    ("launch", "message"),
+    [
+        ({"options": ("--array=1-4",)}, "launch.options: --array=1-4: a run is one job"),
+        ({"options": ("--no-requeue",)}, "queues itself again"),
+        ({"options": ("--nodes 4",)}, "give --nodes to phalanx submit"),
+        ({"options": ("echo",)}, "is no option of sbatch"),
+        ({"environment": ("1X=2",)}, "launch.environment: '1X=2' is not NAME=VALUE"),
+        ({"environment": ("X",)}, "is not NAME=VALUE"),
+        ({"partition": 'a"b'}, "holds a line break or a quote"),
+        ({"time_limit": "soon"}, "launch.time_limit: 'soon' is no time"),
+    ],
+)
+def test_what_no_job_can_have_is_refused(launch: dict[str, object], message: str) -> None:
+    with pytest.raises(EngineError, match=re.escape(message)):
+        batch_script(order(**launch))
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("2d", 172_800),
+        ("1h30m", 5_400),
+        ("90m", 5_400),
+        ("90", 5_400),
+        ("10:30", 630),
+        ("1:00:00", 3_600),
+        ("7-00:00:00", 604_800),
+        ("1-12", 129_600),
+        ("1.5h", 5_400),
+    ],
+)
+def test_times_are_those_of_people_and_of_slurm(text: str, seconds: float) -> None:
+    assert seconds_of(text) == seconds
+
+
+@given(st.integers(0, 10**7))
+def test_a_time_is_read_back_as_it_is_written(seconds: int) -> None:
+    assert seconds_of(slurm_time(seconds)) == seconds
+
+
+def test_jobs_that_phalanx_did_not_submit_are_left_out() -> None:
+    table = (
+        "7|PENDING|Priority|18||2026-11-24T10:00:00|2-00:00:00|phalanx-big|main|phalanx:/runs/a|b\n"
+        "8|RUNNING|None|2|n[1-2]|x|1:00|other|main|(null)\n"
+        "9|RUNNING|None|2|n[3-4]|2026-11-24T09:00:00|59:00|phalanx-small|main|phalanx:/runs/c\n"
+    )
+    waiting, running = parse_jobs(table)
+    assert (waiting.run_dir, running.run_dir) == ("/runs/a|b", "/runs/c")
+    assert waiting.sentence == (
+        "waits for 18 nodes: Priority (jobs before it in the queue are served first); expected to start 2026-11-24T10:00:00"
+    )
+    assert running.sentence == "running on 2 nodes (n[3-4]), 59:00 left"
+
+
+def test_nodes_are_usable_unless_they_are_down_drained_or_silent() -> None:
+    table = "a|idle|gpu:8\nb|mixed|gpu:h100:4(S:0-1),gpu:a100:4\nc|drained|gpu:8\nd|idle*|gpu:8\ne|down$|(null)\nf|allocated|(null)\na|idle|gpu:8\n"
+    found = {node.name: node for node in parse_nodes(table)}
+    assert {name for name, node in found.items() if node.usable} == {"a", "b", "f"}
+    assert {name for name, node in found.items() if node.free} == {"a"}
+    assert (found["a"].gpus, found["b"].gpus, found["f"].gpus) == (8, 8, 0)
+
+
+def test_partitions_are_read_with_their_limits() -> None:
+    text = (
+        "PartitionName=main AllowGroups=ALL Default=YES MaxNodes=UNLIMITED MaxTime=7-00:00:00 State=UP TotalNodes=8\n"
+        "PartitionName=small Default=NO MaxNodes=1 MaxTime=UNLIMITED State=DOWN\n"
+    )
+    assert parse_partitions(text) == [
+        SlurmPartition("main", up=True, most_nodes=None, longest_s=604_800, default=True),
+        SlurmPartition("small", up=False, most_nodes=1, longest_s=None, default=False),
+    ]
+
+
+MAIN = SlurmPartition("main", up=True, most_nodes=None, longest_s=86_400, default=True)
+
+
+def test_every_reason_why_a_job_would_wait_for_ever_is_told_at_once() -> None:
+    nodes = [NodeFacts(f"n{k}", usable=k != 3, free=True, gpus=4) for k in range(20)]
+    told = list(problems(order(time_limit="2d", exclude="n[4-5]"), [MAIN], nodes))
+    assert len(told) == 2
+    assert "launch.time_limit: 2d is more than main allows" in told[0]
+    assert "main has 20 nodes, 17 of them usable" in told[1]
+    told = list(problems(order(time_limit="3m"), [MAIN], [replace(node, usable=True) for node in nodes]))
+    assert "leaves no time beside launch.grace_s" in told[0]
+    assert "18 nodes with 8 GPUs are asked for, and 0 have so many (at most 4)" in told[1]
+
+
+def test_a_cluster_without_a_default_partition_asks_for_one() -> None:
+    told = list(problems(order(), [replace(MAIN, default=False)], []))
+    assert told == ["launch.partition: the cluster has no default partition: --partition with one of main"]
+
+
+def test_a_missing_or_failing_tool_is_told_with_its_own_words() -> None:
+    with pytest.raises(EngineError, match="there is no no-such-tool on this machine"):
+        run_tool(["no-such-tool"])
+    with pytest.raises(EngineError, match="bash: bad luck"):
+        run_tool(["bash", "-c", "echo bad luck >&2; exit 3"])
+    with pytest.raises(EngineError, match="sleep has not answered for 0 s"):
+        run_tool(["sleep", "5"], timeout_s=0.1)
