@@ -18,6 +18,11 @@ settings.register_profile("phalanx", deadline=None, suppress_health_check=[Healt
 settings.load_profile("phalanx")
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Bytes are called by their argument: gzip, zip and tar write the time, and processes would collect different ids."""
+    return argname if isinstance(val, bytes) else None
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """Real processes that form a gloo process group for each job (see ``ranks.Ranks``)."""
