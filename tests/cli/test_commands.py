@@ -193,7 +193,9 @@ def test_a_preparation_ended_by_sigterm_leaves_nothing_behind(folder: Path) -> N
 
 def test_a_preparation_ended_by_ctrl_c_leaves_nothing_behind_and_says_so(folder: Path) -> None:
     (folder / "pressed").mkdir()
-    (folder / "pressed/one.txt").write_text("some words, and more of them\n" * 4_000_000)  # long enough for the signal on a loaded machine
+    (folder / "pressed/one.txt").write_text(
+        "some words, and more of them\n" * 4_000_000
+    )  # long enough for the signal on a loaded machine
     words = ["data", "prepare", "pressed", "--out", "pressed_tokens", "--tokenizer", "bytes"]
     process = subprocess.Popen(
         [sys.executable, "-m", "phalanx", *words],

@@ -50,9 +50,15 @@ def traffic_of(spec: RunSpec, cluster_name: str) -> RunTraffic:
         raise RequestError(listing(f"{spec.name} cannot be laid out on {ranks} ranks", problems))
     job = job_of(spec, kind)
     layout = written_layout(spec, job, ranks)
+    try:
+        step_s = estimate(job, layout).step_s
+    except (
+        ValueError
+    ) as error:  # the trainer can do with uneven shares of slots; the planner has no price for them
+        raise RequestError(f"{spec.name} on {ranks} ranks has no price: {error}") from error
     return RunTraffic(
         Shape(layout_of(spec.parallel, ranks), per_node),
         flows(job, layout, spread_sums=spec.train.reduction == "reproducible"),
         kind.fabric.bytes_per_s.value * per_node,
-        estimate(job, layout).step_s,
+        step_s,
     )

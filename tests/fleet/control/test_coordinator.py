@@ -23,7 +23,7 @@ from fleet.stand_in_worker import state_after
 from phalanx.cli.fleet.fleet_command import command
 from phalanx.fleet.control.coordinator import EXIT_CANNOT_START
 from phalanx.fleet.control.coordinator_lock import only_coordinator
-from phalanx.fleet.control.fleet_file import read_fleet_file
+from phalanx.fleet.control.fleet_file import FleetFile, read_fleet_file
 from phalanx.fleet.control.journal import Journal
 from phalanx.fleet.core.replay import JournalError, replay
 from phalanx.fleet.node.local_fleet import LocalFleet, run_fleet
@@ -285,6 +285,75 @@ def test_an_operator_drains_a_node_lets_it_back_and_stops_the_run(tmp_path: Path
         late = phalanx("fleet", "stop", run)
         assert late.returncode == 1
         assert "over" in late.stderr
+
+
+def test_an_operator_gives_nodes_back_and_the_launcher_starts_them_again_when_more_are_wanted(
+    tmp_path: Path,
+) -> None:
+    process, fleet = launched(tmp_path, hold_at=20)
+    run = str(tmp_path)
+    try:
+        fleet.held(20)
+        too_many = phalanx("fleet", "shrink", run, "--by", "3")
+        assert too_many.returncode == 1
+        assert "0 nodes would be left, and the run needs 1" in too_many.stderr
+        assert "no node node-9" in phalanx("fleet", "shrink", run, "--node", "node-9").stderr
+        assert "--by N, or --node NAME" in phalanx("fleet", "shrink", run).stderr
+        wished = phalanx("fleet", "grow", run, "--by", "1")
+        assert wished.returncode == 0
+        # The spare has a rank as soon as more may have one; meanwhile the launcher has started another node.
+        fleet.until(lambda seen: len(seen.members) == 4 and seen.expected_nodes == 4)
+        (names,) = [answer(phalanx("fleet", "shrink", run, "--by", "2", "--no-wait", "--json"))["leaving"]]
+        assert len(names) == 2
+        fleet.hold_at(None)
+        fleet.until(lambda seen: all(role(seen, name) == "given back" for name in names))
+        fleet.until(lambda seen: seen.over)
+        status, _, _, told = json.loads(process.communicate(timeout=PATIENCE_S)[0])
+    finally:
+        process.kill()
+    seen = read_fleet_file(tmp_path)
+    assert (status, seen.recoveries) == ("finished", 0)
+    assert told == ["node-3: its agent is started, for 4 nodes are wanted"]
+
+
+def role(seen: FleetFile, name: str) -> str:
+    return next(one.role for one in seen.members if one.name == name)
+
+
+LEAVING_AGENT = """
+import sys
+from pathlib import Path
+from phalanx.fleet.node.agent import AgentArgs, run_agent
+run_agent(AgentArgs(Path(sys.argv[1]), "guest", at_signal="leave", worker_program=(sys.executable, sys.argv[2])))
+"""
+
+
+def test_a_node_that_is_asked_to_end_leaves_without_a_step_computed_twice(tmp_path: Path) -> None:
+    with running_fleet(tmp_path, nodes=2, steps=STEPS, hold_at=20) as fleet:
+        fleet.held(20)
+        words = [sys.executable, "-c", LEAVING_AGENT, str(tmp_path), STAND_IN]
+        guest = subprocess.Popen(words, env=fleet.environment, stdout=subprocess.PIPE, text=True)
+        try:
+            fleet.until(lambda seen: any(one.name == "guest" and one.role == "spare" for one in seen.members))
+            fleet.kill_node("node-1")
+            fleet.until(lambda seen: seen.epoch == 1 and role(seen, "guest") == "member")
+            fleet.start_agent("node-1")
+            fleet.until(lambda seen: role(seen, "node-1") == "spare")
+            before = fleet.held(20, epoch=1)
+            guest.send_signal(signal.SIGTERM)
+            fleet.held(20, epoch=2)
+            fleet.hold_at(None)
+            assert guest.wait(PATIENCE_S) == 0
+            over = fleet.until(lambda seen: seen.over)
+        finally:
+            guest.kill()
+    assert "leaves the fleet at the next step boundary" in guest.communicate()[0]
+    assert (over.phase, over.recoveries, over.regroups) == (
+        "finished",
+        before.recoveries,
+        before.regroups + 1,
+    )
+    assert role(over, "guest") == "given back"
 
 
 def test_where_no_fleet_was_ever_started_status_says_how_to_start_one(tmp_path: Path) -> None:

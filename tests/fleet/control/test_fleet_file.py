@@ -34,6 +34,7 @@ def test_the_state_of_a_fleet_is_on_the_disk_before_it_gets_its_name(
         reason="",
         epoch=0,
         ranks=1,
+        expected_nodes=2,
         step=-1,
         step_s=0.0,
         recoveries=0,

@@ -250,3 +250,46 @@ def test_a_node_that_does_not_see_the_run_directory_is_named(phalanx: Phalanx, f
     )
     assert told.returncode == 65
     assert "node n7 does not see" in told.stderr
+
+
+@pytest.mark.slow
+def test_a_run_lends_nodes_to_another_and_takes_them_again_without_computing_a_step_twice(
+    phalanx: Phalanx, cluster: SlurmCluster, folder: Path
+) -> None:
+    steps = 1200
+    lender = phalanx.submit("lender", "--nodes", "3", "--set", f"train.steps={steps}")
+    cluster.tool("sbatch", "-N", "5", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 1000")
+    wait_until(trains(lender), "the lender does not begin", lender / "launch")
+    began_s = time.monotonic()
+    urgent = phalanx.submit("urgent", "--nodes", "2", "--take-from", str(lender), "--set", "train.steps=20")
+    wait_until(trains(urgent, after=0), "the urgent run does not begin", urgent / "launch")
+    print(f"urgent run trains after {time.monotonic() - began_s:.1f} s")
+    assert len(members(lender, "given back")) == 2
+    assert len(members(lender, "member")) == 1
+    weights(urgent)
+    # At its end its script asks for as many nodes again: a second job, whose nodes join.
+    wait_until(lambda: len(members(lender, "member")) == 3, "the lender has not grown", lender / "launch")
+    wait_until(trains(lender), "the lender does not train on", lender / "launch")
+    (joining,) = [job for job in json.loads(phalanx("runs", "--on", "slurm", "--json")) if job["joins"]]
+    # The scheduler takes them away once more; the agents leave at a step boundary.
+    cluster.tool("scancel", "--signal=TERM", joining["id"])
+    wait_until(lambda: len(members(lender, "member")) == 1, "the nodes have not left", lender / "launch")
+    phalanx("cancel", str(lender))
+    seen = fleet_of(lender)
+    assert seen["recoveries"] == 0
+    assert int(str(seen["regroups"])) >= 3
+    # On one rank from where it was saved: the same bits as one rank from the beginning.
+    words = ["train", "tiny.toml", "--ranks", "1", "--json", "--set", f"train.steps={steps}"]
+
+    def alone(name: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "phalanx", *words, "--set", f'run_dir="{name}"'],
+            cwd=folder,
+            env=ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return str(json.loads(done.stdout)["weights_sha256"])
+
+    assert alone("lender") == alone("never-lent")

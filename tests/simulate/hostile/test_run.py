@@ -89,10 +89,10 @@ def convicts_without_a_second_computation(state: FleetState, event: m.CoreEvent,
 @pytest.mark.parametrize(
     ("broken", "seeds"),
     [
-        (has_no_sense_of_time, range(50, 60)),
+        (has_no_sense_of_time, range(5, 10)),
         (does_not_wait_for_all, range(7, 12)),
         (prefers_old_state, range(5)),
-        (trusts_corrupt_state, range(105, 120)),
+        (trusts_corrupt_state, range(35, 40)),
         (believes_the_first_report_of_a_step, range(5, 12)),
         (believes_one_node, range(4, 14)),
         (convicts_without_a_second_computation, range(5, 12)),

@@ -75,7 +75,8 @@ def command(
 
     The node that is HOST leads: it prepares the data and the run directory, coordinates, and shows the run's progress. The
     others wait for it. Started again after a crash, the same command goes on. The token that all must know lies in the run
-    directory, or is in PHALANX_RUN_TOKEN. Without a coordinator for fleet.coordinator_lease_s the agent ends, exit code 1.
+    directory, or is in PHALANX_RUN_TOKEN. At Ctrl-C or SIGTERM the node leaves at the next step boundary, and nothing is computed twice; a
+    second one ends the agent at once. Without a coordinator for fleet.coordinator_lease_s the agent ends, exit code 1.
 
     \b
       srun --ntasks-per-node 1 phalanx agent --run run.toml --coordinator head:29400
@@ -90,7 +91,9 @@ def command(
         raise click.BadParameter(f'"{coordinator}" is not HOST:PORT', param_hint="--coordinator")
     domain = domain or slurm_domains(os.environ)
     folder = run.parent if run.name == "run.toml" and (run.parent / "record.json").exists() else run
-    if not folder.is_dir():
+    # The batch script of a job names the run file; an agent that is given the run directory joins a fleet from outside its job.
+    joins = folder.is_dir()
+    if not joins:
         spec = _read(run, overrides, coordinator)
         folder = Path(spec.run_dir)
         if _leads(lead, coordinator):
@@ -114,7 +117,7 @@ def command(
             host=host or (own_host(coordinator) if coordinator else "127.0.0.1"),
             domain=domain,
             started_as_spare=spare,
-            job_signals=in_slurm_step(os.environ),
+            at_signal="leave" if joins or not in_slurm_step(os.environ) else "wait",
         )
         try:
             run_agent(args, certificates)

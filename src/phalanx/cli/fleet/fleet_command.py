@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from phalanx.cli.errors import explained
-
-if TYPE_CHECKING:
-    from phalanx.fleet.core.messages import OperatorRequest
-
-
-def _common(function: Callable[..., None]) -> Callable[..., None]:
-    """The options that every operation has."""
-    decorators = (
-        click.option("--json", "as_json", is_flag=True, help="Print the answer as one JSON object."),
-        click.option(
-            "--certificates",
-            type=click.Path(path_type=Path, exists=True, file_okay=False),
-            help="Folder with ca.pem, node.pem and node.key, if the fleet speaks TLS.",
-        ),
-    )
-    for decorator in decorators:
-        function = decorator(function)
-    return function
+from phalanx.cli.fleet.ask import ask_and_print, operation_options
+from phalanx.cli.fleet.resize_command import grow, shrink
 
 
 @click.group("fleet")
@@ -39,15 +20,21 @@ def command() -> None:
     \b
       phalanx fleet drain runs/quickstart-1f3a9c04 node-2
       phalanx fleet add runs/quickstart-1f3a9c04 node-2
+      phalanx fleet shrink runs/quickstart-1f3a9c04 --by 2
+      phalanx fleet grow runs/quickstart-1f3a9c04 --by 2
       phalanx fleet stop runs/quickstart-1f3a9c04
       phalanx fleet rotate-tokens runs/quickstart-1f3a9c04
     """
 
 
+command.add_command(shrink)
+command.add_command(grow)
+
+
 @command.command("drain")
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.argument("node")
-@_common
+@operation_options
 def drain(run_dir: Path, node: str, certificates: Path | None, as_json: bool) -> None:
     """Take NODE out of the run at the next step boundary; nothing is computed twice.
 
@@ -56,13 +43,13 @@ def drain(run_dir: Path, node: str, certificates: Path | None, as_json: bool) ->
     """
     from phalanx.fleet.core.messages import Drain
 
-    _ask(run_dir, Drain(node), certificates, as_json)
+    ask_and_print(run_dir, Drain(node), certificates, as_json)
 
 
 @command.command("add")
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.argument("node")
-@_common
+@operation_options
 def add(run_dir: Path, node: str, certificates: Path | None, as_json: bool) -> None:
     """Let NODE take part again after it was drained or quarantined. (A new node joins by starting its agent.)
 
@@ -71,13 +58,13 @@ def add(run_dir: Path, node: str, certificates: Path | None, as_json: bool) -> N
     """
     from phalanx.fleet.core.messages import Admit
 
-    _ask(run_dir, Admit(node), certificates, as_json)
+    ask_and_print(run_dir, Admit(node), certificates, as_json)
 
 
 @command.command("stop")
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option("--for-now", is_flag=True, help="A submitted run: let its job queue itself again.")
-@_common
+@operation_options
 def stop(run_dir: Path, for_now: bool, certificates: Path | None, as_json: bool) -> None:
     """Save and end the run; asked twice, end it at once. The job of a submitted run does not queue itself again.
 
@@ -89,7 +76,7 @@ def stop(run_dir: Path, for_now: bool, certificates: Path | None, as_json: bool)
 
     if not for_now:
         mark_stopped(run_dir)
-    _ask(run_dir, StopRun(), certificates, as_json)
+    ask_and_print(run_dir, StopRun(), certificates, as_json)
 
 
 @command.command("rotate-tokens")
@@ -101,7 +88,7 @@ def stop(run_dir: Path, for_now: bool, certificates: Path | None, as_json: bool)
     show_default=True,
     help="How long the tokens of now are still accepted.",
 )
-@_common
+@operation_options
 def rotate_tokens(run_dir: Path, grace_s: float, certificates: Path | None, as_json: bool) -> None:
     """Change the tokens of agents and operators while the run trains; no step is lost.
 
@@ -114,7 +101,7 @@ def rotate_tokens(run_dir: Path, grace_s: float, certificates: Path | None, as_j
     """
     from phalanx.fleet.core.messages import RotateTokens
 
-    _ask(run_dir, RotateTokens(grace_s), certificates, as_json)
+    ask_and_print(run_dir, RotateTokens(grace_s), certificates, as_json)
 
 
 @command.command("serve")
@@ -125,7 +112,7 @@ def rotate_tokens(run_dir: Path, grace_s: float, certificates: Path | None, as_j
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=29400, show_default=True, help="0: any free one."
 )
-@_common
+@operation_options
 def serve(run_dir: Path, host: str, port: int, certificates: Path | None, as_json: bool) -> None:
     """Coordinate the run in RUN_DIR for agents on other machines, until it is over. May be killed and started again.
 
@@ -159,29 +146,3 @@ def serve(run_dir: Path, host: str, port: int, certificates: Path | None, as_jso
     if as_json:
         click.echo(json.dumps({"phase": ended.phase, "reason": ended.reason, "result": ended.result_json}))
     raise SystemExit(code)
-
-
-def _ask(run_dir: Path, operation: OperatorRequest, certificates: Path | None, as_json: bool) -> None:
-    from phalanx.fleet.control.coordinator_link import operate
-    from phalanx.fleet.control.credentials import credentials_of
-    from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
-    from phalanx.fleet.control.security import SecurityError
-    from phalanx.fleet.control.transport import TransportError
-    from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
-
-    with explained(FleetFileError, SecurityError, TransportError, RunDirectoryError):
-        seen = read_fleet_file(run_dir)
-        if seen.over:
-            raise TransportError(f"the run in {run_dir} is over: {seen.phase}, {seen.reason}")
-        directory = RunDirectory(run_dir)
-        attempt = directory.newest_attempt()
-        credentials = credentials_of(run_dir, read_resolved(directory), attempt, certificates, ("operate",))
-        answer = asyncio.run(operate(seen.coordinator, credentials, operation))
-    _print(answer, as_json)
-
-
-def _print(answer: str, as_json: bool) -> None:
-    done: dict[str, object] = {"accepted": answer == "accepted", "answer": answer}
-    click.echo(json.dumps(done) if as_json else answer)
-    if not done["accepted"]:
-        raise SystemExit(1)

@@ -42,6 +42,12 @@ if TYPE_CHECKING:
     show_default=True,
     help="The kind of the nodes, for the price of their placement: a name of `phalanx hardware`, or a TOML file.",
 )
+@click.option(
+    "--take-from",
+    "lender",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="A run of yours that gives back the nodes that are not free now, and gets as many again when this one ends.",
+)
 @click.option("--dry-run", is_flag=True, help="Print exactly what would be submitted, and change nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
@@ -49,6 +55,7 @@ def command(
     engine: str | None,
     overrides: tuple[str, ...],
     cluster: str,
+    lender: Path | None,
     dry_run: bool,
     as_json: bool,
     nodes: int | None,
@@ -71,6 +78,7 @@ def command(
     \b
       phalanx submit run.toml --on slurm --nodes 16 --spares 2 --partition big --time 2d
       phalanx submit run.toml --on slurm --dry-run
+      phalanx submit urgent.toml --on slurm --nodes 6 --take-from runs/big-1f3a9c04
     """
     from phalanx.launch.engines.slurm_script import batch_script
     from phalanx.launch.engines.submission import order_of, problems_of, with_run_dir
@@ -107,7 +115,7 @@ def command(
         best, why_not = _placement(spec, cluster)
         if best is not None and not spec.launch.unit:
             spec = replace(spec, launch=replace(spec.launch, unit=best.unit, order=best.order))
-        _submit(spec, working_dir, best, why_not, as_json)
+        _submit(spec, working_dir, best, why_not, as_json, lender)
 
 
 def _overrides(fields: dict[str, str | int | None]) -> list[str]:
@@ -131,12 +139,30 @@ def _refuse_impossible(order: LaunchOrder) -> None:
         raise EngineError("this job would never start:\n  " + "\n  ".join(impossible))
 
 
-def _submit(spec: RunSpec, working_dir: Path, best: Choice | None, why_not: str, as_json: bool) -> None:
+def _borrowed(order: LaunchOrder, lender: Path) -> LaunchOrder:
+    """The order, once ``lender`` has given back as many nodes as are missing. Raises ``EngineError``."""
+    from phalanx.cli.fleet.resize_command import asked_to_go, wait_until_gone
+    from phalanx.launch.engines import slurm
+
+    missing = order.all_nodes - slurm.idle_nodes(order)
+    if missing <= 0:
+        return order
+    names = asked_to_go(lender, missing, ())
+    click.echo(f"{lender} gives back {' '.join(names)}", err=True)
+    wait_until_gone(lender, names)
+    return replace(order, taken_from=lender.resolve(), taken=len(names))
+
+
+def _submit(
+    spec: RunSpec, working_dir: Path, best: Choice | None, why_not: str, as_json: bool, lender: Path | None
+) -> None:
     from phalanx.launch.engines import slurm
     from phalanx.launch.engines.slurm_script import batch_script
     from phalanx.launch.engines.submission import order_of, record, write_files
 
     order = order_of(spec, working_dir)
+    if lender is not None:
+        order = _borrowed(order, lender)
     script = batch_script(order)
     path = write_files(order, spec, script)
     expected = slurm.test_submit(path)

@@ -39,13 +39,14 @@ from phalanx.fleet.control.security import SecurityError, require_rotatable, rot
 from phalanx.fleet.control.transport import AgentLink, FleetServer, TransportError
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
+from phalanx.fleet.core import resize
 from phalanx.fleet.core.decide import initial_state, step
 from phalanx.fleet.core.epoch_plan import is_needed
 from phalanx.fleet.core.invariants import Mark, check, mark
 from phalanx.fleet.core.orders import Order, deliveries
 from phalanx.fleet.core.replay import JournalError, batch_line, first_line
 from phalanx.fleet.core.resync import reason, resync
-from phalanx.fleet.core.settings import settings_of
+from phalanx.fleet.core.settings import formation_of, settings_of
 from phalanx.fleet.core.state import FleetPhase, Incident
 from phalanx.run.directory.directory_keeper import DirectoryKeeper
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved, step_of
@@ -74,6 +75,8 @@ class CoordinatorArgs:
     host: str
     """The host on which it listens and agents find it."""
     port: int
+    node: str = ""
+    """The node on whose machine it runs: it is never given back."""
 
 
 class Coordinator:
@@ -153,6 +156,12 @@ class Coordinator:
                 f"refused: without {operation.node} too few nodes are left, and the fleet would only wait. phalanx fleet stop saves "
                 "and ends the run; phalanx fleet add brings a drained node back"
             )
+        if isinstance(operation, m.Drain) and operation.node in self._state.leaving:
+            return f"refused: {operation.node} is being given back; phalanx fleet add keeps it"
+        if isinstance(operation, m.Shrink):
+            return self._shrink(operation)
+        if isinstance(operation, m.Grow):
+            return self._grow(operation.by)
         if isinstance(operation, m.RotateTokens):
             if self._rotation is not None and not self._rotation.done():
                 return "refused: the tokens are being changed"
@@ -160,6 +169,41 @@ class Coordinator:
             # Not ended with the operator's stream: this process goes by what is on disk.
             return await asyncio.shield(self._rotation)
         self._inbox.append(operation)
+        self._wake.set()
+        return "accepted"
+
+    def _shrink(self, wish: m.Shrink) -> str:
+        """Chooses the nodes to be given back; returns the answer for the operator, with their names."""
+        unknown = [name for name in wish.nodes if name not in self._state.nodes]
+        if unknown:
+            return f"there is no node {', '.join(unknown)}; phalanx status RUN lists them"
+        if self._args.node in wish.nodes:
+            return f"refused: the coordinator runs on {self._args.node}, which therefore stays"
+        if any(isinstance(event, m.GiveBack) for event in self._inbox):
+            return "refused: another request of this kind is being decided; ask again"
+        try:
+            names = wish.nodes or resize.choose(self._state, wish.by, self._args.node)
+            resize.require_enough(self._state, names)
+        except resize.CannotShrinkError as error:
+            return f"refused: {error}"
+        self._inbox.append(m.GiveBack(names))
+        self._wake.set()
+        return " ".join(("accepted", *names))
+
+    def _grow(self, by: int) -> str:
+        """Lets ``by`` more nodes hold ranks; returns the answer for the operator."""
+        if any(isinstance(event, m.Enlarge) for event in self._inbox):
+            return "refused: another request of this kind is being decided; ask again"
+        settings, fleet = self._state.settings, self._spec.fleet
+        expected = settings.expected_nodes + by
+        wanted = max(settings.wanted_nodes, expected - fleet.spares)
+        formation = formation_of(replace(self._spec, fleet=replace(fleet, nodes=wanted)))
+        if formation.largest(wanted * fleet.workers_per_node) <= self._state.ranks:
+            return (
+                f"refused: {wanted} nodes would hold no more than the {self._state.ranks} ranks of now; a replica needs more: phalanx show "
+                "explains the layout"
+            )
+        self._inbox.append(m.Enlarge(wanted, expected, formation.legal, formation.fewer))
         self._wake.set()
         return "accepted"
 
@@ -477,8 +521,11 @@ def main() -> int:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--certificates", type=Path)
+    parser.add_argument("--node", default="")
     arguments = parser.parse_args()
-    args = CoordinatorArgs(arguments.run_dir, arguments.attempt, arguments.host, arguments.port)
+    args = CoordinatorArgs(
+        arguments.run_dir, arguments.attempt, arguments.host, arguments.port, arguments.node
+    )
     try:
         return run_coordinator(args, arguments.certificates)
     except (

@@ -14,7 +14,8 @@ from pathlib import Path
 import msgspec
 
 from phalanx.fleet.core.ending import unsaved_steps
-from phalanx.fleet.core.state import NO_SEAT, FleetPhase, FleetState, Incident, Node
+from phalanx.fleet.core.resize import GIVEN_BACK
+from phalanx.fleet.core.state import NO_SEAT, Eligibility, FleetPhase, FleetState, Incident, Node
 from phalanx.observe.events import EpochLeft
 from phalanx.run.directory.durable import write_atomically
 
@@ -28,7 +29,7 @@ class Member(msgspec.Struct, frozen=True):
 
     name: str
     role: str
-    """ "member", "spare", "warming", "lost", "quarantined" or "drained"."""
+    """ "member", "spare", "warming", "lost", "quarantined", "drained", "leaving" or "given back"."""
     host: str
     ranks: tuple[int, ...] = ()
     attached: bool = False
@@ -57,6 +58,8 @@ class FleetFile(msgspec.Struct, frozen=True):
     reason: str
     epoch: int
     ranks: int
+    expected_nodes: int
+    """Nodes that the fleet should have, spares included, after all that was given back or asked for."""
     step: int
     """The last step completed in this epoch, by the last heartbeats; -1 before the first."""
     step_s: float
@@ -99,6 +102,7 @@ def fleet_file(
         reason=state.reason,
         epoch=state.epoch,
         ranks=state.ranks,
+        expected_nodes=state.settings.expected_nodes,
         step=state.step,
         step_s=state.pace_s,
         recoveries=state.recoveries,
@@ -130,7 +134,7 @@ def _happening(incident: Incident) -> Happening:
 
 def _role(state: FleetState, node: Node, seated: bool) -> str:
     if not node.alive:
-        return "lost"
+        return GIVEN_BACK if node.eligibility is Eligibility.LEAVING else "lost"
     if node.eligibility != "good":
         return str(node.eligibility)
     if seated:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from phalanx.fleet.core import blame, requests
+from phalanx.fleet.core import blame, requests, resize
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.ending import OVER, end, not_saved
@@ -45,6 +45,7 @@ from phalanx.run.fencing import FencingToken
 
 CoreStep = Callable[[FleetState, m.CoreEvent, float], tuple[FleetState, list[Order]]]
 """The type of ``step``; the simulator also runs variants of it that are broken on purpose."""
+LEAVES = "its agent says that the node is about to be taken away"
 _NO_START = FencingToken(0, "")
 
 
@@ -127,6 +128,7 @@ def _joined(state: FleetState, event: m.Joined, orders: list[Order]) -> None:
 
 
 def _described(old: Node | None, event: m.Joined) -> Node:
+    eligibility = _eligibility(old, event)
     return Node(
         name=event.node,
         incarnation=event.incarnation,
@@ -137,12 +139,21 @@ def _described(old: Node | None, event: m.Joined) -> Node:
         meeting_points=event.meeting_points,
         held=event.held,
         engaged=old.engaged if old and old.incarnation == event.incarnation else False,
-        eligibility=old.eligibility if old else Eligibility.GOOD,
-        why=old.why if old else "",
+        eligibility=eligibility,
+        why=LEAVES if event.leaving else old.why if old and eligibility is old.eligibility else "",
         seat=old.seat if old else NO_SEAT,
         started_as_spare=event.started_as_spare,
         strikes=old.strikes if old else (),
     )
+
+
+def _eligibility(old: Node | None, event: m.Joined) -> Eligibility:
+    if event.leaving:
+        return Eligibility.LEAVING
+    # A new life of its agent: the machine has come to the fleet again.
+    if old is None or (old.eligibility is Eligibility.LEAVING and event.incarnation > old.incarnation):
+        return Eligibility.GOOD
+    return old.eligibility
 
 
 def _level(event: m.Joined) -> m.WorkerPhase:
@@ -166,6 +177,9 @@ def _heartbeat(state: FleetState, event: m.Heartbeat, orders: list[Order]) -> No
         stepped(state, event.step)
         if event.waiting_s > 0:
             waits_for_samples(state, node, event.waiting_s)
+    if event.leaving and node.eligibility is not Eligibility.LEAVING:
+        resize.leave(state, node, LEAVES)
+        node = state.nodes[node.name]
     _compare(state, node, event.epoch, event.phase, orders)
 
 
@@ -368,6 +382,8 @@ _ANSWERS: dict[type, Callable[..., None]] = {
     m.Drain: requests.drain,
     m.Admit: requests.admit,
     m.StopRun: requests.stop,
+    m.GiveBack: resize.give_back,
+    m.Enlarge: resize.enlarge,
     m.Disconnected: _disconnected,
     m.Tick: requests.tick,
     m.DiskHolds: requests.disk_holds,

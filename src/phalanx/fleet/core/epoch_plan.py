@@ -71,8 +71,9 @@ def can_do_without(state: FleetState, names: set[str]) -> bool:
 
 
 def is_needed(state: FleetState, name: str) -> bool:
-    """True if there are enough nodes for an epoch, and no longer without ``name``; drained ones are as good as gone."""
-    leaving = {node.name for node in state.nodes.values() if node.eligibility is Eligibility.DRAINED}
+    """True if there are enough nodes for an epoch, and no longer without ``name``; drained and leaving ones are as good as gone."""
+    gone = (Eligibility.DRAINED, Eligibility.LEAVING)
+    leaving = {node.name for node in state.nodes.values() if node.eligibility in gone}
     return can_do_without(state, leaving) and not can_do_without(state, leaving | {name})
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from phalanx.fleet.core.epochs import pause_s
-from phalanx.fleet.core.state import NO_SEAT, FleetPhase, FleetState, RestorePoint, usable
+from phalanx.fleet.core.state import NO_SEAT, FleetPhase, FleetState, RestorePoint, is_leaving, usable
 
 
 class BrokenInvariant(AssertionError):  # noqa: N818
@@ -58,6 +58,8 @@ def _seats(state: FleetState) -> Iterator[str]:
             yield f"node {name} has seat {node.seat} by its own record, which another node holds"
         if (name in state.spares) != (node.seat == NO_SEAT and usable(state, node)):
             yield f"node {name} is wrongly {'' if name in state.spares else 'not '}called a spare"
+        if (name in state.leaving) != is_leaving(node):
+            yield f"node {name} is wrongly {'' if name in state.leaving else 'not '}called leaving"
     if state.seats and sorted(state.ring) != list(range(len(state.seats))):
         yield f"the ring of buddies {state.ring} is no permutation of the seats"
 

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Version of the messages; a connection whose sides have different ones is refused."""
 NO_EPOCH = -1
 """The epoch of workers that are in no process group."""
@@ -94,6 +94,8 @@ class Joined(WireMessage, frozen=True):
     meeting_points: WorkerAddresses = ()
     started_as_spare: bool = False
     """In the first epoch the node takes a seat only if there are too few others."""
+    leaving: bool = False
+    """As in ``Heartbeat``."""
 
 
 class Ready(WireMessage, frozen=True):
@@ -130,6 +132,8 @@ class Heartbeat(WireMessage, frozen=True):
     phase: WorkerPhase
     waiting_s: Seconds = 0.0
     """Seconds for which one of its workers has waited for samples that an object store has not given; 0 if none does."""
+    leaving: bool = False
+    """The node is about to be taken away: it should hold no rank any more, and go once nothing of its memory is needed."""
 
 
 class WorkerExited(WireMessage, frozen=True):
@@ -265,6 +269,19 @@ class StopRun(WireMessage, frozen=True):
     """Save and end."""
 
 
+class Shrink(WireMessage, frozen=True):
+    """Give nodes back: these, or ``by`` nodes that the coordinator chooses."""
+
+    by: Annotated[int, Meta(ge=0, le=2**20)] = 0
+    nodes: Annotated[tuple[NodeName, ...], Meta(max_length=65536)] = ()
+
+
+class Grow(WireMessage, frozen=True):
+    """Let more nodes hold ranks. For the coordinator's shell, which knows the layouts of so many."""
+
+    by: Annotated[int, Meta(ge=1, le=2**20)]
+
+
 class RotateTokens(WireMessage, frozen=True):
     """Change the tokens of agents and operators; those of now are refused after ``grace_s``. For the coordinator's shell, not the core."""
 
@@ -297,6 +314,21 @@ class Rekeyed(WireMessage, frozen=True):
     key: ShortText
     before: ShortText = ""
     """The name of the token in whose place it is, if there was one."""
+
+
+class GiveBack(WireMessage, frozen=True):
+    """These nodes are to leave, and the fleet is to have as many fewer."""
+
+    nodes: Annotated[tuple[NodeName, ...], Meta(max_length=65536)]
+
+
+class Enlarge(WireMessage, frozen=True):
+    """More nodes than before may hold ranks; the layouts of so many, as in ``Formation``."""
+
+    wanted_nodes: Natural
+    expected_nodes: Natural
+    legal: tuple[Natural, ...]
+    fewer: tuple[tuple[Natural, Natural], ...] = ()
 
 
 class Diagnosed(WireMessage, frozen=True):
@@ -357,7 +389,7 @@ AgentReport = (
 """Messages of an agent that the core sees."""
 AgentMessage = AgentReport | Recorded
 """All messages of an agent."""
-OperatorRequest = Drain | Admit | StopRun | RotateTokens
+OperatorRequest = Drain | Admit | StopRun | Shrink | Grow | RotateTokens
 """Messages of an operator."""
 CoreEvent = (
     AgentReport
@@ -368,6 +400,8 @@ CoreEvent = (
     | Tick
     | DiskHolds
     | Rekeyed
+    | GiveBack
+    | Enlarge
     | Diagnosed
     | Restarted
     | StoodStill

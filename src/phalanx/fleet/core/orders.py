@@ -24,7 +24,7 @@ from phalanx.fleet.core.commands import (
 )
 from phalanx.fleet.core.epoch_plan import Crowds, holders_for, needs_buddy, share_of_holders
 from phalanx.fleet.core.messages import Holder
-from phalanx.fleet.core.state import NO_SEAT, FleetPhase, FleetState, Node, RestorePoint
+from phalanx.fleet.core.state import NO_SEAT, Eligibility, FleetPhase, FleetState, Node, RestorePoint
 
 SEATED = "*seated"
 """All nodes that have a seat."""
@@ -61,6 +61,8 @@ def _addressed(state: FleetState, to: str) -> list[str]:
 
 def standing_order(state: FleetState, node: Node, crowds: Crowds) -> Command | None:
     """The command that a node should have now, or None if there is none. ``crowds`` is kept between nodes, for one ``state``."""
+    if not node.alive and node.eligibility is Eligibility.LEAVING:
+        return Shutdown(node.why)
     if not node.alive:
         return Fence(node.why, node.incarnation)
     if state.phase in (FleetPhase.FINISHED, FleetPhase.FAILED):

@@ -7,6 +7,7 @@ from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.ending import end
 from phalanx.fleet.core.epochs import check_deadlines, check_leases, strike
 from phalanx.fleet.core.orders import LIVING, SEATED, Order
+from phalanx.fleet.core.resize import release
 from phalanx.fleet.core.state import Eligibility, FleetPhase, FleetState, change, note, trusts
 
 DURABLE_KEPT = 1024
@@ -16,7 +17,7 @@ DURABLE_KEPT = 1024
 def drain(state: FleetState, event: m.Drain, orders: list[Order]) -> None:  # noqa: ARG001
     """Takes a node out at the next step boundary."""
     node = state.nodes.get(event.node)
-    if node is None or node.eligibility is Eligibility.DRAINED:
+    if node is None or node.eligibility in (Eligibility.DRAINED, Eligibility.LEAVING):
         state.stale += 1
         return
     note(state, node.name, "drained by the operator")
@@ -24,9 +25,13 @@ def drain(state: FleetState, event: m.Drain, orders: list[Order]) -> None:  # no
 
 
 def admit(state: FleetState, event: m.Admit, orders: list[Order]) -> None:  # noqa: ARG001
-    """Lets a drained or quarantined node take part again."""
+    """Lets a drained or quarantined node take part again, or one that was to be given back and is there still."""
     node = state.nodes.get(event.node)
-    if node is None or (node.eligibility is Eligibility.GOOD and not node.strikes):
+    if (
+        node is None
+        or (node.eligibility is Eligibility.GOOD and not node.strikes)
+        or (node.eligibility is Eligibility.LEAVING and not node.alive)
+    ):
         state.stale += 1
         return
     note(state, node.name, "admitted by the operator")
@@ -44,9 +49,10 @@ def stop(state: FleetState, event: m.StopRun, orders: list[Order]) -> None:  # n
 
 
 def tick(state: FleetState, event: m.Tick, orders: list[Order]) -> None:  # noqa: ARG001
-    """Checks leases and deadlines."""
+    """Checks leases and deadlines, and lets nodes go that are given back."""
     check_leases(state, orders)
     check_deadlines(state, orders)
+    release(state, orders)
 
 
 def disk_holds(state: FleetState, event: m.DiskHolds, orders: list[Order]) -> None:  # noqa: ARG001

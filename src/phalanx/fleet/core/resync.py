@@ -31,7 +31,7 @@ from phalanx.fleet.core.ending import OVER, end
 from phalanx.fleet.core.epochs import IN_EPOCH
 from phalanx.fleet.core.invariants import Mark
 from phalanx.fleet.core.orders import LIVING, Order
-from phalanx.fleet.core.state import NO_SEAT, FleetPhase, FleetState, note
+from phalanx.fleet.core.state import NO_SEAT, FleetPhase, FleetState, is_leaving, note
 
 _REASON_MAX = 1000
 
@@ -87,6 +87,7 @@ def resync(
         result_json=state.result_json,
         key=state.key,
         nodes=nodes,
+        leaving={name for name, node in nodes.items() if is_leaving(node)},
         rolled_s=now_s,  # nobody's silence counts from before
         next_lease_s=now_s + state.settings.lease_s,
         incidents=state.incidents,

@@ -135,6 +135,8 @@ class CoreSettings(Struct, frozen=True):
     """Nodes that are to come to the first formation, spares included, where nodes have domains: then the choice is among all of them."""
     gather_s: float = 15.0
     """The first formation waits this long for ``expected_nodes`` while there are enough without them."""
+    snapshot_every_steps: int = 1
+    """Steps between snapshots into memory; 0 means none."""
     max_tries: int = 50
     """Number of failures in a row without a step between them after which the run, not the fleet, is at fault."""
 
@@ -164,4 +166,5 @@ def settings_of(spec: RunSpec, first_step: int = 0) -> CoreSettings:
         unit=spec.launch.unit or block,
         order=spec.launch.order,
         expected_nodes=fleet.nodes + fleet.spares,
+        snapshot_every_steps=fleet.snapshot_every_steps,
     )

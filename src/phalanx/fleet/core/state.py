@@ -54,6 +54,8 @@ class Eligibility(StrEnum):
     GOOD = "good"
     QUARANTINED = "quarantined"
     DRAINED = "drained"
+    LEAVING = "leaving"
+    """It is to be given back (``phalanx.fleet.core.resize``)."""
 
 
 class Node(Struct, frozen=True):
@@ -213,6 +215,8 @@ class FleetState(Struct):
     """Seats whose node cannot hold ranks now (derived from ``nodes``)."""
     spares: set[str] = set()
     """Nodes without a seat that could take one now (derived from ``nodes``)."""
+    leaving: set[str] = set()
+    """Living nodes that are to be given back (derived from ``nodes``)."""
     awaiting: set[str] = set()
     """Members that have not parked or bound yet."""
     early: set[str] = set()
@@ -268,14 +272,23 @@ def usable(state: FleetState, node: Node) -> bool:
     )
 
 
+def is_leaving(node: Node) -> bool:
+    """True if a node is to be given back, and is there still."""
+    return node.alive and node.eligibility is Eligibility.LEAVING
+
+
 def put(state: FleetState, node: Node) -> Node:
-    """Replaces a node, and updates what is derived from nodes: ``vacant``, ``spares`` and ``copies``."""
+    """Replaces a node, and updates what is derived from nodes: ``vacant``, ``spares``, ``leaving`` and ``copies``."""
     old = state.nodes.get(node.name)
     if old is None or old.held != node.held or old.alive != node.alive:
         if old is not None:
             _unlist(state, old)
         _enlist(state, node)
     state.nodes[node.name] = node
+    if is_leaving(node):
+        state.leaving.add(node.name)
+    else:
+        state.leaving.discard(node.name)
     fit = usable(state, node)
     if node.seat != NO_SEAT:
         state.spares.discard(node.name)

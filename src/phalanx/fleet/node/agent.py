@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 from phalanx.checkpoint.snapshot.segments import SnapshotKey, SnapshotMemory
 from phalanx.checkpoint.snapshot.server import SnapshotServer
@@ -74,6 +74,12 @@ _EXAMINE_S, _EXAMINE_AGAIN_S = 30.0, 30.0
 WORKER_PROGRAM = (sys.executable, "-m", "phalanx.fleet.node.worker_main")
 
 
+AtSignal = Literal["end", "wait", "leave"]
+"""``end``: the agent ends at once, and the fleet recovers from its loss. ``wait``: the signal comes to all processes of a job that a scheduler is
+about to end, and the leading node has the run saved: the agent ends with the run. ``leave``: the node leaves the fleet at the next step boundary,
+and no step is computed twice."""
+
+
 @dataclass(frozen=True)
 class AgentArgs:
     """The arguments of an agent process."""
@@ -92,9 +98,8 @@ class AgentArgs:
     faults: tuple[str, ...] = ()
     """Sentences of ``phalanx.fleet.faults.fault``, passed on to every worker."""
     worker_program: tuple[str, ...] = WORKER_PROGRAM
-    job_signals: bool = False
-    """SIGTERM comes to all processes of a job that a scheduler is about to end, and the leading node has the run saved: the agent ends with the
-    run, or at a second SIGTERM."""
+    at_signal: AtSignal = "end"
+    """What the first SIGTERM or Ctrl-C means; a second one ends the agent at once."""
 
 
 class AgentError(RuntimeError):
@@ -230,9 +235,16 @@ class Agent:
         self._uploader.cancel()
 
     def _asked_to_end(self) -> None:
-        if self._args.job_signals and not self._warned:
+        if self._args.at_signal != "end" and not self._warned:
             self._warned = True
-            self.log("the job is about to be ended: waiting for the run to save")
+            if self._args.at_signal == "wait":
+                self.log("the job is about to be ended: waiting for the run to save")
+            else:
+                self.log(
+                    "asked to end: leaves the fleet at the next step boundary; asked once more, it ends at once"
+                )
+                self._state.leaving = True
+                self._link.say(self._state.heartbeat())
             return
         if self._over.is_set():
             self._hurried.set()
@@ -566,7 +578,7 @@ def main() -> NoReturn:
         started_as_spare=given.spare,
         faults=tuple(given.fault),
         worker_program=tuple(given.worker_program),
-        job_signals=in_slurm_step(os.environ),
+        at_signal="wait" if in_slurm_step(os.environ) else "end",
     )
     try:
         run_agent(args, given.certificates)

@@ -115,6 +115,8 @@ class AgentState:
     ticked_s: float = 0.0
     attached_s: float | None = None
     """The time when this agent was last attached to a coordinator, or began; not counting the time in which it stood still itself."""
+    leaving: bool = False
+    """The node is about to be taken away, and the fleet is told so."""
     checked: bool = False
     """True if the node must pass health checks before its workers are offered."""
 
@@ -144,6 +146,7 @@ class AgentState:
             bound=bound,
             meeting_points=self._meeting_points(),
             started_as_spare=me.started_as_spare,
+            leaving=self.leaving,
         )
 
     def greet(self) -> list[AgentReport]:
@@ -155,7 +158,9 @@ class AgentState:
         placed = self._placed()
         step = min((worker.step for worker in placed), default=NO_STEP)
         waiting_s = max((worker.waiting_s for worker in placed), default=0.0)
-        return Heartbeat(self.identity.node, self.incarnation, self.epoch, step, self.phase(), waiting_s)
+        return Heartbeat(
+            self.identity.node, self.incarnation, self.epoch, step, self.phase(), waiting_s, self.leaving
+        )
 
     def phase(self) -> WorkerPhase:
         """The phase of all workers together: that of the one that is furthest behind."""

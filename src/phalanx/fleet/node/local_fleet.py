@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ from phalanx.fleet.control.security import (
     make_token,
     require_two_tokens,
 )
+from phalanx.fleet.core.resize import GIVEN_BACK
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.fleet.node.revival import MOST_DEATHS, Revival
 from phalanx.fleet.node.session import Session, ending
@@ -63,7 +65,7 @@ class Lead:
     @property
     def coordinator_arguments(self) -> list[str]:
         """Command-line arguments for ``phalanx.fleet.control.coordinator``."""
-        return ["--host", self.host, "--port", str(self.port), *self._certified]
+        return ["--host", self.host, "--port", str(self.port), "--node", self.node, *self._certified]
 
     @property
     def agent_arguments(self) -> list[str]:
@@ -153,6 +155,8 @@ class _DeadAgent(NamedTuple):
     how: str
     soonest_s: float
     usually_s: float
+    by_itself: bool = False
+    """It ended with code 0: most likely it was told to."""
 
 
 @dataclass
@@ -334,6 +338,7 @@ class _Processes:
         if seen is not None and seen.over:
             return  # the coordinator is about to end too
         # Others can train on meanwhile, unless there are too few: then nobody else will start it.
+        self._let_go(seen)
         wanted = not self.agents or (seen is not None and seen.phase is FleetPhase.WAITING)
         for name, dead in list(self.dead.items()):
             if time.monotonic() >= (dead.soonest_s if wanted else dead.usually_s):
@@ -344,6 +349,25 @@ class _Processes:
         hopeless = wanted and self.fleet.lead is None and seen is not None
         if hopeless and given_up and len(given_up) == len(self.dead):
             self.over, self.gave_up = True, given_up[0]
+
+    def _let_go(self, seen: FleetFile | None) -> None:
+        """Forgets the nodes that were given back: they are not started again, unless more nodes are wanted later."""
+        for member in seen.members if seen is not None else ():
+            dead = self.dead.get(member.name)
+            if member.role == GIVEN_BACK and dead is not None and dead.by_itself:
+                del self.dead[member.name]
+                self.agent_revivals.pop(member.name, None)
+
+    def _grow(self, seen: FleetFile) -> None:
+        """Starts as many nodes as an operator wants the fleet to have: those that were given back first, then new ones."""
+        if seen.over:
+            return
+        there = {*self.agents, *self.dead}
+        missing = seen.expected_nodes - len(there)
+        names = (name for number in count() if (name := f"node-{number}") not in there)
+        for name in islice(names, max(0, missing)):
+            self.orders.tell(f"{name}: its agent is started, for {seen.expected_nodes} nodes are wanted")
+            self._start_agent(name)
 
     def _agent_died(self, name: str, how: str, at_least_s: float = 0.0) -> None:
         self.agents.pop(name, None)
@@ -357,7 +381,8 @@ class _Processes:
             )
         else:
             pause_s = max(pause_s, at_least_s)
-            self.dead[name] = _DeadAgent(how, now_s + pause_s, now_s + max(pause_s, self.fleet.repair_s))
+            usually_s = now_s + max(pause_s, self.fleet.repair_s)
+            self.dead[name] = _DeadAgent(how, now_s + pause_s, usually_s, at_least_s > 0)
 
     def _start_agent(self, name: str) -> None:
         arguments = ["--node", name]
@@ -382,6 +407,8 @@ class _Processes:
         if self.fleet.lead is not None or self.orders.made or now_s < self.looked_s + _LOOK_S:
             return
         self.looked_s, seen = now_s, self.seen()
+        if seen is not None:
+            self._grow(seen)
         why = _no_way_on(seen, len(self.agents)) if seen is not None and not self.dead else ""
         if not why:
             self.way_on_s = now_s

@@ -40,6 +40,10 @@ class LaunchOrder:
     python: str
     """The interpreter that runs Phalanx on the nodes."""
     launch: LaunchSpec
+    taken_from: Path | None = None
+    """The run that has given nodes for this one, and gets as many again at its end."""
+    taken: int = 0
+    """Number of those nodes."""
 
     @property
     def folder(self) -> Path:

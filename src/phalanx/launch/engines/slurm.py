@@ -10,9 +10,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from phalanx.launch.engines.order import LaunchOrder, seconds_of, slurm_time
-from phalanx.launch.engines.slurm_script import COMMENT
+from phalanx.launch.engines.slurm_script import COMMENT, JOINING_COMMENT
 from phalanx.launch.engines.tools import EngineError, run_tool
 from phalanx.launch.placing.host_list import expanded
 
@@ -63,6 +64,8 @@ class SlurmJob:
     name: str
     partition: str
     run_dir: str
+    joins: bool = False
+    """Its nodes join the fleet of the run's own job."""
 
     @property
     def sentence(self) -> str:
@@ -85,7 +88,7 @@ def parse_jobs(text: str) -> list[SlurmJob]:
     found = []
     for line in text.splitlines():
         fields = line.split("|", 9)
-        if len(fields) == 10 and fields[9].startswith(COMMENT):
+        if len(fields) == 10 and fields[9].startswith((COMMENT, JOINING_COMMENT)):
             number, state, reason, nodes, hosts, starts, left, name, partition, comment = fields
             reason = "" if reason == "None" else reason
             count = int(nodes) if nodes.isdecimal() else 0
@@ -100,7 +103,8 @@ def parse_jobs(text: str) -> list[SlurmJob]:
                     left,
                     name,
                     partition,
-                    comment.removeprefix(COMMENT),
+                    comment.partition(":")[2],
+                    comment.startswith(JOINING_COMMENT),
                 )
             )
     return found
@@ -108,8 +112,48 @@ def parse_jobs(text: str) -> list[SlurmJob]:
 
 def job_of(run_dir: Path) -> SlurmJob | None:
     """The queued or running job of a run; ``None`` if there is none."""
+    return next((job for job in jobs_of(run_dir) if not job.joins), None)
+
+
+def jobs_of(run_dir: Path) -> list[SlurmJob]:
+    """The queued and running jobs of a run: its own, and those whose nodes join its fleet."""
     wanted = str(run_dir.resolve())
-    return next((job for job in jobs() if job.run_dir == wanted), None)
+    return [job for job in jobs() if job.run_dir == wanted]
+
+
+def give_back(run_dir: Path, names: set[str]) -> dict[str, tuple[str, ...]]:
+    """Takes nodes whose agents have ended out of the jobs of a run, so that others can have them; job -> those it had.
+
+    A job all of whose nodes have gone ends by itself. Raises ``EngineError``.
+    """
+    given: dict[str, tuple[str, ...]] = {}
+    for job in jobs_of(run_dir):
+        hosts = expanded(job.hosts) if job.state == "RUNNING" and job.hosts else []
+        rest = [host for host in hosts if host not in names]
+        if len(rest) < len(hosts):
+            given[job.id] = tuple(host for host in hosts if host in names)
+            if rest:
+                with (
+                    TemporaryDirectory() as folder
+                ):  # scontrol leaves scripts there that set the variables of a shell
+                    words = ["scontrol", "update", f"JobId={job.id}", f"NodeList={','.join(rest)}"]
+                    run_tool(words, folder=folder)
+    return given
+
+
+def idle_nodes(order: LaunchOrder) -> int:
+    """Number of nodes that are free now and fit an order. Raises ``EngineError``."""
+    excluded = set(expanded(order.launch.exclude)) if order.launch.exclude else set()
+    return sum(
+        node.free and node.gpus >= order.gpus_per_node and node.name not in excluded
+        for node in _nodes_for(order)
+    )
+
+
+def _nodes_for(order: LaunchOrder) -> list[NodeFacts]:
+    """The nodes of the partition that an order names; all nodes if it names none."""
+    chosen = order.launch.partition
+    return parse_nodes(run_tool(["sinfo", "-h", "-N", "-o", "%N|%T|%G", *(["-p", chosen] if chosen else [])]))
 
 
 def submit(script: Path) -> str:
@@ -154,14 +198,8 @@ class NodeFacts:
 def preflight(order: LaunchOrder) -> list[str]:
     """Everything that keeps a job from ever starting, each with what to change; empty if nothing does. Raises ``EngineError``."""
     partitions = parse_partitions(run_tool(["scontrol", "show", "partition", "-o"]))
-    words = ["sinfo", "-h", "-N", "-o", "%N|%T|%G"]
-    chosen = order.launch.partition
     known = {one.name for one in partitions}
-    nodes = (
-        parse_nodes(run_tool([*words, "-p", chosen] if chosen else words))
-        if not chosen or chosen in known
-        else []
-    )
+    nodes = _nodes_for(order) if not order.launch.partition or order.launch.partition in known else []
     return list(problems(order, partitions, nodes))
 
 

@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from phalanx.launch.engines.order import LaunchOrder, seconds_of, slurm_time
 from phalanx.launch.engines.tools import EngineError
 
-COMMENT = "phalanx:"
-"""Begins the comment of a job, before its run directory."""
+COMMENT, JOINING_COMMENT = "phalanx:", "phalanx-joining:"
+"""Begin the comment of a job, before its run directory: of one that trains a run, and of one whose nodes join the fleet of another."""
 _NOT_TAKEN = {
     "--array": "a run is one job: an array would start it several times. For seeds or sweeps submit one run file for each",
     "-a": "a run is one job: an array would start it several times",
@@ -42,21 +42,41 @@ _PORTS = 20_000, 20_000
 
 def batch_script(order: LaunchOrder) -> str:
     """The script for ``sbatch``. Raises ``EngineError`` for options that cannot be."""
-    return "\n".join([*_header(order), "", *_body(order), ""])
+    own = {
+        "job-name": f"phalanx-{order.name}",
+        "nodes": str(order.all_nodes),
+        "output": str(order.folder / "job-%j.log"),
+        "comment": f"{COMMENT}{order.run_dir}",
+        "signal": f"B:TERM@{math.ceil(order.launch.grace_s)}",
+    }
+    return "\n".join([*_header(order, own), "", *_body(order), ""])
 
 
-def _header(order: LaunchOrder) -> Iterator[str]:
+def joining_script(order: LaunchOrder, nodes: int) -> str:
+    """The script of a job whose ``nodes`` join the fleet of a run that trains: allocations cannot grow, fleets can.
+
+    At its time limit or when preempted, its agents hear of it and leave the fleet at a step boundary. Raises ``EngineError`` as ``batch_script``.
+    """
+    own = {
+        "job-name": f"phalanx-{order.name}-joining",
+        "nodes": str(nodes),
+        "output": str(order.folder / "joining-%j.log"),
+        "comment": f"{JOINING_COMMENT}{order.run_dir}",
+        "signal": f"TERM@{math.ceil(order.launch.grace_s)}",
+    }
+    agent = f"{shlex.join(order.program)} agent --run {shlex.quote(str(order.run_dir))}"
+    step = f"exec srun --no-kill --overlap --kill-on-bad-exit=0 --ntasks-per-node=1 --label{_container(order)} {agent}"
+    return "\n".join([*_header(order, own), "", *_environment(order), step, ""])
+
+
+def _header(order: LaunchOrder, own: dict[str, str]) -> Iterator[str]:
     launch = order.launch
     yield "#!/bin/bash"
     given = {
-        "job-name": f"phalanx-{order.name}",
-        "nodes": str(order.all_nodes),
+        **own,
         "ntasks-per-node": "1",
         "chdir": str(order.working_dir),
-        "output": str(order.folder / "job-%j.log"),
         "open-mode": "append",
-        "comment": f"{COMMENT}{order.run_dir}",
-        "signal": f"B:TERM@{math.ceil(launch.grace_s)}",
         "partition": launch.partition,
         "account": launch.account,
         "qos": launch.qos,
@@ -90,10 +110,9 @@ def _quoted(name: str, value: str) -> str:
     return f'"{value}"' if any(letter.isspace() or letter == "#" for letter in value) else value
 
 
-def _body(order: LaunchOrder) -> Iterator[str]:
-    launch, phalanx = order.launch, shlex.join(order.program)
-    folder, run_dir = shlex.quote(str(order.folder)), shlex.quote(str(order.run_dir))
-    yield "# Written by phalanx submit."
+def _environment(order: LaunchOrder) -> Iterator[str]:
+    launch = order.launch
+    yield "# Written by Phalanx."
     yield "export PYTHONUNBUFFERED=1"
     for variable in launch.environment:
         name, sign, value = variable.partition("=")
@@ -101,6 +120,22 @@ def _body(order: LaunchOrder) -> Iterator[str]:
             raise EngineError(f"launch.environment: {variable!r} is not NAME=VALUE")
         yield f"export {name}={shlex.quote(value)}"
     yield from launch.prologue
+
+
+def _container(order: LaunchOrder) -> str:
+    """Options of srun for a container (Pyxis), with a space before them; empty for none."""
+    image, mounts = order.launch.container_image, ",".join(order.launch.container_mounts)
+    if not image:
+        return ""
+    return f" --container-image={shlex.quote(image)}" + (
+        f" --container-mounts={shlex.quote(mounts)}" if mounts else ""
+    )
+
+
+def _body(order: LaunchOrder) -> Iterator[str]:
+    phalanx = shlex.join(order.program)
+    folder, run_dir = shlex.quote(str(order.folder)), shlex.quote(str(order.run_dir))
+    yield from _environment(order)
     port = str(order.port) if order.port else f"$(({_PORTS[0]} + SLURM_JOB_ID % {_PORTS[1]}))"
     yield f'head="$(hostname):{port}"' if order.port else f'head="$(hostname):"{port}'
     yield f"nonce={folder}/nonce"
@@ -110,14 +145,9 @@ def _body(order: LaunchOrder) -> Iterator[str]:
         f"{phalanx} agent --run {shlex.quote(str(order.run_file))}",
         '--coordinator "$head"',
     ]
-    container = ""
-    if launch.container_image:
-        mounts = ",".join(launch.container_mounts)
-        container = f" --container-image={shlex.quote(launch.container_image)}"
-        container += f" --container-mounts={shlex.quote(mounts)}" if mounts else ""
     yield (
         "srun --no-kill --overlap --kill-on-bad-exit=0 --ntasks-per-node=1 --label"
-        f'{container} bash -c "$on_node" "$nonce" {" ".join(agent)} &'
+        f'{_container(order)} bash -c "$on_node" "$nonce" {" ".join(agent)} &'
     )
     yield "step=$!"
     # A trapped signal ends `wait` early.
@@ -129,6 +159,9 @@ def _body(order: LaunchOrder) -> Iterator[str]:
     yield '  echo "the run has saved; it is queued again"'
     yield '  scontrol requeue "$SLURM_JOB_ID" && sleep 60'
     yield "fi"
+    if order.taken_from is not None:
+        lender = shlex.quote(str(order.taken_from))
+        yield f"{phalanx} fleet grow {lender} --by {order.taken} || true"
     yield 'exit "$code"'
 
 

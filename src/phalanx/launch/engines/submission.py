@@ -35,6 +35,8 @@ class Submitted:
     nodes: int
     spares: int
     unix_s: float
+    working_dir: str
+    """Where relative paths of the run file begin."""
 
 
 def with_run_dir(spec: RunSpec, working_dir: Path) -> RunSpec:
@@ -104,7 +106,7 @@ def write_files(order: LaunchOrder, spec: RunSpec, script: str) -> Path:
 
 def record(order: LaunchOrder, engine: str, job: str) -> Submitted:
     """Notes what was submitted."""
-    made = Submitted(engine, job, order.name, order.nodes, order.spares, time.time())
+    made = Submitted(engine, job, order.name, order.nodes, order.spares, time.time(), str(order.working_dir))
     write_atomically(order.folder / _RECORD, (json.dumps(asdict(made), indent=1) + "\n").encode())
     return made
 

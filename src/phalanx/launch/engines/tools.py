@@ -16,8 +16,9 @@ def run_tool(
     timeout_s: float = 60.0,
     stdin: str | None = None,
     environment: Mapping[str, str] | None = None,
+    folder: str | None = None,
 ) -> str:
-    """What a tool printed.
+    """What a tool printed that ran in ``folder`` (by default here).
 
     Raises ``EngineError`` if it is not installed, ended with an error (with its own words), or took too long.
     """
@@ -28,6 +29,7 @@ def run_tool(
             capture_output=True,
             text=True,
             timeout=timeout_s,
+            cwd=folder,
             env=None if environment is None else dict(environment),
             check=False,
         )

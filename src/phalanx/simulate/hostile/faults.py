@@ -8,6 +8,7 @@ from typing import Literal
 
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.epoch_plan import can_do_without
+from phalanx.fleet.core.resize import CannotShrinkError, choose
 from phalanx.simulate.hostile.node import SimulatedNode
 from phalanx.simulate.hostile.world import World
 
@@ -144,6 +145,33 @@ def _drain(world: World) -> None:
     world.clock.after(world.random.uniform(1, 20), lambda: world.coordinator.hear(m.Admit(name)))
 
 
+def _give_back(world: World) -> None:
+    """An operator gives nodes back, and wants them again later."""
+    state, before = world.coordinator.state, world.conditions.settings
+    try:
+        names = choose(state, world.random.randint(1, 2), leader="")
+    except CannotShrinkError:
+        return
+    world.coordinator.hear(m.GiveBack(names))
+    formation = before.formation
+    again = m.Enlarge(before.wanted_nodes, before.expected_nodes, formation.legal, formation.fewer)
+    world.clock.after(world.random.uniform(1, 30), lambda: world.coordinator.hear(again))
+
+
+def _take_away(world: World) -> None:
+    """A scheduler takes a machine away with grace, or without waiting for the fleet to let it go."""
+    node = _somebody(world)
+    node.going = True
+    if world.random.random() < 0.3:
+        world.clock.after(world.random.uniform(0.1, 20), partial(_end_of_grace, world, node))
+
+
+def _end_of_grace(world: World, node: SimulatedNode) -> None:
+    if node.going:
+        node.going = False
+        _crash(world, node)
+
+
 _FAULTS: dict[str, tuple[float, Callable[[World], None]]] = {
     "worker killed": (4, _worker),
     "worker hung": (3, _hang),
@@ -159,4 +187,6 @@ _FAULTS: dict[str, tuple[float, Callable[[World], None]]] = {
     "not finite": (0.7, _sicken),
     "cannot train": (0.5, _cannot_train),
     "drained": (1, _drain),
+    "given back": (1, _give_back),
+    "taken away": (1, _take_away),
 }

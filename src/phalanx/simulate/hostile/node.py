@@ -42,6 +42,8 @@ class SimulatedNode:
         """True while no message passes between it and the coordinator."""
         self.sick = False
         """What its workers compute is not finite; a restart does not heal that."""
+        self.going = False
+        """Its scheduler is about to take the machine away, and its agent says so."""
         self.held: dict[m.RankSnapshot, bool] = {}
         """Snapshot -> True if its content is corrupt."""
         self._forget()
@@ -132,6 +134,7 @@ class SimulatedNode:
                 self.epoch,
                 self.bound,
                 self._points(),
+                leaving=self.going,
             )
         )
 
@@ -139,7 +142,8 @@ class SimulatedNode:
         return (f"{self.name}:{self.incarnation}" if self.warm else "",) * self.world.conditions.workers
 
     def _beat(self) -> None:
-        self.say(m.Heartbeat(self.name, self.incarnation, self.epoch, self.step, self._phase()))
+        phase = self._phase()
+        self.say(m.Heartbeat(self.name, self.incarnation, self.epoch, self.step, phase, leaving=self.going))
         self._later(self.world.conditions.heartbeat_s, self._beat)
 
     def _phase(self) -> m.WorkerPhase:
@@ -182,6 +186,14 @@ class SimulatedNode:
             self._begin()
         elif isinstance(command, c.TellAll):
             self.join()
+        elif isinstance(command, c.Shutdown):
+            self._go()
+
+    def _go(self) -> None:
+        """Goes, with its memory; the machine comes to the fleet again after a while."""
+        self.crash(silently=False)
+        self.going = False
+        self.world.clock.after(self.world.random.uniform(0.5, 30), self.start)
 
     def _park(self, command: c.Park) -> None:
         if self.epoch > command.epoch:

@@ -92,10 +92,14 @@ def _make_peace(world: World) -> None:
     world.delay_s = min(world.delay_s, 0.1)
     world.coordinator.start()
     for node in world.nodes.values():
-        node.cut = node.sick = False
+        node.cut = node.sick = node.going = False
         node.start()
         world.clock.after(1.0, partial(world.coordinator.hear, m.Admit(node.name)))
         world.clock.after(60.0, partial(world.coordinator.hear, m.Admit(node.name)))
+    settings = world.conditions.settings
+    formation = settings.formation
+    whole = m.Enlarge(settings.wanted_nodes, settings.expected_nodes, formation.legal, formation.fewer)
+    world.clock.after(2.0, lambda: world.coordinator.hear(whole))
 
 
 def _recover(world: World) -> None:

@@ -1,0 +1,164 @@
+"""``phalanx fleet shrink`` and ``grow``: nodes are given back to the cluster in seconds, and others join, while the run trains."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from phalanx.cli.errors import explained
+from phalanx.cli.fleet.ask import ask, operation_options
+
+if TYPE_CHECKING:
+    from phalanx.launch.engines.submission import Submitted
+
+_POLL_S, _TELL_S = 0.2, 10.0
+
+
+@click.command("shrink")
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option("--by", type=click.IntRange(min=1), help="Number of nodes; the coordinator chooses them.")
+@click.option("--node", "nodes", multiple=True, help="Name of a node; may be repeated.")
+@click.option("--no-wait", is_flag=True, help="Ask, and do not wait until they have gone.")
+@operation_options
+def shrink(
+    run_dir: Path,
+    by: int | None,
+    nodes: tuple[str, ...],
+    no_wait: bool,
+    certificates: Path | None,
+    as_json: bool,
+) -> None:
+    """Give nodes back: the run goes on without them from the next step boundary, and no step is computed twice.
+
+    Without names, unfit nodes go first, then those of the last ranks, and spares at the end; the node that leads stays. A node goes when the others
+    have newer snapshots than its own, usually after two steps. Nodes of a Slurm job are taken out of it, so that other jobs can have them.
+    The weights at the end are the same.
+
+    \b
+      phalanx fleet shrink runs/big-1f3a9c04 --by 2
+      phalanx fleet shrink runs/big-1f3a9c04 --node n17 --node n18
+    """
+    from phalanx.launch.engines.tools import EngineError
+
+    if (by is None) == (not nodes):
+        raise click.UsageError("which nodes? --by N, or --node NAME")
+    began_s = time.monotonic()
+    names = asked_to_go(run_dir, by or 0, nodes, certificates)
+    if no_wait:
+        _say({"leaving": names}, f"leaving: {' '.join(names)}", as_json)
+        return
+    with explained(EngineError):
+        given = wait_until_gone(run_dir, names)
+    took_s = time.monotonic() - began_s
+    jobs = "; ".join(f"job {job} has {len(gone)} fewer" for job, gone in given.items())
+    text = f"given back after {took_s:.1f} s: {' '.join(names)}" + (f" ({jobs})" if jobs else "")
+    _say({"given_back": names, "seconds": took_s, "jobs": given}, text, as_json)
+
+
+def asked_to_go(
+    run_dir: Path, by: int, nodes: tuple[str, ...], certificates: Path | None = None
+) -> list[str]:
+    """Names of the nodes that the coordinator lets go. Raises ``click.ClickException`` with its words if it refuses."""
+    from phalanx.fleet.core.messages import Shrink
+
+    accepted, *names = ask(run_dir, Shrink(by, nodes), certificates).split(" ")
+    if accepted != "accepted":
+        raise click.ClickException(" ".join((accepted, *names)))
+    return names
+
+
+def wait_until_gone(run_dir: Path, names: list[str]) -> dict[str, tuple[str, ...]]:
+    """Waits until nodes have left a fleet, and takes them out of the run's Slurm jobs; job -> its nodes. Raises ``EngineError``."""
+    from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
+    from phalanx.launch.engines import slurm
+    from phalanx.launch.engines.submission import read_record
+
+    told_s, leaving = time.monotonic() + _TELL_S, set[str]()
+    with explained(FleetFileError):
+        while True:
+            seen = read_fleet_file(run_dir)
+            roles = {member.name: member.role for member in seen.members}
+            there = [name for name in names if roles.get(name) not in ("given back", "lost")]
+            if seen.over or not there:
+                break
+            leaving |= {name for name in there if roles.get(name) == "leaving"}
+            kept = [name for name in there if name in leaving and roles.get(name) != "leaving"]
+            if kept:
+                raise click.ClickException(
+                    f"{' '.join(kept)}: kept in the fleet by another request, or started again"
+                )
+            if time.monotonic() > told_s:
+                told_s = time.monotonic() + _TELL_S
+                click.echo(f"{seen.phase}, step {seen.step}: waiting for {' '.join(there)}", err=True)
+            time.sleep(_POLL_S)
+    made = read_record(run_dir)
+    if made is None or made.engine != "slurm":
+        return {}
+    return slurm.give_back(run_dir, set(names))
+
+
+@click.command("grow")
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option("--by", type=click.IntRange(min=1), required=True, help="Number of nodes.")
+@operation_options
+def grow(run_dir: Path, by: int, certificates: Path | None, as_json: bool) -> None:
+    """Let more nodes take part, as many as fleet.nodes says or more; the run goes on meanwhile, and its weights at the end are the same.
+
+    For a run under Slurm a second job is submitted, whose nodes join the fleet when it starts; they leave it again at the end of its time. The nodes of
+    a fleet that `phalanx train --nodes` has started come by themselves; elsewhere start `phalanx agent --run RUN_DIR` on each.
+
+    \b
+      phalanx fleet grow runs/big-1f3a9c04 --by 2
+    """
+    from phalanx.fleet.core.messages import Grow
+    from phalanx.launch.engines.submission import read_record
+    from phalanx.launch.engines.tools import EngineError
+
+    made = read_record(run_dir)
+    with explained(EngineError):
+        script = _joining_script(run_dir, by, made) if made is not None and made.engine == "slurm" else None
+        answer = ask(run_dir, Grow(by), certificates)
+        if answer != "accepted":
+            raise click.ClickException(answer)
+        if script is None:
+            how = "they come by themselves to a fleet that phalanx train --nodes has started"
+            _say(
+                {"wanted": by},
+                f"{by} more nodes are wanted: {how}; else phalanx agent --run {run_dir}",
+                as_json,
+            )
+            return
+        from phalanx.launch.engines import slurm
+
+        job = slurm.submit(script)
+    _say({"wanted": by, "job": job}, f"job {job}: {by} nodes, which join the run when it starts", as_json)
+
+
+def _joining_script(run_dir: Path, by: int, made: Submitted) -> Path:
+    """Writes the script of a job whose nodes join the fleet of a run. Raises ``EngineError`` if that job could never start."""
+    from phalanx.launch.engines import slurm
+    from phalanx.launch.engines.slurm_script import joining_script
+    from phalanx.launch.engines.submission import order_of
+    from phalanx.launch.engines.tools import EngineError
+    from phalanx.run.directory.durable import write_atomically
+    from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
+
+    with explained(RunDirectoryError):
+        spec = read_resolved(RunDirectory(run_dir))
+    order = order_of(replace(spec, run_dir=str(run_dir.resolve())), Path(made.working_dir))
+    impossible = slurm.preflight(replace(order, nodes=by, spares=0))
+    if impossible:
+        raise EngineError("this job would never start:\n  " + "\n  ".join(impossible))
+    path = order.folder / "joining.sh"
+    write_atomically(path, joining_script(order, by).encode(), mode=0o755)
+    slurm.test_submit(path)
+    return path
+
+
+def _say(values: dict[str, object], text: str, as_json: bool) -> None:
+    click.echo(json.dumps(values) if as_json else text)
